@@ -376,7 +376,7 @@ def report(bench: Bench, origin: str, timings: dict[str, list[float]], error: Er
     m, n, k, dtype = found["problem"].values()
     print(f"\ninput     {origin}\n{bench.bring:<9} {bench.stream.explain()}")
     print(f"multiply  [{m}, {k}] @ [{k}, {n}], {dtype}\n")
-    rates = {way: f"{rate:.3g} TFLOP/s" for way, rate in found["tflop_per_s"].items()}
+    rates = {way: f"{1e3 * rate:,.0f} GFLOP/s" for way, rate in found["tflop_per_s"].items()}
     rates[bench.bring] = f"{found['gb_per_s'][bench.bring]:.2f} GB/s"
     print(f"{'':<10}{'median ms':>10}{'least':>10}{'most':>10}{'rate':>16}")
     for way, samples in timings.items():

@@ -19,7 +19,7 @@ from benchmarks.core.records import Record, Row
 from benchmarks.core.session import Session
 from benchmarks.core.timing import HOPPER_PEAK, HiddenLaunchClock, rates
 from tilestream.core.operands import AttentionOperands
-from tilestream.launch.portable.attention_arguments import AttentionLayout
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.plan.attention_problem import AttentionProblem
 
 TOKENS = 16384

@@ -19,7 +19,7 @@ from benchmarks.core.records import Record, Row
 from benchmarks.core.timing import HOPPER_PEAK
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import AttentionOperands
-from tilestream.launch.portable.attention_arguments import AttentionLayout
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.ops.attention_gpu import launch_of, layout_of
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem

@@ -7,7 +7,7 @@ import tilestream
 from tilestream import cli as package
 from tilestream.core.errors import ArrivalTimeout
 
-COMMANDS = ("demo", "verify", "plan", "sweep", "trace", "doctor")
+COMMANDS = ("demo", "verify", "plan", "isa", "sweep", "trace", "tune", "doctor")
 
 
 def python(code, *arguments):

@@ -53,7 +53,7 @@ def test_there_is_nothing_where_nobody_looked():
 
 @pytest.mark.parametrize("held", [range(116, 132), range(16), range(0, 132, 8), range(128, 132)])
 def test_workers_that_look_at_the_same_time_go_to_different_queues(held):
-    """Another program holds SMs, so the queues of the workers there are as full as at the beginning, and the others empty."""
+    """Another program holds SMs: the queues of the workers there are full, and the others empty."""
     workers = [worker for worker in range(132) if worker not in held]
     went = Counter(ranked(max(rank(9, queue, worker) for queue in held), worker)[0] for worker in workers)
     assert set(went) == set(held)

@@ -95,6 +95,7 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
 
     import tilestream as ts
     from tilestream.core.operands import AttentionOperands
+    from tilestream.kernels.hopper.attention import attend
     from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
     from tilestream.ops.attention_gpu import layout_of
 
@@ -116,7 +117,7 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     slots = torch.zeros(64, dtype=torch.int32, device=device)
     scales = (lists[f"scale_{name}"] for name in "qkv")
     given = (lse, None, *scales, None, None, lists["seqlens_k"], lists["block_table"], slots, None, None, None)
-    filled = arguments.fill((*[descriptor(*one) for one in maps], *given, 0, 0, *arguments.scales(scale)))
+    filled = arguments.pack(attend)((*[descriptor(*one) for one in maps], *given, 0, 0, *arguments.scales(scale)))
 
     def check() -> None:
         answer, logs = out[0], lse[0]

@@ -25,7 +25,8 @@ from precompile import compile_all, device_of_this_machine, went_wrong
 
 import tilestream as ts
 from tilestream.core.device import DeviceProperties
-from tilestream.launch.portable.attention_arguments import AttentionLayout, constants
+from tilestream.launch.attention_arguments import AttentionLayout
+from tilestream.launch.portable.attention_arguments import AttentionArguments
 from tilestream.ops import attention_library
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_operands import problem_of
@@ -93,12 +94,11 @@ def key(job: Job) -> str:
     """The key of its compiled kernel."""
     if job[0].backend == "portable":
         p = job[0].problem
-        return repr((constants(*job), job[0].warps, job[0].stages, job[1], p.return_lse, p.sinks, p.scaled, p.aligned))
+        config = AttentionArguments(*job).config()
+        return repr((config, job[0].warps, job[0].stages, job[1], p.return_lse, p.sinks, p.scaled, p.aligned))
     options, filled = gate.fill(*job)
-    count = len(gate.attend.arg_names)
-    first = gate.attend.arg_names.index("CONSUMERS") - count
     maps = [(x.block_shape, str(x.base.dtype)) for x in filled[:4]]
-    return repr((options, maps, [x is None for x in filled[4:17]], filled[first:]))
+    return repr((options, maps, [x is None for x in filled[4:17]], filled[-1]))
 
 
 def build(job: Job) -> str | None:

@@ -11,7 +11,7 @@ number) where such a hand-over has them:
 
 - of the words: written in `ring.put`, nowhere else. Read in `ring.get`, and, since the compiler moves reads and gives
   them the line of what they then stand beside, in the texts of the loops that call it and of attention's steps; but not
-  at lines of these that load something else. Where a loop stands in another file than its kernel, as attention's does,
+  at lines of these that load something else. Where a step stands in another file than its kernel, as attention's do,
   the compiler gives such a read the line of the kernel's ``def`` (8 bits: by the machine code, reads of the ring's
   words and of its scales). A race of another read there with the store of a word would be let pass, too: the table has
   places, not what lies there.
@@ -37,19 +37,27 @@ class HandOver(NamedTuple):
 
 
 def readers() -> tuple[Any, ...]:
-    """The loops that read the item ring's words: those of the math warps, and of those that convert."""
+    """What reads the item ring's words: in the loops of the math warps, and of those that convert."""
     import handover
 
-    from tilestream.kernels.hopper import attention_convert, attention_math, gemm
+    from tilestream.kernels.hopper import attention, attention_convert, gemm
+    from tilestream.kernels.hopper import attention_math as math
 
-    return gemm.math_loop, attention_math.math_loop, attention_convert.convert_loop, handover.taker
+    return (
+        gemm.receive, attention.math_loop, math.rows_of_consumer, math.scores_of_item, math.attend_blocks,
+        math.store_tile, attention_convert.convert_loop, handover.taker,
+    )  # fmt: skip
 
 
 def steps() -> tuple[Any, ...]:
-    """What becomes part of such a loop."""
+    """What else is a part of such a loop."""
     from tilestream.kernels.hopper import attention_math as math
+    from tilestream.kernels.hopper import gemm
 
-    return math.math_step, math.start_scores, math.settled, math.store_strip, math.own_blocks, math.leave_out
+    return (
+        gemm.math_loop, math.math_step, math.start_scores, math.capped, math.last_product, math.own_blocks,
+        math.leave_out, math.start_softmax, math.store_strip,
+    )  # fmt: skip
 
 
 def handed_over() -> tuple[HandOver, ...]:

@@ -5,6 +5,7 @@ Every wait has a bound: a neighbour leaves at its deadline, and a launch beside 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from schedule_cases import BACKENDS, HELD, KINDS, WORKERS, K, M, N, plan_of
 
 import tilestream as ts
 from error_rule import Maths, check
-from tilestream.plan import planner as choose
+from tilestream.plan import planner
 from tilestream.runtime.properties import cuda_properties
 from tilestream.trace import draw, export, faults, load, record
 from tilestream_tools.sweep.contention import GreenContext, Neighbour
@@ -146,20 +147,20 @@ def test_a_mutant_with_pools_that_no_worker_visits_is_caught(backend, data, monk
     if backend == "hopper":
         from tilestream.launch.hopper.arguments import Arguments
 
-        made = Arguments._made
-        monkeypatch.setattr(Arguments, "_made", lambda *given: {**made(*given), "STEAL": False})
+        made = Arguments._config
+        monkeypatch.setattr(Arguments, "_config", lambda *given: dataclasses.replace(made(*given), STEAL=False))
     else:
         from tilestream.launch.portable import arguments
 
-        constants = arguments.constants
-        monkeypatch.setattr(arguments, "constants", lambda *given: {**constants(*given), "STEAL": False})
+        config = arguments.config
+        monkeypatch.setattr(arguments, "config", lambda *given: dataclasses.replace(config(*given), STEAL=False))
     # Not from the cache: another launch of this plan steals.
-    choose.plan_problem.cache_clear()
+    planner.plan_problem.cache_clear()
     plan = plan_of("cuda", backend, "dynamic", 8, 3)
     launch, out = traced(plan, data)
     assert torch.isnan(out).any()
     assert any("done never" in fault for fault in faults(launch, plan.schedule))
-    choose.plan_problem.cache_clear()
+    planner.plan_problem.cache_clear()
 
 
 def test_a_trace_is_drawn_and_exported(data, tmp_path):

@@ -1,11 +1,15 @@
-"""What the portable attention is launched with: in its order, and with no more said of addresses than is true."""
+"""What attention is launched with: by the kernels' own names, and with no more said of addresses than is true."""
 
 from __future__ import annotations
+
+import inspect
 
 import pytest
 
 from tilestream.core.device import DeviceProperties
-from tilestream.launch.portable.attention_arguments import AttentionArguments, AttentionLayout, constants, padded
+from tilestream.kernels.attention_config import PortableAttentionConfig
+from tilestream.launch.attention_arguments import GIVEN, AttentionLayout
+from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 
@@ -19,41 +23,49 @@ def made(device: DeviceProperties = A100, out: tuple[int, int, int] = (4096, 256
     return plan_attention.__wrapped__(problem, device=device), layout
 
 
-def test_arguments_are_in_the_kernels_order():
+def config(*given) -> PortableAttentionConfig:
+    return AttentionArguments(*given).config()
+
+
+def test_arguments_are_found_by_the_kernels_names():
     kernel = pytest.importorskip("tilestream.kernels.portable.attention").attention
-    names = getattr(kernel, "arg_names", None) or list(kernel.signature.parameters)
+    names = list(inspect.signature(kernel.fn).parameters)
     plan, layout = made(causal=True, window=(5, None), softcap=2.0)
-    known = constants(plan, layout)
-    assert names[-len(known) :] == list(known)
-    operands = [f"operand {i}" for i in range(17)]
-    filled = dict(zip(names, AttentionArguments(plan, layout).fill(*operands, 7, 1, 0.5), strict=True))
-    assert filled["q"] == "operand 0"
-    assert (filled["counters"], filled["log"]) == ("operand 15", "operand 16")
-    assert (filled["base"], filled["reset"], filled["cap"]) == (7, 1, 2.0)
-    assert filled["scale"] == pytest.approx(0.5 * 1.4426950408889634)
-    assert (filled["left"], filled["right"], filled["top_left"]) == (5, 0, 0)
-    assert (filled["stride_os"], filled["stride_lb"], filled["stride_ls"], filled["stride_lh"]) == (256, 64, 1, 16)
-    assert (filled["num_m"], filled["num_n"], filled["packs"], filled["ratio"]) == (1, 8, 4, 1)
-    assert filled["seqlen_q"] == 16
+    arguments = AttentionArguments(plan, layout)
+    operands = [f"the {name}" for name in GIVEN[:17]]
+    filled = arguments.pack(kernel)((*operands, 7, 1, *arguments.scales(0.5)))
+    known = dict(zip(names, filled, strict=True))
+    assert names[-1] == "C"
+    assert known["C"] == arguments.config()
+    given = [name for name in GIVEN[:17] if name in names]
+    assert given == list(GIVEN[:17])
+    assert [known[name] for name in given] == [f"the {name}" for name in given]
+    assert (known["base"], known["reset"], known["softcap_scale"]) == (7, 1, 0.25)
+    assert known["scale"] == pytest.approx(2.0 * 1.4426950408889634)
+    assert (known["left"], known["right"], known["C"].LEFT, known["C"].RIGHT) == (5, 0, True, True)
+    assert not known["C"].TOP_LEFT
+    assert (known["stride_or"], known["lse_batch"], known["lse_row"], known["lse_head"]) == (256, 64, 1, 16)
+    assert (known["num_m"], known["num_n"], known["head_tiles"], known["q_heads_per_kv"]) == (1, 8, 4, 1)
+    assert (known["sequences"], known["seqlen_q"]) == (3, 16)
 
 
 @pytest.mark.parametrize(
     ("out", "aligned"), [((4096, 256, 64), 8), ((4096, 256, 65), 1), ((4096, 257, 64), 1), ((4096, 264, 72), 8)]
 )
 def test_the_outputs_strides_are_its_own(out, aligned):
-    known = constants(*made(out=out))
-    assert (known["ALIGN"], known["ALIGN_OUT"]) == (8, aligned)
+    known = config(*made(out=out))
+    assert (8, aligned) == (known.ALIGN, known.ALIGN_OUT)
 
 
 def test_8_bit_operands_have_an_output_of_16():
-    known = constants(*made(MI300, dtype="float8_e4m3fn", scaled=True))
-    assert (known["ALIGN"], known["ALIGN_OUT"]) == (16, 8)
-    assert known["CONVERT"], "gfx942 knows other kinds of them"
+    known = config(*made(MI300, dtype="float8_e4m3fn", scaled=True))
+    assert (known.ALIGN, known.ALIGN_OUT) == (16, 8)
+    assert known.CONVERT, "gfx942 knows other kinds of them"
 
 
 @pytest.mark.parametrize(("out", "wide"), [((0, 2**26, 64), True), ((0, 2**16, 64), False), ((0, 64, 2**30), True)])
 def test_strange_views_are_counted_in_64_bits(out, wide):
-    assert constants(*made(out=out))["WIDE"] == wide
+    assert wide == config(*made(out=out)).OFFSETS_64BIT
 
 
 def test_columns_are_padded_to_a_power_of_two():

@@ -10,26 +10,48 @@ of `tilestream.kernels.device.gate`, and the stand-ins answer for them.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Iterator
-from types import CodeType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("triton")
 
-from tilestream.core import ring
-from tilestream.core.loop import Add, AddUp, Compute, Look, Restore, Write, settle
+from mutants import kernel_text
+from mutants.engine import Edit, at, code_of, replace
+from tilestream.core import chunks, ring, structs
+from tilestream.core.copy_items import CopyArguments
+from tilestream.core.loop import (
+    Add,
+    AddUp,
+    Announce,
+    Compute,
+    CountRows,
+    Landed,
+    Look,
+    Restore,
+    RestoreRows,
+    Share,
+    Write,
+    publish,
+    settle,
+)
+from tilestream.core.structs import Cursor, Gate, Item, Passed, Progress, Ready, Watch, Words, Work
+from tilestream.kernels.config import HopperConfig
+from tilestream.kernels.device import epilogue as formula_text
+from tilestream.kernels.device import items as items_text
+from tilestream.kernels.device import schedule as schedule_text
 from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import gate as gate_text
 from tilestream.kernels.hopper import gemm as gemm_text
 from tilestream.kernels.hopper import load as load_text
 from tilestream.kernels.hopper import multiply as multiply_text
+from tilestream.kernels.hopper import publish as publish_text
 from tilestream.kernels.hopper import queues as queues_text
-from tilestream.plan.policy.hopper import TILES, narrow, widths
+from tilestream.plan.policy.hopper import TILES, rs_tail, widths
 from tilestream.schedule import WorkItem
 from tilestream_tools.verify.protocol import (
     Acquired,
@@ -61,6 +83,8 @@ from tilestream_tools.verify.protocol import (
 )  # fmt: skip
 
 ROWS, BLOCK_K = 128, 32
+#: Of the accumulator's output.
+EXTENTS = 1000, 2000
 #: When a launch is over: at no item, or before the first (its signals are in quarantine); else at the item so numbered.
 NEVER, ALREADY = 99, -1
 NAMES = ("full", "empty", "item_full", "item_empty", "order")
@@ -130,7 +154,7 @@ class Shape(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        return narrow(self.widths, 16) and not self.ring.precise
+        return rs_tail(self.widths, 16) and not self.ring.precise
 
     @property
     def strip(self) -> int:
@@ -197,7 +221,7 @@ class Strip(NamedTuple):
 class Kernel:
     """The kernel for a shape and a script of items, run loop by loop.
 
-    ``counted``: the answers to looks and counts. ``change``: a piece of the text, and what stands there instead.
+    ``counted``: the answers to looks and counts. ``edits``: what is changed in the text.
     ``over``: at which item the launch is; None: nothing arrives, and there is no gate. ``ordered``: the K steps of each
     item, where they are taken in arrival order; else 0. ``copies``: what the kernel copies itself. ``apart``: the first
     row tile that stands apart, how many do, and of how many.
@@ -205,11 +229,11 @@ class Kernel:
 
     def __init__(
         self, shape: Shape, items: list[WorkItem], counted: tuple[int, ...] = (), split: bool = False,
-        change: tuple[str, str] | None = None, over: int | None = None, swapped: bool = False,
+        edits: tuple[Edit, ...] = (), over: int | None = None, swapped: bool = False,
         ordered: int = 0, copies: str = "none", apart: tuple[int, int, int] = (0, 0, 1),
     ) -> None:  # fmt: skip
-        self.shape, self.ring, self.items, self.counted, self.change = shape, shape.ring, items, counted, change
-        self.over, self.swapped, self.ordered = over, swapped, ordered
+        self.shape, self.ring, self.items, self.counted, self.edits = shape, shape.ring, items, counted, edits
+        self.over, self.swapped, self.ordered, self.split = over, swapped, ordered, split
         first, tiles, period = apart
         self.apart = [tile for tile in range(99) if first <= tile % period < first + tiles]
         self.log: list[Any] = []
@@ -239,21 +263,18 @@ class Kernel:
                 where=lambda which, x, y: x if which else y,
             ),
             "tma": SimpleNamespace(store_wait=lambda left: self.log.append(Drain(left))), "range": range,
-            "narrow": narrow, "fragment": Anything(),
-            "Gate": gate_text.Gate, "Arriving": gate_text.Arriving, "Watch": gate_text.Watch,
-            "Publishing": Anything(), "Apart": load_text.Apart,
-            "LINE": gate_text.LINE.value, "present": lambda clock: 0, "quarantined": lambda *_: int(over == ALREADY),
-            "pass_gate": self.pass_gate, "fenced": self.fenced, "leave_gate": self.leave_gate, "float": self.nan,
-            "gdc_wait": Anything(), "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(),
-            "take": self.take, "take_ready": self.take_ready, "ask": self.ask, "told": None, "add": None,
-            "look_at_many": None,
-            "EARLY": queues_text.EARLY.value, "home_queue": lambda worker, queues: worker,
-            "source_queue": lambda source, home: home, "put": self.put, "get": self.get, "step": ring.step,
-            "skip": ring.skip,
-            "before": ring.before, "ITEMS": gemm_text.ITEMS.value, "make_barriers": self.make_barriers,
-            "make_slots": Anything(), "tma_load": self.tma_load, "mma_layout": Anything(),
-            "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.retire, "columns_of": self.columns_of,
-            "add_up": self.add_up, "barrier": self.meet, "hand_in": self.hand_in, "activate": lambda x, _: x,
+            "fragment": Anything(), **PARTS, "LINE": schedule_text.LINE.value, "present": lambda clock: 0,
+            "quarantined": lambda *_: int(over == ALREADY), "pass_gate": self.pass_gate, "fenced": self.fenced,
+            "leave_gate": self.leave_gate, "float": self.nan, "gdc_wait": Anything(),
+            "gdc_launch_dependents": Anything(), "enter": Anything(), "leave": Anything(), "take": self.take,
+            "take_ready": self.take_ready, "prefetch_ticket": self.ask, "await_ticket": "await", "add": "add",
+            "pick_victim_of_warp": "pick", "EARLY": queues_text.EARLY.value,
+            "home_queue": lambda worker, queues: worker, "source_queue": lambda source, home: home, "put": self.put,
+            "get": self.get, "step": ring.step, "skip": ring.skip, "before": ring.before,
+            "ITEMS": gemm_text.ITEMS.value, "make_barriers": self.make_barriers, "make_slots": Anything(),
+            "tma_load": self.tma_load, "mma_layout": Anything(), "warpgroup_mma": self.mma,
+            "warpgroup_mma_wait": self.retire, "columns_of": self.columns_of, "reduce_partials": self.reduce_partials,
+            "barrier": self.meet, "store_partial": self.store_partial, "activate": lambda x, _: x,
             "fence_async_shared": lambda: self.log.append(Fence()), "tma_store": self.tma_store,
         }  # fmt: skip
         self.loops: list[Any] = []
@@ -262,25 +283,31 @@ class Kernel:
         for text in TEXTS:
             self.names[text.__name__] = self.text(text)
         if not ring_.strips:
-            self.names["finish_strip"] = Anything()
+            self.names["store_strip"] = Anything()
         gemm = self.text(gemm_text.gemm)
         code = gemm.__code__
         given = dict.fromkeys(code.co_varnames[: code.co_argcount], 0)
         self.parts = [f"y{i}" for i in range(len(shape.widths))]
         y_maps = [TensorMap(Dtype(f"y{i}", 8), [width, BLOCK_K]) for i, width in enumerate(shape.widths)]
         given |= dict(zip(("y_map", "y_map_1", "y_map_2"), [*y_maps, None, None], strict=False))
+        tile = (shape.columns, ROWS) if swapped else (ROWS, shape.columns)
+        self.config = HopperConfig(
+            KIND="stream_k" if split else "dynamic", SPLIT="chunks" if ordered else "items", BLOCK_M=tile[0],
+            BLOCK_N=tile[1], BLOCK_K=BLOCK_K, STRIP=shape.strip, OFFSETS_64BIT=False, SCALED=False, SCALES="none",
+            BIAS="none", RESIDUAL=False, ACTIVATION="none", ROW_CHUNKS="none" if over is None else "uniform",
+            COLUMN_CHUNKS="none", COPIES=copies, WIDTHS=shape.widths, STAGES=ring_.depth, BUFFERS=ring_.buffers,
+            X_K_MAJOR=True, Y_K_MAJOR=True, BATCHED=False, SWAP_AB=swapped, CONSUMERS=ring_.consumers,
+            PROMOTED=ring_.precise, RS_TAIL=rs_tail(shape.widths, 16), LOAD_REGISTERS=0, MATH_REGISTERS=0,
+            STORE="tma" if ring_.strips else "direct", FLIPPED=False, N_DIVISIBLE_BY_8=False, CHAINED=over is None,
+            PUBLISH="none", LOCAL_ROWS=bool(tiles),
+        )  # fmt: skip
         given |= {
-            "x_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K]),
-            "apart_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K], apart=True), "APART": bool(tiles),
-            "apart_first": first, "apart_tiles": tiles, "apart_period": period,
-            "out_map": TensorMap(Dtype("out", 16), [self.half_rows, shape.strip]), "STAGES": ring_.depth,
-            "ROWS": ROWS, "WIDTHS": shape.widths, "STRIP": shape.strip, "BUFFERS": ring_.buffers, "BLOCK_K": BLOCK_K,
-            "X_K_MAJOR": True, "Y_K_MAJOR": True, "STORE": "tma" if ring_.strips else "direct",
-            "KIND": "stream_k" if split else "dynamic", "CONSUMERS": ring_.consumers, "PROMOTE": ring_.precise,
-            "CHAINED": over is None, "BIAS": "none", "SCALES": False, "RESIDUAL": False, "SCALED": False,
-            "FLIPPED": False, "BATCHED": False, "SWAPPED": swapped, "EIGHTS": False, "COLUMN_CHUNKS": "none",
-            "ROW_CHUNKS": "none" if over is None else "uniform", "SPLIT": "chunks" if ordered else "items",
-            "k_steps": ordered, "COPIES": copies, "row_signals": "of rows", "column_signals": "of columns",
+            "x_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K]), "C": self.config,
+            "local_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K], apart=True),
+            "local_first": first, "local_tiles": tiles, "local_period": period,
+            "out_map": TensorMap(Dtype("out", 16), [self.half_rows, shape.strip]),
+            "rows": EXTENTS[0], "columns": EXTENTS[1],
+            "k_steps": ordered, "row_signals": "of rows", "column_signals": "of columns",
         }  # fmt: skip
         self.left, self.taken = iter(items), 0
         self.item: WorkItem | None = None
@@ -292,11 +319,7 @@ class Kernel:
 
     def text(self, jitted: Any) -> FunctionType:
         """A function of the kernel, with the stand-ins for all that it calls."""
-        code = jitted.fn.__code__
-        if self.change is not None and self.change[0] in (text := inspect.getsource(jitted.fn)):
-            changed = compile("def" + text.split("def", 1)[1].replace(*self.change), "changed", "exec")
-            code = next(found for found in changed.co_consts if isinstance(found, CodeType))
-        return FunctionType(code, self.names, jitted.fn.__name__, jitted.fn.__defaults__)
+        return FunctionType(code_of(jitted.fn, self.edits), self.names, jitted.fn.__name__, jitted.fn.__defaults__)
 
     def operations(self, who: int | None) -> list[Any]:
         """What a loop does: ``who`` of the math loops, or the load loop."""
@@ -324,15 +347,18 @@ class Kernel:
         self.made |= {Barrier(name, i): arrivals for i in range(count)}
         return Barriers(name)
 
-    def take(self, *given: Any) -> tuple[int, ...]:
-        if self.over is None:
-            self.told.append(given[-3])
+    def take(
+        self, cursor: Cursor, work: Work, words: Words, watch: Watch, config: Any, add: str, pick: str
+    ) -> tuple[Any, ...]:
+        assert (config, add, pick) == (self.config, "await" if self.over is None and not self.split else "add", "pick")
+        if self.over is None and not self.split:
+            self.told.append(cursor.asked)
         item = self.item = next(self.left, None)
         if item is None:
-            return (0, 7, 7, 7, 3, 9, 7, 7, 7, *[0] * 6)  # what a void ticket says is of no account
-        return (1, 0, item.pm, item.pn, item.k_begin, item.k_end, item.part, item.parts, item.slot, *[0] * 6)
+            return 0, Item(7, 7, 7, 3, 9, 7, 7, 7, 0), cursor  # what a void ticket says is of no account
+        return 1, Item(0, item.pm, item.pn, item.k_begin, item.k_end, item.part, item.parts, item.slot, 0), cursor
 
-    def ask(self, counters: object, queue: int, go: int) -> int:
+    def ask(self, words: Words, queue: int, go: int) -> int:
         self.loaded()
         assert go == 1, "the worker's own queue is not found empty"
         self.asked.append(sum(isinstance(op, Expect) for op in self.log))
@@ -390,34 +416,47 @@ class Kernel:
             assert sorted(self.copies) == [("x", h) for h in range(self.halves)] + [(part, 0) for part in self.parts]
         self.copies = []
 
-    def take_ready(self, worker: int, queue: int, empty: int, over: int, *_: object) -> tuple[int, ...]:
+    def take_ready(
+        self, progress: Progress, work: Work, words: Words, gate: Gate, watch: Watch, config: Any
+    ) -> tuple[Any, ...]:
         """In arrival order: a queue of its own for each item, for which it has waited so many nanoseconds."""
         item = self.item = next(self.left, None)
-        assert (queue, empty) == (self.taken - 1, self.taken), "what it knew of the queues is handed back"
-        assert over == int(self.taken > self.over), "who is told that it is over waits no more"
+        assert progress.ready == (self.taken - 1, self.taken), "what it knew of the queues is handed back"
+        assert progress.passed.over == int(self.taken > self.over), "who is told that it is over waits no more"
+        assert config is self.config
         self.taken += 1
         if item is None:
-            return (0, 7, 7, 7, 3, 9, 7, 0)
-        return (1, 0, item.pm, item.pn, self.taken - 1, self.taken, 100 + self.taken, 0)
+            return 0, Item(7, 7, 7, 3, 9, 7, 1, 7, 0), 7, progress.cursor, Ready(7, 7)
+        made = Item(0, item.pm, item.pn, 0, work.k_steps, 0, 1, -1, 0)
+        return 1, made, 100 + self.taken, progress.cursor, Ready(self.taken - 1, self.taken)
 
-    def pass_gate(self, over: int, worker: int, batch: int, pm: int, pn: int, *rest: Any) -> tuple[int, ...]:
+    def pass_gate(
+        self, passing: Item, passed: Passed, work: Work, words: Words, gate: Gate, watch: Watch, noted: int,
+        before: int, config: Any,
+    ) -> tuple[Passed, int]:  # fmt: skip
         """The waits of an item; a launch that is over makes none."""
         item = self.item
         assert item is not None, "STOP has no gate"
-        assert (pm, pn) == (item.pm, item.pn), "a gate knows rows and columns of the output"
+        assert (passing.pm, passing.pn) == (item.pm, item.pn), "a gate knows rows and columns of the output"
         tile = (ROWS, self.shape.columns)
-        assert rest[-6:-1] == (*(tile[::-1] if self.swapped else tile), "uniform", "none", 0)
-        assert rest[-1] == (100 + self.taken if self.ordered else 0), "what the item was waited for"
+        assert (tile[::-1] if self.swapped else tile) == (config.BLOCK_M, config.BLOCK_N)
+        assert (gate.rows.extent, gate.columns.extent) == (EXTENTS[::-1] if self.swapped else EXTENTS)
+        assert (config.ROW_CHUNKS, config.COLUMN_CHUNKS, config.PROBE) == ("uniform", "none", False)
+        assert before == (100 + self.taken if self.ordered else 0), "what the item was waited for"
+        over = passed.over
         if not over:
             self.log.append(Pass(item))
             over = int(self.items.index(item) >= self.over)
-        return (over, *[0] * 5)
+        return Passed(over, 0, 0, 0, 0), 0
 
     def fenced(self, value: int) -> int:
         self.log.append(Acquired())
         return value
 
-    def leave_gate(self, counts_out: int, reset: int, over: int, *_: object) -> None:
+    def leave_gate(
+        self, work: Work, words: Words, gate: Gate, watch: Watch, over: int, rows: str, columns: str
+    ) -> None:
+        assert (rows, columns) == ("uniform", "none")
         self.log.append(LeftGate(bool(over)))
 
     def nan(self, text: str) -> Nan:
@@ -493,16 +532,16 @@ class Kernel:
         columns = self.shape.columns
         return slot * ROWS * columns + self.half_rows * (self.half * columns + strip * self.shape.strip)
 
-    def hand_in(self, accs: tuple[Accumulator, ...], at: int, *_: object) -> None:
+    def store_partial(self, accs: tuple[Accumulator, ...], at: int, _: object) -> None:
         assert at == self.place(self.item.slot)
         assert len(accs) == len(self.shape.widths)
         for part, acc in enumerate(accs):
             self.finished(acc, part)
         self.log.append(Write(self.item))
 
-    def add_up(self, mine: Strip, at: int, part: int, parts: int, size: int, *_: object) -> Strip:
-        assert (part, parts, size) == (self.item.part, self.item.parts, ROWS * self.shape.columns)
-        assert at == self.place(self.item.slot - part, mine.strip)
+    def reduce_partials(self, mine: Strip, at: int, item: Item, _: object) -> Strip:
+        assert (item.part, item.parts) == (self.item.part, self.item.parts)
+        assert at == self.place(self.item.slot - item.part, mine.strip)
         if mine.strip == 0:
             self.log.append(AddUp(self.item))
         return mine
@@ -550,16 +589,23 @@ class Held(NamedTuple):
 
 #: What of the kernel is run as it stands, beside `gemm`.
 TEXTS = (
-    gemm_text.load_loop, gemm_text.math_loop, gemm_text.make_stages,
-    load_text.load_steps, load_text.load_operand, load_text.stands,
-    multiply_text.product,
-    multiply_text.multiply, multiply_text.multiply_narrow, multiply_text.multiply_precisely, multiply_text.poison,
-    multiply_text.operand,
-    multiply_text.zero, multiply_text.zeros, multiply_text.start_mma, multiply_text.wait_mma, epilogue_text.start_of,
-    epilogue_text.part_of, epilogue_text.pending, epilogue_text.strip_of, epilogue_text.touch,
-    epilogue_text.hold, epilogue_text.finish_strip, epilogue_text.settle, gate_text.counts_out, gate_text.begin_gate,
-    gate_text.take_arrived, gate_text.pass_item, gate_text.end_gate,
+    gemm_text.begin, gemm_text.prefetch_next, gemm_text.hand_on, gemm_text.receive, gemm_text.is_mine,
+    gemm_text.await_turn, gemm_text.skip_stages, gemm_text.load_loop, gemm_text.math_loop, gemm_text.make_stages,
+    items_text.begin_worker, items_text.next_item, items_text.finish_worker, items_text.with_place,
+    items_text.with_steps, items_text.with_over, schedule_text.first_cursor, schedule_text.with_asked,
+    schedule_text.with_noted, load_text.locate, load_text.find_local, load_text.load_steps, load_text.load_x,
+    load_text.load_operand, multiply_text.product, multiply_text.multiply, multiply_text.multiply_rs_tail,
+    multiply_text.multiply_promoted, multiply_text.poison, multiply_text.mma_operand, multiply_text.zero,
+    multiply_text.zeros, multiply_text.start_mma, multiply_text.wait_mma, epilogue_text.start_of,
+    epilogue_text.part_of, epilogue_text.pending, epilogue_text.strip_of, epilogue_text.prefetch_epilogue,
+    epilogue_text.await_prefetch, epilogue_text.store_tile, epilogue_text.store_strip, epilogue_text.first_partial,
+    epilogue_text.fixup, epilogue_text.load_rows, epilogue_text.load_columns, epilogue_text.load_tile,
+    formula_text.finished, publish_text.publish_tile, gate_text.backwards,
 )  # fmt: skip
+#: The structs that kernels make.
+PARTS = {
+    name: value for name, value in vars(structs).items() if isinstance(value, type) and issubclass(value, tuple)
+} | {"CopyArguments": CopyArguments, "Source": load_text.Source}  # fmt: skip
 
 
 # What the checker explores --------------------------------------------------------------------------------------------
@@ -710,11 +756,11 @@ def in_parts() -> list[WorkItem]:
 def unmet(done: list[Any]) -> list[Any]:
     """What consumers do, less where their threads meet: at the right places."""
     names = [op[0] for op in done]
-    for at, name in enumerate(names):
+    for i, name in enumerate(names):
         if name == "Write":
-            assert names[at + 1 : at + 3] == ["Meet", "Add"], "one thread's count speaks for what all have written"
+            assert names[i + 1 : i + 3] == ["Meet", "Add"], "one thread's count speaks for what all have written"
         if name == "Restore":
-            assert names[at - 1] == "Meet", "and what it was told goes for all"
+            assert names[i - 1] == "Meet", "and what it was told goes for all"
     return [op for op in done if op[0] != "Meet"]
 
 
@@ -816,99 +862,17 @@ def test_c_buffers_are_those_of_the_plan(tile, out_size):
         assert all(width % strip == 0 for widest in (128, 256) for width in widths(tile.columns, widest))
 
 
-#: Texts that are wrong in one place.
-CHANGES = {
-    "consumers that take no turns have barriers for it": ('if CONSUMERS == "ping_pong":  # no', "if True:  # no"),
-    "a barrier more than there are stages": ("make_barriers(STAGES, HALVES)", "make_barriers(STAGES + 1, HALVES)"),
-    "a stage is free when one of two has read it": ("make_barriers(STAGES, HALVES)", "make_barriers(STAGES, 1)"),
-    "the stage at hand is given back": ("empty.index(before(stage, STAGES))", "empty.index(stage)"),
-    "empty is not awaited": ("mbarrier.wait(empty.index(stage), phase ^ 1)", "pass"),
-    "empty is awaited in the wrong phase": ("empty.index(stage), phase ^ 1", "empty.index(stage), phase"),
-    "bytes of one part are expected": ("start_of(WIDTHS, len(WIDTHS)) * BLOCK_K", "WIDTHS[0] * BLOCK_K"),
-    "one part is loaded": (
-        "for i in gl.static_range(len(WIDTHS)):\n            load",
-        "for i in (0,):\n            load",
-    ),
-    "a part is loaded from the map of another": ("y_maps[i], bar", "y_maps[0], bar"),
-    "a part is loaded to the stages of another": ("bar, y_stages[i]", "bar, y_stages[0]"),
-    "all parts are loaded from the first column": ("column + start_of(WIDTHS, i)", "column"),
-    "a half is loaded twice": ("first = row + half * HALF_ROWS", "first = row"),
-    "the item is not given back": ("mbarrier.arrive(item_empty.index(slot))", "pass"),
-    "order is awaited in the other phase": ("(number // 2) ^ (1 - WHO)", "(number // 2) ^ WHO"),
-    "order is handed on with the first part": ("i == len(WIDTHS) - 1", "i == 0"),
-    "order is handed on with every part": (" and i == len(WIDTHS) - 1", ""),
-    "order is handed on at every step": ("if k == steps - 1:", "if True:"),
-    "the other's stages are not stepped over": ("skip(stage, phase, ahead, STAGES)", "stage, phase"),
-    "a stage is given back with every part": (
-        "        mbarrier.arrive(empty.index(stage))\n        accs = sums",
-        "            mbarrier.arrive(empty.index(stage))\n        accs = sums",
-    ),
-    "parts in flight, not stages": ("True, Y_K_MAJOR), PARTS)", "True, Y_K_MAJOR), 1)"),
-    "a narrow part is not waited for": ("(held,), WIDE)", "(held,), WIDE + 1)"),
-    "a narrow part has x of the stage before": (
-        "        held = x.load(fragment(WIDTHS[WIDE], BITS))\n        last",
-        "        last",
-    ),
-    "a narrow part begins anew": ("WIDE, True, Y_K_MAJOR", "WIDE, False, Y_K_MAJOR"),
-    "one stage is left in flight": ("wait_mma(accs, 0)", "wait_mma(accs, 1)"),
-    "a product is not waited for": ("warpgroup_mma_wait(0, (part,))", "warpgroup_mma_wait(1, (part,))"),
-    "each step begins anew": ("accs, 0, True, Y_K_MAJOR", "accs, 0, False, Y_K_MAJOR"),
-    "the first part is multiplied again": ("operand(y_stages[i], stage", "operand(y_stages[0], stage"),
-    "the other half is multiplied": ("stage * HALVES + HALF", "stage * HALVES + 1 - HALF"),
-    "a store too many is left": ("return 0 if i == 0 and strips % buffers else buffers - 1", "return buffers"),
-    "odd strips are not waited for": ("return 0 if i == 0 and strips % buffers else buffers - 1", "return buffers - 1"),
-    "every tile begins with no store": ("return 0 if i == 0 and strips % buffers", "return 0 if i == 0"),
-    "both consumers have the same buffers": ("WHO * BUFFERS + i % BUFFERS", "i % BUFFERS"),
-    "one buffer for all strips": ("WHO * BUFFERS + i % BUFFERS", "WHO * BUFFERS"),
-    "a strip too few": ("gl.static_range(COLUMNS // STRIP)", "gl.static_range(COLUMNS // STRIP - 1)"),
-    "strips of the first part": ("accs[PART]", "accs[0]"),
-    "a buffer is filled and not fenced": ("fence_async_shared()", "pass"),
-    "stores read on at the end": ("tma.store_wait(0)", "pass"),
-    "parts are counted before all have written": ("        barrier()\n        last", "        last"),
-    "the count is not restored": ("gl.store(count, 0)", "pass"),
-    "nobody looks first": ("atomic_add(count, 0, sem", "atomic_add(count, 1, sem"),
-    "the gate is not asked": (
-        "            if found != 0:\n                carried",
-        "            if 0:\n                carried",
-    ),
-    "the gate is asked for STOP": (
-        "            if found != 0:\n                carried",
-        "            if 1:\n                carried",
-    ),
-    "the gate is told the tensor cores' rows": (
-        "batch, pm, pn, k_begin, k_end,\n                    c",
-        "batch, pr, pc, k_begin, k_end, c",
-    ),
-    "the gate is told the tensor cores' tile": ("COLUMNS if SWAPPED else ROWS,", "ROWS,"),
-    "what the gate saw is not fenced": ("over = fenced(over)", "pass"),
-    "K runs on in a void item": ("first = tl.where(over != 0, k_end, k_begin)", "first = k_begin"),
-    "an item is void though all has arrived": ("tl.where(over != 0, k_begin, k_end)", "k_begin"),
-    "over is forgotten": ("return (over, row_low,", "return (0, row_low,"),
-    "quarantine is forgotten": ("return watch, (over,", "return watch, (0,"),
-    "the last one out is told that all went well": ("gate, watch, carried[0],", "gate, watch, 0,"),
-    "a void item is nobody's": ("mine = steps != 0", "mine = steps > 0"),
-    "a void item is multiplied": ("        if steps < 0:", "        if steps < -99:"),
-    "a void item is STOP": ("going = steps", "going = tl.maximum(steps, 0)"),
-    "rows that stand apart are looked for among the others": ("if is_apart:", "if not is_apart:"),
-    "batches of rows that stand apart lie apart": ("tile // apart.period * apart.tiles + at", "at"),
-    "the rows before those that stand apart are taken for them": ("(at >= 0) & ", ""),
-    "a void item is a number": (' + float("nan")', ""),
-    "order is kept by a void item": (
-        '    if CONSUMERS == "ping_pong":\n        mbarrier.arrive(order.index(1 - WHO))\n    accs = ()',
-        "    accs = ()",
-    ),
-}
 #: Row tiles that stand apart: first, how many, of how many; of several batches, too.
 APART = ((0, 2, 4), (2, 2, 6), (1, 1, 3), (1, 2, 3))
 CHANGED_SHAPES = [shape for shape in SHAPES if shape.ring.depth == 3 and shape.ring.strips]
 
 
-def differs(change: tuple[str, str] | None) -> bool:
-    """Whether a changed text is seen to be one: by a stand-in that is asked for nonsense, or in what is done."""
+def differs(edits: tuple[Edit, ...]) -> bool:
+    """Whether an edited text is seen to differ: by a stand-in that is asked for nonsense, or in what is done."""
     try:
         for shape, split in itertools.product(CHANGED_SHAPES, (False, True)):
             items, counted = (in_parts(), (0, 1)) if split else (items_of(SCRIPTS[-1]), ())
-            kernel = Kernel(shape, items, counted, split, change)
+            kernel = Kernel(shape, items, counted, split, edits)
             if kernel.made != shape.ring.barriers() or kernel.operations(None) != of_load(shape.ring, items):
                 return True
             for who in range(shape.ring.num_consumers):
@@ -916,13 +880,13 @@ def differs(change: tuple[str, str] | None) -> bool:
                     return True
         for shape, apart in itertools.product(GATED_SHAPES[:1], APART):
             items = items_of(SCRIPTS[-1])
-            if Kernel(shape, items, change=change, over=NEVER, apart=apart).operations(None) != of_load(
+            if Kernel(shape, items, edits=edits, over=NEVER, apart=apart).operations(None) != of_load(
                 shape.ring, items, NEVER
             ):
                 return True
         for shape, over, swapped in itertools.product(GATED_SHAPES, (ALREADY, 1, NEVER), (False, True)):
             items = items_of(SCRIPTS[-1])
-            kernel = Kernel(shape, items, change=change, over=over, swapped=swapped)
+            kernel = Kernel(shape, items, edits=edits, over=over, swapped=swapped)
             if kernel.operations(None) != of_load(shape.ring, items, over):
                 return True
             for who in range(0 if swapped else shape.ring.num_consumers):
@@ -938,7 +902,7 @@ def test_copies_are_made_once_before_the_warps_part_and_change_nothing_behind(co
     items = items_of((2, 1))
     for shape in GATED_SHAPES[:3]:
         kernel = Kernel(shape, items, over=NEVER, copies=copies)
-        assert [given[4] for given in kernel.copied] == ([] if copies == "none" else [f"of {copies}"])
+        assert [given[1].signals for given in kernel.copied] == ([] if copies == "none" else [f"of {copies}"])
         assert kernel.operations(None) == of_load(shape.ring, items, NEVER)
         for who in range(shape.ring.num_consumers):
             assert kernel.operations(who) == of_math(shape.ring, items, who, over=NEVER)
@@ -953,19 +917,93 @@ def test_rows_that_stand_apart_are_loaded_from_there(apart):
         assert kernel.operations(None) == of_load(shape.ring, items, NEVER)
 
 
+# Publish -------------------------------------------------------------------------------------------------------------
+
+
+class Pending(NamedTuple):
+    """The assembly that waits for a thread's stores."""
+
+    text: str
+
+
+class Announced(NamedTuple):
+    """A signal: of which chunk, by what, and how it is ordered."""
+
+    chunk: int
+    epoch: int
+    sem: str
+    scope: str
+
+
+def published(row: int, count: int, rows: int, per_chunk: int, times: int, counted: dict[int, int]) -> list[Any]:
+    """What the kernel's text does to publish rows [row, row + count), ``counted`` of which others have counted."""
+    log: list[Any] = []
+
+    def assembly(text: str, constraints: str, arguments: list[int], **_: Any) -> int:
+        log.append(Pending(text))
+        return arguments[0]
+
+    def add(chunk: int, value: int, sem: str, scope: str) -> int:
+        assert (sem, scope) == ("acq_rel", "gpu"), "the count speaks for all that have counted before"
+        log.append(CountRows(chunk, value))
+        return counted[chunk]
+
+    def store(chunk: int, value: int) -> None:
+        assert value == 0
+        log.append(RestoreRows(chunk))
+
+    gl = SimpleNamespace(
+        inline_asm_elementwise=assembly, minimum=min, atomic_add=add, store=store, int32=None,
+        atomic_xchg=lambda chunk, epoch, sem, scope: log.append(Announced(chunk - 100, epoch, sem, scope)),
+    )  # fmt: skip
+    names: dict[str, Any] = {
+        "gl": gl, "range": range, "barrier": lambda: log.append(Meet()), "chunk_of": chunks.chunk_of,
+        "rows_in": chunks.rows_in,
+    }  # fmt: skip
+    for jitted in (publish_text.landed, publish_text.publish):
+        names[jitted.fn.__name__] = FunctionType(jitted.fn.__code__, names)
+    names["publish"](row, count, rows, structs.Publishing(100, 0, 9, per_chunk, times))
+    return log
+
+
+@pytest.mark.parametrize(("per_chunk", "times"), [(64, 1), (48, 3), (200, 2), (7, 4)])
+def test_rows_are_published_as_is_explored(per_chunk, times):
+    rows, count = 300, 64
+    for row in range(0, rows + count, count):
+        end = min(row + count, rows)
+        first, last = row // per_chunk, (end - 1) // per_chunk
+        shares = [
+            Share(c, rows_in, min(rows, (c + 1) * per_chunk) * times - c * per_chunk * times)
+            for c in range(first, last + 1)
+            if (rows_in := min(end, (c + 1) * per_chunk) - max(row, c * per_chunk)) > 0
+        ]
+        for complete in itertools.product((False, True), repeat=min(2, len(shares))):
+            done = dict(itertools.zip_longest((share.chunk for share in shares), complete, fillvalue=False))
+            counted = {share.chunk: share.due - share.rows - (not done[share.chunk]) for share in shares}
+            explored, answer, wanted = publish(0, shares), None, []
+            while True:
+                try:
+                    op = explored.send(answer)
+                except StopIteration:
+                    break
+                answer = counted[op.chunk] if isinstance(op, CountRows) else 0
+                wanted.append(Announced(op.chunk, 9, "release", "sys") if isinstance(op, Announce) else op)
+            pending, met, *found = published(row, count, rows, per_chunk, times, counted)
+            assert isinstance(wanted.pop(0), Landed)
+            assert "cp.async.bulk.wait_group 0;" in pending.text, "its writes, not only its reads of shared memory"
+            assert "fence.proxy.async.global" in pending.text
+            assert isinstance(met, Meet), "one thread's release speaks for the whole consumer"
+            assert [(type(op), *op) for op in found] == [(type(op), *op) for op in wanted]
+
+
 def test_a_text_that_says_the_same_is_not_seen():
-    assert not differs(None)
-    for name in ("empty", "full", "order", "item_empty"):
-        assert not differs((f"{name}.index(", f"{name} .index("))
+    assert not differs(())
+    assert not differs(at(kernel_text.STEPS, replace("phase ^ 1", "phase + 1 - 2 * phase")))
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_text_that_is_changed_is_seen(change):
-    text = "".join(
-        inspect.getsource(module) for module in (gemm_text, load_text, multiply_text, gate_text, epilogue_text)
-    )
-    assert change[0] in text
-    assert differs(change)
+@pytest.mark.parametrize("edits", kernel_text.HOPPER_GEMM.values(), ids=kernel_text.HOPPER_GEMM)
+def test_an_edited_text_is_seen(edits):
+    assert differs(edits)
 
 
 def test_a_protocol_that_differs_is_seen(monkeypatch):
@@ -975,4 +1013,4 @@ def test_a_protocol_that_differs_is_seen(monkeypatch):
     kernel = Kernel(shape, items)
     kernel.operations(None)
     assert kernel.operations(0) != of_math(shape.ring, items, 0)
-    assert epilogue_text.settle is gemm_text.settle
+    assert epilogue_text.fixup is gemm_text.fixup

@@ -25,7 +25,7 @@ FILES = {
     "test_attention_merge.py": (19, 0),
     "test_portable_gemm.py": (75, 18),
     "test_portable_order.py": (32, 40),
-    "test_portable_arrival.py": (26, 16),
+    "test_portable_arrival.py": (29, 16),
     "test_portable_fp8.py": (60, 0),
     "test_portable_trace.py": (12, 0),
     "test_portable_copy_items.py": (21, 6),

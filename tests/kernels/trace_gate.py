@@ -28,6 +28,7 @@ import hopper_attention_gate
 import hopper_gate
 import triton
 
+from tilestream.kernels.device import items as items_text
 from tilestream.kernels.hopper import attention as hopper_attention_text
 from tilestream.kernels.hopper import attention_load as hopper_load_text
 from tilestream.kernels.hopper import attention_math as hopper_math_text
@@ -63,19 +64,19 @@ PORTABLE_ATTENTION = ("bfloat16 128 128x64 causal", "bfloat16 128 128x32 arrivin
 
 
 def untraced(folder: Path, *texts: ModuleType) -> ModuleType:
-    """The last of these modules, each of which imports those before it, from texts without any ``if TRACE:``."""
+    """The last of these modules, each of which imports those before it, from texts without any ``if C.TRACE:``."""
     for text in texts:
         module = _untraced(text, folder, texts)
     return module
 
 
 def _untraced(text: ModuleType, folder: Path, texts: tuple[ModuleType, ...]) -> ModuleType:
-    """A module from whose text every ``if TRACE:`` was struck out, all other lines where they were."""
+    """A module from whose text every ``if C.TRACE:`` was struck out, all other lines where they were."""
     path = Path(str(text.__file__))
     source = path.read_text(encoding="utf-8")
     lines, struck = source.splitlines(), 0
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TRACE":
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TRACE", "C.TRACE"):
             if node.orelse:  # what there is instead stays
                 line = node.orelse[0].lineno - 2
                 lines[line] = lines[line].replace("else:", "if True:")
@@ -83,7 +84,7 @@ def _untraced(text: ModuleType, folder: Path, texts: tuple[ModuleType, ...]) -> 
             indent = " " * node.col_offset
             lines[node.lineno - 1 : node.end_lineno] = [f"{indent}pass"] * (node.end_lineno - node.lineno + 1)
             struck += 1
-    assert struck >= (2 if len(texts) == 1 else 1), f"{path} has no `if TRACE:`"  # in each of a kernel's modules
+    assert struck >= (2 if len(texts) == 1 else 1), f"{path} has no `if C.TRACE:`"  # in each of a kernel's modules
     source = "\n".join(lines) + "\n"
     for other in texts:
         source = source.replace(f"from {other.__name__} import", f"from {_name(other)} import")
@@ -123,7 +124,7 @@ def clocks(off: Any, on: Any, without: Any) -> list[int]:
 
 def hopper(folder: Path, what: str) -> Iterator[dict[str, Any]]:
     """Each configuration compiled three times."""
-    struck = untraced(folder, hopper_text).gemm
+    struck = untraced(folder, items_text, hopper_text).gemm
     for row, swapped, inputs, how, layout in HOPPER[: 2 if what == "quick" else None]:
         tile = next(tile for tile in hopper_gate.TILES if tile[:3] == row)
         made = hopper_gate._make(tile, swapped, inputs, how, layout)
@@ -166,7 +167,7 @@ def compared(name: str, off: Any, on: Any, without: Any, found: dict[str, Any]) 
 
 def portable(folder: Path, what: str) -> Iterator[dict[str, Any]]:
     """The same of the portable kernel."""
-    struck, kernel = untraced(folder, portable_text).gemm, gate.gemm
+    struck, kernel = untraced(folder, items_text, portable_text).gemm, gate.gemm
     names = list(PORTABLE[: 1 if what == "quick" else None])
     for name, plan, layout, aligned in gate.configurations("sm_90a", "all"):
         if name not in names:

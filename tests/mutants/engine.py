@@ -14,7 +14,8 @@ A pattern must match in as many places as the edit says (`Edit.count`, one by de
 Text outside the edited places, comments and line numbers in front of them included, stays as it was.
 
 `mutated` rebuilds functions of pure Python and leaves the classes of their module alone, so that a checker still
-recognises the operations they yield. `load` executes whole modules anew, for kernels that Triton compiles. `install`
+recognises the operations they yield. `code_of` gives the code of one edited function, for a test that runs it on
+stand-ins. `load` executes whole modules anew, for kernels that Triton compiles. `install`
 edits modules as they are imported, for a process that runs tests. In each case ``inspect.getsource`` shows the edited
 text.
 """
@@ -24,6 +25,7 @@ import __future__
 
 import ast
 import copy
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -36,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 Operation = Literal["replace", "before", "after", "move before", "move after", "swap", "body", "signature"]
@@ -401,6 +403,28 @@ def _rebuilt(function: FunctionType, space: dict[str, Any]) -> FunctionType:
     made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__, made.__doc__, made.__module__ = function.__kwdefaults__, function.__doc__, function.__module__
     return made
+
+
+def code_of(function: FunctionType, edits: Sequence[Edit]) -> CodeType:
+    """A function's code as the edits make it; its own where they do not concern it."""
+    own = tuple(edit for edit in edits if edit.module == function.__module__)
+    if not any(function.__name__ in edit.functions for edit in own):
+        return function.__code__
+    return _codes(function.__module__, own)[function.__name__]
+
+
+@functools.cache
+def _codes(module: str, edits: tuple[Edit, ...]) -> dict[str, CodeType]:
+    """Code of the functions of a module that are edited, by name; decorators are left out."""
+    text = edited(source_of(module), edits)
+    file, names = _remembered(text, module), {name for edit in edits for name in edit.functions}
+    found: dict[str, CodeType] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            node.decorator_list = []
+            made = compile(ast.Module([node], []), file, "exec", __future__.annotations.compiler_flag, True)
+            found[node.name] = next(code for code in made.co_consts if isinstance(code, CodeType))
+    return found
 
 
 def load(modules: Sequence[str], edits: Sequence[Edit]) -> dict[str, ModuleType]:

@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from made_up import H100
 
 from tilestream.core.raster import longest_first
-from tilestream.plan import DeviceProperties
 from tilestream.plan.attention_groups import heads_kept, heads_together
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 
-H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 WORKERS, POSITIONS, BLOCK, BESIDE = 132, 128, 128, 1.5
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from made_up import A100, H100, MI300X
 
 import tilestream as ts
 from tilestream.core.attention import diagonal, seen_keys
-from tilestream.core.device import DeviceProperties
 from tilestream.plan.attention_plan import packed_heads
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
-
-H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448, (("bfloat16", 7e12),))
-A100 = DeviceProperties("an A100", "portable", 108, 3e11, 1.5e12, "a stub", "sm_80", 166912, (("bfloat16", 3e12),))
-MI300 = DeviceProperties("an MI300X", "portable", 304, 5e11, 5.3e12, "a stub", "gfx942", 65536)
 
 
 def test_pairs_are_those_that_the_masks_leave():
@@ -136,7 +132,7 @@ def test_groups_keep_keys_in_the_second_level_cache_and_each_xcd_has_a_queue():
     plan = plan_attention(problem, device=A100)
     assert plan.group == 6 * 4, "24 MB of heads of 4 MB, each for 4 query heads"
     assert plan.schedule.queues == 1
-    cdna = plan_attention(problem, device=MI300)
+    cdna = plan_attention(problem, device=MI300X)
     assert (cdna.schedule.queues, cdna.schedule.split) == (8, "columns")
     assert cdna.group == 4
 

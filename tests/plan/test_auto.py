@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from made_up import H100
 
-from tilestream.plan import DeviceProperties, plan
-from tilestream.plan import planner as choose
+from tilestream.plan import plan, planner
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import hopper
-
-HERTZ = 1.755e9
-H100 = DeviceProperties(
-    "an H100", "portable", 132, 256 * HERTZ, 3.35e12, "a stub", "sm_90", 232448,
-    (("float16", 4096 * HERTZ), ("bfloat16", 4096 * HERTZ), ("fp8", 8192 * HERTZ)),
-)  # fmt: skip
 
 
 def asked(m, n, k, **how):
@@ -41,7 +35,7 @@ def test_many_waves_are_a_queues(shape):
     made = asked(*shape)
     assert made.schedule.grid.tiles > 2 * made.workers
     assert made.schedule.kind != "static", "a queue, also in front of stream_k's remainder"
-    assert why(made, "static") == choose.NO_STATIC or "late worker" in why(made, "static")
+    assert why(made, "static") == planner.NO_STATIC or "late worker" in why(made, "static")
 
 
 def test_a_wave_that_is_hardly_filled_is_split():
@@ -72,7 +66,7 @@ def test_a_queue_that_costs_less_than_one_percent_is_taken(ticket):
 
 
 def test_the_price_of_a_queue_is_named(ticket, monkeypatch):
-    monkeypatch.setattr(choose, "QUEUE_MAY_COST", 10.0)
+    monkeypatch.setattr(planner, "QUEUE_MAY_COST", 10.0)
     ticket(10e-6)
     made = asked(8192, 8192, 1024)
     assert made.schedule.kind != "static"

@@ -34,7 +34,7 @@ def forget() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nobody_set_it(monkeypatch):
+def _unset(monkeypatch):
     for kernel in experimental.KERNELS.values():
         monkeypatch.delenv(kernel.environment, raising=False)
     forget()

@@ -7,18 +7,14 @@ import re
 from dataclasses import replace
 
 import pytest
+from made_up import H100
 
 from tilestream.core.chunks import Chunks
-from tilestream.core.device import DeviceProperties
 from tilestream.plan.attention_planner import attention_plan, plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import Incoming
 
-H100 = DeviceProperties(
-    "an H100", "portable", 132, 256 * 1.755e9, 3.35e12, "a stub", "sm_90", 232448,
-    (("float16", 4096 * 1.755e9), ("bfloat16", 4096 * 1.755e9)),
-)  # fmt: skip
 #: At the highest clock, which is what the driver says.
 FASTEST = replace(
     H100, flops=256 * 1.98e9, tensor=(("float16", 4096 * 1.98e9), ("bfloat16", 4096 * 1.98e9)), clock=1.98e9

@@ -10,23 +10,17 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up import A100, H100, MI300X
 
 from tilestream import Arrival, plan
 from tilestream.core.grid import Grid
 from tilestream.core.order import Raster
-from tilestream.plan import DeviceProperties, Problem, plan_problem, search_space, tma
+from tilestream.plan import Problem, plan_problem, search_space, tma
 from tilestream.plan.candidate import Forced
 from tilestream.plan.policy import hopper
 from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Incoming
 from tilestream.schedule import Schedule
 
-HZ = 1.8e9
-H100 = DeviceProperties(
-    "an H100", "portable", 132, 256 * HZ, 3.3e12, "made up", "sm_90", 232448,
-    (("float16", 4096 * HZ), ("bfloat16", 4096 * HZ), ("tf32", 2048 * HZ), ("fp8", 8192 * HZ)),
-)  # fmt: skip
-A100 = dataclasses.replace(H100, name="an A100", arch="sm_80", shared=166912)
-MI300X = DeviceProperties("an MI300X", "portable", 304, 256 * HZ, 5.3e12, "made up", "gfx942", 65536)
 KINDS = ("static", "dynamic", "stream_k")
 TILES = [pytest.param(row, id="-".join(map(str, row))) for row in hopper.TILES]
 

@@ -6,22 +6,16 @@ import importlib
 import itertools
 
 import pytest
+from made_up import A100, H100
 
-from tilestream.core.device import DeviceProperties
 from tilestream.plan import Problem, plan_problem
 
 limits = importlib.import_module("tilestream.plan.limit")
-HZ = 1.8e9
-H100 = DeviceProperties(
-    "an H100", "portable", 132, 256 * HZ, 3.3e12, "made up", "sm_90", 232448,
-    (("float16", 4096 * HZ), ("bfloat16", 4096 * HZ)),
-)  # fmt: skip
-A100 = DeviceProperties("an A100", "portable", 108, 256 * HZ, 2e12, "made up", "sm_80", 166912)
 KINDS = ("static", "dynamic", "stream_k")
 
 
 @pytest.fixture(autouse=True)
-def _nobody_set_it(monkeypatch):
+def _unset(monkeypatch):
     monkeypatch.delenv(limits.ENVIRONMENT, raising=False)
     limits._of_environment.cache_clear()
     yield

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from made_up import H100, HZ, MI300X, MI355X
 
 import tilestream
 import tilestream as ts
@@ -18,13 +19,6 @@ from tilestream.plan import plan_problem as any_plan_problem
 from tilestream.plan.policy.portable import CDNA, TILES, converts, fp8_units, tiles
 from tilestream.plan.problem import FNUZ, OCP
 
-HZ = 1.8e9
-H100 = DeviceProperties(
-    "an H100", "portable", 132, 256 * HZ, 3.3e12, "made up", "sm_90", 232448,
-    (("float16", 4096 * HZ), ("bfloat16", 4096 * HZ), ("tf32", 2048 * HZ), ("fp8", 8192 * HZ)),
-)  # fmt: skip
-MI355X = DeviceProperties("an MI355X", "portable", 256, 256 * HZ, 8e12, "made up", "gfx950", 163840)
-MI300X = DeviceProperties("an MI300X", "portable", 304, 256 * HZ, 5.3e12, "made up", "gfx942", 65536)
 SMALL = DeviceProperties("a small GPU", "portable", 4, 1e11, 1e11, "made up", "sm_75", 49152)
 DTYPES = ("bfloat16", "float16", "float32")
 #: An H100 has a faster kernel for some of this: see `test_hopper_plan`.

@@ -7,18 +7,16 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from made_up import H100
 
 import tilestream as ts
 from tilestream.core.chunks import Chunks, chunk_of, rows_in
-from tilestream.core.device import DeviceProperties
 from tilestream.launch.hopper.arguments import Arguments
 from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.plan import of_candidate
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import hopper
 from tilestream.plan.problem import Incoming, Problem
-
-H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 
 
 def problem(m=1000, n=900, k=512, rows=250, pivot=1, **more):

@@ -7,14 +7,10 @@ import json
 import logging
 
 import pytest
+from made_up import H100
 
-from tilestream.plan import DeviceProperties, Problem, plan_problem, search_space, tuned
+from tilestream.plan import Problem, plan_problem, search_space, tuned
 
-HZ = 1.83e9
-H100 = DeviceProperties(
-    "a tuned H100", "portable", 132, 256 * HZ, 3.35e12, "a stub", "sm_90", 232448,
-    (("float16", 4096 * HZ), ("bfloat16", 4096 * HZ), ("tf32", 2048 * HZ), ("fp8", 8192 * HZ)),
-)  # fmt: skip
 PROBLEM = Problem(2048, 6144, 4096, dtype="bfloat16", out_dtype="bfloat16")
 
 

@@ -43,7 +43,7 @@ def pivot_tile(row_begin: int, row_end: int, block_m: int, num_m: int) -> int:
 class Chunks:
     """``rows`` rows in chunks: ``bounds[c]`` to ``bounds[c + 1]`` are the rows of chunk ``c``.
 
-    Chunks may have any number of rows, none included: nobody waits for a chunk without rows.
+    Chunks may have any number of rows, none included: no item waits for a chunk without rows.
 
     Parameters
     ----------

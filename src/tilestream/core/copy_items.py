@@ -1,16 +1,16 @@
 """Copy items: an operand's copies, made by the kernel that reads it.
 
-Where copies from outside cannot be trusted to go on beside a kernel that waits for them (copy engines taken by others,
-streams that may be run one after the other, a graph that shall hold all there is), the kernel makes them itself. Its
-queue then begins with *copy items*: each says, copy pieces until none is left. A **piece** is a part of a chunk.
+Copies from outside may not progress beside a kernel that waits for them: copy engines may be taken, streams may be run
+one after the other, a graph may have to hold everything. Then the kernel copies itself. Its queue begins with *copy
+items*, each of which means: copy pieces until none is left. A **piece** is a part of a chunk.
 
 `copy_items` is the protocol of a worker before its first tile, a generator like `tilestream.schedule.take`.
 `piece_chunk` is a leaf in the sense of `tilestream.core.integers`; with that module's `part_begin` and `part_size`
-it says which words a ticket means. `Pieces` is what the host knows.
+it gives the words of a ticket. `Pieces` is the host's description.
 
-Why nobody waits for what nobody does (invariant 10): a worker that comes to a tile has found the copy items taken, so
-at least one running worker copies until no piece is left, and waits for nothing meanwhile. Who that is does not matter,
-nor whether all workers ever run at the same time: pieces are tickets.
+Every wait ends (invariant 10): a worker that reaches a tile has found the copy items taken, so at least one running
+worker copies until no piece is left, and waits for nothing meanwhile. Any worker may be that one, and the workers need
+not all run at the same time: pieces are tickets.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tilestream.core.chunks import Chunks
 from tilestream.core.grid import INT31
 from tilestream.core.integers import cdiv, part_begin, part_size
 
-#: Bytes of a piece, about: a few rounds of `block`, beside which a ticket and a count do not weigh much.
+#: Bytes of a piece, about: a few rounds of `block`, much longer than a ticket and a count.
 PIECE_BYTES = 128 * 2**10
 
 #: Words of a piece, at most: its elements, four to a word, are counted in 31 bits.
 PIECE_WORDS = 2**28
 
-#: Words that a thread has on their way at once, in 64 registers where they are of 16 bytes: 32 KiB of four warps. With
-#: 4 us from request to answer, as measured, that is 8 GB/s a worker: see `tilestream.plan.copies.COPIERS`.
+#: Words in flight for each thread, in 64 registers where a word has 16 bytes: 32 KiB for four warps. At the measured
+#: latency of 4 us that is 8 GB/s a worker: see `tilestream.plan.copies.COPIERS`.
 WORDS_A_THREAD = 16
 
 #: Entries of `Pieces.table` before the bounds.

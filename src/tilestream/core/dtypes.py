@@ -8,7 +8,7 @@ from typing import Literal
 #: and no negative zero: of the same bits the value is half.
 OCP = ("float8_e4m3fn", "float8_e5m2")
 FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")
-#: All of them: operands only, in pairs of one kind, and bfloat16 is what comes of them where nobody says.
+#: All of them: operands only, in pairs of one kind. The default result is bfloat16.
 FP8 = (*OCP, *FNUZ)
 FP8_RESULT = "bfloat16"
 #: Bytes of each dtype that a matmul takes.

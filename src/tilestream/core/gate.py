@@ -4,8 +4,8 @@
 else (invariant 2). `pass_gate` is the protocol of the wait, a generator like `tilestream.schedule.take`: it yields
 `Wait` and is told whether the chunk has arrived.
 
-In arrival order a worker takes an item only after its chunks were seen, and then passes this gate like any other: the
-gate is what makes it right, the order what keeps it from waiting there.
+In arrival order a worker takes an item only after its chunks were seen, and still passes this gate: the gate makes the
+result right, and the order avoids waiting.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Wait(NamedTuple):
 
 
 class See(NamedTuple):
-    """Wait for a chunk as `Wait` does, for no item: what the last worker out asks before it zeroes the signals.
+    """Wait for a chunk without an item: by the last worker out, before it zeroes the signals.
 
     Answer: 1 arrived, 0 the launch is over. A record of an expiry names no item.
     """
@@ -103,7 +103,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class RowGate:
-    """What an item waits for, where its rows of the one operand that arrives are no matter of tiles.
+    """What an item waits for, where a function gives its rows of the one operand that arrives.
 
     Parameters
     ----------

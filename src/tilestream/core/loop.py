@@ -11,17 +11,18 @@ That loop's body is a generator over operations, like `tilestream.schedule.take`
 performs the operations; `tilestream_tools.verify` explores every order in which several workers can perform them.
 Between two items a worker remembers `WorkerState` and nothing else.
 
-There are two of them, which differ in how a worker drains once the launch is over (invariant 5):
+There are two loops, which drain differently once the launch is over (invariant 5):
 
-- `work`: it leaves. The host, who waits for the workers, then writes NaN into what was not computed. The CPU backend.
-- `work_through`: it goes on taking items and hands in NaN in their place. The GPU kernels, whose output no host looks
-  at. So each item is taken once, computed or not, and stream-K's counts are restored as ever.
+- `work`, of the CPU backend: the worker leaves. The host waits for the workers and then writes NaN into what was not
+  computed.
+- `work_through`, of the GPU kernels, whose output the host does not touch: the worker goes on taking items and stores
+  NaN for them. So each item is taken once, computed or not, and stream-K's counts are restored as ever.
 
-And there are two ways to hand in the parts of a tile, of which a schedule's contributors all take the same:
+And there are two ways to store the parts of a tile; all contributors of a schedule use the same:
 
 - `hand_in`: each writes its partial result and counts. The last to count adds them all.
-- `settle`, of the Hopper kernel, which holds its product in registers: each looks at the count first. Who finds that
-  all others have counted is the last, and writes nothing. The last adds the others' partial results and its own.
+- `settle`, of the Hopper kernel, which holds its product in registers: each reads the count first. The one that finds
+  all others counted is the last, and writes nothing. The last adds the others' partial results and its own.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from tilestream.core.schedule import Cursor, Peek, Ready, Schedule, Take, take
 
 
 class Poll(NamedTuple):
-    """Read the abort word. Answer: 1 if the launch is over and workers shall drain.
+    """Read the abort word. Answer: 1 if the launch is over and workers are to drain.
 
-    Where an earlier launch has left the signals in quarantine, the answer is 1 from the beginning: what they say is not
-    to be believed. Only the last worker out writes that mark (`Quarantine`), so it can be read once a launch.
+    Where an earlier launch has left the signals in quarantine, the answer is 1 from the beginning: they are not valid.
+    Only the last worker out writes that mark (`Quarantine`), so it can be read once a launch.
     """
 
 
@@ -53,7 +54,7 @@ class Compute(NamedTuple):
 
 
 class Poison(NamedTuple):
-    """Hand in an item with NaN in place of its product: as `Compute`, without reading any operand."""
+    """Store NaN in place of an item's product: as `Compute`, without reading any operand."""
 
     item: WorkItem
     held: bool = False
@@ -62,7 +63,7 @@ class Poison(NamedTuple):
 class Count(NamedTuple):
     """A partial result is visible: add one to the tile's count (acquire and release).
 
-    Answer: the count before. Whoever is told ``parts - 1`` is the last, and has restored the count to 0.
+    Answer: the count before. If that is ``parts - 1``, the worker is the last, and has restored the count to 0.
     """
 
     item: WorkItem
@@ -111,7 +112,7 @@ class AddUp(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """Wait until what this worker has stored of an item is written, and not only on its way."""
+    """Wait until this worker's stores of an item have landed, not only been issued."""
 
     item: int
 
@@ -150,10 +151,10 @@ class Reset(NamedTuple):
 
 
 class Quarantine(NamedTuple):
-    """Mark the signals: some are up, or may come up later, and say nothing (invariant 6).
+    """Mark the signals as invalid: some are set, or may be set later (invariant 6).
 
-    The launches after this one are over from the beginning, until the host has waited for the producers of this one,
-    zeroed the signals and taken the mark away.
+    Later launches are over from the beginning, until the host has waited for this launch's producers, zeroed the
+    signals and removed the mark.
     """
 
 
@@ -176,7 +177,7 @@ class WorkerState(NamedTuple):
 def work(
     schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState
 ) -> Generator[Operation, int, WorkerState | None]:
-    """One turn of ``worker``'s loop; the state for the next, or None when it is to leave (STOP, or drained)."""
+    """One iteration of ``worker``'s loop; the state for the next, or None to leave (STOP, or drained)."""
     if (yield Poll()):
         return None
     item, cursor = yield from take(schedule, worker, state.cursor)
@@ -195,17 +196,17 @@ def work_through(
     schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState, reset: bool = False,
     finish: HandIn | None = None,
 ) -> Generator[DrainingOperation, int, WorkerState | None]:  # fmt: skip
-    """As `work`, for a launch that is worked through to its last item, whatever happens: None means STOP and no more.
+    """As `work`, for a launch that always takes every item: None means STOP only.
 
-    The abort word is read for each item, after it was taken: so no worker computes more than the one item it is at when
-    the launch ends.
+    The abort word is read for each item, after it was taken: so a worker computes at most its present item after the
+    launch has ended.
 
     Parameters
     ----------
     reset
         Whether the last worker out resets the words of this launch; see `leave`.
     finish
-        How an item is handed in: `hand_in`, if None, or `settle`.
+        How an item is stored: `hand_in`, if None, or `settle`.
     """
     finish = finish or hand_in
     item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
@@ -221,9 +222,9 @@ def work_through(
 def take_and_pass(
     schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState
 ) -> Generator[Take | Peek | Ready | Poll | Wait, int, tuple[WorkItem | None, bool, WorkerState]]:
-    """The first half of `work_through`: an item, whether it is to be computed or poisoned, and the state behind it.
+    """The first half of `work_through`: an item, whether to compute or poison it, and the state after it.
 
-    With warp specialisation that is the load warp's half, and what follows the math warps'.
+    With warp specialisation the load warp does this half, and the math warps the rest.
     """
     item, cursor = yield from take(schedule, worker, state.cursor)
     arrived, seen = True, state.seen
@@ -243,17 +244,17 @@ def hand_in(done: Done) -> Generator[Done | Count | Reduce, int, None]:
 
 
 def settle(done: Done) -> Generator[Done | Settling, int, None]:
-    """As `hand_in`, by a worker that holds a part's product, and writes it only for others to read.
+    """As `hand_in`, by a worker that holds a part's product, and writes it only if another worker will read it.
 
     ::
 
-        all others have counted:  this is the last, and nobody will read its part but itself
+        all others have counted:  this is the last, and only it reads its part
         else:                     write the part; count: if all others have, this is the last after all
         the last:                 restore the count; add the others' parts and its own
 
-    Who finds the others counted has not counted itself, so nobody else can be told that: there is one last. The count
-    is restored before the parts are read: in this launch nobody looks at it any more, and the next launch, which writes
-    these slots again, comes when this one has ended.
+    A worker that finds the others counted has not counted itself, so no other sees a full count: there is one last. It
+    restores the count before it reads the parts: no worker reads the count again in this launch, and the next launch,
+    which writes these slots again, begins when this one has ended.
     """
     item = done.item
     if item.parts == 1:
@@ -278,15 +279,15 @@ class Share(NamedTuple):
 
 
 def publish(item: int, shares: Iterable[Share]) -> Generator[Landed | CountRows | RestoreRows | Announce, int, None]:
-    """Publish what has been stored of an item: whoever brings a chunk's count to its end signals it.
+    """Publish an item's stores: the worker that completes a chunk's count signals the chunk.
 
     ::
 
         wait until the stores have landed
         for each chunk of the item's rows: count them; that was all of it: restore the count; signal
 
-    Nobody waits for another, or for a later item. Only who completes a count writes it, and nobody looks at it any more
-    in this launch: so it is restored plainly, and the next launch finds 0 (invariant 4).
+    No worker waits for another, or for a later item. Only the worker that completes a count writes it, and no worker
+    reads it again in this launch: so it is restored plainly, and the next launch finds 0 (invariant 4).
     """
     yield Landed(item)
     for chunk, rows, due in shares:
@@ -300,15 +301,15 @@ def leave(schedule: Schedule, gate: Needs | None) -> Generator[Leave | Poll | Se
 
     ::
 
-        exits = add(exit count, 1);  somebody is still in:  nothing
+        exits = add(exit count, 1);  others are still in:   nothing
         the launch is not over:      see every chunk, those that no tile reads too
         all have arrived:            zero the signals: none can come any more
         else:                        quarantine: some may still come
         zero the counters, the exit count and the abort word
 
-    Whether the launch is over says the abort word, read after all others have left. What this worker was told before
-    does not: the deadline may have expired at another's gate after this one's last item. Nor do the signals: where they
-    were in quarantine, all may be up, and more to come. All workers must run.
+    The abort word, read after all others have left, says whether the launch is over. This worker's last answer does
+    not: the deadline may have expired at another's gate after this worker's last item. Nor do the signals: in
+    quarantine all may be set, and more may come. All workers must run.
     """
     if (yield Leave()) < schedule.workers - 1:
         return

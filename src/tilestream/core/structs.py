@@ -412,8 +412,9 @@ class Strided(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What an accumulator becomes, ``activation(alpha * row_scale * column_scale * acc + bias + beta * residual)``,
-    and where it is stored.
+    """What an accumulator becomes, and where it is stored.
+
+    ``activation(alpha * row_scale * column_scale * acc + bias + beta * residual)``.
 
     Attributes
     ----------

@@ -201,8 +201,10 @@ class HopperConfig(GemmConfig):
 
     @property
     def PREFETCHES_TICKETS(self) -> bool:
-        """Whether the next ticket is drawn while an item loads. A worker that waits at a gate holds none meanwhile that
-        another could use, and stream_k leaves the load warp no registers for it.
+        """Whether the next ticket is drawn while an item loads.
+
+        Not at a gate, where a worker would hold a ticket that another could use; nor with ``stream_k``, which leaves
+        the load warp no registers for it.
         """
         return self.KIND == "dynamic" and not self.GATED
 

@@ -18,8 +18,8 @@ from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties
 
 if TYPE_CHECKING:
+    from tilestream.launch.attention_arguments import AttentionLayout
     from tilestream.launch.launch import Launch
-    from tilestream.launch.portable.attention_arguments import AttentionLayout
     from tilestream.plan.attention_plan import AttentionPlan
 
 
@@ -98,7 +98,7 @@ def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True
 
 def layout_of(x: AttentionOperands) -> AttentionLayout:
     """The strides of canonical operands."""
-    from tilestream.launch.portable.attention_arguments import AttentionLayout
+    from tilestream.launch.attention_arguments import AttentionLayout
 
     lse = None
     if x.lse is not None:  # [B, H, S], packed [T, H]

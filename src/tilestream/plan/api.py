@@ -130,9 +130,7 @@ def plan(
     properties = device_properties(device)
     if named(str(device)) is not None:
         device = properties
-    for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
-        if not _whole(extent) or extent < 0:
-            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+    m, n, k, batch = checked_extents({"m": m, "n": n, "k": k, "batch": batch}).values()
     for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
         if coming is not None and not isinstance(coming, Arriving):
             raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
@@ -148,13 +146,12 @@ def plan(
     elif order is not None and not callable(order) and not isinstance(order, Sequence):
         raise TypeError(f"order={order!r}; it is a function of a position, or a sequence of tiles")
     for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
-        if value is not None and (not _whole(value) or value < 1):
+        if value is not None and (not is_whole(value) or value < 1):
             raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
     if tile is not None:
-        if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(_whole(x) and x > 0 for x in tile):
+        if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(is_whole(x) and x > 0 for x in tile):
             raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
         tile = (operator.index(tile[0]), operator.index(tile[1]))
-    m, n, k, batch = (operator.index(extent) for extent in (m, n, k, batch))
     name = dtype_name(dtype)
     layout = layout or ("nt" if name in FP8 else "nn")
     if layout not in ("nn", "nt", "tn", "tt"):
@@ -165,7 +162,7 @@ def plan(
     variants = cdna_tiles.VARIANTS if fast == "cdna" else hopper.VARIANTS
     if variant is not None and variant not in variants:
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(variants)}, or None for the plan's choice")
-    if stages is not None and (not _whole(stages) or stages < 2):
+    if stages is not None and (not is_whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
     if properties.backend == "cpu":
         forced = {"backend": backend, "variant": variant, "stages": stages, "registers": registers}
@@ -206,20 +203,16 @@ def plan(
     if publish is not None and schedule == "auto" and properties.backend != "cpu":
         schedule = "dynamic"
     default = None if isinstance(device, DeviceProperties) else default_workers(properties)
-    if order is not None and not isinstance(order, str):
-        # Not from the cache: it would keep alive what the function closes over, and call it pure.
-        return plan_problem.__wrapped__(
-            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
-            registers, limit(),
-        )  # fmt: skip
+    # An own order is not cached: the cache would keep alive what a function closes over, and take it for pure.
+    cached = order is None or isinstance(order, str)
 
     def made(problem: Problem, schedule: str) -> Plan:
-        return plan_problem(
+        return (plan_problem if cached else plan_problem.__wrapped__)(
             problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
             registers, limit(),
         )  # fmt: skip
 
-    if publish is None:
+    if publish is None or not cached:
         return made(problem, schedule)
     try:
         return made(problem, schedule)
@@ -286,5 +279,20 @@ def device_properties(device: object) -> DeviceProperties:
     )
 
 
-def _whole(x: object) -> bool:
+def checked_extents(extents: dict[str, int]) -> dict[str, int]:
+    """Extents by name as Python's integers.
+
+    Raises
+    ------
+    ValueError
+        If one is no whole number, or negative.
+    """
+    for name, extent in extents.items():
+        if not is_whole(extent) or extent < 0:
+            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
+    return {name: operator.index(extent) for name, extent in extents.items()}
+
+
+def is_whole(x: object) -> bool:
+    """Whether a value is an integer, of any library, and no bool."""
     return hasattr(x, "__index__") and not isinstance(x, bool)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import operator
 from collections.abc import Sequence
 from typing import get_args
 
@@ -13,7 +12,7 @@ from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
 from tilestream.plan import experimental
-from tilestream.plan.api import default_workers, device_properties
+from tilestream.plan.api import checked_extents, default_workers, device_properties, is_whole
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.candidate import Refusal
@@ -200,15 +199,11 @@ def attention_plan(
     64
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    extents = {
+    extents = checked_extents({
         "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads_q": heads_q,
         "heads_kv": heads_q if heads_kv is None else heads_kv, "head_dim": head_dim,
         "head_dim_v": head_dim_v or head_dim, "page_size": page_size,
-    }  # fmt: skip
-    for name, extent in extents.items():
-        if not hasattr(extent, "__index__") or isinstance(extent, bool) or extent < 0:
-            raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
-        extents[name] = operator.index(extent)
+    })  # fmt: skip
     if schedule not in ATTENTION_SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; attention has {', '.join(ATTENTION_SCHEDULES)}")
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
@@ -220,7 +215,7 @@ def attention_plan(
         raise ValueError(f"window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
     left, right = window or (None, None)
     for side in (left, right):
-        if side is not None and (not hasattr(side, "__index__") or isinstance(side, bool) or side < -1):
+        if side is not None and (not is_whole(side) or side < -1):
             raise ValueError(
                 f"window={window!r}; a side is a whole number of keys, not negative, or None (or -1) for all"
             )

@@ -160,8 +160,8 @@ def _dtypes(plan: Plan) -> str:
     problem = plan.problem
     a, b = problem.dtypes
     scaled = {"none": "", "tensor": ", one scale each", "row": ", a scale a row and column"}[problem.scales]
-    precise = problem.fp8 and not problem.fast_accum and not plan.device.arch.startswith("gfx")
-    emptied = ", added up in float32 every 128 of K" if precise else ""
+    promoted = problem.promoted and not plan.device.arch.startswith("gfx")
+    emptied = ", added up in float32 every 128 of K" if promoted else ""
     return (a if a == b else f"{a} x {b}") + scaled + emptied
 
 

@@ -69,26 +69,20 @@ def plan_problem(
         )
         if is_given
     ]  # fmt: skip
-    name, why = device.backend, "least of {} candidates in the cost model"
-    if device.backend == "cpu":
+    auto, on_cpu = schedule == "auto", device.backend == "cpu"
+    if on_cpu:
         inline = not arriving and problem.publishes is None and not given
         found = list(cpu.candidates(problem, device, count, kinds=kinds, inline=inline, forced=forced))
-        best = _best(found)
-        refused += (_other_variant(best, found, problem, given),)
-        elsewhere = Refusal("GPU backends", "the operands are on the CPU")
+        name, elsewhere = "cpu", Refusal("GPU backends", "the operands are on the CPU")
     else:
-        name, found, elsewhere = _on_gpu(problem, device, count, backend, kinds, schedule == "auto", forced)
-        best = _best(found)
-        if consult and not (given or arriving or backend or variant or stages or registers):
-            best, why, other = _as_measured(problem, device, best, found, why)
-            refused += other
-        if schedule == "auto" and (name == "hopper" or portable.by_model(problem, device)):
-            refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
-        refused += _other_tiles(best, found)
-        if name == "portable" and not problem.aligned:
-            refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
-        if name == "portable" and (converted := portable.converted(problem, device)):
-            refused += (Refusal("8-bit matrix units", converted),)
+        name, found, elsewhere = _on_gpu(problem, device, count, backend, kinds, auto, forced)
+    best, why = _best(found), f"least of {len(found)} candidates in the cost model"
+    if consult and not (on_cpu or given or arriving or backend or variant or stages or registers):
+        best, why, other = _as_measured(problem, device, best, found, why)
+        refused += other
+    if auto and (name == "hopper" or portable.by_model(problem, device)):
+        refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
+    refused += _alternatives(problem, device, name, best, found, given)
     if problem.publishes is not None and name not in ("hopper", "cpu"):
         raise NotImplementedError(
             f"publishes: the {name} kernel signals no chunk of its output ({elsewhere.why}): launch them one by one"
@@ -100,7 +94,7 @@ def plan_problem(
         best, why_not = in_arrival_order(problem, name, best, order is not None, named, queues)
         if why_not:
             refused += (Refusal("arrival order", why_not),)
-    made = of_candidate(problem, device, name, best, why.format(len(found)), refused)
+    made = of_candidate(problem, device, name, best, why, refused)
     # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
     logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
     return made
@@ -199,6 +193,20 @@ def _as_measured(
         return best, why, ()
     times = f"{entry['model_us']:.4g} us, this {entry['us']:.4g} us"
     return measured, why, (Refusal("the cost model's choice", f"measured: {times}"),)
+
+
+def _alternatives(
+    problem: Problem, device: DeviceProperties, backend: str, best: Candidate, found: list[Candidate], given: list[str]
+) -> tuple[Refusal, ...]:  # fmt: skip
+    """The next best variant or tile, and what the portable kernel does without."""
+    if backend == "cpu":
+        return (_other_variant(best, found, problem, given),)
+    refused = _other_tiles(best, found)
+    if backend == "portable" and not problem.aligned:
+        refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
+    if backend == "portable" and (converted := portable.converted(problem, device)):
+        refused += (Refusal("8-bit matrix units", converted),)
+    return refused
 
 
 def _best(found: list[Candidate]) -> Candidate:

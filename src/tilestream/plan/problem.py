@@ -123,6 +123,11 @@ class Problem:
         return self.dtype in FP8
 
     @property
+    def promoted(self) -> bool:
+        """Whether sums of 8-bit products are promoted to float32 every 128 of K (two-level accumulation)."""
+        return self.fp8 and not self.fast_accum
+
+    @property
     def kind(self) -> str:
         """What the matrix units are fed with: the operands' dtype, ``"fp8"`` for each of 8 bits, or ``"tf32"``."""
         if self.fp8:

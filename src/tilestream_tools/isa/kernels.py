@@ -288,8 +288,8 @@ def cdna_attention(question: Question) -> Source:
         If it has no such tile, or there is no such problem.
     """
     from tilestream.kernels.cdna.attention import attend
+    from tilestream.launch.attention_arguments import AttentionLayout
     from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
-    from tilestream.launch.portable.attention_arguments import AttentionLayout
     from tilestream_tools.isa.build import Pointer
 
     device, (batch, heads) = question.device, ATTENTION_HEADS
@@ -310,10 +310,9 @@ def cdna_attention(question: Question) -> Source:
     plan = of_candidate(problem, device, "cdna", best, "asked for", ())
     q, k = ((rows * heads * question.k, heads * question.k, question.k) for rows in (question.m, question.n))
     arguments = CdnaAttentionArguments(plan, AttentionLayout(q, k, k, q))
-    filled = arguments.fill(
-        *[Pointer(problem.dtype)] * 4, *[None] * 8, None if kind == "static" else Pointer("int64"), 0, 0,
-        *arguments.scales(question.k**-0.5),
-    )  # fmt: skip
+    counters = None if kind == "static" else Pointer("int64")
+    given = (*[Pointer(problem.dtype)] * 4, *[None] * 11, counters, None)
+    filled = arguments.pack(attend)((*given, 0, 0, *arguments.scales(question.k**-0.5)))
     return Source(attend, filled, arguments.options, plan.warps, plan)
 
 

@@ -18,8 +18,8 @@ from cdna_gate import DEVICES, ring_order, triton, waits_then_barriers
 from tilestream.core.integers import cdiv
 from tilestream.kernels.cdna.attention import attend
 from tilestream.kernels.cdna.ring import fetch_layout
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
-from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate, packed_heads, schedule_of
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy.cdna_attention import (
@@ -121,11 +121,11 @@ def fill(plan: AttentionPlan) -> tuple[dict[str, Any], tuple[Any, ...]]:
         return Pointer(dtype, 4) if needed else None
 
     given = (
-        *[Pointer(p.dtype)] * 4, there("float32", p.return_lse), there("float32", p.sinks), there("int32", p.varlen),
-        there("int32", p.tokens_k), there("int32", p.lengths), there("int32", p.page_size), there("int32", p.varlen),
-        there("int32", p.varlen), Pointer("int64"),
+        *[Pointer(p.dtype)] * 4, there("float32", p.return_lse), there("float32", p.sinks), None, None, None,
+        there("int32", p.varlen), there("int32", p.tokens_k), there("int32", p.lengths), there("int32", p.page_size),
+        there("int32", p.varlen), there("int32", p.varlen), Pointer("int64"), None,
     )  # fmt: skip
-    return made.options, made.fill(*given, 0, 0, *made.scales(0.125))
+    return made.options, made.pack(attend)((*given, 0, 0, *made.scales(0.125)))
 
 
 def report(made: Configuration, kernel: Any) -> dict[str, Any]:
@@ -163,7 +163,8 @@ def expected(made: Configuration) -> dict[str, Any]:
     tile, keys, values = arguments.tile, arguments.keys, arguments.values
     m, n, k = instruction(arch)
     loads = block_loads(tile, keys, values, arch)
-    lanes = [arguments.constants()[name][4] * 16 for name in ("K", "V")]
+    config = arguments.config()
+    lanes = [columns.LANE * 16 for columns in (config.K, config.V)]
     copies: Counter[str] = Counter()
     for parts, wide in zip((keys, values), lanes, strict=True):
         if wide:

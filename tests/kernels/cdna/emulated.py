@@ -20,9 +20,12 @@ from triton.experimental.gluon import language as real
 from layouts import elements
 from tilestream.core import queues as queues_
 from tilestream.core import ring as ring_
-from tilestream.core import swizzle
+from tilestream.core import structs, swizzle
+from tilestream.core.structs import Item, Passed
 from tilestream.kernels.cdna import epilogue, gemm, ring
+from tilestream.kernels.device import epilogue as formula
 from tilestream.kernels.device import items as shared
+from tilestream.kernels.device import schedule
 from tilestream.schedule import WorkItem
 
 #: Elements past its end that a tensor's last vector may reach into.
@@ -102,7 +105,8 @@ def _elementwise(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "floordiv", "mod", "xor", "and", "lt", "le", "ge", "eq",
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "xor", "and", "lt", "le", "ge",
+    "eq",
 ):  # fmt: skip
     setattr(Tensor, f"__{_name}__", _elementwise(f"__{_name}__"))
 
@@ -194,6 +198,12 @@ class View(NamedTuple):
         self.flat[self.places] = tensor.data
 
 
+#: The structs that the kernel makes.
+PARTS = {
+    name: value for name, value in vars(structs).items() if isinstance(value, type) and issubclass(value, tuple)
+}  # fmt: skip
+
+
 class Machine:
     """The kernel's functions, bound to stand-ins.
 
@@ -225,12 +235,14 @@ class Machine:
             int8=INT8, int16=INT16, int32=INT32, int64=INT64, float32=FLOAT32,
         )  # fmt: skip
         self.names: dict[str, Any] = {
-            "gl": gl, "range": range,
-            "tl": SimpleNamespace(cast=lambda x, _: Int(x), where=self.where, int32=INT32, int64=INT64),
+            "gl": gl, "range": range, **PARTS,
+            "tl": SimpleNamespace(
+                cast=lambda x, _: Int(x), where=self.where, load=self.load, int32=INT32, int64=INT64
+            ),
             "float": float, "len": len, "min": min, "CELL": ring.CELL.value, "LINE": 16, "swizzled": self.swizzled,
             "after": self.after, "before": self.before, "neighbour": queues_.neighbour, "enter": self.ignore,
             "leave": self.ignore, "leave_gate": self.ignore, "present": self.ignore, "quarantined": lambda *_: Int(0),
-            "pass_gate": self.pass_gate, "take": self.take, "uniform": lambda x: Int(x), "nothing": lambda: 0,
+            "pass_gate": self.pass_gate, "take": self.take, "uniform": lambda x: Int(x), "opaque_zero": lambda: 0,
             "in_order": self.ignore, "as_loaded": lambda tile: tile, "load_words": self.load_words,
             "elements": lambda words, *_: words,
             "drain": self.ignore, "barrier": self.ignore, "activate": lambda x, how: relu(x) if how == "relu" else x,
@@ -239,13 +251,21 @@ class Machine:
             "wait_for_groups": self.wait, "buffer_load": self.buffer_load, "buffer_store": self.buffer_store,
             "multiply_add": self.multiply_add,
         }  # fmt: skip
-        for module in (ring, epilogue, shared, gemm):
+        for module in (ring, epilogue, gemm, formula, shared, schedule):
             for name, value in vars(module).items():
                 if name in self.names or name.startswith("__"):
                     continue
                 text = getattr(value, "fn", value if isinstance(value, FunctionType) else None)
                 if isinstance(text, FunctionType) and text.__module__ == module.__name__:
-                    self.names[name] = FunctionType(text.__code__, self.names, name, text.__defaults__)
+                    defaults = tuple(map(self.bound, text.__defaults__ or ()))
+                    self.names[name] = FunctionType(text.__code__, self.names, name, defaults)
+
+    def bound(self, default: Any) -> Any:
+        """A parameter's default: of a function of the kernel, what stands for it here."""
+        text = getattr(default, "fn", None)
+        if text is None:
+            return default
+        return lambda *given: self.names[text.__name__](*given)
 
     def run(self, filled: tuple[Any, ...]) -> None:
         """The kernel, one worker. Numbers become scalars of the device."""
@@ -264,17 +284,15 @@ class Machine:
     def ignore(self, *_: Any) -> int:
         return Int(0)
 
-    def take(self, *_: Any, **__: Any) -> tuple[Any, ...]:
+    def take(self, cursor: Any, *_: Any) -> tuple[Any, ...]:
         item = next(self.items, None)
         if item is None:
-            return (0, *[Int(7)] * 8, *[Int(0)] * 6)  # what a void ticket says is of no account
-        return (
-            1, *map(Int, (item.batch, item.pm, item.pn, item.k_begin, item.k_end, item.part, item.parts, item.slot)),
-            *[Int(0)] * 6,
-        )  # fmt: skip
+            return 0, Item(*[Int(7)] * 9), cursor  # what a void ticket says is of no account
+        fields = (item.batch, item.pm, item.pn, item.k_begin, item.k_end, item.part, item.parts, item.slot, 0)
+        return 1, Item(*map(Int, fields)), cursor
 
-    def pass_gate(self, *_: Any) -> tuple[int, ...]:
-        return (int(self.over), *[Int(0)] * 5)
+    def pass_gate(self, *_: Any) -> tuple[Passed, int]:
+        return Passed(Int(self.over), *[Int(0)] * 4), Int(0)
 
     @staticmethod
     def after(stage: int, depth: int) -> Int:

@@ -13,21 +13,20 @@ import torch
 from emulated import FLOAT32, INT32, Dtype, Int, Machine, Memory, Pointer, Tensor
 
 from tilestream.core import attention as rules
-from tilestream.core import integers, raster
+from tilestream.core import integers, queues, raster
 from tilestream.core.operands import AttentionOperands
+from tilestream.core.structs import Item, Passed, Progress, Watch
 from tilestream.kernels.cdna import attention, attention_copy
 from tilestream.kernels.cdna import attention_softmax as cdna_softmax
-from tilestream.kernels.device import varlen as attention_list
-from tilestream.kernels.hopper import attention_load, attention_softmax
+from tilestream.kernels.device import attention_tile, schedule, softmax, varlen
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.plan.attention_plan import AttentionPlan
 
 FLOAT16 = Dtype("fp16", 16)
-#: What of other kernels is run as it stands.
-SHARED = (
-    attention_load.item_of, cdna_softmax.sees, attention_softmax.peaks, attention_softmax.weighed,
-    attention_softmax.finished, attention_list.rows_of, attention_list.place_of,
-)  # fmt: skip
+#: Of these all jitted functions are run as they stand; their constants and structs too.
+MODULES = (attention_tile, softmax, attention_copy, cdna_softmax, attention)
+#: Others' functions that are run as they stand.
+ALSO = (varlen.rows_of, varlen.place_of, schedule.first_cursor)
 
 
 def _compared(name: str) -> Any:
@@ -60,24 +59,29 @@ class AttentionMachine(Machine):
         gl.convert_layout = lambda x, *_, **__: x
         gl.where = lambda mask, x, y: Tensor(np.where(mask.data, data(x), data(y)), FLOAT32)
         gl.maximum, gl.bfloat16 = self.maximum, Dtype("bf16", 16)
-        for name in ("load", "minimum", "maximum", "where"):
+        for name in ("load", "minimum", "maximum", "where", "max", "sum", "log2"):
             setattr(tl, name, getattr(gl, name))
+        for module in (schedule, *MODULES):
+            for name, value in vars(module).items():
+                if isinstance(value, type) and issubclass(value, tuple):
+                    self.names[name] = value
+                elif type(value).__name__ == "constexpr":
+                    self.names[name] = value.value
+        own = [
+            value for module in MODULES for value in vars(module).values()
+            if getattr(getattr(value, "fn", None), "__module__", "") == module.__name__
+        ]  # fmt: skip
+        for jitted in (*own, *ALSO):
+            text = jitted.fn
+            self.names[text.__name__] = FunctionType(text.__code__, self.names, text.__name__, text.__defaults__)
         self.names |= {
-            "VECTOR": attention_copy.VECTOR.value, "KEYS": cdna_softmax.KEYS.value,
-            "LOG2_E": attention_softmax.LOG2_E.value, "LN_2": attention_softmax.LN_2.value, "settled": lambda x: x,
-            "load_scalar": self.load,
+            "settled": lambda x: x, "load_scalar": self.load, "opaque_zero": lambda: 0,
             "power_of_2": lambda x: Tensor(np.exp2(x.data), FLOAT32),
             "reciprocal": lambda x: Tensor(1 / x.data, FLOAT32),
             "cdiv": integers.cdiv, "longest_first": raster.longest_first, "key_blocks": rules.key_blocks,
-            "diagonal": rules.diagonal, "halved": rules.halved,
+            "diagonal": rules.diagonal, "halved": rules.halved, "neighbour": queues.neighbour,
+            "begin_worker": self.begin_worker, "finish_worker": self.ignore, "take": self.take,
         }  # fmt: skip
-        own = [
-            value for module in (attention_copy, cdna_softmax, attention) for value in vars(module).values()
-            if getattr(getattr(value, "fn", None), "__module__", "") == module.__name__
-        ]  # fmt: skip
-        for jitted in (*own, *SHARED):
-            text = jitted.fn
-            self.names[text.__name__] = FunctionType(text.__code__, self.names, text.__name__, text.__defaults__)
 
     @staticmethod
     def load(at: Pointer, mask: Any = None, other: float = 0.0) -> Any:
@@ -96,13 +100,17 @@ class AttentionMachine(Machine):
             return Int(max(x, y))
         return Tensor(np.maximum(data(x), data(y)), x.dtype if isinstance(x, Tensor) else INT32)
 
-    def take(self, *given: Any) -> tuple[Any, ...]:
-        """An item; a worker's cursor begins with no ticket, at its own queue: `schedule.take` says what they are."""
-        assert self.taken or given[2:4] == (0, 0)
-        self.taken = True
-        return super().take(*given)
+    def begin_worker(self, worker: int, workers: int, *_: object) -> tuple[Any, Watch]:
+        passed = Passed(*[Int(0)] * 5)
+        return Progress(self.names["first_cursor"](), None, passed), Watch(worker, workers, Int(0), None, None, None)
 
-    taken = False
+    def take(self, cursor: Any, *_: object) -> tuple[Any, ...]:
+        """An item; a worker's cursor begins with no ticket, at its own queue: `schedule.take` says what they are."""
+        assert (cursor.ticket, cursor.source) == (0, 0)
+        item = next(self.items, None)
+        if item is None:
+            return 0, Item(*[Int(7)] * 9), cursor  # a void ticket's item is of no account
+        return 1, Item(*map(Int, (item.batch, item.pm, item.pn)), *[Int(0)] * 6), cursor
 
     def attend(self, filled: tuple[Any, ...]) -> None:
         """The kernel, one worker."""
@@ -152,9 +160,10 @@ def run(plan: AttentionPlan, arguments: CdnaAttentionArguments, x: AttentionOper
     ints = [
         memory(y, INT32) for y in (x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, x.block_table, starts, order)
     ]  # fmt: skip
-    at = [None if one is None else one.start for one in (*floats, *singles, *ints)]
+    at = [None if one is None else one.start for one in (*floats, *singles, None, None, None, *ints)]
     items = list(plan.schedule.items())
-    AttentionMachine(items, late).attend(arguments.fill(*at, None, 0, 0, *arguments.scales(x.scale)))
+    given = (*at, None, None, 0, 0, *arguments.scales(x.scale))
+    AttentionMachine(items, late).attend(arguments.pack(attention.attend)(given))
     for tensor, made in ((x.out, floats[3]), (x.lse, singles[0])):
         if tensor is not None and made is not None:
             tensor.copy_(torch.from_numpy(made.values[: tensor.numel()].reshape(tensor.shape)))

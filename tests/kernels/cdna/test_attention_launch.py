@@ -75,12 +75,14 @@ def test_what_it_is_launched_with(monkeypatch):
     assert options == {"num_warps": made.warps, "waves_per_eu": max(1, made.warps // 4)}
     given = dict(zip(NAMES, filled, strict=True))
     assert (given["q"], given["lse"], given["counters"]) == (x.q, x.lse, words.counters)
-    assert given["sinks"] is given["table"] is given["starts"] is None
-    assert [given[name] for name in ("base", "queries", "keys", "columns", "shared_by")] == [7, 300, 500, 4, 2]
+    assert given["sinks"] is given["block_table"] is given["starts"] is None
+    numbers = [given[name] for name in ("base", "seqlen_q", "seqlen_k", "head_tiles", "q_heads_per_kv")]
+    assert numbers == [7, 300, 500, 4, 2]
     assert [given[f"stride_k{axis}"] for axis in "brh"] == [500 * 256, 256, 128]
-    assert [given[f"stride_l{axis}"] for axis in "brh"] == [4 * 300, 1, 300]
+    assert [given[f"lse_{axis}"] for axis in ("batch", "row", "head")] == [4 * 300, 1, 300]
     assert given["scale"] == pytest.approx(0.25 * 1.4426950408889634)
-    assert (given["DIRECT"], given["RIGHT"], given["LEFT"], given["GRAIN"]) == (True, True, False, 4)
+    config = given["C"]
+    assert (config.DIRECT, config.RIGHT, config.LEFT, config.VECTOR_OUT) == (True, True, False, 4)
     # From the second launch on: addresses, and nothing else changed.
     assert direct[:4] == tuple(tensor.data_ptr() for tensor in (x.q, x.k, x.v, x.out))
     assert [one for one in direct if isinstance(one, torch.Tensor)] == []
@@ -98,17 +100,17 @@ def test_what_copies_do_not_reach_goes_through_registers():
     made = plan()
     assert CdnaAttentionArguments(made, near).direct
     far = CdnaAttentionArguments(made, near._replace(k=(2**40, 2**25, 128)))
-    assert (far.direct, far.constants()["FAR_KEYS"], far.constants()["FAR_Q"]) == (False, True, False)
+    assert (far.direct, far.config().FAR_KEYS, far.config().FAR_Q) == (False, True, False)
     assert not CdnaAttentionArguments(made, near._replace(q=(2**40, 2**24, 128))).direct
     out = CdnaAttentionArguments(made, near._replace(out=(2**40, 2**24, 128)))
-    assert (out.direct, out.constants()["FAR_OUT"]) == (True, True)
+    assert (out.direct, out.config().FAR_OUT) == (True, True)
 
 
 def test_an_output_of_odd_strides_or_address_is_stored_an_element_at_a_time():
     layout = layout_of(operands())
-    assert CdnaAttentionArguments(plan(), layout).constants()["GRAIN"] == 4
-    assert CdnaAttentionArguments(plan(), layout, aligned=False).constants()["GRAIN"] == 1
-    assert CdnaAttentionArguments(plan(), layout._replace(out=(300 * 514, 514, 128))).constants()["GRAIN"] == 2
+    assert CdnaAttentionArguments(plan(), layout).config().VECTOR_OUT == 4
+    assert CdnaAttentionArguments(plan(), layout, aligned=False).config().VECTOR_OUT == 1
+    assert CdnaAttentionArguments(plan(), layout._replace(out=(300 * 514, 514, 128))).config().VECTOR_OUT == 2
 
 
 class Bits:

@@ -6,6 +6,7 @@ The machine rounds nothing to 16 bits, so its answers are held to the error rule
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from emulated_attention import AttentionMachine, run
 from attention_maths import FEATURES, MIXES, Case, call_of
 from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands
+from tilestream.kernels.attention_config import Columns
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
@@ -89,6 +91,23 @@ def test_pages(page, arch, copies, stages):
         assert made.direct == (copies == "direct" and page >= 32)
 
 
+@pytest.mark.parametrize("page", [4, 32])
+@pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
+def test_page_numbers_that_lead_outside_stay_inside(page, arch, copies, stages, monkeypatch):
+    """The host does not read the table. A page number out of range is clamped; the memory asserts its bounds."""
+
+    made = call_of
+
+    def outside(case):
+        call = made(case)
+        table = call.tensors["block_table"]
+        table[:, ::2], table[:, 1::2] = 2**30, -7
+        return SimpleNamespace(tensors=call.tensors, options=call.options, check=lambda *_: None)
+
+    monkeypatch.setitem(globals(), "call_of", outside)
+    check(Case((5, 20), (70, 33), (2, 1), (32, 32), "causal", "packed paged", page=page), arch, copies, stages)
+
+
 @pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
 def test_lengths_of_dense_sequences(arch, copies, stages):
     # What lies behind a sequence's last key is NaN.
@@ -111,11 +130,11 @@ def test_columns_in_parts(dims, parts, arch, copies, stages):
 def test_queries_keys_and_values_each_have_a_swizzle():
     hows = [check(Case((33,), (70,), (1, 1), (192, 128)), "gfx942", "staged", 2, block=block) for block in (32, 64)]
     for made in hows:
-        found = made.constants()
-        assert found["Q_HOW"] == found["K"][3] != found["V"][3]
-    found = check(Case((33,), (70,), (1, 1), (96, 128))).constants()
-    assert found["Q_HOW"] == found["K"][3] == (8, 4, 4)
-    assert found["V"][3] == (8, 2, 8)
+        found = made.config()
+        assert found.Q.SWIZZLE == found.K.SWIZZLE != found.V.SWIZZLE
+    found = check(Case((33,), (70,), (1, 1), (96, 128))).config()
+    assert found.Q.SWIZZLE == found.K.SWIZZLE == (8, 4, 4)
+    assert found.V.SWIZZLE == (8, 2, 8)
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(3, (8, 1)), (1, (16, 2)), (16, (6, 1))])
@@ -136,8 +155,8 @@ def test_rows_that_lie_far_apart_go_by_64_bits():
     def far(arguments: CdnaAttentionArguments) -> CdnaAttentionArguments:
         arguments._far_q = arguments._far_keys = True
         arguments.direct = False
-        made = arguments.constants() | {"FAR_OUT": True}
-        arguments.constants = lambda: made
+        made = replace(arguments.config(), FAR_OUT=True)
+        arguments.config = lambda: made
         return arguments
 
     check(Case((70,), (150,), (4, 2), (32, 32), "causal"), change=far)
@@ -153,16 +172,16 @@ CAUSAL = Case((70,), (203,), (1, 1), (32, 32), "causal window")
 
 def changed(**change):
     def change_all(arguments: CdnaAttentionArguments) -> CdnaAttentionArguments:
-        made = arguments.constants()
-        assert all(made[name] != value for name, value in change.items())
-        arguments.constants = lambda: made | change
+        made = arguments.config()
+        assert all(getattr(made, name) != value for name, value in change.items())
+        arguments.config = lambda: replace(made, **change)
         return arguments
 
     return change_all
 
 
 @pytest.mark.parametrize(
-    "change", [{"STAGES": 5}, {"K": (1, 32, 32, (8, 1, 4), 8)}, {"V": (1, 32, 32, (8, 2, 4), 8)}], ids=str
+    "change", [{"STAGES": 5}, {"K": Columns(1, 32, 32, (8, 1, 4), 8)}, {"V": Columns(1, 32, 32, (8, 2, 4), 8)}], ids=str
 )
 def test_another_depth_and_another_swizzle_are_right_too(change):
     check(CAUSAL, change=changed(**change))

@@ -69,13 +69,13 @@ def test_a_sample_compiles_as_it_should(tmp_path):
 
 
 SEEDED = """
-import json, sys, cdna_gate as gate
+import dataclasses, json, sys, cdna_gate as gate
 name = "gfx942 128x128 direct bfloat16 plain nt"
 made = next(c for c in gate.configurations("quick") if c.name == name)
-options, filled = gate.fill(made.plan, made.layout)
-given = dict(zip(gate.gemm.arg_names, filled))
-given |= {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(sys.argv[1]).items()}
-kernel, _ = gate.build(gate.gemm, tuple(given.values()), options, made.arch)
+options, (*filled, config) = gate.fill(made.plan, made.layout)
+fields = {key: tuple(x) if isinstance(x, list) else x for key, x in json.loads(sys.argv[1]).items()}
+config = dataclasses.replace(config, **fields)
+kernel, _ = gate.build(gate.gemm, (*filled, config), options, made.arch)
 print(json.dumps(gate.report(made, kernel)))
 """
 
@@ -87,7 +87,7 @@ print(json.dumps(gate.report(made, kernel)))
         # Two stages: each step waits for every copy. Another depth: other waits, and more shared memory.
         ({"STAGES": 2}, {"a full drain", "what waits leave in flight", "shared memory"}),
         ({"DIRECT": False}, {"copies past the registers", "barriers"}),
-        ({"SHAPE": [32, 32, 8], "STRIP": 64, "TALL": 64}, {"instructions of the matrix units"}),
+        ({"SHAPE": [32, 32, 8], "STRIP": 64, "STRIP_M": 64}, {"instructions of the matrix units"}),
     ],
     ids=["none", "two stages", "staged", "another instruction"],
 )

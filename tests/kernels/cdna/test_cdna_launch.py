@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -77,12 +78,13 @@ def test_what_it_is_launched_with(monkeypatch):
     assert grid == again == (chosen.workers, 1, 1)
     assert options == {"num_warps": 4, "waves_per_eu": 2}
     given = dict(zip(NAMES, filled, strict=True))
+    given |= dataclasses.asdict(given["C"])
     assert given["x"] is a
     assert given["y"] is b
     assert given["counters"] is words.counters
     assert (given["base"], given["stride_x"], given["stride_y"], given["rows"], given["k"]) == (7, 512, 512, 256, 512)
     assert (given["X_K_MAJOR"], given["Y_K_MAJOR"], given["DIRECT"], given["STAGES"]) == (True, True, False, 2)
-    assert (given["BIAS"], given["GRAIN"], given["ROWS"], given["EVEN_K"]) == (True, 4, "none", True)
+    assert (given["BIAS"], given["VECTOR_C"], given["ROW_CHUNKS"], given["EVEN_K"]) == ("columns", 4, "none", True)
     # From the second launch on: addresses, and nothing else changed.
     assert direct[:3] == (a.data_ptr(), b.data_ptr(), out.data_ptr())
     assert [x for x in direct if isinstance(x, torch.Tensor)] == []
@@ -96,7 +98,7 @@ def test_an_output_at_an_odd_address_is_stored_an_element_at_a_time(monkeypatch)
     out = torch.zeros(256 * 256 + 1, dtype=torch.bfloat16)[1:].view(256, 256)
     launch = _make(GemmOperands(a, b, out, Epilogue()), How(), made())
     launch.issue(0, GemmOperands(a, b, out, Epilogue()), Words(torch.zeros(64), None, None, 0, 0), None, None)
-    assert dict(zip(NAMES, recorder.launches[0][1], strict=True))["GRAIN"] == 1
+    assert dict(zip(NAMES, recorder.launches[0][1], strict=True))["C"].VECTOR_C == 1
 
 
 def test_what_lies_too_far_apart_goes_through_registers():
@@ -109,7 +111,7 @@ def test_what_lies_too_far_apart_goes_through_registers():
     assert near.tile.stages == 3
     far = Arguments(chosen, Layout((0, 2**24, 1), (0, 1, 512), (0, 2**24, 1)))
     assert (far.direct, far.x.far, far.y.far) == (False, True, False)
-    assert dict(zip(NAMES[-len(far._constants) :], far._constants, strict=True))["FAR_OUT"]
+    assert far.config.OFFSETS_64BIT
     # gfx942 cannot read across: an operand that is not K-major is transposed on the way, through registers.
     across = Arguments(chosen, Layout((0, 1, 256), (0, 1, 512), (0, 256, 1)))
     assert (across.direct, across.x.turned) == (False, True)

@@ -24,9 +24,16 @@ from typing import Any
 import numpy as np
 from attention_memory import Barrier, Buffer, Dtype, Integer, Memory, Narrow, Pointer, Product, Real, TensorMap, of
 
+from mutants.engine import Edit, code_of
 from tilestream.core import attention as rules
 from tilestream.core import integers, raster, ring
+from tilestream.core.structs import Item, Passed, Progress, Watch
+from tilestream.kernels.device import attention_gate as gate_text
+from tilestream.kernels.device import attention_tile as tile_text
 from tilestream.kernels.device import epilogue as portable_text
+from tilestream.kernels.device import items as items_text
+from tilestream.kernels.device import schedule as schedule_text
+from tilestream.kernels.device import softmax as device_softmax_text
 from tilestream.kernels.device import varlen as list_text
 from tilestream.kernels.hopper import attention as text
 from tilestream.kernels.hopper import attention_convert as convert_text
@@ -34,20 +41,31 @@ from tilestream.kernels.hopper import attention_load as load_text
 from tilestream.kernels.hopper import attention_math as math_text
 from tilestream.kernels.hopper import attention_softmax as softmax_text
 from tilestream.kernels.hopper import epilogue as epilogue_text
-from tilestream.kernels.hopper import gate as gate_text
 from tilestream.kernels.hopper import queues as queues_text
-from tilestream.launch.portable.attention_arguments import NO_KEY_GATE, KeyGate
+from tilestream.launch.attention_arguments import NO_KEY_GATE, KeyGate
+
+#: Of these all jitted functions are run as they stand, but for those in `STAND_INS`; their constants and structs too.
+MODULES = (tile_text, device_softmax_text, convert_text, load_text, softmax_text, math_text, text)
+#: Others' functions that are run as they stand.
+ALSO = (
+    list_text.rows_of, list_text.place_of, portable_text.sigmoid, gate_text.poll_over, items_text.with_over,
+    schedule_text.first_cursor, schedule_text.with_asked,
+)  # fmt: skip
+#: What moves no data, or multiplies by assembly.
+STAND_INS = ("rescale_o", "pack_p", "as_operand")
+
+
+def texts() -> list[Any]:
+    """What of the kernel is run as it stands."""
+    own = [
+        value for module in MODULES for name, value in vars(module).items()
+        if getattr(getattr(value, "fn", None), "__module__", "") == module.__name__ and name not in STAND_INS
+    ]  # fmt: skip
+    return [*own, *ALSO]
+
 
 #: What of the kernel is run as it stands.
-TEXTS = (
-    text.attend,
-    math_text.math_loop, math_text.math_step, math_text.own_blocks, math_text.leave_out, math_text.start_scores,
-    math_text.settled, math_text.store_strip,
-    convert_text.convert_loop,
-    load_text.load_loop, load_text.load_block, load_text.fill_stage, load_text.item_of, load_text.place,
-    softmax_text.peaks, softmax_text.weighed, softmax_text.masked, softmax_text.finished, softmax_text.capped,
-    list_text.rows_of, list_text.place_of, portable_text.sigmoid,
-)  # fmt: skip
+TEXTS = texts()
 _SECONDS = 60
 
 
@@ -60,7 +78,7 @@ class Machine:
 
     def __init__(
         self, arguments: Any, operands: dict[str, Any], positions: list[int], scale: float, seed: int = 0,
-        eager: bool = False, change: Callable[[str], str] | None = None, over_at: int | None = None,
+        eager: bool = False, edits: tuple[Edit, ...] = (), over_at: int | None = None,
     ) -> None:  # fmt: skip
         self.positions, self.random, self.eager = positions, random.Random(seed), eager
         self.turn = threading.Condition()
@@ -77,10 +95,9 @@ class Machine:
         self.loops: list[Any] = []
         names = self.names()
         for jitted in TEXTS:
-            code = jitted.fn.__code__
-            if change is not None:
-                code = changed(jitted.fn, change)
+            code = code_of(jitted.fn, edits)
             names[jitted.fn.__name__] = FunctionType(code, names, jitted.fn.__name__, jitted.fn.__defaults__)
+        self.config = arguments.config()
         narrow = arguments.plan.problem.dtype == "float8_e4m3fn"
         maps = [
             TensorMap(getattr(arguments, name), operands[name], Narrow if narrow and name != "out" else Dtype)
@@ -91,8 +108,8 @@ class Machine:
         gate, counters = NO_KEY_GATE, None
         if arguments.plan.problem.keys is not None:
             gate, counters = KeyGate(*[0] * len(KeyGate._fields)), 0
-        filled = arguments.fill((*maps, *given, counters, None, 0, 0, *arguments.scales(scale)), gate)
-        self.arguments = dict(zip(text.attend.arg_names, filled, strict=True))
+        filled = arguments.pack(text.attend)((*maps, *given, counters, None, 0, 0, *arguments.scales(scale)), gate)
+        self.first_cursor = names["first_cursor"]
         #: The answer to a ticket that has been asked for and not told.
         self.asked: Integer | None = None
         #: What items were told by first: their key blocks and one more, 0 for STOP.
@@ -165,44 +182,42 @@ class Machine:
     # What the kernel asks for -----------------------------------------------------------------------------------------
 
     def names(self) -> dict[str, Any]:
-        gl = SimpleNamespace(
+        triton = SimpleNamespace(
             program_id=lambda _: Integer(0), num_programs=lambda _: Integer(1), static_range=range,
             arange=lambda low, high, _: of(np.arange(low, high)),
             full=lambda shape, value, *_: of(np.full(shape, value, np.float32)),
-            zeros=lambda shape, *_: of(np.zeros(shape, np.float32)),
-            where=lambda mask, x, y: of(np.where(mask, np.float32(x), np.float32(y))),
+            zeros=lambda shape, *_: of(np.zeros(shape, np.float32)), where=where,
             maximum=both(np.maximum), minimum=both(np.minimum),
             max=lambda x, axis: of(np.asarray(x).max(axis)), sum=lambda x, axis: of(np.asarray(x).sum(axis)),
             log2=lambda x: of(np.log2(np.asarray(x))), convert_layout=lambda x, *_, **__: x,
             load=lambda pointer: pointer.load(), store=lambda pointer, value, mask: pointer.store(value, mask),
+            cast=lambda value, _: Integer(value) if isinstance(value, int) else Real(value),
             allocate_shared_memory=lambda dtype, shape, _: Memory(dtype, *shape, self.unseen),
             warp_specialize=self.warp_specialize,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), SliceLayout=lambda *_: None,
             DotOperandLayout=lambda *_: None, BlockedLayout=lambda *_: None, float16=Dtype,
             float32=None, int32=None, int64=None,
         )  # fmt: skip
-        tl = SimpleNamespace(
-            cast=lambda value, _: Integer(value) if isinstance(value, int) else Real(value), int32=None,
-            int64=None, float32=None, load=gl.load, minimum=gl.minimum, maximum=gl.maximum,
-            where=lambda condition, x, y: Integer(x if condition else y),
-        )  # fmt: skip
-        return {
-            "gl": gl, "tl": tl, "range": range, "len": len, "ROWS": math_text.ROWS.value, "ITEMS": text.ITEMS.value,
-            "BEYOND": load_text.BEYOND.value, "LANES": softmax_text.LANES.value,
-            "LOG2_E": softmax_text.LOG2_E.value, "LN_2": softmax_text.LN_2.value,
+        found = {"range": range, "len": len}
+        for module in (schedule_text, items_text, gate_text, queues_text, *MODULES):
+            for name, value in vars(module).items():
+                if isinstance(value, type) and issubclass(value, tuple):
+                    found[name] = value
+                elif type(value).__name__ == "constexpr":
+                    found[name] = value.value
+        return found | {
+            "gl": triton, "tl": triton,
             "mbarrier": SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),
             "tma": SimpleNamespace(store_wait=self.store_wait), "fence_async_shared": self.fence,
             "tma_load": self.tma_load, "tma_store": self.tma_store, "viewed": lambda buffer, _: buffer,
             "boxes": lambda stages, tensor_map: stages.boxes(tensor_map),
             "in_blocks": lambda stages, rows, columns: stages.blocks(rows, columns),
-            "HEIGHT": convert_text.HEIGHT.value, "WIDTH": convert_text.WIDTH.value,
-            "mma_layout": lambda *_: None, "LAZY": softmax_text.LAZY.value,
-            "shrunk": lambda o, shrink, *_: of(np.asarray(o) * np.asarray(shrink)[:, None]),
-            "carried": lambda weights, _, dtype, __: weights.to(dtype), "as_operand": lambda p, *_: p,
+            "mma_layout": lambda *_: None,
+            "rescale_o": lambda o, rescale, *_: of(np.asarray(o) * np.asarray(rescale)[:, None]),
+            "pack_p": lambda weights, _, dtype, __: weights.to(dtype), "as_operand": lambda p, *_: p,
             "warpgroup_mma": self.mma, "warpgroup_mma_wait": self.mma_wait,
-            "take": self.take, "ask": self.ask, "told": "told", "add": "add", "look": None,
-            "EARLY": queues_text.EARLY.value,
-            "enter": lambda *_: None, "leave": lambda *_: None, "put": self.put, "get": self.get,
+            "take": self.take, "prefetch_ticket": self.prefetch_ticket, "await_ticket": "await_ticket", "add": "add",
+            "begin_worker": self.begin_worker, "finish_worker": lambda *_: None, "put": self.put, "get": self.get,
             "gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None,
             "make_barriers": self.make_barriers, "make_slots": dict, "step": ring.step,
             "pending": epilogue_text.pending.fn,
@@ -212,10 +227,7 @@ class Machine:
             "cdiv": integers.cdiv, "longest_first": raster.longest_first, "key_blocks": rules.key_blocks,
             "diagonal": rules.diagonal, "halved": rules.halved, "share_of_keys": rules.share_of_keys,
             "blocks_of_part": rules.blocks_of_part,
-            "VOID": load_text.VOID.value, "LINE": 16,
-            "Arriving": load_text.Arriving, "Watch": gate_text.Watch, "fenced": self.fenced, "present": lambda _: 0,
-            "look_at_keys": lambda *_: Integer(0), "is_over": self.is_over, "pass_keys": self.pass_keys,
-            "leave_keys": lambda *_: None,
+            "fenced": self.fenced, "is_over": self.is_over, "pass_keys": self.pass_keys,
             "begin_span": lambda _, tile, worker: self.spans.append(("begin", tile, worker)),
             "ready_span": lambda _, tile: self.spans.append(("ready", tile)),
             "chunk_span": lambda _, tile, chunk: self.spans.append(("chunk", tile, chunk)),
@@ -317,38 +329,43 @@ class Machine:
         found = tuple(x.value if isinstance(x, Product) else x for x in tensors)
         return found if len(found) > 1 else found[0]
 
-    def ask(self, *_: object) -> Integer:
-        assert self.asked is None, "each ticket that is asked for is looked at"
+    def begin_worker(self, worker: int, workers: int, *_: object) -> tuple[Any, Watch]:
+        passed = Passed(*[Integer(0)] * 5)
+        return Progress(self.first_cursor(), None, passed), Watch(worker, workers, Integer(0), None, None, None)
+
+    def prefetch_ticket(self, *_: object) -> Integer:
+        assert self.asked is None, "each ticket that is prefetched is awaited"
         self.asked = Integer(0)
         return self.asked
 
-    def take(self, *given: Any) -> tuple[Any, ...]:
-        assert (self.asked is not None) == (given[-2] == "told"), "a ticket is asked for before it is told"
-        assert self.asked is None or given[-3] is self.asked, "and that one is told"
+    def take(self, cursor: Any, work: Any, words: Any, watch: Any, config: Any, add: str) -> tuple[Any, ...]:
+        assert (self.asked is not None) == (add == "await_ticket"), "a ticket is prefetched before it is awaited"
+        assert self.asked is None or cursor.asked is self.asked, "and that one is awaited"
         self.asked = None
-        num_m, num_n, group, order = given[11], given[12], given[18], given[28]
         if not self.positions:
-            return (Integer(0), *[Integer(7)] * 14)  # what a void ticket says is of no account
+            return Integer(0), Item(*[Integer(7)] * 9), cursor  # a void ticket's item is of no account
         t = Integer(self.positions.pop(0))
-        pm, pn = raster.longest_first(t, num_m, num_n, group) if order == "longest_first" else (t, Integer(0))
-        return (Integer(1), Integer(0), Integer(pm), Integer(pn), *[Integer(0)] * 11)
+        pm, pn = t, Integer(0)
+        if config.ORDER == "longest_first":
+            pm, pn = raster.longest_first(t, work.num_m, work.num_n, work.group)
+        return Integer(1), Item(Integer(0), Integer(pm), Integer(pn), *[Integer(0)] * 6), cursor
 
     def is_over(self, *_: object) -> Integer:
         self.local.log.append(("Ask",))
         return Integer(self.over_at is not None and len(self.passed) >= self.over_at)
 
-    def pass_keys(self, row: int, end: int, *_: object) -> tuple[int, ...]:
+    def pass_keys(self, row: int, end: int, *_: object) -> tuple[Passed, int]:
         assert row < end, "nobody waits for nothing"
         self.local.log.append(("Pass",))
         over = Integer(len(self.passed) == self.over_at)
         self.passed.append((int(row), int(end)))
         self.local.seen = True
-        return over, Integer(end), Integer(0), Integer(0)
+        return Passed(over, *[Integer(0)] * 4), Integer(end)
 
     def put(self, slots: dict[tuple[int, int], int], slot: int, field: int, value: int, warps: int) -> None:
         assert warps == 1
         self.local.log.append(("Put", int(slot)))
-        if slots is self.loops[-1][1][12]:
+        if slots is self.loops[-1][1][2].slots:  # the load loop's
             if field == 0:
                 self.told.append(int(value))
                 self.items.append({})
@@ -367,20 +384,18 @@ BARRIERS = (
     "q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "raw_full", "raw_empty", "item_full", "item_empty",
     "order",
 )  # fmt: skip
-#: Operands behind the maps, in the kernel's order; counters there are none.
+#: Operands behind the maps, in the order of `tilestream.launch.attention_arguments.GIVEN`; counters there are none.
 GIVEN = (
-    "lse",
-    "sinks",
-    "scale_q",
-    "scale_k",
-    "scale_v",
-    "cu_queries",
-    "cu_keys",
-    "lengths",
-    "table",
-    "starts",
-    "order_of",
-)
+    "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table",
+    "starts", "order",
+)  # fmt: skip
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """Of scalars a scalar, of tensors a tensor."""
+    if any(isinstance(one, np.ndarray) for one in (condition, x, y)):
+        return of(np.where(condition, np.float32(x), np.float32(y)))
+    return (Real if isinstance(x, float) or isinstance(y, float) else Integer)(x if condition else y)
 
 
 def both(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -392,14 +407,3 @@ def both(function: Callable[..., Any]) -> Callable[..., Any]:
         return Integer(function(int(x), int(y)))
 
     return done
-
-
-def changed(function: Any, change: Callable[[str], str]) -> Any:
-    """A function's code, of a text that is changed."""
-    import inspect
-    from types import CodeType
-
-    source = inspect.getsource(function)
-    text_ = change("def" + source.split("def", 1)[1])
-    code = compile(text_, "changed", "exec")
-    return next(found for found in code.co_consts if isinstance(found, CodeType))

@@ -22,8 +22,8 @@ from hopper_gate import DEVICE, Pointer, build, described, sass, triton
 from releases import release
 from tilestream.core.chunks import Chunks
 from tilestream.kernels.hopper.attention import attend
+from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
-from tilestream.launch.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import hopper_attention
@@ -65,7 +65,7 @@ def fill(plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> t
     if p.keys is not None:
         bounds = None if p.keys.chunks.rows_per_chunk else ints
         gate = KeyGate(ints, ints, bounds, Pointer("int64"), Pointer("int64"), 2, 3, 4, 5)
-    return made.options, made.fill((*maps, *given, 0, 0, *made.scales(0.125)), gate)
+    return made.options, made.pack(attend)((*maps, *given, 0, 0, *made.scales(0.125)), gate)
 
 
 class Configuration(NamedTuple):
@@ -187,7 +187,7 @@ def report(made: Configuration, kernel: Any, said: str) -> dict[str, Any]:
 def lazily(ptx: str) -> bool | None:
     """Whether a thread's sums, where they may be left as they are, are multiplied in place by what is theirs.
 
-    By the order in which `tilestream.kernels.hopper.attention_softmax.product_or_nothing` takes them: two columns of a
+    By the order in which `tilestream.kernels.hopper.attention_softmax.lazy_product` takes them: two columns of a
     row, two of the other, and so on, of which each row's is looked at. None where no sums may be left.
     """
     texts = re.findall(r"\{ \.reg \.pred other, any;(.*?)DONE: \}", ptx, re.S)

@@ -333,6 +333,8 @@ def report(configuration: Configuration, kernel: Any, said: str) -> dict[str, An
         # The gate's: looks at signals, pauses between them, fences before copies.
         "looks": sass.looks(ptx),
         "naps": len(re.findall(r"\bnanosleep\.", ptx)),
+        # Error records, signals of what is copied, and of what is published: each must be seen by whom they tell.
+        "exchanges": sorted(set(re.findall(r"\batom\.global\.([\w.]*)\bexch\.", ptx))),
         "fences": len(re.findall(r"\bfence\.proxy\.async\.global\b", ptx)),
         # Copies that the kernel makes: a thread's loads of a round, by their width.
         "rounds": dict(Counter(re.findall(r"\bLDG\.E\.(U8|U16|64|128)\.STRONG\.GPU\b", code))),
@@ -399,6 +401,7 @@ def expected(configuration: Configuration) -> dict[str, Any]:
         "naps": 2 * arriving + (plan.schedule.split == "chunks"),
         # The load warp's behind the gate; each math loop's behind its stores, where it publishes.
         "fences": row.loops if problem.publishes is not None else min(1, arriving),
+        "exchanges": ["sys.release."] if arriving or problem.publishes is not None else [],
         "round": {{16: "128", 2: "U16"}[one.copied]: WORDS_A_THREAD for one in (problem.rows, problem.columns) if one}
         if plan.copies != "none"
         else {},

@@ -19,6 +19,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import Apart, GateWords
 from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.hopper.gemm import UNSPECIALISED, gemm
 from tilestream.launch.gate import GateArguments
 from tilestream.launch.hopper import launch as launching
@@ -62,11 +63,18 @@ def layout(how="nn", out=ROWS, m=M, n=N, k=K, **rest) -> Layout:
 
 
 def named(arguments: Arguments) -> dict[str, Any]:
-    """Every argument of the kernel by its name; what stands in for operands is their name."""
+    """Every argument and compile-time constant of the kernel by its name; what stands in for operands is their name."""
     operands = NAMES[: NAMES.index("row_signals")]
     filled = arguments.fill((*operands, "base", "reset", "alpha", "beta"), 99, GateArguments(*GateArguments._fields))
     assert len(filled) == len(NAMES)
-    return dict(zip(NAMES, filled, strict=True))
+    return by_name(filled)
+
+
+def by_name(filled: tuple[Any, ...]) -> dict[str, Any]:
+    given = dict(zip(NAMES, filled, strict=True))
+    config = given["C"]
+    derived = {name: getattr(config, name) for name, of in vars(HopperConfig).items() if isinstance(of, property)}
+    return given | dataclasses.asdict(config) | derived
 
 
 # Maps ----------------------------------------------------------------------------------------------------------------
@@ -81,7 +89,7 @@ def test_maps_of_each_layout(how):
     assert made.out == Map((M, N), (N, 1), (64, make().strip))
     given = named(made)
     assert (given["X_K_MAJOR"], given["Y_K_MAJOR"], given["FLIPPED"]) == (how[0] == "n", how[1] == "t", False)
-    assert (given["STORE"], given["SWAPPED"], given["BATCHED"]) == ("tma", False, False)
+    assert (given["STORE"], given["SWAP_AB"], given["BATCHED"]) == ("tma", False, False)
 
 
 @pytest.mark.parametrize("how", ["nn", "nt", "tn", "tt"])
@@ -93,7 +101,7 @@ def test_swapped_the_rows_are_bs(how):
     assert made.y[0].shape == ((M, K) if how[0] == "n" else (K, M))
     assert made.out == Map((M, N), (N, 1), (plan.strip, 64)), "an output in rows is written across"
     given = named(made)
-    assert (given["FLIPPED"], given["SWAPPED"]) == (True, True)
+    assert (given["FLIPPED"], given["SWAP_AB"]) == (True, True)
     assert (given["rows"], given["columns"], given["ROWS"], given["WIDTHS"]) == (N, M, 128, (64,))
     assert (given["stride_or"], given["stride_oc"]) == (1, N)
     across = Arguments(plan, layout(how, out=(0, 1, M)))
@@ -118,7 +126,7 @@ def test_parts_of_a_tile_have_a_map_each():
     for fast, widths in ((True, (256,)), (False, (128, 128))):
         made = Arguments(make(tile=(128, 256), fast_accum=fast, **fp8), layout("nt", k=256))
         assert made.widths == widths
-        assert named(made)["PROMOTE"] == (not fast)
+        assert named(made)["PROMOTED"] == (not fast)
 
 
 @pytest.mark.parametrize("row", policy.TILES, ids=lambda row: "-".join(map(str, row)))
@@ -197,7 +205,7 @@ def test_float32_outputs():
 def test_offsets_that_leave_31_bits(out, residual, wide):
     plan = make()
     given = named(Arguments(plan, layout(out=out, residual=residual)))
-    assert given["WIDE"] == wide
+    assert given["OFFSETS_64BIT"] == wide
     # They take two registers each: where there is no C buffer, fewer columns are finished at a time.
     assert given["STRIP"] == (16 if wide and given["STORE"] == "direct" else plan.strip)
 
@@ -221,9 +229,11 @@ def test_strips_from_registers_have_few_elements(variant, tile, strips):
 
 @pytest.mark.parametrize(("n", "eights"), [(520, True), (516, False), (8, True), (1, False)])
 def test_vectors_that_do_not_straddle_the_end(n, eights):
-    assert named(Arguments(make(n=n), layout("nt", n=n, out=(0, 528, 1))))["EIGHTS"] == eights
+    assert named(Arguments(make(n=n), layout("nt", n=n, out=(0, 528, 1))))["N_DIVISIBLE_BY_8"] == eights
     swapped = make(tile=(64, 128), swapped=True, m=n, n=M)
-    assert named(Arguments(swapped, layout("nt", m=n, n=M, out=(0, M, 1))))["EIGHTS"] == eights, "columns are A's rows"
+    assert named(Arguments(swapped, layout("nt", m=n, n=M, out=(0, M, 1))))["N_DIVISIBLE_BY_8"] == eights, (
+        "columns are A's rows"
+    )
 
 
 # Batches, extents of one ----------------------------------------------------------------------------------------------
@@ -285,15 +295,15 @@ def test_every_argument_lands_under_its_name():
     given = named(Arguments(plan, lay, probe=True))
     schedule, grid, raster = plan.schedule, plan.schedule.grid, plan.schedule.raster
     expected = {
-        "x_map": "x_map", "out_map": "out_map", "probe": "probe", "base": "base", "reset": "reset", "alpha": "alpha",
+        "x_map": "x_map", "out_map": "out_map", "log": "log", "base": "base", "reset": "reset", "alpha": "alpha",
         "beta": "beta", "capacity": 99, "rows": M, "columns": N, "stride_bias": 3, "stride_rb": 0, "stride_rr": 2 * N,
         "stride_rc": 2, "stride_sb": 5, "stride_sr": 6, "stride_tb": 7, "stride_tc": 8, "batches": 1,
         "num_m": grid.num_m, "num_n": grid.num_n, "k_steps": grid.k_steps, "full_tiles": schedule.full_tiles,
         "shares": schedule.num_shares, "units": schedule.units, "queues": 1, "group": raster.group,
         "first": raster.first, "band": raster.band, "first_batch": 0, "ROWS": 128, "BLOCK_K": 128,
         "STAGES": plan.stages, "STRIP": plan.strip, "BUFFERS": plan.buffers, "KIND": "stream_k", "SPLIT": "items",
-        "STEAL": False, "ORDER": "grouped", "TRANSPOSED": False, "CONSUMERS": "cooperative", "PROMOTE": False,
-        "LOAD_REGISTERS": 40, "MATH_REGISTERS": 232, "SCALED": True, "SCALES": False, "BIAS": "columns",
+        "STEAL": False, "ORDER": "grouped", "TRANSPOSED": False, "CONSUMERS": "cooperative", "PROMOTED": False,
+        "LOAD_REGISTERS": 40, "MATH_REGISTERS": 232, "SCALED": True, "SCALES": "none", "BIAS": "columns",
         "RESIDUAL": True, "ACTIVATION": "silu", "PROBE": True, "CHAINED": True, "ROW_CHUNKS": "none",
         "COLUMN_CHUNKS": "none", **{name: name for name in GateArguments._fields},
     }  # fmt: skip
@@ -305,7 +315,7 @@ def test_swapped_the_epilogue_is_too():
     plan = make(tile=(64, 128), swapped=True, scales="row")
     lay = layout(bias=3, residual=(0, 2 * N, 2), scale_a=(5, 6), scale_b=(7, 8))
     given = named(Arguments(plan, lay))
-    assert (given["BIAS"], given["SCALES"]) == ("rows", True)
+    assert (given["BIAS"], given["SCALES"]) == ("rows", "row")
     assert (given["stride_rr"], given["stride_rc"]) == (2, 2 * N)
     assert [given[f"stride_{x}"] for x in ("sb", "sr", "tb", "tc")] == [7, 8, 5, 6]
 
@@ -337,7 +347,7 @@ def test_what_arrives_is_told_by_the_outputs_rows_and_columns(swapped):
     """Whichever way round the operands are: chunks are of A's rows and of B's columns."""
     plan = make(tile=(64, 128) if swapped else (128, 64), swapped=swapped, rows=UNIFORM, columns=RAGGED)
     given = named(Arguments(plan, layout()))
-    assert (given["ROW_CHUNKS"], given["COLUMN_CHUNKS"], given["SWAPPED"]) == ("uniform", "ragged", swapped)
+    assert (given["ROW_CHUNKS"], given["COLUMN_CHUNKS"], given["SWAP_AB"]) == ("uniform", "ragged", swapped)
     numbers = ("row_chunks", "rows_per_chunk", "row_unread", "column_chunks", "columns_per_chunk", "column_unread")
     assert [given[name] for name in numbers] == [7, 150, 0, 3, 1, 1]
     assert {given[name] for name in ("rows_per_batch", "row_tiles_per_batch")} == {0}
@@ -415,11 +425,11 @@ def test_rows_that_stand_apart_are_read_there(written):
     apart, brought = shard_of()
     launched(apart)
     ((launcher, call),) = [(made, made.calls[0]) for made in written]
-    described = launcher.arguments["apart_map"]
+    described = launcher.arguments["local_map"]
     assert (described.shape, described.strides) == ((2 * SHARD, K), (K, 1))
-    assert launcher.arguments["APART"]
-    assert call["apart_map"] == apart.rows.data_ptr() != call["x_map"]
-    assert [call[name] for name in ("apart_first", "apart_tiles", "apart_period")] == [1, 1, 4], "in tiles of 128 rows"
+    assert launcher.arguments["LOCAL_ROWS"]
+    assert call["local_map"] == apart.rows.data_ptr() != call["x_map"]
+    assert [call[name] for name in ("local_first", "local_tiles", "local_period")] == [1, 1, 4], "in tiles of 128 rows"
     assert (call["row_epoch"], call["alpha"]) == (1, 3.0), "in its place"
     assert not brought
 
@@ -437,8 +447,8 @@ def test_where_they_cannot_be_they_are_brought(written, how, rest):
     apart, brought = shard_of(**how)
     launched(apart, **rest)
     assert brought == ["brought"]
-    assert not written[0].arguments["APART"]
-    assert "apart_map" not in written[0].calls[0]
+    assert not written[0].arguments["LOCAL_ROWS"]
+    assert "local_map" not in written[0].calls[0]
 
 
 def test_columns_of_which_some_stand_apart_are_brought(written):
@@ -457,7 +467,7 @@ def test_rows_that_stand_apart_speak_for_their_own_operand_only(written):
     incoming = Awaited(Words(8, 1, 0, rows), Words(3, 1, 1, columns), 2.5, "matmul")
     GemmLaunch(plan, layout(m=m))(GemmOperands(a, b, out, Epilogue()), incoming)
     assert (left, brought) == ([], ["brought"])
-    assert written[0].arguments["APART"]
+    assert written[0].arguments["LOCAL_ROWS"]
 
 
 def test_of_several_batches_no_rows_stand_apart():
@@ -485,7 +495,7 @@ class Written:
     made: list[Written] = []  # noqa: RUF012
 
     def __init__(self, kernel, grid, arguments) -> None:
-        self.kernel, self.grid, self.arguments = kernel, grid, dict(zip(NAMES, arguments, strict=True))
+        self.kernel, self.grid, self.arguments = kernel, grid, by_name(arguments)
         self.calls: list[tuple] = []
         Written.made.append(self)
 
@@ -555,7 +565,7 @@ def test_a_launch_with_a_probe_is_compiled_apart(written):
     plain, probed = written
     assert (plain.arguments["PROBE"], probed.arguments["PROBE"]) == (False, True)
     assert probed.arguments["capacity"] == 50
-    assert probed.calls[0]["probe"] == probe.words.data_ptr()
+    assert probed.calls[0]["log"] == probe.words.data_ptr()
 
 
 def test_a_launch_that_is_traced_is_compiled_apart(written):
@@ -567,7 +577,7 @@ def test_a_launch_that_is_traced_is_compiled_apart(written):
     plain, traced = written
     assert [(one.arguments["PROBE"], one.arguments["TRACE"]) for one in written] == [(False, False), (False, True)]
     assert [len(one.calls) for one in (plain, traced)] == [2, 1]
-    assert traced.calls[0]["probe"] == log.words.data_ptr()
+    assert traced.calls[0]["log"] == log.words.data_ptr()
     assert len(log.words) >= plan.schedule.grid.tiles + plan.schedule.slots
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -18,13 +19,13 @@ from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.hopper.attention import UNALIGNED, UNSPECIALISED, attend
 from tilestream.kernels.portable import attention as portable_kernel
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.hopper import attention_launch as launching
 from tilestream.launch.hopper.arguments import Map
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 from tilestream.launch.launcher import VARIES, Descriptor
 from tilestream.launch.portable import attention_launch as portable
-from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.launch.trace import SpanLog
 from tilestream.ops import attention_gpu
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
@@ -48,9 +49,13 @@ def make(kind="dynamic", **more: Any) -> AttentionPlan:
 
 def named(arguments: HopperAttentionArguments) -> dict[str, Any]:
     """Every argument of the kernel by its name; what stands in for operands is their name."""
-    filled = arguments.fill((*OPERANDS, "scale", "inner"))
-    assert len(filled) == len(NAMES)
-    return dict(zip(NAMES, filled, strict=True))
+    return flat(arguments.pack(attend)((*OPERANDS, "scale", "softcap_scale")))
+
+
+def flat(filled: tuple[Any, ...]) -> dict[str, Any]:
+    """The kernel's arguments by name, and in place of its configuration the fields of that."""
+    found = dict(zip(NAMES, filled, strict=True))
+    return found | dataclasses.asdict(found.pop("C"))
 
 
 def test_maps_of_a_batch():
@@ -58,7 +63,7 @@ def test_maps_of_a_batch():
     assert made.q == made.out == Map((B, S, H, D), (*ROWS, 1), (1, 64, 1, 64))
     assert made.k == made.v == Map((B, S, KV, D), (*KEYS, 1), (1, 128, 1, 64))
     given = named(made)
-    assert (given["queries"], given["keys"], given["columns"], given["shared_by"]) == (S, S, H, 4)
+    assert (given["seqlen_q"], given["seqlen_k"], given["head_tiles"], given["q_heads_per_kv"]) == (S, S, H, 4)
     assert (given["CONSUMERS"], given["PARTS"], given["COLUMNS"], given["BLOCK"]) == (2, 2, 128, 128)
     assert (given["num_m"], given["num_n"], given["tiles"]) == (4, B * H, 4 * B * H)
     assert (given["RAGGED_Q"], given["RAGGED_K"], given["PAGE"], given["KIND"]) == (False, False, 0, "dynamic")
@@ -80,7 +85,7 @@ def test_maps_that_clip_at_any_row():
         assert place == ((origin + first) * row + head) * 2
         assert one.shape[2] - at[2] == length - first
     given = named(made)
-    assert (given["sequences"], given["rows_q"], given["rows_k"], given["tiles"]) == (
+    assert (given["sequences"], given["tokens_q"], given["tokens_k"], given["tiles"]) == (
         B + 1,
         900,
         1100,
@@ -118,7 +123,7 @@ def test_packs_have_their_heads_side_by_side():
     assert plan.pack == 4
     assert made.q.box == made.out.box == (1, 16, 4, 64)
     given = named(made)
-    assert (given["PACK"], given["columns"], given["shared_by"]) == (4, 2, 1)
+    assert (given["PACK"], given["head_tiles"], given["q_heads_per_kv"]) == (4, 2, 1)
 
 
 def test_masks_and_caps():
@@ -139,7 +144,7 @@ def test_log_sum_exps_lie_as_the_layout_says():
     given = named(
         HopperAttentionArguments(make(return_lse=True), AttentionLayout(ROWS, KEYS, KEYS, ROWS, (4000, 1, 500)))
     )
-    assert (given["stride_lb"], given["stride_lr"], given["stride_lh"]) == (4000, 1, 500)
+    assert (given["lse_batch"], given["lse_row"], given["lse_head"]) == (4000, 1, 500)
 
 
 @pytest.mark.parametrize("size", [2])
@@ -157,25 +162,18 @@ def test_every_box_is_one_that_tensor_maps_have(size):
 def test_what_varies_is_not_compiled_in():
     assert set(UNSPECIALISED) <= set(NAMES)
     assert set(UNALIGNED) <= set(NAMES)
-    numbers = NAMES[NAMES.index("base") : NAMES.index("CONSUMERS")]
+    numbers = NAMES[NAMES.index("base") : NAMES.index("C")]
     pointers = {"signals", "quarantine", "bounds", "records", "claims"}
     assert set(numbers) - pointers == set(UNSPECIALISED)
     # A deadline of seconds leaves 31 bits, whatever the first one was; so does a base in time.
     assert {p.name for p in attend.params if p.annotation_type == "i64"} == {"base", "allowed"}
 
 
-#: What the portable kernel calls by other names.
-OTHER_NAMES = {
-    "cu_seqlens_q": "cu_queries", "cu_seqlens_k": "cu_keys", "block_table": "table", "seqlens_k": "lengths",
-    "order": "order_of",
-}  # fmt: skip
-
-
 def test_what_lies_anywhere_does_so_in_both_kernels():
-    theirs = {OTHER_NAMES.get(name, name) for name in portable_kernel.UNALIGNED}
-    shared = {OTHER_NAMES.get(name, name) for name in portable_kernel.attention.arg_names} & set(NAMES)
+    theirs = set(portable_kernel.UNALIGNED)
+    shared = set(portable_kernel.attention.arg_names) & set(NAMES)
     assert theirs & shared == set(UNALIGNED) & shared
-    assert {"scale_q", "scale_k", "scale_v", "starts", "order_of", "bounds"} <= theirs & shared
+    assert {"scale_q", "scale_k", "scale_v", "starts", "order", "bounds"} <= theirs & shared
     # What has an alignment of its own: the workspace's counters, a trace's log, records and claims.
     operands = set(OPERANDS[4:]) | {"signals", "quarantine", "bounds", "records", "claims"}
     assert operands - set(UNALIGNED) - {"base", "reset"} == {"counters", "log", "records", "claims"}
@@ -190,7 +188,7 @@ class Written:
     made: list[Written] = []  # noqa: RUF012
 
     def __init__(self, kernel, grid, arguments) -> None:
-        self.grid, self.arguments = grid, dict(zip(NAMES, arguments, strict=True))
+        self.grid, self.arguments = grid, flat(arguments)
         self.calls: list[dict[str, Any]] = []
         Written.made.append(self)
 
@@ -304,18 +302,19 @@ def test_a_launch_of_packed_sequences_makes_their_list_first(written):
     launch(x)
     launch(x)
     call = made[0].calls[1]
-    assert (call["cu_queries"], call["lengths"], call["table"]) == tuple(
+    assert (call["cu_seqlens_q"], call["seqlens_k"], call["block_table"]) == tuple(
         t.data_ptr() for t in (bounds, lengths, x.block_table)
     )
     names = list_sequences.arg_names
     first, second = (dict(zip(names, filled, strict=True)) for _, *filled in lists)
     assert first["starts"].data_ptr() == second["starts"] == call["starts"]
-    assert first["order"].data_ptr() == second["order"] == call["order_of"]
-    assert second["lengths"] == lengths.data_ptr()
-    numbers = {name: second[name] for name in ("sequences", "rows_q", "rows_k", "keys", "columns", "POSITIONS")}
+    assert first["order"].data_ptr() == second["order"] == call["order"]
+    assert second["seqlens_k"] == lengths.data_ptr()
+    names = ("sequences", "tokens_q", "tokens_k", "seqlen_k", "head_tiles", "POSITIONS")
+    numbers = {name: second[name] for name in names}
     assert numbers == {
-        "sequences": B + 1, "rows_q": 900, "rows_k": 0, "keys": plan.problem.seqlen_k, "columns": H // plan.pack,
-        "POSITIONS": plan.positions,
+        "sequences": B + 1, "tokens_q": 900, "tokens_k": 0, "seqlen_k": plan.problem.seqlen_k,
+        "head_tiles": H // plan.pack, "POSITIONS": plan.positions,
     }  # fmt: skip
     assert first["starts"].numel() >= B + 2
 
@@ -369,8 +368,8 @@ def test_shares_are_joined_by_a_second_launch(written, monkeypatch, kind):
     assert call["lse"] == sums == partials + 4 * 3 * B * 5 * H * D
     assert "sinks" not in call, "a sink counts once"
     given = launcher.arguments
-    assert (given["SPLIT"], given["shares"], given["num_n"]) == (True, 3, B * H // plan.pack * 3)
-    assert (given["stride_lb"], given["stride_lr"], given["stride_lh"]) == (5 * H, H, 1)
+    assert (given["SPLIT_KEYS"], given["shares"], given["num_n"]) == (True, 3, B * H // plan.pack * 3)
+    assert (given["lse_batch"], given["lse_row"], given["lse_head"]) == (5 * H, H, 1)
     assert given["out_map"].shape == (3 * B, 5, H, D)
 
 

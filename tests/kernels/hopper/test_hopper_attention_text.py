@@ -7,7 +7,6 @@ rounds as the kernel does: weights to fp16, sums in fp32.
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 from dataclasses import replace
 from typing import Any
@@ -18,13 +17,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_machine import TEXTS, Deadlock, Machine
+from attention_machine import Deadlock, Machine
 
+from mutants import engine, kernel_text
+from mutants.engine import Edit, at
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.integers import cdiv
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
-from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import hopper_attention as policy
@@ -116,7 +117,7 @@ def dense(rows: list[np.ndarray], room: int, junk: float = np.nan) -> tuple[np.n
 
 
 def run(
-    case: Case, *, seed: int = 0, eager: bool = False, change: Any = None, plan: AttentionPlan | None = None,
+    case: Case, *, seed: int = 0, eager: bool = False, edits: tuple[Edit, ...] = (), plan: AttentionPlan | None = None,
     machines: list[Machine] | None = None, over_at: int | None = None, trace: bool = False, **how: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """``(outs, lses)`` by sequence, from the kernel's text."""
@@ -130,7 +131,7 @@ def run(
         lse = np.full(plan.shares * p.tokens_q * p.heads_q, np.nan)
         q_strides, out_strides = (0, *q_strides[1:]), (0, p.heads_q * p.head_dim_v, p.head_dim_v)
         lse_strides = (0, p.heads_q, 1)
-        operands["cu_queries"] = np.cumsum([0, *[len(x) for x in case.q]]).astype(np.int32)
+        operands["cu_seqlens_q"] = np.cumsum([0, *[len(x) for x in case.q]]).astype(np.int32)
     else:
         q, q_strides = dense(case.q, p.seqlen_q)
         out = np.full(plan.shares * p.batch * p.seqlen_q * p.heads_q * p.head_dim_v, np.nan)
@@ -153,7 +154,7 @@ def run(
                 k_rows[page, : part.stop - part.start] = x[part]
                 v_rows[page, : part.stop - part.start] = case.v[i][part]
                 filled.append(page)
-        operands["table"] = found.reshape(-1)
+        operands["block_table"] = found.reshape(-1)
         k, v = k_rows.reshape(-1), v_rows.reshape(-1)
         k_strides, v_strides = (
             (p.page_size * p.heads_kv * d, p.heads_kv * d, d) for d in (p.head_dim, p.head_dim_v)
@@ -161,11 +162,11 @@ def run(
     elif p.tokens_k:
         (k, k_strides), (v, v_strides) = (dense([np.concatenate(x)], p.tokens_k) for x in (case.k, case.v))
         k_strides, v_strides = (0, *k_strides[1:]), (0, *v_strides[1:])
-        operands["cu_keys"] = np.cumsum([0, *[len(x) for x in case.k]]).astype(np.int32)
+        operands["cu_seqlens_k"] = np.cumsum([0, *[len(x) for x in case.k]]).astype(np.int32)
     else:
         (k, k_strides), (v, v_strides) = (dense(x, p.seqlen_k) for x in (case.k, case.v))
     if p.lengths:
-        operands["lengths"] = np.array([len(x) for x in case.k], np.int32)
+        operands["seqlens_k"] = np.array([len(x) for x in case.k], np.int32)
     if p.varlen:
         packs = p.heads_q // plan.pack
         keys = [len(x) for x in case.k] + [0]
@@ -173,7 +174,7 @@ def run(
         order = sorted(range(len(keys)), key=lambda i: (-keys[i], i))
         tiles = [plan.shares * packs * cdiv(rows[i], plan.positions) for i in order]
         operands["starts"] = np.cumsum([0, *tiles]).astype(np.int32)
-        operands["order_of"] = np.array(order, np.int32)
+        operands["order"] = np.array(order, np.int32)
         assert operands["starts"][-1] <= plan.schedule.full_tiles, "the grid holds the list"
     operands |= {"q": q, "k": k, "v": v, "out": out}
     if p.return_lse:
@@ -193,7 +194,7 @@ def run(
     owner = [shuffled.randrange(3) for _ in range(plan.schedule.full_tiles)]
     for worker in range(3):
         taken = [t for t, who in enumerate(owner) if who == worker]
-        machine = Machine(arguments, operands, taken, SCALE, seed + worker, eager, change, over_at)
+        machine = Machine(arguments, operands, taken, SCALE, seed + worker, eager, edits, over_at)
         if machines is not None:
             machines.append(machine)
     if plan.shares > 1:
@@ -465,7 +466,7 @@ def test_each_item_is_written_down_once_by_everyone_who_ends_it(name, over_at):
     machines: list[Machine] = []
     run(case, machines=machines, over_at=over_at, trace=True)
     for machine in machines:
-        spans, count = machine.spans, machine.arguments["CONSUMERS"]
+        spans, count = machine.spans, machine.config.CONSUMERS
         told = [tile for what, tile, *_ in spans if what == "begin"]
         assert len(told) == len(set(told)) == sum(blocks > 0 for blocks in machine.told)
         ends = [tuple(more) for what, *more in spans if what == "end"]
@@ -485,79 +486,7 @@ def test_each_item_is_written_down_once_by_everyone_who_ends_it(name, over_at):
             assert len(machine.passed) <= over_at or not all(whole for *_, whole in ends)
 
 
-#: Texts that are wrong in one place, and what is seen: a wrong number, a deadlock, or a stand-in asked for nonsense.
-CHANGES = {
-    "K is not waited for": ("mbarrier.wait(k_full.index(next_stage), next_phase)", "pass"),
-    "V is not waited for": ("mbarrier.wait(v_full.index(stage), phase)", "pass"),
-    "Q is not waited for": ("mbarrier.wait(q_full.index(q_at), q_phase)", "pass"),
-    "K's stage is given back too early": (
-        "scores = warpgroup_mma_wait(1, (scores,))\n    mbarrier.arrive(k_empty.index(next_stage))",
-        "mbarrier.arrive(k_empty.index(next_stage))\n    scores = warpgroup_mma_wait(1, (scores,))",
-    ),
-    "V's stage is not given back": ("    mbarrier.arrive(v_empty.index(stage))\n    o = shrunk", "    o = shrunk"),
-    "a K part too few": ("mbarrier.arrive(k_empty.index(stage))\n", "pass\n"),
-    "Q is given back at once": ("mbarrier.wait(q_empty.index(q_at), q_phase ^ 1)", "pass"),
-    "Q's phase stays": ("q_stage, q_phase = step(q_stage, q_phase, QUERIES)\n            # What", "# What"),
-    "the accumulator is not scaled": ("shrunk(o, shrink,", "shrunk(o, shrink * 0 + 1,"),
-    "keys are left out that the consumer's last rows see": ("at = first + (POSITIONS - 1)", "at = first"),
-    "keys are left out that its first rows see": (
-        "gl.maximum(first + since, 0)",
-        "gl.maximum(at + since, 0)",
-    ),
-    "the last row's last key is left out": ("at = first + (POSITIONS - 1)", "at = first + (POSITIONS - 2)"),
-    "what is left out is not given back": (
-        "mbarrier.arrive(k_empty.index(stage))\n        if ORDERED:",
-        "pass\n        if ORDERED:",
-    ),
-    "values that are left out are not given back": (
-        "mbarrier.arrive(v_empty.index(stage))\n        stage, phase",
-        "pass\n        stage, phase",
-    ),
-    "turns at what is left out are kept": (
-        "            mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))\n        mbarrier.wait(v_full",
-        "            pass\n        mbarrier.wait(v_full",
-    ),
-    "the diagonal is one off": ("until = ahead - behind + right + 1", "until = ahead - behind + right"),
-    "the window is one off": ("since = ahead - behind - left", "since = ahead - behind - left + 1"),
-    "the first block is not masked": ("if (first_block >= plain_end) | (first_block < plain_begin):", "if False:"),
-    "the window's blocks are left out": ("range(begin, plain_begin)", "range(begin + 1, plain_begin)"),
-    "masked blocks from the wrong end": ("(last - 1 - (j - plain_end)) * BLOCK", "j * BLOCK + BLOCK"),
-    "a cap of another sign": ("2.0 * inner * scores", "-2.0 * inner * scores"),
-    "the sum is not shrunk": ("total * shrink + gl.sum", "total + gl.sum"),
-    "infinity less infinity": ("if MASKED:\n        shift", "if False:\n        shift"),
-    "heads of another pack": ("head * PACK, part * WIDTH", "head, part * WIDTH"),
-    "the second consumer has the first's rows": ("+ WHO * (ROWS // PACK)", ""),
-    "keys of another head": ("head // shared_by", "head"),
-    "one consumer's buffer for both": ("WHO * BUFFERS + i % BUFFERS", "i % BUFFERS"),
-    "stores read on": ("tma.store_wait(0)", "pass"),
-    "turns are not handed on": ("mbarrier.arrive(order.index((WHO + 1) % CONSUMERS))", "pass"),
-    "too few bytes are expected": ("K_BYTES: gl.constexpr = PARTS *", "K_BYTES: gl.constexpr = 1 *"),
-    "what a page has behind the keys": ("gl.minimum(gl.maximum(keys - row + row % PAGE, 0), PAGE)", "PAGE"),
-    "a page from its start": ("row = gl.minimum(row % PAGE, length)", "row = row * 0"),
-    "a sequence's neighbour": ("BEYOND - length + first", "BEYOND - length + first - 1"),
-    "a stage is not filled when the launch is over": (
-        "    if over != 0:\n        mbarrier.arrive(full.index(stage))",
-        "    if over != 0:\n        pass",
-    ),
-    "the last values are another block's": ("v_first = begin * BLOCK", "v_first = (end - 1) * BLOCK"),
-    "the last values are another head's": ("own_keys, head // shared_by\n", "own_keys, 0 * head\n"),
-    "the last values are another sequence's": ("= one, batch, origin_v,", "= one, 0 * batch, 0 * origin_v,"),
-    "the last values are all of the tensor's rows": ("v_origin, v_keys, v_first", "v_origin, keys, v_first"),
-    "the last values come once more": ("            late = zero\n", ""),
-    "an item without blocks asks for no ticket": ("if begin == end:\n", "if False:\n"),
-    "a ticket is asked for at each block": ("if j == gl.maximum(begin, end - EARLY):", "if j == j:"),
-    "another ticket than the one that was asked for": ("False, False, asked,", "False, False, zero,"),
-    "a void item is not marked": ("put(slots, own_slot, VOID, over, 1)", "pass"),
-    "a mark is not looked at": ("factor = gl.where(void", "factor = gl.where(False"),
-    "blocks that arrive are not masked at the end": ("j * BLOCK, keys, until", "0, keys, until"),
-    "a strip is stored, and not fenced": ("fence_async_shared()\n    tma_store", "pass\n    tma_store"),
-    "values are converted, and not fenced": ("fence_async_shared()\n            barrier()", "barrier()"),
-    "a chunk is there, and not fenced": ("over = fenced(over)", "pass"),
-    "the slot is given back early": (
-        "        if going != 0:\n            first",
-        "        mbarrier.arrive(item_empty.index(slot))\n        if going != 0:\n            first",
-    ),
-}
+#: How `last_values_of` says what rows they are.
 SEEN_BY = (
     same(300, 420, causal=True, window=(150, None), heads_q=4, head_dim=128),
     same(300, 300, 2, causal=True, softcap=3.0),
@@ -575,19 +504,15 @@ SEEN_BY = (
 )
 
 
-def wrong(change: tuple[str, str] | None) -> bool:
-    """Whether a changed text is seen to be one."""
-
-    def edited(text: str) -> str:
-        return text.replace(*change) if change else text
-
+def wrong(edits: tuple[Edit, ...]) -> bool:
+    """Whether an edited text is seen to be wrong."""
     for case in SEEN_BY:
         try:
-            check(case, change=edited if change else None)
+            check(case, edits=edits)
             if case.problem.keys is not None:
                 whole, _ = run(case)
                 for over_at in (1, 6):  # at first, and when stages hold what earlier blocks have left
-                    outs, _ = run(case, change=edited if change else None, over_at=over_at)
+                    outs, _ = run(case, edits=edits, over_at=over_at)
                     void = np.isnan(outs[0])
                     assert void.any(), "what does not arrive is not computed"
                     assert np.array_equal(outs[0][~void], whole[0][~void]), "nor taken for a number"
@@ -598,7 +523,7 @@ def wrong(change: tuple[str, str] | None) -> bool:
 
 @pytest.mark.slow
 def test_a_text_that_says_the_same_is_not_seen():
-    assert not wrong(("total * shrink + gl", "total  * shrink + gl"))
+    assert not wrong(at(kernel_text.STEP, engine.replace("sums.row_sum * rescale", "rescale * sums.row_sum")))
 
 
 #: Of each sort one, that are found soon; the others are slow.
@@ -609,20 +534,19 @@ SOON = (
 
 
 @pytest.mark.parametrize(
-    "change",
-    [pytest.param(change, id=name, marks=() if name in SOON else pytest.mark.slow) for name, change in CHANGES.items()],
+    "edits",
+    [
+        pytest.param(edits, id=name, marks=() if name in SOON else pytest.mark.slow)
+        for name, edits in kernel_text.HOPPER_ATTENTION.items()
+    ],
 )
-def test_a_text_that_is_changed_is_seen(change):
-    assert any(change[0] in inspect.getsource(jitted.fn) for jitted in TEXTS)
-    assert wrong(change)
+def test_an_edited_text_is_seen(edits):
+    assert wrong(edits)
 
 
 def test_a_loop_that_waits_for_ever_is_a_deadlock():
-    def edited(text: str) -> str:
-        return text.replace("mbarrier.arrive(item_full.index(slot))", "pass")
-
     with pytest.raises(Deadlock):
-        run(same(100, 100), change=edited)
+        run(same(100, 100), edits=kernel_text.ENDLESS)
 
 
 # What the checker explores ------------------------------------------------------------------------------------------
@@ -694,8 +618,8 @@ def done_by(machine: Machine, who: int, parts: int) -> list[tuple[Any, ...]]:
 
 def left_out(machine: Machine, who: int, arriving: bool = False) -> list[tuple[int, int]]:
     """Of each item how many of the blocks that come first, and last, none of a consumer's rows sees: by hand."""
-    given = machine.arguments
-    block, pack, found = given["BLOCK"], given["PACK"], []
+    config = machine.config
+    block, pack, found = config.BLOCK, config.PACK, []
     rows = 64 // pack
     for item in machine.items:
         if item[0] < 2:
@@ -703,8 +627,8 @@ def left_out(machine: Machine, who: int, arriving: bool = False) -> list[tuple[i
             continue
         blocks = range(item[2], item[2] + item[0] - 1)
         positions = range(item[1] + who * rows, item[1] + (who + 1) * rows)
-        until = [min(i + item[6], item[5]) if given["RIGHT"] else item[5] for i in positions]
-        since = [max(i + item[7], 0) if given["LEFT"] else 0 for i in positions]
+        until = [min(i + item[6], item[5]) if config.RIGHT else item[5] for i in positions]
+        since = [max(i + item[7], 0) if config.LEFT else 0 for i in positions]
         seen = [
             j for j in blocks
             if any(max(low, j * block) < min(high, (j + 1) * block) for low, high in zip(since, until, strict=True))
@@ -718,14 +642,14 @@ def left_out(machine: Machine, who: int, arriving: bool = False) -> list[tuple[i
     return found
 
 
-def own_of(arguments: dict[str, Any]) -> str:
+def own_of(config: Any) -> str:
     """Which blocks consumers leave out, as `AttentionRing` says it: where a tile may have such."""
-    offset = (arguments["CONSUMERS"] - 1) * (64 // arguments["PACK"])
-    masked = (arguments["LEFT"] or arguments["RIGHT"]) and not (arguments["LEFT"] and arguments["CAPPED"])
-    if not masked or offset < arguments["BLOCK"]:
+    offset = (config.CONSUMERS - 1) * (64 // config.PACK)
+    masked = (config.LEFT or config.RIGHT) and not (config.LEFT and config.CAPPED)
+    if not masked or offset < config.BLOCK:
         return ""
-    first, last = arguments["RIGHT"], arguments["LEFT"]  # from the last key on
-    if arguments["KEYS"] != "none":
+    first, last = config.RIGHT, config.LEFT  # from the last key on
+    if config.KEYS != "none":
         first, last = last, first
     return "both" if first and last else "first" if first else "last"
 
@@ -743,11 +667,9 @@ def test_loops_do_what_is_explored(keys, dim, left, variant):
     run(case, plan=plan, machines=machines)
     sides: set[tuple[bool, bool]] = set()
     for machine in machines:
-        arguments = machine.arguments
-        own = own_of(arguments)
-        ring = AttentionRing(
-            arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], own=own
-        )
+        config = machine.config
+        own = own_of(config)
+        ring = AttentionRing(config.STAGES, config.QUERIES, config.CONSUMERS, config.ORDERED, own=own)
         assert own == ("both" if left else "first")
         blocks = [count - 1 for count in machine.told if count]
         assert {str(bar): n for bar, n in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
@@ -755,9 +677,7 @@ def test_loops_do_what_is_explored(keys, dim, left, variant):
         for who in range(ring.consumers):
             left_by = left_out(machine, who)
             sides |= {(before > 0, after > 0) for before, after in left_by}
-            assert done_by(machine, who, arguments["PARTS"]) == explored(
-                math_turn, ring, who, blocks=blocks, own=left_by
-            )
+            assert done_by(machine, who, config.PARTS) == explored(math_turn, ring, who, blocks=blocks, own=left_by)
     told = [count for machine in machines for count in machine.told]
     assert keys == (700, 700) or 1 in told
     assert max(told) > 2
@@ -772,11 +692,11 @@ def test_loops_do_what_is_explored_where_values_are_converted(left, variant):
     machines: list[Machine] = []
     run(case, machines=machines, variant=variant)
     machine = machines[0]
-    arguments = machine.arguments
-    assert arguments["ORDERED"] == (variant == "turns")
+    config = machine.config
+    assert (variant == "turns") == config.ORDERED
     ring = AttentionRing(
-        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], converting=True,
-        own=own_of(arguments),
+        config.STAGES, config.QUERIES, config.CONSUMERS, config.ORDERED, converting=True,
+        own=own_of(config),
     )  # fmt: skip
     blocks = [count - 1 for count in machine.told if count]
     assert 0 in blocks
@@ -785,7 +705,7 @@ def test_loops_do_what_is_explored_where_values_are_converted(left, variant):
     assert done_by(machine, ring.consumers + 1, 1) == explored(load_turn, ring, blocks=blocks)
     assert done_by(machine, ring.consumers, 1) == explored(convert_turn, ring, blocks=blocks)
     for who in range(ring.consumers):
-        assert done_by(machine, who, arguments["PARTS"]) == explored(
+        assert done_by(machine, who, config.PARTS) == explored(
             math_turn, ring, who, blocks=blocks, own=left_out(machine, who)
         )
 
@@ -802,10 +722,10 @@ def test_loops_do_what_is_explored_where_keys_arrive(block, over_at, variant):
     machines: list[Machine] = []
     run(case, plan=plan, machines=machines, over_at=over_at)
     machine = machines[0]
-    arguments = machine.arguments
+    config = machine.config
     ring = AttentionRing(
-        arguments["STAGES"], arguments["QUERIES"], arguments["CONSUMERS"], arguments["ORDERED"], arriving=True,
-        own=own_of(arguments),
+        config.STAGES, config.QUERIES, config.CONSUMERS, config.ORDERED, arriving=True,
+        own=own_of(config),
     )  # fmt: skip
     assert ring.own == ("both" if block == 64 else "")
     blocks = [count - 1 for count in machine.told if count]
@@ -813,6 +733,6 @@ def test_loops_do_what_is_explored_where_keys_arrive(block, over_at, variant):
     assert {str(bar): count for bar, count in ring.barriers().items()} == {b.name: b.count for b in machine.barriers}
     assert done_by(machine, ring.consumers, 1) == explored(load_turn, ring, blocks=blocks, over_at=over_at)
     for who in range(ring.consumers):
-        assert done_by(machine, who, arguments["PARTS"]) == explored(
+        assert done_by(machine, who, config.PARTS) == explored(
             math_turn, ring, who, blocks=blocks, own=left_out(machine, who, arriving=True)
         )

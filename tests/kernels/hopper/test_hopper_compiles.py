@@ -58,6 +58,7 @@ def faults(found: dict) -> list[str]:
         "looks at signals, each a lane's": [*found["looks"]] == [*expected["looks"]],  # tuples are lists to JSON
         "naps": found["naps"] == expected["naps"],
         "fences": found["fences"] == expected["fences"],
+        "signals and records": found["exchanges"] == expected["exchanges"],
         # Those of 8 bytes: other counts. A kernel that makes no copies has not one of the others.
         "a round of copies": expected["round"] == {size: n for size, n in found["rounds"].items() if size != "64"},
         "matrix stores": found["matrix_stores"] == expected["matrix_stores"],
@@ -83,30 +84,24 @@ def test_no_tile_has_dropped_out(tmp_path):
 
 
 SEEDED = """
-import json, sys, hopper_gate as gate
-from tilestream.kernels.hopper import epilogue
-def changed(kernel, old, new):
-    assert old in kernel.src
-    kernel._unsafe_update_src(kernel.src.replace(old, new))
-made = next(c for c in gate.configurations("all") if c.name == sys.argv[2])
-options, filled = gate.fill(made.plan, made.layout)
-names = gate.gemm.arg_names
-given = dict(zip(names, filled))
-if sys.argv[1] == "registers":
-    given |= {"MATH_REGISTERS": 120}
-elif sys.argv[1] == "few registers":
-    given |= {"LOAD_REGISTERS": 24, "MATH_REGISTERS": 240}
-elif sys.argv[1] == "stages":
-    given |= {"STAGES": given["STAGES"] + 1}
-elif sys.argv[1] == "spills":
+import dataclasses, json, sys
+sys.path.append("../..")
+import hopper_gate as gate
+from mutants import engine, kernel_text
+seed, name = sys.argv[1:]
+made = next(c for c in gate.configurations("all") if c.name == name)
+options, (*filled, config) = gate.fill(made.plan, made.layout)
+fields = {
+    "registers": {"MATH_REGISTERS": 120}, "few registers": {"LOAD_REGISTERS": 24, "MATH_REGISTERS": 240},
+    "stages": {"STAGES": config.STAGES + 1},
+}
+config = dataclasses.replace(config, **fields.get(seed, {}))
+if seed == "spills":
     options |= {"maxnreg": 64}
-elif sys.argv[1] == "no turns":  # as it once was: barriers for turns, whoever takes any
-    changed(gate.gemm, 'if CONSUMERS == "ping_pong":  # no', "if True:  # no")
-elif sys.argv[1] == "scattered":  # out of a layout that the compiler does not see through
-    x = "gl.convert_layout(x, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))"
-    x = f"gl.inline_asm_elementwise('mov.b32 $0, $1;', '=r,r', [{x}], dtype=gl.float32, is_pure=False, pack=1)"
-    changed(epilogue.finish_strip, "    buffer.store(x.to(out_map.dtype))", f"    buffer.store({x}.to(out_map.dtype))")
-print(json.dumps(gate.report(made, *gate.build(options, tuple(given[name] for name in names)))))
+kernel = gate.gemm
+if seed in kernel_text.COMPILED:
+    kernel = engine.load(kernel_text.HOPPER_MODULES, kernel_text.COMPILED[seed])[kernel_text.GEMM].gemm
+print(json.dumps(gate.report(made, *gate.build(options, (*filled, config), kernel))))
 """
 
 
@@ -174,6 +169,7 @@ def test_fewer_registers_spill_where_they_cannot_be_forced(version, name, tmp_pa
         ({"looks": [3, 1]}, "looks at signals, each a lane's"),
         ({"naps": 0}, "naps"),
         ({"fences": 0}, "fences"),
+        ({"exchanges": ["gpu.relaxed.", "sys.release."]}, "signals and records"),
         ({"rounds": {"64": 32}}, "a round of copies"),
         ({"rounds": {"64": 11, "128": 16, "U16": 1}}, "a round of copies"),
         ({"stores": 0}, "TMA stores"),
@@ -198,11 +194,12 @@ def test_each_rule_is_kept(change, fault):
         "name": "", "triton": "3.7.1", "spilled": 0, "stack": 0, "local": 0, "reused": [], "notes": [], "shared": 1200,
         "barriers": [1, 1, 2, 2], "idle": [], "matrix_stores": 16,
         "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "looks": [4, 0], "naps": 2,
-        "fences": 1,
+        "fences": 1, "exchanges": ["sys.release."],
         "k_loops": [{"gmma": 4, "barriers": 3, "in_flight": 1}] * 2, "rounds": {"64": 11, "128": 16},
         "expected": {
             "registers": [40], "wgmma": ["m64n128k16.f32.bf16.bf16"], "loads": 2, "stores": 4, "k_loops": 2, "gmma": 4,
             "in_flight": 1, "shared": 1000, "looks": [4, 0], "naps": 2, "fences": 1,
+            "exchanges": ["sys.release."],
             "round": {"128": 16}, "barriers": [1, 1, 2, 2], "matrix_stores": 16, "narrow": True,
         },
     }  # fmt: skip

@@ -40,7 +40,7 @@ def report(*sides):
 PUT = ("Write", at(ring.put, ".store("))
 GET = ("Read", at(ring.get, ".load("))
 #: Where the compiler puts reads of the words of attention in 8 bits (Triton 3.7.1).
-MOVED = ("Read", at(attention_math.math_loop, "mbarrier.wait(k_full.index(stage), phase)"))
+MOVED = ("Read", at(attention_math.attend_blocks, "mbarrier.wait(ring.k_full.index(at.stage), at.phase)"))
 #: And on an H100 (Triton 3.6.0), where it is known only now which query buffer an item's is.
 STEP = ("Read", at(attention_math.start_scores, "warpgroup_mma("))
 #: And on an H200, of a loop that stands in another file than its kernel.
@@ -55,23 +55,23 @@ KNOWN = {
     "a word whose read was moved": (MOVED, PUT),
     "a word whose read was moved into a step": (PUT, STEP, STEP),
     "a word whose read was moved to the kernel's head": (PUT, STEP, HOME),
-    "a word that the warps that convert read": (("Read", at(attention_convert.convert_loop, "get(slots")), PUT),
+    "a word that the warps that convert read": (("Read", at(attention_convert.convert_loop, "get(items.slots")), PUT),
     "what warps are told to run": (HEAD, PARTS),
     "the same, by a line before": (HEAD, ("Write", at(gemm.gemm, "gl.warp_specialize(", -1))),
 }  # fmt: skip
 RACES = {
-    "a reader elsewhere": (("Read", at(epilogue.settle, "gl.atomic_add(count, 1")), PUT),
+    "a reader elsewhere": (("Read", at(epilogue.fixup, "gl.atomic_add(count, 1")), PUT),
     "a reader that draws tickets": (("Read", at(schedule.add, "def ")), PUT),
-    "a load warp that reads": (("Read", at(gemm.load_loop, "mbarrier.arrive(item_full")), PUT),
-    "attention's load warp": (("Read", at(attention_load.load_loop, "mbarrier.")), PUT),
+    "a load warp that reads": (("Read", at(gemm.hand_on, "mbarrier.arrive(items.full")), PUT),
+    "attention's load warp": (("Read", at(attention_load.hand_on, "mbarrier.")), PUT),
     "values, by the warps that convert": (("Read", at(attention_convert.convert_loop, ".load(layout)")), PUT),
     "a reader who knows where": (("Read", ""), PUT),
     "a line behind the loop": (("Read", at(gemm.math_loop, "tma.store_wait(0)", 1)), PUT),
     "the same line of another file": (("Read", "other.py:" + GET[1].partition(":")[2]), PUT),
     "a line behind the kernel's head": (("Read", at(attention.attend, "def attend(", 1)), PUT),
     "what is to be run, and a word, at once": (HOME, PUT, ("Write", at(attention.attend, "gl.warp_specialize("))),
-    "a word that somebody else writes": (GET, ("Write", at(epilogue.finish_strip, "buffer.store("))),
-    "a word that somebody else writes, too": (GET, PUT, ("Write", at(epilogue.finish_strip, "buffer.store("))),
+    "a word that somebody else writes": (GET, ("Write", at(epilogue.store_strip, "buffer.store("))),
+    "a word that somebody else writes, too": (GET, PUT, ("Write", at(epilogue.store_strip, "buffer.store("))),
     "two who write a word": (PUT, PUT),
     "a word that is written to be read to be run": (HEAD, PUT),
     "a word read, and what is to be run": (GET, PARTS),
@@ -103,6 +103,6 @@ def test_readers_are_all_that_call_get(reports):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("def "):
                 name = line.partition(" ")[2].partition("(")[0]
-            elif " get(" in line:
+            elif " get(" in line and "def get(" not in line:
                 calling.add((path.name, name))
     assert calling == {(Path(inspect.getsourcefile(one.fn)).name, one.fn.__name__) for one in reports.readers()}

@@ -19,13 +19,8 @@ from tilestream.core.chunks import Chunks
 from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_merge import merge_shares
-from tilestream.launch.portable.attention_arguments import (
-    NO_KEY_GATE,
-    AttentionArguments,
-    AttentionLayout,
-    KeyGate,
-    padded,
-)
+from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
+from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
 from tilestream.launch.portable.attention_launch import MERGE_WARPS, TOGETHER
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
@@ -109,7 +104,7 @@ def pointers(p: AttentionProblem) -> tuple[Pointer | None, ...]:
     return (
         *(Pointer(p.dtype, at) for _ in range(3)), Pointer(p.out_dtype), given("float32", p.return_lse),
         given("float32", p.sinks), *scales, given("int32", p.varlen), given("int32", p.tokens_k > 0),
-        given("int32", p.page_size > 0), given("int32", p.lengths),
+        given("int32", p.lengths), given("int32", p.page_size > 0),
     )  # fmt: skip
 
 
@@ -123,13 +118,13 @@ def build(plan: AttentionPlan, layout: AttentionLayout, target: str, trace: bool
         bounds = None if p.keys.chunks.rows_per_chunk else Pointer("int32", 4)
         gate = KeyGate(Pointer("int32", 4), Pointer("int32", 4), bounds, Pointer("int64"), Pointer("int64"))
     log = Pointer("int64") if trace else None
-    filled = arguments.fill(*pointers(p), *listed, counters, log, 0, 0, 0.125, gate=gate)
+    filled = arguments.pack(attention)((*pointers(p), *listed, counters, log, 0, 0, *arguments.scales(0.125)), gate)
     return compiled(attention, filled, arguments.options, target)
 
 
 def build_list(plan: AttentionPlan, target: str) -> tuple[Any, str]:
     """Compile the launch before, of a packed call."""
-    *_, cu_seqlens_q, cu_seqlens_k, _, seqlens_k = pointers(plan.problem)
+    *_, cu_seqlens_q, cu_seqlens_k, seqlens_k, _ = pointers(plan.problem)
     lists = (cu_seqlens_q, cu_seqlens_k, seqlens_k, Pointer("int32"), Pointer("int32"))
     p = plan.problem
     numbers = (p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_k, p.heads_q, plan.positions)

@@ -6,6 +6,7 @@ Programs run one after the other there, so all signals are set before the launch
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,56 @@ def test_a_chunk_that_never_comes(chunks, kind):
         words.arrive(value=8)
         run(plan, source, b, out, incoming=incoming(replace_epoch(words, 8)))
         check(out, Maths(source, b))
+
+
+@pytest.mark.parametrize("chunks", ["tiles", "ragged"])
+def test_a_chunk_of_tiles_in_parts_that_never_comes(chunks):
+    """A part that is not multiplied makes its whole tile NaN, whichever contributor adds the parts."""
+    cut = CHUNKS[chunks]
+    source, b = rand(70, 40), rand(40, 33)
+    split = 0
+    for missing in range(cut.count):
+        begin, end = cut.range_of(missing)
+        a = source.clone()
+        a[begin:end] = 7.0  # a number: a part that is computed all the same must be found by the answer
+        # The chunk is taken last, and the last tiles are those in parts.
+        plan = plan_for(70, 33, 40, "stream_k", rows=cut, pivot=(missing + 1) % cut.count, workers=4)
+        assert plan.schedule.slots, "no tile is in parts"
+        out = torch.zeros(70, 33)
+        run(plan, a, b, out, incoming=incoming(Words(cut.count, 7).arrive(missing)))
+        late = tiles_of(plan, out, missing)
+        assert out[late].isnan().all(), "a tile of the missing chunk is a number"
+        split += any(item.parts > 1 and late[item.pm * 16, item.pn * 16] for item in plan.schedule.items())
+        there = ~out.isnan()
+        torch.testing.assert_close(out[there], (source @ b)[there])
+        if begin < end:
+            with pytest.raises(ArrivalTimeout):
+                channel(CPU).check()
+    assert split, "no tile of a missing chunk is in parts"
+
+
+def test_a_launch_has_one_deadline_for_all_its_waits(monkeypatch):
+    """Each wait is shorter than the deadline, and all together are longer: the launch is over (invariant 5)."""
+    a, b = rand(32, 16), rand(16, 16)
+    words, due = Words(2, 7), {0: 0.25, 1: 0.75}
+    seconds = 1.0
+
+    def sleep(_: float) -> None:
+        nonlocal seconds
+        seconds += 0.1
+        for chunk, at in due.items():
+            if seconds - 1.0 >= at:
+                words.words[chunk] = 7
+
+    clock = SimpleNamespace(perf_counter_ns=lambda: int(seconds * 1e9), sleep=sleep)
+    monkeypatch.setattr("tilestream.kernels.device.clock.time", clock)
+    plan, out = plan_for(32, 16, 16, "static", rows=Chunks.uniform(32, 16), workers=1), torch.zeros(32, 16)
+    run(plan, a, b, out, incoming=incoming(words, deadline=0.5))
+    torch.testing.assert_close(out[:16], (a @ b)[:16])
+    assert out[16:].isnan().all()
+    with pytest.raises(ArrivalTimeout) as caught:
+        channel(CPU).check()
+    assert (caught.value.chunk, 0.0 < caught.value.waited < 0.5) == (1, True)
 
 
 @pytest.mark.parametrize("chunks", ["odd", "ragged"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted import nan_like, plan_for, run, small_tiles
@@ -64,8 +66,8 @@ def test_pools_that_nobody_visits_are_seen(monkeypatch):
     """Five queues and three workers: without stealing, two queues are nobody's, and their tiles stay NaN."""
     from tilestream.launch.portable import arguments
 
-    made = arguments.constants
-    monkeypatch.setattr(arguments, "constants", lambda *given: {**made(*given), "STEAL": False})
+    made = arguments.config
+    monkeypatch.setattr(arguments, "config", lambda *given: replace(made(*given), STEAL=False))
     a, b = rand(70, 40), rand(40, 60)
     plan, out, recorder = plan_for(a, b, "dynamic", 3, queues=5), nan_like(a, b), Recorder()
     traced(recorder, "matmul", plan, a.device, lambda log: run(plan, a, b, out, probe=log))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
-from tilestream_tools.verify import attention, attention_protocol, sweep
+from mutants.checker import seeded_bugs
+from tilestream_tools.verify import attention, sweep
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.search import search
@@ -14,15 +13,6 @@ from tilestream_tools.verify.search import search
 #: Small, and whole: searched in seconds; and larger ones.
 CASES = list(sweep.attentions("quick"))
 LARGE = list(sweep.attentions("full"))[len(CASES) :]
-
-
-def changed(function, *change: str):
-    """A turn whose text is changed in one place."""
-    text = inspect.getsource(function)
-    assert text.count(change[0]) >= 1
-    names = dict(vars(attention_protocol))
-    exec(text.replace(change[0], change[1], 1), names)
-    return names[function.__name__]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -44,9 +34,9 @@ def test_nothing_is_found_in_larger_ones(case):
 def test_reductions_hide_nothing_of_a_small_one():
     case = AttentionCase(AttentionRing(1), (1,))
     assert search(case.build(reduce=False), 300_000).fault is None
-    program = changed(attention_protocol.math_turn, 'yield WaitBarrier(Barrier("q_full", q_at), q.phase)', "pass")
+    bug = next(bug for bug in seeded_bugs() if bug.name == "attention: queries not awaited")
     for reduce in (True, False):
-        found = search(AttentionCase(AttentionRing(1), (1,), math=program).build(reduce), 300_000)
+        found = search(AttentionCase(AttentionRing(1), (1,), math=bug.cases[0].math).build(reduce), 300_000)
         assert found.fault is not None
         assert found.fault.kind == "wrong data"
 

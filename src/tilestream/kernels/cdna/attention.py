@@ -1,8 +1,8 @@
-"""Attention for CDNA: persistent, in Gluon, for gfx942 and gfx950. Compiled and checked, not run: nobody here has one.
+"""Attention for CDNA: persistent, in Gluon, for gfx942 and gfx950. Compiled and checked, not run on a GPU.
 
 ::
 
-    for item in schedule:                            # schedule.take: queues of the XCDs, stolen from; longest first
+    for tile in schedule:                            # take, locate_tile: queues of the XCDs, stolen from; longest first
         Q into registers, by way of shared memory
         for each of its key blocks, masked at the window's edge, plain, masked at the diagonal and the end:
             direct: wait for the block's copies; barrier
@@ -32,22 +32,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.core import queues as queues_
-from tilestream.core.structs import Watch, Words, Work
+from tilestream.core.attention_structs import Extents, Fetched, Keys, Rows, Scores, Softmax, Tile
+from tilestream.core.structs import Words, Work
 from tilestream.kernels.cdna.attention_copy import (
     VECTOR,
-    copied_columns,
+    copies_by_registers,
+    copies_past_registers,
     copy_block,
     entries_of,
     fetch_block,
-    fetched_columns,
-    gathered,
     load_queries,
     make_parts,
     page_of,
     put_keys,
     put_values,
+    values_layout,
 )
-from tilestream.kernels.cdna.attention_softmax import KEYS, pair_layout, weights_of
+from tilestream.kernels.cdna.attention_softmax import KEYS, math_of, pair_layout, weigh
 from tilestream.kernels.cdna.compat import (
     barrier,
     buffer_store,
@@ -58,375 +59,304 @@ from tilestream.kernels.cdna.compat import (
     opaque_zero,
     uniform,
 )
-from tilestream.kernels.cdna.epilogue import math_layout, within
-from tilestream.kernels.cdna.ring import (
-    after,
-    before,
-    copy_layout,
-    fetch_layout,
-    indices,
-    landed,
-    operand,
-)
-from tilestream.kernels.device.schedule import enter, first_cursor, leave, schedule_config, take
-from tilestream.kernels.hopper.attention_load import item_of
-from tilestream.kernels.hopper.attention_softmax import finished
+from tilestream.kernels.cdna.epilogue import within
+from tilestream.kernels.cdna.ring import after, before, fetch_layout, landed, operand
+from tilestream.kernels.device.attention_tile import locate_tile, seen_keys_of
+from tilestream.kernels.device.items import begin_worker, finish_worker
+from tilestream.kernels.device.schedule import take
+from tilestream.kernels.device.softmax import finalize
 
 neighbour = device(queues_.neighbour)
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
-    "base", "reset", "sequences", "rows_q", "rows_k", "queries", "keys", "columns", "shared_by", "left", "right",
-    "pages", "stride_table", "stride_lb", "stride_lr", "stride_lh", "queues", "tiles", "num_m", "num_n", "group",
-    "scale", "inner",
+    "base", "reset", "sequences", "tokens_q", "tokens_k", "seqlen_q", "seqlen_k", "head_tiles", "q_heads_per_kv",
+    "left", "right", "pages", "table_stride", "lse_batch", "lse_row", "lse_head", "queues", "tiles", "num_m", "num_n",
+    "group", "scale", "softcap_scale",
 )  # fmt: skip
 #: Words and numbers that lie anywhere.
-UNALIGNED = ("lse", "sinks", "cu_queries", "cu_keys", "lengths", "table", "starts", "order_of")
+UNALIGNED = ("lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table", "starts", "order")
+
+
+# A key block ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def scores_of(
-    queries, k_stages, stage, ROWS: gl.constexpr, BLOCK: gl.constexpr, FORM: gl.constexpr, MATH: gl.constexpr,
-    LANDED: gl.constexpr,
-):  # fmt: skip
+def scores_of(queries, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
     """``Q K^T`` of an item's rows and a stage."""
-    PARTS: gl.constexpr = FORM[0]
-    WIDTH: gl.constexpr = FORM[1]
-    HOW: gl.constexpr = FORM[3]
-    scores = gl.zeros([ROWS, BLOCK], gl.float32, MATH)
+    MATH: gl.constexpr = math_of(C)
+    F: gl.constexpr = C.K
+    PARTS: gl.constexpr = F.PARTS
+    TILE: gl.constexpr = (C.ROWS, C.BLOCK)
+    scores = gl.zeros(TILE, gl.float32, MATH)
     for part in gl.static_range(PARTS):
-        x = operand(k_stages[part].index(stage), BLOCK, WIDTH, True, HOW, 1, MATH, VECTOR, LANDED)
+        x = operand(stages[part].index(stage), C.BLOCK, F.WIDTH, True, F.SWIZZLE, 1, MATH, VECTOR, LANDED)
         scores = multiply_add(queries[part], x, scores, None)
     return scores
 
 
 @gluon.jit
-def add_values(
-    sums, shrink, weights, v_stages, stage, BLOCK: gl.constexpr, FORM: gl.constexpr, TURNED: gl.constexpr,
-    MATH: gl.constexpr, LANDED: gl.constexpr,
-):  # fmt: skip
-    """The sums of an item's parts, ``shrink`` of them, and a stage's values by their weights."""
-    PARTS: gl.constexpr = FORM[0]
-    WIDTH: gl.constexpr = FORM[1]
-    HOW: gl.constexpr = FORM[3]
+def add_values(o, rescale, weights, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
+    """The sums of an item's parts, rescaled, and a stage's values by their weights."""
+    F: gl.constexpr = C.V
+    PARTS: gl.constexpr = F.PARTS
+    TURNED: gl.constexpr = C.TRANSPOSED_V and not C.DIRECT
     made = ()
     for part in gl.static_range(PARTS):
-        x = operand(v_stages[part].index(stage), WIDTH, BLOCK, TURNED, HOW, 1, MATH, KEYS, LANDED)
-        made += (multiply_add(weights, x, sums[part] * shrink[:, None], None),)
+        x = operand(
+            stages[part].index(stage), F.WIDTH, C.BLOCK, TURNED, F.SWIZZLE, 1, math_of(C), KEYS, LANDED
+        )  # fmt: skip
+        made += (multiply_add(weights, x, o[part] * rescale[:, None], None),)
     return made
 
 
 @gluon.jit
-def step_direct(
-    block, last, stage, queries, sums, top, total, k_source, k_stages, v_source, v_stages, seen, mask, table, pages,
-    scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, PAGE: gl.constexpr, MATH: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, CAPPED: gl.constexpr,
-):  # fmt: skip
-    """A key block that lies in ``stage``; and the copies of the one that is to come into the stage before it."""
-    landed(STAGES - 2)
-    scores = scores_of(queries, k_stages, stage, ROWS, BLOCK, K, MATH, True)
-    ahead = gl.minimum(block + STAGES - 1, last) * BLOCK
-    page = page_of(ahead, table, pages, BLOCK, PAGE)
-    free = before(stage, STAGES)
-    copy_block(k_source, ahead, seen, pages, page, k_stages, free, K, BLOCK, PAGE)
-    copy_block(v_source, ahead, seen, pages, page, v_stages, free, V, BLOCK, PAGE)
+def copy_ahead(block, stage, copies, keys, tile, C: gl.constexpr):
+    """Start the copies of a key block into a stage; of one behind the tile's last, that one's again."""
+    first = gl.minimum(block, tile.end - 1) * C.BLOCK
+    page = page_of(first, keys, C)
+    copy_block(copies[0], first, keys, page, stage, C.K, C)
+    copy_block(copies[1], first, keys, page, stage, C.V, C)
     commit()
-    weights, top, total, shrink = weights_of(
-        scores, top, total, block * BLOCK, mask, scale, inner, v_stages[0].dtype, PACK, MATH, MASKED, LEFT, RIGHT,
-        CAPPED,
-    )  # fmt: skip
-    sums = add_values(sums, shrink, weights, v_stages, stage, BLOCK, V, False, MATH, True)
-    return sums, top, total, after(stage, STAGES)
 
 
 @gluon.jit
-def attend_direct(
-    queries, sums, top, total, k, stride_kr, stride_kp, v, stride_vr, stride_vp, blocks, seen, mask, table, pages,
-    scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, PAGE: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    CAPPED: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """An item's key blocks by copies past the registers: ``(sums, top, total)``."""
-    gl.static_assert(not gathered(BLOCK, PAGE), "rows of several pages go through registers")
-    K_HOW: gl.constexpr = K[3]
-    V_HOW: gl.constexpr = V[3]
-    begin, plain_begin, plain_end, end = blocks
-    k_stages = make_parts(k.dtype.element_ty, K[0], STAGES, BLOCK, K[1], True)
-    v_stages = make_parts(v.dtype.element_ty, V[0], STAGES, BLOCK, V[1], True)
-    k_i, k_j = indices(copy_layout(K[1], K[4], WARPS), BLOCK, K[1])
-    v_i, v_j = indices(copy_layout(V[1], V[4], WARPS), BLOCK, V[1])
-    k_source = (k, stride_kr, stride_kp, k_i, copied_columns(k_i, k_j, K_HOW))
-    v_source = (v, stride_vr, stride_vp, v_i, copied_columns(v_i, v_j, V_HOW))
-    last = end - 1
+def step_direct(block, stage, softmax, queries, copies, keys, tile, scores, MASKED: gl.constexpr, C: gl.constexpr):
+    """A key block that lies in ``stage``; and the copies of the one that is to come into the stage before it."""
+    landed(C.STAGES - 2)
+    x = scores_of(queries, copies[0].stages, stage, True, C)
+    copy_ahead(block + C.STAGES - 1, before(stage, C.STAGES), copies, keys, tile, C)
+    dtype: gl.constexpr = copies[1].stages[0].dtype
+    weights, row_max, row_sum, rescale = weigh(x, softmax, block * C.BLOCK, tile, scores, dtype, MASKED, C)
+    o = add_values(softmax.o, rescale, weights, copies[1].stages, stage, True, C)
+    return Softmax(row_max, row_sum, o), after(stage, C.STAGES)
+
+
+@gluon.jit
+def attend_direct(queries, softmax, keys, tile, scores, C: gl.constexpr):
+    """An item's key blocks by copies past the registers: its `Softmax`."""
+    gl.static_assert(not C.GATHERED, "rows of several pages go through registers")
+    k = copies_past_registers(keys.k, C.K, C)
+    v = copies_past_registers(keys.v, C.V, C)
+    copies = (k, v)
+    STAGES: gl.constexpr = C.STAGES
     for i in gl.static_range(STAGES - 1):
-        first = gl.minimum(begin + i, last) * BLOCK
-        page = page_of(first, table, pages, BLOCK, PAGE)
-        copy_block(k_source, first, seen, pages, page, k_stages, i, K, BLOCK, PAGE)
-        copy_block(v_source, first, seen, pages, page, v_stages, i, V, BLOCK, PAGE)
-        commit()
+        copy_ahead(tile.begin + i, i, copies, keys, tile, C)
     stage = tl.cast(0, tl.int32)
-    if LEFT:
-        for block in range(begin, plain_begin):
-            sums, top, total, stage = step_direct(
-                block, last, stage, queries, sums, top, total, k_source, k_stages, v_source, v_stages, seen, mask,
-                table, pages, scale, inner, ROWS, PACK, BLOCK, STAGES, K, V, PAGE, MATH, True, LEFT, RIGHT, CAPPED,
-            )  # fmt: skip
-    for block in range(plain_begin, plain_end):
-        sums, top, total, stage = step_direct(
-            block, last, stage, queries, sums, top, total, k_source, k_stages, v_source, v_stages, seen, mask,
-            table, pages, scale, inner, ROWS, PACK, BLOCK, STAGES, K, V, PAGE, MATH, False, LEFT, RIGHT, CAPPED,
-        )  # fmt: skip
-    for block in range(plain_end, end):
-        sums, top, total, stage = step_direct(
-            block, last, stage, queries, sums, top, total, k_source, k_stages, v_source, v_stages, seen, mask,
-            table, pages, scale, inner, ROWS, PACK, BLOCK, STAGES, K, V, PAGE, MATH, True, LEFT, RIGHT, CAPPED,
-        )  # fmt: skip
+    if C.LEFT:
+        for block in range(tile.begin, tile.plain_begin):
+            softmax, stage = step_direct(block, stage, softmax, queries, copies, keys, tile, scores, True, C)
+    for block in range(tile.plain_begin, tile.plain_end):
+        softmax, stage = step_direct(block, stage, softmax, queries, copies, keys, tile, scores, False, C)
+    for block in range(tile.plain_end, tile.end):
+        softmax, stage = step_direct(block, stage, softmax, queries, copies, keys, tile, scores, True, C)
     # The copies of blocks behind the last one have landed, and everybody has read: the room is free.
     landed(0)
     barrier()
-    return sums, top, total
+    return softmax
 
 
 @gluon.jit
-def pages_of_next(
-    block, last, k_source, v_source, seen, k_page, v_page, table, BLOCK: gl.constexpr, PAGE: gl.constexpr
-):  # fmt: skip
+def pages_of_next(block, k_page, v_page, copies, keys, tile, C: gl.constexpr):
     """What the table says of the rows of a block that is to be fetched, of keys' and of values'; see `entries_of`."""
-    first = gl.minimum(block, last) * BLOCK
-    k_next = entries_of(k_source[3], first, seen, k_page, table, BLOCK, PAGE)
-    v_next = entries_of(v_source[3], first, seen, v_page, table, BLOCK, PAGE)
+    first = gl.minimum(block, tile.end - 1) * C.BLOCK
+    k_next = entries_of(copies[0].i, first, keys, k_page, C)
+    v_next = entries_of(copies[1].i, first, keys, v_page, C)
     in_order()
     return k_next, v_next
 
 
 @gluon.jit
-def step_staged(
-    block, last, queries, sums, top, total, k_tiles, v_tiles, k_page, v_page, k_source, k_rest, k_stages, v_source,
-    v_rest, v_stages, seen, mask, table, pages, scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr,
-    BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr, V_LANE: gl.constexpr, TURNED: gl.constexpr,
-    PAGE: gl.constexpr, FAR: gl.constexpr, MATH: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, CAPPED: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """A key block that has been fetched into registers; and the next one's fetches.
-
-    ``k_page``, ``v_page``: what the table says of the next one's rows, where they are gathered.
-    """
-    ahead = gl.minimum(block + 1, last) * BLOCK
-    if not gathered(BLOCK, PAGE):
-        k_page = page_of(ahead, table, pages, BLOCK, PAGE)
-        v_page = k_page
-    k_next, v_next = pages_of_next(block + 2, last, k_source, v_source, seen, k_page, v_page, table, BLOCK, PAGE)
-    put_keys(k_tiles, k_stages, K, BLOCK, WARPS)
-    k_tiles = fetch_block(k_source, k_rest, ahead, seen, pages, k_page, K, BLOCK, PAGE, VECTOR, FAR)
-    scores = scores_of(queries, k_stages, 0, ROWS, BLOCK, K, MATH, False)
-    weights, top, total, shrink = weights_of(
-        scores, top, total, block * BLOCK, mask, scale, inner, v_stages[0].dtype, PACK, MATH, MASKED, LEFT, RIGHT,
-        CAPPED,
-    )  # fmt: skip
-    put_values(v_tiles, v_stages, V, BLOCK, TURNED)
-    v_tiles = fetch_block(v_source, v_rest, ahead, seen, pages, v_page, V, BLOCK, PAGE, V_LANE, FAR)
-    sums = add_values(sums, shrink, weights, v_stages, 0, BLOCK, V, TURNED, MATH, False)
-    return sums, top, total, k_tiles, v_tiles, k_next, v_next
-
-
-@gluon.jit
-def attend_staged(
-    queries, sums, top, total, k, stride_kr, stride_kp, v, stride_vr, stride_vp, blocks, seen, mask, table, pages,
-    scale, inner, ROWS: gl.constexpr, PACK: gl.constexpr, BLOCK: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    TURNED: gl.constexpr, PAGE: gl.constexpr, FAR: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, CAPPED: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """An item's key blocks by way of registers: ``(sums, top, total)``."""
-    begin, plain_begin, plain_end, end = blocks
-    V_LAYOUT: gl.constexpr = fetch_layout(V[1], BLOCK, False, TURNED, VECTOR, WARPS)
+def step_staged(block, softmax, fetched, queries, copies, keys, tile, scores, MASKED: gl.constexpr, C: gl.constexpr):
+    """A key block that has been `Fetched` into registers; and the next one's fetches."""
+    V_LAYOUT: gl.constexpr = values_layout(C)
     V_LANE: gl.constexpr = V_LAYOUT.size_per_thread[1]
-    k_stages = make_parts(k.dtype.element_ty, K[0], 1, BLOCK, K[1], True)
-    v_stages = make_parts(v.dtype.element_ty, V[0], 1, V[1], BLOCK, TURNED)
-    k_i, k_j = indices(fetch_layout(BLOCK, K[1], True, False, VECTOR, WARPS), BLOCK, K[1])
-    v_i, v_j = indices(V_LAYOUT, BLOCK, V[1])
-    k_source = (k, stride_kr, stride_kp, k_i, fetched_columns(k_i, k_j, K[1], K[1]))
-    v_source = (v, stride_vr, stride_vp, v_i, fetched_columns(v_i, v_j, V[1], V[1]))
-    k_rest = fetched_columns(k_i, k_j, K[2], K[1])
-    v_rest = fetched_columns(v_i, v_j, V[2], V[1])
-    last = end - 1
-    first = begin * BLOCK
-    page = page_of(first, table, pages, BLOCK, PAGE)
-    k_first, v_first = pages_of_next(begin, last, k_source, v_source, seen, page, page, table, BLOCK, PAGE)
-    k_page, v_page = pages_of_next(begin + 1, last, k_source, v_source, seen, page, page, table, BLOCK, PAGE)
-    k_tiles = fetch_block(k_source, k_rest, first, seen, pages, k_first, K, BLOCK, PAGE, VECTOR, FAR)
-    in_order()
-    v_tiles = fetch_block(v_source, v_rest, first, seen, pages, v_first, V, BLOCK, PAGE, V_LANE, FAR)
-    if LEFT:
-        for block in range(begin, plain_begin):
-            sums, top, total, k_tiles, v_tiles, k_page, v_page = step_staged(
-                block, last, queries, sums, top, total, k_tiles, v_tiles, k_page, v_page, k_source, k_rest, k_stages,
-                v_source, v_rest, v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE,
-                TURNED, PAGE, FAR, MATH, True, LEFT, RIGHT, CAPPED, WARPS,
-            )  # fmt: skip
-    for block in range(plain_begin, plain_end):
-        sums, top, total, k_tiles, v_tiles, k_page, v_page = step_staged(
-            block, last, queries, sums, top, total, k_tiles, v_tiles, k_page, v_page, k_source, k_rest, k_stages,
-            v_source, v_rest, v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED,
-            PAGE, FAR, MATH, False, LEFT, RIGHT, CAPPED, WARPS,
-        )  # fmt: skip
-    for block in range(plain_end, end):
-        sums, top, total, k_tiles, v_tiles, k_page, v_page = step_staged(
-            block, last, queries, sums, top, total, k_tiles, v_tiles, k_page, v_page, k_source, k_rest, k_stages,
-            v_source, v_rest, v_stages, seen, mask, table, pages, scale, inner, ROWS, PACK, BLOCK, K, V, V_LANE, TURNED,
-            PAGE, FAR, MATH, True, LEFT, RIGHT, CAPPED, WARPS,
-        )  # fmt: skip
-    return sums, top, total
+    k, v = copies
+    k_page, v_page = fetched.k_page, fetched.v_page
+    ahead = gl.minimum(block + 1, tile.end - 1) * C.BLOCK
+    if not C.GATHERED:
+        k_page = page_of(ahead, keys, C)
+        v_page = k_page
+    k_next, v_next = pages_of_next(block + 2, k_page, v_page, copies, keys, tile, C)
+    put_keys(fetched.k, k.stages, C)
+    k_tiles = fetch_block(k, ahead, keys, k_page, VECTOR, C.K, C)
+    x = scores_of(queries, k.stages, 0, False, C)
+    dtype: gl.constexpr = v.stages[0].dtype
+    weights, row_max, row_sum, rescale = weigh(x, softmax, block * C.BLOCK, tile, scores, dtype, MASKED, C)
+    put_values(fetched.v, v.stages, C)
+    v_tiles = fetch_block(v, ahead, keys, v_page, V_LANE, C.V, C)
+    o = add_values(softmax.o, rescale, weights, v.stages, 0, False, C)
+    return Softmax(row_max, row_sum, o), Fetched(k_tiles, v_tiles, k_next, v_next)
 
 
 @gluon.jit
-def store_tile(
-    sums, factor, out, i, last, stride_row, stride_head, PACK: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr,
-    COLUMNS: gl.constexpr, GRAIN: gl.constexpr, FAR: gl.constexpr, MATH: gl.constexpr,
-):  # fmt: skip
-    """A tile of the output: rows up to position ``last``, ``COLUMNS`` of all its parts."""
-    j = gl.arange(0, WIDTH, gl.SliceLayout(0, MATH))
-    position = i // PACK
+def attend_staged(queries, softmax, keys, tile, scores, C: gl.constexpr):
+    """An item's key blocks by way of registers: its `Softmax`."""
+    V_LAYOUT: gl.constexpr = values_layout(C)
+    V_LANE: gl.constexpr = V_LAYOUT.size_per_thread[1]
+    k_stages = make_parts(keys.k.at.dtype.element_ty, C.K.PARTS, 1, C.BLOCK, C.K.WIDTH, True)
+    v_stages = make_parts(keys.v.at.dtype.element_ty, C.V.PARTS, 1, C.V.WIDTH, C.BLOCK, C.TRANSPOSED_V)
+    K_LAYOUT: gl.constexpr = fetch_layout(C.BLOCK, C.K.WIDTH, True, False, VECTOR, C.WARPS)
+    k = copies_by_registers(keys.k, k_stages, K_LAYOUT, C.K, C)
+    v = copies_by_registers(keys.v, v_stages, V_LAYOUT, C.V, C)
+    copies = (k, v)
+    begin = tile.begin
+    first = begin * C.BLOCK
+    page = page_of(first, keys, C)
+    k_first, v_first = pages_of_next(begin, page, page, copies, keys, tile, C)
+    k_page, v_page = pages_of_next(begin + 1, page, page, copies, keys, tile, C)
+    k_tiles = fetch_block(k, first, keys, k_first, VECTOR, C.K, C)
+    in_order()
+    v_tiles = fetch_block(v, first, keys, v_first, V_LANE, C.V, C)
+    fetched = Fetched(k_tiles, v_tiles, k_page, v_page)
+    if C.LEFT:
+        for block in range(begin, tile.plain_begin):
+            softmax, fetched = step_staged(block, softmax, fetched, queries, copies, keys, tile, scores, True, C)
+    for block in range(tile.plain_begin, tile.plain_end):
+        softmax, fetched = step_staged(block, softmax, fetched, queries, copies, keys, tile, scores, False, C)
+    for block in range(tile.plain_end, tile.end):
+        softmax, fetched = step_staged(block, softmax, fetched, queries, copies, keys, tile, scores, True, C)
+    return softmax
+
+
+# A tile --------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def in_scalars(tile):
+    """The tile, in scalar registers."""
+    return Tile(
+        tile.pm, tile.pn, uniform(tile.batch), uniform(tile.head), tile.share, uniform(tile.first),
+        uniform(tile.queries), uniform(tile.keys), uniform(tile.origin_q), uniform(tile.origin_k), tile.origin_v,
+        uniform(tile.begin), uniform(tile.plain_begin), uniform(tile.plain_end), uniform(tile.end),
+        uniform(tile.causal_offset_left), uniform(tile.causal_offset_right),
+    )  # fmt: skip
+
+
+@gluon.jit
+def keys_of_tile(tile, k, v, table, extents, C: gl.constexpr):
+    """`Keys` of a tile. ``k`` and ``v`` are `Rows`, ``table`` is ``(block_table, stride, pages)``."""
+    block_table, stride, pages = table
+    low, high = seen_keys_of(tile, C)
+    batch = tile.batch.to(tl.int64)
+    head = (tile.head // extents.q_heads_per_kv).to(tl.int64)
+    k_at = k.at + head * k.head
+    v_at = v.at + head * v.head
+    if C.PAGE > 0:
+        block_table = block_table + batch * stride
+    else:
+        k_at = k_at + batch * k.batch + tile.origin_k.to(tl.int64) * k.row
+        v_at = v_at + batch * v.batch + tile.origin_k.to(tl.int64) * v.row
+    return Keys(Rows(k_at, k.batch, k.row, k.head), Rows(v_at, v.batch, v.row, v.head), block_table, pages, low, high)
+
+
+@gluon.jit
+def start_softmax(C: gl.constexpr):
+    """`Softmax` of rows that have seen no key: ``o`` a part each, ``row_sum`` a half each."""
+    PARTS: gl.constexpr = C.V.PARTS
+    MATH: gl.constexpr = math_of(C)
+    row_max = gl.full([C.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MATH))
+    row_sum = gl.full([C.ROWS, 2], 0.0, gl.float32, pair_layout(C.WARPS))
+    OUTPUT: gl.constexpr = (C.ROWS, C.V.WIDTH)
+    o = ()
+    for _part in gl.static_range(PARTS):
+        o += (gl.zeros(OUTPUT, gl.float32, MATH),)
+    return Softmax(row_max, row_sum, o)
+
+
+@gluon.jit
+def store_output(o, factor, out, at, i, last, C: gl.constexpr):
+    """A tile of the output (`Rows`) from ``at`` on: rows ``i`` up to position ``last``."""
+    F: gl.constexpr = C.V
+    PARTS: gl.constexpr = F.PARTS
+    VECTOR_OUT: gl.constexpr = C.VECTOR_OUT
+    j = gl.arange(0, F.WIDTH, gl.SliceLayout(0, math_of(C)))
+    position = i // C.PACK
     for part in gl.static_range(PARTS):
-        x = (sums[part] * factor[:, None]).to(out.dtype.element_ty)
-        column = j + part * WIDTH
-        at = within(stride_row, 1, position, column, GRAIN, FAR)
-        if PACK > 1:
-            at = within(stride_head, 0, i % PACK, column, 1, FAR) + at
-            if GRAIN > 1:
-                at = gl.max_contiguous(gl.multiple_of(at, [1, GRAIN]), [1, GRAIN])
-        inside = (position <= last)[:, None] & (column < COLUMNS)[None, :]
-        if FAR:
-            gl.store(out + at, x, mask=inside)
+        x = (o[part] * factor[:, None]).to(at.dtype.element_ty)
+        column = j + part * F.WIDTH
+        offset = within(out.row, 1, position, column, VECTOR_OUT, C.FAR_OUT)
+        if C.PACK > 1:
+            offset = within(out.head, 0, i % C.PACK, column, 1, C.FAR_OUT) + offset
+            if VECTOR_OUT > 1:
+                offset = gl.max_contiguous(gl.multiple_of(offset, [1, VECTOR_OUT]), [1, VECTOR_OUT])
+        inside = (position <= last)[:, None] & (column < F.COLUMNS)[None, :]
+        if C.FAR_OUT:
+            gl.store(at + offset, x, mask=inside)
         else:
-            buffer_store(x, out, at, mask=inside)
+            buffer_store(x, at, offset, mask=inside)
+
+
+@gluon.jit
+def store_tile(softmax, tile, last, scores, out, lse, C: gl.constexpr):
+    """``O / l`` and the log-sum-exp of a tile's rows up to position ``last`` of it."""
+    MATH: gl.constexpr = math_of(C)
+    first = (tile.origin_q + tile.first).to(tl.int64)
+    batch, head = tile.batch.to(tl.int64), tile.head * C.PACK
+    row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), gl.SliceLayout(1, MATH))
+    # Not kept through the loops.
+    row = gl.arange(0, C.ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()
+    factor, logs = finalize(softmax.row_max, row_sum, scores.sinks, head, row, scores.scale, C.PACK)
+    if lse.at is not None:
+        at = lse.at + batch * lse.batch + first * lse.row + head.to(tl.int64) * lse.head
+        gl.store(at + row // C.PACK * lse.row + row % C.PACK * lse.head, logs, mask=row // C.PACK <= last)
+    at = out.at + batch * out.batch + first * out.row + head.to(tl.int64) * out.head
+    if C.VECTOR_OUT > 1:
+        at = gl.multiple_of(at, 2 * C.VECTOR_OUT)
+    store_output(softmax.o, factor, out, at, row, last, C)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def attend(
-    q, k, v, out, lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, counters,
-    base: tl.int64, reset, sequences, rows_q, rows_k, queries, keys, columns, shared_by, left, right, pages,
-    stride_qb, stride_qr, stride_qh, stride_kb, stride_kr, stride_kh, stride_vb, stride_vr, stride_vh,
-    stride_ob, stride_or, stride_oh, stride_lb, stride_lr, stride_lh, stride_table,
-    queues, tiles, num_m, num_n, group, scale, inner,
-    ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr, DIRECT: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, Q_HOW: gl.constexpr, Q_LANE: gl.constexpr, TURNED: gl.constexpr,
-    VERSION: gl.constexpr, SHAPE: gl.constexpr, GROUPS: gl.constexpr, KIND: gl.constexpr, SPLIT: gl.constexpr,
-    STEAL: gl.constexpr, ORDER: gl.constexpr, PAGE: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr,
-    RIGHT: gl.constexpr, CAPPED: gl.constexpr,
-    FAR_Q: gl.constexpr, FAR_KEYS: gl.constexpr, FAR_OUT: gl.constexpr, GRAIN: gl.constexpr,
+    q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, starts, order, counters,
+    base: tl.int64, reset, sequences, tokens_q, tokens_k, seqlen_q, seqlen_k, head_tiles, q_heads_per_kv, left, right,
+    pages, stride_qb, stride_qr, stride_qh, stride_kb, stride_kr, stride_kh, stride_vb, stride_vr, stride_vh,
+    stride_ob, stride_or, stride_oh, lse_batch, lse_row, lse_head, table_stride,
+    queues, tiles, num_m, num_n, group, scale, softcap_scale, C: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, a workgroup a worker.
 
+    Parameters are the fields of `tilestream.core.attention_structs`, which it groups them in.
+
     Parameters
     ----------
-    lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, sequences, rows_q, rows_k, queries, keys
-        As of `tilestream.kernels.hopper.attention.attend`; so are columns, shared_by, left, right, scale, inner, PACK.
     pages
         How many there are.
-    K, V
-        Forms of keys and of values: see `tilestream.kernels.cdna.attention_copy.copy_block`. Queries are cut as keys.
-    Q_HOW, Q_LANE
-        Swizzle of queries (vector, every, period), and elements of a lane in a copy past the registers.
-    TURNED
-        Whether values are transposed on their way through registers.
-    GROUPS
-        XCDs: neighbouring program ids are on different ones.
-    GRAIN
-        Neighbouring columns of the output that are one aligned vector.
+    C
+        A `tilestream.kernels.attention_config.CdnaAttentionConfig`.
     """
-    WARPS: gl.constexpr = ROWS // SHAPE[0]
-    MATH: gl.constexpr = math_layout(VERSION, SHAPE, (WARPS, 1))
-    POSITIONS: gl.constexpr = ROWS // PACK
-    V_PARTS: gl.constexpr = V[0]
-    V_WIDTH: gl.constexpr = V[1]
+    extents = Extents(
+        starts, order, sequences, cu_seqlens_q, cu_seqlens_k, seqlens_k, tokens_q, tokens_k, seqlen_q, seqlen_k,
+        head_tiles, q_heads_per_kv, 1, left, right, 0, 0,
+    )  # fmt: skip
+    queries = Rows(q, stride_qb, stride_qr, stride_qh)
+    k_rows = Rows(k, stride_kb, stride_kr, stride_kh)
+    v_rows = Rows(v, stride_vb, stride_vr, stride_vh)
+    out_rows = Rows(out, stride_ob, stride_or, stride_oh)
+    lse_rows = Rows(lse, lse_batch, lse_row, lse_head)
+    scores = Scores(scale, softcap_scale, sinks)
+    work = Work(1, num_m, num_n, 1, tiles, 0, 0, queues, None, group, 0, 1, 0)
+    words = Words(counters, base, reset, None, 0, None, None)
+
     worker = gl.program_id(0)
-    workers = gl.num_programs(0)
-    if KIND == "static":
-        worker = neighbour(worker, workers, GROUPS)
-    one = tl.cast(1, tl.int32)
-    zero = tl.cast(0, tl.int32)
-    SCHEDULE: gl.constexpr = schedule_config(KIND, SPLIT, STEAL, ORDER)
-    work = Work(one, num_m, num_n, one, tiles, zero, zero, queues, None, group, zero, one, zero)
-    words = Words(counters, base, reset, None, zero, None, None)
-    watch = Watch(worker, workers, reset, None, None, None)
-    enter(work, words, worker, reset, KIND == "static", False)
-    cursor = first_cursor()
-    found = one
+    if C.KIND == "static":
+        worker = neighbour(worker, gl.num_programs(0), C.XCDS)
+    progress, watch = begin_worker(worker, gl.num_programs(0), work, words, None, C)
+    cursor = progress.cursor
+    found = tl.cast(1, tl.int32)
     while found != 0:
-        found, item, cursor = take(cursor, work, words, watch, SCHEDULE)
-        pm, pn = item.pm, item.pn
-        (
-            found, batch, first, head, _, origin, own_queries, origin_k, _, own_keys, begin, plain_begin,
-            plain_end, end, until, since,
-        ) = item_of(
-            found, pm, pn, starts, order_of, sequences, cu_queries, cu_keys, lengths, rows_q, rows_k,
-            queries, keys, columns, one, group, zero, zero, left, right, POSITIONS, BLOCK, False, TOP_LEFT, LEFT, RIGHT,
-        )  # fmt: skip
+        found, item, cursor = take(cursor, work, words, watch, C)
+        found, tile = locate_tile(found, item, extents, group, C)
         if found != 0:
-            batch, first, head = uniform(batch), uniform(first), uniform(head)
-            origin, own_queries, origin_k, own_keys = (
-                uniform(origin), uniform(own_queries), uniform(origin_k), uniform(own_keys)
-            )  # fmt: skip
-            begin, plain_begin, plain_end, end = uniform(begin), uniform(plain_begin), uniform(plain_end), uniform(end)
-            until, since = uniform(until), uniform(since)
-            last = gl.minimum(own_queries - first, POSITIONS) - 1
-            top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MATH))
-            total = gl.full([ROWS, 2], 0.0, gl.float32, pair_layout(WARPS))
-            sums = ()
-            for _part in gl.static_range(V_PARTS):
-                sums += (gl.zeros([ROWS, V_WIDTH], gl.float32, MATH),)
-            # Batches are dense: packed sequences lie one behind the other, and have a stride of 0; pages lie anywhere.
-            at_row = (origin + first).to(tl.int64)
-            at_batch = batch.to(tl.int64)
-            if begin < end:
-                # What some row of the tile sees.
-                high = own_keys
-                if RIGHT:
-                    high = gl.minimum(own_keys, first + last + until)
-                low = zero
-                if LEFT:
-                    low = gl.maximum(first + since, 0)
-                at = q + at_batch * stride_qb + at_row * stride_qr + (head * PACK).to(tl.int64) * stride_qh
-                parts = load_queries(
-                    gl.multiple_of(at, 16), last, stride_qr, stride_qh, PACK, ROWS, K[0], K[1], K[2], DIRECT,
-                    Q_LANE, Q_HOW, FAR_Q, MATH, WARPS,
-                )  # fmt: skip
-                head_kv = (head // shared_by).to(tl.int64)
-                k_at = k + head_kv * stride_kh
-                v_at = v + head_kv * stride_vh
-                pages_of = table
-                if PAGE > 0:
-                    pages_of = table + at_batch * stride_table
+            tile = in_scalars(tile)
+            last = gl.minimum(tile.queries - tile.first, C.POSITIONS) - 1
+            softmax = start_softmax(C)
+            if tile.begin < tile.end:
+                parts = load_queries(queries, tile, last, C)
+                keys = keys_of_tile(tile, k_rows, v_rows, (block_table, table_stride, pages), extents, C)
+                if C.DIRECT:
+                    softmax = attend_direct(parts, softmax, keys, tile, scores, C)
                 else:
-                    k_at = k_at + at_batch * stride_kb + origin_k.to(tl.int64) * stride_kr
-                    v_at = v_at + at_batch * stride_vb + origin_k.to(tl.int64) * stride_vr
-                blocks = (begin, plain_begin, plain_end, end)
-                mask = (first, own_keys, until, since)
-                if DIRECT:
-                    sums, top, total = attend_direct(
-                        parts, sums, top, total, k_at, stride_kr, stride_kb, v_at, stride_vr, stride_vb, blocks,
-                        (low, high), mask, pages_of, pages, scale, inner, ROWS, PACK, BLOCK, STAGES, K, V, PAGE, MATH,
-                        LEFT, RIGHT, CAPPED, WARPS,
-                    )  # fmt: skip
-                else:
-                    sums, top, total = attend_staged(
-                        parts, sums, top, total, k_at, stride_kr, stride_kb, v_at, stride_vr, stride_vb, blocks,
-                        (low, high), mask, pages_of, pages, scale, inner, ROWS, PACK, BLOCK, K, V, TURNED, PAGE,
-                        FAR_KEYS, MATH, LEFT, RIGHT, CAPPED, WARPS,
-                    )  # fmt: skip
-            total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, MATH))
-            # Not kept through the loops.
-            row = gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()
-            factor, logs = finished(top, total, sinks, head * PACK, row, scale, PACK)
-            if lse is not None:
-                at = lse + at_batch * stride_lb + at_row * stride_lr + (head * PACK).to(tl.int64) * stride_lh
-                gl.store(at + row // PACK * stride_lr + row % PACK * stride_lh, logs, mask=row // PACK <= last)
-            at = out + at_batch * stride_ob + at_row * stride_or + (head * PACK).to(tl.int64) * stride_oh
-            if GRAIN > 1:
-                at = gl.multiple_of(at, 2 * GRAIN)
-            store_tile(
-                sums, factor, at, row, last, stride_or, stride_oh, PACK, V_PARTS, V_WIDTH,
-                (V_PARTS - 1) * V_WIDTH + V[2], GRAIN, FAR_OUT, MATH,
-            )  # fmt: skip
-    leave(work, words, watch, KIND == "static")
+                    softmax = attend_staged(parts, softmax, keys, tile, scores, C)
+            store_tile(softmax, tile, last, scores, out_rows, lse_rows, C)
+    finish_worker(progress.passed, work, words, None, watch, C)

@@ -1,11 +1,12 @@
 """The copies of CDNA's attention: queries into registers, key blocks into the ring of `tilestream.kernels.cdna.ring`.
 
-A head's columns are cut into parts of a power of two, each a tile of its own: 192 columns are three parts of 64. So
-queries and keys lie in rows of one length, values in rows of another, and each has its own swizzle. What is left of the
-last part behind a head's last column is zeros in queries and keys, and anything in values: it is not stored.
+A head's columns are cut into parts of a power of two, each a tile of its own (`Columns`, here ``F``): 192 columns are
+three parts of 64. So queries and keys lie in rows of one length, values in rows of another, and each has its own
+swizzle. What the last part has behind a head's last column is zeros in queries and keys, and anything in values: it is
+not stored.
 
-Rows are read where some query of the tile sees the key, ``[low, high)``, and nowhere else: in place of the others the
-nearest of these comes once more, and its scores are masked. What nobody sees may be NaN.
+Rows are read where some query of the tile sees the key, ``[low, high)`` of `Keys`, and nowhere else: in place of the
+others the nearest of these comes once more, and its scores are masked. Keys that no row sees may be NaN.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilestream.core.attention_structs import KeyCopies
+from tilestream.kernels.cdna.attention_softmax import math_of
 from tilestream.kernels.cdna.compat import as_loaded, barrier, commit, copy_to_shared, load_scalar
 from tilestream.kernels.cdna.ring import (
     copy_layout,
@@ -33,10 +36,10 @@ VECTOR: gl.constexpr = gl.constexpr(8)
 
 
 @gluon.jit
-def copied_columns(i, j, HOW: gl.constexpr):
+def copied_columns(i, j, SWIZZLE: gl.constexpr):
     """Which column each lane copies past the registers: the inverse swizzle of where it writes."""
-    cell = swizzled(i[:, None], (j // HOW[0])[None, :], HOW[1], HOW[2])
-    return cell * HOW[0] + (j % HOW[0])[None, :]
+    cell = swizzled(i[:, None], (j // SWIZZLE[0])[None, :], SWIZZLE[1], SWIZZLE[2])
+    return cell * SWIZZLE[0] + (j % SWIZZLE[0])[None, :]
 
 
 @gluon.jit
@@ -64,198 +67,185 @@ def make_parts(dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, R
     return parts
 
 
-@gluon.constexpr_function
-def gathered(block, page):
-    """Whether rows of a key block lie in several pages."""
-    return 0 < page < block
+@gluon.jit
+def copies_past_registers(x, F: gl.constexpr, C: gl.constexpr):
+    """`KeyCopies` of keys or values (`Rows`) by `copy_block`."""
+    stages = make_parts(x.at.dtype.element_ty, F.PARTS, C.STAGES, C.BLOCK, F.WIDTH, True)
+    i, j = indices(copy_layout(F.WIDTH, F.LANE, C.WARPS), C.BLOCK, F.WIDTH)
+    return KeyCopies(x, i, copied_columns(i, j, F.SWIZZLE), None, stages)
 
 
 @gluon.jit
-def page_of(first, table, pages, BLOCK: gl.constexpr, PAGE: gl.constexpr):
+def copies_by_registers(x, stages, LAYOUT: gl.constexpr, F: gl.constexpr, C: gl.constexpr):
+    """`KeyCopies` of keys or values (`Rows`) by `fetch_block`."""
+    i, j = indices(LAYOUT, C.BLOCK, F.WIDTH)
+    columns = fetched_columns(i, j, F.WIDTH, F.WIDTH)
+    return KeyCopies(x, i, columns, fetched_columns(i, j, F.REST, F.WIDTH), stages)
+
+
+@gluon.constexpr_function
+def values_layout(config):
+    """Who fetches what of a block of values into registers."""
+    return fetch_layout(config.V.WIDTH, config.BLOCK, False, config.TRANSPOSED_V, VECTOR, config.WARPS)
+
+
+@gluon.jit
+def page_of(first, keys, C: gl.constexpr):
     """The page that the key block from key ``first`` on lies in; 0 where it lies in none, or in several."""
     page = first * 0
-    if PAGE >= BLOCK:
-        page = gl.minimum(gl.maximum(load_scalar(table + first // PAGE), 0), pages - 1)
+    if C.PAGE >= C.BLOCK:
+        page = gl.minimum(gl.maximum(load_scalar(keys.table + first // C.PAGE), 0), keys.pages - 1)
     return page
 
 
 @gluon.jit
-def entries_of(i, first, seen, page, table, BLOCK: gl.constexpr, PAGE: gl.constexpr):
+def entries_of(i, first, keys, page, C: gl.constexpr):
     """What the table says of each row's page, where rows are gathered; else ``page``, that of all rows.
 
     A wait counts loads from the oldest on: an entry that is asked for behind a block's fetches, and needed by the next
     ones, would be waited for with all of them. So it is asked for before them, a block ahead, and looked at where the
     rows are fetched.
     """
-    if gathered(BLOCK, PAGE):
-        low, high = seen
-        return gl.load(table + gl.minimum(gl.maximum(first + i, low), high - 1) // PAGE)
+    if C.GATHERED:
+        return gl.load(keys.table + gl.minimum(gl.maximum(first + i, keys.low), keys.high - 1) // C.PAGE)
     else:
         return page
 
 
 @gluon.jit
-def block_start(x, first, stride, page, stride_page, BLOCK: gl.constexpr, PAGE: gl.constexpr):
-    """Where the rows of a key block are counted from: see `block_rows`."""
-    if PAGE == 0:
-        x = x + first.to(tl.int64) * stride
-    elif PAGE >= BLOCK:
-        x = x + page.to(tl.int64) * stride_page + (first % PAGE).to(tl.int64) * stride
-    return gl.multiple_of(x, 16)
+def block_start(x, first, page, C: gl.constexpr):
+    """Where the rows of a key block of ``x`` (`Rows`) are counted from: see `block_rows`."""
+    at = x.at
+    if C.PAGE == 0:
+        at = at + first.to(tl.int64) * x.row
+    elif C.PAGE >= C.BLOCK:
+        at = at + page.to(tl.int64) * x.batch + (first % C.PAGE).to(tl.int64) * x.row
+    return gl.multiple_of(at, 16)
 
 
 @gluon.jit
-def block_rows(
-    i, first, seen, stride, pages, page, stride_page, BLOCK: gl.constexpr, PAGE: gl.constexpr, FAR: gl.constexpr,
-):  # fmt: skip
+def block_rows(x, i, first, keys, page, FAR: gl.constexpr, C: gl.constexpr):
     """Where row ``i`` of the key block from key ``first`` on lies, from `block_start`. ``page``: see `entries_of`."""
-    low, high = seen
-    key = gl.minimum(gl.maximum(first + i, low), high - 1)
-    if gathered(BLOCK, PAGE):
-        page = gl.minimum(gl.maximum(as_loaded(page), 0), pages - 1)
-        return page.to(tl.int64) * stride_page + (key % PAGE).to(tl.int64) * stride
+    key = gl.minimum(gl.maximum(first + i, keys.low), keys.high - 1)
+    if C.GATHERED:
+        page = gl.minimum(gl.maximum(as_loaded(page), 0), keys.pages - 1)
+        return page.to(tl.int64) * x.batch + (key % C.PAGE).to(tl.int64) * x.row
     else:
         row = key - first
         if FAR:
             row = row.to(tl.int64)
-        return row * stride
+        return row * x.row
 
 
 @gluon.jit
-def copy_block(
-    source, first, seen, pages, page, stages, stage, FORM: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr
-):  # fmt: skip
-    """Start the copies of a key block, of K or of V, into a stage.
-
-    Parameters
-    ----------
-    source
-        ``(x, stride, stride_page, i, columns)``: the head's address; from row to row, and page to page; rows and
-        columns of what each lane copies.
-    seen
-        ``(low, high)``.
-    FORM
-        ``(parts, width, rest, how, lane)``: parts of the columns, those of one, those of the last that there are;
-        swizzle; elements of a lane in a copy past the registers.
-    """
-    PARTS: gl.constexpr = FORM[0]
-    WIDTH: gl.constexpr = FORM[1]
-    x, stride, stride_page, i, columns = source
-    x = block_start(x, first, stride, page, stride_page, BLOCK, PAGE)
-    rows = block_rows(i, first, seen, stride, pages, page, stride_page, BLOCK, PAGE, False)
-    offsets = element_offsets(rows, columns, FORM[4])
+def copy_block(copies, first, keys, page, stage, F: gl.constexpr, C: gl.constexpr):
+    """Start the copies of the key block from key ``first`` on, of K or of V, into a stage."""
+    PARTS: gl.constexpr = F.PARTS
+    at = block_start(copies.x, first, page, C)
+    rows = block_rows(copies.x, copies.i, first, keys, page, False, C)
+    offsets = element_offsets(rows, copies.columns, F.LANE)
     for part in gl.static_range(PARTS):
-        copy_to_shared(stages[part].index(stage), x + part * WIDTH, offsets)
+        copy_to_shared(copies.stages[part].index(stage), at + part * F.WIDTH, offsets)
 
 
 @gluon.jit
-def fetch_block(
-    source, rest_columns, first, seen, pages, page, FORM: gl.constexpr, BLOCK: gl.constexpr, PAGE: gl.constexpr,
-    LANE: gl.constexpr, FAR: gl.constexpr,
-):  # fmt: skip
+def fetch_block(copies, first, keys, page, LANE: gl.constexpr, F: gl.constexpr, C: gl.constexpr):
     """A key block, of K or of V, into registers: its parts.
 
-    ``page``: see `entries_of`. ``LANE``: elements of a lane; else as `copy_block`.
+    ``page``: see `entries_of`. ``LANE``: elements of a lane.
     """
-    PARTS: gl.constexpr = FORM[0]
-    WIDTH: gl.constexpr = FORM[1]
-    x, stride, stride_page, i, columns = source
-    ANYWHERE: gl.constexpr = FAR or gathered(BLOCK, PAGE)
-    x = block_start(x, first, stride, page, stride_page, BLOCK, PAGE)
-    rows = block_rows(i, first, seen, stride, pages, page, stride_page, BLOCK, PAGE, FAR)
+    PARTS: gl.constexpr = F.PARTS
+    ANYWHERE: gl.constexpr = C.FAR_KEYS or C.GATHERED
+    at = block_start(copies.x, first, page, C)
+    rows = block_rows(copies.x, copies.i, first, keys, page, C.FAR_KEYS, C)
     tiles = ()
     for part in gl.static_range(PARTS - 1):
-        tiles += (fetch(x + part * WIDTH, element_offsets(rows, columns, LANE), ANYWHERE),)
-    tiles += (fetch(x + (PARTS - 1) * WIDTH, element_offsets(rows, rest_columns, LANE), ANYWHERE),)
+        tiles += (fetch(at + part * F.WIDTH, element_offsets(rows, copies.columns, LANE), ANYWHERE),)
+    tiles += (fetch(at + (F.PARTS - 1) * F.WIDTH, element_offsets(rows, copies.rest, LANE), ANYWHERE),)
     return tiles
 
 
 @gluon.jit
-def put_keys(tiles, stages, FORM: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+def put_keys(tiles, stages, C: gl.constexpr):
     """Write what was fetched of a block of keys to its stage, zeros behind the last column."""
-    PARTS: gl.constexpr = FORM[0]
-    WIDTH: gl.constexpr = FORM[1]
-    HOW: gl.constexpr = FORM[3]
+    F: gl.constexpr = C.K
+    PARTS: gl.constexpr = F.PARTS
     for part in gl.static_range(PARTS):
         tile = tiles[part]
-        if part == PARTS - 1 and FORM[2] < WIDTH:
-            tile = cut_off(as_loaded(tile), FORM[2], BLOCK, WIDTH, True, False, VECTOR, WARPS)
-        put(tile, stages[part].index(0), BLOCK, WIDTH, False, True, HOW)
+        if part == F.PARTS - 1 and F.REST < F.WIDTH:
+            tile = cut_off(as_loaded(tile), F.REST, C.BLOCK, F.WIDTH, True, False, VECTOR, C.WARPS)
+        put(tile, stages[part].index(0), C.BLOCK, F.WIDTH, False, True, F.SWIZZLE)
 
 
 @gluon.jit
-def put_values(tiles, stages, FORM: gl.constexpr, BLOCK: gl.constexpr, TURNED: gl.constexpr):
+def put_values(tiles, stages, C: gl.constexpr):
     """Write what was fetched of a block of values to its stage, transposed where it cannot be read across."""
-    PARTS: gl.constexpr = FORM[0]
-    WIDTH: gl.constexpr = FORM[1]
-    HOW: gl.constexpr = FORM[3]
+    F: gl.constexpr = C.V
+    PARTS: gl.constexpr = F.PARTS
     for part in gl.static_range(PARTS):
         tile = tiles[part]
-        if TURNED:
+        if C.TRANSPOSED_V:
             tile = as_loaded(tile)
-        put(tile, stages[part].index(0), WIDTH, BLOCK, TURNED, False, HOW)
+        put(tile, stages[part].index(0), F.WIDTH, C.BLOCK, C.TRANSPOSED_V, False, F.SWIZZLE)
 
 
 @gluon.jit
-def query_rows(i, last, stride_row, stride_head, PACK: gl.constexpr, FAR: gl.constexpr):
-    """Where a tile's rows of queries lie: heads of a position side by side. Behind the ``last``, that one again."""
-    position = gl.minimum(i // PACK, last)
-    head = i % PACK
+def query_rows(q, i, last, FAR: gl.constexpr, C: gl.constexpr):
+    """Where a tile's rows of ``q`` (`Rows`) lie: heads of a position side by side. Behind the ``last``, that again."""
+    position = gl.minimum(i // C.PACK, last)
+    head = i % C.PACK
     if FAR:
         position = position.to(tl.int64)
         head = head.to(tl.int64)
-    return position * stride_row + head * stride_head
+    return position * q.row + head * q.head
 
 
 @gluon.jit
-def as_operand(
-    tile, COLUMNS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, HOW: gl.constexpr, MATH: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
+def as_operand(tile, COLUMNS: gl.constexpr, C: gl.constexpr):
     """A part of queries, of which ``COLUMNS`` are there, from how it was fetched to how it is multiplied."""
-    if COLUMNS < WIDTH:
-        tile = cut_off(tile, COLUMNS, ROWS, WIDTH, True, False, VECTOR, WARPS)
-    stages = make_stages(tile.dtype, 1, ROWS, WIDTH, True)
-    put(tile, stages.index(0), ROWS, WIDTH, False, True, HOW)
-    return operand(stages.index(0), ROWS, WIDTH, True, HOW, 0, MATH, VECTOR, False)
+    F: gl.constexpr = C.Q
+    if COLUMNS < F.WIDTH:
+        tile = cut_off(tile, COLUMNS, C.ROWS, F.WIDTH, True, False, VECTOR, C.WARPS)
+    stages = make_stages(tile.dtype, 1, C.ROWS, F.WIDTH, True)
+    put(tile, stages.index(0), C.ROWS, F.WIDTH, False, True, F.SWIZZLE)
+    return operand(stages.index(0), C.ROWS, F.WIDTH, True, F.SWIZZLE, 0, math_of(C), VECTOR, False)
 
 
 @gluon.jit
-def load_queries(
-    q, last, stride_row, stride_head, PACK: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr,
-    REST: gl.constexpr, DIRECT: gl.constexpr, LANE: gl.constexpr, HOW: gl.constexpr, FAR: gl.constexpr,
-    MATH: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """An item's queries as operands of the multiplication, a part each.
+def load_queries(q, tile, last, C: gl.constexpr):
+    """A tile's queries up to position ``last`` of it, as operands of the multiplication, a part each.
 
     By way of shared memory, so that global memory is read in whole rows: all of it is under way before any is waited
     for. Their room is that of the stages, which begin to be filled afterwards.
     """
+    F: gl.constexpr = C.Q
+    PARTS: gl.constexpr = F.PARTS
+    row = (tile.origin_q + tile.first).to(tl.int64)
+    at = q.at + tile.batch.to(tl.int64) * q.batch + row * q.row + (tile.head * C.PACK).to(tl.int64) * q.head
+    at = gl.multiple_of(at, 16)
     parts = ()
-    if DIRECT:
-        i, j = indices(copy_layout(WIDTH, LANE, WARPS), ROWS, WIDTH)
-        rows = query_rows(i, last, stride_row, stride_head, PACK, False)
-        offsets = element_offsets(rows, copied_columns(i, j, HOW), LANE)
-        stages = make_parts(q.dtype.element_ty, PARTS, 1, ROWS, WIDTH, True)
+    if C.DIRECT:
+        i, j = indices(copy_layout(F.WIDTH, F.LANE, C.WARPS), C.ROWS, F.WIDTH)
+        rows = query_rows(q, i, last, False, C)
+        offsets = element_offsets(rows, copied_columns(i, j, F.SWIZZLE), F.LANE)
+        stages = make_parts(q.at.dtype.element_ty, F.PARTS, 1, C.ROWS, F.WIDTH, True)
         for part in gl.static_range(PARTS):
-            copy_to_shared(stages[part].index(0), q + part * WIDTH, offsets)
+            copy_to_shared(stages[part].index(0), at + part * F.WIDTH, offsets)
         commit()
         landed(0)
         for part in gl.static_range(PARTS):
-            parts += (operand(stages[part].index(0), ROWS, WIDTH, True, HOW, 0, MATH, VECTOR, True),)
+            parts += (operand(stages[part].index(0), C.ROWS, F.WIDTH, True, F.SWIZZLE, 0, math_of(C), VECTOR, True),)
     else:
-        LAYOUT: gl.constexpr = fetch_layout(ROWS, WIDTH, True, False, VECTOR, WARPS)
-        i, j = indices(LAYOUT, ROWS, WIDTH)
-        rows = query_rows(i, last, stride_row, stride_head, PACK, FAR)
+        LAYOUT: gl.constexpr = fetch_layout(C.ROWS, F.WIDTH, True, False, VECTOR, C.WARPS)
+        i, j = indices(LAYOUT, C.ROWS, F.WIDTH)
+        rows = query_rows(q, i, last, C.FAR_Q, C)
         tiles = ()
         for part in gl.static_range(PARTS):
-            columns = fetched_columns(i, j, REST if part == PARTS - 1 else WIDTH, WIDTH)
+            columns = fetched_columns(i, j, F.REST if part == F.PARTS - 1 else F.WIDTH, F.WIDTH)
             offsets = element_offsets(rows, columns, VECTOR)
-            tiles += (fetch(q + part * WIDTH, offsets, FAR),)
+            tiles += (fetch(at + part * F.WIDTH, offsets, C.FAR_Q),)
         for part in gl.static_range(PARTS):
-            parts += (
-                as_operand(tiles[part], REST if part == PARTS - 1 else WIDTH, ROWS, WIDTH, HOW, MATH, WARPS),
-            )  # fmt: skip
+            parts += (as_operand(tiles[part], F.REST if part == F.PARTS - 1 else F.WIDTH, C),)
     # Copies that follow are not kept from what others still read, and puts are by a barrier in each block's loop.
     barrier()
     return parts

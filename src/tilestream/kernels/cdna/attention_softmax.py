@@ -1,7 +1,7 @@
-"""The softmax of CDNA's attention, on scores in registers: caps, masks, weights as operands, and their sums.
+"""CDNA's pieces of the softmax (`tilestream.kernels.device.softmax`): caps, masks, weights as operands, and their sums.
 
-By the rules of `tilestream.kernels.hopper.attention_softmax`. A row is in two lanes, which exchange its largest score
-once a block; of the sum of its weights each keeps its half until the item ends.
+A row is in two lanes, which exchange its largest score once a block; of the sum of its weights each keeps its half
+until the item ends.
 """
 
 from __future__ import annotations
@@ -9,46 +9,36 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilestream.core.attention_structs import Mask
 from tilestream.kernels.cdna.compat import opaque_zero, reciprocal, settled
+from tilestream.kernels.device.attention_tile import sees
 from tilestream.kernels.device.epilogue import power_of_2
-from tilestream.kernels.hopper.attention_softmax import LOG2_E, peaks, weighed
+from tilestream.kernels.device.softmax import LOG2_E, exp_scores, update_max
 
 #: Keys that a lane has of an operand of P V: as many neighbours as it has of the scores.
 KEYS: gl.constexpr = gl.constexpr(4)
 
 
-@gluon.jit
-def capped(scores, inner):
-    """``tanh(inner * scores)``: the cap itself is in the scale."""
-    return 1.0 - 2.0 * reciprocal(1.0 + power_of_2(2.0 * LOG2_E * inner * scores))
+@gluon.constexpr_function
+def math_of(config):
+    """How the warps hold scores, and sums of weighted values: 32 rows a warp, a row in two lanes."""
+    return gl.amd.AMDMFMALayout(config.VERSION, list(config.SHAPE), True, [config.WARPS, 1])
 
 
 @gluon.jit
-def sees(position, key, keys, until, since, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Which positions see which keys, by the rule of `tilestream.kernels.hopper.attention_softmax.masked`."""
-    if RIGHT:
-        seen = key[None, :] < gl.minimum(position + until, keys)[:, None]
-    else:
-        seen = (key < keys)[None, :]
-    if LEFT:
-        seen = seen & (key[None, :] >= (position + since)[:, None])
-    return seen
+def softcap(scores, softcap_scale):
+    """``tanh(softcap_scale * scores)``, as of `tilestream.kernels.device.softmax`, by the hardware's reciprocal."""
+    return 1.0 - 2.0 * reciprocal(1.0 + power_of_2(2.0 * LOG2_E * softcap_scale * scores))
 
 
 @gluon.jit
-def masked(
-    scores, first, mask, PACK: gl.constexpr, MATH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
-):  # fmt: skip
-    """Scores of the key block from key ``first`` on, -inf where a row does not see the key.
-
-    ``mask`` is ``(first_query, keys, until, since)``, in the sense of `tilestream.kernels.hopper.attention_softmax`.
-    """
-    first_query, keys, until, since = mask
-    ROWS: gl.constexpr = scores.shape[0]
-    BLOCK: gl.constexpr = scores.shape[1]
-    position = first_query + (gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()) // PACK
-    key = first + gl.arange(0, BLOCK, gl.SliceLayout(0, MATH))
-    return gl.where(sees(position, key, keys, until, since, LEFT, RIGHT), scores, float("-inf"))
+def masked(x, first, tile, C: gl.constexpr):
+    """Scores of the key block from key ``first`` on, -inf where a row of the `Tile` does not see the key."""
+    MATH: gl.constexpr = math_of(C)
+    position = tile.first + (gl.arange(0, C.ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()) // C.PACK
+    key = first + gl.arange(0, C.BLOCK, gl.SliceLayout(0, MATH))
+    mask = Mask(position, tile.keys, tile.causal_offset_left, tile.causal_offset_right)
+    return gl.where(sees(mask, key, C), x, float("-inf"))
 
 
 @gluon.constexpr_function
@@ -87,18 +77,25 @@ def narrowed(weights, dtype: gl.constexpr, VERSION: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(
-    scores, top, total, first, mask, scale, inner, dtype: gl.constexpr, PACK: gl.constexpr, MATH: gl.constexpr,
-    MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, CAPPED: gl.constexpr,
-):  # fmt: skip
-    """``(weights, top, total, shrink)``; the weights as an operand: no data moves from lane to lane."""
-    if CAPPED:
-        scores = capped(scores, inner)
+def weigh(x, softmax, first, tile, scores, dtype: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+    """Weights of the products ``x`` of a key block, as an operand, and the `Softmax` with them, but for ``o``.
+
+    No data moves from lane to lane. ``row_sum`` has the halves of `halves_of_sum`, ``[rows, 2]``.
+
+    Returns
+    -------
+    (weights, row_max, row_sum, rescale)
+    """
+    MATH: gl.constexpr = math_of(C)
+    if C.CAPPED:
+        x = softcap(x, scores.softcap_scale)
     if MASKED:
-        scores = masked(scores, first, mask, PACK, MATH, LEFT, RIGHT)
-    PAIR: gl.constexpr = pair_layout(scores.shape[0] // MATH.instr_shape[0])
-    top, shift, shrink = peaks(scores, top, scale, MASKED, False)
-    weights, _ = weighed(scores, top, scale, shift, shrink)
-    total = total * gl.convert_layout(shrink, gl.SliceLayout(1, PAIR))[:, None] + halves_of_sum(weights, PAIR)
-    weights = gl.convert_layout(narrowed(weights, dtype, MATH.version), gl.DotOperandLayout(0, MATH, KEYS))
-    return weights, settled(top), total, shrink
+        x = masked(x, first, tile, C)
+    PAIR: gl.constexpr = pair_layout(C.WARPS)
+    row_max, shift, rescale = update_max(x, softmax.row_max, scores.scale, MASKED, False)
+    weights = exp_scores(x, scores.scale, shift)
+    row_sum = softmax.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, PAIR))[:, None] + halves_of_sum(
+        weights, PAIR
+    )
+    weights = gl.convert_layout(narrowed(weights, dtype, C.VERSION), gl.DotOperandLayout(0, MATH, KEYS))
+    return weights, settled(row_max), row_sum, rescale

@@ -141,9 +141,7 @@ def vector_at(at, VECTOR: gl.constexpr):
 
 @gluon.jit
 def store_partial(acc, at, ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr, MATH: gl.constexpr):
-    """Store a partial result, float32 ``[ROWS, WIDTH]``, at ``at``: strips of ``STRIP`` columns, one behind the
-    other.
-    """
+    """Store a partial result, float32 ``[ROWS, WIDTH]``, at ``at``: strips, one behind the other."""
     if WIDTH > STRIP:
         low, high = halves(acc, ROWS, WIDTH, MATH)
         store_partial(low, at, ROWS, WIDTH // 2, STRIP, MATH)
@@ -184,8 +182,9 @@ def count_in(count, parts):
 
 @gluon.jit
 def reduce_partials(at, parts, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STRIP: gl.constexpr, MATH: gl.constexpr):
-    """One strip of a tile's ``parts`` partial results, added in K order; past the first-level cache, which may be
-    stale.
+    """One strip of a tile's ``parts`` partial results, added in K order.
+
+    Loads bypass the first-level cache, which may be stale.
     """
     offsets = in_strip(ROWS, STRIP, MATH)
     acc = buffer_load(gl.multiple_of(at, 16), offsets, cache=".cg")

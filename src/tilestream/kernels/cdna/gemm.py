@@ -37,6 +37,7 @@ from tilestream.kernels.cdna.ring import (
     cut_off,
     fetch,
     fetch_offsets,
+    fetch_word_offsets,
     fetched,
     in_words,
     landed,
@@ -111,6 +112,36 @@ def multiply_direct(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.c
 
 
 @gluon.jit
+def x_fetch_offsets(x, last_k, C: gl.constexpr):
+    """What each lane fetches of x's part of a step, whose last element of K is ``last_k``."""
+    ELEMENT: gl.constexpr = x.at.dtype.element_ty
+    VECTOR: gl.constexpr = CELL // ELEMENT.primitive_bitwidth
+    if in_words(ELEMENT, C.X_TURNED):
+        return fetch_word_offsets(
+            x.last, last_k, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, VECTOR, C.WARPS, C.X_64BIT
+        )  # fmt: skip
+    else:
+        return fetch_offsets(
+            x.last, last_k, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS, C.X_64BIT
+        )  # fmt: skip
+
+
+@gluon.jit
+def y_fetch_offsets(y, last_k, C: gl.constexpr):
+    """What each lane fetches of y's part of a step, whose last element of K is ``last_k``."""
+    ELEMENT: gl.constexpr = y.at.dtype.element_ty
+    VECTOR: gl.constexpr = CELL // ELEMENT.primitive_bitwidth
+    if in_words(ELEMENT, C.Y_TURNED):
+        return fetch_word_offsets(
+            y.last, last_k, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, VECTOR, C.WARPS, C.Y_64BIT
+        )  # fmt: skip
+    else:
+        return fetch_offsets(
+            y.last, last_k, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS, C.Y_64BIT
+        )  # fmt: skip
+
+
+@gluon.jit
 def multiply_staged(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.constexpr):
     """The same, by way of registers: a step is fetched while the one before it is multiplied."""
     MATH: gl.constexpr = acc.type.layout
@@ -119,14 +150,8 @@ def multiply_staged(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.c
     VECTOR: gl.constexpr = CELL // ELEMENT.primitive_bitwidth
     X_WORDS: gl.constexpr = in_words(ELEMENT, C.X_TURNED)
     Y_WORDS: gl.constexpr = in_words(Y_ELEMENT, C.Y_TURNED)
-    x_offsets = fetch_offsets(
-        x.last, C.BLOCK_K - 1, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS, C.X_64BIT,
-        X_WORDS,
-    )  # fmt: skip
-    y_offsets = fetch_offsets(
-        y.last, C.BLOCK_K - 1, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS, C.Y_64BIT,
-        Y_WORDS,
-    )  # fmt: skip
+    x_offsets = x_fetch_offsets(x, C.BLOCK_K - 1, C)
+    y_offsets = y_fetch_offsets(y, C.BLOCK_K - 1, C)
     first = gl.minimum(k_begin, most)
     x_tile = fetch(x.at + first * x.step, x_offsets, C.X_64BIT, X_WORDS)
     in_order()
@@ -156,12 +181,8 @@ def multiply_rest(acc, x, y, whole, rest, x_stages, y_stages, C: gl.constexpr):
     X_WORDS: gl.constexpr = in_words(ELEMENT, C.X_TURNED)
     Y_WORDS: gl.constexpr = in_words(Y_ELEMENT, C.Y_TURNED)
     x_at, y_at = x.at + whole * x.step, y.at + whole * y.step
-    x_offsets = fetch_offsets(
-        x.last, rest - 1, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS, C.X_64BIT, X_WORDS
-    )  # fmt: skip
-    y_offsets = fetch_offsets(
-        y.last, rest - 1, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS, C.Y_64BIT, Y_WORDS
-    )  # fmt: skip
+    x_offsets = x_fetch_offsets(x, rest - 1, C)
+    y_offsets = y_fetch_offsets(y, rest - 1, C)
     x_tile = fetch(x_at, x_offsets, C.X_64BIT, X_WORDS)
     y_tile = fetch(y_at, y_offsets, C.Y_64BIT, Y_WORDS)
     x_tile = fetched(x_tile, ELEMENT, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS)
@@ -289,7 +310,8 @@ def gemm(
     )  # fmt: skip
     epilogue = Epilogue(
         Matrix(out, stride_ob, stride_or, stride_oc), Matrix(residual, stride_rb, stride_rr, stride_rc),
-        Vector(bias, 0, stride_bias), Vector(row_scale, stride_sb, stride_sr), Vector(column_scale, stride_tb, stride_tc),
+        Vector(bias, 0, stride_bias), Vector(row_scale, stride_sb, stride_sr),
+        Vector(column_scale, stride_tb, stride_tc),
         alpha, beta, rows, columns, None, None,
     )  # fmt: skip
     x, y = Matrix(x, stride_xb, stride_x, 1), Matrix(y, stride_yb, stride_y, 1)

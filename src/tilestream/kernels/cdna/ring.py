@@ -212,28 +212,34 @@ def in_words(dtype, turned):
 @gluon.jit
 def fetch_offsets(
     last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr, FAR: gl.constexpr, WORDS: gl.constexpr = False,
+    VECTOR: gl.constexpr, WARPS: gl.constexpr, OFFSETS_64BIT: gl.constexpr,
 ):  # fmt: skip
-    """What each lane fetches into registers.
+    """What each lane fetches into registers: see `offsets_of`.
 
-    ``TURNED``: of an operand that is not K-major, to be put into a stage that is. ``FAR``: by 64-bit addresses.
-    ``WORDS``: in words of four elements.
+    ``TURNED``: of an operand that is not K-major, to be put into a stage that is.
     """
     TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    if WORDS:
-        LAYOUT: gl.constexpr = word_layout(ROWS, BLOCK_K, K_MAJOR, VECTOR, WARPS)
-        LANE: gl.constexpr = LAYOUT.size_per_thread[1]
-        i, j = indices(LAYOUT, TILE[0], TILE[1] // 4)
-        j = j * 4
-        cell = (j // VECTOR)[None, :] + i[:, None] * 0
-        at = offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, 1, K_MAJOR, FAR) // 4
-        return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
-    else:
-        LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
-        LANE: gl.constexpr = LAYOUT.size_per_thread[1]
-        i, j = indices(LAYOUT, TILE[0], TILE[1])
-        cell = (j // VECTOR)[None, :] + i[:, None] * 0
-        return offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, LANE, K_MAJOR, FAR)
+    LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
+    LANE: gl.constexpr = LAYOUT.size_per_thread[1]
+    i, j = indices(LAYOUT, TILE[0], TILE[1])
+    cell = (j // VECTOR)[None, :] + i[:, None] * 0
+    return offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, LANE, K_MAJOR, OFFSETS_64BIT)
+
+
+@gluon.jit
+def fetch_word_offsets(
+    last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr,
+    VECTOR: gl.constexpr, WARPS: gl.constexpr, OFFSETS_64BIT: gl.constexpr,
+):  # fmt: skip
+    """The same of an operand that is ``TURNED``, in words of four elements."""
+    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+    LAYOUT: gl.constexpr = word_layout(ROWS, BLOCK_K, K_MAJOR, VECTOR, WARPS)
+    LANE: gl.constexpr = LAYOUT.size_per_thread[1]
+    i, j = indices(LAYOUT, TILE[0], TILE[1] // 4)
+    j = j * 4
+    cell = (j // VECTOR)[None, :] + i[:, None] * 0
+    at = offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, 1, K_MAJOR, OFFSETS_64BIT) // 4
+    return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
 
 
 @gluon.jit

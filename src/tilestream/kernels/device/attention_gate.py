@@ -2,9 +2,10 @@
 
 A tile reads many chunks, one after the other, so it waits inside of the item: for what its next block of keys needs,
 and then does all blocks that are there (invariant 2: each chunk is read only after waiting for that one). Words, waits
-and the end of a launch are those of `tilestream.kernels.device.gate`.
+and the end of a launch are those of `tilestream.kernels.device.gate`; a worker begins and leaves as in
+`tilestream.kernels.device.items`.
 
-A worker remembers a run of chunks that it has seen, and looks at none of them a second time.
+A worker remembers a run of chunks that it has seen (`Passed`), and polls none of them a second time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import triton.language as tl
 
 from tilestream.core import attention
 from tilestream.core import chunks as rules
-from tilestream.kernels.device.gate import ARRIVED, OVER, end_launch, leave_gate, look_at_mark, wait
+from tilestream.core.structs import Passed
+from tilestream.kernels.device.gate import ARRIVED, OVER, end_launch, is_over, wait
+from tilestream.kernels.device.items import with_over
 from tilestream.kernels.device.jit import device
 
 chunk_of = device(rules.chunk_of)
@@ -23,7 +26,7 @@ halved = device(attention.halved)
 
 @triton.jit
 def chunk_at(row, coming, KEYS: tl.constexpr):
-    """The chunk that brings ``row``."""
+    """The chunk of `Incoming` keys that brings ``row``. ``coming.table`` is of each ragged chunk the first row."""
     if KEYS == "uniform":
         chunk = chunk_of(row, coming.per_chunk)
     else:
@@ -45,52 +48,37 @@ def end_of(chunk, coming, KEYS: tl.constexpr):
 
 
 @triton.jit
-def look_at_keys(gate, words, watch):
-    """Whether an earlier launch left signals behind that the host has not reset: `gate.quarantined`."""
-    over = tl.cast(0, tl.int32)
-    if gate.rows.epoch == 0:
-        over = look_at_mark(over, gate.rows, 0, gate, words, watch)
-    return over
+def poll_over(passed, words, watch):
+    """``passed``, with whether the launch is over: polled once an item."""
+    over = passed.over
+    if over == 0:
+        over = is_over(words, watch).to(tl.int32)
+    return with_over(passed, over)
 
 
 @triton.jit
-def pass_keys(row, end, seen, over, named, gate, words, watch, KEYS: tl.constexpr):
-    """Wait for the chunks of rows [row, end).
-
-    Parameters
-    ----------
-    seen
-        ``(low, high)``: the chunks that the worker has seen.
-    named
-        ``(tile, batch, pm, pn)``: the item, in an error record.
-    gate
-        `tilestream.core.structs.Gate`; its ``rows`` are keys, their ``table`` the first row of each chunk.
+def pass_keys(row, end, passed, tile, work, words, gate, watch, KEYS: tl.constexpr):
+    """Wait for the chunks of rows [row, end) of keys.
 
     Returns
     -------
-    (over, ready, seen_low, seen_high)
+    (passed, ready)
         ``ready`` is the row up to which, from ``row`` on, everything is known to be there.
     """
-    seen_low, seen_high = seen
     ready = row
+    over, low, high = passed.over, passed.row_low, passed.row_high
+    none = tl.cast(-1, tl.int32)
     while (ready < end) & (over == 0):
         chunk = chunk_at(ready, gate.rows, KEYS)
-        if (chunk < seen_low) | (chunk > seen_high):
+        if (chunk < low) | (chunk > high):
             state, waited = wait(gate.rows, chunk, gate, words, watch)
             if state == ARRIVED:
-                seen_low = tl.where(chunk == seen_high + 1, seen_low, chunk)
-                seen_high = chunk
+                low = tl.where(chunk == high + 1, low, chunk)
+                high = chunk
             else:
                 over = over * 0 + 1
                 if state != OVER:
-                    end_launch(
-                        state, 0, chunk, gate.rows.key, gate.rows.epoch, named, waited, gate, words, watch
-                    )  # fmt: skip
-        ready = tl.where(over == 0, end_of(seen_high, gate.rows, KEYS), ready)
-    return over, ready, seen_low, seen_high
-
-
-@triton.jit
-def leave_keys(work, words, gate, watch, over):
-    """After STOP: `gate.leave_gate`. The last worker out looks at every chunk: a mask may have hidden any of them."""
-    leave_gate(work, words, gate, watch, over, "uniform", "none")
+                    named = (tile.pm * work.num_n + tile.pn, none, tile.pm, tile.pn)
+                    end_launch(state, 0, chunk, gate.rows.key, gate.rows.epoch, named, waited, gate, words, watch)
+        ready = tl.where(over == 0, end_of(high, gate.rows, KEYS), ready)
+    return Passed(over, low, high, passed.column_low, passed.column_high), ready

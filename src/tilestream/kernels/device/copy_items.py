@@ -55,10 +55,8 @@ def copy_items(copies, coming, workers, lanes, BLOCK: tl.constexpr, VECTOR: tl.c
                 held = (tl.load(copies.table + HEAD + chunk + 1) - first) * row_words
                 part = ticket % per_chunk
                 begin = first.to(tl.int64) * row_words + part_begin(held, per_chunk, part)
-                copy_piece(
-                    copies.source + begin * VECTOR, copies.target + begin * VECTOR, part_size(held, per_chunk, part) * VECTOR, lanes,
-                    BLOCK,
-                )  # fmt: skip
+                size = part_size(held, per_chunk, part) * VECTOR
+                copy_piece(copies.source + begin * VECTOR, copies.target + begin * VECTOR, size, lanes, BLOCK)
                 if count_in(copies.words + COUNTERS + chunk, per_chunk):
                     epoch = tl.where(coming.epoch == 0, 1, coming.epoch)
                     tl.atomic_xchg(coming.signals + chunk, epoch, sem="release", scope="sys")

@@ -1,4 +1,4 @@
-"""The list of a packed call's sequences, longest first, which the device makes of their lengths: nobody asks the host.
+"""The list of a packed call's sequences, longest first. The device makes it, because the lengths are on the device.
 
 ::
 
@@ -8,9 +8,8 @@
     ...
     n       all tiles
 
-That is `tilestream.core.attention`: a sequence's place is the number of those that come before it, and the tiles
-before it are theirs. The last sequence of all is none: it is the rows of queries that belong to no sequence, behind the
-last one, which see no key.
+The rules are `tilestream.core.attention`'s: a sequence's place is the number of sequences that come before it, its
+start the number of their tiles. The last "sequence" is the rows of queries behind the last one, which see no key.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ COMPARED: tl.constexpr = tl.constexpr(64)
 
 @triton.jit
 def rows_of(cumulative, sequence, sequences, rows):
-    """``(first, count)``: the rows of a sequence, or of what lies behind the last one; never outside ``rows`` rows."""
+    """``(first, count)``: the rows of a sequence, or those behind the last one; never outside ``rows`` rows."""
     first = tl.minimum(tl.maximum(tl.load(cumulative + sequence), 0), rows)
     end = rows
     if sequence < sequences - 1:
@@ -41,59 +40,74 @@ def rows_of(cumulative, sequence, sequences, rows):
 
 
 @triton.jit
-def measured(sequence, cu_queries, cu_keys, lengths, sequences, rows_q, rows_k, keys, columns, POSITIONS: tl.constexpr):
-    """``(tiles, keys)`` of some sequences; 0 and 0 of those that there are not."""
+def tiles_and_keys(
+    sequence, cu_seqlens_q, cu_seqlens_k, seqlens_k, sequences, tokens_q, tokens_k, seqlen_k, head_tiles,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """``(tiles, keys)`` of some sequences; 0 and 0 for sequences that do not exist."""
     there = sequence < sequences
     last = sequence == sequences - 1
     real = there & (last == 0)
-    first = tl.minimum(tl.maximum(tl.load(cu_queries + sequence, mask=there, other=0), 0), rows_q)
-    end = tl.load(cu_queries + sequence + 1, mask=real, other=0)
-    end = tl.minimum(tl.maximum(tl.where(last, rows_q, end), first), rows_q)
-    length = tl.where(real, keys, 0)
-    if cu_keys is not None:
-        first_k = tl.minimum(tl.maximum(tl.load(cu_keys + sequence, mask=real, other=0), 0), rows_k)
-        end_k = tl.load(cu_keys + sequence + 1, mask=real, other=0)
-        length = tl.minimum(tl.maximum(end_k, first_k), rows_k) - first_k
-    if lengths is not None:
-        length = tl.minimum(tl.maximum(tl.load(lengths + sequence, mask=real, other=0), 0), length)
-    return tl.where(there, cdiv(end - first, POSITIONS) * columns, 0), length
+    first = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + sequence, mask=there, other=0), 0), tokens_q)
+    end = tl.load(cu_seqlens_q + sequence + 1, mask=real, other=0)
+    end = tl.minimum(tl.maximum(tl.where(last, tokens_q, end), first), tokens_q)
+    length = tl.where(real, seqlen_k, 0)
+    if cu_seqlens_k is not None:
+        first_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k + sequence, mask=real, other=0), 0), tokens_k)
+        end_k = tl.load(cu_seqlens_k + sequence + 1, mask=real, other=0)
+        length = tl.minimum(tl.maximum(end_k, first_k), tokens_k) - first_k
+    if seqlens_k is not None:
+        length = tl.minimum(tl.maximum(tl.load(seqlens_k + sequence, mask=real, other=0), 0), length)
+    return tl.where(there, cdiv(end - first, POSITIONS) * head_tiles, 0), length
 
 
 @triton.jit(
-    do_not_specialize=("sequences", "rows_q", "rows_k", "keys", "columns"),
-    do_not_specialize_on_alignment=("cu_queries", "cu_keys", "lengths"),
+    do_not_specialize=("sequences", "tokens_q", "tokens_k", "seqlen_k", "head_tiles"),
+    do_not_specialize_on_alignment=("cu_seqlens_q", "cu_seqlens_k", "seqlens_k"),
 )
 def list_sequences(
-    cu_queries, cu_keys, lengths, starts, order, sequences, rows_q, rows_k, keys, columns, POSITIONS: tl.constexpr
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqlens_k,
+    starts,
+    order,
+    sequences,
+    tokens_q,
+    tokens_k,
+    seqlen_k,
+    head_tiles,
+    POSITIONS: tl.constexpr,
 ):
     """Make the list.
 
     Parameters
     ----------
-    cu_queries, cu_keys, lengths
-        As of `tilestream.launch.attention.Operands`; the last two, or one of them, may be None.
+    cu_seqlens_q, cu_seqlens_k, seqlens_k
+        As of `tilestream.core.attention_structs.Extents`; the last two, or one of them, may be None.
     starts, order
         int32, of ``sequences + 1`` and ``sequences`` elements.
     sequences
         One more than there are.
-    rows_q, rows_k
+    tokens_q, tokens_k
         Of the tensors.
-    keys
-        What a sequence has at most.
-    columns
-        Tiles of a query block: heads, or packs of them.
+    seqlen_k
+        The most keys of a sequence.
+    head_tiles
+        Tiles of a query block.
     POSITIONS
         Query positions of a tile.
     """
     mine = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
-    _, my_keys = measured(mine, cu_queries, cu_keys, lengths, sequences, rows_q, rows_k, keys, columns, POSITIONS)
+    _, my_keys = tiles_and_keys(
+        mine, cu_seqlens_q, cu_seqlens_k, seqlens_k, sequences, tokens_q, tokens_k, seqlen_k, head_tiles, POSITIONS
+    )
     entry = tl.zeros([PLACED], tl.int32)
     start = tl.zeros([PLACED], tl.int32)
     total = tl.cast(0, tl.int32)
     for first in range(0, sequences, COMPARED):
         other = first + tl.arange(0, COMPARED)
-        tiles, length = measured(
-            other, cu_queries, cu_keys, lengths, sequences, rows_q, rows_k, keys, columns, POSITIONS
+        tiles, length = tiles_and_keys(
+            other, cu_seqlens_q, cu_seqlens_k, seqlens_k, sequences, tokens_q, tokens_k, seqlen_k, head_tiles, POSITIONS
         )
         before = comes_before(length[None, :], other[None, :], my_keys[:, None], mine[:, None])
         before = tl.where((other < sequences)[None, :], before, 0)

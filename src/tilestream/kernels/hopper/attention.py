@@ -14,23 +14,22 @@
                                                     O / l, drained by TMA under the next item; log-sum-exp
                                                     arrive item_empty
 
-A tile is a query block of one head, or of several that share a K/V head (`PACK`: few queries fill a tile's rows so).
-Its key blocks run from the diagonal to the window's edge: those that some row sees in part are masked, in loops of
-their own. A consumer gives back unread the stages of blocks that none of its own rows sees (`leave_out`). The tensor
-cores compute the next block's scores while a consumer is at its softmax; with ``ORDERED`` the consumers also take turns
-at starting them, so that one's exponentials run under another's multiplications.
+A tile (`tilestream.kernels.device.attention_tile`) is a query block of one head, or of several that share a K/V head
+(``PACK``: few queries fill a tile's rows so). Its key blocks run from the diagonal to the window's edge: those that
+some row sees in part are masked, in loops of their own. A consumer gives back unread the stages of blocks that none of
+its own rows sees (`leave_out`). The tensor cores compute the next block's scores while a consumer is at its softmax;
+with ``ORDERED`` the consumers also take turns at starting them, so that one's exponentials run under another's
+multiplications.
 
-The load warp asks for a ticket while it loads an item's last blocks, and takes the next item before the last of values.
-Where keys arrive, it asks the gate before a block's first stage, and blocks are taken from the first key on;
-an item whose chunks do not come is void, and NaN: see `tilestream.kernels.hopper.attention_load`.
+The load warp prefetches a ticket while it loads an item's last blocks, and takes the next item before the last of
+values. Where keys arrive, it passes the gate before a block's first stage (`load_keys`), and blocks are taken from the
+first key on; an item whose chunks do not come is void, and NaN.
 
 Values of 8 bits come through four more warps, between the load warp and the consumers, which make them float16: see
-`tilestream.kernels.hopper.attention_convert`.
+`tilestream.kernels.hopper.attention_convert`. Copies of packed sequences and of pages are clipped by the tensor map,
+as those of a dense batch: see `tilestream.kernels.hopper.attention_load`.
 
-Copies of what has no rectangle in memory, sequences of a packed batch and pages, are clipped by the tensor map all the
-same: see `tilestream.kernels.hopper.attention_load`.
-
-H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/attention)::
+H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/gpu_attention)::
 
     columns  causal                     full
     64       252/248  406/386  569/474  391/374  524/461  587/499
@@ -47,78 +46,165 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tilestream.core.attention_structs import (
+    Extents,
+    KeyRows,
+    LastValues,
+    LoadPlace,
+    Output,
+    Pages,
+    QkvRing,
+    RingPlace,
+    Rows,
+    Scales,
+    Scores,
+    Source,
+    TileRing,
+)
+from tilestream.core.structs import Gate, Incoming, Place, Words, Work
+from tilestream.kernels.device.attention_gate import poll_over
+from tilestream.kernels.device.attention_tile import emptied, locate_tile
+from tilestream.kernels.device.items import begin_worker, finish_worker
+from tilestream.kernels.device.schedule import add, take, with_asked
+from tilestream.kernels.device.trace import begin_span, ready_span
 from tilestream.kernels.hopper.attention_convert import convert_loop
-from tilestream.kernels.hopper.attention_load import Arriving, load_loop
-from tilestream.kernels.hopper.attention_math import ROWS, math_loop
-from tilestream.kernels.hopper.parts import AttentionItems, AttentionRing, AttentionWork, Scores, Source
-from tilestream.kernels.hopper.ring import ITEMS, make_barriers, make_slots
+from tilestream.kernels.hopper.attention_load import (
+    BLOCKS,
+    ROWS,
+    hand_on,
+    last_values_of,
+    load_keys,
+    load_last_values,
+    load_queries,
+    make_loads,
+    next_stage,
+)
+from tilestream.kernels.hopper.attention_math import (
+    attend_blocks,
+    rows_of_consumer,
+    scores_of_item,
+    start_softmax,
+    store_tile,
+)
+from tilestream.kernels.hopper.queues import await_ticket, prefetch_ticket
+from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
-    "base", "reset", "sequences", "rows_q", "rows_k", "queries", "keys", "columns", "shared_by", "left", "right",
-    "batch_rows_k", "batch_rows_v", "page_rows_k", "page_rows_v", "table_stride", "stride_lb", "stride_lh", "stride_lr",
-    "tiles", "num_m", "num_n", "group", "shares", "scale", "inner", "epoch", "key", "allowed", "op",
-    "rows_per_chunk", "chunks",
+    "base", "reset", "sequences", "tokens_q", "tokens_k", "seqlen_q", "seqlen_k", "head_tiles", "q_heads_per_kv",
+    "left", "right", "batch_rows_k", "batch_rows_v", "page_rows_k", "page_rows_v", "table_stride", "lse_batch",
+    "lse_head", "lse_row", "tiles", "num_m", "num_n", "group", "shares", "scale", "softcap_scale", "epoch", "key",
+    "allowed", "op", "rows_per_chunk", "chunks",
 )  # fmt: skip
 #: Words and numbers that lie anywhere.
 UNALIGNED = (
-    "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_queries", "cu_keys", "lengths", "table", "starts", "order_of",
-    "signals", "quarantine", "bounds",
+    "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table",
+    "starts", "order", "signals", "quarantine", "bounds",
 )  # fmt: skip
+
+
+@gluon.jit
+def load_loop(source, ring, items, work, words, C: gl.constexpr):
+    """Producer: take tiles, hand them on through the item ring, load their queries, keys and values."""
+    if C.CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    one, zero = tl.cast(1, tl.int32), tl.cast(0, tl.int32)
+    loads = make_loads(source, ring)
+    progress, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, source.gate, C)
+    passed, cursor = progress.passed, progress.cursor
+    k, v, slot, q = Place(zero, zero), Place(zero, zero), Place(zero, zero), Place(zero, zero)
+    found = one
+    last = LastValues(zero, KeyRows(zero, zero, zero, zero), zero)
+    asked = cursor.asked
+    if C.PREFETCHES_TICKETS:
+        asked = prefetch_ticket(words, zero, one)
+    while found != 0:
+        found, item, cursor = take(
+            with_asked(cursor, asked), work, words, watch, C, await_ticket if C.PREFETCHES_TICKETS else add
+        )
+        found, tile = locate_tile(found, item, source.extents, work.group, C)
+        v = load_last_values(last, v, passed.over, loads, source, C)
+        last = LastValues(zero, last.rows, last.first)
+        if C.TRACE:
+            if found != 0:
+                begin_span(items.log, tile.pm * work.num_n + tile.pn, watch.worker)
+                if not C.GATED:
+                    ready_span(items.log, tile.pm * work.num_n + tile.pn)
+        if C.GATED:
+            passed = poll_over(passed, words, watch)
+            tile = emptied(tile, passed.over)
+        handed = slot.at
+        slot = hand_on(items, slot, found, tile, passed.over, source, work, C)
+        if found != 0:
+            q = load_queries(tile, source, ring, q, C)
+            at = LoadPlace(k, v, asked, passed)
+            at = load_keys(at, tile, handed, loads, source, items, work, words, watch, C)
+            k, v, asked, passed = at
+            last = last_values_of(tile, last, source.extents, C)
+    finish_worker(passed, work, words, source.gate, watch, C)
+
+
+@gluon.jit
+def math_loop(WHO: gl.constexpr, ring, items, out, scores, C: gl.constexpr):
+    """Consumer: attend to the key blocks of 64 rows of each tile, and store their output."""
+    if C.CHAINED:
+        gdc_wait()
+    zero = tl.cast(0, tl.int32)
+    at, slot, q, turn = Place(zero, zero), Place(zero, zero), Place(zero, zero), zero
+    going = tl.cast(1, tl.int32)
+    while going != 0:
+        mbarrier.wait(items.full.index(slot.at), slot.phase)
+        going = get(items.slots, slot.at, BLOCKS, 4)  # key blocks, and one more; 0: STOP
+        if going != 0:
+            rows = rows_of_consumer(items, slot.at, WHO, C)
+            softmax = start_softmax(C)
+            of_item = scores_of_item(scores, items, slot.at, C)
+            q_at = WHO * C.QUERIES + q.at
+            mbarrier.wait(ring.q_full.index(q_at), q.phase)
+            if going > 1:
+                place = RingPlace(at.at, at.phase, turn)
+                softmax, place = attend_blocks(
+                    going, softmax, rows, of_item, ring, place, q_at, (items.slots, slot.at), WHO, C
+                )
+                at, turn = Place(place.stage, place.phase), place.turn
+            else:
+                mbarrier.arrive(ring.q_empty.index(q_at))
+            q = next_stage(q, C.QUERIES)
+            # What only the epilogue needs is read when there are registers for it: until then the slot is kept.
+            if ring.q.dtype.primitive_bitwidth == 8:  # of which there are fewer with warps that convert values
+                rows = rows_of_consumer(items, slot.at, WHO, C)
+            store_tile(softmax, rows, of_item, items, slot.at, going, out, WHO, C)
+        mbarrier.arrive(items.empty.index(slot.at))
+        slot = next_stage(slot, ITEMS)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def attend(
-    q_map, k_map, v_map, out_map, lse, sinks, scale_q, scale_k, scale_v, cu_queries, cu_keys, lengths, table, starts,
-    order_of, counters, log,
-    base: tl.int64, reset, sequences, rows_q, rows_k, queries, keys, columns, shared_by, left, right,
-    batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, stride_lb, stride_lh, stride_lr,
-    tiles, num_m, num_n, group, shares, scale, inner,
+    q_map, k_map, v_map, out_map, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, seqlens_k,
+    block_table, starts, order, counters, log,
+    base: tl.int64, reset, sequences, tokens_q, tokens_k, seqlen_q, seqlen_k, head_tiles, q_heads_per_kv,
+    left, right, batch_rows_k, batch_rows_v, page_rows_k, page_rows_v, table_stride, lse_batch, lse_head, lse_row,
+    tiles, num_m, num_n, group, shares, scale, softcap_scale,
     signals, quarantine, bounds, records, claims, epoch, key, allowed: tl.int64, op, rows_per_chunk, chunks,
     C: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
 
+    Parameters are the fields of `tilestream.core.attention_structs`, which it groups them in. Where keys are split
+    (``SPLIT_KEYS``), ``out`` and ``lse`` are those of shares, with as many sequences (rows) for each: see
+    `tilestream.kernels.portable.attention_merge`.
+
     Parameters
     ----------
-    lse, sinks, scale_q, scale_k, scale_v, cu_queries, cu_keys, lengths, table
-        As of `tilestream.launch.attention.Operands`, each of them or None.
     log
-        A record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
-    starts, order_of, sequences
-        The list that `tilestream.kernels.device.varlen` makes where queries are packed.
-    rows_q, rows_k
-        Rows of the packed tensors.
-    queries, keys
-        Rows of a sequence, where they are not packed; of keys, at most.
-    columns, shared_by
-        Tiles of a query block (heads, or packs of them), and how many of them share a K/V head.
-    left, right
-        Of the window, where it has such a side.
-    batch_rows_k, batch_rows_v, page_rows_k, page_rows_v
-        Rows from one sequence, or page, to the next, where a map counts rows of the whole tensor (``RAGGED_K``).
-    table_stride
-        From the pages of a sequence to those of the next.
-    shares
-        Into how many a tile's keys are split, where ``SPLIT`` says that they are. Then ``out`` and ``lse`` are those of
-        shares, with as many sequences (rows) for each: see `tilestream.kernels.portable.attention_merge`.
-    scale, inner
-        Of scores, in base 2: ``softcap`` and ``scale / softcap``, where there is a cap.
-    signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
-        How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.device.attention_gate`.
-    PACK
-        Query heads side by side in a tile's rows.
-    PARTS
-        Parts that queries and keys are multiplied in: boxes of their columns.
-    SCALES
-        Of each scale, the strides of sequences and of heads.
-    OWN
-        Whether a tile has whole key blocks that some consumer's rows do not see, and consumers look for them.
-    QUERIES
-        Items whose queries there is room for: with two, the next item's come while one is at work.
-    COLUMNS
-        Of V, a power of two; as keys' columns they are more than there are, which copies fill with zeros.
+        int64, a record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
+    C
+        A `tilestream.kernels.attention_config.HopperAttentionConfig`.
     """
     WIDTH: gl.constexpr = q_map.block_type.shape[-1]
     STRIP: gl.constexpr = out_map.block_type.shape[-1]
@@ -128,8 +214,8 @@ def attend(
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STRIP], out_map.dtype)
     q_parts = gl.allocate_shared_memory(q_map.dtype, [C.CONSUMERS * C.QUERIES * C.PARTS, ROWS, WIDTH], q_layout)
     k_parts = gl.allocate_shared_memory(k_map.dtype, [C.STAGES * C.PARTS, C.BLOCK, WIDTH], k_layout)
-    NARROW: gl.constexpr = v_map.dtype.primitive_bitwidth == 8
-    if NARROW:
+    CONVERTS: gl.constexpr = v_map.dtype.primitive_bitwidth == 8
+    if CONVERTS:
         wide_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BLOCK, C.COLUMNS], gl.float16)
         v_raw = gl.allocate_shared_memory(v_map.dtype, [C.STAGES, C.BLOCK, C.COLUMNS], v_layout)
         v_stages = gl.allocate_shared_memory(gl.float16, [C.STAGES, C.BLOCK, C.COLUMNS], wide_layout)
@@ -144,15 +230,15 @@ def attend(
     v_full = make_barriers(C.STAGES, 1)
     v_empty = make_barriers(C.STAGES, C.CONSUMERS)
     raw_full, raw_empty = v_full, v_empty
-    if NARROW:
+    if CONVERTS:
         raw_full = make_barriers(C.STAGES, 1)
         raw_empty = make_barriers(C.STAGES, 1)
     item_full = make_barriers(ITEMS, 1)
-    item_empty = make_barriers(ITEMS, C.CONSUMERS + 1 if NARROW else C.CONSUMERS)
-    if C.ORDERED:  # no barrier that nobody uses: see `tilestream.kernels.hopper.ring`
-        order = make_barriers(C.CONSUMERS, 1)
+    item_empty = make_barriers(ITEMS, C.CONSUMERS + 1 if CONVERTS else C.CONSUMERS)
+    if C.ORDERED:  # no barrier is made that is not used: see `tilestream.kernels.hopper.ring`
+        turns = make_barriers(C.CONSUMERS, 1)
     else:
-        order: gl.constexpr = None
+        turns: gl.constexpr = None
     slots = make_slots()
     if C.TRACE:
         places = make_slots()  # an item's slot is full
@@ -162,37 +248,41 @@ def attend(
         scales = make_slots()
     else:
         scales: gl.constexpr = None
-    items = AttentionItems(slots, item_full, item_empty, places, scales)
-    loaded = AttentionRing(q_parts, k_parts, v_raw, q_full, q_empty, k_full, k_empty, raw_full, raw_empty)
-    ring = AttentionRing(q_parts, k_parts, v_stages, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    scores_of = Scores(scale, inner, sinks, lse)
-    arriving = Arriving(
-        signals, quarantine, bounds, records, claims, epoch, key, allowed, op, rows_per_chunk, chunks
+    items = TileRing(slots, item_full, item_empty, places, scales, log)
+    loaded = QkvRing(q_parts, k_parts, v_raw, q_full, q_empty, k_full, k_empty, raw_full, raw_empty, turns)
+    ring = QkvRing(q_parts, k_parts, v_stages, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
+    extents = Extents(
+        starts, order, sequences, cu_seqlens_q, cu_seqlens_k, seqlens_k, tokens_q, tokens_k, seqlen_q, seqlen_k,
+        head_tiles, q_heads_per_kv, shares, left, right, batch_rows_k, batch_rows_v,
     )  # fmt: skip
+    coming = Incoming(signals, quarantine, bounds, epoch, key, chunks, rows_per_chunk, chunks, 0)
+    nothing = Incoming(None, None, None, 1, 0, 0, 1, 0, 0)
+    gate = Gate(coming, nothing, None, 0, 0, records, claims, op, allowed)
     source = Source(
-        q_map, k_map, v_map, starts, order_of, sequences, cu_queries, cu_keys, lengths, table, table_stride,
-        rows_q, rows_k, queries, keys, columns, shared_by, left, right, batch_rows_k, batch_rows_v,
-        page_rows_k, page_rows_v, stride_lb, stride_lh, stride_lr, shares, scale_q, scale_k, scale_v,
+        q_map, k_map, v_map, extents, Pages(block_table, table_stride), page_rows_k, page_rows_v,
+        Scales(scale_q, scale_k, scale_v), Rows(lse, lse_batch, lse_row, lse_head), gate,
     )  # fmt: skip
-    work = AttentionWork(counters, base, reset, tiles, num_m, num_n, group, log)
-    if NARROW:
+    work = Work(1, num_m, num_n, 1, tiles, 0, 0, 1, None, group, 0, 1, 0)
+    words = Words(counters, base, reset, log, 0, None, None)
+    out = Output(out_map, out_buffers, lse)
+    scores = Scores(scale, softcap_scale, sinks)
+    if CONVERTS:
         gl.warp_specialize([
-            (math_loop, (0, ring, items, order, scores_of, out_map, out_buffers, log, C)),
-            (math_loop, (1, ring, items, order, scores_of, out_map, out_buffers, log, C)),
-            (convert_loop, (v_raw, v_stages, raw_full, raw_empty, v_full, v_empty, slots, item_full, item_empty,
-                            C.BLOCK, C.COLUMNS, C.STAGES)),
-            (load_loop, (source, loaded, items, work, arriving, C)),
+            (math_loop, (0, ring, items, out, scores, C)),
+            (math_loop, (1, ring, items, out, scores, C)),
+            (convert_loop, (loaded, ring, items, C)),
+            (load_loop, (source, loaded, items, work, words, C)),
         ], [4, 4, 1], [C.MATH_REGISTERS, C.CONVERT_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
     elif C.CONSUMERS == 2:
         gl.warp_specialize([
-            (math_loop, (0, ring, items, order, scores_of, out_map, out_buffers, log, C)),
-            (math_loop, (1, ring, items, order, scores_of, out_map, out_buffers, log, C)),
-            (load_loop, (source, loaded, items, work, arriving, C)),
+            (math_loop, (0, ring, items, out, scores, C)),
+            (math_loop, (1, ring, items, out, scores, C)),
+            (load_loop, (source, loaded, items, work, words, C)),
         ], [4, 1], [C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (math_loop, (0, ring, items, order, scores_of, out_map, out_buffers, log, C)),
-            (math_loop, (1, ring, items, order, scores_of, out_map, out_buffers, log, C)),
-            (math_loop, (2, ring, items, order, scores_of, out_map, out_buffers, log, C)),
-            (load_loop, (source, loaded, items, work, arriving, C)),
+            (math_loop, (0, ring, items, out, scores, C)),
+            (math_loop, (1, ring, items, out, scores, C)),
+            (math_loop, (2, ring, items, out, scores, C)),
+            (load_loop, (source, loaded, items, work, words, C)),
         ], [4, 4, 1], [C.MATH_REGISTERS, C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip

@@ -252,7 +252,7 @@ def fixup(accs, at, words, item, WHO: gl.constexpr, C: gl.constexpr):
 
     The last contributor has its own part in its registers, and restores the count. It need not have written that part:
     where the others have counted already, no other can be the last. That is the protocol of
-    `tilestream.core.loop.fixup`, which the checker explores. Each half of a tile is handed in by itself, so that no
+    `tilestream.core.loop.settle`, which the checker explores. Each half of a tile is handed in by itself, so that no
     consumer waits for the other.
 
     The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole

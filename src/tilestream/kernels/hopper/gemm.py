@@ -333,7 +333,8 @@ def gemm(
     words = Words(counters, base, reset, log, capacity, partials, counts)
     epilogue = Epilogue(
         Matrix(out, stride_ob, stride_or, stride_oc), Matrix(residual, stride_rb, stride_rr, stride_rc),
-        Vector(bias, 0, stride_bias), Vector(row_scale, stride_sb, stride_sr), Vector(column_scale, stride_tb, stride_tc),
+        Vector(bias, 0, stride_bias), Vector(row_scale, stride_sb, stride_sr),
+        Vector(column_scale, stride_tb, stride_tc),
         alpha, beta, rows, columns, out_map, out_buffers,
     )  # fmt: skip
     publishing = Publishing(out_signals, out_counts, out_epoch, out_per_chunk, out_times)

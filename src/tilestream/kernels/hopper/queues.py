@@ -14,18 +14,17 @@ from triton.experimental.gluon import language as gl
 from tilestream.kernels.device.queues import AT_ONCE, pick_victim_simd
 from tilestream.kernels.device.schedule import LINE
 
-#: Steps of K that are loaded between drawing a ticket and needing it; of attention, key blocks, which take longer: an add
-#: takes about a microsecond.
+#: Steps of K that are loaded between drawing a ticket and needing it; of attention, key blocks, which take longer. An
+#: add takes about a microsecond.
 EARLY: gl.constexpr = gl.constexpr(4)
 
 
 @gluon.jit
 def prefetch_ticket(words, queue, go):
-    """Begin to add one to a queue's counter, if ``go`` is 1 and not 0. The answer (int64, for `await_ticket`) is one
-    lane's.
+    """Begin to add one to a queue's counter, if ``go`` is 1 and not 0. The answer, int64, is for `await_ticket`.
 
-    Non-blocking: no copy of the answer either, so it is undefined if ``go`` is 0. The address seems to be each lane's
-    own, so that ptxas does not gather the lanes' adds first.
+    It is one lane's. Non-blocking: the answer is not copied either, so it is undefined if ``go`` is 0. The address
+    seems to be each lane's own, so that ptxas does not gather the lanes' adds first.
     """
     return gl.inline_asm_elementwise(
         """{

@@ -2,23 +2,20 @@
 
 ::
 
-    for item in schedule:                                # schedule.take: longest first, heads in groups
-        top = sink; total = 1 (no sink: -inf, 0); acc = 0
-        for stretch of the item's key blocks:            # all at once, but where keys are still arriving
-            gate.wait(stretch)                           # over: out, lse = NaN
+    for tile in schedule:                                # next_tile, locate_tile: longest first, heads in groups
+        for stretch of the tile's key blocks:            # all at once, but where keys are still arriving
+            pass_keys(stretch)                           # over: out, lse = NaN
             for block at the window's edge, then plain, then at the diagonal and the end:
                 s = Q K[block]^T, capped; masked, but the plain ones
-                top' = max(top, s);  p = 2^(s - top');  total, acc = total and acc * 2^(top - top') + p and p V[block]
-        out = acc / total;  lse = ln 2 (top + log2 total)
+                p, row_max, row_sum = online softmax;  o = o * rescale + p V[block]
+        out, lse = finalize
 
-Scores are in base 2: the scale has log2 e in it, and the exponential is one instruction. Load and math share one loop,
-which Triton pipelines; there is no item ring. Nobody waits for another worker.
+The softmax is `tilestream.kernels.device.softmax`, a tile `tilestream.kernels.device.attention_tile`. Load and math
+share one loop, which Triton pipelines; there is no item ring. No worker waits for another.
 
 K and V are read where some row of the tile sees the key, and nowhere else: what lies behind the last key, or has not
-arrived, may be anything, NaN too.
-
-Which keys a tile sees, and where a tile of packed sequences lies, is `tilestream.core.attention`; the list of
-packed sequences is made by `attention_list.list_sequences`, a launch before this one.
+arrived, may be anything, NaN too. The list of packed sequences is made by a launch before this one:
+`tilestream.kernels.device.varlen`.
 """
 
 from __future__ import annotations
@@ -26,40 +23,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core import attention as rules
-from tilestream.core.structs import Gate, Incoming, Watch, Words, Work
-from tilestream.kernels.device.attention_gate import chunk_at, leave_keys, look_at_keys, pass_keys
-from tilestream.kernels.device.clock import present
-from tilestream.kernels.device.epilogue import power_of_2, sigmoid
-from tilestream.kernels.device.gate import is_over
-from tilestream.kernels.device.jit import device
-from tilestream.kernels.device.schedule import (
-    LINE,
-    cdiv,
-    enter,
-    first_cursor,
-    leave,
-    longest_first,
-    schedule_config,
-    take,
+from tilestream.core.attention_structs import (
+    Extents,
+    Keys,
+    Mask,
+    Rows,
+    Scales,
+    Scores,
+    Softmax,
 )
+from tilestream.core.structs import Gate, Incoming, Words, Work
+from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, poll_over
+from tilestream.kernels.device.attention_tile import locate_tile, seen_keys_of, sees
+from tilestream.kernels.device.items import begin_worker, finish_worker
+from tilestream.kernels.device.schedule import take
+from tilestream.kernels.device.softmax import exp_scores, finalize, softcap, update_max
 from tilestream.kernels.device.trace import begin_span, chunk_span, end_span, ready_span
-from tilestream.kernels.device.varlen import place_of, rows_of
 from tilestream.kernels.portable.gemm import to_tf32
-
-diagonal = device(rules.diagonal)
-key_blocks = device(rules.key_blocks)
-seen_keys = device(rules.seen_keys)
-
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 #: Arguments that say nothing about alignment: one compiled kernel serves all their values.
 UNSPECIALISED = (
-    "base", "reset", "epoch", "key", "allowed", "op", "chunks", "rows_per_chunk", "batch", "seqlen_q", "seqlen_k",
-    "tokens_q", "tokens_k", "pages", "packs", "ratio", "left", "right", "top_left", "scale", "cap", "stride_table",
-    "stride_lb", "stride_ls", "stride_lh", "stride_sqb", "stride_sqh", "stride_skb", "stride_skh", "stride_svb",
-    "stride_svh", "num_m", "num_n", "tiles", "queues", "group",
+    "base", "reset", "epoch", "key", "allowed", "op", "chunks", "rows_per_chunk", "sequences", "seqlen_q", "seqlen_k",
+    "tokens_q", "tokens_k", "pages", "head_tiles", "q_heads_per_kv", "left", "right", "scale", "softcap_scale",
+    "table_stride", "lse_batch", "lse_row", "lse_head", "stride_sqb", "stride_sqh", "stride_skb", "stride_skh",
+    "stride_svb", "stride_svh", "num_m", "num_n", "tiles", "queues", "group",
 )  # fmt: skip
 #: Words and numbers that lie anywhere.
 UNALIGNED = (
@@ -68,164 +55,255 @@ UNALIGNED = (
 )  # fmt: skip
 
 
+# Where rows are ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rows_of_tile(opaque_zero, first, C: tl.constexpr):
+    """``(row, position)`` of a tile's rows: see `tilestream.core.attention.row_of`.
+
+    ``opaque_zero`` is a 0 that the compiler does not know. What depends on rows alone it would work out once for all
+    items, and keep in registers that the loops want.
+    """
+    row = tl.arange(0, C.ROWS) + opaque_zero
+    return row, first + row // C.PACK
+
+
+@triton.jit
+def offset_of(row, x, ALIGN: tl.constexpr, C: tl.constexpr):
+    """Where a tile's rows lie in ``x`` (`Rows`), counted from its first: the heads of a position side by side."""
+    if C.OFFSETS_64BIT:
+        row = row.to(tl.int64)
+    return tl.multiple_of(row // C.PACK * x.row + row % C.PACK * x.head, ALIGN)
+
+
+@triton.jit
+def first_of(x, batch, row, head, ALIGN: tl.constexpr):
+    """Pointer to a row of a sequence and head of ``x`` (`Rows`). Packed rows have a batch stride of 0."""
+    at = x.at + batch.to(tl.int64) * x.batch + row.to(tl.int64) * x.row
+    return at + tl.multiple_of(head.to(tl.int64) * x.head, ALIGN)
+
+
+@triton.jit
+def keys_of_tile(tile, k, v, table, extents, C: tl.constexpr):
+    """`Keys` of a tile. ``k`` and ``v`` are `Rows`, ``table`` is ``(block_table, stride, pages)``."""
+    block_table, stride, pages = table
+    low, high = seen_keys_of(tile, C)
+    zero = tile.head * 0
+    head = tile.head // extents.q_heads_per_kv
+    if C.PAGE:  # pages are anywhere
+        k_at, v_at = first_of(k, zero, zero, head, C.ALIGN), first_of(v, zero, zero, head, C.ALIGN)
+        block_table = block_table + tile.batch.to(tl.int64) * stride
+    else:
+        k_at = first_of(k, tile.batch, tile.origin_k, head, C.ALIGN)
+        v_at = first_of(v, tile.batch, tile.origin_k, head, C.ALIGN)
+    return Keys(Rows(k_at, k.batch, k.row, k.head), Rows(v_at, v.batch, v.row, v.head), block_table, pages, low, high)
+
+
+@triton.jit
+def start_softmax(C: tl.constexpr):
+    """`Softmax` of rows that have seen no key."""
+    OUTPUT: tl.constexpr = (C.ROWS, C.BLOCK_DV)
+    ROW: tl.constexpr = (C.ROWS,)
+    return Softmax(
+        tl.full(ROW, float("-inf"), tl.float32), tl.zeros(ROW, tl.float32), tl.zeros(OUTPUT, tl.float32)
+    )  # fmt: skip
+
+
 # Load and math -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def rows_of_tile(nothing, first, BLOCK_M: tl.constexpr, PACK: tl.constexpr):
-    """``(row, position)`` of a tile's rows: see `schedule.attention.row_of`.
-
-    ``nothing`` is 0, which the compiler does not know: what depends on rows alone it would work out once for all items,
-    and keep in registers that the loops want.
-    """
-    row = tl.arange(0, BLOCK_M) + nothing
-    return row, first + row // PACK
-
-
-@triton.jit
-def offset_of(row, stride_row, stride_head, PACK: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):
-    """Where a tile's rows lie, counted from its first: the heads of a position side by side."""
-    if WIDE:
-        row = row.to(tl.int64)
-    return tl.multiple_of(row // PACK * stride_row + row % PACK * stride_head, ALIGN)
+def load_queries(q, tile, row, position, C: tl.constexpr):
+    """A tile's rows of queries; 0 behind the sequence's last and behind the last column."""
+    at = first_of(q, tile.batch, tile.origin_q + tile.first, tile.head * C.PACK, C.ALIGN)
+    column = tl.arange(0, C.BLOCK_D)
+    x = tl.load(
+        at + (offset_of(row, q, C.ALIGN, C)[:, None] + column[None, :]),
+        mask=(position < tile.queries)[:, None] & (column < C.D)[None, :], other=0.0,
+    )  # fmt: skip
+    if C.PRECISION == "tf32":
+        x = to_tf32(x)
+    if C.CONVERT:
+        x = x.to(tl.float16)
+    return x
 
 
 @triton.jit
 def load_block(
-    at, start, low, high, table, pages, stride_page, stride_row, columns,
-    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr, MASK: tl.constexpr,
-    PAGE: tl.constexpr,
+    x, start, keys, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Rows [start, start + BLOCK_N) of K or V of a head; 0 outside of [low, high), where MASK says that there is such.
+    """Keys [start, start + C.BLOCK) of K or V (`Rows` of `Keys`); 0 where no row of the tile sees the key, if MASKED.
 
     Pages: a block lies in one, or its rows are gathered.
     """
-    row = tl.arange(0, BLOCK_N)
+    ALIGN: tl.constexpr = C.ALIGN
+    row = tl.arange(0, C.BLOCK)
     key = start + row
     column = tl.arange(0, BLOCK)
-    real = (key >= low) & (key < high)
-    if PAGE == 0:
-        at += start.to(tl.int64) * stride_row
-    elif PAGE >= BLOCK_N:
-        page = tl.minimum(tl.maximum(tl.load(table + start // PAGE), 0), pages - 1)
-        at += page.to(tl.int64) * stride_page + (start % PAGE).to(tl.int64) * stride_row
-    if WIDE:
+    real = (key >= keys.low) & (key < keys.high)
+    at = x.at
+    if C.PAGE == 0:
+        at += start.to(tl.int64) * x.row
+    elif C.PAGE >= C.BLOCK:
+        page = tl.minimum(tl.maximum(tl.load(keys.table + start // C.PAGE), 0), keys.pages - 1)
+        at += page.to(tl.int64) * x.batch + (start % C.PAGE).to(tl.int64) * x.row
+    if C.OFFSETS_64BIT:
         row = row.to(tl.int64)
-    if (PAGE == 0) or (PAGE >= BLOCK_N):
-        pointers = at + (tl.multiple_of(row * stride_row, ALIGN)[:, None] + column[None, :])
+    if (C.PAGE == 0) or (C.PAGE >= C.BLOCK):
+        pointers = at + (tl.multiple_of(row * x.row, ALIGN)[:, None] + column[None, :])
     else:
-        if MASK:
-            page = tl.load(table + key // PAGE, mask=real, other=0)
+        if MASKED:
+            page = tl.load(keys.table + key // C.PAGE, mask=real, other=0)
         else:
-            page = tl.load(table + key // PAGE)
-        page = tl.minimum(tl.maximum(page, 0), pages - 1)
-        offset = page.to(tl.int64) * stride_page + (key % PAGE).to(tl.int64) * stride_row
+            page = tl.load(keys.table + key // C.PAGE)
+        page = tl.minimum(tl.maximum(page, 0), keys.pages - 1)
+        offset = page.to(tl.int64) * x.batch + (key % C.PAGE).to(tl.int64) * x.row
         pointers = at + (tl.multiple_of(offset, ALIGN)[:, None] + column[None, :])
-    if MASK:
-        block = tl.load(pointers, mask=real[:, None] & (column < columns)[None, :], other=0.0)
-    elif columns == BLOCK:
+    if MASKED:
+        block = tl.load(pointers, mask=real[:, None] & (column < COLUMNS)[None, :], other=0.0)
+    elif COLUMNS == BLOCK:
         block = tl.load(pointers)
     else:
-        block = tl.load(pointers, mask=(column < columns)[None, :], other=0.0)
+        block = tl.load(pointers, mask=(column < COLUMNS)[None, :], other=0.0)
     return block
 
 
 @triton.jit
-def capped(x, PRECISE: tl.constexpr):
-    """``tanh(x)``: by one exponential, and where float32 is asked for by a series around 0, where that one cancels."""
-    y = 2.0 * sigmoid(2.0 * x) - 1.0
-    if PRECISE:
-        # Taylor's, up to x^13: the first term left out is 6e-8 of the sum at 0.5.
-        z = x * x
-        near = 0.021869488536155202 + z * (-0.008863235529902197 + z * 0.003592128036572481)
-        near = -0.3333333333333333 + z * (0.13333333333333333 + z * (-0.05396825396825397 + z * near))
-        y = tl.where(tl.abs(x) < 0.5, x + x * z * near, y)
-    return y
+def softcap_precisely(scores, softcap_scale):
+    """`softcap`, to a bit or two of float32 around 0, too, where `softcap` cancels: there by Taylor's series.
+
+    Up to x^13: the first term left out is 6e-8 of the sum at 0.5.
+    """
+    x = softcap_scale * scores
+    z = x * x
+    near = 0.021869488536155202 + z * (-0.008863235529902197 + z * 0.003592128036572481)
+    near = -0.3333333333333333 + z * (0.13333333333333333 + z * (-0.05396825396825397 + z * near))
+    return tl.where(tl.abs(x) < 0.5, x + x * z * near, softcap(scores, softcap_scale))
 
 
 @triton.jit
-def add_blocks(
-    begin, end, q, acc, total, top, k, v, low, high, at, behind, left, right, factor, cap, table, pages,
-    stride_kp, stride_ks, stride_vp, stride_vs,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, POSITIVE: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, MATH: tl.constexpr,
-):  # fmt: skip
-    """Blocks [begin, end) of a tile's keys, added to its sums: ``(acc, total, top)``.
+def scores_of_tile(scores, scales, tile, extents, C: tl.constexpr):
+    """`Scores` of a tile.
 
-    ``at`` is each row's position among the queries, moved ahead by the diagonal; ``factor`` is the scale with log2 e.
+    ``scale`` is applied to the largest score alone, and to the others by the exponential's own multiply-add. A scale
+    that may turn the order around has to come before: then scores are multiplied by ``softcap_scale``, as before a cap.
     """
+    if C.CAPPED:
+        before = scores.softcap_scale
+    else:
+        before = scores.scale
+    # A pack is one head wherever there are scales. Rows behind the last sequence have none.
+    real = tile.batch < extents.sequences - 1
+    if scales.q.at is not None:
+        at = scales.q.at + tile.batch * scales.q.batch + tile.head * C.PACK * scales.q.head
+        before = before * tl.load(at, mask=real, other=1.0)
+    if scales.k.at is not None:
+        at = scales.k.at + tile.batch * scales.k.batch + tile.head // extents.q_heads_per_kv * scales.k.head
+        before = before * tl.load(at, mask=real, other=1.0)
+    return Scores(scores.scale, before, scores.sinks)
+
+
+@triton.jit
+def add_blocks(begin, end, q, softmax, keys, mask, scores, MASKED: tl.constexpr, C: tl.constexpr):
+    """Key blocks [begin, end) of a tile, added to its `Softmax`."""
+    NARROW: tl.constexpr = keys.v.at.dtype.element_ty == tl.float8e4nv
+    MATH: tl.constexpr = tl.float16 if NARROW else keys.v.at.dtype.element_ty
+    o, row_max, row_sum = softmax.o, softmax.row_max, softmax.row_sum
     for block in range(begin, end):
-        start = block * BLOCK_N
-        x = load_block(
-            k, start, low, high, table, pages, stride_kp, stride_ks, D, BLOCK_N, BLOCK_D, ALIGN, WIDE, MASK, PAGE
-        )
-        if PRECISION == "tf32":
+        start = block * C.BLOCK
+        x = load_block(keys.k, start, keys, C.D, C.BLOCK_D, MASKED, C)
+        if C.PRECISION == "tf32":
             x = to_tf32(x)
         if q.dtype != x.dtype:
             x = x.to(q.dtype)
-        s = tl.dot(q, tl.trans(x), input_precision=PRECISION)
-        # The scale of what is largest is applied to the largest alone, and to the others by the exponential's own
-        # multiply-add; but not through a cap, nor a scale that turns the order around.
-        after = factor
-        if SOFTCAP:
-            s = (cap * _LOG2_E) * capped(s * (factor / (cap * _LOG2_E)), tl.float32 == MATH)
-            after = 1.0
-        elif not POSITIVE:
-            s = s * factor
-            after = 1.0
-        if MASK:
-            key = start + tl.arange(0, BLOCK_N)
-            real = ((key >= low) & (key < high))[None, :]
-            if RIGHT:
-                real = real & ((key + behind)[None, :] <= (at + right)[:, None])
-            if LEFT:
-                real = real & ((key + behind + left)[None, :] >= at[:, None])
-            s = tl.where(real, s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1) * after)
-        # Of a row that has seen nothing yet: 2^(-inf - 0), not 2^(-inf + inf).
-        level = tl.where(new == float("-inf"), 0.0, new)
-        shrink = power_of_2(top - level)
-        p = power_of_2(s * after - level[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        y = load_block(
-            v, start, low, high, table, pages, stride_vp, stride_vs, DV, BLOCK_N, BLOCK_DV, ALIGN, WIDE, MASK, PAGE
-        )
-        if PRECISION == "tf32":
-            acc = tl.dot(to_tf32(p), to_tf32(y), acc, input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(x), input_precision=C.PRECISION)
+        scale = scores.scale
+        if C.CAPPED:
+            if tl.float32 == MATH:
+                s = softcap_precisely(s, scores.softcap_scale)
+            else:
+                s = softcap(s, scores.softcap_scale)
+        elif not C.POSITIVE:
+            s = s * scores.softcap_scale
+            scale = 1.0
+        if MASKED:
+            s = tl.where(sees(mask, start + tl.arange(0, C.BLOCK), C), s, float("-inf"))
+        row_max, shift, rescale = update_max(s, row_max, scale, True, False)
+        p = exp_scores(s, scale, shift)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        o = o * rescale[:, None]
+        y = load_block(keys.v, start, keys, C.DV, C.BLOCK_DV, MASKED, C)
+        if C.PRECISION == "tf32":
+            o = tl.dot(to_tf32(p), to_tf32(y), o, input_precision=C.PRECISION)
         else:
-            acc = tl.dot(p.to(MATH), y.to(MATH), acc, input_precision=PRECISION)
-        top = new
-    return acc, total, top
+            o = tl.dot(p.to(MATH), y.to(MATH), o, input_precision=C.PRECISION)
+    return Softmax(row_max, row_sum, o)
 
 
 @triton.jit
-def add_stretch(
-    begin, end, plain_begin, plain_end, q, acc, total, top, k, v, low, high, at, behind, left, right, factor, cap,
-    table, pages, stride_kp, stride_ks, stride_vp, stride_vs,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, POSITIVE: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, MATH: tl.constexpr,
-):  # fmt: skip
-    """Blocks [begin, end), each run of `schedule.attention.key_blocks` in a loop of its own: see `add_blocks`."""
-    if LEFT:
-        acc, total, top = add_blocks(
-            begin, tl.minimum(end, plain_begin), q, acc, total, top, k, v, low, high, at, behind, left, right,
-            factor, cap, table, pages, stride_kp, stride_ks, stride_vp, stride_vs,
-            BLOCK_N, BLOCK_D, BLOCK_DV, D, DV, ALIGN, WIDE, True, LEFT, RIGHT, SOFTCAP, POSITIVE, PAGE, PRECISION, MATH,
-        )  # fmt: skip
-    acc, total, top = add_blocks(
-        tl.maximum(begin, plain_begin), tl.minimum(end, plain_end), q, acc, total, top, k, v, low, high, at, behind,
-        left, right, factor, cap, table, pages, stride_kp, stride_ks, stride_vp, stride_vs,
-        BLOCK_N, BLOCK_D, BLOCK_DV, D, DV, ALIGN, WIDE, False, LEFT, RIGHT, SOFTCAP, POSITIVE, PAGE, PRECISION, MATH,
+def add_stretch(begin, end, tile, q, softmax, keys, mask, scores, C: tl.constexpr):
+    """Key blocks [begin, end) of a tile, each run of `tilestream.core.attention.key_blocks` in a loop of its own."""
+    if C.LEFT:
+        softmax = add_blocks(begin, tl.minimum(end, tile.plain_begin), q, softmax, keys, mask, scores, True, C)
+    low, high = tl.maximum(begin, tile.plain_begin), tl.minimum(end, tile.plain_end)
+    softmax = add_blocks(low, high, q, softmax, keys, mask, scores, False, C)
+    return add_blocks(tl.maximum(begin, tile.plain_end), end, q, softmax, keys, mask, scores, True, C)
+
+
+@triton.jit
+def add_arriving(passed, tile, q, softmax, keys, mask, scores, arrival, C: tl.constexpr):
+    """All key blocks of a tile, stretch by stretch as their chunks arrive: ``(passed, softmax)``.
+
+    ``arrival``: what `pass_keys` is given, and the row that the sequence's keys begin at among all that arrive.
+    """
+    work, words, gate, watch, origin = arrival
+    passed = poll_over(passed, words, watch)
+    begin = tile.begin
+    while (begin < tile.end) & (passed.over == 0):
+        first = origin + tl.maximum(begin * C.BLOCK, keys.low)
+        end = origin + tl.minimum(begin * C.BLOCK + C.BLOCK, keys.high)
+        passed, ready = pass_keys(first, end, passed, tile, work, words, gate, watch, C.KEYS)
+        if C.TRACE:
+            if begin == tile.begin:
+                ready_span(words.log, tile.pm * work.num_n + tile.pn)
+                chunk_span(words.log, tile.pm * work.num_n + tile.pn, chunk_at(end - 1, gate.rows, C.KEYS))
+        ready = tl.minimum(ready - origin, keys.high)
+        until = tl.where(passed.over != 0, begin, tl.where(ready == keys.high, tile.end, ready // C.BLOCK))
+        softmax = add_stretch(begin, until, tile, q, softmax, keys, mask, scores, C)
+        begin = until
+    return passed, softmax
+
+
+# Store ---------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def store_tile(softmax, tile, over, scores, scale_v, extents, out, lse, C: tl.constexpr):
+    """``O / l`` and the log-sum-exp of a tile: NaN where the launch is ``over``, 0 and -inf of what saw nothing."""
+    # From another 0 than the loops' rows: not kept through them.
+    row, position = rows_of_tile(tl.minimum(tile.batch, 0), tile.first, C)
+    head = tile.head * C.PACK
+    scale = scores.scale
+    if not (C.CAPPED or C.POSITIVE):
+        scale = 1.0
+    factor, logs = finalize(softmax.row_max, softmax.row_sum, scores.sinks, head, row, scale, C.PACK)
+    if scale_v.at is not None:
+        at = scale_v.at + tile.batch * scale_v.batch + tile.head // extents.q_heads_per_kv * scale_v.head
+        factor = factor * tl.load(at, mask=tile.batch < extents.sequences - 1, other=1.0)
+    if C.GATED:
+        factor = tl.where(over != 0, float("nan"), factor)
+        logs = tl.where(over != 0, float("nan"), logs)
+    at = first_of(out, tile.batch, tile.origin_q + tile.first, head, C.ALIGN_OUT)
+    column = tl.arange(0, C.BLOCK_DV)
+    tl.store(
+        at + (offset_of(row, out, C.ALIGN_OUT, C)[:, None] + column[None, :]),
+        (softmax.o * factor[:, None]).to(out.at.dtype.element_ty),
+        mask=(position < tile.queries)[:, None] & (column < C.DV)[None, :],
     )  # fmt: skip
-    acc, total, top = add_blocks(
-        tl.maximum(begin, plain_end), end, q, acc, total, top, k, v, low, high, at, behind, left, right,
-        factor, cap, table, pages, stride_kp, stride_ks, stride_vp, stride_vs,
-        BLOCK_N, BLOCK_D, BLOCK_DV, D, DV, ALIGN, WIDE, True, LEFT, RIGHT, SOFTCAP, POSITIVE, PAGE, PRECISION, MATH,
-    )  # fmt: skip
-    return acc, total, top
+    if lse.at is not None:
+        at = first_of(lse, tile.batch, tile.origin_q + tile.first, head, 1)
+        tl.store(at + offset_of(row, lse, 1, C), logs, mask=position < tile.queries)
 
 
 # The kernel ----------------------------------------------------------------------------------------------------------
@@ -233,243 +311,74 @@ def add_stretch(
 
 @triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
 def attention(
-    q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, starts,
+    q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, starts,
     order, counters, log, signals, quarantine, bounds, records, claims,
-    base: tl.int64, reset, epoch, key, allowed: tl.int64, op, chunks, rows_per_chunk,
-    batch, seqlen_q, seqlen_k, tokens_q, tokens_k, pages, packs, ratio, left, right, top_left, scale, cap,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, stride_lb, stride_ls, stride_lh, stride_table,
+    base: tl.int64, reset, epoch, key, allowed: tl.int64, op, rows_per_chunk, chunks,
+    sequences, seqlen_q, seqlen_k, tokens_q, tokens_k, pages, head_tiles, q_heads_per_kv, left, right, scale,
+    softcap_scale, stride_qb, stride_qr, stride_qh, stride_kb, stride_kr, stride_kh, stride_vb, stride_vr, stride_vh,
+    stride_ob, stride_or, stride_oh, lse_batch, lse_row, lse_head, table_stride,
     stride_sqb, stride_sqh, stride_skb, stride_skh, stride_svb, stride_svh,
-    num_m, num_n, tiles, queues, group,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, PACK: tl.constexpr, ALIGN: tl.constexpr, ALIGN_OUT: tl.constexpr,
-    WIDE: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, STEAL: tl.constexpr, ORDER: tl.constexpr,
-    VARLEN: tl.constexpr, PACKED_K: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, POSITIVE: tl.constexpr,
-    PRECISION: tl.constexpr, CONVERT: tl.constexpr, KEYS: tl.constexpr, TRACE: tl.constexpr,
+    queues, tiles, num_m, num_n, group, C: tl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k^T)) @ v``, one resident program a worker.
 
-    See `tilestream.plan.attention_problem`.
+    Parameters are the fields of `tilestream.core.attention_structs`, which it groups them in.
 
     Parameters
     ----------
-    q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k
-        As in `tilestream.launch.attention.Operands`; None where there is none.
-    starts, order
-        Of a packed call: see `attention_list`.
-    counters, base, reset
-        See `tilestream.kernels.device.schedule`.
     log
-        A record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
-    signals, quarantine, bounds, epoch, key, chunks, rows_per_chunk, records, claims, allowed, op
-        How keys arrive, where ``KEYS`` says that they do: see `tilestream.kernels.device.attention_gate`.
-    seqlen_q, seqlen_k, tokens_q, tokens_k, pages
-        Rows of a dense sequence; the most keys of one; rows of packed ones; pages there are.
-    packs, ratio
-        Packs of `PACK` query heads; query heads that share a head of keys.
-    left, right
-        Of the window; -1: all.
-    scale, cap
-        Of scores, in base 2; of the soft cap.
-    ALIGN, ALIGN_OUT
-        What the strides of q, k and v, and of the output, are multiples of.
-    CONVERT
-        Whether the matrix units take q and k as float16: where they know no 8-bit operands. P and V they always do.
+        int64, a record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
+    pages
+        How many there are.
+    C
+        A `tilestream.kernels.attention_config.PortableAttentionConfig`.
     """
-    worker = tl.program_id(0)
-    workers = tl.num_programs(0)
-    POSITIONS: tl.constexpr = BLOCK_M // PACK
-    GATED: tl.constexpr = KEYS != "none"
-    NARROW: tl.constexpr = q.dtype.element_ty == tl.float8e4nv
-    MATH: tl.constexpr = tl.float16 if NARROW else q.dtype.element_ty
-    zero = tl.zeros((), tl.int32)
-    counts_out = reset
-    if GATED:
-        counts_out = tl.where(epoch == 0, 1, reset)
-    SCHEDULE: tl.constexpr = schedule_config(KIND, SPLIT, STEAL, ORDER)
+    extents = Extents(
+        starts, order, sequences, cu_seqlens_q, cu_seqlens_k, seqlens_k, tokens_q, tokens_k, seqlen_q, seqlen_k,
+        head_tiles, q_heads_per_kv, 1, left, right, 0, 0,
+    )  # fmt: skip
+    q = Rows(q, stride_qb, stride_qr, stride_qh)
+    k = Rows(k, stride_kb, stride_kr, stride_kh)
+    v = Rows(v, stride_vb, stride_vr, stride_vh)
+    out = Rows(out, stride_ob, stride_or, stride_oh)
+    lse = Rows(lse, lse_batch, lse_row, lse_head)
+    scales = Scales(
+        Rows(scale_q, stride_sqb, 0, stride_sqh), Rows(scale_k, stride_skb, 0, stride_skh),
+        Rows(scale_v, stride_svb, 0, stride_svh),
+    )  # fmt: skip
+    coming = Incoming(signals, quarantine, bounds, epoch, key, chunks, rows_per_chunk, chunks, 0)
+    nothing = Incoming(None, None, None, 1, 0, 0, 1, 0, 0)
+    gate = Gate(coming, nothing, None, 0, 0, records, claims, op, allowed)
     work = Work(1, num_m, num_n, 1, tiles, 0, 0, queues, None, group, 0, 1, 0)
     words = Words(counters, base, reset, log, 0, None, None)
-    gate = Gate(
-        Incoming(signals, quarantine, bounds, epoch, key, chunks, rows_per_chunk, chunks, 0), None, None, 0, 0, records,
-        claims, op, allowed,
-    )  # fmt: skip
-    enter(work, words, worker, counts_out, KIND == "static", GATED)
-    found = zero + 1
-    over = zero
-    seen_low = zero
-    seen_high = zero - 1
-    watch = Watch(worker, workers, counts_out, None, None, None)
-    if GATED:
-        clock = claims + LINE
-        watch = Watch(worker, workers, counts_out, counters + (queues + 1) * LINE, clock, present(clock))
-        over = look_at_keys(gate, words, watch)
-    cursor = first_cursor()
+    scores = Scores(scale, softcap_scale, sinks)
+
+    progress, watch = begin_worker(tl.program_id(0), tl.num_programs(0), work, words, gate, C)
+    cursor, passed = progress.cursor, progress.passed
+    found = tl.cast(1, tl.int32)
     while found != 0:
-        found, item, cursor = take(cursor, work, words, watch, SCHEDULE)
-        pm, pn = item.pm, item.pn
-        block = pm
-        sequence = pn // packs
-        pack = pn % packs
-        first_query = zero
-        queries = zero + seqlen_q
-        first_key = zero
-        keys = zero + seqlen_k
-        if VARLEN:
-            # Tickets only grow: what comes behind the list's last tile is behind it, too, and there is no more.
-            found = tl.where(pm < tl.load(starts + batch + 1), found, 0)
-            at_tile = tl.where(found != 0, pm, 0)
-            place = place_of(at_tile, starts, batch + 1)
-            sequence = tl.load(order + place)
-            first_query, queries = rows_of(cu_seqlens_q, sequence, batch + 1, tokens_q)
-            if PACKED_K:
-                in_keys = tl.maximum(tl.minimum(sequence, batch - 1), 0)
-                first_key, keys = rows_of(cu_seqlens_k, in_keys, batch + 1, tokens_k)
-            blocks = tl.maximum(cdiv(queries, POSITIONS), 1)
-            block, pack = longest_first(at_tile - tl.load(starts + place), blocks, packs, group)
-        if LENGTHS:
-            keys = tl.minimum(tl.maximum(tl.load(seqlens_k + sequence, mask=sequence < batch, other=0), 0), keys)
-        # Rows of queries behind the last sequence are one that sees no key, and has no scales.
-        real = sequence < batch
-        keys = tl.where(real, keys, 0)
+        found, item, cursor = take(cursor, work, words, watch, C)
+        found, tile = locate_tile(found, item, extents, group, C)
         if found != 0:
-            if TRACE:
-                tile = pm * num_n + pn
-                begin_span(log, tile, worker)
-                if not GATED:
-                    ready_span(log, tile)
-            head = pack * PACK
-            head_kv = head // ratio
-            ahead, behind = diagonal(queries, keys)
-            if top_left != 0:
-                ahead = ahead * 0
-                behind = behind * 0
-            widest = queries + keys
-            to_left = tl.where(left < 0, widest, tl.minimum(left, widest))
-            to_right = tl.where(right < 0, widest, tl.minimum(right, widest))
-            first = block * POSITIONS
-            last = tl.minimum(queries, first + POSITIONS) - 1
-            low, _ = seen_keys(first, ahead, behind, to_left, to_right, keys)
-            _, high = seen_keys(last, ahead, behind, to_left, to_right, keys)
-            low = tl.minimum(low, high)
-            begin, plain_begin, plain_end, end = key_blocks(
-                first, last, ahead, behind, to_left, to_right, keys, BLOCK_N
-            )
-            row, position = rows_of_tile(tl.minimum(block, 0), first, BLOCK_M, PACK)
-
-            # Batches are dense: packed sequences lie one behind the other, and pages anywhere.
-            at_batch = sequence.to(tl.int64)
-            at_row = (first_query + first).to(tl.int64)
-            if VARLEN:
-                q_at = q + at_row * stride_qs
-            else:
-                q_at = q + at_batch * stride_qb + at_row * stride_qs
-            k_at = k + tl.multiple_of(head_kv.to(tl.int64) * stride_kh, ALIGN)
-            v_at = v + tl.multiple_of(head_kv.to(tl.int64) * stride_vh, ALIGN)
-            table = block_table
-            if PAGE:
-                table = block_table + at_batch * stride_table
-            elif PACKED_K:
-                k_at += first_key.to(tl.int64) * stride_ks
-                v_at += first_key.to(tl.int64) * stride_vs
-            else:
-                k_at += at_batch * stride_kb
-                v_at += at_batch * stride_vb
-            q_at += tl.multiple_of(head.to(tl.int64) * stride_qh, ALIGN)
-            offset = offset_of(row, stride_qs, stride_qh, PACK, ALIGN, WIDE)
-            column = tl.arange(0, BLOCK_D)
-            x = tl.load(
-                q_at + (offset[:, None] + column[None, :]),
-                mask=(position < queries)[:, None] & (column < D)[None, :], other=0.0,
-            )  # fmt: skip
-            if PRECISION == "tf32":
-                x = to_tf32(x)
-            if CONVERT:
-                x = x.to(tl.float16)
-
-            factor = scale
-            if scale_q is not None:
-                # A pack is one head wherever there are scales.
-                factor = factor * tl.load(scale_q + sequence * stride_sqb + head * stride_sqh, mask=real, other=1.0)
-            if scale_k is not None:
-                factor = factor * tl.load(scale_k + sequence * stride_skb + head_kv * stride_skh, mask=real, other=1.0)
-            acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-            if sinks is not None:
-                top = tl.load(sinks + head + row % PACK) * _LOG2_E
-                total = tl.full((BLOCK_M,), 1.0, tl.float32)
-            else:
-                top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-                total = tl.zeros((BLOCK_M,), tl.float32)
-
-            if GATED:
+            if C.TRACE:
+                begin_span(log, tile.pm * num_n + tile.pn, watch.worker)
+                if not C.GATED:
+                    ready_span(log, tile.pm * num_n + tile.pn)
+            row, position = rows_of_tile(tl.minimum(tile.first, 0), tile.first, C)
+            x = load_queries(q, tile, row, position, C)
+            keys = keys_of_tile(tile, k, v, (block_table, table_stride, pages), extents, C)
+            mask = Mask(position, tile.keys, tile.causal_offset_left, tile.causal_offset_right)
+            of_tile = scores_of_tile(scores, scales, tile, extents, C)
+            softmax = start_softmax(C)
+            if C.GATED:
                 # The rows of all sequences arrive one behind the other.
-                offset = sequence * seqlen_k
-                if PACKED_K:
-                    offset = first_key
-                if over == 0:
-                    over = is_over(words, watch).to(tl.int32)
-                if TRACE:
-                    begin_at = begin
-                while (begin < end) & (over == 0):
-                    over, ready, seen_low, seen_high = pass_keys(
-                        offset + tl.maximum(begin * BLOCK_N, low), offset + tl.minimum(begin * BLOCK_N + BLOCK_N, high),
-                        (seen_low, seen_high), over, (pm * num_n + pn, -1, pm, pn), gate, words, watch, KEYS,
-                    )  # fmt: skip
-                    if TRACE:
-                        if begin == begin_at:
-                            ready_span(log, tile)
-                            chunk_span(log, tile, chunk_at(
-                                offset + tl.minimum(begin * BLOCK_N + BLOCK_N, high) - 1,
-                                gate.rows, KEYS,
-                            ))  # fmt: skip
-                    ready = tl.minimum(ready - offset, high)
-                    until = tl.where(over != 0, begin, tl.where(ready == high, end, ready // BLOCK_N))
-                    acc, total, top = add_stretch(
-                        begin, until, plain_begin, plain_end, x, acc, total, top, k_at, v_at, low, high,
-                        position + ahead, behind, to_left, to_right, factor, cap, table, pages,
-                        stride_kb, stride_ks, stride_vb, stride_vs,
-                        BLOCK_N, BLOCK_D, BLOCK_DV, D, DV, ALIGN, WIDE, LEFT, RIGHT, SOFTCAP, POSITIVE, PAGE,
-                        PRECISION, MATH,
-                    )  # fmt: skip
-                    begin = until
+                origin = tile.origin_k if cu_seqlens_k is not None else tile.batch * seqlen_k
+                arrival = (work, words, gate, watch, origin)
+                passed, softmax = add_arriving(passed, tile, x, softmax, keys, mask, of_tile, arrival, C)
             else:
-                acc, total, top = add_stretch(
-                    begin, end, plain_begin, plain_end, x, acc, total, top, k_at, v_at, low, high,
-                    position + ahead, behind, to_left, to_right, factor, cap, table, pages,
-                    stride_kb, stride_ks, stride_vb, stride_vs,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, D, DV, ALIGN, WIDE, LEFT, RIGHT, SOFTCAP, POSITIVE, PAGE,
-                    PRECISION, MATH,
-                )  # fmt: skip
-
-            if scale_v is not None:
-                acc = acc * tl.load(scale_v + sequence * stride_svb + head_kv * stride_svh, mask=real, other=1.0)
-            # What saw nothing: 0, and -inf.
-            total = tl.where(total == 0, 1.0, total)
-            acc = acc / total[:, None]
-            logs = _LN_2 * (top + tl.log2(total))
-            if GATED:
-                acc = tl.where(over != 0, float("nan"), acc)
-                logs = tl.where(over != 0, float("nan"), logs)
-            # Once more, and from another 0: not kept through the loops.
-            row, position = rows_of_tile(tl.minimum(sequence, 0), first, BLOCK_M, PACK)
-            out_at = out + at_row * stride_os + tl.multiple_of(head.to(tl.int64) * stride_oh, ALIGN_OUT)
-            if not VARLEN:
-                out_at += at_batch * stride_ob
-            offset = offset_of(row, stride_os, stride_oh, PACK, ALIGN_OUT, WIDE)
-            column = tl.arange(0, BLOCK_DV)
-            tl.store(
-                out_at + (offset[:, None] + column[None, :]), acc.to(out.dtype.element_ty),
-                mask=(position < queries)[:, None] & (column < DV)[None, :],
-            )  # fmt: skip
-            if lse is not None:
-                lse_at = lse + at_row * stride_ls + head.to(tl.int64) * stride_lh
-                if not VARLEN:
-                    lse_at += at_batch * stride_lb
-                tl.store(lse_at + offset_of(row, stride_ls, stride_lh, PACK, 1, WIDE), logs, mask=position < queries)
-            if TRACE:
+                softmax = add_stretch(tile.begin, tile.end, tile, x, softmax, keys, mask, of_tile, C)
+            store_tile(softmax, tile, passed.over, of_tile, scales.v, extents, out, lse, C)
+            if C.TRACE:
                 tl.debug_barrier()  # all threads' stores
-                end_span(log, tile, 0, over == 0)
-    if GATED:
-        leave_keys(work, words, gate, watch, over)
-    else:
-        leave(work, words, watch, KIND == "static")
+                end_span(log, tile.pm * num_n + tile.pn, 0, passed.over == 0)
+    finish_worker(passed, work, words, gate, watch, C)

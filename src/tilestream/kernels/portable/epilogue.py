@@ -69,9 +69,7 @@ def store_tile(acc, e, batch, row, column, WIDTH: tl.constexpr, C: tl.constexpr)
 
 @triton.jit
 def store_partial(acc, at, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl.constexpr):
-    """Store a partial result, float32 ``[BLOCK_M, WIDTH]``, at ``at``: strips of ``STRIP`` columns, one behind the
-    other.
-    """
+    """Store a partial result, float32 ``[BLOCK_M, WIDTH]``, at ``at``: strips, one behind the other."""
     if WIDTH > STRIP:
         low, high = acc.reshape(BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
         store_partial(low, at, BLOCK_M, WIDTH // 2, STRIP)
@@ -82,8 +80,9 @@ def store_partial(acc, at, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl
 
 @triton.jit
 def reduce_partials(at, parts, size, BLOCK_M: tl.constexpr, STRIP: tl.constexpr):
-    """One strip of a tile's ``parts`` partial results, ``size`` elements apart, added in K order; past the first-level
-    cache, which may be stale.
+    """One strip of a tile's ``parts`` partial results, ``size`` elements apart, added in K order.
+
+    Loads bypass the first-level cache, which may be stale.
     """
     at = at + tl.arange(0, BLOCK_M)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
     acc = tl.load(at, cache_modifier=".cg")

@@ -50,9 +50,9 @@ def to_tf32(x):
 def product(a, b, item, m, n, k, C: tl.constexpr):
     """The item's K steps of its tile: float32 ``[BLOCK_M, BLOCK_N]``.
 
-    ``a`` and ``b`` are `Matrix`: ``[m, k]`` and ``[k, n]`` a batch. Rows and columns past the end wrap around: what they
-    give is not stored, and no mask is needed. Where an extent is a multiple of 16 the compiler sees that a vector never
-    straddles the end.
+    ``a`` and ``b`` are `Matrix`: ``[m, k]`` and ``[k, n]`` a batch. Rows and columns past the end wrap around: their
+    products are not stored, and no mask is needed. Where an extent is a multiple of 16 the compiler sees that a vector
+    never straddles the end.
     """
     rows = (item.pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)) % m
     cols = (item.pn * C.BLOCK_N + tl.arange(0, C.BLOCK_N)) % n
@@ -127,8 +127,7 @@ def gemm(
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
     C: tl.constexpr,
 ):  # fmt: skip
-    """``out = activation(alpha * row_scale * column_scale * a @ b + bias + beta * residual)``, one resident program a
-    worker.
+    """``out = activation(alpha * row_scale * column_scale * a @ b + bias + beta * residual)``, one program a worker.
 
     Parameters
     ----------
@@ -155,7 +154,8 @@ def gemm(
     x, y = Matrix(a, stride_ab, stride_am, stride_ak), Matrix(b, stride_bb, stride_bk, stride_bn)
     epilogue = Epilogue(
         Matrix(out, stride_ob, stride_or, stride_oc), Matrix(residual, stride_rb, stride_rr, stride_rc),
-        Vector(bias, 0, stride_bias), Vector(row_scale, stride_sb, stride_sr), Vector(column_scale, stride_tb, stride_tc),
+        Vector(bias, 0, stride_bias), Vector(row_scale, stride_sb, stride_sr),
+        Vector(column_scale, stride_tb, stride_tc),
         alpha, beta, m, n, None, None,
     )  # fmt: skip
     if C.COPIES != "none":

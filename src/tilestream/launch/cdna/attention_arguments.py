@@ -1,21 +1,19 @@
 """What `tilestream.kernels.cdna.attention.attend` is launched with: the part that a plan and a layout decide.
 
-No torch here, as in `tilestream.launch.portable.attention_arguments`, whose `AttentionLayout` it takes.
+No torch here, as in `tilestream.launch.attention_arguments`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from tilestream.kernels.attention_config import CdnaAttentionConfig, Columns
+from tilestream.launch.attention_arguments import AttentionLayout, Pack, config_fields, numbers, scales_of
 from tilestream.launch.cdna.arguments import VERSION, grain
-from tilestream.launch.portable.attention_arguments import AttentionLayout
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy.cdna_attention import ROWS, Tile, instruction, lane_bytes, parts_of, swizzles, turned
 from tilestream.plan.policy.cdna_tiles import REACH
 from tilestream.plan.problem import ITEMSIZE
-
-_LOG2_E = math.log2(math.e)
 
 
 class CdnaAttentionArguments:
@@ -53,71 +51,47 @@ class CdnaAttentionArguments:
         self.options: dict[str, Any] = {"num_warps": plan.warps, "waves_per_eu": self.tile.waves}
 
     def scales(self, scale: float) -> tuple[float, float]:
-        """The kernel's ``scale`` and ``inner`` for a scale of scores."""
-        cap = self.plan.problem.softcap
-        return (cap * _LOG2_E, scale / cap) if cap else (scale * _LOG2_E, 0.0)
+        """The kernel's ``scale`` and ``softcap_scale`` for a scale of scores."""
+        return scales_of(self.plan.problem, scale)
 
-    def fill(self, *operands: Any) -> tuple[Any, ...]:
-        """All of them, in the kernel's order.
-
-        Parameters
-        ----------
-        operands
-            q, k, v, out, lse, sinks, cu_queries, cu_keys, lengths, table, starts, order_of, counters (tensors,
-            addresses, or whatever stands in for them), base, reset, scale, inner.
-        """
-        *given, scale, inner = operands
-        return (*given, *self._extents(), scale, inner, *self.constants().values())
+    def pack(self, kernel: Any) -> Pack:
+        """How the kernel's arguments are packed."""
+        s = self.layout
+        strides = {
+            f"stride_{x}{of}": value
+            for x, each in (("q", s.q), ("k", s.k), ("v", s.v), ("o", s.out))
+            for of, value in zip("brh", each, strict=True)
+        }
+        return Pack(kernel, {**numbers(self.plan, s), **strides, "C": self.config()})
 
     def _far(self, strides: tuple[int, int, int], rows: int, columns: int) -> bool:
         """Whether a tile reaches beyond what a buffer's offset can say."""
         size = ITEMSIZE[self.plan.problem.dtype]
         return ((rows - 1) * strides[1] + self.plan.pack * strides[2] + columns) * size > REACH
 
-    def _extents(self) -> tuple[int, ...]:
-        plan, p, s = self.plan, self.plan.problem, self.layout
-        schedule, lse = plan.schedule, s.lse or (0, 0, 0)
-        return (
-            p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_q, p.seqlen_k, p.heads_q // plan.pack,
-            max(1, p.ratio // plan.pack), *(side or 0 for side in p.sides), p.pages, *s.q, *s.k, *s.v, *s.out,
-            *lse, s.table, schedule.queues, schedule.full_tiles, schedule.grid.num_m,
-            schedule.grid.num_n, plan.group,
-        )  # fmt: skip
-
-    def constants(self) -> dict[str, Any]:
-        """The kernel's compile-time arguments, in its order."""
+    def config(self) -> CdnaAttentionConfig:
+        """What is compiled in."""
         plan, p, tile, keys, values = self.plan, self.plan.problem, self.tile, self.keys, self.values
-        arch, schedule = plan.device.arch, plan.schedule
-        hows = swizzles(tile, keys, values, arch)
-        q, k, v = (
-            lane_bytes(rows, parts.width, tile.warps, arch) // 2 if self.direct else 0
-            for rows, parts in ((tile.rows, keys), (tile.block, keys), (tile.block, values))
+        arch = plan.device.arch
+        swizzle = swizzles(tile, keys, values, arch)
+
+        def columns(parts: Any, how: Any, rows: int) -> Columns:
+            lane = lane_bytes(rows, parts.width, tile.warps, arch) // 2 if self.direct else 0
+            return Columns(parts.parts, parts.width, parts.rest, (how.vector, how.every, how.period), lane)
+
+        return CdnaAttentionConfig(
+            **config_fields(plan) | {"ROWS": ROWS * plan.warps, "BLOCK": tile.block},
+            STAGES=tile.stages,
+            DIRECT=self.direct,
+            Q=columns(keys, swizzle.q, tile.rows),
+            K=columns(keys, swizzle.k, tile.block),
+            V=columns(values, swizzle.v, tile.block),
+            TRANSPOSED_V=turned(arch, tile.copies),
+            VERSION=VERSION[arch],
+            SHAPE=instruction(arch),
+            XCDS=plan.device.xcds,
+            FAR_Q=self._far_q,
+            FAR_KEYS=self._far_keys,
+            FAR_OUT=self._far(self.layout.out, plan.positions, values.columns),
+            VECTOR_OUT=grain((*self.layout.out, 1), p.head_dim_v, self._aligned),
         )
-        return {
-            "ROWS": ROWS * plan.warps,
-            "BLOCK": tile.block,
-            "STAGES": tile.stages,
-            "PACK": plan.pack,
-            "DIRECT": self.direct,
-            "K": (*keys, (hows.k.vector, hows.k.every, hows.k.period), k),
-            "V": (*values, (hows.v.vector, hows.v.every, hows.v.period), v),
-            "Q_HOW": (hows.q.vector, hows.q.every, hows.q.period),
-            "Q_LANE": q,
-            "TURNED": turned(arch, tile.copies),
-            "VERSION": VERSION[arch],
-            "SHAPE": instruction(arch),
-            "GROUPS": plan.device.xcds,
-            "KIND": schedule.kind,
-            "SPLIT": schedule.split,
-            "STEAL": schedule.queues > 1,
-            "ORDER": schedule.raster.order,
-            "PAGE": p.page_size,
-            "TOP_LEFT": p.alignment == "top_left",
-            "LEFT": p.left is not None,
-            "RIGHT": p.right is not None,
-            "CAPPED": p.softcap > 0,
-            "FAR_Q": self._far_q,
-            "FAR_KEYS": self._far_keys,
-            "FAR_OUT": self._far(self.layout.out, plan.positions, values.columns),
-            "GRAIN": grain((*self.layout.out, 1), p.head_dim_v, self._aligned),
-        }

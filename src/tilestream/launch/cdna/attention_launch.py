@@ -7,10 +7,10 @@ from typing import Any
 from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.cdna.attention import attend
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.launch.launch import Kernel, Launch, Probe
-from tilestream.launch.portable.attention_arguments import AttentionLayout
-from tilestream.launch.portable.attention_launch import ListLaunch
+from tilestream.launch.portable.attention_launch import ListLaunch, given_to
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
@@ -30,6 +30,7 @@ class CdnaAttentionLaunch(Launch):
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True) -> None:
         self._arguments, self._list = CdnaAttentionArguments(plan, layout, aligned), ListLaunch(plan)
+        self._pack = self._arguments.pack(attend)
         super().__init__(plan, plan.schedule.kind != "static" or plan.problem.varlen, self._list.listed)
         self._kernel: Kernel | None = None
 
@@ -40,10 +41,7 @@ class CdnaAttentionLaunch(Launch):
         """As `Launch.issue`."""
         if self._kernel is None:
             self._kernel = Kernel(self.kernel, (self.plan.schedule.workers, 1, 1), self._arguments.options)
-        starts, order = self._list(stream, x, words)
         static = self.plan.schedule.kind == "static"
-        given = self._kernel.take((
-            x.q, x.k, x.v, x.out, x.lse, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, x.block_table, starts,
-            order, None if static else words.counters, words.base, words.reset, *self._arguments.scales(x.scale),
-        ))  # fmt: skip
-        self._kernel(stream, self._arguments.fill(*given))
+        given = given_to(x, self._list(stream, x, words), None if static else words.counters, None)
+        numbers = words.base, words.reset, *self._arguments.scales(x.scale)
+        self._kernel(stream, self._pack((*self._kernel.take(given), *numbers)))

@@ -9,12 +9,12 @@ import torch
 from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.hopper.attention import attend
+from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.launch.hopper.launch import described_by
 from tilestream.launch.launch import Launch, Probe, address
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
-from tilestream.launch.portable.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
-from tilestream.launch.portable.attention_launch import KeyGateLaunch, ListLaunch, MergeLaunch
+from tilestream.launch.portable.attention_launch import KeyGateLaunch, ListLaunch, MergeLaunch, given_to
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
@@ -52,35 +52,30 @@ class HopperAttentionLaunch(Launch):
     def _attend(
         self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
-        starts, order = self._list(stream, x, words)
         gate = self._gate(x.q.device, awaited)
-        given = (
-            x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k,
-            x.block_table, starts, order,
-            words.counters if self._counts else None, None if probe is None else probe.words,
-        )  # fmt: skip
+        given = given_to(x, self._list(stream, x, words), words.counters if self._counts else None, probe)
         made = self._made[probe is not None]
         scales = made.scales(x.scale)
         launcher = self._launchers.get(probe is not None)
         if launcher is None:
-            launcher = self._launchers[probe is not None] = self._compiled(made, x, given, scales, gate)
+            launcher = self._launchers[probe is not None] = self._compiled(made, given, scales, gate)
         arriving = () if awaited is None else [address(one) for one in gate if one is not None]
         launcher(
-            stream, x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), x.out.data_ptr(),
-            *[tensor.data_ptr() for tensor in given if tensor is not None], words.base, words.reset, *scales, *arriving,
+            stream, *[tensor.data_ptr() for tensor in given if tensor is not None], words.base, words.reset, *scales,
+            *arriving,
         )  # fmt: skip
 
     def _compiled(
-        self, made: HopperAttentionArguments, x: AttentionOperands, given: tuple[torch.Tensor | None, ...],
-        scales: tuple[float, float], gate: KeyGate,
+        self, made: HopperAttentionArguments, given: tuple[torch.Tensor | None, ...], scales: tuple[float, float],
+        gate: KeyGate,
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
-        maps = (made.q, x.q.dtype), (made.k, x.k.dtype), (made.v, x.v.dtype), (made.out, x.out.dtype)
+        maps, pack = (made.q, made.k, made.v, made.out), made.pack(attend)
         grid = (self.plan.schedule.workers, 1, 1)
-        filled = made.fill((*[described_by(m, dtype) for m, dtype in maps], *given, 0, 0, *scales), gate)
-        kernel = attend.warmup(*filled, grid=grid, **made.options)
-        varying: list[Any] = [Descriptor(m.shape, m.strides) for m, _ in maps]
-        varying += [None if tensor is None else VARIES for tensor in given]
+        described = [described_by(m, x.dtype) for m, x in zip(maps, given[:4], strict=True) if x is not None]
+        kernel = attend.warmup(*pack((*described, *given[4:], 0, 0, *scales), gate), grid=grid, **made.options)
+        varying: list[Any] = [Descriptor(m.shape, m.strides) for m in maps]
+        varying += [None if tensor is None else VARIES for tensor in given[4:]]
         if gate is not NO_KEY_GATE:
             gate = KeyGate._make(None if one is None else VARIES for one in gate)
-        return Launcher(kernel, grid, made.fill((*varying, VARIES, VARIES, VARIES, VARIES), gate))
+        return Launcher(kernel, grid, pack((*varying, VARIES, VARIES, VARIES, VARIES), gate))

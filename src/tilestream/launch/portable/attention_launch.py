@@ -12,14 +12,9 @@ from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.device.varlen import PLACED, list_sequences
 from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_merge import merge_shares
+from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.launch import Kernel, Launch, Probe, Table, bounds_of, records_of
-from tilestream.launch.portable.attention_arguments import (
-    NO_KEY_GATE,
-    AttentionArguments,
-    AttentionLayout,
-    KeyGate,
-    padded,
-)
+from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
@@ -115,28 +110,37 @@ class KeyGateLaunch:
         )  # fmt: skip
 
 
+def given_to(
+    x: AttentionOperands, listed: tuple[torch.Tensor | None, torch.Tensor | None], counters: torch.Tensor | None,
+    probe: Probe | SpanLog | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """What a kernel is given, in the order of `tilestream.launch.attention_arguments.GIVEN`, up to ``log``."""
+    return (
+        x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
+        x.seqlens_k, x.block_table, *listed, counters, None if probe is None else probe.words,
+    )  # fmt: skip
+
+
 class AttentionLaunch(Launch):
     """The portable attention for one plan, one layout of the operands and one alignment of their addresses."""
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
-        self._made = {traced: AttentionArguments(plan, layout, traced) for traced in (False, True)}
+        made = {traced: AttentionArguments(plan, layout, traced) for traced in (False, True)}
+        self._arguments = made[False]
+        self._packs = {traced: one.pack(attention) for traced, one in made.items()}
         self._gate, self._list = KeyGateLaunch(plan), ListLaunch(plan)
         counts = plan.schedule.kind != "static" or plan.problem.keys is not None or plan.problem.varlen
         super().__init__(plan, counts, self._list.listed)
         grid = (plan.schedule.workers, 1, 1)
-        self._kernels = {traced: Kernel(attention, grid, made.options) for traced, made in self._made.items()}
+        self._kernels = {traced: Kernel(attention, grid, one.options) for traced, one in made.items()}
 
     def issue(
         self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
         """As `Launch.issue`."""
-        kernel = self._kernels[probe is not None]
-        starts, order = self._list(stream, x, words)
+        kernel, pack = self._kernels[probe is not None], self._packs[probe is not None]
+        given = given_to(x, self._list(stream, x, words), words.counters, probe)
         gate = self._gate(x.q.device, awaited)
-        operands = kernel.take((
-            x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
-            x.block_table, x.seqlens_k, starts, order, words.counters, None if probe is None else probe.words,
-            words.base, words.reset, x.scale,
-        ))  # fmt: skip
         gate = gate if gate is NO_KEY_GATE else KeyGate._make(kernel.take(gate))
-        kernel(stream, self._made[probe is not None].fill(*operands, gate=gate))
+        numbers = words.base, words.reset, *self._arguments.scales(x.scale)
+        kernel(stream, pack((*kernel.take(given), *numbers), gate))

@@ -46,7 +46,7 @@ ROWS_CYCLES = 22.0
 #: The same where the instruction before was another part of the same tile: its rows at 128 bytes a cycle.
 FURTHER_CYCLES = 16.0
 #: What a tile with a narrow part costs more: reading x into registers, and power, which is what binds on big shapes.
-NARROW_LOSS = 1.02
+RS_TAIL_LOSS = 1.02
 #: What any other tile of several parts costs more: the power again, of reading its rows for each part.
 PARTS_LOSS = 1.016
 #: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
@@ -72,7 +72,7 @@ L2_BYTES = 28e6
 #: What an output that is written across, or a tile of B's rows, costs more.
 SWAPPED_LOSS = 1.004
 #: Slowdown of ping-pong without fast accumulation: while one consumer adds up its products, no other multiplies.
-PRECISE_LOSS = 1.7
+PROMOTED_LOSS = 1.7
 #: K steps that a part of a tile has at least, where tiles are cut into equal parts.
 LEAST_STEPS = 4
 #: Share of the nominal bandwidth that memory gives.
@@ -190,7 +190,7 @@ def rs_tail(parts: tuple[int, ...], bits: int) -> bool:
 
 def widest(problem: Problem) -> int:
     """Columns that a math loop multiplies at a time, at most: without fast accumulation it holds them twice."""
-    return 128 if problem.fp8 and not problem.fast_accum else 256
+    return 128 if problem.promoted else 256
 
 
 def refusal(problem: Problem, device: DeviceProperties) -> str:
@@ -293,14 +293,13 @@ def candidates(
         raise NotImplementedError(why)
     tile, order, queues, shares, variant, stages, registers = forced
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
-    precise = problem.fp8 and not problem.fast_accum
     for row in TILES:
         if variant not in (None, row.variant):
             continue
-        if precise:  # a stage is as much of K as the tensor cores may add up
+        if problem.promoted:  # a stage is as much of K as the tensor cores may add up
             row = row._replace(lines=1)
-        held = row.registers + (row.rows_per_loop if precise else 0)
-        if precise and (held > _MOST_TWICE[row.variant] or len(widths(row.columns, widest(problem))) > 2):
+        held = row.registers + (row.rows_per_loop if problem.promoted else 0)
+        if problem.promoted and (held > _MOST_TWICE[row.variant] or len(widths(row.columns, widest(problem))) > 2):
             continue
         if row.registers > _ROOMY and not problem.plain:
             continue
@@ -374,7 +373,7 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     alone = tile.variant == "ping_pong" and schedule.kind != "stream_k" and schedule.grid.tiles <= schedule.workers
     multiply = cycles * instructions / (rate * (ALONE if alone else EFFICIENCY[tile.variant]))
     if len(parts) > 1:
-        multiply *= NARROW_LOSS if rs_tail(parts, 8 * size) else PARTS_LOSS
+        multiply *= RS_TAIL_LOSS if rs_tail(parts, 8 * size) else PARTS_LOSS
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
     feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
@@ -405,8 +404,8 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, til
         busy = cdiv(grid.tiles, workers) * item + tail
     if swap_ab:
         busy *= SWAPPED_LOSS
-    if tile.variant == "ping_pong" and problem.fp8 and not problem.fast_accum:
-        busy *= PRECISE_LOSS
+    if tile.variant == "ping_pong" and problem.promoted:
+        busy *= PROMOTED_LOSS
     partials_bytes = 2 * 4 * schedule.slots * tile.rows * tile.columns  # written, and read again
     memory = (problem.bytes + partials_bytes) / (device.bandwidth * MEMORY_EFFICIENCY)
     return LAUNCH_SECONDS + max(busy, memory) + NOT_HIDDEN[1] * min(busy, memory)

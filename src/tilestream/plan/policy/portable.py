@@ -87,7 +87,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
     ),
     # Each accumulator twice: what the tensor cores add to, and what that is emptied into; 128x256 spills. ptxas puts
     # their instructions one after the other.
-    "8-bit, precise": (
+    "8-bit, promoted": (
         Tile(128, 128, 128, 8, 4, 0.45),
         Tile(64, 128, 128, 4, 4, 0.30),
         Tile(64, 64, 128, 4, 4, 0.20),
@@ -171,8 +171,8 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
         kind = f"{8 * ITEMSIZE[problem.dtype]}-bit"
         if converts(problem.dtype, device.arch):
             kind += ", converted"
-        elif problem.aligned and problem.fp8 and not problem.fast_accum and device.arch.startswith("sm_"):
-            kind += ", precise"  # AMD's add up in float32, always
+        elif problem.aligned and problem.promoted and device.arch.startswith("sm_"):
+            kind += ", promoted"  # AMD's add up in float32, always
     else:
         kind = "tf32" if problem.tf32 else "float32"
     kinds = [kind] if problem.aligned else [f"{kind}, unaligned", kind]
