@@ -1,7 +1,7 @@
-"""Calls of attention, in small, with what they are to give: one text for the CPU, the interpreter and GPUs.
+"""Small calls of attention and their references, for the CPU, the interpreter and GPUs.
 
 The rule is `error_rule`'s: output and log-sum-exp are each within twice the error of torch's own operations in the same
-dtype. Outputs start as NaN, and so does what no query may see: keys behind a sequence's last, pages that nobody names.
+dtype. NaN fills the outputs before the call, and all that no query may see: keys behind a sequence's last, free pages.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Call:
 
 
 def kept(case: Case, what: str, mine: list[torch.Tensor], *references: list[torch.Tensor]) -> None:
-    """Assert the rule. Few numbers have errors of any size: torch's is the larger one of two ways to do it in torch."""
+    """Assert the rule. Errors of a few numbers scatter, so torch's error is the larger one of two ways in torch."""
     answer, fine, *by_torch = (torch.cat([x.flatten() for x in parts]) for parts in (mine, *references))
     nothing = fine == -math.inf
     assert torch.equal(answer == -math.inf, nothing), (case, what, "rows that see nothing")
@@ -237,7 +237,7 @@ def _nan_padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 def _in_pages(
     case: Case, k: list[torch.Tensor], v: list[torch.Tensor], generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Keys and values in pages in no order, between pages of NaN; a table with entries that name no page at all."""
+    """Keys and values in shuffled pages, between pages of NaN; unused entries of the table name no page."""
     used = [-(-n // case.page) for n in case.keys]
     order = torch.randperm(sum(used) + 3, generator=generator).tolist()
     table = torch.full((len(used), max(used) + 1), 2**30, dtype=torch.int32)

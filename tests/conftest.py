@@ -1,4 +1,4 @@
-"""A fake GPU for whoever asks, and hypothesis profiles.
+"""The fixture of a fake GPU, and hypothesis profiles.
 
 The same examples each run by default, so that a red `make test` means a change of the code.
 """
@@ -20,7 +20,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 @pytest.fixture
 def cuda():
     """A GPU made of the CPU: see `fake_cuda`."""
-    from fake_cuda import fake_cuda  # torch is imported by those who ask for it
+    from fake_cuda import fake_cuda  # only tests that ask for it import torch
 
     with fake_cuda() as made:
         yield made

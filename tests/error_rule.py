@@ -128,8 +128,8 @@ def passes(answer: torch.Tensor, reference: torch.Tensor, by_torch: torch.Tensor
     return all(mine <= 2 * theirs + more for mine, theirs, more in pairs)
 
 
-def check(answer: torch.Tensor, maths: Maths) -> None:
-    """Assert the rule, and torch's shape and dtype."""
+def check(answer: torch.Tensor, maths: Maths) -> torch.Tensor:
+    """Assert the rule, and torch's shape and dtype. Returns the reference."""
     reference, by_torch = maths.finer(), maths.by_torch()
     assert answer.shape == by_torch.shape, f"shape {list(answer.shape)}, torch has {list(by_torch.shape)}"
     assert answer.dtype == by_torch.dtype, f"{answer.dtype}, torch has {by_torch.dtype}"
@@ -137,6 +137,7 @@ def check(answer: torch.Tensor, maths: Maths) -> None:
         f"max and Frobenius error {errors(answer, reference)}, torch's {errors(by_torch, reference)}, "
         f"ulp {one_ulp(reference, answer.dtype):.3g}; NaN: {int(answer.isnan().sum())} of {answer.numel()}"
     )
+    return reference
 
 
 def check_gradient(mine: torch.Tensor | None, reference: torch.Tensor, by_torch: torch.Tensor) -> None:

@@ -1,9 +1,8 @@
 """A GPU for tests without one: streams are lists of work that the test does by hand, memory is the CPU's.
 
-What is issued to a stream waits there until the test says `Stream.run`; so any order can be driven that a GPU could
-take: a stream that is stuck behind a copy, the new epoch's signals before the old one's. Only what this package gives
-to the driver itself is such work: stream writes, copies and waits; and the zeroing of signals. What torch does else
-happens at once.
+What is issued to a stream waits there until the test calls `Stream.run`. So a test can drive any order that a GPU could
+take: a stream stuck behind a copy, the new epoch's signals before the old one's. Only what this package gives to the
+driver itself is such work: stream writes, copies and waits, and the zeroing of signals. Torch's own happens at once.
 
 Under capture work goes into a graph, and from there to a stream at each `Graph.replay`.
 """
@@ -124,7 +123,7 @@ class FakeCuda:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.streams = [Stream(self, 0)]
         self.graph: Graph | None = None
-        #: Its block has ended: a stream that a late borrower gives back then is idle for nobody.
+        #: Its block has ended: a stream that is given back after that is not lent again.
         self.over = False
         self._recorded: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._captures = 0

@@ -1,7 +1,7 @@
-"""`Int31`: an integer that refuses whatever a device's 32-bit arithmetic and Python's would not agree on.
+"""`Int31`: an integer that raises where a device's 32-bit arithmetic may differ from Python's.
 
-Leaf functions (`tilestream.core.integers` says what they are) are run on it: an operand, an intermediate or a
-result outside [0, 2**31) raises, and so does everything but ``+ - * // % ^`` and comparisons.
+Leaf functions (see `tilestream.core.integers`) are run on it: an operand, an intermediate or a result outside
+[0, 2**31) raises, and so does every operation but ``+ - * // % ^`` and comparisons.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ LIMIT = 2**31
 
 
 class LeftInt31(AssertionError):
-    """A value left [0, 2**31), or something was done that a device's integers do otherwise or not at all."""
+    """A value left [0, 2**31), or an operation was asked for that a device's integers do otherwise or lack."""
 
 
 def checked(value: object) -> int:
@@ -55,7 +55,7 @@ def _refused(name: str):
 
 
 class Int31:
-    """See the module."""
+    """An integer in [0, 2**31)."""
 
     __slots__ = ("value",)
 
@@ -81,36 +81,11 @@ class Int31:
         return f"Int31({self.value})"
 
 
-for _name in [
-    "and",
-    "rand",
-    "or",
-    "ror",
-    "lshift",
-    "rlshift",
-    "rshift",
-    "rrshift",
-    "truediv",
-    "rtruediv",
-    "pow",
-    "rpow",
-    "divmod",
-    "rdivmod",
-    "matmul",
-    "neg",
-    "pos",
-    "abs",
-    "invert",
-    "int",
-    "float",
-    "index",
-    "bool",
-    "complex",
-    "round",
-    "trunc",
-    "floor",
-    "ceil",
-]:
+_REFUSED = (
+    "and rand or ror lshift rlshift rshift rrshift truediv rtruediv pow rpow divmod rdivmod matmul neg pos abs invert "
+    "int float index bool complex round trunc floor ceil"
+)
+for _name in _REFUSED.split():
     setattr(Int31, f"__{_name}__", _refused(_name))
 
 

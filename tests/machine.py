@@ -1,7 +1,7 @@
 """A machine for `tilestream.core.loop`: shared words in plain Python, and workers that step in any order.
 
-Each worker is stopped before each operation it asks for; whoever drives picks who goes next. So an interleaving is a
-list of choices, and a test can take them at random, unfairly, or all.
+Each worker stops before each operation; the driver picks the worker that goes on. So an interleaving is a list of
+choices, and a test can take them at random, unfairly, or all.
 """
 
 from __future__ import annotations
@@ -256,10 +256,9 @@ class Machine:
         arrivals: Iterable[tuple[int, int]] = (),
         expires: bool = False,
     ) -> Log:
-        """Step whom ``choose`` picks until all have left.
+        """Step the worker that ``choose`` picks, until all have left.
 
-        -1 among its options is the next arrival, -2 that the deadline expires (``expires``), which it only does where
-        somebody is asleep.
+        Option -1 is the next arrival. Option -2 is the deadline (``expires``), offered only while a worker is asleep.
         """
         coming = list(arrivals)
         while self._at:

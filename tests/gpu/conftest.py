@@ -57,3 +57,15 @@ def nothing_reported():
     yield
     torch.cuda.synchronize()
     ts.check()
+
+
+@pytest.fixture(params=["static", "dynamic", "stream_k"])
+def kind(request):
+    """Of the schedule."""
+    return request.param
+
+
+@pytest.fixture(params=["uniform", "odd", "ragged"])
+def chunking(request):
+    """Of `gpu_cases.arrivals`."""
+    return request.param

@@ -1,19 +1,53 @@
-"""The shapes, layouts and dtypes of the GPU tests: data, so that their kernels can be compiled without a GPU, too."""
+"""The shapes, layouts and dtypes of the GPU tests: data, so that their kernels can be compiled without a GPU."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from error_rule import Maths
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 LAYOUTS = ("nn", "nt", "tn", "tt")
 
 
+class Product:
+    """What `Case` and `hopper_cases.HopperCase` have in common."""
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The batch's extent, where there is a batch."""
+        return (self.batch,) if self.batch else ()
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype in FP8
+
+    @property
+    def addend(self) -> torch.dtype:
+        """Of bias and residual."""
+        return BF16 if self.fp8 else self.dtype
+
+    @property
+    def result(self) -> torch.dtype:
+        return self.out_dtype or self.addend
+
+    def maths(self, operands: dict[str, torch.Tensor | None], **more: Any) -> Maths:
+        """What the answer is an answer to."""
+        how = {"alpha": self.alpha, "beta": self.beta, "activation": self.activation, "out_dtype": self.result}
+        return Maths(**operands, **how, fast_accum=self.fast_accum, **more)
+
+
+def dtype_names(*dtypes: torch.dtype | None) -> list[str]:
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Product):
     """``[batch, m, k] @ [batch, k, n]``.
 
     ``layout`` says of a and b whether the last dimension is contiguous (n) or the one before (t). ``pad`` elements lie
@@ -45,10 +79,6 @@ class Case:
     fast_accum: bool = True
 
     @property
-    def result(self) -> torch.dtype:
-        return self.out_dtype or (BF16 if self.dtype in FP8 else self.dtype)
-
-    @property
     def name(self) -> str:
         batch = f"{self.batch}x" if self.batch else ""
         rest = [
@@ -65,13 +95,12 @@ class Case:
             )
             if value
         ]  # fmt: skip
-        dtype = str(self.dtype).removeprefix("torch.")
-        return "-".join([f"{batch}{self.m}x{self.n}x{self.k}", dtype, self.layout, *rest])
+        return "-".join([f"{batch}{self.m}x{self.n}x{self.k}", *dtype_names(self.dtype), self.layout, *rest])
 
     def matrix(
         self, rows: int, cols: int, how: str, device: str, shared: bool, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Fresh random numbers, in the case's layout; what lies between them is NaN."""
+        """Fresh random numbers in the case's layout, with NaN between the rows."""
         batch = 1 if shared or not self.batch else self.batch
         outer, inner = (rows, cols) if how == "n" else (cols, rows)
         store = torch.full((self.offset + batch * outer * (inner + self.pad),), float("nan"), dtype=F32, device=device)
@@ -85,19 +114,18 @@ class Case:
 
     def operands(self, device: str) -> dict[str, torch.Tensor | None]:
         """a, b, bias, residual."""
-        full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
-        addend = BF16 if self.dtype in FP8 else self.dtype
         return {
             "a": self.matrix(self.m, self.k, self.layout[0], device, "a" in self.shared),
             "b": self.matrix(self.k, self.n, self.layout[1], device, "b" in self.shared, self.b_dtype),
-            "bias": torch.randn(self.n, device=device).to(addend) if self.bias else None,
-            "residual": torch.randn(full, device=device).to(addend) if self.residual else None,
+            "bias": torch.randn(self.n, device=device).to(self.addend) if self.bias else None,
+            "residual": torch.randn((*self.lead, self.m, self.n), device=device).to(self.addend)
+            if self.residual
+            else None,
         }
 
     def scale(self, device: str) -> dict[str, torch.Tensor | None]:
         """scale_a and scale_b, as the registered ops take them: positive, of different magnitudes."""
-        batch = (self.batch,) if self.batch else ()
-        row, column = (torch.randn(*batch, *s, device=device).exp() for s in ((self.m, 1), (1, self.n)))
+        row, column = (torch.randn(*self.lead, *s, device=device).exp() for s in ((self.m, 1), (1, self.n)))
         a, b = {
             "none": (None, None),
             "tensor": (torch.full((), 0.75, device=device), torch.full((1, 1), 3.0, device=device)),
@@ -108,13 +136,15 @@ class Case:
         return {"scale_a": a, "scale_b": b}
 
     def output(self, device: str) -> torch.Tensor:
-        """NaN, to be written."""
-        full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
-        dtype = self.result
-        if self.strided_out:
-            rows = torch.full((*full[:-1], 2 * full[-1] + 3), float("nan"), dtype=dtype, device=device)
-            return rows[..., : 2 * full[-1] : 2]
-        return torch.full(full, float("nan"), dtype=dtype, device=device)
+        """An output of NaN."""
+        columns = 2 * self.n + 3 if self.strided_out else self.n
+        rows = torch.full((*self.lead, self.m, columns), float("nan"), dtype=self.result, device=device)
+        return rows[..., : 2 * self.n : 2] if self.strided_out else rows
+
+
+def by_name(case: Any) -> str:
+    """For parametrize's ``ids``."""
+    return case.name
 
 
 def _cases() -> list[Case]:

@@ -1,7 +1,7 @@
 """The cases of `test_gpu_hopper.py`: data, so that their kernels can be compiled without a GPU, too.
 
-What tells one compiled kernel from another is its tile, its schedule's kind, dtypes, layouts and epilogue; extents,
-strides and workers are not compiled in. So each kernel has several cases.
+A kernel is compiled for a tile, a kind of schedule, dtypes, layouts and an epilogue; extents, strides and workers are
+not compiled in. So each kernel has several cases.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, LAYOUTS, Case
+from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, LAYOUTS, Case, Product, dtype_names
 
 from error_rule import Maths
 from tilestream.core.chunks import Chunks
@@ -29,21 +29,20 @@ from tilestream.plan.policy import hopper
 from tilestream.plan.policy.hopper import REGISTERS, TILES, Tile
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 
-#: Where an output lies: in rows that begin at multiples of 16 bytes; without a gap; in columns; in rows of odd strides;
-#: every second column; at an odd address. TMA stores the first three, where rows (columns) are whole multiples of 16
-#: bytes, too.
+#: How an output is laid out: rows at multiples of 16 bytes; rows without a gap; columns; rows of odd strides; every
+#: second column; an odd address. TMA stores the first three if rows (columns) are multiples of 16 bytes long.
 OUTS = ("rows", "tight", "columns", "odd", "strided", "offset")
 
 
 @dataclass(frozen=True)
-class HopperCase:
-    """``[batch, m, k] @ [batch, k, n]`` with everything of the plan forced that is given.
+class HopperCase(Product):
+    """``[batch, m, k] @ [batch, k, n]`` by a plan that takes what is given here.
 
-    ``swapped``: which way round the tile is, where there are two tiles of such rows and columns.
+    ``swapped``: whether the operands are swapped, where there are two tiles of such rows and columns.
 
-    Rows of operands are padded so that TMA can address them, whatever the extents, and all that lies around an operand
-    is NaN. ``layout`` as in `tilestream.plan`; ``shared`` operands have batch stride 0. ``rows``, ``columns``: the
-    bounds of the chunks in which A's rows (of all batches), B's columns arrive; ``pivot``: the one to begin with.
+    Rows of operands are padded so that TMA can address any extents, and NaN surrounds each operand. ``layout`` as in
+    `tilestream.plan`; ``shared`` operands have batch stride 0. ``rows``, ``columns``: the bounds of the chunks in which
+    A's rows (of all batches) and B's columns arrive; ``pivot``: the first chunk of the raster.
     """
 
     m: int
@@ -82,7 +81,7 @@ class HopperCase:
         batch = f"{self.batch}x" if self.batch else ""
         tile = "x".join(map(str, self.tile[::-1] if self.swapped else self.tile)) if self.tile else ""
         tile += "swapped" if self.swapped else ""
-        dtypes = [str(t).removeprefix("torch.") for t in (self.dtype, self.b_dtype, self.out_dtype) if t is not None]
+        dtypes = dtype_names(self.dtype, self.b_dtype, self.out_dtype)
         rest = [
             f"{name}{value}" if value is not True else name
             for name, value in (
@@ -102,16 +101,8 @@ class HopperCase:
         return "-".join(part for part in parts if part)
 
     @property
-    def fp8(self) -> bool:
-        return self.dtype in (E4M3, E5M2)
-
-    @property
     def tf32(self) -> bool:
         return self.dtype == F32
-
-    @property
-    def result(self) -> torch.dtype:
-        return self.out_dtype or (BF16 if self.fp8 else self.dtype)
 
     def _matrix(self, rows: int, cols: int, how: str, dtype: torch.dtype, device: str, shared: bool) -> torch.Tensor:
         batch = 1 if shared or not self.batch else self.batch
@@ -127,29 +118,26 @@ class HopperCase:
 
     def operands(self, device: str) -> dict[str, torch.Tensor | None]:
         """a, b, bias, residual, scale_a, scale_b."""
-        full = (self.batch, self.m, self.n) if self.batch else (self.m, self.n)
         a = self._matrix(self.m, self.k, self.layout[0], self.dtype, device, "a" in self.shared)
         b = self._matrix(self.k, self.n, self.layout[1], self.b_dtype or self.dtype, device, "b" in self.shared)
-        addend = BF16 if self.fp8 else self.dtype
         residual = None
-        if self.residual:
-            swapped = (*full[:-2], full[-1], full[-2])
-            residual = torch.randn(full if self.residual == "rows" else swapped, device=device).to(addend)
-            residual = residual if self.residual == "rows" else residual.mT
-        lead = (self.batch,) if self.batch else ()
-        of_a, of_b = {"row": ((*lead, self.m, 1), (*lead, 1, self.n))}.get(self.scales, ((), ()))
+        if self.residual == "rows":
+            residual = torch.randn((*self.lead, self.m, self.n), device=device).to(self.addend)
+        elif self.residual:
+            residual = torch.randn((*self.lead, self.n, self.m), device=device).to(self.addend).mT
+        of_a, of_b = {"row": ((*self.lead, self.m, 1), (*self.lead, 1, self.n))}.get(self.scales, ((), ()))
         scaled = self.scales != "none"
         return {
             "a": a,
             "b": b,
-            "bias": torch.randn(self.n, device=device).to(addend) if self.bias else None,
+            "bias": torch.randn(self.n, device=device).to(self.addend) if self.bias else None,
             "residual": residual,
             "scale_a": torch.rand(of_a, device=device) + 0.5 if scaled else None,
             "scale_b": torch.rand(of_b, device=device) + 0.5 if scaled else None,
         }
 
     def output(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """NaN, to be written, and the larger piece of NaN that it is cut from."""
+        """An output of NaN, and the larger piece of NaN that it is a view of."""
         batch, m, n, size = max(self.batch, 1), self.m, self.n, self.result.itemsize
         lead = 16 // size
         outer, inner = (n, m) if self.out == "columns" else (m, n)
@@ -207,16 +195,13 @@ class HopperCase:
             plan = of_candidate(problem, device, "hopper", best, "a test's")
         return plan, layout
 
-    def maths(self, operands: dict[str, torch.Tensor | None]) -> Maths:
-        """What the answer is an answer to."""
-        return Maths(
-            **operands, alpha=self.alpha, beta=self.beta, activation=self.activation, out_dtype=self.result,
-            fast_accum=self.fast_accum, tf32=self.tf32,
-        )  # fmt: skip
+    def maths(self, operands: dict[str, torch.Tensor | None], **more: Any) -> Maths:
+        """Of float32 operands as rounded to tf32."""
+        return super().maths(operands, tf32=self.tf32, **more)
 
 
 def poisoned(count: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """So many NaNs."""
+    """``count`` NaNs."""
     return torch.full((count,), float("nan"), dtype=F32, device=device).to(dtype)
 
 
@@ -424,7 +409,7 @@ def _batches() -> Iterator[HopperCase]:
 
 
 def _orders() -> Iterator[HopperCase]:
-    """Several queues, shares, and an order of tiles of one's own, which is a table."""
+    """Several queues, shares, and a caller's own order of tiles, which is a table."""
     for row, queues in itertools.product(FEW, (2, 7)):
         yield _case(row, 1000, 520, 200, queues=queues, workers=5)
     for row, shares in itertools.product(FEW, (1, 3, 40)):

@@ -1,8 +1,7 @@
 """Compile what the GPU tests and benchmarks launch, on all cores at once, before they run one by one.
 
-``python tests/gpu/precompile.py [tests] [schedules] [arrival] [copies] [benchmarks] [distributed]``: needs a GPU only
-to ask what it is, where there is none it is taken to be an H100.
-Whatever is left out here is compiled when it is launched: nothing but time depends on this.
+``python tests/gpu/precompile.py [tests] [schedules] [arrival] [copies] [benchmarks] [publish] [distributed]``. It only
+saves time: a kernel that it leaves out is compiled at its launch. Without a GPU it compiles for an H100.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
+import hopper_cases as hopper
 import hopper_gate
+import schedule_cases as schedules
 from benchmarks.gemm.shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
 from gate import Pointer, gate_arguments
 from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
@@ -40,7 +41,7 @@ from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.plan.search import search_space
 from tilestream_tools.isa.kernels import copy_arguments
 
-#: For where there is no GPU to ask. A plan depends on the clock, if little.
+#: The device where there is no GPU. A plan depends a little on the clock.
 STAND_IN = DeviceProperties(
     "an H100", "portable", 132, 256 * 1.98e9, 3.35e12, "a stand-in", "sm_90", 232448,
     (("float16", 4096 * 1.98e9), ("bfloat16", 4096 * 1.98e9), ("tf32", 2048 * 1.98e9), ("fp8", 8192 * 1.98e9)),
@@ -183,8 +184,6 @@ def of_copy_tests(device: DeviceProperties) -> Iterator[Job | None]:
 
 def of_hopper_tests(device: DeviceProperties) -> Iterator[Job | None]:
     """Of `test_gpu_hopper`."""
-    import hopper_cases as hopper
-
     for case in hopper.launched():
         yield Job(*case.plan(device), (0, 0, case.output("meta")[0].data_ptr() % 16))
     for case in hopper.PROBE_CASES:
@@ -195,8 +194,6 @@ def of_hopper_tests(device: DeviceProperties) -> Iterator[Job | None]:
 
 def of_schedule_tests(device: DeviceProperties) -> Iterator[Job | None]:
     """Of `test_gpu_schedules`."""
-    import schedule_cases as schedules
-
     strides = (0, schedules.K, 1), (0, 1, schedules.K), (0, schedules.N, 1)
     for plan, trace in itertools.product(schedules.plans(device), (False, True)):
         yield Job(plan, Layout(*strides), (0, 0, 0), trace=trace)
@@ -206,8 +203,6 @@ def of_schedule_tests(device: DeviceProperties) -> Iterator[Job | None]:
 
 def of_hopper_arrival_tests(device: DeviceProperties) -> Iterator[Job | None]:
     """Of `test_gpu_hopper_arrival`."""
-    import hopper_cases as hopper
-
     for case in (*hopper.ARRIVING, *hopper.GATED):
         yield Job(*case.plan(device))
     for case in hopper.GATED:
@@ -334,7 +329,7 @@ SECTIONS = {
 
 
 def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Options and arguments of a launch, of no address."""
+    """Options and arguments of a launch, without addresses."""
     if job.plan.backend == "hopper":
         return hopper_gate.fill(job.plan, job.layout, job.address[2], probe=job.probe, trace=job.trace, apart=job.apart)
     plan, layout, address, probe, trace, _ = job
@@ -363,20 +358,40 @@ def kernel_of(job: Job) -> Any:
 
 
 def key(job: Job) -> str:
-    """What tells its compiled kernel from others', in Triton's own words."""
+    """The key of its compiled kernel, made by Triton's own binder."""
     options, filled = fill(job)
     *_, bind = kernel_of(job).device_caches[0]
     _, specialization, _ = bind(*filled, **options, debug=False, instrumentation_mode="")
     return repr((job.plan.backend, options, specialization))
 
 
-def build(one: Job) -> str | None:
-    """What went wrong."""
+def went_wrong(label: str, compile_it: Callable[[], object]) -> str | None:
+    """What went wrong; None if nothing did."""
     try:
-        hopper_gate.build(*fill(one), kernel_of(one))
+        compile_it()
     except Exception as error:
-        return f"{one.plan.label}: {type(error).__name__}: {error}"[-400:]
+        return f"{label}: {type(error).__name__}: {error}"[-400:]
     return None
+
+
+def build(one: Job) -> str | None:
+    return went_wrong(one.plan.label, lambda: hopper_gate.build(*fill(one), kernel_of(one)))
+
+
+def device_of_this_machine() -> DeviceProperties:
+    """The GPU; `STAND_IN` where there is none."""
+    import torch
+
+    from tilestream.runtime.properties import cuda_properties
+
+    return cuda_properties(0) if torch.cuda.is_available() else STAND_IN
+
+
+def compile_all(build_one: Callable[[Any], str | None], todo: Sequence[Any], begin: float) -> None:
+    """On all cores at once; ``begin``: since when time counts."""
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        failed = [error for error in pool.imap_unordered(build_one, todo, 1) if error]
+    print(f"{len(todo)} kernels compiled in {time.monotonic() - begin:.0f} s; {len(failed)} failed: {failed[:3]}")
 
 
 def jobs(device: DeviceProperties, what: Sequence[str] = tuple(SECTIONS)) -> list[Job]:
@@ -395,15 +410,7 @@ def jobs(device: DeviceProperties, what: Sequence[str] = tuple(SECTIONS)) -> lis
 
 def main() -> None:
     begin = time.monotonic()
-    import torch
-
-    from tilestream.runtime.properties import cuda_properties
-
-    device = cuda_properties(0) if torch.cuda.is_available() else STAND_IN
-    todo = jobs(device, sys.argv[1:] or tuple(SECTIONS))
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        failed = [error for error in pool.imap_unordered(build, todo, 1) if error]
-    print(f"{len(todo)} kernels compiled in {time.monotonic() - begin:.0f} s; {len(failed)} failed: {failed[:3]}")
+    compile_all(build, jobs(device_of_this_machine(), sys.argv[1:] or tuple(SECTIONS)), begin)
 
 
 if __name__ == "__main__":

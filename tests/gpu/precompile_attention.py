@@ -6,8 +6,6 @@ benchmarks/attention launches in its sections `variants` and `fp8`. Nothing but 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import attention_gate as portable_gate
 import hopper_attention_gate as gate
-import torch
-from precompile import STAND_IN
+from precompile import compile_all, device_of_this_machine, went_wrong
 
 import tilestream as ts
 from tilestream.core.device import DeviceProperties
@@ -94,7 +91,7 @@ def of_benchmark(device: DeviceProperties) -> Iterator[Job]:
 
 
 def key(job: Job) -> str:
-    """What tells its compiled kernel from others'."""
+    """The key of its compiled kernel."""
     if job[0].backend == "portable":
         p = job[0].problem
         config = AttentionArguments(*job).config()
@@ -106,30 +103,21 @@ def key(job: Job) -> str:
 
 def build(job: Job) -> str | None:
     """What went wrong."""
-    try:
-        if job[0].backend == "portable":
-            portable_gate.build(*job, "sm_90a")
-        else:
-            gate.build(*gate.fill(*job), kernel=gate.attend)
-    except Exception as error:
-        return f"{job[0].label}: {type(error).__name__}: {error}"[-400:]
-    return None
+    if job[0].backend == "portable":
+        return went_wrong(job[0].label, lambda: portable_gate.build(*job, "sm_90a"))
+    return went_wrong(job[0].label, lambda: gate.build(*gate.fill(*job), kernel=gate.attend))
 
 
 def main() -> None:
     begin = time.monotonic()
-    from tilestream.runtime.properties import cuda_properties
-
-    device = cuda_properties(0) if torch.cuda.is_available() else STAND_IN
+    device = device_of_this_machine()
     parts = [part for part in sys.argv[1:] if part != "benchmark"]
     jobs = list(of_benchmark(device)) if "benchmark" in sys.argv else []
     if parts or "benchmark" not in sys.argv:
         jobs += of_tests(device, parts)
     todo = {key(job): job for job in jobs}
     print(f"{len(jobs)} launches, {len(todo)} kernels", flush=True)
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        failed = [error for error in pool.imap_unordered(build, todo.values(), 1) if error]
-    print(f"compiled in {time.monotonic() - begin:.0f} s; {len(failed)} failed: {failed[:3]}")
+    compile_all(build, list(todo.values()), begin)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Run the GPU tests and write down what ran where: ``python tests/gpu/record.py RECORD.json [PASS ...] [-- ARGS]``.
 
-On a machine with a GPU, from the repository's root, with ``src`` on PYTHONPATH. COMMIT names the commit where the tree
-is a copy without its history, JOBS the number of processes that share a pass (default 4: most of a test's time is the
-host's), SAMPLE=n that every n-th test will do, LIMIT the seconds that a pass may take: the record says so of both. ARGS
-are pytest's.
+On a machine with a GPU, from the repository's root, with ``src`` on PYTHONPATH. ARGS go to pytest. Environment
+variables: COMMIT names the commit where the tree is a copy without history; JOBS is the number of processes of a pass
+(default 4: most of a test's time is the host's); SAMPLE=n runs every n-th test; LIMIT is the most seconds of a pass.
+The record notes SAMPLE, and tests that LIMIT cut off.
 
 Passes are ``hopper`` (that kernel's tests), ``attention``, ``alone`` (what waits, or holds every SM: a process a GPU),
 ``distributed`` (one process, whose ranks take the GPUs), ``sanitizers``, ``others``, and ``blocking``: numbers again,
@@ -33,7 +33,7 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "-o", "addopts="]
 
 
 class Counts:
-    """Outcomes, as pytest reports them; in ``part`` after each test, so that what ends a process leaves them there."""
+    """Outcomes as pytest reports them, written to ``part`` after each test: they outlast a process that is killed."""
 
     def __init__(self, part: Path) -> None:
         self.outcomes: collections.Counter[str] = collections.Counter()
@@ -55,7 +55,7 @@ class Counts:
 
 
 class Share:
-    """Every ``jobs``-th test; those that need most of the GPU's memory all go to the first process."""
+    """Every ``jobs``-th test; tests that need most of the GPU's memory all go to the first process."""
 
     def __init__(self, job: int, jobs: int) -> None:
         self.job, self.jobs = job, jobs
@@ -104,7 +104,7 @@ PASSES = ("hopper", "attention", "alone", "distributed", "sanitizers", "others",
 
 
 def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
-    """A pass, shared by JOBS processes. One that did not reach its end counts as a failure."""
+    """A pass, shared by JOBS processes. A process that did not reach its end counts as a failure."""
     begin, jobs = time.monotonic(), _jobs(name)
     sample, end = int(os.environ.get("SAMPLE", "1")), begin + float(os.environ.get("LIMIT", "inf"))
     environment = {**os.environ, "TILESTREAM_PASS": name}
@@ -140,7 +140,7 @@ def _jobs(name: str) -> int:
 
 
 def _device_of(job: int, jobs: int) -> dict[str, str]:
-    """Processes that share a pass take the GPUs in turn; one that is alone has all of them."""
+    """Processes that share a pass take the GPUs in turn; a single process has all GPUs."""
     import torch
 
     count = torch.cuda.device_count()
@@ -148,7 +148,7 @@ def _device_of(job: int, jobs: int) -> dict[str, str]:
 
 
 def _wait(started: list[subprocess.Popen[bytes]], end: float) -> list[int]:
-    """Their statuses; what is not done at ``end`` is interrupted, all at once, and writes down what it has done."""
+    """Their statuses. At ``end`` the processes that still run are interrupted together, and write what they have."""
     _ended(started, end)
     for signal_, seconds in ((signal.SIGINT, 10.0), (signal.SIGKILL, 10.0)):
         for process in started:

@@ -9,16 +9,19 @@ themselves, and so does the process, after `LASTS`.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from gpu_runs import ON_HOPPER, nan, randn
 
-if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)):
+if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from gpu_cases import by_name
 from hopper_cases import HopperCase
 from sanitize import ATTENTION, cases
 
@@ -32,7 +35,7 @@ LONG_ROUNDS = 60
 LASTS = 100
 BESIDE = {
     "multiplies": "a = torch.randn(4096, 4096, device='cuda', dtype=torch.bfloat16); work = lambda: a @ a",
-    # On every SM, for as long as a turn and longer: whoever has the next turn stops it in the middle.
+    # On every SM, for a turn and longer: the process with the next turn stops it in the middle.
     "holds": "work = lambda: torch.cuda._sleep(30_000_000)",
 }
 
@@ -56,7 +59,21 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-#: As long as a turn is, or longer: between any two of its instructions somebody else may have the GPU.
+def check_repeats(launch: Callable[[], object], out: torch.Tensor, rounds: int, traced: int = 0) -> None:
+    """Each launch writes the same bits; ``traced``: launches of a recording, 0 for none."""
+    launch()
+    first, wrong = bits(out).clone(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(rounds // (traced or rounds)):
+        with ts.trace.record() if traced else contextlib.nullcontext():
+            for _ in range(traced or rounds):
+                out.fill_(float("nan"))
+                launch()
+                wrong += (bits(out) != first).any()
+    ts.check()
+    assert int(wrong) == 0, f"{int(wrong)} of {rounds} launches have other bits"
+
+
+#: A turn long, or longer: the other process may have the GPU between any two of its instructions.
 LONG_PRODUCTS = [
     HopperCase(16384, 16384, 2048, variant, tile, layout="nt", schedule=kind)
     for variant, tile in (("cooperative", (128, 256)), ("ping_pong", (64, 128)), ("single", (64, 64)))
@@ -64,35 +81,20 @@ LONG_PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize("case", LONG_PRODUCTS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LONG_PRODUCTS, ids=by_name)
 def test_long_products(case, beside):
     """Every tile of products whose workers are stopped in the middle, again and again."""
-    a, b = (torch.randn(16384, 2048, device="cuda").bfloat16() for _ in range(2))
-    out = torch.full((16384, 16384), float("nan"), device="cuda", dtype=torch.bfloat16)
+    a, b, out = randn(16384, 2048), randn(16384, 2048), nan(16384, 16384)
     plan, _ = case.plan(cuda_properties())
-    plan.run(a, b.t(), out=out)
-    first, wrong = bits(out).clone(), torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(LONG_ROUNDS):
-        out.fill_(float("nan"))
-        plan.run(a, b.t(), out=out)
-        wrong += (bits(out) != first).any()
-    ts.check()
-    assert int(wrong) == 0, f"{int(wrong)} of {LONG_ROUNDS} launches have other bits"
+    check_repeats(lambda: plan.run(a, b.t(), out=out), out, LONG_ROUNDS)
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(cases()), ids=by_name)
 def test_products(case, beside):
     operands, (out, _) = case.operands("cuda"), case.output("cuda")
     plan, _ = case.plan(cuda_properties())
     how = {"alpha": case.alpha, "beta": case.beta, "activation": case.activation}
-    plan.run(**operands, out=out, **how)
-    first, wrong = bits(out).clone(), torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(ROUNDS):
-        out.fill_(float("nan"))
-        plan.run(**operands, out=out, **how)
-        wrong += (bits(out) != first).any()
-    ts.check()
-    assert int(wrong) == 0, f"{int(wrong)} of {ROUNDS} launches have other bits"
+    check_repeats(lambda: plan.run(**operands, out=out, **how), out, ROUNDS)
 
 
 #: Beside the small ones one of a few milliseconds, as long as a turn is.
@@ -101,26 +103,8 @@ CALLS = [*(case for case, more in ATTENTION if not more), LONG]
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case.features}-{case.how}-{case.dims[0]}-{case.keys[0]}")
-@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize("traced", [0, 5], ids=["", "traced"])
 def test_attention(case, traced, beside):
     call = call_of(case, "cuda")
     out = ts.attention(**call.tensors, **call.options)
-    first = bits(out).clone()
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-
-    def repeat(rounds: int) -> None:
-        nonlocal wrong
-        for _ in range(rounds):
-            out.fill_(float("nan"))
-            ts.attention(**call.tensors, **call.options, out=out)
-            wrong += (bits(out) != first).any()
-
-    rounds = ROUNDS // 4
-    if traced:
-        for _ in range(rounds // 5):
-            with ts.trace.record():
-                repeat(5)
-    else:
-        repeat(rounds)
-    ts.check()
-    assert int(wrong) == 0, f"{int(wrong)} of {rounds} calls have other bits"
+    check_repeats(lambda: ts.attention(**call.tensors, **call.options, out=out), out, ROUNDS // 4, traced)

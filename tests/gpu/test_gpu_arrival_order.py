@@ -1,4 +1,4 @@
-"""Arrival order on a GPU: a late chunk holds up no tile but its own, whichever comes when, with whom beside it.
+"""Arrival order on a GPU: a late chunk delays its own tiles alone, in any order of chunks, beside other kernels.
 
 Of the kernel that the plan picks, and of the portable one. That the device takes what the host's text takes is in
 `test_gpu_arrival` and `test_gpu_hopper_arrival`, whose probes write it down.
@@ -7,16 +7,14 @@ Of the kernel that the plan picks, and of the portable one. That the device take
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from gpu_cases import BOUNDS, K, M, N
-from test_gpu_arrival import BF16, Feed, launch_first, pinned, weight
+from feeds import Feed, launch_first, pinned
+from gpu_cases import BF16, BOUNDS, K, M, N
+from gpu_runs import nan, poison, randn, run_apart, settle
 
 import tilestream as ts
 from error_rule import Maths, check
@@ -54,7 +52,7 @@ def seen(out: torch.Tensor, beside: torch.cuda.Stream, host: torch.Tensor) -> to
 @launch_first
 @pytest.mark.parametrize("chunking", ["uniform", "ragged"])
 def test_a_late_chunk_holds_up_no_tile_but_its_own(chunking):
-    source, b = pinned(M, K), weight()
+    source, b = pinned(M, K), randn(K, N)
     count = len(BOUNDS) - 1 if chunking == "ragged" else -(-M // 128)
     host = torch.empty(M, N, dtype=BF16).pin_memory()
     beside = lend_to(source, torch.device("cuda", torch.cuda.current_device()))
@@ -66,12 +64,11 @@ def test_a_late_chunk_holds_up_no_tile_but_its_own(chunking):
         plan = planned(arrival)
         assert plan.schedule.split == "chunks"
         others = [chunk for chunk in range(count) if chunk != late]
-        feed, out = Feed(arrival, source)(*range(count)), torch.empty(M, N, dtype=BF16, device="cuda")
+        feed, out = Feed(arrival, source)(*range(count)), nan(M, N)
         plan.run(feed.tensor, b, out=out, arrival=arrival)  # compiled
         torch.cuda.synchronize()
-        arrival.advance()
-        feed.tensor.fill_(float("nan"))
-        out.fill_(float("nan"))
+        feed.again()
+        poison(out)
         torch.cuda.synchronize()
         plan.run(feed.tensor, b, out=out, arrival=arrival, deadline=20.0)
         random.Random(late).shuffle(others)
@@ -89,7 +86,7 @@ def test_a_late_chunk_holds_up_no_tile_but_its_own(chunking):
 @pytest.mark.parametrize("workers", [1, 3, None])
 @pytest.mark.parametrize("order", ["arrival", "chunk_major"])
 def test_chunks_in_any_order(order, workers):
-    source, b = pinned(M, K), weight()
+    source, b = pinned(M, K), randn(K, N)
     want = torch.mm(source.cuda(), b)
     arrival = ts.Arrival.ragged(BOUNDS, 2, device="cuda")
     plan, feed = planned(arrival, workers, order), Feed(arrival, source)(*range(len(BOUNDS) - 1))
@@ -97,8 +94,7 @@ def test_chunks_in_any_order(order, workers):
     check(first, Maths(source.cuda(), b))
     orders = list(itertools.permutations(range(len(BOUNDS) - 1)))
     for chunks in random.Random(0).sample(orders, 24):
-        arrival.advance()
-        feed.tensor.fill_(float("nan"))
+        feed.again()
         torch.cuda.synchronize()
         out = plan.run(feed.tensor, b, arrival=arrival, deadline=10.0)
         feed(*chunks)
@@ -109,15 +105,14 @@ def test_chunks_in_any_order(order, workers):
 @launch_first
 @pytest.mark.parametrize("held", [64, 128])
 def test_beside_a_neighbour_that_holds_sms(held):
-    source, b = pinned(M, K), weight()
+    source, b = pinned(M, K), randn(K, N)
     arrival = ts.Arrival.uniform(128, -(-M // 128), 3, device="cuda")
     plan, feed = planned(arrival, None), Feed(arrival, source)(*range(-(-M // 128)))
     first = plan.run(feed.tensor, b, arrival=arrival)
     check(first, Maths(source.cuda(), b))
     neighbour = Neighbour(cuda_properties())
     for _ in range(3):
-        arrival.advance()
-        feed.tensor.fill_(float("nan"))
+        feed.again()
         torch.cuda.synchronize()
         with neighbour.taking(held):
             out = plan.run(feed.tensor, b, arrival=arrival, deadline=10.0)
@@ -130,20 +125,13 @@ def test_beside_a_neighbour_that_holds_sms(held):
 @pytest.mark.parametrize("connections", [1, 8])
 def test_more_streams_than_connections(connections, backend):
     """All streams' work goes to the device through few queues, in the order of its issue."""
-    code = (
-        "import sys; sys.path[:0] = ['tests', 'tests/gpu']; import test_gpu_arrival_order as t; "
-        f"t.many_streams({backend == 'portable'})"
-    )
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    call = f"many_streams({backend == 'portable'})"
+    run_apart("test_gpu_arrival_order", call, CUDA_DEVICE_MAX_CONNECTIONS=str(connections))
 
 
 def many_streams(portable: bool) -> None:
     """12 launches, each on a stream of its own and fed by another, the last first; then fed before they are issued."""
-    b, count, launches = weight(), -(-M // 128), 12
+    b, count, launches = randn(K, N), -(-M // 128), 12
     sources = [pinned(M, K) for _ in range(launches)]
     arrivals = [ts.Arrival.uniform(128, count, i % count, device="cuda") for i in range(launches)]
     plans = [
@@ -156,15 +144,14 @@ def many_streams(portable: bool) -> None:
     assert all(plan.schedule.split == "chunks" for plan in plans)
     feeds = [Feed(arrival, source)(*range(count)) for arrival, source in zip(arrivals, sources, strict=True)]
     streams = [lend_to(feed, feed.tensor.device) for feed in feeds]
-    outs = [torch.empty(M, N, dtype=BF16, device="cuda") for _ in range(launches)]
+    outs = [nan(M, N) for _ in range(launches)]
     for feed, one, arrival in zip(feeds, plans, arrivals, strict=True):
         one.run(feed.tensor, b, arrival=arrival)  # compiled
     torch.cuda.synchronize()
     for launched_first in (True, False, True):
-        for feed, arrival, out in zip(feeds, arrivals, outs, strict=True):
-            arrival.advance()
-            feed.tensor.fill_(float("nan"))
-            out.fill_(float("nan"))
+        for feed, out in zip(feeds, outs, strict=True):
+            feed.again()
+            poison(out)
         torch.cuda.synchronize()
 
         def launch() -> None:
@@ -178,7 +165,6 @@ def many_streams(portable: bool) -> None:
             feed(*reversed(range(count)))
         if not launched_first:
             launch()
-        torch.cuda.synchronize()
-        ts.check()
+        settle()
         for source, out in zip(sources, outs, strict=True):
             check(out, Maths(source.cuda(), b))

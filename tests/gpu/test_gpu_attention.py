@@ -1,17 +1,19 @@
 """`tilestream.attention` on a GPU: the grid of FlashAttention's and FlashInfer's own tests, on each backend.
 
-``-k quick`` is a case of each kind. Nothing here waits without a bound: the calls that wait for chunks have deadlines.
+``-k quick`` is a case of each kind. Calls that wait for chunks have deadlines.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import time
+from collections.abc import Iterable
 
 import pytest
 import torch
+from gpu_cases import BF16, E4M3, F16, F32
+from gpu_runs import ON_HOPPER, captured, expired, nan, poison, poison_around, settle
 from torch.nn import functional as F  # noqa: N812
 
 import tilestream as ts
@@ -23,8 +25,6 @@ from tilestream.ops import attention_gpu
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.trace import LaunchTrace, faults, record
-
-F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
 def _known(backend: str) -> bool:
@@ -51,43 +51,44 @@ DIMS = ((64, 64), (128, 128))
 OTHER_DIMS = ((8, 8), (16, 16), (40, 40), (72, 64), (96, 96), (192, 128), (256, 256), (128, 64))
 
 
-def _dense(lengths: tuple[int, int], **more) -> Case:
+def _dense(lengths: tuple[int, int], dims: tuple[int, int] = (64, 64), features: str = "causal", **more) -> Case:
+    """Two sequences of (rows, keys) each."""
     rows, keys = lengths
-    return Case((rows,), (keys, keys), **more)
+    return Case((rows,), (keys, keys), **{"heads": (6, 2), "dtype": BF16, "dims": dims, "features": features, **more})
+
+
+def _either(
+    how: str, queries: tuple[int, ...], keys: tuple[int, ...], dims: tuple[int, int] = (64, 64),
+    features: str = "causal", dtype: torch.dtype = BF16,
+) -> Case:  # fmt: skip
+    """Sequences of such lengths; where ``how`` is ``dense``, two of 300 rows and 500 keys."""
+    if how == "dense":
+        return _dense((300, 500), dims, features, dtype=dtype)
+    return Case(queries, keys, (6, 2), dims, features, how, dtype=dtype)
+
+
+def _grid(*axes: Iterable, **more) -> list[Case]:
+    """The product of lengths, dims and features."""
+    return [_dense(*point, **more) for point in itertools.product(*axes)]
 
 
 def _cases() -> dict[str, list[Case]]:
     packed = ("packed", "packed paged")
     return {
         "dense": [
-            _dense(lengths, heads=heads, dims=dims, features=features, dtype=BF16)
+            _dense(lengths, dims, features, heads=heads)
             for lengths, heads, dims, features in itertools.product(LENGTHS, HEADS[:3], DIMS, ("full", "causal"))
         ],
         "features": [
-            _dense(lengths, heads=(6, 2), dims=dims, features=features, dtype=dtype)
-            for lengths, dims, features, dtype in itertools.product(SHORT, DIMS, FEATURES, (F16, BF16))
+            _dense(*point, dtype=dtype) for *point, dtype in itertools.product(SHORT, DIMS, FEATURES, (F16, BF16))
         ],
-        "columns": [
-            _dense(lengths, heads=(4, 2), dims=dims, features=features, dtype=BF16)
-            for lengths, dims, features in itertools.product(SHORT[::2], OTHER_DIMS, ("causal", "all"))
-        ],
-        "many heads": [
-            _dense(lengths, heads=(32, 4), dims=(128, 128), features="causal", dtype=F16) for lengths in LENGTHS
-        ],
-        "float32": [
-            _dense(lengths, heads=(4, 2), dims=dims, features=features, dtype=F32)
-            for lengths, dims, features in itertools.product(SHORT[::2], DIMS, ("causal", "all"))
-        ],
-        "float8": [
-            _dense(lengths, heads=(6, 2), dims=dims, features=features, dtype=E4M3)
-            for lengths, dims, features in itertools.product(LENGTHS, (*DIMS, (96, 96)), ("full", "causal"))
-        ],
-        "float8 features": [
-            _dense(lengths, heads=(6, 3), dims=dims, features=features, dtype=E4M3, signed=True)
-            for lengths, dims, features in itertools.product(SHORT[::3], DIMS, FEATURES)
-        ],
+        "columns": _grid(SHORT[::2], OTHER_DIMS, ("causal", "all"), heads=(4, 2)),
+        "many heads": _grid(LENGTHS, ((128, 128),), ("causal",), heads=(32, 4), dtype=F16),
+        "float32": _grid(SHORT[::2], DIMS, ("causal", "all"), heads=(4, 2), dtype=F32),
+        "float8": _grid(LENGTHS, (*DIMS, (96, 96)), ("full", "causal"), dtype=E4M3),
+        "float8 features": _grid(SHORT[::3], DIMS, FEATURES, heads=(6, 3), dtype=E4M3, signed=True),
         "float8 columns": [
-            _dense(lengths, heads=heads, dims=dims, features="causal", dtype=E4M3)
+            _dense(lengths, dims, heads=heads, dtype=E4M3)
             for lengths, (heads, dims) in itertools.product(
                 SHORT[::4], (((6, 1), (64, 128)), ((4, 2), (128, 64)), ((6, 6), (80, 48)), ((32, 4), (32, 16)))
             )
@@ -112,11 +113,11 @@ def _cases() -> dict[str, list[Case]]:
             if not (how == "packed" and page == 64)
         ],
         "pages": [
-            Case((200, 1), (300, 77), (4, 2), (128, 128), features, how, page, dtype=BF16)
-            if how.startswith("packed")
-            else Case((64,), (300, 77), (4, 2), (128, 128), features, how, page, dtype=BF16)
-            for page, features, how in itertools.product(
-                (1, 2, 4, 8, 16, 32, 64, 128, 256), ("full", "causal", "window"), ("packed paged", "paged")
+            Case(queries, (300, 77), (4, 2), (128, 128), features, how, page, dtype=BF16)
+            for page, features, (how, queries) in itertools.product(
+                (1, 2, 4, 8, 16, 32, 64, 128, 256),
+                ("full", "causal", "window"),
+                (("packed paged", (200, 1)), ("paged", (64,))),
             )
         ],
         "lengths": [
@@ -138,9 +139,8 @@ def _name(case: Case) -> str:
     return f"{lengths} h{case.heads} d{case.dims} {case.features} {case.how}{more} +{case.extra} {dtype}{signs}"
 
 
-#: Of the portable kernel every fourth case where the other one has them all: its compilation is most of the time.
-_IS_HOPPER = torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-PORTABLE_STEP = 4 if _IS_HOPPER else 1
+#: The portable kernel runs every fourth case where Hopper's runs all: most of its time is compilation.
+PORTABLE_STEP = 4 if ON_HOPPER else 1
 
 
 def _each():
@@ -170,8 +170,7 @@ def backend(request, monkeypatch):
 def poisoned(call) -> tuple[torch.Tensor, torch.Tensor]:
     """The answer of a call whose output was NaN before."""
     q, v = call.tensors["q"], call.tensors["v"]
-    dtype = BF16 if q.dtype == E4M3 else q.dtype
-    out = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=dtype, device=q.device)
+    out = nan(*q.shape[:-1], v.shape[-1], dtype=BF16 if q.dtype == E4M3 else q.dtype)
     answer, lse = ts.attention(**call.tensors, **call.options, out=out, return_lse=True)
     assert answer is out
     return answer, lse
@@ -188,8 +187,7 @@ def test_numbers(case, backend):
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("how", ["packed", "dense"])
 def test_quick_the_same_bits_each_time(how, dtype, backend):
-    call = call_of(Case((300, 70), (500, 300), (6, 2), (128, 128), "all", how, dtype=dtype) if how == "packed" else
-                   _dense((300, 500), heads=(6, 2), dims=(128, 128), features="all", dtype=dtype), "cuda")  # fmt: skip
+    call = call_of(_either(how, (300, 70), (500, 300), (128, 128), "all", dtype=dtype), "cuda")
     first = ts.attention(**call.tensors, **call.options, return_lse=True)
     for _ in range(100):
         again = ts.attention(**call.tensors, **call.options, return_lse=True)
@@ -199,15 +197,15 @@ def test_quick_the_same_bits_each_time(how, dtype, backend):
 @pytest.mark.parametrize("workers", [1, 3, 17, 131, 132, 264])
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_quick_every_number_of_workers(schedule, workers, backend):
-    for case in (_dense((300, 500), heads=(6, 2), dims=(64, 64), features="causal", dtype=BF16),
-                 Case(*MIXES[1], (6, 2), (64, 64), "causal", "packed", dtype=BF16)):  # fmt: skip
+    for how in ("dense", "packed"):
+        case = _either(how, *MIXES[1])
         call = call_of(case, "cuda")
         call.check(*ts.attention(**call.tensors, causal=True, return_lse=True, schedule=schedule, workers=workers))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "spread", "unaligned"])
 def test_quick_layouts(layout, backend):
-    call = call_of(_dense((130, 200), heads=(4, 2), dims=(64, 64), features="causal", dtype=BF16), "cuda")
+    call = call_of(_dense((130, 200), heads=(4, 2)), "cuda")
     tensors = dict(call.tensors)
     if layout == "bhsd":
         tensors = {name: x.transpose(1, 2).contiguous() for name, x in tensors.items()}
@@ -216,17 +214,14 @@ def test_quick_layouts(layout, backend):
         return
     if layout in ("spread", "unaligned"):
         more = 16 if layout == "spread" else 5
-        for name, x in tensors.items():
-            store = torch.full((*x.shape[:3], x.shape[3] + more), math.nan, dtype=x.dtype, device="cuda")
-            tensors[name] = store[..., more : more + x.shape[3]]
-            tensors[name].copy_(x)
+        tensors = {name: poison_around(x, (0, 0, 0, more), (0, 0, 0, 0)) for name, x in tensors.items()}
     call.check(*ts.attention(**tensors, causal=True, return_lse=True))
 
 
 @pytest.mark.parametrize("more", [1, 3, 8])
 def test_quick_layouts_of_the_output(more, backend):
-    call = call_of(_dense((130, 200), heads=(4, 2), dims=(64, 64), features="causal", dtype=BF16), "cuda")
-    store = torch.full((2, 130, 4, 64 + more), math.nan, dtype=BF16, device="cuda")
+    call = call_of(_dense((130, 200), heads=(4, 2)), "cuda")
+    store = nan(2, 130, 4, 64 + more)
     out = store[..., :64]
     ts.attention(**call.tensors, causal=True, out=out)
     call.check(out, None)
@@ -235,27 +230,28 @@ def test_quick_layouts_of_the_output(more, backend):
 
 @pytest.mark.parametrize("how", ["dense", "packed", "packed paged"])
 def test_quick_graphs(how, backend):
-    """Replayed between eager calls, on other numbers."""
-    case = Case(*MIXES[1], (6, 2), (64, 64), "causal", how, dtype=BF16)
-    if how == "dense":
-        case = _dense((300, 500), heads=(6, 2), dims=(64, 64), features="causal", dtype=BF16)
+    check_replays(_either(how, *MIXES[1]))
+
+
+def check_replays(case: Case, **how) -> None:
+    """A graph replayed between eager calls, which have counters and scratch of their own, on other numbers."""
     call = call_of(case, "cuda")
-    ts.attention(**call.tensors, causal=True, return_lse=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = ts.attention(**call.tensors, causal=True, return_lse=True)
+    how = {**call.options, **how, "return_lse": True}
+    ts.attention(**call.tensors, **how)
+    with captured() as graph:
+        out, lse = ts.attention(**call.tensors, **how)
     for seed in (0, 1, 0):
         now = call_of(case, "cuda", seed)
         for name, x in now.tensors.items():
             call.tensors[name].copy_(x)
-        out.fill_(math.nan)
+        poison(out)
         graph.replay()
-        ts.attention(**now.tensors, causal=True)  # counters of eager calls are others
+        ts.attention(**now.tensors, **how)
         now.check(out, lse)
 
 
 def test_quick_compiled_whole(backend):
-    call = call_of(_dense((130, 200), heads=(4, 2), dims=(64, 64), features="causal", dtype=BF16), "cuda")
+    call = call_of(_dense((130, 200), heads=(4, 2)), "cuda")
     compiled = torch.compile(functools.partial(ts.attention, causal=True, return_lse=True), fullgraph=True)
     call.check(*compiled(**call.tensors))
 
@@ -273,16 +269,16 @@ def test_quick_gradients():
 # Few queries over many keys -------------------------------------------------------------------------------------------
 
 FEW = {
-    "decode": _dense((1, 4224), heads=(32, 4), dims=(128, 128), features="causal", dtype=BF16),
-    "a few rows": _dense((5, 2048), heads=(6, 2), dims=(64, 64), features="all", dtype=F16),
-    "columns": _dense((3, 1024), heads=(4, 2), dims=(40, 72), features="sinks", dtype=BF16),
-    "wide": _dense((16, 1024), heads=(4, 1), dims=(256, 256), features="full", dtype=BF16),
-    "nothing seen": _dense((9, 300), heads=(4, 2), dims=(64, 64), features="window", dtype=BF16),
+    "decode": _dense((1, 4224), (128, 128), heads=(32, 4)),
+    "a few rows": _dense((5, 2048), features="all", dtype=F16),
+    "columns": _dense((3, 1024), (40, 72), "sinks", heads=(4, 2)),
+    "wide": _dense((16, 1024), (256, 256), "full", heads=(4, 1)),
+    "nothing seen": _dense((9, 300), features="window", heads=(4, 2)),
     "lengths": Case((2,), (3000, 1, 0, 700), (8, 2), (128, 128), "causal", "lengths", dtype=BF16),
     "pages": Case((1,), (1500, 77, 900), (16, 2), (128, 128), "sinks", "paged", 16, dtype=BF16),
     "packed": Case((1, 3, 0, 17), (900, 40, 7, 2048), (8, 2), (64, 64), "causal", "packed", extra=3, dtype=BF16),
     "packed pages": Case((1, 1, 2), (900, 4000, 17), (32, 4), (128, 128), "all", "packed paged", 64, dtype=BF16),
-    "8 bits": _dense((5, 2048), heads=(6, 2), dims=(128, 128), features="sinks", dtype=E4M3, signed=True),
+    "8 bits": _dense((5, 2048), (128, 128), "sinks", dtype=E4M3, signed=True),
 }
 
 
@@ -301,25 +297,12 @@ def test_quick_keys_in_shares(name, splits, backend):
 
 
 def test_quick_shares_in_a_graph(backend):
-    call = call_of(FEW["decode"], "cuda")
-    how = {**call.options, "splits": 16, "return_lse": True}
-    ts.attention(**call.tensors, **how)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = ts.attention(**call.tensors, **how)
-    for seed in (0, 1, 0):
-        now = call_of(FEW["decode"], "cuda", seed)
-        for name, x in now.tensors.items():
-            call.tensors[name].copy_(x)
-        out.fill_(math.nan)
-        graph.replay()
-        ts.attention(**now.tensors, **how)  # whose scratch is another
-        now.check(out, lse)
+    check_replays(FEW["decode"], splits=16)
 
 
 # Keys that arrive -----------------------------------------------------------------------------------------------------
 
-#: Seconds until a chunk that comes is given up: other processes may have the GPU most of the time.
+#: A deadline in seconds for chunks that come: other processes may have the GPU most of the time.
 PATIENCE = 120.0
 
 
@@ -339,10 +322,7 @@ CHUNKINGS = {
 @pytest.mark.parametrize("features", ["full", "causal", "window"])
 @pytest.mark.parametrize("splits", [None, 1], ids=["split", "whole"])
 def test_quick_keys_that_arrive_while_the_kernel_runs(splits, features, how, chunking, backend):
-    case = Case((300, 70), (500, 300), (6, 2), (64, 64), features, how, dtype=BF16)
-    if how == "dense":
-        case = _dense((300, 500), heads=(6, 2), dims=(64, 64), features=features, dtype=BF16)
-    call = call_of(case, "cuda")
+    call = call_of(_either(how, (300, 70), (500, 300), features=features), "cuda")
     k, v = call.tensors["k"], call.tensors["v"]
     flat = [x.reshape(-1, *x.shape[-2:]) for x in (k, v)]
     source = [x.cpu().pin_memory() for x in flat]  # by a copy engine: no SM may be free
@@ -353,7 +333,7 @@ def test_quick_keys_that_arrive_while_the_kernel_runs(splits, features, how, chu
         if epoch:
             arrival.advance()
         for x in flat:
-            x.fill_(math.nan)
+            poison(x)
         torch.cuda.synchronize()
         out, lse = arriving(call, arrival, deadline=PATIENCE, splits=splits)
         with torch.cuda.stream(side):
@@ -362,8 +342,7 @@ def test_quick_keys_that_arrive_while_the_kernel_runs(splits, features, how, chu
                 for x, y in zip(flat, source, strict=True):
                     x[begin:end].copy_(y[begin:end], non_blocking=True)
                 arrival.signal(chunk)
-        torch.cuda.synchronize()
-        ts.check()
+        settle()
         call.check(out, lse)
 
 
@@ -371,15 +350,13 @@ def test_quick_keys_that_arrive_while_the_kernel_runs(splits, features, how, chu
 @pytest.mark.parametrize("missing", [0, 4, 9])
 def test_quick_a_chunk_that_does_not_come(missing, splits, backend):
     """What was not computed is NaN, the rest is right; and the call after is."""
-    call = call_of(_dense((300, 500), heads=(6, 2), dims=(64, 64), features="full", dtype=BF16), "cuda")
+    call = call_of(_dense((300, 500), features="full"), "cuda")
     arrival = ts.Arrival.uniform(100, 10, device="cuda")
     for chunk in range(10):
         if chunk != missing:
             arrival.signal(chunk)
     out, lse = arriving(call, arrival, deadline=0.2, splits=splits)
-    torch.cuda.synchronize()
-    with pytest.raises(ts.ArrivalTimeout, match=f"attention: arrival's chunk {missing} did not arrive"):
-        ts.check()
+    expired(f"attention: arrival's chunk {missing} did not arrive")
     sequence = missing // 5
     assert out[sequence].isnan().all(), "each tile of that sequence reads the chunk"
     assert lse[sequence].isnan().all()
@@ -397,13 +374,12 @@ def test_quick_a_chunk_that_does_not_come(missing, splits, backend):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
 def test_quick_one_chunk_at_a_time_is_seen(dims, backend):
     """A tile that reads many chunks waits for each of them: those not there yet are NaN."""
-    case = _dense((128, 1024), heads=(4, 4), dims=dims, features="full", dtype=BF16)
-    call = call_of(case, "cuda")
+    call = call_of(_dense((128, 1024), dims, "full", heads=(4, 4)), "cuda")
     k, v = (call.tensors[name].reshape(2048, *call.tensors[name].shape[-2:]) for name in "kv")
     source = [x.cpu().pin_memory() for x in (k, v)]
     arrival = ts.Arrival.uniform(64, 32, device="cuda")
     for x in (k, v):
-        x.fill_(math.nan)
+        poison(x)
     torch.cuda.synchronize()
     out, lse = arriving(call, arrival, deadline=PATIENCE)
     side = torch.cuda.Stream()
@@ -414,8 +390,7 @@ def test_quick_one_chunk_at_a_time_is_seen(dims, backend):
                 x[rows].copy_(y[rows], non_blocking=True)
             arrival.signal(chunk)
         side.synchronize()
-    torch.cuda.synchronize()
-    ts.check()
+    settle()
     call.check(out, lse)
 
 
@@ -436,7 +411,7 @@ def recorded(call, **how) -> tuple[LaunchTrace, Schedule, torch.Tensor, torch.Te
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
 def test_quick_a_trace_has_each_item_once(dims, schedule, backend):
-    call = call_of(_dense((1500, 1500), heads=(6, 2), dims=dims, features="causal", dtype=BF16), "cuda")
+    call = call_of(_dense((1500, 1500), dims), "cuda")
     trace, plan, out, lse = recorded(call, schedule=schedule)
     call.check(out, lse)
     assert not faults(trace, plan)
@@ -450,9 +425,8 @@ def test_quick_a_trace_has_each_item_once(dims, schedule, backend):
 
 @pytest.mark.parametrize("rows", [1500, 16384])
 def test_quick_no_bit_depends_on_a_trace_or_on_the_calls_before(rows, backend):
-    """Calls one behind the other: what one leaves to the next, tickets and buffers, is not in the numbers."""
-    case = _dense((rows, rows), heads=(4, 2), dims=(128, 128), features="causal", dtype=BF16)
-    call = call_of(case, "cuda")
+    """Consecutive calls: the tickets and buffers that one leaves to the next do not change the numbers."""
+    call = call_of(_dense((rows, rows), (128, 128), heads=(4, 2)), "cuda")
     first = ts.attention(**call.tensors, **call.options)
     for _ in range(5):
         assert torch.equal(ts.attention(**call.tensors, **call.options), first)
@@ -464,9 +438,7 @@ def test_quick_no_bit_depends_on_a_trace_or_on_the_calls_before(rows, backend):
 
 
 def test_quick_a_trace_of_packed_sequences_has_the_items_that_there_are(backend):
-    call = call_of(
-        Case((300, 0, 1, 700), (400, 30, 500, 700), (6, 2), (64, 64), "causal", "packed", dtype=BF16), "cuda"
-    )
+    call = call_of(_either("packed", (300, 0, 1, 700), (400, 30, 500, 700)), "cuda")
     trace, _, out, lse = recorded(call)
     call.check(out, lse)
     done = [(span.pm, span.pn) for span in trace.spans]
@@ -482,7 +454,7 @@ def test_quick_a_trace_of_shares(backend):
 
 
 def test_quick_a_trace_says_who_waited_for_which_chunk(backend):
-    call = call_of(_dense((300, 500), heads=(6, 2), dims=(64, 64), features="full", dtype=BF16), "cuda")
+    call = call_of(_dense((300, 500), features="full"), "cuda")
     arrival = ts.Arrival.uniform(100, 10, device="cuda")
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -506,10 +478,9 @@ def test_quick_a_trace_says_who_waited_for_which_chunk(backend):
 
 
 def test_quick_what_is_captured_is_not_recorded(backend, caplog):
-    call = call_of(_dense((130, 200), heads=(4, 2), dims=(64, 64), features="causal", dtype=BF16), "cuda")
+    call = call_of(_dense((130, 200), heads=(4, 2)), "cuda")
     ts.attention(**call.tensors, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with record() as recorder, torch.cuda.graph(graph):
+    with record() as recorder, captured():
         ts.attention(**call.tensors, causal=True)
     assert not recorder.launches
     assert "attention: a launch that is captured into a graph is not recorded" in caplog.text

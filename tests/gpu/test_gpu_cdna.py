@@ -1,6 +1,6 @@
-"""The CDNA kernel on an MI300X or an MI355X: numbers by the error rule. Nobody has run these yet.
+"""The CDNA kernel on an MI300X or an MI355X: numbers by the error rule. Not run yet; skipped without an AMD GPU.
 
-Without an AMD GPU they are skipped. They ask for the kernel by name: where nobody does, the portable one runs.
+The tests force backend "cdna": by itself a plan takes the portable kernel.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import itertools
 
 import pytest
 import torch
+from gpu_cases import BF16, LAYOUTS
+from gpu_runs import nan, randn
 
 import tilestream as ts
 from error_rule import FNUZ, FP8, Maths, check, units_of
@@ -31,26 +33,27 @@ def known():
 
 def operand(rows: int, columns: int, letter: str, dtype: torch.dtype, batch: int = 0) -> torch.Tensor:
     shape = (rows, columns) if letter == "n" else (columns, rows)
-    made = torch.randn((batch, *shape) if batch else shape, device="cuda").to(dtype)
+    made = randn(*((batch, *shape) if batch else shape), dtype=dtype)
     return made if letter == "n" else made.mT
 
 
-def run(m, n, k, *, layout="nt", dtype=torch.bfloat16, batch=0, epilogue=False, **forced) -> None:
+def planned(m, n, k, *, layout="nt", dtype=BF16, batch=0, backend="cdna", **forced) -> ts.Plan:
+    plan = ts.plan(m, n, k, batch=batch or 1, dtype=dtype, device="cuda", layout=layout, backend=backend, **forced)
+    assert plan.backend == backend
+    return plan
+
+
+def run(m, n, k, *, layout="nt", dtype=BF16, batch=0, epilogue=False, **forced) -> None:
     a, b = operand(m, k, layout[0], dtype, batch), operand(k, n, layout[1], dtype, batch)
-    more = {}
+    shape, more = (batch, m, n) if batch else (m, n), {}
     if epilogue:
-        shape = (batch, m, n) if batch else (m, n)
-        more = {
-            "bias": torch.randn(n, device="cuda").to(dtype), "residual": torch.randn(shape, device="cuda").to(dtype),
-            "alpha": 0.5, "beta": 2.0, "activation": "gelu",
-        }  # fmt: skip
-    plan = ts.plan(m, n, k, batch=batch or 1, dtype=dtype, device="cuda", layout=layout, backend="cdna", **forced)
-    assert plan.backend == "cdna"
-    out = torch.full((batch, m, n) if batch else (m, n), float("nan"), dtype=dtype, device="cuda")
+        more = {"bias": randn(n, dtype=dtype), "residual": randn(*shape, dtype=dtype)}
+        more |= {"alpha": 0.5, "beta": 2.0, "activation": "gelu"}
+    plan, out = planned(m, n, k, layout=layout, dtype=dtype, batch=batch, **forced), nan(*shape, dtype=dtype)
     check(plan.run(a, b, out=out, **more), Maths(a, b, **more))
 
 
-@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("at", range(11))
 def test_every_tile_in_every_layout(at, layout):
     rows = TILES[arch()]
@@ -77,7 +80,7 @@ def test_schedules(schedule, queues):
     run(1040, 2064, 1040, schedule=schedule, queues=queues, tile=(128, 128), epilogue=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
 def test_epilogue_and_batches(dtype):
     run(528, 400, 272, dtype=dtype, batch=3, epilogue=True)
 
@@ -98,28 +101,25 @@ def test_8_bits(a, b):
 
 def test_rows_that_lie_far_apart():
     # Rows of 2**24 elements: 256 of them are beyond a buffer's offsets.
-    wide = torch.empty(200, 2**24, dtype=torch.bfloat16, device="cuda")
-    a, b = wide[:, :256].copy_(torch.randn(200, 256)), operand(256, 400, "t", torch.bfloat16)
-    plan = ts.plan(200, 400, 256, dtype=torch.bfloat16, device="cuda", layout="nt", backend="cdna")
-    check(plan.run(a, b), Maths(a, b))
+    wide = torch.empty(200, 2**24, dtype=BF16, device="cuda")
+    a, b = wide[:, :256].copy_(torch.randn(200, 256)), operand(256, 400, "t", BF16)
+    check(planned(200, 400, 256).run(a, b), Maths(a, b))
 
 
 def test_the_same_bits_each_time():
-    a, b = operand(1040, 1040, "n", torch.bfloat16), operand(1040, 2064, "t", torch.bfloat16)
-    plan = ts.plan(
-        1040, 2064, 1040, dtype=torch.bfloat16, device="cuda", layout="nt", backend="cdna", schedule="stream_k"
-    )
+    a, b = operand(1040, 1040, "n", BF16), operand(1040, 2064, "t", BF16)
+    plan = planned(1040, 2064, 1040, schedule="stream_k")
     first = plan.run(a, b)
     for _ in range(20):
         assert torch.equal(plan.run(a, b), first)
 
 
 def test_speed_is_recorded(record_property):
-    """Recorded, not asserted: of a kernel that nobody has run no speed is promised."""
+    """Recorded, not asserted: the kernel has not run yet, and no speed is promised."""
     m = n = k = 8192
-    a, b = operand(m, k, "n", torch.bfloat16), operand(k, n, "t", torch.bfloat16)
+    a, b = operand(m, k, "n", BF16), operand(k, n, "t", BF16)
     for name in ("cdna", "portable"):
-        plan = ts.plan(m, n, k, dtype=torch.bfloat16, device="cuda", layout="nt", backend=name)
+        plan = planned(m, n, k, backend=name)
         assert not refusal(plan.problem, plan.device)
         record_property(name, _tflops(lambda plan=plan: plan.run(a, b), m, n, k))
     record_property("torch", _tflops(lambda: a @ b, m, n, k))

@@ -1,8 +1,8 @@
-"""What copies need: one inside a GPU waits where every SM is taken, thread by thread; the driver's and torch's.
+"""A copy inside a GPU needs an SM, the driver's and torch's alike: it waits while every thread of every SM is taken.
 
-So what a gather pulls is copied into the own slot in front of its kernel. Were that beside it, on another stream, the
-kernel would begin sooner; but the kernel holds all SMs, and waits for peers, who wait for that copy (invariant 10).
-Should a driver come that does such copies without an SM, this says so.
+So a gather copies its own shard into its slot before its kernel starts. Beside the kernel, on another stream, the copy
+would hang: the kernel holds all SMs and waits for peers, which wait for that copy (invariant 10). This test fails
+when a driver comes that makes such copies without an SM.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import time
 
 import pytest
 import torch
+from gpu_runs import ON_NVIDIA
 
-if not (torch.cuda.is_available() and torch.version.hip is None):
+if not ON_NVIDIA:
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 import triton
@@ -45,10 +46,8 @@ def occupy(stop, begun, clock, allowed):
 def test_a_copy_inside_a_gpu_needs_an_sm(how, size):
     device = torch.device("cuda", torch.cuda.current_device())
     places = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    words, clock = (
-        torch.zeros(2, dtype=torch.int32, device=device),
-        torch.zeros(places, dtype=torch.int64, device=device),
-    )
+    words = torch.zeros(2, dtype=torch.int32, device=device)
+    clock = torch.zeros(places, dtype=torch.int64, device=device)
     source = torch.randint(0, 100, (size,), dtype=torch.uint8, device=device)
     target, side = torch.zeros_like(source), torch.cuda.Stream()
     limit = int(SECONDS * 1e9)

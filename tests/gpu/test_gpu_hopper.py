@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
+from gpu_runs import ON_HOPPER, Differences, captured, check_allocations, on_two_streams, poison, randn
 
-if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)):
+if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from gpu_cases import BF16, E4M3, E5M2, F16, F32, KINDS, Case
-from hopper_cases import (
-    AUTO,
-    CASES,
-    CHAINED_CASES,
-    FEW,
-    FORCED_CASES,
-    LARGE,
-    OWN_RESIDUAL_CASES,
-    PROBE_CASES,
-    REPEATED,
-    UNALIGNED,
-    HopperCase,
-    worker_cases,
-)
+import hopper_cases as cases
+from gpu_cases import BF16, E4M3, E5M2, F16, F32, Case, by_name
+from hopper_cases import CASES, FEW, REPEATED, UNALIGNED, HopperCase, worker_cases
 
 import tilestream as ts
 from device_order import check_order
-from error_rule import Maths, check, errors, one_ulp, passes
+from error_rule import Maths, check, errors, passes
+from streaming import run_together
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.hopper.launch import GemmLaunch
 from tilestream.launch.launch import Probe
@@ -41,13 +31,9 @@ from tilestream.runtime.properties import cuda_properties
 Operands = dict[str, torch.Tensor | None]
 
 
-def by_name(case: HopperCase | Case) -> str:
-    return case.name
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """8 bits in 64."""
-    return x.float().double()
+def in_float64(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The product of operands of 8 bits."""
+    return a.float().double() @ w.float().double().t()
 
 
 def plan_of(case: HopperCase) -> Plan:
@@ -59,27 +45,21 @@ def launch(case: HopperCase, plan: Plan, operands: Operands, out: torch.Tensor |
 
 
 def poison_scratch() -> None:
-    """What launches before have left there may be just what a launch should have written itself."""
+    """A launch must not pass because an earlier one left the right numbers there."""
     for space in workspaces._workspaces.values():
         if space._partials is not None:
-            space._partials.fill_(float("nan"))
+            poison(space._partials)
 
 
 def check_case(case: HopperCase, operands: Operands, out: torch.Tensor) -> None:
-    maths = case.maths(operands)
-    reference, by_torch = maths.finer(), maths.by_torch()
-    assert out.dtype == by_torch.dtype
-    mine, theirs = errors(out, reference), errors(by_torch, reference)
-    assert passes(out, reference, by_torch), (
-        f"max and Frobenius error {mine}, torch's {theirs}, ulp {one_ulp(reference, out.dtype):.3g}; "
-        f"NaN: {int(out.isnan().sum())} of {out.numel()}"
-    )
+    reference = check(out, case.maths(operands))
     if out.dtype == F32 and not case.fp8 and not case.tf32:
-        assert mine[0] <= 2e-4 * reference.abs().max().item(), f"{mine}: rounded to 16 bits on its way?"
+        worst, _ = errors(out, reference)
+        assert worst <= 2e-4 * reference.abs().max().item(), f"{worst}: rounded to 16 bits on its way?"
 
 
 def check_untouched(out: torch.Tensor, around: torch.Tensor) -> None:
-    """What lies around an output is NaN still."""
+    """All around the output is still NaN."""
     outside = torch.ones_like(around, dtype=torch.bool)
     outside.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(False)
     assert around[outside].isnan().all(), "written outside of the output"
@@ -108,7 +88,7 @@ def test_error_rule(case):
 # Plans that are asked for, and ops that make their own ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", FORCED_CASES, ids=by_name)
+@pytest.mark.parametrize("case", cases.FORCED_CASES, ids=by_name)
 def test_a_plan_with_everything_forced(case):
     plan = ts.plan(
         case.m, case.n, case.k, dtype=BF16, device="cuda", backend="hopper", variant=case.variant, tile=case.tile,
@@ -116,7 +96,7 @@ def test_a_plan_with_everything_forced(case):
     )  # fmt: skip
     assert (plan.backend, plan.variant, plan.tile, plan.stages) == ("hopper", case.variant, case.tile, 3)
     assert (plan.schedule.kind, plan.workers) == (case.schedule, 7)
-    a, w = (torch.randn(rows, case.k, device="cuda", dtype=BF16) for rows in (case.m, case.n))
+    a, w = randn(case.m, case.k), randn(case.n, case.k)
     check(plan.run(a, w.t()), Maths(a, w.t()))
 
 
@@ -125,12 +105,10 @@ def backend_of(a, b, out, **how) -> str:
     return gpu.find(GemmOperands(a, b, out, Epilogue(**how)), gpu.How()).plan.backend
 
 
-@pytest.mark.parametrize("case", AUTO, ids=by_name)
+@pytest.mark.parametrize("case", cases.AUTO, ids=by_name)
 def test_matmul(case):
     operands = case.operands("cuda")
-    maths = Maths(
-        **operands, alpha=case.alpha, beta=case.beta, activation=case.activation, out_dtype=case.out_dtype
-    )  # fmt: skip
+    maths = case.maths(operands)
     arguments = (
         *operands.values(), case.alpha, case.beta, case.activation or "none", case.out_dtype, case.schedule, 0
     )  # fmt: skip
@@ -142,8 +120,7 @@ def test_matmul(case):
 
 
 def test_matmul_mm_bmm_linear_and_addmm():
-    x, y, w = (torch.randn(s, device="cuda", dtype=BF16) for s in ((520, 640), (640, 264), (776, 640)))
-    bias, c = torch.randn(776, device="cuda", dtype=BF16), torch.randn(520, 264, device="cuda", dtype=BF16)
+    x, y, w, bias, c = randn(520, 640), randn(640, 264), randn(776, 640), randn(776), randn(520, 264)
     for _ in range(3):  # the second is looked up
         x.normal_()
         check(ts.matmul(x, y), Maths(x, y))
@@ -152,7 +129,7 @@ def test_matmul_mm_bmm_linear_and_addmm():
         check(ts.linear(x, w, bias, activation="gelu"), Maths(x, w.t(), bias, activation="gelu"))
         check(ts.addmm(c, x, y, beta=2, alpha=3), Maths(x, y, residual=c, alpha=3, beta=2))
         check(ts.bmm(x.view(4, 130, 640), y.expand(4, 640, 264)), Maths(x.view(4, 130, 640), y.expand(4, 640, 264)))
-    assert backend_of(x, w.t(), torch.empty(520, 776, device="cuda", dtype=BF16), bias=bias) == "hopper"
+    assert backend_of(x, w.t(), randn(520, 776), bias=bias) == "hopper"
 
 
 @pytest.mark.parametrize("case", list(UNALIGNED), ids=by_name)
@@ -184,14 +161,14 @@ def test_a_plan_says_why_it_is_not_hoppers():
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
 def test_beside_torchs_scaled_mm(dtypes, scales, fast):
     m, n, k = 528, 784, 1024
-    a, w = (torch.randn(rows, k, device="cuda").to(t) for rows, t in zip((m, n), dtypes, strict=True))
+    a, w = (randn(rows, k, dtype=t) for rows, t in zip((m, n), dtypes, strict=True))
     shapes = ((m, 1), (1, n)) if scales == "row" else ((), ())
     scale_a, scale_b = (torch.rand(shape, device="cuda") + 0.5 for shape in shapes)
     try:
         theirs = torch._scaled_mm(a, w.t(), scale_a, scale_b, out_dtype=BF16, use_fast_accum=fast)
     except RuntimeError as error:
         pytest.skip(f"torch: {error}"[:200])
-    reference = (wide(a) @ wide(w).t()) * scale_a * scale_b
+    reference = in_float64(a, w) * scale_a * scale_b
     for _ in range(2):
         mine = ts.matmul(a, w.t(), scale_a=scale_a, scale_b=scale_b, use_fast_accum=fast)
         assert mine.dtype == BF16
@@ -203,7 +180,7 @@ def test_beside_torchs_scaled_mm(dtypes, scales, fast):
 def test_precise_accumulation_is():
     # Positive numbers: the sum grows with K, and what a narrow accumulator drops adds up.
     a, w = (torch.rand(rows, 8192, device="cuda").to(E4M3) for rows in (256, 384))
-    reference = wide(a) @ wide(w).t()
+    reference = in_float64(a, w)
     error = {}
     for fast in (True, False):
         out = ts.matmul(a, w.t(), out_dtype=F32, use_fast_accum=fast)
@@ -214,17 +191,17 @@ def test_precise_accumulation_is():
 
 @pytest.mark.parametrize("which", ["scale_a", "scale_b"])
 def test_one_scale_of_the_two(which):
-    a, w = (torch.randn(rows, 512, device="cuda").to(E4M3) for rows in (300, 400))
+    a, w = randn(300, 512, dtype=E4M3), randn(400, 512, dtype=E4M3)
     scale = torch.rand((300, 1) if which == "scale_a" else (1, 400), device="cuda") + 0.5
-    product = wide(a) @ wide(w).t()
+    product = in_float64(a, w)
     out = ts.matmul(a, w.t(), **{which: scale})
     assert passes(out, product * scale, (product.float() * scale).bfloat16())
 
 
 def test_scales_and_biases_at_any_address_and_stride():
     # A kernel that was compiled for what lies at multiples of 16 is not launched on what does not.
-    a, w = (torch.randn(rows, 512, device="cuda").to(E4M3) for rows in (300, 400))
-    product = wide(a) @ wide(w).t()
+    a, w = randn(300, 512, dtype=E4M3), randn(400, 512, dtype=E4M3)
+    product = in_float64(a, w)
     rows, columns, biases = (torch.rand(2000, device="cuda") + 0.5 for _ in range(3))
     biases = biases.bfloat16()
     for at, step in ((0, 1), (1, 1), (4, 1), (3, 2), (0, 4)):
@@ -240,7 +217,7 @@ def test_scales_and_biases_at_any_address_and_stride():
 
 
 @pytest.mark.parametrize("workers", [1, 5, 37, 132])
-@pytest.mark.parametrize("case", PROBE_CASES, ids=by_name)
+@pytest.mark.parametrize("case", cases.PROBE_CASES, ids=by_name)
 def test_device_order_is_the_hosts(case, workers):
     case = replace(case, workers=workers)
     plan, layout = case.plan(cuda_properties())
@@ -276,33 +253,31 @@ def test_a_hundred_launches_give_the_same_bits(case):
     first = launch(case, plan, operands)
     check_case(case, operands, first)
     poison_scratch()
-    differ = torch.zeros((), dtype=torch.int64, device="cuda")
-    out = torch.empty_like(first)
+    differ, out = Differences(), torch.empty_like(first)
     for _ in range(100):
-        out.fill_(float("nan"))
-        differ += (launch(case, plan, operands, out) != first).sum()
-    assert differ.item() == 0
+        differ.add(launch(case, plan, operands, poison(out)) != first)
+    assert differ.none()
 
 
 def test_many_launches_of_all_kinds_on_one_workspace():
     plans = [(case, plan_of(case), case.operands("cuda")) for case in REPEATED]
     wants = [launch(*one) for one in plans]
     before = len(workspaces._workspaces)
-    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    differ = Differences()
     for i in range(900):
         at = i * 7 % len(plans)
-        differ += (launch(*plans[at]) != wants[at]).sum()
-    assert differ.item() == 0
+        differ.add(launch(*plans[at]) != wants[at])
+    assert differ.none()
     assert len(workspaces._workspaces) == before
 
 
 @pytest.mark.parametrize("variant", [row.variant for row in FEW])
 def test_a_chain_in_which_each_launch_reads_what_the_one_before_wrote(variant):
     # Launches overlap by programmatic dependent launch: none may read, or overwrite, before the one before has ended.
-    size = CHAINED_CASES[0].m
-    weight = torch.randn(size, size, device="cuda").mul(size**-0.5).to(BF16)
-    plans = [plan_of(case) for case in CHAINED_CASES if case.variant in (variant, FEW[0].variant)]
-    start = torch.randn(size, size, device="cuda", dtype=BF16)
+    size = cases.CHAINED_CASES[0].m
+    weight = randn(size, size, dtype=F32).mul(size**-0.5).to(BF16)
+    plans = [plan_of(case) for case in cases.CHAINED_CASES if case.variant in (variant, FEW[0].variant)]
+    start = randn(size, size)
 
     def chain(wait: bool) -> torch.Tensor:
         x, y = start.clone(), torch.empty_like(start)
@@ -322,19 +297,11 @@ def test_a_chain_in_which_each_launch_reads_what_the_one_before_wrote(variant):
 
 
 @pytest.mark.parametrize("workers", [60, None])
-@pytest.mark.parametrize("kind", KINDS)
 def test_two_streams(kind, workers):
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    cases = [replace(case, workers=workers) for case in REPEATED if case.schedule == kind][:2]
-    plans = [(case, plan_of(case), case.operands("cuda")) for case in cases]
+    two = [replace(case, workers=workers) for case in REPEATED if case.schedule == kind][:2]
+    plans = [(case, plan_of(case), case.operands("cuda")) for case in two]
     wants = [launch(*one) for one in plans]
-    torch.cuda.synchronize()
-    results: list[list[torch.Tensor]] = [[], []]
-    for _ in range(50):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                results[i].append(launch(*plans[i]))
-    torch.cuda.synchronize()
+    results = on_two_streams([functools.partial(launch, *one) for one in plans])
     for (case, _, operands), want, outs in zip(plans, wants, results, strict=True):
         check_case(case, operands, want)
         assert all(torch.equal(out, want) for out in outs)
@@ -347,23 +314,22 @@ def test_a_hundred_replays_of_a_graph(case):
     want = launch(REPEATED[-1], other, second)
     launch(case, plan, operands)  # compiled before it is captured
     out = torch.empty(case.m, case.n, dtype=BF16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured() as graph:
         launch(case, plan, operands, out)
         again = launch(case, plan, operands)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    wrong = Differences()
     for i in range(100):
         operands["a"].normal_()
-        out.fill_(float("nan"))
-        again.fill_(float("nan"))
+        poison(out)
+        poison(again)
         graph.replay()
-        wrong += (out != again).sum()
+        wrong.add(out != again)
         if i % 3 == 0:  # eager launches in between: a different one, and the same
-            wrong += (launch(REPEATED[-1], other, second) != want).sum()
-            wrong += (launch(case, plan, operands) != out).sum()
+            wrong.add(launch(REPEATED[-1], other, second) != want)
+            wrong.add(launch(case, plan, operands) != out)
         if i % 20 == 0:
             check_case(case, operands, out)
-    assert wrong.item() == 0
+    assert wrong.none()
     check_case(case, operands, out)
 
 
@@ -372,9 +338,7 @@ def test_a_fresh_thread():
     plan, operands = plan_of(case), case.operands("cuda")
     want, found = launch(case, plan, operands), []
     torch.cuda.synchronize()
-    thread = threading.Thread(target=lambda: found.append(launch(case, plan, operands)))
-    thread.start()
-    thread.join()
+    run_together(1, lambda _: found.append(launch(case, plan, operands)))
     assert torch.equal(found[0], want)
 
 
@@ -382,15 +346,10 @@ def test_a_fresh_thread():
 def test_a_call_allocates_its_output_and_nothing_else(case):
     plan, operands = plan_of(case), case.operands("cuda")
     out = launch(case, plan, operands)
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    for _ in range(10):
-        launch(case, plan, operands, out)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    kept = [launch(case, plan, operands) for _ in range(10)]
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + len(kept)
+    check_allocations(lambda: launch(case, plan, operands, out), lambda: launch(case, plan, operands))
 
 
-@pytest.mark.parametrize("case", OWN_RESIDUAL_CASES, ids=by_name)
+@pytest.mark.parametrize("case", cases.OWN_RESIDUAL_CASES, ids=by_name)
 def test_out_may_be_the_residual(case):
     plan, operands = plan_of(case), case.operands("cuda")
     mine = operands["residual"].clone()
@@ -411,9 +370,9 @@ def test_addends_at_odd_addresses(which):
 # Large ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", list(LARGE))
+@pytest.mark.parametrize("which", list(cases.LARGE))
 def test_more_than_2_to_the_31_elements(which):
-    case = LARGE[which]
+    case = cases.LARGE[which]
     operands, (out, around) = case.operands("cuda"), case.output("cuda")
     a, b = operands["a"], operands["b"]
     assert (a if which == "operand" else around).numel() > 2**31
@@ -430,10 +389,7 @@ def test_more_than_2_to_the_31_elements(which):
 
 def test_float16_saturates_as_torchs_does():
     # A sum beyond float16's range is infinite, not a number of the wrong sign, and no NaN.
-    a, b = (
-        torch.full((128, 512), 60.0, device="cuda", dtype=F16),
-        torch.full((512, 136), 60.0, device="cuda", dtype=F16),
-    )
+    a, b = (torch.full(shape, 60.0, device="cuda", dtype=F16) for shape in ((128, 512), (512, 136)))
     assert torch.equal(ts.matmul(a, b), torch.matmul(a, b))
     assert torch.isinf(ts.matmul(a, b)).all()
 

@@ -1,7 +1,5 @@
 """The Hopper attention on a GPU, beyond what `test_gpu_attention` asks of every backend: each tile of the plan, with
-turns and without, each kind of schedule; repeated launches; a launch beside another's.
-
-Nothing here waits but for the launches themselves.
+turns and without, each kind of schedule; repeated launches; two streams.
 """
 
 from __future__ import annotations
@@ -10,16 +8,21 @@ import math
 
 import pytest
 import torch
+from gpu_cases import BF16, E4M3
+from gpu_runs import ON_HOPPER, nan, poison, poison_around
 
-from attention_maths import Call, Case, call_of
+if not ON_HOPPER:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from attention_maths import Call, Case, call_of, replace
 from tilestream.core.operands import AttentionOperands
+from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_operands import Settings, Tensors, problem_of
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.policy import hopper_attention
 from tilestream.runtime.properties import cuda_properties
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CASES = {
     "dense": Case((700,), (700, 700), (6, 2), (128, 128), "causal", dtype=BF16),
     "columns of 64": Case((513,), (900, 900), (4, 4), (64, 64), "full", dtype=BF16),
@@ -30,37 +33,26 @@ CASES = {
     "8 bits": Case((700,), (700, 700), (6, 2), (128, 128), "causal", dtype=E4M3, signed=True),
     "8 bits, columns of 64": Case((513,), (900, 900), (4, 4), (64, 64), "full", dtype=E4M3),
     "8 bits, columns of 96": Case((300,), (700, 700), (4, 2), (96, 96), "all", dtype=E4M3, signed=True),
-    "8 bits, packed": Case(
-        (300, 0, 1, 700), (400, 30, 500, 700), (6, 2), (64, 64), "causal window", "packed", dtype=E4M3
-    ),
-    "8 bits, in pages": Case(
-        (300, 70, 1), (400, 30, 500), (8, 2), (128, 128), "causal", "packed paged", 16, dtype=E4M3
-    ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an H100 or H200")
+for _name in ("packed", "in pages"):
+    CASES[f"8 bits, {_name}"] = replace(CASES[_name], dtype=E4M3)
 
 
 def operands_of(call: Call) -> tuple[AttentionOperands, Tensors, Settings]:
-    """As the op brings a call to its launch."""
+    """A call as the op hands it to its launch."""
     x, options = call.tensors, call.options
     causal = options.get("causal", False)
     left, right = (-1 if side is None else side for side in options.get("window", (None, None)))
     scale = options.get("scale") or 1 / math.sqrt(x["q"].shape[-1])
-    names = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
-    names += ("scale_q", "scale_k", "scale_v")
+    names = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k", "scale_q", "scale_k", "scale_v")
     tensors = Tensors(x["q"], x["k"], x["v"], options.get("sinks"), **{name: x.get(name) for name in names})
     settings = Settings(
         bool(causal), "top_left" if causal == "top_left" else "bottom_right", left, right,
         options.get("softcap") or 0.0, scale, return_lse=True,
     )  # fmt: skip
-    out = torch.full((*x["q"].shape[:-1], x["v"].shape[-1]), math.nan, dtype=BF16, device="cuda")
+    out = nan(*x["q"].shape[:-1], x["v"].shape[-1])
     rows = out.shape[:-1]
-    lse = torch.full(rows if len(rows) == 2 else (rows[0], rows[2], rows[1]), math.nan, device="cuda")
+    lse = nan(*(rows if len(rows) == 2 else (rows[0], rows[2], rows[1])), dtype=torch.float32)
     return AttentionOperands(x["q"], x["k"], x["v"], out, scale, lse, *tensors[3:]), tensors, settings
 
 
@@ -75,25 +67,21 @@ def plans(tensors: Tensors, settings: Settings, kind: str, variant: str) -> list
 @pytest.mark.parametrize("variant", ["turns", "apart"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_tile(name, variant, kind):
-    from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
-
     call = call_of(CASES[name], "cuda")
     operands, tensors, settings = operands_of(call)
     made = plans(tensors, settings, kind, variant)
     assert made
     for plan in made:
         launch = HopperAttentionLaunch(plan, layout_of(operands))
-        for _ in range(3):  # counters and the list are found as the launch before left them
-            operands.out.fill_(math.nan)
-            operands.lse.fill_(math.nan)
+        for _ in range(3):  # each launch finds counters and list as the one before left them
+            poison(operands.out)
+            poison(operands.lse)
             launch(operands)
             call.check(operands.out, operands.lse)
 
 
 @pytest.mark.parametrize("name", ["dense", "packed", "8 bits"])
 def test_launches_on_two_streams(name):
-    from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
-
     call = call_of(CASES[name], "cuda")
     first, tensors, settings = operands_of(call)
     second = operands_of(call)[0]
@@ -114,18 +102,13 @@ def test_launches_on_two_streams(name):
 @pytest.mark.parametrize("name", ["dense", "8 bits"])
 def test_what_lies_around_an_operand_is_not_read(name):
     """Views in the middle of NaN: of rows, of heads and of columns."""
-    from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
-
     call = call_of(CASES[name], "cuda")
     operands, tensors, settings = operands_of(call)
     around = {}
     for part in ("q", "k", "v", "out"):
         x = getattr(operands, part)
-        batch, rows, heads, columns = x.shape
         edge = 16 // x.element_size()  # TMA's rule
-        store = torch.full((batch, rows + 9, heads + 2, columns + 2 * edge), math.nan, device="cuda").to(x.dtype)
-        around[part] = store[:, 4:-5, 1:-1, edge:-edge]
-        around[part].copy_(x)
+        around[part] = poison_around(x, (0, 4, 1, edge), (0, 5, 1, edge))
     view = operands._replace(**around)
     tensors = tensors._replace(q=view.q, k=view.k, v=view.v)
     for plan in plans(tensors, settings, "dynamic", "apart"):

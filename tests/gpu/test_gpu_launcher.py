@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import pytest
 import torch
+from gpu_runs import ON_NVIDIA, captured, nan_like, poison
 
-if not (torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)):
+if not (ON_NVIDIA and torch.cuda.get_device_capability() >= (9, 0)):
     pytest.skip("needs an NVIDIA GPU with tensor maps", allow_module_level=True)
 
 import triton
@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from streaming import run_together
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher, ptx_parameter_sizes
 from tilestream.launch.tensor_map import SIZE, TensorMap
 from tilestream.runtime.driver import cuda_function
@@ -29,21 +30,25 @@ M, N, B = 1000, 520, 3
 BOX = (64, 64)
 
 
+@gluon.jit
+def copy_box(x, y, at):
+    """A box of a tensor."""
+    box = gl.allocate_shared_memory(x.dtype, x.block_type.shape, x.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, x.block_type.nbytes)
+    load(x, at, bar, box)
+    mbarrier.wait(bar, 0)
+    store(y, at, box)
+    tma.store_wait(0)
+
+
 @gluon.jit(do_not_specialize=["tag"])
 def copy_matrix(x, y, words, tag, scale):
     """A box of a matrix a program; the last one's words are the tag and a product."""
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = x.block_type.shape[1]
-    box = gl.allocate_shared_memory(x.dtype, x.block_type.shape, x.layout)
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    mbarrier.expect(bar, x.block_type.nbytes)
-    row = gl.program_id(0) * BM
-    col = gl.program_id(1) * BN
-    load(x, [row, col], bar, box)
-    mbarrier.wait(bar, 0)
-    store(y, [row, col], box)
-    tma.store_wait(0)
+    copy_box(x, y, [gl.program_id(0) * BM, gl.program_id(1) * BN])
     if gl.program_id(0) + gl.program_id(1) == 0:
         gl.store(words, tag)
         gl.store(words + 1, (tag * scale).to(gl.int64))
@@ -54,24 +59,15 @@ def copy_batch(x, y):
     """A box of a batch of matrices a program."""
     BM: gl.constexpr = x.block_type.shape[1]
     BN: gl.constexpr = x.block_type.shape[2]
-    box = gl.allocate_shared_memory(x.dtype, x.block_type.shape, x.layout)
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    mbarrier.expect(bar, x.block_type.nbytes)
-    row = gl.program_id(0) * BM
-    col = gl.program_id(1) * BN
-    load(x, [gl.program_id(2), row, col], bar, box)
-    mbarrier.wait(bar, 0)
-    store(y, [gl.program_id(2), row, col], box)
-    tma.store_wait(0)
+    copy_box(x, y, [gl.program_id(2), gl.program_id(0) * BM, gl.program_id(1) * BN])
 
 
 def matrix(dtype=torch.bfloat16, *lead: int) -> torch.Tensor:
     return torch.randn(*lead, M, N, device="cuda").to(dtype)
 
 
-def empty(like: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(like, float("nan"))
+def no_words() -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int64, device="cuda")
 
 
 def tritons(x: torch.Tensor, **how) -> TensorDescriptor:
@@ -95,7 +91,7 @@ def stream() -> int:
 
 def matrices(dtype=torch.bfloat16, tag: int = 0):
     """``(launcher, x, y, words)``; what Triton launched of it is in y."""
-    x, y, words = matrix(dtype), empty(matrix(dtype)), torch.zeros(2, dtype=torch.int64, device="cuda")
+    x, y, words = matrix(dtype), nan_like(matrix(dtype)), no_words()
     kernel = copy_matrix[grid_of(x)](tritons(x), tritons(y), words, tag, 2.5)
     launch = Launcher(kernel, grid_of(x), (ours(x), ours(y), VARIES, VARIES, VARIES))
     return launch, x, y, words
@@ -105,7 +101,7 @@ def matrices(dtype=torch.bfloat16, tag: int = 0):
 def test_a_matrix(dtype):
     launch, x, by_triton, words = matrices(dtype, tag=1)
     assert words.tolist() == [1, 2]
-    y = empty(x)
+    y = nan_like(x)
     launch(stream(), x.data_ptr(), y.data_ptr(), words.data_ptr(), 4, 2.5)
     assert torch.equal(by_triton, x)
     assert torch.equal(y, x)
@@ -114,10 +110,10 @@ def test_a_matrix(dtype):
 
 def test_again_and_again_with_other_addresses():
     launch, _, _, words = matrices()
-    pairs = [(x, empty(x)) for x in (matrix() for _ in range(20))]
+    pairs = [(x, nan_like(x)) for x in (matrix() for _ in range(20))]
     for tag in range(200):
         x, y = pairs[tag % len(pairs)]
-        y.fill_(float("nan"))
+        poison(y)
         launch(stream(), x.data_ptr(), y.data_ptr(), words.data_ptr(), tag, 2.0)
     assert all(torch.equal(x, y) for x, y in pairs)
     assert words.tolist() == [199, 398]
@@ -126,7 +122,7 @@ def test_again_and_again_with_other_addresses():
 @pytest.mark.parametrize("batch", [1, B])
 def test_a_batch(batch):
     x = matrix(torch.bfloat16, batch)
-    by_triton, y = empty(x), empty(x)
+    by_triton, y = nan_like(x), nan_like(x)
     kernel = copy_batch[grid_of(x)](tritons(x), tritons(by_triton))
     Launcher(kernel, grid_of(x), (ours(x), ours(y)))(stream(), x.data_ptr(), y.data_ptr())
     assert torch.equal(by_triton, x)
@@ -136,7 +132,7 @@ def test_a_batch(batch):
 @pytest.mark.parametrize("stride", [0, 1, 7, 2**50])
 def test_a_batch_of_one_may_have_any_stride(stride):
     x = matrix(torch.bfloat16, 1)
-    y = empty(x)
+    y = nan_like(x)
     kernel = copy_batch.warmup(tritons(x), tritons(y), grid=(1,))
     odd = Descriptor((1, M, N), (stride, N, 1))
     Launcher(kernel, grid_of(x), (odd, odd))(stream(), x.data_ptr(), y.data_ptr())
@@ -146,7 +142,7 @@ def test_a_batch_of_one_may_have_any_stride(stride):
 def test_rows_further_apart_than_they_are_long():
     wide = torch.randn(M, 2 * N, device="cuda").to(torch.bfloat16)
     x, out = wide[:, :N], torch.zeros_like(wide)
-    y, words = out[:, N:], torch.zeros(2, dtype=torch.int64, device="cuda")
+    y, words = out[:, N:], no_words()
     kernel = copy_matrix.warmup(tritons(x), tritons(y), words, 0, 2.5, grid=(1,))
     launch = Launcher(kernel, grid_of(x), (ours(x), ours(y), VARIES, VARIES, VARIES))
     launch(stream(), x.data_ptr(), y.data_ptr(), words.data_ptr(), 4, 2.5)
@@ -156,14 +152,14 @@ def test_rows_further_apart_than_they_are_long():
 
 def test_rounding_to_tf32():
     _, x, _, words = matrices(torch.float32)
-    y = empty(x)
+    y = nan_like(x)
     kernel = copy_matrix.warmup(tritons(x), tritons(y), words, 0, 2.5, grid=(1,))
     launch = Launcher(kernel, grid_of(x), (ours(x, tf32=True), ours(y), VARIES, VARIES, VARIES))
     launch(stream(), x.data_ptr(), y.data_ptr(), words.data_ptr(), 4, 2.5)
     assert not (y.view(torch.int32) & 0x1FFF).any(), "13 bits fewer"
     assert (y - x).abs().le(x.abs() * 2**-11).all(), "to the nearest"
     if ROUNDS:
-        by_triton = empty(x)
+        by_triton = nan_like(x)
         copy_matrix[grid_of(x)](tritons(x, round_f32_to_tf32=True), tritons(by_triton), words, 4, 2.5)
         assert torch.equal(y, by_triton)
 
@@ -202,15 +198,14 @@ def test_parameters_lie_as_the_driver_says():
 
 def test_a_graph():
     launch, x, _, words = matrices()
-    first, second = empty(x), empty(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    first, second = nan_like(x), nan_like(x)
+    with captured() as graph:
         launch(stream(), x.data_ptr(), first.data_ptr(), words.data_ptr(), 7, 2.0)
         launch(stream(), first.data_ptr(), second.data_ptr(), words.data_ptr(), 8, 2.0)
     other = matrix()
     for _ in range(3):
         x.normal_()
-        first.fill_(float("nan"))
+        poison(first)
         launch(stream(), other.data_ptr(), first.data_ptr(), words.data_ptr(), 9, 2.0)  # what is captured is a copy
         graph.replay()
         assert torch.equal(second, x)
@@ -220,45 +215,25 @@ def test_a_graph():
 def test_threads_on_streams_of_their_own():
     launch, _, _, _ = matrices()
     torch.cuda.synchronize()
-    failed: list[BaseException] = []
 
     def run(number: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                words = torch.zeros(2, dtype=torch.int64, device="cuda")
-                for i in range(50):
-                    x = matrix()
-                    y = empty(x)
-                    launch(stream(), x.data_ptr(), y.data_ptr(), words.data_ptr(), 100 * number + i, 2.0)
-                    assert torch.equal(x, y)
-                    assert words[0].item() == 100 * number + i
-        except BaseException as error:
-            failed.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            words = no_words()
+            for i in range(50):
+                x = matrix()
+                y = nan_like(x)
+                launch(stream(), x.data_ptr(), y.data_ptr(), words.data_ptr(), 100 * number + i, 2.0)
+                assert torch.equal(x, y)
+                assert words[0].item() == 100 * number + i
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    run_together(4, run)
 
 
 def test_a_fresh_thread_that_used_nothing_of_cuda():
     launch, x, _, words = matrices()
-    y, here = empty(x), stream()
+    y, here = nan_like(x), stream()
     torch.cuda.synchronize()
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            launch(here, x.data_ptr(), y.data_ptr(), words.data_ptr(), 5, 2.0)
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert not failed
+    run_together(1, lambda _: launch(here, x.data_ptr(), y.data_ptr(), words.data_ptr(), 5, 2.0))
     torch.cuda.synchronize()
     assert torch.equal(y, x)
 

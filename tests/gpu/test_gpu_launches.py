@@ -1,41 +1,36 @@
 """Launches: order of work, streams, workspaces, graphs, what is allocated and kept.
 
-Of the kernel that the plan picks, and of the portable one. More of Hopper's is in `test_gpu_hopper`.
+Each test runs the kernel that the plan picks, and the portable one. `test_gpu_hopper` has more of Hopper's.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
 import pytest
 import torch
+from gpu_cases import BF16, E4M3, E5M2, F32, KINDS
+from gpu_runs import Differences, captured, check_allocations, nan, on_two_streams, poison, randn
 
 import tilestream as ts
 from device_order import check_order
-from error_rule import Maths, check
+from error_rule import ACTIVATIONS, Maths, check
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.launch import Probe
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch
 from tilestream.runtime import device_workspace as workspaces
 
-KINDS = ("static", "dynamic", "stream_k")
+pytestmark = pytest.mark.usefixtures("backend")
 
 
-@pytest.fixture(autouse=True, params=["picked", "portable"])
-def backend(request):
-    if request.param == "portable":
-        request.getfixturevalue("portable")
-    return request.param
-
-
-def operands(m=1000, n=1104, k=512, dtype=torch.bfloat16):
-    return torch.randn(m, k, device="cuda", dtype=dtype), torch.randn(k, n, device="cuda", dtype=dtype)
+def operands(m=1000, n=1104, k=512):
+    return randn(m, k), randn(k, n)
 
 
 @pytest.mark.parametrize("queues", [None, 2, 7], ids=lambda q: f"{q or 1}q")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [1, 5, 37, 132])
 def test_device_order_is_the_hosts(kind, workers, queues, backend):
     if backend != "portable":
@@ -43,12 +38,10 @@ def test_device_order_is_the_hosts(kind, workers, queues, backend):
     if queues and kind != "dynamic":
         pytest.skip("only dynamic has several queues")
     m, n, k = 1000, 1400, 512
-    plan = ts.plan(
-        m, n, k, dtype=torch.bfloat16, device="cuda", schedule=kind, workers=workers, queues=queues, tile=(64, 64)
-    )
+    plan = ts.plan(m, n, k, dtype=BF16, device="cuda", schedule=kind, workers=workers, queues=queues, tile=(64, 64))
     a, b = operands(m, n, k)
     for _ in range(3):  # on counters as the launch before left them
-        out = torch.full((m, n), float("nan"), dtype=a.dtype, device="cuda")
+        out = nan(m, n)
         probe = Probe(workers, 4096, a.device)
         launch = GemmLaunch(plan, Layout((0, *a.stride()), (0, *b.stride()), (0, *out.stride())))
         launch(GemmOperands(a, b, out, Epilogue()), probe=probe)
@@ -56,12 +49,11 @@ def test_device_order_is_the_hosts(kind, workers, queues, backend):
         check(out, Maths(a, b))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_own_order_of_tiles(kind):
     m, n, k = 500, 700, 128
     tiles = -(-m // 64) * -(-n // 64)
     order = torch.randperm(tiles).tolist()
-    plan = ts.plan(m, n, k, dtype=torch.bfloat16, device="cuda", schedule=kind, tile=(64, 64), order=order)
+    plan = ts.plan(m, n, k, dtype=BF16, device="cuda", schedule=kind, tile=(64, 64), order=order)
     a, b = operands(m, n, k)
     check(plan.run(a, b), Maths(a, b))
 
@@ -70,45 +62,35 @@ def test_a_thousand_launches_on_one_workspace():
     shapes = [operands(700 + 64 * i, 904, 256) for i in range(4)]
     want = [ts.matmul(a, b, schedule="static") for a, b in shapes]
     before = len(workspaces._workspaces)
-    wrong = torch.zeros((), device="cuda")
+    wrong = Differences()
     for i in range(1000):
         a, b = shapes[i % 4]
-        out = torch.full((a.shape[0], b.shape[1]), float("nan"), dtype=a.dtype, device="cuda")
+        out = nan(a.shape[0], b.shape[1])
         ts.matmul(a, b, out=out, schedule=KINDS[1 + i % 2], workers=(132, 17, 101)[i % 3])
-        wrong += (out - want[i % 4]).abs().max().nan_to_num(1e9) > 1
-    assert wrong.item() == 0
+        wrong.add((out - want[i % 4]).abs().nan_to_num(1e9) > 1)
+    assert wrong.none()
     assert len(workspaces._workspaces) <= before + 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_two_streams(kind):
-    streams = [torch.cuda.Stream() for _ in range(2)]
     pairs = [operands(904 + 100 * i, 1304, 512) for i in range(2)]
-    torch.cuda.synchronize()
-    results: list[list[torch.Tensor]] = [[], []]
-    for _ in range(50):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                results[i].append(ts.matmul(*pairs[i], schedule=kind, workers=60))
-    torch.cuda.synchronize()
+    results = on_two_streams([functools.partial(ts.matmul, *pair, schedule=kind, workers=60) for pair in pairs])
     for (a, b), outs in zip(pairs, results, strict=True):
         check(outs[0], Maths(a, b))
         assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_replays_of_a_graph(kind):
     a, b = operands()
-    bias = torch.randn(1104, device="cuda", dtype=a.dtype)
+    bias = randn(1104)
     ts.matmul(a, b, bias=bias, schedule=kind)  # compiled before it is captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured() as graph:
         out = ts.matmul(a, b, bias=bias, schedule=kind)
         twice = ts.matmul(out.t(), a, schedule=kind) if kind == "static" else None
     other = ts.matmul(a, b, schedule=kind)
     for i in range(100):
         a.normal_()
-        out.fill_(float("nan"))
+        poison(out)
         graph.replay()
         if i % 7 == 0:
             other = ts.matmul(a, b, schedule=kind)  # eager launches in between
@@ -122,15 +104,14 @@ def test_a_hundred_replays_of_a_graph(kind):
 def test_graphs_and_eager_launches_share_no_words():
     a, b = operands()
     ts.matmul(a, b, schedule="dynamic")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured() as graph:
         first = ts.matmul(a, b, schedule="dynamic")
         second = ts.matmul(a, b, schedule="stream_k")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     for _ in range(50):
-        first.fill_(float("nan"))
-        second.fill_(float("nan"))
+        poison(first)
+        poison(second)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             third = ts.matmul(a, b, schedule="dynamic")
@@ -147,16 +128,10 @@ def test_stream_k_gives_the_same_bits_each_run():
     assert all(torch.equal(ts.matmul(a, b, schedule="stream_k"), first) for _ in range(50))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_call_allocates_its_output_and_nothing_else(kind):
     a, b = operands()
     out = ts.matmul(a, b, schedule=kind)
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    for _ in range(10):
-        ts.matmul(a, b, out=out, schedule=kind)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    kept = [ts.matmul(a, b, schedule=kind) for _ in range(10)]
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + len(kept)
+    check_allocations(lambda: ts.matmul(a, b, out=out, schedule=kind), lambda: ts.matmul(a, b, schedule=kind))
 
 
 def test_caches_hold_no_tensor_alive():
@@ -173,26 +148,29 @@ def test_a_call_like_an_earlier_one_is_looked_up_and_still_right():
     from tilestream.launch.cache import launch_cache
 
     a, b = operands(300, 200, 104)
-    bias = torch.randn(200, device="cuda", dtype=a.dtype)
+    epilogue = {"bias": randn(200), "activation": "relu"}
+
+    def check_call(x):
+        check(ts.matmul(x, b, **epilogue), Maths(a, b, **epilogue))
+
     for _ in range(3):
         a.normal_()
-        check(ts.matmul(a, b, bias=bias, activation="relu"), Maths(a, b, bias, activation="relu"))
+        check_call(a)
     known = len(launch_cache.of("call"))
-    # What is not alike goes the long way: other strides, addresses, dtypes, workers.
-    check(ts.matmul(a.t().contiguous().t(), b, bias=bias, activation="relu"), Maths(a, b, bias, activation="relu"))
-    shifted = torch.empty(300 * 104 + 1, device="cuda", dtype=a.dtype)[1:].view(300, 104).copy_(a)
-    check(ts.matmul(shifted, b, bias=bias, activation="relu"), Maths(a, b, bias, activation="relu"))
-    check(ts.matmul(a, b, out_dtype=torch.float32), Maths(a, b, out_dtype=torch.float32))
+    # Other strides, addresses and dtypes are other calls.
+    check_call(a.t().contiguous().t())
+    check_call(torch.empty(300 * 104 + 1, device="cuda", dtype=BF16)[1:].view(300, 104).copy_(a))
+    check(ts.matmul(a, b, out_dtype=F32), Maths(a, b, out_dtype=F32))
     assert len(launch_cache.of("call")) == known + 3
-    # Whoever watches torch's dispatcher sees the op; autograd works.
+    # A dispatch mode of torch's sees the op; autograd works.
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        ts.matmul(a, b, bias=bias, activation="relu")
+        ts.matmul(a, b, **epilogue)
     assert counter.get_total_flops() == 2 * 300 * 200 * 104
-    assert ts.matmul(a, b.clone().requires_grad_(), bias=bias, activation="relu").requires_grad
+    assert ts.matmul(a, b.clone().requires_grad_(), **epilogue).requires_grad
     with torch.autocast("cuda", torch.float16):
-        assert ts.matmul(a, b, bias=bias, activation="relu").dtype == torch.float16
+        assert ts.matmul(a, b, **epilogue).dtype == torch.float16
     with torch.inference_mode():
-        assert ts.matmul(a, b, bias=bias, activation="relu").is_inference()
+        assert ts.matmul(a, b, **epilogue).is_inference()
 
 
 @pytest.mark.parametrize("form", ["tensor", "row", "vector"])
@@ -210,16 +188,16 @@ def test_a_call_on_8_bits_like_an_earlier_one_is_looked_up_and_still_right(form)
         answer = ts.matmul(a, b, scale_a=given[0], scale_b=given[1], **how)
         check(answer, Maths(a, b, scale_a=scale_a, scale_b=scale_b, fast_accum=how.get("use_fast_accum", True)))
 
-    a, b = (torch.randn(s, device="cuda").to(torch.float8_e4m3fn) for s in ((300, 128), (208, 128)))
+    a, b = randn(300, 128, dtype=E4M3), randn(208, 128, dtype=E4M3)
     first = scales()
     call(a, b.t(), **first)
     known = len(launch_cache.of("call"))
     for _ in range(3):
-        a.copy_(torch.randn(a.shape, device="cuda"))
+        a.copy_(randn(*a.shape, dtype=F32))
         call(a, b.t(), **scales())
     assert len(launch_cache.of("call")) == known, "the same launch, other numbers"
     call(a, b.t(), **first, use_fast_accum=False)
-    call(a, b.to(torch.float8_e5m2).t(), **first)
+    call(a, b.to(E5M2).t(), **first)
     assert len(launch_cache.of("call")) == known + 2
     with pytest.raises(RuntimeError, match="matmul: scale_a requires a gradient"):
         ts.matmul(a, b.t(), scale_a=first["scale_a"].clone().requires_grad_(), scale_b=first["scale_b"])
@@ -227,12 +205,12 @@ def test_a_call_on_8_bits_like_an_earlier_one_is_looked_up_and_still_right(form)
 
 def test_opcheck():
     a, b = (t.requires_grad_() for t in operands(70, 90, 40))
-    bias = torch.randn(90, device="cuda", dtype=a.dtype, requires_grad=True)
+    bias = randn(90).requires_grad_()
     for schedule in ("auto", "stream_k"):
         torch.library.opcheck(
             torch.ops.tilestream.gemm.default, (a, b, bias, None, 1.0, 1.0, "gelu", None, schedule, 0)
         )
-    out = torch.empty(70, 90, device="cuda", dtype=a.dtype)
+    out = nan(70, 90)
     with torch.no_grad():
         torch.library.opcheck(
             torch.ops.tilestream.gemm_out.default,
@@ -242,14 +220,12 @@ def test_opcheck():
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
 def test_gradients(activation):
-    tensors = [torch.randn(s, device="cuda") for s in ((130, 96), (96, 70), (70,))]
+    tensors = [randn(*shape, dtype=F32) for shape in ((130, 96), (96, 70), (70,))]
 
     def grads(op, dtype):
         leaves = [t.detach().clone().to(dtype).requires_grad_() for t in tensors]
         op(*leaves).square().sum().backward()
         return [leaf.grad for leaf in leaves]
-
-    from error_rule import ACTIVATIONS
 
     mine = grads(lambda a, b, c: ts.matmul(a, b, bias=c, activation=activation), torch.float32)
     want = grads(lambda a, b, c: ACTIVATIONS[activation](a @ b + c), torch.float64)
@@ -274,14 +250,14 @@ def test_what_is_not_done_raises_before_anything_runs():
 
 
 def test_plan_explains_itself():
-    text = ts.plan(4096, 4096, 4096, dtype=torch.bfloat16, device="cuda").explain()
+    text = ts.plan(4096, 4096, 4096, dtype=BF16, device="cuda").explain()
     assert "backend   " in text
     assert "refused" in text
 
 
 def test_out_may_be_the_residual():
     a, b = operands()
-    c = torch.randn(1000, 1104, device="cuda", dtype=a.dtype)
+    c = randn(1000, 1104)
     maths = Maths(a, b, residual=c.clone(), beta=2.0)
     ts.matmul(a, b, residual=c, beta=2.0, out=c)
     check(c, maths)

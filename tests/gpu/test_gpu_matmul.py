@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_cases import BF16, CASES, E4M3, E5M2, FP8_CASES, WORKER_CASES, Case
+from gpu_cases import BF16, CASES, E4M3, E5M2, F16, F32, FP8_CASES, WORKER_CASES, Case, by_name
+from gpu_runs import nan, randn
 
 import tilestream as ts
 import tilestream.ops  # registers torch.ops.tilestream
@@ -26,39 +27,33 @@ def run(case: Case) -> None:
         *operands.values(), case.alpha, case.beta, case.activation or "none", case.out_dtype, case.schedule,
         case.workers or 0, out, *scales.values(), case.fast_accum,
     )  # fmt: skip
-    check(
-        out,
-        Maths(
-            **operands, alpha=case.alpha, beta=case.beta, activation=case.activation, out_dtype=case.out_dtype,
-            **scales, fast_accum=case.fast_accum,
-        ),
-    )  # fmt: skip
+    check(out, case.maths(operands, **scales))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.tf32], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.tf32], ids=by_name)
 def test_error_rule(case):
     run(case)
 
 
 @pytest.mark.usefixtures("portable")
-@pytest.mark.parametrize("case", [case for case in CASES if not case.tf32], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.tf32], ids=by_name)
 def test_error_rule_of_the_portable_kernel(case):
     run(case)
 
 
 @pytest.mark.usefixtures("tf32")
-@pytest.mark.parametrize("case", [case for case in CASES if case.tf32], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.tf32], ids=by_name)
 def test_error_rule_where_torch_allows_tf32(case):
     run(case)
 
 
-@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FP8_CASES, ids=by_name)
 def test_8_bit_operands_and_scales(case):
     run(case)
 
 
 def test_8_bit_operands_by_the_public_names():
-    x, weight = (torch.randn(s, device="cuda").to(E4M3) for s in ((3, 50, 64), (96, 64)))
+    x, weight = randn(3, 50, 64, dtype=E4M3), randn(96, 64, dtype=E4M3)
     tokens, rows = torch.rand(3, 50, 1, device="cuda"), torch.rand(96, 1, device="cuda")
     maths = Maths(x.view(150, 64), weight.t(), scale_a=tokens.view(150, 1), scale_b=rows.t(), activation="gelu")
     answer = ts.linear(x, weight, scale_a=tokens, scale_b=rows, activation="gelu")
@@ -73,27 +68,25 @@ def test_8_bit_operands_by_the_public_names():
 
 @pytest.mark.parametrize("fast_accum", [True, False])
 def test_a_long_k_of_8_bits(fast_accum):
-    out_dtype = None if fast_accum else torch.float32
+    out_dtype = None if fast_accum else F32
     run(Case(2048, 2048, 8192, E4M3, "nt", out_dtype=out_dtype, scales="row", fast_accum=fast_accum))
 
 
 def test_added_up_in_float32_is_finer():
     a, b = (torch.rand(s, device="cuda").to(E4M3) for s in ((256, 16384), (512, 16384)))  # positive: sums grow
     want = a.double() @ b.t().double()
-    fast, precise = (
-        (ts.mm(a, b.t(), out_dtype=torch.float32, use_fast_accum=how) - want).abs().max() for how in (True, False)
-    )
+    fast, precise = ((ts.mm(a, b.t(), out_dtype=F32, use_fast_accum=how) - want).abs().max() for how in (True, False))
     assert precise <= fast
 
 
 def test_8_bit_operands_that_torch_does_not_multiply_here():
-    a, b = torch.randn(64, 64, device="cuda").to(E5M2), torch.randn(64, 64, device="cuda").to(E5M2)
+    a, b = randn(64, 64, dtype=E5M2), randn(64, 64, dtype=E5M2)
     answer = ts.matmul(a, b)
     assert answer.dtype == BF16
     check(answer, Maths(a, b))
 
 
-@pytest.mark.parametrize("case", WORKER_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", WORKER_CASES, ids=by_name)
 def test_every_number_of_workers(case):
     run(case)
 
@@ -110,44 +103,37 @@ def test_every_number_of_workers_from_1_to_132():
 
 
 def test_without_tf32_float32_is_exact_to_float32():
-    a, b, *_ = Case(300, 300, 300, torch.float32).operands("cuda").values()
+    a, b, *_ = Case(300, 300, 300, F32).operands("cuda").values()
     error = (ts.matmul(a, b) - a.double() @ b.double()).abs().max()
     assert error < 1e-4
 
 
 FORMS = [
-    ((7,), (7,)),
-    ((5, 7), (7,)),
-    ((7,), (7, 6)),
-    ((2, 3, 5, 7), (7, 6)),
-    ((2, 1, 5, 7), (3, 7, 6)),
+    ((7,), (7,)), ((5, 7), (7,)), ((7,), (7, 6)), ((2, 3, 5, 7), (7, 6)), ((2, 1, 5, 7), (3, 7, 6)),
     ((4, 5, 7), (4, 7, 6)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shapes", FORMS, ids=str)
 def test_torchs_forms(shapes):
-    a, b = (torch.randn(shape, device="cuda", dtype=torch.float16) for shape in shapes)
+    a, b = (randn(*shape, dtype=F16) for shape in shapes)
     check(ts.matmul(a, b), Maths(a, b))
 
 
 def test_linear_addmm_bmm_and_mm():
-    x, w, bias = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((3, 50, 64), (96, 64), (96,)))
+    x, w, bias = randn(3, 50, 64), randn(96, 64), randn(96)
     check(ts.linear(x, w, bias, activation="gelu"), Maths(x, w.t(), bias, activation="gelu"))
     check(ts.mm(x[0], w.t()), Maths(x[0], w.t()))
     check(ts.bmm(x, x.mT), Maths(x, x.mT))
-    check(
-        ts.addmm(bias, x[0], w.t(), beta=2, alpha=3), Maths(x[0], w.t(), residual=bias.expand(50, 96), alpha=3, beta=2)
-    )
+    maths = Maths(x[0], w.t(), residual=bias.expand(50, 96), alpha=3, beta=2)
+    check(ts.addmm(bias, x[0], w.t(), beta=2, alpha=3), maths)
 
 
 def test_more_than_2_to_the_31_elements():
     # A of 2**31 + 2**21 elements: the last rows lie past 31 bits, and so do the output's.
     rows, k, n = 2**20 + 1024, 2048, 2304
-    a = torch.empty(rows, k, dtype=torch.bfloat16, device="cuda")
-    a.normal_()
-    b = torch.randn(k, n, dtype=torch.bfloat16, device="cuda")
-    out = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    a = torch.empty(rows, k, dtype=BF16, device="cuda").normal_()
+    b, out = randn(k, n), nan(rows, n)
     assert min(a.numel(), out.numel()) > 2**31
     ts.matmul(a, b, out=out)
     assert not any(part.isnan().any() for part in out.split(2**17))

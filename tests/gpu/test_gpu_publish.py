@@ -1,4 +1,4 @@
-"""Published outputs: a chunk that is signalled is there, whoever reads it; counts are left as they were found.
+"""Published outputs: a chunk that is signalled is there for every reader; counts are left as they were found.
 
 PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_publish.py
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_cases import BF16, E4M3, F32
+from gpu_runs import captured, expired, nan, poison, randn, settle
 
 import tilestream as ts
 from error_rule import Maths, check
@@ -21,8 +23,8 @@ CASES = [
 ]  # fmt: skip
 
 
-def operands(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(m, k, device="cuda").to(dtype), torch.randn(n, k, device="cuda").to(dtype).t()
+def operands(m: int, n: int, k: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor]:
+    return randn(m, k, dtype=dtype), randn(n, k, dtype=dtype).t()
 
 
 @pytest.mark.parametrize(("m", "n", "k", "rows", "pivot"), CASES)
@@ -32,7 +34,7 @@ def test_each_chunk_is_read_as_soon_as_it_is_signalled(m, n, k, rows, pivot):
     publication = Publication(chunks, a.device)
     for epoch in range(1, 6):
         a.normal_()
-        out, copy = (torch.full((m, n), float("nan"), device="cuda", dtype=a.dtype) for _ in range(2))
+        out, copy = nan(m, n), nan(m, n)
         torch.cuda.synchronize()
         why = matmul_published(a, b, out, publication, epoch, rows, pivot)
         assert torch.cuda.get_device_capability()[0] != 9 or not why, why
@@ -41,8 +43,7 @@ def test_each_chunk_is_read_as_soon_as_it_is_signalled(m, n, k, rows, pivot):
                 chunk = (pivot + i) % chunks
                 stream_wait(stream.cuda_stream, publication.address(chunk), epoch)
                 copy[chunk * rows : (chunk + 1) * rows].copy_(out[chunk * rows : (chunk + 1) * rows])
-        torch.cuda.synchronize()
-        ts.check()
+        settle()
         assert copy.equal(out)
         assert publication.state() == ([epoch] * chunks, [0] * chunks)
     check(out, Maths(a, b))
@@ -50,7 +51,7 @@ def test_each_chunk_is_read_as_soon_as_it_is_signalled(m, n, k, rows, pivot):
 
 def test_what_the_kernel_does_not_take_is_published_a_launch_a_chunk():
     a, b = operands(300, 130, 129)  # a stride that TMA cannot address
-    publication, out = Publication(3, a.device), torch.empty(300, 130, device="cuda", dtype=a.dtype)
+    publication, out = Publication(3, a.device), nan(300, 130)
     assert matmul_published(a, b, out, publication, 1, 100, 2)
     assert publication.state() == ([1, 1, 1], [0, 0, 0])
     check(out, Maths(a, b))
@@ -58,11 +59,11 @@ def test_what_the_kernel_does_not_take_is_published_a_launch_a_chunk():
 
 @pytest.mark.parametrize("kind", ["tensor", "row"])
 def test_fp8_with_scales(kind):
-    a, b = operands(512, 256, 512, torch.float8_e4m3fn)
+    a, b = operands(512, 256, 512, E4M3)
     one = kind == "tensor"
     scale_a = torch.rand(1 if one else 512, 1, device="cuda") + 0.5
     scale_b = torch.rand(1, 1 if one else 256, device="cuda") + 0.5
-    publication, out = Publication(2, a.device), torch.empty(512, 256, device="cuda", dtype=torch.bfloat16)
+    publication, out = Publication(2, a.device), nan(512, 256)
     matmul_published(a, b, out, publication, 1, 256, 1, scale_a=scale_a, scale_b=scale_b)
     assert publication.state() == ([1, 1], [0, 0])
     check(out, Maths(a, b, scale_a=scale_a, scale_b=scale_b))
@@ -71,7 +72,7 @@ def test_fp8_with_scales(kind):
 def test_more_chunks_than_signals_are_refused():
     a, b = operands(256, 64, 64)
     with pytest.raises(ValueError, match="4 chunks to publish; there are signals for 2"):
-        matmul_published(a, b, torch.empty(256, 64, device="cuda", dtype=a.dtype), Publication(2, a.device), 1, 64)
+        matmul_published(a, b, nan(256, 64), Publication(2, a.device), 1, 64)
 
 
 # Public: publish=, and a matmul on another stream that reads ---------------------------------------------------------
@@ -83,8 +84,8 @@ CHAINS = [
 ]  # fmt: skip
 
 
-def weight(k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(n, k, device="cuda").to(dtype).t() / k**0.5
+def weight(k: int, n: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return randn(n, k, dtype=dtype).t() / k**0.5
 
 
 def streams(count: int) -> list[torch.cuda.Stream]:
@@ -94,9 +95,9 @@ def streams(count: int) -> list[torch.cuda.Stream]:
 
 @pytest.mark.parametrize(("m", "hidden", "n", "k", "rows", "pivot"), CHAINS)
 def test_a_matmul_reads_what_another_publishes(m, hidden, n, k, rows, pivot):
-    a, w, w2 = torch.randn(m, k, device="cuda").bfloat16(), weight(k, hidden), weight(hidden, n)
+    a, w, w2 = randn(m, k), weight(k, hidden), weight(hidden, n)
     publish = ts.Arrival.uniform(rows, -(-m // rows), pivot, device="cuda")
-    h, (producer, consumer) = torch.empty(m, hidden, device="cuda", dtype=a.dtype), streams(2)
+    h, (producer, consumer) = nan(m, hidden), streams(2)
     inputs = [a, -2 * a]
     expected, wrong = [(x @ w) @ w2 for x in inputs], torch.zeros((), device="cuda")
     torch.cuda.synchronize()
@@ -105,7 +106,7 @@ def test_a_matmul_reads_what_another_publishes(m, hidden, n, k, rows, pivot):
         with torch.cuda.stream(producer):
             if i % 2:  # else what the reader of the epoch before still reads is written by the matmul alone
                 producer.wait_stream(consumer)
-                h.fill_(float("nan"))
+                poison(h)
             if i % 4 == 1:
                 torch.cuda._sleep(2_000_000)  # the reader is issued long before the matmul begins
             assert ts.matmul(a, w, out=h, publish=publish) is h
@@ -115,23 +116,22 @@ def test_a_matmul_reads_what_another_publishes(m, hidden, n, k, rows, pivot):
             y = ts.matmul(h, w2, arrival=publish, deadline=10)
             wrong = torch.maximum(wrong, (y.float() - expected[i // 2 % 2].float()).abs().nan_to_num(torch.inf).max())
         publish.advance()
-    torch.cuda.synchronize()
-    ts.check()
+    settle()
     assert wrong < 0.25, wrong
     check(h, Maths(a, w))
     check(y, Maths(h, w2))
 
 
 class Chain:
-    """``(a @ w) @ w2`` through one buffer, with other numbers each turn: whoever reads early, or late, reads others."""
+    """``(a @ w) @ w2`` through one buffer, with other numbers each turn: a reader that is early or late errs."""
 
     TIMES = (1, -2, 4)  # exact in every dtype
 
     def __init__(self, m: int = 2048, k: int = 512, hidden: int = 1024, n: int = 512) -> None:
-        a, self.w, self.w2 = torch.randn(m, k, device="cuda").bfloat16(), weight(k, hidden), weight(hidden, n)
+        a, self.w, self.w2 = randn(m, k), weight(k, hidden), weight(hidden, n)
         self.inputs = [times * a for times in self.TIMES]
         self.expected = [(x @ self.w) @ self.w2 for x in self.inputs]
-        self.h = torch.empty(m, hidden, device="cuda", dtype=a.dtype)
+        self.h = nan(m, hidden)
         self.read_: list[tuple[int, torch.Tensor]] = []
 
     def publish(self, turn: int, publish: ts.Arrival) -> None:
@@ -142,8 +142,7 @@ class Chain:
 
     def check(self) -> None:
         """Each turn's numbers are that turn's."""
-        torch.cuda.synchronize()
-        ts.check()
+        settle()
         for turn, y in self.read_:
             wrong = (y.float() - self.expected[turn % 3].float()).abs().nan_to_num(torch.inf).max().item()
             assert wrong < 0.25 * abs(self.TIMES[turn % 3]), (turn, wrong)
@@ -151,7 +150,7 @@ class Chain:
 
 def test_two_readers_and_a_neighbour():
     chain, publish = Chain(4096), ts.Arrival.uniform(512, 8, device="cuda")
-    x, (producer, first, second, other) = torch.randn(4096, 4096, device="cuda").bfloat16(), streams(4)
+    x, (producer, first, second, other) = randn(4096, 4096), streams(4)
     for turn in range(20):
         with torch.cuda.stream(other):
             x @ x
@@ -200,9 +199,7 @@ def test_a_reader_of_the_callers_words_that_were_taken_back_expires():
     consumer.wait_stream(producer)
     with torch.cuda.stream(consumer):
         y = ts.matmul(chain.h, chain.w2, arrival=publish, deadline=0.5)
-    torch.cuda.synchronize()
-    with pytest.raises(ts.ArrivalTimeout):
-        ts.check()
+    expired()
     assert y.isnan().all()
     publish.reset()
     with torch.cuda.stream(producer):
@@ -214,18 +211,16 @@ def test_a_reader_of_the_callers_words_that_were_taken_back_expires():
 
 @pytest.mark.parametrize("kind", ["ragged", "batches", "odd", "float32"])
 def test_what_is_published_a_launch_a_chunk_is_read_behind_the_last(kind):
-    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    dtype = F32 if kind == "float32" else BF16
     k, hidden = (129, 130) if kind == "odd" else (128, 128)
-    a = torch.randn(*((3, 100) if kind == "batches" else (300,)), k, device="cuda").to(dtype)
+    a = randn(*((3, 100) if kind == "batches" else (300,)), k, dtype=dtype)
     w, w2 = weight(k, hidden, dtype), weight(hidden, 64, dtype)
     if kind == "batches":
-        w = w.expand(3, -1, -1) + torch.randn(3, 1, 1, device="cuda").to(dtype)
-    bounds = [0, 7, 7, 180, 300]
-    publish = (
-        ts.Arrival.ragged(bounds, 2, device="cuda") if kind == "ragged"
-        else ts.Arrival.uniform(90, 4, 1, device="cuda")
-    )  # fmt: skip
-    residual = torch.randn(*a.shape[:-1], hidden, device="cuda").to(dtype)
+        w = w.expand(3, -1, -1) + randn(3, 1, 1, dtype=dtype)
+    publish = ts.Arrival.uniform(90, 4, 1, device="cuda")
+    if kind == "ragged":
+        publish = ts.Arrival.ragged([0, 7, 7, 180, 300], 2, device="cuda")
+    residual = randn(*a.shape[:-1], hidden, dtype=dtype)
     inputs, found = [times * a for times in Chain.TIMES], []
     producer, consumer = streams(2)
     for turn in range(10):
@@ -234,23 +229,21 @@ def test_what_is_published_a_launch_a_chunk_is_read_behind_the_last(kind):
         with torch.cuda.stream(consumer):
             found.append((h, ts.matmul(h, w2, arrival=publish, deadline=10)))
         publish.advance()
-    torch.cuda.synchronize()
-    ts.check()
+    settle()
     for turn, (h, y) in enumerate(found):
         check(h, Maths(inputs[turn % 3], w, residual=residual, activation="gelu"))
         check(y, Maths(h, w2))
 
 
 def test_in_a_graph_the_reader_comes_behind_the_matmul():
-    a, w, w2 = torch.randn(2048, 512, device="cuda").bfloat16(), weight(512, 1024), weight(1024, 512)
+    a, w, w2 = randn(2048, 512), weight(512, 1024), weight(1024, 512)
     publish, consumer = ts.Arrival.uniform(512, 4, device="cuda"), streams(1)[0]
     h = ts.matmul(a, w, publish=publish)
     with torch.cuda.stream(consumer):
         ts.matmul(h, w2, arrival=publish, deadline=10)
     publish.advance()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured() as graph:
         h = ts.matmul(a, w, publish=publish)
         consumer.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(consumer):
@@ -259,21 +252,18 @@ def test_in_a_graph_the_reader_comes_behind_the_matmul():
     for _ in range(5):
         a.normal_()
         graph.replay()
-        torch.cuda.synchronize()
-        ts.check()
+        settle()
         check(h, Maths(a, w))
         check(y, Maths(h, w2))
 
 
 def test_a_reader_that_was_issued_first_is_refused_and_comes_to_its_end():
-    a, w, w2 = torch.randn(512, 256, device="cuda").bfloat16(), weight(256, 256), weight(256, 256)
-    publish, h = ts.Arrival.uniform(128, 4, device="cuda"), torch.zeros(512, 256, device="cuda").bfloat16()
+    a, w, w2 = randn(512, 256), weight(256, 256), weight(256, 256)
+    publish, h = ts.Arrival.uniform(128, 4, device="cuda"), torch.zeros(512, 256, device="cuda", dtype=BF16)
     producer, consumer = streams(2)
     with torch.cuda.stream(consumer):
         y = ts.matmul(h, w2, arrival=publish, deadline=0.5)
     with torch.cuda.stream(producer), pytest.raises(RuntimeError, match="was issued before the matmul that signals it"):
         ts.matmul(a, w, out=h, publish=publish)
-    torch.cuda.synchronize()
-    with pytest.raises(ts.ArrivalTimeout):
-        ts.check()
+    expired()
     assert y.isnan().all()

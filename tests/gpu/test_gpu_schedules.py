@@ -1,6 +1,6 @@
-"""Schedules when the GPU is not all theirs: any number of workers, neighbours that hold SMs, queues, traces.
+"""Schedules on a part of the GPU: any number of workers, neighbours that hold SMs, queues, traces.
 
-Nothing here waits without a bound: a neighbour leaves at its deadline, and what is launched beside it needs one SM.
+Every wait has a bound: a neighbour leaves at its deadline, and a launch beside it needs one SM.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu_runs import Differences, captured, nan, poison, randn
 from schedule_cases import BACKENDS, HELD, KINDS, WORKERS, K, M, N, plan_of
 
 import tilestream as ts
@@ -22,18 +23,23 @@ from tilestream.trace import draw, export, faults, load, record
 from tilestream_tools.sweep.contention import GreenContext, Neighbour
 
 by_kind = pytest.mark.parametrize(("kind", "queues"), KINDS, ids=[f"{k}-{q or 'own'}" for k, q in KINDS])
-by_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    if request.param == "hopper" and cuda_properties().arch != "sm_90":
+        pytest.skip("needs Hopper")
+    return request.param
 
 
 @pytest.fixture(scope="module")
 def data():
-    """Operands, B as in a Linear weight, and the answer with how far it may be off: checked once by the error rule."""
+    """Operands, B as in a Linear weight, and torch's answer, checked once by the error rule."""
     torch.manual_seed(1)
-    a, w = (torch.randn(rows, K, device="cuda", dtype=torch.bfloat16) for rows in (M, N))
-    maths = Maths(a, w.t())
-    want = torch.mm(a, w.t())
+    a, b = randn(M, K), randn(N, K).t()
+    maths, want = Maths(a, b), torch.mm(a, b)
     check(want, maths)
-    return SimpleNamespace(a=a, b=w.t(), maths=maths, want=want.float())
+    return SimpleNamespace(a=a, b=b, maths=maths, want=want.float())
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +47,28 @@ def neighbour():
     return Neighbour(cuda_properties(), deadline=20.0)
 
 
-def skip_other(backend: str) -> None:
-    if backend == "hopper" and cuda_properties().arch != "sm_90":
-        pytest.skip("needs Hopper")
-
-
 def run(plan, data, out=None):
-    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16) if out is None else out
-    out.fill_(float("nan"))
-    return plan.run(data.a, data.b, out=out)
+    return plan.run(data.a, data.b, out=nan(M, N) if out is None else poison(out))
+
+
+def traced(plan, data):
+    """The trace of a launch, and its answer."""
+    with record() as recorder:
+        out = run(plan, data)
+    (launch,) = recorder.launches
+    return launch, out
 
 
 def wrong(out, data) -> torch.Tensor:
-    """Whether an answer is another than torch's, but for a rounding; nothing is waited for."""
+    """Whether an answer differs from torch's by more than a rounding. Does not synchronise."""
     return ((out.float() - data.want).abs().nan_to_num(1e9) > 0.01 * data.want.abs() + 1.0).any()
 
 
 # Workers -------------------------------------------------------------------------------------------------------------
 
 
-@by_backend
 @by_kind
 def test_any_number_of_workers(backend, kind, queues, data):
-    skip_other(backend)
     found = {}
     for workers in WORKERS:
         plan = plan_of("cuda", backend, kind, queues, workers)
@@ -74,15 +79,11 @@ def test_any_number_of_workers(backend, kind, queues, data):
     check(run(plan, data), data.maths)
 
 
-@by_backend
 def test_a_limit_leaves_the_other_sms_alone(backend, data):
-    skip_other(backend)
     with ts.worker_limit(40):
         plan = plan_of("cuda", backend, "dynamic")
         run(plan, data)
-        with record() as recorder:
-            run(plan, data)
-    (launch,) = recorder.launches
+        launch, _ = traced(plan, data)
     assert launch.workers == plan.workers == 40
     assert len({span.unit for span in launch.spans}) <= 40
 
@@ -90,10 +91,8 @@ def test_a_limit_leaves_the_other_sms_alone(backend, data):
 # Traces --------------------------------------------------------------------------------------------------------------
 
 
-@by_backend
 @by_kind
 def test_coverage_from_the_trace(backend, kind, queues, data):
-    skip_other(backend)
     plan = plan_of("cuda", backend, kind, queues, 50)
     run(plan, data)
     with record() as recorder:
@@ -109,51 +108,42 @@ def test_coverage_from_the_trace(backend, kind, queues, data):
     assert recorder.launches[0].end <= recorder.launches[1].begin + 1e-6
 
 
-@by_backend
 def test_static_order_is_the_hosts_and_deterministic(backend, data):
-    skip_other(backend)
     plan = plan_of("cuda", backend, "static", workers=37)
-    with record() as recorder:
-        run(plan, data)
+    launch, _ = traced(plan, data)
     grid = plan.schedule.grid
-    for worker, own in enumerate(recorder.launches[0].by_worker):
+    for worker, own in enumerate(launch.by_worker):
         items = [plan.schedule.ticket(0, at)[0] for at in range(worker, grid.tiles, 37)]
         assert [(span.pm, span.pn) for span in own] == [(item.pm, item.pn) for item in items]
 
 
-def test_on_hopper_each_worker_begins_with_what_a_static_grid_would_give_it(data):
-    skip_other("hopper")
+@pytest.mark.parametrize("backend", ["hopper"], indirect=True)
+def test_on_hopper_each_worker_begins_with_what_a_static_grid_would_give_it(backend, data):
     plan = plan_of("cuda", "hopper", "dynamic", workers=37)
     assert (plan.schedule.queues, plan.schedule.split) == (37, "strides")
-    with record() as recorder:
-        run(plan, data)
+    launch, _ = traced(plan, data)
     static = plan_of("cuda", "hopper", "static", workers=37).schedule
-    firsts = [(own[0].pm, own[0].pn) for own in recorder.launches[0].by_worker if own]
+    firsts = [(own[0].pm, own[0].pn) for own in launch.by_worker if own]
     items = [static.ticket(0, worker)[0] for worker in range(37)]
     assert firsts == [(item.pm, item.pn) for item in items]
 
 
-@by_backend
 @pytest.mark.parametrize("queues", [2, 8])
 def test_a_worker_begins_in_its_own_queue(backend, queues, data):
-    skip_other(backend)
     plan = plan_of("cuda", backend, "dynamic", queues, 16)
     assert plan.schedule.split == "columns"
-    with record() as recorder:
-        run(plan, data)
+    launch, _ = traced(plan, data)
     mine = {
         queue: {plan.schedule.ticket(queue, ticket)[0].pn for ticket in range(plan.schedule.queue_size(queue))}
         for queue in range(queues)
     }
-    firsts = [(worker, own[0].pn) for worker, own in enumerate(recorder.launches[0].by_worker) if own]
+    firsts = [(worker, own[0].pn) for worker, own in enumerate(launch.by_worker) if own]
     assert len(firsts) == 16
     assert all(column in mine[worker % queues] for worker, column in firsts)
 
 
-@by_backend
-def test_a_mutant_with_pools_that_nobody_visits_is_caught(backend, data, monkeypatch):
-    """Without stealing, the queues that are no worker's own are never emptied: their tiles stay NaN."""
-    skip_other(backend)
+def test_a_mutant_with_pools_that_no_worker_visits_is_caught(backend, data, monkeypatch):
+    """Without stealing, the tiles of queues that belong to no worker stay NaN."""
     if backend == "hopper":
         from tilestream.launch.hopper.arguments import Arguments
 
@@ -167,10 +157,9 @@ def test_a_mutant_with_pools_that_nobody_visits_is_caught(backend, data, monkeyp
     # Not from the cache: another launch of this plan steals.
     planner.plan_problem.cache_clear()
     plan = plan_of("cuda", backend, "dynamic", 8, 3)
-    with record() as recorder:
-        out = run(plan, data)
+    launch, out = traced(plan, data)
     assert torch.isnan(out).any()
-    assert any("done never" in fault for fault in faults(recorder.launches[0], plan.schedule))
+    assert any("done never" in fault for fault in faults(launch, plan.schedule))
     planner.plan_problem.cache_clear()
 
 
@@ -188,12 +177,11 @@ def test_a_trace_is_drawn_and_exported(data, tmp_path):
 
 def test_what_is_captured_is_not_recorded(data, caplog):
     ts.mm(data.a, data.b)
-    graph = torch.cuda.CUDAGraph()
-    with record() as recorder, torch.cuda.graph(graph):
+    with record() as recorder, captured() as graph:
         out = ts.mm(data.a, data.b)
     assert not recorder.launches
     assert "captured" in caplog.text
-    out.fill_(float("nan"))
+    poison(out)
     graph.replay()
     check(out, data.maths)
 
@@ -228,13 +216,11 @@ def test_a_block_that_outlasts_the_neighbour_counts_for_nothing():
         outlast()
 
 
-@by_backend
 @by_kind
 def test_beside_a_neighbour_on_1_to_131_sms(backend, kind, queues, data, neighbour):
     """Right answers, all items once, and none of it on an SM that is held."""
-    skip_other(backend)
     plan, short = (plan_of("cuda", backend, kind, queues, workers) for workers in (None, 20))
-    outs = [torch.empty(M, N, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    outs = [nan(M, N) for _ in range(2)]
     for one, out in itertools.product((plan, short), outs):  # compiled and loaded, traced and not
         with record():
             run(one, data, out)
@@ -255,19 +241,17 @@ def test_beside_a_neighbour_on_1_to_131_sms(backend, kind, queues, data, neighbo
             check(out, data.maths)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
 def test_a_graph_is_replayed_beside_a_neighbour(kind, data, neighbour):
-    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+    out = nan(M, N)
     ts.matmul(data.a, data.b, out=out, schedule=kind)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured() as graph:
         ts.matmul(data.a, data.b, out=out, schedule=kind)
     graph.replay()
     bad = wrong(out, data)
     bad |= wrong(out, data)  # every kernel is loaded before the neighbour comes: loading waits for it
     with neighbour.taking(100):
         for _ in range(50):
-            out.fill_(float("nan"))
+            poison(out)
             graph.replay()
             bad |= wrong(out, data)
         torch.cuda.current_stream().synchronize()
@@ -275,10 +259,9 @@ def test_a_graph_is_replayed_beside_a_neighbour(kind, data, neighbour):
     check(out, data.maths)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
 def test_two_streams_beside_a_neighbour(kind, data, neighbour):
     streams = [torch.cuda.Stream() for _ in range(2)]
-    outs = [torch.empty(M, N, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    outs = [nan(M, N) for _ in streams]
     plan = plan_of("cuda", "portable", kind)
     bads = []
     for stream, out in zip(streams, outs, strict=True):
@@ -300,27 +283,25 @@ def test_two_streams_beside_a_neighbour(kind, data, neighbour):
 # Many launches -------------------------------------------------------------------------------------------------------
 
 
-@by_backend
 def test_ten_thousand_launches_on_one_workspace(backend, data):
     from tilestream.runtime import device_workspace as workspaces
 
-    skip_other(backend)
     plans = [
         plan_of("cuda", backend, kind, queues, workers)
         for (kind, queues), workers in itertools.product(KINDS[1:], (132, 17, 101, 1))
         if workers > 1 or kind == "dynamic"
     ]
-    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
-    want = [run(plan, data).clone() for plan in plans]
+    out = nan(M, N)
+    want = [run(plan, data) for plan in plans]
     before = len(workspaces._workspaces)
-    bad = torch.zeros((), dtype=torch.bool, device="cuda")
+    bad = Differences()
     for i in range(10_000):
         number = i * 7 % len(plans)
         if i % 10 == 0:
-            out.fill_(float("nan"))
+            poison(out)
         plans[number].run(data.a, data.b, out=out)
-        bad |= (out != want[number]).any()  # the same bits each time, of stream_k too
-    assert not bad.item()
+        bad.add(out != want[number])  # the same bits each time, of stream_k too
+    assert bad.none()
     assert not any(wrong(one, data).item() for one in want)
     assert len(workspaces._workspaces) == before
 
@@ -328,12 +309,10 @@ def test_ten_thousand_launches_on_one_workspace(backend, data):
 # Green contexts ------------------------------------------------------------------------------------------------------
 
 
-@by_backend
 @pytest.mark.parametrize("taken", [36, 68, 100])
 def test_a_green_context_is_a_device_with_fewer_sms(backend, taken, data):
-    skip_other(backend)
     green = GreenContext(cuda_properties())
-    out = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+    out = nan(M, N)
     for kind, queues in KINDS:
         run(plan_of("cuda", backend, kind, queues), data, out)
         with green.taking(taken) as left:
