@@ -21,8 +21,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tilestream.core.structs import Incoming
 from tilestream.kernels.device.clock import latest, nap, present
-from tilestream.kernels.device.gate import PENDING, look
+from tilestream.kernels.device.gate import PENDING, poll_signal
 from tilestream.kernels.hopper.compat import barrier, tma_load
 from tilestream.kernels.hopper.gate import fenced
 
@@ -106,12 +107,13 @@ def poll(word, clock, looks, allowed: tl.int64, pause, NAPS: tl.constexpr):
     """Poll as a worker at a gate does, with pauses of one length, until the word is set or time is up; count polls."""
     begin = present(clock)
     count = tl.cast(0, tl.int64)
-    state = look(word, 0, 1)
+    coming = Incoming(word, word, word, 1, 0, 1, 1, 0, 1)
+    state = poll_signal(coming, 0)
     late = begin < 0
     while (state == PENDING) & (late == 0):
         if NAPS:
             nap(pause)
         late = latest(clock) - begin > allowed
-        state = look(word, 0, 1)
+        state = poll_signal(coming, 0)
         count += 1
     tl.atomic_add(looks, count, sem="relaxed")

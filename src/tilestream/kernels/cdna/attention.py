@@ -257,6 +257,7 @@ def keys_of_tile(tile, k, v, table, extents, C: gl.constexpr):
     else:
         k_at = k_at + batch * k.batch + tile.origin_k.to(tl.int64) * k.row
         v_at = v_at + batch * v.batch + tile.origin_k.to(tl.int64) * v.row
+        block_table = tile.head * 0  # Triton 3.6 returns no None
     return Keys(Rows(k_at, k.batch, k.row, k.head), Rows(v_at, v.batch, v.row, v.head), block_table, pages, low, high)
 
 
