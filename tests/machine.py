@@ -15,7 +15,6 @@ from tilestream.core.gate import Gate, See, Wait
 from tilestream.core.grid import WorkItem
 from tilestream.core.loop import (
     Add,
-    AddUp,
     Compute,
     Count,
     Leave,
@@ -24,6 +23,7 @@ from tilestream.core.loop import (
     Poll,
     Quarantine,
     Reduce,
+    ReducePartials,
     Reset,
     Restore,
     WorkerState,
@@ -212,7 +212,7 @@ class Machine:
             case Restore(item):
                 self.words.counts[item.tile] = 0
                 return 0
-            case AddUp(item):
+            case ReducePartials(item):
                 self.log.reduced.append(item)
                 first = item.slot - item.part
                 self.slots.pop(item.slot, None)

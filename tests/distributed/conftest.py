@@ -1,4 +1,4 @@
-"""Ranks for whoever asks."""
+"""The pool of ranks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from fake_ranks import Memory, Rank, patch_driver
 
 from fake_cuda import DEVICE, FakeCuda, Until, fake_cuda
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import Apart
+from tilestream.arrival.device import LocalRows
 from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record, op_number
 from tilestream.core.protocols import gather
 from tilestream.distributed import copy_engines
@@ -33,7 +33,7 @@ def report(channel: Channel, signals, chunk: int) -> None:
     channel.records[at] = number + 1
 
 
-def read(slot: torch.Tensor, apart: Apart | None) -> torch.Tensor:
+def read(slot: torch.Tensor, apart: LocalRows | None) -> torch.Tensor:
     """The rows that a kernel reads: those of the slot, and the own ones where they stand apart."""
     rows = slot.clone()
     if apart is not None:
@@ -85,7 +85,7 @@ class GatherRank(Rank):
                 raise RuntimeError("out of memory")
             signals = arrival._signals
             words = [signals.use(apart) for _ in range(products)][-1]
-            own = signals.apart if apart else None
+            own = signals.local_rows if apart else None
 
             def ended() -> bool:
                 found = words.words.tolist()
@@ -142,8 +142,8 @@ class SignalsOf:
     """Signals with the epoch that they have now."""
 
     def __init__(self, signals) -> None:
-        self.epoch, self.words = signals.epoch, signals.use(apart=True).words
+        self.epoch, self.words = signals.epoch, signals.use(local_rows=True).words
 
-    def use(self, apart):
-        assert apart
+    def use(self, local_rows):
+        assert local_rows
         return self

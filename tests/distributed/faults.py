@@ -1,4 +1,4 @@
-"""What ranks do in the tests of faults: they differ, come late, do not come, die, or call with what does not fit."""
+"""What ranks do in the tests of faults: make another call, come late, do not come, die, or give invalid arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilestream import distributed as tsd
 
 
 def differs(rank, world, how):
-    """One rank calls with something else: all raise, and the group works on."""
+    """One rank makes another call: all raise, and the group stays usable."""
     shape, dtype, dim, form = (4, 8), torch.float32, 0, "fused"
     if rank == 1:
         shape = (5, 8) if how == "rows" else shape
@@ -33,12 +33,12 @@ def differs(rank, world, how):
 
 
 def loses(rank, world, when, folder):
-    """The last rank dies: the others raise, now and at each later call; soon, not at the deadline."""
+    """The last rank dies: the others raise before the deadline, and at each later call."""
     a, b = torch.ones(4, 8), torch.ones(8, 6)
     tsd.all_gather_matmul(a, b, form="fused")
     (Path(folder) / str(rank)).touch()
     if rank == world - 1:
-        # What a process that ends has not read makes its peers' connections end at once, with what is on its way.
+        # Messages that an exiting process has not read reset its peers' connections, and lose what is in flight.
         end = time.monotonic() + 20
         while len(list(Path(folder).iterdir())) < world and time.monotonic() < end:
             time.sleep(0.002)
@@ -54,12 +54,12 @@ def loses(rank, world, when, folder):
 
 
 def expires(rank, world, op):
-    """The last rank never calls: the others give up at the deadline, and say for whom they waited."""
+    """The last rank does not call: the others give up at the deadline, and name it."""
     b = torch.ones(8, 6)
     begin = time.monotonic()
     if rank == world - 1:
         time.sleep(1.5)
-        # It comes too late: the others have closed the connections.
+        # Too late: the others have closed the connections.
         first = raised(lambda: tsd.all_gather_matmul(torch.ones(4, 8), b, form="fused", deadline=10))
     elif op == "gather":
         first = raised(lambda: tsd.all_gather_matmul(torch.ones(4, 8), b, form="fused", deadline=0.5))
@@ -91,7 +91,7 @@ def two_groups(rank, world):
         assert not thread.is_alive()
     assert all(torch.allclose(out, whole[i] @ b, atol=1e-4) for i in range(2) for out in outs[i])
     assert len(outs[0]) == len(outs[1]) == 20
-    # One of them breaks: the other works on.
+    # One group breaks: the other stays usable.
     if rank == 0:
         text = raised(lambda: tsd.all_gather_matmul(whole[0][:8], b, group=groups[0], form="fused", deadline=0.3))
         assert text.startswith("ArrivalTimeout"), text
@@ -102,7 +102,7 @@ def two_groups(rank, world):
 
 
 def differs_and_loses(rank, world):
-    """One rank differs and another dies: what is left has a broken group, not one that is taken for whole."""
+    """One rank makes another call and another dies: the group is broken for the remaining ranks."""
     a, b = torch.ones(4 + (rank == 1), 8), torch.ones(8, 6)
     if rank == world - 1:
         os._exit(0)
@@ -112,7 +112,7 @@ def differs_and_loses(rank, world):
 
 
 def refuses(rank, world):
-    """Bad arguments raise on their rank, before anything is sent: the texts."""
+    """Invalid arguments raise on their rank, before anything is sent. Returns the errors."""
     ok, b = torch.ones(4, 8), torch.ones(8, 6)
     gather, scatter = tsd.all_gather_matmul, tsd.matmul_reduce_scatter
     before = tsd.plan_all_gather_matmul(ok, b)
@@ -150,6 +150,6 @@ def refuses(rank, world):
     }
     texts = {name: raised(call) for name, call in calls.items()}
     out = gather(ok, b, form="fused")
-    assert out.eq(8).all(), "the group goes on"
+    assert out.eq(8).all(), "the group stays usable"
     assert before.case.world == world
     return texts

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the ops across ranks. Inputs are random numbers that every rank can make anew."""
+"""What ranks do in the tests of the ops across ranks. Each rank can make the random inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def scatters(rank, world, cases, group=None):
         inputs = factors(random, world, shape, k, n, dtype, k_contiguous=False)
         added = random(5, n, dtype=dtype) if bias else None
         a, b = inputs[rank]
-        if a.dim() > 2:  # as torch's compiler has what was gathered along a later dimension: no view has its rows
+        if a.dim() > 2:  # no view has its rows, like what torch's compiler gathers along a later dimension
             a = a.transpose(0, 1).contiguous().transpose(0, 1)
         outs = [
             tsd.matmul_reduce_scatter(a, b, scatter_dim=dim, reduce_op=reduce_op, bias=added, form=form, group=group)
             for _ in range(2)
         ]
-        assert outs[0].equal(outs[1]), "other bits the second time"
+        assert outs[0].equal(outs[1]), "the second result has other bits"
         assert outs[0].dtype == dtype
         exact = sum(x.double() @ y.double() for x, y in inputs)
         by_torch = sum((x @ y).float() for x, y in inputs)
@@ -88,7 +88,7 @@ def reduces(rank, world, cases, group=None):
 
 
 def reduce_gradients(rank, world, group=None):
-    """Gradients against torch's own on all ranks' data at once; and compiled to one graph."""
+    """Gradients against torch's on all ranks' data, and compiled to one graph."""
     operands = [[x.double().requires_grad_() for x in (random(r, 3, 4, 6), random(50 + r, 6, 5))] for r in range(world)]
     bias = random(9, 5).double().requires_grad_()
     a, b, own = (x.detach().clone().requires_grad_() for x in (*operands[rank], bias))
@@ -116,27 +116,27 @@ def reduce_refuses(rank, world):
         raised(lambda: tsd.matmul_all_reduce(a[0], b)),
         raised(lambda: tsd.matmul_all_reduce(torch.ones(4 + rank, 8), b)),
     ]
-    assert tsd.matmul_all_reduce(a, b).eq(8 * world).all(), "the group works on"
+    assert tsd.matmul_all_reduce(a, b).eq(8 * world).all(), "the group stays usable"
     return texts, tsd.plan_matmul_all_reduce(a, b).explain()
 
 
-def iterates(rank, world, count):
-    """Many calls without a barrier between, on other data each time; now and then a rank is late."""
+def iterates(rank, world, count, group=None):
+    """Many calls without a barrier in between, each on other data; some ranks are late."""
     b = random(1, 24, 20)
     for i in range(count):
         if i % 10 == rank:
             time.sleep(0.01)
         whole = random(1000 + i, 7 * world, 24)
         mine = whole[7 * rank : 7 * rank + 7]
-        out = tsd.all_gather_matmul(mine, b, form="fused" if i % 3 else "unfused")
+        out = tsd.all_gather_matmul(mine, b, group=group, form="fused" if i % 3 else "unfused")
         assert torch.allclose(out, whole @ b, atol=1e-4), i
-        part = tsd.matmul_reduce_scatter(whole, b, form="fused")
+        part = tsd.matmul_reduce_scatter(whole, b, group=group, form="fused")
         assert torch.allclose(part, world * (mine @ b), atol=1e-3), i
     return True
 
 
 def overlaps(rank, world, folder):
-    """The last rank comes when the others have done what comes before its rows, and not before.
+    """The last rank comes when the others have computed everything but its rows, and not before.
 
     So that it ends at all shows it: they tell it so, by a file each. A rank begins with its own rows and goes on with
     whatever is there, in arrival order: all but the last one's.
@@ -151,7 +151,9 @@ def overlaps(rank, world, folder):
             time.sleep(0.002)
 
     if rank == world - 1:
-        wait_for(lambda: all(flag.exists() for flag in flags), "the others have not done what they could without it")
+        wait_for(
+            lambda: all(flag.exists() for flag in flags), "the others have not computed what they could without it"
+        )
         return tsd.all_gather_matmul(a, b, form="fused").shape == (64 * world, 64)
     with pytest.MonkeyPatch.context() as patch, ts.trace.record() as recorder:
         small = use_small_tiles(patch)
@@ -164,7 +166,7 @@ def overlaps(rank, world, folder):
         wait_for(lambda: recorder.launches, "no launch")
         launch = recorder.launches[0]
         before = launch.tiles * (world - 1) // world
-        wait_for(lambda: launch.tiles_done == before, "tiles whose rows are there are not done")
+        wait_for(lambda: launch.tiles_done == before, "tiles whose rows have arrived are not computed")
         flags[rank].touch()
         caller.join(20)
         assert not caller.is_alive()
@@ -176,7 +178,7 @@ def overlaps(rank, world, folder):
 
 
 def forgets(rank, world):
-    """Nothing of ours keeps a group, or its buffers, once it is destroyed."""
+    """Nothing keeps a group, or its buffers, alive once it is destroyed."""
     import gc
     import weakref
 
@@ -193,7 +195,7 @@ def forgets(rank, world):
 
 
 def gradients(rank, world, dim, group=None):
-    """Gradients against torch's own on all ranks' data at once."""
+    """Gradients against torch's on all ranks' data."""
     shape = (3, 4, 6)
     for activation in (None, "relu", "silu"):
         shards = [random(r, *shape).double().requires_grad_() for r in range(world)]
@@ -204,7 +206,7 @@ def gradients(rank, world, dim, group=None):
         a, outs = tsd.all_gather_matmul(
             mine, ours[:2], gather_dim=dim, bias=[ours[2], None], activation=activation, return_a=True, group=group
         )
-        # What each rank makes of the result is another thing, and they add up.
+        # Each rank has another loss, and their gradients add up.
         factors = [random(200 + r, 1).double() for r in range(world)]
         (factors[rank] * (outs[0].square().sum() + outs[1].sin().sum() + a.cos().sum())).backward()
         whole = torch.cat(shards, dim)
@@ -226,7 +228,7 @@ def gradients(rank, world, dim, group=None):
 
 
 def compiles(rank, world):
-    """Under torch.compile, with the graph whole; the backend runs it as it is."""
+    """Under torch.compile, as one graph; the backend runs it unchanged."""
     group = dist.group.WORLD
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -240,7 +242,7 @@ def compiles(rank, world):
 
 
 def limits(rank, world):
-    """A limit inside a function counts for all its matmuls: called as it is and compiled, the backward pass too."""
+    """A worker limit inside a function applies to all its matmuls, eager and compiled, and in the backward pass."""
     from tilestream.ops import library
 
     asked, plan_problem = [], library.plan_problem
@@ -296,7 +298,7 @@ def empties(rank, world):
 
 
 def torch_ops(rank, world):
-    """torch's own fused ops, run by ours while a handle is open, and only for its group; the same as by torch."""
+    """torch's fused ops, while a handle is open and only for its group, run on tilestream, with torch's results."""
     group = dist.group.WORLD
     name = group.group_name
     ops = torch.ops.symm_mem
@@ -317,7 +319,7 @@ def torch_ops(rank, world):
         assert torch.allclose(c2, whole @ b2, atol=1e-4)
     none, _ = ops.fused_all_gather_matmul(shards[rank], [b1], 0, name, return_A=False)
     assert none is None
-    # fp8, a scale a row: sharded, and each rank has all.
+    # fp8, a scale a row: this rank's, or all ranks'.
     f8 = [x.flatten(0, 1).to(torch.float8_e4m3fn) for x in shards]
     w8, scales, of_b = b1.t().contiguous().to(torch.float8_e4m3fn).t(), random(80, 6 * world, 1).abs(), torch.ones(1, 8)
     exact = (torch.cat([x.float() for x in f8]) @ w8.float()) * scales
@@ -331,7 +333,7 @@ def torch_ops(rank, world):
     for op in ("sum", "avg"):
         mine = (sum(parts) / (world if op == "avg" else 1)).chunk(world, 1)[rank]
         assert torch.allclose(ops.fused_matmul_reduce_scatter(x, w, op, 1, name), mine, atol=1e-4)
-        # The scaled form gets a matrix, and the shape it had.
+        # The scaled op takes a matrix, and the shape that it had.
         one = torch.ones(())
         flat = x.flatten(0, 1).to(torch.float8_e4m3fn)
         wide = w.t().contiguous().to(torch.float8_e4m3fn)
@@ -359,9 +361,9 @@ def torch_ops(rank, world):
     assert sum(site.calls for site in sites) == 9 + 4
     assert all(site.why for site in sites)
     other = dist.new_group(list(range(world)))
-    c = ops.fused_matmul_reduce_scatter(x, w, "sum", 1, other.group_name)  # torch's, by plain collectives
+    c = ops.fused_matmul_reduce_scatter(x, w, "sum", 1, other.group_name)  # torch's, with plain collectives
     assert torch.allclose(c, sum(parts).chunk(world, 1)[rank], atol=1e-4)
-    assert sum(site.calls for site in handle.report()) == 9 + 4, "not ours"
+    assert sum(site.calls for site in handle.report()) == 9 + 4, "a group without a handle"
     handle.close()
     handle.close()
     assert inductor.post_grad_custom_post_pass is None
@@ -372,7 +374,7 @@ def torch_ops(rank, world):
 
 
 def fakes(rank, world):
-    """What the compiler is told of the ops' results is what they are."""
+    """The fakes have the shapes, dtypes and strides of the results."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     a, b = random(rank, 4, 3, 8).bfloat16(), random(9, 8, 6).bfloat16()
@@ -411,7 +413,7 @@ def parts(rank, world):
 
 
 def autocasts(rank, world):
-    """Under autocast the operands are converted before anything is sent, and the gradient comes back in their dtype."""
+    """Autocast converts the operands before anything is sent; gradients have the operands' dtype."""
     x = random(rank, 4, 8).requires_grad_()
     w = random(50, 8, 6)
     whole = torch.cat([random(r, 4, 8) for r in range(world)])

@@ -22,7 +22,7 @@ def mesh_of(world: int, nodes: int) -> DeviceMesh:
 
 
 def computes(rank, world, nodes, gathers, sums, dims):
-    """What one node of all ranks would."""
+    """The same as one node of all ranks."""
     mesh = mesh_of(world, nodes)
     jobs.gathers(rank, world, gathers, mesh)
     jobs.scatters(rank, world, sums, mesh)
@@ -34,42 +34,32 @@ def computes(rank, world, nodes, gathers, sums, dims):
 
 
 def iterates(rank, world, nodes, count):
-    """Many calls without a barrier between, on other data each time; now and then a rank is late."""
-    mesh, b = mesh_of(world, nodes), random(1, 24, 20)
-    for i in range(count):
-        if i % 10 == rank:
-            time.sleep(0.01)
-        whole = random(1000 + i, 7 * world, 24)
-        mine = whole[7 * rank : 7 * rank + 7]
-        out = tsd.all_gather_matmul(mine, b, group=mesh, form="fused" if i % 3 else "unfused")
-        assert torch.allclose(out, whole @ b, atol=1e-4), i
-        part = tsd.matmul_reduce_scatter(whole, b, group=mesh, form="fused")
-        assert torch.allclose(part, world * (mine @ b), atol=1e-3), i
-    return True
+    """As of `jobs`."""
+    return jobs.iterates(rank, world, count, mesh_of(world, nodes))
 
 
 def overlaps(rank, world, nodes, folder):
-    """The other node comes when this one has computed its own rows, and not before."""
+    """The last node comes when the others have computed their own rows, and not before."""
     from tilestream.distributed import all_gather
 
     mesh, b, done = mesh_of(world, nodes), random(9, 8, 6), []
     whole = random(3, 4 * world, 8)
-    tsd.all_gather_matmul(whole[4 * rank : 4 * rank + 4], b, group=mesh, deadline=10)  # everybody is here
+    tsd.all_gather_matmul(whole[4 * rank : 4 * rank + 4], b, group=mesh, deadline=10)  # all ranks are here
     local = world // nodes
     run = all_gather.run
 
-    def told(state, *args, **how):
+    def run_and_report(state, *args, **how):
         result = run(state, *args, **how)
         done.append(time.monotonic())
         (Path(folder) / f"{rank} {len(done)}").touch()
         return result
 
-    all_gather.run = told
+    all_gather.run = run_and_report
     try:
         if rank >= local:  # the last node waits for all ranks of the first to have done a step
             end = time.monotonic() + 10
             while len(list(Path(folder).glob("* 1"))) < local:
-                assert time.monotonic() < end, "nobody computes its own rows before the other node's are there"
+                assert time.monotonic() < end, "a node does not compute its own rows before the other node's arrive"
                 time.sleep(0.002)
         out = tsd.all_gather_matmul(whole[4 * rank : 4 * rank + 4], b, group=mesh, form="fused", deadline=15)
     finally:
@@ -85,7 +75,7 @@ def explains(rank, world, nodes):
 
 
 def refuses(rank, world, nodes):
-    """Raised before anything is sent, on the rank that calls so."""
+    """Invalid arguments raise on their rank, before anything is sent."""
     mesh, a, b = mesh_of(world, nodes), torch.ones(4, 8), torch.ones(8, 6)
     cube = DeviceMesh("cpu", torch.arange(world).view(nodes, -1, 1))
     texts = [
@@ -100,7 +90,7 @@ def refuses(rank, world, nodes):
 
 
 def differs(rank, world, nodes):
-    """A node calls with something else: all raise."""
+    """A node makes another call: all raise."""
     mesh = mesh_of(world, nodes)
     rows = 5 if rank >= world // nodes else 4
     return raised(lambda: tsd.all_gather_matmul(torch.ones(rows, 8), torch.ones(8, 6), group=mesh, deadline=5))
@@ -120,7 +110,7 @@ def loses(rank, world, nodes):
 
 
 def meshes_of_one(rank, world):
-    """A mesh of one dimension, or with one node, or with one rank a node, is its one group."""
+    """A mesh of one dimension, of one node, or of one rank a node acts as a single group."""
     from tilestream.distributed.group_state import groups_of
 
     a, b = torch.full((4, 8), float(rank)), torch.ones(8, 6)
@@ -135,7 +125,7 @@ def meshes_of_one(rank, world):
 
 
 def layers(rank, world, nodes):
-    """The two halves of a layer as modules, of a Linear's own weights."""
+    """The two halves of a layer as modules, made from a Linear's weights."""
     mesh = mesh_of(world, nodes)
     torch.manual_seed(0)
     up, down = torch.nn.Linear(8, 6 * world), torch.nn.Linear(6 * world, 8)
@@ -148,7 +138,7 @@ def layers(rank, world, nodes):
 
 
 def exchanges(rank, world):
-    """Two tensors a step, and one without elements, step by step; got in another order than they were put."""
+    """Two tensors a step, and one without elements; got in another order than they were put."""
     from tilestream.distributed.group_state import state_of
     from tilestream.distributed.internode import _NcclSteps
 

@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-#: What a rank that was lost answers.
+#: The answer of a rank that was lost.
 LOST = "lost"
 
 
 def _rank_main(pipe: Any, path: list[str], backend: str, environment: dict[str, str]) -> None:
     sys.path[:] = path
-    # No rank leaves the making of the group before every rank is through it: one with little to do was gone again while
-    # another still connected to it ("connection closed by peer").
+    # No rank leaves the construction of the group before all have finished it: otherwise a rank with a short job was
+    # gone while another still connected to it ("connection closed by peer").
     os.environ.update(TORCH_DIST_INIT_BARRIER="1", **environment)
     import torch
     import torch.distributed as dist
 
-    import tilestream.distributed.library  # noqa: F401  # imported while the others are, not in a test's time
+    import tilestream.distributed.library  # noqa: F401  # so that no test's time includes it
 
     torch.set_num_threads(1)
     while True:
@@ -59,7 +59,7 @@ def _rank_main(pipe: Any, path: list[str], backend: str, environment: dict[str, 
 
 
 class Pool:
-    """Processes that jobs are run on, made when they are first needed. On a machine with GPUs each takes its own."""
+    """Processes that run jobs, started when they are first needed. On a machine with GPUs each uses its own."""
 
     def __init__(self, backend: str = "gloo", **environment: str) -> None:
         self._how = backend, environment
@@ -78,7 +78,7 @@ class Pool:
         return process, ours
 
     def run(self, world: int, job: Any, *args: Any, seconds: float = 20.0, bound: float = 60.0) -> list[Any]:
-        """What each rank answered. The group's timeout is ``seconds``; a rank has ``bound`` of them for all.
+        """Each rank's answer. The group's timeout is ``seconds``; a job may take ``bound`` seconds.
 
         Raises
         ------
@@ -110,7 +110,7 @@ class Pool:
         return AssertionError(f"no answer in {bound} s: killed")
 
     def close(self) -> None:
-        """End all processes: none is at a job, and a polite end takes seconds."""
+        """Kill all processes: none runs a job, and a clean exit takes seconds."""
         for process, _ in self._ranks:
             process.kill()
         for process, pipe in self._ranks:

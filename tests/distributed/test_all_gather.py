@@ -26,7 +26,7 @@ def cases():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_gathers_what_torch_does(ranks, world):
+def test_gathers_match_torch(ranks, world):
     some = list(cases())[:: 3 if world == 1 else 1]
     assert ranks.run(world, jobs.gathers, some) == [True] * world
 
@@ -40,11 +40,11 @@ def test_shards_in_several_chunks_that_do_not_divide_them(ranks):
     assert ranks.run(2, jobs.parts) == [True, True]
 
 
-def test_begins_with_its_own_rows_and_computes_while_a_rank_is_late(ranks, tmp_path):
+def test_own_rows_come_first_and_others_do_not_wait_for_a_late_rank(ranks, tmp_path):
     assert ranks.run(3, jobs.overlaps, str(tmp_path)) == [True] * 3
 
 
-def test_a_hundred_calls_without_a_barrier(ranks):
+def test_calls_without_a_barrier(ranks):
     assert ranks.run(3, jobs.iterates, 50) == [True] * 3
 
 
@@ -61,7 +61,7 @@ def test_two_groups_at_once_and_one_breaks(ranks):
         ("op", "op: all_gather_matmul on rank 0, matmul_reduce_scatter on rank 1"),
     ],
 )
-def test_what_ranks_differ_in_is_raised_on_all_and_the_group_goes_on(ranks, how, field):
+def test_different_calls_raise_on_all_ranks_and_the_group_stays_usable(ranks, how, field):
     texts = ranks.run(3, faults.differs, how)
     assert all(text.startswith("ValueError") for text in texts), texts
     assert f"ranks 0 and 1 differ in {field}" in texts[0]
@@ -84,7 +84,7 @@ def test_a_rank_that_dies_breaks_the_group_at_once(ranks, when, tmp_path):
 def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks, op):
     *others, late = ranks.run(3, faults.expires, op)
     names = {first.split(":")[0] for first, _, _ in others}
-    assert "ArrivalTimeout" in names <= {"ArrivalTimeout", "GroupBroken"}, others  # the second may be told by the first
+    assert "ArrivalTimeout" in names <= {"ArrivalTimeout", "GroupBroken"}, others  # the first may abort the second
     said = next(first for first, _, _ in others if first.startswith("ArrivalTimeout"))
     what = "rank 2's part of a_shard's chunk 2" if op == "gather" else "rank 2's part's chunk 0"
     assert what in said
@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(ranks, op):
         assert seconds < 8
 
 
-def test_a_rank_that_differs_while_another_dies(ranks):
+def test_a_rank_makes_another_call_while_another_dies(ranks):
     *others, _ = ranks.run(3, faults.differs_and_loses)
     for first, second in others:
         assert first.startswith(("ValueError", "GroupBroken")), first
@@ -115,11 +115,11 @@ def test_shards_without_rows_columns_or_k(ranks):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_gradients_are_torchs(ranks, dim):
+def test_gradients_match_torch(ranks, dim):
     assert ranks.run(2, jobs.gradients, dim) == [True, True]
 
 
-def test_the_compiler_is_told_what_the_results_are(ranks):
+def test_fakes_match_the_results(ranks):
     assert ranks.run(2, jobs.fakes) == [True, True]
 
 
@@ -166,7 +166,7 @@ REFUSED = {
 }
 
 
-def test_bad_arguments_raise_before_anything_is_sent(ranks):
+def test_invalid_arguments_raise_before_anything_is_sent(ranks):
     for texts in ranks.run(2, faults.refuses):
         assert texts.keys() == REFUSED.keys()
         for name, text in texts.items():
@@ -175,7 +175,7 @@ def test_bad_arguments_raise_before_anything_is_sent(ranks):
 
 def test_plans_explain_themselves(ranks):
     one, other = ranks.run(2, jobs.explains)
-    assert one["agreed"] == other["agreed"], "what is compared is the same everywhere"
+    assert one["agreed"] == other["agreed"], "all ranks compare the same fields"
     assert "fused: transfer and matmul overlap, by gloo" in one["fused"]
     assert 'the caller asks for form="unfused"' in one["unfused"]
     assert "modelled: " in one["auto"]

@@ -15,15 +15,15 @@ CASES = [
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_sums_what_torch_does_on_every_rank(ranks, world):
+def test_sums_match_torch_on_every_rank(ranks, world):
     assert ranks.run(world, jobs.reduces, CASES) == [True] * world
 
 
-def test_gradients_are_torchs_and_the_graph_is_one(ranks):
+def test_gradients_match_torch_in_one_graph(ranks):
     assert ranks.run(2, jobs.reduce_gradients) == [True] * 2
 
 
-def test_what_does_not_fit_raises_and_the_plan_says_why_there_is_one_form(ranks):
+def test_invalid_arguments_raise_and_the_plan_says_why_it_is_unfused(ranks):
     for (op, several, k, bias, vector, differ), said in ranks.run(2, jobs.reduce_refuses):
         assert op == "ValueError: matmul_all_reduce: reduce_op='max'; it is one of sum, avg"
         assert several.startswith("TypeError: matmul_all_reduce: b is a list; it is one torch.Tensor")

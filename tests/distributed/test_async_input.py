@@ -1,4 +1,4 @@
-"""torch's `_async_input_mm` on our matmul, on the CPU; of GPUs its registration."""
+"""torch's `_async_input_mm` on `tilestream.matmul`: on the CPU; for GPUs its registration."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def registered():
 
 @pytest.fixture
 def op():
-    """The op as torch's code calls it, registered as it is while a handle is open."""
+    """The op as torch's code calls it, registered as while a handle is open."""
     with registered():
         yield torch.ops.symm_mem._async_input_mm
 
 
 @pytest.mark.parametrize("dtype", [torch.uint32, torch.int32], ids=str)
 @pytest.mark.parametrize("pivot", range(3))
-def test_rows_are_read_when_their_chunk_is_there(op, pivot, dtype):
+def test_rows_are_read_when_their_chunk_has_arrived(op, pivot, dtype):
     source, b = rand(48, 40), rand(40, 37)
     a, words = nans(48, 40), torch.zeros(3, dtype=dtype)
     a[16 * pivot : 16 * pivot + 16] = source[16 * pivot : 16 * pivot + 16]
@@ -61,7 +61,7 @@ def test_rows_are_read_when_their_chunk_is_there(op, pivot, dtype):
     answer = op(a, b, words, pivot)
     thread.join(10)
     check(answer, Maths(source, b))
-    assert not words.view(torch.int32).any(), "zeroed once all were seen"
+    assert not words.view(torch.int32).any(), "zeroed at the end"
 
 
 def test_a_chunk_that_never_comes(op, monkeypatch):
@@ -92,12 +92,12 @@ A, B, WORDS = rand(8, 4), rand(4, 4), torch.ones(2, dtype=torch.uint32)
         ((A, B, WORDS, -1), ValueError, "a_chunk_pivot=-1; it is one of the 2 chunks, 0 to 1"),
     ],
 )
-def test_bad_arguments(op, given, error, message):
+def test_invalid_arguments(op, given, error, message):
     with pytest.raises(error, match=f"_async_input_mm: {message}"):
         op(*given)
 
 
-def test_it_is_ours_everywhere_while_registered_and_torchs_again_behind_it():
+def test_it_is_registered_for_all_devices_and_given_back_to_torch():
     def here(key):
         return torch._C._dispatch_has_kernel_for_dispatch_key("symm_mem::_async_input_mm", key)
 

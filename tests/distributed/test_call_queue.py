@@ -1,4 +1,4 @@
-"""The watchdog's thread: it looks while calls are under way, not beside whoever issues them, and leaves with them."""
+"""The watchdog's thread: it polls while calls are under way, after a delay, and ends with its queue."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from tilestream.distributed import call_queue
 
 
 class Calls:
-    """Something to look after: for so many looks there is a call under way."""
+    """A queue that has a call under way for so many polls."""
 
-    def __init__(self, looks: int) -> None:
-        self.left, self.looks, self.quiet = looks, 0, threading.Event()
+    def __init__(self, polls: int) -> None:
+        self.left, self.polls, self.idle = polls, 0, threading.Event()
 
     def poll(self) -> bool:
-        self.looks += 1
+        self.polls += 1
         self.left -= 1
         if self.left <= 0:
-            self.quiet.set()
+            self.idle.set()
         return self.left > 0
 
 
-def test_looks_until_nothing_is_under_way_and_again_when_it_is_woken(monkeypatch):
+def test_it_polls_until_nothing_is_under_way_and_again_when_woken(monkeypatch):
     monkeypatch.setattr(call_queue, "POLL_SECONDS", 0.01)
     calls = Calls(3)
     watchdog = call_queue.Watchdog(calls)
-    for looks in (3, 4):
+    for polls in (3, 4):
         watchdog.wake()
-        assert calls.quiet.wait(10)
+        assert calls.idle.wait(10)
         time.sleep(0.05)
-        assert calls.looks == looks
-        calls.quiet.clear()
+        assert calls.polls == polls
+        calls.idle.clear()
     assert watchdog._thread.is_alive()
     del calls
     watchdog._thread.join(10)
     assert not watchdog._thread.is_alive()
 
 
-def test_who_issues_a_call_has_the_interpreter_for_himself_at_first(monkeypatch):
+def test_it_does_not_compete_with_the_thread_that_issues_the_call(monkeypatch):
     monkeypatch.setattr(call_queue, "POLL_SECONDS", 0.5)
     calls = Calls(1)
     watchdog = call_queue.Watchdog(calls)
     begin = time.monotonic()
     watchdog.wake()
-    assert calls.quiet.wait(10)
+    assert calls.idle.wait(10)
     assert time.monotonic() - begin >= 0.5
     watchdog.stop_at_exit(10)
     assert not watchdog._thread.is_alive()

@@ -1,4 +1,4 @@
-"""Collectives that nothing overlaps, by a group whose stream is the caller's: then there is no work to wait for."""
+"""Unfused collectives on the caller's stream: NCCL then returns no work to wait for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Work:
 
 
 class Group:
-    """Two ranks, of which the other has the same: as NCCL on the caller's stream, or with ``work``."""
+    """Two ranks with the same data: like NCCL on the caller's stream, or with ``work``."""
 
     def __init__(self, work):
         self.work, self.asked = work, []
@@ -43,7 +43,7 @@ class Group:
 
 
 @pytest.mark.parametrize("work", [None, Work()], ids=["no work", "work"])
-def test_on_the_callers_stream(monkeypatch, work):
+def test_collectives_run_on_the_callers_stream(monkeypatch, work):
     monkeypatch.setattr(collective, "agree", lambda *_: None)
     state = SimpleNamespace(group=Group(work), world=2)
     x = torch.arange(12.0).view(1, 3, 4)

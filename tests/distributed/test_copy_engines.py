@@ -202,7 +202,7 @@ def test_the_callers_tensor_is_not_kept(fails):
     with world(2) as (_, (first, _)):
         with pytest.raises(RuntimeError, match="out of memory") if fails else contextlib.nullcontext():
             first.call(PAIR, fails=fails)
-        assert [arrival._signals.apart for arrival in first.queue._arrivals.values()] == [None]
+        assert [arrival._signals.local_rows for arrival in first.queue._arrivals.values()] == [None]
 
 
 def test_new_slots_are_made_after_the_old_calls_have_ended(monkeypatch):
@@ -566,6 +566,6 @@ def test_a_host_issues_nothing_after_the_watchdog_has_read_an_expiry():
 
         queue.abort_group = late
         with first.here():
-            assert queue._ask(None)
+            assert queue._check_expired(None)
         assert admitted == [None]
         assert first.state.broken

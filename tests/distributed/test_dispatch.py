@@ -215,7 +215,7 @@ def test_no_stream_waits_for_a_peer_where_all_share_a_queue(monkeypatch, op):
     assert not plan.fused
     assert plan.transport == "collective"
     assert "refused   fused: CUDA_DEVICE_MAX_CONNECTIONS is 1" in plan.explain()
-    assert plan.handshake != free.handshake, "a rank of another environment is told so"
+    assert plan.handshake != free.handshake, "a rank with another environment differs"
     unfused = planned(monkeypatch, op, "unfused")
     assert unfused.decision.why == 'the caller asks for form="unfused"'
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")

@@ -1,4 +1,4 @@
-"""Words in the host's memory that ranks share: who writes which, and where they are. Processes share them really."""
+"""Flags in host memory that ranks share: which rank writes which, and where they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch):
-    """A GPU that sees the host's memory at its own address."""
+    """A GPU that maps host memory at its own address."""
     monkeypatch.setattr(host_flags, "map_host_memory", lambda address, size: address)
 
 
@@ -28,7 +28,7 @@ def offered():
     withdraw(found)
 
 
-def test_each_rank_and_op_has_words_of_its_own(offered):
+def test_each_rank_and_op_has_its_own_flags(offered):
     group = GroupFlags(offered, 1, 3)
     places = []
     for op, of in itertools.product(OPS, range(3)):
@@ -36,15 +36,15 @@ def test_each_rank_and_op_has_words_of_its_own(offered):
         places += [mine.flag(of, writer) for writer in range(3)]
         places += [mine.flag(of, 3), mine.flag(of, 4)]  # abort, void
     assert len(set(places)) == len(OPS) * 3 * 5
-    assert all(x % LINE == min(places) % LINE for x in places), "a line each"
+    assert all(x % LINE == min(places) % LINE for x in places), "each has its own line"
     assert min(places) - group._gpu >= LINE, "behind the token"
     assert max(places) + 4 <= group._gpu + size_of(3)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_what_one_rank_writes_the_other_sees(offered, op):
+def test_flags_are_visible_to_the_other_ranks(offered, op):
     first, second = (GroupFlags(offered, rank, 3).of(op) for rank in (0, 1))
-    # As a stream of the second would, in its own mapping of the first's flag.
+    # Like a stream of the second rank, in its own mapping of the first rank's flag.
     ctypes.c_int32.from_address(second.flag(0, 1)).value = 7
     assert first.peer_flags() == [0, 7, 0]
     assert second.peer_flags() == [0, 0, 0]
@@ -56,7 +56,7 @@ def test_what_one_rank_writes_the_other_sees(offered, op):
     assert not second.aborted()
     assert int(first.void) == 0
     first.make_void(4)
-    first.make_void(6)  # the first stays
+    first.make_void(6)  # the first is kept
     assert int(first.void) == 4
     assert int(second.void) == 0
     assert first.void.data_ptr() == first.flag(0, 4)
@@ -64,7 +64,7 @@ def test_what_one_rank_writes_the_other_sees(offered, op):
     assert all(x.peer_flags() == [0, 0, 0] and not x.aborted() and not int(x.void) for x in others)
 
 
-def test_another_process_sees_it(offered):
+def test_flags_are_visible_to_other_processes(offered):
     mine = GroupFlags(offered, 0, 3).of("matmul_all_reduce")
     program = (
         "import sys; from tilestream.distributed import host_flags;"
@@ -75,18 +75,18 @@ def test_another_process_sees_it(offered):
     assert mine.aborted()
 
 
-def test_what_was_withdrawn_is_not_found_and_stays_with_who_has_it():
+def test_withdrawn_memory_stays_mapped_and_is_not_found_again():
     found = offer(2)
     mine, theirs = (GroupFlags(found, rank, 2).of(OPS[0]) for rank in (0, 1))
     withdraw(found)
-    withdraw(found)  # whoever comes second finds nothing to do
+    withdraw(found)  # harmless
     theirs.abort(0)
     assert mine.aborted()
     with pytest.raises(OSError, match="tilestream-"):
         GroupFlags(found, 1, 2)
 
 
-def test_memory_of_somebody_elses_is_refused(offered):
+def test_memory_with_another_token_is_refused(offered):
     path, _ = offered.split(" ")
     with pytest.raises(OSError, match="is not what was offered"):
         GroupFlags(f"{path} {'0' * 16}", 1, 3)

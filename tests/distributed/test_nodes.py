@@ -1,4 +1,4 @@
-"""Several nodes: what travels between them and inside, as one node of all ranks would have it; and the model of it.
+"""Several nodes: results equal those of one node with all ranks; and the bandwidth model.
 
 Nodes are made of one host's ranks, over gloo: 2 x 2, 2 x 3 and 3 x 2.
 """
@@ -42,7 +42,7 @@ def sums():
 
 
 @pytest.mark.parametrize(("nodes", "local"), WORLDS)
-def test_computes_what_one_node_would(ranks, nodes, local):
+def test_results_match_one_node(ranks, nodes, local):
     world = nodes * local
     answers = ranks.run(world, node_jobs.computes, nodes, list(gathers()), list(sums()), [0, 1])
     assert answers == [True] * world
@@ -61,7 +61,7 @@ def test_layers_over_two_nodes(ranks):
     assert ranks.run(4, node_jobs.layers, 2) == [True] * 4
 
 
-def test_meshes_that_are_one_group(ranks):
+def test_meshes_that_act_as_one_group(ranks):
     assert ranks.run(2, node_jobs.meshes_of_one) == [True] * 2
 
 
@@ -72,7 +72,7 @@ def test_plans_say_how_many_nodes(ranks):
         assert "nodes     2, each a step" in gather
 
 
-def test_bad_arguments_raise_before_anything_is_sent(ranks):
+def test_invalid_arguments_raise_before_anything_is_sent(ranks):
     for cube, rows, scales, k in ranks.run(4, node_jobs.refuses, 2):
         assert cube.startswith("ValueError: all_gather_matmul: group: a mesh of 3 dimensions; it has one, or two for")
         assert "it is a multiple of the 4 ranks" in rows
@@ -80,13 +80,13 @@ def test_bad_arguments_raise_before_anything_is_sent(ranks):
         assert "differ in K" in k
 
 
-def test_nodes_that_differ_are_told_so(ranks):
+def test_different_calls_raise_on_all_nodes(ranks):
     for text in ranks.run(4, node_jobs.differs, 2):
         assert text.startswith("ValueError: all_gather_matmul: ranks "), text
         assert "a_shard: [" in text
 
 
-def test_a_rank_that_dies_breaks_the_call_on_all_of_them(ranks):
+def test_a_rank_that_dies_breaks_the_group_on_all_nodes(ranks):
     *answers, lost = ranks.run(4, node_jobs.loses, 2)
     assert lost == "lost"
     for first, second, waited in answers:
@@ -95,13 +95,13 @@ def test_a_rank_that_dies_breaks_the_call_on_all_of_them(ranks):
         assert waited < 8, "bounded by the deadline"
 
 
-def test_what_nccl_exchanges_is_of_the_node_so_many_steps_before(ranks):
-    """NCCL's branch of `between`, between three ranks of gloo, which has the same sends and receives."""
+def test_nccl_steps_receive_from_the_node_that_many_steps_before(ranks):
+    """NCCL's branch of `internode`, run between three gloo ranks, which have the same sends and receives."""
     assert ranks.run(3, node_jobs.exchanges) == [True] * 3
 
 
-def test_half_a_call_by_nccl_breaks_the_group(monkeypatch):
-    """What was sent already would be taken for the next call's."""
+def test_a_failed_call_over_nccl_breaks_the_group(monkeypatch):
+    """The next call would receive what is already sent."""
     broken = []
     state = types.SimpleNamespace(rank=0, world=2, backend=lambda device: "nccl", break_=broken.append)
     plan = types.SimpleNamespace(case=types.SimpleNamespace(op="all_gather_matmul"))
@@ -116,7 +116,7 @@ def test_half_a_call_by_nccl_breaks_the_group(monkeypatch):
     assert broken == ["all_gather_matmul on rank 0: MemoryError: no room"]
 
 
-def test_nodes_compare_what_no_node_decides_by_itself(monkeypatch):
+def test_nodes_compare_only_fields_that_no_node_decides_alone(monkeypatch):
     compared = []
     monkeypatch.setattr(hierarchy, "exchange_between_nodes", lambda state, plan, *rest: compared.append(plan))
     plan = types.SimpleNamespace(between_nodes="of all nodes")
@@ -128,8 +128,8 @@ def test_nodes_compare_what_no_node_decides_by_itself(monkeypatch):
 # The model -----------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_between_and_inside_nodes_are_what_travels():
-    """Counted, transfer by transfer, of every rank."""
+def test_bytes_between_and_inside_nodes_are_counted():
+    """Transfer by transfer, for one rank."""
     for nodes, local in ((2, 8), (3, 2), (4, 4)):
         found = NodeModel(nodes, local, 1000, 1.0)
         nic = nvlink = 0
@@ -139,7 +139,7 @@ def test_bytes_between_and_inside_nodes_are_what_travels():
                 if (node, index) == me:
                     continue
                 if index == me[1]:
-                    nic += 1000  # from its like
+                    nic += 1000  # from its counterpart
                 else:
                     nvlink += 1000  # from the peer in its own node that holds that shard
         assert (found.between_bytes, found.inside_bytes) == (nic, nvlink)
@@ -147,7 +147,7 @@ def test_bytes_between_and_inside_nodes_are_what_travels():
         assert found.between_bytes + found.inside_bytes == (nodes * local - 1) * 1000
 
 
-def test_the_floor_is_below_the_model_and_the_model_below_one_after_the_other():
+def test_the_model_is_between_the_floor_and_no_overlap():
     for nodes in (2, 3, 4):
         for local in (2, 4, 8):
             for megabytes in (1, 16, 64):
@@ -160,7 +160,7 @@ def test_the_floor_is_below_the_model_and_the_model_below_one_after_the_other():
                         assert found.seconds == pytest.approx(steps), "nothing of the NIC's time is left"
 
 
-def test_hidden_from_so_many_columns_on_whatever_the_rows_and_k():
+def test_the_columns_that_hide_the_nic_do_not_depend_on_rows_and_k():
     rates = table()["rates"]["sm_90"]
     columns = columns_to_hide(2, rates["flops"], 8)
     assert 1700 < columns < 1900  # 720 TFLOP/s, bfloat16, 8 GPUs a node, 400 Gb/s
@@ -171,8 +171,8 @@ def test_hidden_from_so_many_columns_on_whatever_the_rows_and_k():
                 assert not model(nodes, 8, rows, k, 2, int(columns * 0.99), k, rates).hidden
 
 
-def test_of_an_mlp_of_llama_70b_on_two_nodes_of_eight():
-    """8192 rows, TP 16: w1 and w3 are 28672 / 16 columns each. In words in docs/distributed.md."""
+def test_an_mlp_of_llama_70b_on_two_nodes_of_eight():
+    """8192 rows, TP 16: w1 and w3 are 28672 / 16 columns each. As in docs/distributed.md."""
     found = model(2, 8, 8192 // 16, 8192, 2, 2 * 28672 // 16, 8192, table()["rates"]["sm_90"])
     assert found.between_bytes == 512 * 8192 * 2
     assert found.hidden

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilestream.core.protocols import gather
-from tilestream.core.protocols.gather import Abort, AwaitPost, Break, Done, Notice, Push, Pushed, Tell
+from tilestream.core.protocols.gather import Abort, AwaitPost, Break, Done, Notice, Push, Pushed, SignalPeer
 
 
 def operations(protocol, answer: int = 1) -> list[type]:
@@ -17,7 +17,7 @@ def operations(protocol, answer: int = 1) -> list[type]:
 
 
 def test_a_chunk_is_signalled_when_its_push_is_complete():
-    assert operations(gather.push(0, 2, 2, 5)) == [AwaitPost, *(Push, Pushed, Tell) * 2, Done]
+    assert operations(gather.push(0, 2, 2, 5)) == [AwaitPost, *(Push, Pushed, SignalPeer) * 2, Done]
 
 
 def test_the_own_group_is_broken_before_the_peers_are_aborted():

@@ -18,7 +18,7 @@ def cases():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_sums_what_torch_does(ranks, world):
+def test_sums_match_torch(ranks, world):
     assert ranks.run(world, jobs.scatters, list(cases())) == [True] * world
 
 

@@ -1,4 +1,4 @@
-"""Where rows are, chunk by chunk; and what ranks tell each other."""
+"""The places of shards and chunks; and the handshake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ shards = st.builds(
 
 
 @given(st.data())
-def test_the_parts_of_all_ranks_are_the_chunks_of_the_whole_each_row_once(data):
+def test_the_parts_of_all_ranks_cover_each_chunk_once(data):
     shape = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=4))
     dim = data.draw(st.integers(0, len(shape) - 2))
     world, parts = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
@@ -41,7 +41,7 @@ def test_the_parts_of_all_ranks_are_the_chunks_of_the_whole_each_row_once(data):
 
 
 @given(shards, st.data())
-def test_arrivals_have_the_same_chunks_and_begin_with_the_own_rank(of, data):
+def test_arrivals_have_the_same_chunks_and_begin_with_the_own_shard(of, data):
     rank = data.draw(st.integers(0, of.world - 1))
     arrival = of.arrival(rank)
     assert arrival.chunks(of.total).bounds == of.bounds()
@@ -49,7 +49,7 @@ def test_arrivals_have_the_same_chunks_and_begin_with_the_own_rank(of, data):
     assert arrival.pivot == next(of.of_rank(rank)).chunk
 
 
-def test_a_handshake_says_what_two_ranks_differ_in():
+def test_a_handshake_names_the_fields_that_differ():
     mine = encode({"op": "all_gather_matmul", "a_shard": [4, 8], "columns": 6})
     assert len(mine) == HANDSHAKE_BYTES
     assert difference("op", mine, 0, mine, 1) is None
@@ -63,6 +63,6 @@ def test_a_handshake_says_what_two_ranks_differ_in():
     assert json.loads(mine)["columns"] == "6"
 
 
-def test_a_handshake_that_would_be_cut_off_is_refused():
+def test_a_handshake_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match=f"bytes of {HANDSHAKE_BYTES}"):
         encode({"a_shard": "x" * HANDSHAKE_BYTES})

@@ -1,4 +1,4 @@
-"""Who can reach whom: what ranks tell each other, and what they make of it. No GPU here."""
+"""Which ranks can reach each other, and the layout of the memory that they share. No GPU here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def state(world=2, unreachable=""):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine whose other ranks say what the test tells them to, and agree with this one's verdict."""
+    """A machine whose other ranks report what the test gives, and agree with this rank's verdict."""
     said = []
 
     def exchange(state, mine, device):
@@ -54,14 +54,14 @@ def test_gpus_of_one_host_reach_each_other(machine):
         ("here\n0\ngpu-a", "several ranks share a GPU"),
     ],
 )
-def test_what_keeps_them_apart_is_said_and_kept(machine, other, why):
+def test_why_ranks_cannot_reach_each_other_is_reported_and_kept(machine, other, why):
     machine.append(other)
     of = state()
     assert why in symmetric.connect(of, GPU)
     assert why in symmetric.why_not(of, BF16)
 
 
-def test_ranks_may_share_a_gpu_where_torch_is_told_so(machine, monkeypatch):
+def test_ranks_may_share_a_gpu_if_torch_allows_it(machine, monkeypatch):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     machine.append("here\n0\ngpu-a")
     assert symmetric.connect(state(), GPU) == ""
@@ -73,7 +73,7 @@ def test_no_peer_access(machine, monkeypatch):
     assert symmetric.connect(state(), GPU) == "rank 0: no peer access from GPU 0 to 1"
 
 
-def test_what_one_rank_cannot_do_none_does(machine, monkeypatch):
+def test_one_rank_that_cannot_connect_stops_all(machine, monkeypatch):
     machine.append("here\n1\ngpu-b")
     before = symmetric.exchange_bytes
     monkeypatch.setattr(
@@ -87,13 +87,13 @@ def test_what_one_rank_cannot_do_none_does(machine, monkeypatch):
     ("name", "error"),
     [("offer", OSError("no space")), ("GroupFlags", OSError("no file")), ("GroupFlags", RuntimeError("code 1"))],
 )
-def test_without_memory_of_the_host_they_are_apart(machine, monkeypatch, name, error):
+def test_ranks_without_shared_host_memory_are_not_connected(machine, monkeypatch, name, error):
     machine.append("here\n1\ngpu-b")
     monkeypatch.setattr(host_flags, name, lambda *_: (_ for _ in ()).throw(error))
     assert symmetric.connect(state(), GPU) == f"rank 0: no memory of the host that processes share: {error}"
 
 
-def test_reasons_that_need_no_message(monkeypatch):
+def test_reasons_that_are_known_without_messages(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert "torch.float32: operands of 16 and 8 bits" in symmetric.why_not(state(), BF16.float())
     assert symmetric.why_not(state(unreachable="2 hosts"), BF16) == "2 hosts"
@@ -103,7 +103,7 @@ def test_reasons_that_need_no_message(monkeypatch):
     assert "on ROCm" in symmetric.why_not(state(), BF16)
 
 
-def test_signals_stand_behind_all_slots_one_set_a_slot(monkeypatch):
+def test_signals_lie_behind_all_slots_one_set_a_slot(monkeypatch):
     def shared(self, size):
         return memory[0][:size], [x[:size] for x in memory]
 
@@ -125,7 +125,7 @@ def test_signals_stand_behind_all_slots_one_set_a_slot(monkeypatch):
             places[rank, "signals", slot] = range(first, last + 4)
     for rank in range(2):
         ordered = sorted((x for (of, *_), x in places.items() if of == rank), key=lambda x: x.start)
-        assert all(x.stop <= y.start for x, y in itertools.pairwise(ordered)), "none in another"
+        assert all(x.stop <= y.start for x, y in itertools.pairwise(ordered)), "they do not overlap"
         assert ordered[-1].stop <= symmetric.SLOTS * (own.slot_bytes + 4 * own.chunks)
     words = own.signals(2)
     assert words.dtype == torch.int32

@@ -1,4 +1,4 @@
-"""What torch's compiler leaves of a group's collectives: found in graphs as it makes them, each with its reason."""
+"""The collectives that torch's compiler leaves unfused, found in its graphs, with the reason for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 @pytest.fixture(scope="module")
 def group():
-    """Of two ranks, one of which is here: collectives are traced, and none is run."""
+    """Two ranks, one of which is here: collectives are traced, and none is run."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -30,30 +30,30 @@ def group():
 X, W, BIAS = torch.randn(8, 4), torch.randn(4, 6), torch.randn(6)
 
 
-def left(function, *given):
+def unfused(function, *given):
     graph = make_fx(function, tracing_mode="fake")(*given).graph
     return [(place.op, place.what, place.why) for place in unfused_collectives(graph)]
 
 
 def test_a_gather_that_no_matmul_reads(group):
-    found = left(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), X)
+    found = unfused(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), X)
     assert found == [("all_gather_into_tensor", "[8, 4], float32", "no matmul reads what is gathered")]
 
 
 def test_a_gather_before_a_bias(group):
-    [(_, _, why)] = left(lambda x, w, c: torch.addmm(c, collectives.all_gather_tensor(x, 0, group), w), X, W, BIAS)
+    [(_, _, why)] = unfused(lambda x, w, c: torch.addmm(c, collectives.all_gather_tensor(x, 0, group), w), X, W, BIAS)
     assert "adds a bias in the same op (addmm)" in why
 
 
-def test_what_is_between_a_gather_and_its_matmul_is_named(group):
-    [(_, what, why)] = left(lambda x, w: collectives.all_gather_tensor(x, 1, group) @ w, X[None], W)
+def test_ops_between_a_gather_and_its_matmul_are_named(group):
+    [(_, what, why)] = unfused(lambda x, w: collectives.all_gather_tensor(x, 1, group) @ w, X[None], W)
     assert what == "[1, 8, 4], float32"
     assert why.startswith("torch's pass did not take it; between it and the matmul (")
     assert why.endswith("view")
 
 
-def test_a_sum_that_no_matmul_makes(group):
-    [(op, _, why)] = left(lambda x: collectives.reduce_scatter_tensor(x.relu(), "sum", 0, group), X)
+def test_a_sum_without_a_matmul(group):
+    [(op, _, why)] = unfused(lambda x: collectives.reduce_scatter_tensor(x.relu(), "sum", 0, group), X)
     assert (op, why) == ("reduce_scatter_tensor", "no matmul makes what is scattered")
 
 
@@ -61,9 +61,9 @@ def test_a_sum_of_several_products(group):
     def function(x, w, v):
         return collectives.reduce_scatter_tensor((x @ w).double().float() + x @ v, "sum", 0, group)
 
-    [(_, _, why)] = left(function, X, W, W)
+    [(_, _, why)] = unfused(function, X, W, W)
     assert why.startswith("what is scattered is a sum, of 2 products among other things: torch's pass knows a product")
-    [(_, _, why)] = left(lambda x, w: collectives.reduce_scatter_tensor(x @ w + 1, "sum", 0, group), X, W)
+    [(_, _, why)] = unfused(lambda x, w: collectives.reduce_scatter_tensor(x @ w + 1, "sum", 0, group), X, W)
     assert "of 1 product among" in why
 
 
@@ -77,8 +77,8 @@ def test_a_sum_of_several_products(group):
     ],
 )
 @pytest.mark.parametrize("shape", [(8, 4), (2, 8, 4)], ids=["rows", "batches"])
-def test_a_sum_as_the_compiler_hands_it_over(group, function, products, shape):
-    """It makes one op of a matmul and an addition, where the operands are matrices."""
+def test_a_sum_as_the_compiler_rewrites_it(group, function, products, shape):
+    """It fuses a matmul and an addition, if the operands are matrices."""
     from torch._inductor import config
 
     found = []
@@ -94,18 +94,18 @@ def test_a_sum_as_the_compiler_hands_it_over(group, function, products, shape):
 
 
 def test_a_product_that_is_scaled_before_it_is_scattered(group):
-    [(_, _, why)] = left(lambda x, w: collectives.reduce_scatter_tensor((x @ w) * 2, "sum", 0, group), X, W)
+    [(_, _, why)] = unfused(lambda x, w: collectives.reduce_scatter_tensor((x @ w) * 2, "sum", 0, group), X, W)
     assert why == "torch's pass did not take it; between it and the matmul (mm) there is: mul"
 
 
 def test_a_scattered_bias(group):
-    [(_, _, why)] = left(
+    [(_, _, why)] = unfused(
         lambda x, w, c: collectives.reduce_scatter_tensor(torch.addmm(c, x, w), "sum", 0, group), X, W, BIAS
     )
     assert why.startswith("the matmul adds a bias in the same op (addmm)")
 
 
-def test_a_collective_that_torch_says_no_shape_of(group):
+def test_a_collective_without_a_known_shape(group):
     traced = make_fx(lambda x: collectives.all_gather_tensor(x.relu(), 0, group), tracing_mode="fake")(X).graph
     [gather] = [node for node in traced.nodes if "all_gather" in node.name]
     del gather.args[0].meta["val"]
@@ -116,29 +116,29 @@ def test_a_collective_that_torch_says_no_shape_of(group):
     assert place.what == "to ?"
 
 
-def test_a_product_that_others_read(group):
+def test_a_product_with_other_readers(group):
     def function(x, w):
         product = x @ w
         return collectives.reduce_scatter_tensor(product, "sum", 0, group), product.relu()
 
-    [(_, _, why)] = left(function, X, W)
+    [(_, _, why)] = unfused(function, X, W)
     assert why == "something else reads the product too, which the fused op does not give"
 
 
-def test_a_product_that_is_added_up_on_all_ranks(group):
-    [(op, _, why)] = left(lambda x, w: collectives.all_reduce(x @ w, "sum", group), X, W)
+def test_an_all_reduced_product(group):
+    [(op, _, why)] = unfused(lambda x, w: collectives.all_reduce(x @ w, "sum", group), X, W)
     assert op == "all_reduce"
     assert "SequenceParallel" in why
-    [(op, _, _)] = left(lambda x, w, v: collectives.all_reduce(x @ w + x @ v, "sum", group), X, W, W)
+    [(op, _, _)] = unfused(lambda x, w, v: collectives.all_reduce(x @ w + x @ v, "sum", group), X, W, W)
     assert op == "all_reduce"
-    assert left(lambda x: collectives.all_reduce(x, "sum", group), X) == []
+    assert unfused(lambda x: collectives.all_reduce(x, "sum", group), X) == []
 
 
-def test_nothing_is_left_of_a_graph_without_collectives(group):
-    assert left(lambda x, w: x @ w, X, W) == []
+def test_a_graph_without_collectives(group):
+    assert unfused(lambda x, w: x @ w, X, W) == []
 
 
-def test_the_report_has_them_behind_what_was_called(group, monkeypatch):
+def test_the_report_lists_them_behind_the_calls(group, monkeypatch):
     handle = AsyncTP(group.group_name)
     monkeypatch.setattr(module, "_open", {group.group_name: handle})
     handle._count("fused_all_gather_matmul", "[8, 4]", "a test")
@@ -157,7 +157,7 @@ def test_the_report_has_them_behind_what_was_called(group, monkeypatch):
     assert handle.report()[-1].calls == 2, "a closed group's"
 
 
-def test_the_compiler_asks_it_behind_its_own_passes(group):
+def test_the_pass_runs_behind_the_compilers_own(group):
     from torch._inductor import config
     from torch._inductor.fx_passes.post_grad import post_grad_passes
 
@@ -168,7 +168,7 @@ def test_the_compiler_asks_it_behind_its_own_passes(group):
     assert [place.op for place in found] == ["all_gather_into_tensor"]
 
 
-def test_what_the_compilers_cache_knows_it_by():
+def test_the_key_in_the_compilers_cache():
     assert UnfusedPass(print).uuid() == ("tilestream.unfused_report",)
     assert UnfusedPass(print, before=UnfusedPass(print)).uuid() == (
         "tilestream.unfused_report",

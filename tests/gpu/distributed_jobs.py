@@ -1,7 +1,8 @@
-"""What ranks do in ``test_gpu_distributed.py``. Inputs are random numbers that every rank can make anew."""
+"""What ranks do in ``test_gpu_distributed.py``. Each rank can make the random inputs of all ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -47,7 +48,7 @@ class Worst:
         self._error = torch.maximum(self._error, error if right is True else torch.where(right, error, torch.inf))
 
     def get(self) -> float:
-        """The error, when all calls have ended; raises what one of them has reported."""
+        """Wait for all calls, raise what they have reported, and return the error."""
         torch.cuda.synchronize()
         ts.check()
         return self._error.item()
@@ -95,14 +96,14 @@ def gathers(rank, world, cases, group=None):
     return tsd.plan_all_gather_matmul(random(1, 256, 256), random(2, 256, 256), form="fused", group=group).explain()
 
 
-#: Which way calls go that come one behind the other.
+#: The ways of consecutive calls.
 IN_TURN = ("push", "pull", "pull", "push")
 
 
 def iterates(rank, world, count):
     """Many calls without a barrier between, each on other data; ranks are late in turn, on the host or on the GPU."""
     b = random(1, 256, 256)
-    # Shards of no whole tiles, and such as the kernel reads where they are.
+    # Shards of partial tiles, and shards that the kernel reads in place.
     sizes = [(96, 128)[i // 2 % 2] for i in range(8)]
     wholes = [random(1000 + i, size * world, 256) for i, size in enumerate(sizes)]
     expected = [whole @ b for whole in wholes]
@@ -116,34 +117,57 @@ def iterates(rank, world, count):
     return worst.get()
 
 
-def expires(rank, world, killed, way):
-    """The last rank does not come, or dies: the others give up at the deadline, and their GPUs work on."""
-    a, b = random(rank, 256, 256), random(99, 256, 256)
-    for either in ("push", "pull", way):
-        with trial(True, 1, either):
-            tsd.all_gather_matmul(a, b, deadline=20)
+def give_up_on_the_last_rank(rank, world, killed, timed, late, again, check):
+    """The last rank does not come, or dies: the others give up at the deadline, and their GPUs stay usable.
+
+    ``timed``: the others' call; ``check`` examines its result. ``late``: the last rank's call, if it is not killed.
+    ``again``: the others' next call. Returns the errors of both, whether the GPU works, and the seconds of the first.
+    """
     torch.cuda.synchronize()
     if rank == world - 1:
         if killed:
             os._exit(0)
         time.sleep(4)
-        return "", error_of_a_late_rank(lambda: tsd.all_gather_matmul(a, b, deadline=5)), True, 0.0
+        return "", error_of_a_late_rank(late), True, 0.0
     begin = time.monotonic()
-    with trial(True, 1, way):
-        whole, out = tsd.all_gather_matmul(a, b, deadline=0.5, return_a=True)
+    result = timed()
     torch.cuda.synchronize()
     waited = time.monotonic() - begin
     first = raised(ts.check)
-    mine = slice(256 * rank, 256 * rank + 256)
-    assert out[mine].isfinite().all(), "its own rows are computed"
-    assert whole[mine].equal(a)
-    for x in (whole, out):
-        assert x[-256:].isnan().all(), "what did not come is NaN"
-    again = ts.matmul(a, b)
+    check(result)
+    a, b = random(1, 256, 256), random(2, 256, 256)
+    product = ts.matmul(a, b)
     torch.cuda.synchronize()
-    assert torch.allclose(again.float(), (a @ b).float(), atol=1.0), "the GPU works on"
-    second = raised(lambda: tsd.all_gather_matmul(a, b, deadline=5))
-    return first, second, again.isfinite().all().item(), waited
+    assert torch.allclose(product.float(), (a @ b).float(), atol=1.0), "the GPU stays usable"
+    return first, raised(again), product.isfinite().all().item(), waited
+
+
+def expires(rank, world, killed, way):
+    """A gather: what does not come is NaN, and the own rows are computed."""
+    a, b = random(rank, 256, 256), random(99, 256, 256)
+
+    def call(deadline, which=None, **more):
+        with trial(True, 1, which) if which else contextlib.nullcontext():
+            return tsd.all_gather_matmul(a, b, deadline=deadline, **more)
+
+    def check(result):
+        gathered, out = result
+        mine = slice(256 * rank, 256 * rank + 256)
+        assert out[mine].isfinite().all(), "its own rows are computed"
+        assert gathered[mine].equal(a)
+        for x in (gathered, out):
+            assert x[-256:].isnan().all(), "what did not come is NaN"
+
+    for either in ("push", "pull", way):
+        call(20, either)
+    return give_up_on_the_last_rank(
+        rank, world, killed, lambda: call(0.5, way, return_a=True), lambda: call(5), lambda: call(5), check
+    )
+
+
+def check_void(total):
+    """Without one of its parts."""
+    assert total.isnan().all(), "a sum without one of its parts is NaN"
 
 
 def two_groups(rank, world):
@@ -151,7 +175,7 @@ def two_groups(rank, world):
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
     b = random(9, 256, 256)
     wholes = [random(60 + i, 128 * world, 256) for i in range(2)]
-    # Set up in one order, each sort of call: that part is collective.
+    # The first call of each kind is collective: in one order on all ranks.
     for i, way in ((0, "push"), (0, "pull"), (1, "push"), (1, "pull")):
         with trial(True, 1, way):
             tsd.all_gather_matmul(wholes[i][:128], b, group=groups[i], deadline=20)
@@ -175,7 +199,7 @@ def two_groups(rank, world):
 
 
 def streams(rank, world):
-    """Calls from twelve streams, one after the other."""
+    """Calls from twelve streams in turn."""
     b, whole = random(9, 256, 256), random(60, 128 * world, 256)
     mine, outs = whole[128 * rank : 128 * rank + 128], []
     torch.cuda.synchronize()
@@ -192,7 +216,7 @@ def captures(rank, world):
     b, whole = random(9, 256, 256), random(60, 128 * world, 256)
     here = slice(128 * rank, 128 * rank + 128)
     mine = whole[here].clone()
-    tsd.all_gather_matmul(mine, b, form="unfused", deadline=20)  # the ranks agree before
+    tsd.all_gather_matmul(mine, b, form="unfused", deadline=20)  # the ranks compare their calls before the capture
     tsd.matmul_reduce_scatter(whole, b, form="unfused", deadline=20)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -215,7 +239,7 @@ def captures(rank, world):
 
 
 def neighbour(rank, world):
-    """A kernel of somebody else's holds most SMs for as long as the calls take; on each rank as many others."""
+    """Another kernel holds most SMs during the calls, the same number on each rank."""
     b, whole = random(9, 512, 512), random(60, 512 * world, 512)
     mine, here = whole[512 * rank : 512 * rank + 512], slice(512 * rank, 512 * rank + 512)
     product = (whole @ b).float()
@@ -229,7 +253,7 @@ def neighbour(rank, world):
             sums.append(tsd.matmul_reduce_scatter(whole, b, form="fused", deadline=20))
         return outs, sums
 
-    calls(8)  # what a block beside the neighbour launches has been loaded, and what it needs of memory taken
+    calls(8)  # beside the neighbour no kernel is loaded, and no memory allocated
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
@@ -250,7 +274,7 @@ def scatters(rank, world, cases):
         shape = [extent * world if i == dim else extent for i, extent in enumerate(shape)]
         inputs = factors(random, world, shape[:-1], shape[-1], n, dtype)
         a, b = inputs[rank]
-        if extra.get("strided"):  # as torch's compiler has what was gathered along a later dimension
+        if extra.get("strided"):  # like what torch's compiler gathers along a later dimension
             a = a.transpose(0, dim).contiguous().transpose(0, dim)
         options = {"reduce_op": extra.get("reduce_op", "sum"), "form": form, "deadline": 20}
         bias = random(5, n, dtype=torch.float32) if extra.get("bias") else None
@@ -322,38 +346,28 @@ def blocks(rank, world, count):
 
 
 def sum_expires(rank, world, killed):
-    """The last rank does not come, or dies: the others' sums are NaN at the deadline, and their GPUs work on."""
+    """A reduce-scatter."""
     a, b = random(rank, 128 * world, 256), random(99, 256, 256)
+
+    def call(deadline, form="fused"):
+        return tsd.matmul_reduce_scatter(a, b, form=form, deadline=deadline)
+
     for _ in range(3):
-        tsd.matmul_reduce_scatter(a, b, form="fused", deadline=20)
-    torch.cuda.synchronize()
-    if rank == world - 1:
-        if killed:
-            os._exit(0)
-        time.sleep(4)
-        return "", error_of_a_late_rank(lambda: tsd.matmul_reduce_scatter(a, b, form="fused", deadline=5)), True, 0.0
-    begin = time.monotonic()
-    out = tsd.matmul_reduce_scatter(a, b, form="fused", deadline=0.5)
-    torch.cuda.synchronize()
-    waited = time.monotonic() - begin
-    first = raised(ts.check)
-    assert out.isnan().all(), "a sum without one of its parts is NaN"
-    again = ts.matmul(a, b)
-    torch.cuda.synchronize()
-    assert torch.allclose(again.float(), (a @ b).float(), atol=1.0), "the GPU works on"
-    second = raised(lambda: tsd.matmul_reduce_scatter(a, b, deadline=5))
-    return first, second, again.isfinite().all().item(), waited
+        call(20)
+    return give_up_on_the_last_rank(
+        rank, world, killed, lambda: call(0.5), lambda: call(5), lambda: call(5, "auto"), check_void
+    )
 
 
 def forgets(rank, world):
-    """Nothing of ours keeps a destroyed group; its watchdogs have left. Returns what is left, and who holds it."""
+    """Nothing keeps a destroyed group, and its watchdogs end. Returns what is left, and its referrers."""
     import gc
     import weakref
 
     def watchdogs():
         return {t for t in threading.enumerate() if t.name == "tilestream-watchdog"}
 
-    before = watchdogs()  # of earlier groups, which may be leaving
+    before = watchdogs()  # of earlier groups, which may be ending
     group = dist.new_group(list(range(world)))
     tsd.all_gather_matmul(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
     tsd.matmul_reduce_scatter(random(1, 128, 256), random(2, 256, 256), group=group, form="fused", deadline=20)
@@ -371,7 +385,7 @@ def forgets(rank, world):
 
 
 def torch_compiles(rank, world):
-    """torch's compiler makes its fused ops of an unchanged function, and they run on ours."""
+    """torch's compiler makes its fused ops from an unchanged function, and they run on tilestream."""
     import torch.distributed._functional_collectives as collectives
 
     group = dist.group.WORLD
@@ -392,7 +406,7 @@ def torch_compiles(rank, world):
 
 
 def torch_shapes(rank, world):
-    """torch's fused ops, called as its own tests for them call them, beside its implementation by plain collectives."""
+    """torch's fused ops, called as in its own tests, against its implementation with plain collectives."""
     from torch.distributed import _symmetric_memory as symmetric
 
     group, ops = dist.group.WORLD, torch.ops.symm_mem
@@ -437,7 +451,7 @@ def torch_shapes(rank, world):
 
 
 def llama(rank, world, whole=False):
-    """A small Llama of torch's own parallel styles: losses as they are, and compiled on ours; the sites.
+    """A small Llama with torch's parallel styles. Returns its losses eager, and compiled on tilestream; and the sites.
 
     ``whole``: with its embedding and its head, as people who train have it; else its blocks, on numbers.
     """
@@ -453,7 +467,7 @@ def llama(rank, world, whole=False):
         parallelize_module,
     )
 
-    inductor.force_disable_caches = True  # of a graph from there nobody knows what is left in it
+    inductor.force_disable_caches = True  # a graph from the cache is not reported
     dim, heads, hidden, length, words = 512, 8, 1024, 512, 1024
 
     class Attention(nn.Module):
@@ -524,10 +538,10 @@ def llama(rank, world, whole=False):
         if whole:
             generator = torch.Generator("cuda").manual_seed(100 + i % 3)
             read = torch.randint(words, (2, length), device="cuda", generator=generator)
-            # Its own words, one on: something that a step of SGD brings nearer.
+            # Its own words, shifted by one: a step of SGD lowers the loss.
             said = step(read)[:, :-1].flatten(0, 1).float()
             return nn.functional.cross_entropy(said, read[:, 1:].flatten())
-        # Two sequences: one alone is gathered by a view, which torch's pass does not know.
+        # Two sequences: a single one is gathered by a view, which torch's pass does not know.
         x = random(100 + i % 3, 2, length, dim).chunk(world, 1)[rank].contiguous()
         return (step(x).float() - 1).square().mean()
 
@@ -555,12 +569,12 @@ def llama(rank, world, whole=False):
 
 
 def called(sites):
-    """The ops that were called, of a handle's report."""
+    """The ops that a handle's report lists as called."""
     return {site.split()[0] for site in sites if ": left in " not in site}
 
 
 def llama_holds(plain, ours, sites):
-    """It learned as without us, and all of both ops ran on ours."""
+    """It learned as without tilestream, and both ops ran on tilestream."""
     assert all(abs(x - y) < 0.02 * abs(x) for x, y in zip(plain, ours, strict=True)), (plain, ours)
     assert ours[-1] < ours[0]
     assert called(sites) == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}, sites

@@ -1,4 +1,4 @@
-"""What ranks do in ``test_gpu_distributed.py`` that only gathers do: late by a call, and shapes that change."""
+"""What ranks do in ``test_gpu_distributed.py``, of gathers alone: late by a call, and alternating shapes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tilestream.distributed.dispatch import trial
 
 
 def late_by_a_call(rank, world, ways):
-    """Each rank in turn comes so late that the others have issued the next call, too, and wait in it."""
+    """Each rank in turn is so late that the others have issued the next call, too."""
     b, mine = random(1, 256, 256), []
-    # Shards of no whole tiles, and such as the kernel reads where they are.
+    # Shards of partial tiles, and shards that the kernel reads in place.
     sizes = [(96, 128)[i // len(ways) % 2] for i in range(4 * world)]
     wholes = [random(1000 + i, size * world, 256) for i, size in enumerate(sizes)]
     for i, whole in enumerate(wholes):
@@ -24,7 +24,7 @@ def late_by_a_call(rank, world, ways):
         shard = whole[sizes[i] * rank : sizes[i] * (rank + 1)].clone()
         with trial(True, 1, ways[i % len(ways)]):
             mine.append(tsd.all_gather_matmul(shard, b, deadline=20))
-        shard.fill_(float("nan"))  # it is the caller's again
+        shard.fill_(float("nan"))  # the caller may overwrite it
     torch.cuda.synchronize()
     ts.check()
     return all(
@@ -32,7 +32,7 @@ def late_by_a_call(rank, world, ways):
     )
 
 
-#: Of `alternates`: shape of a shard, gather_dim, dtype, chunks of a shard, which way, what else.
+#: `alternates`: shape of a shard, gather_dim, dtype, chunks of a shard, way, what else.
 SHAPES = (
     ((96, 256), 0, "bfloat16", 1, "push", ""),
     ((130, 256), 0, "float16", 4, "pull", "return_a"),
@@ -49,7 +49,7 @@ SHAPES = (
 
 
 def alternates(rank, world, count):
-    """Many calls without a barrier between, each of another shape and other data; ranks are late in turn."""
+    """Many calls without a barrier in between, each with another shape and data; ranks are late in turn."""
     calls = []
     for i, (shape, dim, dtype, _, _, how) in enumerate(SHAPES):
         dtype, fp8 = getattr(torch, dtype), "float8" in dtype

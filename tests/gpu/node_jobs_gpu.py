@@ -38,7 +38,7 @@ def sums(rank, world, nodes, cases):
             torch.cuda.synchronize()
             ts.check()
         if form == "fused":
-            assert outs[0].equal(outs[1]), "other bits the second time"
+            assert outs[0].equal(outs[1]), "the second result has other bits"
         over = world if average else 1
         exact = (sum(x.double() @ y.double() for x, y in inputs) / over).chunk(world, dim)[rank]
         theirs = (sum((x @ y).float() for x, y in inputs) / over).chunk(world, dim)[rank]

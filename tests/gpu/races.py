@@ -44,7 +44,7 @@ def readers() -> tuple[Any, ...]:
     from tilestream.kernels.hopper import attention_math as math
 
     return (
-        gemm.receive, attention.math_loop, math.rows_of_consumer, math.scores_of_item, math.attend_blocks,
+        gemm.receive, attention.math_loop, math.rows_of_consumer, math.softcap_scale_of_item, math.attend_blocks,
         math.store_tile, attention_convert.convert_loop, handover.taker,
     )  # fmt: skip
 

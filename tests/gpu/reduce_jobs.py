@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import time
-
 import torch
-from distributed_jobs import Worst, error_of_a_late_rank, late_in_turn, poison, random
+from distributed_jobs import Worst, check_void, give_up_on_the_last_rank, late_in_turn, poison, random
 
 import tilestream as ts
-from rank_checks import check_sum, factors, raised, same_on_every_rank
+from rank_checks import check_sum, factors, same_on_every_rank
 from tilestream import distributed as tsd
 
 
@@ -37,7 +34,7 @@ def reduces(rank, world, cases):
             ))  # fmt: skip
             torch.cuda.synchronize()
             ts.check()
-        assert all(x.view(torch.uint8).equal(outs[0].view(torch.uint8)) for x in outs), "other bits another time"
+        assert all(x.view(torch.uint8).equal(outs[0].view(torch.uint8)) for x in outs), "another call has other bits"
         assert outs[0].dtype == travels
         check_sum(outs[0], exact, theirs, (rows, k, n))
         same_on_every_rank(outs[0])
@@ -45,7 +42,7 @@ def reduces(rank, world, cases):
 
 
 def iterates(rank, world, count):
-    """Many calls without a barrier between, on other data each time and from two streams; ranks are late in turn."""
+    """Many calls without a barrier in between, on other data and from two streams; ranks are late in turn."""
     b = random(1, 256, 256).t() / 16
     wholes = [random(1000 + i, 48, 256) for i in range(8)]
     expected = [world * (x @ b).float() for x in wholes]
@@ -60,30 +57,23 @@ def iterates(rank, world, count):
 
 
 def expires(rank, world, killed):
-    """The last rank does not come, or dies: the others give up at the deadline, and their GPUs work on."""
+    """See `give_up_on_the_last_rank`."""
     a, b = random(rank, 64, 256), random(99, 256, 256)
+
+    def call(deadline, form="fused"):
+        return tsd.matmul_all_reduce(a, b, form=form, deadline=deadline)
+
     for _ in range(3):
-        tsd.matmul_all_reduce(a, b, form="fused", deadline=20)
-    torch.cuda.synchronize()
-    if rank == world - 1:
-        if killed:
-            os._exit(0)
-        time.sleep(4)
-        return "", error_of_a_late_rank(lambda: tsd.matmul_all_reduce(a, b, form="fused", deadline=5)), 0.0
-    begin = time.monotonic()
-    out = tsd.matmul_all_reduce(a, b, form="fused", deadline=0.5)
-    torch.cuda.synchronize()
-    waited = time.monotonic() - begin
-    assert out.isnan().all(), "a sum without one of its parts"
-    first = raised(ts.check)
-    assert ts.matmul(a, b).isfinite().all(), "the GPU works on"
-    return first, raised(lambda: tsd.matmul_all_reduce(a, b, deadline=5)), waited
+        call(20)
+    return give_up_on_the_last_rank(
+        rank, world, killed, lambda: call(0.5), lambda: call(5), lambda: call(5, "auto"), check_void
+    )
 
 
 def captures(rank, world):
     """Under capture: unfused, and the plan says why; replays are right."""
     a, b = random(60, 64, 256), random(9, 256, 256)
-    tsd.matmul_all_reduce(a, b, form="unfused", deadline=20)  # the ranks agree before
+    tsd.matmul_all_reduce(a, b, form="unfused", deadline=20)  # the ranks compare their calls before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -34,8 +34,9 @@ def make_pool(**environment: str) -> Pool:
 
 
 class Pools:
-    """A pool for each world: torch counts a process's rendezvous of symmetric memory, whichever group they are of, and
-    finds nobody where the ranks of a group have counted otherwise.
+    """A pool for each world.
+
+    torch counts a process's rendezvous of symmetric memory over all groups; ranks with other counts do not meet.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ def cases(form):
 
 @pytest.mark.parametrize("form", ["fused", "unfused"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_gathers_what_torch_does(ranks, world, form):
+def test_gathers_match_torch(ranks, world, form):
     said = ranks.run(world, jobs.gathers, list(cases(form)), bound=240, seconds=60)
     assert all("fused: transfer and matmul overlap, by symmetric memory" in text for text in said), said[0]
 
@@ -98,7 +99,7 @@ def test_a_peer_that_is_a_whole_call_late(ranks, world, ways):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_calls_of_alternating_shapes_without_a_barrier(ranks, world):
-    # Other chunks, dtypes and ways from call to call: a signal is another rank's each time.
+    # Chunks, dtypes and ways alternate: the signal of a number belongs to another rank each time.
     wrong = ranks.run(world, gather_jobs.alternates, 60 if SHARED else 2000, bound=280, seconds=60)
     assert max(wrong) < 2.0, wrong  # another epoch's rows would be off by 16 and more
 
@@ -142,7 +143,7 @@ def sums(form):
 
 @pytest.mark.parametrize("form", ["fused", "unfused"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_sums_what_torch_does(ranks, world, form):
+def test_sums_match_torch(ranks, world, form):
     if SHARED and form == "unfused":
         pytest.skip("gloo adds in another order")
     said = ranks.run(world, jobs.scatters, list(sums(form)), bound=240, seconds=60)
@@ -218,7 +219,7 @@ def test_modules_train_as_one_gpu_would(ranks):
     ids=["pushed", "pulled", "sum"],
 )
 def test_a_rank_that_does_not_come(killed, job, how, op, part):
-    pool = make_pool()  # of its own: what is left of such a group is not for others
+    pool = make_pool()  # of its own, which its broken group does not leave
     try:
         *others, late = pool.run(WORLDS[-1] if killed else 2, job, killed, *how, bound=120, seconds=30)
     finally:
@@ -226,11 +227,11 @@ def test_a_rank_that_does_not_come(killed, job, how, op, part):
     assert killed or late[1].startswith("GroupBroken"), late
     for first, second, works, waited in others:
         assert works
-        # Of three ranks the second may hear of it from the first, before its own deadline.
-        told = first.startswith("GroupBroken") and len(others) > 1
-        assert told or (first.startswith(f"ArrivalTimeout: {op}: rank ") and part in first), first
+        # Of three ranks the first may abort the second before its deadline.
+        aborted = first.startswith("GroupBroken") and len(others) > 1
+        assert aborted or (first.startswith(f"ArrivalTimeout: {op}: rank ") and part in first), first
         assert second.startswith("GroupBroken"), second
-        assert waited < 0.5 + 1 + (5 if SHARED else 0), "the deadline, and a second"
+        assert waited < 0.5 + 1 + (5 if SHARED else 0), "the deadline plus a second"
 
 
 def test_a_rank_that_does_not_come_to_a_sum_where_launches_block():

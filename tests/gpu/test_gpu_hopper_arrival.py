@@ -21,7 +21,7 @@ from hopper_cases import APART, ARRIVING, GATED, ApartCase, HopperCase, chunks_o
 
 import tilestream as ts
 from error_rule import Maths, check
-from tilestream.arrival.device import Apart
+from tilestream.arrival.device import LocalRows
 from tilestream.launch.hopper.launch import GemmLaunch
 from tilestream.runtime.properties import cuda_properties
 from tilestream.runtime.streams import lend_to
@@ -140,7 +140,7 @@ def stand_apart(run: Run, of: ApartCase) -> list[str]:
         one.tensor.view(batches.shape)[:, of.first : of.first + of.height].copy_(rows.view(mine.shape))
         brought.append("brought")
 
-    one.arrival._signals.apart = Apart(rows, of.first, of.height, of.period, bring)
+    one.arrival._signals.local_rows = LocalRows(rows, of.first, of.height, of.period, bring)
     return brought
 
 

@@ -53,7 +53,7 @@ def sums(form):
 
 
 @pytest.mark.parametrize("form", ["fused", "unfused"])
-def test_gathers_what_one_node_would(ranks, form):
+def test_gathers_match_one_node(ranks, form):
     said = ranks.run(WORLD, jobs.gathers, NODES, list(gathers(form)), bound=240, seconds=60)
     start = f"all_gather_matmul, {NODES} nodes of {WORLD // NODES} ranks on sm_"
     assert all(text.startswith(start) for text in said), said[0]
@@ -63,7 +63,7 @@ def test_gathers_what_one_node_would(ranks, form):
 
 
 @pytest.mark.parametrize("form", ["fused", "unfused"])
-def test_sums_what_one_node_would(ranks, form):
+def test_sums_match_one_node(ranks, form):
     if GPUS < WORLD and form == "unfused":
         pytest.skip("gloo adds in another order")
     assert ranks.run(WORLD, jobs.sums, NODES, list(sums(form)), bound=240, seconds=60) == [True] * WORLD

@@ -1,4 +1,4 @@
-"""What ranks do with torch's own tensor parallelism on our kernels: the shapes of torch's tests of it, and modules."""
+"""What ranks do with torch's tensor parallelism on tilestream: the shapes of torch's tests, and modules."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from tilestream import distributed as tsd
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The error's norm, of the numbers' own; infinite where shape or dtype differ."""
+    """The relative error in the Frobenius norm; infinite if shape or dtype differ."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return float("inf")
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
 
 
 def native(rank, world):
-    """torch's all-gather of copies, stream writes and `_async_input_mm`, whose product is ours: B both ways round, the
-    shard in symmetric memory or not. Returns the largest error.
+    """torch's all-gather of copies, stream writes and `_async_input_mm`, which runs on tilestream.
+
+    B in both layouts, the shard in symmetric memory or not. Returns the largest error.
     """
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -48,9 +49,9 @@ def native(rank, world):
 
 
 def patterns(rank, world):
-    """What torch's tests of its compiler's pass compile: each compiled on ours, beside itself as it is.
+    """The functions that torch's tests of its compiler's pass compile: each compiled on tilestream, against eager.
 
-    Returns what was compiled, its error, and the sites that ours reports of it.
+    Returns for each its name, its error, and the sites of the report.
     """
     group, said = dist.group.WORLD, []
     b, wide = random(3, 64, 32) / 8, random(4, 8 * world, 32) / 4

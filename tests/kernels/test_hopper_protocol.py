@@ -1,7 +1,7 @@
 """The Hopper kernel does, operation by operation, what the checker explores.
 
 The kernel's own text is run here, as plain Python, on stand-ins that write down what they are asked to do. What comes
-of it is compared with the operations of `tilestream_tools.verify.protocol` and of `tilestream.core.loop.settle` for the
+of it is compared with the operations of `tilestream_tools.verify.protocol` and of `tilestream.core.loop.fixup` for the
 same items. So whatever is changed in one of the texts, and not in the other, fails here.
 
 With a gate the launch is over at some item, or not at all: the text up to the waits themselves is run, which are those
@@ -26,18 +26,18 @@ from tilestream.core import chunks, ring, structs
 from tilestream.core.copy_items import CopyArguments
 from tilestream.core.loop import (
     Add,
-    AddUp,
     Announce,
     Compute,
     CountRows,
     Landed,
     Look,
+    ReducePartials,
     Restore,
     RestoreRows,
     Share,
     Write,
+    fixup,
     publish,
-    settle,
 )
 from tilestream.core.structs import Cursor, Gate, Item, Passed, Progress, Ready, Watch, Words, Work
 from tilestream.kernels.config import HopperConfig
@@ -154,7 +154,7 @@ class Shape(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        return rs_tail(self.widths, 16) and not self.ring.precise
+        return rs_tail(self.widths, 16) and not self.ring.promoted
 
     @property
     def strip(self) -> int:
@@ -162,7 +162,7 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         ring = self.ring
-        how = "precise" if ring.precise else "fast"
+        how = "promoted" if ring.promoted else "fast"
         return f"{ring.consumers}-{ring.depth}-{how}-{ring.strips}:{ring.buffers}-{'+'.join(map(str, self.widths))}"
 
 
@@ -297,7 +297,7 @@ class Kernel:
             BIAS="none", RESIDUAL=False, ACTIVATION="none", ROW_CHUNKS="none" if over is None else "uniform",
             COLUMN_CHUNKS="none", COPIES=copies, WIDTHS=shape.widths, STAGES=ring_.depth, BUFFERS=ring_.buffers,
             X_K_MAJOR=True, Y_K_MAJOR=True, BATCHED=False, SWAP_AB=swapped, CONSUMERS=ring_.consumers,
-            PROMOTED=ring_.precise, RS_TAIL=rs_tail(shape.widths, 16), LOAD_REGISTERS=0, MATH_REGISTERS=0,
+            PROMOTED=ring_.promoted, RS_TAIL=rs_tail(shape.widths, 16), LOAD_REGISTERS=0, MATH_REGISTERS=0,
             STORE="tma" if ring_.strips else "direct", FLIPPED=False, N_DIVISIBLE_BY_8=False, CHAINED=over is None,
             PUBLISH="none", LOCAL_ROWS=bool(tiles),
         )  # fmt: skip
@@ -329,7 +329,7 @@ class Kernel:
         self.loaded()
         log = told(self.log)
         parts = len(self.shape.widths)
-        return of_stages(in_one(log, parts - 1) if self.shape.narrow else log, parts, self.ring.precise)
+        return of_stages(in_one(log, parts - 1) if self.shape.narrow else log, parts, self.ring.promoted)
 
     # What the kernel asks for ---------------------------------------------------------------------------------------
 
@@ -543,7 +543,7 @@ class Kernel:
         assert (item.part, item.parts) == (self.item.part, self.item.parts)
         assert at == self.place(self.item.slot - item.part, mine.strip)
         if mine.strip == 0:
-            self.log.append(AddUp(self.item))
+            self.log.append(ReducePartials(self.item))
         return mine
 
 
@@ -639,14 +639,14 @@ def of_math(
         yield Epilogue(item)
         last = item.parts == 1
         if not last:
-            settling, answer = settle(Compute(item)), None
+            turn, answer = fixup(Compute(item)), None
             while True:
                 try:
-                    op = settling.send(answer)
+                    op = turn.send(answer)
                 except StopIteration:
                     break
                 answer = next(answers) if isinstance(op, Look | Add) else 0
-                last = last or isinstance(op, AddUp)
+                last = last or isinstance(op, ReducePartials)
                 yield op
         if last:
             yield from store(ring, item)
@@ -702,11 +702,11 @@ def in_one(log: list[tuple[Any, ...]], wide: int) -> list[tuple[Any, ...]]:
     return out
 
 
-def of_stages(log: list[tuple[Any, ...]], parts: int, precise: bool) -> list[tuple[Any, ...]]:
+def of_stages(log: list[tuple[Any, ...]], parts: int, promoted: bool) -> list[tuple[Any, ...]]:
     """Operations with those of a stage's parts as one: all of them, in order, with nothing between.
 
-    In the precise form each of them is waited for before the next is started. Where it is otherwise they stay what they
-    are, which is nothing that the checker knows.
+    In the promoted form each of them is waited for before the next is started. Operations in another order stay as they
+    are, and the checker knows no such operations.
     """
     out, at = [], 0
     while at < len(log):
@@ -714,7 +714,7 @@ def of_stages(log: list[tuple[Any, ...]], parts: int, precise: bool) -> list[tup
         if op[0] == "Multiply":
             whole = [("Multiply", op[1], 0)]
             for part in range(1, parts):
-                whole += [*([("Retire", 0)] if precise else []), ("Multiply", op[1], part)]
+                whole += [*([("Retire", 0)] if promoted else []), ("Multiply", op[1], part)]
             if log[at : at + len(whole)] == whole:
                 at += len(whole)
                 out.append(("Mma", op[1]))
@@ -732,9 +732,9 @@ LAYOUTS = (
     (4, 2, (64,)), (5, 2, (128, 32)), (5, 2, (64, 16)), (7, 2, (64, 32, 16)),
 )  # fmt: skip
 SHAPES = [
-    Shape(Ring(depth, 2, who, precise, strips, most), parts)
+    Shape(Ring(depth, 2, who, promoted, strips, most), parts)
     for who in ("single", "cooperative", "ping_pong")
-    for depth, precise in ((2, False), (3, False), (4, False), (1, True), (2, True), (3, True))
+    for depth, promoted in ((2, False), (3, False), (4, False), (1, True), (2, True), (3, True))
     for strips, most, parts in LAYOUTS
 ]
 SCRIPTS = [(), (1,), (2, 1), (1, 1, 1, 1, 1), (3, 1, 4, 1, 5, 2)]
@@ -799,9 +799,9 @@ def test_parts_are_settled_as_is_explored(consumers, strips, parts, counted):
 
 
 GATED_SHAPES = [
-    Shape(Ring(depth, 2, who, precise, strips), parts)
+    Shape(Ring(depth, 2, who, promoted, strips), parts)
     for who in ("single", "cooperative", "ping_pong")
-    for depth, precise, strips, parts in ((2, False, 0, (64,)), (3, False, 3, (64, 32)), (1, True, 2, (64, 64)))
+    for depth, promoted, strips, parts in ((2, False, 0, (64,)), (3, False, 3, (64, 32)), (1, True, 2, (64, 64)))
 ]
 
 

@@ -16,7 +16,6 @@ from strategies import chunkings, rasters, seeds
 from tilestream.arrival import Chunks, Gate, See, Seen, Wait
 from tilestream.core.loop import (
     Add,
-    AddUp,
     Compute,
     Count,
     Leave,
@@ -25,12 +24,13 @@ from tilestream.core.loop import (
     Poll,
     Quarantine,
     Reduce,
+    ReducePartials,
     Reset,
     Restore,
     WorkerState,
     Write,
+    fixup,
     hand_in,
-    settle,
     work,
     work_through,
 )  # fmt: skip
@@ -216,7 +216,7 @@ class TestTheLastOneOut:
         assert ends == {(True, True)}, "both tiles read chunk 0, which never comes"
 
 
-settling = partial(work_through, reset=True, finish=settle)
+fixing_up = partial(work_through, reset=True, finish=fixup)
 
 
 class TestSettled:
@@ -224,14 +224,14 @@ class TestSettled:
 
     @given(launches(), seeds)
     def test_each_item_is_handed_in_once_whenever_the_deadline_expires(self, launch, seed):
-        machine = machine_of(*launch, program=settling)
+        machine = machine_of(*launch, program=fixing_up)
         order = random.Random(seed).sample(chunks_of(launch[1]), len(chunks_of(launch[1])))
         machine.run(unfair(seed), order, expires=True)
         holds(machine)
 
     @given(launches(gated=False), seeds)
     def test_tiles_are_as_with_the_other_way_and_no_more_is_written(self, launch, seed):
-        machine, other = machine_of(*launch, program=settling), machine_of(*launch)
+        machine, other = machine_of(*launch, program=fixing_up), machine_of(*launch)
         machine.run(unfair(seed))
         other.run(unfair(seed))
         assert machine.tiles == other.tiles
@@ -241,7 +241,7 @@ class TestSettled:
 
     def test_one_worker_writes_all_parts_but_the_last(self):
         schedule = Schedule("stream_k", Grid(1, 1, 1, 3), workers=3)
-        machine = machine_of(schedule, None, crew=[0], program=partial(work_through, finish=settle))
+        machine = machine_of(schedule, None, crew=[0], program=partial(work_through, finish=fixup))
         log = machine.run(lambda options: options[0])
         assert [item.part for item in log.written] == [0, 1]
         assert [item.part for item in log.reduced] == [2]
@@ -259,7 +259,7 @@ class TestSettled:
 
     @staticmethod
     def driven(schedule, choose):
-        machine = machine_of(schedule, None, program=partial(work_through, finish=settle))
+        machine = machine_of(schedule, None, program=partial(work_through, finish=fixup))
         for worker in machine.alive:
             machine.step(worker)  # tickets are of no account here, and make many orders
         while machine.alive:
@@ -325,24 +325,24 @@ class TestOneTurn:
     def test_a_part_is_settled_computed_or_not(self, done_by, looked, counted):
         item = WorkItem(0, 0, 0, 0, 0, 1, 0, 2, 0)
         operations = []
-        settling = settle(done_by(item))
+        turn = fixup(done_by(item))
         answers = {Look: looked, Add: counted}
         answer = None
         while True:
             try:
-                operations.append(settling.send(answer))
+                operations.append(turn.send(answer))
             except StopIteration:
                 break
             answer = answers.get(type(operations[-1]), 0)
         written = [] if looked else [Write(item), Add(item)]
-        added = [Restore(item), AddUp(item)] if 1 in (looked, counted) else []
+        added = [Restore(item), ReducePartials(item)] if 1 in (looked, counted) else []
         expected = [done_by(item, held=True), Look(item), *written, *added]
         assert list(map(type, operations)) == list(map(type, expected))
         assert operations == expected
 
     def test_a_whole_tile_is_settled_as_it_is_handed_in(self):
         item = WorkItem(0, 0, 0, 0, 0, 2)
-        assert list(settle(Compute(item))) == list(hand_in(Compute(item))) == [Compute(item)]
+        assert list(fixup(Compute(item))) == list(hand_in(Compute(item))) == [Compute(item)]
 
     def test_stop_where_nothing_is_reset(self):
         assert self.turn(2, reset=False) == ([Take(0)], None)

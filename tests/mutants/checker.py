@@ -486,21 +486,21 @@ DRAINS = (
 
 
 def _fixup(name: str, kind: str, says: str, *edits: Edit) -> Bug:
-    def make(text: Any, settle: Any) -> Any:
-        program = through(text, finish=settle)
+    def make(text: Any, fixup: Any) -> Any:
+        program = through(text, finish=fixup)
         sizes = ((2, 1, 2, 0), (3, 1, 3, 0), (2, 3, 2, 0), (3, 2, 3, 0), (4, 3, 2, 2))
         return [
-            matmul("stream_k", workers, num_m, k=k, shares=shares, drain="poison", program=program, settled=True)
+            matmul("stream_k", workers, num_m, k=k, shares=shares, drain="poison", program=program, fixup=True)
             for workers, num_m, k, shares in sizes
         ]
 
-    entries = (f"{LOOP}:work_through", f"{LOOP}:settle")
+    entries = (f"{LOOP}:work_through", f"{LOOP}:fixup")
     return Bug(name, kind, "workers", says, at(entries[1], *edits), entries, make)
 
 
 LOOKED = "last = (yield Look(item)) == item.parts - 1"
 COUNTED = "last = (yield Add(item)) == item.parts - 1"
-LAST = "if last:\n    yield Restore(item)\n    yield AddUp(item)"
+LAST = "if last:\n    yield Restore(item)\n    yield ReducePartials(item)"
 
 FIXUPS = (
     _fixup(
@@ -520,7 +520,7 @@ FIXUPS = (
             yield Write(item)
             yield Add(item)
             if (yield Look(item)) == item.parts:
-                yield AddUp(item)
+                yield ReducePartials(item)
                 yield Restore(item)
         """),
     ),
@@ -552,12 +552,12 @@ FIXUPS = (
     _fixup(
         "restored by everybody", "missing work",
         "A contributor that is not the last takes its count back when it leaves: the last never comes.",
-        replace(LAST, "yield Restore(item)\nif last:\n    yield AddUp(item)"),
+        replace(LAST, "yield Restore(item)\nif last:\n    yield ReducePartials(item)"),
     ),
     _fixup(
         "own part from its slot", "partial not visible",
         "The last adds its own part from its slot, too, where it may not have written it.",
-        replace("AddUp(item)", "Reduce(item)"),
+        replace("ReducePartials(item)", "Reduce(item)"),
     ),
 )  # fmt: skip
 
@@ -570,14 +570,14 @@ EVERY, TOGETHER, TURNS = ("single", "cooperative", "ping_pong"), ("single", "coo
 def _ring(
     entry: str, name: str, kind: str, says: str, *edits: tuple[Edit, ...], consumers: Any = EVERY,
     depths: Any = (1, 2, 3),
-    precise: bool = False, **more: Any,
+    promoted: bool = False, **more: Any,
 ) -> Bug:  # fmt: skip
     role = {"load_turn": "load", "math_turn": "math", "gated": "source"}.get(entry)
 
     def make(text: Any) -> Any:
         ring, programs = (Ring, {role: text}) if role else (text, {})
         return [
-            RingCase(ring(depth, items, who, precise=depth == 1 or precise), ks, **programs, **more)
+            RingCase(ring(depth, items, who, promoted=depth == 1 or promoted), ks, **programs, **more)
             for depth, items, who, ks in product(depths, (1, 2), consumers, ((1,), (1, 2), (2, 3)))
         ]
 
@@ -595,7 +595,7 @@ def _no_steps(name: str, kind: str, says: str) -> Bug:
 
 
 MULTIPLY = f"{RING}:multiply"
-PRODUCT = f"{RING}:multiply, multiply_precisely"
+PRODUCT = f"{RING}:multiply, multiply_promoted"
 LOAD, MATH, POISON = f"{RING}:load_turn", f"{RING}:math_turn", f"{RING}:poison"
 NEXT_ITEM = "item, carried = yield from source(state.source)"
 RELEASE = 'yield Arrive(Barrier("empty", before(stage.at, ring.depth)))'
@@ -662,12 +662,12 @@ RINGS = (
     _math(
         "depth 1 in the deep form", "deadlock",
         "A ring of one stage runs the form that gives a stage back after the next mma has been started.",
-        at(f"{RING}:k_loop", replace("multiply_precisely if ring.precise else multiply", "multiply")), depths=(1,),
+        at(f"{RING}:k_loop", replace("multiply_promoted if ring.promoted else multiply", "multiply")), depths=(1,),
     ),
     _math(
         "product not waited for", WRONG,
-        "In the precise form a stage is given back, and its product added, while the mma is still at it.",
-        at(f"{RING}:multiply_precisely", replace("Retire(0)", "Retire(1)")), precise=True,
+        "In the promoted form a stage is given back, and its product added, while the mma is still at it.",
+        at(f"{RING}:multiply_promoted", replace("Retire(0)", "Retire(1)")), promoted=True,
     ),
     _no_steps(
         "item of no K steps", "missing work",
@@ -826,9 +826,9 @@ BUFFERS = (
     ),
     _buffer(
         "epilogue", "every part stored", WRONG, "A part of a tile is stored whether it is the last or not.",
-        at(f"{RING}:epilogue", replace("if item.parts == 1 or (yield Settle(item)):\n    ...", """
+        at(f"{RING}:epilogue", replace("if item.parts == 1 or (yield Fixup(item)):\n    ...", """
             if item.parts > 1:
-                yield Settle(item)
+                yield Fixup(item)
             yield from store(ring, item)
         """)),
         split=True,

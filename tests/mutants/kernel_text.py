@@ -93,7 +93,7 @@ HOPPER_GEMM: dict[str, tuple[Edit, ...]] = {
         replace("gl.atomic_add(count, 0, sem=__a, scope=__b)", "gl.atomic_add(count, 1, sem=__a, scope=__b)"),
     ),
     "the gate is not asked": at(f"{ITEMS}:next_item", replace("if C.GATED:\n    ...", "pass")),
-    "the gate is asked for STOP": at(f"{ITEMS}:next_item", replace("found != 0", "True")),
+    "the gate is asked for STOP": at(f"{ITEMS}:next_item", replace("found != 0", "True", count=3)),
     "the gate is told the tensor cores' rows": at(
         f"{ITEMS}:next_item",
         replace(

@@ -51,7 +51,7 @@ GATHERS = (
     _gather(
         "begin", "not asked for expiry", OVERWRITTEN,
         "The host does not ask whether the kernel that it has waited for expired.",
-        at(f"{TEXT}:begin", delete("if (yield Ask()):\n    return None")), calls=4, expires=((0, 1), (0, 2)),
+        at(f"{TEXT}:begin", delete("if (yield CheckExpired()):\n    return None")), calls=4, expires=((0, 1), (0, 2)),
         strided=True,
     ),
     _gather(
@@ -113,13 +113,13 @@ GATHERS = (
     ),
     _gather(
         "side", "signal before copy", EARLY, "A chunk is signalled when its copy is issued, not when it is done.",
-        at(f"{TEXT}:push", swap("yield Pushed(...)", "yield Tell(...)")),
+        at(f"{TEXT}:push", swap("yield Pushed(...)", "yield SignalPeer(...)")),
     ),
     _gather(
         "publish, side", "one set of signals", EARLY,
         "One set of signals for all slots: of another shape a word is another rank's, which may be a call ahead.",
         at(f"{TEXT}:publish", replace("Signal(rank, slot, chunk, epoch)", "Signal(rank, 0, chunk, epoch)")),
-        at(f"{TEXT}:push", replace("Tell(peer, slot, chunk, epoch)", "Tell(peer, 0, chunk, epoch)")),
+        at(f"{TEXT}:push", replace("SignalPeer(peer, slot, chunk, epoch)", "SignalPeer(peer, 0, chunk, epoch)")),
         calls=2, sets=1, world=3, chunks=(1, 2), strided=True,
     ),
     _gather(
@@ -223,7 +223,7 @@ SUMS = (
         "Each step a rank waits for its chunk first, and tells of the one that it has for a peer afterwards.",
         at(
             f"{SUM}:scatter",
-            move("yield TellPart(...)", after="yield PulledPart(...)"),
+            move("yield FlagPart(...)", after="yield PulledPart(...)"),
             move("yield AwaitPublished(...)", after="yield PulledPart(...)"),
         ),
     ),
@@ -259,25 +259,25 @@ SUMS = (
     ),
 )  # fmt: skip
 
-TELL = "for peer in peers(rank, world):\n    yield TellPeer(peer, epoch)"
-HEAR = "for peer in peers(rank, world):\n    yield HearPeer(peer, epoch)"
+FLAG = "for peer in peers(rank, world):\n    yield FlagPeer(peer, epoch)"
+AWAIT = "for peer in peers(rank, world):\n    yield AwaitPeer(peer, epoch)"
 
 REDUCES = (
     _reduce(
         "reduce", "told before it is multiplied", EARLY, "The peers are told when the matmul has been started.",
-        at(f"{ONE_SHOT}:reduce", move("yield Multiplied(slot, epoch)", after=TELL)),
+        at(f"{ONE_SHOT}:reduce", move("yield Multiplied(slot, epoch)", after=FLAG)),
     ),
     _reduce(
         "reduce", "one peer heard for all", EARLY, "One peer is waited for, as if its being there said that of all.",
-        at(f"{ONE_SHOT}:reduce", replace(HEAR, "yield HearPeer(next(peers(rank, world)), epoch)")), world=3,
+        at(f"{ONE_SHOT}:reduce", replace(AWAIT, "yield AwaitPeer(next(peers(rank, world)), epoch)")), world=3,
     ),
     _reduce(
         "reduce", "one peer told", "deadlock", "One peer is told, and the others wait for ever.",
-        at(f"{ONE_SHOT}:reduce", replace(TELL, "yield TellPeer(next(peers(rank, world)), epoch)")), world=3,
+        at(f"{ONE_SHOT}:reduce", replace(FLAG, "yield FlagPeer(next(peers(rank, world)), epoch)")), world=3,
     ),
     _reduce(
         "reduce", "told when added", "deadlock", "The peers are told behind the sum, for which each waits.",
-        at(f"{ONE_SHOT}:reduce", move(TELL, after="yield Added(slot, epoch)")),
+        at(f"{ONE_SHOT}:reduce", move(FLAG, after="yield Added(slot, epoch)")),
     ),
     _reduce(
         "watch", "let go and not made NaN", EARLY,

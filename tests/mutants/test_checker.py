@@ -149,13 +149,13 @@ def test_real_protocols_pass_where_the_bugs_are_found():
             case = next(c for c in bug.cases if str(c) == bug.find().violation.configuration)
             ring = case.ring
             plain = sweep.RingCase(
-                sweep.Ring(ring.depth, ring.items, ring.consumers, ring.precise or ring.depth == 1, ring.strips),
+                sweep.Ring(ring.depth, ring.items, ring.consumers, ring.promoted or ring.depth == 1, ring.strips),
                 tuple(k for k in case.k_counts if k) or (1,),
                 split=case.split,
                 expires=case.expires,
             )
             assert explore("ring", plain).violation is None
-        elif isinstance(bug.cases[0], WorkersCase) and bug.cases[0].settled:
+        elif isinstance(bug.cases[0], WorkersCase) and bug.cases[0].fixup:
             case = next(c for c in bug.cases if str(c) == bug.find().violation.configuration)
             assert explore("workers", replace(case, program=None)).violation is None
 

@@ -6,20 +6,10 @@ import pytest
 import torch
 
 import tilestream as ts
+from on_gpu import OnGpu, on_gpu
 from tilestream.launch import cache
 from tilestream.ops import attention_cached, attention_gpu, attention_library
 from tilestream.trace import record
-
-
-class OnGpu(torch.Tensor):
-    """A tensor whose device is a GPU, for who asks."""
-
-    device = torch.device("cuda", 0)
-    is_cuda = True
-
-
-def on_gpu(*shape, dtype=torch.bfloat16):
-    return torch.zeros(*shape, dtype=dtype).as_subclass(OnGpu)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from on_gpu import on_gpu
 from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch import cache
@@ -20,14 +21,8 @@ from tilestream.trace import record
 SETTINGS = Settings(False, "bottom_right", -1, -1, 0.0, 0.3)
 
 
-class OnGpu(torch.Tensor):
-    """A tensor whose device is a GPU, for who asks."""
-
-    device = torch.device("cuda", 0)
-
-
 def operands() -> tuple[AttentionOperands, Tensors]:
-    q, k, v, out = (torch.zeros(1, 4, 2, 8).as_subclass(OnGpu) for _ in range(4))
+    q, k, v, out = (on_gpu(1, 4, 2, 8, dtype=torch.float32) for _ in range(4))
     return AttentionOperands(q, k, v, out, 0.3, None), Tensors(q, k, v)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilestream as ts
+from on_gpu import OnGpu, on_gpu
 from tilestream.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival
 from tilestream.core.chunks import Chunks, Incoming
@@ -14,17 +15,6 @@ from tilestream.launch import cache
 from tilestream.ops import attention_gpu, gpu, request
 from tilestream.ops.attention_operands import Settings, Tensors
 from tilestream.runtime.properties import allows_tf32
-
-
-class OnGpu(torch.Tensor):
-    """A tensor whose device is a GPU, for who asks."""
-
-    device = torch.device("cuda", 0)
-    is_cuda = True
-
-
-def on_gpu(*shape, dtype=torch.bfloat16):
-    return torch.zeros(*shape, dtype=dtype).as_subclass(OnGpu)
 
 
 @pytest.fixture

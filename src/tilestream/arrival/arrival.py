@@ -20,7 +20,7 @@ class Arrival:
     Made by `uniform` or `ragged`, or by `stream_in` for a source that tilestream reads itself. Rows are those of the
     input seen as a matrix: an ``[B, M, K]`` activation has ``B * M`` of them.
 
-    Whoever fills the input calls `signal` after each chunk; ``ts.matmul(..., arrival=...)`` starts at once and takes
+    The producer calls `signal` after each chunk; ``ts.matmul(..., arrival=...)`` starts at once and takes
     each tile when its rows are there. Where it is another matmul that fills it, that one is given the same arrival as
     ``publish=``, and signals. The next epoch of the same buffers begins with `advance`.
 
@@ -150,7 +150,7 @@ class Arrival:
 
     @property
     def signals(self) -> torch.Tensor | None:
-        """The caller's own signal words, if he gave any."""
+        """The caller's own signal words, if any."""
         return self._tensor
 
     @property

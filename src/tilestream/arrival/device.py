@@ -52,8 +52,8 @@ class GateWords(NamedTuple):
     key: int
 
 
-class Apart(NamedTuple):
-    """Rows of what arrives that are there, and stand apart from where the others arrive. A launch may read them there.
+class LocalRows(NamedTuple):
+    """Rows of an arriving operand that this GPU has already, in another tensor, where a launch may read them.
 
     Attributes
     ----------
@@ -100,8 +100,8 @@ class DeviceSignals(Publishing):
         The caller's own ``int32[count]`` there; None for ours.
     """
 
-    #: Rows that stand apart, for the launches of the present epoch.
-    apart: Apart | None = None
+    #: Local rows for the launches of the present epoch.
+    local_rows: LocalRows | None = None
     #: Signals of producers that failed, until a launch has reported it: the exception shall outlive the arrival.
     _failed: ClassVar[dict[int, DeviceSignals]] = {}
 
@@ -149,22 +149,22 @@ class DeviceSignals(Publishing):
 
     # Launches ------------------------------------------------------------------------------------------------------
 
-    def use(self, apart: bool = False) -> GateWords:
+    def use(self, local_rows: bool = False) -> GateWords:
         """What a launch on the current stream waits for; eager or captured as the stream is.
 
-        ``apart``: it reads the rows that stand apart where they stand.
+        ``local_rows``: it reads the local rows in their own tensor.
 
         Raises
         ------
         RuntimeError
-            If it is captured, and nobody would signal, or another launch of that graph zeroes the signals; or if
+            If it is captured, and nothing would signal, or another launch of that graph zeroes the signals; or if
             another thread is about to issue the matmul that signals.
         """
         stream = torch.cuda.current_stream(self._device)
         self._settle(stream)
         self._come_behind_matmul(stream)
-        if self.apart is not None and not apart:
-            self.apart.bring()
+        if self.local_rows is not None and not local_rows:
+            self.local_rows.bring()
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             self._enter_graph(stream)
@@ -342,7 +342,7 @@ class DeviceSignals(Publishing):
             if self._theirs is not None or epoch not in (None, now):
                 return
             self._failed[self.key] = self
-            with aside(self._device) as stream:  # beside whoever waits
+            with aside(self._device) as stream:  # beside the streams that wait
                 self._settle(stream)
                 for event in self._over.values():
                     stream.wait_event(event)
@@ -385,7 +385,7 @@ class DeviceSignals(Publishing):
             return self._epoch
 
     def _retire(self) -> None:
-        """What was launched so far is of an epoch that is over: whoever overwrites what it reads comes behind it."""
+        """The epoch of the launches so far is over: what overwrites what they read comes behind them."""
         users, self._users = self._users, {}
         for handle, stream in users.items():
             with torch.cuda.stream(stream):
@@ -409,7 +409,7 @@ class DeviceSignals(Publishing):
     def _wipe(self, words: torch.Tensor) -> None:
         """Zero a caller's own words on the current stream, behind all who are known to have written or read them.
 
-        Whoever comes to them next, on whatever stream, comes behind that. Under capture ``words`` may be those of the
+        The next use of them, on any stream, comes behind that. Under capture ``words`` may be those of the
         captured launches, too, and this is a part of the graph.
         """
         with torch.cuda.device(self._device):
@@ -458,7 +458,7 @@ class DeviceSignals(Publishing):
 
 
 class PeerSignals(DeviceSignals):
-    """Signals whose words other GPUs can write, in memory that outlives this; whoever begins an epoch counts it.
+    """Signals whose words other GPUs can write, in memory that outlives this object. The caller counts the epochs.
 
     Several may have the same words, as long as no two of them are of one epoch: words only grow.
 

@@ -178,7 +178,7 @@ class RangeReader:
     """Brings byte ranges of a stored matrix into a buffer of its own, each range once.
 
     Pages are read whole, so a range brings along the first bytes of the one behind it, which then skips that page: a
-    byte that was asked for is never written again, for whoever was told that it is there may be reading it.
+    byte that was asked for is never written again, since a reader that was told of it may be reading it.
 
     Parameters
     ----------

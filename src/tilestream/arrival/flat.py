@@ -134,9 +134,9 @@ class Awaited(NamedTuple):
         """
         if rows is None and columns is None:
             return None
-        signals = [None if flat is None else flat.signals(op, device) for flat in (rows, columns)]
+        of_rows, of_columns = (None if flat is None else flat.signals(op, device) for flat in (rows, columns))
         epochs = (0 if rows is None else rows.epoch, 0 if columns is None else columns.epoch)
-        return cls(*signals, deadline, op, epochs)
+        return cls(of_rows, of_columns, deadline, op, epochs)
 
     @property
     def operands(self) -> tuple[tuple[Signals, int] | None, ...]:

@@ -1,11 +1,11 @@
-"""A stream's copies, offered to the kernel that reads them: who makes them, and when.
+"""A stream's copies, offered to the kernel that reads them: what makes them, and when.
 
 Nothing is copied before somebody reads. The first launch of an epoch that can takes the copies (`KernelCopies.take`)
 and makes them itself, see `tilestream.core.copy_items`; launches after it in the same stream find all there, and
-those in another stream wait for it, since they might hold the SMs that it needs (invariant 10). Whoever reads and
+those in another stream wait for it, since they might hold the SMs that it needs (invariant 10). A reader that
 cannot make copies (another kernel, the host) has them made by the copy engine, as if they had never been offered.
 
-A captured launch makes them at each replay, so its graph needs nobody outside. It has counts and signals of its own:
+A captured launch makes them at each replay, so its graph needs no other producer. Its counts and signals are its own:
 graphs that copy the same rows may be replayed at the same time.
 """
 
@@ -125,7 +125,7 @@ class KernelCopies:
                 self._graph = graph
                 if self._took:
                     try:
-                        self._issued(stream)  # perhaps it was: who copies next comes behind it
+                        self._issued(stream)  # perhaps it was: the next copies come behind it
                     finally:
                         self.pending = True
                 raise
@@ -183,7 +183,7 @@ class KernelCopies:
                 self._wait_for_taker(stream)
 
     def by_engine(self, signals: Signals, timeout: float | None = None) -> bool:
-        """Have the copies made by the copy engine, where nobody has taken them.
+        """Have the copies made by the copy engine, unless a launch has taken them.
 
         Returns
         -------
@@ -227,7 +227,7 @@ class KernelCopies:
             self._known = {stream.cuda_stream}
 
     def settled(self, timeout: float | None) -> bool:
-        """Wait until what was taken is there, at most ``timeout`` seconds; whether it is. Not, if nobody took it."""
+        """Wait at most ``timeout`` seconds until what was taken is there; whether it is. False if nothing was taken."""
         end = math.inf if timeout is None else time.perf_counter() + timeout
         while not self.pending:  # asked before `_taken`: a new epoch's launch changes them the other way round
             taken = self._taken

@@ -38,7 +38,7 @@ class Landing:
         self.tensor = tensor
 
     def begin(self) -> None:
-        """A filling begins; called by whoever begins it."""
+        """A filling begins; called by its beginner's thread."""
 
     def issuing(self) -> AbstractContextManager[object]:
         """Wherein rows land and chunks are signalled."""

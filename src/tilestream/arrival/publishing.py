@@ -1,16 +1,16 @@
 """Publishing on a GPU: a matmul that signals the chunks of its output, and the launches there that read them.
 
-Whoever reads must not take the SMs that the matmul still needs (invariant 10). So the matmul is issued first, and
+A reader must not take the SMs that the matmul still needs (invariant 10). So the matmul is issued first, and
 
 - *words of ours*: a reader's stream goes on when the matmul has begun: when its first chunk is signalled, before which
   there would be nothing to do. Its schedule is dynamic, so that one worker of it is enough to come to its end. The wait
   for that word has no bound of its own (invariant 5) and needs none: the launch that writes it has been issued, waits
-  for nobody, and words that only grow are taken back by nobody. Where one launch is not all of it, the reader's stream
+  for nothing, and words that only grow are never taken back. Where one launch is not all of it, the reader's stream
   waits for the last one's end;
 - *a caller's own words*: anybody may write them, a reader zeroes them, and a stream that waits for a word that is taken
   back is held for ever. So no stream waits for one of them: a reader's waits for the matmul's end, an event. They begin
-  each publication as zeros, written on the matmul's stream behind all who used them before, and whoever uses them after
-  comes behind that: what the publication before has left there is taken for news by nobody;
+  each publication as zeros, written on the matmul's stream behind all earlier uses, and later uses come behind that: no
+  reader takes what the publication before has left there for news;
 - *under capture* the reader comes behind the matmul's end, too, and each replay begins with zeros.
 """
 
@@ -42,7 +42,7 @@ class PublishWords(NamedTuple):
 
 
 class _Published(NamedTuple):
-    """A matmul that signals the chunks of an epoch, as those who read them must know it.
+    """A matmul that signals the chunks of an epoch, as its readers must know it.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class _Published(NamedTuple):
 class Publishing(Signals):
     """The part of `tilestream.arrival.device.DeviceSignals` that has to do with a matmul that signals.
 
-    Its words, and who uses them, are of there.
+    The words, and what is known of their users, are that class's.
     """
 
     _device: torch.device
@@ -204,7 +204,7 @@ class Publishing(Signals):
             self._published = found
 
     def _stopped(self) -> None:
-        """Whoever was issuing the matmul has failed. Of a caller's words, what he did issue still writes them."""
+        """The call that was issuing the matmul has failed. What it did issue still writes a caller's own words."""
         stream, self._underway = self._underway, None
         if stream is not None and self._theirs is not None:
             end = torch.cuda.Event()

@@ -4,8 +4,8 @@ Two kinds (invariant 4). Our own are **epochs**: a chunk has arrived when its wo
 one begins by counting up, and nothing is ever cleared. A caller's own tensor of words is **self-reset**: a
 chunk has arrived when its word is not zero, and the call that has seen all of them writes zeros.
 
-Whoever waits sleeps on a condition: nobody spins. A caller's own words can be written by anybody (another process, C++
-code), without a word to us, so they are looked at every `POLL_SECONDS` as well.
+A waiting thread sleeps on a condition and does not spin. A caller's own words can be written from outside (another
+process, C++ code) without a notification, so they are polled every `POLL_SECONDS` as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilestream.core.errors import ProducerStopped
 
 #: How often a caller's own signal words are looked at: at first, and at the least after a long time of nothing.
 POLL_SECONDS = (0.0002, 0.004)
-#: Longest sleep in one go: what the system's clocks take; whoever is woken by it goes on waiting.
+#: Longest sleep in one go: what the system's clocks take. The wait goes on after it.
 _LONGEST_SLEEP = 3600.0
 
 
@@ -109,7 +109,7 @@ class Signals:
     def set(self, chunk: int, epoch: int | None = None) -> None:
         """Chunk ``chunk`` has arrived (in epoch ``epoch``, now where None).
 
-        Whoever sees the signal sees what was written before it: both sides hold the bell's lock.
+        A thread that sees the signal sees what was written before it: both sides hold the bell's lock.
         """
         self._check(chunk)
         with self._bell:
@@ -166,7 +166,7 @@ class Signals:
     def take_error(self, epoch: int) -> BaseException | None:
         """What the producer of epoch ``epoch`` reported, if anything, to be raised.
 
-        The first who asks is given the exception itself, others a copy: an exception that was raised holds the frames
+        The first call is given the exception itself, later ones a copy: an exception that was raised holds the frames
         it went through, with the operands in them, and must not be kept here (invariant 8).
         """
         error = self.error(epoch)
@@ -205,7 +205,7 @@ class Signals:
         return 0
 
     def filled_by_stream(self) -> None:
-        """These are the signals of a `tilestream.Stream`, and nobody else signals them."""
+        """These are the signals of a `tilestream.Stream`, which alone signals them."""
         self._streamed = True
 
     def reported(self) -> None:
@@ -231,7 +231,7 @@ class Signals:
             self._words[chunk] = 0
 
     def ring(self) -> None:
-        """Wake whoever waits, so that he looks at his abort word."""
+        """Wake the waiting threads, so that each looks at its abort word."""
         with self._bell:
             self._bell.notify_all()
 
@@ -243,7 +243,7 @@ class Signals:
         deadline
             On `time.perf_counter`'s clock.
         over
-            The launch's abort word. Whoever sets it rings.
+            The launch's abort word. `ring` comes after setting it.
         """
         return self.wait_any(((chunk,),), epoch, deadline, over)[0]
 

@@ -117,7 +117,7 @@ class _Filling:
                 self._running -= 1
                 if not self._running:
                     self._landing.end()
-                    self._source.close()  # a stream that nobody closes keeps no file open
+                    self._source.close()  # a stream that is not closed keeps no file open
 
     def _land_all(self) -> bool:
         """Issue everything at once, if the source has nothing to do and the landing can."""
@@ -209,7 +209,7 @@ class Stream:
         return self._copies is None or self._copies.settled(timeout)
 
     def explain(self) -> str:
-        """Where the data comes from, and how; of ``copies="kernel"``, who made this epoch's copies, if anybody has."""
+        """Where the data comes from, and how; with ``copies="kernel"``, what made this epoch's copies."""
         rows = self._chunks.rows
         onward = f", {self._landing.how}" if self._landing.how else ""
         if self._copies is not None:
@@ -246,9 +246,9 @@ class Stream:
     def restart(self) -> None:
         """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
 
-        Nobody may still read the tensor, a backward pass included (autograd does not see a file being read into it),
+        Nothing may still read the tensor, a backward pass included (autograd does not see a file being read into it),
         and the producer must have ended. On a GPU it may be called at once where the source is pinned: the copies wait
-        for those before them, and for what the current stream was given so far, which must include whoever reads the
+        for those before them, and for what the current stream was given so far, which must include the readers of the
         tensor; the caller waits for neither.
 
         Raises

@@ -5,7 +5,7 @@
     for item in schedule:            # take()
         gate.wait(item)              # pass_gate(), before the item is handed on
         load and math                # Compute
-        epilogue(item)               # in Compute, or by the last of several contributors: in Reduce, or in AddUp
+        epilogue(item)               # in Compute; of a split tile, by its last contributor: Reduce, ReducePartials
 
 That loop's body is a generator over operations, like `tilestream.schedule.take`, of which it is made. A backend
 performs the operations; `tilestream_tools.verify` explores every order in which several workers can perform them.
@@ -21,7 +21,7 @@ There are two loops, which drain differently once the launch is over (invariant 
 And there are two ways to store the parts of a tile; all contributors of a schedule use the same:
 
 - `hand_in`: each writes its partial result and counts. The last to count adds them all.
-- `settle`, of the Hopper kernel, which holds its product in registers: each reads the count first. The one that finds
+- `fixup`, of the Hopper kernel, which holds its product in registers: each reads the count first. The one that finds
   all others counted is the last, and writes nothing. The last adds the others' partial results and its own.
 """
 
@@ -46,7 +46,7 @@ class Poll(NamedTuple):
 class Compute(NamedTuple):
     """Do an item: the whole tile with its epilogue, or its partial result into the item's slot.
 
-    ``held``: a part's product stays with the worker, for `Write` and `AddUp`.
+    ``held``: a part's product stays with the worker, for `Write` and `ReducePartials`.
     """
 
     item: WorkItem
@@ -105,7 +105,7 @@ class Restore(NamedTuple):
     item: WorkItem
 
 
-class AddUp(NamedTuple):
+class ReducePartials(NamedTuple):
     """As `Reduce`, with the item's own part as the worker holds it: only the others' are read from their slots."""
 
     item: WorkItem
@@ -159,8 +159,8 @@ class Quarantine(NamedTuple):
 
 
 Operation = Take | Peek | Ready | Wait | Poll | Compute | Count | Reduce
-Settling = Look | Write | Add | Restore | AddUp
-DrainingOperation = Operation | Settling | Poison | Leave | See | Reset | Quarantine
+FixupOperation = Look | Write | Add | Restore | ReducePartials
+DrainingOperation = Operation | FixupOperation | Poison | Leave | See | Reset | Quarantine
 
 #: How an item is handed in.
 Done = TypeVar("Done", Compute, Poison)
@@ -206,7 +206,7 @@ def work_through(
     reset
         Whether the last worker out resets the words of this launch; see `leave`.
     finish
-        How an item is stored: `hand_in`, if None, or `settle`.
+        How an item is stored: `hand_in`, if None, or `fixup`.
     """
     finish = finish or hand_in
     item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
@@ -243,7 +243,7 @@ def hand_in(done: Done) -> Generator[Done | Count | Reduce, int, None]:
         yield Reduce(item)
 
 
-def settle(done: Done) -> Generator[Done | Settling, int, None]:
+def fixup(done: Done) -> Generator[Done | FixupOperation, int, None]:
     """As `hand_in`, by a worker that holds a part's product, and writes it only if another worker will read it.
 
     ::
@@ -267,7 +267,7 @@ def settle(done: Done) -> Generator[Done | Settling, int, None]:
         last = (yield Add(item)) == item.parts - 1
     if last:
         yield Restore(item)
-        yield AddUp(item)
+        yield ReducePartials(item)
 
 
 class Share(NamedTuple):

@@ -23,7 +23,7 @@ from tilestream.distributed.reduce_scatter import travel_dtype
 from tilestream.distributed.request import ALL_REDUCE, Request
 
 #: Why the group's own all-reduce is taken. The arithmetic: docs/distributed.md.
-UNMEASURED = "nobody has measured this shape class to be faster than the group's own all-reduce"
+UNMEASURED = "this shape class was not measured to be faster than the group's own all-reduce"
 ON_THE_CPU = "on the CPU the group's own all-reduce adds what it has received as it comes"
 OVER_NODES = "over several nodes: the groups' own all-reduces, inside each node and then between them"
 

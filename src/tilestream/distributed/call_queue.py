@@ -14,20 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilestream.core.protocols.gather import (
-    Abort,
-    AwaitDone,
-    AwaitKernel,
-    Begin,
-    Break,
-    Notice,
-    Oldest,
-    Overrule,
-    Release,
-    Turn,
-    peers,
-    watch,
-)
+from tilestream.core.protocols import gather
 from tilestream.distributed.collective import barrier
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.symmetric import PeerMemory
@@ -120,11 +107,11 @@ class CallQueue:
         """Perform the host's part of the protocol before call ``epoch``: the epoch, or None if the group is broken."""
         raise NotImplementedError
 
-    def _begin(self, op: Begin) -> int:
+    def _begin(self, op: gather.Begin) -> int:
         state = self._state()
         return int(state is not None and not state.broken)
 
-    def await_kernel(self, op: AwaitKernel) -> None:
+    def await_kernel(self, op: gather.AwaitKernel) -> None:
         """Wait for the kernels up to ``op.epoch``: they have deadlines, or wait for no peer."""
         for call in self._under_way():
             if call.epoch <= op.epoch:
@@ -186,10 +173,9 @@ class CallQueue:
         """Break the group here and set all peers' abort flags, unless it is broken."""
         state = self._state()
         if state is not None and not state.broken:
-            handlers = self._watch_handlers(state, why)
-            handlers[Break](Break())
-            for peer in peers(self._rank, self._world):
-                handlers[Abort](Abort(peer))
+            state.break_(why)
+            for peer in gather.peers(self._rank, self._world):
+                self.flags.abort(peer)
 
     def _abort_half_issued(self, error: BaseException) -> None:
         """Break the group after a call was issued in part: peers may wait for the rest."""
@@ -207,40 +193,43 @@ class CallQueue:
             return bool(calls)
         why = f"{self.op}: a peer has given up waiting" if self.flags.aborted() else self.why_expired(calls[0])
         if why:
-            run_protocol(watch(self._rank, self._world), self._watch_handlers(state, why))
+            run_protocol(gather.watch(self._rank, self._world), self._watch_handlers(state, why))
         return True
 
     def _watch_handlers(self, state: GroupState, why: str) -> Handlers:
         """The operations of `watch`."""
 
-        def overrule(op: Overrule) -> None:
+        def overrule(op: gather.Overrule) -> None:
             if call := self.call_of(op.epoch):
                 error = state.break_(why)  # names the first reason, if the group was broken before
                 _run_bounded(functools.partial(call.overrule, error))
 
-        def await_kernel(op: AwaitKernel) -> None:
+        def await_kernel(op: gather.AwaitKernel) -> None:
             # Polls: a wait for an event blocks in the driver, which may be loading a kernel.
             while any(call.epoch <= op.epoch and not call.kernel.query() for call in self._under_way()):
                 time.sleep(0.001)
 
-        def release(op: Release) -> None:
+        def release(op: gather.Release) -> None:
             if call := self.call_of(op.epoch):
-                for peer in peers(self._rank, self._world):
+                for peer in gather.peers(self._rank, self._world):
                     self.flags.release(peer, call.flag_value)
 
-        def await_done(op: AwaitDone) -> int:
+        def await_done(op: gather.AwaitDone) -> int:
             end = time.perf_counter() + POLL_SECONDS
             while (call := self.call_of(op.epoch)) is not None and time.perf_counter() < end:
                 time.sleep(0.001)
             return int(call is None)
 
         return {
-            Notice: lambda op: 1,
-            Break: lambda op: state.break_(why),
-            Abort: lambda op: self.flags.abort(op.peer),
-            Oldest: lambda op: min((call.epoch for call in self._under_way()), default=0),
-            Overrule: overrule, AwaitKernel: await_kernel, Release: release, AwaitDone: await_done,
-        }  # fmt: skip
+            gather.Notice: lambda op: 1,
+            gather.Break: lambda op: state.break_(why),
+            gather.Abort: lambda op: self.flags.abort(op.peer),
+            gather.Oldest: lambda op: min((call.epoch for call in self._under_way()), default=0),
+            gather.Overrule: overrule,
+            gather.AwaitKernel: await_kernel,
+            gather.Release: release,
+            gather.AwaitDone: await_done,
+        }
 
     def call_of(self, epoch: int) -> IssuedCall | None:
         """The call of this epoch, if it is under way."""
@@ -298,7 +287,7 @@ def _run_bounded(overrule: Callable[[], None]) -> None:
     thread.join(_OVERRULE_SECONDS)
 
 
-def run_protocol(text: Turn, handlers: Handlers) -> int | None:
+def run_protocol(text: gather.Turn, handlers: Handlers) -> int | None:
     """Perform each operation that a protocol yields; returns what the protocol returns."""
     try:
         op = next(text)

@@ -13,8 +13,8 @@ waits for one that is issued later, so the driver may run the streams in any ord
 
 A slot has room for all ranks' rows, each shard at its place, and the kernel reads it there. The own shard, if pushed,
 is read where the caller has it, by the kernel and by the copy engines; it is copied into the own slot only for a kernel
-that cannot read two places (`tilestream.arrival.device.Apart`). A shard that is pulled or strided is sent from the own
-slot, behind that copy. ``return_a`` copies all rows out of the slot, behind the kernel.
+that cannot read two places (`tilestream.arrival.device.LocalRows`). A shard that is pulled or strided is sent from the
+own slot, behind that copy. ``return_a`` copies all rows out of the slot, behind the kernel.
 """
 
 from __future__ import annotations
@@ -29,32 +29,9 @@ from typing import NamedTuple
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import Apart, PeerSignals
+from tilestream.arrival.device import LocalRows, PeerSignals
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather
-from tilestream.core.protocols.gather import (
-    SLOTS,
-    Ask,
-    AwaitCall,
-    AwaitFlag,
-    AwaitKernel,
-    AwaitPost,
-    AwaitSide,
-    Begin,
-    Done,
-    Fill,
-    Filled,
-    Flag,
-    Post,
-    Pull,
-    Pulled,
-    Push,
-    Pushed,
-    Signal,
-    Tell,
-    Way,
-    peers,
-)
 from tilestream.distributed.call_queue import CallQueue, Handlers, IssuedCall, no_op, run_protocol
 from tilestream.distributed.collective import agree
 from tilestream.distributed.gathered import Product, ScaledRows
@@ -122,19 +99,19 @@ class GatherQueue(CallQueue):
         """As of `CallQueue`; drops the arrivals of the old signals."""
         new = super().reserve(size, chunks)
         if new:
-            self._ask(None)  # while the keys of the old arrivals are known
+            self._check_expired(None)  # while the keys of the old arrivals are known
             self._arrivals.clear()
         return new
 
     def arrival(self, shards: Shards, epoch: int) -> Arrival:
         """What the kernel of a call waits for: the signals of its slot."""
-        key = shards, epoch % SLOTS
+        key = shards, epoch % gather.SLOTS
         found = self._arrivals.pop(key, None)
         if found is None:
             if len(self._arrivals) >= _MOST_ARRIVALS:
                 del self._arrivals[next(iter(self._arrivals))]
             found = shards.arrival(self._rank)
-            words = self.memory.signals(epoch % SLOTS)[: found.num_chunks]
+            words = self.memory.signals(epoch % gather.SLOTS)[: found.num_chunks]
             found._signals = PeerSignals(words, self.device)
             rank, queue = self._rank, weakref.ref(self)
             found._signals.whose = lambda chunk: (rank, f"rank {shards.rank_of(chunk)}'s part of a_shard")
@@ -147,7 +124,7 @@ class GatherQueue(CallQueue):
 
     def issue(
         self, shards: Shards, shard: ScaledRows, gathered: torch.Tensor | None,
-        compute: Callable[[ScaledRows, Arrival], list[torch.Tensor]], seconds: float, way: Way,
+        compute: Callable[[ScaledRows, Arrival], list[torch.Tensor]], seconds: float, way: gather.Way,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Issue a call: publish, side stream, kernels. Non-blocking; returns what ``compute`` returns.
 
@@ -168,14 +145,14 @@ class GatherQueue(CallQueue):
             arrival = self.arrival(shards, epoch)
             signals = _signals(arrival)
             overrule = signals.overrule
-            slot = self._slot(self._rank, epoch % SLOTS, shards, shard)
+            slot = self._slot(self._rank, epoch % gather.SLOTS, shards, shard)
             if shard.scales is not None:  # few, and often one number that is expanded
                 shard = shard._replace(scales=shard.scales.contiguous())
             for x in (*shard, *slot, gathered):
                 if x is not None:  # memory is not reused before the side stream is waited for (invariant 9)
                     x.record_stream(calling)
             from_slot = way == "pull" or not shard.data.is_contiguous()
-            apart = None if from_slot else self._apart(shards, shard.data, slot.data)
+            own = None if from_slot else self._local_rows(shards, shard.data, slot.data)
             self._publish(epoch, shards, shard, slot, calling, from_slot)
             if way == "pull":
                 self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
@@ -187,16 +164,16 @@ class GatherQueue(CallQueue):
             self._end(epoch, overrule, calling)  # so that the watchdog releases a side stream that waits
             raise
         self._without_kernel[epoch] = signals, seconds
-        signals.apart = apart
+        signals.local_rows = own
         try:
             outs = compute(slot, arrival)
             del self._without_kernel[epoch]
             if gathered is not None:
                 take_out(gathered, slot.data, signals, shards)
-                if apart is not None:
+                if own is not None:
                     self._place(gathered, shard.data)
         finally:  # without a kernel, too: the peers get their rows
-            signals.apart = None  # drops the reference to the caller's tensor
+            signals.local_rows = None  # drops the reference to the caller's tensor
             missing = self._end(epoch, overrule, calling)
         for rank in missing:
             for out in outs:
@@ -205,7 +182,7 @@ class GatherQueue(CallQueue):
                 _fill_nan(gathered[:, rank])
         return outs
 
-    def _apart(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> Apart:
+    def _local_rows(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> LocalRows:
         """The own rows where the caller has them; copied into the slot for a launch that reads them there."""
 
         @functools.cache  # once, for all products of the call
@@ -214,7 +191,7 @@ class GatherQueue(CallQueue):
 
         rows = shards.rows
         flat = mine.view(shards.batches * rows, shards.width)
-        return Apart(flat, self._rank * rows, rows, shards.world * rows, bring)
+        return LocalRows(flat, self._rank * rows, rows, shards.world * rows, bring)
 
     def _place(self, into: torch.Tensor, mine: torch.Tensor) -> None:
         """Copy the own rows to their place, each batch in one piece. Inside a GPU the driver copies by a kernel."""
@@ -224,7 +201,7 @@ class GatherQueue(CallQueue):
     def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: torch.cuda.Stream) -> list[int]:
         """Issue what follows the kernel. Returns the ranks that were given up while the call was being issued."""
         kernel, done = _record(calling), _record(self._side)
-        run_protocol(gather.finish(epoch), {AwaitSide: lambda op: calling.wait_event(done)})
+        run_protocol(gather.finish(epoch), {gather.AwaitSide: lambda op: calling.wait_event(done)})
         end = _record(calling)
         self.track(IssuedCall(epoch, overrule, kernel, end, end, epoch))
         with self._lock:  # from here on the watchdog treats it as a call under way
@@ -237,30 +214,30 @@ class GatherQueue(CallQueue):
     ) -> None:  # fmt: skip
         own = [part.chunk for part in shards.of_rank(self._rank)]
 
-        def fill(op: Fill) -> None:
+        def fill(op: gather.Fill) -> None:
             if from_slot:  # otherwise the rows stay apart, or `bring` copies them behind their signals
                 self._place(slot.data, shard.data)
             if shard.scales is not None and slot.scales is not None:
                 self._place(slot.scales, shard.scales)
 
-        def signal(op: Signal) -> None:
+        def signal(op: gather.Signal) -> None:
             stream_write(calling.cuda_stream, self.memory.signal(self._rank, op.slot, own[op.chunk]), op.epoch)
 
         handlers: Handlers = {
-            AwaitCall: lambda op: self.await_call(calling),
-            Post: lambda op: self.post(calling),
-            Fill: fill,
-            Filled: no_op,
-            Signal: signal,
+            gather.AwaitCall: lambda op: self.await_call(calling),
+            gather.Post: lambda op: self.post(calling),
+            gather.Fill: fill,
+            gather.Filled: no_op,
+            gather.Signal: signal,
         }
         run_protocol(gather.publish(self._rank, len(own), epoch, from_slot), handlers)
 
-    def _travel(self, epoch: int, shards: Shards, shard: ScaledRows, slot: ScaledRows, way: Way) -> None:
+    def _travel(self, epoch: int, shards: Shards, shard: ScaledRows, slot: ScaledRows, way: gather.Way) -> None:
         """The side stream's part."""
         parts, memory = [list(shards.of_rank(rank)) for rank in range(self._world)], self.memory
         mine, sources, handle = parts[self._rank], list(_sources(shard, slot)), self._side.cuda_stream
 
-        def push(op: Push) -> None:
+        def push(op: gather.Push) -> None:
             part, target = mine[op.chunk], memory.address(op.peer, op.slot)
             there, rows = shards.place(self._rank, part)
             for x in sources:
@@ -268,30 +245,30 @@ class GatherQueue(CallQueue):
                 to, source = target + x.at + there * x.row_bytes, x.address + first * x.row_bytes
                 copy_across(handle, to, source, rows * x.row_bytes)
 
-        def tell(op: Tell) -> None:
+        def tell(op: gather.SignalPeer) -> None:
             stream_write(handle, memory.signal(op.peer, op.slot, mine[op.chunk].chunk), op.epoch)
 
-        def pull(op: Pull) -> None:
+        def pull(op: gather.Pull) -> None:
             source, target = (memory.address(rank, op.slot) for rank in (op.peer, self._rank))
             first, rows = shards.place(op.peer, parts[op.peer][op.chunk])
             for x in sources:
                 at = x.at + first * x.row_bytes
                 copy_across(handle, target + at, source + at, rows * x.row_bytes)
 
-        def signal(op: Signal) -> None:
+        def signal(op: gather.Signal) -> None:
             stream_write(handle, memory.signal(self._rank, op.slot, parts[op.rank][op.chunk].chunk), op.epoch)
 
         handlers: Handlers = {
-            AwaitPost: lambda op: self._side.wait_event(self._posted),
-            Push: push,
-            Pushed: no_op,
-            Tell: tell,
-            Flag: lambda op: stream_write(handle, self.flags.flag(op.peer, self._rank), op.epoch),
-            AwaitFlag: lambda op: stream_wait(handle, self.flags.flag(self._rank, op.peer), op.epoch),
-            Pull: pull,
-            Pulled: no_op,
-            Signal: signal,
-            Done: no_op,  # `_end` records the event
+            gather.AwaitPost: lambda op: self._side.wait_event(self._posted),
+            gather.Push: push,
+            gather.Pushed: no_op,
+            gather.SignalPeer: tell,
+            gather.Flag: lambda op: stream_write(handle, self.flags.flag(op.peer, self._rank), op.epoch),
+            gather.AwaitFlag: lambda op: stream_wait(handle, self.flags.flag(self._rank, op.peer), op.epoch),
+            gather.Pull: pull,
+            gather.Pulled: no_op,
+            gather.Signal: signal,
+            gather.Done: no_op,  # `_end` records the event
         }
         run_protocol(gather.side(self._rank, self._world, len(mine), epoch, way), handlers)
 
@@ -310,10 +287,14 @@ class GatherQueue(CallQueue):
 
     def admit(self, epoch: int) -> int | None:
         """As of `CallQueue`."""
-        handlers: Handlers = {AwaitKernel: self._await_rows, Ask: self._ask, Begin: self._begin}
+        handlers: Handlers = {
+            gather.AwaitKernel: self._await_rows,
+            gather.CheckExpired: self._check_expired,
+            gather.Begin: self._begin,
+        }
         return run_protocol(gather.begin(epoch), handlers)
 
-    def _await_rows(self, op: AwaitKernel) -> None:
+    def _await_rows(self, op: gather.AwaitKernel) -> None:
         """Wait for a kernel; if it was not issued, for the rows that it would have waited for."""
         self.await_kernel(op)
         for epoch in [epoch for epoch in self._without_kernel if epoch <= op.epoch]:
@@ -341,7 +322,7 @@ class GatherQueue(CallQueue):
         if state is None:
             return
         flags = self.flags.peer_flags()
-        late = [peer for peer in peers(self._rank, self._world) if flags[peer] < pending.epoch]
+        late = [peer for peer in gather.peers(self._rank, self._world) if flags[peer] < pending.epoch]
         error: BaseException | None = None
         if not state.broken:
             waited = time.perf_counter() - pending.begun
@@ -351,7 +332,7 @@ class GatherQueue(CallQueue):
             elif late and waited > pending.seconds + _LOADING:
                 self.abort_group(self.describe_expiry())
                 error = pending.timeout(self.op, late[0], waited)
-            elif not self._ask(pending):  # a launched kernel has its own deadline, and reports
+            elif not self._check_expired(pending):  # a launched kernel has its own deadline, and reports
                 return
         if pending.missing is None:
             with self._lock:
@@ -360,10 +341,10 @@ class GatherQueue(CallQueue):
                 pending.missing = late
             if error is not None:
                 channel(self.device).post(error, pending.key, pending.heard)  # one of its kernels may be running
-        for peer in peers(self._rank, self._world):
+        for peer in gather.peers(self._rank, self._world):
             self.flags.release(peer, pending.epoch)
 
-    def _ask(self, op: object) -> int:
+    def _check_expired(self, op: object) -> int:
         newest, expired = channel(self.device).heard(self._heard, {x.key for x in list(self._arrivals.values())})
         if expired:
             self.abort_group(self.describe_expiry())
@@ -373,7 +354,7 @@ class GatherQueue(CallQueue):
     def why_expired(self, oldest: IssuedCall) -> str:
         """As of `CallQueue`: a kernel has reported its expiry, or the group is broken."""
         state = self._state()
-        return self.describe_expiry() if self._ask(oldest) or (state is not None and state.broken) else ""
+        return self.describe_expiry() if self._check_expired(oldest) or (state is not None and state.broken) else ""
 
 
 def _signals(arrival: Arrival) -> PeerSignals:
@@ -411,7 +392,7 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> None:
 
 def take_out(into: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards) -> None:
     """Copy the gathered rows out of their slot, on the current stream behind the kernel; NaN for missing chunks."""
-    words = signals.use(apart=True).words.view(shards.batches, shards.world, shards.parts, 1, 1)
+    words = signals.use(local_rows=True).words.view(shards.batches, shards.world, shards.parts, 1, 1)
     arrived = words >= signals.epoch  # computed by its own kernel, before the rows are read
     bits = _bits(into)
     nan = into.view(bits).new_full((), torch.iinfo(bits).max)

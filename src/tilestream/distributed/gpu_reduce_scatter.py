@@ -20,21 +20,7 @@ from collections.abc import Callable
 import torch
 
 from tilestream.core.errors import ArrivalTimeout
-from tilestream.core.protocols import reduce_scatter
-from tilestream.core.protocols.gather import SLOTS, AwaitCall, AwaitPost, AwaitSide, Begin, Done, Post, peers
-from tilestream.core.protocols.reduce_scatter import (
-    AwaitPart,
-    AwaitPublished,
-    Compute,
-    Computed,
-    Ended,
-    Publish,
-    PulledPart,
-    PullPart,
-    Sum,
-    Summed,
-    TellPart,
-)
+from tilestream.core.protocols import gather, reduce_scatter
 from tilestream.distributed.call_queue import CallQueue, Handlers, IssuedCall, no_op, run_protocol
 from tilestream.distributed.collective import agree
 from tilestream.distributed.group_state import GroupState
@@ -126,14 +112,14 @@ class ReduceScatterQueue(CallQueue):
         try:
             for stream in (self._side, calling):
                 received.record_stream(stream)
-            whole = self._slot(self._rank, epoch % SLOTS, shards, dtype)
+            whole = self._slot(self._rank, epoch % gather.SLOTS, shards, dtype)
             self._produce(epoch, shards, whole, product, events)
             self._scatter(epoch, shards, dtype, received, before, events)
             self.track(events.call)  # before the sum: a blocking launch (CUDA_LAUNCH_BLOCKING) waits for the peers
             handlers: Handlers = {
-                AwaitSide: lambda op: calling.wait_event(events.call.side),
-                Sum: lambda op: add_up(whole, self.void(calling), epoch),
-                Summed: lambda op: events.record(events.call.end),
+                gather.AwaitSide: lambda op: calling.wait_event(events.call.side),
+                reduce_scatter.Sum: lambda op: add_up(whole, self.void(calling), epoch),
+                reduce_scatter.Summed: lambda op: events.record(events.call.end),
             }
             run_protocol(reduce_scatter.add_up(epoch), handlers)
         except BaseException as error:
@@ -162,17 +148,17 @@ class ReduceScatterQueue(CallQueue):
     def _produce(self, epoch: int, shards: Shards, whole: torch.Tensor, product: Product, events: CallEvents) -> None:
         calling = events.calling
 
-        def compute(op: Compute) -> None:
+        def compute(op: reduce_scatter.Compute) -> None:
             if op.step == 0:  # one launch computes all chunks in this order, and publishes each
                 out = whole.view(shards.total, shards.width)
                 pivot = (self._rank + 1) * shards.parts % shards.chunks
                 product(out, self._publication, op.epoch, shards.rows // shards.parts, pivot)
 
         handlers: Handlers = {
-            AwaitCall: lambda op: self.await_call(calling),
-            Post: lambda op: self.post(calling),
-            Compute: compute, Computed: no_op, Publish: no_op,
-            Ended: lambda op: events.record(events.call.kernel),
+            gather.AwaitCall: lambda op: self.await_call(calling),
+            gather.Post: lambda op: self.post(calling),
+            reduce_scatter.Compute: compute, reduce_scatter.Computed: no_op, reduce_scatter.Publish: no_op,
+            reduce_scatter.Ended: lambda op: events.record(events.call.kernel),
         }  # fmt: skip
         run_protocol(reduce_scatter.produce(self._rank, self._world, shards.batches, shards.parts, epoch), handlers)
 
@@ -183,24 +169,24 @@ class ReduceScatterQueue(CallQueue):
         mine, flag, address = list(shards.of_rank(self._rank)), self.flags.flag, self._publication.address
         row_bytes, plane, to = shards.width * dtype.itemsize, shards.batches * shards.rows, received.data_ptr()
 
-        def pull(op: PullPart) -> None:
+        def pull(op: reduce_scatter.PullPart) -> None:
             part = mine[reduce_scatter.sent(op.peer, self._world, shards.batches, shards.parts, op.step)[1]]
             first, rows = shards.place(self._rank, part)
             there = op.peer * plane + part.batch * shards.rows + part.begin
             source = self.memory.address(op.peer, op.slot) + first * row_bytes
             copy_across(handle, to + there * row_bytes, source, rows * row_bytes)
 
-        def published(op: AwaitPublished) -> None:
+        def published(op: reduce_scatter.AwaitPublished) -> None:
             chunk = ((self._rank + 1) * shards.parts + op.step) % shards.chunks
             stream_wait(handle, address(chunk), op.epoch)
 
         handlers: Handlers = {
-            AwaitPost: lambda op: side.wait_event(self._posted),
-            AwaitPublished: published,
-            TellPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
-            AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
-            PullPart: pull, PulledPart: no_op,
-            Done: lambda op: events.record(events.call.side),
+            gather.AwaitPost: lambda op: side.wait_event(self._posted),
+            reduce_scatter.AwaitPublished: published,
+            reduce_scatter.FlagPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
+            reduce_scatter.AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
+            reduce_scatter.PullPart: pull, reduce_scatter.PulledPart: no_op,
+            gather.Done: lambda op: events.record(events.call.side),
         }  # fmt: skip
         run_protocol(reduce_scatter.scatter(self._rank, self._world, shards.batches, shards.parts, epoch), handlers)
 
@@ -214,12 +200,12 @@ class ReduceScatterQueue(CallQueue):
     def admit(self, epoch: int) -> int | None:
         """As of `CallQueue`."""
 
-        def await_side(op: AwaitSide) -> None:
+        def await_side(op: gather.AwaitSide) -> None:
             for call in self._under_way():
                 if call.epoch <= op.epoch:
                     call.side.synchronize()  # bounded: the watchdog releases a stream that waits for a lost peer
 
-        return run_protocol(reduce_scatter.begin_sum(epoch), {AwaitSide: await_side, Begin: self._begin})
+        return run_protocol(reduce_scatter.begin_sum(epoch), {gather.AwaitSide: await_side, gather.Begin: self._begin})
 
     def why_expired(self, oldest: IssuedCall) -> str:
         """As of `CallQueue`: the kernel has ended, the side stream has not, and the peers' time is over.
@@ -242,7 +228,7 @@ class ReduceScatterQueue(CallQueue):
         if call is not None and not self._reported:
             self._reported = True
             flags, seconds = self.flags.peer_flags(), call.peer_seconds
-            late = next((x for x in peers(self._rank, self._world) if flags[x] < call.flag_value), None)
+            late = next((x for x in gather.peers(self._rank, self._world) if flags[x] < call.flag_value), None)
             whose = f"rank {late}'s part of the sum" if late is not None else "the sum"
             error = ArrivalTimeout(self.op, 0, 0, "the sum", seconds, seconds, self._rank, whose)
             channel(self.device).post(error)

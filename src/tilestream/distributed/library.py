@@ -204,53 +204,56 @@ def _weight(a: torch.Tensor, grad: torch.Tensor, worker_limit: int) -> torch.Ten
     return of_b
 
 
-def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, dim, reduce_op, group, bias, scale_a, scale_b, _, _, *how = inputs
+def _sum_context(ctx: Any, op: str, operands: tuple[Any, ...], reduce_op: str, group: str, how: list[Any]) -> None:
+    a, b, bias, scale_a, scale_b = operands
     if scale_a is not None or scale_b is not None:
-        _refuse_gradients(REDUCE_SCATTER, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+        _refuse_gradients(op, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     ctx.save_for_backward(a, b)
-    ctx.dim, ctx.reduce_op, ctx.group, ctx.how = dim, reduce_op, group, how
+    ctx.reduce_op, ctx.group, ctx.how = reduce_op, group, how
     ctx.bias = None if bias is None else bias.dtype
+
+
+def _bias_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    return None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
+
+
+def _product_gradient(ctx: Any, grad: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """The gradient with respect to a rank's product, in ``a``'s dtype."""
+    return (grad / world_of(ctx.group) if ctx.reduce_op == "avg" else grad).to(a.dtype)
+
+
+def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, ctx.dim, reduce_op, group, bias, scale_a, scale_b, _, _, *how = inputs
+    _sum_context(ctx, REDUCE_SCATTER, (a, b, bias, scale_a, scale_b), reduce_op, group, how)
 
 
 def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
-    of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
-    if ctx.reduce_op == "avg":
-        grad = grad / world_of(ctx.group)
-    narrow, no_bias = grad.to(a.dtype), grad.new_empty(0)
+    of_product, no_bias = _product_gradient(ctx, grad, a), grad.new_empty(0)
     whole, (of_a,) = all_gather_matmul_op(
-        narrow, [b.mT], ctx.dim, ctx.group, [no_bias], ["none"], None, [None], None, True, True, *ctx.how
+        of_product, [b.mT], ctx.dim, ctx.group, [no_bias], ["none"], None, [None], None, True, True, *ctx.how
     )
-    return (of_a, _weight(a, whole, ctx.how[-1]), None, None, None, of_bias, *[None] * 7)
+    return (of_a, _weight(a, whole, ctx.how[-1]), None, None, None, _bias_gradient(ctx, grad), *[None] * 7)
 
 
 def _all_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, reduce_op, group, bias, scale_a, scale_b, *_, worker_limit = inputs
-    if scale_a is not None or scale_b is not None:
-        _refuse_gradients(ALL_REDUCE, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
-    ctx.save_for_backward(a, b)
-    ctx.reduce_op, ctx.group, ctx.worker_limit = reduce_op, group, worker_limit
-    ctx.bias = None if bias is None else bias.dtype
+    a, b, reduce_op, group, bias, scale_a, scale_b, _, _, *how = inputs
+    _sum_context(ctx, ALL_REDUCE, (a, b, bias, scale_a, scale_b), reduce_op, group, how)
 
 
 def _all_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
-    of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
     # Each rank's gradient of the sum contributes to every operand's.
     total = torch.ops.tilestream.sum_over_ranks.default(grad, ctx.group)
-    if ctx.reduce_op == "avg":
-        total = total / world_of(ctx.group)
-    narrow = total.to(a.dtype)
-    rows = narrow.reshape(-1, narrow.shape[-1])
-    of_a = gemm_op(rows, b.mT, None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, ctx.worker_limit)
-    return (of_a.view(a.shape), _weight(a, narrow, ctx.worker_limit), None, None, of_bias, *[None] * 7)
+    of_product, limit = _product_gradient(ctx, total, a), ctx.how[-1]
+    rows = of_product.reshape(-1, of_product.shape[-1])
+    of_a = gemm_op(rows, b.mT, None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, limit)
+    return (of_a.view(a.shape), _weight(a, of_product, limit), None, None, _bias_gradient(ctx, grad), *[None] * 7)
 
 
-torch.library.register_autograd("tilestream::matmul_all_reduce", _all_backward, setup_context=_all_context, lib=library)
-torch.library.register_autograd(
-    "tilestream::all_gather_matmul", _gather_backward, setup_context=_gather_context, lib=library
-)
-torch.library.register_autograd(
-    "tilestream::matmul_reduce_scatter", _scatter_backward, setup_context=_scatter_context, lib=library
-)
+for _op, _backward, _context in (
+    ("matmul_all_reduce", _all_backward, _all_context),
+    ("all_gather_matmul", _gather_backward, _gather_context),
+    ("matmul_reduce_scatter", _scatter_backward, _scatter_context),
+):
+    torch.library.register_autograd(f"tilestream::{_op}", _backward, setup_context=_context, lib=library)

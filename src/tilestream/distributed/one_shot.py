@@ -19,9 +19,7 @@ from typing import cast
 
 import torch
 
-from tilestream.core.protocols import one_shot
-from tilestream.core.protocols.gather import SLOTS, AwaitCall
-from tilestream.core.protocols.one_shot import Added, AddSlots, Heard, HearPeer, Multiplied, Multiply, TellPeer
+from tilestream.core.protocols import gather, one_shot
 from tilestream.distributed.call_queue import Handlers, run_protocol
 from tilestream.distributed.collective import agree
 from tilestream.distributed.gpu_reduce_scatter import CallEvents, ReduceScatterQueue
@@ -66,23 +64,23 @@ class AllReduceQueue(ReduceScatterQueue):
         call = self.call(epoch, epoch, seconds)
         events = CallEvents(call, calling, calling)
 
-        def multiply(op: Multiply) -> None:
+        def multiply(op: one_shot.Multiply) -> None:
             size = shape[0] * shape[1] * dtype.itemsize
             product(self.memory.slot(self._rank, op.slot)[:size].view(dtype).view(shape))
 
-        def heard(op: Heard) -> None:
+        def heard(op: one_shot.AllFlagged) -> None:
             events.record(call.side)
             self.track(call)  # before the sum: a blocking launch (CUDA_LAUNCH_BLOCKING) waits for the peers
 
         handlers: Handlers = {
-            AwaitCall: lambda op: self.await_call(calling),
-            Multiply: multiply,
-            Multiplied: lambda op: events.record(call.kernel),
-            TellPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
-            HearPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
-            Heard: heard,
-            AddSlots: lambda op: add_up(addresses[op.slot], self.void(calling), op.epoch),
-            Added: lambda op: events.record(call.end),
+            gather.AwaitCall: lambda op: self.await_call(calling),
+            one_shot.Multiply: multiply,
+            one_shot.Multiplied: lambda op: events.record(call.kernel),
+            one_shot.FlagPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
+            one_shot.AwaitPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
+            one_shot.AllFlagged: heard,
+            one_shot.AddSlots: lambda op: add_up(addresses[op.slot], self.void(calling), op.epoch),
+            one_shot.Added: lambda op: events.record(call.end),
         }
         try:
             run_protocol(one_shot.reduce(self._rank, self._world, epoch), handlers)
@@ -94,7 +92,7 @@ class AllReduceQueue(ReduceScatterQueue):
         """The addresses of every rank's slots, ``int64[SLOTS, world]``; new when the slots have grown."""
         first = self.memory.address(self._rank, 0)
         if self._addresses is None or self._first_slot != first:
-            at = [[self.memory.address(rank, slot) for rank in range(self._world)] for slot in range(SLOTS)]
+            at = [[self.memory.address(rank, slot) for rank in range(self._world)] for slot in range(gather.SLOTS)]
             with torch.inference_mode(False):
                 self._addresses = torch.tensor(at, dtype=torch.int64).to(self.device)
             self._first_slot = first

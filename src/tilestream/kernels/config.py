@@ -57,7 +57,7 @@ class GemmConfig(ScheduleConfig):
     RESIDUAL
         Whether there is one.
     ACTIVATION
-        One of `tilestream.launch.epilogue.ACTIVATIONS`.
+        One of `tilestream.core.operands.ACTIVATIONS`.
     ROW_CHUNKS, COLUMN_CHUNKS
         How A's rows and B's columns arrive: ``"none"``, in ``"uniform"`` or in ``"ragged"`` chunks.
     COPIES

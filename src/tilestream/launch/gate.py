@@ -2,8 +2,7 @@
 
 See `tilestream.kernels.device.gate` and `tilestream.kernels.hopper.publish`.
 
-No torch here: the compile gate, and whoever fills a cache for a machine with a GPU, make the same arguments from
-shapes.
+No torch here: the compile gate and the tools that fill a cache without a GPU make the same arguments from shapes.
 """
 
 from __future__ import annotations

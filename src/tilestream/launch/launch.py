@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from tilestream.arrival.device import Apart, GateWords
+from tilestream.arrival.device import GateWords, LocalRows
 from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
 from tilestream.core.error_record import op_number
@@ -46,11 +46,11 @@ class Signals(Protocol):
         """Bytes of the words in which a kernel may copy what they signal; 0 where no copies are offered."""
 
     @property
-    def apart(self) -> Apart | None:
-        """Rows that stand apart from the others."""
+    def local_rows(self) -> LocalRows | None:
+        """Rows that are there already, in another tensor."""
 
-    def use(self, apart: bool = False) -> GateWords:
-        """Words for a launch on the current stream; ``apart``: one that reads such rows where they stand."""
+    def use(self, local_rows: bool = False) -> GateWords:
+        """Words for a launch on the current stream; ``local_rows``: one that reads them in their own tensor."""
 
 
 class Copied(Signals, Protocol):
@@ -188,12 +188,12 @@ class GemmLaunch(Launch):
         signals = self._copied(awaited)
         return NO_COPIES if signals is None else signals.take_copies(self.plan.copiers)
 
-    def gate(self, device: torch.device, awaited: Awaited | None, apart: bool = False) -> GateArguments:
-        """What a launch on the current stream is told of what arrives; ``apart``: see `Signals.use`, of A's rows."""
+    def gate(self, device: torch.device, awaited: Awaited | None, local_rows: bool = False) -> GateArguments:
+        """What a launch on the current stream is told of what arrives; ``local_rows``: A's, see `Signals.use`."""
         if awaited is None:
             return NO_GATE
         rows, columns = (
-            (None, None, 1, 0) if signals is None else signals.use(apart and signals is awaited.rows)
+            (None, None, 1, 0) if signals is None else signals.use(local_rows and signals is awaited.rows)
             for signals in (awaited.rows, awaited.columns)
         )
         return GateArguments(

@@ -149,7 +149,7 @@ def spans(done: list[Done], gate: Gate | None, zero: Zero, halves: int = 1) -> I
             yield _span(one, "wait", zero, waited, ready, chunk, operand)
         for _ in range(0 if void else one.times):
             yield _span(one, "tile" if item.parts == 1 else "part", zero, ready, max(one.end, ready), chunk, operand)
-        # The halves of a tile are added up apart: each by whoever hands in its last part.
+        # The halves of a tile are reduced separately, each by the worker that stores its last part.
         completed[item.tile] += one.complete
         if item.parts > 1 and one.complete and completed[item.tile] >= halves:
             yield _span(one, "reduce", zero, one.end, one.end, chunk, operand)

@@ -121,7 +121,7 @@ def attention(
         operands are multiplied by.
     cu_seqlens_q, cu_seqlens_k
         int32 ``[B + 1]``: q is ``[T, Hq, D]``, sequence behind sequence, k and v likewise; the first rows of the
-        sequences, and behind the last. On a GPU nobody but the kernel looks at them. Rows of q behind the last give 0.
+        sequences, and behind the last. On a GPU only the kernel reads them. Rows of q behind the last give 0.
     max_seqlen_q, max_seqlen_k
         Bounds of their lengths; of use to the plan.
     block_table, seqlens_k

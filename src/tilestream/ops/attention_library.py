@@ -1,7 +1,7 @@
 """The registered ops of attention: schemas, CPU, GPU and fake implementations, autograd, FLOP counts.
 
 As `tilestream.ops.library`: tensors and numbers only, heads behind rows (the other layout is a view, whose gradient is
-torch's own). Each gives the output and the log-sum-exp; the second is empty where nobody asked for it.
+torch's own). Each gives the output and the log-sum-exp; the second is empty unless it is asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_gpu
 from tilestream.ops.attention_backward import gradients
@@ -58,15 +58,16 @@ _NUM_TENSORS = len(Tensors._fields)
 _COMMON = _NUM_TENSORS + len(Settings._fields)
 
 
+class _Nothing(NamedTuple):
+    """Nothing arrives."""
+
+
 class _Arriving(NamedTuple):
-    """The schema's `_ARRIVING`; by default nothing arrives."""
+    """The schema's `_ARRIVING`."""
 
-    words: torch.Tensor | None = None
-    keys: Sequence[int] = ()
-    deadline: float | None = None
-
-
-_ALL = _COMMON + len(_Arriving._fields)
+    words: torch.Tensor | None
+    keys: Sequence[int]
+    deadline: float
 
 
 def _split(args: Sequence[Any]) -> tuple[Tensors, Settings]:
@@ -101,51 +102,17 @@ def lse_shape(t: Tensors) -> tuple[int, ...]:
 
 
 def _run(
-    out: torch.Tensor, lse: torch.Tensor | None, t: Tensors, s: Settings, arriving: _Arriving, worker_limit: int
+    out: torch.Tensor, lse: torch.Tensor | None, t: Tensors, s: Settings, late: _Nothing | _Arriving, worker_limit: int
 ) -> None:
     q, k, v, *others = t
     operands = AttentionOperands(q.detach(), k.detach(), v.detach(), out, s.scale, lse, *others)
-    keys = FlatArrival.from_ints(arriving.keys, arriving.words)
+    keys, deadline = None, DEFAULT_DEADLINE
+    if isinstance(late, _Arriving):
+        keys, deadline = FlatArrival.from_ints(late.keys, late.words), check_deadline(late.deadline)
     run = attention_gpu.run if out.is_cuda else execute
     # A compiled function's argument knows of the blocks inside it, this thread of those around it.
     bound = limits.tighter(worker_limit, limits.limit())
-    run(operands, t, s, keys, check_deadline(arriving.deadline), bound)
-
-
-# torch leaves out the last argument where it is the schema's default.
-def _attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _new(args, _Arriving(), *args[_COMMON:])
-
-
-def _attention_arriving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _new(args, _Arriving(*args[_COMMON:_ALL]), *args[_ALL:])
-
-
-def _attention_out(*args: Any) -> None:
-    _into(args, _Arriving(), *args[_COMMON:])
-
-
-def _attention_arriving_out(*args: Any) -> None:
-    _into(args, _Arriving(*args[_COMMON:_ALL]), *args[_ALL:])
-
-
-def _new(args: Sequence[Any], arriving: _Arriving, worker_limit: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    t, s = _split(args)
-    out, lse = _outputs(t, s)
-    _run(out, lse if s.return_lse else None, t, s, arriving, worker_limit)
-    return out, lse
-
-
-def _into(
-    args: Sequence[Any], arriving: _Arriving, out: torch.Tensor, lse: torch.Tensor | None, worker_limit: int = 0
-) -> None:
-    t, s = _split(args)
-    _check_into(t, s, out, lse)
-    given = {name: x for name, x in t._asdict().items() if x is not None}
-    refuse_shared(out, **given)
-    if lse is not None:
-        refuse_shared(lse, "lse", **given)
-    _run(out, lse, t, s, arriving, worker_limit)
+    run(operands, t, s, keys, deadline, bound)
 
 
 def _check_into(t: Tensors, s: Settings, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -165,27 +132,42 @@ def _check_into(t: Tensors, s: Settings, out: torch.Tensor, lse: torch.Tensor | 
         raise ValueError(f"lse: {lse.dtype} on {lse.device}; it is {wide_dtype(t.q)} on {t.q.device}")
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("attention", _attention, _device)
-    library.impl("attention_out", _attention_out, _device)
-    library.impl("attention_arriving", _attention_arriving, _device)
-    library.impl("attention_arriving_out", _attention_arriving_out, _device)
+def _define(name: str, kind: type[_Nothing | _Arriving], into: bool) -> None:
+    """Register the implementations of an op: what its schema has behind the settings, and whether it is an out form."""
+    end = _COMMON + len(kind._fields)
+    worker_limit_at = end + 2 * into  # torch leaves it out where it is the schema's default
+
+    def real(*args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        t, s = _split(args)
+        worker_limit = args[worker_limit_at] if len(args) > worker_limit_at else 0
+        if not into:
+            out, lse = _outputs(t, s)
+            _run(out, lse if s.return_lse else None, t, s, kind(*args[_COMMON:end]), worker_limit)
+            return out, lse
+        out, lse = args[end : end + 2]
+        _check_into(t, s, out, lse)
+        given = {name: x for name, x in t._asdict().items() if x is not None}
+        refuse_shared(out, **given)
+        if lse is not None:
+            refuse_shared(lse, "lse", **given)
+        _run(out, lse, t, s, kind(*args[_COMMON:end]), worker_limit)
+        return None
+
+    def fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not into:
+            return _outputs(*_split(args))
+        _check_into(*_split(args), *args[end : end + 2])
+        return None
+
+    for device in ("CPU", "CUDA"):
+        library.impl(name, real, device)
+    torch.library.register_fake(f"tilestream::{name}", fake, lib=library)
 
 
-@torch.library.register_fake("tilestream::attention", lib=library)
-@torch.library.register_fake("tilestream::attention_arriving", lib=library)
-def _(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _outputs(*_split(args))
-
-
-@torch.library.register_fake("tilestream::attention_out", lib=library)
-def _(*args: Any) -> None:
-    _check_into(*_split(args), *args[_COMMON : _COMMON + 2])
-
-
-@torch.library.register_fake("tilestream::attention_arriving_out", lib=library)
-def _(*args: Any) -> None:
-    _check_into(*_split(args), *args[_ALL : _ALL + 2])
+_define("attention", _Nothing, False)
+_define("attention_out", _Nothing, True)
+_define("attention_arriving", _Arriving, False)
+_define("attention_arriving_out", _Arriving, True)
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def number(op: str, name: str, value: object, *, positive: bool) -> float:
 
 
 def most(op: str, name: str, value: object, packed: torch.Tensor | None, lengths: str) -> int:
-    """``max_seqlen_q=`` and ``max_seqlen_k=``; 0 where nobody says."""
+    """``max_seqlen_q=`` and ``max_seqlen_k=``; 0 by default."""
     if value is None:
         return 0
     if packed is None:

@@ -107,7 +107,7 @@ def launch(
 
 @contextlib.contextmanager
 def _publishing(plan: Plan, out: torch.Tensor, signals: Signals) -> Iterator[Publisher]:
-    """Chunks are signalled inside, those without a tile at its end; where it raises, who waits for the rest is told."""
+    """A block that signals chunks; those without a tile are signalled at its end. Its error reaches the readers."""
     assert plan.problem.publishes is not None
     epoch = signals.begin_publishing()
     publisher = Publisher(
@@ -123,7 +123,7 @@ def _publishing(plan: Plan, out: torch.Tensor, signals: Signals) -> Iterator[Pub
 
 
 def run_inline(schedule: Schedule, body: Body) -> None:
-    """A launch with nobody to share work or wait with: the schedule's items, one after the other."""
+    """Perform the schedule's items one after the other, in the calling thread."""
     with torch.inference_mode():  # so that a result that is an inference tensor can be written
         items = list(schedule.items())
         for done, item in enumerate(items):
@@ -159,7 +159,7 @@ def see_all(awaited: Awaited, end: float) -> None:
 def uncompiled_run_plan() -> Callable[..., torch.Tensor]:
     """`run_plan` for code that is being compiled: it schedules by itself, and nothing in it is for a compiler.
 
-    Not a decorator: that imports torch's compiler, two seconds, for everybody who imports this package's ops.
+    Not a decorator: that imports torch's compiler, which takes two seconds, whenever this package's ops are imported.
     """
     disabled: Callable[..., torch.Tensor] = torch.compiler.disable(run_plan)
     return disabled
@@ -275,7 +275,7 @@ def _copies(incoming: Incoming) -> str:
 
 
 def _as_brought(incoming: Incoming | None) -> Incoming | None:
-    """Whoever copies it."""
+    """Without what makes the copies."""
     return None if incoming is None else replace(incoming, copied=0)
 
 

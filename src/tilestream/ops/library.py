@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tilestream.arrival.flat import Awaited, FlatArrival, check_deadline
+from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
 from tilestream.core.operands import GemmOperands
 from tilestream.ops import gpu
 from tilestream.ops.execute import execute, make_epilogue, problem_of
@@ -40,6 +40,9 @@ _PUBLISH = "Tensor? signals, SymInt[] publish, str op"
 # Scales have one element, or are [M, 1] and [1, N], with the batch in front where there is one.
 # worker_limit: of the blocks of `tilestream.worker_limit` around the call; 0: none.
 _OPTIONAL = "Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0"
+
+#: Arguments of all ops behind the two operands.
+_COMMON = 8
 
 library = torch.library.Library("tilestream", "DEF")
 library.define(f"gemm({_OPERANDS}, {_HOW}, {_OPTIONAL}) -> Tensor")
@@ -90,23 +93,27 @@ def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> 
     return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=result_dtype(a, out_dtype))
 
 
-class _Arriving(NamedTuple):
-    """The schema's `_ARRIVING`; by default nothing arrives."""
+class _Nothing(NamedTuple):
+    """Nothing arrives, and nothing is published."""
 
-    row_signals: torch.Tensor | None = None
-    row_arrival: Sequence[int] = ()
-    column_signals: torch.Tensor | None = None
-    column_arrival: Sequence[int] = ()
-    deadline: float | None = None
-    op: str = "matmul"
+
+class _Arriving(NamedTuple):
+    """The schema's `_ARRIVING`."""
+
+    row_signals: torch.Tensor | None
+    row_arrival: Sequence[int]
+    column_signals: torch.Tensor | None
+    column_arrival: Sequence[int]
+    deadline: float | None
+    op: str
 
 
 class _Publish(NamedTuple):
-    """The schema's `_PUBLISH`; by default nothing is published."""
+    """The schema's `_PUBLISH`."""
 
-    signals: torch.Tensor | None = None
-    publish: Sequence[int] = ()
-    op: str = "matmul"
+    signals: torch.Tensor | None
+    publish: Sequence[int]
+    op: str
 
 
 class _Optional(NamedTuple):
@@ -132,29 +139,32 @@ def _run(
     schedule: str,
     workers: int,
     *,
-    arriving: _Arriving,
+    late: _Nothing | _Arriving | _Publish,
     optional: _Optional,
-    published: _Publish | None = None,
 ) -> None:
     """What every op does, given its arguments in the schema's order."""
-    row_signals, row_arrival, column_signals, column_arrival, deadline, op = arriving
     scale_a, scale_b, fast_accum, worker_limit = optional
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     x = GemmOperands(a, b, out, make_epilogue(out, bias, residual, alpha, beta, activation, scale_a, scale_b))
     if not fresh:
         refuse_overlap(out, x.epilogue, a=a, b=b)
-    rows = FlatArrival.from_ints(row_arrival, row_signals)
-    columns = FlatArrival.from_ints(column_arrival, column_signals)
-    publishes = None if published is None else FlatArrival.from_ints(published.publish, published.signals)
+    rows = columns = publishes = None
+    deadline, op = DEFAULT_DEADLINE, "matmul"
+    if isinstance(late, _Arriving):
+        rows = FlatArrival.from_ints(late.row_arrival, late.row_signals)
+        columns = FlatArrival.from_ints(late.column_arrival, late.column_signals)
+        deadline, op = check_deadline(late.deadline), late.op
+    elif isinstance(late, _Publish):
+        publishes, op = FlatArrival.from_ints(late.publish, late.signals), late.op
     # A compiled function's argument knows of the blocks inside it, this thread of those around it.
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
-    if out.is_cuda and published is not None and publishes is not None:
+    if out.is_cuda and publishes is not None:
         from tilestream.ops.publish import publish
 
-        publish(x, publishes, how, published.op)
+        publish(x, publishes, how, op)
     elif out.is_cuda:
-        gpu.run(x, how, None, rows, columns, check_deadline(deadline), op)
+        gpu.run(x, how, None, rows, columns, deadline, op)
     else:
         if a.dim() == 2:
             x = GemmOperands(a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0), x.epilogue)
@@ -162,46 +172,7 @@ def _run(
         plan = plan_problem(
             problem, workers or None, schedule, default_workers=torch.get_num_threads(), limit=how.limit
         )  # fmt: skip
-        execute(plan, x, Awaited.of(rows, columns, check_deadline(deadline), op, a.device), op, publishes)
-
-
-# torch leaves out arguments that are the schema's defaults: those of `_Optional`, all or the last ones.
-_COMMON, _ALL = 8, 8 + len(_Arriving._fields)
-_PUBLISHED = _COMMON + len(_Publish._fields)
-
-
-def _gemm(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
-    out = _output(a, b, others[5])
-    _run(out, True, a, b, *others[:_COMMON], arriving=_Arriving(), optional=_Optional(*others[_COMMON:]))
-    return out
-
-
-def _gemm_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
-    out = others[_COMMON]
-    _check_out(out, a, b, others[5])
-    _run(out, False, a, b, *others[:_COMMON], arriving=_Arriving(), optional=_Optional(*others[_COMMON + 1 :]))
-
-
-def _gemm_arriving(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
-    out = _output(a, b, others[5])
-    arriving = _Arriving(*others[_COMMON:_ALL])
-    _run(out, True, a, b, *others[:_COMMON], arriving=arriving, optional=_Optional(*others[_ALL:]))
-    return out
-
-
-def _gemm_arriving_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
-    out = others[_ALL]
-    _check_out(out, a, b, others[5])
-    arriving = _Arriving(*others[_COMMON:_ALL])
-    _run(out, False, a, b, *others[:_COMMON], arriving=arriving, optional=_Optional(*others[_ALL + 1 :]))
-
-
-def _gemm_published_out(a: torch.Tensor, b: torch.Tensor, *others: Any) -> None:
-    out = others[_PUBLISHED]
-    _check_out(out, a, b, others[5])
-    published = _Publish(*others[_COMMON:_PUBLISHED])
-    optional = _Optional(*others[_PUBLISHED + 1 :])
-    _run(out, False, a, b, *others[:_COMMON], arriving=_Arriving(), optional=optional, published=published)
+        execute(plan, x, Awaited.of(rows, columns, deadline, op, a.device), op, publishes)
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
@@ -215,39 +186,43 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
         )
 
 
+def _define(name: str, kind: type[_Arriving | _Publish | _Nothing], into: bool) -> None:
+    """Register the implementations of an op: what its schema has behind the operands, and whether it is an out form."""
+    late_fields, nothing = len(kind._fields), _Nothing()
+    end = _COMMON + late_fields
+
+    def real(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor | None:
+        out = fake(a, b, *others)
+        late = kind(*others[_COMMON:end]) if late_fields else nothing
+        # torch leaves out arguments that are the schema's defaults: those of `_Optional`, all or the last ones.
+        if out is None:
+            _run(others[end], False, a, b, *others[:_COMMON], late=late, optional=_Optional(*others[end + 1 :]))
+        else:
+            _run(out, True, a, b, *others[:_COMMON], late=late, optional=_Optional(*others[end:]))
+        return out
+
+    def fake(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor | None:
+        if not into:
+            return _output(a, b, others[5])
+        _check_out(others[end], a, b, others[5])
+        return None
+
+    for device in ("CPU", "CUDA"):
+        library.impl(name, real, device)
+    torch.library.register_fake(f"tilestream::{name}", fake, lib=library)
+
+
 def _clear_signals(signals: torch.Tensor) -> None:
     with torch.inference_mode():  # the words may be an inference tensor
         signals.zero_()
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("gemm", _gemm, _device)
-    library.impl("gemm_out", _gemm_out, _device)
-    library.impl("gemm_arriving", _gemm_arriving, _device)
-    library.impl("gemm_arriving_out", _gemm_arriving_out, _device)
-    library.impl("gemm_published_out", _gemm_published_out, _device)
+_define("gemm", _Nothing, False)
+_define("gemm_out", _Nothing, True)
+_define("gemm_arriving", _Arriving, False)
+_define("gemm_arriving_out", _Arriving, True)
+_define("gemm_published_out", _Publish, True)
 library.impl("clear_signals", _clear_signals, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tilestream::gemm", lib=library)
-@torch.library.register_fake("tilestream::gemm_arriving", lib=library)
-def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> torch.Tensor:
-    return _output(a, b, args[5])
-
-
-@torch.library.register_fake("tilestream::gemm_out", lib=library)
-def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
-    _check_out(args[_COMMON], a, b, args[5])
-
-
-@torch.library.register_fake("tilestream::gemm_arriving_out", lib=library)
-def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
-    _check_out(args[_ALL], a, b, args[5])
-
-
-@torch.library.register_fake("tilestream::gemm_published_out", lib=library)
-def _(a: torch.Tensor, b: torch.Tensor, *args: Any) -> None:
-    _check_out(args[_PUBLISHED], a, b, args[5])
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------

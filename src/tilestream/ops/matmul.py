@@ -65,7 +65,7 @@ def matmul(
         rows (an ``a`` expanded over the batches of ``b`` has the rows of one batch). Each tile is computed as soon as
         the chunks it reads are signalled.
     publish
-        Chunks of the result's rows (leading dimensions count), each signalled when it is complete: whoever is given the
+        Chunks of the result's rows (leading dimensions count), each signalled when it is complete: a call that gets the
         same `Arrival` as ``arrival=``, on another stream or in another thread, begins before this call has ended. Issue
         this call first. Of a GPU's readers it is made sure that they leave it the SMs that it needs; those with kernels
         of their own see to that themselves. Where the signals are words of your own, a reader on a GPU begins behind

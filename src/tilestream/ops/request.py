@@ -80,12 +80,14 @@ class Request(NamedTuple):
             raise TypeError(f"{op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
         if not isinstance(self.fast_accum, bool):
             raise TypeError(f"{op}: use_fast_accum={self.fast_accum!r}; it is True or False")
-        check_waiting(
-            op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
-            publish=self.publish,
-        )  # fmt: skip
+        arriving = self.arriving
+        if arriving or self.publish is not None or self.workers is not None or self.deadline is not None:
+            check_waiting(
+                op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
+                publish=self.publish,
+            )  # fmt: skip
         if self.publish is not None:
-            check_publish(op, self.schedule, self.arriving)
+            check_publish(op, self.schedule, arriving)
 
     @property
     def arriving(self) -> bool:

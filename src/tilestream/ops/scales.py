@@ -8,7 +8,7 @@ import torch
 
 from tilestream.plan.problem import FP8, FP8_RESULT, are_a_pair, dtype_name, pairs_text
 
-#: Dtypes of 8 bits, and what comes of them where nobody says.
+#: Dtypes of 8 bits, and the default dtype of their product.
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
 FP8_RESULT_DTYPE: torch.dtype = getattr(torch, FP8_RESULT)
 

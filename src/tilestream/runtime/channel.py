@@ -1,4 +1,4 @@
-"""The error channel: how a kernel tells the host that it gave up waiting, with nobody waiting for the kernel.
+"""The error channel: how a kernel tells the host that it gave up waiting, without the host waiting for the kernel.
 
 One a device: a ring of records in pinned host memory, which GPUs write directly, and a counter of records on the
 device. The host looks at one word of it at each call on that device and at `check` (invariant 5), and raises what it

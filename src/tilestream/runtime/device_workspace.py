@@ -33,7 +33,7 @@ class Words(NamedTuple):
     Attributes
     ----------
     counters
-        ``int64``, `LINE` apart: a counter a queue, one for those who left, the abort word.
+        ``int64``, `LINE` apart: a counter a queue, one of the workers that have left, the abort word.
     counts, partials
         stream_k: two ``int32`` (the halves of a tile may be counted apart) and ``[block_m, block_n]`` of ``float32`` a
         slot. Partials without counts: as many ``float32`` as were asked for.

@@ -1,8 +1,8 @@
-"""Leaving nobody inside torch when the interpreter exits.
+"""Shutdown: no thread is left inside torch when the interpreter exits.
 
 A daemon thread that is inside torch's C++ code when the interpreter goes away is unwound through frames that do not
-allow it, and the process aborts. So whoever runs threads registers here; at exit they are told to stop and waited for,
-each for a bounded time: a producer that is blocked in a caller's own code is left to it, which is harmless.
+allow it, and the process aborts. An object that runs threads registers here. At exit each is told to stop, and is
+waited for a bounded time: a producer that is blocked in a caller's own code is left to it, which is harmless.
 
 A caller's daemon thread that comes out of a call then, or into one, goes no further: it would meet the same end in
 torch code of its caller's, and be it where a result is freed, without the GIL. It sleeps until the process is gone, as
@@ -44,7 +44,7 @@ def register(stoppable: Stoppable) -> None:
     Raises
     ------
     TilestreamError
-        If that moment has passed: nobody may begin any more.
+        If that moment has passed: nothing may begin any more.
     """
     if _exiting.is_set():
         raise TilestreamError("the interpreter exits; nothing is launched any more")
@@ -53,7 +53,7 @@ def register(stoppable: Stoppable) -> None:
 
 @contextlib.contextmanager
 def call() -> Iterator[None]:
-    """A call of an op, seen from outside of it: at exit, whoever is inside is waited for.
+    """A call of an op, seen from outside of it: at exit, threads inside one are waited for.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def call() -> Iterator[None]:
 
 
 def _stay_if_left_behind() -> None:
-    """Sleep for good, in a daemon thread: nobody waits for it any more."""
+    """Sleep for good, in a daemon thread, which is not waited for any more."""
     if threading.current_thread().daemon:
         threading.Event().wait()
 

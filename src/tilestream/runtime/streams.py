@@ -1,4 +1,4 @@
-"""Streams of our own, which nobody else is given.
+"""Streams of our own, which torch gives to no one else.
 
 torch hands out its streams from a pool of 32, over and over: a stream made for copies may be the one on which the
 caller's kernel waits for them, and then they come after it. So ours are made by the driver. They are lent, come back
@@ -49,7 +49,7 @@ def lend_to(borrower: object, device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Make a stream the current one that nobody else is on, for the length of the block."""
+    """Make an idle stream of our own the current one, for the length of the block."""
     stream = lend(device)
     try:
         with torch.cuda.stream(stream):

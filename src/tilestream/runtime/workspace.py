@@ -38,7 +38,7 @@ class Counter:
             return value - base
 
     def peek(self, base: int) -> int:
-        """The value counted from ``base``; 0 if nobody has added since."""
+        """The value counted from ``base``; 0 if nothing was added since."""
         return max(self._value - base, 0)
 
 
@@ -140,7 +140,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def workspace() -> Iterator[Workspace]:
-    """A workspace that is nobody else's for the length of the block. On return all who used it must have left."""
+    """A workspace of this launch alone, for the length of the block. At its end all workers must have left."""
     with _pool.lock:
         taken = _pool.free.pop() if _pool.free else None
     taken = taken or Workspace()

@@ -5,7 +5,7 @@ It has nine models and explores every interleaving of each:
 1. `workers`: several workers on queues and gates, with a deadline that may expire and the drain after it. It runs
    `tilestream.core.loop`, the text that the backends run: `work`, whose workers leave when the launch is over, and
    `work_through`, whose workers hand in NaN until no item is left and whose last worker out resets the words. It covers
-   both ways to hand in the parts of a tile, `hand_in` and `settle`, and arrival order (`arrival_order`), in which no
+   both ways to hand in the parts of a tile, `hand_in` and `fixup`, and arrival order (`arrival_order`), in which no
    worker may wait while there is work.
 2. `ring`: the load loop and the math loops of one worker on barriers, stages, slots and C buffers (`protocol`). This is
    the Hopper kernel, operation by operation.
@@ -30,7 +30,7 @@ It has nine models and explores every interleaving of each:
 
 **Why models 1 and 2 together describe the whole kernel.** In a kernel with load and math loops, a worker is `work` cut
 in two at Compute. The load loop does what comes before (Poll, take, gate), puts the item on the item ring and loads it.
-The math loop does Compute's epilogue and hands the item in: Count and Reduce, or the operations of `settle`. A property
+The math loop does Compute's epilogue and hands the item in: Count and Reduce, or the operations of `fixup`. A property
 can break in two places: the memory that the workers share (counters, signals, abort word, counts, slots of partials,
 output), and one worker's rings and C buffers.
 
@@ -42,7 +42,7 @@ only from the epilogue on.
 STOP ends the sequence. Any item or STOP may come at any moment. So model 2 has explored every sequence that a worker's
 rings can see, whatever the schedule, the other workers, the chunks and the deadline do: no wait hangs (none depends on
 anything outside), each item is multiplied once, from the right stages, and finished in a bounded number of the worker's
-own steps, whatever `settle` answers; STOP makes all loops leave. This is why a gate comes before handing on: after the
+own steps, whatever `fixup` answers; STOP makes all loops leave. This is why a gate comes before handing on: after the
 gate, nothing that the math loop waits for can fail to come. Attention's gate comes later, inside the item: its load
 loop fills the stages of missing blocks with nothing, and in model 5 any gate may fail.
 

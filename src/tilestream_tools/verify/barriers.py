@@ -27,6 +27,7 @@ from tilestream_tools.verify.protocol import (
     Barrier,
     Epilogue,
     Expect,
+    Fixup,
     Get,
     Load,
     Mma,
@@ -34,7 +35,6 @@ from tilestream_tools.verify.protocol import (
     Put,
     Retire,
     Ring,
-    Settle,
     WaitBarrier,
 )  # fmt: skip
 
@@ -125,7 +125,7 @@ class RingMemory:
             Retire: lambda pid, op, answer, m: self._retire(op, m, private),
             Poisoned: lambda pid, op, answer, m: self._poison(op, m, private),
             Epilogue: lambda pid, op, answer, m: self._epilogue(op, m, consumer),
-            Settle: lambda pid, op, answer, m: self.buffers.begin(op.item, consumer, m) if answer else None,
+            Fixup: lambda pid, op, answer, m: self.buffers.begin(op.item, consumer, m) if answer else None,
         }
         return handlers.get(type(op))
 
@@ -202,7 +202,7 @@ class RingMemory:
         self.finish(op.item, consumer, m)
 
     def finish(self, item: WorkItem, consumer: int, m: Memory) -> None:
-        """What an accumulator that is whole asks for: that a tile is stored; of a part `Settle` says whether it is."""
+        """What an accumulator that is whole asks for: that a tile is stored; of a part `Fixup` says whether it is."""
         if item.parts == 1:
             self.buffers.begin(item, consumer, m)
         else:

@@ -19,9 +19,9 @@ Reductions, and why they hide no fault:
 
 - *Filled, Pushed, Pulled, ReadDone* are delayed to the operation after them: a longer copy can be disturbed for longer.
 - *Fill, Push, Pull, Read* are eager: a copy that begins at once can be disturbed for longer, and sees the first values.
-- *Signal, Tell, Post, Done, Ended* are eager: they enable others and remove no behaviour. What could come between one
-  of them and the end of the copy before it can come before both. The same holds for *Break*, *Abort*, *Overrule* and
-  *Release* and the look before them, which changes nothing.
+- *Signal, SignalPeer, Post, Done, Ended* are eager: they enable others and remove no behaviour. What could come
+  between one of them and the end of the copy before it can come before both. The same holds for *Break*, *Abort*,
+  *Overrule* and *Release* and the look before them, which changes nothing.
 - *Issued* and the waits for a rank's own streams are lazy: what they wait for stays once it is there, and they change
   nothing.
 """
@@ -200,7 +200,8 @@ class GatherModel(RanksModel):
 
     case: GatherCase
     eager: ClassVar[frozenset[type]] = frozenset({
-        p.Fill, p.Push, p.Pull, p.Signal, p.Tell, p.Post, p.Done, p.Break, p.Abort, p.Overrule, p.Release, Read, Ended,
+        p.Fill, p.Push, p.Pull, p.Signal, p.SignalPeer, p.Post, p.Done, p.Break, p.Abort, p.Overrule, p.Release, Read,
+        Ended,
     })  # fmt: skip
     delayed: frozenset[type] = frozenset({p.Filled, p.Pushed, p.Pulled, ReadDone})
     lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitCall, p.AwaitPost, p.AwaitSide, p.AwaitKernel})
@@ -211,7 +212,7 @@ class GatherModel(RanksModel):
 
     # Answers --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, rank: int, op: p.Ask, m: Memory) -> Sequence[int]:
+    def _expired(self, rank: int, op: p.CheckExpired, m: Memory) -> Sequence[int]:
         expired = m[self.at(rank, "expired")]
         if not expired:
             return (0,)
@@ -241,7 +242,7 @@ class GatherModel(RanksModel):
         return (*arrived, 0) if m[self.at(rank, "over")] >= op.epoch else arrived
 
     _asked: ClassVar[dict[type, Asked]] = {
-        **RanksModel._asked, p.Ask: _ask, p.AwaitCall: _await_call, p.AwaitSide: _await_side,
+        **RanksModel._asked, p.CheckExpired: _expired, p.AwaitCall: _await_call, p.AwaitSide: _await_side,
         p.AwaitFlag: _await_flag, Gate: _gate,
     }  # fmt: skip
 
@@ -251,7 +252,7 @@ class GatherModel(RanksModel):
         """As of `RanksModel`: what its peers may still pull."""
         return "pull" in self.case.ways and self.at(rank, "slots") <= at < self.at(rank, "read")
 
-    def _asks(self, rank: int, op: p.Ask, answer: int, m: Memory) -> None:
+    def _break_if_expired(self, rank: int, op: p.CheckExpired, answer: int, m: Memory) -> None:
         if answer:
             m[self.at(rank, "broken")] = 1
             for peer in p.peers(rank, self.case.world):
@@ -307,7 +308,7 @@ class GatherModel(RanksModel):
         self._write(op.peer, self.place(op.slot, rank, op.chunk, op.epoch), value, m)
         m[self.at(rank, "push")] = 0
 
-    def _tell(self, rank: int, op: p.Tell, answer: int, m: Memory) -> None:
+    def _signal_peer(self, rank: int, op: p.SignalPeer, answer: int, m: Memory) -> None:
         m[self.at(op.peer, "signals", self.place(op.slot, rank, op.chunk, op.epoch))] = op.epoch
 
     def _flag(self, rank: int, op: p.Flag, answer: int, m: Memory) -> None:
@@ -346,8 +347,8 @@ class GatherModel(RanksModel):
         m[self.at(rank, "over")] = max(m[self.at(rank, "over")], op.epoch)
 
     _does: ClassVar[dict[type, Does]] = {
-        **RanksModel._does, p.Ask: _asks, Write: _write_tensor, p.Fill: _fill, p.Filled: _filled, p.Signal: _signal,
-        p.Push: _push, p.Pushed: _pushed, p.Tell: _tell, p.Flag: _flag, p.Pull: _pull,
+        **RanksModel._does, p.CheckExpired: _break_if_expired, Write: _write_tensor, p.Fill: _fill, p.Filled: _filled,
+        p.Signal: _signal, p.Push: _push, p.Pushed: _pushed, p.SignalPeer: _signal_peer, p.Flag: _flag, p.Pull: _pull,
         p.Pulled: _pulled, p.Done: _done, Read: _read, ReadDone: _read_done, p.Overrule: _overrule,
     }  # fmt: skip
 

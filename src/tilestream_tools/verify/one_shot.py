@@ -86,20 +86,20 @@ class OneShotModel(RanksModel):
     def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "heard")] >= op.epoch else ()
 
-    def _hear(self, rank: int, op: text.HearPeer, m: Memory) -> Sequence[int]:
+    def _await_peer(self, rank: int, op: text.AwaitPeer, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "flags", op.peer)] >= op.epoch else ()
 
     def over(self, rank: int, m: Memory) -> int:
         """As of `RanksModel`."""
         return int(m[self.at(rank, "heard")])
 
-    def waiting(self, rank: int, m: Memory) -> text.HearPeer | None:
+    def waiting(self, rank: int, m: Memory) -> text.AwaitPeer | None:
         """As of `RanksModel`: the calling stream's."""
         op: Any = self.locals.op[m[rank * self._roles + 1]]
-        return op if isinstance(op, text.HearPeer) and not self._hear(rank, op, m) else None
+        return op if isinstance(op, text.AwaitPeer) and not self._await_peer(rank, op, m) else None
 
     _asked: ClassVar[dict[type, Asked]] = {
-        **RanksModel._asked, p.AwaitCall: _await_call, p.AwaitSide: _await_side, text.HearPeer: _hear,
+        **RanksModel._asked, p.AwaitCall: _await_call, p.AwaitSide: _await_side, text.AwaitPeer: _await_peer,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -115,10 +115,10 @@ class OneShotModel(RanksModel):
     def _multiplied(self, rank: int, op: text.Multiplied, answer: int, m: Memory) -> None:
         m[self.at(rank, "slots", op.slot)] = m[self.at(rank, "ended")] = op.epoch
 
-    def _tell_peer(self, rank: int, op: text.TellPeer, answer: int, m: Memory) -> None:
+    def _flag_peer(self, rank: int, op: text.FlagPeer, answer: int, m: Memory) -> None:
         m[self.at(op.peer, "flags", rank)] = op.epoch
 
-    def _heard(self, rank: int, op: text.Heard, answer: int, m: Memory) -> None:
+    def _all_flagged(self, rank: int, op: text.AllFlagged, answer: int, m: Memory) -> None:
         m[self.at(rank, "heard")] = op.epoch
 
     def _void(self, rank: int, epoch: int, m: Memory) -> bool:
@@ -140,8 +140,8 @@ class OneShotModel(RanksModel):
         m[self.at(rank, "adding")], m[self.at(rank, "from")], m[self.at(rank, "added")] = 0, 0, op.epoch
 
     _does: ClassVar[dict[type, Does]] = {
-        **RanksModel._does, text.Multiply: _multiply, text.Multiplied: _multiplied, text.TellPeer: _tell_peer,
-        text.Heard: _heard, text.AddSlots: _add, text.Added: _added,
+        **RanksModel._does, text.Multiply: _multiply, text.Multiplied: _multiplied, text.FlagPeer: _flag_peer,
+        text.AllFlagged: _all_flagged, text.AddSlots: _add, text.Added: _added,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------

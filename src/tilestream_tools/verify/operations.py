@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.core.gate import See, Wait
-from tilestream.core.loop import AddUp, Compute, Poison, Poll, Quarantine, Reduce, Reset, Restore, Write
+from tilestream.core.loop import Compute, Poison, Poll, Quarantine, Reduce, ReducePartials, Reset, Restore, Write
 from tilestream.schedule import Peek, Ready, Take, WorkItem
 from tilestream_tools.verify.oracle import Oracle
 
@@ -59,7 +59,7 @@ WAITS: frozenset[type] = frozenset({Wait, See, WaitForever, WaitAlone})
 POLLS: frozenset[type] = frozenset({Poll, PollAbort})
 #: Operations without an answer.
 SILENT: frozenset[type] = frozenset(
-    {Compute, Poison, Write, Restore, Reduce, ReduceNumbers, AddUp, Reset, Quarantine, SetCounter}
+    {Compute, Poison, Write, Restore, Reduce, ReduceNumbers, ReducePartials, Reset, Quarantine, SetCounter}
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilestream.core import stream_k as stream_k_rules
-from tilestream.core.loop import AddUp
+from tilestream.core.loop import ReducePartials
 from tilestream.schedule import Schedule, WorkItem
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
@@ -93,19 +93,21 @@ class Partials:
     def reduce(self, who: str, op: Any, m: Memory) -> None:
         """The partials of a tile are added, in K order: each once, each visible, and NaN if one of them is.
 
-        Of `AddUp`, the worker's own is the one that it holds.
+        Of `ReducePartials`, the worker's own is the one that it holds.
         """
         tile = op.item.tile
         k, nan = 0, False
         for share in self.schedule.contributors(self.position[tile]):
             at = stream_k_rules.slot(share, self.position[tile])
             slot, held = self.slot + at, self.held + at
-            own = type(op) is AddUp and op.item.slot == at
+            own = type(op) is ReducePartials and op.item.slot == at
             if own:
                 if not m[held]:
                     raise Fault("wrong data", f"{who} adds a part of tile {tile} that it does not hold")
                 m[slot] = m[held]  # if it was written, too, no worker reads that copy
-            elif not m[slot] & 1 and (type(op) is AddUp or not self._holds(m[slot], op.item)):  # its own it can see
+            elif not m[slot] & 1 and (
+                type(op) is ReducePartials or not self._holds(m[slot], op.item)
+            ):  # its own it can see
                 raise Fault(
                     "partial not visible",
                     f"{who} adds slot {at} of tile {tile} before its partial is visible",

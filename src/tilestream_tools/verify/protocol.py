@@ -140,10 +140,10 @@ class Epilogue(NamedTuple):
     item: WorkItem
 
 
-class Settle(NamedTuple):
-    """Settle a part of a tile. Answer: 1 if it was the last, and this consumer stores the tile.
+class Fixup(NamedTuple):
+    """Fixup a part of a tile. Answer: 1 if it was the last, and this consumer stores the tile.
 
-    What is behind it is `tilestream.core.loop.settle`. To a worker's rings any answer may come.
+    What is behind it is `tilestream.core.loop.fixup`. To a worker's rings any answer may come.
     """
 
     item: WorkItem
@@ -182,10 +182,10 @@ class Ring:
     Attributes
     ----------
     depth
-        Stages: two at least, or one where the form is ``precise``.
+        Stages: two at least, or one where the form is ``promoted``.
     items
         Slots of the item ring.
-    precise
+    promoted
         fp8 without fast accumulation: a K step's product is waited for, and its stage given back, before the next.
     strips
         Strips in which a tile goes through C buffers; 0 where it is stored from registers.
@@ -196,7 +196,7 @@ class Ring:
     depth: int
     items: int = 2
     consumers: Consumers = "single"
-    precise: bool = False
+    promoted: bool = False
     strips: int = 0
     most_buffers: int = 2
 
@@ -338,7 +338,7 @@ def math_turn(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Ge
 
 def k_loop(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
     """The K loop of one item, in the form that the ring has; the place behind it."""
-    return (multiply_precisely if ring.precise else multiply)(ring, consumer, stage, steps)
+    return (multiply_promoted if ring.promoted else multiply)(ring, consumer, stage, steps)
 
 
 def multiply(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
@@ -360,7 +360,7 @@ def multiply(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[A
     return stage
 
 
-def multiply_precisely(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
+def multiply_promoted(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
     """A K step's product is done, its stage given back and the product added, before the next is started."""
     for k in range(steps):
         yield WaitBarrier(Barrier("full", stage.at), stage.phase)
@@ -383,7 +383,7 @@ def poison(ring: Ring, consumer: int, item: WorkItem) -> Generator[Any, Any, Non
 def epilogue(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
     """The finish of model 2."""
     yield Epilogue(item)
-    if item.parts == 1 or (yield Settle(item)):
+    if item.parts == 1 or (yield Fixup(item)):
         yield from store(ring, item)
 
 

@@ -18,8 +18,8 @@ Reductions, and why they hide no fault:
 - *Expect*, *Load*, *Mma*, *Poisoned* and *Epilogue* are eager. Expect alone completes no phase. A load or an mma uses
   its stage from its start on: done at once, it shows every overlap. Where the order of a load and an mma on one stage
   could matter, both orders are faults.
-- *Settle*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer's C buffers are its own, and no other process
-  sees the answer to `Settle`. (Where two consumers share a buffer by mistake, each leaves it with a store in flight: in
+- *Fixup*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer's C buffers are its own, and no other process
+  sees the answer to `Fixup`. (Where two consumers share a buffer by mistake, each leaves it with a store in flight: in
   either order, the second fills it too early.)
 - *Landing* is lazy: a load lands only when a process may wait for it. What else could come before it, a second load
   into the stage or an mma on it, is a fault.
@@ -45,6 +45,7 @@ from tilestream_tools.verify.protocol import (
     Fence,
     Fill,
     Finish,
+    Fixup,
     Get,
     Load,
     LoadState,
@@ -56,7 +57,6 @@ from tilestream_tools.verify.protocol import (
     Put,
     Retire,
     Ring,
-    Settle,
     Source,
     Store,
     WaitBarrier,
@@ -72,7 +72,7 @@ from tilestream_tools.verify.protocol import (
 NUMBERS = 4
 
 #: What a consumer does with its own accumulator and C buffers.
-OWN: frozenset[type] = frozenset({Mma, Retire, Poisoned, Settle, Drain, Fill, Fence, Store})
+OWN: frozenset[type] = frozenset({Mma, Retire, Poisoned, Fixup, Drain, Fill, Fence, Store})
 
 LoadTurn = Callable[[Ring, Source, LoadState], Generator[Any, Any, "LoadState | None"]]
 MathTurn = Callable[..., Generator[Any, Any, "MathState | None"]]
@@ -108,8 +108,8 @@ class RingCase:
             f"{ring.consumers}, {ring.depth} stages, {ring.items} item slots",
             f"{' or '.join(map(str, self.k_counts))} K steps an item",
         ]
-        if ring.precise:
-            words.append("precise")
+        if ring.promoted:
+            words.append("promoted")
         if ring.strips:
             words.append(f"{ring.strips} strips through {ring.buffers} C buffers")
         if self.split:
@@ -183,7 +183,7 @@ class RingModel(Model):
         """As `Model.domain`."""
         if type(op) is Next or type(op) is Get:
             return (None, *(self.all_items if type(op) is Next else self.handed_on))
-        return (0, 1) if type(op) is Pass or type(op) is Settle else (0,)
+        return (0, 1) if type(op) is Pass or type(op) is Fixup else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
@@ -192,7 +192,7 @@ class RingModel(Model):
         if type(op) is Pass:
             answers = ((1, 0) if self.case.expires else (1,), (0,))
             return lambda pid, op, m: answers[m[self.over]]
-        if type(op) is Settle:
+        if type(op) is Fixup:
             return lambda pid, op, m: (1, 0)
         return self.rings.answers_of(op)
 
@@ -278,7 +278,7 @@ class RingModel(Model):
             after = f" -> {say_item(answer)}"
         elif isinstance(op, Pass):
             after = " -> arrived" if answer else " -> the launch is over"
-        elif isinstance(op, Settle):
+        elif isinstance(op, Fixup):
             after = " -> the last part" if answer else " -> others are to come"
         return f"{self.processes[pid].name}: {say(op)}{after}"
 

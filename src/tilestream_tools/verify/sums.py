@@ -153,7 +153,7 @@ class SumModel(RanksModel):
     def _publish(self, rank: int, op: q.Publish, answer: int, m: Memory) -> None:
         m[self.at(rank, "signals", op.step)] = op.epoch
 
-    def _tell_part(self, rank: int, op: q.TellPart, answer: int, m: Memory) -> None:
+    def _flag_part(self, rank: int, op: q.FlagPart, answer: int, m: Memory) -> None:
         m[self.at(op.peer, "flags", rank)] = self._told(op.epoch, op.parts)
 
     def _pull_part(self, rank: int, op: q.PullPart, answer: int, m: Memory) -> None:
@@ -206,7 +206,7 @@ class SumModel(RanksModel):
         return self.at(rank, "read", self.stream(epoch))
 
     _does: ClassVar[dict[type, Does]] = {
-        **RanksModel._does, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish, q.TellPart: _tell_part,
+        **RanksModel._does, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish, q.FlagPart: _flag_part,
         q.PullPart: _pull_part, q.PulledPart: _pulled_part, q.Ended: _kernel_ended, p.Done: _done, q.Sum: _sum,
         q.Summed: _summed,
     }  # fmt: skip

@@ -74,7 +74,7 @@ def matmul(
     drain: Drain = "leave",
     program: Program | None = None,
     quarantined: bool = False,
-    settled: bool = False,
+    fixup: bool = False,
 ) -> WorkersCase:
     """A configuration of model 1: ``num_m`` x ``num_n`` tiles; rows (``weight``: columns) arrive by ``bounds``.
 
@@ -101,7 +101,7 @@ def matmul(
             )
     first_batch = bounds[pivot] * batch // bounds[-1] if bounds else 0
     schedule = Schedule(kind, Grid(batch, num_m, num_n, k), raster, workers, queues, split, shares, first_batch)
-    return WorkersCase(schedule, gate, running, drain, program, quarantined, settled)
+    return WorkersCase(schedule, gate, running, drain, program, quarantined, fixup)
 
 
 def configurations(model: str, level: Level) -> list[Case]:
@@ -156,7 +156,7 @@ def workers(level: Level) -> Iterator[WorkersCase]:
     yield from arrival_order.configurations(full)
     yield from _fewer_running(full)
     yield from _drained(full)
-    yield from _settled(full)
+    yield from _fixups(full)
     yield matmul("dynamic", 2, 2, batch=2, bounds=(0, 3, 5, 8), pivot=1)
     yield matmul("static", 3, 2, batch=2, bounds=(0, 3, 5, 8), pivot=2)
     # 4 workers, 8 items, 3 chunks.
@@ -248,18 +248,18 @@ def _drained(full: bool) -> Iterator[WorkersCase]:
                 yield matmul("stream_k", 4, 5, bounds=(*bounds[:-1], 10), pivot=pivot, k=2, drain="reset")
 
 
-def _settled(full: bool) -> Iterator[WorkersCase]:
-    """Parts that are held and settled: 2 to 4 contributors, shares over several tiles, workers that poison theirs."""
+def _fixups(full: bool) -> Iterator[WorkersCase]:
+    """Parts that are held and fixed up: 2 to 4 contributors, shares over several tiles, workers that poison theirs."""
     sizes: tuple[tuple[int, int, int, int], ...] = (
         # workers, tiles, K steps, shares: one a worker; fewer, each over several tiles; more, several a worker
         (2, 1, 2, 0), (2, 3, 3, 0), (3, 1, 3, 0), (3, 2, 2, 0), (3, 5, 3, 0), (4, 3, 2, 2), (4, 3, 3, 2), (2, 1, 3, 3),
         (2, 1, 4, 4), (3, 2, 2, 4),
     )  # fmt: skip
     for w, tiles, k, shares in sizes + (((4, 1, 4, 0), (4, 3, 4, 0), (4, 7, 3, 5)) if full else ()):
-        yield matmul("stream_k", w, tiles, k=k, shares=shares, drain="reset", settled=True)
+        yield matmul("stream_k", w, tiles, k=k, shares=shares, drain="reset", fixup=True)
         for running in ((0,), (1,), (0, 1)):
             if len(running) < w:
-                yield matmul("stream_k", w, tiles, k=k, shares=shares, running=running, drain="poison", settled=True)
+                yield matmul("stream_k", w, tiles, k=k, shares=shares, running=running, drain="poison", fixup=True)
     for w, tiles, k, shares in (
         (2, 1, 2, 0),
         (2, 3, 2, 0),
@@ -269,10 +269,10 @@ def _settled(full: bool) -> Iterator[WorkersCase]:
         for bounds in (*LAYOUTS[tiles], *UNREAD[tiles]):
             for pivot in range(len(bounds) - 1):
                 yield matmul(
-                    "stream_k", w, tiles, bounds=bounds, pivot=pivot, k=k, shares=shares, drain="reset", settled=True
+                    "stream_k", w, tiles, bounds=bounds, pivot=pivot, k=k, shares=shares, drain="reset", fixup=True
                 )
-    yield matmul("stream_k", 3, 1, bounds=(0, 1, 2), k=3, drain="poison", settled=True)
-    yield matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True, quarantined=True)
+    yield matmul("stream_k", 3, 1, bounds=(0, 1, 2), k=3, drain="poison", fixup=True)
+    yield matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", fixup=True, quarantined=True)
 
 
 def _columns_too(case: WorkersCase) -> WorkersCase:
@@ -287,50 +287,50 @@ def rings(level: Level) -> Iterator[RingCase]:
     every = get_args(Consumers)
     for depth, items, consumers in product((1, 2, 3), (1, 2), every):
         if full or depth < 3 or items == 2:
-            yield RingCase(Ring(depth, items, consumers, precise=depth == 1), (1, 2))
+            yield RingCase(Ring(depth, items, consumers, promoted=depth == 1), (1, 2))
     # One K step at a time; C buffers.
     for depth, consumers in product((2, 3) if full else (2,), every):
-        yield RingCase(Ring(depth, 2, consumers, precise=True), (1, 2))
+        yield RingCase(Ring(depth, 2, consumers, promoted=True), (1, 2))
         for strips, most in ((1, 2), (2, 1), (2, 2), (3, 2), (4, 2)) if full else ((1, 2), (2, 2), (3, 2)):
             ring = Ring(depth, 2, consumers, strips=strips, most_buffers=most)
             yield RingCase(ring, (1, 2) if full and depth == 2 else (1,), split=True)
-        yield RingCase(Ring(depth, 2, consumers, precise=True, strips=3), (1,), split=full)
+        yield RingCase(Ring(depth, 2, consumers, promoted=True, strips=3), (1,), split=full)
     # The launch is over: void items, from any on.
     for consumers in every:
-        yield RingCase(Ring(1, 2, consumers, precise=True), (1, 2) if full else (1,), expires=True)
+        yield RingCase(Ring(1, 2, consumers, promoted=True), (1, 2) if full else (1,), expires=True)
         yield RingCase(Ring(2, 2, consumers), (1, 2) if full or consumers == "single" else (2,), expires=True)
         if full or consumers == "single":
             yield RingCase(Ring(2, 2, consumers, strips=3), (1,), split=True, expires=True)
         if full:
             yield RingCase(Ring(2, 1, consumers), (1, 2), expires=True)
             yield RingCase(Ring(3, 2, consumers), (1, 2), expires=True)
-            yield RingCase(Ring(2, 2, consumers, precise=True), (1, 2), expires=True)
+            yield RingCase(Ring(2, 2, consumers, promoted=True), (1, 2), expires=True)
     for consumers in every:
-        yield RingCase(Ring(1, 2, consumers, precise=True), (1, 2, 3, 4, 5))
+        yield RingCase(Ring(1, 2, consumers, promoted=True), (1, 2, 3, 4, 5))
         yield RingCase(Ring(2, 2, consumers), (1, 3, 4))
         yield RingCase(Ring(4, 2, consumers), (1, 5))
         yield RingCase(Ring(4, 2, consumers), (3, 4))
     if full:
         for depth, items, consumers in product((1, 2, 3, 4), (1, 2), every):
-            yield RingCase(Ring(depth, items, consumers, precise=depth == 1), (1, 2, 3, 4, 5))
+            yield RingCase(Ring(depth, items, consumers, promoted=depth == 1), (1, 2, 3, 4, 5))
         for depth, consumers in product((2, 3, 4), every):
-            yield RingCase(Ring(depth, 2, consumers, precise=True), (1, 2, 3, 4, 5))
+            yield RingCase(Ring(depth, 2, consumers, promoted=True), (1, 2, 3, 4, 5))
 
 
 def products(level: Level) -> Iterator[ProductCase]:
     """Both models together: 2 workers, 2 K steps."""
     yield ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2, drain="reset"), Ring(2, 1))
-    # Parts are settled, as the Hopper kernel does; one worker's consumers may hold parts of one tile.
+    # Parts are fixed up, as by the Hopper kernel; one worker's consumers may hold parts of one tile.
     alone: tuple[tuple[Consumers, tuple[int, ...]], ...] = (("single", ()), ("ping_pong", (0,)))
     for consumers, running in alone:
-        yield ProductCase(matmul("stream_k", 2, 1, k=3, shares=3, running=running, settled=True), Ring(2, 2, consumers))
-        yield ProductCase(matmul("stream_k", 2, 1, k=2, running=running, settled=True), Ring(2, 2, consumers))
-    gated = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True)
-    yield ProductCase(gated, Ring(1, 1, precise=True))
+        yield ProductCase(matmul("stream_k", 2, 1, k=3, shares=3, running=running, fixup=True), Ring(2, 2, consumers))
+        yield ProductCase(matmul("stream_k", 2, 1, k=2, running=running, fixup=True), Ring(2, 2, consumers))
+    gated = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", fixup=True)
+    yield ProductCase(gated, Ring(1, 1, promoted=True))
     chunked = arrival_order.ordered(2 if level == "full" else 1, 2, bounds=(0, 2, 4), pivot=1, drain="reset")
     yield ProductCase(chunked, Ring(2, 1))
     if level == "full":
-        yield ProductCase(matmul("stream_k", 2, 1, k=2, settled=True), Ring(2, 2, "ping_pong"))
+        yield ProductCase(matmul("stream_k", 2, 1, k=2, fixup=True), Ring(2, 2, "ping_pong"))
         yield ProductCase(gated, Ring(2, 2))
         yield ProductCase(replace(gated, quarantined=True), Ring(2, 2))
     for kind in get_args(Kind):
@@ -341,7 +341,7 @@ def products(level: Level) -> Iterator[ProductCase]:
                     if level == "full" or (items == 2 and not largest):
                         yield ProductCase(
                             matmul(kind, 2, num_m, bounds=bounds, pivot=1, k=2, drain="reset"),
-                            Ring(depth, items, precise=depth == 1),
+                            Ring(depth, items, promoted=depth == 1),
                         )
     if level == "full":
         yield ProductCase(

@@ -14,7 +14,7 @@
 ``Add``                as ``Count``, and restores nothing
 ``Restore``            a plain write of 0
 ``Reduce``             reads the slots that schedule and stream-K name, in that order; of NaN comes NaN
-``AddUp``              as ``Reduce``; the worker's own part is what it holds
+``ReducePartials``              as ``Reduce``; the worker's own part is what it holds
 ``Leave``              atomic on the exit count
 ``Reset``              a plain write of 0; of the signals, to all of them
 =====================  ==========================================================================================
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from tilestream.core.gate import See, Wait, chunks_of
 from tilestream.core.loop import (
     Add,
-    AddUp,
     Compute,
     Count,
     Leave,
@@ -38,6 +37,7 @@ from tilestream.core.loop import (
     Poll,
     Quarantine,
     Reduce,
+    ReducePartials,
     Reset,
     Restore,
     Write,
@@ -74,7 +74,7 @@ class Words(Model):
         # order, whether a worker has found its deadline passed where it waited for several queues.
         self.arrived, self.done, self.stored, self.late, self.passed = range(private + 4, private + 9)
         self.counter = private + 9
-        self.partials = Partials(schedule, self.counter + schedule.queues, self.case.settled)
+        self.partials = Partials(schedule, self.counter + schedule.queues, self.case.fixup)
         self.end = self.partials.end
         self.all_steps = (1 << grid.k_steps) - 1
         self.oracle = Oracle(schedule, gate)
@@ -190,7 +190,7 @@ class Words(Model):
             Write: self._write,
             Restore: self._restore,
             Reduce: self._reduce,
-            AddUp: self._reduce,
+            ReducePartials: self._reduce,
             ops.ReduceNumbers: self._reduce,
             ops.SetCounter: self._set_counter,
             Leave: self._leave,
@@ -302,7 +302,7 @@ class Words(Model):
     def _restore(self, pid: int, op: Restore, answer: int, m: Memory) -> None:
         self.partials.restore(op.item, m)
 
-    def _reduce(self, pid: int, op: Reduce | AddUp | ops.ReduceNumbers, answer: int, m: Memory) -> None:
+    def _reduce(self, pid: int, op: Reduce | ReducePartials | ops.ReduceNumbers, answer: int, m: Memory) -> None:
         self._finish(pid, op.item, m)
         self.partials.reduce(self.processes[pid].name, op, m)
 

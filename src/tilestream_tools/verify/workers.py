@@ -30,8 +30,8 @@ Reductions, and why they hide no fault:
 
 - *Compute* and *Poison* are eager. No other process reads what they write before their worker's own Count, and what
   they need (arrived chunks) only grows: done at once they show every read before arrival. *Reduce* is eager for the
-  same reason (visible partials only grow), and so are *Write* and *AddUp*. Between those two, a look at the count,
-  adding to it and restoring it are steps of their own.
+  same reason (visible partials only grow), and so are *Write* and *ReducePartials*. Between those two, a look at the
+  count, adding to it and restoring it are steps of their own.
 - In *leave*, *Poll* and *Wait* are delayed to the next operation of their worker, but for arrival order, where a Ready
   follows, which reads the abort word too. They change nothing. Delaying removes the orders in which one of them is
   answered "go on", then the deadline expires, then the worker's next operation comes. That operation does not read the
@@ -62,13 +62,13 @@ from typing import Any, ClassVar, Literal
 
 from tilestream.core.gate import Gate
 from tilestream.core.loop import (
-    AddUp,
     Compute,
     Poison,
     Reduce,
+    ReducePartials,
     WorkerState,
     Write,
-    settle,
+    fixup,
     work,
     work_through,
 )  # fmt: skip
@@ -86,13 +86,13 @@ Program = Callable[[Schedule, Gate | None, int, WorkerState], Generator[Any, int
 #: How workers drain: they leave; they poison what is left; they do, and the last one out resets the words.
 Drain = Literal["leave", "poison", "reset"]
 
-#: By how workers drain, and whether they `settle` the parts of a tile.
+#: By how workers drain, and whether they `fixup` the parts of a tile.
 PROGRAMS: dict[tuple[Drain, bool], Program] = {
     ("leave", False): work,
     ("poison", False): work_through,
     ("reset", False): partial(work_through, reset=True),
-    ("poison", True): partial(work_through, finish=settle),
-    ("reset", True): partial(work_through, reset=True, finish=settle),
+    ("poison", True): partial(work_through, finish=fixup),
+    ("reset", True): partial(work_through, reset=True, finish=fixup),
 }
 
 
@@ -112,8 +112,8 @@ class WorkersCase:
         What runs in place of that of `PROGRAMS`.
     quarantined
         Whether an earlier launch has left the signals in quarantine: they come up as they like, and nothing with them.
-    settled
-        Whether workers hold the parts of a tile, and `settle` them.
+    fixup
+        Whether workers hold the parts of a tile, and hand them in by `fixup`.
     """
 
     schedule: Schedule
@@ -122,7 +122,7 @@ class WorkersCase:
     drain: Drain = "leave"
     program: Program | None = None
     quarantined: bool = False
-    settled: bool = False
+    fixup: bool = False
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -150,8 +150,8 @@ class WorkersCase:
                 if chunks is not None:
                     block = self.gate.block_m if name == "rows" else self.gate.block_n
                     words.append(f"{name} in chunks {list(chunks.bounds)}, {block} a tile")
-        if self.settled:
-            words.append("settled")
+        if self.fixup:
+            words.append("fixup")
         if self.drain != "leave":
             words.append("what is left is poisoned" if self.drain == "poison" else "poisoned, and words are reset")
         if self.quarantined:
@@ -164,7 +164,7 @@ class WorkersCase:
 class WorkersModel(Words):
     """See the module."""
 
-    eager: ClassVar[frozenset[type]] = frozenset({Compute, Poison, Write, Reduce, AddUp})
+    eager: ClassVar[frozenset[type]] = frozenset({Compute, Poison, Write, Reduce, ReducePartials})
 
     def __init__(self, case: WorkersCase, reduce: bool = True, symmetry: bool = True) -> None:
         self.case = case
@@ -173,7 +173,7 @@ class WorkersModel(Words):
         self.delayed = WATCHES if leaves else frozenset()
         schedule = case.schedule
         shares_alike = schedule.kind != "static" and symmetry
-        program = case.program or PROGRAMS[case.drain, case.settled]
+        program = case.program or PROGRAMS[case.drain, case.fixup]
         names = sorted(case.workers, key=lambda w: (home_queue(w, schedule.queues), w))
 
         def turn_of(worker: int) -> Callable[[WorkerState], Generator[Any, int, WorkerState | None]]:

@@ -105,7 +105,8 @@ def _elementwise(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "xor", "and", "lt", "le", "ge",
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv",
+    "rtruediv", "floordiv", "mod", "xor", "and", "lt", "le", "ge",
     "eq",
 ):  # fmt: skip
     setattr(Tensor, f"__{_name}__", _elementwise(f"__{_name}__"))

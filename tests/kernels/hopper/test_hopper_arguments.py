@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import Apart, GateWords
+from tilestream.arrival.device import GateWords, LocalRows
 from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.config import HopperConfig
@@ -370,13 +370,13 @@ def test_a_launch_that_waits_does_not_begin_before_the_kernel_ahead_has_ended(op
 class Words:
     """Stands in for a GPU's signals."""
 
-    def __init__(self, count: int, epoch: int, key: int, apart: Apart | None = None) -> None:
+    def __init__(self, count: int, epoch: int, key: int, local_rows: LocalRows | None = None) -> None:
         self.given = GateWords(torch.zeros(count + 1, dtype=torch.int32)[1:], torch.zeros(1), epoch, key)
-        self.apart = apart
+        self.local_rows = local_rows
 
-    def use(self, apart: bool = False) -> GateWords:
-        if self.apart is not None and not apart:
-            self.apart.bring()
+    def use(self, local_rows: bool = False) -> GateWords:
+        if self.local_rows is not None and not local_rows:
+            self.local_rows.bring()
         return self.given
 
 
@@ -409,10 +409,10 @@ def shard_of(*, rows=2 * SHARD, first=SHARD, height=SHARD, period=4 * SHARD, off
     brought: list[str] = []
     store = torch.zeros(rows * K + offset, dtype=dtype)
     assert store.data_ptr() % 16 == 0
-    return Apart(store[offset:].view(rows, K), first, height, period, lambda: brought.append("brought")), brought
+    return LocalRows(store[offset:].view(rows, K), first, height, period, lambda: brought.append("brought")), brought
 
 
-def launched(apart: Apart, lies="nn", **how) -> None:
+def launched(apart: LocalRows, lies="nn", **how) -> None:
     m = 8 * SHARD
     plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), **how)
     a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))

@@ -65,19 +65,17 @@ def test_a_sample_compiles_as_it_should(tmp_path):
 
 SEEDED = """
 import json, sys, hopper_attention_gate as gate
+from dataclasses import replace
 made = next(gate.configurations("64-64 full turns 3x128"))
-options, filled = gate.fill(made.plan, gate.layout_of(made.plan.problem))
-names = gate.attend.arg_names
-given = dict(zip(names, filled))
-if sys.argv[1] == "registers":
-    given |= {"LOAD_REGISTERS": 24}
-elif sys.argv[1] == "stages":
-    given |= {"STAGES": given["STAGES"] - 1}
-elif sys.argv[1] == "turns":
-    given |= {"ORDERED": False}
-elif sys.argv[1] == "spills":
-    given |= {"MATH_REGISTERS": 96}
-print(json.dumps(gate.report(made, *gate.build(options, tuple(given[name] for name in names), kernel=gate.attend))))
+options, (*filled, config) = gate.fill(made.plan, gate.layout_of(made.plan.problem))
+config = replace(config, **{
+    "none": {},
+    "registers": {"LOAD_REGISTERS": 24},
+    "stages": {"STAGES": config.STAGES - 1},
+    "turns": {"ORDERED": False},
+    "spills": {"MATH_REGISTERS": 96},
+}[sys.argv[1]])
+print(json.dumps(gate.report(made, *gate.build(options, (*filled, config), kernel=gate.attend))))
 """
 
 

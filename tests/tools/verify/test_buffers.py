@@ -8,7 +8,7 @@ from tilestream.schedule import WorkItem
 from tilestream_tools.verify.barriers import RingMemory
 from tilestream_tools.verify.buffers import MEANING, Buffers
 from tilestream_tools.verify.faults import Fault
-from tilestream_tools.verify.protocol import Drain, Fence, Fill, Ring, Settle, Store, store
+from tilestream_tools.verify.protocol import Drain, Fence, Fill, Fixup, Ring, Store, store
 from tilestream_tools.verify.report import explore
 from tilestream_tools.verify.ring import RingCase, RingModel
 
@@ -120,7 +120,7 @@ class TestEnds:
         for last in (0, 1):
             bench = Bench(Ring(2, strips=1))
             bench.begin(PART)
-            bench.do(Settle(PART), answer=last)
+            bench.do(Fixup(PART), answer=last)
             if last:
                 bench.do(*out(0, PART, 0), Drain(0))
             else:
@@ -163,6 +163,6 @@ class TestChecksAreChecks:
                 seen.add(state)
                 log = []
                 frontier += [target for target, _ in model.steps(state, log)]
-                lines |= {line.split(" of ")[-1] for step in log for line in step if "settle" in line}
+                lines |= {line.split(" of ")[-1] for step in log for line in step if "fixup" in line}
         assert any(line.endswith("the last part") for line in lines)
         assert any(line.endswith("others are to come") for line in lines)

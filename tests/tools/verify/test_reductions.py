@@ -48,30 +48,30 @@ SOUND = [
     matmul("dynamic", 2, 2, bounds=(0, 3, 4), drain="reset", quarantined=True),
     matmul("dynamic", 2, 3, drain="reset", queues=2),
     *(
-        matmul("stream_k", w, n, k=k, shares=shares, drain="poison", settled=True)
+        matmul("stream_k", w, n, k=k, shares=shares, drain="poison", fixup=True)
         for w, n, k, shares in ((2, 1, 2, 0), (3, 1, 3, 0), (2, 3, 2, 0), (3, 2, 2, 0), (4, 3, 2, 2), (2, 1, 3, 3))
     ),
-    matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True),
+    matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", fixup=True),
     *(
-        RingCase(Ring(d, i, who, precise=d == 1), ks)
+        RingCase(Ring(d, i, who, promoted=d == 1), ks)
         for d in (1, 2)
         for i in (1, 2)
         for who in EVERY
         for ks in ((1,), (2,))
     ),
-    RingCase(Ring(1, 1, "cooperative", precise=True), (1, 2)),
+    RingCase(Ring(1, 1, "cooperative", promoted=True), (1, 2)),
     RingCase(Ring(2, 1), (1, 2)),
     *(RingCase(Ring(2, 1, strips=n), (1,), split=True) for n in (1, 2)),
     *(pytest.param(RingCase(Ring(2, 1, "ping_pong", strips=n), (1,), split=True), marks=SLOW) for n in (1, 2)),
     RingCase(Ring(2, 1, strips=3), (1,)),
-    RingCase(Ring(1, 1, "cooperative", precise=True, strips=2), (1,)),
+    RingCase(Ring(1, 1, "cooperative", promoted=True, strips=2), (1,)),
     *(RingCase(Ring(2, 1, who), (1,), expires=True) for who in ("single", "ping_pong")),
-    RingCase(Ring(1, 2, precise=True), (1, 2), expires=True),
+    RingCase(Ring(1, 2, promoted=True), (1, 2), expires=True),
     ProductCase(matmul("dynamic", 2, 1, bounds=(0, 2), drain="reset"), Ring(2, 1)),
     ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2, drain="reset"), Ring(2, 1)),
-    ProductCase(matmul("stream_k", 2, 1, bounds=(0, 2), k=2, drain="poison", running=(0,)), Ring(1, 1, precise=True)),
-    ProductCase(matmul("stream_k", 2, 1, k=2, settled=True), Ring(2, 1)),
-    ProductCase(matmul("stream_k", 2, 1, k=2, running=(1,), settled=True), Ring(2, 1, "ping_pong")),
+    ProductCase(matmul("stream_k", 2, 1, bounds=(0, 2), k=2, drain="poison", running=(0,)), Ring(1, 1, promoted=True)),
+    ProductCase(matmul("stream_k", 2, 1, k=2, fixup=True), Ring(2, 1)),
+    ProductCase(matmul("stream_k", 2, 1, k=2, running=(1,), fixup=True), Ring(2, 1, "ping_pong")),
 ]  # fmt: skip
 
 

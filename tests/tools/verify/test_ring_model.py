@@ -45,7 +45,7 @@ class TestProtocolText:
     @pytest.mark.parametrize("depth", [1, 2, 3])
     def test_loops_step_through_the_same_stages(self, depth):
         item = next(matmul("static", 1, 1, k=3).schedule.items())
-        ring = Ring(depth, precise=depth == 1)
+        ring = Ring(depth, promoted=depth == 1)
         load, after_load = self.operations(load_turn(ring, gated, LoadState()), {"Next": item, "Pass": 1})
         math, after_math = self.operations(math_turn(ring, epilogue, 0, MathState()), {"Get": item})
         assert load.count("Load") == math.count("Mma") == 3
@@ -151,7 +151,7 @@ class TestWhatIsExplored:
         assert under_way >= 2, "the load loop runs ahead"
 
     def test_deeper_rings_have_more_states(self):
-        sizes = [search(RingCase(Ring(depth, precise=True), (1, 2)).build()).states for depth in (1, 2, 3)]
+        sizes = [search(RingCase(Ring(depth, promoted=True), (1, 2)).build()).states for depth in (1, 2, 3)]
         assert sizes == sorted(sizes)
         assert len(set(sizes)) == 3
 

@@ -96,13 +96,13 @@ def test_full_rings_reach_every_depth_way_of_consuming_and_k_count():
 @pytest.mark.parametrize("level", ["quick", "full"])
 def test_rings_store_every_way_that_kernels_do(level):
     cases = list(sweep.rings(level))
-    assert all(c.ring.precise for c in cases if c.ring.depth == 1), "one stage needs the precise form"
+    assert all(c.ring.promoted for c in cases if c.ring.depth == 1), "one stage needs the promoted form"
     for who in ("single", "cooperative", "ping_pong"):
         own = [c for c in cases if c.ring.consumers == who]
         assert {c.ring.buffers for c in own if c.ring.strips and c.split} == {1, 2}
         assert any(c.ring.strips % 2 and c.ring.buffers == 2 for c in own if c.split)
-        assert {c.ring.precise for c in own if c.ring.strips} == {False, True}
-        assert any(c.ring.precise and c.ring.depth > 1 for c in own)
+        assert {c.ring.promoted for c in own if c.ring.strips} == {False, True}
+        assert any(c.ring.promoted and c.ring.depth > 1 for c in own)
 
 
 def test_products_are_of_two_workers_and_two_k_steps_or_three_parts():
@@ -111,7 +111,7 @@ def test_products_are_of_two_workers_and_two_k_steps_or_three_parts():
     schedules = [c.workers.schedule for c in cases if c.workers.schedule.split != "chunks"]  # of one step there
     assert all(s.grid.k_steps == 2 + (s.num_shares == 3) for s in schedules)
     assert len(cases) - 1 <= len(schedules) < len(cases)
-    assert {c.ring.consumers for c in cases if c.workers.settled} == {"single", "ping_pong"}
+    assert {c.ring.consumers for c in cases if c.workers.fixup} == {"single", "ping_pong"}
     assert sum(c.workers.schedule.workers == 2 for c in cases) >= len(cases) - 1
 
 

@@ -67,7 +67,7 @@ class AwaitKernel(NamedTuple):
     epoch: int
 
 
-class Ask(NamedTuple):
+class CheckExpired(NamedTuple):
     """Host: has a kernel of this rank expired (1)? Exact for kernels that have ended. If so, break the group."""
 
 
@@ -136,7 +136,7 @@ class Pushed(NamedTuple):
     epoch: int
 
 
-class Tell(NamedTuple):
+class SignalPeer(NamedTuple):
     """Signal a chunk of the shard to a peer's kernel."""
 
     peer: int
@@ -236,7 +236,7 @@ def peers(rank: int, world: int) -> Iterator[int]:
 def begin(epoch: int) -> Turn:
     """The host's part of a gather, before anything is issued. Returns the epoch; None if the group is broken."""
     yield AwaitKernel(epoch - AHEAD - 1)
-    if (yield Ask()):
+    if (yield CheckExpired()):
         return None
     return epoch if (yield Begin(epoch)) else None
 
@@ -278,7 +278,7 @@ def push(rank: int, world: int, chunks: int, epoch: int) -> Turn:
         for chunk in range(chunks):
             yield Push(peer, slot, chunk, epoch)
             yield Pushed(peer, slot, chunk, epoch)
-            yield Tell(peer, slot, chunk, epoch)
+            yield SignalPeer(peer, slot, chunk, epoch)
     yield Done(epoch)
     return epoch
 

@@ -49,21 +49,21 @@ class Multiplied(NamedTuple):
     epoch: int
 
 
-class TellPeer(NamedTuple):
+class FlagPeer(NamedTuple):
     """Write this rank's flag in a peer's memory."""
 
     peer: int
     epoch: int
 
 
-class HearPeer(NamedTuple):
+class AwaitPeer(NamedTuple):
     """Wait until a peer's flag in this rank's memory is at least ``epoch``."""
 
     peer: int
     epoch: int
 
 
-class Heard(NamedTuple):
+class AllFlagged(NamedTuple):
     """All peers' flags have reached ``epoch``."""
 
     epoch: int
@@ -90,10 +90,10 @@ def reduce(rank: int, world: int, epoch: int) -> Turn:
     yield Multiply(slot, epoch)
     yield Multiplied(slot, epoch)
     for peer in peers(rank, world):
-        yield TellPeer(peer, epoch)
+        yield FlagPeer(peer, epoch)
     for peer in peers(rank, world):
-        yield HearPeer(peer, epoch)
-    yield Heard(epoch)
+        yield AwaitPeer(peer, epoch)
+    yield AllFlagged(epoch)
     yield AddSlots(slot, epoch)
     yield Added(slot, epoch)
     return epoch

@@ -84,7 +84,7 @@ class AwaitPublished(NamedTuple):
     epoch: int
 
 
-class TellPart(NamedTuple):
+class FlagPart(NamedTuple):
     """Write this rank's flag in a peer's memory: so many of the peer's chunks are published."""
 
     peer: int
@@ -172,7 +172,7 @@ def scatter(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn
         if source != rank:
             count = step // (world * parts) * parts + step % parts + 1
             yield AwaitPublished(step, epoch)
-            yield TellPart(sent(rank, world, batches, parts, step)[0], count, epoch)
+            yield FlagPart(sent(rank, world, batches, parts, step)[0], count, epoch)
             yield AwaitPart(source, count, epoch)
             yield PullPart(source, slot, step, epoch)
             yield PulledPart(source, slot, step, epoch)

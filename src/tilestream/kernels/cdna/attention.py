@@ -86,11 +86,12 @@ def scores_of(queries, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
     """``Q K^T`` of an item's rows and a stage."""
     MATH: gl.constexpr = math_of(C)
     F: gl.constexpr = C.K
+    SWIZZLE: gl.constexpr = F.SWIZZLE
     PARTS: gl.constexpr = F.PARTS
     TILE: gl.constexpr = (C.ROWS, C.BLOCK)
     scores = gl.zeros(TILE, gl.float32, MATH)
     for part in gl.static_range(PARTS):
-        x = operand(stages[part].index(stage), C.BLOCK, F.WIDTH, True, F.SWIZZLE, 1, MATH, VECTOR, LANDED)
+        x = operand(stages[part].index(stage), C.BLOCK, F.WIDTH, True, SWIZZLE, 1, MATH, VECTOR, LANDED)
         scores = multiply_add(queries[part], x, scores, None)
     return scores
 
@@ -99,12 +100,13 @@ def scores_of(queries, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
 def add_values(o, rescale, weights, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
     """The sums of an item's parts, rescaled, and a stage's values by their weights."""
     F: gl.constexpr = C.V
+    SWIZZLE: gl.constexpr = F.SWIZZLE
     PARTS: gl.constexpr = F.PARTS
     TURNED: gl.constexpr = C.TRANSPOSED_V and not C.DIRECT
     made = ()
     for part in gl.static_range(PARTS):
         x = operand(
-            stages[part].index(stage), F.WIDTH, C.BLOCK, TURNED, F.SWIZZLE, 1, math_of(C), KEYS, LANDED
+            stages[part].index(stage), F.WIDTH, C.BLOCK, TURNED, SWIZZLE, 1, math_of(C), KEYS, LANDED
         )  # fmt: skip
         made += (multiply_add(weights, x, o[part] * rescale[:, None], None),)
     return made
@@ -113,10 +115,12 @@ def add_values(o, rescale, weights, stages, stage, LANDED: gl.constexpr, C: gl.c
 @gluon.jit
 def copy_ahead(block, stage, copies, keys, tile, C: gl.constexpr):
     """Start the copies of a key block into a stage; of one behind the tile's last, that one's again."""
+    K: gl.constexpr = C.K
+    V: gl.constexpr = C.V
     first = gl.minimum(block, tile.end - 1) * C.BLOCK
     page = page_of(first, keys, C)
-    copy_block(copies[0], first, keys, page, stage, C.K, C)
-    copy_block(copies[1], first, keys, page, stage, C.V, C)
+    copy_block(copies[0], first, keys, page, stage, K, C)
+    copy_block(copies[1], first, keys, page, stage, V, C)
     commit()
 
 
@@ -135,9 +139,11 @@ def step_direct(block, stage, softmax, queries, copies, keys, tile, scores, MASK
 @gluon.jit
 def attend_direct(queries, softmax, keys, tile, scores, C: gl.constexpr):
     """An item's key blocks by copies past the registers: its `Softmax`."""
+    K: gl.constexpr = C.K
+    V: gl.constexpr = C.V
     gl.static_assert(not C.GATHERED, "rows of several pages go through registers")
-    k = copies_past_registers(keys.k, C.K, C)
-    v = copies_past_registers(keys.v, C.V, C)
+    k = copies_past_registers(keys.k, K, C)
+    v = copies_past_registers(keys.v, V, C)
     copies = (k, v)
     STAGES: gl.constexpr = C.STAGES
     for i in gl.static_range(STAGES - 1):
@@ -169,6 +175,8 @@ def pages_of_next(block, k_page, v_page, copies, keys, tile, C: gl.constexpr):
 @gluon.jit
 def step_staged(block, softmax, fetched, queries, copies, keys, tile, scores, MASKED: gl.constexpr, C: gl.constexpr):
     """A key block that has been `Fetched` into registers; and the next one's fetches."""
+    K: gl.constexpr = C.K
+    V: gl.constexpr = C.V
     V_LAYOUT: gl.constexpr = values_layout(C)
     V_LANE: gl.constexpr = V_LAYOUT.size_per_thread[1]
     k, v = copies
@@ -179,12 +187,12 @@ def step_staged(block, softmax, fetched, queries, copies, keys, tile, scores, MA
         v_page = k_page
     k_next, v_next = pages_of_next(block + 2, k_page, v_page, copies, keys, tile, C)
     put_keys(fetched.k, k.stages, C)
-    k_tiles = fetch_block(k, ahead, keys, k_page, VECTOR, C.K, C)
+    k_tiles = fetch_block(k, ahead, keys, k_page, VECTOR, K, C)
     x = scores_of(queries, k.stages, 0, False, C)
     dtype: gl.constexpr = v.stages[0].dtype
     weights, row_max, row_sum, rescale = weigh(x, softmax, block * C.BLOCK, tile, scores, dtype, MASKED, C)
     put_values(fetched.v, v.stages, C)
-    v_tiles = fetch_block(v, ahead, keys, v_page, V_LANE, C.V, C)
+    v_tiles = fetch_block(v, ahead, keys, v_page, V_LANE, V, C)
     o = add_values(softmax.o, rescale, weights, v.stages, 0, False, C)
     return Softmax(row_max, row_sum, o), Fetched(k_tiles, v_tiles, k_next, v_next)
 
@@ -192,22 +200,24 @@ def step_staged(block, softmax, fetched, queries, copies, keys, tile, scores, MA
 @gluon.jit
 def attend_staged(queries, softmax, keys, tile, scores, C: gl.constexpr):
     """An item's key blocks by way of registers: its `Softmax`."""
+    K: gl.constexpr = C.K
+    V: gl.constexpr = C.V
     V_LAYOUT: gl.constexpr = values_layout(C)
     V_LANE: gl.constexpr = V_LAYOUT.size_per_thread[1]
     k_stages = make_parts(keys.k.at.dtype.element_ty, C.K.PARTS, 1, C.BLOCK, C.K.WIDTH, True)
     v_stages = make_parts(keys.v.at.dtype.element_ty, C.V.PARTS, 1, C.V.WIDTH, C.BLOCK, C.TRANSPOSED_V)
     K_LAYOUT: gl.constexpr = fetch_layout(C.BLOCK, C.K.WIDTH, True, False, VECTOR, C.WARPS)
-    k = copies_by_registers(keys.k, k_stages, K_LAYOUT, C.K, C)
-    v = copies_by_registers(keys.v, v_stages, V_LAYOUT, C.V, C)
+    k = copies_by_registers(keys.k, k_stages, K_LAYOUT, K, C)
+    v = copies_by_registers(keys.v, v_stages, V_LAYOUT, V, C)
     copies = (k, v)
     begin = tile.begin
     first = begin * C.BLOCK
     page = page_of(first, keys, C)
     k_first, v_first = pages_of_next(begin, page, page, copies, keys, tile, C)
     k_page, v_page = pages_of_next(begin + 1, page, page, copies, keys, tile, C)
-    k_tiles = fetch_block(k, first, keys, k_first, VECTOR, C.K, C)
+    k_tiles = fetch_block(k, first, keys, k_first, VECTOR, K, C)
     in_order()
-    v_tiles = fetch_block(v, first, keys, v_first, V_LANE, C.V, C)
+    v_tiles = fetch_block(v, first, keys, v_first, V_LANE, V, C)
     fetched = Fetched(k_tiles, v_tiles, k_page, v_page)
     if C.LEFT:
         for block in range(begin, tile.plain_begin):

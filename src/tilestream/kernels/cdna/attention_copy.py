@@ -70,9 +70,10 @@ def make_parts(dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, R
 @gluon.jit
 def copies_past_registers(x, F: gl.constexpr, C: gl.constexpr):
     """`KeyCopies` of keys or values (`Rows`) by `copy_block`."""
+    SWIZZLE: gl.constexpr = F.SWIZZLE
     stages = make_parts(x.at.dtype.element_ty, F.PARTS, C.STAGES, C.BLOCK, F.WIDTH, True)
     i, j = indices(copy_layout(F.WIDTH, F.LANE, C.WARPS), C.BLOCK, F.WIDTH)
-    return KeyCopies(x, i, copied_columns(i, j, F.SWIZZLE), None, stages)
+    return KeyCopies(x, i, copied_columns(i, j, SWIZZLE), i, stages)
 
 
 @gluon.jit
@@ -169,24 +170,26 @@ def fetch_block(copies, first, keys, page, LANE: gl.constexpr, F: gl.constexpr, 
 def put_keys(tiles, stages, C: gl.constexpr):
     """Write what was fetched of a block of keys to its stage, zeros behind the last column."""
     F: gl.constexpr = C.K
+    SWIZZLE: gl.constexpr = F.SWIZZLE
     PARTS: gl.constexpr = F.PARTS
     for part in gl.static_range(PARTS):
         tile = tiles[part]
         if part == F.PARTS - 1 and F.REST < F.WIDTH:
             tile = cut_off(as_loaded(tile), F.REST, C.BLOCK, F.WIDTH, True, False, VECTOR, C.WARPS)
-        put(tile, stages[part].index(0), C.BLOCK, F.WIDTH, False, True, F.SWIZZLE)
+        put(tile, stages[part].index(0), C.BLOCK, F.WIDTH, False, True, SWIZZLE)
 
 
 @gluon.jit
 def put_values(tiles, stages, C: gl.constexpr):
     """Write what was fetched of a block of values to its stage, transposed where it cannot be read across."""
     F: gl.constexpr = C.V
+    SWIZZLE: gl.constexpr = F.SWIZZLE
     PARTS: gl.constexpr = F.PARTS
     for part in gl.static_range(PARTS):
         tile = tiles[part]
         if C.TRANSPOSED_V:
             tile = as_loaded(tile)
-        put(tile, stages[part].index(0), F.WIDTH, C.BLOCK, C.TRANSPOSED_V, False, F.SWIZZLE)
+        put(tile, stages[part].index(0), F.WIDTH, C.BLOCK, C.TRANSPOSED_V, False, SWIZZLE)
 
 
 @gluon.jit
@@ -204,11 +207,12 @@ def query_rows(q, i, last, FAR: gl.constexpr, C: gl.constexpr):
 def as_operand(tile, COLUMNS: gl.constexpr, C: gl.constexpr):
     """A part of queries, of which ``COLUMNS`` are there, from how it was fetched to how it is multiplied."""
     F: gl.constexpr = C.Q
+    SWIZZLE: gl.constexpr = F.SWIZZLE
     if COLUMNS < F.WIDTH:
         tile = cut_off(tile, COLUMNS, C.ROWS, F.WIDTH, True, False, VECTOR, C.WARPS)
     stages = make_stages(tile.dtype, 1, C.ROWS, F.WIDTH, True)
-    put(tile, stages.index(0), C.ROWS, F.WIDTH, False, True, F.SWIZZLE)
-    return operand(stages.index(0), C.ROWS, F.WIDTH, True, F.SWIZZLE, 0, math_of(C), VECTOR, False)
+    put(tile, stages.index(0), C.ROWS, F.WIDTH, False, True, SWIZZLE)
+    return operand(stages.index(0), C.ROWS, F.WIDTH, True, SWIZZLE, 0, math_of(C), VECTOR, False)
 
 
 @gluon.jit
@@ -219,6 +223,7 @@ def load_queries(q, tile, last, C: gl.constexpr):
     for. Their room is that of the stages, which begin to be filled afterwards.
     """
     F: gl.constexpr = C.Q
+    SWIZZLE: gl.constexpr = F.SWIZZLE
     PARTS: gl.constexpr = F.PARTS
     row = (tile.origin_q + tile.first).to(tl.int64)
     at = q.at + tile.batch.to(tl.int64) * q.batch + row * q.row + (tile.head * C.PACK).to(tl.int64) * q.head
@@ -227,14 +232,14 @@ def load_queries(q, tile, last, C: gl.constexpr):
     if C.DIRECT:
         i, j = indices(copy_layout(F.WIDTH, F.LANE, C.WARPS), C.ROWS, F.WIDTH)
         rows = query_rows(q, i, last, False, C)
-        offsets = element_offsets(rows, copied_columns(i, j, F.SWIZZLE), F.LANE)
+        offsets = element_offsets(rows, copied_columns(i, j, SWIZZLE), F.LANE)
         stages = make_parts(q.at.dtype.element_ty, F.PARTS, 1, C.ROWS, F.WIDTH, True)
         for part in gl.static_range(PARTS):
             copy_to_shared(stages[part].index(0), at + part * F.WIDTH, offsets)
         commit()
         landed(0)
         for part in gl.static_range(PARTS):
-            parts += (operand(stages[part].index(0), C.ROWS, F.WIDTH, True, F.SWIZZLE, 0, math_of(C), VECTOR, True),)
+            parts += (operand(stages[part].index(0), C.ROWS, F.WIDTH, True, SWIZZLE, 0, math_of(C), VECTOR, True),)
     else:
         LAYOUT: gl.constexpr = fetch_layout(C.ROWS, F.WIDTH, True, False, VECTOR, C.WARPS)
         i, j = indices(LAYOUT, C.ROWS, F.WIDTH)

@@ -64,11 +64,13 @@ UNALIGNED = ("row_signals", "row_quarantine", "column_signals", "column_quaranti
 @gluon.jit
 def read(x_stage, y_stage, MATH: gl.constexpr, LANDED: gl.constexpr, C: gl.constexpr):
     """A step's operands, from its stage."""
+    X_SWIZZLE: gl.constexpr = C.X_SWIZZLE
+    Y_SWIZZLE: gl.constexpr = C.Y_SWIZZLE
     x = operand(
-        x_stage, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR or C.X_TURNED, C.X_SWIZZLE, 0, MATH, C.WIDTH, LANDED
+        x_stage, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR or C.X_TURNED, X_SWIZZLE, 0, MATH, C.WIDTH, LANDED
     )  # fmt: skip
     y = operand(
-        y_stage, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR or C.Y_TURNED, C.Y_SWIZZLE, 1, MATH, C.WIDTH, LANDED
+        y_stage, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR or C.Y_TURNED, Y_SWIZZLE, 1, MATH, C.WIDTH, LANDED
     )  # fmt: skip
     return x, y
 
@@ -76,13 +78,16 @@ def read(x_stage, y_stage, MATH: gl.constexpr, LANDED: gl.constexpr, C: gl.const
 @gluon.jit
 def multiply_direct(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.constexpr):
     """Whole K steps [k_begin, k_end), of which ``most`` is the last that there is, by copies past the registers."""
+    X_SWIZZLE: gl.constexpr = C.X_SWIZZLE
+    Y_SWIZZLE: gl.constexpr = C.Y_SWIZZLE
+    FORMATS: gl.constexpr = C.FORMATS
     MATH: gl.constexpr = acc.type.layout
     AHEAD: gl.constexpr = C.STAGES - 1
     x_offsets = copy_offsets(
-        x.last, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_SWIZZLE, C.LANE, C.WARPS
+        x.last, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, X_SWIZZLE, C.LANE, C.WARPS
     )  # fmt: skip
     y_offsets = copy_offsets(
-        y.last, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_SWIZZLE, C.LANE, C.WARPS
+        y.last, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, Y_SWIZZLE, C.LANE, C.WARPS
     )  # fmt: skip
     # Each round commits as many groups, whatever the item: what waits count must not depend on it.
     for i in gl.static_range(AHEAD):
@@ -97,14 +102,14 @@ def multiply_direct(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.c
             x.at + ahead * x.step, x_offsets, x_stages, y.at + ahead * y.step, y_offsets, y_stages,
             before(stage, C.STAGES),
         )  # fmt: skip
-        acc = multiply_add(a, b, acc, C.FORMATS)
+        acc = multiply_add(a, b, acc, FORMATS)
         stage = after(stage, C.STAGES)
     # The last ones: nothing is left to copy.
     for i in gl.static_range(AHEAD):
         landed(AHEAD - 1 - i)
         if gl.maximum(k_begin, k_end - AHEAD) + i < k_end:
             a, b = read(x_stages.index(stage), y_stages.index(stage), MATH, True, C)
-            acc = multiply_add(a, b, acc, C.FORMATS)
+            acc = multiply_add(a, b, acc, FORMATS)
         stage = after(stage, C.STAGES)
     # What comes next, the rest of K or the next item's copies, goes to stages that others may still be reading.
     barrier()
@@ -144,6 +149,9 @@ def y_fetch_offsets(y, last_k, C: gl.constexpr):
 @gluon.jit
 def multiply_staged(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.constexpr):
     """The same, by way of registers: a step is fetched while the one before it is multiplied."""
+    X_SWIZZLE: gl.constexpr = C.X_SWIZZLE
+    Y_SWIZZLE: gl.constexpr = C.Y_SWIZZLE
+    FORMATS: gl.constexpr = C.FORMATS
     MATH: gl.constexpr = acc.type.layout
     ELEMENT: gl.constexpr = x.at.dtype.element_ty
     Y_ELEMENT: gl.constexpr = y.at.dtype.element_ty
@@ -160,20 +168,23 @@ def multiply_staged(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.c
     for step in range(k_begin, k_end):
         ahead = gl.minimum(step + 1, most)
         a = fetched(x_tile, ELEMENT, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS)
-        put(a, x_stages.index(0), C.BLOCK_M, C.BLOCK_K, C.X_TURNED, C.X_K_MAJOR, C.X_SWIZZLE)
+        put(a, x_stages.index(0), C.BLOCK_M, C.BLOCK_K, C.X_TURNED, C.X_K_MAJOR, X_SWIZZLE)
         x_tile = fetch(x.at + ahead * x.step, x_offsets, C.X_64BIT, X_WORDS)
         in_order()
         b = fetched(y_tile, Y_ELEMENT, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS)
-        put(b, y_stages.index(0), C.BLOCK_N, C.BLOCK_K, C.Y_TURNED, C.Y_K_MAJOR, C.Y_SWIZZLE)
+        put(b, y_stages.index(0), C.BLOCK_N, C.BLOCK_K, C.Y_TURNED, C.Y_K_MAJOR, Y_SWIZZLE)
         y_tile = fetch(y.at + ahead * y.step, y_offsets, C.Y_64BIT, Y_WORDS)
         a, b = read(x_stages.index(0), y_stages.index(0), MATH, False, C)
-        acc = multiply_add(a, b, acc, C.FORMATS)
+        acc = multiply_add(a, b, acc, FORMATS)
     return acc
 
 
 @gluon.jit
 def multiply_rest(acc, x, y, whole, rest, x_stages, y_stages, C: gl.constexpr):
     """The ``rest`` of K behind ``whole`` steps: fetched, cut off, and multiplied as a whole step."""
+    X_SWIZZLE: gl.constexpr = C.X_SWIZZLE
+    Y_SWIZZLE: gl.constexpr = C.Y_SWIZZLE
+    FORMATS: gl.constexpr = C.FORMATS
     MATH: gl.constexpr = acc.type.layout
     ELEMENT: gl.constexpr = x.at.dtype.element_ty
     Y_ELEMENT: gl.constexpr = y.at.dtype.element_ty
@@ -189,10 +200,10 @@ def multiply_rest(acc, x, y, whole, rest, x_stages, y_stages, C: gl.constexpr):
     y_tile = fetched(y_tile, Y_ELEMENT, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS)
     x_tile = cut_off(x_tile, rest, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS)
     y_tile = cut_off(y_tile, rest, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS)
-    put(x_tile, x_stages.index(0), C.BLOCK_M, C.BLOCK_K, C.X_TURNED, C.X_K_MAJOR, C.X_SWIZZLE)
-    put(y_tile, y_stages.index(0), C.BLOCK_N, C.BLOCK_K, C.Y_TURNED, C.Y_K_MAJOR, C.Y_SWIZZLE)
+    put(x_tile, x_stages.index(0), C.BLOCK_M, C.BLOCK_K, C.X_TURNED, C.X_K_MAJOR, X_SWIZZLE)
+    put(y_tile, y_stages.index(0), C.BLOCK_N, C.BLOCK_K, C.Y_TURNED, C.Y_K_MAJOR, Y_SWIZZLE)
     a, b = read(x_stages.index(0), y_stages.index(0), MATH, False, C)
-    return multiply_add(a, b, acc, C.FORMATS)
+    return multiply_add(a, b, acc, FORMATS)
 
 
 @gluon.jit

@@ -94,6 +94,7 @@ def take_ready(progress, work, words, gate, watch, C: tl.constexpr):
 
     ``waited``: int64, nanoseconds, for whatever queue. Where the launch is over, the worker waits for nothing.
     """
+    ORDER: tl.constexpr = C.ORDER
     queue, empty = progress.ready
     noted, over = progress.cursor.noted, progress.passed.over
     if C.ROW_CHUNKS != "none":
@@ -122,7 +123,7 @@ def take_ready(progress, work, words, gate, watch, C: tl.constexpr):
             noted = note(words, watch, noted, TOOK, (queue, ticket), C.PROBE)
             position = tl.load(gate.queue_table + queue) + ticket
             if position < tl.load(gate.queue_table + queue + 1):
-                batch, pm, pn = tile_of_ticket(0, position, work, "whole", C.ORDER, C.TRANSPOSED)
+                batch, pm, pn = tile_of_ticket(0, position, work, "whole", ORDER, C.TRANSPOSED)
                 found = found * 0 + 1
                 looking = looking * 0
             else:

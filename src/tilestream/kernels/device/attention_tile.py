@@ -122,10 +122,10 @@ def seen_keys_of(tile, C: tl.constexpr):
 @triton.jit
 def sees(mask, key, C: tl.constexpr):
     """``[rows, keys]``: which rows of a `Mask` see which keys."""
+    # Of a row its position alone is kept through a loop.
+    seen = (key < mask.keys)[None, :]
     if C.RIGHT:
-        seen = key[None, :] < tl.minimum(mask.position + mask.causal_offset_right, mask.keys)[:, None]
-    else:
-        seen = (key < mask.keys)[None, :]
+        seen = seen & ((key - mask.causal_offset_right)[None, :] < mask.position[:, None])
     if C.LEFT:
-        seen = seen & (key[None, :] >= (mask.position + mask.causal_offset_left)[:, None])
+        seen = seen & ((key - mask.causal_offset_left)[None, :] >= mask.position[:, None])
     return seen

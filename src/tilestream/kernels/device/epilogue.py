@@ -49,7 +49,7 @@ def sigmoid(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """`tilestream.launch.epilogue.ACTIVATIONS`, on fp32. NaN stays NaN, in relu too, as torch has it."""
+    """`tilestream.core.operands.ACTIVATIONS`, on fp32. NaN stays NaN, in relu too, as torch has it."""
     if ACTIVATION == "relu":
         x = tl.where(x < 0, 0.0, x)
     elif ACTIVATION == "gelu":
@@ -84,6 +84,7 @@ def finished(x, e, region, C: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.conste
         A backend's loads, ``(operand, e, region, C)``: of a `Vector` float32 ``[rows]`` and ``[columns]``, of a
         `Matrix` float32 ``[rows, columns]``; of what lies outside the output, anything.
     """
+    ACTIVATION: tl.constexpr = C.ACTIVATION
     if C.SCALES == "tensor":
         factor = 1.0
         if e.row_scale.at is not None:
@@ -107,4 +108,4 @@ def finished(x, e, region, C: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.conste
         x = x + ROW(e.bias, e, region, C)[:, None]
     if C.RESIDUAL:
         x = x + e.beta * TILE(e.residual, e, region, C)
-    return activate(x, C.ACTIVATION)
+    return activate(x, ACTIVATION)

@@ -38,9 +38,9 @@ def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
         watch = Watch(worker, workers, leaves, abort, clock, present(clock))
         over = quarantined(gate, words, watch, C)
     else:
-        # No address: a static launch has no words.
-        watch = Watch(worker, workers, leaves, None, None, None)
+        # No address: a static launch has no words. (Triton 3.6 returns no None.)
         over = tl.cast(0, tl.int32)
+        watch = Watch(worker, workers, leaves, over, over, tl.cast(0, tl.int64))
     zero = tl.cast(0, tl.int32)
     passed = Passed(over, zero, zero - 1, zero, zero - 1)
     return Progress(first_cursor(), Ready(zero - 1, zero), passed), watch
@@ -77,15 +77,17 @@ def next_item(
     else:
         found, item, cursor = take(cursor, work, words, watch, C, ADD, PICK)
     place = item.place
-    if found != 0:
-        if C.TRACE:
+    if C.TRACE:
+        if found != 0:
             place = place_of(item, work)
             begin_span(words.log, place, watch.worker)
-        if C.GATED:
+    if C.GATED:
+        if found != 0:
             passed, noted = pass_gate(item, passed, work, words, gate, watch, cursor.noted, waited, C)
             item, over = VOID(item, passed.over)
             cursor, passed = with_noted(cursor, noted), with_over(passed, over)
-        if C.TRACE:
+    if C.TRACE:
+        if found != 0:
             ready_span(words.log, place)
     return found, with_place(item, place), Progress(cursor, ready, passed)
 
@@ -115,7 +117,9 @@ def with_over(passed, over):
 @triton.jit
 def finish_worker(passed, work, words, gate, watch, C: tl.constexpr):
     """After STOP: the words are left as the next launch expects them."""
+    ROW_CHUNKS: tl.constexpr = C.ROW_CHUNKS
+    COLUMN_CHUNKS: tl.constexpr = C.COLUMN_CHUNKS
     if C.GATED:
-        leave_gate(work, words, gate, watch, passed.over, C.ROW_CHUNKS, C.COLUMN_CHUNKS)
+        leave_gate(work, words, gate, watch, passed.over, ROW_CHUNKS, COLUMN_CHUNKS)
     else:
         leave(work, words, watch, C.KIND == "static")

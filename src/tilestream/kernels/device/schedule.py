@@ -313,6 +313,8 @@ def take(cursor, work, words, watch, C: tl.constexpr, ADD: tl.constexpr = add, P
         How a ticket is drawn from the queue of ``cursor.source``, and how a victim is found. ``cursor.asked`` is for
         ``ADD``, which may have been begun before; see `tilestream.kernels.hopper.queues`.
     """
+    ORDER: tl.constexpr = C.ORDER
+    SPLIT: tl.constexpr = C.SPLIT
     ticket, source, share, unit, unit_end, noted = (
         cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, cursor.noted
     )  # fmt: skip
@@ -329,14 +331,14 @@ def take(cursor, work, words, watch, C: tl.constexpr, ADD: tl.constexpr = add, P
         position = watch.worker + ticket * watch.workers
         found = (position < work.full_tiles).to(tl.int32)
         if found != 0:
-            batch, pm, pn = tile_of_ticket(0, position, work, "whole", C.ORDER, C.TRANSPOSED)
+            batch, pm, pn = tile_of_ticket(0, position, work, "whole", ORDER, C.TRANSPOSED)
             ticket = ticket + 1
     elif C.KIND == "dynamic":
         found, queue, drawn, source, noted = draw(
-            cursor, work, words, watch, work.full_tiles, C.SPLIT, C.STEAL, C.PROBE, ADD, PICK
+            cursor, work, words, watch, work.full_tiles, SPLIT, C.STEAL, C.PROBE, ADD, PICK
         )
         if found != 0:
-            batch, pm, pn = tile_of_ticket(queue, drawn, work, C.SPLIT, C.ORDER, C.TRANSPOSED)
+            batch, pm, pn = tile_of_ticket(queue, drawn, work, SPLIT, ORDER, C.TRANSPOSED)
     else:
         if unit >= unit_end:
             found, queue, drawn, source, noted = draw(
@@ -361,7 +363,7 @@ def take(cursor, work, words, watch, C: tl.constexpr, ADD: tl.constexpr = add, P
                 if parts > 1:
                     part = share - first_share
                     slot = slot_of(share, tile)
-            batch, pm, pn = tile_of_ticket(0, position, work, "whole", C.ORDER, C.TRANSPOSED)
+            batch, pm, pn = tile_of_ticket(0, position, work, "whole", ORDER, C.TRANSPOSED)
     if found != 0:
         batch = (batch + work.first_batch) % work.batches
         tile_id = (batch * work.num_m + pm) * work.num_n + pn

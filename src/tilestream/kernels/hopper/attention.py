@@ -85,7 +85,7 @@ from tilestream.kernels.hopper.attention_load import (
 from tilestream.kernels.hopper.attention_math import (
     attend_blocks,
     rows_of_consumer,
-    scores_of_item,
+    softcap_scale_of_item,
     start_softmax,
     store_tile,
 )
@@ -162,7 +162,7 @@ def math_loop(WHO: gl.constexpr, ring, items, out, scores, C: gl.constexpr):
         if going != 0:
             rows = rows_of_consumer(items, slot.at, WHO, C)
             softmax = start_softmax(C)
-            of_item = scores_of_item(scores, items, slot.at, C)
+            of_item = Scores(scores.scale, softcap_scale_of_item(scores, items, slot.at, C), scores.sinks)
             q_at = WHO * C.QUERIES + q.at
             mbarrier.wait(ring.q_full.index(q_at), q.phase)
             if going > 1:
@@ -206,6 +206,7 @@ def attend(
     C
         A `tilestream.kernels.attention_config.HopperAttentionConfig`.
     """
+    CONSUMERS: gl.constexpr = C.CONSUMERS
     WIDTH: gl.constexpr = q_map.block_type.shape[-1]
     STRIP: gl.constexpr = out_map.block_type.shape[-1]
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_map.dtype)
@@ -226,9 +227,9 @@ def attend(
     q_full = make_barriers(C.CONSUMERS * C.QUERIES, 1)
     q_empty = make_barriers(C.CONSUMERS * C.QUERIES, 1)
     k_full = make_barriers(C.STAGES, 1)
-    k_empty = make_barriers(C.STAGES, C.CONSUMERS)
+    k_empty = make_barriers(C.STAGES, CONSUMERS)
     v_full = make_barriers(C.STAGES, 1)
-    v_empty = make_barriers(C.STAGES, C.CONSUMERS)
+    v_empty = make_barriers(C.STAGES, CONSUMERS)
     raw_full, raw_empty = v_full, v_empty
     if CONVERTS:
         raw_full = make_barriers(C.STAGES, 1)
@@ -236,7 +237,7 @@ def attend(
     item_full = make_barriers(ITEMS, 1)
     item_empty = make_barriers(ITEMS, C.CONSUMERS + 1 if CONVERTS else C.CONSUMERS)
     if C.ORDERED:  # no barrier is made that is not used: see `tilestream.kernels.hopper.ring`
-        turns = make_barriers(C.CONSUMERS, 1)
+        turns = make_barriers(CONSUMERS, 1)
     else:
         turns: gl.constexpr = None
     slots = make_slots()

@@ -227,6 +227,7 @@ def load_keys(at, tile, slot, loads, source, items, work, words, watch, C: gl.co
 
     ``slot`` is the item's, ``at`` a `LoadPlace`; so is what it returns. `load_last_values` loads a tile's last values.
     """
+    KEYS: gl.constexpr = C.KEYS
     extents, pages, gate = source.extents, source.pages, source.gate
     K_COLUMNS: gl.constexpr = C.PARTS * source.k_map.block_type.shape[-1]
     begin, end, zero = tile.begin, tile.end, tl.cast(0, tl.int32)
@@ -249,14 +250,14 @@ def load_keys(at, tile, slot, loads, source, items, work, words, watch, C: gl.co
             last_row = first_row + gl.minimum(first_key + C.BLOCK, tile.keys)
             if (j < end) & (passed.over == 0) & (last_row > ready):
                 passed, ready = pass_keys(
-                    gl.maximum(row, ready), last_row, passed, tile, work, words, gate, watch, C.KEYS
+                    gl.maximum(row, ready), last_row, passed, tile, work, words, gate, watch, KEYS
                 )
                 passed = with_over(passed, fenced(passed.over))
                 put(items.slots, slot, VOID, passed.over, 1)
             if C.TRACE:
                 if (j == begin) & (j < end):
                     ready_span(items.log, tile.pm * work.num_n + tile.pn)
-                    chunk_span(items.log, tile.pm * work.num_n + tile.pn, chunk_at(last_row - 1, gate.rows, C.KEYS))
+                    chunk_span(items.log, tile.pm * work.num_n + tile.pn, chunk_at(last_row - 1, gate.rows, KEYS))
         else:
             first_key = (end - 1 - (j - begin)) * C.BLOCK
             first_value = first_key + C.BLOCK

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilestream.core import attention as rules
-from tilestream.core.attention_structs import Mask, RingPlace, Scores, Softmax, Step
+from tilestream.core.attention_structs import Mask, RingPlace, Softmax, Step
 from tilestream.kernels.device.softmax import exp_scores, finalize, softcap, update_max
 from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.hopper.attention_load import (
@@ -68,14 +68,14 @@ def start_softmax(C: gl.constexpr):
 
 
 @gluon.jit
-def scores_of_item(scores, items, slot, C: gl.constexpr):
-    """`Scores` with an item's scales."""
+def softcap_scale_of_item(scores, items, slot, C: gl.constexpr):
+    """The factor inside the softcap, with an item's scales."""
     softcap_scale = scores.softcap_scale
     if C.SCALED:
         softcap_scale = get(items.scales, slot, 0, 4).to(gl.float32, bitcast=True)
         if C.CAPPED:
             softcap_scale = softcap_scale * scores.softcap_scale
-    return Scores(scores.scale, softcap_scale, scores.sinks)
+    return softcap_scale
 
 
 @gluon.jit

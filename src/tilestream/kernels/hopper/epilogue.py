@@ -231,10 +231,11 @@ def place_in_partial(ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexp
 @gluon.jit
 def store_partial(accs, at, C: gl.constexpr):
     """Store a partial result at ``at``: strips ``[HALF_ROWS, STRIP]`` of float32, one behind the other."""
+    WIDTHS: gl.constexpr = C.WIDTHS
     place = place_in_partial(C.HALF_ROWS, 0, C.STRIP, C.STRIP)
     for i in gl.static_range(start_of(C.WIDTHS, len(C.WIDTHS)) // C.STRIP):
         gl.store(
-            at + i * C.HALF_ROWS * C.STRIP + place, strip_of(accs, i * C.STRIP, C.WIDTHS, C.STRIP, C.HALF_ROWS)
+            at + i * C.HALF_ROWS * C.STRIP + place, strip_of(accs, i * C.STRIP, WIDTHS, C.STRIP, C.HALF_ROWS)
         )  # fmt: skip
 
 
@@ -252,7 +253,7 @@ def fixup(accs, at, words, item, WHO: gl.constexpr, C: gl.constexpr):
 
     The last contributor has its own part in its registers, and restores the count. It need not have written that part:
     where the others have counted already, no other can be the last. That is the protocol of
-    `tilestream.core.loop.settle`, which the checker explores. Each half of a tile is handed in by itself, so that no
+    `tilestream.core.loop.fixup`, which the checker explores. Each half of a tile is handed in by itself, so that no
     consumer waits for the other.
 
     The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
@@ -337,9 +338,10 @@ def store_tile(accs, at, e, item, row, WHO: gl.constexpr, C: gl.constexpr):
 
     ``at``: of a tile in parts, see `first_partial`.
     """
+    WIDTHS: gl.constexpr = C.WIDTHS
     STRIPS: gl.constexpr = C.COLUMNS // C.STRIP
     for i in gl.static_range(STRIPS):
-        x = strip_of(accs, i * C.STRIP, C.WIDTHS, C.STRIP, C.HALF_ROWS)
+        x = strip_of(accs, i * C.STRIP, WIDTHS, C.STRIP, C.HALF_ROWS)
         if C.KIND == "stream_k":
             if item.parts > 1:
                 x = reduce_partials(x, at + i * C.HALF_ROWS * C.STRIP, item, C)

@@ -74,10 +74,11 @@ def multiply(ring, order, place, steps, WHO: gl.constexpr, C: gl.constexpr):
     A stage is given back when the multiplication after it has been started and the one on it is done: so a ring has two
     stages at least.
     """
+    WIDTHS: gl.constexpr = C.WIDTHS
     HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
     stage, phase = place
     PARTS: gl.constexpr = len(C.WIDTHS)
-    accs = zeros(C.HALF_ROWS, C.WIDTHS, ring.x.dtype.primitive_bitwidth)
+    accs = zeros(C.HALF_ROWS, WIDTHS, ring.x.dtype.primitive_bitwidth)
     mbarrier.wait(ring.full.index(stage), phase)
     x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
     accs = wait_mma(start_mma(x, ring.y, stage, accs, 0, False, C.Y_K_MAJOR), PARTS)
@@ -103,12 +104,13 @@ def multiply_rs_tail(ring, order, place, steps, WHO: gl.constexpr, C: gl.constex
     tensor cores do. x is read into registers under the wide parts of its own stage, after the narrow part of the stage
     before, whose registers it takes (two sets of them are more than ptxas keeps without waiting in between).
     """
+    WIDTHS: gl.constexpr = C.WIDTHS
     HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
     stage, phase = place
     BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
     WIDE: gl.constexpr = len(C.WIDTHS) - 1
     LAYOUT: gl.constexpr = fragment(C.WIDTHS[WIDE], BITS)
-    accs = zeros(C.HALF_ROWS, C.WIDTHS, BITS)
+    accs = zeros(C.HALF_ROWS, WIDTHS, BITS)
     mbarrier.wait(ring.full.index(stage), phase)
     x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
     wide = start_mma(x, ring.y, stage, accs[:WIDE], 0, False, C.Y_K_MAJOR)
@@ -139,10 +141,11 @@ def multiply_promoted(ring, order, place, steps, WHO: gl.constexpr, C: gl.conste
     The tensor core adds products of fp8 with about 14 bits, which is enough for one K step but not for all of K.
     Parts one after the other: there are registers for the product of one of them.
     """
+    WIDTHS: gl.constexpr = C.WIDTHS
     HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
     stage, phase = place
     BITS: gl.constexpr = ring.x.dtype.primitive_bitwidth
-    accs = zeros(C.HALF_ROWS, C.WIDTHS, BITS)
+    accs = zeros(C.HALF_ROWS, WIDTHS, BITS)
     for k in range(steps):
         mbarrier.wait(ring.full.index(stage), phase)
         x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)

@@ -97,6 +97,7 @@ def keys_of_tile(tile, k, v, table, extents, C: tl.constexpr):
     else:
         k_at = first_of(k, tile.batch, tile.origin_k, head, C.ALIGN)
         v_at = first_of(v, tile.batch, tile.origin_k, head, C.ALIGN)
+        block_table = zero  # Triton 3.6 returns no None
     return Keys(Rows(k_at, k.batch, k.row, k.head), Rows(v_at, v.batch, v.row, v.head), block_table, pages, low, high)
 
 
@@ -183,8 +184,8 @@ def softcap_precisely(scores, softcap_scale):
 
 
 @triton.jit
-def scores_of_tile(scores, scales, tile, extents, C: tl.constexpr):
-    """`Scores` of a tile.
+def softcap_scale_of_tile(scores, scales, tile, extents, C: tl.constexpr):
+    """The ``softcap_scale`` of a tile's `Scores`.
 
     ``scale`` is applied to the largest score alone, and to the others by the exponential's own multiply-add. A scale
     that may turn the order around has to come before: then scores are multiplied by ``softcap_scale``, as before a cap.
@@ -201,7 +202,7 @@ def scores_of_tile(scores, scales, tile, extents, C: tl.constexpr):
     if scales.k.at is not None:
         at = scales.k.at + tile.batch * scales.k.batch + tile.head // extents.q_heads_per_kv * scales.k.head
         before = before * tl.load(at, mask=real, other=1.0)
-    return Scores(scores.scale, before, scores.sinks)
+    return before
 
 
 @triton.jit
@@ -257,17 +258,18 @@ def add_arriving(passed, tile, q, softmax, keys, mask, scores, arrival, C: tl.co
 
     ``arrival``: what `pass_keys` is given, and the row that the sequence's keys begin at among all that arrive.
     """
+    KEYS: tl.constexpr = C.KEYS
     work, words, gate, watch, origin = arrival
     passed = poll_over(passed, words, watch)
     begin = tile.begin
     while (begin < tile.end) & (passed.over == 0):
         first = origin + tl.maximum(begin * C.BLOCK, keys.low)
         end = origin + tl.minimum(begin * C.BLOCK + C.BLOCK, keys.high)
-        passed, ready = pass_keys(first, end, passed, tile, work, words, gate, watch, C.KEYS)
+        passed, ready = pass_keys(first, end, passed, tile, work, words, gate, watch, KEYS)
         if C.TRACE:
             if begin == tile.begin:
                 ready_span(words.log, tile.pm * work.num_n + tile.pn)
-                chunk_span(words.log, tile.pm * work.num_n + tile.pn, chunk_at(end - 1, gate.rows, C.KEYS))
+                chunk_span(words.log, tile.pm * work.num_n + tile.pn, chunk_at(end - 1, gate.rows, KEYS))
         ready = tl.minimum(ready - origin, keys.high)
         until = tl.where(passed.over != 0, begin, tl.where(ready == keys.high, tile.end, ready // C.BLOCK))
         softmax = add_stretch(begin, until, tile, q, softmax, keys, mask, scores, C)
@@ -368,7 +370,8 @@ def attention(
             x = load_queries(q, tile, row, position, C)
             keys = keys_of_tile(tile, k, v, (block_table, table_stride, pages), extents, C)
             mask = Mask(position, tile.keys, tile.causal_offset_left, tile.causal_offset_right)
-            of_tile = scores_of_tile(scores, scales, tile, extents, C)
+            softcap_scale = softcap_scale_of_tile(scores, scales, tile, extents, C)
+            of_tile = Scores(scores.scale, softcap_scale, scores.sinks)
             softmax = start_softmax(C)
             if C.GATED:
                 # The rows of all sequences arrive one behind the other.

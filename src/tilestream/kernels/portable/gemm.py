@@ -54,6 +54,8 @@ def product(a, b, item, m, n, k, C: tl.constexpr):
     products are not stored, and no mask is needed. Where an extent is a multiple of 16 the compiler sees that a vector
     never straddles the end.
     """
+    A_KIND: tl.constexpr = C.A_KIND
+    B_KIND: tl.constexpr = C.B_KIND
     rows = (item.pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)) % m
     cols = (item.pn * C.BLOCK_N + tl.arange(0, C.BLOCK_N)) % n
     step = tl.arange(0, C.BLOCK_K)
@@ -83,8 +85,8 @@ def product(a, b, item, m, n, k, C: tl.constexpr):
             x = to_tf32(x)
             y = to_tf32(y)
         if C.A_KIND != "":
-            x = to_float16(x, C.A_KIND)
-            y = to_float16(y, C.B_KIND)
+            x = to_float16(x, A_KIND)
+            y = to_float16(y, B_KIND)
         acc = tl.dot(x, y, acc, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
         at_a += C.BLOCK_K * a.column
         at_b += C.BLOCK_K * b.row

@@ -16,6 +16,7 @@ from tilestream.launch.portable.arguments import (
     arrival_fields,
     block_fields,
     epilogue_fields,
+    numbers_of,
     schedule_fields,
 )
 from tilestream.plan.plan import Plan
@@ -122,7 +123,7 @@ class Arguments:
         self, plan: Plan, layout: Layout, aligned: tuple[bool, bool] = (True, True), probe: bool = False
     ) -> None:
         self.plan, self.layout, self._aligned = plan, layout, aligned
-        problem, schedule = plan.problem, plan.schedule
+        problem = plan.problem
         block_m, block_n, block_k = plan.block
         self.size, self.arch = ITEMSIZE[problem.dtype], plan.device.arch
         (ab, am, ak), (bb, bk, bn) = layout.a, layout.b
@@ -134,11 +135,7 @@ class Arguments:
             *chunk_numbers(plan), problem.m, problem.n, problem.k, ab, self.x.stride, bb, self.y.stride, *layout.out,
             layout.bias or 0, *(layout.residual or (0, 0, 0)), *layout.scale_a, *layout.scale_b,
         )  # fmt: skip
-        grid, raster = schedule.grid, schedule.raster
-        self._schedule = (
-            grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
-            schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
-        )  # fmt: skip
+        self._schedule = numbers_of(plan.schedule)
         self.config = self._config(probe)
         #: How the kernel is compiled: with two warps a SIMD, which is what its registers are counted for.
         self.options = {"num_warps": plan.warps, "waves_per_eu": 2}

@@ -6,8 +6,8 @@
     worker:   for each turn of work(): perform what it yields, until it returns None
     caller:   NaN into what was not computed, then raise what there is to raise
 
-Nobody spins: a worker at the gate sleeps on the signals' bell, with the launch's deadline as its bound (invariant 5).
-Whoever finds the deadline passed, a producer failed or an exception of his own sets the abort word and rings every
+No worker spins: at the gate it sleeps on the signals' bell, with the launch's deadline as its bound (invariant 5).
+A worker that finds the deadline passed or a producer failed, or that raises, sets the abort word and rings every
 bell, so that all leave; the caller raises, and no thread is left behind.
 """
 
@@ -148,14 +148,14 @@ class Launch:
                     thread.start()
             with self._changed:
                 self._changed.wait_for(lambda: self._left == len(threads))
-        except BaseException:  # an interrupt, or no thread to be had: nobody may be left behind
+        except BaseException:  # an interrupt, or no thread to be had: no worker may be left behind
             self._close()
             raise
         for thread in threads:
             thread.join()
 
     def _close(self) -> None:
-        """Let nobody in any more, and wait until all who are in have left. Not to be interrupted.
+        """Let no worker begin any more, and wait until all have left. Not to be interrupted.
 
         Not by join(): interrupted, it takes a thread that still runs for one that has ended (CPython before 3.13), and
         a thread whose start() was interrupted may or may not run yet.

@@ -1,7 +1,7 @@
 """Publish on the CPU: each chunk of the output's rows is signalled when all of its tiles are there.
 
-What `kernels.loop.publish` yields, performed: a worker counts the rows of its tile, and whoever completes a chunk's
-count signals it. Chunks are of any sizes, and of the rows of all batches.
+What `kernels.loop.publish` yields, performed: a worker counts the rows of its tile, and the one that completes a
+chunk's count signals it. Chunks are of any sizes, and of the rows of all batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Publisher:
     grid, block_m, m
         The launch's tiles, the rows of one, and the rows of a batch.
     announce
-        Signals a chunk. What a tile's worker wrote before is there for who sees it.
+        Signals a chunk. A reader that sees the signal sees what the worker wrote before.
     """
 
     def __init__(self, chunks: Chunks, grid: Grid, block_m: int, m: int, announce: Callable[[int], None]) -> None:

@@ -56,7 +56,7 @@ class Pinning:
         self._pinned = threading.Semaphore(0)
 
     def pin(self, threads: int) -> None:
-        """Give the calling thread ``threads`` intra-op threads, and nobody else."""
+        """Give the calling thread ``threads`` intra-op threads, and no other thread."""
         setters = own_setters()
         if setters is None:
             try:
@@ -70,7 +70,7 @@ class Pinning:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """The block in which the workers are started; on its end nobody else's number is another than before."""
+        """The block in which the workers are started; at its end the other threads' numbers are as before."""
         if own_setters() is not None:
             yield
             return

@@ -15,6 +15,7 @@ from tilestream.launch.portable.arguments import (
     arrival_fields,
     block_fields,
     epilogue_fields,
+    numbers_of,
     schedule_fields,
 )
 from tilestream.plan.plan import Plan
@@ -105,21 +106,17 @@ class Arguments:
         residual = layout.residual or (0, 0, 0)
         rb, rr, rc = (residual[0], *(residual[:0:-1] if swapped else residual[1:]))
         scales = (layout.scale_b, layout.scale_a) if swapped else (layout.scale_a, layout.scale_b)
-        schedule = plan.schedule
-        grid, raster = schedule.grid, schedule.raster
         self._extents = (
             int(bool(batches) and bool(x[2])), int(bool(batches) and bool(y[2])), *extents,
             ob, *strides, layout.bias or 0, rb, rr, rc, *scales[0], *scales[1],
         )  # fmt: skip
-        self._schedule = (
-            grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
-            schedule.queues, raster.group, raster.first, raster.band, schedule.first_batch,
-        )  # fmt: skip
+        self._schedule = numbers_of(plan.schedule)
         self._chunks = chunk_numbers(plan)
         self._published = 1, 0
         if problem.publishes is not None:
             # Two consumers with half of a tile's rows each both count its columns.
-            self._published = problem.publishes.chunks.rows_per_chunk, grid.num_n * (self._halves if swapped else 1)
+            times = plan.schedule.grid.num_n * (self._halves if swapped else 1)
+            self._published = problem.publishes.chunks.rows_per_chunk, times
         self._chained = _CHAINED and plan.gate is None
         self.config = self._config(probe, trace)
         self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
@@ -127,7 +124,7 @@ class Arguments:
             self.options["maxnreg"] = _SINGLE_REGISTERS
 
     def tiles_apart(self, first: int, height: int, period: int) -> tuple[int, int, int] | None:
-        """Rows of A that stand apart (`tilestream.arrival.device.Apart`), in tiles of x: see `fill`.
+        """Rows of A that stand apart (`tilestream.arrival.device.LocalRows`), in tiles of x: see `fill`.
 
         None where they cannot be read there: they are no whole tiles of x, or not x's, or not K-major, or the load warp
         has no registers for it.

@@ -30,7 +30,7 @@ class HopperAttentionLaunch(Launch):
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
         self._made = {traced: HopperAttentionArguments(plan, layout, traced) for traced in (False, True)}
         self._list, self._gate, self._merge = ListLaunch(plan), KeyGateLaunch(plan), MergeLaunch(plan, layout)
-        #: Static tickets are nobody's; the abort word is a counter's neighbour all the same.
+        #: A static schedule takes no tickets, but the abort word lies beside the counters.
         self._counts = plan.schedule.kind != "static" or plan.problem.keys is not None
         counts = self._counts or plan.problem.varlen or self._merge.floats > 0
         super().__init__(plan, counts, self._list.listed, self._merge.floats)

@@ -31,8 +31,8 @@ _TYPES = {
 _FEW, _FAR = 64, 256
 
 
-class Standing:
-    """Stands in for a tensor where a kernel is compiled: aligned, and nowhere."""
+class AlignedNull:
+    """Stands in for a tensor where a kernel is compiled: an aligned address of 0."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -55,7 +55,7 @@ class GemmLaunch(launch.GemmLaunch):
         self._arguments = Arguments(plan, layout, out_aligned)
         self._out_aligned = out_aligned
         self._layout = layout
-        #: By what is recorded, and how many rows stand apart.
+        #: By what is recorded, and the number of local rows.
         self._launchers: dict[tuple[type, int | None], Launcher] = {}
         self._stored_by_map, self._parts = self._arguments.out is not None, len(self._arguments.widths)
 
@@ -70,9 +70,9 @@ class GemmLaunch(launch.GemmLaunch):
             out, epilogue.bias, epilogue.residual, *scales, words.partials, words.counts, words.counters,
             self.table.on(a.device), None if probe is None else probe.words,
         )  # fmt: skip
-        copies, apart, tiles = self.copies(awaited), *self._apart(a, awaited)
-        gate = self.gate(a.device, awaited, apart is not None)
-        kind = type(probe), None if apart is None else apart.shape[0]
+        copies, local, tiles = self.copies(awaited), *self._local_rows(a, awaited)
+        gate = self.gate(a.device, awaited, local is not None)
+        kind = type(probe), None if local is None else local.shape[0]
         launcher = self._launchers.get(kind)
         if launcher is None:
             launcher = self._launchers[kind] = self._compiled(x, given, gate, copies, kind[1], probe)
@@ -83,30 +83,30 @@ class GemmLaunch(launch.GemmLaunch):
             pointers, numbers = (*pointers, *copies.pointers), (*numbers, copies.copiers)
         if (publish := epilogue.publish) is not None:
             pointers, numbers = (*pointers, *publish[:2]), (*numbers, publish.epoch)
-        if apart is not None:
-            maps, numbers = (apart.data_ptr(), *maps), (*numbers, *tiles)
+        if local is not None:
+            maps, numbers = (local.data_ptr(), *maps), (*numbers, *tiles)
         launcher(
             stream, first.data_ptr(), *maps,
             *[tensor.data_ptr() for tensor in pointers if tensor is not None],
             words.base, words.reset, *numbers, epilogue.alpha, epilogue.beta,
         )  # fmt: skip
 
-    def _apart(self, a: torch.Tensor, awaited: Awaited | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-        """The rows of ``a`` that stand apart, where they can be read there; and which tiles: see `Arguments.fill`."""
-        apart = None if awaited is None or awaited.rows is None else awaited.rows.apart
-        if apart is None or apart.rows.dtype != a.dtype or apart.rows.data_ptr() % 16:
+    def _local_rows(self, a: torch.Tensor, awaited: Awaited | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+        """The local rows of ``a``, if they can be read in their own tensor; and which tiles: see `Arguments.fill`."""
+        local = None if awaited is None or awaited.rows is None else awaited.rows.local_rows
+        if local is None or local.rows.dtype != a.dtype or local.rows.data_ptr() % 16:
             return None, ()
-        tiles = self._arguments.tiles_apart(apart.first, apart.height, apart.period)
-        return (None, ()) if tiles is None else (apart.rows, tiles)
+        tiles = self._arguments.tiles_apart(local.first, local.height, local.period)
+        return (None, ()) if tiles is None else (local.rows, tiles)
 
     def _compiled(
         self, operands: GemmOperands, given: tuple[torch.Tensor | None, ...], gate: GateArguments,
-        copies: CopyArguments, apart: int | None, probe: Probe | SpanLog | None,
+        copies: CopyArguments, local: int | None, probe: Probe | SpanLog | None,
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
         a, b, out, epilogue = operands
         trace, probed = isinstance(probe, SpanLog), isinstance(probe, Probe)
-        arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probed, trace, apart), 0
+        arguments, capacity = Arguments(self.plan, self._layout, self._out_aligned, probed, trace, local), 0
         if isinstance(probe, Probe):
             capacity = probe.capacity
         x, y = (b, a) if self.plan.swap_ab else (a, b)
@@ -141,7 +141,7 @@ class GemmLaunch(launch.GemmLaunch):
             copies = CopyArguments._make([VARIES] * 5)
         if publish is not NO_PUBLISH:
             publish = PublishArguments(VARIES, VARIES, VARIES)
-        numbers = (0, 0, 0) if apart is None else (VARIES,) * 3
+        numbers = (0, 0, 0) if local is None else (VARIES,) * 3
         filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, numbers)
         return Launcher(kernel, grid, filled)
 
@@ -154,4 +154,4 @@ def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle, element.primitive_bitwidth, len(made.box))
     rank = len(made.box)
     strides = [256] * (rank - 2) + [16, 1]  # as the shape, of no matter to the compiler
-    return TensorDescriptor(Standing(dtype), [16] * rank, strides, list(made.box), layout)
+    return TensorDescriptor(AlignedNull(dtype), [16] * rank, strides, list(made.box), layout)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
+from tilestream.core.schedule import Schedule
+from tilestream.core.structs import Work
 from tilestream.kernels.config import PortableConfig
 from tilestream.launch.gate import NO_GATE, GateArguments, chunk_kinds, chunk_numbers, copy_constants
 from tilestream.plan.plan import Plan
@@ -71,17 +73,12 @@ class Arguments:
     """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call."""
 
     def __init__(self, plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> None:
-        problem, schedule = plan.problem, plan.schedule
-        grid, raster = schedule.grid, schedule.raster
+        problem = plan.problem
         self._numbers = (
             *chunk_numbers(plan), problem.m, problem.n, problem.k, *layout.a, *layout.b, *layout.out,
             layout.bias or 0, *(layout.residual or (0, 0, 0)), *layout.scale_a, *layout.scale_b,
         )  # fmt: skip
-        self._schedule = (
-            grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
-            schedule.queues, raster.group, raster.first, raster.band,
-            schedule.first_batch,
-        )  # fmt: skip
+        self._schedule = numbers_of(plan.schedule)
         self.config = config(plan, layout, probe, trace)
         #: How the kernel is compiled.
         self.options = options(plan)
@@ -141,6 +138,21 @@ def config(plan: Plan, layout: Layout, probe: bool = False, trace: bool = False)
         B_KIND=kinds[1],
         TRACE=trace,
     )
+
+
+def work_of(schedule: Schedule) -> Work:
+    """The schedule as the kernels take it, without the raster's table, which has an address."""
+    grid, raster = schedule.grid, schedule.raster
+    return Work(
+        grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
+        schedule.queues, None, raster.group, raster.first, raster.band, schedule.first_batch,
+    )  # fmt: skip
+
+
+def numbers_of(schedule: Schedule) -> tuple[int, ...]:
+    """`work_of`, in the order of the kernels' arguments: the table stands with what has an address."""
+    work = work_of(schedule)
+    return tuple(value for name, value in zip(Work._fields, work, strict=True) if name != "table")
 
 
 def schedule_fields(plan: Plan, probe: bool) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def stream_wait(stream: int, address: int, value: int) -> None:
     """Hold ``stream`` until the 32-bit word at ``address`` is at least ``value``.
 
     For words that a peer GPU writes with `stream_write`: what came before that write in its stream is visible then. It
-    has no bound: whoever issues it has a watchdog that can write the word, whatever the driver waits for meanwhile (see
+    has no bound: its caller has a watchdog that can write the word, whatever the driver waits for meanwhile (see
     `tilestream.distributed.host_flags`). CUDA compares cyclically, and holds no SM.
     HIP takes both for unsigned, and a kernel of one lane may do the waiting.
 
@@ -171,7 +171,7 @@ def copy_across(stream: int, to: int, source: int, size: int) -> None:
 def map_host_memory(address: int, size: int) -> int:
     """Have all GPUs of this process map ``size`` bytes of its memory, from a page on; returns their address of it.
 
-    For good: a stream, of another process too, may still write there when whoever asked is gone.
+    For good: a stream, of another process too, may still write there after the object that asked is gone.
 
     Raises
     ------

@@ -64,7 +64,7 @@ class Cuda:
     def stream_write(self, stream: int, address: int, value: int) -> None:
         """With the default flags: the driver fences before it writes.
 
-        So whoever acquires the word sees, for one, a copy that came before it in the stream.
+        So a reader that acquires the word sees, for one, a copy that came before it in the stream.
         """
         self.bind_context()
         code = self._find("cuStreamWriteValue32_v2", WRITE_ARGUMENTS)(stream, address, value & 0xFFFFFFFF, 0)

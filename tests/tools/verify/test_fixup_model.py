@@ -1,4 +1,4 @@
-"""Model 1 of parts that are held and settled: what it explores, that its checks are checks, and what is no bug."""
+"""Model 1 of parts that are held and fixed up: what it explores, that its checks are checks, and what is no bug."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from mutants.checker import seeded_bugs
-from tilestream.core.loop import Add, AddUp, Look, Restore, Write, work_through
+from tilestream.core.loop import Add, Look, ReducePartials, Restore, Write, work_through
 from tilestream_tools.verify import sweep
 from tilestream_tools.verify.partials import Partials
 from tilestream_tools.verify.report import explore
@@ -17,7 +17,7 @@ from tilestream_tools.verify.sweep import matmul
 from tilestream_tools.verify.words import Words
 
 SIZES = ((2, 1, 2, 0), (3, 1, 3, 0), (2, 3, 2, 0), (3, 2, 2, 0), (4, 3, 2, 2), (2, 1, 3, 3))
-TWO = matmul("stream_k", 2, 1, k=2, drain="poison", settled=True)
+TWO = matmul("stream_k", 2, 1, k=2, drain="poison", fixup=True)
 
 
 def kind_of(case):
@@ -25,7 +25,7 @@ def kind_of(case):
     return violation and violation.kind
 
 
-def split(settles):
+def split(text):
     """A program that holds the parts of a tile and hands them in so."""
 
     def finish(done):
@@ -33,17 +33,17 @@ def split(settles):
             yield done
         else:
             yield done._replace(held=True)
-            yield from settles(done.item)
+            yield from text(done.item)
 
     program = partial(work_through, finish=finish)
-    program.__name__ = settles.__name__
+    program.__name__ = text.__name__
     return program
 
 
-def kinds(settles):
-    cases = [matmul("stream_k", w, n, k=k, shares=s, drain="poison", settled=True) for w, n, k, s in SIZES]
-    cases += [matmul("stream_k", 3, 1, k=3, running=(0, 2), drain="poison", settled=True)]
-    return {kind_of(replace(case, program=split(settles))) for case in cases}
+def kinds(text):
+    cases = [matmul("stream_k", w, n, k=k, shares=s, drain="poison", fixup=True) for w, n, k, s in SIZES]
+    cases += [matmul("stream_k", 3, 1, k=3, running=(0, 2), drain="poison", fixup=True)]
+    return {kind_of(replace(case, program=split(text))) for case in cases}
 
 
 class TestNoBugs:
@@ -57,7 +57,7 @@ class TestNoBugs:
                 last = (yield Add(item)) == item.parts - 1
             if last:
                 yield Restore(item)
-                yield AddUp(item)
+                yield ReducePartials(item)
 
         assert kinds(as_it_is) == {None}
 
@@ -69,7 +69,7 @@ class TestNoBugs:
                 yield Write(item)
                 last = (yield Add(item)) == item.parts - 1
             if last:
-                yield AddUp(item)
+                yield ReducePartials(item)
                 yield Restore(item)
 
         assert kinds(after) == {None}
@@ -80,7 +80,7 @@ class TestNoBugs:
                 yield Write(item)
             if (yield Add(item)) == item.parts - 1:
                 yield Restore(item)
-                yield AddUp(item)
+                yield ReducePartials(item)
 
         assert kinds(counts_too) == {None}
 
@@ -89,7 +89,7 @@ class TestNoBugs:
             yield Write(item)
             if (yield Add(item)) == item.parts - 1:
                 yield Restore(item)
-                yield AddUp(item)
+                yield ReducePartials(item)
 
         assert kinds(writes_always) == {None}
 
@@ -108,7 +108,7 @@ class TestChecksAreChecks:
         assert kind_of(TWO) == kind
 
     def test_poison_that_is_held_and_forgotten(self, monkeypatch):
-        case = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="poison", settled=True)
+        case = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="poison", fixup=True)
         assert kind_of(case) is None
         hold = Partials.hold
 
@@ -119,7 +119,7 @@ class TestChecksAreChecks:
         monkeypatch.setattr(Partials, "hold", as_a_number)
         assert kind_of(case) == "poison lost"
 
-    @pytest.mark.parametrize("op", [Write, AddUp])
+    @pytest.mark.parametrize("op", [Write, ReducePartials])
     def test_what_a_worker_does_not_hold(self, op):
         def never_held(done):
             if done.item.parts == 1:
@@ -148,19 +148,19 @@ class TestWhatIsExplored:
         return lines
 
     def test_every_number_of_parts_is_found_counted(self):
-        lines = self.lines(matmul("stream_k", 3, 1, k=3, drain="poison", settled=True))
+        lines = self.lines(matmul("stream_k", 3, 1, k=3, drain="poison", fixup=True))
         for name, most in (("look", 2), ("add", 2)):
             found = {line.split(" -> ")[1] for line in lines if f": {name}(" in line}
             assert found == {str(count) for count in range(most + 1)}
 
     def test_parts_are_poisoned_beside_computed_ones(self):
-        lines = self.lines(matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", settled=True))
+        lines = self.lines(matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset", fixup=True))
         assert any("poison(tile 0, K steps 0 to 1" in line for line in lines)
         assert any("compute(tile 0, K steps 1 to 2" in line for line in lines)
-        assert any("addup(tile 0" in line for line in lines)
+        assert any("reducepartials(tile 0" in line for line in lines)
 
     def test_shares_over_several_tiles_and_several_shares_a_worker(self):
-        cases = [c for c in sweep.workers("quick") if c.settled]
+        cases = [c for c in sweep.workers("quick") if c.fixup]
         parts = [[i for i in c.schedule.items() if i.parts > 1] for c in cases]
         assert {i.parts for items in parts for i in items} >= {2, 3, 4}
         assert any(c.schedule.num_shares > len(c.workers) for c in cases)
@@ -177,7 +177,7 @@ class TestWhatIsExplored:
             "worker 0: compute(tile 0, K steps 0 to 1, part 0 of 2)",
             "worker 0: look(tile 0, K steps 0 to 1, part 0 of 2) -> 0",
             "worker 0: restore(tile 0, K steps 0 to 1, part 0 of 2)",
-            "worker 0: addup(tile 0, K steps 0 to 1, part 0 of 2)",
+            "worker 0: reducepartials(tile 0, K steps 0 to 1, part 0 of 2)",
         )
 
     def test_parts_of_one_tile_held_by_two_consumers_of_one_worker(self):
