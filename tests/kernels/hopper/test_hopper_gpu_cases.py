@@ -141,7 +141,7 @@ def test_what_goes_through_the_sanitizer_is_right(cases, name):
     stored = {key: given[f"{key}_map"].base for key in ("q", "k", "v", "out")}
     stored |= {
         key: given[key]
-        for key in ("lse", "lengths", "table", "scale_q", "scale_k", "scale_v")
+        for key in ("lse", "seqlens_k", "block_table", "scale_q", "scale_k", "scale_v")
         if given[key] is not None
     }
     kept = {
