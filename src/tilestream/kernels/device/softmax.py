@@ -67,6 +67,18 @@ def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexp
 
 
 @triton.jit
+def update_scaled_max(scores, scaled_max, scale):
+    """`update_max`, of a maximum that is kept scaled: ``(scaled_max, shift, rescale)``.
+
+    ``scaled_max`` is rounded once, so a maximum that stays rescales by exactly 1. In `update_max` the compiler fuses
+    ``row_max * scale - shift`` into one multiply-add, which leaves ``shift``'s rounding error: too much for float32.
+    """
+    scaled_max_now = tl.maximum(scaled_max, tl.max(scores, 1) * scale)
+    shift = tl.where(scaled_max_now == float("-inf"), 0.0, scaled_max_now)
+    return scaled_max_now, shift, power_of_2(scaled_max - shift)
+
+
+@triton.jit
 def exp_scores(scores, scale, shift):
     """Weights of a key block, by the ``shift`` of `update_max`."""
     return power_of_2(scores * scale - shift[:, None])

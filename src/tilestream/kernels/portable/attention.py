@@ -37,7 +37,7 @@ from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, poll_o
 from tilestream.kernels.device.attention_tile import locate_tile, seen_keys_of, sees
 from tilestream.kernels.device.items import begin_worker, finish_worker
 from tilestream.kernels.device.schedule import take
-from tilestream.kernels.device.softmax import exp_scores, finalize, softcap, update_max
+from tilestream.kernels.device.softmax import exp_scores, finalize, softcap, update_scaled_max
 from tilestream.kernels.device.trace import begin_span, chunk_span, end_span, ready_span
 from tilestream.kernels.portable.gemm import to_tf32
 
@@ -230,7 +230,7 @@ def add_blocks(begin, end, q, softmax, keys, mask, scores, MASKED: tl.constexpr,
             scale = 1.0
         if MASKED:
             s = tl.where(sees(mask, start + tl.arange(0, C.BLOCK), C), s, float("-inf"))
-        row_max, shift, rescale = update_max(s, row_max, scale, True, False)
+        row_max, shift, rescale = update_scaled_max(s, row_max, scale)
         p = exp_scores(s, scale, shift)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         o = o * rescale[:, None]
@@ -286,10 +286,7 @@ def store_tile(softmax, tile, over, scores, scale_v, extents, out, lse, C: tl.co
     # From another 0 than the loops' rows: not kept through them.
     row, position = rows_of_tile(tl.minimum(tile.batch, 0), tile.first, C)
     head = tile.head * C.PACK
-    scale = scores.scale
-    if not (C.CAPPED or C.POSITIVE):
-        scale = 1.0
-    factor, logs = finalize(softmax.row_max, softmax.row_sum, scores.sinks, head, row, scale, C.PACK)
+    factor, logs = finalize(softmax.row_max, softmax.row_sum, scores.sinks, head, row, 1.0, C.PACK)
     if scale_v.at is not None:
         at = scale_v.at + tile.batch * scale_v.batch + tile.head // extents.q_heads_per_kv * scale_v.head
         factor = factor * tl.load(at, mask=tile.batch < extents.sequences - 1, other=1.0)
