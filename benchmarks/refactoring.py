@@ -42,10 +42,10 @@ def other(src: Path) -> ModuleType:
 
 
 def attention(head_dim: int, seqlen: int, heads: int = 16, **how: Any) -> Callable[[ModuleType], Call]:
-    """16k tokens of attention. Of a head dim that is no multiple of 8, by the portable kernel."""
-    dtype = how.pop("dtype", torch.bfloat16)
-    shape = (max(1, 16384 // seqlen), seqlen, heads, head_dim)
-    q, k, v = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
+    """16k tokens of attention; with ``apart`` elements between heads, which no tensor map can address, portable."""
+    dtype, apart = how.pop("dtype", torch.bfloat16), how.pop("apart", 0)
+    shape = (max(1, 16384 // seqlen), seqlen, heads, head_dim + apart)
+    q, k, v = (torch.randn(shape, device="cuda").to(dtype)[..., :head_dim] for _ in range(3))
 
     def bound(package: ModuleType) -> Call:
         return lambda: package.attention(q, k, v, **how)
@@ -76,8 +76,8 @@ CASES: dict[str, Callable[[], Callable[[ModuleType], Call]]] = {
     "attention 256, causal, 4k": lambda: attention(256, 4096, 8, causal=True),
     "attention 128, window, 8k": lambda: attention(128, 8192, window=(1024, 0), causal=True),
     "attention 128, softcap, 4k": lambda: attention(128, 4096, softcap=30.0),
-    "portable attention 124, causal, 2k": lambda: attention(124, 2048, causal=True),
-    "portable attention 60, full, 2k": lambda: attention(60, 2048, 32),
+    "portable attention 128, causal, 2k": lambda: attention(128, 2048, causal=True, apart=4),
+    "portable attention 64, full, 2k": lambda: attention(64, 2048, 32, apart=4),
     "portable attention 64, float32, 1k": lambda: attention(64, 1024, dtype=torch.float32),
     "matmul 4096x4096x4096": lambda: matmul(4096, 4096, 4096),
     "matmul 8192x8192x8192": lambda: matmul(8192, 8192, 8192),

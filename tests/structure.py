@@ -252,7 +252,7 @@ def _circles(sizes: list[int]) -> str:
 
 def arrival_forms(root: Path) -> int:
     """The forms that the codec of arrivals lists in its docstring, as ``1. ...`` lines."""
-    text = (root / "src" / "tilestream" / "arrival" / "codec.py").read_text(encoding="utf-8")
+    text = (root / "src" / "tilestream" / "arrival" / "flat.py").read_text(encoding="utf-8")
     return len(re.findall(r"^\d+\. ", ast.get_docstring(ast.parse(text)) or "", re.M))
 
 

@@ -16,7 +16,8 @@ from tilestream.core.gate import arrival_order
 from tilestream.plan.problem import Incoming, Problem, gate_of
 from tilestream.plan.raster import first_batch_of, raster_of
 from tilestream.schedule import Grid, Schedule
-from tilestream_tools.verify.workers import Drain, Program, WorkersCase
+from tilestream_tools.verify.words import Drain
+from tilestream_tools.verify.workers import Program, WorkersCase
 
 #: Rows and columns of a tile.
 BLOCK = (2, 2, 1)

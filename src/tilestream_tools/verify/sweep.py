@@ -25,7 +25,8 @@ from tilestream_tools.verify.ring import RingCase
 from tilestream_tools.verify.shared_attention import OPERANDS, attend_direct, attend_staged
 from tilestream_tools.verify.shared_ring import SharedCase, SharedRing, direct, staged
 from tilestream_tools.verify.sums import SumCase
-from tilestream_tools.verify.workers import Drain, Program, WorkersCase
+from tilestream_tools.verify.words import Drain
+from tilestream_tools.verify.workers import Program, WorkersCase
 
 Level = Literal["quick", "full"]
 Case = (

@@ -24,9 +24,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
-from tilestream.core.gate import See, Wait, chunks_of
+from tilestream.core.gate import Gate, See, Wait, chunks_of
 from tilestream.core.loop import (
     Add,
     Compute,
@@ -43,7 +43,7 @@ from tilestream.core.loop import (
     Write,
 )  # fmt: skip
 from tilestream.core.queues import next_base
-from tilestream.schedule import Peek, Ready, Take, WorkItem
+from tilestream.schedule import Peek, Ready, Schedule, Take, WorkItem
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
@@ -51,18 +51,44 @@ from tilestream_tools.verify.oracle import Oracle, expected_tiles
 from tilestream_tools.verify.partials import Partials
 from tilestream_tools.verify.processes import LEFT
 
-if TYPE_CHECKING:
-    from tilestream_tools.verify.workers import WorkersCase
-
-
+#: How workers drain: they leave; they poison what is left; they do, and the last one out resets the words.
+Drain = Literal["leave", "poison", "reset"]
 #: What a worker watches the launch by.
 WATCHES: frozenset[type] = frozenset({Poll, Wait, See})
+
+
+class Case(Protocol):
+    """What the words depend on of a `tilestream_tools.verify.workers.WorkersCase`."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is run."""
+
+    @property
+    def gate(self) -> Gate | None:
+        """None: everything is there."""
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The workers that ever run; empty for all."""
+
+    @property
+    def drain(self) -> Drain:
+        """How workers drain."""
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether the signals are in quarantine."""
+
+    @property
+    def fixup(self) -> bool:
+        """Whether workers hand in the parts of a tile by `fixup`."""
 
 
 class Words(Model):
     """The memory of a `WorkersCase`: the words and the truth (`set_up`), counters, counts, slots."""
 
-    case: WorkersCase
+    case: Case
 
     def set_up(self, private: int) -> None:
         """Lay out the memory behind ``private`` entries, and work out what each tile is and reads."""

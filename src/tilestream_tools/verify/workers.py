@@ -58,7 +58,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from tilestream.core.gate import Gate
 from tilestream.core.loop import (
@@ -78,13 +78,10 @@ from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, State
 from tilestream_tools.verify.processes import LEFT, Process
-from tilestream_tools.verify.words import WATCHES, Words
+from tilestream_tools.verify.words import WATCHES, Drain, Words
 
 #: ``(schedule, gate, worker, state)`` -> one turn.
 Program = Callable[[Schedule, Gate | None, int, WorkerState], Generator[Any, int, WorkerState | None]]
-
-#: How workers drain: they leave; they poison what is left; they do, and the last one out resets the words.
-Drain = Literal["leave", "poison", "reset"]
 
 #: By how workers drain, and whether they `fixup` the parts of a tile.
 PROGRAMS: dict[tuple[Drain, bool], Program] = {

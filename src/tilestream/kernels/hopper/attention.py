@@ -29,7 +29,7 @@ Values of 8 bits come through four more warps, between the load warp and the con
 `tilestream.kernels.hopper.attention_convert`. Copies of packed sequences and of pages are clipped by the tensor map,
 as those of a dense batch: see `tilestream.kernels.hopper.attention_load`.
 
-H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/gpu_attention)::
+H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/run.py attention)::
 
     columns  causal                     full
     64       252/248  406/386  569/474  391/374  524/461  587/499

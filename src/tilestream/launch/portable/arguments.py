@@ -186,7 +186,7 @@ def arrival_fields(plan: Plan) -> dict[str, Any]:
     return {"ROW_CHUNKS": rows, "COLUMN_CHUNKS": columns, **copy_constants(plan)}
 
 
-def block_fields(block: tuple[int, int, int]) -> dict[str, int]:
+def block_fields(block: tuple[int, int, int]) -> dict[str, Any]:
     """Fields of `tilestream.kernels.config.GemmConfig`: its tile's."""
     return dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
 
