@@ -1,7 +1,7 @@
-"""The kernels of two checkouts in one process: ``python benchmarks/refactoring.py OTHER/src RECORD.json``.
+"""The kernels of two checkouts in one process: ``python benchmarks/refactoring.py OTHER/src RECORD.json [TEXT]``.
 
 For a refactoring that moves machine code: calls take turns, L2 is flushed before each, medians are compared, and both
-answers are compared bit for bit. OTHER's package is copied under the name ``tilestream_before``.
+answers are compared bit for bit; TEXT chooses among the cases. OTHER's package is copied under the name ``tilestream_before``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def main() -> int:
     before, target = other(Path(sys.argv[1])), Path(sys.argv[2])
     clock = GpuClock()
     rows = {}
-    for name, make in CASES.items():
+    chosen = {name: make for name, make in CASES.items() if not sys.argv[3:] or sys.argv[3] in name}
+    for name, make in chosen.items():
         bound = make()
         now, then = bound(tilestream), bound(before)
         same = torch.equal(now(), then())
