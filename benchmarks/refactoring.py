@@ -1,7 +1,7 @@
 """The kernels of two checkouts in one process: ``python benchmarks/refactoring.py OTHER/src RECORD.json [TEXT]``.
 
 For a refactoring that moves machine code: calls take turns, L2 is flushed before each, medians are compared, and both
-answers are compared bit for bit; TEXT chooses among the cases. OTHER's package is copied under the name ``tilestream_before``.
+answers are compared bit for bit. TEXT chooses among the cases. OTHER's package is copied as ``tilestream_before``.
 """
 
 from __future__ import annotations
