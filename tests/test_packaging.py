@@ -135,6 +135,10 @@ def test_plan_stays_a_function_beside_the_subpackage_of_that_name(when):
     run(sys.executable, SUBPACKAGE_AND_FUNCTION, when)
 
 
+def test_schedules_are_an_attribute_of_the_package():
+    run(sys.executable, "import tilestream as ts; assert ts.schedule.Grid and ts.schedule.take")
+
+
 def test_unknown_name_raises():
     with pytest.raises(AttributeError, match=r"tilestream.*no_such_name"):
         _ = tilestream.no_such_name

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tilestream import distributed, trace
+from tilestream import distributed, schedule, trace
 from tilestream._version import __version__
 from tilestream.arrival.arrival import Arrival
 from tilestream.core.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
@@ -69,6 +69,7 @@ __all__ = [
     "mm",
     "plan",
     "register_attention",
+    "schedule",
     "stream_in",
     "trace",
     "use_attention",

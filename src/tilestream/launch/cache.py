@@ -19,8 +19,8 @@ from tilestream.runtime.properties import allows_tf32, context_units
 from tilestream.trace.record import current
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-#: Entries; with one more the cache starts anew.
-_MOST = 4096
+#: Entries; with one more the cache starts anew. A cached call takes two: its launch, and what the call decides.
+_MOST = 4 * 4096
 
 T = TypeVar("T")
 

@@ -147,7 +147,7 @@ class Arguments:
             output; then out, bias, residual, scale of the rows, scale of the columns, partials, counts, counters,
             table, probe, base, reset, alpha, beta: values, or whatever stands in for them.
         apart
-            As of `tilestream.kernels.hopper.load.Apart`: first, tiles, period.
+            Fields of `tilestream.core.structs.LocalRows`: first, tiles, period.
         """
         base, reset, alpha, beta = operands[16:]
         return (

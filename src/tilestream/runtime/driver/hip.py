@@ -105,7 +105,7 @@ class Hip:
             raise RuntimeError(f"the driver's copy between devices failed: {self.error_name(code)}")
 
     def map_host_memory(self, address: int, size: int) -> int:
-        """Never called: symmetric memory is CUDA's (`tilestream.distributed.symmetric.refuse`)."""
+        """Never called: symmetric memory is CUDA's (`tilestream.distributed.symmetric.why_not`)."""
         raise NotImplementedError("words that ranks share are CUDA's")
 
     def capture_id(self, stream: int) -> int:
