@@ -146,9 +146,14 @@ class Problem:
         a = self.m * self.k * (1 if self.shared_rows else self.batch)
         return size * (a + self.batch * self.k * self.n) + out * self.batch * self.m * self.n
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether an extent is 0: there is nothing to load."""
+        return 0 in (self.m, self.n, self.k, self.batch)
+
     def unfit(self, most: int) -> str:
         """Why no fast kernel that counts in extents below ``most`` does this, on any GPU; empty if one may."""
-        if 0 in (self.m, self.n, self.k, self.batch):
+        if self.is_empty:
             return "there is nothing to load"
         for name in ("m", "n", "k"):
             if getattr(self, name) >= most:

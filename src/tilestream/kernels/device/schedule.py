@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton import constexpr_function
 
 from tilestream.core import integers, queues, raster, stream_k
 from tilestream.core.structs import Cursor, Item
-from tilestream.kernels.config import ScheduleConfig
 from tilestream.kernels.device.jit import device
 
 cdiv = device(integers.cdiv)
@@ -60,12 +58,6 @@ WAITED: tl.constexpr = tl.constexpr(4)
 GATE: tl.constexpr = tl.constexpr(5)
 #: In arrival order: the queue that was found ready, -1 if none.
 READY: tl.constexpr = tl.constexpr(6)
-
-
-@constexpr_function
-def schedule_config(kind, split, steal, order):
-    """`tilestream.kernels.config.ScheduleConfig`, made in a kernel."""
-    return ScheduleConfig(kind, split, steal, order)
 
 
 # The probe -----------------------------------------------------------------------------------------------------------

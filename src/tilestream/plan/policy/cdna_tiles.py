@@ -270,8 +270,7 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
         return f"it multiplies {', '.join(known)} on {device.arch}, not {problem.dtype}"
     if problem.out_dtype not in OUT_DTYPES:
         return f"its outputs are {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
-    empty = 0 in (problem.m, problem.n, problem.k, problem.batch)
-    if not problem.aligned and not empty:
+    if not problem.aligned and not problem.is_empty:
         return "a stride, an extent or an address is no multiple of 16"
     if why := problem.unfit(_MOST):
         return why
