@@ -114,6 +114,13 @@ def test_what_a_record_lacks_is_told():
     assert said == "Refused: s, 4 taken, quack (a/b). Not measured, for want of time: 1x2x3."
 
 
+def test_a_sweep_has_a_column_for_each_of_its_ways():
+    sweep = contention.sweeps(RESULTS, "held")[0]
+    sweep.points[:] = [point for point in sweep.points if point.implementation in ("torch", "dynamic")]
+    heads = [line for line in "\n".join(contention.held(sweep)).splitlines() if line.startswith("| SMs held")]
+    assert set(heads) == {"| SMs held | torch | dynamic | dynamic / torch | of proportion | of whole waves |"}
+
+
 def test_ratios_are_judged_by_their_quartiles():
     assert quartiles([5, 1, 4, 2, 3]) == (2, 4)
     assert quartiles([7]) == (7, 7)

@@ -12,6 +12,7 @@ from tilestream_tools import verify
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.copies import CopyCase
 from tilestream_tools.verify.gather import GatherCase
+from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.protocol import Ring
 from tilestream_tools.verify.publish import PublishCase
 from tilestream_tools.verify.report import explore
@@ -139,6 +140,7 @@ def without(bug, case):
     plain, texts = {
         "gather": (GatherCase(), ("begin", "publish", "side", "finish", "watch", "slots", "sets")),
         "sums": (SumCase(), ("begin", "produce", "scatter", "add_up", "watch")),
+        "reduce": (OneShotCase(), ("begin", "reduce", "watch")),
         "publish": (PublishCase(1, 1, 1, 1, 1), ("text",)),
         "copies": (CopyCase(1, 1), ("text",)),
     }[bug.model]
@@ -161,6 +163,7 @@ def found_at(bug):
         ("attention", 4, lambda bug: bug.cases[:3]),
         ("gather", 8, lambda bug: [case for case in bug.cases[-1:] if is_short(case)]),
         ("sums", 8, lambda bug: bug.cases[-1:]),
+        ("reduce", 4, lambda bug: [replace(bug.cases[0], epochs=min(bug.cases[0].epochs, 3))]),
         ("publish", 4, lambda bug: bug.cases),
         ("copies", 4, lambda bug: bug.cases),
     ],

@@ -1,11 +1,11 @@
-"""Model 2 and the product: what they explore, and that their checks are checks."""
+"""Model 2 and the product: their text, and what they explore."""
 
 from __future__ import annotations
 
 import pytest
+from exploring import explored
 
-from tilestream_tools.verify.barriers import RingMemory
-from tilestream_tools.verify.product import ProductCase, ProductModel
+from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.protocol import (
     LoadState,
     MathState,
@@ -18,17 +18,9 @@ from tilestream_tools.verify.protocol import (
     math_turn,
     voided,
 )  # fmt: skip
-from tilestream_tools.verify.report import explore
-from tilestream_tools.verify.ring import NUMBERS, RingCase, RingModel
+from tilestream_tools.verify.ring import NUMBERS, RingCase
 from tilestream_tools.verify.search import search
 from tilestream_tools.verify.sweep import matmul
-
-CASE = RingCase(Ring(2, 2), (1, 2))
-
-
-def kind_of(case, model="ring"):
-    violation = explore(model, case).violation
-    return violation and violation.kind
 
 
 class TestProtocolText:
@@ -89,64 +81,13 @@ class TestProtocolText:
         assert after.stage == Place().plus(3, 2)
 
 
-class TestChecksAreChecks:
-    def test_right_protocol(self):
-        assert kind_of(CASE) is None
-
-    def test_mma_that_is_never_retired(self, monkeypatch):
-        monkeypatch.setattr(RingMemory, "_retire", lambda self, op, m, private: None)
-        assert kind_of(CASE) == "wrong data"
-
-    def test_loads_that_never_land(self, monkeypatch):
-        monkeypatch.setattr(RingModel, "environment", lambda self, m: [])
-        assert kind_of(CASE) == "deadlock"
-
-    def test_barriers_that_count_wrong(self, monkeypatch):
-        monkeypatch.setattr(
-            Ring,
-            "barriers",
-            lambda self, real=Ring.barriers: {b: n + (b.name == "empty") for b, n in real(self).items()},
-        )
-        assert kind_of(CASE) in ("deadlock", "ring in use")
-
-    def test_expectation_that_is_off_by_one(self, monkeypatch):
-        real = RingModel._next
-
-        def one_more(self, pid, op, answer, m):
-            real(self, pid, op, answer, m)
-            if answer is not None:
-                m[self.left + answer.tile] += 4
-
-        monkeypatch.setattr(RingModel, "_next", one_more)
-        assert kind_of(CASE) == "wrong data"
-
-    def test_product_that_reads_too_early(self, monkeypatch):
-        case = ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2, drain="reset"), Ring(2, 1))
-        assert kind_of(case, "product") is None
-        real = ProductModel._load
-
-        def forgets_arrivals(self, pid, op, answer, m):
-            n = m.copy()
-            n[self.arrived] = 0
-            real(self, pid, op, answer, n)
-
-        monkeypatch.setattr(ProductModel, "_load", forgets_arrivals)
-        assert kind_of(case, "product") == "read before arrival"
-
-
 class TestWhatIsExplored:
     @pytest.mark.parametrize("consumers", ["single", "cooperative", "ping_pong"])
     def test_items_without_end_in_finitely_many_states(self, consumers):
         model = RingCase(Ring(2, 2, consumers), (1, 2)).build()
-        numbers, under_way = set(), 0
-        state, seen, frontier = None, set(), [model.start()]
-        while frontier:
-            state = frontier.pop()
-            if state not in seen:
-                seen.add(state)
-                numbers.add(state[model.number])
-                under_way = max(under_way, sum(bool(x) for x in state[model.left : model.left + NUMBERS]))
-                frontier += [target for target, _ in model.steps(state)]
+        states, _ = explored(model)
+        numbers = {state[model.number] for state in states}
+        under_way = max(sum(bool(x) for x in state[model.left : model.left + NUMBERS]) for state in states)
         assert numbers == set(range(NUMBERS))
         assert under_way >= 2, "the load loop runs ahead"
 
