@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.run import options
 
 import tilestream as ts
 from tilestream.core.gpu_specs import named
+from tilestream.trace import LaunchTrace, Span
 
 
 @pytest.fixture
@@ -61,6 +63,35 @@ def test_sections_leave_rows_that_can_be_rendered(on_the_cpu, results: Path) -> 
 
 
 MASKS = ("causal", "full")
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def test_how_even_a_launch_is() -> None:
+    """Four workers, of which one leaves after 0.9 ms and the others after 1."""
+    launch = LaunchTrace("attention", "", 4, 9, 10.0)
+    ends = [(10.0006, 10.001), (10.0006, 10.001), (10.0006, 10.0009), (10.0006, 10.0008, 10.001)]
+    for worker, of in enumerate(ends):
+        spans = [Span(worker, "tile", begin, end, 0, 0, 0, 0, 1) for begin, end in itertools.pairwise((10.0, *of))]
+        launch.by_worker[worker] += spans
+    launch.end = 10.001
+    assert attention.evenness(launch) == pytest.approx((0.975, 0.9, 2, 3, 0.6))
+
+
+def test_what_is_behind_is_counted_by_class() -> None:
+    def dense(dim: int, length: int, ours: float) -> dict:
+        return {"dim": dim, "length": length, "causal": False, "tflops": {"cudnn": 400.0, "fa4": 100.0, "ts": ours}}
+
+    rows = [dense(64, 512, 300.0), dense(64, 4096, 350.0), dense(128, 4096, 380.0), dense(256, 4096, 300.0)]
+    head, text = attention.behind([*rows, dense(256, 4096, 400.0)])
+    assert head == "**Behind the faster peer**, below 0.98:"
+    counts = [line.partition(" (")[0] for line in text.splitlines()]
+    assert counts == [
+        "- few keys: 1 of 1, down to 0.750", "- 64 columns: 1 of 2, down to 0.875",
+        "- 128 columns: 1 of 1, down to 0.950", "- others: 1 of 5, down to 0.750",
+    ]  # fmt: skip
+    assert attention.behind([dense(128, 1024, 400.0)]) == []
 
 
 # 8 bits ---------------------------------------------------------------------------------------------------------------
