@@ -477,7 +477,7 @@ class TestCapture:
         signals = make(words=words)
         with cuda.capture():
             signals.use() if how == "launch" else signals.set(0)
-        used = signals._captured if words is None else words
+        used = signals._flags
         needed = {x.untyped_storage().data_ptr() for x in ([used, signals._quarantine] if how == "launch" else [used])}
         del signals, words, used
         gc.collect()

@@ -120,7 +120,7 @@ class Publishing(DeviceWords):
                 words = PublishWords(self._eager, self._counts, self.epoch)
             else:
                 self._retire()
-                self._wipe(self._theirs)
+                self._wipe()
                 words = PublishWords(self._theirs, self._counts, 1)
             self._underway = stream
             return words
@@ -142,10 +142,9 @@ class Publishing(DeviceWords):
             )
         # One set of counts a captured launch: a replay may run beside an eager one.
         counts = torch.zeros(self.count, dtype=torch.int32, device=self._device)
-        words = self._captured if self._theirs is None else self._theirs
-        self._keep(counts, self._store, words)
-        self._wipe(words)
-        return PublishWords(words, counts, 1)
+        self._keep(counts, self._store, self._flags)
+        self._wipe()
+        return PublishWords(self._flags, counts, 1)
 
     @property
     def by_matmul(self) -> bool:
