@@ -1,13 +1,12 @@
 """The signal words of an input in a GPU's memory, and the order in which streams touch them.
 
-A signal is issued, not given: it is written when the stream has done what it was given before, the copy that brings the
-chunk. Issuing it costs no SM and waits for nothing (invariant 10).
+A signal is written when the stream has done what it was given before: the copy that brings the chunk. Issuing it costs
+no SM and waits for nothing (invariant 10).
 
-Eagerly the words are epochs, as on the host. A captured graph would replay one epoch for ever, so under capture a
-signal goes to a second set of words, as the value 1, and the captured launch that has seen all of them zeroes them
-(invariant 4): one launch a graph, then. A caller's own words work alike. After a launch in which a chunk was missing
-such words may hold anything: it sets the quarantine word, and they are not to be had again before `reset`
-(invariant 6).
+Eagerly the words are epochs, as on the host. A captured graph would replay one epoch for ever, so a captured signal is
+a 1 in a second set of words, which the captured launch that has seen all of them zeroes (invariant 4): one launch a
+graph. A caller's own words work alike. A launch that misses a chunk sets the quarantine word: such words may hold
+anything until `reset` (invariant 6).
 """
 
 from __future__ import annotations
