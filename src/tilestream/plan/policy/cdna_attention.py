@@ -119,7 +119,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
 
 
 class Parts(NamedTuple):
-    """The columns of a head, as they are copied and multiplied: ``parts`` of ``width``, the last of ``rest`` columns."""
+    """The columns of a head, as they are copied and multiplied: ``parts`` of ``width``, the last with ``rest``."""
 
     parts: int
     width: int
