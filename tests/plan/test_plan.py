@@ -351,4 +351,5 @@ class TestPlan:
         ])  # fmt: skip
 
     def test_label(self):
+        assert plan(2048, 2048, 2048, workers=2, schedule="dynamic", tile=(512, 512)).schedule.grid.tiles == 16
         assert plan(64, 64, 64, tile=(32, 16), workers=2, queues=2).label == "cpu dynamic, 2 queues, 2 workers, 32x16 tiles, grouped raster"  # fmt: skip
