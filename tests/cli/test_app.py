@@ -85,7 +85,9 @@ def test_what_is_wrong_is_one_line_and_with_debug_a_traceback(cli, monkeypatch, 
     result = cli("plan", 4, 4, 4)
     assert (result.exit_code, result.stderr, result.stdout) == (status, f"tilestream: {line}\n", "")
     assert isinstance(result.exception, SystemExit)
-    assert cli("--debug", "plan", 4, 4, 4).exception is error or type(error) is EOFError, "which click turns into an exit"
+    assert cli("--debug", "plan", 4, 4, 4).exception is error or type(error) is EOFError, (
+        "which click turns into an exit"
+    )
 
 
 def test_a_bug_keeps_its_traceback(cli, monkeypatch):

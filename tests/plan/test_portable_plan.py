@@ -12,7 +12,8 @@ from made_up import H100, HZ, MI300X, MI355X, reason
 
 import tilestream
 from tilestream import Arrival
-from tilestream.launch.portable.arguments import Layout, config, is_aligned, options
+from tilestream.launch.gemm_arguments import Layout, is_aligned
+from tilestream.launch.portable.arguments import Arguments, options
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan import plan_problem as any_plan_problem
 from tilestream.plan.policy.portable import CDNA, TILES, converts, fp8_units, tiles
@@ -226,7 +227,7 @@ def test_cdna_multiplies_both_kinds_and_says_which_it_converts(device):
             assert rows == CDNA[device.arch][kind if aligned else f"{kind}, unaligned"]
             assert all(row.ring_bytes(1) <= device.shared for row in rows)
         made = plan(1024, 1024, 1024, device, dtypes[0], b_dtype=dtypes[1])
-        given = config(made, COLUMN_MAJOR_B)
+        given = Arguments(made, COLUMN_MAJOR_B).config
         assert converts(dtypes[0], device.arch) == (dtypes == other)
         assert (dtypes if dtypes == other else ("", "")) == (given.A_KIND, given.B_KIND)
         converted = (
@@ -242,7 +243,7 @@ def test_amds_matrix_units_add_up_8_bits_in_float32_whatever_is_asked(device):
         plan(1024, 1024, 1024, device, fp8_units(device.arch)[0], use_fast_accum=fast) for fast in (True, False)
     )
     assert exact.block == fast.block
-    assert config(exact, COLUMN_MAJOR_B).IMPRECISE is None
+    assert Arguments(exact, COLUMN_MAJOR_B).config.IMPRECISE is None
     assert "added up in float32 every" not in exact.explain()
 
 
@@ -274,7 +275,7 @@ ROW_SCALES = {"dtype": E4M3, "out_dtype": "bfloat16", "scales": "row"}
 def test_what_the_kernel_is_compiled_with(change, lies, expected):
     problem = Problem(**{"m": 64, "n": 64, "k": 64, **change})
     layout = Layout(**{"a": (0, 64, 1), "b": (0, 64, 1), "out": (0, 64, 1), **lies})
-    made = config(plan_problem(problem, device=H100), layout)
+    made = Arguments(plan_problem(problem, device=H100), layout).config
     assert {name: getattr(made, name) for name in expected} == expected
 
 
