@@ -175,8 +175,8 @@ def plan(
 def _checked(asked: Asked, device: object, arrives: bool) -> Asked:
     """What the caller of `plan` asks, checked, with the backend that a forced variant, ring or split implies."""
     schedule, order, tile, backend = asked.schedule, asked.order, asked.tile, asked.backend
-    variant, stages, registers = asked.variant, asked.stages, asked.registers
-    assert asked.device is not None
+    variant, stages, registers, properties = asked.variant, asked.stages, asked.registers, asked.device
+    assert properties is not None
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     if isinstance(order, str):
@@ -197,13 +197,13 @@ def _checked(asked: Asked, device: object, arrives: bool) -> Asked:
         asked = asked._replace(tile=(operator.index(tile[0]), operator.index(tile[1])))
     if backend not in (None, "hopper", "cdna", "portable"):
         raise ValueError(f"backend={backend!r}; it is 'hopper', 'cdna', 'portable', or None for the plan's choice")
-    fast = "cdna" if asked.device.arch.startswith("gfx") else "hopper"
+    fast = "cdna" if properties.arch.startswith("gfx") else "hopper"
     variants = cdna_tiles.VARIANTS if fast == "cdna" else hopper.VARIANTS
     if variant is not None and variant not in variants:
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(variants)}, or None for the plan's choice")
     if stages is not None and (not is_whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
-    if asked.device.backend == "cpu":
+    if properties.backend == "cpu":
         for name in ("backend", "variant", "stages", "registers"):
             if getattr(asked, name) is not None:
                 raise ValueError(
