@@ -496,6 +496,8 @@ class TestRefused:
             (matrix(), {"direct": False}, ValueError, f"stream_in: direct=False {CPU_TENSOR}"),
             (matrix(), {"shape": (50, 6)}, ValueError, f"stream_in: shape=(50, 6) {CPU_TENSOR}"),
             (matrix(), {"dtype": F32}, ValueError, f"stream_in: dtype=torch.float32 {CPU_TENSOR}"),
+            (matrix(), {"copies": "sm"}, ValueError, "stream_in: copies='sm'; it is 'engine' or 'kernel'"),
+            (matrix(), {"copies": "kernel"}, ValueError, "stream_in: copies='kernel' of a Tensor to cpu; a kernel copies a pinned CPU tensor to its GPU: give one, or copies='engine'"),
             (torch.ones(3), {}, ValueError, "stream_in: the source has shape [3]; a matrix has at least 2 dimensions"),
             (torch.tensor(1.0), {}, ValueError, "stream_in: the source has shape []; a matrix has at least 2 dimensions"),
             (torch.ones(2, 2, device="meta"), {}, ValueError, "stream_in: the source is on meta; what streams in is on the CPU: source.cpu()"),

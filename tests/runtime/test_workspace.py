@@ -1,4 +1,4 @@
-"""Workspaces: made on first use, reused, never cleared, nobody else's; and they survive a fork."""
+"""Workspaces: made on first use, reused, never cleared, one launch's at a time; and they survive a fork."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class Stream:
         onward = f", {self._landing.how}" if self._landing.how else ""
         if self._copies is not None:
             onward += {
-                "nobody": " by the kernel that reads it first, if that can, else by a copy engine",
+                None: " by the kernel that reads it first, if that can, else by a copy engine",
                 "kernel": " by the kernel that read it first",
                 "engine": " by a copy engine: its first reader makes no copies",
             }[self._copies.maker]
