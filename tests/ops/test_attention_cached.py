@@ -8,7 +8,7 @@ import torch
 import tilestream as ts
 from on_gpu import OnGpu, on_gpu
 from tilestream.launch import cache
-from tilestream.ops import attention_cached, attention_gpu, attention_library
+from tilestream.ops import attention_gpu, attention_library, attention_request
 from tilestream.trace import record
 
 
@@ -17,18 +17,18 @@ def calls(monkeypatch):
     """What was launched, and how: the long way through the registered op, or at once."""
     found = []
 
-    def long_way(out, lse, t, s, arriving, limit):
+    def long_way(x, s, late, limit=0):
         found.append("long")
 
     class Launch:
-        def __call__(self, operands, incoming):
+        def __call__(self, operands):
             found.append(operands)
 
     monkeypatch.setattr(attention_library, "_run", long_way)
     monkeypatch.setattr(attention_gpu, "find", lambda *args: Launch())
-    monkeypatch.setattr(attention_cached, "launch_cache", cache.LaunchCache())
-    monkeypatch.setattr(attention_cached, "is_plain", lambda x: type(x) is OnGpu)
-    monkeypatch.setattr(attention_cached, "check_device", lambda index: None)
+    monkeypatch.setattr(attention_request, "launch_cache", cache.LaunchCache())
+    monkeypatch.setattr(attention_request, "check_device", lambda index: None)
+    monkeypatch.setattr(cache, "is_plain", lambda x: type(x) is OnGpu)
     monkeypatch.setattr(cache, "context_units", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return found

@@ -13,7 +13,7 @@ from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch import cache
 from tilestream.ops import attention_gpu
-from tilestream.ops.attention_operands import Settings, Tensors
+from tilestream.ops.attention_operands import Settings
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.trace import record
@@ -21,9 +21,8 @@ from tilestream.trace import record
 SETTINGS = Settings(False, "bottom_right", -1, -1, 0.0, 0.3)
 
 
-def operands() -> tuple[AttentionOperands, Tensors]:
-    q, k, v, out = (on_gpu(1, 4, 2, 8, dtype=torch.float32) for _ in range(4))
-    return AttentionOperands(q, k, v, out, 0.3, None), Tensors(q, k, v)
+def operands() -> AttentionOperands:
+    return AttentionOperands(*(on_gpu(1, 4, 2, 8, dtype=torch.float32) for _ in range(4)), 0.3)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_the_limit_reaches_the_plan(monkeypatch):
     monkeypatch.setattr(attention_gpu, "plan_attention", plan)
     pytest.importorskip("triton")
     with pytest.raises(NotImplementedError):
-        attention_gpu.find(*operands(), SETTINGS, None, 7)
+        attention_gpu.find(operands(), SETTINGS, None, 7)
     assert seen == [7]
 
 
@@ -74,9 +73,9 @@ def launched(gpu, monkeypatch):
         monkeypatch.setattr(attention_gpu, "_make", lambda *args: launch)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
         monkeypatch.setattr(spans, "traced", lambda recorder, op, plan, device, issue: issue((recorder, op, plan)))
-        attention_gpu.run(*operands(), SETTINGS, None, 1.0)
+        attention_gpu.run(operands(), SETTINGS, None, 1.0)
         with record() as recorder:
-            attention_gpu.run(*operands(), SETTINGS, None, 1.0)
+            attention_gpu.run(operands(), SETTINGS, None, 1.0)
         return launch, recorder
 
     return call

@@ -13,7 +13,7 @@ from tilestream.core.chunks import Chunks, Incoming
 from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands
 from tilestream.launch import cache
 from tilestream.ops import attention_gpu, gpu, request
-from tilestream.ops.attention_operands import Settings, Tensors
+from tilestream.ops.attention_operands import Settings
 from tilestream.runtime.properties import allows_tf32
 
 
@@ -87,9 +87,7 @@ def find_gemm(how=None, **more):
 def find_attention(how=None):
     q, k, v, out = HEADS
     settings = Settings(False, "bottom_right", -1, -1, 0.0, 0.3)
-    return attention_gpu.find(
-        AttentionOperands(q, k, v, out, 0.3, None), Tensors(q, k, v), settings, None, (how or {}).get("limit", 0)
-    )
+    return attention_gpu.find(AttentionOperands(q, k, v, out, 0.3), settings, None, (how or {}).get("limit", 0))
 
 
 OPERANDS = [on_gpu(*shape, dtype=torch.float32) for shape in ((4, 3), (3, 2), (4, 2))]
@@ -133,7 +131,7 @@ def launched(units, monkeypatch):
     """Operands whose product went through before, and what was launched since."""
     found = []
     a, b = on_gpu(4, 3), on_gpu(3, 2)
-    monkeypatch.setattr(request, "is_plain", lambda x: type(x) is OnGpu)
+    monkeypatch.setattr(cache, "is_plain", lambda x: type(x) is OnGpu)
     monkeypatch.setattr(request, "check_device", lambda index: None)
     monkeypatch.setattr(gpu, "_make", lambda *args: found.append)
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 
 import tilestream as ts
-from tilestream.ops import library
+from tilestream.ops import execute
 from tilestream.trace import record
 
 
@@ -127,9 +127,9 @@ def test_the_environment(tmp_path):
 @pytest.fixture
 def seen(monkeypatch):
     """The limits that launches were planned with."""
-    limits, plan = [], library.plan_problem
+    limits, plan = [], execute.plan_problem
     monkeypatch.setattr(
-        library, "plan_problem", lambda *args, limit=0, **how: limits.append(limit) or plan(*args, limit=limit, **how)
+        execute, "plan_problem", lambda *args, limit=0, **how: limits.append(limit) or plan(*args, limit=limit, **how)
     )
     return limits
 

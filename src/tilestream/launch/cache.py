@@ -70,16 +70,19 @@ def signature(
     )  # fmt: skip
 
 
-def can_bypass_dispatcher(device: torch.device) -> bool:
-    """Whether a launch on ``device`` may be issued without torch's dispatcher: nothing there would see the call."""
-    return not (
+def can_bypass_dispatcher(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether torch's dispatcher has nothing to do for a launch of ``tensors`` on ``device``: it would not see it."""
+    if (
         current() is not None  # traced
         or device.index != torch.cuda.current_device()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.is_autocast_enabled("cuda")
         or forward_ad._current_level >= 0
-    )
+    ):
+        return False
+    gradients = torch.is_grad_enabled()
+    return not [x for x in tensors if x is not None and (not is_plain(x) or (gradients and x.requires_grad))]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilestream.plan.problem import FP8, FP8_RESULT, are_a_pair, dtype_name, pairs_text
+from tilestream.core.dtypes import FP8, FP8_RESULT
 
 #: Dtypes of 8 bits, and the default dtype of their product.
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
@@ -66,29 +66,7 @@ def _canonical(
     return seen if tuple(seen.shape) == to else seen.expand(full).reshape(to)
 
 
-def check_pair(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise unless the operands have one dtype that is multiplied, or two of 8 bits of one kind."""
-    if not are_a_pair(str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")):
-        raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; {pairs_text()}")
-    dtype_name(a.dtype)
-
-
 def check_scale_dtype(op: str, name: str, scale: torch.Tensor) -> None:
     """Raise unless a scale is of float32: scales are multiplied with what float32 has added up."""
     if scale.dtype != torch.float32:
         raise TypeError(f"{op}: {name} is {scale.dtype}; scales are torch.float32: {name}.float()")
-
-
-def refuse_gradients(op: str, *, a: object, b: object, scale_a: object, scale_b: object) -> None:
-    """Raise for a gradient that nothing computes: that of operands of 8 bits, and of scales."""
-    for name, tensor in (("a", a), ("b", b)):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.dtype in FP8_DTYPES:
-            raise RuntimeError(
-                f"{op}: {name} is {tensor.dtype} and requires a gradient; operands of 8 bits get none: pass "
-                f"{name}.detach(), or use torch.no_grad()"
-            )
-    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        if isinstance(scale, torch.Tensor) and scale.requires_grad:
-            raise RuntimeError(
-                f"{op}: {name} requires a gradient; scales get none: pass {name}.detach(), or multiply by it outside"
-            )
