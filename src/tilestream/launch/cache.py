@@ -72,17 +72,17 @@ def signature(
 
 def can_bypass_dispatcher(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> bool:
     """Whether torch's dispatcher has nothing to do for a launch of ``tensors`` on ``device``: it would not see it."""
-    if (
+    gradients = torch.is_grad_enabled()
+    if [x for x in tensors if x is not None and (not is_plain(x) or (gradients and x.requires_grad))]:
+        return False
+    return not (
         current() is not None  # traced
         or device.index != torch.cuda.current_device()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.is_autocast_enabled("cuda")
         or forward_ad._current_level >= 0
-    ):
-        return False
-    gradients = torch.is_grad_enabled()
-    return not [x for x in tensors if x is not None and (not is_plain(x) or (gradients and x.requires_grad))]
+    )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

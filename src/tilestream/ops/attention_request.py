@@ -86,7 +86,7 @@ class AttentionRequest(NamedTuple):
         if self.schedule not in ATTENTION_SCHEDULES:
             raise ValueError(f"{_OP}: schedule={self.schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
         check_splits(f"{_OP}: ", self.splits)
-        check_dense(_OP, _INSTEAD, self.tensors, _check_dtype, _pack_nested)
+        check_dense(_OP, _INSTEAD, self.tensors, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
         refuse_tangents(_OP, self.q, self.k, self.v, self.sinks, instead=_INSTEAD)
         if self.layout not in LAYOUTS:
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
@@ -255,10 +255,6 @@ def _outermost(r: AttentionRequest, out: torch.Tensor) -> torch.Tensor:
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
-
-
-def _pack_nested(name: str, nested: bool) -> str:
-    return (": pack it, and pass cu_seqlens_q=" if nested else "") + "; tensors are dense"
 
 
 def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:

@@ -43,7 +43,8 @@ def check_dense(
     instead: str,
     tensors: Mapping[str, torch.Tensor | None],
     check_dtype: Callable[[str, str, torch.Tensor], None],
-    dense: Callable[[str, bool], str],
+    dense: str,
+    nested: str = "",
 ) -> None:
     """Raise unless all are dense tensors on one device that there is a backend for, of dtypes that they may have.
 
@@ -53,8 +54,8 @@ def check_dense(
         What computes on other devices.
     check_dtype
         Raises for a dtype that a tensor of this op and name may not have.
-    dense
-        What to do with a tensor that is not dense: of this name, and whether it is nested.
+    dense, nested
+        What to do with a tensor ``{name}`` that is not dense, or is nested.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     check_tensors(op, **given)
@@ -66,8 +67,8 @@ def check_dense(
                 f"{instead} there, or {name}.cpu()"
             )
         if tensor.layout != torch.strided or tensor.is_nested:
-            what = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
-            raise TypeError(f"{op}: {name} {what}{dense(name, tensor.is_nested)}")
+            what = f"is nested{nested}" if tensor.is_nested else f"has layout {tensor.layout}"
+            raise TypeError(f"{op}: {name} {what}; {dense.format(name=name)}")
         check_dtype(op, name, tensor)
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; all are on one device")
@@ -76,11 +77,8 @@ def check_dense(
 
 def check_operands(op: str, **tensors: torch.Tensor | None) -> None:
     """`check_dense` for the tensors of a matmul."""
-
-    def dense(name: str, nested: bool) -> str:
-        return f"; dense tensors are multiplied: {name}.to_dense(), or torch.{op}"
-
-    check_dense(op, "torch.nn.functional.linear" if op == "linear" else f"torch.{op}", tensors, _check_dtype, dense)
+    instead = "torch.nn.functional.linear" if op == "linear" else f"torch.{op}"
+    check_dense(op, instead, tensors, _check_dtype, f"dense tensors are multiplied: {{name}}.to_dense(), or torch.{op}")
 
 
 def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:

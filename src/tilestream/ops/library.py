@@ -12,7 +12,7 @@ Defined by ``torch.library.Library`` and not by the ``custom_op`` decorator, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -40,61 +40,23 @@ def register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..
     torch.library.register_fake(f"tilestream::{name}", fake, lib=library)
 
 
-# Arguments, in the schemas' order: the common ones, those of what arrives or is published, the output of an ``out``
-# form, and `_Optional`.
+# Arguments, in the schemas' order: the common ones; what arrives or is published; the output of an ``out`` form; those
+# with defaults, the last of which torch leaves out.
 _COMMON = (
     "Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, "
     "ScalarType? out_dtype, str schedule, int workers"
 )
-_NUM_COMMON = 10
-
-
-class _Arriving(NamedTuple):
-    """A's rows and B's columns arrive; an operand whose list is empty is there."""
-
-    row_signals: torch.Tensor | None
-    row_arrival: Sequence[int]
-    column_signals: torch.Tensor | None
-    column_arrival: Sequence[int]
-    deadline: float | None
-    op: str
-
-
-class _Published(NamedTuple):
-    """The output's rows are published."""
-
-    signals: torch.Tensor | None
-    publish: Sequence[int]
-    op: str
-
-
 # SymInt, or a compiled graph would be made anew for every epoch of an arrival; op, for messages.
 _LATE = {
-    None: "",
-    _Arriving: ", Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, "
+    "": "",
+    "_arriving": ", Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, "
     "float deadline, str op",
-    _Published: ", Tensor? signals, SymInt[] publish, str op",
+    "_published": ", Tensor? signals, SymInt[] publish, str op",
 }
-
-
-class _Optional(NamedTuple):
-    """Arguments with defaults, the last of which torch leaves out.
-
-    Attributes
-    ----------
-    scale_a, scale_b
-        Of one element, or ``[M, 1]`` and ``[1, N]``, with the batch in front where there is one.
-    worker_limit
-        Of the blocks of `tilestream.worker_limit` around the call; 0: none.
-    """
-
-    scale_a: torch.Tensor | None = None
-    scale_b: torch.Tensor | None = None
-    fast_accum: bool = True
-    worker_limit: int = 0
-
-
+# Scales have one element, or are [M, 1] and [1, N], with the batch in front where there is one.
+# worker_limit: of the blocks of `tilestream.worker_limit` around the call; 0: none.
 _OPTIONAL = ", Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0"
+_NUM_COMMON, _DEFAULTS = 10, (None, None, True, 0)
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -137,11 +99,11 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
 
 
 def _run(
-    out: torch.Tensor, fresh: bool, common: tuple[Any, ...], late: _Arriving | _Published | None, optional: _Optional
+    out: torch.Tensor, fresh: bool, kind: str, args: tuple[Any, ...], late: tuple[Any, ...], optional: Any
 ) -> None:
     """What every op does; ``fresh``: the output was made for this call."""
-    a, b, bias, residual, alpha, beta, activation, _, schedule, workers = common
-    scale_a, scale_b, fast_accum, worker_limit = optional
+    a, b, bias, residual, alpha, beta, activation, _, schedule, workers = args
+    scale_a, scale_b, fast_accum, worker_limit = (*optional, *_DEFAULTS[len(optional) :])
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     epilogue = check_epilogue(Epilogue(alpha, bias, residual, beta, activation, scale_a, scale_b), out)
@@ -150,12 +112,14 @@ def _run(
         refuse_overlap(x)
     rows = columns = publishes = None
     deadline, op = DEFAULT_DEADLINE, "matmul"
-    if isinstance(late, _Arriving):
-        rows = FlatArrival.from_ints(late.row_arrival, late.row_signals)
-        columns = FlatArrival.from_ints(late.column_arrival, late.column_signals)
-        deadline, op = check_deadline(late.deadline), late.op
-    elif isinstance(late, _Published):
-        publishes, op = FlatArrival.from_ints(late.publish, late.signals), late.op
+    if kind == "_arriving":
+        row_signals, row_arrival, column_signals, column_arrival, seconds, op = late
+        rows = FlatArrival.from_ints(row_arrival, row_signals)
+        columns = FlatArrival.from_ints(column_arrival, column_signals)
+        deadline = check_deadline(seconds)
+    elif kind == "_published":
+        signals, publish, op = late
+        publishes = FlatArrival.from_ints(publish, signals)
     # A compiled function's argument knows of the blocks inside it, this thread of those around it.
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
     if not out.is_cuda:
@@ -163,21 +127,19 @@ def _run(
     elif publishes is None:
         gpu.run(x, how, None, rows, columns, deadline, op)
     else:
-        from tilestream.ops.publish import publish
+        from tilestream.ops import publish as publishing
 
-        publish(x, publishes, how, op)
+        publishing.publish(x, publishes, how, op)
 
 
-def _define(name: str, kind: type[_Arriving] | type[_Published] | None = None) -> None:
-    """Register an op; one whose name ends with ``_out`` writes into its argument."""
-    into = name.endswith("_out")
-    end = _NUM_COMMON + (0 if kind is None else len(kind._fields))
+def _define(kind: str, into: bool) -> None:
+    """Register an op of a kind of `_LATE`; ``into``: one that writes into its argument."""
+    end = _NUM_COMMON + _LATE[kind].count(",")
 
     def real(*args: Any) -> torch.Tensor | None:
         made = fake(*args)
-        late = None if kind is None else kind(*args[_NUM_COMMON:end])
         out = args[end] if made is None else made
-        _run(out, not into, args[:_NUM_COMMON], late, _Optional(*args[end + into :]))
+        _run(out, not into, kind, args[:_NUM_COMMON], args[_NUM_COMMON:end], args[end + into :])
         return made
 
     def fake(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor | None:
@@ -186,8 +148,9 @@ def _define(name: str, kind: type[_Arriving] | type[_Published] | None = None) -
         _check_out(others[end - 2], a, b, others[5])
         return None
 
-    out, result = (", Tensor(a!) out", "()") if into else ("", "Tensor")
-    register(name, f"({_COMMON}{_LATE[kind]}{out}{_OPTIONAL}) -> {result}", real, fake, alone=kind is not None)
+    name, out, result = ("_out", ", Tensor(a!) out", "()") if into else ("", "", "Tensor")
+    schema = f"({_COMMON}{_LATE[kind]}{out}{_OPTIONAL}) -> {result}"
+    register(f"gemm{kind}{name}", schema, real, fake, alone=bool(kind))
 
 
 def _clear_signals(signals: torch.Tensor) -> None:
@@ -195,11 +158,8 @@ def _clear_signals(signals: torch.Tensor) -> None:
         signals.zero_()
 
 
-_define("gemm")
-_define("gemm_out")
-_define("gemm_arriving", _Arriving)
-_define("gemm_arriving_out", _Arriving)
-_define("gemm_published_out", _Published)
+for _kind, _into in (("", False), ("", True), ("_arriving", False), ("_arriving", True), ("_published", True)):
+    _define(_kind, _into)
 library.define("clear_signals(Tensor(a!) signals) -> ()")
 library.impl("clear_signals", _clear_signals, "CompositeExplicitAutograd")
 
@@ -258,7 +218,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _backward_arriving(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     # By now everything has arrived: the operands are ordinary tensors.
-    return *_backward(ctx, grad), *([None] * len(_Arriving._fields))
+    return *_backward(ctx, grad), *([None] * _LATE["_arriving"].count(","))
 
 
 def _activation_backward(activation: str, grad: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
