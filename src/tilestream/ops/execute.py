@@ -37,14 +37,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    x: GemmOperands,
-    how: gpu.How,
-    rows: FlatArrival | None = None,
-    columns: FlatArrival | None = None,
-    publishes: FlatArrival | None = None,
-    deadline: float = DEFAULT_DEADLINE,
-    op: str = "matmul",
-) -> None:
+    x: GemmOperands, how: gpu.How, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
+    publishes: FlatArrival | None = None, deadline: float = DEFAULT_DEADLINE, op: str = "matmul",
+) -> None:  # fmt: skip
     """``out = epilogue(a @ b)`` on the CPU; returns when ``out`` is complete, or raises.
 
     Parameters
@@ -167,22 +162,10 @@ def uncompiled_run_plan() -> Callable[..., torch.Tensor]:
 
 
 def run_plan(
-    plan: Plan,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    out: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    alpha: float,
-    beta: float,
-    activation: str | None,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    arrival: Arrival | None,
-    weight_arrival: Arrival | None,
-    deadline: float | None,
-) -> torch.Tensor:
+    plan: Plan, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, alpha: float, beta: float, activation: str | None, scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None, arrival: Arrival | None, weight_arrival: Arrival | None, deadline: float | None,
+) -> torch.Tensor:  # fmt: skip
     """`Plan.run`."""
     op, problem = "plan.run", plan.problem
     optional = {"out": out, "bias": bias, "residual": residual, "scale_a": scale_a, "scale_b": scale_b}
@@ -254,10 +237,8 @@ def _check_chunks(plan: Plan, x: GemmOperands, rows: FlatArrival | None, columns
     )
     if of_asked != of_planned:
         raise ValueError("arrival: not the chunks and pivot that the plan was made for; make a plan with this arrival")
-    for name, one, other in (
-        ("arrival", asked.rows, planned.rows),
-        ("weight_arrival", asked.columns, planned.columns),
-    ):
+    pairs = {"arrival": (asked.rows, planned.rows), "weight_arrival": (asked.columns, planned.columns)}
+    for name, (one, other) in pairs.items():
         if one is not None and other is not None and one.copied != other.copied:
             raise ValueError(
                 f"{name}: {_copies(one)}, and the plan was made for {_copies(other)}; make a plan with this arrival"

@@ -52,14 +52,9 @@ class How(NamedTuple):
 
 
 def run(
-    x: GemmOperands,
-    how: How,
-    plan: Plan | None = None,
-    rows: FlatArrival | None = None,
-    columns: FlatArrival | None = None,
-    deadline: float = DEFAULT_DEADLINE,
-    op: str = "matmul",
-) -> None:
+    x: GemmOperands, how: How, plan: Plan | None = None, rows: FlatArrival | None = None,
+    columns: FlatArrival | None = None, deadline: float = DEFAULT_DEADLINE, op: str = "matmul",
+) -> None:  # fmt: skip
     """``out = epilogue(a @ b)`` on the current stream of the operands' device.
 
     Returns when the launch is issued. What an earlier one on this device has reported is raised instead.
@@ -106,8 +101,8 @@ def issue(launch: Launch, x: Any, awaited: Awaited | None, op: str) -> None:
     if why := untraced(launch.plan.backend):
         logger.warning("%s: %s", op, why)
         launch(x, awaited)
-        return
-    traced(recorder, op, launch.plan, device, lambda log: launch(x, awaited, log))
+    else:
+        traced(recorder, op, launch.plan, device, lambda log: launch(x, awaited, log))
 
 
 def find(
