@@ -144,10 +144,9 @@ def attention(
     torch.Size([1, 3, 4, 8])
     """
     return attend(AttentionRequest(
-        q, k, v, sinks=sinks, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, block_table=block_table, seqlens_k=seqlens_k, out=out, layout=layout, causal=causal,
-        window=window, softcap=softcap, scale=scale, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        return_lse=return_lse, workers=workers, schedule=schedule, splits=splits, arrival=arrival, deadline=deadline,
+        q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, layout,
+        causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule, splits, arrival,
+        deadline,
     ))  # fmt: skip
 
 

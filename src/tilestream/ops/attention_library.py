@@ -93,16 +93,19 @@ def _check_outputs(x: AttentionOperands, s: Settings) -> None:
         raise ValueError(f"lse: {lse.dtype} on {lse.device}; it is {wide_dtype(x.q)} on {x.q.device}")
 
 
-def _run(x: AttentionOperands, s: Settings, late: Sequence[Any], worker_limit: int = 0) -> None:
+def _run(
+    x: AttentionOperands, s: Settings, out: torch.Tensor, lse: torch.Tensor | None, late: Sequence[Any],
+    worker_limit: int = 0,
+) -> None:  # fmt: skip
     """What every op does; ``late``: its arguments of keys that arrive."""
     keys, deadline = None, DEFAULT_DEADLINE
     if late:
         words, ints, seconds = late
         keys, deadline = FlatArrival.from_ints(ints, words), check_deadline(seconds)
-    x = x._replace(q=x.q.detach(), k=x.k.detach(), v=x.v.detach())
+    x = AttentionOperands(x.q.detach(), x.k.detach(), x.v.detach(), out, x.scale, lse, *x[6:])
     # A compiled function's argument knows of the blocks inside it, this thread of those around it.
     bound = limits.tighter(worker_limit, limits.limit())
-    (attention_gpu.run if x.out.is_cuda else execute)(x, s, keys, deadline, bound)
+    (attention_gpu.run if out.is_cuda else execute)(x, s, keys, deadline, bound)
 
 
 def _define(name: str) -> None:
@@ -111,19 +114,18 @@ def _define(name: str) -> None:
     end = _NUM_COMMON + _NUM_ARRIVING * arriving
 
     def real(*args: Any) -> Pair | None:
+        x, s = _split(args, *(args[end : end + 2] if into else ()))
         made = None
         if into:
-            x, s = _split(args, *args[end : end + 2])
             _check_outputs(x, s)
             read = dict(zip(_INPUTS, x.inputs, strict=True))
             refuse_shared(x.out, **read)
             if x.lse is not None:
                 refuse_shared(x.lse, "lse", **read)
         else:
-            x, s = _split(args)
-            made = out, lse = _outputs(x, s)
-            x = x._replace(out=out, lse=lse if s.return_lse else None)
-        _run(x, s, args[_NUM_COMMON:end], *args[end + 2 * into :])
+            made = _outputs(x, s)
+        out, lse = made or (x.out, x.lse)
+        _run(x, s, out, lse if s.return_lse else None, args[_NUM_COMMON:end], *args[end + 2 * into :])
         return made
 
     def fake(*args: Any) -> Pair | None:

@@ -75,18 +75,14 @@ class AttentionRequest(NamedTuple):
     arrival: Arrival | None = None
     deadline: float | None = None
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor | None]:
-        """All tensors, by name."""
-        return dict(zip(self._fields, self[:12], strict=False))
-
     def check(self) -> None:
         """Raise for what is wrong by itself: options, and kinds of tensors."""
         check_waiting(_OP, self.workers, self.deadline, arrival=self.arrival)
         if self.schedule not in ATTENTION_SCHEDULES:
             raise ValueError(f"{_OP}: schedule={self.schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
         check_splits(f"{_OP}: ", self.splits)
-        check_dense(_OP, _INSTEAD, self.tensors, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
+        tensors = dict(zip(self._fields, self[:12], strict=False))
+        check_dense(_OP, _INSTEAD, tensors, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
         refuse_tangents(_OP, self.q, self.k, self.v, self.sinks, instead=_INSTEAD)
         if self.layout not in LAYOUTS:
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
@@ -234,19 +230,19 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> AttentionOp
     if r.arrival is not None:
         flat = FlatArrival.of(r.arrival)
         late = (flat.words, flat.ints, check_deadline(r.deadline))
+    out, lse = x.out, x.lse
     if r.out is None:
         out, lse = (attention_arriving_op if late else attention_op)(*x.inputs, *s, *late, limit())
-        x = x._replace(out=out, lse=lse if r.return_lse else None)
     else:
-        (attention_arriving_out_op if late else attention_out_op)(*x.inputs, *s, *late, x.out, x.lse, limit())
+        (attention_arriving_out_op if late else attention_out_op)(*x.inputs, *s, *late, out, lse, limit())
     clear_signals(*late[:1])
-    return x
+    return AttentionOperands(x.q, x.k, x.v, out, x.scale, lse if r.return_lse else None, *x[6:])
 
 
 def _answer(r: AttentionRequest, x: AttentionOperands) -> Answer:
     """What the caller gets."""
     out = r.out if r.out is not None else _outermost(r, x.out)
-    return (out, x.lse) if x.lse is not None and r.return_lse else out
+    return out if x.lse is None else (out, x.lse)
 
 
 def _outermost(r: AttentionRequest, out: torch.Tensor) -> torch.Tensor:
@@ -375,8 +371,8 @@ def _canonical_scale(name: str, scale: torch.Tensor, batch: int, heads: int) -> 
 
 
 def _check_gradients(r: AttentionRequest) -> bool:
-    """Whether a gradient is asked for, of which all are computed."""
-    asked = [name for name, x in r.tensors.items() if x is not None and x.requires_grad and name != "out"]
+    """Whether a gradient is asked for; raises where nothing computes it."""
+    asked = [name for name, x in zip(r._fields, r[:11], strict=False) if x is not None and x.requires_grad]
     for name in asked:
         if name.startswith("scale_"):
             raise RuntimeError(f"{_OP}: {name} requires a gradient; scales get none: pass {name}.detach()")

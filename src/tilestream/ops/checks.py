@@ -57,10 +57,12 @@ def check_dense(
     dense, nested
         What to do with a tensor ``{name}`` that is not dense, or is nested.
     """
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    check_tensors(op, **given)
     device: torch.device | None = None
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            check_tensors(op, **{name: tensor})
         if tensor.device.type not in _DEVICES:
             raise NotImplementedError(
                 f"{op}: {name} is on {tensor.device}; this version computes on the CPU and on CUDA and ROCm GPUs: use "

@@ -17,13 +17,13 @@ from tilestream.arrival.signals import Outcome, Signals
 from tilestream.core.chunks import Incoming
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout
 from tilestream.core.gate import Needs
-from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.core.operands import GemmOperands
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.launch.cpu.launch import Body, Launch
 from tilestream.launch.cpu.publish import Publisher
 from tilestream.ops import gpu
-from tilestream.ops.operands import check_epilogue, problem_of, refuse_overlap
+from tilestream.ops.operands import epilogue_of, problem_of, refuse_overlap
 from tilestream.ops.scales import canonical_scales
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCALES
@@ -69,8 +69,9 @@ def run(
 
 
 def _execute(plan: Plan, x: GemmOperands, awaited: Awaited | None, op: str, publisher: Publisher | None = None) -> None:
-    *matrices, epilogue = x
-    a, b, out = (t if t.dim() == 3 else t.unsqueeze(0) for t in matrices)
+    a, b, out, epilogue = x
+    if a.dim() == 2:
+        a, b, out = a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0)
 
     def body_of(scratch: Workspace) -> Body:
         return GemmBody(a, b, out, epilogue, plan.schedule, plan.block, scratch)
@@ -193,7 +194,7 @@ def run_plan(
                 f"{dtype} on {device}"
             )
     scales = canonical_scales(op, scale_a, scale_b, a.shape[:-1], b.shape[:-2], out.shape)
-    epilogue = check_epilogue(Epilogue(alpha, bias, residual, beta, activation or "none", *scales), out)
+    epilogue = epilogue_of(out, alpha, bias, residual, beta, activation or "none", *scales)
     if SCALES.index(epilogue.scales) > SCALES.index(problem.scales):
         raise ValueError(
             f"scale_a, scale_b: for scales={epilogue.scales!r}, the plan is for scales={problem.scales!r}; make a plan "

@@ -18,10 +18,10 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
-from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.core.operands import GemmOperands
 from tilestream.ops import execute, gpu
 from tilestream.ops.checks import check_pair, refuse_gradients
-from tilestream.ops.operands import check_epilogue, refuse_overlap
+from tilestream.ops.operands import epilogue_of, refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
@@ -106,7 +106,7 @@ def _run(
     scale_a, scale_b, fast_accum, worker_limit = (*optional, *_DEFAULTS[len(optional) :])
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
-    epilogue = check_epilogue(Epilogue(alpha, bias, residual, beta, activation, scale_a, scale_b), out)
+    epilogue = epilogue_of(out, alpha, bias, residual, beta, activation, scale_a, scale_b)
     x = GemmOperands(a, b, out, epilogue)
     if not fresh:
         refuse_overlap(x)

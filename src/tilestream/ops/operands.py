@@ -32,19 +32,24 @@ def problem_of(
     )  # fmt: skip
 
 
-def check_epilogue(epilogue: Epilogue, out: torch.Tensor) -> Epilogue:
-    """The epilogue of an output ``[M, N]`` or ``[B, M, N]`` in canonical form; a residual that counts 0 times is none.
+def epilogue_of(
+    out: torch.Tensor, alpha: float = 1.0, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    beta: float = 1.0, activation: str = "none", scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+) -> Epilogue:  # fmt: skip
+    """The epilogue of an output ``[M, N]`` or ``[B, M, N]``; a residual that counts 0 times is none.
 
     Raises
     ------
     ValueError, TypeError
         If a tensor of it does not fit the output.
     """
-    alpha, bias, residual, beta, activation, *scales, publish = epilogue
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"activation={activation!r}; it is one of {', '.join(name for name in ACTIVATIONS if name != 'none')}"
         )
+    if bias is residual is scale_a is scale_b is None:
+        return Epilogue(alpha, beta=beta, activation=activation)
     if bias is not None and tuple(bias.shape) != (out.shape[-1],):
         raise ValueError(f"bias: shape {list(bias.shape)}; it has one element a column: [{out.shape[-1]}]")
     if residual is not None and residual.shape != out.shape:
@@ -55,19 +60,19 @@ def check_epilogue(epilogue: Epilogue, out: torch.Tensor) -> Epilogue:
             if tensor.dtype in FP8_DTYPES:
                 raise TypeError(f"{name}: {tensor.dtype}; of 8 bits are operands only: {name}.to({out.dtype})")
             _check_device(name, tensor, out)
-    shapes = (*out.shape[:-1], 1), (*out.shape[:-2], 1, out.shape[-1])
-    for name, scale, shape in zip(("scale_a", "scale_b"), scales, shapes, strict=True):
+    for name, scale, end in (("scale_a", scale_a, (out.shape[-2], 1)), ("scale_b", scale_b, (1, out.shape[-1]))):
         if scale is not None:
             check_scale_dtype("gemm", name, scale)
             _check_device(name, scale, out)
+            shape = (*out.shape[:-2], *end)
             if scale.numel() != 1 and tuple(scale.shape) != shape:
                 raise ValueError(f"{name}: shape {list(scale.shape)}; it has one element, or {list(shape)}")
     if beta == 0:
         residual = None  # not read, so that what is not a number there does not count
     elif residual is not None and residual.dim() == 2:
         residual = residual.unsqueeze(0)
-    bias, residual, *scales = (None if t is None else t.detach() for t in (bias, residual, *scales))
-    return Epilogue(alpha, bias, residual, beta, activation, *scales, publish)
+    bias, residual, scale_a, scale_b = (None if t is None else t.detach() for t in (bias, residual, scale_a, scale_b))
+    return Epilogue(alpha, bias, residual, beta, activation, scale_a, scale_b)
 
 
 def _check_device(name: str, tensor: torch.Tensor, out: torch.Tensor) -> None:

@@ -14,10 +14,10 @@ import torch
 
 from tilestream.arrival.flat import FlatArrival
 from tilestream.core.chunks import Chunks
-from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.core.operands import GemmOperands
 from tilestream.launch.gate import PublishArguments
 from tilestream.ops import gpu
-from tilestream.ops.operands import check_epilogue
+from tilestream.ops.operands import epilogue_of
 from tilestream.plan.problem import Incoming
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.driver import stream_write
@@ -124,7 +124,7 @@ def matmul_published(
     chunks = Chunks.uniform(out.shape[0], rows_per_chunk)
     if chunks.count > publication.chunks:
         raise ValueError(f"{op}: {chunks.count} chunks to publish; there are signals for {publication.chunks}")
-    x = GemmOperands(a, b, out, check_epilogue(Epilogue(scale_a=scale_a, scale_b=scale_b), out))
+    x = GemmOperands(a, b, out, epilogue_of(out, scale_a=scale_a, scale_b=scale_b))
     publishes, how = Incoming(chunks, pivot), gpu.How(fast_accum=fast_accum, limit=limit)
     launch, why = _kernel(x, publishes, how, op)
     if launch is not None:
