@@ -25,8 +25,8 @@ from tilestream.runtime.properties import allows_tf32, cuda_properties
 from tilestream.trace.record import current
 
 if TYPE_CHECKING:
+    from tilestream.launch.gemm_arguments import Layout
     from tilestream.launch.launch import GemmLaunch, Launch
-    from tilestream.launch.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def _make(
     columns: FlatArrival | None = None, publishes: Incoming | None = None,
 ) -> GemmLaunch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
-    from tilestream.launch.portable.arguments import Layout, is_aligned
+    from tilestream.launch.gemm_arguments import Layout, is_aligned
 
     a, b, out, epilogue = x
     bias, residual = epilogue.bias, epilogue.residual
