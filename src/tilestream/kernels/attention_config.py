@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilestream.kernels.config import ScheduleConfig
+from tilestream.kernels.config import ScheduleConfig, Stage
+
+#: Elements of 16 bits in a cell of CDNA's stages.
+_CELL = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +246,22 @@ class CdnaAttentionConfig(AttentionConfig):
     def WARPS(self) -> int:
         """Warps of a workgroup, 32 rows each."""
         return self.ROWS // self.SHAPE[0]
+
+    @property
+    def QUERY_STAGE(self) -> Stage:
+        """Of a part of queries."""
+        return Stage(self.ROWS, self.Q.WIDTH, True, False, self.Q.SWIZZLE, _CELL, self.Q.LANE, self.WARPS)
+
+    @property
+    def KEY_STAGE(self) -> Stage:
+        """Of a part of a block of keys."""
+        return Stage(self.BLOCK, self.K.WIDTH, True, False, self.K.SWIZZLE, _CELL, self.K.LANE, self.WARPS)
+
+    @property
+    def VALUE_STAGE(self) -> Stage:
+        """Of a part of a block of values, whose rows are columns of a head."""
+        turned = self.TRANSPOSED_V and not self.DIRECT
+        return Stage(self.V.WIDTH, self.BLOCK, False, turned, self.V.SWIZZLE, _CELL, self.V.LANE, self.WARPS)
 
     @property
     def GATHERED(self) -> bool:

@@ -214,6 +214,39 @@ class HopperConfig(GemmConfig):
         return self.SCALED or self.SCALES != "none" or self.BIAS != "none" or self.RESIDUAL
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A stage of CDNA's ring, and how an operand ``[rows, K]`` comes to it.
+
+    Attributes
+    ----------
+    ROWS, K
+        Of a tile.
+    K_MAJOR
+        Whether the operand's stride of K is 1.
+    TURNED
+        Whether it is transposed in registers, into a stage that is K-major.
+    SWIZZLE
+        The stage's swizzle: vector, every, period.
+    VECTOR, LANE
+        Elements of a cell, and those that a lane copies at a time past the registers.
+    WARPS
+        Of a workgroup.
+    FAR
+        Whether a tile's rows lie too far apart for a buffer's 32-bit offsets.
+    """
+
+    ROWS: int
+    K: int
+    K_MAJOR: bool
+    TURNED: bool
+    SWIZZLE: tuple[int, int, int]
+    VECTOR: int
+    LANE: int
+    WARPS: int
+    FAR: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class CdnaConfig(GemmConfig):
     """The CDNA GEMM's.
@@ -226,16 +259,8 @@ class CdnaConfig(GemmConfig):
         Rows that the epilogue finishes at a time.
     DIRECT
         Whether copies go past the registers.
-    LANE
-        Elements that a lane copies at a time.
-    X_K_MAJOR, Y_K_MAJOR
-        Whether an operand's stride of K is 1.
-    X_TURNED, Y_TURNED
-        Whether it is transposed in registers, into a stage that is K-major.
-    X_SWIZZLE, Y_SWIZZLE
-        The swizzle of its stages: vector, every, period.
-    X_64BIT, Y_64BIT
-        Whether a tile's rows lie too far apart for a buffer's 32-bit offsets.
+    X, Y
+        Stages of the operands.
     VERSION, SHAPE
         Of the matrix instruction: its layout's version; M, N, K.
     ACROSS
@@ -255,15 +280,8 @@ class CdnaConfig(GemmConfig):
     STAGES: int
     STRIP_M: int
     DIRECT: bool
-    LANE: int
-    X_K_MAJOR: bool
-    Y_K_MAJOR: bool
-    X_TURNED: bool
-    Y_TURNED: bool
-    X_SWIZZLE: tuple[int, int, int]
-    Y_SWIZZLE: tuple[int, int, int]
-    X_64BIT: bool
-    Y_64BIT: bool
+    X: Stage
+    Y: Stage
     VERSION: int
     SHAPE: tuple[int, int, int]
     ACROSS: tuple[int, int]
@@ -273,8 +291,3 @@ class CdnaConfig(GemmConfig):
     EVEN_K: bool
     VECTOR_C: int
     VECTOR_RESIDUAL: int
-
-    @property
-    def WARPS(self) -> int:
-        """Warps of a workgroup."""
-        return self.ACROSS[0] * self.ACROSS[1]

@@ -77,13 +77,12 @@ neighbour = device(queues_.neighbour)
 def scores_of(queries, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
     """``Q K^T`` of an item's rows and a stage."""
     MATH: gl.constexpr = math_of(C)
-    F: gl.constexpr = C.K
-    SWIZZLE: gl.constexpr = F.SWIZZLE
-    PARTS: gl.constexpr = F.PARTS
+    S: gl.constexpr = C.KEY_STAGE
+    PARTS: gl.constexpr = C.K.PARTS
     TILE: gl.constexpr = (C.ROWS, C.BLOCK)
     scores = gl.zeros(TILE, gl.float32, MATH)
     for part in gl.static_range(PARTS):
-        x = operand(stages[part].index(stage), C.BLOCK, F.WIDTH, True, SWIZZLE, 1, MATH, VECTOR, LANDED)
+        x = operand(stages[part].index(stage), S, 1, MATH, VECTOR, LANDED)
         scores = multiply_add(queries[part], x, scores, None)
     return scores
 
@@ -91,15 +90,11 @@ def scores_of(queries, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def add_values(o, rescale, weights, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
     """The sums of an item's parts, rescaled, and a stage's values by their weights."""
-    F: gl.constexpr = C.V
-    SWIZZLE: gl.constexpr = F.SWIZZLE
-    PARTS: gl.constexpr = F.PARTS
-    TURNED: gl.constexpr = C.TRANSPOSED_V and not C.DIRECT
+    S: gl.constexpr = C.VALUE_STAGE
+    PARTS: gl.constexpr = C.V.PARTS
     made = ()
     for part in gl.static_range(PARTS):
-        x = operand(
-            stages[part].index(stage), F.WIDTH, C.BLOCK, TURNED, SWIZZLE, 1, math_of(C), KEYS, LANDED
-        )  # fmt: skip
+        x = operand(stages[part].index(stage), S, 1, math_of(C), KEYS, LANDED)
         made += (multiply_add(weights, x, o[part] * rescale[:, None], None),)
     return made
 
@@ -134,8 +129,10 @@ def attend_direct(queries, softmax, keys, tile, scores, C: gl.constexpr):
     K: gl.constexpr = C.K
     V: gl.constexpr = C.V
     gl.static_assert(not C.GATHERED, "rows of several pages go through registers")
-    k = copies_past_registers(keys.k, K, C)
-    v = copies_past_registers(keys.v, V, C)
+    KS: gl.constexpr = C.KEY_STAGE
+    VS: gl.constexpr = C.VALUE_STAGE
+    k = copies_past_registers(keys.k, KS, K, C)
+    v = copies_past_registers(keys.v, VS, V, C)
     copies = (k, v)
     STAGES: gl.constexpr = C.STAGES
     for i in gl.static_range(STAGES - 1):
@@ -196,8 +193,10 @@ def attend_staged(queries, softmax, keys, tile, scores, C: gl.constexpr):
     V: gl.constexpr = C.V
     V_LAYOUT: gl.constexpr = values_layout(C)
     V_LANE: gl.constexpr = V_LAYOUT.size_per_thread[1]
-    k_stages = make_parts(keys.k.at.dtype.element_ty, C.K.PARTS, 1, C.BLOCK, C.K.WIDTH, True)
-    v_stages = make_parts(keys.v.at.dtype.element_ty, C.V.PARTS, 1, C.V.WIDTH, C.BLOCK, C.TRANSPOSED_V)
+    KS: gl.constexpr = C.KEY_STAGE
+    VS: gl.constexpr = C.VALUE_STAGE
+    k_stages = make_parts(keys.k.at.dtype.element_ty, C.K.PARTS, 1, KS)
+    v_stages = make_parts(keys.v.at.dtype.element_ty, C.V.PARTS, 1, VS)
     K_LAYOUT: gl.constexpr = fetch_layout(C.BLOCK, C.K.WIDTH, True, False, VECTOR, C.WARPS)
     k = copies_by_registers(keys.k, k_stages, K_LAYOUT, K, C)
     v = copies_by_registers(keys.v, v_stages, V_LAYOUT, V, C)

@@ -58,20 +58,19 @@ def element_offsets(rows, columns, LANE: gl.constexpr):
 
 
 @gluon.jit
-def make_parts(dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-               K_MAJOR: gl.constexpr):  # fmt: skip
+def make_parts(dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr):
     """Room for the stages of each part. Of its own: what is written to one part's is not kept from another's."""
     parts = ()
     for _part in gl.static_range(PARTS):
-        parts += (make_stages(dtype, STAGES, ROWS, WIDTH, K_MAJOR),)
+        parts += (make_stages(dtype, STAGES, S),)
     return parts
 
 
 @gluon.jit
-def copies_past_registers(x, F: gl.constexpr, C: gl.constexpr):
+def copies_past_registers(x, S: gl.constexpr, F: gl.constexpr, C: gl.constexpr):
     """`KeyCopies` of keys or values (`Rows`) by `copy_block`."""
     SWIZZLE: gl.constexpr = F.SWIZZLE
-    stages = make_parts(x.at.dtype.element_ty, F.PARTS, C.STAGES, C.BLOCK, F.WIDTH, True)
+    stages = make_parts(x.at.dtype.element_ty, F.PARTS, C.STAGES, S)
     i, j = indices(copy_layout(F.WIDTH, F.LANE, C.WARPS), C.BLOCK, F.WIDTH)
     return KeyCopies(x, i, copied_columns(i, j, SWIZZLE), i, stages)
 
@@ -170,26 +169,25 @@ def fetch_block(copies, first, keys, page, LANE: gl.constexpr, F: gl.constexpr, 
 def put_keys(tiles, stages, C: gl.constexpr):
     """Write what was fetched of a block of keys to its stage, zeros behind the last column."""
     F: gl.constexpr = C.K
-    SWIZZLE: gl.constexpr = F.SWIZZLE
+    S: gl.constexpr = C.KEY_STAGE
     PARTS: gl.constexpr = F.PARTS
     for part in gl.static_range(PARTS):
         tile = tiles[part]
         if part == F.PARTS - 1 and F.REST < F.WIDTH:
-            tile = cut_off(as_loaded(tile), F.REST, C.BLOCK, F.WIDTH, True, False, VECTOR, C.WARPS)
-        put(tile, stages[part].index(0), C.BLOCK, F.WIDTH, False, True, SWIZZLE)
+            tile = cut_off(as_loaded(tile), F.REST, S)
+        put(tile, stages[part].index(0), S)
 
 
 @gluon.jit
 def put_values(tiles, stages, C: gl.constexpr):
     """Write what was fetched of a block of values to its stage, transposed where it cannot be read across."""
-    F: gl.constexpr = C.V
-    SWIZZLE: gl.constexpr = F.SWIZZLE
-    PARTS: gl.constexpr = F.PARTS
+    S: gl.constexpr = C.VALUE_STAGE
+    PARTS: gl.constexpr = C.V.PARTS
     for part in gl.static_range(PARTS):
         tile = tiles[part]
-        if C.TRANSPOSED_V:
+        if S.TURNED:
             tile = as_loaded(tile)
-        put(tile, stages[part].index(0), F.WIDTH, C.BLOCK, C.TRANSPOSED_V, False, SWIZZLE)
+        put(tile, stages[part].index(0), S)
 
 
 @gluon.jit
@@ -206,13 +204,12 @@ def query_rows(q, i, last, FAR: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def as_operand(tile, COLUMNS: gl.constexpr, C: gl.constexpr):
     """A part of queries, of which ``COLUMNS`` are there, from how it was fetched to how it is multiplied."""
-    F: gl.constexpr = C.Q
-    SWIZZLE: gl.constexpr = F.SWIZZLE
-    if COLUMNS < F.WIDTH:
-        tile = cut_off(tile, COLUMNS, C.ROWS, F.WIDTH, True, False, VECTOR, C.WARPS)
-    stages = make_stages(tile.dtype, 1, C.ROWS, F.WIDTH, True)
-    put(tile, stages.index(0), C.ROWS, F.WIDTH, False, True, SWIZZLE)
-    return operand(stages.index(0), C.ROWS, F.WIDTH, True, SWIZZLE, 0, math_of(C), VECTOR, False)
+    S: gl.constexpr = C.QUERY_STAGE
+    if COLUMNS < S.K:
+        tile = cut_off(tile, COLUMNS, S)
+    stages = make_stages(tile.dtype, 1, S)
+    put(tile, stages.index(0), S)
+    return operand(stages.index(0), S, 0, math_of(C), VECTOR, False)
 
 
 @gluon.jit
@@ -223,6 +220,7 @@ def load_queries(q, tile, last, C: gl.constexpr):
     for. Their room is that of the stages, which begin to be filled afterwards.
     """
     F: gl.constexpr = C.Q
+    S: gl.constexpr = C.QUERY_STAGE
     SWIZZLE: gl.constexpr = F.SWIZZLE
     PARTS: gl.constexpr = F.PARTS
     row = (tile.origin_q + tile.first).to(tl.int64)
@@ -233,13 +231,13 @@ def load_queries(q, tile, last, C: gl.constexpr):
         i, j = indices(copy_layout(F.WIDTH, F.LANE, C.WARPS), C.ROWS, F.WIDTH)
         rows = query_rows(q, i, last, False, C)
         offsets = element_offsets(rows, copied_columns(i, j, SWIZZLE), F.LANE)
-        stages = make_parts(q.at.dtype.element_ty, F.PARTS, 1, C.ROWS, F.WIDTH, True)
+        stages = make_parts(q.at.dtype.element_ty, F.PARTS, 1, S)
         for part in gl.static_range(PARTS):
             copy_to_shared(stages[part].index(0), at + part * F.WIDTH, offsets)
         commit()
         landed(0)
         for part in gl.static_range(PARTS):
-            parts += (operand(stages[part].index(0), C.ROWS, F.WIDTH, True, SWIZZLE, 0, math_of(C), VECTOR, True),)
+            parts += (operand(stages[part].index(0), S, 0, math_of(C), VECTOR, True),)
     else:
         LAYOUT: gl.constexpr = fetch_layout(C.ROWS, F.WIDTH, True, False, VECTOR, C.WARPS)
         i, j = indices(LAYOUT, C.ROWS, F.WIDTH)

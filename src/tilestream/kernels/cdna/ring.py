@@ -75,9 +75,6 @@ swizzled = device(swizzle.swizzled)
 before = device(ring.before)
 after = device(ring.after)
 
-#: Bits of what a lane reads of shared memory, and of global memory into registers, in one go.
-CELL: gl.constexpr = gl.constexpr(128)
-
 
 @gluon.constexpr_function
 def copy_layout(inner, vector, warps):
@@ -119,10 +116,9 @@ def tile_shape(rows, block_k, k_major):
 
 
 @gluon.jit
-def make_stages(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr,
-                K_MAJOR: gl.constexpr):  # fmt: skip
-    """Room for so many stages of an operand."""
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+def make_stages(dtype: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr):
+    """Room for so many stages of an operand. ``S``, here and below: `tilestream.kernels.config.Stage`."""
+    TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR or S.TURNED)
     return gl.allocate_shared_memory(dtype, [STAGES, TILE[0], TILE[1]], linear())
 
 
@@ -135,43 +131,41 @@ def indices(LAYOUT: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr):
 
 
 @gluon.jit
-def offsets_of(i, j, cell, last_row, last_k, stride, VECTOR: gl.constexpr, LANE: gl.constexpr, K_MAJOR: gl.constexpr,
-               FAR: gl.constexpr):  # fmt: skip
-    """Where the elements of a step lie, from the tile's first row and the step's first of K.
+def offsets_of(i, j, cell, x, last_k, VECTOR: gl.constexpr, LANE: gl.constexpr, S: gl.constexpr):
+    """Where the elements of a step of ``x`` (`Strided`) lie, from the tile's first row and the step's first of K.
 
     Parameters
     ----------
     i, j, cell
         Outer and inner index in the stage, and the cell of ``VECTOR`` elements that is to be there.
-    last_row, last_k
-        The last that there is, from the first. What would lie past it is read from there again: such rows are not
-        stored, such of K are set to zero. The last cell may hold elements past the end, of the same 16 bytes.
+    last_k
+        The last that there is, from the first. What would lie past it, or past ``x.last``, is read from there again:
+        such rows are not stored, such of K are set to zero. The last cell may hold elements past the end, of the same
+        16 bytes.
     LANE
         Elements that a lane copies: they are neighbours, which no compiler sees behind the permutation.
     """
-    if K_MAJOR:
-        outer = gl.minimum(i, last_row)[:, None]
+    if S.K_MAJOR:
+        outer = gl.minimum(i, x.last)[:, None]
         inner = gl.minimum(cell, last_k // VECTOR)
     else:
         outer = gl.minimum(i, last_k)[:, None]
-        inner = gl.minimum(cell, last_row // VECTOR)
-    if FAR:
+        inner = gl.minimum(cell, x.last // VECTOR)
+    if S.FAR:
         outer = outer.to(gl.int64)
-    at = outer * stride + inner * VECTOR + (j % VECTOR)[None, :]
+    at = outer * x.stride + inner * VECTOR + (j % VECTOR)[None, :]
     return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
 
 
 @gluon.jit
-def copy_offsets(
-    last_row, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, HOW: gl.constexpr,
-    LANE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def copy_offsets(x, S: gl.constexpr):
     """What each lane copies past the registers: the inverse swizzle of where it writes."""
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = copy_layout(TILE[1], LANE, WARPS)
+    HOW: gl.constexpr = S.SWIZZLE
+    TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
+    LAYOUT: gl.constexpr = copy_layout(TILE[1], S.LANE, S.WARPS)
     i, j = indices(LAYOUT, TILE[0], TILE[1])
     cell = swizzled(i[:, None], (j // HOW[0])[None, :], HOW[1], HOW[2])
-    return offsets_of(i, j, cell, last_row, BLOCK_K - 1, stride, HOW[0], LANE, K_MAJOR, False)
+    return offsets_of(i, j, cell, x, S.K - 1, HOW[0], S.LANE, S)
 
 
 @gluon.jit
@@ -210,36 +204,22 @@ def in_words(dtype, turned):
 
 
 @gluon.jit
-def fetch_offsets(
-    last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr, OFFSETS_64BIT: gl.constexpr,
-):  # fmt: skip
-    """What each lane fetches into registers: see `offsets_of`.
-
-    ``TURNED``: of an operand that is not K-major, to be put into a stage that is.
-    """
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
-    LANE: gl.constexpr = LAYOUT.size_per_thread[1]
-    i, j = indices(LAYOUT, TILE[0], TILE[1])
-    cell = (j // VECTOR)[None, :] + i[:, None] * 0
-    return offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, LANE, K_MAJOR, OFFSETS_64BIT)
-
-
-@gluon.jit
-def fetch_word_offsets(
-    last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr, OFFSETS_64BIT: gl.constexpr,
-):  # fmt: skip
-    """The same of an operand that is ``TURNED``, in words of four elements."""
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = word_layout(ROWS, BLOCK_K, K_MAJOR, VECTOR, WARPS)
-    LANE: gl.constexpr = LAYOUT.size_per_thread[1]
-    i, j = indices(LAYOUT, TILE[0], TILE[1] // 4)
-    j = j * 4
-    cell = (j // VECTOR)[None, :] + i[:, None] * 0
-    at = offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, 1, K_MAJOR, OFFSETS_64BIT) // 4
-    return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
+def fetch_offsets(x, last_k, S: gl.constexpr):
+    """What each lane fetches into registers: see `offsets_of`. Of an operand `in_words`, in words of four elements."""
+    TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
+    if in_words(x.at.dtype.element_ty, S.TURNED):
+        WORDS: gl.constexpr = word_layout(S.ROWS, S.K, S.K_MAJOR, S.VECTOR, S.WARPS)
+        LANE: gl.constexpr = WORDS.size_per_thread[1]
+        i, j = indices(WORDS, TILE[0], TILE[1] // 4)
+        j = j * 4
+        cell = (j // S.VECTOR)[None, :] + i[:, None] * 0
+        at = offsets_of(i, j, cell, x, last_k, S.VECTOR, 1, S) // 4
+        return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
+    else:
+        LAYOUT: gl.constexpr = fetch_layout(S.ROWS, S.K, S.K_MAJOR, S.TURNED, S.VECTOR, S.WARPS)
+        i, j = indices(LAYOUT, TILE[0], TILE[1])
+        cell = (j // S.VECTOR)[None, :] + i[:, None] * 0
+        return offsets_of(i, j, cell, x, last_k, S.VECTOR, LAYOUT.size_per_thread[1], S)
 
 
 @gluon.jit
@@ -254,54 +234,49 @@ def fetch(x, offsets, FAR: gl.constexpr, WORDS: gl.constexpr = False):
 
 
 @gluon.jit
-def fetched(
-    tile, dtype: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr,
-    TURNED: gl.constexpr, VECTOR: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def fetched(tile, dtype: gl.constexpr, S: gl.constexpr):
     """What `fetch` brought, as elements, which are rearranged here and no earlier."""
-    if TURNED:
+    if S.TURNED:
         tile = as_loaded(tile)
-    if in_words(dtype, TURNED):
-        LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
-        tile = elements(tile, dtype, tile_shape(ROWS, BLOCK_K, K_MAJOR), LAYOUT)
+    if in_words(dtype, S.TURNED):
+        LAYOUT: gl.constexpr = fetch_layout(S.ROWS, S.K, S.K_MAJOR, S.TURNED, S.VECTOR, S.WARPS)
+        tile = elements(tile, dtype, tile_shape(S.ROWS, S.K, S.K_MAJOR), LAYOUT)
     return tile
 
 
 @gluon.jit
-def cut_off(
-    tile, rest, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def cut_off(tile, rest, S: gl.constexpr):
     """Zeros in place of what a fetched step has from ``rest`` of K on, of which nothing is known."""
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
+    TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
+    LAYOUT: gl.constexpr = fetch_layout(S.ROWS, S.K, S.K_MAJOR, S.TURNED, S.VECTOR, S.WARPS)
     BITS: gl.constexpr = gl.int16 if tile.dtype.primitive_bitwidth == 16 else gl.int8
     i, j = indices(LAYOUT, TILE[0], TILE[1])
-    kept = ((j < rest)[None, :] & (i >= 0)[:, None]) if K_MAJOR else ((i < rest)[:, None] & (j >= 0)[None, :])
+    kept = ((j < rest)[None, :] & (i >= 0)[:, None]) if S.K_MAJOR else ((i < rest)[:, None] & (j >= 0)[None, :])
     bits = gl.where(kept, tile.to(BITS, bitcast=True), gl.full(TILE, 0, BITS, LAYOUT))
     return bits.to(tile.dtype, bitcast=True)
 
 
 @gluon.jit
-def put(tile, stage, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, TURNED: gl.constexpr, K_MAJOR: gl.constexpr,
-        HOW: gl.constexpr):  # fmt: skip
+def put(tile, stage, S: gl.constexpr):
     """Write what was fetched to its stage, permuted."""
-    SHAPE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR or TURNED)
-    if TURNED:
+    HOW: gl.constexpr = S.SWIZZLE
+    SHAPE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR or S.TURNED)
+    if S.TURNED:
         tile = tile.permute(1, 0)
     viewed(stage, SHAPE, permuted(HOW)).store(tile)
 
 
 @gluon.jit
 def operand(
-    stage, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, HOW: gl.constexpr, INDEX: gl.constexpr,
-    MATH: gl.constexpr, WIDTH: gl.constexpr, LANDED: gl.constexpr,
+    stage, S: gl.constexpr, INDEX: gl.constexpr, MATH: gl.constexpr, WIDTH: gl.constexpr, LANDED: gl.constexpr
 ):  # fmt: skip
     """A stage's tile as operand ``INDEX`` of the multiplication, ``WIDTH`` elements of K a lane.
 
     ``LANDED``: a wait and its barrier are behind us, and no other wait for copies is needed.
     """
-    SHAPE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+    HOW: gl.constexpr = S.SWIZZLE
+    K_MAJOR: gl.constexpr = S.K_MAJOR or S.TURNED
+    SHAPE: gl.constexpr = tile_shape(S.ROWS, S.K, K_MAJOR)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(INDEX, MATH, WIDTH)
     tile = viewed(stage, SHAPE, permuted(HOW))
     if (INDEX == 1) == K_MAJOR:

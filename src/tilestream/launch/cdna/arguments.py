@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from tilestream.kernels.cdna.gemm import gemm
-from tilestream.kernels.config import CdnaConfig
+from tilestream.kernels.config import CdnaConfig, Stage
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.cdna_tiles import (
@@ -148,6 +148,8 @@ class Arguments(GemmArguments):
         plan, layout, x, y = self.plan, self.layout, self.x, self.y
         problem = plan.problem
         block_m, block_n, block_k = plan.block
+        vector = CELL_BYTES // self.size
+        lane = lane_bytes(self.tile, self.arch) // self.size if self.direct else vector
         piece = piece_of(block_m, block_n, plan.warps, instruction(self.arch, self.size))
         return CdnaConfig(
             **fields,
@@ -155,20 +157,13 @@ class Arguments(GemmArguments):
             STRIP=piece[1],
             STRIP_M=piece[0],
             DIRECT=self.direct,
-            LANE=lane_bytes(self.tile, self.arch) // self.size if self.direct else CELL_BYTES // self.size,
-            X_K_MAJOR=x.k_major,
-            Y_K_MAJOR=y.k_major,
-            X_TURNED=x.turned,
-            Y_TURNED=y.turned,
-            X_SWIZZLE=x.swizzle,
-            Y_SWIZZLE=y.swizzle,
-            X_64BIT=x.far,
-            Y_64BIT=y.far,
+            X=Stage(block_m, block_k, x.k_major, x.turned, x.swizzle, vector, lane, plan.warps, x.far),
+            Y=Stage(block_n, block_k, y.k_major, y.turned, y.swizzle, vector, lane, plan.warps, y.far),
             OFFSETS_64BIT=self._far_out(),
             VERSION=VERSION[self.arch],
             SHAPE=instruction(self.arch, self.size),
             ACROSS=spread(block_m, block_n, plan.warps),
-            WIDTH=CELL_BYTES // self.size,
+            WIDTH=vector,
             FORMATS=formats(problem.dtypes, self.arch),
             XCDS=plan.device.xcds,
             EVEN_K=problem.k % block_k == 0,
