@@ -174,16 +174,33 @@ def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def locate(m, batch, row, rows, S: gl.constexpr):
-    """A tile's rows of a `Matrix` of ``rows`` rows, as `Strided`. The matrix' ``row`` is the stride that is not 1."""
+def first_row(m, batch, row, S: gl.constexpr):
+    """Where a tile's rows of a `Matrix` begin; its ``row`` is the stride that is not 1."""
     at = m.at + batch.to(gl.int64) * m.batch
-    step = tl.cast(S.K, tl.int64)
     if S.K_MAJOR:
         at = at + row.to(gl.int64) * m.row
     else:
         at = at + row
+    return gl.multiple_of(at, 16)
+
+
+@gluon.jit
+def step_of(m, S: gl.constexpr):
+    """Elements from one K step of a `Matrix` to the next."""
+    step = tl.cast(S.K, tl.int64)
+    if not S.K_MAJOR:
         step = step * m.row
-    return Strided(gl.multiple_of(at, 16), rows - 1 - row, m.row, step)
+    return step
+
+
+@gluon.jit
+def locate(x, y, batch, row, column, e, C: gl.constexpr):
+    """A tile's rows of both operands: `Strided`."""
+    X: gl.constexpr = C.X
+    Y: gl.constexpr = C.Y
+    x_at, y_at = first_row(x, batch, row, X), first_row(y, batch, column, Y)
+    x_last, y_last = e.rows - 1 - row, e.columns - 1 - column
+    return Strided(x_at, x_last, x.row, step_of(x, X)), Strided(y_at, y_last, y.row, step_of(y, Y))
 
 
 @gluon.jit
@@ -232,8 +249,6 @@ def gemm(
 
     The others are fields of `tilestream.core.structs`, as they are grouped here. There is no arrival order.
     """
-    X: gl.constexpr = C.X
-    Y: gl.constexpr = C.Y
     MATH: gl.constexpr = math_layout(C.VERSION, C.SHAPE, C.ACROSS)
     worker, workers = gl.program_id(0), gl.num_programs(0)
     if C.KIND == "static":
@@ -271,8 +286,8 @@ def gemm(
             row, column = uniform(item.pm) * C.BLOCK_M, uniform(item.pn) * C.BLOCK_N
             acc = gl.full([C.BLOCK_M, C.BLOCK_N], float("nan"), gl.float32, MATH)
             if passed.over == 0:
-                x_tile, y_tile = locate(x, batch, row, rows, X), locate(y, batch, column, columns, Y)
-                acc = product(x_tile, y_tile, k_begin, k_end, k, MATH, C)
+                x_rows, y_rows = locate(x, y, batch, row, column, epilogue, C)
+                acc = product(x_rows, y_rows, k_begin, k_end, k, MATH, C)
             if parts == 1:
                 store_tile(acc, epilogue, batch, row, column, C.BLOCK_M, C.BLOCK_N, MATH, C)
             elif C.KIND == "stream_k":
