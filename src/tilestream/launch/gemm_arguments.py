@@ -40,29 +40,17 @@ _NOTHING = NO_GATE._asdict() | dict(zip(_MORE, (*NO_COPIES, *NO_PUBLISH, *NO_LOC
 
 
 class Layout(NamedTuple):
-    """Strides of the canonical operands, in elements, and which parts of the epilogue there are.
+    """Strides of the canonical operands, in elements, and which parts of the epilogue there are."""
 
-    Attributes
-    ----------
-    a, b, out
-        Strides of ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``.
-    bias
-        Stride of the bias, None where there is none.
-    residual
-        Strides of the residual, likewise.
-    scaled
-        Whether alpha is not 1.
-    scale_a, scale_b
-        From one batch's scale to the next's, and from one row's (column's): 0 where one serves all.
-    """
-
+    #: a, b, out: strides of ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``.
     a: Strides
     b: Strides
     out: Strides
-    bias: int | None = None
-    residual: Strides | None = None
-    scaled: bool = False
+    bias: int | None = None  # stride of the bias, None where there is none
+    residual: Strides | None = None  # strides of the residual, likewise
+    scaled: bool = False  # whether alpha is not 1
     activation: str = "none"
+    #: scale_a, scale_b: from one batch's scale to the next's, and from one row's (column's): 0 where one serves all.
     scale_a: ScaleStrides = (0, 0)
     scale_b: ScaleStrides = (0, 0)
 

@@ -32,27 +32,13 @@ VERSION = {"gfx942": 3, "gfx950": 4}
 
 
 class Operand(NamedTuple):
-    """How an operand lies, in memory and in a stage.
+    """How an operand lies, in memory and in a stage."""
 
-    Attributes
-    ----------
-    stride
-        The one that is not 1.
-    k_major
-        Whether the stride of K is 1.
-    turned
-        Whether it is transposed in registers, into a stage that is K-major.
-    far
-        Whether a tile of it needs 64-bit addresses.
-    swizzle
-        The swizzle of its stages: vector, every, period.
-    """
-
-    stride: int
-    k_major: bool
-    turned: bool
-    far: bool
-    swizzle: tuple[int, int, int]
+    stride: int  # the one that is not 1
+    k_major: bool  # whether the stride of K is 1
+    turned: bool  # whether it is transposed in registers, into a stage that is K-major
+    far: bool  # whether a tile of it needs 64-bit addresses
+    swizzle: tuple[int, int, int]  # the swizzle of its stages: vector, every, period
 
 
 def operand(rows: int, block_k: int, row_stride: int, k_stride: int, size: int, arch: str) -> Operand:

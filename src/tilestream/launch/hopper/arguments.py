@@ -24,19 +24,12 @@ _CHAINED = True
 
 
 class Map(NamedTuple):
-    """What a tensor map is made of, but for the address.
+    """What a tensor map is made of, but for the address."""
 
-    Attributes
-    ----------
-    shape, strides
-        In elements, outermost first; the last stride is 1.
-    box
-        What one copy brings.
-    """
-
+    #: shape, strides: in elements, outermost first; the last stride is 1.
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    box: tuple[int, ...]
+    box: tuple[int, ...]  # what one copy brings
 
 
 class Operand(NamedTuple):
