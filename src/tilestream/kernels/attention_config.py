@@ -159,11 +159,11 @@ class CdnaAttentionConfig(AttentionConfig):
     VERSION: int
     SHAPE: tuple[int, int, int]
     XCDS: int  # neighbouring program ids are on different ones
-    #: FAR_Q, FAR_KEYS, FAR_OUT: whether a tile of queries, of keys, of the output reaches beyond a buffer's 32-bit
-    #: offset.
-    FAR_Q: bool
-    FAR_KEYS: bool
-    FAR_OUT: bool
+    #: Q_64BIT, KEYS_64BIT, OUT_64BIT: whether a tile of queries, of keys, of the output leaves a buffer's 32-bit
+    #: offsets.
+    Q_64BIT: bool
+    KEYS_64BIT: bool
+    OUT_64BIT: bool
     VECTOR_OUT: int  # neighbouring columns of the output that are one aligned vector
 
     @property

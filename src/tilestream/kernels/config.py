@@ -151,7 +151,7 @@ class Stage:
     VECTOR: int
     LANE: int
     WARPS: int  # of a workgroup
-    FAR: bool = False  # whether a tile's rows lie too far apart for a buffer's 32-bit offsets
+    OFFSETS_64BIT: bool = False  # whether a tile's rows lie too far apart for a buffer's 32-bit offsets
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,21 +115,21 @@ class GemmArguments:
     def _numbers(self) -> dict[str, Any]:
         """The numbers that a plan and a layout decide, by the names of entries."""
         plan, layout = self.plan, self.layout
-        problem, swapped = plan.problem, plan.swap_ab
+        problem, swap_ab = plan.problem, plan.swap_ab
         (ob, om, on), (rb, rm, rn) = layout.out, layout.residual or (0, 0, 0)
-        row_scale, column_scale = (layout.scale_b, layout.scale_a) if swapped else (layout.scale_a, layout.scale_b)
+        row_scale, column_scale = (layout.scale_b, layout.scale_a) if swap_ab else (layout.scale_a, layout.scale_b)
         return {
             **work_of(plan.schedule)._asdict(),
             **chunk_numbers(plan),
             "m": problem.m,
             "n": problem.n,
             "k": problem.k,
-            "rows": problem.n if swapped else problem.m,
-            "columns": problem.m if swapped else problem.n,
+            "rows": problem.n if swap_ab else problem.m,
+            "columns": problem.m if swap_ab else problem.n,
             **named("stride_a", "bmk", layout.a),
             **named("stride_b", "bkn", layout.b),
-            **named("stride_o", "brc", (ob, on, om) if swapped else layout.out),
-            **named("stride_r", "brc", (rb, rn, rm) if swapped else (rb, rm, rn)),
+            **named("stride_o", "brc", (ob, on, om) if swap_ab else layout.out),
+            **named("stride_r", "brc", (rb, rn, rm) if swap_ab else (rb, rm, rn)),
             "stride_bias": layout.bias or 0,
             **named("stride_s", "br", row_scale),
             **named("stride_t", "bc", column_scale),

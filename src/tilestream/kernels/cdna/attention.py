@@ -277,13 +277,13 @@ def store_output(o, factor, out, at, i, last, C: gl.constexpr):
     for part in gl.static_range(PARTS):
         x = (o[part] * factor[:, None]).to(at.dtype.element_ty)
         column = j + part * F.WIDTH
-        offset = within(out.row, 1, position, column, VECTOR_OUT, C.FAR_OUT)
+        offset = within(out.row, 1, position, column, VECTOR_OUT, C.OUT_64BIT)
         if C.PACK > 1:
-            offset = within(out.head, 0, i % C.PACK, column, 1, C.FAR_OUT) + offset
+            offset = within(out.head, 0, i % C.PACK, column, 1, C.OUT_64BIT) + offset
             if VECTOR_OUT > 1:
                 offset = gl.max_contiguous(gl.multiple_of(offset, [1, VECTOR_OUT]), [1, VECTOR_OUT])
         inside = (position <= last)[:, None] & (column < F.COLUMNS)[None, :]
-        if C.FAR_OUT:
+        if C.OUT_64BIT:
             gl.store(at + offset, x, mask=inside)
         else:
             buffer_store(x, at, offset, mask=inside)

@@ -124,7 +124,7 @@ def block_start(x, first, page, C: gl.constexpr):
 
 
 @gluon.jit
-def block_rows(x, i, first, keys, page, FAR: gl.constexpr, C: gl.constexpr):
+def block_rows(x, i, first, keys, page, OFFSETS_64BIT: gl.constexpr, C: gl.constexpr):
     """Where row ``i`` of the key block from key ``first`` on lies, from `block_start`. ``page``: see `entries_of`."""
     key = gl.minimum(gl.maximum(first + i, keys.low), keys.high - 1)
     if C.GATHERED:
@@ -132,7 +132,7 @@ def block_rows(x, i, first, keys, page, FAR: gl.constexpr, C: gl.constexpr):
         return page.to(tl.int64) * x.batch + (key % C.PAGE).to(tl.int64) * x.row
     else:
         row = key - first
-        if FAR:
+        if OFFSETS_64BIT:
             row = row.to(tl.int64)
         return row * x.row
 
@@ -155,9 +155,9 @@ def fetch_block(copies, first, keys, page, LANE: gl.constexpr, F: gl.constexpr, 
     ``page``: see `entries_of`. ``LANE``: elements of a lane.
     """
     PARTS: gl.constexpr = F.PARTS
-    ANYWHERE: gl.constexpr = C.FAR_KEYS or C.GATHERED
+    ANYWHERE: gl.constexpr = C.KEYS_64BIT or C.GATHERED
     at = block_start(copies.x, first, page, C)
-    rows = block_rows(copies.x, copies.i, first, keys, page, C.FAR_KEYS, C)
+    rows = block_rows(copies.x, copies.i, first, keys, page, C.KEYS_64BIT, C)
     tiles = ()
     for part in gl.static_range(PARTS - 1):
         tiles += (fetch(at + part * F.WIDTH, element_offsets(rows, copies.columns, LANE), ANYWHERE),)
@@ -191,11 +191,11 @@ def put_values(tiles, stages, C: gl.constexpr):
 
 
 @gluon.jit
-def query_rows(q, i, last, FAR: gl.constexpr, C: gl.constexpr):
+def query_rows(q, i, last, OFFSETS_64BIT: gl.constexpr, C: gl.constexpr):
     """Where a tile's rows of ``q`` (`Rows`) lie: heads of a position side by side. Behind the ``last``, that again."""
     position = gl.minimum(i // C.PACK, last)
     head = i % C.PACK
-    if FAR:
+    if OFFSETS_64BIT:
         position = position.to(tl.int64)
         head = head.to(tl.int64)
     return position * q.row + head * q.head
@@ -241,12 +241,12 @@ def load_queries(q, tile, last, C: gl.constexpr):
     else:
         LAYOUT: gl.constexpr = fetch_layout(C.ROWS, F.WIDTH, True, False, VECTOR, C.WARPS)
         i, j = indices(LAYOUT, C.ROWS, F.WIDTH)
-        rows = query_rows(q, i, last, C.FAR_Q, C)
+        rows = query_rows(q, i, last, C.Q_64BIT, C)
         tiles = ()
         for part in gl.static_range(PARTS):
             columns = fetched_columns(i, j, F.REST if part == F.PARTS - 1 else F.WIDTH, F.WIDTH)
             offsets = element_offsets(rows, columns, VECTOR)
-            tiles += (fetch(at + part * F.WIDTH, offsets, C.FAR_Q),)
+            tiles += (fetch(at + part * F.WIDTH, offsets, C.Q_64BIT),)
         for part in gl.static_range(PARTS):
             parts += (as_operand(tiles[part], F.REST if part == F.PARTS - 1 else F.WIDTH, C),)
     # Copies that follow are not kept from what others still read, and puts are by a barrier in each block's loop.

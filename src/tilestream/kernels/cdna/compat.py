@@ -106,10 +106,10 @@ def as_loaded(tile):
 
 
 @gluon.jit
-def load_words(at, offsets, FAR: gl.constexpr):
+def load_words(at, offsets, OFFSETS_64BIT: gl.constexpr):
     """Four neighbours of 8 bits as one word, at offsets in words."""
     words = at.to(gl.pointer_type(gl.int32))
-    if FAR:
+    if OFFSETS_64BIT:
         return gl.load(words + offsets)
     else:
         return cdna3.buffer_load(words, offsets)

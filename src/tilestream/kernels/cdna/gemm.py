@@ -97,7 +97,7 @@ def multiply_direct(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.c
 def fetch_step(at, offsets, S: gl.constexpr):
     """Start to fetch an operand's part of a step, which begins at ``at``, into registers."""
     WORDS: gl.constexpr = in_words(at.dtype.element_ty, S.TURNED)
-    return fetch(at, offsets, S.FAR, WORDS)
+    return fetch(at, offsets, S.OFFSETS_64BIT, WORDS)
 
 
 @gluon.jit

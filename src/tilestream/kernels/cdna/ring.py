@@ -151,7 +151,7 @@ def offsets_of(i, j, cell, x, last_k, VECTOR: gl.constexpr, LANE: gl.constexpr, 
     else:
         outer = gl.minimum(i, last_k)[:, None]
         inner = gl.minimum(cell, x.last // VECTOR)
-    if S.FAR:
+    if S.OFFSETS_64BIT:
         outer = outer.to(gl.int64)
     at = outer * x.stride + inner * VECTOR + (j % VECTOR)[None, :]
     return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
@@ -160,12 +160,12 @@ def offsets_of(i, j, cell, x, last_k, VECTOR: gl.constexpr, LANE: gl.constexpr, 
 @gluon.jit
 def copy_offsets(x, S: gl.constexpr):
     """What each lane copies past the registers: the inverse swizzle of where it writes."""
-    HOW: gl.constexpr = S.SWIZZLE
+    SWIZZLE: gl.constexpr = S.SWIZZLE
     TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
     LAYOUT: gl.constexpr = copy_layout(TILE[1], S.LANE, S.WARPS)
     i, j = indices(LAYOUT, TILE[0], TILE[1])
-    cell = swizzled(i[:, None], (j // HOW[0])[None, :], HOW[1], HOW[2])
-    return offsets_of(i, j, cell, x, S.K - 1, HOW[0], S.LANE, S)
+    cell = swizzled(i[:, None], (j // SWIZZLE[0])[None, :], SWIZZLE[1], SWIZZLE[2])
+    return offsets_of(i, j, cell, x, S.K - 1, SWIZZLE[0], S.LANE, S)
 
 
 @gluon.jit
@@ -223,11 +223,11 @@ def fetch_offsets(x, last_k, S: gl.constexpr):
 
 
 @gluon.jit
-def fetch(x, offsets, FAR: gl.constexpr, WORDS: gl.constexpr = False):
+def fetch(x, offsets, OFFSETS_64BIT: gl.constexpr, WORDS: gl.constexpr = False):
     """A step of an operand, into registers."""
     if WORDS:
-        return load_words(x, offsets, FAR)
-    elif FAR:
+        return load_words(x, offsets, OFFSETS_64BIT)
+    elif OFFSETS_64BIT:
         return gl.load(x + offsets)
     else:
         return buffer_load(x, offsets)
@@ -259,11 +259,11 @@ def cut_off(tile, rest, S: gl.constexpr):
 @gluon.jit
 def put(tile, stage, S: gl.constexpr):
     """Write what was fetched to its stage, permuted."""
-    HOW: gl.constexpr = S.SWIZZLE
+    SWIZZLE: gl.constexpr = S.SWIZZLE
     SHAPE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR or S.TURNED)
     if S.TURNED:
         tile = tile.permute(1, 0)
-    viewed(stage, SHAPE, permuted(HOW)).store(tile)
+    viewed(stage, SHAPE, permuted(SWIZZLE)).store(tile)
 
 
 @gluon.jit
@@ -274,11 +274,11 @@ def operand(
 
     ``LANDED``: a wait and its barrier are behind us, and no other wait for copies is needed.
     """
-    HOW: gl.constexpr = S.SWIZZLE
+    SWIZZLE: gl.constexpr = S.SWIZZLE
     K_MAJOR: gl.constexpr = S.K_MAJOR or S.TURNED
     SHAPE: gl.constexpr = tile_shape(S.ROWS, S.K, K_MAJOR)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(INDEX, MATH, WIDTH)
-    tile = viewed(stage, SHAPE, permuted(HOW))
+    tile = viewed(stage, SHAPE, permuted(SWIZZLE))
     if (INDEX == 1) == K_MAJOR:
         tile = tile.permute([1, 0])
     if LANDED:

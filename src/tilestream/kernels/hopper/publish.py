@@ -63,5 +63,5 @@ def publish_tile(publishing, e, item, row, C: gl.constexpr):
     """Publish a consumer's part of a tile, which begins at ``row`` of the accumulator."""
     if C.PUBLISH == "rows":
         publish(row, C.HALF_ROWS, e.rows, publishing)
-    elif C.PUBLISH == "columns":  # of the accumulator: the output's rows, where the operands are swapped
+    elif C.PUBLISH == "columns":  # of the accumulator: the output's rows, with ``SWAP_AB``
         publish(item.pn * C.COLUMNS, C.COLUMNS, e.columns, publishing)

@@ -195,8 +195,8 @@ def softcap_scale_of_tile(scores, scales, tile, extents, C: tl.constexpr):
 @triton.jit
 def add_blocks(begin, end, q, softmax, keys, mask, scores, MASKED: tl.constexpr, C: tl.constexpr):
     """Key blocks [begin, end) of a tile, added to its `Softmax`."""
-    NARROW: tl.constexpr = keys.v.at.dtype.element_ty == tl.float8e4nv
-    MATH: tl.constexpr = tl.float16 if NARROW else keys.v.at.dtype.element_ty
+    FP8: tl.constexpr = keys.v.at.dtype.element_ty == tl.float8e4nv
+    MATH: tl.constexpr = tl.float16 if FP8 else keys.v.at.dtype.element_ty
     o, row_max, row_sum = softmax.o, softmax.row_max, softmax.row_sum
     for block in range(begin, end):
         start = block * C.BLOCK

@@ -67,7 +67,7 @@ def formats(dtypes: tuple[str, str], arch: str) -> tuple[str, str] | None:
     return names[dtypes[0]], names[dtypes[1]]
 
 
-def grain(strides: tuple[int, ...] | None, columns: int, aligned: bool) -> int:
+def vector_columns(strides: tuple[int, ...] | None, columns: int, aligned: bool) -> int:
     """Neighbouring columns of a row that can be stored, or loaded, as one vector: as many as a lane has, or 1."""
     if strides is None or strides[-1] != 1 or not aligned:
         return 1
@@ -153,8 +153,8 @@ class Arguments(GemmArguments):
             FORMATS=formats(problem.dtypes, self.arch),
             XCDS=plan.device.xcds,
             EVEN_K=problem.k % block_k == 0,
-            VECTOR_C=grain(layout.out, problem.n, self._aligned[0]),
-            VECTOR_RESIDUAL=grain(layout.residual, problem.n, self._aligned[1]),
+            VECTOR_C=vector_columns(layout.out, problem.n, self._aligned[0]),
+            VECTOR_RESIDUAL=vector_columns(layout.residual, problem.n, self._aligned[1]),
         )
 
     def _far_out(self) -> bool:

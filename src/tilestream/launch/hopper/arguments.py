@@ -70,13 +70,13 @@ class Arguments(GemmArguments):
         self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False, trace: bool = False,
         local_rows: int | None = None,
     ) -> None:  # fmt: skip
-        problem, swapped = plan.problem, plan.swap_ab
+        problem, swap_ab = plan.problem, plan.swap_ab
         block_m, block_n, block_k = plan.block
         batches = problem.batch if problem.batch > 1 else 0
         (ab, am, ak), (bb, bk, bn), (ob, om, on) = layout.a, layout.b, layout.out
         a = Operand(problem.m, block_m, ab, am, ak, problem.dtypes[0])
         b = Operand(problem.n, block_n, bb, bn, bk, problem.dtypes[1])
-        x, y = (b, a) if swapped else (a, b)
+        x, y = (b, a) if swap_ab else (a, b)
         self._batched = [int(bool(batches and one.batch)) for one in (x, y)]
         self._halves = 2 if plan.variant == "cooperative" else 1
         self.rows, self.widths = x.tile_rows, widths(y.tile_rows, widest(problem))
@@ -88,8 +88,8 @@ class Arguments(GemmArguments):
         self._y_major = parts[0][1]
         # The load warp has no registers for it where there are shares, or y is read across, in three boxes a step.
         short = plan.schedule.slots or (len(parts) > 2 and not self._y_major)
-        self._may_be_local = problem.rows is not None and not (swapped or batches or short) and self._x_major
-        extents, strides = (x.rows, y.rows), (on, om) if swapped else (om, on)
+        self._may_be_local = problem.rows is not None and not (swap_ab or batches or short) and self._x_major
+        extents, strides = (x.rows, y.rows), (on, om) if swap_ab else (om, on)
         size = ITEMSIZE[problem.out_dtype]
         major = store_major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
         self._flipped = major == 0
@@ -100,7 +100,7 @@ class Arguments(GemmArguments):
         self._published = 1, 0
         if problem.publishes is not None:
             # Two consumers with half of a tile's rows each both count its columns.
-            times = plan.schedule.grid.num_n * (self._halves if swapped else 1)
+            times = plan.schedule.grid.num_n * (self._halves if swap_ab else 1)
             self._published = problem.publishes.chunks.rows_per_chunk, times
         super().__init__(plan, layout, probe, trace)
         self.options = {"num_warps": plan.warps, "launch_pdl": self.config.CHAINED}
