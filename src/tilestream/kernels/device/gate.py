@@ -37,16 +37,11 @@ from tilestream.kernels.device.schedule import GATE, WAITED, count_out, note, re
 
 chunk_of = device(chunks.chunk_of)
 
-#: How a wait ended.
-PENDING: tl.constexpr = tl.constexpr(0)
-ARRIVED: tl.constexpr = tl.constexpr(1)
-OVER: tl.constexpr = tl.constexpr(2)
-EXPIRED: tl.constexpr = tl.constexpr(record.EXPIRED)
-FAILED: tl.constexpr = tl.constexpr(record.FAILED)
-QUARANTINED: tl.constexpr = tl.constexpr(record.QUARANTINED)
+# How a wait ended.
+PENDING, ARRIVED, OVER = map(tl.constexpr, range(3))
+EXPIRED, FAILED, QUARANTINED = map(tl.constexpr, (record.EXPIRED, record.FAILED, record.QUARANTINED))
 
-RECORDS: tl.constexpr = tl.constexpr(record.RECORDS)
-FIELDS: tl.constexpr = tl.constexpr(record.FIELDS)
+RECORDS, FIELDS = map(tl.constexpr, (record.RECORDS, record.FIELDS))
 
 
 @triton.jit

@@ -47,17 +47,11 @@ slot_of = device(stream_k.slot)
 #: Words of 8 bytes from one counter to the next: two workers that take from two queues share no cache line.
 LINE: tl.constexpr = tl.constexpr(16)
 
-#: Values of a probe's record, and what the first says it is.
+#: Values of a probe's record.
 RECORD: tl.constexpr = tl.constexpr(8)
-TOOK: tl.constexpr = tl.constexpr(0)
-PEEKED: tl.constexpr = tl.constexpr(1)
-ITEM: tl.constexpr = tl.constexpr(2)
-STOPPED: tl.constexpr = tl.constexpr(3)
-#: After an item: each chunk that it waited for (operand, chunk, how it ended); then whether the launch is over.
-WAITED: tl.constexpr = tl.constexpr(4)
-GATE: tl.constexpr = tl.constexpr(5)
-#: In arrival order: the queue that was found ready, -1 if none.
-READY: tl.constexpr = tl.constexpr(6)
+# What its first says it is. After an item: each chunk that it waited for (operand, chunk, how it ended); then whether
+# the launch is over. In arrival order: the queue that was found ready, -1 if none.
+TOOK, PEEKED, ITEM, STOPPED, WAITED, GATE, READY = map(tl.constexpr, range(7))
 
 
 # The probe -----------------------------------------------------------------------------------------------------------

@@ -42,27 +42,12 @@ BEYOND: gl.constexpr = gl.constexpr(2**30)
 #: Rows of a consumer.
 ROWS: gl.constexpr = gl.constexpr(64)
 
-# Fields of an item's slot. Key blocks, and one more: 0 is STOP.
-BLOCKS: gl.constexpr = gl.constexpr(0)
-#: First query position, key blocks, keys, offsets: as of `tilestream.core.attention_structs.Tile`.
-FIRST: gl.constexpr = gl.constexpr(1)
-BEGIN: gl.constexpr = gl.constexpr(2)
-PLAIN_BEGIN: gl.constexpr = gl.constexpr(3)
-PLAIN_END: gl.constexpr = gl.constexpr(4)
-KEYS: gl.constexpr = gl.constexpr(5)
-OFFSET_RIGHT: gl.constexpr = gl.constexpr(6)
-OFFSET_LEFT: gl.constexpr = gl.constexpr(7)
-#: Of the output: first query head, sequence, row the sequence begins at, its rows.
-HEAD: gl.constexpr = gl.constexpr(8)
-BATCH: gl.constexpr = gl.constexpr(9)
-ORIGIN: gl.constexpr = gl.constexpr(10)
-QUERIES: gl.constexpr = gl.constexpr(11)
-#: Of the log-sum-exp: offset of the sequence and head, strides of rows and of heads.
-LSE: gl.constexpr = gl.constexpr(12)
-LSE_ROW: gl.constexpr = gl.constexpr(13)
-LSE_HEAD: gl.constexpr = gl.constexpr(14)
-#: Whether the item is void: the launch ended while its keys were awaited.
-VOID: gl.constexpr = gl.constexpr(15)
+# Fields of an item's slot: key blocks, and one more (0 is STOP); first query position, key blocks, keys and offsets, as
+# of `tilestream.core.attention_structs.Tile`.
+BLOCKS, FIRST, BEGIN, PLAIN_BEGIN, PLAIN_END, KEYS, OFFSET_RIGHT, OFFSET_LEFT = map(gl.constexpr, range(8))
+# Of the output: first query head, sequence, row the sequence begins at, its rows. Of the log-sum-exp: offset of the
+# sequence and head, strides of rows and of heads. Last: whether the launch ended while the item's keys were awaited.
+HEAD, BATCH, ORIGIN, QUERIES, LSE, LSE_ROW, LSE_HEAD, VOID = map(gl.constexpr, range(8, 16))
 
 
 # Copies --------------------------------------------------------------------------------------------------------------
