@@ -8,14 +8,7 @@ from typing import Any, NamedTuple
 from tilestream.core.copy_items import NO_COPIES, CopyArguments, block, vector
 from tilestream.core.schedule import Schedule
 from tilestream.core.structs import Work
-from tilestream.launch.gate import (
-    NO_GATE,
-    NO_PUBLISH,
-    GateArguments,
-    PublishArguments,
-    chunk_kind,
-    chunk_numbers,
-)
+from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments, chunk_kind, chunk_numbers
 from tilestream.launch.pack import Pack, named
 from tilestream.plan.plan import Plan
 

@@ -25,17 +25,7 @@ import triton.language as tl
 from tilestream.core.structs import Item, Ready
 from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.device.gate import ARRIVED, PENDING, is_over, poll_signal
-from tilestream.kernels.device.schedule import (
-    ITEM,
-    LINE,
-    READY,
-    STOPPED,
-    TOOK,
-    add,
-    note,
-    tile_of_ticket,
-    with_noted,
-)
+from tilestream.kernels.device.schedule import ITEM, LINE, READY, STOPPED, TOOK, add, note, tile_of_ticket, with_noted
 
 
 @triton.jit

@@ -66,18 +66,9 @@ def tiles_and_keys(
     do_not_specialize_on_alignment=("cu_seqlens_q", "cu_seqlens_k", "seqlens_k"),
 )
 def list_sequences(
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqlens_k,
-    starts,
-    order,
-    sequences,
-    tokens_q,
-    tokens_k,
-    seqlen_k,
-    head_tiles,
+    cu_seqlens_q, cu_seqlens_k, seqlens_k, starts, order, sequences, tokens_q, tokens_k, seqlen_k, head_tiles,
     POSITIONS: tl.constexpr,
-):
+):  # fmt: skip
     """Make the list.
 
     Parameters

@@ -63,13 +63,7 @@ from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import add, home_queue, source_queue, with_asked
 from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.hopper.compat import barrier
-from tilestream.kernels.hopper.epilogue import (
-    await_prefetch,
-    first_partial,
-    fixup,
-    prefetch_epilogue,
-    store_tile,
-)
+from tilestream.kernels.hopper.epilogue import await_prefetch, first_partial, fixup, prefetch_epilogue, store_tile
 from tilestream.kernels.hopper.gate import backwards
 from tilestream.kernels.hopper.load import load_steps, locate
 from tilestream.kernels.hopper.multiply import product

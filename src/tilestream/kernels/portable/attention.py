@@ -23,15 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core.attention_structs import (
-    Extents,
-    Keys,
-    Mask,
-    Rows,
-    Scales,
-    Scores,
-    Softmax,
-)
+from tilestream.core.attention_structs import Extents, Keys, Mask, Rows, Scales, Scores, Softmax
 from tilestream.core.structs import Gate, Incoming, Words, Work
 from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, poll_over
 from tilestream.kernels.device.attention_tile import locate_tile, seen_keys_of, sees
