@@ -13,14 +13,14 @@
         O / l; log-sum-exp
 
 A tile is a query block of one head, or of several that share a K/V head (`PACK`), 32 rows to a warp. A lane of the
-matrix units' transposed results has one row: what a row needs of others is one exchange between two lanes, and weights
-are operands of the next multiplication where they lie. That multiplication takes four keys of a lane at once (`KEYS`).
+matrix units' transposed results has one row: a row needs one exchange between two lanes, and weights are operands of
+the next multiplication where they lie. That multiplication takes four keys of a lane at once (`KEYS`).
 
-``direct``: every block starts as many copies, those behind the last one bring it again, so that a wait can count them.
-``staged``: one stage, and a block in registers. K is put when V's fetches are still under way, and V when K's are: no
-wait need be for everything. Where rows are gathered from pages, the table is read a block ahead, before the fetches.
-Where values cannot be read across (gfx942), they are transposed on their way through registers, and the exchange of a
-row's two lanes is a shuffle by way of LDS, one a block: gfx950 has an instruction.
+``direct``: every block starts the same number of copies, so that a wait can count them; behind the last block they
+bring it again. ``staged``: one stage, and a block in registers. K is put while V's fetches are in flight, and V while
+K's are, so no wait is for everything. Where rows are gathered from pages, the table is read a block ahead, before the
+fetches. Where values cannot be read across (gfx942), they are transposed on their way through registers, and a row's
+two lanes exchange by a shuffle through LDS, one a block; gfx950 has an instruction.
 
 The protocol is that of `tilestream.kernels.cdna.ring`; `tilestream_tools.verify.shared_attention` explores it.
 """

@@ -1,12 +1,11 @@
 """The copies of CDNA's attention: queries into registers, key blocks into the ring of `tilestream.kernels.cdna.ring`.
 
 A head's columns are cut into parts of a power of two, each a tile of its own (`Columns`, here ``F``): 192 columns are
-three parts of 64. So queries and keys lie in rows of one length, values in rows of another, and each has its own
-swizzle. What the last part has behind a head's last column is zeros in queries and keys, and anything in values: it is
-not stored.
+three parts of 64. Queries and keys have rows of one length, values of another, and each has its own swizzle. Behind a
+head's last column, the last part has zeros in queries and keys, and anything in values, where it is not stored.
 
-Rows are read where some query of the tile sees the key, ``[low, high)`` of `Keys`, and nowhere else: in place of the
-others the nearest of these comes once more, and its scores are masked. Keys that no row sees may be NaN.
+Rows are read only where some query of the tile sees the key, ``[low, high)`` of `Keys`. In place of other rows the
+nearest of these is read again, and its scores are masked: keys that no row sees may be NaN.
 """
 
 from __future__ import annotations

@@ -1,44 +1,42 @@
 """The ring without mbarriers: stages of shared memory between the copies of all warps and their multiplications.
 
-There is no load warp here: load and math are one loop, every warp copies its share of a stage, and what tells a stage
-full is each warp's own count of copies in flight, and a barrier of all warps.
+There is no load warp: load and math are one loop, and every warp copies its share of a stage. A stage is full when each
+warp's count of copies in flight says so and all warps have met at a barrier.
 
 ``direct``: copies go past the registers, and stages are filled ``STAGES - 1`` steps ahead::
 
     for step in the first STAGES - 1:    copy into stage step; commit
     for step in the item's K steps:
       wait until STAGES - 2 groups are in flight         this warp's copies of the step have landed
-      barrier                                            everybody's have; and everybody has read the stage before
+      barrier                                            all warps' have; and all have read the stage before
       read the step's stage
       copy step + STAGES - 1 into the stage before it; commit
       multiply
-    barrier                                              everybody has read the last stages: the next item may begin
+    barrier                                              all have read the last stages: the next item may begin
 
 ``staged``: copies go through registers, one step ahead, and there is one stage::
 
     fetch the first step, A's part, then B's
     for step in the item's K steps:
-      barrier                                            everybody has read the stage
+      barrier                                            all have read the stage
       for operand in A, B:
         wait until the other's loads are in flight       this warp's part of the step is in its registers
         put it into the stage; fetch the next step's
-      barrier                                            everybody has put
+      barrier                                            all have put
       read the stage; multiply
 
-`tilestream_tools.verify.shared_ring` explores both, with the hardware's units: a wait counts instructions (`vmcnt`,
-at most
-63), not groups, and a barrier waits for no copy. The barriers of the loops are the compiler's: it puts one between a
-wait, or a put, and the read that follows; one that is written here would wait for all copies, too. So **the read comes
-before the copy**: between wait and read a copy would come before the barrier. The waits for what was fetched are the
-compiler's, too, and are for no more than is put as long as it knows in which order the loads were started: so loads are
-kept in order (`in_order`), those before the loop as in it, and elements are rearranged where they are put
-(`fetched`). Tests look at what was compiled.
+`tilestream_tools.verify.shared_ring` explores both with the hardware's units: a wait counts instructions (`vmcnt`, at
+most 63), not groups, and a barrier waits for no copy. The compiler places the loops' barriers between a wait, or a put,
+and the read that follows; a barrier written here would wait for all copies, too. So **the read comes before the copy**:
+a copy between wait and read would come before the barrier. The compiler also places the waits for fetched operands.
+They stay minimal while it knows the order of the loads: so loads keep one order before and inside the loop
+(`in_order`), and elements are rearranged where they are put (`fetched`). Tests look at what was compiled.
 
 **Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
-before. Cells are read without bank conflicts where they are permuted (`tilestream.core.swizzle`); so the *global*
+before. Cells are read without bank conflicts where they are permuted (`tilestream.core.swizzle`). So the *global*
 address is permuted by the inverse, which is the swizzle itself, and the stage is read through the swizzled layout.
-A loop that copies to a swizzled stage instead has each lane's offset brought from another lane, for each copy. A step
-of a bare loop, compiled with Triton 3.6 for bfloat16, and its registers:
+With a swizzled destination instead, each copy brings each lane's offset from another lane. A step of a bare loop,
+compiled with Triton 3.6 for bfloat16, and its registers:
 
 ====================  =====================  ===========================  =====================
                       inverse swizzle        swizzled destination         of these, ds_bpermute
@@ -47,8 +45,7 @@ gfx950, 256x256x32    148 lines, 162 VGPRs   168 lines, 172 VGPRs         0, 4
 gfx942, 128x128x32    156 lines, 116 VGPRs   249 lines, 133 VGPRs         0, 16
 ====================  =====================  ===========================  =====================
 
-A stage's tile is ``[rows, BLOCK_K]`` for an operand that lies K-major, else ``[BLOCK_K, rows]``: contiguous elements
-are the inner ones, always.
+A stage's tile is ``[rows, K]`` for a K-major operand, else ``[K, rows]``: the inner elements are contiguous.
 """
 
 from __future__ import annotations

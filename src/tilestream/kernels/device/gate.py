@@ -2,25 +2,25 @@
 
 ::
 
-    over already:                  go on with nothing: this item, and all after it, become NaN
+    over already:                  go on without waiting: this item, and all after it, become NaN
     for chunk of the item's rows (columns), those of the item before left out:
-        look at its signal         acquire, system scope, one lane
-        not there:                 nap, look; abort word set -> over; deadline passed -> set it, write the record, over
+        poll its signal            acquire, system scope, one lane
+        not there:                 nap, poll; abort word set -> over; deadline passed -> set it, write the record, over
 
-A worker that is told "over" leaves no hole: it goes on taking items and hands in NaN for them (`gemm`), so every tile
-is written exactly once, stream-K's counts come back to zero, and the host need not look at the output.
+A worker that finds the launch over leaves no hole: it goes on taking items and stores NaN for them. So every tile is
+written exactly once, stream-K's counts come back to zero, and the host need not look at the output.
 
-Which chunks an item reads is `tilestream.core.chunks.chunk_of` where they are uniform, else a table that the host
-made with `Gate.needs`: by row tile, the chunks, none without rows among them; see `arguments.chunk_table`.
+Uniform chunks of an item come from `tilestream.core.chunks.chunk_of`. Ragged ones come from a table that the host makes
+with `Gate.needs`: the chunks of each row tile, those without rows left out (`tilestream.launch.gate.chunk_table`).
 
-Words (invariants 4 and 5). *Signals*: int32, arrived when at least the call's epoch; an epoch of 0 says that any word
-but 0 will do (captured launches, a caller's own words), and that the last worker out zeroes them. ``-epoch`` says that
-the producer failed. *Abort*: a 64-bit word behind the counters and with the same rule: a launch is over when it is at
-least ``base + 1``. *Quarantine*: after an expiry, signals whose epoch is 0 may hold what the next launch must not take
-for news; so the launches after it give NaN until the host has cleared the word.
+Words (invariants 4 and 5). *Signals*: int32; a chunk has arrived when its signal is at least the call's epoch. With an
+epoch of 0 (captured launches, a caller's own words) any word but 0 will do, and the last worker out zeroes the words.
+``-epoch`` says that the producer failed. *Abort*: a 64-bit word behind the counters; a launch is over when it is at
+least ``base + 1``. *Quarantine*: an expired launch may leave signals behind whose epoch is 0; the launches after it
+give NaN until the host has cleared the word.
 
-The protocol is `tilestream.core.loop.work_through` and `leave`, which the checker explores; of the chunks that
-`leave` sees, only those that no tile reads are looked at here: the others' looks were made, by workers that have left.
+The protocol is `tilestream.core.loop.work_through` and `leave`, which the checker explores. The last worker out polls
+only chunks that no tile reads: the workers before it have polled the others.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """What the load warp of attention does with an item: hands it on, and copies its Q, K and V, all by TMA.
 
-A copy must end with its sequence. Rows that are not the sequence's come as zeros (what another sequence or a page has
-there may be NaN, and 0 times NaN is no 0), and are not stored. Of a dense batch the tensor map's extents see to that.
-Of packed sequences and of pages a map of two more dimensions does (`place`): the rows' extent is ``BEYOND`` for all,
-and a copy begins so far before it as there are rows left; the other two bring the address back, one by ``BEYOND`` steps
-that wrap around 64 bits, the other by the rows. A technique of Triton's `triton.tools.ragged_tma`.
+A copy must end with its sequence. Rows of another sequence or page may be NaN, and 0 times NaN is not 0, so rows past
+the end come as zeros, and are not stored. For a dense batch the tensor map's extents clip. For packed sequences and
+pages a map of two more dimensions clips (`place`): the rows' extent is ``BEYOND`` for all, and a copy begins as far
+before it as there are rows left. The other two dimensions bring the address back, one by ``BEYOND`` steps that wrap
+around 64 bits, the other by the rows. The technique is that of Triton's `triton.tools.ragged_tma`.
 
-Where keys arrive, the load warp passes the gate before a block whose chunks it does not know to be there, inside of the
-item, and takes blocks from the first key on. Where the launch is over (`tilestream.kernels.device.gate`), consumers
-still wait for stages: the load warp fills those with nothing, and marks the item's slot void before the last of them,
-so that its result becomes NaN. Items after that have no blocks.
+Where keys arrive, the load warp passes the gate inside the item, before a block whose chunks it has not seen, and takes
+blocks from the first key on. When the launch is over (`tilestream.kernels.device.gate`), consumers still wait for
+stages: the load warp fills those with nothing, and marks the item's slot void before the last of them, so that its
+result becomes NaN. Later items have no blocks.
 
-*Ahead.* The stage of an item's last values comes free when the block before is multiplied, a step behind the last
+*Ahead.* The stage of an item's last values becomes free when the block before is multiplied, one step after the last
 keys'. So the next item is taken in between, by a ticket that was prefetched some blocks before
-(`tilestream.kernels.hopper.queues`). The order of what consumers wait for stays.
+(`tilestream.kernels.hopper.queues`). The order of what consumers wait for does not change.
 
-A page that holds less than a key block is a copy of its own, for each 128 bytes of a row: they lie one behind the other
-in the swizzled block, where those of 8 rows and more keep its pattern.
+A page that holds less than a key block is a copy of its own for each 128 bytes of a row. The copies lie one behind the
+other in the swizzled block, and 8 rows or more keep its pattern.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the load warp of the Hopper GEMM loads: K steps of a tile, each into a stage of the ring.
 
-Some row tiles of x may lie in a tensor of their own (`tilestream.core.structs.LocalRows`): of what ranks gather, a
-rank's own rows are read where its caller has them, and need not be copied to where those of the others arrive.
+Some row tiles of x may lie in a tensor of their own (`tilestream.core.structs.LocalRows`): of the rows that ranks
+gather, a rank's own are read in its caller's tensor, and need not be copied beside those that arrive.
 """
 
 from __future__ import annotations
