@@ -1,5 +1,4 @@
-"""What the math warps of attention do with an item: consumers of 64 rows each multiply its key blocks by softmax
-weights.
+"""What the math warps of attention do with an item: consumers of 64 rows each attend to its key blocks.
 
 A block's scores are multiplied while the softmax of the block before runs, in registers throughout. Masked blocks,
 plain ones and those of a window's edge are loops of their own. `tilestream.kernels.hopper.attention` has the whole.
