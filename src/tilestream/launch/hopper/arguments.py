@@ -95,8 +95,7 @@ class Arguments(GemmArguments):
         self._flipped = major == 0
         self.out = None
         if major is not None:
-            turn = slice(None, None, -1 if self._flipped else 1)
-            self.out = _map(extents[turn], strides[turn], (half, plan.strip)[turn], batches, ob)
+            self.out = _map(extents, strides, (half, plan.strip), batches, ob, self._flipped)
         self._published = 1, 0
         if problem.publishes is not None:
             # Two consumers with half of a tile's rows each both count its columns.
@@ -172,13 +171,16 @@ def _operand_map(operand: Operand, box_rows: int, k: int, block_k: int, batches:
     major = major_of(extents, strides, operand.batch if batches else 0, ITEMSIZE[operand.dtype])
     if major is None:
         raise ValueError(f"an operand of extents {extents} and strides {strides}: TMA cannot address it")
-    turn = slice(None, None, 1 if major == 1 else -1)
-    return _map(extents[turn], strides[turn], box[turn], batches, operand.batch), major == 1
+    return _map(extents, strides, box, batches, operand.batch, major == 0), major == 1
 
 
 def _map(
-    extents: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], batches: int, batch_stride: int
-) -> Map:
+    extents: tuple[int, int], strides: tuple[int, int], box: tuple[int, int], batches: int, batch_stride: int,
+    flipped: bool,
+) -> Map:  # fmt: skip
+    """Of a matrix in memory, or where it is ``flipped`` of its transpose, whose last stride is 1."""
+    if flipped:
+        extents, strides, box = extents[::-1], strides[::-1], box[::-1]
     strides = (strides[0], 1)
     if not batches:
         return Map(extents, strides, box)
