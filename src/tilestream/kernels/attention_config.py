@@ -1,6 +1,6 @@
 """What attention's kernels are compiled for: one frozen value a kernel, ``C``, their only constexpr.
 
-The launches make it: see ``config_of`` in `tilestream.launch`.
+The launches make it: `tilestream.launch.attention_arguments.AttentionArguments.config`.
 """
 
 from __future__ import annotations
