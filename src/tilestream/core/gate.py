@@ -83,17 +83,14 @@ class Gate:
 
     def needs(self, item: WorkItem) -> tuple[Wait, ...]:
         """The chunks ``item`` reads, each once, A's first."""
-        needs: list[Wait] = []
-        if self.rows is not None:
-            base = self.row_of_batch[item.batch] if self.row_of_batch else 0
-            begin = item.pm * self.block_m
-            end = min(self.m, begin + self.block_m)
-            needs += [Wait(0, chunk, item) for chunk in self.rows.of_rows(base + begin, base + end)]
-        if self.columns is not None:
-            begin = item.pn * self.block_n
-            end = min(self.n, begin + self.block_n)
-            needs += [Wait(1, chunk, item) for chunk in self.columns.of_rows(begin, end)]
-        return tuple(needs)
+        base = self.row_of_batch[item.batch] if self.row_of_batch else 0
+        row, column = item.pm * self.block_m, item.pn * self.block_n
+        ranges = (
+            (self.rows, base + row, base + min(self.m, row + self.block_m)),
+            (self.columns, column, min(self.n, column + self.block_n)),
+        )
+        read = ((at, chunks.of_rows(*ends)) for at, (chunks, *ends) in enumerate(ranges) if chunks is not None)
+        return tuple(Wait(at, chunk, item) for at, found in read for chunk in found)
 
     def every(self) -> tuple[See, ...]:
         """Every chunk, A's first: those that no tile reads (without rows, say) as well as those that one has read."""
@@ -103,15 +100,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class RowGate:
-    """What an item waits for, where a function gives its rows of the one operand that arrives.
-
-    Parameters
-    ----------
-    chunks
-        How the operand arrives.
-    rows
-        The rows ``[begin, end)`` of it that an item reads.
-    """
+    """What an item waits for, where a function gives the ``rows`` ``[begin, end)`` that it reads of the one operand."""
 
     chunks: Chunks
     rows: Callable[[WorkItem], tuple[int, int]]
@@ -139,22 +128,15 @@ def pass_gate(gate: Needs, item: WorkItem, seen: Seen) -> Generator[Wait, int, t
         if not seen[need.operand] & bit:
             if not (yield need):
                 return False, seen
-            seen = (
-                seen._replace(rows=seen.rows | bit) if need.operand == 0 else seen._replace(columns=seen.columns | bit)
-            )
+            seen = seen._replace(**{Seen._fields[need.operand]: seen[need.operand] | bit})
     return True, seen
 
 
 def arrival_order(schedule: Schedule, gate: Gate) -> tuple[int, ...]:
     """Where a schedule's queues end in arrival order: each position behind which tiles read other chunks.
 
-    Parameters
-    ----------
-    schedule
-        Of one queue, in a raster that goes through what arrives chunk by chunk: between two positions that are a
-        multiple of the other dimension's tiles all tiles read the same chunks.
-    gate
-        Of one operand.
+    The schedule has one queue, and a raster that goes through what arrives chunk by chunk: between two positions that
+    are a multiple of the other dimension's tiles all tiles read the same chunks. The gate is of one operand.
     """
     grid = schedule.grid
     ends: list[int] = []

@@ -60,55 +60,41 @@ class Poison(NamedTuple):
     held: bool = False
 
 
-class Count(NamedTuple):
+class OfItem(NamedTuple):
+    """What an operation on a tile's parts names: a work item."""
+
+    item: WorkItem
+
+
+class Count(OfItem):
     """A partial result is visible: add one to the tile's count (acquire and release).
 
     Answer: the count before. If that is ``parts - 1``, the worker is the last, and has restored the count to 0.
     """
 
-    item: WorkItem
+
+class Reduce(OfItem):
+    """Only by the last contributor: add the tile's partial results in K order, NaN where one is; then the epilogue."""
 
 
-class Reduce(NamedTuple):
-    """Add the tile's partial results in K order, then the epilogue: NaN where one of them is NaN.
-
-    Only the last contributor does it.
-    """
-
-    item: WorkItem
-
-
-class Look(NamedTuple):
+class Look(OfItem):
     """Read the count of an item's tile (acquire). Answer: how many of its parts have been counted."""
 
-    item: WorkItem
 
-
-class Write(NamedTuple):
+class Write(OfItem):
     """Write the product that the worker holds into the item's slot: a partial result."""
 
-    item: WorkItem
+
+class Add(OfItem):
+    """As `Count`, and restore nothing. Answer: the count before."""
 
 
-class Add(NamedTuple):
-    """A partial result is visible: add one to the tile's count (acquire and release), and restore nothing.
-
-    Answer: the count before.
-    """
-
-    item: WorkItem
-
-
-class Restore(NamedTuple):
+class Restore(OfItem):
     """Write 0 to the count of an item's tile, plainly."""
 
-    item: WorkItem
 
-
-class ReducePartials(NamedTuple):
+class ReducePartials(OfItem):
     """As `Reduce`, with the item's own part as the worker holds it: only the others' are read from their slots."""
-
-    item: WorkItem
 
 
 class Landed(NamedTuple):
