@@ -83,14 +83,17 @@ class Gate:
 
     def needs(self, item: WorkItem) -> tuple[Wait, ...]:
         """The chunks ``item`` reads, each once, A's first."""
-        base = self.row_of_batch[item.batch] if self.row_of_batch else 0
-        row, column = item.pm * self.block_m, item.pn * self.block_n
-        ranges = (
-            (self.rows, base + row, base + min(self.m, row + self.block_m)),
-            (self.columns, column, min(self.n, column + self.block_n)),
-        )
-        read = ((at, chunks.of_rows(*ends)) for at, (chunks, *ends) in enumerate(ranges) if chunks is not None)
-        return tuple(Wait(at, chunk, item) for at, found in read for chunk in found)
+        needs: list[Wait] = []
+        if self.rows is not None:
+            base = self.row_of_batch[item.batch] if self.row_of_batch else 0
+            begin = item.pm * self.block_m
+            end = min(self.m, begin + self.block_m)
+            needs += [Wait(0, chunk, item) for chunk in self.rows.of_rows(base + begin, base + end)]
+        if self.columns is not None:
+            begin = item.pn * self.block_n
+            end = min(self.n, begin + self.block_n)
+            needs += [Wait(1, chunk, item) for chunk in self.columns.of_rows(begin, end)]
+        return tuple(needs)
 
     def every(self) -> tuple[See, ...]:
         """Every chunk, A's first: those that no tile reads (without rows, say) as well as those that one has read."""
