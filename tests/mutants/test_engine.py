@@ -102,14 +102,14 @@ def test_functions_of_several_modules_see_each_others_edits_and_classes_stay():
 
     edits = (
         *at("tilestream.core.gate:pass_gate", replace("return True, seen", "return 7, seen")),
-        *at("tilestream.core.loop:hand_in", delete("yield done")),
+        *at("tilestream.core.loop:store_and_count", delete("yield done")),
     )
     work = mutated("tilestream.core.loop:work", edits, name="a mutant")
     assert work.__name__ == "a mutant"
     assert work.__globals__["pass_gate"].__code__ is not gate.pass_gate.__code__
     assert work.__globals__["Poll"] is loop.Poll
-    assert "yield done" not in inspect.getsource(work.__globals__["hand_in"])
-    assert "yield done" in inspect.getsource(loop.hand_in)
+    assert "yield done" not in inspect.getsource(work.__globals__["store_and_count"])
+    assert "yield done" in inspect.getsource(loop.store_and_count)
     assert loop.pass_gate is gate.pass_gate
 
 
