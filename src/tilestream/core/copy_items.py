@@ -30,7 +30,7 @@ PIECE_BYTES = 128 * 2**10
 PIECE_WORDS = 2**28
 
 #: Words in flight for each thread, in 64 registers where a word has 16 bytes: 32 KiB for four warps. At the measured
-#: latency of 4 us that is 8 GB/s a worker: see `tilestream.plan.copies.COPIERS`.
+#: latency of 4 us that is 8 GB/s a worker: see `tilestream.plan.plan.COPIERS`.
 WORDS_A_THREAD = 16
 
 #: Entries of `Pieces.table` before the bounds.
