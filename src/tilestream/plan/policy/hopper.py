@@ -315,7 +315,7 @@ def _has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> bo
         return False
     if problem.plain:
         return True
-    # Triton 3.9 keeps what an item's epilogue is told on the stack for swapped tiles of 256 rows in parts.
+    # Triton 3.9 keeps the arguments of an item's epilogue on the stack for swapped tiles of 256 rows in parts.
     return row.registers <= _ROOMY and not (swap_ab and row.rows == 256 and parts > 1)
 
 
