@@ -23,8 +23,7 @@ from tilestream.launch.gate import NO_GATE, GateArguments, chunk_table, queue_ta
 from tilestream.launch.launcher import watched
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.plan.copies import Copies
-from tilestream.plan.plan import Plan
+from tilestream.plan.plan import Copies, Plan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
 
