@@ -1,4 +1,4 @@
-"""What goes wrong: late and dead producers, exceptions anywhere, interrupts. Nobody is left behind, nothing lies."""
+"""Late and dead producers, exceptions anywhere, interrupts: no thread stays behind, and no result is wrong."""
 
 from __future__ import annotations
 
@@ -520,7 +520,7 @@ def test_invariant_9_interrupted_while_workers_are_started_and_once_more_while_t
 
 
 class Owned(np.ndarray):
-    """An array that can be watched: a tensor made of it keeps it alive, and whoever keeps the tensor does."""
+    """An array that can be watched: each tensor made of it keeps it alive."""
 
 
 def owned(rows: int, columns: int) -> tuple[torch.Tensor, weakref.ref]:

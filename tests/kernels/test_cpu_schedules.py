@@ -1,4 +1,4 @@
-"""Plans with forced tiles, run by the CPU backend: coverage, determinism, and who did what."""
+"""Plans with forced tiles, run by the CPU backend: coverage, determinism, traces."""
 
 from __future__ import annotations
 

@@ -13,14 +13,7 @@ from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
 from tilestream.ops import attention_gpu
-from tilestream.ops.attention_library import (
-    attention_arriving_op,
-    attention_arriving_out_op,
-    attention_op,
-    attention_out_op,
-    lse_shape,
-    wide_dtype,
-)
+from tilestream.ops import attention_library as library
 from tilestream.ops.attention_operands import Settings
 from tilestream.ops.checks import autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
@@ -210,7 +203,7 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
     x = AttentionOperands(q, k, v, None, s.scale, None, sinks, *scales, *r[7:11])
     if r.out is None:
         return x, s
-    lse = q.new_empty(lse_shape(x), dtype=wide_dtype(q)) if s.return_lse else None
+    lse = q.new_empty(library.lse_shape(x), dtype=library.wide_dtype(q)) if s.return_lse else None
     return x._replace(out=_outermost(r, r.out), lse=lse), s
 
 
@@ -222,9 +215,11 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> AttentionOp
         late = (flat.words, flat.ints, check_deadline(r.deadline))
     out, lse = x.out, x.lse
     if r.out is None:
-        out, lse = (attention_arriving_op if late else attention_op)(*x.inputs, *s, *late, limit())
+        out, lse = (library.attention_arriving_op if late else library.attention_op)(*x.inputs, *s, *late, limit())
     else:
-        (attention_arriving_out_op if late else attention_out_op)(*x.inputs, *s, *late, out, lse, limit())
+        (library.attention_arriving_out_op if late else library.attention_out_op)(
+            *x.inputs, *s, *late, out, lse, limit()
+        )
     clear_signals(*late[:1])
     return AttentionOperands(x.q, x.k, x.v, out, x.scale, lse if r.return_lse else None, *x[6:])
 
