@@ -310,12 +310,13 @@ def _parameters(kernel: Any, arguments: Sequence[Any]) -> Iterator[_Parameter]:
             if isinstance(value, Descriptor) or not (value is VARIES or isinstance(value, (int, float))):
                 raise TypeError(f"argument {name} is of type {type_}: give VARIES or a number, not {value!r}")
             if ["tt.divisibility", 16] in source.attrs.get(path, ()):
-                if value is VARIES and not type_.startswith("*"):
+                if isinstance(value, (int, float)):
+                    if value % 16:
+                        raise ValueError(f"argument {name} was compiled as a multiple of 16, and is {value}")
+                elif not type_.startswith("*"):
                     raise ValueError(
                         f"argument {name} varies, but was compiled as a multiple of 16: name it in do_not_specialize"
                     )
-                if value is not VARIES and value % 16:
-                    raise ValueError(f"argument {name} was compiled as a multiple of 16, and is {value}")
             yield _Parameter(name, format_, value)
 
 

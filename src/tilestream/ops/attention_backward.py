@@ -86,7 +86,7 @@ def _add(
     def of_rows(y: torch.Tensor) -> torch.Tensor:  # to [Hkv, ratio, rows, 1]
         rows = y[sequence.lse]
         rows = rows.transpose(0, 1) if x.cu_seqlens_q is not None else rows
-        return rows.to(wide).unflatten(0, (heads, -1)).unsqueeze(-1)  # type: ignore[no-any-return, no-untyped-call]
+        return rows.to(wide).unflatten(0, (heads, -1)).unsqueeze(-1)  # type: ignore[no-any-return]
 
     top, dlse = of_rows(x.lse), None if grad_lse is None else of_rows(grad_lse)
     delta = (dout * o).sum(-1, keepdim=True)

@@ -186,10 +186,10 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
     left, right = _window(r.window)
     q, k, v = _to_rows_first(r, *autocast(_OP, r.arrival is not None, r.q, r.k, r.v))
     batch = r.cu_seqlens_q.numel() - 1 if r.cu_seqlens_q is not None else q.shape[0]
-    scales = [
+    scale_q, scale_k, scale_v = (
         None if scale is None else _canonical_scale(name, scale, batch, y.shape[-2])
         for name, scale, y in (("scale_q", r.scale_q, q), ("scale_k", r.scale_k, k), ("scale_v", r.scale_v, v))
-    ]
+    )
     sinks = None if r.sinks is None else r.sinks.to(torch.float32)
     needs_gradient = torch.is_grad_enabled() and _check_gradients(r)
     s = Settings(
@@ -200,7 +200,10 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
         _most("max_seqlen_k", r.max_seqlen_k, r.cu_seqlens_k, "cu_seqlens_k"),
         r.layout, r.return_lse or needs_gradient, r.schedule, r.workers or 0, r.splits or 0,
     )  # fmt: skip
-    x = AttentionOperands(q, k, v, None, s.scale, None, sinks, *scales, *r[7:11])
+    x = AttentionOperands(
+        q, k, v, scale=s.scale, sinks=sinks, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v,
+        cu_seqlens_q=r.cu_seqlens_q, cu_seqlens_k=r.cu_seqlens_k, block_table=r.block_table, seqlens_k=r.seqlens_k,
+    )  # fmt: skip
     if r.out is None:
         return x, s
     lse = q.new_empty(library.lse_shape(x), dtype=library.wide_dtype(q)) if s.return_lse else None
