@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from stand_ins import CPU_INDEX
 
 pytest.importorskip("triton")
 
 from tilestream.launch import launcher, native, native_build, tensor_map
 
 FAKE = Path(__file__).parent / "fake_driver.cpp"
-CPU_INDEX = -1  # torch's index of the CPU, the "GPU" of these tests
 
 
 def built(folder: Path) -> tuple[Path, Path]:

@@ -12,6 +12,8 @@ from tilestream.launch.launcher import VARIES, Descriptor, Launcher
 from tilestream.launch.native import Call, Extension
 from tilestream.launch.observe import observe
 
+#: torch's index of the CPU, the "GPU" of these tests.
+CPU_INDEX = -1
 _BYTES = {"i32": 4, "fp32": 4, "i64": 8, "fp64": 8}
 _handles = itertools.count(0x1000, 0x10)
 
@@ -71,7 +73,7 @@ def kernel(
             global_scratch_size=0,
             profile_scratch_size=0,
             tensordesc_meta=described,
-        ),  # fmt: skip
+        ),
     )
 
 

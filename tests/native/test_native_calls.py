@@ -12,8 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from conftest import CPU_INDEX
-from stand_ins import Launch, Matmul, call, remember, result_of
+from stand_ins import CPU_INDEX, Launch, Matmul, call, remember, result_of
 
 from tilestream.core.operands import Epilogue
 from tilestream.launch import native
