@@ -231,8 +231,8 @@ class _Logged(Arguments):
         super().__init__(plan, layout, trace=trace)
         self._log = gate.Pointer("int64") if trace else None
 
-    def fill(self, *operands: Any, **more: Any) -> tuple[Any, ...]:
-        return super().fill(*operands[:9], self._log, *operands[10:], **more)
+    def fill(self, operands: tuple[Any, ...], *more: Any, **others: Any) -> list[Any]:
+        return super().fill((*operands[:11], self._log, *operands[12:]), *more, **others)
 
 
 def main() -> None:

@@ -80,7 +80,7 @@ def test_an_offer_makes_another_plan_of_no_other_schedule():
 @pytest.mark.parametrize("copiers", [0, 4])
 def test_a_launch_with_too_few_or_too_many_copiers_is_refused(copiers):
     pytest.importorskip("triton")
-    from tilestream.launch.portable.arguments import Layout
+    from tilestream.launch.gemm_arguments import Layout
     from tilestream.launch.portable.launch import GemmLaunch
 
     plan = plan_problem(problem(16), 3, "dynamic", device=H100, backend="portable")

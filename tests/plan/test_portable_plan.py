@@ -13,7 +13,8 @@ from made_up import H100, HZ, MI300X, MI355X
 import tilestream
 import tilestream as ts
 from tilestream import Arrival
-from tilestream.launch.portable.arguments import Layout, config, is_aligned, options
+from tilestream.launch.gemm_arguments import Layout, is_aligned
+from tilestream.launch.portable.arguments import Arguments, options
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan import plan_problem as any_plan_problem
 from tilestream.plan.policy.portable import CDNA, TILES, converts, fp8_units, tiles
@@ -248,6 +249,10 @@ def test_what_the_kernel_is_compiled_with_for_8_bits():
     far = Problem(4096, 64, 64, 1, E4M3, "bfloat16", scales="row")
     spread = Layout((0, 64, 1), (0, 64, 1), (0, 64, 1), scale_a=(0, 2**20))
     assert config(plan_problem(far, device=H100), spread).OFFSETS_64BIT
+
+
+def config(made, lay):
+    return Arguments(made, lay).config
 
 
 def layout(a=(0, 64, 1), b=(0, 64, 1), out=(0, 64, 1)):

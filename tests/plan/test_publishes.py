@@ -11,8 +11,8 @@ from made_up import H100
 
 import tilestream as ts
 from tilestream.core.chunks import Chunks, chunk_of, rows_in
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.hopper.arguments import Arguments
-from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.plan import of_candidate
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import hopper

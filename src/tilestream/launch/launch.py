@@ -241,7 +241,7 @@ class Kernel:
         """Arguments of the next launch: tensors for the first, then their addresses."""
         return values if self._compiled is None else map(address, values)
 
-    def __call__(self, stream: int, filled: tuple[Any, ...]) -> None:
+    def __call__(self, stream: int, filled: Sequence[Any]) -> None:
         """Launch with all arguments, of which tensors have gone through `take`."""
         compiled = self._compiled
         if compiled is None:
@@ -257,7 +257,7 @@ class Kernel:
             values = [address(value) for value in filled]
             seen.issued.append(None if self._compiled is None else issued(self._compiled, self._grid, values))
 
-    def load(self, filled: tuple[Any, ...]) -> None:
+    def load(self, filled: Sequence[Any]) -> None:
         """Have the kernel on the device before the first launch, for arguments like these."""
         if self._compiled is None and not INTERPRETED:
             self._compiled = self._function.warmup(*filled, grid=self._grid, **self._options)

@@ -38,7 +38,7 @@ from tilestream.core.schedule import Schedule
 from tilestream.kernels.cdna.gemm import gemm
 from tilestream.kernels.cdna.ring import turned_layout
 from tilestream.launch.cdna.arguments import Arguments, Operand
-from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy.cdna_tiles import (
@@ -159,17 +159,17 @@ def fill(plan: Plan, layout: Layout, probe: bool = False) -> tuple[dict[str, Any
     addend = "bfloat16" if problem.fp8 else problem.dtype
     scale = None if problem.scales == "none" else Pointer("float32", 4)
     queue = schedule.kind != "static" or plan.gate is not None
-    return arguments.options, arguments.fill(
+    operands = (
         *map(Pointer, problem.dtypes), Pointer(problem.out_dtype),
         None if layout.bias is None else Pointer(addend),
-        None if layout.residual is None else Pointer(addend),
+        None if layout.residual is None else Pointer(addend), scale, scale,
         Pointer("float32") if schedule.slots else None,
         Pointer("int32") if schedule.slots else None,
         Pointer("int64") if queue else None,
         None if schedule.raster.table is None else Pointer("int32"),
         Pointer("int32") if probe else None, 0, 0, 1.5, 0.5,
-        capacity=1024 if probe else 0, gate=gate_arguments(plan), scales=(scale, scale),
     )  # fmt: skip
+    return arguments.options, arguments.fill(operands, 1024 if probe else 0, gate_arguments(plan))
 
 
 # What came out -------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_an_output_at_an_odd_address_is_stored_an_element_at_a_time(monkeypatch)
 
 def test_what_lies_too_far_apart_goes_through_registers():
     from tilestream.launch.cdna.arguments import Arguments
-    from tilestream.launch.portable.arguments import Layout
+    from tilestream.launch.gemm_arguments import Layout
 
     chosen = made(variant="direct", tile=(128, 128))
     near = Arguments(chosen, Layout((0, 512, 1), (0, 1, 512), (0, 256, 1)))

@@ -52,8 +52,8 @@ from tilestream.core.device import DeviceProperties
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.hopper.ring import ITEMS
 from tilestream.launch.gate import NO_PUBLISH, PublishArguments
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.hopper.arguments import Arguments, Map
-from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.arrival_order import in_arrival_order
 from tilestream.plan.candidate import Candidate, Forced
 from tilestream.plan.plan import Plan, of_candidate
@@ -99,7 +99,7 @@ def fill(
     problem, schedule = plan.problem, plan.schedule
     x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     parts = (
-        (arguments.x, x), (arguments.apart, x), *((part, y) for part in arguments.y),
+        (arguments.x, x), (arguments.local, x), *((part, y) for part in arguments.y),
         (arguments.out, problem.out_dtype),
     )  # fmt: skip
     maps = [described(made, dtype) for made, dtype in parts]

@@ -46,7 +46,7 @@ from tilestream.core.gate import arrival_order
 from tilestream.core.gpu_specs import named
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.portable.gemm import gemm
-from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy.portable import tiles
