@@ -70,6 +70,21 @@ class Feeder:
             raise self._error
 
 
+def fed(
+    call: Callable[[torch.Tensor], torch.Tensor], arrival: ts.Arrival, source: torch.Tensor,
+    into: torch.Tensor | None = None, **how,
+) -> torch.Tensor:  # fmt: skip
+    """What ``call`` makes of rows that come in while it runs, into a tensor that is NaN until then; see `Feeder`."""
+    x = torch.full(source.shape, float("nan")).to(source.dtype) if into is None else into
+    with Feeder(arrival, x, source, **how):
+        return call(x)
+
+
+def from_pivot(arrival: ts.Arrival) -> list[int]:
+    """The chunks in order, beginning with the pivot."""
+    return [(arrival.pivot + i) % arrival.num_chunks for i in range(arrival.num_chunks)]
+
+
 def late(chunk: int, seconds: float = 0.01) -> Callable[[int], None]:
     """``before`` that holds up one chunk."""
     return lambda c: time.sleep(seconds) if c == chunk else None

@@ -41,8 +41,8 @@ def launched(call: Callable[[], Any], device: DeviceProperties, backend: str) ->
     """What a call on CPU tensors would launch of a backend's kernel if they were on ``device``."""
     found: list[Job] = []
 
-    def note(x: Any, t: Any, s: Any, keys: Any, deadline: float, limit: int = 0) -> None:
-        problem, layout = problem_of(t, s, keys), layout_of(x)
+    def note(x: Any, s: Any, keys: Any, deadline: float, limit: int = 0) -> None:
+        problem, layout = problem_of(x, s, keys), layout_of(x)
         no_tma = hopper_attention.refuse_strides(problem, layout.q, layout.k, layout.v, layout.out)
         try:
             plan = plan_attention(

@@ -18,7 +18,7 @@ from attention_maths import Call, Case, call_of, replace
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 from tilestream.ops.attention_gpu import layout_of
-from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.policy import hopper_attention
 from tilestream.runtime.properties import cuda_properties
@@ -38,14 +38,14 @@ for _name in ("packed", "in pages"):
     CASES[f"8 bits, {_name}"] = replace(CASES[_name], dtype=E4M3)
 
 
-def operands_of(call: Call) -> tuple[AttentionOperands, Tensors, Settings]:
+def operands_of(call: Call) -> tuple[AttentionOperands, Settings]:
     """A call as the op hands it to its launch."""
     x, options = call.tensors, call.options
     causal = options.get("causal", False)
     left, right = (-1 if side is None else side for side in options.get("window", (None, None)))
     scale = options.get("scale") or 1 / math.sqrt(x["q"].shape[-1])
     names = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k", "scale_q", "scale_k", "scale_v")
-    tensors = Tensors(x["q"], x["k"], x["v"], options.get("sinks"), **{name: x.get(name) for name in names})
+    given = {"sinks": options.get("sinks"), **{name: x.get(name) for name in names}}
     settings = Settings(
         bool(causal), "top_left" if causal == "top_left" else "bottom_right", left, right,
         options.get("softcap") or 0.0, scale, return_lse=True,
@@ -53,12 +53,12 @@ def operands_of(call: Call) -> tuple[AttentionOperands, Tensors, Settings]:
     out = nan(*x["q"].shape[:-1], x["v"].shape[-1])
     rows = out.shape[:-1]
     lse = nan(*(rows if len(rows) == 2 else (rows[0], rows[2], rows[1])), dtype=torch.float32)
-    return AttentionOperands(x["q"], x["k"], x["v"], out, scale, lse, *tensors[3:]), tensors, settings
+    return AttentionOperands(x["q"], x["k"], x["v"], out, scale, lse, **given), settings
 
 
-def plans(tensors: Tensors, settings: Settings, kind: str, variant: str) -> list[AttentionPlan]:
+def plans(operands: AttentionOperands, settings: Settings, kind: str, variant: str) -> list[AttentionPlan]:
     device = cuda_properties(torch.cuda.current_device())
-    problem = problem_of(tensors, settings)
+    problem = problem_of(operands, settings)
     found = hopper_attention.candidates(problem, device, device.workers, kind=kind, variant=variant)
     return [of_candidate(problem, device, "hopper", one, "a test's", ()) for one in found]
 
@@ -68,8 +68,8 @@ def plans(tensors: Tensors, settings: Settings, kind: str, variant: str) -> list
 @pytest.mark.parametrize("name", CASES)
 def test_every_tile(name, variant, kind):
     call = call_of(CASES[name], "cuda")
-    operands, tensors, settings = operands_of(call)
-    made = plans(tensors, settings, kind, variant)
+    operands, settings = operands_of(call)
+    made = plans(operands, settings, kind, variant)
     assert made
     for plan in made:
         launch = HopperAttentionLaunch(plan, layout_of(operands))
@@ -83,9 +83,9 @@ def test_every_tile(name, variant, kind):
 @pytest.mark.parametrize("name", ["dense", "packed", "8 bits"])
 def test_launches_on_two_streams(name):
     call = call_of(CASES[name], "cuda")
-    first, tensors, settings = operands_of(call)
+    first, settings = operands_of(call)
     second = operands_of(call)[0]
-    (plan, *_) = plans(tensors, settings, "dynamic", "apart")
+    (plan, *_) = plans(first, settings, "dynamic", "apart")
     launch = HopperAttentionLaunch(plan, layout_of(first))
     launch(first)
     torch.cuda.synchronize()
@@ -103,14 +103,13 @@ def test_launches_on_two_streams(name):
 def test_what_lies_around_an_operand_is_not_read(name):
     """Views in the middle of NaN: of rows, of heads and of columns."""
     call = call_of(CASES[name], "cuda")
-    operands, tensors, settings = operands_of(call)
+    operands, settings = operands_of(call)
     around = {}
     for part in ("q", "k", "v", "out"):
         x = getattr(operands, part)
         edge = 16 // x.element_size()  # TMA's rule
         around[part] = poison_around(x, (0, 4, 1, edge), (0, 5, 1, edge))
     view = operands._replace(**around)
-    tensors = tensors._replace(q=view.q, k=view.k, v=view.v)
-    for plan in plans(tensors, settings, "dynamic", "apart"):
+    for plan in plans(view, settings, "dynamic", "apart"):
         HopperAttentionLaunch(plan, layout_of(view))(view)
         call.check(view.out, view.lse)

@@ -44,20 +44,7 @@ def addmm(
     for name, tensor in (("a", a), ("b", b)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
             raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
-    return multiply(
-        Request(
-            "addmm",
-            a,
-            b,
-            residual=input,
-            beta=beta,
-            alpha=alpha,
-            out=out,
-            activation=activation,
-            out_dtype=out_dtype,
-            arrival=arrival,
-            schedule=schedule,
-            workers=workers,
-            deadline=deadline,
-        )
-    )
+    return multiply(Request(
+        "addmm", a, b, residual=input, beta=beta, alpha=alpha, out=out, activation=activation, out_dtype=out_dtype,
+        arrival=arrival, schedule=schedule, workers=workers, deadline=deadline,
+    ))  # fmt: skip

@@ -52,32 +52,11 @@ def linear(
     """
     if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
         raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
-    return multiply(
-        Request(
-            "linear",
-            x,
-            weight.t() if isinstance(weight, torch.Tensor) else weight,
-            out=out,
-            bias=bias,
-            residual=residual,
-            beta=beta,
-            activation=activation,
-            out_dtype=out_dtype,
-            scale_a=scale_a,
-            scale_b=_of_columns(scale_b),
-            fast_accum=use_fast_accum,
-            arrival=arrival,
-            weight_arrival=weight_arrival,
-            publish=publish,
-            schedule=schedule,
-            workers=workers,
-            deadline=deadline,
-        )
-    )
-
-
-def _of_columns(scale: torch.Tensor | None) -> torch.Tensor | None:
-    """A scale a row of the weight, as one a column of its transpose."""
-    if isinstance(scale, torch.Tensor) and scale.dim() == 2 and scale.shape[1] == 1:
-        return scale.t()
-    return scale
+    transposed = weight.t() if isinstance(weight, torch.Tensor) else weight
+    if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
+        scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
+    return multiply(Request(
+        "linear", x, transposed, out=out, bias=bias, residual=residual, beta=beta, activation=activation,
+        out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival,
+        weight_arrival=weight_arrival, publish=publish, schedule=schedule, workers=workers, deadline=deadline,
+    ))  # fmt: skip

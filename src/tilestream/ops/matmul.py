@@ -106,24 +106,8 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
-    return multiply(
-        Request(
-            "matmul",
-            a,
-            b,
-            out=out,
-            bias=bias,
-            residual=residual,
-            beta=beta,
-            activation=activation,
-            out_dtype=out_dtype,
-            scale_a=scale_a,
-            scale_b=scale_b,
-            fast_accum=use_fast_accum,
-            arrival=arrival,
-            publish=publish,
-            schedule=schedule,
-            workers=workers,
-            deadline=deadline,
-        )
-    )
+    return multiply(Request(
+        "matmul", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, publish=publish,
+        schedule=schedule, workers=workers, deadline=deadline,
+    ))  # fmt: skip

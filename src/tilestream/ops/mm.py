@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops.checks import check_tensors
 from tilestream.ops.request import Request, multiply
 
 
@@ -34,26 +35,11 @@ def mm(
         If an operand is no matrix.
     """
     _check_dims("mm", 2, a, b)
-    return multiply(
-        Request(
-            "mm",
-            a,
-            b,
-            out=out,
-            bias=bias,
-            residual=residual,
-            beta=beta,
-            activation=activation,
-            out_dtype=out_dtype,
-            scale_a=scale_a,
-            scale_b=scale_b,
-            fast_accum=use_fast_accum,
-            arrival=arrival,
-            schedule=schedule,
-            workers=workers,
-            deadline=deadline,
-        )
-    )
+    return multiply(Request(
+        "mm", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, schedule=schedule,
+        workers=workers, deadline=deadline,
+    ))  # fmt: skip
 
 
 def bmm(
@@ -84,32 +70,16 @@ def bmm(
     _check_dims("bmm", 3, a, b)
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"bmm: a has {a.shape[0]} batches, b has {b.shape[0]}; bmm does not broadcast, matmul does")
-    return multiply(
-        Request(
-            "bmm",
-            a,
-            b,
-            out=out,
-            bias=bias,
-            residual=residual,
-            beta=beta,
-            activation=activation,
-            out_dtype=out_dtype,
-            scale_a=scale_a,
-            scale_b=scale_b,
-            fast_accum=use_fast_accum,
-            arrival=arrival,
-            schedule=schedule,
-            workers=workers,
-            deadline=deadline,
-        )
-    )
+    return multiply(Request(
+        "bmm", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, schedule=schedule,
+        workers=workers, deadline=deadline,
+    ))  # fmt: skip
 
 
 def _check_dims(op: str, dims: int, a: torch.Tensor, b: torch.Tensor) -> None:
+    check_tensors(op, a=a, b=b)
     for name, tensor in (("a", a), ("b", b)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
         if tensor.dim() != dims:
             raise ValueError(
                 f"{op}: {name} has shape {list(tensor.shape)}; it has {dims} dimensions: use matmul for others"
