@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import triton
-from conftest import Driver
 from stand_ins import CPU_INDEX, Matmul
 
+from conftest import Driver
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch import launcher, native, tensor_map
 from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
@@ -85,7 +85,8 @@ def compared(extension: native.Extension, driver: Driver, launch: Any, x: Matmul
     assert fresh is not None
     names = [parameter.name for parameter in python.parameters if parameter.value is launcher.VARIES]
     words = extension._words.get((CPU_INDEX, 0))
-    there = dict(zip(("counters", "counts", "partials"), [one.data_ptr() for one in words] if words else [], strict=False))
+    addresses = [one.data_ptr() for one in words or ()]
+    there = dict(zip(("counters", "counts", "partials"), addresses, strict=False))
     there |= {"base": 0, "out": fresh.data_ptr(), "out_map": fresh.data_ptr()}
     python(0, *[there.get(name, value) for name, value in zip(names, values, strict=True)])
     native_launch, python_launch = driver.launches()

@@ -18,7 +18,8 @@ from tilestream.plan import limit as limits
 from tilestream.runtime.properties import allows_tf32, context_units
 from tilestream.trace.record import current
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: Types whose address and strides say all of a tensor, if it is not negated.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Entries; with one more the cache starts anew. A cached call takes two: its launch, and what the call decides.
 _MOST = 4 * 4096
 
@@ -87,4 +88,4 @@ def can_bypass_dispatcher(device: torch.device, tensors: Sequence[torch.Tensor |
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its address and strides say all of it."""
-    return type(tensor) in _PLAIN and not tensor.is_neg()
+    return type(tensor) in PLAIN and not tensor.is_neg()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops import native
 from tilestream.ops.request import Request, multiply
 
 
@@ -41,6 +42,12 @@ def addmm(
     ValueError
         If ``a`` or ``b`` is no matrix.
     """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "addmm", a, b, out, None, input, alpha, beta, activation, out_dtype, None, None, True, schedule, workers
+        )  # fmt: skip
+        if made is not None:
+            return made
     for name, tensor in (("a", a), ("b", b)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
             raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")

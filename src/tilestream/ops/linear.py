@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops import native
 from tilestream.ops.request import Request, multiply
 
 
@@ -50,11 +51,18 @@ def linear(
     ValueError
         If ``weight`` is neither a matrix nor a vector.
     """
+    if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
+        scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
+    if arrival is None and weight_arrival is None and publish is None and deadline is None:
+        made = native.product(
+            "linear", x, weight, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b,
+            use_fast_accum, schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
         raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
     transposed = weight.t() if isinstance(weight, torch.Tensor) else weight
-    if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
-        scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
     return multiply(Request(
         "linear", x, transposed, out=out, bias=bias, residual=residual, beta=beta, activation=activation,
         out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival,

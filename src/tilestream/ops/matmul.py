@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops import native
 from tilestream.ops.request import Request, multiply
 
 
@@ -106,6 +107,13 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
+    if arrival is None and publish is None and deadline is None:
+        made = native.product(
+            "matmul", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     return multiply(Request(
         "matmul", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
         scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, publish=publish,

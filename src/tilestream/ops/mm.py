@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops import native
 from tilestream.ops.checks import check_tensors
 from tilestream.ops.request import Request, multiply
 
@@ -34,6 +35,13 @@ def mm(
     ValueError
         If an operand is no matrix.
     """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "mm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     _check_dims("mm", 2, a, b)
     return multiply(Request(
         "mm", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
@@ -67,6 +75,13 @@ def bmm(
     ValueError
         If an operand has not three dimensions, or they differ in batches.
     """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "bmm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     _check_dims("bmm", 3, a, b)
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"bmm: a has {a.shape[0]} batches, b has {b.shape[0]}; bmm does not broadcast, matmul does")

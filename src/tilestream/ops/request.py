@@ -13,7 +13,8 @@ from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
-from tilestream.ops import gpu
+from tilestream.launch.observe import observe
+from tilestream.ops import gpu, native
 from tilestream.ops.checks import (
     autocast,
     check_operands,
@@ -114,11 +115,22 @@ class Request(NamedTuple):
 def multiply(r: Request) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
 
-    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`.
+    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`. What it launched
+    is observed, so that the native call path can make the next one.
     """
-    a = r.a
-    if torch.compiler.is_compiling() or not isinstance(a, torch.Tensor) or not a.is_cuda:
+    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not r.a.is_cuda:
         return _multiply(r)
+    arguments = native.wanted(r)
+    if arguments is None:
+        return _multiply_on_gpu(r)
+    with observe() as seen:
+        result = _multiply_on_gpu(r)
+    native.remember(r, result, seen, arguments)
+    return result
+
+
+def _multiply_on_gpu(r: Request) -> torch.Tensor:
+    a = r.a
     key = _signature(r)
     found: Any = None if key is None else launch_cache.get(key)
     if found is None:
