@@ -23,7 +23,7 @@ from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch import launcher, native, tensor_map
 from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
 from tilestream.launch.launch import Kernel
-from tilestream.launch.observe import observe
+from tilestream.launch.observe import Call, observe
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
 from tilestream.plan.api import plan as make_plan
@@ -78,7 +78,7 @@ def compared(extension: native.Extension, driver: Driver, launch: Any, x: Matmul
     python, values = seen.issued[0]
     driver.function(python._function.value, [parameter.size for parameter in python.parameters])
     fields = ("a", "b", "bias", "residual", "scale_a", "scale_b")
-    call = native.Call({**{name: getattr(x, name) for name in fields}, "out": out}, (x.alpha, x.beta))
+    call = Call({**{name: getattr(x, name) for name in fields}, "out": out}, (x.alpha, x.beta))
     assert extension.remember(seen, call, 0, False, tuple(x)), native.recipe_of(seen, call)
     driver.forget()
     fresh = extension.try_matmul(*x)

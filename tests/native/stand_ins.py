@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
-from tilestream.launch.native import Call, Extension
-from tilestream.launch.observe import observe
+from tilestream.launch.native import Extension
+from tilestream.launch.observe import Call, observe
 
 #: torch's index of the CPU, the "GPU" of these tests.
 CPU_INDEX = -1

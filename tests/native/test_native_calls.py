@@ -20,7 +20,7 @@ from stand_ins import CPU_INDEX, Launch, Matmul, call, remember, result_of
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch import native
 from tilestream.launch.native import Unfit, recipe_of
-from tilestream.launch.observe import Observation, observation, observe
+from tilestream.launch.observe import Call, Observation, observation, observe
 from tilestream.ops.operands import refuse_overlap
 
 #: Bytes in front of the parameters: grid, block, shared memory; stream; attributes.
@@ -184,7 +184,7 @@ def test_a_factor_that_was_changed_has_no_recipe(extension, driver):
         launch.issue(x._replace(alpha=2.0), out := result_of(x))
         seen.launches.append(launch)
     with pytest.raises(Unfit, match=r"alpha is 2\.0, and the caller's is 0\.5"):
-        recipe_of(seen, native.Call({**x._asdict(), "out": out}, (0.5, 0.25)))
+        recipe_of(seen, Call({**x._asdict(), "out": out}, (0.5, 0.25)))
 
 
 @pytest.mark.parametrize(("launches", "kernels"), [(0, 0), (1, 0), (1, 2), (2, 2)])
@@ -192,7 +192,7 @@ def test_a_recipe_is_of_one_launch_of_one_kernel(launches, kernels):
     seen = Observation()
     seen.launches, seen.issued = [object()] * launches, [None] * kernels
     with pytest.raises(Unfit, match=f"{launches} launches of {kernels} kernels"):
-        recipe_of(seen, native.Call({}, (1.0, 1.0)))
+        recipe_of(seen, Call({}, (1.0, 1.0)))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_recipe_is_checked(extension, driver, change, message):
     with observe() as seen:
         launch.issue(x, out := result_of(x))
         seen.launches.append(launch)
-    made = recipe_of(seen, native.Call({"a": x.a, "b": x.b, "out": out}, (1.0, 1.0)))
+    made = recipe_of(seen, Call({"a": x.a, "b": x.b, "out": out}, (1.0, 1.0)))
     with pytest.raises((ValueError, RuntimeError), match=message):
         extension.remember_matmul(change(made), out, False, *x)
     assert len(extension) == 0

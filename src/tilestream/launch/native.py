@@ -19,12 +19,12 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tilestream.launch.launcher import VARIES, Launcher
-from tilestream.launch.observe import Observation
+from tilestream.launch.observe import Call, Observation
 
 logger = logging.getLogger(__name__)
 
@@ -58,21 +58,6 @@ class Unfit(Exception):
 
 class Moved(Unfit):
     """An operand of this call was not launched where its caller has it: another call of this launch may be fit."""
-
-
-class Call(NamedTuple):
-    """What a launch was given: a recipe has to reproduce it.
-
-    Attributes
-    ----------
-    operands
-        By the names of `OPERANDS`, as the caller gave them; ``out``: the result. None for one that is not given.
-    factors
-        Alpha and beta.
-    """
-
-    operands: Mapping[str, torch.Tensor | None]
-    factors: tuple[float, float]
 
 
 def issued(compiled: Any, grid: tuple[int, int, int], filled: Sequence[Any]) -> tuple[Launcher, tuple[Any, ...]] | None:

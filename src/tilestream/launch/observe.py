@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from tilestream.launch.launcher import Launcher
+
+
+class Call(NamedTuple):
+    """What a launch was given: a recipe has to reproduce it.
+
+    Attributes
+    ----------
+    operands
+        By the names of `tilestream.launch.native.OPERANDS`, as the caller gave them; ``out``: the result. None for one that is not given.
+    factors
+        Alpha and beta.
+    """
+
+    operands: Mapping[str, torch.Tensor | None]
+    factors: tuple[float, float]
 
 
 class Observation:

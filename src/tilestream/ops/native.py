@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from tilestream.core.operands import ACTIVATIONS
 from tilestream.launch.cache import PLAIN
-from tilestream.launch.observe import Observation
+from tilestream.launch.observe import Call, Observation
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
 from tilestream.runtime.channel import check_device
@@ -23,7 +23,6 @@ from tilestream.trace.record import current
 
 if TYPE_CHECKING:
     from tilestream.launch.native import Extension
-    from tilestream.ops.request import Request
 
 _OPS = {name: i for i, name in enumerate(("matmul", "mm", "bmm", "addmm", "linear"))}
 _ACTIVATIONS: dict[object, int] = {None: 0, **{name: i for i, name in enumerate(ACTIVATIONS) if i}}
@@ -106,31 +105,29 @@ def product(
         return None  # nothing was launched; what is wrong (no memory, say) is wrong Python's way, too, which says what
 
 
-def wanted(r: Request) -> tuple[Any, ...] | None:
-    """What the extension would be asked for such a call; None if it is none for the extension."""
-    if r.op not in _OPS or r.arriving or r.publish is not None or r.deadline is not None or _load() is None:
+def wanted(op: str, a: Any, b: Any, *others: Any) -> tuple[Any, ...] | None:
+    """What the extension would be asked for a call with the parameters of `product`; None if it is none for it."""
+    if op not in _OPS or _load() is None or torch.cuda.is_current_stream_capturing():
         return None
-    if not isinstance(r.b, torch.Tensor) or torch.cuda.is_current_stream_capturing():
-        return None
-    return _arguments(
-        r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
-        r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
-    )  # fmt: skip
+    return _arguments(op, a, b, *others)
 
 
-def remember(r: Request, result: torch.Tensor, seen: Observation, arguments: tuple[Any, ...]) -> None:
-    """Have the extension make the next call that is equal to ``r``, of which this was observed."""
-    from tilestream.launch.native import Call
+def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ...]) -> None:
+    """Have the extension make the next equal call.
 
-    extension = _loaded.extension
-    if extension is None or not seen.launches:
-        return
-    operands = {
-        "a": r.a, "b": r.b, "out": result, "bias": r.bias, "residual": r.residual, "scale_a": r.scale_a,
-        "scale_b": r.scale_b,
-    }  # fmt: skip
-    stream = torch._C._cuda_getCurrentRawStream(r.a.device.index)
-    extension.remember(seen, Call(operands, (float(r.alpha), float(r.beta))), stream, r.out is not None, arguments)
+    Parameters
+    ----------
+    into
+        Whether the caller gave the output.
+    seen
+        What was observed of this call.
+    arguments
+        What `wanted` said.
+    """
+    device = arguments[1].device
+    if _loaded.extension is not None and seen.launches:
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        _loaded.extension.remember(seen, call, stream, into, arguments)
 
 
 def _arguments(
