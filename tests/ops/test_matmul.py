@@ -75,6 +75,8 @@ EMPTY = [
 def test_each_dimension_may_be_zero(shape_a, shape_b, workers):
     a, b = rand(*shape_a), rand(*shape_b)
     assert torch.equal(ts.matmul(a, b, workers=workers), torch.matmul(a, b))
+    narrow = (x.to(torch.float8_e4m3fn) for x in (a, b))
+    assert torch.equal(ts.matmul(*narrow, workers=workers), torch.matmul(a, b).bfloat16())
 
 
 @pytest.mark.parametrize("schedule", ["auto", "static", "dynamic", "stream_k"])
@@ -102,7 +104,7 @@ def strided(kind: str, rows: int, columns: int, dtype: torch.dtype, seed: int) -
 
 
 @pytest.mark.parametrize("kind", STRIDES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_strides(kind, dtype):
     a, b = strided(kind, 35, 43, dtype, 1), strided(kind, 43, 37, dtype, 2)
     plain = rand(35, 43, dtype=dtype, seed=3)

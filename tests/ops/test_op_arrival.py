@@ -16,11 +16,15 @@ pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.timeout(60)]
 SCHEDULES = ("static", "dynamic", "stream_k")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("schedule", ["auto", *SCHEDULES])
 def test_matmul_of_rows_that_arrive(dtype, schedule):
-    source, b, bias, residual = (rand(*s, dtype=dtype) for s in ((50, 40), (40, 37), (37,), (50, 37)))
-    arrival, maths = ts.Arrival.uniform(12, 5, pivot=3), {"bias": bias, "residual": residual, "activation": "relu"}
+    source, b = rand(50, 40, dtype=dtype), rand(40, 37, dtype=dtype)
+    arrival, maths = ts.Arrival.uniform(12, 5, pivot=3), {"activation": "relu"}
+    if dtype in DTYPES:
+        maths |= {"bias": rand(37, dtype=dtype), "residual": rand(50, 37, dtype=dtype)}
+    else:
+        maths |= {"scale_a": rand(50, 1).exp(), "scale_b": rand(1, 37).exp()}
     with no_thread_left():
         answer = fed(
             lambda x: ts.matmul(x, b, **maths, arrival=arrival, schedule=schedule, workers=3),

@@ -19,7 +19,8 @@ class Call(NamedTuple):
     Attributes
     ----------
     operands
-        By the names of `tilestream.launch.native.OPERANDS`, as the caller gave them; ``out``: the result. None for one that is not given.
+        By the names of `tilestream.launch.native.OPERANDS`, as the caller gave them; ``out``: the result. None for one
+        that is not given.
     factors
         Alpha and beta.
     """

@@ -37,33 +37,15 @@ def attention(
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    layout: AttentionLayout = "bshd",
-    causal: Causal = False,
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    scale_q: torch.Tensor | None = None,
-    scale_k: torch.Tensor | None = None,
-    scale_v: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    block_table: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None,
-    arrival: Arrival | None = None,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
-    deadline: float | None = None,
-    workers: int | None = None,
-    schedule: str = "auto",
-    splits: int | None = None,
-) -> Answer:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: AttentionLayout = "bshd", causal: Causal = False,
+    window: Window = None, softcap: float | None = None, scale: float | None = None,
+    sinks: torch.Tensor | None = None, scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    block_table: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None, arrival: Arrival | None = None,
+    return_lse: bool = False, out: torch.Tensor | None = None, deadline: float | None = None,
+    workers: int | None = None, schedule: str = "auto", splits: int | None = None,
+) -> Answer:  # fmt: skip
     """``softmax(mask(scale * q @ k^T)) @ v``, a head at a time.
 
     Parameters

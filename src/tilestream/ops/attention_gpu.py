@@ -26,21 +26,8 @@ if TYPE_CHECKING:
 def run(x: AttentionOperands, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0) -> None:
     """Issue attention on the current stream of the operands' device.
 
-    Returns when the launch is issued. What an earlier one on this device has reported is raised instead.
-
-    Parameters
-    ----------
-    keys
-        How keys and values arrive; None where they are there.
-    deadline
-        Seconds that the kernel may wait for them.
-    limit
-        On the workers: see `tilestream.plan.limit`.
-
-    Raises
-    ------
-    ArrivalTimeout, Exception
-        What an earlier launch on this device has reported: see `tilestream.check`.
+    Returns when the launch is issued, or raises what an earlier one on this device has reported. ``keys`` says how keys
+    and values arrive, ``deadline`` how many seconds the kernel may wait for them, ``limit`` bounds the workers.
     """
     device = x.q.device
     check_device(device.index)

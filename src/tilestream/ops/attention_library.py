@@ -80,9 +80,11 @@ def _check_outputs(x: AttentionOperands, s: Settings) -> None:
     check_shapes("attention", x)
     out, lse, shape, dtype = x.out, x.lse, (*x.q.shape[:-1], x.v.shape[-1]), result_dtype(x.q)
     if tuple(out.shape) != shape:
-        raise ValueError(f"out: shape {list(out.shape)}; the result has {list(shape)}")
+        swapped = s.layout == "bhsd" and out.dim() == 4  # then it is a view of the caller's
+        found, wanted = ([x[0], x[2], x[1], x[3]] if swapped else list(x) for x in (out.shape, shape))
+        raise ValueError(f"attention: out has shape {found}; the result has {wanted}")
     if out.dtype != dtype:
-        raise TypeError(f"out: dtype {out.dtype}; the result is {dtype}")
+        raise TypeError(f"attention: out is {out.dtype}, the result {dtype}")
     if out.device != x.q.device:
         raise ValueError(f"out: on {out.device}, the operands on {x.q.device}; they are on one device")
     if out.numel() and out.stride(-1) != 1:

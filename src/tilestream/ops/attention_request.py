@@ -19,7 +19,6 @@ from tilestream.ops.attention_library import (
     attention_op,
     attention_out_op,
     lse_shape,
-    result_dtype,
     wide_dtype,
 )
 from tilestream.ops.attention_operands import Settings
@@ -129,10 +128,7 @@ def _signature(r: AttentionRequest) -> object | None:
 
 
 class _CachedCall(NamedTuple):
-    """What is left to do for a call equal to an earlier one.
-
-    A launch takes nothing of a tensor but its address; how it lies was worked out when the launch was made. So the
-    caller's tensors are handed on as they are, without views in canonical form.
+    """What is left to do for a call equal to an earlier one: a launch, which takes the caller's tensors as they are.
 
     Attributes
     ----------
@@ -214,14 +210,8 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
     x = AttentionOperands(q, k, v, None, s.scale, None, sinks, *scales, *r[7:11])
     if r.out is None:
         return x, s
-    shape, dtype, out = (*q.shape[:-1], v.shape[-1]), result_dtype(q), _outermost(r, r.out)
-    if tuple(out.shape) != shape:
-        said = (shape[0], shape[2], shape[1], shape[3]) if r.layout == "bhsd" else shape
-        raise ValueError(f"{_OP}: out has shape {list(r.out.shape)}; the result has {list(said)}")
-    if out.dtype != dtype:
-        raise TypeError(f"{_OP}: out is {out.dtype}, the result {dtype}")
     lse = q.new_empty(lse_shape(x), dtype=wide_dtype(q)) if s.return_lse else None
-    return x._replace(out=out, lse=lse), s
+    return x._replace(out=_outermost(r, r.out), lse=lse), s
 
 
 def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> AttentionOperands:
@@ -322,13 +312,7 @@ def _most(name: str, value: object, packed: torch.Tensor | None, lengths: str) -
 def _to_rows_first(
     r: AttentionRequest, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views with heads behind rows, whatever the layout.
-
-    Raises
-    ------
-    ValueError
-        For extents that can only be right in the other layout.
-    """
+    """Views with heads behind rows; extents that can only be right in the other layout are refused."""
     packed_q, packed_k, shape = r.cu_seqlens_q is not None, r.cu_seqlens_k is not None, _NAMES[r.layout]
     if r.layout == "bhsd" and (packed_q or packed_k):
         raise ValueError(f"{_OP}: layout='bhsd' with packed sequences; they are [T, H, D]: leave layout= away")

@@ -40,14 +40,9 @@ def run(
     x: GemmOperands, how: gpu.How, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
     publishes: FlatArrival | None = None, deadline: float = DEFAULT_DEADLINE, op: str = "matmul",
 ) -> None:  # fmt: skip
-    """``out = epilogue(a @ b)`` on the CPU; returns when ``out`` is complete, or raises.
+    """``out = epilogue(a @ b)`` on the CPU; returns when ``out`` is complete. Parameters as of `gpu.run`.
 
-    Parameters
-    ----------
-    publishes
-        Where each chunk of the output's rows is signalled when it is there; if this raises, as one that has failed.
-    rows, columns, deadline, op
-        As of `tilestream.ops.gpu.run`.
+    ``publishes``: where each chunk of the output's rows is signalled when it is there; if this raises, as failed.
 
     Raises
     ------

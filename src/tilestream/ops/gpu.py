@@ -57,7 +57,7 @@ def run(
 ) -> None:  # fmt: skip
     """``out = epilogue(a @ b)`` on the current stream of the operands' device.
 
-    Returns when the launch is issued. What an earlier one on this device has reported is raised instead.
+    Returns when the launch is issued, or raises what an earlier one on this device has reported.
 
     Parameters
     ----------
@@ -67,11 +67,6 @@ def run(
         How A's rows and B's columns arrive; None where they are there.
     deadline, op
         Seconds that the kernel may wait for them, and the op's name, for messages.
-
-    Raises
-    ------
-    ArrivalTimeout, Exception
-        What an earlier launch on this device has reported: see `tilestream.check`.
     """
     device = x.a.device
     check_device(device.index)

@@ -37,13 +37,7 @@ def epilogue_of(
     beta: float = 1.0, activation: str = "none", scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> Epilogue:  # fmt: skip
-    """The epilogue of an output ``[M, N]`` or ``[B, M, N]``; a residual that counts 0 times is none.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If a tensor of it does not fit the output.
-    """
+    """The epilogue of an output ``[M, N]`` or ``[B, M, N]``, which all of it fits. A residual times 0 is none."""
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"activation={activation!r}; it is one of {', '.join(name for name in ACTIVATIONS if name != 'none')}"
@@ -84,14 +78,9 @@ def _check_device(name: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def refuse_overlap(x: GemmOperands) -> None:
-    """Raise if a tile that is written would change what another tile still reads.
+    """Raise `ValueError` if a tile that is written would change what another tile still reads.
 
     The residual may be the output itself: a tile reads just the elements that it writes.
-
-    Raises
-    ------
-    ValueError
-        If the output shares memory with what is read, or with itself.
     """
     e, out = x.epilogue, x.out
     read = {"a": x.a, "b": x.b, "bias": e.bias, "residual": e.residual, "scale_a": e.scale_a, "scale_b": e.scale_b}
@@ -101,13 +90,7 @@ def refuse_overlap(x: GemmOperands) -> None:
 
 
 def refuse_shared(out: torch.Tensor, what: str = "out", /, **read: torch.Tensor | None) -> None:
-    """Raise if an output shares memory with itself, or with what is read.
-
-    Raises
-    ------
-    ValueError
-        If it does.
-    """
+    """Raise `ValueError` if an output shares memory with itself, or with what is read."""
     if not out.numel():
         return
     if torch._debug_has_internal_overlap(out) == 1:

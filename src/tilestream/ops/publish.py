@@ -68,11 +68,6 @@ def publish(x: GemmOperands, flat: FlatArrival, how: gpu.How, op: str) -> str:
     -------
     str
         Why there is a launch a chunk; empty where the kernel publishes.
-
-    Raises
-    ------
-    ValueError, RuntimeError
-        As of `tilestream.arrival.device.DeviceSignals.publish`.
     """
     device = x.a.device
     check_device(device.index)
@@ -113,13 +108,11 @@ def matmul_published(
         Larger than that of the call before with this ``publication``.
     rows_per_chunk
         Of each chunk; the last has what is left.
-    scale_a, scale_b, fast_accum, limit
-        As canonical operands have them: see `tilestream.ops.gpu.run`.
 
     Returns
     -------
     str
-        Why there is a launch a chunk; empty where the kernel publishes.
+        As of `publish`.
     """
     chunks = Chunks.uniform(out.shape[0], rows_per_chunk)
     if chunks.count > publication.chunks:

@@ -22,17 +22,10 @@ def canonical_scales(
     Parameters
     ----------
     scale_a, scale_b
-        As a caller gives them: of one element, or what broadcasts to ``[*batch_a, M, 1]`` and ``[*batch_b, 1, N]``; of
-        one dimension: ``[M]`` and ``[N]``.
-    batch_a, batch_b
-        ``batch_a`` ends with M.
+        As a caller gives them: of one element, or what broadcasts to ``[*batch_a, 1]`` and ``[*batch_b, 1, N]``; of
+        one dimension: ``[M]`` and ``[N]``. ``batch_a`` ends with M.
     shape
         The canonical output's: ``[M', N]``, or ``[B, M, N]``.
-
-    Raises
-    ------
-    ValueError
-        If one has another shape.
     """
     row, column = ("row of x", "row of weight") if op == "linear" else ("row of a", "column of b")
     if scale_a is not None:
