@@ -215,9 +215,10 @@ class Extension:
             if held and all(size <= one.numel() for size, one in zip(sizes, held, strict=True)):
                 return
             most = [max(size, one.numel()) for size, one in zip(sizes, held, strict=True)] if held else [*sizes]
-            kinds = (torch.zeros, torch.int64), (torch.zeros, torch.int32), (torch.empty, torch.float32)
-            made = tuple(
-                create(size, dtype=dtype, device=device) for size, (create, dtype) in zip(most, kinds, strict=True)
+            made = (
+                torch.zeros(most[0], dtype=torch.int64, device=device),
+                torch.zeros(most[1], dtype=torch.int32, device=device),
+                torch.empty(most[2], dtype=torch.float32, device=device),
             )
             addresses = (ctypes.c_uint64 * 3)(*[one.data_ptr() for one in made])
             if self._library.tilestream_give_workspace(place[0], stream, addresses, (ctypes.c_int64 * 3)(*most)):

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from tilestream.launch.launcher import Launcher
-
 
 class Call(NamedTuple):
     """What a launch was given: a recipe has to reproduce it.
@@ -37,13 +35,13 @@ class Observation:
     launches
         Each `tilestream.launch.launch.Launch` that was called.
     issued
-        Each kernel that went to the driver, with what varied: see `tilestream.launch.launcher.Launcher`. None for a
+        Each kernel that went to the driver: its `tilestream.launch.launcher.Launcher`, and what varied. None for a
         kernel that only Triton can launch.
     """
 
     def __init__(self) -> None:
         self.launches: list[Any] = []
-        self.issued: list[tuple[Launcher, tuple[Any, ...]] | None] = []
+        self.issued: list[tuple[Any, tuple[Any, ...]] | None] = []
 
 
 class _Here(threading.local):
