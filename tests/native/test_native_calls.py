@@ -19,6 +19,7 @@ from stand_ins import CPU_INDEX, Launch, Matmul, call, remember, result_of
 
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch import native
+from tilestream.launch.cache import launch_cache
 from tilestream.launch.native import Unfit, recipe_of
 from tilestream.launch.observe import Call, Observation, observation, observe
 from tilestream.ops.operands import refuse_overlap
@@ -411,11 +412,12 @@ def test_the_table_is_bounded(extension, driver):
     assert len(extension) == 4, "what is there already takes no room"
 
 
-def test_clearing_forgets_all(extension, driver):
+@pytest.mark.parametrize("cleared", ["extension", "launch_cache"])
+def test_clearing_forgets_all(extension, driver, cleared):
     x = call()
     remember(extension, Launch(driver, x), x)
     assert len(extension) == 1
-    extension.clear()
+    (extension if cleared == "extension" else launch_cache).clear()
     assert len(extension) == 0
     assert extension.try_matmul(*x) is None
 

@@ -8,7 +8,7 @@ torch's dispatcher would have had something to do (`can_bypass_dispatcher`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,23 @@ T = TypeVar("T")
 
 
 class LaunchCache(dict[object, object]):
-    """What earlier calls decided, by signature. It holds plans and compiled kernels, and no tensor of a caller."""
+    """What earlier calls decided, by signature. It holds plans and compiled kernels, and no tensor of a caller.
+
+    Attributes
+    ----------
+    followers
+        Called when it is cleared: what else was decided then is to be forgotten, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.followers: list[Callable[[], None]] = []
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        for forget in self.followers:
+            forget()
 
     def insert(self, key: object, found: T) -> T:
         """Keep ``found``, and return it."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.observe import Call, Observation
 
@@ -160,6 +161,7 @@ class Extension:
         #: The words of each stream, by device and stream: the library has their addresses.
         self._words: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self._unfit: weakref.WeakSet[Any] = weakref.WeakSet()
+        launch_cache.followers.append(self.clear)
 
     def remember(
         self, seen: Observation, call: Call, stream: int, into: bool, arguments: tuple[Any, ...]
