@@ -114,25 +114,13 @@ class _Parameter(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """The memory of one launch.
-
-    Attributes
-    ----------
-    memory
-        The configuration, the parameters and, last, the parameters' addresses.
-    start
-        Where in it a launch packs.
-    config, addresses
-        The addresses of the first and of the last.
-    view
-        Keeps the memory where it is.
-    """
+    """The memory of one launch: the configuration, the parameters and, last, the parameters' addresses."""
 
     memory: bytearray
-    start: int
-    config: ctypes.c_void_p
+    start: int  # where in it a launch packs
+    config: ctypes.c_void_p  # the addresses of the first and of the last
     addresses: ctypes.c_void_p
-    view: ctypes.Array[ctypes.c_char]
+    view: ctypes.Array[ctypes.c_char]  # keeps the memory where it is
 
 
 class Launcher:
@@ -318,7 +306,13 @@ def _parameters(kernel: Any, arguments: Sequence[Any]) -> Iterator[_Parameter]:
     for path, type_, value in _leaves((), tuple(source.signature.values()), tuple(arguments)):
         name = names[path[0]]
         if type_ == "constexpr":
-            _check_constant(name, source.constants.get(path, value), value)
+            constant = source.constants.get(path, value)
+            numbers = isinstance(constant, (int, float)) and isinstance(value, (int, float))
+            if _varies(value) or (numbers and value != constant) or (constant is None) != (value is None):
+                raise ValueError(
+                    f"argument {name} was compiled in, as {constant!r}, and cannot be {value!r}: compile with "
+                    "another value, or name it in do_not_specialize"
+                )
         elif type_.startswith("tensordesc"):
             if not isinstance(value, Descriptor):
                 raise TypeError(f"argument {name} is a descriptor: give a Descriptor, not {value!r}")
@@ -332,7 +326,13 @@ def _parameters(kernel: Any, arguments: Sequence[Any]) -> Iterator[_Parameter]:
             if isinstance(value, Descriptor) or not (value is VARIES or isinstance(value, (int, float))):
                 raise TypeError(f"argument {name} is of type {type_}: give VARIES or a number, not {value!r}")
             if ["tt.divisibility", 16] in source.attrs.get(path, ()):
-                _check_divisible(name, type_, value)
+                if isinstance(value, (int, float)):
+                    if value % 16:
+                        raise ValueError(f"argument {name} was compiled as a multiple of 16, and is {value}")
+                elif not type_.startswith("*"):
+                    raise ValueError(
+                        f"argument {name} varies, but was compiled as a multiple of 16: name it in do_not_specialize"
+                    )
             yield _Parameter(name, format_, value)
 
 
@@ -343,25 +343,6 @@ def _leaves(path: tuple[int, ...], types: tuple[Any, ...], values: Any) -> Itera
             yield from _leaves((*path, i), type_, value)
         else:
             yield (*path, i), type_, value
-
-
-def _check_constant(name: str, constant: Any, value: Any) -> None:
-    numbers = isinstance(constant, (int, float)) and isinstance(value, (int, float))
-    if _varies(value) or (numbers and value != constant) or (constant is None) != (value is None):
-        raise ValueError(
-            f"argument {name} was compiled in, as {constant!r}, and cannot be {value!r}: compile with "
-            "another value, or name it in do_not_specialize"
-        )
-
-
-def _check_divisible(name: str, type_: str, value: Any) -> None:
-    if value is VARIES:
-        if not type_.startswith("*"):
-            raise ValueError(
-                f"argument {name} varies, but was compiled as a multiple of 16: name it in do_not_specialize"
-            )
-    elif value % 16:
-        raise ValueError(f"argument {name} was compiled as a multiple of 16, and is {value}")
 
 
 def _tensor(name: str, given: Descriptor, metadata: dict[str, Any] | None) -> tensor_map.TensorMap:

@@ -14,24 +14,7 @@ from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
 from tilestream.launch.observe import Call, observe
-from tilestream.ops import gpu, native
-from tilestream.ops.checks import (
-    autocast,
-    check_operands,
-    check_pair,
-    check_waiting,
-    refuse_gradients,
-    refuse_tangents,
-)
-from tilestream.ops.library import (
-    clear_signals_op,
-    gemm_arriving_op,
-    gemm_arriving_out_op,
-    gemm_op,
-    gemm_out_op,
-    gemm_published_out_op,
-    result_dtype,
-)
+from tilestream.ops import checks, gpu, library, native
 from tilestream.ops.limit import limit
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
 from tilestream.plan import limit as limits
@@ -90,7 +73,7 @@ class Request(NamedTuple):
             raise TypeError(f"{op}: use_fast_accum={self.fast_accum!r}; it is True or False")
         arriving = self.arriving
         if arriving or self.publish is not None or self.workers is not None or self.deadline is not None:
-            check_waiting(
+            checks.check_waiting(
                 op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
                 publish=self.publish,
             )  # fmt: skip
@@ -184,14 +167,14 @@ def _signature(r: Request) -> object | None:
 def _multiply(r: Request) -> torch.Tensor:
     r.check()
     op, a, b, out = r.op, r.a, r.b, r.out
-    check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=r.scale_a, scale_b=r.scale_b)
+    checks.check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=r.scale_a, scale_b=r.scale_b)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
-    refuse_tangents(op, a, b, r.bias, r.residual, r.scale_a, r.scale_b)
+    checks.refuse_tangents(op, a, b, r.bias, r.residual, r.scale_a, r.scale_b)
     if torch.is_grad_enabled():
-        refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b)
-    a, b = autocast(op, r.arriving, a, b)
-    check_pair(op, a, b)
+        checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b)
+    a, b = checks.autocast(op, r.arriving, a, b)
+    checks.check_pair(op, a, b)
     # The result's dimensions: of a vector, its one row or column goes.
     rows, columns = a.shape[-2:-1], b.shape[-1:] if b.dim() > 1 else ()
     a = a if rows else a.unsqueeze(0)
@@ -207,7 +190,7 @@ def _multiply(r: Request) -> torch.Tensor:
         raise ValueError(f"{op}: bias has shape {list(r.bias.shape)}; it has one element a column: [{full[-1]}]")
     residual = None if r.residual is None else _expand(op, r.residual, shape, full)
     if out is not None:
-        _check_out(r, out, shape, result_dtype(a, r.out_dtype))
+        _check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
@@ -243,8 +226,8 @@ def _call(
                 f"{r.op}: publish= has no gradient, and an operand requires one; leave publish= away, or use "
                 "torch.no_grad()"
             )
-        result = a.new_empty(canonical, dtype=result_dtype(a, r.out_dtype)) if into is None else into
-        gemm_published_out_op(*operands, flat.words, flat.ints, r.op, result, *optional)
+        result = a.new_empty(canonical, dtype=library.result_dtype(a, r.out_dtype)) if into is None else into
+        library.gemm_published_out_op(*operands, flat.words, flat.ints, r.op, result, *optional)
         return result
     late: tuple[Any, ...] = ()
     words: list[torch.Tensor | None] = []
@@ -254,9 +237,9 @@ def _call(
         ints = [[] if flat is None else flat.ints for flat in flats]
         late = (words[0], ints[0], words[1], ints[1], check_deadline(r.deadline), r.op)
     if into is None:
-        result = (gemm_arriving_op if late else gemm_op)(*operands, *late, *optional)
+        result = (library.gemm_arriving_op if late else library.gemm_op)(*operands, *late, *optional)
     else:
-        (gemm_arriving_out_op if late else gemm_out_op)(*operands, *late, into, *optional)
+        (library.gemm_arriving_out_op if late else library.gemm_out_op)(*operands, *late, into, *optional)
         result = into
     clear_signals(*words)
     return result
@@ -266,7 +249,7 @@ def clear_signals(*words: torch.Tensor | None) -> None:
     """Zero a caller's own words on the CPU. On a GPU the launch does it."""
     for one in words:
         if one is not None and not one.is_cuda:
-            clear_signals_op(one)
+            library.clear_signals_op(one)
 
 
 def _batch(op: str, of_a: torch.Size, of_b: torch.Size) -> torch.Size:
