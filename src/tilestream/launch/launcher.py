@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import triton
 
 from tilestream.launch import tensor_map
+from tilestream.launch.observe import observation
 from tilestream.runtime.driver import INVALID_CONTEXT, bind_context, cuda_function, error_name
 
 #: Tensor maps that a launcher remembers for each descriptor: 128 bytes each.
@@ -156,6 +157,8 @@ class Launcher:
         parameters += [_Parameter("global scratch", "Q", 0), _Parameter("profile scratch", "Q", 0)]
         _check(kernel, parameters)
         self._kernel, self._grid, self._arguments = kernel, grid, tuple(arguments)
+        #: All parameters of the kernel, in its order.
+        self.parameters = tuple(parameters)
         self._issue = cuda_function("cuLaunchKernelEx", *[ctypes.c_void_p] * 4)
         self._function = ctypes.c_void_p(kernel.function)
         self._attributes = _attributes(kernel.metadata)
@@ -210,6 +213,19 @@ class Launcher:
             self._launch_watched(stream, varying)
         else:
             self._launch(stream, varying)
+        if (seen := observation()) is not None:
+            seen.issued.append((self, varying))
+
+    def head(self) -> list[int]:
+        """What a launch needs beside its parameters, as `csrc/recipe.cpp` reads it.
+
+        The function; the extents of grid and block, and bytes of shared memory; the number of attributes, and each as
+        nine integers.
+        """
+        attributes = struct.unpack(f"={len(self._attributes) // 8}q", self._attributes)
+        return [
+            self._function.value or 0, *_CONFIG_HEAD.unpack_from(self._template), self._constant[1], *attributes
+        ]  # fmt: skip
 
     def _launch(self, stream: int, varying: tuple[Any, ...]) -> None:
         try:

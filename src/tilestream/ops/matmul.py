@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops import native
 from tilestream.ops.checks import check_tensors
 from tilestream.ops.request import Request, multiply
 
@@ -107,6 +108,13 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
+    if arrival is None and publish is None and deadline is None:
+        made = native.product(
+            "matmul", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     return multiply(Request(
         "matmul", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
         scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, publish=publish,
@@ -128,6 +136,13 @@ def mm(
     ValueError
         If an operand is no matrix.
     """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "mm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     _check_dims("mm", 2, a, b)
     return multiply(Request(
         "mm", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
@@ -150,6 +165,13 @@ def bmm(
     ValueError
         If an operand has not three dimensions, or they differ in batches.
     """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "bmm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     _check_dims("bmm", 3, a, b)
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"bmm: a has {a.shape[0]} batches, b has {b.shape[0]}; bmm does not broadcast, matmul does")
@@ -183,6 +205,12 @@ def addmm(
     ValueError
         If ``a`` or ``b`` is no matrix.
     """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "addmm", a, b, out, None, input, alpha, beta, activation, out_dtype, None, None, True, schedule, workers
+        )  # fmt: skip
+        if made is not None:
+            return made
     for name, tensor in (("a", a), ("b", b)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
             raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
@@ -221,11 +249,18 @@ def linear(
     ValueError
         If ``weight`` is neither a matrix nor a vector.
     """
+    if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
+        scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
+    if arrival is None and weight_arrival is None and publish is None and deadline is None:
+        made = native.product(
+            "linear", x, weight, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b,
+            use_fast_accum, schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
         raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
     transposed = weight.t() if isinstance(weight, torch.Tensor) else weight
-    if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
-        scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
     return multiply(Request(
         "linear", x, transposed, out=out, bias=bias, residual=residual, beta=beta, activation=activation,
         out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival,

@@ -13,7 +13,8 @@ from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
-from tilestream.ops import checks, gpu, library
+from tilestream.launch.observe import Call, observe
+from tilestream.ops import checks, gpu, library, native
 from tilestream.ops.limit import limit
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
 from tilestream.plan import limit as limits
@@ -97,11 +98,36 @@ class Request(NamedTuple):
 def multiply(r: Request) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
 
-    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`.
+    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`. What it launched
+    is observed, so that the native call path can make the next one.
     """
-    a = r.a
-    if torch.compiler.is_compiling() or not isinstance(a, torch.Tensor) or not a.is_cuda:
+    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not r.a.is_cuda:
         return _multiply(r)
+    arguments = _native_arguments(r)
+    if arguments is None:
+        return _multiply_on_gpu(r)
+    with observe() as seen:
+        result = _multiply_on_gpu(r)
+    operands = {
+        "a": r.a, "b": r.b, "out": result, "bias": r.bias, "residual": r.residual, "scale_a": r.scale_a,
+        "scale_b": r.scale_b,
+    }  # fmt: skip
+    native.remember(Call(operands, (float(r.alpha), float(r.beta))), r.out is not None, seen, arguments)
+    return result
+
+
+def _native_arguments(r: Request) -> tuple[Any, ...] | None:
+    """What the native call path would be asked for this call; None if it is none for that path."""
+    if r.arriving or r.publish is not None or r.deadline is not None or not isinstance(r.b, torch.Tensor):
+        return None
+    return native.wanted(
+        r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
+        r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
+    )  # fmt: skip
+
+
+def _multiply_on_gpu(r: Request) -> torch.Tensor:
+    a = r.a
     key = _signature(r)
     found: Any = None if key is None else launch_cache.get(key)
     if found is None:
