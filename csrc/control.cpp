@@ -1,4 +1,6 @@
 // What Python calls through ctypes: `tilestream.launch.native`.
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 
@@ -23,13 +25,15 @@ EXPORT void tilestream_set_capacity(int64_t entries) {
   tilestream::set_table_capacity(entries < 1 ? 1 : static_cast<size_t>(entries));
 }
 
-// Give a stream of the current context words: addresses of zeroed counters and counts, and of partials, and how many.
-// False if the thread has no context of this device.
+// Give a stream of the current context words: addresses of zeroed counters and counts, of partials, and of a list's
+// halves; how many counters, counts and partials there are, and how long a half is. False if the thread has no context
+// of this device.
 EXPORT int32_t tilestream_give_workspace(
-    int32_t device, void* stream, const uint64_t* addresses, const int64_t* sizes) {
+    int32_t device, void* stream, void* const* addresses, const int64_t* sizes) {
   int64_t context = 0;
   if (tilestream::driver().launch == nullptr || !tilestream::context_of(device, &context)) return 0;
-  tilestream::give_workspace(
-      device, stream, context, addresses[0], addresses[1], addresses[2], {1, sizes[0], sizes[1], sizes[2]});
+  std::array<void*, tilestream::Workspace::kRegions> regions;
+  std::copy_n(addresses, regions.size(), regions.begin());
+  tilestream::give_workspace(device, stream, context, regions, {0, sizes[0], sizes[1], sizes[2], sizes[3]});
   return 1;
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -12,7 +13,7 @@
 
 namespace tilestream {
 
-// A key under construction: integers, of which there is room for a call with seven operands of eight dimensions.
+// A key under construction: integers, of which there is room for seven operands of eight dimensions, or twelve of four.
 class Key {
  public:
   void add(int64_t word) {
@@ -33,11 +34,17 @@ class Key {
   bool overflows_ = false;
 };
 
-// A launch, and the output that it writes.
+// How a fresh output lies in memory.
+struct Layout {
+  std::vector<int64_t> sizes, strides;
+  int32_t dtype;
+};
+
+// A launch, and the outputs that it writes.
 struct Entry {
   std::unique_ptr<const Recipe> recipe;
-  std::vector<int64_t> sizes, strides;  // of a fresh output
-  int32_t dtype;
+  Layout out;
+  std::optional<Layout> lse;
 };
 
 // The entry of a key, null if there is none. It lives on with the caller while the table is cleared.

@@ -1,14 +1,16 @@
 // The ops of the native call path, by torch's stable ABI.
 //
-// A call that is equal to an earlier one, but for addresses, is launched from here; `try_matmul` returns None, and
-// `try_matmul_out` false, for any other. Python then checks the call, plans, compiles, launches, and has
-// `remember_matmul` keep the recipe. So nothing is checked here but what a key does not say: where operands lie.
+// A call that is equal to an earlier one, but for addresses, is launched from here; the `try_` ops return None, or
+// false, for any other. Python then checks the call, plans, compiles, launches, and has a `remember_` op keep the
+// recipe. So nothing is checked here but what a key does not say: where operands lie.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <initializer_list>
+#include <array>
+#include <bit>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "launch_table.h"
@@ -44,14 +46,70 @@ Place place_of(const Tensor& x, void* address) {
       span_of(x.strides())};
 }
 
+// An operand that is read; null if it is not given.
+struct Read {
+  Operand operand;
+  const Tensor* tensor;
+};
+
+const Tensor* pointer_to(const std::optional<Tensor>& x) { return x.has_value() ? &*x : nullptr; }
+
 // A product as the public ops take it: torch's dimensions and strides, nothing brought to a canonical form.
 struct Matmul {
   int64_t op;  // which public op: they check differently
   Tensor a, b;
   std::optional<Tensor> bias, residual, scale_a, scale_b;
   double alpha, beta;
-  int64_t options;  // activation, schedule, result dtype, precisions: see `tilestream.launch.native.options_of`
+  int64_t options;  // activation, schedule, result dtype, precisions: see `tilestream.ops.native`
   int64_t workers, limit;
+
+  const Tensor& first() const { return a; }
+
+  // What decides a launch beside the operands. Kernels are compiled for alpha = 1 or any other; with beta = 0 the
+  // residual is not read.
+  std::array<int64_t, 6> numbers() const {
+    return {op, options, workers, limit, int64_t{alpha == 1.0}, int64_t{beta == 0.0}};
+  }
+
+  std::array<double, Given::kFactors> factors() const { return {alpha, beta}; }
+
+  std::array<Read, 6> reads() const {
+    return {{{kA, &a}, {kB, &b}, {kBias, pointer_to(bias)}, {kResidual, pointer_to(residual)},
+             {kScaleA, pointer_to(scale_a)}, {kScaleB, pointer_to(scale_b)}}};
+  }
+
+  // Whether an operand may be the output itself, and one that is not read may lie anywhere.
+  bool may_be(Operand operand, bool same) const { return operand == kResidual && (same || beta == 0.0); }
+};
+
+// Attention, likewise: heads where the caller has them.
+struct Attention {
+  Tensor q, k, v;
+  int64_t options;  // layout, diagonal, log-sum-exp, schedule, precision: see `tilestream.ops.native`
+  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, sinks, scale_q, scale_k, scale_v;
+  double scale, softcap;
+  int64_t left, right, max_seqlen_q, max_seqlen_k, workers, splits, limit;
+
+  static constexpr int64_t kOp = -1;  // no public op of `Matmul`
+
+  const Tensor& first() const { return q; }
+
+  // Scale and soft cap are constants of a launch.
+  std::array<int64_t, 11> numbers() const {
+    return {kOp, options, workers, limit, left, right, max_seqlen_q, max_seqlen_k, splits,
+            std::bit_cast<int64_t>(scale), std::bit_cast<int64_t>(softcap)};
+  }
+
+  std::array<double, Given::kFactors> factors() const { return {}; }
+
+  std::array<Read, 11> reads() const {
+    return {{{kQ, &q}, {kK, &k}, {kV, &v}, {kCuSeqlensQ, pointer_to(cu_seqlens_q)},
+             {kCuSeqlensK, pointer_to(cu_seqlens_k)}, {kBlockTable, pointer_to(block_table)},
+             {kSeqlensK, pointer_to(seqlens_k)}, {kSinks, pointer_to(sinks)}, {kScaleQ, pointer_to(scale_q)},
+             {kScaleK, pointer_to(scale_k)}, {kScaleV, pointer_to(scale_v)}}};
+  }
+
+  bool may_be(Operand, bool) const { return false; }
 };
 
 void add_tensor(Key& key, const Tensor& x, const void* address) {
@@ -73,82 +131,90 @@ struct Call {
   int64_t context;
 
   // False if there is no launch to be found: the operands' device is not the current one.
-  bool read(const Matmul& x, const Tensor* out) {
-    device = x.a.get_device_index();
+  template <typename Op>
+  bool read(const Op& x, const Tensor* out) {
+    device = x.first().get_device_index();
     if (driver().launch == nullptr || !context_of(device, &context)) return false;
-    given.factors = {x.alpha, x.beta};
-    // Kernels are compiled for alpha = 1 or any other; with beta = 0 the residual is not read.
-    for (const int64_t word :
-         {x.op, x.options, x.workers, x.limit, context, int64_t{x.alpha == 1.0}, int64_t{x.beta == 0.0}}) {
-      key.add(word);
+    given.factors = x.factors();
+    key.add(context);
+    for (const int64_t number : x.numbers()) key.add(number);
+    for (const auto& [operand, tensor] : x.reads()) {
+      add(operand, tensor, tensor == nullptr ? nullptr : const_cast<void*>(tensor->const_data_ptr()));
     }
-    const std::optional<Tensor>* optional[] = {&x.bias, &x.residual, &x.scale_a, &x.scale_b};
-    add_read(0, x.a);
-    add_read(1, x.b);
-    for (int i = 0; i < 4; i++) {
-      if (optional[i]->has_value()) {
-        add_read(3 + i, **optional[i]);
-      } else {
-        key.add(0);
-      }
-    }
-    if (out == nullptr) {
-      key.add(0);
-    } else {
-      given.addresses[2] = out->mutable_data_ptr();
-      add_tensor(key, *out, given.addresses[2]);
-    }
+    add(kOut, out, out == nullptr ? nullptr : out->mutable_data_ptr());
     return true;
   }
 
  private:
-  void add_read(int operand, const Tensor& x) {
-    const void* address = x.const_data_ptr();
-    given.addresses[operand] = const_cast<void*>(address);
-    add_tensor(key, x, address);
+  void add(Operand operand, const Tensor* x, void* address) {
+    given.addresses[operand] = address;
+    if (x == nullptr) {
+      key.add(0);
+    } else {
+      add_tensor(key, *x, address);
+    }
   }
 };
 
-// Whether `out` may share memory with what is read. The residual may be the output itself.
-bool overlaps(const Matmul& x, const Tensor& out, const Given& given) {
-  const Place written = place_of(out, given.addresses[2]);
-  const auto meets = [&](const Tensor& read, int operand) {
-    return may_overlap(place_of(read, given.addresses[operand]), written);
-  };
-  if (meets(x.a, 0) || meets(x.b, 1)) return true;
-  if (x.residual.has_value() && x.beta != 0.0) {
-    const bool same = dtype_of(*x.residual) == dtype_of(out) &&
-                      same_elements(place_of(*x.residual, given.addresses[4]), written);
-    if (!same && meets(*x.residual, 4)) return true;
+// Whether `out` may share memory with what is read.
+template <typename Op>
+bool overlaps(const Op& x, const Tensor& out, const Given& given) {
+  const Place written = place_of(out, given.addresses[kOut]);
+  for (const auto& [operand, tensor] : x.reads()) {
+    if (tensor == nullptr) continue;
+    const Place read = place_of(*tensor, given.addresses[operand]);
+    if (!may_overlap(read, written)) continue;
+    if (!x.may_be(operand, dtype_of(*tensor) == dtype_of(out) && same_elements(read, written))) return true;
   }
-  return (x.bias && meets(*x.bias, 3)) || (x.scale_a && meets(*x.scale_a, 5)) || (x.scale_b && meets(*x.scale_b, 6));
+  return false;
 }
 
-Tensor allocate(const Entry& entry, const Tensor& like, int32_t device) {
+Layout layout_of(const Tensor& x) {
+  const auto sizes = x.sizes(), strides = x.strides();
+  return {{sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, dtype_of(x)};
+}
+
+Tensor allocate(const Layout& layout, const Tensor& like, int32_t device) {
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(entry.sizes.size()), entry.sizes.data(), entry.strides.data(), entry.dtype,
+      static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(), layout.strides.data(), layout.dtype,
       device_type_of(like), device, &handle));
   return Tensor(handle);
 }
 
-std::optional<Tensor> launch(const Matmul& x) {
+// What was launched, and the outputs that are fresh.
+struct Made {
+  bool launched = false;
+  std::optional<Tensor> out, lse;
+};
+
+template <typename Op>
+Made launch(const Op& x, const Tensor* out) {
   Call call;
-  if (!call.read(x, nullptr)) return std::nullopt;
+  if (!call.read(x, out)) return {};
   const auto entry = find_entry(call.key);
-  if (entry == nullptr) return std::nullopt;
-  Tensor out = allocate(*entry, x.a, call.device);
-  call.given.addresses[2] = out.mutable_data_ptr();
-  if (!entry->recipe->issue(call.given, call.device, call.context)) return std::nullopt;
-  return out;
+  if (entry == nullptr || (out != nullptr && overlaps(x, *out, call.given))) return {};
+  Made made;
+  const auto fresh = [&](const Layout& layout, Operand operand) {
+    Tensor tensor = allocate(layout, x.first(), call.device);
+    call.given.addresses[operand] = tensor.mutable_data_ptr();
+    return tensor;
+  };
+  if (out == nullptr) made.out = fresh(entry->out, kOut);
+  if (entry->lse.has_value()) made.lse = fresh(*entry->lse, kLse);
+  if (!entry->recipe->issue(call.given, call.device, call.context)) return {};
+  made.launched = true;
+  return made;
 }
 
-bool launch_out(const Tensor& out, const Matmul& x) {
+template <typename Op>
+bool remember(std::span<const int64_t> recipe, const Tensor& out, const Tensor* lse, bool into, const Op& x) {
   Call call;
-  if (!call.read(x, &out)) return false;
-  const auto entry = find_entry(call.key);
-  if (entry == nullptr || overlaps(x, out, call.given)) return false;
-  return entry->recipe->issue(call.given, call.device, call.context);
+  if (!call.read(x, into ? &out : nullptr) || call.key.overflows()) return false;
+  Entry entry{std::make_unique<const Recipe>(recipe), layout_of(out), std::nullopt};
+  if (lse != nullptr) entry.lse = layout_of(*lse);
+  insert_entry(call.key, std::make_shared<const Entry>(std::move(entry)));
+  return true;
 }
 
 // The ops, with their arguments in the schemas' order -----------------------------------------------------------------
@@ -163,19 +229,40 @@ bool launch_out(const Tensor& out, const Matmul& x) {
         alpha, beta, options, workers, limit                                                                        \
   }
 
-std::optional<Tensor> try_matmul(MATMUL_PARAMETERS) { return launch(MATMUL_ARGUMENTS); }
+std::optional<Tensor> try_matmul(MATMUL_PARAMETERS) { return launch(MATMUL_ARGUMENTS, nullptr).out; }
 
-bool try_matmul_out(Tensor out, MATMUL_PARAMETERS) { return launch_out(out, MATMUL_ARGUMENTS); }
+bool try_matmul_out(Tensor out, MATMUL_PARAMETERS) { return launch(MATMUL_ARGUMENTS, &out).launched; }
 
 bool remember_matmul(std::vector<int64_t> recipe, Tensor result, bool into, MATMUL_PARAMETERS) {
-  Call call;
-  if (!call.read(MATMUL_ARGUMENTS, into ? &result : nullptr) || call.key.overflows()) return false;
-  const auto sizes = result.sizes(), strides = result.strides();
-  Entry entry{
-      std::make_unique<const Recipe>(recipe), {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()},
-      dtype_of(result)};
-  insert_entry(call.key, std::make_shared<const Entry>(std::move(entry)));
-  return true;
+  return remember(recipe, result, nullptr, into, MATMUL_ARGUMENTS);
+}
+
+#define ATTENTION_PARAMETERS                                                                                        \
+  Tensor q, Tensor k, Tensor v, int64_t options, std::optional<Tensor> cu_seqlens_q,                                \
+      std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> block_table, std::optional<Tensor> seqlens_k,       \
+      std::optional<Tensor> sinks, std::optional<Tensor> scale_q, std::optional<Tensor> scale_k,                    \
+      std::optional<Tensor> scale_v, double scale, double softcap, int64_t left, int64_t right,                     \
+      int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t workers, int64_t splits, int64_t limit
+#define ATTENTION_ARGUMENTS                                                                                         \
+  Attention {                                                                                                       \
+    std::move(q), std::move(k), std::move(v), options, std::move(cu_seqlens_q), std::move(cu_seqlens_k),            \
+        std::move(block_table), std::move(seqlens_k), std::move(sinks), std::move(scale_q), std::move(scale_k),     \
+        std::move(scale_v), scale, softcap, left, right, max_seqlen_q, max_seqlen_k, workers, splits, limit         \
+  }
+
+std::tuple<std::optional<Tensor>, std::optional<Tensor>> try_attention(ATTENTION_PARAMETERS) {
+  Made made = launch(ATTENTION_ARGUMENTS, nullptr);
+  return {std::move(made.out), std::move(made.lse)};
+}
+
+std::tuple<bool, std::optional<Tensor>> try_attention_out(Tensor out, ATTENTION_PARAMETERS) {
+  Made made = launch(ATTENTION_ARGUMENTS, &out);
+  return {made.launched, std::move(made.lse)};
+}
+
+bool remember_attention(
+    std::vector<int64_t> recipe, Tensor result, std::optional<Tensor> lse, bool into, ATTENTION_PARAMETERS) {
+  return remember(recipe, result, pointer_to(lse), into, ATTENTION_ARGUMENTS);
 }
 
 }  // namespace
@@ -184,15 +271,26 @@ bool remember_matmul(std::vector<int64_t> recipe, Tensor result, bool into, MATM
 #define MATMUL_SCHEMA                                                                                                \
   "int op, Tensor a, Tensor b, Tensor? bias=None, Tensor? residual=None, Tensor? scale_a=None, "                     \
   "Tensor? scale_b=None, float alpha=1, float beta=1, int options=0, int workers=0, int limit=0"
+#define ATTENTION_SCHEMA                                                                                             \
+  "Tensor q, Tensor k, Tensor v, int options=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "              \
+  "Tensor? block_table=None, Tensor? seqlens_k=None, Tensor? sinks=None, Tensor? scale_q=None, "                     \
+  "Tensor? scale_k=None, Tensor? scale_v=None, float scale=0, float softcap=0, int left=-1, int right=-1, "          \
+  "int max_seqlen_q=-1, int max_seqlen_k=-1, int workers=0, int splits=0, int limit=0"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilestream, m) {
   m.def("try_matmul(" MATMUL_SCHEMA ") -> Tensor?");
   m.def("try_matmul_out(Tensor(a!) out, " MATMUL_SCHEMA ") -> bool");
   m.def("remember_matmul(int[] recipe, Tensor result, bool into, " MATMUL_SCHEMA ") -> bool");
+  m.def("try_attention(" ATTENTION_SCHEMA ") -> (Tensor?, Tensor?)");
+  m.def("try_attention_out(Tensor(a!) out, " ATTENTION_SCHEMA ") -> (bool, Tensor?)");
+  m.def("remember_attention(int[] recipe, Tensor result, Tensor? lse, bool into, " ATTENTION_SCHEMA ") -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilestream, CUDA, m) {
   m.impl("try_matmul", TORCH_BOX(&tilestream::try_matmul));
   m.impl("try_matmul_out", TORCH_BOX(&tilestream::try_matmul_out));
   m.impl("remember_matmul", TORCH_BOX(&tilestream::remember_matmul));
+  m.impl("try_attention", TORCH_BOX(&tilestream::try_attention));
+  m.impl("try_attention_out", TORCH_BOX(&tilestream::try_attention_out));
+  m.impl("remember_attention", TORCH_BOX(&tilestream::remember_attention));
 }

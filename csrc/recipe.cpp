@@ -1,17 +1,21 @@
 #include "recipe.h"
 
+#include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
 namespace tilestream {
 namespace {
 
-constexpr int64_t kVersion = 1;
-constexpr size_t kMaxParameters = 256;
+constexpr int64_t kVersion = 2;
+constexpr size_t kMaxKernels = 4, kMaxParameters = 256;
 constexpr int kAttributeWords = sizeof(LaunchAttribute) / sizeof(int64_t);
 
 [[noreturn]] void refuse(const char* why) { throw std::invalid_argument(std::string("recipe: ") + why); }
+
+}  // namespace
 
 // Reads the integers one after another.
 class Reader {
@@ -42,6 +46,8 @@ class Reader {
   std::span<const int64_t> left_;
 };
 
+namespace {
+
 TensorMap read_tensor_map(Reader& reader) {
   TensorMap map{};
   map.element_type = static_cast<int>(reader.next());
@@ -58,9 +64,7 @@ TensorMap read_tensor_map(Reader& reader) {
 
 }  // namespace
 
-Recipe::Recipe(std::span<const int64_t> integers) {
-  Reader reader(integers);
-  if (reader.next() != kVersion) refuse("another version");
+Kernel::Kernel(Reader& reader, bool counts) {
   function_ = reinterpret_cast<void*>(reader.next());
   reader.into(config_.grid, 3);
   reader.into(config_.block, 3);
@@ -71,7 +75,6 @@ Recipe::Recipe(std::span<const int64_t> integers) {
     reader.into(words, kAttributeWords);
     std::memcpy(&attribute, words, sizeof attribute);
   }
-  need_ = {reader.next(), reader.next(), reader.next(), reader.next()};
   const size_t count = reader.count(kMaxParameters);
   size_t end = 0;
   for (size_t i = 0; i < count; i++) {
@@ -83,7 +86,7 @@ Recipe::Recipe(std::span<const int64_t> integers) {
     if (end > kMaxBytes) refuse("the parameters are larger than a launch takes");
     template_.resize(end);
     offsets_.push_back(offset);
-    Slot slot{static_cast<Kind>(kind), offset, size, 0, {}};
+    Slot slot{static_cast<Kind>(kind), offset, size, 0, 0, {}};
     switch (slot.kind) {
       case Kind::kConstant: {
         if (size > sizeof(int64_t)) refuse("a constant is larger than 8 bytes");
@@ -91,81 +94,58 @@ Recipe::Recipe(std::span<const int64_t> integers) {
         std::memcpy(template_.data() + offset, &value, size);
         continue;
       }
-      case Kind::kOperand:
-        slot.index = reader.count(Given::kOperands - 1);
-        break;
-      case Kind::kWorkspace:
-        slot.index = reader.count(2);
-        break;
       case Kind::kBase:
         break;
       case Kind::kFactor:
         slot.index = reader.count(Given::kFactors - 1);
         break;
+      case Kind::kAddress:
       case Kind::kTensorMap:
-        slot.index = reader.count(Given::kOperands - 1);
-        slot.map = read_tensor_map(reader);
+        slot.index = reader.count(kOperands + Workspace::kRegions - 1);
+        slot.behind = reader.next();
+        if (slot.kind == Kind::kTensorMap) slot.map = read_tensor_map(reader);
         break;
       default:
         refuse("a kind of parameter is unknown");
     }
-    const bool is_map = slot.kind == Kind::kTensorMap;
-    if (is_map ? size != sizeof(TensorMapBytes) : size != 8 && (size != 4 || slot.kind == Kind::kOperand)) {
+    const bool is_map = slot.kind == Kind::kTensorMap, is_address = slot.kind == Kind::kAddress;
+    if (is_map ? size != sizeof(TensorMapBytes) : size != 8 && (size != 4 || is_address)) {
       refuse("a parameter has another size than its kind");
     }
-    const bool counts = slot.kind == Kind::kWorkspace || slot.kind == Kind::kBase;
-    if (counts && need_.tickets == 0) refuse("a parameter is of the workspace, and the launch needs none");
+    const bool of_workspace = slot.kind == Kind::kBase || ((is_map || is_address) && slot.index >= kOperands);
+    if (of_workspace && !counts) refuse("a parameter is of the workspace, and the launch needs none");
     slots_.push_back(slot);
   }
-  if (!reader.ended()) refuse("it is too long");
-  config_.attributes = attributes_.data();
   config_.attribute_count = static_cast<uint32_t>(attributes_.size());
 }
 
-bool Recipe::issue(const Given& given, int32_t device, int64_t context) const {
-  void* stream = nullptr;
-  if (driver().current_stream(device, &stream) != kSuccess) return false;
-  if (need_.tickets == 0) return launch(given, nullptr, stream);
-  int capturing = 0;  // a captured launch has words of its own: `tilestream.runtime.device_workspace.captured_words`
-  if (driver().stream_is_capturing(stream, &capturing) != kSuccess || capturing != 0) return false;
-  Workspace* workspace = find_workspace(device, stream, context);
-  if (workspace == nullptr) return false;
-  std::lock_guard lock(workspace->mutex);
-  if (!workspace->holds(need_) || !launch(given, workspace, stream)) return false;
-  workspace->base += need_.tickets;
-  return true;
-}
-
-bool Recipe::launch(const Given& given, const Workspace* workspace, void* stream) const {
+bool Kernel::launch(const Given& given, void* stream) const {
   alignas(TensorMapBytes) std::byte parameters[kMaxBytes];
   void* addresses[kMaxParameters];
   std::memcpy(parameters, template_.data(), template_.size());
   for (size_t i = 0; i < offsets_.size(); i++) addresses[i] = parameters + offsets_[i];
   for (const Slot& slot : slots_) {
-    if (!fill(slot, given, workspace, parameters)) return false;
+    if (!fill(slot, given, parameters)) return false;
   }
   LaunchConfig config = config_;
   config.stream = stream;
+  config.attributes = attributes_.data();
   return driver().launch(&config, function_, addresses, nullptr) == kSuccess;
 }
 
-bool Recipe::fill(const Slot& slot, const Given& given, const Workspace* workspace, std::byte* parameters) const {
+bool Kernel::fill(const Slot& slot, const Given& given, std::byte* parameters) const {
   std::byte* const place = parameters + slot.offset;
   const auto put = [&](const auto& value) { std::memcpy(place, &value, sizeof value); };
+  const auto address = [&]() -> void* { return static_cast<std::byte*>(given.addresses[slot.index]) + slot.behind; };
   switch (slot.kind) {
-    case Kind::kOperand:
-      put(given.addresses[slot.index]);
+    case Kind::kAddress:
+      put(address());
       break;
-    case Kind::kWorkspace: {
-      const uint64_t all[] = {workspace->partials, workspace->counts, workspace->counters};
-      put(all[slot.index]);
-      break;
-    }
     case Kind::kBase:
       if (slot.size == 4) {
-        put(static_cast<int32_t>(workspace->base));
+        put(static_cast<int32_t>(given.base));
       } else {
-        put(workspace->base);
+        put(given.base);
       }
       break;
     case Kind::kFactor:
@@ -176,11 +156,43 @@ bool Recipe::fill(const Slot& slot, const Given& given, const Workspace* workspa
       }
       break;
     case Kind::kTensorMap:
-      return slot.map.encode(given.addresses[slot.index], reinterpret_cast<TensorMapBytes*>(place));
+      return slot.map.encode(address(), reinterpret_cast<TensorMapBytes*>(place));
     case Kind::kConstant:
       break;
   }
   return true;
+}
+
+Recipe::Recipe(std::span<const int64_t> integers) {
+  Reader reader(integers);
+  if (reader.next() != kVersion) refuse("another version");
+  need_ = {reader.next(), reader.next(), reader.next(), reader.next(), reader.next()};
+  const size_t count = reader.count(kMaxKernels);
+  if (count == 0) refuse("it has no kernel");
+  for (size_t i = 0; i < count; i++) kernels_.emplace_back(reader, need_.any());
+  if (!reader.ended()) refuse("it is too long");
+}
+
+bool Recipe::issue(Given& given, int32_t device, int64_t context) const {
+  void* stream = nullptr;
+  if (driver().current_stream(device, &stream) != kSuccess) return false;
+  size_t launched = 0;
+  const auto launch_all = [&] {
+    while (launched < kernels_.size() && kernels_[launched].launch(given, stream)) launched++;
+    return launched == kernels_.size();
+  };
+  if (!need_.any()) return launch_all();
+  int capturing = 0;  // a captured launch has words of its own: `tilestream.runtime.device_workspace.captured_words`
+  if (driver().stream_is_capturing(stream, &capturing) != kSuccess || capturing != 0) return false;
+  Workspace* workspace = find_workspace(device, stream, context);
+  if (workspace == nullptr) return false;
+  std::lock_guard lock(workspace->mutex);
+  if (!workspace->holds(need_)) return false;
+  std::ranges::copy(workspace->addresses, given.addresses.begin() + kOperands);
+  given.base = workspace->base;
+  const bool all = launch_all();
+  if (launched > 0) workspace->base += need_.tickets;  // also where only a kernel behind it failed
+  return all;
 }
 
 }  // namespace tilestream

@@ -1,4 +1,4 @@
-// A recipe: how to launch one compiled kernel for operands of one layout, made once by Python.
+// A recipe: how to launch compiled kernels, one behind another, for operands of one layout; made once by Python.
 #pragma once
 
 #include <array>
@@ -13,50 +13,70 @@
 
 namespace tilestream {
 
-// What a call gives, in the order that `tilestream.launch.native.OPERANDS` names them.
-struct Given {
-  static constexpr int kOperands = 7;  // a, b, out, bias, residual, scale_a, scale_b
-  static constexpr int kFactors = 2;   // alpha, beta
+class Reader;
 
-  std::array<void*, kOperands> addresses{};
-  std::array<double, kFactors> factors{};
+// Operands of all ops, in the order that `tilestream.launch.native.OPERANDS` names them.
+enum Operand : int {
+  kA, kB, kOut, kBias, kResidual, kScaleA, kScaleB,
+  kQ, kK, kV, kLse, kSinks, kScaleQ, kScaleK, kScaleV, kCuSeqlensQ, kCuSeqlensK, kBlockTable, kSeqlensK,
+  kOperands
 };
 
-class Recipe {
+// What a call gives.
+struct Given {
+  static constexpr int kFactors = 2;  // alpha, beta
+
+  std::array<void*, kOperands + Workspace::kRegions> addresses{};  // those of the workspace: `Recipe::issue`
+  std::array<double, kFactors> factors{};
+  int64_t base = 0;  // that the counters start from
+};
+
+// A compiled kernel with its grid, and where each of its parameters comes from.
+class Kernel {
  public:
   static constexpr size_t kMaxBytes = 4096;  // of all parameters: the limit of a kernel launch
 
-  // From the integers that `tilestream.launch.native.Recipe.integers` makes. Throws std::invalid_argument.
-  explicit Recipe(std::span<const int64_t> integers);
-  Recipe(const Recipe&) = delete;
-  Recipe& operator=(const Recipe&) = delete;
+  // Throws std::invalid_argument. `counts`: whether its launch has a workspace.
+  Kernel(Reader& reader, bool counts);
 
-  // Launch on torch's current stream of the device. False if Python has to do it: the stream has no words or is being
-  // captured, or the driver refuses, and Python's own launch says why.
-  bool issue(const Given& given, int32_t device, int64_t context) const;
+  // False if the driver refuses.
+  bool launch(const Given& given, void* stream) const;
 
  private:
-  enum class Kind : int64_t { kConstant, kOperand, kWorkspace, kBase, kFactor, kTensorMap };
+  enum class Kind : int64_t { kConstant, kAddress, kBase, kFactor, kTensorMap };
 
   // A parameter that each launch fills in.
   struct Slot {
     Kind kind;
     size_t offset;
     size_t size;
-    size_t index;  // which operand, address of the workspace, factor; of a tensor map, its operand
+    size_t index;    // which address or factor
+    int64_t behind;  // bytes that are added to an address
     TensorMap map;
   };
 
-  bool launch(const Given& given, const Workspace* workspace, void* stream) const;
-  bool fill(const Slot& slot, const Given& given, const Workspace* workspace, std::byte* parameters) const;
+  bool fill(const Slot& slot, const Given& given, std::byte* parameters) const;
 
   void* function_;
-  LaunchConfig config_{};
+  LaunchConfig config_{};  // without stream and attributes
   std::vector<LaunchAttribute> attributes_;
-  WorkspaceNeed need_;
   std::vector<std::byte> template_;  // all parameters; those of `slots_` are zero
   std::vector<size_t> offsets_;
   std::vector<Slot> slots_;
+};
+
+class Recipe {
+ public:
+  // From the integers that `tilestream.launch.native.recipe_of` makes. Throws std::invalid_argument.
+  explicit Recipe(std::span<const int64_t> integers);
+
+  // Launch on torch's current stream of the device. False if Python has to do it: the stream has no words or is being
+  // captured, or the driver refuses, and Python's own launch says why. Fills in what `given` has of the workspace.
+  bool issue(Given& given, int32_t device, int64_t context) const;
+
+ private:
+  WorkspaceNeed need_;
+  std::vector<Kernel> kernels_;
 };
 
 }  // namespace tilestream

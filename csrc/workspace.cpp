@@ -17,7 +17,8 @@ auto& workspaces = *new std::map<Place, std::unique_ptr<Workspace>>;
 }  // namespace
 
 bool Workspace::holds(const WorkspaceNeed& need) const {
-  return need.counters <= size.counters && need.counts <= size.counts && need.partials <= size.partials;
+  return need.counters <= size.counters && need.counts <= size.counts && need.partials <= size.partials &&
+         need.listed <= size.listed;
 }
 
 Workspace* find_workspace(int32_t device, void* stream, int64_t context) {
@@ -27,15 +28,13 @@ Workspace* find_workspace(int32_t device, void* stream, int64_t context) {
 }
 
 void give_workspace(
-    int32_t device, void* stream, int64_t context, uint64_t counters, uint64_t counts, uint64_t partials,
+    int32_t device, void* stream, int64_t context, const std::array<void*, Workspace::kRegions>& addresses,
     const WorkspaceNeed& size) {
   std::unique_lock lock(mutex);
   auto& workspace = workspaces[{device, stream, context}];
   if (workspace == nullptr) workspace = std::make_unique<Workspace>();
   std::lock_guard own(workspace->mutex);
-  workspace->counters = counters;
-  workspace->counts = counts;
-  workspace->partials = partials;
+  workspace->addresses = addresses;
   workspace->size = size;
   workspace->base = 0;
 }

@@ -1,25 +1,31 @@
-// The words that dynamic and stream-K launches count with, one set for each (device, stream, context).
+// The words that launches count with and keep parts of results in, one set for each (device, stream, context).
 //
 // Python allocates them and keeps the tensors (`tilestream.launch.native`); here are their addresses, and the base that
 // the counters of the next launch start from (invariants 4 and 8 of docs/design.md).
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <mutex>
 
 namespace tilestream {
 
-// What a launch needs of a workspace. `tickets` is how far its counters can rise; 0 if it uses no workspace.
+// What a launch needs of a workspace; all 0 if it uses none. `tickets` is how far its counters can rise.
 struct WorkspaceNeed {
   int64_t tickets = 0;
   int64_t counters = 0;  // 8-byte words
   int64_t counts = 0;    // 4-byte words
   int64_t partials = 0;  // floats
+  int64_t listed = 0;    // 4-byte words of either half of a list
+
+  bool any() const { return tickets != 0 || counters != 0 || counts != 0 || partials != 0 || listed != 0; }
 };
 
 struct Workspace {
+  static constexpr int kRegions = 5;  // counters, counts, partials, and a list's halves: starts, order
+
   std::mutex mutex;  // held from the reading of `base` until the launch has been issued
-  uint64_t counters = 0, counts = 0, partials = 0;  // addresses
+  std::array<void*, kRegions> addresses{};
   WorkspaceNeed size;
   int64_t base = 0;
 
@@ -29,9 +35,9 @@ struct Workspace {
 // The workspace of a stream; null if Python has given none.
 Workspace* find_workspace(int32_t device, void* stream, int64_t context);
 
-// Give a stream zeroed words, in place of those that it had.
+// Give a stream words, of which counters and counts are zero, in place of those that it had.
 void give_workspace(
-    int32_t device, void* stream, int64_t context, uint64_t counters, uint64_t counts, uint64_t partials,
+    int32_t device, void* stream, int64_t context, const std::array<void*, Workspace::kRegions>& addresses,
     const WorkspaceNeed& size);
 
 }  // namespace tilestream

@@ -20,6 +20,11 @@ if importlib.util.find_spec("triton") is None:
 else:
     from tilestream.launch import launcher, native, native_build, tensor_map
 
+OPS = [
+    f"{verb}_{op}{into}"
+    for op in ("matmul", "attention")
+    for verb, into in (("try", ""), ("try", "_out"), ("remember", ""))
+]
 #: torch's index of the CPU, the "GPU" of these tests.
 CPU_INDEX = -1
 FAKE = Path(__file__).parent / "fake_driver.cpp"
@@ -116,7 +121,7 @@ def driver(libraries, monkeypatch) -> Driver:
 def extension(loaded, driver) -> native.Extension:
     """The extension without recipes. Its ops are called as torch's dispatcher calls them for tensors on a GPU."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    for name in ("try_matmul", "try_matmul_out", "remember_matmul"):
+    for name in OPS:
         op = getattr(torch.ops.tilestream, name).default
         setattr(loaded, name, functools.partial(op.redispatch, keys))
     loaded.set_capacity(8192)

@@ -89,7 +89,7 @@ class Launch:
     """
 
     def __init__(
-        self, driver: Any, x: Matmul, needs: tuple[int, int, int, int] = (0, 0, 0, 0), swapped: bool = False,
+        self, driver: Any, x: Matmul, needs: tuple[int, ...] = (0, 0, 0, 0, 0), swapped: bool = False,
         extra: dict[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.needs = SimpleNamespace(swap_ab=swapped), needs

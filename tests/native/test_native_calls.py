@@ -27,7 +27,7 @@ from tilestream.ops.operands import refuse_overlap
 #: Bytes in front of the parameters: grid, block, shared memory; stream; attributes.
 HEAD, ATTRIBUTE = 28 + 8 + 4, 72
 TICKETS = 11
-COUNTS = (TICKETS, 8, 4, 16)
+COUNTS = (TICKETS, 8, 4, 16, 0)
 
 
 def full(**more) -> Matmul:
@@ -60,7 +60,7 @@ def base_of(launched: bytes, launch: Launch) -> int:
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["rows first", "swap_ab"])
-@pytest.mark.parametrize("needs", [(0, 0, 0, 0), COUNTS], ids=["static", "counted"])
+@pytest.mark.parametrize("needs", [(0, 0, 0, 0, 0), COUNTS], ids=["static", "counted"])
 @pytest.mark.parametrize("made", [call, full], ids=["plain", "epilogue"])
 def test_an_equal_call_gives_the_driver_what_python_gave_it(extension, driver, made, needs, swapped):
     first = made()
@@ -189,7 +189,7 @@ def test_a_factor_that_was_changed_has_no_recipe(extension, driver):
 
 
 @pytest.mark.parametrize(("launches", "kernels"), [(0, 0), (1, 0), (1, 2), (2, 2)])
-def test_a_recipe_is_of_one_launch_of_one_kernel(launches, kernels):
+def test_a_recipe_is_of_one_launch_of_known_kernels(launches, kernels):
     seen = Observation()
     seen.launches, seen.issued = [object()] * launches, [None] * kernels
     with pytest.raises(Unfit, match=f"{launches} launches of {kernels} kernels"):
@@ -202,13 +202,16 @@ def test_a_recipe_is_of_one_launch_of_one_kernel(launches, kernels):
         (lambda made: [99, *made[1:]], "another version"),
         (lambda made: made[:-1], "ends too early"),
         (lambda made: [*made, 0], "too long"),
-        (lambda made: [*made[:9], 9, *made[10:]], "count is out of range"),
+        (lambda made: [*made[:6], 0, *made[7:]], "no kernel"),
+        (lambda made: [*made[:6], 9, *made[7:]], "count is out of range"),
+        (lambda made: [*made[:15], 9, *made[16:]], "count is out of range"),
         (lambda made: [*made[:-4], 16, *made[-3:]], "larger than 8 bytes"),
         (lambda made: [*made[:-4], 8, 8, 9, 0], "kind of parameter is unknown"),
-        (lambda made: [*made[:-4], 2, 8, 1, 0], "another size than its kind"),
-        (lambda made: [*made[:-4], 8, 8, 1, 7], "count is out of range"),
+        (lambda made: [*made[:-4], 2, 8, 1, 0, 0], "another size than its kind"),
+        (lambda made: [*made[:-4], 8, 8, 1, 99, 0], "count is out of range"),
         (lambda made: [*made[:-4], 0, 8, 0, 0], "no size"),
-        (lambda made: [*made[:-4], 8, 8, 2, 0], "needs none"),
+        (lambda made: [*made[:-4], 8, 8, 2], "needs none"),
+        (lambda made: [*made[:-4], 8, 8, 1, len(native.OPERANDS), 0], "needs none"),
     ],
 )
 def test_a_recipe_is_checked(extension, driver, change, message):
@@ -282,15 +285,15 @@ def test_each_stream_has_words_of_its_own(extension, driver):
         extension.try_matmul(*x)
     assert [base_of(one, launch) for one in driver.launches()] == [0, 0, TICKETS, TICKETS]
     places = {place: [one.data_ptr() for one in words] for place, words in extension._words.items()}
-    assert len({address for addresses in places.values() for address in addresses}) == 6
+    assert len({address for addresses in places.values() for address in addresses if address}) == 6
 
 
 def test_words_grow_and_larger_ones_serve_smaller_launches(extension, driver):
     small, large = call(), call(m=48)
-    launches = {x: Launch(driver, x, needs) for x, needs in ((small, COUNTS), (large, (5, 8, 400, 16)))}
+    launches = {x: Launch(driver, x, needs) for x, needs in ((small, COUNTS), (large, (5, 8, 400, 16, 0)))}
     for x, launch in launches.items():
         remember(extension, launch, x)
-    assert [one.numel() for one in extension._words[CPU_INDEX, 0]] == [8, 400, 16]
+    assert [one.numel() for one in extension._words[CPU_INDEX, 0]] == [8, 400, 16, 0, 0]
     driver.forget()
     assert extension.try_matmul(*small) is not None
     assert extension.try_matmul(*large) is not None

@@ -112,13 +112,16 @@ class Launch:
             seen.launches.append(self)
 
     @property
-    def needs(self) -> tuple[int, int, int, int]:
-        """Of a workspace: tickets that a launch draws at most, counters, counts and partials; 0 tickets: of none."""
+    def needs(self) -> tuple[int, int, int, int, int]:
+        """Of a workspace: tickets that a launch draws at most, counters, counts, partials, a half of a list.
+
+        All are 0 where it uses none.
+        """
         schedule, block = self._schedule, self.plan.block
         if schedule is None:
-            return 0, 0, 0, 0
+            return 0, 0, 0, 0, 0
         partials = max(self._floats, schedule.slots * block[0] * block[1])
-        return schedule.most_tickets, words_of(schedule), 2 * schedule.slots, partials
+        return schedule.most_tickets, words_of(schedule), 2 * schedule.slots, partials, self._listed
 
     def _issue(self, stream: int, x: Any, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None) -> None:
         """`issue`, around which the operands whose copies are offered are locked.

@@ -2,9 +2,9 @@
 
 A call that torch's dispatcher brings to the extension's op is looked up there by a key: shapes, strides, dtypes and
 alignment of the operands, options, the context. If it is not found, the op says so, and the call goes Python's way,
-observed (`tilestream.launch.observe`). `remember` then makes a *recipe* of what was launched: the kernel, the constant
-parameters, and where each other parameter comes from. A recipe is made only if it reproduces every parameter that was
-observed; a call with anything else (a table, a gate, more than one kernel) goes Python's way always.
+observed (`tilestream.launch.observe`). `remember` then makes a *recipe* of what was launched: the kernels, the constant
+parameters of each, and where each other parameter comes from. A recipe is made only if it reproduces every parameter
+that was observed; a call with anything else (a table, a gate, a second launch) goes Python's way always.
 
 The extension needs no CUDA to build and is optional: `extension` is None without it, and `why_not` says why.
 """
@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,22 +35,31 @@ LIBRARY = "libtilestream_native.so"
 #: Where `make native` and the wheel put it: beside the package's own files.
 FOLDER = Path(__file__).resolve().parents[1] / "_native"
 
-_VERSION = 1
-_CONSTANT, _OPERAND, _WORKSPACE, _BASE, _FACTOR, _MAP = range(6)
-#: The order of `Given` in csrc/recipe.h.
-OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b")
+_VERSION = 2
+_CONSTANT, _ADDRESS, _BASE, _FACTOR, _MAP = range(5)
+_ATTENTION = (
+    "q", "k", "v", "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table",
+    "seqlens_k",
+)  # fmt: skip
+#: The order of `Operand` in csrc/recipe.h.
+OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b", *_ATTENTION)
 FACTORS = ("alpha", "beta")
-_WORKSPACES = ("partials", "counts", "counters")
-#: Parameters of the GEMM kernels that are operands, by whether the kernel's rows are B's columns (``swap_ab``).
+#: The order of `Workspace.addresses`, which stand behind the operands' addresses.
+REGIONS = ("counters", "counts", "partials", "starts", "order")
+#: Pointers of the kernels that are operands, by whether a GEMM kernel's rows are B's columns (``swap_ab``).
 _NAMES = {
     swapped: {
         "a": "a", "b": "b", "x_map": second, "y_map": first, "y_map_1": first, "y_map_2": first, "out_map": "out",
         "out": "out", "bias": "bias", "residual": "residual",
         "row_scale": f"scale_{second}", "column_scale": f"scale_{first}",
+        **{name: name for name in _ATTENTION}, "q_map": "q", "k_map": "k", "v_map": "v",
     }
     for swapped, first, second in ((False, "b", "a"), (True, "a", "b"))
 }  # fmt: skip
-_VARYING = {*_NAMES[False], *FACTORS, *_WORKSPACES, "base", "reset"}
+#: Numbers that differ from call to call. All pointers do.
+_VARYING = {*FACTORS, "base"}
+#: Numbers that differ from call to call for `Launcher`, and are constants of a recipe: a key decides them.
+_OF_KEYS = {"base", "reset", "scale", "softcap_scale"}
 
 
 class Unfit(Exception):
@@ -70,7 +79,10 @@ def issued(compiled: Any, grid: tuple[int, int, int], filled: Sequence[Any]) -> 
         The kernel's arguments, all: addresses in place of tensors.
     """
     names = list(compiled.src.signature)
-    varies = [name in _VARYING and value is not None for name, value in zip(names, filled, strict=True)]
+    varies = [
+        value is not None and (name in _VARYING or str(compiled.src.signature[name]).startswith("*"))
+        for name, value in zip(names, filled, strict=True)
+    ]
     arguments = [VARIES if varying else value for varying, value in zip(varies, filled, strict=True)]
     try:
         launcher = Launcher(compiled, grid, arguments)
@@ -88,45 +100,83 @@ def recipe_of(seen: Observation, call: Call) -> list[int]:
     Unfit
         If a call of equal layout may have to be launched otherwise.
     """
-    if len(seen.launches) != 1 or len(seen.issued) != 1 or seen.issued[0] is None:
-        raise Unfit(f"{len(seen.launches)} launches of {len(seen.issued)} kernels; a recipe is of one")
-    launch, (launcher, values) = seen.launches[0], seen.issued[0]
-    names, needs, given = _NAMES[launch.plan.swap_ab], launch.needs, iter(values)
-    made = [_VERSION, *launcher.head(), *needs, len(launcher.parameters)]
-    read = {parameter.name for parameter in launcher.parameters}
-    for parameter in launcher.parameters:
-        value = next(given) if parameter.value is VARIES else parameter.value
-        made += [parameter.size, parameter.alignment, *_filled_by(parameter, value, names, call, needs, read)]
+    kernels = [one for one in seen.issued if one is not None]
+    if len(seen.launches) != 1 or not kernels or len(kernels) != len(seen.issued):
+        raise Unfit(
+            f"{len(seen.launches)} launches of {len(seen.issued)} kernels, of which {len(kernels)} need no Triton; a "
+            "recipe is of one launch, and of such kernels"
+        )
+    launch = seen.launches[0]
+    names = _NAMES[getattr(launch.plan, "swap_ab", False)]
+    filled = [_values(launcher, values) for launcher, values in kernels]
+    partials = next((value for values in filled for one, value in values if one.name == "partials"), None)
+    made = [_VERSION, *launch.needs, len(kernels)]
+    for (launcher, _), values in zip(kernels, filled, strict=True):
+        sources = _Sources(names, call, launch.needs, partials, {one.name for one, _ in values})
+        made += [*launcher.head(), len(values)]
+        for parameter, value in values:
+            made += [parameter.size, parameter.alignment, *sources.of(parameter, value)]
     return made
 
 
-def _filled_by(
-    parameter: Any, value: Any, names: Mapping[str, str], call: Call, needs: tuple[int, ...], read: set[str]
-) -> list[int]:
-    """Where a parameter comes from: its kind, and what that kind takes."""
-    name = parameter.name
-    if parameter.value is not VARIES or name == "reset":
-        return [_CONSTANT, _bits(parameter, value)]
-    if name in names:
-        operand = call.operands[names[name]]
-        if operand is None or operand.data_ptr() != value:
-            raise Moved(f"parameter {name} is not the address of the caller's {names[name]}")
-        index = OPERANDS.index(names[name])
-        return [_OPERAND, index] if parameter.tensor is None else [_MAP, index, *parameter.tensor.integers()]
-    if name in FACTORS:
-        factor = call.factors[FACTORS.index(name)]
-        if name == "beta" and "residual" not in read:
-            return [_CONSTANT, _bits(parameter, value)]
-        if value != factor:
-            raise Moved(f"parameter {name} is {value}, and the caller's is {factor}")
-        return [_FACTOR, FACTORS.index(name)]
-    if needs[0] and name in _WORKSPACES:
-        return [_WORKSPACE, _WORKSPACES.index(name)]
-    if needs[0] and name == "base":
-        return [_BASE]
-    if name == "base":
-        return [_CONSTANT, _bits(parameter, value)]
-    raise Unfit(f"parameter {name} differs from call to call")
+def _values(launcher: Launcher, varying: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """A launch's parameters with their values."""
+    given = iter(varying)
+    return [(one, next(given) if one.value is VARIES else one.value) for one in launcher.parameters]
+
+
+class _Sources(NamedTuple):
+    """Where a kernel's parameters come from.
+
+    Attributes
+    ----------
+    names
+        The operands that pointers are, by the pointers' names.
+    partials
+        The address of the launch's partial results, where it has such.
+    read
+        The kernel's parameters.
+    """
+
+    names: Mapping[str, str]
+    call: Call
+    needs: tuple[int, ...]
+    partials: int | None
+    read: set[str]
+
+    def of(self, parameter: Any, value: Any) -> list[int]:
+        """A parameter's kind, and what that kind takes."""
+        name = parameter.name
+        if parameter.tensor is not None:
+            return [_MAP, *self._address(name, value), *parameter.tensor.integers()]
+        constant = [_CONSTANT, _bits(parameter, value)]
+        if parameter.value is not VARIES:
+            return constant
+        if name in FACTORS:
+            if name == "beta" and "residual" not in self.read:
+                return constant
+            factor = self.call.factors[FACTORS.index(name)]
+            if value != factor:
+                raise Moved(f"parameter {name} is {value}, and the caller's is {factor}")
+            return [_FACTOR, FACTORS.index(name)]
+        if name == "base" and any(self.needs):
+            return [_BASE]
+        return constant if name in _OF_KEYS else [_ADDRESS, *self._address(name, value)]
+
+    def _address(self, name: str, value: int) -> tuple[int, int]:
+        """Of what an address is, and how many bytes it stands behind that."""
+        operand = self.names.get(name)
+        tensor = None if operand is None else self.call.operands.get(operand)
+        if operand is not None and tensor is not None and tensor.data_ptr() == value:
+            return OPERANDS.index(operand), 0
+        if any(self.needs) and name in REGIONS:
+            return len(OPERANDS) + REGIONS.index(name), 0
+        behind = -1 if self.partials is None else value - self.partials
+        if 0 <= behind < 4 * self.needs[3]:  # the shares of a split, which a second kernel joins
+            return len(OPERANDS) + REGIONS.index("partials"), behind
+        if operand is not None:
+            raise Moved(f"parameter {name} is not the address of the caller's {operand}")
+        raise Unfit(f"parameter {name} differs from call to call")
 
 
 def _bits(parameter: Any, value: Any) -> int:
@@ -138,7 +188,7 @@ class Extension:
 
     Attributes
     ----------
-    try_matmul, try_matmul_out, remember_matmul
+    try_matmul, try_matmul_out, remember_matmul, try_attention, try_attention_out, remember_attention
         The ops of ``csrc/ops.cpp``.
     """
 
@@ -149,7 +199,7 @@ class Extension:
         found.tilestream_size.restype = ctypes.c_int64
         found.tilestream_set_capacity.argtypes = (ctypes.c_int64,)
         found.tilestream_give_workspace.argtypes = (
-            ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_int64),
+            ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64),
         )  # fmt: skip
         why = found.tilestream_open(driver.encode(), torch_library.encode())
         if why is not None:
@@ -157,6 +207,8 @@ class Extension:
         ops = torch.ops.tilestream
         self.try_matmul, self.try_matmul_out = ops.try_matmul.default, ops.try_matmul_out.default
         self.remember_matmul = ops.remember_matmul.default
+        self.try_attention, self.try_attention_out = ops.try_attention.default, ops.try_attention_out.default
+        self.remember_attention = ops.remember_attention.default
         self._lock = threading.Lock()
         #: The words of each stream, by device and stream: the library has their addresses.
         self._words: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
@@ -175,20 +227,23 @@ class Extension:
         into
             Whether the caller gave the output.
         arguments
-            Of `try_matmul`.
+            Of `try_matmul`, or of `try_attention`.
         """
         if len(seen.launches) != 1 or seen.launches[0] in self._unfit:
             return False
         launch, result = seen.launches[0], call.operands["out"]
         try:
             recipe = recipe_of(seen, call)
-            kept = bool(self.remember_matmul(recipe, result, into, *arguments))
+            if "q" in call.operands:
+                kept = bool(self.remember_attention(recipe, result, call.operands["lse"], into, *arguments))
+            else:
+                kept = bool(self.remember_matmul(recipe, result, into, *arguments))
         except (Unfit, RuntimeError, ValueError) as error:
             logger.debug("no recipe: %s", error)
             if not isinstance(error, Moved):
                 self._unfit.add(launch)
             return False
-        if kept and launch.needs[0]:
+        if kept and any(launch.needs):
             assert result is not None
             self._give_words(result.device, stream, launch.needs[1:])
         return kept
@@ -206,7 +261,7 @@ class Extension:
         self._library.tilestream_set_capacity(entries)
 
     def _give_words(self, device: torch.device, stream: int, sizes: Sequence[int]) -> None:
-        """Have the stream's workspace hold so many counters, counts and partials.
+        """Have the stream's workspace hold so many counters, counts, partials, and elements of either half of a list.
 
         They are this path's own, beside those of `tilestream.runtime.device_workspace`: launches of one stream run one
         after the other, whichever words they count with.
@@ -214,16 +269,19 @@ class Extension:
         place = -1 if device.index is None else device.index, stream  # -1: torch's index of the CPU
         with self._lock, torch.inference_mode(False):
             held = self._words.get(place, ())
-            if held and all(size <= one.numel() for size, one in zip(sizes, held, strict=True)):
+            counts = [one.numel() for one in held[:4]] if held else [0] * 4
+            if held and all(size <= there for size, there in zip(sizes, counts, strict=True)):
                 return
-            most = [max(size, one.numel()) for size, one in zip(sizes, held, strict=True)] if held else [*sizes]
+            most = [max(pair) for pair in zip(sizes, counts, strict=True)]
             made = (
                 torch.zeros(most[0], dtype=torch.int64, device=device),
                 torch.zeros(most[1], dtype=torch.int32, device=device),
                 torch.empty(most[2], dtype=torch.float32, device=device),
+                torch.empty(most[3], dtype=torch.int32, device=device),
+                torch.empty(most[3], dtype=torch.int32, device=device),
             )
-            addresses = (ctypes.c_uint64 * 3)(*[one.data_ptr() for one in made])
-            if self._library.tilestream_give_workspace(place[0], stream, addresses, (ctypes.c_int64 * 3)(*most)):
+            addresses = (ctypes.c_void_p * len(made))(*[one.data_ptr() for one in made])
+            if self._library.tilestream_give_workspace(place[0], stream, addresses, (ctypes.c_int64 * 4)(*most)):
                 self._words[place] = made
 
 

@@ -20,11 +20,11 @@ class Call(NamedTuple):
         By the names of `tilestream.launch.native.OPERANDS`, as the caller gave them; ``out``: the result. None for one
         that is not given.
     factors
-        Alpha and beta.
+        Alpha and beta, of a product.
     """
 
     operands: Mapping[str, torch.Tensor | None]
-    factors: tuple[float, float]
+    factors: tuple[float, ...] = ()
 
 
 class Observation:

@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops import native
 from tilestream.ops.attention_request import Answer, AttentionRequest, Causal, Window, attend
 from tilestream.ops.checks import check_tensors
 from tilestream.plan.attention_problem import LAYOUTS, AttentionLayout
@@ -125,6 +126,13 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 3, 4, 8])
     """
+    if arrival is None and deadline is None:
+        made = native.attention(
+            q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, layout,
+            causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule, splits,
+        )  # fmt: skip
+        if made is not None:
+            return made
     return attend(AttentionRequest(
         q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, layout,
         causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule, splits, arrival,

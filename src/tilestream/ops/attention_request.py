@@ -12,7 +12,8 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
-from tilestream.ops import attention_gpu
+from tilestream.launch.observe import Call, observe
+from tilestream.ops import attention_gpu, native
 from tilestream.ops import attention_library as library
 from tilestream.ops.attention_operands import Settings
 from tilestream.ops.checks import autocast, check_dense, check_waiting, refuse_tangents
@@ -88,10 +89,24 @@ class AttentionRequest(NamedTuple):
 def attend(r: AttentionRequest) -> Answer:
     """The attention that a request asks for, through the registered ops.
 
-    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`.
+    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`. What it launched
+    is observed, so that the native call path can make the next one.
     """
     if torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor) or not r.q.is_cuda:
         return _answer(r, _attend(r)[0])
+    waits = r.arrival is not None or r.deadline is not None
+    arguments = None if waits else native.wanted_attention(*r[:-2])
+    if arguments is None:
+        return _attend_on_gpu(r)
+    with observe() as seen:
+        answer = _attend_on_gpu(r)
+    out, lse = answer if isinstance(answer, tuple) else (answer, None)
+    operands = dict(zip(r._fields, r[:11], strict=False))
+    native.remember(Call({**operands, "out": out, "lse": lse}), r.out is not None, seen, arguments)
+    return answer
+
+
+def _attend_on_gpu(r: AttentionRequest) -> Answer:
     key = _signature(r)
     found: Any = None if key is None else launch_cache.get(key)
     if found is not None and (r.out is None or not found.may_meet(r, r.out)):

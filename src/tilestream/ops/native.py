@@ -1,7 +1,7 @@
-"""Calls of the matmul ops that the native call path may know: see `tilestream.launch.native`.
+"""Calls of the matmul ops and of attention that the native call path may know: see `tilestream.launch.native`.
 
-`product` asks it first. It does not ask where something between the caller and the kernel would have to see the call: a
-gradient, autocast, a mode, a transform, a compiler, a recording. Those calls go through the registered ops.
+`product` and `attention` ask it first. They do not ask where something between the caller and the kernel has to see the
+call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those calls go through the registered ops.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tilestream.launch.cache import PLAIN
 from tilestream.launch.observe import Call, Observation
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
+from tilestream.plan.attention_problem import LAYOUTS
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32
 from tilestream.trace.record import current
@@ -32,6 +33,10 @@ _DTYPES: dict[object, int] = {
 }  # fmt: skip
 #: Where each stands in the integer of options: a schedule above 16 activations, a dtype above 16 schedules.
 _SCHEDULE, _DTYPE, _SLOW_ACCUM, _TF32 = 4, 8, 16, 17
+_LAYOUTS: dict[object, int] = {name: i for i, name in enumerate(LAYOUTS)}
+_DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left": 2}
+#: Where each of attention's stands: a diagonal above 2 layouts, the rest above 4 diagonals.
+_DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER = 1, 3, 4, 5, 6
 _NUMBERS = (float, int)
 
 
@@ -105,6 +110,60 @@ def product(
         return None  # nothing was launched; what is wrong (no memory, say) is wrong Python's way, too, which says what
 
 
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seqlens_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *options: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """The answer of `tilestream.attention`, launched by the extension; None for a call that goes Python's way.
+
+    Parameters
+    ----------
+    q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, options
+        The fields of `tilestream.ops.attention_request.AttentionRequest` up to ``splits``, not checked yet.
+
+    Raises
+    ------
+    ArrivalTimeout, Exception
+        What an earlier launch on this device has reported: see `tilestream.check`.
+    """
+    extension = _loaded.extension
+    if extension is None or torch.compiler.is_compiling():
+        return None
+    arguments = _attention_arguments(
+        q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, *options
+    )
+    if arguments is None:
+        return None
+    check_device(q.device.index)
+    try:
+        if out is None:
+            made, lse = extension.try_attention(*arguments)
+        else:
+            launched, lse = extension.try_attention_out(out, *arguments)
+            made = out if launched else None
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return None  # as in `product`
+    return made if lse is None else (made, lse)
+
+
+def wanted_attention(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...] | None:
+    """What the extension would be asked for a call with the parameters of `attention`; None if it is none for it."""
+    if _load() is None or torch.cuda.is_current_stream_capturing():
+        return None
+    return _attention_arguments(q, k, v, *others)
+
+
 def wanted(op: str, a: Any, b: Any, *others: Any) -> tuple[Any, ...] | None:
     """What the extension would be asked for a call with the parameters of `product`; None if it is none for it."""
     if op not in _OPS or _load() is None or torch.cuda.is_current_stream_capturing():
@@ -122,11 +181,11 @@ def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ..
     seen
         What was observed of this call.
     arguments
-        What `wanted` said.
+        What `wanted`, or `wanted_attention`, said.
     """
-    device = arguments[1].device
-    if _loaded.extension is not None and seen.launches:
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+    result = call.operands["out"]
+    if _loaded.extension is not None and seen.launches and result is not None:
+        stream = torch._C._cuda_getCurrentRawStream(result.device.index)
         _loaded.extension.remember(seen, call, stream, into, arguments)
 
 
@@ -165,6 +224,58 @@ def _arguments(
     if scale_b is not None:
         return _OPS[op], a, b, bias, None, None, scale_b
     return (_OPS[op], a, b) if bias is None else (_OPS[op], a, b, bias)
+
+
+def _attention_arguments(
+    q: Any, k: Any, v: Any, sinks: Any, scale_q: Any, scale_k: Any, scale_v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
+    block_table: Any, seqlens_k: Any, out: Any, layout: Any, causal: Any, window: Any, softcap: Any, scale: Any,
+    max_seqlen_q: Any, max_seqlen_k: Any, return_lse: Any, workers: Any, schedule: Any, splits: Any,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """Arguments of the extension's ops; None for a call that is none for it, or that may be wrong."""
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or not q.is_cuda or not _unseen():
+        return None
+    gradients = torch.is_grad_enabled()
+    if gradients and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    plain = True
+    for x in (sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k):
+        if x is not None:
+            plain = False
+            if type(x) not in PLAIN or (gradients and x.requires_grad):
+                return None
+    if out is not None and (type(out) not in PLAIN or out.is_neg() or (gradients and out.requires_grad)):
+        return None
+    if type(return_lse) is not bool or type(causal) not in (bool, str):
+        return None
+    try:
+        options = (
+            _LAYOUTS[layout] | _DIAGONALS[causal] << _DIAGONAL | return_lse << _LSE | _SCHEDULES[schedule] << _ORDER
+        )
+    except (KeyError, TypeError):
+        return None
+    if q.dtype is torch.float32 and allows_tf32():
+        options |= 1 << _ROUNDED
+    limit = limits.limit()
+    if plain and not limit and window is softcap is scale is max_seqlen_q is max_seqlen_k is workers is splits is None:
+        # The schemas' defaults are left out: each argument costs time.
+        return (q, k, v, options) if options else (q, k, v)
+    left = right = None
+    if window is not None:
+        if type(window) is not tuple or len(window) != 2:
+            return None
+        left, right = window
+    least = ((left, -1), (right, -1), (max_seqlen_q, 0), (max_seqlen_k, 0), (workers, 1), (splits, 1))
+    if any(number is not None and (type(number) is not int or number < lowest) for number, lowest in least):
+        return None
+    if scale is not None:
+        options |= 1 << _SCALED
+    if any(number is not None and type(number) not in _NUMBERS for number in (scale, softcap)) or softcap == 0:
+        return None
+    numbers = (-1 if number is None else number for number in (left, right, max_seqlen_q, max_seqlen_k))
+    return (
+        q, k, v, options, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, sinks, scale_q, scale_k, scale_v,
+        float(scale or 0), float(softcap or 0), *numbers, workers or 0, splits or 0, limit,
+    )  # fmt: skip
 
 
 def _unseen() -> bool:
