@@ -76,7 +76,46 @@ def pairs(size: int) -> dict[str, Pair]:
             found[f"fp8, {name}"] = Pair(
                 lambda of=of: torch._scaled_mm(a8, w8.t(), **of, **kind), lambda of=of: ts.linear(a8, w8, **of)
             )
-    return found
+    return found | attention_pairs(size)
+
+
+def attention_pairs(size: int) -> dict[str, Pair]:
+    """Attention beside ``F.scaled_dot_product_attention`` of as many dense keys, in torch's layout."""
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    heads, shared, columns, page = 8, 2, 64, 64
+    q, k, v = made(2, heads, size, columns), made(2, heads, size, columns), made(2, heads, size, columns)
+    k2, v2 = made(2, shared, size, columns), made(2, shared, size, columns)
+    rows = made(2, size, heads, columns)
+    flat = made(2 * size, heads, columns)
+    pages = made(2 * size // page, page, heads, columns)
+    ends = torch.tensor([0, size, 2 * size], device="cuda", dtype=torch.int32)
+    table = torch.arange(2 * size // page, device="cuda", dtype=torch.int32).view(2, -1)
+    lengths = torch.full((2,), size, device="cuda", dtype=torch.int32)
+    out = torch.empty_like(rows)
+
+    def dense() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    return {
+        "attention, dense": Pair(dense, lambda: ts.attention(q, k, v, layout="bhsd")),
+        "attention, rows first": Pair(dense, lambda: ts.attention(rows, rows, rows)),
+        "attention, out=": Pair(dense, lambda: ts.attention(rows, rows, rows, out=out)),
+        "attention, causal": Pair(
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            lambda: ts.attention(q, k, v, layout="bhsd", causal="top_left"),
+        ),
+        "attention, GQA": Pair(
+            lambda: F.scaled_dot_product_attention(q, k2, v2, enable_gqa=True),
+            lambda: ts.attention(q, k2, v2, layout="bhsd"),
+        ),
+        "attention, packed": Pair(dense, lambda: ts.attention(flat, flat, flat, cu_seqlens_q=ends, cu_seqlens_k=ends)),
+        "attention, paged": Pair(
+            dense, lambda: ts.attention(rows, pages, pages, block_table=table, seqlens_k=lengths)
+        ),
+    }  # fmt: skip
 
 
 def warm(call: Call) -> float:

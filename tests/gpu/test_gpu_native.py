@@ -14,7 +14,7 @@ from gpu_runs import ON_HOPPER, randn
 
 import tilestream as ts
 from tilestream.launch.native import Extension, extension, why_not
-from tilestream.ops import native, request
+from tilestream.ops import attention_request, native, request
 
 if extension() is None:
     pytest.skip(f"no native call path: {why_not()}", allow_module_level=True)
@@ -46,7 +46,14 @@ def python_calls(monkeypatch) -> list[str]:
         made.append(r.op)
         return inner(r)
 
+    attended = attention_request._attend_on_gpu
+
+    def noted_attention(r: attention_request.AttentionRequest) -> attention_request.Answer:
+        made.append("attention")
+        return attended(r)
+
     monkeypatch.setattr(request, "_multiply_on_gpu", noted)
+    monkeypatch.setattr(attention_request, "_attend_on_gpu", noted_attention)
     return made
 
 
@@ -116,6 +123,104 @@ def test_the_bits_are_those_of_pythons_way(python_calls, name):
         assert torch.equal(bits(call()), bits(expected))
     if name in NAMES:
         assert len(python_calls) == 1, "the second equal call is native"
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+
+def joined(answer: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The bits of an output and of its log-sum-exp, one behind the other."""
+    return torch.cat([bits(one).flatten() for one in answer])
+
+
+def attention_call(name: str) -> Callable[[], torch.Tensor]:
+    """A call of attention whose operands are made once."""
+    q, k, v, out = half(2, 256, 8, 128), half(2, 512, 2, 128), half(2, 512, 2, 128), half(2, 256, 8, 128)
+    sinks, ends, keys = randn(8), ints(0, 100, 300, 512), ints(0, 300, 301, 1024)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    packed = q.view(512, 8, 128), k.view(1024, 2, 128), v.view(1024, 2, 128)
+    pages = k.view(16, 64, 2, 128), v.view(16, 64, 2, 128)
+    table, lengths = torch.randperm(16, device="cuda").int().view(2, 8), ints(512, 77)
+    one, long_k, long_v = half(1, 1, 8, 128), half(1, 16384, 2, 128), half(1, 16384, 2, 128)
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "dense": lambda: ts.attention(q, q, q),
+        "grouped, causal": lambda: ts.attention(q, k, v, causal=True),
+        "heads first": lambda: ts.attention(*heads_first, layout="bhsd"),
+        "log-sum-exp": lambda: joined(ts.attention(q, k, v, return_lse=True)),
+        "out=": lambda: ts.attention(q, k, v, out=out),
+        "out=, log-sum-exp": lambda: joined(ts.attention(q, k, v, out=out, return_lse=True)),
+        "sinks, window, cap": lambda: ts.attention(q, k, v, sinks=sinks, window=(64, 0), softcap=20.0, scale=0.2),
+        "packed": lambda: ts.attention(*packed, cu_seqlens_q=ends, cu_seqlens_k=keys, causal=True),
+        "packed, log-sum-exp": lambda: joined(
+            ts.attention(*packed, cu_seqlens_q=ends, cu_seqlens_k=keys, max_seqlen_q=256, return_lse=True)
+        ),
+        "pages": lambda: ts.attention(q, *pages, block_table=table, seqlens_k=lengths, causal=True),
+        "static": lambda: ts.attention(q, k, v, schedule="static"),
+        "dynamic": lambda: ts.attention(q, k, v, schedule="dynamic", causal=True),
+        "split": lambda: ts.attention(one, long_k, long_v, splits=4, sinks=sinks),
+        "split by the plan": lambda: ts.attention(one, long_k, long_v),
+        "fp32": lambda: ts.attention(q.float(), k.float(), v.float()),
+    }
+    if ON_HOPPER:
+        scales = {"scale_q": torch.rand(8, device="cuda"), "scale_k": torch.rand(2, 2, device="cuda")}
+        q8, k8, v8 = q.to(FP8), k.to(FP8), v.to(FP8)
+        calls["fp8"] = lambda: ts.attention(q8, k8, v8, **scales)
+    return calls[name]
+
+
+ATTENTION = (
+    "dense", "grouped, causal", "heads first", "log-sum-exp", "out=", "out=, log-sum-exp", "sinks, window, cap",
+    "packed", "packed, log-sum-exp", "pages", "static", "dynamic", "split", "split by the plan",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, "fp32", *(("fp8",) if ON_HOPPER else ())])
+def test_the_bits_of_attention_are_those_of_pythons_way(python_calls, name):
+    call = attention_call(name)
+    expected = by_python(call)
+    python_calls.clear()
+    for _ in range(4):
+        assert torch.equal(bits(call()), bits(expected))
+    if name in ATTENTION:
+        assert len(python_calls) == 1, "the second equal call is native"
+
+
+@pytest.mark.parametrize("name", ["packed", "split", "dynamic"])
+def test_launches_of_attention_take_turns_on_one_stream(name):
+    """Native ones and Python's, each with lists, counters and shares of its own."""
+    call = attention_call(name)
+    expected = by_python(call)
+    call()
+    for _ in range(50):
+        assert torch.equal(bits(call()), bits(expected))
+        assert torch.equal(bits(by_python(call)), bits(expected))
+
+
+def test_lengths_are_read_at_each_launch():
+    q, k, v = half(512, 8, 128), half(512, 2, 128), half(512, 2, 128)
+    ends = ints(0, 100, 512)
+    for middle in (100, 200, 511):
+        ends[1] = middle
+        expected = by_python(lambda: ts.attention(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends))
+        for _ in range(2):
+            found = ts.attention(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends)
+            assert torch.equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("name", ["dense", "packed", "split"])
+def test_a_graph_of_attention_is_replayed_between_native_launches(name):
+    call = attention_call(name)
+    expected = by_python(call)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for _ in range(10):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(bits(captured), bits(expected))
+        assert torch.equal(bits(call()), bits(expected))
 
 
 def test_another_address_and_another_factor_are_read(python_calls):

@@ -24,6 +24,7 @@ thread_local int device = 0, has_context = 1;
 thread_local unsigned long long context = 1;
 thread_local void* stream = nullptr;
 int capturing = 0, launch_code = 0, encode_code = 0, recording = 1;
+int left = -1;  // launches until all are refused; negative: none is
 
 std::mutex mutex;
 std::map<void*, std::vector<int64_t>> sizes_of;     // of a function's parameters
@@ -52,6 +53,8 @@ void fake_state(int is_capturing, int launches_return, int encodes_return, int r
   capturing = is_capturing, launch_code = launches_return, encode_code = encodes_return, recording = records;
 }
 
+void fake_refuse_after(int launches_left) { left = launches_left; }
+
 int64_t fake_launches() {
   std::lock_guard lock(mutex);
   return static_cast<int64_t>(launches.size());
@@ -74,6 +77,8 @@ void fake_forget() {
 int cuLaunchKernelEx(const Config* config, void* function, void** parameters, void**) {
   if (!has_context) return 201;
   if (launch_code || !recording) return launch_code;
+  if (left == 0) return 700;
+  if (left > 0) left--;
   std::lock_guard lock(mutex);
   std::vector<unsigned char> bytes;
   append(bytes, config->grid, 7);

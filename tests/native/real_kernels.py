@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import triton
-from stand_ins import CPU_INDEX, Matmul
+from stand_ins import CPU_INDEX, Attention, Matmul
 
-from conftest import Driver
-from tilestream.core.operands import Epilogue, GemmOperands
+from conftest import OPS, Driver
+from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands
 from tilestream.launch import launcher, native, tensor_map
 from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
 from tilestream.launch.launch import Kernel
 from tilestream.launch.observe import Call, observation, observe
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
+from tilestream.ops import attention_gpu
+from tilestream.ops.attention_operands import Settings, problem_of
+from tilestream.plan.api import device_properties
 from tilestream.plan.api import plan as make_plan
+from tilestream.plan.attention_planner import plan_attention
 from tilestream_tools.isa.build import TARGETS, NoGpu
 
 BF16 = torch.bfloat16
@@ -66,33 +71,95 @@ CASES = {
 }
 
 
-def compared(extension: native.Extension, driver: Driver, launch: Any, x: Matmul) -> int:
-    """Bytes of a launch that are equal."""
+ATTENTION_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "hopper, attention": ("hopper", {"causal": True}),
+    "hopper, attention, packed, lse": ("hopper", {"packed": True, "lse": True}),
+    "hopper, attention, split": ("hopper", {"queries": 1, "keys": 8192, "splits": 4, "sinks": True}),
+    "portable, attention, paged": ("portable", {"paged": True}),
+    "portable, attention, packed": ("portable", {"packed": True}),
+}
+
+
+def attention_case(
+    backend: str, queries: int = 512, keys: int = 512, packed: bool = False, paged: bool = False, lse: bool = False,
+    sinks: bool = False, causal: bool = False, splits: int = 0,
+) -> tuple[Any, AttentionOperands, Attention]:  # fmt: skip
+    """A launch, its operands, and the call that it is of."""
+    first = (2 * queries,) if packed else (2, queries)
+    q, out = torch.zeros(*first, 8, 64, dtype=BF16), torch.zeros(*first, 8, 64, dtype=BF16)
+    shape = (2 * keys // 64, 64) if paged else (2 * keys,) if packed else (2, keys)
+    k, v = torch.zeros(*shape, 2, 64, dtype=BF16), torch.zeros(*shape, 2, 64, dtype=BF16)
+    x = Attention(q, k, v, sinks=torch.zeros(8) if sinks else None)
+    if packed:
+        x = x._replace(cu_seqlens_q=torch.zeros(3, dtype=torch.int32), cu_seqlens_k=torch.zeros(3, dtype=torch.int32))
+    if paged:
+        table = torch.zeros(2, keys // 64, dtype=torch.int32)
+        x = x._replace(block_table=table, seqlens_k=torch.zeros(2, dtype=torch.int32))
+    sums = torch.zeros((2 * queries, 8) if packed else (2, 8, queries)) if lse else None
+    operands = AttentionOperands(
+        q, k, v, out, 0.125, sums, x.sinks, None, None, None, x.cu_seqlens_q, x.cu_seqlens_k, x.block_table, x.seqlens_k
+    )
+    s = Settings(causal, "bottom_right", -1, -1, 0.0, 0.125, return_lse=lse, splits=splits)
+    device = device_properties("h100")
+    problem = replace(problem_of(operands, s, None), no_tma="")
+    plan = plan_attention(problem, None, "auto", device=device, splits=splits or None, backend=backend)
+    return attention_gpu.launch_of(plan, attention_gpu.layout_of(operands)), operands, x
+
+
+def compared(extension: native.Extension, driver: Driver, launch: Any, operands: Any, call: Call, x: Any) -> int:
+    """Bytes of a launch that are equal; ``x``: the arguments of the extension's op."""
     extension._words.clear()  # counted from 0 again
-    out = torch.zeros(x.a.shape[0], x.b.shape[1], dtype=BF16)
-    operands = GemmOperands(x.a, x.b, out, Epilogue(x.alpha, x.bias, x.residual, x.beta, "none", x.scale_a, x.scale_b))
     with observe() as seen:
         launch(operands)
-    assert len(seen.issued) == 1, seen.issued
-    assert seen.issued[0] is not None, "only Triton launches it"
-    python, values = seen.issued[0]
-    driver.function(python._function.value, [parameter.size for parameter in python.parameters])
-    fields = ("a", "b", "bias", "residual", "scale_a", "scale_b")
-    call = Call({**{name: getattr(x, name) for name in fields}, "out": out}, (x.alpha, x.beta))
+    assert seen.issued, "nothing was launched"
+    assert all(seen.issued), "only Triton launches it"
+    for python, _ in seen.issued:
+        driver.function(python._function.value, [parameter.size for parameter in python.parameters])
     assert extension.remember(seen, call, 0, False, tuple(x)), native.recipe_of(seen, call)
     driver.forget()
-    fresh = extension.try_matmul(*x)
-    assert fresh is not None
-    names = [parameter.name for parameter in python.parameters if parameter.value is launcher.VARIES]
-    words = extension._words.get((CPU_INDEX, 0))
-    addresses = [one.data_ptr() for one in words or ()]
-    there = dict(zip(("counters", "counts", "partials"), addresses, strict=False))
-    there |= {"base": 0, "out": fresh.data_ptr(), "out_map": fresh.data_ptr()}
-    python(0, *[there.get(name, value) for name, value in zip(names, values, strict=True)])
-    native_launch, python_launch = driver.launches()
-    different = [i for i, pair in enumerate(zip(native_launch, python_launch, strict=True)) if pair[0] != pair[1]]
-    assert not different, (different, [(one.name, one.size) for one in python.parameters])
-    return len(native_launch)
+    fresh = extension.try_attention(*x) if isinstance(x, Attention) else (extension.try_matmul(*x), None)
+    assert fresh[0] is not None
+    results = call.operands["out"], call.operands.get("lse")
+    moved = {old.data_ptr(): new.data_ptr() for old, new in zip(results, fresh, strict=True) if old is not None}
+    words = extension._words.get((CPU_INDEX, 0), ())
+    there = {name: one.data_ptr() for name, one in zip(native.REGIONS, words, strict=False)} | {"base": 0}
+    given = [
+        [(one.name, value) for one, value in native._values(python, values) if one.value is launcher.VARIES]
+        for python, values in seen.issued
+    ]
+    partials = next((value for values in given for name, value in values if name == "partials"), None)
+    if partials is not None:  # shares, too
+        room = 4 * words[2].numel()
+        moved |= {
+            value: there["partials"] + value - partials
+            for values in given
+            for name, value in values
+            if name not in there and isinstance(value, int) and 0 <= value - partials < room
+        }
+    for (python, _), values in zip(seen.issued, given, strict=True):
+        python(0, *[there.get(name, moved.get(value, value)) for name, value in values])
+    launched = driver.launches()
+    by_extension, by_python = launched[: len(given)], launched[len(given) :]
+    for one, other in zip(by_extension, by_python, strict=True):
+        different = [i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]]
+        assert not different, (different, [(p.name, p.size) for p in seen.issued[0][0].parameters])
+    return sum(map(len, by_extension))
+
+
+def compared_matmul(extension: native.Extension, driver: Driver, name: str) -> int:
+    launch, x = case(*CASES[name])
+    out = torch.zeros(x.a.shape[0], x.b.shape[1], dtype=BF16)
+    operands = GemmOperands(x.a, x.b, out, Epilogue(x.alpha, x.bias, x.residual, x.beta, "none", x.scale_a, x.scale_b))
+    fields = ("a", "b", "bias", "residual", "scale_a", "scale_b")
+    call = Call({**{name: getattr(x, name) for name in fields}, "out": out}, (x.alpha, x.beta))
+    return compared(extension, driver, launch, operands, call, x)
+
+
+def compared_attention(extension: native.Extension, driver: Driver, name: str) -> int:
+    backend, options = ATTENTION_CASES[name]
+    launch, operands, x = attention_case(backend, **options)
+    given = {field: tensor for field, tensor in operands._asdict().items() if field != "scale"}
+    return compared(extension, driver, launch, operands, Call(given), x)
 
 
 def main() -> None:
@@ -123,10 +190,11 @@ def main() -> None:
     driver.thread()
     extension = native.Extension(Path(library), fake, fake)
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    for name in ("try_matmul", "remember_matmul"):
+    for name in OPS:
         setattr(extension, name, functools.partial(getattr(torch.ops.tilestream, name).default.redispatch, keys))
     for name in names:
-        print(name, compared(extension, driver, *case(*CASES[name])), "equal", flush=True)
+        made = compared_matmul if name in CASES else compared_attention
+        print(name, made(extension, driver, name), "equal", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from tilestream.launch.observe import Call, observe
 
 #: torch's index of the CPU, the "GPU" of these tests.
 CPU_INDEX = -1
+#: What a launch that counts draws at most.
+TICKETS = 11
 _BYTES = {"i32": 4, "fp32": 4, "i64": 8, "fp64": 8}
 _handles = itertools.count(0x1000, 0x10)
 
@@ -38,6 +40,43 @@ class Matmul(NamedTuple):
 def call(m: int = 16, n: int = 32, k: int = 64, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Matmul:
     """``[m, k] @ [k, n]``."""
     return Matmul(0, torch.zeros(m, k, dtype=dtype), torch.zeros(k, n, dtype=dtype))._replace(**more)
+
+
+class Attention(NamedTuple):
+    """A call of `try_attention`, with its arguments' names."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    options: int = 0
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    block_table: Any = None
+    seqlens_k: Any = None
+    sinks: Any = None
+    scale_q: Any = None
+    scale_k: Any = None
+    scale_v: Any = None
+    scale: float = 0.0
+    softcap: float = 0.0
+    left: int = -1
+    right: int = -1
+    max_seqlen_q: int = -1
+    max_seqlen_k: int = -1
+    workers: int = 0
+    splits: int = 0
+    limit: int = 0
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The operands, by name."""
+        return {name: getattr(self, name) for name in (*self._fields[:3], *self._fields[4:12])}
+
+
+def attention_call(**more: Any) -> Attention:
+    """Two sequences of eight queries and eight keys, four heads over two."""
+    q, k = torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16), torch.zeros(2, 8, 2, 16, dtype=torch.bfloat16)
+    return Attention(q, k, torch.zeros_like(k))._replace(**more)
 
 
 def kernel(
@@ -147,3 +186,49 @@ def remember(
     return extension.remember(
         seen, Call({**operands, "out": result}, (x.alpha, x.beta)), stream, out is not None, tuple(x)
     )  # fmt: skip
+
+
+class AttentionLaunch:
+    """An attention launch of one or two kernels: pointers for all that is given.
+
+    Parameters
+    ----------
+    listed
+        Whether a kernel in front makes a list, which is found in the workspace.
+    """
+
+    def __init__(self, driver: Any, x: Attention, lse: bool = False, listed: bool = False) -> None:
+        self.plan, self.needs = SimpleNamespace(), (TICKETS if listed else 0, 8 * listed, 0, 0, 4 * listed)
+        self._base, self._words = 0, torch.zeros(3, 1024)
+        self._names = [name for name, tensor in x.tensors.items() if tensor is not None] + ["out"] + ["lse"] * lse
+        lists = ["starts", "order"] if listed else []
+        self._launchers = []
+        for names in ([["cu_seqlens_q", *lists]] if listed else []) + [[*self._names, *lists, *["counters"] * listed]]:
+            numbers = {"base": "i64", "reset": "i32", "scale": "fp32"} if "out" in names else {}
+            signature = {**dict.fromkeys(names, "*bf16"), **numbers, "C": "constexpr"}
+            given = [VARIES] * (len(names) + len(numbers)) + [None]
+            self._launchers.append(
+                (names, bool(numbers), Launcher(kernel(driver, signature, {}, []), (7, 1, 1), given))
+            )
+
+    def issue(self, x: Attention, out: torch.Tensor, lse: torch.Tensor | None = None, **moved: int) -> None:
+        """Launch by Python; ``moved``: addresses of operands that are not where the caller has them."""
+        tensors = {**x.tensors, "out": out, "lse": lse}
+        address = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+        address |= dict(zip(("counters", "starts", "order"), [one.data_ptr() for one in self._words], strict=True))
+        address |= moved
+        for names, numbers, launcher in self._launchers:
+            launcher(0, *[address[name] for name in names], *([self._base, 0, x.scale] if numbers else []))
+        self._base += self.needs[0]
+
+
+def remember_attention(
+    extension: Extension, launch: AttentionLaunch, x: Attention, out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None, **moved: int,
+) -> bool:  # fmt: skip
+    """As `remember`."""
+    result = torch.zeros_like(x.q) if out is None else out
+    with observe() as seen:
+        launch.issue(x, result, lse, **moved)
+        seen.launches.append(launch)
+    return extension.remember(seen, Call({**x.tensors, "out": result, "lse": lse}), 0, out is not None, tuple(x))

@@ -15,7 +15,18 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from stand_ins import CPU_INDEX, Launch, Matmul, call, remember, result_of
+from stand_ins import (
+    CPU_INDEX,
+    TICKETS,
+    AttentionLaunch,
+    Launch,
+    Matmul,
+    attention_call,
+    call,
+    remember,
+    remember_attention,
+    result_of,
+)
 
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch import native
@@ -26,7 +37,6 @@ from tilestream.ops.operands import refuse_overlap
 
 #: Bytes in front of the parameters: grid, block, shared memory; stream; attributes.
 HEAD, ATTRIBUTE = 28 + 8 + 4, 72
-TICKETS = 11
 COUNTS = (TICKETS, 8, 4, 16, 0)
 
 
@@ -362,6 +372,140 @@ def test_the_residual_may_be_the_output(extension, driver):
     assert extension.try_matmul_out(out, *x._replace(residual=out)) is True
 
 
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def ints(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32)
+
+
+def full_attention(**more):
+    """A call with every operand, whether or not they fit together: Python would have refused it."""
+    return attention_call(
+        options=5, cu_seqlens_q=ints(3), cu_seqlens_k=ints(3), block_table=ints(4).view(2, 2), seqlens_k=ints(2),
+        sinks=torch.zeros(4), scale_q=torch.ones(4), scale_k=torch.ones(2), scale_v=torch.ones(2), scale=0.25,
+        softcap=30.0, left=4, right=0, max_seqlen_q=8, max_seqlen_k=8, workers=3, splits=2, limit=5,
+    )._replace(**more)  # fmt: skip
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["one kernel", "a list first"])
+@pytest.mark.parametrize("with_lse", [False, True], ids=["output", "log-sum-exp too"])
+def test_an_equal_call_of_attention_gives_the_driver_what_python_gave_it(extension, driver, with_lse, listed):
+    first, lse = full_attention(), torch.zeros(2, 4, 8) if with_lse else None
+    launch = AttentionLaunch(driver, first, with_lse, listed)
+    assert remember_attention(extension, launch, first, lse=lse)
+    other = full_attention()
+    driver.forget()
+    out, sums = extension.try_attention(*other)
+    assert (out.shape, out.dtype, out.stride()) == (first.q.shape, torch.bfloat16, first.q.stride())
+    assert (sums is None) is (lse is None)
+    assert sums is None or (sums.shape, sums.dtype) == (lse.shape, torch.float32)
+    launch._base = 0
+    if listed:
+        words = extension._words[CPU_INDEX, 0]
+        launch._words = [words[0], words[3], words[4]]
+    launch.issue(other, out, sums)
+    launches = driver.launches()
+    assert len(launches) == 2 * (1 + listed)
+    assert launches[: 1 + listed] == launches[1 + listed :]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *[{name: None} for name in full_attention().tensors if name not in "qkv"],
+        {"q": torch.zeros(2, 8, 4, 16)}, {"k": torch.zeros(2, 9, 2, 16)}, {"options": 4}, {"scale": 0.5},
+        {"softcap": 20.0}, {"left": -1}, {"right": -1}, {"max_seqlen_q": 9}, {"max_seqlen_k": -1}, {"workers": 0},
+        {"splits": 0}, {"limit": 0}, {"sinks": torch.zeros(4, dtype=torch.bfloat16)},
+        {"block_table": ints(8)[::2].view(2, 2)}, {"cu_seqlens_q": ints(4)},
+        {"v": torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)[:, :, ::2]},
+    ],
+    ids=lambda other: next(iter(other)),
+)  # fmt: skip
+def test_another_call_of_attention_is_not_found(extension, driver, other):
+    x = full_attention()
+    assert remember_attention(extension, AttentionLaunch(driver, x), x)
+    assert extension.try_attention(*x)[0] is not None
+    assert extension.try_attention(*x._replace(**other)) == (None, None)
+
+
+def test_a_product_is_not_taken_for_attention(extension, driver):
+    x, y = call(), attention_call()
+    remember(extension, Launch(driver, x), x)
+    remember_attention(extension, AttentionLaunch(driver, y), y)
+    assert len(extension) == 2
+
+
+@pytest.mark.parametrize("operand", full_attention().tensors)
+def test_an_operand_of_attention_that_was_copied_first_has_no_recipe(extension, driver, operand):
+    x = full_attention()
+    launch, elsewhere = AttentionLaunch(driver, x), torch.zeros(64)
+    assert not remember_attention(extension, launch, x, **{operand: elsewhere.data_ptr()})
+    assert remember_attention(extension, launch, x), "an equal launch whose operands were not copied has one"
+
+
+@pytest.mark.parametrize("with_lse", [False, True], ids=["output", "log-sum-exp too"])
+def test_an_output_of_attention_that_is_given_is_written(extension, driver, with_lse):
+    x, out = attention_call(), torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)
+    lse = torch.zeros(2, 4, 8) if with_lse else None
+    remember_attention(extension, AttentionLaunch(driver, x, with_lse), x, out, lse)
+    assert extension.try_attention(*x) == (None, None), "another call: its output is fresh"
+    other = torch.zeros_like(out)
+    driver.forget()
+    launched, sums = extension.try_attention_out(other, *x)
+    assert launched is True
+    assert (sums is not None) is with_lse
+    assert struct.pack("<Q", other.data_ptr()) in driver.launches()[0]
+
+
+@pytest.mark.parametrize("operand", full_attention().tensors)
+def test_an_output_that_overlaps_any_operand_of_attention_goes_to_python(extension, driver, operand):
+    x, out = full_attention(), torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)
+    remember_attention(extension, AttentionLaunch(driver, x), x, out)
+    assert extension.try_attention_out(out, *x) == (True, None)
+    given_ = getattr(x, operand)
+    size = given_.numel() * given_.element_size()
+    room = torch.zeros(16384, dtype=torch.uint8)
+    start = -room.data_ptr() % 64
+    shared = room[start : start + size].view(given_.dtype).view(given_.shape)
+    behind = room[start : start + 2048].view(torch.bfloat16).view(out.shape)
+    apart = room[start + 8192 : start + 8192 + 2048].view(torch.bfloat16).view(out.shape)
+    assert extension.try_attention_out(behind, *x._replace(**{operand: shared})) == (False, None)
+    assert extension.try_attention_out(apart, *x._replace(**{operand: shared})) == (True, None)
+
+
+def test_tickets_are_taken_once_a_launch_of_several_kernels(extension, driver):
+    x = full_attention()
+    launch = AttentionLaunch(driver, x, listed=True)
+    remember_attention(extension, launch, x)
+    driver.forget()
+    for _ in range(3):
+        extension.try_attention(*x)
+    found = driver.launches()
+    assert [struct.unpack_from("<q", one, len(one) - 16 - 2 * 4 - 8)[0] for one in found[1::2]] == [0, 11, 22]
+
+
+def test_a_kernel_that_is_refused_behind_another_takes_its_tickets(extension, driver):
+    """What a kernel counted before the refusal is not counted from again."""
+    x = full_attention()
+    launch = AttentionLaunch(driver, x, listed=True)
+    remember_attention(extension, launch, x)
+    driver.forget()
+    driver.library.fake_refuse_after(1)
+    assert extension.try_attention(*x) == (None, None)
+    driver.library.fake_refuse_after(-1)
+    extension.try_attention(*x)
+    last = driver.launches()[-1]
+    assert struct.unpack_from("<q", last, len(last) - 16 - 2 * 4 - 8)[0] == TICKETS
+
+
+def test_a_launch_with_a_list_is_not_captured(extension, driver):
+    x = full_attention()
+    remember_attention(extension, AttentionLaunch(driver, x, listed=True), x)
+    driver.state(capturing=True)
+    assert extension.try_attention(*x) == (None, None)
+
+
 # Threads, bounds, life ------------------------------------------------------------------------------------------------
 
 
@@ -489,11 +633,15 @@ def test_why_there_is_no_extension_is_said(monkeypatch, tmp_path):
 
 REAL = ["hopper, static", "portable, dynamic"]
 MORE = ["hopper, stream-K, epilogue", "hopper, few rows", "portable, stream-K, epilogue"]
+ATTENTION = ["hopper, attention, packed, lse", "hopper, attention, split", "portable, attention, paged"]
+MORE_ATTENTION = ["hopper, attention", "portable, attention, packed"]
 
 
 @pytest.mark.parametrize(
-    "names", [REAL, pytest.param(MORE, marks=pytest.mark.slow)], ids=["plain", "with an epilogue"]
-)  # fmt: skip
+    "names",
+    [REAL, pytest.param(MORE, marks=pytest.mark.slow), ATTENTION, pytest.param(MORE_ATTENTION, marks=pytest.mark.slow)],
+    ids=["plain", "with an epilogue", "attention of several kernels", "attention"],
+)
 def test_a_real_kernel_is_given_what_python_gives_it(libraries, names):
     done = subprocess.run(
         [sys.executable, Path(__file__).parent / "real_kernels.py", *libraries, *names],

@@ -6,11 +6,11 @@ import contextlib
 
 import pytest
 import torch
-from stand_ins import Launch, Matmul
+from stand_ins import Attention, AttentionLaunch, Launch, Matmul
 
 import tilestream as ts
 from tilestream.launch.observe import observation
-from tilestream.ops import native, request
+from tilestream.ops import attention_request, native, request
 from tilestream.trace.record import record
 
 BF16 = torch.bfloat16
@@ -25,11 +25,15 @@ SCALES = {"scale_a": torch.ones(16, 1), "scale_b": torch.ones(1, 32)}
 
 
 @pytest.fixture
-def python_calls(extension, driver, monkeypatch) -> list[request.Request]:
+def python_calls(extension, driver, monkeypatch) -> list[object]:
     """The calls that were made Python's way, by a stand-in for a GPU's launch; tensors say that they are on a GPU."""
-    made: list[request.Request] = []
+    made: list[object] = []
 
-    def launched(r: request.Request) -> torch.Tensor:
+    def observed(launch: object) -> None:
+        if (seen := observation()) is not None:
+            seen.launches.append(launch)
+
+    def multiplied(r: request.Request) -> torch.Tensor:
         made.append(r)
         b = r.b if r.b.dim() > 1 else r.b[:, None]
         shape = (*r.a.shape[:-1], b.shape[-1])
@@ -38,12 +42,23 @@ def python_calls(extension, driver, monkeypatch) -> list[request.Request]:
         x = x._replace(scale_a=r.scale_a, scale_b=r.scale_b, alpha=float(r.alpha), beta=float(r.beta))
         launch = Launch(driver, x)
         launch.issue(x, out)
-        if (seen := observation()) is not None:
-            seen.launches.append(launch)
+        observed(launch)
         return out
 
-    monkeypatch.setattr(request, "_multiply_on_gpu", launched)
-    monkeypatch.setattr(request, "_multiply", launched)
+    def attended(r: attention_request.AttentionRequest) -> attention_request.Answer:
+        r.check()
+        made.append(r)
+        out = torch.zeros_like(r.q) if r.out is None else r.out
+        lse = torch.zeros(r.q.shape[:-1]) if r.return_lse else None
+        x = Attention(**{name: getattr(r, name) for name in r._fields[:11]})
+        launch = AttentionLaunch(driver, x, r.return_lse)
+        launch.issue(x, out, lse)
+        observed(launch)
+        return out if lse is None else (out, lse)
+
+    monkeypatch.setattr(request, "_multiply_on_gpu", multiplied)
+    monkeypatch.setattr(request, "_multiply", multiplied)
+    monkeypatch.setattr(attention_request, "_attend_on_gpu", attended)
     monkeypatch.setattr(native._loaded, "asked", True)
     monkeypatch.setattr(native._loaded, "extension", extension)
     monkeypatch.setattr(native._loaded, "watched", lambda: False, raising=False)
@@ -54,6 +69,8 @@ def python_calls(extension, driver, monkeypatch) -> list[request.Request]:
     return made
 
 
+Q, K, V, SINKS, HEADS = zeros(2, 8, 4, 16), zeros(2, 8, 2, 16), zeros(2, 8, 2, 16), torch.zeros(4), torch.ones(2)
+ENDS, ROWS, PAGES = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 4)))
 CALLS = {
     "mm": lambda: ts.mm(A, B),
     "mm, bias": lambda: ts.mm(A, B, bias=BIAS),
@@ -71,6 +88,29 @@ CALLS = {
     "linear": lambda: ts.linear(A, W),
     "linear, 3-D, bias": lambda: ts.linear(zeros(2, 8, 64), W, BIAS, activation="relu"),
     "linear, a scale a row of the weight": lambda: ts.linear(A, W, scale_b=torch.ones(32, 1)),
+    "attention": lambda: ts.attention(Q, K, V),
+    "attention, causal": lambda: ts.attention(Q, K, V, causal=True),
+    "attention, top left": lambda: ts.attention(Q, K, V, causal="top_left"),
+    "attention, [B, H, S, D]": lambda: ts.attention(Q, K, V, layout="bhsd"),
+    "attention, lse": lambda: ts.attention(Q, K, V, return_lse=True)[0],
+    "attention, out=": lambda: ts.attention(Q, K, V, out=zeros(2, 8, 4, 16)),
+    "attention, out= and lse": lambda: ts.attention(Q, K, V, out=zeros(2, 8, 4, 16), return_lse=True)[0],
+    "attention, sinks": lambda: ts.attention(Q, K, V, sinks=SINKS),
+    "attention, a scale a head of k": lambda: ts.attention(Q, K, V, scale_k=HEADS),
+    "attention, a scale a head of v": lambda: ts.attention(Q, K, V, scale_v=HEADS),
+    "attention, a window": lambda: ts.attention(Q, K, V, window=(4, 0)),
+    "attention, keys before": lambda: ts.attention(Q, K, V, window=(4, None)),
+    "attention, a soft cap": lambda: ts.attention(Q, K, V, softcap=30),
+    "attention, a scale": lambda: ts.attention(Q, K, V, scale=0.5),
+    "attention, a scale of 0": lambda: ts.attention(Q, K, V, scale=0),
+    "attention, packed": lambda: ts.attention(Q[0], K[0], V[0], cu_seqlens_q=ENDS, cu_seqlens_k=ENDS),
+    "attention, packed, lengths": lambda: ts.attention(Q[0], K[0], V[0], cu_seqlens_q=ENDS, max_seqlen_q=8),
+    "attention, packed, other lengths": lambda: ts.attention(Q[0], K[0], V[0], cu_seqlens_q=ENDS, max_seqlen_k=8),
+    "attention, pages": lambda: ts.attention(Q, K, V, block_table=PAGES, seqlens_k=ROWS),
+    "attention, lengths": lambda: ts.attention(Q, K, V, seqlens_k=ROWS),
+    "attention, workers": lambda: ts.attention(Q, K, V, workers=3),
+    "attention, splits": lambda: ts.attention(Q, K, V, splits=3),
+    "attention, schedule": lambda: ts.attention(Q, K, V, schedule="static"),
 }
 
 
@@ -104,6 +144,32 @@ def test_another_option_is_another_call(python_calls, other):
     ts.mm(A, B, bias=BIAS)
     other()
     assert len(python_calls) == 3
+
+
+def test_the_log_sum_exp_is_given_natively(python_calls):
+    first = ts.attention(Q, K, V, return_lse=True)
+    second = ts.attention(Q, K, V, return_lse=True, out=(into := zeros(2, 8, 4, 16)))
+    third = ts.attention(Q, K, V, return_lse=True)
+    fourth = ts.attention(Q, K, V, return_lse=True, out=into)
+    assert len(python_calls) == 2
+    for out, lse in (first, second, third, fourth):
+        assert (out.shape, lse.shape, lse.dtype) == (Q.shape, (2, 8, 4), torch.float32)
+    assert second[0] is into
+    assert fourth[0] is into
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "sinks", "out"])
+def test_a_gradient_of_attention_is_for_torch(python_calls, which):
+    tensors = {"q": Q, "k": K, "v": V, "sinks": SINKS} | ({"out": zeros(2, 8, 4, 16)} if which == "out" else {})
+    for _ in range(2):
+        ts.attention(**tensors)
+    assert len(python_calls) == 1
+    tensors[which] = tensors[which].clone().requires_grad_()
+    ts.attention(**tensors)
+    assert len(python_calls) == 2
+    with torch.no_grad():
+        ts.attention(**tensors)
+    assert len(python_calls) == 2
 
 
 # Calls that something else has to see ---------------------------------------------------------------------------------
@@ -182,6 +248,28 @@ def test_an_argument_that_may_be_wrong_is_checked_by_python(python_calls, call):
     with contextlib.suppress(TypeError, ValueError, RuntimeError, AttributeError):
         call()
     assert len(python_calls) == 4
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"k": K.as_subclass(Other)}, {"sinks": SINKS.as_subclass(Other)}, {"causal": 0}, {"causal": "other"},
+        {"layout": "sbhd"}, {"layout": []}, {"return_lse": 0}, {"schedule": "stream_k"}, {"window": (True, 4)},
+        {"window": [4, 0]}, {"window": (-2, 0)}, {"window": (4,)}, {"softcap": 0.0}, {"softcap": True}, {"scale": "1"},
+        {"max_seqlen_q": 0.0}, {"max_seqlen_k": -1}, {"workers": 0}, {"workers": True}, {"splits": 0}, {"splits": 1.0},
+        {"deadline": 3.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_of_attention_that_may_be_wrong_is_checked_by_python(python_calls, monkeypatch, more):
+    plain = {"q": Q, "k": K, "v": V}
+    for given in (plain, {**plain, "sinks": SINKS}, {**plain, "window": (4, 0)}):
+        ts.attention(**given)
+    seen = []
+    monkeypatch.setattr(attention_request, "_attend_on_gpu", seen.append)
+    with contextlib.suppress(TypeError, ValueError):
+        ts.attention(**plain | more)
+    assert len(seen) == 1
 
 
 def test_what_the_extension_cannot_do_is_done_by_python(python_calls, driver):
