@@ -205,10 +205,11 @@ class Extension:
         if why is not None:
             raise OSError(why.decode())
         ops = torch.ops.tilestream
-        self.try_matmul, self.try_matmul_out = ops.try_matmul.default, ops.try_matmul_out.default
-        self.remember_matmul = ops.remember_matmul.default
-        self.try_attention, self.try_attention_out = ops.try_attention.default, ops.try_attention_out.default
-        self.remember_attention = ops.remember_attention.default
+        # `_op`: an overload's own function, without the Python around it.
+        self.try_matmul, self.try_matmul_out = ops.try_matmul.default._op, ops.try_matmul_out.default._op
+        self.remember_matmul = ops.remember_matmul.default._op
+        self.try_attention, self.try_attention_out = ops.try_attention.default._op, ops.try_attention_out.default._op
+        self.remember_attention = ops.remember_attention.default._op
         self._lock = threading.Lock()
         #: The words of each stream, by device and stream: the library has their addresses.
         self._words: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}

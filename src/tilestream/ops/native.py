@@ -37,6 +37,8 @@ _LAYOUTS: dict[object, int] = {name: i for i, name in enumerate(LAYOUTS)}
 _DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left": 2}
 #: Where each of attention's stands: a diagonal above 2 layouts, the rest above 4 diagonals.
 _DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER = 1, 3, 4, 5, 6
+#: Where a call of attention has its output.
+_OUT = 11
 _NUMBERS = (float, int)
 
 
@@ -100,7 +102,7 @@ def product(
     )  # fmt: skip
     if arguments is None:
         return None
-    check_device(a.device.index)
+    check_device(a.get_device())
     try:
         if out is None:
             made: torch.Tensor | None = _loaded.extension.try_matmul(*arguments)
@@ -110,26 +112,12 @@ def product(
         return None  # nothing was launched; what is wrong (no memory, say) is wrong Python's way, too, which says what
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    scale_q: torch.Tensor | None = None,
-    scale_k: torch.Tensor | None = None,
-    scale_v: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    *options: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+def attention(*call: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
     """The answer of `tilestream.attention`, launched by the extension; None for a call that goes Python's way.
 
     Parameters
     ----------
-    q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, options
+    call
         The fields of `tilestream.ops.attention_request.AttentionRequest` up to ``splits``, not checked yet.
 
     Raises
@@ -140,12 +128,11 @@ def attention(
     extension = _loaded.extension
     if extension is None or torch.compiler.is_compiling():
         return None
-    arguments = _attention_arguments(
-        q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, *options
-    )
+    arguments = _attention_arguments(*call)
     if arguments is None:
         return None
-    check_device(q.device.index)
+    check_device(call[0].get_device())
+    out = call[_OUT]
     try:
         if out is None:
             made, lse = extension.try_attention(*arguments)
@@ -157,11 +144,11 @@ def attention(
     return made if lse is None else (made, lse)
 
 
-def wanted_attention(q: Any, k: Any, v: Any, *others: Any) -> tuple[Any, ...] | None:
+def wanted_attention(*call: Any) -> tuple[Any, ...] | None:
     """What the extension would be asked for a call with the parameters of `attention`; None if it is none for it."""
     if _load() is None or torch.cuda.is_current_stream_capturing():
         return None
-    return _attention_arguments(q, k, v, *others)
+    return _attention_arguments(*call)
 
 
 def wanted(op: str, a: Any, b: Any, *others: Any) -> tuple[Any, ...] | None:
@@ -199,11 +186,19 @@ def _arguments(
     gradients = torch.is_grad_enabled()
     if gradients and (a.requires_grad or b.requires_grad):
         return None
-    for x in (bias, residual, scale_a, scale_b, out):
+    if out is not None and (type(out) not in PLAIN or out.is_neg() or (gradients and out.requires_grad)):
+        return None
+    limit = limits.limit()
+    if (
+        bias is residual is scale_a is scale_b is activation is out_dtype is workers is None
+        and type(schedule) is str and schedule == "auto"
+        and type(alpha) is type(beta) is float and alpha == beta == 1.0
+        and fast_accum is True and not limit and a.dtype is not torch.float32
+    ):  # fmt: skip
+        return _OPS[op], a, b  # the schemas' defaults are left out: each argument costs time
+    for x in (bias, residual, scale_a, scale_b):
         if x is not None and (type(x) not in PLAIN or (gradients and x.requires_grad)):
             return None
-    if out is not None and out.is_neg():
-        return None
     try:
         options = _ACTIVATIONS[activation] | _SCHEDULES[schedule] << _SCHEDULE | _DTYPES[out_dtype] << _DTYPE
     except (KeyError, TypeError):
@@ -215,12 +210,10 @@ def _arguments(
     options |= (not fast_accum) << _SLOW_ACCUM
     if a.dtype is torch.float32 and allows_tf32():
         options |= 1 << _TF32
-    limit = limits.limit()
     if options or limit or workers or alpha != 1 or beta != 1 or residual is not None or scale_a is not None:
         return (
             _OPS[op], a, b, bias, residual, scale_a, scale_b, float(alpha), float(beta), options, workers or 0, limit
         )  # fmt: skip
-    # The schemas' defaults are left out: each argument costs time.
     if scale_b is not None:
         return _OPS[op], a, b, bias, None, None, scale_b
     return (_OPS[op], a, b) if bias is None else (_OPS[op], a, b, bias)
@@ -237,11 +230,12 @@ def _attention_arguments(
     gradients = torch.is_grad_enabled()
     if gradients and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    plain = True
-    for x in (sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k):
-        if x is not None:
-            plain = False
-            if type(x) not in PLAIN or (gradients and x.requires_grad):
+    dense = (
+        sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is None
+    )  # fmt: skip
+    if not dense:
+        for x in (sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k):
+            if x is not None and (type(x) not in PLAIN or (gradients and x.requires_grad)):
                 return None
     if out is not None and (type(out) not in PLAIN or out.is_neg() or (gradients and out.requires_grad)):
         return None
@@ -256,7 +250,7 @@ def _attention_arguments(
     if q.dtype is torch.float32 and allows_tf32():
         options |= 1 << _ROUNDED
     limit = limits.limit()
-    if plain and not limit and window is softcap is scale is max_seqlen_q is max_seqlen_k is workers is splits is None:
+    if dense and not limit and window is softcap is scale is max_seqlen_q is max_seqlen_k is workers is splits is None:
         # The schemas' defaults are left out: each argument costs time.
         return (q, k, v, options) if options else (q, k, v)
     left = right = None
