@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
 from tilestream.core.protocols.handshake import HANDSHAKE_BYTES, difference
-from tilestream.distributed.gathered import ScaledRows
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.shards import ScaledRows
 
 
 def agree(state: GroupState, plan: DistributedPlan, device: torch.device) -> None:

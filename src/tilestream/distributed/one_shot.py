@@ -21,8 +21,7 @@ import torch
 
 from tilestream.core.protocols import gather, one_shot
 from tilestream.distributed.call_queue import Handlers, run_protocol
-from tilestream.distributed.collective import agree
-from tilestream.distributed.gpu_reduce_scatter import CallEvents, ReduceScatterQueue
+from tilestream.distributed.gpu_reduce_scatter import CallEvents, ReducePartials, ReduceScatterQueue
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.ops.publish import Publication
@@ -30,8 +29,6 @@ from tilestream.runtime.driver import stream_wait, stream_write
 
 #: ``product(out)`` issues the matmul into ``out``.
 Product = Callable[[torch.Tensor], object]
-#: ``add_up(addresses, void, epoch)`` issues the sum of the slots at these addresses, ``int64[world]``.
-AddUp = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 class AllReduceQueue(ReduceScatterQueue):
@@ -46,14 +43,17 @@ class AllReduceQueue(ReduceScatterQueue):
         return cast("Publication", None)
 
     def reduce(
-        self, shape: tuple[int, int], dtype: torch.dtype, product: Product, add_up: AddUp, seconds: float
-    ) -> None:
+        self, shape: tuple[int, int], dtype: torch.dtype, product: Product, reduce_partials: ReducePartials,
+        seconds: float,
+    ) -> None:  # fmt: skip
         """Issue a call. Non-blocking.
 
         Parameters
         ----------
         shape, dtype
             Of a partial sum.
+        reduce_partials
+            Of the slots at these addresses, ``int64[world]``.
         seconds
             Seconds that peers have from the matmul's end.
         """
@@ -79,7 +79,7 @@ class AllReduceQueue(ReduceScatterQueue):
             one_shot.FlagPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
             one_shot.AwaitPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
             one_shot.AllFlagged: heard,
-            one_shot.AddSlots: lambda op: add_up(addresses[op.slot], self.void(calling), op.epoch),
+            one_shot.AddSlots: lambda op: reduce_partials(addresses[op.slot], self.void(calling), op.epoch),
             one_shot.Added: lambda op: events.record(call.end),
         }
         try:
@@ -108,17 +108,14 @@ def matmul_reduce(
     Non-blocking. Later errors are raised by the next call on this device, and with this group.
     """
     with torch.cuda.device(device):
-        agree(state, plan, device)
-        queue = state.queue(AllReduceQueue, device)
-        queue.check_gpu("a", device)
-        queue.reserve(shape[0] * shape[1] * dtype.itemsize)
+        queue = AllReduceQueue.of(state, plan, "a", device, shape[0] * shape[1] * dtype.itemsize)
         out = torch.empty(shape, dtype=dtype, device=device)
         bias = None if bias is None else bias.contiguous()  # the kernel takes no strides
 
-        def add_up(addresses: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
+        def reduce_partials(addresses: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
             from tilestream.launch.portable.add import add_slots  # imports Triton
 
             add_slots(addresses, out, bias, void, epoch, float(state.world if average else 1))
 
-        queue.reduce(shape, dtype, product, add_up, seconds)
+        queue.reduce(shape, dtype, product, reduce_partials, seconds)
     return out

@@ -1,13 +1,29 @@
-"""Where each rank's rows are among the gathered rows, and the chunks in which they travel. No torch here."""
+"""Where each rank's rows are among the gathered rows, the chunks in which they travel, and what is computed of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from tilestream.arrival.arrival import Arrival
+
+#: ``product(a, scale_a, arrival, deadline)`` multiplies the gathered rows ``a`` (``[rows, K]``); without ``arrival``
+#: all of them have arrived.
+Product = Callable[[torch.Tensor, "torch.Tensor | None", "Arrival | None", float], torch.Tensor]
+
+
+class ScaledRows(NamedTuple):
+    """Rows, and one float32 scale a row where there are scales.
+
+    All ranks' rows have shape ``[batches, world, rows, width]``; one rank's shard has ``[batches, rows, width]``.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
 
 
 class Part(NamedTuple):

@@ -27,12 +27,9 @@ every later one NaN before it releases the stream.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tilestream.core.protocols.gather import SLOTS, AwaitCall, peers
-
-Turn = Generator[Any, int, "int | None"]
+from tilestream.core.protocols.gather import SLOTS, AwaitCall, Operations, peers
 
 
 class Multiply(NamedTuple):
@@ -83,7 +80,7 @@ class Added(NamedTuple):
     epoch: int
 
 
-def reduce(rank: int, world: int, epoch: int) -> Turn:
+def reduce(rank: int, world: int, epoch: int) -> Operations:
     """The calling stream's part: the whole call."""
     yield AwaitCall(epoch - 1)
     slot = epoch % SLOTS
