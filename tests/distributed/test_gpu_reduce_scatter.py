@@ -21,7 +21,7 @@ from fake_ranks import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_cuda import DEVICE, fake_cuda
+from fake_cuda import fake_cuda
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
 from tilestream.core.protocols import reduce_scatter as protocol
 from tilestream.distributed import call_queue, gpu_reduce_scatter, one_shot, reduce_scatter
@@ -107,9 +107,9 @@ class ScatterRank(SumRank):
     def matmul(self, bias: torch.Tensor) -> None:
         """A whole call, with a bias of two elements."""
         self.state.buffer = lambda name, shape, dtype, device: torch.empty(shape, dtype=dtype)
-        gpu_reduce_scatter.matmul_scatter(
-            self.state, None, Shards(1, 2, 3, 2), torch.empty(0), torch.float32, lambda *_: None, False, bias, 0.0
-        )
+        request = Request(REDUCE_SCATTER, torch.empty(0), [None], [bias], ["none"], None, [None])
+        shards = Shards(1, 2, 3, 2)
+        gpu_reduce_scatter.matmul_scatter(self.state, None, shards, request, torch.float32, lambda *_: None, 0.0)
 
 
 class AllReduceRank(SumRank):
@@ -149,7 +149,11 @@ class AllReduceRank(SumRank):
 
     def matmul(self, bias: torch.Tensor) -> None:
         """A whole call, with a bias of two elements."""
-        one_shot.matmul_reduce(self.state, None, (4, 2), torch.float32, lambda *_: None, False, bias, 0.0, DEVICE)
+        request = types.SimpleNamespace(
+            a=torch.empty(4, 3), b=torch.empty(3, 2), bias=bias, seconds=lambda state: 0.0, divisor=float,
+            product=lambda *_, **__: None,
+        )  # fmt: skip
+        one_shot.matmul_reduce(self.state, None, request, torch.float32)
 
 
 @contextlib.contextmanager

@@ -410,26 +410,6 @@ def forgets(rank, world):
     return state() is None, len(watchdogs() - before), held
 
 
-def torch_compiles(rank, world):
-    """torch's compiler makes its fused ops from an unchanged function, and they run on tilestream."""
-    import torch.distributed._functional_collectives as collectives
-
-    group = dist.group.WORLD
-
-    def block(x, w1, w2):
-        whole = collectives.all_gather_tensor(x, 0, group)
-        return collectives.reduce_scatter_tensor(torch.relu(whole @ w1) @ w2, "sum", 0, group)
-
-    w1, w2 = random(31, 1024, 512) / 32, random(32, 512, 1024) / 32
-    x = random(rank, 1024, 1024)
-    with torch.no_grad(), tsd.async_tp(group) as handle:
-        out = torch.compile(block, fullgraph=True)(x, w1, w2)
-        expected = block(x, w1, w2)
-        finish()
-        error = ((out - expected).float().norm() / expected.float().norm()).item()
-        return error, [str(site) for site in handle.report()]
-
-
 def torch_shapes(rank, world):
     """torch's fused ops, called as in its own tests, against its implementation with plain collectives."""
     from torch.distributed import _symmetric_memory as symmetric

@@ -24,6 +24,7 @@ from tilestream.core.protocols import gather, reduce_scatter
 from tilestream.distributed.call_queue import CallQueue, Handlers, IssuedCall, no_op, run_protocol
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.ops.publish import Publication
@@ -243,17 +244,15 @@ class ReduceScatterQueue(CallQueue):
 
 
 def matmul_scatter(
-    state: GroupState, plan: DistributedPlan, shards: Shards, like: torch.Tensor, dtype: torch.dtype, product: Product,
-    average: bool, bias: torch.Tensor | None, seconds: float,
+    state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, product: Product,
+    seconds: float,
 ) -> torch.Tensor:  # fmt: skip
-    """The sum (or average) over all ranks of this rank's part of their products, plus ``bias``.
+    """The sum (or average) over all ranks of this rank's part of their products, plus the bias.
 
     Non-blocking. Later errors are raised by the next call on this device, and with this group.
 
     Parameters
     ----------
-    like
-        A tensor on the call's device.
     dtype
         Of the parts that travel, and of the result.
 
@@ -262,10 +261,10 @@ def matmul_scatter(
     torch.Tensor
         ``[batches, rows, width]``.
     """
-    device = like.device
+    device = request.a.device
     with torch.cuda.device(device):
         queue = ReduceScatterQueue.of(state, plan, "a", device, math.prod(shards.shape) * dtype.itemsize)
-        bias = None if bias is None else bias.contiguous()  # the kernel takes no strides
+        bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
         mine = (shards.batches, shards.rows, shards.width)
         received = state.buffer("received", (shards.world, *mine), dtype, device)
         out = torch.empty(mine, dtype=dtype, device=device)
@@ -273,7 +272,7 @@ def matmul_scatter(
         def reduce_partials(product_of_all: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
             from tilestream.launch.portable.add import add_parts  # imports Triton
 
-            divisor = float(shards.world if average else 1)
+            divisor = request.divisor(shards.world)
             add_parts(product_of_all, received, out, bias, void, state.rank, epoch, divisor)
 
         queue.issue(shards, dtype, received, product, reduce_partials, seconds)

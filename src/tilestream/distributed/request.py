@@ -83,6 +83,10 @@ class Request(NamedTuple):
         """The scale of the right operand of an op that takes one B."""
         return self.scales_b[0]
 
+    def divisor(self, world: int) -> float:
+        """What the sum over all ranks is divided by."""
+        return float(world if self.reduce_op == "avg" else 1)
+
     @property
     def cuts_last(self) -> bool:
         """Whether the last dimension of ``a`` is the one that is cut."""
