@@ -46,8 +46,7 @@ class AttentionCase(NamedTuple):
         from tilestream.plan.attention_plan import of_candidate
         from tilestream.plan.policy import hopper_attention
 
-        _, *of = asked(self.call("cpu"))
-        problem = problem_of(*of)
+        problem = problem_of(*asked(self.call("cpu")))
         made = hopper_attention.candidates(
             problem, device, 1, kind="static", variant=self.variant, splits=self.shares
         )  # fmt: skip

@@ -19,7 +19,7 @@ from error_rule import check, errors
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import attention_gpu, attention_library
-from tilestream.ops.attention_operands import Settings, Tensors
+from tilestream.ops.attention_operands import Settings
 from tilestream.plan.plan import Plan
 from tilestream.runtime import device_workspace as workspaces
 from tilestream.runtime.properties import cuda_properties
@@ -105,7 +105,7 @@ class Run:
             check_untouched(out, around)
 
 
-def asked(call: Call) -> tuple[AttentionOperands, Tensors, Settings]:
+def asked(call: Call) -> tuple[AttentionOperands, Settings]:
     """A call of attention as the op hands it to its launch, which is not issued; outputs are NaN."""
     found: list[tuple[Any, ...]] = []
     launch_cache.clear()
@@ -113,10 +113,10 @@ def asked(call: Call) -> tuple[AttentionOperands, Tensors, Settings]:
         for module, name in ((attention_gpu, "run"), (attention_library, "execute")):
             patch.setattr(module, name, lambda *given: found.append(given))
         ts.attention(**call.tensors, **call.options, return_lse=True)
-    ((operands, tensors, settings, *_),) = found
+    ((operands, settings, *_),) = found
     poison(operands.out)
     poison(operands.lse)
-    return operands, tensors, settings
+    return operands, settings
 
 
 @contextlib.contextmanager

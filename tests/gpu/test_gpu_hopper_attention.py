@@ -18,7 +18,7 @@ from attention_maths import Case, call_of, replace
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 from tilestream.ops.attention_gpu import layout_of
-from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.plan.attention_plan import of_candidate
 from tilestream.plan.policy import hopper_attention
 from tilestream.runtime.properties import cuda_properties
@@ -38,10 +38,10 @@ CASES |= {f"8 bits, {name}": replace(CASES[name], dtype=E4M3) for name in ("pack
 
 
 def launches(
-    x: AttentionOperands, tensors: Tensors, settings: Settings, kind: str = "dynamic", variant: str = "apart"
+    x: AttentionOperands, settings: Settings, kind: str = "dynamic", variant: str = "apart"
 ) -> Iterator[HopperAttentionLaunch]:
     """One for each tile."""
-    device, problem = cuda_properties(torch.cuda.current_device()), problem_of(tensors, settings)
+    device, problem = cuda_properties(torch.cuda.current_device()), problem_of(x, settings)
     made = hopper_attention.candidates(problem, device, device.workers, kind=kind, variant=variant)
     assert made
     for one in made:
@@ -54,8 +54,8 @@ def launches(
 @pytest.mark.parametrize("name", CASES)
 def test_every_tile(name, variant, kind):
     call = call_of(CASES[name], "cuda")
-    operands, *of = asked(call)
-    for launch in launches(operands, *of, kind, variant):
+    operands, settings = asked(call)
+    for launch in launches(operands, settings, kind, variant):
         for _ in range(3):  # each launch finds counters and list as the one before left them
             poison(operands.out)
             poison(operands.lse)
@@ -67,13 +67,13 @@ def test_every_tile(name, variant, kind):
 def test_what_lies_around_an_operand_is_not_read(name):
     """Views in the middle of NaN: of rows, of heads and of columns."""
     call = call_of(CASES[name], "cuda")
-    operands, tensors, settings = asked(call)
+    operands, settings = asked(call)
     around = {}
     for part in ("q", "k", "v", "out"):
         x = getattr(operands, part)
         edge = 16 // x.element_size()  # TMA's rule
         around[part] = poison_around(x, (0, 4, 1, edge), (0, 5, 1, edge))
     view = operands._replace(**around)
-    for launch in launches(view, tensors._replace(q=view.q, k=view.k, v=view.v), settings):
+    for launch in launches(view, settings):
         launch(view)
         call.check(view.out, view.lse)

@@ -30,7 +30,7 @@ from tilestream.core.loop import (
     WorkerState,
     Write,
     fixup,
-    hand_in,
+    store_and_count,
     work,
     work_through,
 )  # fmt: skip
@@ -342,7 +342,7 @@ class TestOneTurn:
 
     def test_a_whole_tile_is_settled_as_it_is_handed_in(self):
         item = WorkItem(0, 0, 0, 0, 0, 2)
-        assert list(fixup(Compute(item))) == list(hand_in(Compute(item))) == [Compute(item)]
+        assert list(fixup(Compute(item))) == list(store_and_count(Compute(item))) == [Compute(item)]
 
     def test_stop_where_nothing_is_reset(self):
         assert self.turn(2, reset=False) == ([Take(0)], None)

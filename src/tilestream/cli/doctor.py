@@ -58,7 +58,18 @@ def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
         ],
     )
     yield "backends", [(name, backend(name)) for name in BACKENDS]
+    yield "host", [("native calls", _native())]
     yield "extras", [(name, _extra(needs, use)) for name, needs, use in EXTRAS]
+
+
+def _native() -> str:
+    """Whether equal calls are launched natively, and if not, why not."""
+    if importlib.util.find_spec("triton") is None:
+        return "no: triton is not installed"
+    from tilestream.launch.native import why_not
+
+    why = why_not()
+    return f"no: {why}" if why else "yes"
 
 
 def backend(name: str) -> str:
@@ -91,24 +102,18 @@ def backend(name: str) -> str:
 def _build() -> str:
     import torch
 
-    if torch.version.cuda is not None:
-        kind = f"CUDA {torch.version.cuda}"
-    elif torch.version.hip is not None:
-        kind = f"ROCm {torch.version.hip}"
-    else:
-        kind = "CPU build"
-    libraries = [
-        name for name, here in (("MKL", torch.backends.mkl), ("oneDNN", torch.backends.mkldnn)) if here.is_available()
-    ]
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    kind = next((f"{name} {version}" for name, version in builds.items() if version is not None), "CPU build")
+    backends = {"MKL": torch.backends.mkl, "oneDNN": torch.backends.mkldnn}
+    libraries = [name for name, library in backends.items() if library.is_available()]
     return f"{kind}, {' and '.join(libraries) or 'neither MKL nor oneDNN'}"
 
 
 def _gpu() -> str:
     import torch
 
-    if not torch.cuda.is_available():
-        return "none"
-    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ", ".join(map(torch.cuda.get_device_name, range(count))) or "none"
 
 
 def available_memory() -> int | None:

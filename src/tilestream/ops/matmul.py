@@ -1,10 +1,12 @@
-"""`tilestream.matmul`: torch.matmul, with an epilogue, for operands that may still be arriving."""
+"""`tilestream.matmul`, with an epilogue, for operands that may still be arriving; `mm`, `bmm`, `addmm`, `linear`."""
 
 from __future__ import annotations
 
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops import native
+from tilestream.ops.checks import check_tensors
 from tilestream.ops.request import Request, multiply
 
 
@@ -53,23 +55,23 @@ def matmul(
         Dtype of the result; default that of the operands, bfloat16 where those are of 8 bits. With an epilogue or
         another dtype, 16-bit operands are added up in float32 and the result is rounded once; 8-bit ones always are.
     scale_a, scale_b
-        float32, on the operands' device, there when the call is made; None: 1. Either of one element, or one a row of
+        float32, on the operands' device, complete when the call is made; None: 1. Each has one element, or one a row of
         ``a`` (``[M]``, ``[M, 1]``, or what broadcasts to ``[..., M, 1]``) and one a column of ``b`` (``[N]``,
-        ``[1, N]``, or what broadcasts to ``[..., 1, N]``), as ``torch._scaled_mm`` has them; one may be of one element
-        where the other is not. For operands of any dtype. They get no gradient.
+        ``[1, N]``, or what broadcasts to ``[..., 1, N]``), as ``torch._scaled_mm`` has them. For operands of any dtype.
+        They get no gradient.
     use_fast_accum
-        Whether products of 8-bit operands may be added up in what Hopper's tensor cores keep, which is less than
-        float32; False: in float32, at least every 128 of K, which is slower. No effect elsewhere.
+        Whether Hopper's tensor cores may accumulate products of 8-bit operands in less than float32. False: partial
+        sums go to float32 at least every 128 of K, which is slower. No effect elsewhere.
     arrival
         How ``a``'s rows come in, where they are not there yet: chunks and signals. ``a``'s leading dimensions count as
         rows (an ``a`` expanded over the batches of ``b`` has the rows of one batch). Each tile is computed as soon as
         the chunks it reads are signalled.
     publish
-        Chunks of the result's rows (leading dimensions count), each signalled when it is complete: a call that gets the
-        same `Arrival` as ``arrival=``, on another stream or in another thread, begins before this call has ended. Issue
-        this call first. Of a GPU's readers it is made sure that they leave it the SMs that it needs; those with kernels
-        of their own see to that themselves. Where the signals are words of your own, a reader on a GPU begins behind
-        this call's end, and the words are zeroed first. Not beside ``arrival``; no gradient flows through it.
+        Chunks of the result's rows (leading dimensions count), each signalled when it is complete. A call that gets the
+        same `Arrival` as ``arrival=``, on another stream or in another thread, begins before this call has ended; issue
+        this call first. On a GPU such readers leave this call the SMs that it needs; your own kernels must do so, too.
+        Where the signals are words of your own, a reader on a GPU begins behind this call's end, and the words are
+        zeroed first. Excludes ``arrival``; no gradient flows through it.
     schedule
         ``"static"``, ``"dynamic"``, ``"stream_k"`` or ``"auto"``; see `tilestream.plan`. With ``publish`` the second or
         the last.
@@ -77,8 +79,8 @@ def matmul(
         Workers to use; None: ``torch.get_num_threads()``, on a GPU one an SM. No more than `tilestream.worker_limit`
         and TILESTREAM_WORKERS allow.
     deadline
-        Seconds from the call's start (on a GPU: from the kernel's) after which it waits for no chunk any more; default
-        30. One bound for all waits, not for each: a stream that takes longer than that needs a longer deadline.
+        Seconds from the call's start (on a GPU: from the kernel's) after which it stops waiting; default 30. One bound
+        for all waits together: a stream that takes longer needs a longer deadline.
 
     Returns
     -------
@@ -91,7 +93,7 @@ def matmul(
         For arguments that do not fit, before anything is computed.
     RuntimeError
         If an operand of 8 bits, or a scale, requires a gradient; or any operand of a call with ``out`` or ``publish``.
-        If a launch on this GPU waits for what is to be published: it was to be issued behind this one.
+        If a launch on this GPU already waits for what is to be published: issue it behind this one.
     NotImplementedError
         For tensors on a device that this version has no backend for.
     ArrivalTimeout
@@ -106,24 +108,170 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
-    return multiply(
-        Request(
-            "matmul",
-            a,
-            b,
-            out=out,
-            bias=bias,
-            residual=residual,
-            beta=beta,
-            activation=activation,
-            out_dtype=out_dtype,
-            scale_a=scale_a,
-            scale_b=scale_b,
-            fast_accum=use_fast_accum,
-            arrival=arrival,
-            publish=publish,
-            schedule=schedule,
-            workers=workers,
-            deadline=deadline,
-        )
-    )
+    if arrival is None and publish is None and deadline is None:
+        made = native.product(
+            "matmul", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
+    return multiply(Request(
+        "matmul", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, publish=publish,
+        schedule=schedule, workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def mm(
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
+    out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
+    deadline: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``a @ b`` for matrices ``[M, K]`` and ``[K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
+
+    Raises
+    ------
+    ValueError
+        If an operand is no matrix.
+    """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "mm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
+    _check_dims("mm", 2, a, b)
+    return multiply(Request(
+        "mm", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, schedule=schedule,
+        workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def bmm(
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
+    out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
+    deadline: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``a[i] @ b[i]`` for ``[B, M, K]`` and ``[B, K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
+
+    Raises
+    ------
+    ValueError
+        If an operand has not three dimensions, or they differ in batches.
+    """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "bmm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
+    _check_dims("bmm", 3, a, b)
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"bmm: a has {a.shape[0]} batches, b has {b.shape[0]}; bmm does not broadcast, matmul does")
+    return multiply(Request(
+        "bmm", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, schedule=schedule,
+        workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def addmm(
+    input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1,
+    out: torch.Tensor | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
+    arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``beta * input + alpha * (a @ b)`` for matrices ``[M, K]`` and ``[K, N]``.
+
+    Parameters
+    ----------
+    input
+        Broadcasts to ``[M, N]``. With ``beta=0`` it is not read: NaN there does not count.
+    a, b
+        The matrices.
+    beta, alpha
+        Factors.
+    out, activation, out_dtype, arrival, schedule, workers, deadline
+        As for `tilestream.matmul`, whose exceptions are raised.
+
+    Raises
+    ------
+    ValueError
+        If ``a`` or ``b`` is no matrix.
+    """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "addmm", a, b, out, None, input, alpha, beta, activation, out_dtype, None, None, True, schedule, workers
+        )  # fmt: skip
+        if made is not None:
+            return made
+    for name, tensor in (("a", a), ("b", b)):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
+            raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
+    return multiply(Request(
+        "addmm", a, b, residual=input, beta=beta, alpha=alpha, out=out, activation=activation, out_dtype=out_dtype,
+        arrival=arrival, schedule=schedule, workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
+    out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    use_fast_accum: bool = True, arrival: Arrival | None = None, weight_arrival: Arrival | None = None,
+    publish: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``activation(scale_a * scale_b * (x @ weight.T) + bias + beta * residual)``.
+
+    Parameters
+    ----------
+    x
+        ``[..., K]``; its leading dimensions count as rows.
+    weight
+        ``[N, K]`` (or ``[K]``, for a result without the last dimension).
+    bias
+        ``[N]``.
+    weight_arrival
+        How ``weight``'s rows come in: a weight that is still being copied from the host or read from a file.
+    scale_b
+        float32: one element, or one a row of ``weight``: ``[N]``, ``[N, 1]`` or ``[1, N]``.
+    out, residual, beta, activation, out_dtype, scale_a, use_fast_accum, arrival, publish, schedule, workers, deadline
+        As for `tilestream.matmul`, whose exceptions are raised.
+
+    Raises
+    ------
+    ValueError
+        If ``weight`` is neither a matrix nor a vector.
+    """
+    if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
+        scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
+    if arrival is None and weight_arrival is None and publish is None and deadline is None:
+        made = native.product(
+            "linear", x, weight, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b,
+            use_fast_accum, schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
+    if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
+        raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
+    transposed = weight.t() if isinstance(weight, torch.Tensor) else weight
+    return multiply(Request(
+        "linear", x, transposed, out=out, bias=bias, residual=residual, beta=beta, activation=activation,
+        out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival,
+        weight_arrival=weight_arrival, publish=publish, schedule=schedule, workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def _check_dims(op: str, dims: int, a: torch.Tensor, b: torch.Tensor) -> None:
+    check_tensors(op, a=a, b=b)
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dim() != dims:
+            raise ValueError(
+                f"{op}: {name} has shape {list(tensor.shape)}; it has {dims} dimensions: use matmul for others"
+            )

@@ -100,10 +100,10 @@ def test_what_copies_do_not_reach_goes_through_registers():
     made = plan()
     assert CdnaAttentionArguments(made, near).direct
     far = CdnaAttentionArguments(made, near._replace(k=(2**40, 2**25, 128)))
-    assert (far.direct, far.config().FAR_KEYS, far.config().FAR_Q) == (False, True, False)
+    assert (far.direct, far.config().KEYS_64BIT, far.config().Q_64BIT) == (False, True, False)
     assert not CdnaAttentionArguments(made, near._replace(q=(2**40, 2**24, 128))).direct
     out = CdnaAttentionArguments(made, near._replace(out=(2**40, 2**24, 128)))
-    assert (out.direct, out.config().FAR_OUT) == (True, True)
+    assert (out.direct, out.config().OUT_64BIT) == (True, True)
 
 
 def test_an_output_of_odd_strides_or_address_is_stored_an_element_at_a_time():

@@ -23,7 +23,7 @@ from tilestream.kernels.attention_config import Columns
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
-from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate, packed_heads, schedule_of
 
 DEVICES = {"gfx942": named("mi300x"), "gfx950": named("mi355x")}
@@ -44,7 +44,7 @@ def check(
     call = call_of(case)
     options = dict(call.options)
     left, right = options.get("window", (None, None))
-    t = Tensors(**{**call.tensors, "sinks": options.get("sinks")})
+    t = AttentionOperands(**{**call.tensors, "sinks": options.get("sinks")})
     scale = options.get("scale", t.q.shape[-1] ** -0.5)
     causal = options.get("causal", False)
     settings = Settings(
@@ -58,7 +58,7 @@ def check(
     plan = of_candidate(problem, DEVICES[arch], "cdna", found, "a test's", ())
     out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"))
     lse = torch.full(lse_shape(t), float("nan"))
-    x = AttentionOperands(t.q, t.k, t.v, out, scale, lse, *t[3:])
+    x = t._replace(out=out, scale=scale, lse=lse)
     arguments = change(CdnaAttentionArguments(plan, layout_of(x)))
     run(plan, arguments, x, late)
     call.check(out, lse)
@@ -155,7 +155,7 @@ def test_rows_that_lie_far_apart_go_by_64_bits():
     def far(arguments: CdnaAttentionArguments) -> CdnaAttentionArguments:
         arguments._far_q = arguments._far_keys = True
         arguments.direct = False
-        made = replace(arguments.config(), FAR_OUT=True)
+        made = replace(arguments.config(), OUT_64BIT=True)
         arguments.config = lambda: made
         return arguments
 

@@ -78,12 +78,13 @@ def test_what_it_is_launched_with(monkeypatch):
     assert grid == again == (chosen.workers, 1, 1)
     assert options == {"num_warps": 4, "waves_per_eu": 2}
     given = dict(zip(NAMES, filled, strict=True))
-    given |= dataclasses.asdict(given["C"])
+    config = given["C"]
+    given |= dataclasses.asdict(config)
     assert given["x"] is a
     assert given["y"] is b
     assert given["counters"] is words.counters
     assert (given["base"], given["stride_x"], given["stride_y"], given["rows"], given["k"]) == (7, 512, 512, 256, 512)
-    assert (given["X_K_MAJOR"], given["Y_K_MAJOR"], given["DIRECT"], given["STAGES"]) == (True, True, False, 2)
+    assert (config.X.K_MAJOR, config.Y.K_MAJOR, given["DIRECT"], given["STAGES"]) == (True, True, False, 2)
     assert (given["BIAS"], given["VECTOR_C"], given["ROW_CHUNKS"], given["EVEN_K"]) == ("columns", 4, "none", True)
     # From the second launch on: addresses, and nothing else changed.
     assert direct[:3] == (a.data_ptr(), b.data_ptr(), out.data_ptr())

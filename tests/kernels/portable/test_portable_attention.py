@@ -16,7 +16,7 @@ from tilestream.core.operands import AttentionOperands
 from tilestream.launch.trace import SpanLog, traced
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.ops.attention_library import lse_shape
-from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy import portable_attention
@@ -47,7 +47,7 @@ class Prepared:
         left, right = options.get("window", (None, None))
         causal = options.get("causal", False)
         given = {**self.call.tensors, "sinks": options.get("sinks")}
-        t = self.tensors = Tensors(**given)
+        t = self.tensors = AttentionOperands(**given)
         scale = options.get("scale", t.q.shape[-1] ** -0.5)
         s = self.settings = Settings(
             bool(causal), "top_left" if causal == "top_left" else "bottom_right", -1 if left is None else left,
@@ -61,7 +61,7 @@ class Prepared:
         dtype = torch.bfloat16 if case.dtype == torch.float8_e4m3fn else case.dtype
         self.out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"), dtype=dtype)
         self.lse = torch.full(lse_shape(t), float("nan"))
-        self.operands = AttentionOperands(t.q, t.k, t.v, self.out, scale, self.lse, *t[3:])
+        self.operands = t._replace(out=self.out, scale=scale, lse=self.lse)
         self.launch = AttentionLaunch(self.plan, layout_of(self.operands))
 
     def run(self, words: Words | None = None, deadline: float = 0.05, log: SpanLog | None = None) -> Prepared:
