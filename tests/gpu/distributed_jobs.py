@@ -354,21 +354,18 @@ def reduces_in_turn(rank, world, count):
     return max(each.get() for each in worst)
 
 
-def blocks(rank, world, count):
-    """A gather and a sum in turn, as a layer has them, without a barrier between."""
-    x = [random(20 + r, 64, 256) for r in range(world)]
+def blocks(rank, world, count, group=None):
+    """A gather and a sum in turn, as a layer has them, without a barrier between; ranks are late in turn."""
+    wholes, here = [random(1000 + i, 96 * world, 256) for i in range(4)], slice(96 * rank, 96 * rank + 96)
     w1 = [random(40 + r, 256, 128) / 16 for r in range(world)]
     w2 = [random(60 + r, 128, 256) / 16 for r in range(world)]
-    whole = torch.cat(x)
-    expected = sum(((whole @ a).relu() @ b).float() for a, b in zip(w1, w2, strict=True))[64 * rank : 64 * rank + 64]
-    outs = []
+    expected = [sum(((x @ a).relu() @ b).float() for a, b in zip(w1, w2, strict=True))[here] for x in wholes]
+    worst, how = Worst(), {"form": "fused", "group": group, "deadline": 20}
     for i in range(count):
-        if i % 8 == rank:
-            torch.cuda._sleep(1_000_000)
-        up = tsd.all_gather_matmul(x[rank], w1[rank], activation="relu", form="fused", deadline=20)
-        outs.append(tsd.matmul_reduce_scatter(up, w2[rank], form="fused", deadline=20))
-    finish()
-    return max((out.float() - expected).abs().max().item() for out in outs)
+        late_in_turn(i, rank)
+        up = tsd.all_gather_matmul(wholes[i % 4][here], w1[rank], activation="relu", **how)
+        worst.add(tsd.matmul_reduce_scatter(up, w2[rank], **how), expected[i % 4])
+    return worst.get()
 
 
 def sum_expires(rank, world, killed, op):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import distributed_jobs
 import torch
-from distributed_jobs import Worst, late_in_turn, random
 from torch.distributed.device_mesh import DeviceMesh
-
-from tilestream import distributed as tsd
 
 
 def mesh_of(world: int, nodes: int) -> DeviceMesh:
@@ -30,16 +27,6 @@ def reduces(rank, world, nodes, cases):
     return distributed_jobs.reduces(rank, world, cases, mesh_of(world, nodes), form="auto", ulps=2)
 
 
-def iterates(rank, world, nodes, count):
-    """A gather and a sum in turn without a barrier between, on other data each time; ranks are late in turn."""
-    mesh, b, back = mesh_of(world, nodes), random(1, 256, 256) / 16, random(2, 256, 256) / 16
-    wholes = [random(1000 + i, 96 * world, 256) for i in range(4)]
-    mine = [x[96 * rank : 96 * rank + 96] for x in wholes]
-    expected = [(world * ((x @ b) @ back).float()) for x in mine]
-    worst = Worst()
-    for i in range(count):
-        late_in_turn(i, rank)
-        h = tsd.all_gather_matmul(mine[i % 4], b, form="fused", group=mesh, deadline=20)
-        out = tsd.matmul_reduce_scatter(h, back, form="fused", group=mesh, deadline=20)
-        worst.add(out, expected[i % 4])
-    return worst.get()
+def blocks(rank, world, nodes, count):
+    """As of `distributed_jobs`."""
+    return distributed_jobs.blocks(rank, world, count, mesh_of(world, nodes))

@@ -81,5 +81,5 @@ def test_all_reduces(ranks):
 
 
 def test_gathers_and_sums_in_turn_without_a_barrier(ranks):
-    wrong = ranks.run(WORLD, jobs.iterates, NODES, 200 if GPUS >= WORLD else 30, bound=240, seconds=60)
+    wrong = ranks.run(WORLD, jobs.blocks, NODES, 200 if GPUS >= WORLD else 30, bound=240, seconds=60)
     assert max(wrong) < 0.5, wrong
