@@ -18,20 +18,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import hopper_cases as hopper
-import hopper_gate
 import schedule_cases as schedules
 from benchmarks.gemm.shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
-from gate import Pointer, gate_arguments
+from gates import hopper_gemm
+from gates.hopper import no_gpu
 from gpu_cases import BOUNDS, BOUNDS_N, CASES, E4M3, F32, FP8_CASES, KINDS, UNIFORM, WORKER_CASES, Case, K, M, N
 
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import Epilogue
+from tilestream.kernels.portable.gemm import gemm as portable_gemm
 from tilestream.launch.portable.arguments import Arguments, Layout, is_aligned
 from tilestream.ops import gpu
 from tilestream.ops.scales import FP8_DTYPES
@@ -39,7 +40,9 @@ from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.plan.search import search_space
-from tilestream_tools.isa.kernels import copy_arguments
+from tilestream_tools.isa.build import Pointer
+from tilestream_tools.isa.build import build as compiled
+from tilestream_tools.isa.kernels import copy_arguments, gate_arguments
 
 #: The device where there is no GPU. A plan depends a little on the clock.
 STAND_IN = DeviceProperties(
@@ -283,7 +286,7 @@ def gathered(
     made = job(device, Case(shards.total, n, k, layout=layout, **more), rows=chunking)
     yield made
     if made is not None and made.plan.backend == "hopper":
-        tiles = hopper_gate.Arguments(made.plan, made.layout).tiles_apart(rows, rows, world * rows)
+        tiles = hopper_gemm.Arguments(made.plan, made.layout).tiles_apart(rows, rows, world * rows)
         if tiles is not None:
             yield made._replace(apart=batches * rows)
 
@@ -331,7 +334,7 @@ SECTIONS = {
 def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Options and arguments of a launch, without addresses."""
     if job.plan.backend == "hopper":
-        return hopper_gate.fill(job.plan, job.layout, job.address[2], probe=job.probe, trace=job.trace, apart=job.apart)
+        return hopper_gemm.fill(job.plan, job.layout, job.address[2], probe=job.probe, trace=job.trace, apart=job.apart)
     plan, layout, address, probe, trace, _ = job
     problem, schedule = plan.problem, plan.schedule
     words = schedule.kind != "static" or plan.gate is not None
@@ -354,7 +357,7 @@ def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
 
 
 def kernel_of(job: Job) -> Any:
-    return hopper_gate.gemm if job.plan.backend == "hopper" else hopper_gate.portable_gemm
+    return hopper_gemm.gemm if job.plan.backend == "hopper" else portable_gemm
 
 
 def key(job: Job) -> str:
@@ -375,7 +378,8 @@ def went_wrong(label: str, compile_it: Callable[[], object]) -> str | None:
 
 
 def build(one: Job) -> str | None:
-    return went_wrong(one.plan.label, lambda: hopper_gate.build(*fill(one), kernel_of(one)))
+    options, filled = fill(one)
+    return went_wrong(one.plan.label, lambda: compiled(kernel_of(one), filled, options, "sm_90a"))
 
 
 def device_of_this_machine() -> DeviceProperties:
@@ -396,7 +400,7 @@ def compile_all(build_one: Callable[[Any], str | None], todo: Sequence[Any], beg
 
 def jobs(device: DeviceProperties, what: Sequence[str] = tuple(SECTIONS)) -> list[Job]:
     """Every launch, a kernel once."""
-    hopper_gate.no_gpu()
+    no_gpu()
     found: dict[str, Job] = {}
     for section in itertools.chain.from_iterable(SECTIONS[name] for name in what):
         before, launches = len(found), 0

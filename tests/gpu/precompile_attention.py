@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "portable"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-import attention_gate as portable_gate
-import hopper_attention_gate as gate
+from gates import hopper_attention as gate
+from gates import portable_attention as portable_gate
 from precompile import compile_all, device_of_this_machine, went_wrong
 
 import tilestream as ts
@@ -33,6 +32,7 @@ from tilestream.ops.attention_operands import problem_of
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy import hopper_attention
+from tilestream_tools.isa.build import build as compiled
 
 Job = tuple[AttentionPlan, AttentionLayout]
 
@@ -104,8 +104,9 @@ def key(job: Job) -> str:
 def build(job: Job) -> str | None:
     """What went wrong."""
     if job[0].backend == "portable":
-        return went_wrong(job[0].label, lambda: portable_gate.build(*job, "sm_90a"))
-    return went_wrong(job[0].label, lambda: gate.build(*gate.fill(*job), kernel=gate.attend))
+        return went_wrong(job[0].label, lambda: compiled(*portable_gate.attention_source(*job), "sm_90a"))
+    options, filled = gate.fill(*job)
+    return went_wrong(job[0].label, lambda: compiled(gate.attend, filled, options, "sm_90a"))
 
 
 def main() -> None:
