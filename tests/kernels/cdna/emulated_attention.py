@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from attention_operands import listed
 from emulated import FLOAT32, INT32, Dtype, Int, Machine, Memory, Pointer, Tensor
 
 from tilestream.core import attention as rules
@@ -132,24 +133,6 @@ def required(kept: bool, message: str) -> None:
 
 def memory(x: torch.Tensor | None, dtype: Dtype) -> Memory | None:
     return None if x is None else Memory(x.detach().double().numpy(), dtype)
-
-
-def listed(plan: AttentionPlan, x: AttentionOperands) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What `tilestream.kernels.device.varlen.list_sequences` makes."""
-    p = plan.problem
-    if not p.varlen:
-        return None, None
-    assert x.cu_seqlens_q is not None
-    queries = [*(x.cu_seqlens_q.diff().tolist()), p.tokens_q - int(x.cu_seqlens_q[-1])]
-    keys = [p.seqlen_k] * p.batch if x.cu_seqlens_k is None else x.cu_seqlens_k.diff().tolist()
-    if x.seqlens_k is not None:
-        keys = [min(a, b) for a, b in zip(keys, x.seqlens_k.tolist(), strict=True)]
-    keys = [*keys, 0]
-    order = sorted(range(p.batch + 1), key=lambda i: (-keys[i], i))
-    starts = [0]
-    for i in order:
-        starts.append(starts[-1] + integers.cdiv(queries[i], plan.positions) * (p.heads_q // plan.pack))
-    return torch.tensor(starts), torch.tensor(order)
 
 
 def run(plan: AttentionPlan, arguments: CdnaAttentionArguments, x: AttentionOperands, late: bool) -> None:
