@@ -635,8 +635,8 @@ def of_math(
             parts, _ = operations(
                 fixup(Compute(item)), lambda op: next(answers) if isinstance(op, Look | Add) else 0
             )  # fmt: skip
-        for op in parts:  # a list has no answers to pass on
-            yield op  # noqa: UP028
+        for op in parts:  # noqa: UP028 -- a list takes no answers
+            yield op
         if item.parts == 1 or any(isinstance(op, ReducePartials) for op in parts):
             yield from store(ring, item)
 
