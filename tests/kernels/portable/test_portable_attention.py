@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from attention_operands import prepared
-from interpreted import DEVICE, Words
+from interpreted import DEVICE, Words, captured
 
 from attention_maths import FEATURES, MIXES, Case
 from tilestream.arrival.flat import Awaited
@@ -19,7 +19,6 @@ from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy import portable_attention
 from tilestream.runtime.channel import channel
-from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
 from tilestream.trace import Recorder, faults
 
 CPU = torch.device("cpu")
@@ -30,8 +29,6 @@ def _small(monkeypatch):
     tile = portable_attention.AttentionTile(16, 16, 4, 2, 0.5)
     for table in ("TILES", "UNALIGNED"):
         monkeypatch.setattr(portable_attention, table, dict.fromkeys(getattr(portable_attention, table), (tile,)))
-    yield
-    assert not channel(CPU).pending
 
 
 class Launched:
@@ -122,10 +119,7 @@ def test_launches_one_after_the_other_clear_nothing():
 
 def test_a_captured_launch_restores_its_words(monkeypatch):
     launched = Launched(dense(20, 33), chunks=Chunks.uniform(66, 16))
-    own = captured_words(CPU, launched.plan.schedule, launched.plan.block)
-    space = DeviceWorkspace(CPU)
-    monkeypatch.setattr(space, "open", lambda *_: own)
-    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
+    own = captured(monkeypatch, launched.plan)
     words = Words(5, 0)
     for _ in range(2):
         launched.run(words.arrive()).check()

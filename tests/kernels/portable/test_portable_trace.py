@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import nan_like, plan_for, run, small_tiles
+from interpreted import nan_like, plan_for, run
 
 from error_rule import Maths, check, rand
 from tilestream.core.chunks import Chunks
@@ -19,11 +19,6 @@ from tilestream.trace.record import Zero
 EPOCH = 1_790_000_000_123_456_789
 ZERO = Zero(0.0, EPOCH)
 KINDS = ("static", "dynamic", "stream_k")
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch):
-    small_tiles(monkeypatch)
 
 
 def record(plan, a, b, recorder=None):
