@@ -18,11 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-import tilestream.arrival.device
-import tilestream.arrival.landing
-import tilestream.arrival.publishing
-import tilestream.runtime.streams
-from tilestream.arrival.device import DeviceSignals
+from tilestream.arrival import device, device_words, landing, publishing
+from tilestream.runtime import streams
 
 #: The "device" of what is really in the CPU's memory.
 DEVICE = torch.device("cpu")
@@ -132,10 +129,6 @@ class FakeCuda:
         self._patch(patch)
 
     def _patch(self, patch: pytest.MonkeyPatch) -> None:
-        device, landing, publishing, streams = (
-            tilestream.arrival.device, tilestream.arrival.landing, tilestream.arrival.publishing,
-            tilestream.runtime.streams,
-        )  # fmt: skip
         patch.setattr(torch.cuda, "Event", type("Event", (Event,), {"cuda": self}))
         patch.setattr(torch.cuda, "ExternalStream", lambda handle, device: self.streams[handle])
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
@@ -144,13 +137,14 @@ class FakeCuda:
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self._record(x, stream))
         patch.setattr(torch.Tensor, "is_pinned", lambda x: _storage(x) in map(_storage, self._pinned))
-        patch.setattr(device, "stream_write", self._write)
-        patch.setattr(device, "zero", lambda words: self.current.give(words.zero_))
+        patch.setattr(device_words, "stream_write", self._write)
         patch.setattr(publishing, "stream_wait", self._wait)
         for module in (device, publishing):
             patch.setattr(module, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)
-        patch.setattr(device, "_captured_stores", [])
-        patch.setattr(DeviceSignals, "_failed", {})
+        for module in (device, device_words):
+            patch.setattr(module, "zero", lambda words: self.current.give(words.zero_))
+        patch.setattr(device_words, "_captured_stores", [])
+        patch.setattr(device.DeviceSignals, "_failed", {})
         patch.setattr(landing, "copy_in", self._copy)
         patch.setattr(streams, "create_stream", lambda: self.stream().cuda_stream)
         patch.setattr(streams, "_idle", {})

@@ -1,9 +1,11 @@
-"""Copy items: which words a piece is made of, and the text of a worker before its first tile, in every order."""
+"""Copy items: which words a piece is made of.
+
+The text of a worker before its first tile is explored by ``tilestream verify``: see `tilestream_tools.verify.copies`.
+"""
 
 from __future__ import annotations
 
 import itertools
-import random
 import re
 
 import pytest
@@ -12,21 +14,7 @@ from hypothesis import strategies as st
 
 from strategies import chunkings
 from tilestream.core.chunks import Chunks
-from tilestream.core.copy_items import (
-    HEAD,
-    PIECE_BYTES,
-    Copy,
-    CountPiece,
-    Draw,
-    Pieces,
-    Restore,
-    RestorePieces,
-    Signal,
-    block,
-    copy_items,
-    vector,
-    word_bytes,
-)
+from tilestream.core.copy_items import HEAD, PIECE_BYTES, Pieces, block, vector, word_bytes
 
 
 @st.composite
@@ -57,71 +45,6 @@ def test_the_table_says_all_of_it(pieces):
     again = Pieces(Chunks(tuple(bounds)), table[3], table[4], table[1])
     assert (again.count, again.chunks.count) == (table[0], table[2])
     assert [again.words(piece) for piece in range(again.count)] == [pieces.words(p) for p in range(pieces.count)]
-
-
-class Words:
-    """What workers count with, and what has happened."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self.counts = {"items": 0, "pieces": 0}
-        self.chunks = [0] * pieces.chunks.count
-        self.copied: list[int] = []
-        self.signalled: list[int] = []
-
-    def perform(self, op) -> int:
-        answer = 0
-        match op:
-            case Draw(what):
-                answer = self.counts[what]
-                self.counts[what] += 1
-            case Restore(what):
-                self.counts[what] = 0
-            case Copy(piece):
-                self.copied.append(piece)
-            case CountPiece(chunk):
-                answer = self.chunks[chunk]
-                self.chunks[chunk] += 1
-            case RestorePieces(chunk):
-                self.chunks[chunk] = 0
-            case Signal(chunk):
-                self.signalled.append(chunk)
-        return answer
-
-
-@given(cut(), st.integers(1, 6), st.data())
-def test_whoever_runs_when_each_piece_is_copied_once_and_all_counts_end_at_zero(pieces, workers, data):
-    copiers = data.draw(st.integers(1, workers))
-    rng = random.Random(data.draw(st.integers(0, 10**6)))
-    words = Words(pieces)
-    for launch in (1, 2):
-        running = {w: (copy_items(pieces, copiers, workers), None) for w in range(workers)}
-        while running:
-            worker = rng.choice(list(running))
-            turn, answer = running[worker]
-            try:
-                op = next(turn) if answer is None else turn.send(answer)
-                running[worker] = turn, words.perform(op)
-            except StopIteration:
-                del running[worker]
-        assert sorted(words.copied) == sorted(launch * list(range(pieces.count)))
-        assert sorted(words.signalled) == sorted(launch * list(range(pieces.chunks.count)))
-        assert words.counts == {"items": 0, "pieces": 0}
-        assert not any(words.chunks)
-
-
-def test_one_worker_alone_does_it_all_before_it_leaves_its_copy_item():
-    """Whoever is the first to run: nobody after it waits for anybody that has not begun."""
-    pieces = Pieces(Chunks.uniform(10, 3), 2, 4, 3)
-    words = Words(pieces)
-    turn = copy_items(pieces, copiers=3, workers=8)
-    answer = None
-    while True:
-        try:
-            answer = words.perform(next(turn) if answer is None else turn.send(answer))
-        except StopIteration:
-            break
-    assert words.copied == list(range(pieces.count))
-    assert words.signalled == [2, 3, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Signals on a GPU, on a fake one: whatever the order in which its streams run, a launch sees what was signalled.
+"""Signals on a GPU, on a fake one: in whatever order its streams run, a launch sees what was signalled.
 
 What a real one does is in ``tests/gpu/test_gpu_arrival.py``.
 """
@@ -6,44 +6,35 @@ What a real one does is in ``tests/gpu/test_gpu_arrival.py``.
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 
 import pytest
 import torch
+from device_builders import make, own, refused, seen, there
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, Stream, fake_cuda
-from tilestream.arrival import device as module
-from tilestream.arrival.device import DeviceSignals, GateWords, PeerSignals
+from tilestream.arrival import device_words
+from tilestream.arrival.device import DeviceSignals, PeerSignals
 from tilestream.core.error_record import EXPIRED, FAILED, Record
 from tilestream.core.errors import ProducerStopped
 
-
-def make(count: int = 3, words: torch.Tensor | None = None) -> DeviceSignals:
-    return DeviceSignals(count, DEVICE, words)
+GONE = OSError("the disk is gone")
 
 
-def own(count: int = 3) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32)
+def signal_on(cuda: FakeCuda, stream: Stream, signals: DeviceSignals, *chunks: int, epoch: int | None = None) -> None:
+    with cuda.on(stream):
+        for chunk in chunks:
+            signals.set(chunk, epoch)
 
 
-def refused(error, message):
-    return pytest.raises(error, match=f"^{re.escape(message)}")
-
-
-def seen(launch: GateWords) -> list[str]:
-    """What the launch finds now, chunk by chunk: as `tilestream.kernels.device.gate.look` has it."""
-    words, epoch = launch.words.tolist(), launch.epoch
-    return [
-        "here" if (word >= epoch if epoch else word) else "failed" if epoch and word == -epoch else "missing"
-        for word in words
-    ]
-
-
-def there(launch: GateWords) -> list[int]:
-    return [chunk for chunk, state in enumerate(seen(launch)) if state == "here"]
+def in_row(cuda: FakeCuda, stream: Stream, signals: DeviceSignals, *chunks: int) -> None:
+    with cuda.on(stream):
+        write, end = signals.set_in_row(sorted(chunks))
+        for chunk in chunks:
+            write(chunk)
+        end()
 
 
 def failed(key: int, epoch: int = 1, why: int = FAILED) -> Record:
@@ -62,32 +53,20 @@ class TestEpochs:
         stream.run()
         assert copied
         assert there(launch) == [1]
-        assert signals.state() == [False, True, False]
-        assert signals.arrived(1)
-        assert not signals.arrived(2)
+        assert signals.state() == [signals.arrived(chunk) for chunk in range(3)] == [False, True, False]
 
-    def test_the_words_are_zeroed_before_any_stream_touches_them(self, cuda):
+    @pytest.mark.parametrize("captured_first", [False, True])
+    def test_the_words_are_zeroed_before_any_stream_touches_them(self, cuda, captured_first):
         first, second = cuda.stream(), cuda.stream()
         with cuda.on(first):
             first.give(lambda: None)  # where `zeros` would be
             signals = make()
         with cuda.on(second):
-            signals.set(0)
-        second.run()
-        assert not any(signals.state())
-        cuda.run()
-        assert signals.state() == [True, False, False]
-
-    def test_also_where_a_stream_came_to_know_them_under_capture(self, cuda):
-        first, second = cuda.stream(), cuda.stream()
-        with cuda.on(first):
-            first.give(lambda: None)
-            signals = make()
-        with cuda.on(second):
-            with cuda.capture() as graph:
-                signals.use()
-                signals.set(0)
-            assert len(graph.work) == 1, "the signal; torch synchronises before it captures"
+            if captured_first:
+                with cuda.capture() as graph:
+                    signals.use()
+                    signals.set(0)
+                assert len(graph.work) == 1, "the signal; torch synchronises before it captures"
             signals.set(0)
         second.run()
         assert not any(signals.state())
@@ -99,12 +78,10 @@ class TestEpochs:
         signals, theirs = make(), make(words=words)
         for i in range(2):
             user, producer = cuda.stream(), cuda.stream()
-            with cuda.on(user):
-                signals.use()
-                theirs.use()
-            with cuda.on(producer):
-                signals.set(i)
-                theirs.set(i)
+            for both in (signals, theirs):
+                with cuda.on(user):
+                    both.use()
+                signal_on(cuda, producer, both, i)
             for stream in (user, producer):
                 assert cuda.records(signals._store, stream)
                 assert cuda.records(words, stream)
@@ -119,8 +96,7 @@ class TestEpochs:
             assert launch.epoch == signals.epoch == epoch
             for chunk in range(3):
                 assert there(launch) == list(range(chunk))
-                with cuda.on(cuda.stream()) as _:
-                    signals.set(chunk)
+                signal_on(cuda, cuda.stream(), signals, chunk)
                 cuda.run()
             assert signals.advance() == epoch + 1
             assert there(launch) == [0, 1, 2]
@@ -134,11 +110,10 @@ class TestEpochs:
         with fake_cuda() as cuda:
             streams = {name: cuda.stream() for name in "ab"}
             signals = make()
-            for name in "ab":
-                with cuda.on(streams[name]):
-                    if copied:
-                        cuda.current.give(lambda: None)
-                    signals.set(0)
+            for name, stream in streams.items():
+                if copied:
+                    stream.give(lambda: None)
+                signal_on(cuda, stream, signals, 0)
                 if name == "a":
                     signals.advance()
             for name in order:
@@ -148,43 +123,27 @@ class TestEpochs:
             cuda.run()
             assert signals._eager[0] == 2
 
-    def test_a_late_signal_of_an_earlier_epoch_reaches_the_launch_that_waits_for_it(self, cuda):
+    def test_a_late_signal_reaches_its_own_epochs_launch_and_no_other(self, cuda):
         signals, producer = make(), cuda.stream()
         before = signals.use()
-        with cuda.on(producer):
-            signals.set(0, epoch=1)
-            signals.advance()
-            after = signals.use()
-            signals.set(1, epoch=1)
-        producer.run()
-        assert there(before) == [0, 1]
-        assert there(after) == []
-
-    def test_a_late_signal_does_not_speak_for_the_next_epoch_nor_take_it_back(self, cuda):
-        signals, producer = make(1), cuda.stream()
+        signal_on(cuda, producer, signals, 0, epoch=1)
         signals.advance()
-        launch = signals.use()
-        with cuda.on(producer):
-            signals.set(0, epoch=1)
-            producer.run()
-            assert there(launch) == []
-            signals.set(0, epoch=2)
-            signals.set(0, epoch=1)
+        after = signals.use()
+        signal_on(cuda, producer, signals, 1, epoch=1)
         producer.run()
-        assert there(launch) == [0]
+        assert (there(before), there(after)) == ([0, 1], [])
+        signal_on(cuda, producer, signals, 0, epoch=2)
+        signal_on(cuda, producer, signals, 0, epoch=1)  # takes nothing back
+        producer.run()
+        assert there(after) == [0]
 
-    def test_an_epoch_that_has_not_begun(self, cuda):
-        signals = make()
+    def test_what_cannot_be_signalled(self, cuda):
         with refused(ValueError, "signal: epoch=2; the present epoch is 1: advance() begins the next"):
-            signals.set(0, epoch=2)
+            make().set(0, epoch=2)
+        for chunk in (-1, 3, 10**6):
+            with refused(IndexError, f"signal: chunk={chunk}; there are 3 chunks, from 0"):
+                make().set(chunk)
         assert cuda.current.issued == 0
-
-    @pytest.mark.parametrize("chunk", [-1, 3, 10**6])
-    def test_a_chunk_that_does_not_exist(self, cuda, chunk):
-        with refused(IndexError, f"signal: chunk={chunk}; there are 3 chunks, from 0"):
-            make().set(chunk)
-
-    def test_not_made_under_capture(self, cuda):
         with cuda.capture(), refused(RuntimeError, "Arrival: made while a CUDA graph is captured"):
             make()
 
@@ -192,27 +151,22 @@ class TestEpochs:
 class TestTwoStreams:
     """Streams run in any order; a word must not go back."""
 
-    def test_the_old_epoch_s_stream_is_stuck(self, cuda):
-        signals, old, new = make(1), cuda.stream(), cuda.stream()
-        with cuda.on(old):
-            signals.set(0)
+    @pytest.mark.parametrize("first", [signal_on, in_row])
+    @pytest.mark.parametrize("second", [signal_on, in_row])
+    def test_the_old_epochs_stream_is_stuck(self, cuda, first, second):
+        signals, old, new = make(2), cuda.stream(), cuda.stream()
+        first(cuda, old, signals, 1, 0)
         signals.advance()
         launch = signals.use()
-        with cuda.on(new):
-            signals.set(0)
-        new.run()
-        old.run()
-        new.run()
-        assert there(launch) == [0]
+        second(cuda, new, signals, 0, 1)
+        for stream in (new, old, new):
+            stream.run()
+        assert there(launch) == [0, 1]
 
-    def test_through_signals_in_a_row(self, cuda):
+    def test_three_epochs_signalled_in_a_row(self, cuda):
         signals, streams = make(), [cuda.stream() for _ in range(3)]
         for stream in streams:
-            with cuda.on(stream):
-                write, end = signals.set_in_row(range(3))
-                for chunk in (1, 2, 0):
-                    write(chunk)
-                end()
+            in_row(cuda, stream, signals, 1, 2, 0)
             launch = signals.use()
             signals.advance()
         for stream in reversed(streams):
@@ -220,48 +174,19 @@ class TestTwoStreams:
         cuda.run()
         assert there(launch) == [0, 1, 2]
 
-    @pytest.mark.parametrize("row_first", [True, False])
-    def test_in_a_row_and_one_by_one(self, cuda, row_first):
-        signals, old, new = make(2), cuda.stream(), cuda.stream()
-
-        def in_row():
-            write, end = signals.set_in_row([1, 0])
-            write(1)
-            write(0)
-            end()
-
-        def one_by_one():
-            signals.set(0)
-            signals.set(1)
-
-        with cuda.on(old):
-            (in_row if row_first else one_by_one)()
-        signals.advance()
+    def test_no_wait_is_issued_that_is_not_needed(self, cuda):
+        signals, streams = make(1), [cuda.stream() for _ in range(3)]
         launch = signals.use()
-        with cuda.on(new):
-            (one_by_one if row_first else in_row)()
-        new.run()
-        old.run()
-        new.run()
-        assert there(launch) == [0, 1]
-
-    def test_two_streams_signal_one_chunk_in_one_epoch(self, cuda):
-        signals, streams = make(1), [cuda.stream(), cuda.stream()]
-        launch = signals.use()
-        for stream in streams:
-            with cuda.on(stream):
-                signals.set(0)
+        for stream in streams[:2]:
+            signal_on(cuda, stream, signals, 0)
         assert streams[1].issued == 1, "the wait until the words are zeroed; once signalled is enough"
         cuda.run()
         assert there(launch) == [0]
-
-    def test_one_stream_waits_for_nothing_of_its_own(self, cuda):
-        signals, stream = make(1), cuda.stream()
-        with cuda.on(stream):
-            for _ in range(3):
-                signals.set(0)
-                signals.advance()
-        assert stream.issued == 3 + 1, "the writes, and once the wait until the words are zeroed"
+        other = make(1)
+        for _ in range(3):
+            signal_on(cuda, streams[2], other, 0)
+            other.advance()
+        assert streams[2].issued == 3 + 1, "the writes, and once the wait until the words are zeroed"
 
     def test_a_row_that_ends_early_is_known_of(self, cuda):
         signals, stream = make(), cuda.stream()
@@ -269,7 +194,7 @@ class TestTwoStreams:
         with cuda.on(stream):
             write, _ = signals.set_in_row(range(3))
             write(1)
-        signals.fail(OSError("the disk is gone"))
+        signals.fail(GONE)
         cuda.run()
         assert seen(launch) == ["failed", "here", "failed"]
 
@@ -291,20 +216,7 @@ class Schedules:
         self.streams = [cuda.stream(), cuda.stream()]
         self.launches = [self.signals.use()]
         self.issued: list[list[int]] = [[0] for _ in range(self.CHUNKS)]
-        self.written: list[list[int]] = [[0] for _ in range(self.CHUNKS)]
-
-    def signal(self, stream: Stream, chunk: int, epoch: int) -> None:
-        with self.cuda.on(stream):
-            self.signals.set(chunk, epoch)
-        self.issued[chunk].append(epoch)
-
-    def in_row(self, stream: Stream) -> None:
-        with self.cuda.on(stream):
-            write, end = self.signals.set_in_row(range(self.CHUNKS))
-            for chunk in range(self.CHUNKS):
-                write(chunk)
-                self.issued[chunk].append(self.signals.epoch)
-            end()
+        self.written = [0] * self.CHUNKS
 
     def check(self) -> None:
         draw = self.data.draw
@@ -313,11 +225,15 @@ class Schedules:
             match draw(st.sampled_from(["signal", "signal", "run", "advance", "row"])):
                 case "signal":
                     epoch = draw(st.integers(max(1, self.signals.epoch - 2), self.signals.epoch))
-                    self.signal(stream, draw(st.integers(0, self.CHUNKS - 1)), epoch)
+                    chunk = draw(st.integers(0, self.CHUNKS - 1))
+                    signal_on(self.cuda, stream, self.signals, chunk, epoch=epoch)
+                    self.issued[chunk].append(epoch)
                 case "run":
                     stream.run(draw(st.integers(1, 3)))
                 case "row":
-                    self.in_row(stream)
+                    in_row(self.cuda, stream, self.signals, *range(self.CHUNKS))
+                    for issued in self.issued:
+                        issued.append(self.signals.epoch)
                 case "advance":
                     self.signals.advance()
                     self.launches.append(self.signals.use())
@@ -329,50 +245,39 @@ class Schedules:
 
     def look(self) -> None:
         """No word goes back, or says what was not issued."""
-        for chunk, word in enumerate(self.launches[0].words.tolist()):
-            assert word >= self.written[chunk][-1]
-            assert word in self.issued[chunk]
-            self.written[chunk].append(word)
+        now = self.launches[0].words.tolist()
+        assert all(a <= b for a, b in zip(self.written, now, strict=True))
+        assert all(word in issued for word, issued in zip(now, self.issued, strict=True))
+        self.written = now
 
 
-class TestItsOwnStream:
-    MESSAGE = "signal: chunk 1 is signalled on the stream on which a launch already waits for it"
-
-    def test_a_signal_behind_its_own_launch_is_refused(self, cuda):
-        signals, stream = make(), cuda.stream()
-        with cuda.on(stream):
-            signals.set(0)
-            signals.use()
-            signals.set(0)  # signalled before: not waited for
-            with refused(RuntimeError, self.MESSAGE):
-                signals.set(1)
-            assert not signals._issued[1]
-        with cuda.on(cuda.stream()) as _:
+def test_a_signal_behind_its_own_launch_is_refused(cuda):
+    message = "signal: chunk 1 is signalled on the stream on which a launch already waits for it"
+    signals, stream = make(), cuda.stream()
+    with cuda.on(stream):
+        signals.set(0)
+        signals.use()
+        signals.set(0)  # signalled before: not waited for
+        with refused(RuntimeError, message):
             signals.set(1)
-        cuda.run()
-        assert signals.state() == [True, True, False]
-
-    def test_not_in_the_next_epoch(self, cuda):
-        signals, stream = make(), cuda.stream()
-        with cuda.on(stream):
-            signals.use()
-            signals.advance()
-            signals.set(1)
-        stream.run()
-        assert signals.state() == [False, True, False]
-
-    def test_not_in_a_graph_of_which_it_is_a_branch(self, cuda):
-        signals = make()
-        with cuda.capture():
-            signals.use()
-            signals.set(1)
+        assert not signals._issued[1]
+    signal_on(cuda, cuda.stream(), signals, 1)
+    cuda.run()
+    assert signals.state() == [True, True, False]
+    signals.advance()
+    signal_on(cuda, stream, signals, 1)  # the next epoch's
+    stream.run()
+    assert signals.state() == [False, True, False]
+    with cuda.capture():  # there it may be another branch of the graph
+        signals.use()
+        signals.set(1)
 
 
 class TestFail:
     def test_before_any_signal(self, cuda):
         signals = make()
         launch = signals.use()
-        signals.fail(OSError("the disk is gone"))
+        signals.fail(GONE)
         assert cuda.current.issued == 0, "beside the launch that waits"
         cuda.run()
         assert seen(launch) == ["failed"] * 3
@@ -380,54 +285,35 @@ class TestFail:
     def test_what_was_issued_still_comes(self, cuda):
         signals, producer = make(), cuda.stream()
         launch = signals.use()
-        with cuda.on(producer):
-            signals.set(2)
-            signals.fail(OSError("the disk is gone"))
+        signal_on(cuda, producer, signals, 2)
+        signals.fail(GONE)
         cuda.streams[-1].run()
         assert seen(launch) == ["failed", "failed", "missing"]
         cuda.run()
         assert seen(launch) == ["failed", "failed", "here"]
 
-    def test_of_an_epoch_that_is_over(self, cuda):
-        signals = make()
+    @pytest.mark.parametrize("under_way", [False, True])
+    def test_a_failure_belongs_to_its_epoch(self, cuda, under_way):
+        signals, producer = make(), cuda.stream()
+        signals.fail(GONE)
+        if not under_way:
+            cuda.run()
         signals.advance()
         launch = signals.use()
-        signals.fail(OSError("the disk is gone"), epoch=1)
-        cuda.run()
+        signals.fail(OSError("late"), epoch=1)
         assert seen(launch) == ["missing"] * 3
         assert signals.error(2) is None
-
-    def test_the_next_epoch_is_none_the_worse(self, cuda):
-        signals, producer = make(), cuda.stream()
-        signals.fail(OSError("the disk is gone"))
-        cuda.run()
-        signals.advance()
-        launch = signals.use()
-        assert seen(launch) == ["missing"] * 3
-        with cuda.on(producer):
-            for chunk in range(3):
-                signals.set(chunk)
+        signal_on(cuda, producer, signals, 0, 1, 2)
+        producer.run()
         cuda.run()
         assert there(launch) == [0, 1, 2]
 
-    def test_a_failure_that_is_still_under_way_does_not_end_the_next_epoch(self, cuda):
-        signals, producer = make(1), cuda.stream()
-        signals.fail(OSError("the disk is gone"))
-        signals.advance()
-        launch = signals.use()
-        with cuda.on(producer):
-            signals.set(0)
-        producer.run()
-        cuda.run()
-        assert there(launch) == [0]
-
     def test_an_earlier_signal_that_is_still_under_way_does_not_hide_it(self, cuda):
         signals, stuck = make(2), cuda.stream()
-        with cuda.on(stuck):
-            signals.set(0)
+        signal_on(cuda, stuck, signals, 0)
         signals.advance()
         launch = signals.use()
-        signals.fail(OSError("the disk is gone"))
+        signals.fail(GONE)
         for stream in cuda.streams[2:]:
             stream.run()
         assert seen(launch) == ["missing", "failed"], "the other one waits for nothing"
@@ -441,13 +327,11 @@ class TestFail:
             with cuda.on(user):
                 launch = signals.use()
                 user.give(lambda launch=launch: found.append(seen(launch)))
-            with cuda.on(producer):
-                for chunk in range(3):
-                    signals.set(chunk)
+            signal_on(cuda, producer, signals, 0, 1, 2)
             signals.advance()
         with cuda.on(user):
             last = signals.use()
-        signals.fail(OSError("the disk is gone"))
+        signals.fail(GONE)
         producer.run()
         for stream in reversed(cuda.streams):
             stream.run()
@@ -455,31 +339,28 @@ class TestFail:
         assert found == [["here"] * 3] * 2
         assert seen(last) == ["failed"] * 3
 
-    def test_it_waits_for_nothing_of_a_graph(self, cuda):
-        signals = make()
+    def test_it_waits_for_no_graph_and_for_no_launch_of_its_own_epoch(self, cuda):
+        signals, user = make(), cuda.stream()
         signals.use()
         with cuda.capture() as graph:
             signals.advance()
         assert not signals._over
         assert not graph.work
-
-    def test_it_waits_for_no_launch_of_its_own_epoch(self, cuda):
-        signals, user = make(), cuda.stream()
         with cuda.on(user):
             signals.use()
             signals.advance()
             launch = signals.use()
             user.run()
             user.give((cuda.stream(), 1))  # a kernel that waits
-        signals.fail(OSError("the disk is gone"))
+        signals.fail(GONE)
         cuda.run()
         assert seen(launch) == ["failed"] * 3
 
-    def test_the_exception_outlives_the_arrival_until_it_is_reported(self, cuda):
+    def test_the_exception_outlives_epoch_and_arrival_until_it_is_reported(self, cuda):
         signals = make()
-        key = signals.key
         signals.fail(OSError("the disk is gone"))
-        gone = weakref.ref(signals)
+        signals.advance()
+        key, gone = signals.key, weakref.ref(signals)
         del signals
         gc.collect()
         error = failed(key).error()
@@ -490,37 +371,28 @@ class TestFail:
         assert gone() is None, "kept no longer than needed"
         assert isinstance(failed(key).error(), ProducerStopped)
 
-    def test_the_exception_outlives_the_epoch(self, cuda):
+    def test_one_failure_is_reported_once(self, cuda):
         signals = make()
-        signals.fail(OSError("the disk is gone"))
-        signals.advance()
-        assert isinstance(failed(signals.key).error(), OSError)
-
-    def test_two_launches_of_one_epoch_report_it_once(self, cuda):
-        signals = make()
-        signals.fail(OSError("the disk is gone"))
-        assert isinstance(failed(signals.key).error(), OSError)
-        assert failed(signals.key).error() is None
-
-    def test_raised_where_the_stream_was_waited_for_it_is_not_reported_again(self, cuda):
-        signals = make()
-        signals.fail(OSError("the disk is gone"))
-        assert isinstance(signals.take_error(1), OSError)
-        assert failed(signals.key).error() is None
-        signals.advance()
+        for epoch, raised_before in ((1, False), (2, True)):
+            signals.fail(OSError(f"epoch {epoch}"))
+            if raised_before:  # where the stream was waited for
+                assert isinstance(signals.take_error(epoch), OSError)
+            else:
+                assert str(failed(signals.key, epoch).error()) == f"epoch {epoch}"
+            assert failed(signals.key, epoch).error() is None, "a second launch of this epoch"
+            signals.advance()
         signals.fail(OSError("again"))
-        assert str(failed(signals.key, 2).error()) == "again"
+        assert str(failed(signals.key, 3).error()) == "again"
 
     def test_a_launch_that_expired_says_why(self, cuda):
         signals = make()
-        error = OSError("the disk is gone")
-        signals.fail(error)
-        assert failed(signals.key, why=EXPIRED).error().__cause__ is error
+        signals.fail(GONE)
+        assert failed(signals.key, why=EXPIRED).error().__cause__ is GONE
 
-    def test_a_caller_s_own_words_are_left_alone(self, cuda):
+    def test_a_callers_own_words_are_left_alone(self, cuda):
         words = own()
         signals = make(words=words)
-        signals.fail(OSError("the disk is gone"))
+        signals.fail(GONE)
         cuda.run()
         assert words.tolist() == [0] * 3
         assert signals.error(1) is not None
@@ -534,15 +406,13 @@ class TestCapture:
         with cuda.capture():
             captured = signals.use()
         assert (eager.epoch, captured.epoch) == (1, 0)
-        assert eager.words.data_ptr() != captured.words.data_ptr()
         assert eager.quarantine.data_ptr() == captured.quarantine.data_ptr()
-        assert captured.words.numel() == 3
-        assert captured.quarantine.numel() == 1
+        assert (captured.words.numel(), captured.quarantine.numel()) == (3, 1)
         addresses = {x.data_ptr() + 4 * i for x in (eager.words, captured.words) for i in range(3)}
         assert len(addresses | {captured.quarantine.data_ptr()}) == 7
         assert eager.key == captured.key == signals.key
 
-    def test_signals_are_in_the_graph_and_at_each_replay_again(self, cuda):
+    def test_signals_are_in_the_graph_and_count_for_no_epoch(self, cuda):
         signals = make()
         with cuda.capture() as graph:
             launch = signals.use()
@@ -556,77 +426,47 @@ class TestCapture:
             assert there(launch) == [0, 1, 2]
             launch.words.zero_()  # as the launch does that has seen them all
         assert signals.state() == [False] * 3, "eager launches have seen nothing"
-
-    def test_a_signal_under_capture_counts_for_no_epoch(self, cuda):
-        signals = make()
-        with cuda.capture():
-            signals.set(0)
-        launch = signals.use()
-        with cuda.on(cuda.stream()) as _:
-            signals.set(0)
-        cuda.run()
-        assert there(launch) == [0]
-
-    def test_advance_beside_a_replay_takes_nothing_away(self, cuda):
-        signals = make()
-        with cuda.capture() as graph:
-            launch = signals.use()
-            signals.set(0)
-            signals.set(1)
-        graph.replay(cuda.current)
-        cuda.run()
-        launch.quarantine[0] = 1
-        signals.advance()
-        cuda.run()
-        assert there(launch) == [0, 1]
-        assert launch.quarantine.tolist() == [1]
-
-    def test_reset_ends_the_quarantine_and_leaves_eager_launches_alone(self, cuda):
-        signals = make()
         eager = signals.use()
+        signal_on(cuda, cuda.stream(), signals, 0)
+        cuda.run()
+        assert there(eager) == [0]
+
+    def test_advance_takes_nothing_from_a_graph_and_reset_ends_its_quarantine(self, cuda):
+        signals = make()
         with cuda.capture() as graph:
             captured = signals.use()
             signals.set(0)
-        with cuda.on(cuda.stream()) as _:
             signals.set(1)
         graph.replay(cuda.stream())
         cuda.run()
         captured.quarantine[0] = 1
+        signals.advance()
+        eager = signals.use()
+        signal_on(cuda, cuda.stream(), signals, 1)
+        cuda.run()
+        assert there(captured) == [0, 1]
+        assert captured.quarantine.tolist() == [1]
         signals.reset()
         cuda.run()
         assert there(captured) == []
         assert captured.quarantine.tolist() == [0]
-        assert there(eager) == [1]
-
-    def test_reset_of_a_caller_s_own_words(self, cuda):
-        words = own()
-        signals = make(words=words)
-        with cuda.capture():
-            launch = signals.use()
-        words[1] = launch.quarantine[0] = 1
-        signals.reset()
-        cuda.run()
-        assert not words.any()
-        assert not launch.quarantine.any()
+        assert there(eager) == [1], "eager launches are left alone"
 
     @pytest.mark.parametrize("theirs", [False, True])
     def test_a_second_launch_in_one_graph_is_refused(self, cuda, theirs):
         signals = make(words=own() if theirs else None)
-        message = "arrival: a launch of this graph waits for these signals already, and zeroes them"
         for _ in range(2):
             with cuda.capture():
                 signals.use()
-                with refused(RuntimeError, message):
+                with refused(RuntimeError, "arrival: a launch of this graph waits for these signals already, and zero"):
                     signals.use()
         signals.use()
 
     def test_what_a_stream_brings_is_in_no_graph(self, cuda):
         signals = make()
-        signals.filled_by_stream()
-        with (
-            cuda.capture(),
-            refused(RuntimeError, "arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in it"),
-        ):
+        signals.streamed = True
+        message = "arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in it"
+        with cuda.capture(), refused(RuntimeError, message):
             signals.use()
         assert signals.use().epoch == 1
 
@@ -641,13 +481,12 @@ class TestCapture:
         needed = {x.untyped_storage().data_ptr() for x in ([used, signals._quarantine] if how == "launch" else [used])}
         del signals, words, used
         gc.collect()
-        assert needed <= {x.untyped_storage().data_ptr() for x in module._captured_stores}
+        assert needed <= {x.untyped_storage().data_ptr() for x in device_words._captured_stores}
 
     def test_an_eager_life_keeps_nothing(self, cuda):
         signals = make()
         signals.use()
-        with cuda.on(cuda.stream()) as _:
-            signals.set(0)
+        signal_on(cuda, cuda.stream(), signals, 0)
         signals.advance()
         signals.reset()
         gone = weakref.ref(signals._store)
@@ -657,30 +496,28 @@ class TestCapture:
         assert gone() is None
 
 
-class TestOwnWords:
-    def test_any_word_will_do(self, cuda):
-        words = own()
-        signals = make(words=words)
-        assert signals.self_reset
-        launch = signals.use()
-        assert (launch.epoch, launch.words.data_ptr()) == (0, words.data_ptr())
-        words[2] = -7
-        signals.set(0)
-        assert there(launch) == [2]
-        cuda.run()
-        assert there(launch) == [0, 2]
-        assert signals.state() == [True, False, True]
-
-    def test_advance_zeroes_them(self, cuda):
-        words = own()
-        signals = make(words=words)
+def test_a_callers_own_words(cuda):
+    words = own()
+    signals = make(words=words)
+    assert signals.self_reset
+    assert not make().self_reset
+    launch = signals.use()
+    assert (launch.epoch, launch.words.data_ptr()) == (0, words.data_ptr())
+    words[2] = -7  # anything but 0
+    signals.set(0)
+    assert there(launch) == [2]
+    cuda.run()
+    assert there(launch) == [0, 2]
+    assert signals.state() == [True, False, True]
+    with cuda.capture():
+        captured = signals.use()
+    captured.quarantine[0] = 1
+    for zeroes in (signals.advance, signals.reset):
         words.fill_(1)
-        signals.advance()
+        zeroes()
         cuda.run()
         assert not words.any()
-
-    def test_ours_are_not_self_reset(self, cuda):
-        assert not make().self_reset
+    assert not captured.quarantine.any()
 
 
 class TestWordsThatPeersWrite:

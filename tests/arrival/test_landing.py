@@ -6,20 +6,21 @@ import contextlib
 import gc
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from device_builders import on_gpu, pinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilestream as ts
-from fake_cuda import DEVICE, FakeCuda, fake_cuda
+from fake_cuda import DEVICE, fake_cuda
 from strategies import chunkings
-from tilestream.arrival.device import DeviceSignals
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
-from tilestream.arrival.sources import FileSource, IteratorSource, Source, TensorSource, as_rows, row_count
+from tilestream.arrival.sources import as_rows, file_source, iterator_source, row_count, tensor_source
 from tilestream.arrival.stream import Stream
 from tilestream.core.chunks import Chunks
 from tilestream.core.error_record import FAILED, Record
@@ -60,39 +61,18 @@ class Onward(Landing):
         as_rows(self.tensor)[begin:end].copy_(self._rows[begin:end])
 
 
-def on_gpu(source: Source, chunks: Chunks, pivot: int = 0, fill: float = -1.0) -> Stream:
-    """As `stream_in` does it for a GPU: here, a fake one. The tensor is ``fill`` before the rows land."""
-    arrival = ts.Arrival.ragged(chunks.bounds, pivot)
-    arrival._signals = DeviceSignals(chunks.count, DEVICE)
-    landing = DeviceLanding(source.tensor, DEVICE)
-    landing.tensor.fill_(fill)
-    return Stream(arrival, source, landing)
-
-
 def matrix(rows: int, columns: int = 5) -> torch.Tensor:
     return torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
 
 
-def delay(monkeypatch, late: int, others: int) -> None:
-    """Of the reads of a file, the ``late``-th claimed ends only when ``others`` others have."""
-    done, all_done = [], threading.Event()
-    fill, claim, order = RangeReader._fill, RangeReader.claim, []
+def failing(rows: int = 2):
+    """A source that fails after its first block."""
 
-    def slow(self, start, stop):
-        if order.index(start) == late:
-            assert all_done.wait(LONG)
-        fill(self, start, stop)
-        done.append(start)
-        if len(done) == others:
-            all_done.set()
+    def blocks():
+        yield torch.zeros(rows, 4)
+        raise OSError("the disk is gone")
 
-    def claimed(self, begin, end):
-        job = claim(self, begin, end)
-        order.append(job.__closure__[1].cell_contents)  # where it starts
-        return job
-
-    monkeypatch.setattr(RangeReader, "_fill", slow)
-    monkeypatch.setattr(RangeReader, "claim", claimed)
+    return iterator_source(blocks(), (6, 4), torch.float32)
 
 
 class TestOrder:
@@ -105,15 +85,39 @@ class TestOrder:
         np.save(tmp_path / "x.npy", data.numpy())
         return tmp_path / "x.npy", data
 
+    @pytest.fixture
+    def delay(self, monkeypatch):
+        """``delay(late)``: of the reads of a file, the ``late``-th claimed ends only when all others have."""
+
+        def made(late: int) -> None:
+            done, all_done = [], threading.Event()
+            fill, claim, order = RangeReader._fill, RangeReader.claim, []
+
+            def slow(self, start, stop):
+                if order.index(start) == late:
+                    assert all_done.wait(LONG)
+                fill(self, start, stop)
+                done.append(start)
+                if len(done) == TestOrder.CHUNKS - 1:
+                    all_done.set()
+
+            def claimed(self, begin, end):
+                job = claim(self, begin, end)
+                order.append(job.__closure__[1].cell_contents)  # where it starts
+                return job
+
+            monkeypatch.setattr(RangeReader, "_fill", slow)
+            monkeypatch.setattr(RangeReader, "claim", claimed)
+
+        return made
+
     @pytest.mark.parametrize("direct", [None, False])
     @pytest.mark.parametrize("pivot", [0, 5])
     @pytest.mark.parametrize("late", [0, 7])
-    def test_a_page_that_two_chunks_share_has_come_before_the_second_lands(
-        self, saved, monkeypatch, late, pivot, direct
-    ):
+    def test_a_page_that_two_chunks_share_has_come_before_the_second_lands(self, saved, delay, late, pivot, direct):
         path, data = saved
-        delay(monkeypatch, late, self.CHUNKS - 1)
-        source = FileSource(RangeReader(find_matrix(path, None), direct))
+        delay(late)
+        source = file_source(RangeReader(find_matrix(path, None), direct))
         landing = Onward(source.tensor)
         with Stream(ts.Arrival.uniform(4, self.CHUNKS, pivot), source, landing) as x:
             x.wait(LONG)
@@ -121,50 +125,26 @@ class TestOrder:
         assert landing.landed == [(4 * chunk, 4 * chunk + 4) for chunk in order]
         assert torch.equal(x.tensor, data)
 
-    def test_on_to_a_gpu_too(self, saved, monkeypatch, cuda):
+    def test_on_to_a_gpu_too(self, saved, delay, cuda):
         path, data = saved
-        delay(monkeypatch, 3, self.CHUNKS - 1)
-        source = FileSource(RangeReader(find_matrix(path, None)))
-        with on_gpu(source, Chunks.uniform(self.ROWS, 4), 2) as x:
+        delay(3)
+        with on_gpu(file_source(RangeReader(find_matrix(path, None))), Chunks.uniform(self.ROWS, 4), 2) as x:
             assert torch.equal(x.wait(), data)
             assert all(x.arrival._signals.state())
 
 
-class TestIssuing:
-    """With the landing's stream as the current one: rows land and are signalled, nothing else happens."""
+def test_a_callers_generator_runs_on_the_callers_stream(cuda):
+    seen = []
 
-    def test_not_the_caller_s_generator(self, cuda):
-        seen = []
+    def blocks():
+        for _ in range(3):
+            seen.append(cuda.current)
+            yield torch.zeros(2, 4)
 
-        def blocks():
-            for _ in range(3):
-                seen.append(cuda.current)
-                yield torch.zeros(2, 4)
-
-        with on_gpu(IteratorSource(blocks(), (6, 4), torch.float32), Chunks.uniform(6, 2)) as x:
-            x.wait()
-        assert seen == [cuda.streams[0]] * 3
-        assert not x.tensor.any()
-
-    def test_a_producer_that_cannot_even_say_that_it_failed_stops_the_others(self, monkeypatch):
-        def blocks():
-            raise OSError("the disk is gone")
-            yield
-
-        def fail(error, *, epoch=None):
-            raise RuntimeError("the driver made no stream: code 201")
-
-        arrival, died = ts.Arrival.uniform(2, 2), []
-        monkeypatch.setattr(arrival, "fail", fail)
-        monkeypatch.setattr(threading, "excepthook", lambda arguments: died.append(str(arguments.exc_value)))
-        stream = Stream(arrival, IteratorSource(blocks(), (4, 4), torch.float32))
-        stream._filling.join(LONG)
-        assert died == ["the driver made no stream: code 201"]
-        assert stream._filling.stop.is_set()
-
-
-def pinned(cuda: FakeCuda, x: torch.Tensor) -> TensorSource:
-    return TensorSource(cuda.pin(x), onward=True)
+    with on_gpu(iterator_source(blocks(), (6, 4), torch.float32), Chunks.uniform(6, 2)) as x:
+        x.wait()
+    assert seen == [cuda.streams[0]] * 3
+    assert not x.tensor.any()
 
 
 class TestRows:
@@ -172,7 +152,7 @@ class TestRows:
     def test_restart_brings_what_the_source_holds_now_though_its_rows_are_no_view(self, cuda, is_pinned):
         base = torch.zeros(4, 3, 8)  # [B, M, K] whose leading dimensions do not merge
         x = base.transpose(0, 1)
-        source = pinned(cuda, x) if is_pinned else TensorSource(x, onward=True)
+        source = pinned(cuda, x) if is_pinned else tensor_source(x, onward=True)
         with on_gpu(source, Chunks.uniform(12, 5)) as stream:
             for value in (0.0, 7.0, 9.0):
                 base.fill_(value)
@@ -190,7 +170,7 @@ class TestRows:
         with fake_cuda() as cuda:
             at_once = on_gpu(pinned(cuda, x), chunks, pivot, fill=255)
             signals = at_once.arrival._signals
-            stream = at_once._landing._stream
+            stream = at_once._landing.stream
             assert stream.issued >= chunks.count
             order = [(pivot + step) % chunks.count for step in range(chunks.count)]
             while stream.run(1):
@@ -201,7 +181,7 @@ class TestRows:
                     assert torch.equal(at_once.tensor[begin:end], x[begin:end])
             assert all(signals.state())
         with fake_cuda() as cuda:
-            one_by_one = on_gpu(TensorSource(x, onward=True), chunks, pivot, fill=255)
+            one_by_one = on_gpu(tensor_source(x, onward=True), chunks, pivot, fill=255)
             one_by_one.wait()
             assert all(one_by_one.arrival._signals.state())
         assert torch.equal(at_once.tensor, x)
@@ -209,7 +189,7 @@ class TestRows:
 
     @pytest.mark.parametrize("bounds", [(0, 0, 4, 6), (0, 4, 6, 6), (0, 0, 0, 6, 6, 6), (0, 0, 0), (0, 2, 2, 6)])
     @pytest.mark.parametrize("pivot", [0, 1])
-    def test_the_last_copy_is_torch_s_so_that_its_allocator_knows_of_the_source(self, cuda, monkeypatch, bounds, pivot):
+    def test_the_last_copy_is_torchs_so_that_its_allocator_knows_of_the_source(self, cuda, monkeypatch, bounds, pivot):
         landed, land = [], DeviceLanding.land
         monkeypatch.setattr(DeviceLanding, "land", lambda *a: (landed.append(a[1:]), land(*a)))
         stream = on_gpu(pinned(cuda, matrix(bounds[-1])), Chunks(bounds), pivot)
@@ -220,60 +200,62 @@ class TestRows:
 
 
 class TestDevice:
-    def test_copies_wait_for_whoever_reads_the_tensor_on_the_current_stream(self, cuda):
-        x, reader = matrix(6), cuda.stream()
-        stream = on_gpu(pinned(cuda, x), Chunks.uniform(6, 2))
-        stream.wait()
+    @pytest.fixture
+    def x(self, cuda):
+        return on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2))
+
+    def test_copies_come_behind_what_reads_the_tensor_on_the_current_stream(self, cuda, x):
+        reader, signals = cuda.stream(), x.arrival._signals
+        x.wait()
         with cuda.on(reader):
-            launch = stream.arrival._signals.use()
+            launch = signals.use()
             reader.give(lambda: None)  # a matmul
-            stream.restart()
-        stream._landing._stream.run()
-        assert stream.arrival._signals.state() == [False] * 3
-        assert not stream.done
+            x.restart()
+        x._landing.stream.run()
+        assert signals.state() == [False] * 3
+        assert not x.done
         cuda.run()
-        assert stream.arrival._signals.state() == [True] * 3
-        assert stream.done
+        assert signals.state() == [True] * 3
+        assert x.done
         assert launch.words.tolist() == [2] * 3
 
-    def test_a_signal_of_the_next_epoch_comes_after_its_own(self, cuda):
-        stream, other = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2)), cuda.stream()
-        stream.arrival.advance()
+    def test_a_signal_of_the_next_epoch_comes_after_its_own(self, cuda, x):
+        other = cuda.stream()
+        x.arrival.advance()
         with cuda.on(other):
             for chunk in range(3):
-                stream.arrival.signal(chunk)
+                x.arrival.signal(chunk)
         other.run()
         cuda.run()
-        assert stream.arrival._signals.state() == [True] * 3
+        assert x.arrival._signals.state() == [True] * 3
 
-    def test_it_is_not_done_before_the_copies_are(self, cuda):
-        stream = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2))
-        assert not stream.done
-        with pytest.raises(TimeoutError, match=r"after 0\.0 s 3 chunks not delivered, the first of them 0"):
-            stream.wait(0.0)
-        stream._landing._stream.run(4)  # two waits, a copy, its signal
-        with pytest.raises(TimeoutError, match=r"after 0\.0 s 2 chunks not delivered, the first of them 1"):
-            stream.wait(0.0)
-        assert torch.equal(stream.wait(), matrix(6))
-        assert stream.done
+    def test_it_is_not_done_before_the_copies_are(self, cuda, x):
+        assert not x.done
+        for run, left, first in ((0, 3, 0), (4, 2, 1)):  # two waits, a copy, its signal
+            x._landing.stream.run(run)
+            with pytest.raises(
+                TimeoutError, match=rf"after 0\.0 s {left} chunks not delivered, the first of them {first}"
+            ):
+                x.wait(0.0)
+        assert torch.equal(x.wait(), matrix(6))
+        assert x.done
 
     def test_its_memory_and_its_stream_outlive_it(self, cuda):
-        stream = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2))
-        copies = stream._landing._stream
-        assert cuda.records(stream.tensor, copies)
-        gone, kept = weakref.ref(stream), stream.tensor
-        del stream
+        x = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2))
+        copies = x._landing.stream
+        assert cuda.records(x.tensor, copies)
+        gone, kept = weakref.ref(x), x.tensor
+        del x
         gc.collect()
         assert gone() is None
         with on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2)) as second:
-            assert second._landing._stream is not copies, "it is still at work"
+            assert second._landing.stream is not copies, "it is still at work"
             cuda.run()
         assert torch.equal(kept, matrix(6))
 
-    def test_a_graph_cannot_wait_for_it(self, cuda):
-        stream = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2))
+    def test_a_graph_cannot_wait_for_it(self, cuda, x):
         with cuda.capture(), pytest.raises(RuntimeError, match=r"what ts\.stream_in copies is not in it"):
-            stream.arrival._signals.use()
+            x.arrival._signals.use()
 
 
 class TestErrors:
@@ -294,33 +276,21 @@ class TestErrors:
 
         return report
 
-    def failing(self, rows: int = 2) -> Stream:
-        def blocks():
-            yield torch.zeros(rows, 4)
-            raise OSError("the disk is gone")
-
-        return on_gpu(IteratorSource(blocks(), (6, 4), torch.float32), Chunks.uniform(6, 2))
-
-    def test_waited_for_and_then_reported(self, reports):
-        with self.failing() as x:
-            with pytest.raises(OSError, match="the disk is gone"):
-                x.wait()
-            reports(x.arrival.key)
-            ts.check()
-
-    def test_reported_and_then_waited_for(self, reports):
-        with self.failing() as x:
+    @pytest.mark.parametrize("first", ["waited for", "reported"])
+    def test_waited_for_and_reported(self, reports, first):
+        with on_gpu(failing(), Chunks.uniform(6, 2)) as x:
             assert x._filling.join(None)
-            reports(x.arrival.key)
-            with pytest.raises(OSError, match="the disk is gone"):
-                ts.check()
-            with pytest.raises(OSError, match="the disk is gone"):  # there is no tensor to return
+            if first == "reported":
+                reports(x.arrival.key)
+                with pytest.raises(OSError, match="the disk is gone"):
+                    ts.check()
+            with pytest.raises(OSError, match="the disk is gone"):  # in both orders: there is no tensor to return
                 x.wait()
             reports(x.arrival.key)
             ts.check()
 
     def test_reported_after_the_stream_was_dropped(self, reports):
-        x = self.failing()
+        x = on_gpu(failing(), Chunks.uniform(6, 2))
         assert x._filling.join(None)
         key = x.arrival.key
         del x
@@ -331,24 +301,18 @@ class TestErrors:
         ts.check()
 
     def test_what_has_landed_is_there_and_the_rest_is_failed(self, cuda):
-        with self.failing() as x:
+        with on_gpu(failing(), Chunks.uniform(6, 2)) as x:
             launch = x.arrival._signals.use()
             x._filling.join(None)
             cuda.run()
             assert launch.words.tolist() == [1, -1, -1]
 
     def test_closed_in_the_second_epoch_while_a_launch_of_the_first_still_looks(self, cuda):
-        go, reader, found = threading.Event(), cuda.stream(), []
-
-        class Slow(TensorSource):
-            def claim(self, begin, end):
-                return lambda: go.wait(LONG) if self.rewound else None
-
-            def rewind(self):
-                self.rewound = True
-
-        source = Slow(matrix(6), onward=True)
-        source.rewound = False
+        go, rewound, reader, found = threading.Event(), threading.Event(), cuda.stream(), []
+        source = replace(
+            tensor_source(matrix(6), onward=True), rewind=rewound.set,
+            claim=lambda begin, end: lambda: go.wait(LONG) if rewound.is_set() else None,
+        )  # fmt: skip
         x = on_gpu(source, Chunks.uniform(6, 2))
         launch = x.arrival._signals.use()
         x.wait()
@@ -359,13 +323,25 @@ class TestErrors:
             x.restart()
         x._filling.stop.set()
         go.set()
-        for thread in x._filling._threads:
+        for thread in x._filling.threads:
             thread.join(LONG)
         for stream in reversed(cuda.streams):
             stream.run()
         cuda.run()
         assert min(found) >= 1
         assert isinstance(x.arrival.error, ProducerStopped)
+
+    def test_a_producer_that_cannot_even_say_that_it_failed_stops_the_others(self, monkeypatch):
+        def fail(error, *, epoch=None):
+            raise RuntimeError("the driver made no stream: code 201")
+
+        arrival, died = ts.Arrival.uniform(2, 3), []
+        monkeypatch.setattr(arrival, "fail", fail)
+        monkeypatch.setattr(threading, "excepthook", lambda arguments: died.append(str(arguments.exc_value)))
+        stream = Stream(arrival, failing())
+        stream._filling.join(LONG)
+        assert died == ["the driver made no stream: code 201"]
+        assert stream._filling.stop.is_set()
 
 
 def test_a_landing_of_the_host_does_nothing():

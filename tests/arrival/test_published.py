@@ -1,26 +1,19 @@
-"""A matmul that publishes, and who reads it, on a fake GPU: in whatever order streams run, the reader comes behind.
+"""A matmul that publishes, and its readers, on a fake GPU: in whatever order streams run, the reader comes behind.
 
-What is held here is what no kernel can see to: that a reader's launch cannot take the SMs of a matmul that has not
-begun, and that nobody overwrites what is still being read.
+The host alone can see to this: a reader's launch cannot take the SMs of a matmul that has not begun, and no matmul
+overwrites what is still being read.
 """
 
 from __future__ import annotations
 
-import re
-
 import pytest
-import torch
+from device_builders import make, own, refused
 
-from fake_cuda import DEVICE
-from tilestream.arrival.device import DeviceSignals
-
-
-def make(count: int = 3, words: torch.Tensor | None = None) -> DeviceSignals:
-    return DeviceSignals(count, DEVICE, words)
+ISSUING = "another thread is issuing"
 
 
 def issue(cuda, stream, signals, order=(0, 1, 2), kernel=True) -> list[str]:
-    """A matmul that signals in this order; says in what it has done when."""
+    """A matmul that signals in this order; the list of what it has done so far."""
     done: list[str] = []
     with cuda.on(stream):
         words = signals.publish()
@@ -45,18 +38,17 @@ def read(cuda, stream, signals, done) -> None:
         stream.give(lambda: done.append("reader"))
 
 
-def own() -> torch.Tensor:
-    return torch.zeros(3, dtype=torch.int32)
-
-
-def refused(error, message):
-    return pytest.raises(error, match=f"^{re.escape(message)}")
+@pytest.fixture(params=["ours", "theirs"])
+def signals(request, cuda):
+    return make(words=None if request.param == "ours" else own())
 
 
 def test_a_reader_begins_behind_the_first_chunk(cuda):
     signals, producer, consumer = make(), cuda.stream(), cuda.stream()
     done = issue(cuda, producer, signals, (1, 2, 0))
     read(cuda, consumer, signals, done)
+    with cuda.capture():  # takes no order from eager launches, nor gives them one
+        issue(cuda, cuda.stream(), signals)
     consumer.run()
     assert done == [], "its launch would hold the SMs that the matmul needs"
     while not done:
@@ -86,9 +78,7 @@ def test_on_the_matmuls_own_stream_nothing_is_waited_for(cuda):
     assert stream.issued == before + 1
 
 
-@pytest.mark.parametrize("theirs", [False, True])
-def test_a_reader_that_was_issued_first_is_refused(cuda, theirs):
-    signals = make(words=own() if theirs else None)
+def test_a_reader_that_was_issued_first_is_refused(cuda, signals):
     with cuda.on(cuda.stream()):
         signals.use()
     with cuda.on(cuda.stream()) as _, refused(RuntimeError, "publish: a launch that waits for epoch 1 was issued befo"):
@@ -101,9 +91,7 @@ def test_a_reader_that_was_issued_first_is_refused(cuda, theirs):
     assert all(signals.state())
 
 
-@pytest.mark.parametrize("theirs", [False, True])
-def test_in_a_graph_as_well(cuda, theirs):
-    signals = make(words=own() if theirs else None)
+def test_in_a_graph_as_well(cuda, signals):
     with cuda.capture():
         signals.use()
         with refused(RuntimeError, "publish: a launch of this graph that waits for these chunks was captured before"):
@@ -117,37 +105,22 @@ def test_in_a_graph_as_well(cuda, theirs):
         signals.use()
 
 
-@pytest.mark.parametrize("theirs", [False, True])
-def test_while_another_thread_issues_the_matmul_nobody_reads(cuda, theirs):
-    signals = make(words=own() if theirs else None)
+def test_while_a_thread_issues_the_matmul_no_other_reads_or_publishes(cuda, signals):
     with cuda.on(cuda.stream()) as _:
         signals.publish()
     with cuda.on(cuda.stream()) as _:
-        with refused(RuntimeError, "arrival: another thread is issuing the matmul that signals these chunks"):
+        with refused(RuntimeError, f"arrival: {ISSUING} the matmul that signals these chunks"):
             signals.use()
-        with refused(RuntimeError, "publish: another thread is issuing a matmul that signals these chunks"):
+        with refused(RuntimeError, f"publish: {ISSUING} a matmul that signals these chunks"):
             signals.publish()
-    signals.fail(MemoryError("no room"))
-    with cuda.on(cuda.stream()) as _:
+        signals.fail(MemoryError("no room"))
         signals.use()
-
-
-def test_a_capture_takes_no_order_from_eager_launches(cuda):
-    signals, producer, consumer = make(), cuda.stream(), cuda.stream()
-    done = issue(cuda, producer, signals)
-    with cuda.capture():
-        issue(cuda, cuda.stream(), signals)
-    read(cuda, consumer, signals, done)
-    consumer.run()
-    assert done == [], "it is the eager matmul's reader still"
-    cuda.run()
-    assert done[-1] == "reader"
 
 
 def test_an_epoch_is_published_once(cuda):
     signals, stream = make(), cuda.stream()
     issue(cuda, stream, signals)
-    with cuda.on(stream), pytest.raises(ValueError, match=re.escape("publish: chunk 0 of epoch 1 is signalled alread")):
+    with cuda.on(stream), refused(ValueError, "publish: chunk 0 of epoch 1 is signalled already"):
         signals.publish()
     signals.advance()
     issue(cuda, stream, signals)
@@ -155,22 +128,21 @@ def test_an_epoch_is_published_once(cuda):
     assert all(signals.state())
 
 
-def test_the_next_epoch_comes_behind_the_readers_of_the_last(cuda):
-    """Its matmul may write what they read; and words of the caller's are zeroed by them."""
-    for words in (None, torch.zeros(3, dtype=torch.int32)):
-        signals, producer, consumer = make(words=words), cuda.stream(), cuda.stream()
-        done = issue(cuda, producer, signals)
-        read(cuda, consumer, signals, done)
-        producer.run()
-        if words is None:
-            signals.advance()
-        more = issue(cuda, cuda.stream(), signals)
-        cuda.streams[-1].run()
-        assert not more
-        consumer.run()
-        cuda.run()
-        assert done[-1] == "reader"
-        assert more == ["chunk 0", "chunk 1", "chunk 2"]
+def test_the_next_epoch_comes_behind_the_readers_of_the_last(cuda, signals):
+    """Its matmul may write what they read; and a caller's words are zeroed by them."""
+    producer, consumer = cuda.stream(), cuda.stream()
+    done = issue(cuda, producer, signals)
+    read(cuda, consumer, signals, done)
+    producer.run()
+    if not signals.self_reset:
+        signals.advance()
+    more = issue(cuda, cuda.stream(), signals)
+    cuda.streams[-1].run()
+    assert not more
+    consumer.run()
+    cuda.run()
+    assert done[-1] == "reader"
+    assert more == ["chunk 0", "chunk 1", "chunk 2"]
 
 
 def test_under_capture_a_reader_comes_behind_the_matmul_and_each_replay_has_its_signals(cuda):
@@ -193,14 +165,11 @@ def test_under_capture_a_reader_comes_behind_the_matmul_and_each_replay_has_its_
     assert all(signals.state())
 
 
-@pytest.mark.parametrize("theirs", [False, True])
-def test_each_replay_begins_with_zeros(cuda, theirs):
-    """Also where nobody in the graph reads: what the replay before has left is no news."""
-    words = own() if theirs else None
-    signals = make(words=words)
+def test_each_replay_begins_with_zeros(cuda, signals):
+    """Also where no launch of the graph reads: what the replay before has left is no signal of this one."""
     with cuda.capture() as graph:
         issue(cuda, cuda.current, signals)
-    words = signals._captured if words is None else words
+    words = signals._theirs if signals.self_reset else signals._captured
     for _ in range(2):
         graph.replay(cuda.streams[0])
         cuda.streams[0].run(1)

@@ -1,4 +1,4 @@
-"""Signals: epochs and self-reset (invariant 4), bounded waits (invariant 5), and nobody spins."""
+"""Signals: epochs and self-reset (invariant 4), bounded waits (invariant 5), and no thread spins."""
 
 from __future__ import annotations
 
@@ -55,22 +55,25 @@ def signals(request):
 
 
 class TestOutcomes:
-    def test_arrived_already(self, signals):
-        signals.set(1)
-        assert signals.wait(1, 1, soon(), never) is Outcome.ARRIVED
-
-    def test_arrived_while_waiting(self, signals):
-        with waiting(signals) as join:
-            signals.set(1)  # another chunk wakes it, and it goes on waiting
+    def test_arrived(self, signals):
+        with waiting(signals) as a, waiting(signals) as b, waiting(signals, 2) as c:
+            signals.set(1)  # another chunk wakes them, and they go on waiting
             signals.set(0)
-            assert join() is Outcome.ARRIVED
+            signals.set(2)
+            assert a() is b() is c() is Outcome.ARRIVED
+        assert signals.wait(1, 1, soon(), never) is Outcome.ARRIVED, "already"
 
     def test_failed(self, signals):
         error = OSError("disk")
         with waiting(signals) as join:
             signals.fail(error)
             assert join() is Outcome.FAILED
-        assert signals.error(1) is error
+        signals.fail(RuntimeError("stopped, for that"))
+        assert signals.error(1) is error, "the first failure of an epoch counts"
+        assert signals.wait(0, 1, soon(), lambda: True) is Outcome.FAILED, "before the abort that it causes"
+        signals.set(0)
+        expired = time.perf_counter() - 1
+        assert signals.wait(0, 1, expired, lambda: True) is Outcome.ARRIVED, "whatever else happened"
 
     def test_over(self, signals):
         word = threading.Event()
@@ -79,93 +82,39 @@ class TestOutcomes:
             signals.ring()
             assert join() is Outcome.OVER
 
-    def test_expired(self, signals):
+    def test_expired_at_one_deadline_for_all_waits_which_no_waking_prolongs(self, signals):
         begin = time.perf_counter()
-        assert signals.wait(0, 1, begin + 0.05, never) is Outcome.EXPIRED
-        assert 0.05 <= time.perf_counter() - begin < LONG
-
-    def test_expired_already(self, signals):
-        assert signals.wait(0, 1, time.perf_counter() - 1, never) is Outcome.EXPIRED
-
-    def test_the_deadline_is_one_for_all_waits(self, signals):
-        deadline = time.perf_counter() + 0.05
+        deadline = begin + 0.1
         with waiting(signals, 0, deadline=deadline) as first, waiting(signals, 1, deadline=deadline) as second:
-            assert first() is second() is Outcome.EXPIRED
-        assert signals.wait(2, 1, deadline, never) is Outcome.EXPIRED
-
-    def test_being_woken_does_not_prolong_a_wait(self, signals):
-        begin = time.perf_counter()
-        with waiting(signals, deadline=begin + 0.1) as join:
-            while time.perf_counter() < begin + 0.1:
+            while time.perf_counter() < deadline:
                 signals.ring()
                 time.sleep(0.005)
-            assert join() is Outcome.EXPIRED
-
-    def test_what_has_arrived_counts_whatever_else_happened(self, signals):
-        signals.set(0)
-        signals.fail(OSError())
-        assert signals.wait(0, 1, time.perf_counter() - 1, lambda: True) is Outcome.ARRIVED
-
-    def test_a_failure_comes_before_the_abort_it_causes(self, signals):
-        signals.fail(OSError())
-        assert signals.wait(0, 1, soon(), lambda: True) is Outcome.FAILED
-
-    def test_the_first_failure_of_a_round_is_the_one_that_counts(self, signals):
-        first = OSError("disk")
-        signals.fail(first)
-        signals.fail(RuntimeError("stopped, for that"))
-        assert signals.error(1) is first
-
-    def test_everybody_is_woken(self, signals):
-        with waiting(signals, 0) as a, waiting(signals, 0) as b, waiting(signals, 2) as c:
-            signals.set(0)
-            signals.set(2)
-            assert a() is b() is c() is Outcome.ARRIVED
+            assert first() is second() is Outcome.EXPIRED
+        assert 0.1 <= time.perf_counter() - begin < LONG
+        assert signals.wait(2, 1, deadline, never) is Outcome.EXPIRED, "already"
 
 
 class TestEpochs:
-    def test_an_earlier_round_s_signal_does_not_count(self):
+    def test_a_wait_is_for_its_own_epoch_or_a_later_one(self):
         signals = Signals(2)
         signals.set(0)
-        assert signals.advance() == 2
-        assert signals.wait(0, 2, time.perf_counter() + 0.01, never) is Outcome.EXPIRED
-        signals.set(0, epoch=1)
-        assert not signals.arrived(0)
-        signals.set(0)
-        assert signals.arrived(0)
-
-    def test_a_call_that_waits_for_an_earlier_round_is_content_with_a_later(self):
-        signals = Signals(2)
-        signals.advance()
-        signals.set(1)
-        assert signals.arrived(1, epoch=1), "words only grow, and are compared by >="
-
-    def test_a_waiter_sees_its_own_round_only(self):
-        signals = Signals(1)
+        signals.fail(OSError())
         now = signals.advance()
+        assert now == 2
+        assert signals.error(now) is None
         with waiting(signals, epoch=now) as join:
             signals.set(0, epoch=now - 1)
             signals.fail(OSError(), epoch=now - 1)
             signals.set(0, epoch=now)
             assert join() is Outcome.ARRIVED
-
-    def test_an_error_of_another_round_is_not_raised_in_this(self):
-        signals = Signals(1)
-        signals.fail(OSError())
-        now = signals.advance()
-        assert signals.error(now) is None
-        assert signals.wait(0, now, time.perf_counter() + 0.01, never) is Outcome.EXPIRED
-
-    def test_own_words_are_never_cleared(self):
-        signals = Signals(2)
+        assert signals.wait(1, now, time.perf_counter() + 0.01, never) is Outcome.EXPIRED
         signals.set(1)
-        signals.clear()
-        assert signals.arrived(1)
-        assert not signals.self_reset
+        assert signals.arrived(1, epoch=1), "words only grow, and are compared by >="
 
     @given(st.lists(st.tuples(st.sampled_from(["set", "late", "advance", "clear"]), st.integers(0, 2)), max_size=40))
-    def test_words_never_fall_and_only_this_round_counts(self, steps):
+    def test_words_never_fall_and_only_this_epoch_counts(self, steps):
         signals, here, before = Signals(3), set(), [0, 0, 0]
+        assert not signals.self_reset
         for step, chunk in steps:
             if step == "set":
                 signals.set(chunk)
@@ -183,46 +132,40 @@ class TestEpochs:
             assert all(a <= b for a, b in zip(before, now, strict=True))
             before = now
 
-    def test_a_signal_of_a_round_to_come_is_refused(self):
+    def test_a_signal_of_an_epoch_to_come_is_refused(self):
         signals = Signals(1)
         with pytest.raises(ValueError, match=r"^signal: epoch=2; the present epoch is 1: advance\(\) begins the next$"):
             signals.set(0, epoch=2)
         assert not signals.arrived(0)
 
 
-class TestSelfReset:
-    def test_any_word_but_zero_has_arrived(self):
-        mine = [0, -1, 7]
+def test_a_callers_own_words_are_any_number_but_zero_and_are_zeroed():
+    for mine in ([0, -1, 7], torch.tensor([0, -1, 7], dtype=torch.int32)):
         signals = Signals(3, mine)
         assert [signals.arrived(c) for c in range(3)] == [False, True, True]
         assert signals.self_reset
+        signals.clear()
+        assert list(mine) == [0, 0, 0]
 
-    def test_clear_writes_zeros(self):
-        mine = torch.tensor([1, 0, 9], dtype=torch.int32)
-        Signals(3, mine).clear()
-        assert mine.tolist() == [0, 0, 0]
 
-    def test_a_raw_write_is_seen_without_a_word_to_us(self):
-        mine = torch.zeros(3, dtype=torch.int32)
-        signals = Signals(3, mine)
-        with waiting(signals, 2) as join:
-            mine[2] = 1
-            assert join() is Outcome.ARRIVED
-        assert signals.times[2] is None, "nobody told us when"
-
-    def test_a_raw_write_by_a_store_into_memory_is_seen(self):
-        mine = torch.zeros(3, dtype=torch.int32)
-        signals = Signals(3, mine)
-        with waiting(signals, 1) as join:
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_a_raw_write_into_a_callers_words_is_seen_without_a_notification(by_torch):
+    mine = torch.zeros(3, dtype=torch.int32)
+    signals = Signals(3, mine)
+    with waiting(signals, 1) as join:
+        if by_torch:
+            mine[1] = 1
+        else:
             memoryview(mine.numpy()).cast("B")[4:8] = (1).to_bytes(4, "little")
-            assert join() is Outcome.ARRIVED
+        assert join() is Outcome.ARRIVED
+    assert signals.times[1] is None, "the time is not known"
 
 
-class TestNobodySpins:
-    @pytest.mark.parametrize(("kind", "most"), [("own", 0.1), ("caller's", 0.2)])
-    def test_four_waiters_take_next_to_no_cpu_time(self, kind, most):
+class TestNoThreadSpins:
+    @pytest.mark.parametrize(("words", "most"), [(None, 0.1), ([0], 0.2)])
+    def test_four_waiters_take_next_to_no_cpu_time(self, words, most):
         # A caller's own words are looked at every half millisecond: 4 x 600 looks. Spinning would be 0.3 s a core.
-        signals = Signals(1, None if kind == "own" else [0])
+        signals = Signals(1, words)
         threads = [
             threading.Thread(target=signals.wait, args=(0, 1, time.perf_counter() + 0.3, never)) for _ in range(4)
         ]
@@ -243,22 +186,15 @@ class TestNobodySpins:
             assert join() is Outcome.ARRIVED
 
 
-class TestRegistry:
-    def test_keys_are_never_given_twice(self):
-        keys = [Signals(1).key for _ in range(100)]  # each is dropped at once
-        assert len(set(keys)) == 100
-
-    def test_holds_neither_signals_nor_words_alive(self):
-        mine = torch.zeros(3, dtype=torch.int32)
-        signals = Signals(3, mine)
-        key, gone = signals.key, weakref.ref(mine)
-        assert Signals.by_key(key) is signals
-        del signals, mine
-        gc.collect()
-        assert gone() is None
+def test_keys_are_never_given_twice_and_hold_neither_signals_nor_words_alive():
+    assert len({Signals(1).key for _ in range(100)}) == 100, "though each is dropped at once"
+    mine = torch.zeros(3, dtype=torch.int32)
+    signals = Signals(3, mine)
+    key, gone = signals.key, weakref.ref(mine)
+    assert Signals.by_key(key) is signals
+    del signals, mine
+    gc.collect()
+    assert gone() is None
+    for unknown in (key, 0):
         with pytest.raises(KeyError):
-            Signals.by_key(key)
-
-    def test_unknown_key(self):
-        with pytest.raises(KeyError):
-            Signals.by_key(0)
+            Signals.by_key(unknown)

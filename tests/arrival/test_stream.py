@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -20,10 +22,12 @@ from hypothesis import strategies as st
 import tilestream as ts
 from strategies import chunkings
 from tilestream.arrival import Outcome, Signals
-from tilestream.arrival.sources import Source
+from tilestream.arrival.files import RangeReader, find_matrix
+from tilestream.arrival.sources import Source, file_source
 from tilestream.arrival.stream import CHUNK_BYTES, Stream, default_rows_per_chunk, stream_in
 
 LONG = 30.0
+F32 = torch.float32
 
 
 def producers() -> list[threading.Thread]:
@@ -42,7 +46,7 @@ def refused(error, message):
     return pytest.raises(error, match=f"^{re.escape(message)}$")
 
 
-def matrix(rows=50, cols=6, dtype=torch.float32, seed=0) -> torch.Tensor:
+def matrix(rows=50, cols=6, dtype=F32, seed=0) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -52,12 +56,12 @@ def blocks_of(x: torch.Tensor, *sizes: int) -> Iterator[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """One matrix, bytes enough for several pages, in every kind of file."""
+    """One matrix, bytes enough for several pages, by every kind of source: the source, its name there; the matrix."""
     np, safetensors = pytest.importorskip("numpy"), pytest.importorskip("safetensors.torch")
     folder, x = tmp_path_factory.mktemp("saved"), matrix(500, 19)
     safetensors.save_file({"other": matrix(3, 3), "x": x}, folder / "x.safetensors")
     np.save(folder / "x.npy", x.numpy())
-    return {"safetensors": (folder / "x.safetensors", "x"), "npy": (folder / "x.npy", None)}, x
+    return {"safetensors": (folder / "x.safetensors", "x"), "npy": (folder / "x.npy", None), "tensor": (x, None)}, x
 
 
 def open_descriptors(path) -> list[int]:
@@ -69,43 +73,62 @@ def open_descriptors(path) -> list[int]:
     return found
 
 
-class Steps(Source):
-    """A source whose every job waits to be let go; for what happens between chunks."""
+class Steps:
+    """A stream of six chunks, each of whose jobs waits to be let go; for what happens between chunks."""
 
-    takes = ()
-
-    def __init__(self, rows=6, readers=1, fail: dict[int, BaseException] | None = None) -> None:
-        self.tensor = torch.zeros(rows, 2)
-        self.readers = readers
+    def __init__(self, readers: int = 1, fail: dict[int, BaseException] | None = None, go: bool = False) -> None:
         self.fail = fail or {}
-        self.go = [threading.Event() for _ in range(rows)]
-        self.at = [threading.Event() for _ in range(rows)]
+        self.go = [threading.Event() for _ in range(6)]
+        self.at = [threading.Event() for _ in range(6)]
         self.ended = self.closed = 0
+        self.end_waits = threading.Event()
+        self.end_waits.set()
+        self.let_go(6 if go else 0)
+        self.source = Source(
+            torch.zeros(6, 2), lambda: "steps", self._claim, end=self._end, close=self._close, readers=readers
+        )
+        self.stream = Stream(ts.Arrival.uniform(1, 6), self.source)
 
-    @property
-    def how(self) -> str:
-        return "steps"
+    def let_go(self, count: int = 6) -> None:
+        for go in self.go[:count]:
+            go.set()
 
-    def claim(self, begin: int, end: int):
-        def job():
+    def let_go_of(self, chunk: int) -> None:
+        assert self.at[chunk].wait(LONG)
+        self.go[chunk].set()
+
+    def _claim(self, begin: int, end: int):
+        def job() -> None:
             self.at[begin].set()
             assert self.go[begin].wait(LONG)
             if begin in self.fail:
                 raise self.fail[begin]
-            self.tensor[begin:end] = begin + 1
+            self.source.tensor[begin:end] = begin + 1
 
         return job
 
-    def end(self) -> None:
+    def _end(self) -> None:
         self.ended += 1
+        assert self.end_waits.wait(LONG)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self.closed += 1
 
 
-def steps(**arguments) -> tuple[Stream, Steps]:
-    source = Steps(**arguments)
-    return Stream(ts.Arrival.uniform(1, source.tensor.shape[0]), source), source
+@pytest.fixture
+def steps():
+    """``steps(readers, fail, go)``: see `Steps`; ended after the test."""
+    made: list[Steps] = []
+
+    def make(*how, **more) -> Steps:
+        made.append(Steps(*how, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end_waits.set()
+        one.let_go()
+        one.stream.close()
 
 
 def wait_for(stream: Stream, chunk: int) -> Outcome:
@@ -143,28 +166,17 @@ class TestSources:
     @pytest.mark.parametrize(
         "x",
         [
-            matrix(),
-            matrix().t(),
-            matrix(24).view(2, 3, 4, 6),
-            matrix(12).view(3, 4, 6).transpose(0, 1),
-            matrix(20)[::2],
+            matrix(), matrix().t(), matrix(24).view(2, 3, 4, 6), matrix(12).view(3, 4, 6).transpose(0, 1),
+            matrix(20)[::2], matrix().requires_grad_(),
         ],
-        ids=["plain", "transposed", "4-D", "3-D, odd strides", "every other row"],
-    )
-    def test_tensors(self, x):
+        ids=["plain", "transposed", "4-D", "3-D, odd strides", "every other row", "requires grad"],
+    )  # fmt: skip
+    def test_tensors_are_copied(self, x):
         with ts.stream_in(x, rows_per_chunk=5, pivot=1) as stream:
-            assert torch.equal(stream.wait(LONG), x)
-            assert stream.tensor.data_ptr() != x.data_ptr()
-
-    def test_a_tensor_that_requires_grad(self):
-        with ts.stream_in(matrix().requires_grad_()) as stream:
-            assert not stream.wait(LONG).requires_grad
-
-    def test_a_pinned_or_other_tensor_is_copied_not_aliased(self):
-        x = matrix()
-        with ts.stream_in(x) as stream:
             got = stream.wait(LONG).clone()
-            x.zero_()
+            assert torch.equal(got, x)
+            assert not stream.tensor.requires_grad
+            x.detach().zero_()
             assert torch.equal(stream.tensor, got)
 
     @given(st.data(), st.integers(1, 60))
@@ -176,7 +188,7 @@ class TestSources:
         with ts.stream_in(blocks_of(x, *sizes), shape=(rows, 6), dtype=x.dtype, bounds=chunks.bounds) as stream:
             assert torch.equal(stream.wait(LONG), x)
 
-    def test_an_iterator_brings_the_pivot_s_rows_first(self):
+    def test_an_iterator_brings_the_pivots_rows_first(self):
         x = matrix(10)
         turned = torch.cat([x[6:], x[:6]])
         with ts.stream_in(blocks_of(turned, 3, 7), shape=x.shape, dtype=x.dtype, bounds=[0, 3, 6, 10], pivot=2) as s:
@@ -196,7 +208,7 @@ class TestSources:
                 yielded.append(1)
                 yield torch.ones(2, 3)
 
-        with ts.stream_in(endless(), shape=(6, 3), dtype=torch.float32, rows_per_chunk=2) as stream:
+        with ts.stream_in(endless(), shape=(6, 3), dtype=F32, rows_per_chunk=2) as stream:
             stream.wait(LONG)
         assert len(yielded) == 3
 
@@ -215,33 +227,29 @@ class TestSources:
 
 
 class TestSignals:
-    def test_chunks_are_signalled_after_they_were_written_and_not_before(self):
-        stream, source = steps()
+    def test_chunks_are_signalled_after_they_were_written_and_not_before(self, steps):
+        one = steps()
         for chunk in range(6):
-            assert source.at[chunk].wait(LONG)
-            assert not stream.arrival.arrived(chunk)
-            source.go[chunk].set()
-            assert wait_for(stream, chunk) is Outcome.ARRIVED
-            assert stream.tensor[chunk].tolist() == [chunk + 1] * 2
-        stream.wait(LONG)
-        assert source.ended == 1
-        stream.close()
+            assert one.at[chunk].wait(LONG)
+            assert not one.stream.arrival.arrived(chunk)
+            one.go[chunk].set()
+            assert wait_for(one.stream, chunk) is Outcome.ARRIVED
+            assert one.stream.tensor[chunk].tolist() == [chunk + 1] * 2
+        one.stream.wait(LONG)
+        assert one.ended == 1
 
-    def test_two_readers_signal_in_order(self):
-        stream, source = steps(readers=2)
-        assert source.at[0].wait(LONG)
-        assert source.at[1].wait(LONG)
-        source.go[1].set()
-        assert source.at[2].wait(LONG), "the second reader goes on"
-        assert not stream.arrival.arrived(1), "a page that both share is read with chunk 0"
-        source.go[0].set()
-        assert wait_for(stream, 1) is Outcome.ARRIVED
-        for go in source.go:
-            go.set()
-        stream.wait(LONG)
-        assert source.ended == 1, "the end is looked at once"
-        assert stream.arrival.times == tuple(sorted(stream.arrival.times))
-        stream.close()
+    def test_two_readers_signal_in_order(self, steps):
+        one = steps(readers=2)
+        assert one.at[0].wait(LONG)
+        one.let_go_of(1)
+        assert one.at[2].wait(LONG), "the second reader goes on"
+        assert not one.stream.arrival.arrived(1), "a page that both share is read with chunk 0"
+        one.go[0].set()
+        assert wait_for(one.stream, 1) is Outcome.ARRIVED
+        one.let_go()
+        one.stream.wait(LONG)
+        assert one.ended == 1, "the end is looked at once"
+        assert one.stream.arrival.times == tuple(sorted(one.stream.arrival.times))
 
     @pytest.mark.parametrize("pivot", range(5))
     def test_from_the_pivot_on_and_around(self, saved, pivot):
@@ -271,8 +279,7 @@ class TestRestart:
     @pytest.mark.parametrize("closed", [False, True])
     @pytest.mark.parametrize("kind", ["safetensors", "npy", "tensor"])
     def test_fills_the_same_tensor_once_more(self, saved, kind, closed):
-        x = saved[1]
-        path, name = saved[0].get(kind, (x, None))
+        (path, name), x = saved[0][kind], saved[1]
         with ts.stream_in(path, tensor=name, rows_per_chunk=64, pivot=3) as stream:
             stream.wait(LONG)
             tensor, how = stream.tensor, stream.explain()
@@ -286,90 +293,65 @@ class TestRestart:
                 assert stream.tensor is tensor
                 assert stream.explain() == how
 
-    def test_nothing_has_arrived_in_the_new_round(self):
-        stream, source = steps()
-        for go in source.go:
-            go.set()
-        stream.wait(LONG)
-        for go in source.go:
+    def test_not_while_the_producer_is_at_work_and_nothing_has_arrived_in_the_new_round(self, steps):
+        one = steps()
+        message = "stream_in: restart() while the producer is at work; wait() for it or close() it first"
+        with refused(RuntimeError, message):
+            one.stream.restart()
+        one.let_go()
+        one.stream.wait(LONG)
+        for go in one.go:
             go.clear()
-        stream.restart()
-        assert not any(stream.arrival.arrived(chunk) for chunk in range(6))
-        for go in source.go:
-            go.set()
-        stream.wait(LONG)
-        stream.close()
-
-    def test_not_while_the_producer_is_at_work(self):
-        stream, source = steps()
-        with refused(
-            RuntimeError, "stream_in: restart() while the producer is at work; wait() for it or close() it first"
-        ):
-            stream.restart()
-        for go in source.go:
-            go.set()
-        stream.wait(LONG)
-        stream.close()
+        one.stream.restart()
+        assert not any(one.stream.arrival.arrived(chunk) for chunk in range(6))
+        one.let_go()
+        one.stream.wait(LONG)
 
     def test_an_iterator_is_read_once(self):
-        with ts.stream_in([matrix()], shape=(50, 6), dtype=torch.float32) as stream:
+        with ts.stream_in([matrix()], shape=(50, 6), dtype=F32) as stream:
             stream.wait(LONG)
             with refused(ValueError, "stream_in: an iterator is read once; make a new stream"):
                 stream.restart()
             assert stream.arrival.arrived(0), "and the round before still stands"
 
-    def test_after_a_failure(self):
-        stream, source = steps(fail={2: OSError("disk")})
-        for go in source.go:
-            go.set()
+    def test_after_a_failure(self, steps):
+        one = steps(fail={2: OSError("disk")}, go=True)
         with pytest.raises(OSError, match="disk"):
-            stream.wait(LONG)
-        source.fail.clear()
-        stream.restart()
-        assert stream.wait(LONG)[5, 0] == 6
-        stream.close()
+            one.stream.wait(LONG)
+        one.fail.clear()
+        one.stream.restart()
+        assert one.stream.wait(LONG)[5, 0] == 6
 
 
 class TestEnds:
-    def test_wait_gives_up_after_its_timeout(self):
-        stream, source = steps()
-        source.go[0].set()
-        assert source.at[1].wait(LONG)
+    def test_wait_gives_up_after_its_timeout(self, steps):
+        one = steps()
+        one.end_waits.clear()
+        one.go[0].set()
+        assert one.at[1].wait(LONG)
         with refused(TimeoutError, "stream_in: after 0.01 s 5 chunks not delivered, the first of them 1"):
-            stream.wait(0.01)
-        for go in source.go:
-            go.set()
-        assert stream.wait(LONG) is stream.tensor
-        stream.close()
+            one.stream.wait(0.01)
+        one.let_go()
+        assert wait_for(one.stream, 5) is Outcome.ARRIVED
+        with refused(TimeoutError, "stream_in: after 0.01 s not ended"):
+            one.stream.wait(0.01)
+        one.end_waits.set()
+        assert one.stream.wait(LONG) is one.stream.tensor
 
-    def test_wait_gives_up_also_when_all_is_signalled_and_the_producer_not_yet_gone(self):
-        stream, source = steps()
-        ending = threading.Event()
-        source.end = lambda: ending.wait(LONG)
-        for go in source.go:
-            go.set()
-        try:
-            assert wait_for(stream, 5) is Outcome.ARRIVED
-            with pytest.raises(TimeoutError):
-                stream.wait(0.01)
-        finally:
-            ending.set()
-            stream.close()
-
-    def test_close_stops_after_the_chunk_it_is_at(self):
-        stream, source = steps()
-        assert source.at[0].wait(LONG)
-        assert not stream.close(timeout=0.01), "still at its chunk"
-        assert source.closed == 0, "nothing is let go of while it is in use"
-        source.go[0].set()
-        assert stream.close()
-        assert source.closed == 1
-        assert stream.arrival.arrived(0)
-        assert not stream.arrival.arrived(1)
+    def test_close_stops_after_the_chunk_it_is_at(self, steps):
+        one = steps()
+        assert one.at[0].wait(LONG)
+        assert not one.stream.close(timeout=0.01), "still at its chunk"
+        assert one.closed == 0, "nothing is let go of while it is in use"
+        one.go[0].set()
+        assert one.stream.close()
+        assert one.closed == 1
+        assert one.stream.arrival.arrived(0)
+        assert not one.stream.arrival.arrived(1)
         with refused(ts.ProducerStopped, "stream_in: closed before chunk 1 was delivered"):
-            stream.wait(LONG)
-        assert wait_for(stream, 1) is Outcome.FAILED
-        assert isinstance(stream.arrival.error, ts.TilestreamError)
+            one.stream.wait(LONG)
+        assert wait_for(one.stream, 1) is Outcome.FAILED
+        assert isinstance(one.stream.arrival.error, ts.TilestreamError)
 
     def test_close_after_the_end_changes_nothing(self):
         with ts.stream_in(matrix()) as stream:
@@ -378,7 +360,7 @@ class TestEnds:
             assert stream.close()
             assert torch.equal(stream.wait(LONG), matrix())
 
-    def test_the_file_is_closed_when_it_has_been_read_also_if_nobody_closes_the_stream(self, saved):
+    def test_the_file_is_closed_when_it_has_been_read_though_the_stream_is_not(self, saved):
         path, name = saved[0]["safetensors"]
         stream = ts.stream_in(path, tensor=name)
         for _ in range(3):
@@ -388,15 +370,14 @@ class TestEnds:
         stream.wait(LONG)
         assert open_descriptors(path) == []
 
-    def test_leaving_the_block_closes(self):
-        source = Steps()
-        with Stream(ts.Arrival.uniform(1, 6), source):
-            source.go[0].set()
-            assert source.at[1].wait(LONG)
-            source.go[1].set()
-            source.go[2].set()
+    def test_leaving_the_block_closes(self, steps):
+        one = steps()
+        with one.stream:
+            one.go[0].set()
+            one.let_go_of(1)
+            one.go[2].set()
         assert producers() == []
-        assert source.closed == 1
+        assert one.closed == 1
 
     def test_a_producer_blocked_in_foreign_code_is_left_to_end_by_itself(self):
         let_go = threading.Event()
@@ -405,7 +386,7 @@ class TestEnds:
             let_go.wait(LONG)
             yield torch.ones(2, 3)
 
-        stream = ts.stream_in(never(), shape=(2, 3), dtype=torch.float32, rows_per_chunk=1)
+        stream = ts.stream_in(never(), shape=(2, 3), dtype=F32, rows_per_chunk=1)
         assert not stream.close(timeout=0.01)
         assert not stream.done
         let_go.set()
@@ -421,7 +402,7 @@ class TestEnds:
             yield torch.ones(1, 3)
             yield torch.ones(1, 3)
 
-        stream = ts.stream_in(blocks(), shape=(3, 3), dtype=torch.float32, rows_per_chunk=1)
+        stream = ts.stream_in(blocks(), shape=(3, 3), dtype=F32, rows_per_chunk=1)
         box.append(stream)
         ready.set()
         with pytest.raises(ts.ProducerStopped, match="closed before chunk 2"):
@@ -439,18 +420,14 @@ class TestErrors:
             ([torch.ones(6, 4)], ValueError, "stream_in: the iterator yielded a block [6, 4] torch.float32; rows are 3 long, torch.float32"),
             ([torch.ones(6, 3).double()], ValueError, "stream_in: the iterator yielded a block [6, 3] torch.float64; rows are 3 long, torch.float32"),
             ([torch.ones(2)], ValueError, "stream_in: the iterator yielded a block [2] torch.float32; rows are 3 long, torch.float32"),
+            ([torch.tensor(1.0)], ValueError, "stream_in: the iterator yielded a single number; it yields blocks of rows"),
             ([[1.0, 2.0, 3.0]], TypeError, "stream_in: the iterator yielded a list; it yields tensors, blocks of rows"),
             ([torch.ones(3, 3), None], TypeError, "stream_in: the iterator yielded a NoneType; it yields tensors, blocks of rows"),
         ],
     )  # fmt: skip
     def test_wrong_blocks(self, blocks, error, message):
-        with ts.stream_in(iter(blocks), shape=(6, 3), dtype=torch.float32, rows_per_chunk=2) as stream:  # noqa: SIM117
+        with ts.stream_in(iter(blocks), shape=(6, 3), dtype=F32, rows_per_chunk=2) as stream:  # noqa: SIM117
             with refused(error, message):
-                stream.wait(LONG)
-
-    def test_a_block_without_dimensions(self):
-        with ts.stream_in([torch.tensor(1.0)], shape=(1, 1), dtype=torch.float32) as stream:  # noqa: SIM117
-            with pytest.raises(ValueError, match="the iterator yielded a single number; it yields blocks of rows"):
                 stream.wait(LONG)
 
     def test_an_exception_of_the_iterator_is_raised_where_the_chunk_is_waited_for(self):
@@ -461,52 +438,36 @@ class TestErrors:
             yield torch.ones(2, 3)
             raise MineError("mine")
 
-        with ts.stream_in(blocks(), shape=(6, 3), dtype=torch.float32, rows_per_chunk=2) as stream:
+        with ts.stream_in(blocks(), shape=(6, 3), dtype=F32, rows_per_chunk=2) as stream:
             assert wait_for(stream, 0) is Outcome.ARRIVED
             assert wait_for(stream, 1) is Outcome.FAILED
             with pytest.raises(MineError, match="mine"):
                 stream.wait(LONG)
             assert isinstance(stream.arrival.error, MineError)
             assert not stream.arrival.arrived(1)
+            with pytest.raises(MineError, match="mine"):
+                ts.matmul(stream.tensor, torch.ones(3, 8), arrival=stream.arrival, deadline=LONG)
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
-    def test_whatever_ends_the_producer_reaches_the_caller(self, error):
-        stream, source = steps(fail={1: error})
-        for go in source.go:
-            go.set()
+    def test_whatever_ends_the_producer_reaches_the_caller(self, steps, error):
         with pytest.raises(type(error)):
-            stream.wait(LONG)
-        stream.close()
+            steps(fail={1: error}, go=True).stream.wait(LONG)
 
-    def test_the_first_error_of_two_readers_is_the_one_that_counts(self):
-        stream, source = steps(readers=2, fail={0: OSError("disk")})
-        assert source.at[1].wait(LONG)
-        source.go[0].set()
-        assert wait_for(stream, 0) is Outcome.FAILED
-        source.go[1].set()  # this reader finds only now that the round is over
+    def test_the_first_error_of_two_readers_counts_and_no_chunk_behind_it_is_signalled(self, steps):
+        one = steps(readers=2, fail={0: OSError("disk")})
+        assert one.at[1].wait(LONG)
+        one.go[0].set()
+        assert wait_for(one.stream, 0) is Outcome.FAILED
+        one.go[1].set()  # this reader finds only now that the round is over
         with pytest.raises(OSError, match="disk"):
-            stream.wait(LONG)
-        stream.close()
-
-    def test_a_chunk_behind_a_failed_one_is_not_signalled(self):
-        stream, source = steps(readers=2, fail={0: OSError("disk")})
-        assert source.at[1].wait(LONG)
-        source.go[0].set()
-        assert wait_for(stream, 0) is Outcome.FAILED
-        source.go[1].set()
-        with pytest.raises(OSError, match="disk"):
-            stream.wait(LONG)
-        assert not any(stream.arrival.arrived(chunk) for chunk in range(6))
-        stream.close()
+            one.stream.wait(LONG)
+        assert not any(one.stream.arrival.arrived(chunk) for chunk in range(6))
 
     def test_a_file_that_is_cut_off_while_it_is_read(self, tmp_path):
         np = pytest.importorskip("numpy")
         path = tmp_path / "x.npy"
         np.save(path, np.zeros((4000, 64), "f4"))
-        from tilestream.arrival.files import RangeReader, find_matrix
-        from tilestream.arrival.sources import FileSource
-
-        source = FileSource(RangeReader(find_matrix(path), False))
+        source = file_source(RangeReader(find_matrix(path), False))
         source.readers = 1
         os.truncate(path, 500_000)
         with Stream(ts.Arrival.uniform(100, 40), source) as stream:
@@ -515,67 +476,61 @@ class TestErrors:
             assert stream.arrival.arrived(18)
             assert not stream.arrival.arrived(19)
 
-    def test_a_matmul_raises_what_the_iterator_raised(self):
-        def blocks():
-            yield torch.ones(8, 16)
-            raise OSError("the network went away")
 
-        with ts.stream_in(blocks(), shape=(64, 16), dtype=torch.float32, rows_per_chunk=8) as stream:  # noqa: SIM117
-            with pytest.raises(OSError, match="the network went away"):
-                ts.matmul(stream.tensor, torch.ones(16, 8), arrival=stream.arrival, deadline=LONG)
+CPU_TENSOR = "means nothing for a CPU tensor [50, 6] float32, copied"
+NO_SIZE = "stream_in: an iterable source does not say how large it is: give shape= and dtype="
 
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
-        [
-            ({"rows_per_chunk": 0}, ValueError, "stream_in: rows_per_chunk=0; a chunk has at least one row"),
-            ({"rows_per_chunk": -1}, ValueError, "stream_in: rows_per_chunk=-1; a chunk has at least one row"),
-            ({"rows_per_chunk": 5, "bounds": [0, 50]}, ValueError, "stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both"),
-            ({"rows_per_chunk": 10, "pivot": 5}, ValueError, "pivot=5: the raster starts from one of the 5 chunks, 0 to 4"),
-            ({"pivot": -1}, ValueError, "pivot=-1: the raster starts from one of the 4 chunks, 0 to 3"),
-            ({"bounds": [0, 49]}, ValueError, "arrival: its bounds end at row 49, the input has 50 rows; the last bound is the number of rows"),
-            ({"bounds": [0]}, ValueError, "bounds=[0]: no chunk; give the first row of each chunk and then the number of rows"),
-            ({"tensor": "x"}, ValueError, "stream_in: tensor='x' means nothing for a CPU tensor [50, 6] float32, copied"),
-            ({"direct": False}, ValueError, "stream_in: direct=False means nothing for a CPU tensor [50, 6] float32, copied"),
-            ({"shape": (50, 6)}, ValueError, "stream_in: shape=(50, 6) means nothing for a CPU tensor [50, 6] float32, copied"),
-            ({"dtype": torch.float32}, ValueError, "stream_in: dtype=torch.float32 means nothing for a CPU tensor [50, 6] float32, copied"),
-        ],
-    )  # fmt: skip
-    def test_arguments(self, arguments, error, message):
-        with refused(error, message):
-            ts.stream_in(matrix(), **arguments)
-
-    @pytest.mark.parametrize(
         ("source", "arguments", "error", "message"),
         [
+            (matrix(), {"rows_per_chunk": 0}, ValueError, "stream_in: rows_per_chunk=0; a chunk has at least one row"),
+            (matrix(), {"rows_per_chunk": -1}, ValueError, "stream_in: rows_per_chunk=-1; a chunk has at least one row"),
+            (matrix(), {"rows_per_chunk": 5, "bounds": [0, 50]}, ValueError, "stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both"),
+            (matrix(), {"rows_per_chunk": 10, "pivot": 5}, ValueError, "pivot=5: the raster starts from one of the 5 chunks, 0 to 4"),
+            (matrix(), {"pivot": -1}, ValueError, "pivot=-1: the raster starts from one of the 4 chunks, 0 to 3"),
+            (matrix(), {"bounds": [0, 49]}, ValueError, "arrival: its bounds end at row 49, the input has 50 rows; the last bound is the number of rows"),
+            (matrix(), {"bounds": [0]}, ValueError, "bounds=[0]: no chunk; give the first row of each chunk and then the number of rows"),
+            (matrix(), {"tensor": "x"}, ValueError, f"stream_in: tensor='x' {CPU_TENSOR}"),
+            (matrix(), {"direct": False}, ValueError, f"stream_in: direct=False {CPU_TENSOR}"),
+            (matrix(), {"shape": (50, 6)}, ValueError, f"stream_in: shape=(50, 6) {CPU_TENSOR}"),
+            (matrix(), {"dtype": F32}, ValueError, f"stream_in: dtype=torch.float32 {CPU_TENSOR}"),
             (torch.ones(3), {}, ValueError, "stream_in: the source has shape [3]; a matrix has at least 2 dimensions"),
             (torch.tensor(1.0), {}, ValueError, "stream_in: the source has shape []; a matrix has at least 2 dimensions"),
             (torch.ones(2, 2, device="meta"), {}, ValueError, "stream_in: the source is on meta; what streams in is on the CPU: source.cpu()"),
             (3, {}, TypeError, "stream_in: source is a int; it is a file's path, a CPU tensor or an iterable of tensors"),
             (None, {}, TypeError, "stream_in: source is a NoneType; it is a file's path, a CPU tensor or an iterable of tensors"),
-            ([], {}, ValueError, "stream_in: an iterable source does not say how large it is: give shape= and dtype="),
-            ([], {"shape": (2, 2)}, ValueError, "stream_in: an iterable source does not say how large it is: give shape= and dtype="),
-            ([], {"shape": (4,), "dtype": torch.float32}, ValueError, "stream_in: shape=[4]; a matrix has at least 2 dimensions, none negative"),
-            ([], {"shape": (4, -1), "dtype": torch.float32}, ValueError, "stream_in: shape=[4, -1]; a matrix has at least 2 dimensions, none negative"),
-            ([], {"shape": (4, 1), "dtype": torch.float32, "tensor": "x"}, ValueError, "stream_in: tensor='x' means nothing for an iterator of blocks for [4, 1] float32"),
+            ([], {}, ValueError, NO_SIZE),
+            ([], {"shape": (2, 2)}, ValueError, NO_SIZE),
+            ([], {"shape": (4,), "dtype": F32}, ValueError, "stream_in: shape=[4]; a matrix has at least 2 dimensions, none negative"),
+            ([], {"shape": (4, -1), "dtype": F32}, ValueError, "stream_in: shape=[4, -1]; a matrix has at least 2 dimensions, none negative"),
+            ([], {"shape": (4, 1), "dtype": F32, "tensor": "x"}, ValueError, "stream_in: tensor='x' means nothing for an iterator of blocks for [4, 1] float32"),
         ],
     )  # fmt: skip
-    def test_sources(self, source, arguments, error, message):
+    def test_before_anything_is_started(self, source, arguments, error, message):
+        before = producers()
         with refused(error, message):
             ts.stream_in(source, **arguments)
+        assert producers() == before == []
 
-    def test_a_file_takes_no_shape(self, saved):
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"pivot": 99}, r"pivot=99"), ({"bounds": [0, 1]}, "its bounds end at row 1"), ({"rows_per_chunk": 0}, "="),
+            ({"shape": (500, 19)}, r"^stream_in: shape=\(500, 19\) means nothing for x\.safetensors: x \[500, 19\] float32, "),
+        ],
+    )  # fmt: skip
+    def test_no_file_stays_open(self, saved, arguments, message):
         path, name = saved[0]["safetensors"]
-        with pytest.raises(
-            ValueError, match=r"^stream_in: shape=\(500, 19\) means nothing for x\.safetensors: x \[500, 19\] float32, "
-        ):
-            ts.stream_in(path, tensor=name, shape=(500, 19))
+        with pytest.raises(ValueError, match=message):
+            ts.stream_in(path, tensor=name, **arguments)
+        left = open_descriptors(path)
+        for descriptor in left:
+            os.close(descriptor)
+        assert left == []
 
     def test_a_misaligned_tensor_in_a_file(self, tmp_path):
-        import json
-        import struct
-
         header = json.dumps({"x": {"dtype": "F32", "shape": [2, 2], "data_offsets": [1, 17]}}).encode()
         header += b" " * (-len(header) % 8)
         path = tmp_path / "x.safetensors"
@@ -584,24 +539,6 @@ class TestRefused:
             ValueError, match=r"no multiple of its 4-byte elements; write it anew with the safetensors library"
         ):
             ts.stream_in(path)
-
-    def test_nothing_is_started(self):
-        before = producers()
-        with pytest.raises(ValueError):
-            ts.stream_in(matrix(), pivot=99)
-        assert producers() == before == []
-
-    @pytest.mark.parametrize(
-        "arguments", [{"pivot": 99}, {"bounds": [0, 1]}, {"rows_per_chunk": 0}, {"shape": (500, 19)}]
-    )
-    def test_no_file_stays_open(self, saved, arguments):
-        path, name = saved[0]["safetensors"]
-        with pytest.raises(ValueError):
-            ts.stream_in(path, tensor=name, **arguments)
-        left = open_descriptors(path)
-        for descriptor in left:
-            os.close(descriptor)
-        assert left == []
 
 
 @pytest.mark.parametrize(

@@ -262,42 +262,42 @@ def session(tmp_path: Path):
     return made, made.record("gemm_suite")
 
 
-def measured(item: str) -> dict:
-    return {"shape": item}
+def written(record) -> tuple[list[str], list[str]]:
+    """The shapes that a record's file has, and those that it says are missing."""
+    data = json.loads(record.path.read_text(encoding="utf-8"))
+    return [row["shape"] for row in data["rows"]], data["missing"]
 
 
 def test_what_there_is_no_time_for_is_missing(session) -> None:
     made, record = session
 
-    def measure(item: str) -> dict:
+    def slow(item: str) -> dict:
         made.section_end -= 30
-        return measured(item)
+        return {"shape": item}
 
-    made.rows(record, "abcd", measure)
-    written = json.loads(record.path.read_text(encoding="utf-8"))
-    assert ([row["shape"] for row in written["rows"]], written["missing"]) == (["a", "b"], ["c", "d"])
+    made.rows(record, "abcd", slow)
+    assert written(record) == (["a", "b"], ["c", "d"])
 
 
 def test_what_is_cut_off_is_missing(session) -> None:
     made, record = session
 
-    def measure(item: str) -> dict:
+    def cut_off(item: str) -> dict:
         if item == "c":
             raise OutOfTime
-        return measured(item)
+        return {"shape": item}
 
     with pytest.raises(OutOfTime):
-        made.rows(record, "abcd", measure)
-    written = json.loads(record.path.read_text(encoding="utf-8"))
-    assert ([row["shape"] for row in written["rows"]], written["missing"]) == (["a", "b"], ["c", "d"])
+        made.rows(record, "abcd", cut_off)
+    assert written(record) == (["a", "b"], ["c", "d"])
 
 
 def test_a_run_that_is_killed_has_said_what_is_missing(session) -> None:
     made, record = session
 
     def measure(item: str) -> dict:
-        seen.append(json.loads(record.path.read_text(encoding="utf-8"))["missing"])
-        return measured(item)
+        seen.append(written(record)[1])
+        return {"shape": item}
 
     seen: list[list[str]] = []
     made.rows(record, "abc", measure)
@@ -312,14 +312,13 @@ def test_a_failure_is_kept_and_the_next_is_measured(session, capsys: pytest.Capt
     def measure(item: str) -> dict:
         if item == "b":
             raise AssertionError("wrong answer")
-        return measured(item)
+        return {"shape": item}
 
     made.rows(record, "abc", measure)
     assert made.bad == 1
     assert "FAILED b: AssertionError: wrong answer" in capsys.readouterr().out
-    written = json.loads(record.path.read_text(encoding="utf-8"))
-    assert [row["shape"] for row in written["rows"]] == ["a", "c"]
-    assert [(one["what"], one["error"]) for one in written["failures"]] == [("b", "AssertionError: wrong answer")]
+    assert written(record) == (["a", "c"], [])
+    assert [(one["what"], one["error"]) for one in record.data["failures"]] == [("b", "AssertionError: wrong answer")]
 
 
 def test_a_section_that_only_fails_is_given_up(session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -9,9 +10,25 @@ from pathlib import Path
 
 import pytest
 from benchmarks.core.paths import RESULTS
-from benchmarks.report import arrival, attention, blocks, contention, cpu, distributed, gemm, gemm_losses, index, pages
+from benchmarks.core.timing import quartiles
+from benchmarks.report import (
+    arrival,
+    attention,
+    blocks,
+    contention,
+    cpu,
+    distributed,
+    gemm,
+    gemm_losses,
+    index,
+    pages,
+    plots,
+    tables,
+)
 from benchmarks.report import notes as notes_module
 from benchmarks.report.notes import NOTES, Notes
+
+from tilestream_tools.sweep.record import Sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +48,94 @@ def test_the_check_of_the_pages_can_fail(tmp_path, monkeypatch, capsys):
     (tmp_path / "old.md").write_text("", encoding="utf-8")
     assert pages.main(["--check"]) == 1
     assert "gemm.md, old.md: not what records and notes say" in capsys.readouterr().err
+
+
+def lost(data):
+    return gemm_losses.losses(data, {"rows": []})
+
+
+def reduce_scatter(data):
+    return distributed.of_op({**data, "world": 2}, "matmul_reduce_scatter")
+
+
+ABOUT = {
+    "device": "a GPU", "torch": "2", "triton": "3", "commit": "c", "date": "d", "dtype": "bfloat16", "failures": [],
+}  # fmt: skip
+GEMM = {"shape": "256x6144x4096", "us": {"ours": 28.0, "cublas": 25.0}, "of_floor": 0.61, "binds": "bytes",
+        "ratio": 0.9, "scales": "row", "fast_accum": True}  # fmt: skip
+SUM = {
+    "op": "matmul_reduce_scatter", "m": 8192, "n": 4096, "k": 2048, "decided": "fused", "chunks": 2,
+    "ms": {"mm": 0.7, "ours mm": 0.6, "nccl": 0.3, "nccl + mm": 1.3, "fused 2": 1.0, "ours": 1.0, "nccl + ours": 1.2},
+}  # fmt: skip
+LISTS = {"name": "lists, causal", "tflops": {"packed": 500.0}, "lengths": [1000, 3000]}
+ORDER = {
+    "section": "order", "producer": "worker", "way": "x", "rounds": 10000, "wrong_rounds": 1234, "wrong_elements": 5,
+}  # fmt: skip
+POLLING = {
+    "section": "polling", "pause_ns": 64, "watts": None, "looks_per_us_and_poller": 1.25, "ms": 2.5, "matmul": "",
+    "pollers_beside": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "row", "more", "says"),
+    [
+        (attention.lists, LISTS, {}, "The record has no dense call to compare with. | packed |"),
+        (arrival.order, ORDER, {"failures": ["a: 7 of 9"]}, "| 10,000 | 1,234 | 5 | Not finished: a: 7 of 9."),
+        (arrival.polling, POLLING, {}, "| 64 | 1.250 | not readable | 2.500 | - |"),
+        (reduce_scatter, SUM, {}, "No handshake was measured of this op: the floor is too low by it, and more was"),
+        (reduce_scatter, SUM, {}, "No shape is behind"),
+        (lost, GEMM | {"plan": "96 workers, 128x128 tiles"}, {"device": "H100"}, "what is known is of 128x96 tiles"),
+        (lost, GEMM | {"plan": "portable"}, {}, "| - | - | - | 56 MB | 1.98 | 0.61, bytes | not looked into |"),
+    ],
+)
+def test_what_no_record_has_now(section, row, more, says):
+    assert says in " ".join("\n".join(section({**ABOUT, **more, "rows": [row]})).split())
+
+
+def test_what_is_not_there_has_no_sentence():
+    won = {**GEMM, "ratio": 1.01}
+    assert gemm_losses.losses({"rows": [won]}, {"rows": []}) == gemm_losses.of_fp8([won]) == []
+    assert gemm_losses.of_epilogue([won]) == gemm_losses.of_quack([{"ratios": {"quack": 0.99}}], []) == []
+    assert gemm.weights_read([won]) == distributed.of_op({"rows": [SUM]}, "all_gather_matmul") == []
+    (_, said) = gemm_losses.of_fp8([GEMM])
+    assert "Precise" not in said
+
+
+def test_what_a_record_lacks_is_told():
+    cut = {"rows": [{}] * 4, "planned": 48, "failures": [], "missing": []}
+    assert tables.incomplete(cut) == ["4 of 48 planned rows: the run was cut off."]
+    failure = {"what": "1x2x3", "error": "E: a|b"}
+    said = "Failed: 1x2x3 (E: a/b). 4 of 6 planned rows. Not measured, for want of time: 5x6x7."
+    assert tables.incomplete({**cut, "planned": 6, "failures": [failure], "missing": ["5x6x7"]}) == [said]
+    assert tables.incomplete({**cut, "planned": 4}) == []
+    sweep = Sweep({**ABOUT, "missing": ["1x2x3"]}, [], [{"shape": "s", "taken": 4, "way": "quack", "why": "a|b"}])
+    _, said, _ = contention.idle(sweep)
+    assert said == "Refused: s, 4 taken, quack (a/b). Not measured, for want of time: 1x2x3."
+
+
+def test_a_sweep_has_a_column_for_each_of_its_ways():
+    sweep = contention.sweeps(RESULTS, "held")[0]
+    sweep.points[:] = [point for point in sweep.points if point.implementation in ("torch", "dynamic")]
+    heads = [line for line in "\n".join(contention.held(sweep)).splitlines() if line.startswith("| SMs held")]
+    assert set(heads) == {"| SMs held | torch | dynamic | dynamic / torch | of proportion | of whole waves |"}
+
+
+def test_ratios_are_judged_by_their_quartiles():
+    assert quartiles([5, 1, 4, 2, 3]) == (2, 4)
+    assert quartiles([7]) == (7, 7)
+    bands = {(1.01, (0.99, 1.02)): "even", (1.05, (1.02, 1.08)): "won", (0.97, (0.95, 0.99)): "lost"}
+    assert {key: tables.verdict(*key) for key in bands} == bands
+    assert tables.geomean([1.0, 1.0, 8.0]) == pytest.approx(2)
+    assert math.isnan(tables.geomean([]))
+
+
+def test_every_picture_that_a_page_shows_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plots.draw_all(RESULTS, tmp_path)
+    shown = set(re.findall(r"\(\.\./images/(\w+\.png)\)", "".join(map(pages.text, pages.PAGES))))
+    assert {path.name for path in tmp_path.iterdir()} == shown
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in tmp_path.iterdir())
 
 
 def test_without_records_a_page_is_its_head(results):
@@ -68,16 +173,6 @@ def test_notes_are_named_and_filled(tmp_path, monkeypatch):
     assert notes.line("b 2", {"tiles": "5"}) == "5: -"
     with pytest.raises(KeyError):
         notes("a")
-
-
-def test_the_steps_of_a_first_call(results, write):
-    about = {"device": "a CPU", "cores": 2, "torch": "2.13", "triton": "3.7", "commit": "abc", "date": "then"}
-    rows = [{"step": "import", "whose": "ours", "seconds": 0.25}, {"step": "op", "whose": "ours", "seconds": 0.5}]
-    before = {"commit": "def", "seconds": {"import": 0.25, "op": 1.5}}
-    write("cpu", "first_call", {**about, "processes": 7, "before": before, "rows": rows})
-    text = "\n".join(cpu.page(results))
-    assert "| import | ours | 0.25 | 0.25 |\n| op | ours | 1.50 | 0.50 |\n| all |  | 1.75 | 0.75 |" in text
-    assert "imports sympy\n(1.50 s, now 0.50)" in text
 
 
 def test_what_a_page_names_of_the_benchmarks_is_there():

@@ -21,41 +21,46 @@ def test_every_backend_says_whether_it_runs_and_why_not():
         assert answer.startswith(("yes", "no: "))
 
 
-def test_a_gpu_backend_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert doctor.backend("hopper") == "no: torch sees no GPU"
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretends that all packages are here, and a GPU of these properties, or none."""
+
+    def set_(hip=None, **properties):
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(properties))
+        found = SimpleNamespace(name="a GPU", **properties)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+        monkeypatch.setattr(torch.version, "hip", hip)
+
+    return set_
+
+
+ON_AMD = "yes: compiled and checked; run on other GPUs, never on an AMD one; docs/amd.md"
 
 
 @pytest.mark.parametrize(
-    ("name", "major", "arch", "hip", "runs"),
+    ("name", "major", "arch", "hip", "says"),
     [
-        ("hopper", 9, "", None, True),
-        ("hopper", 8, "", None, False),
-        ("cdna", 9, "gfx942:sramecc+", "6.4", True),
-        ("cdna", 9, "gfx90a", "6.4", False),
-        ("hopper", 9, "gfx942", "6.4", False),
-        ("portable", 8, "", None, True),
+        ("hopper", 9, "", None, "yes"),
+        ("hopper", 8, "", None, "no: a GPU is no Hopper"),
+        (
+            "cdna",
+            9,
+            "gfx942:sramecc+",
+            "6.4",
+            "yes: compiled and checked, not run on a GPU yet: backend='cdna' takes it",
+        ),
+        ("cdna", 9, "gfx90a", "6.4", "no: a GPU is no CDNA 3 or 4"),
+        ("hopper", 9, "gfx942", "6.4", "no: a GPU is no Hopper"),
+        ("portable", 8, "", None, "yes"),
+        ("portable", 9, "gfx942", "7.0", ON_AMD),
     ],
 )
-def test_a_gpu_backend_wants_its_own_architecture(monkeypatch, name, major, arch, hip, runs):
-    properties = SimpleNamespace(name="a GPU", major=major, gcnArchName=arch)
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert doctor.backend(name).startswith("yes" if runs else "no: ")
-
-
-def test_on_an_amd_gpu_it_says_that_nobody_has_run_it(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for hip, said in (
-        (None, "yes"),
-        ("7.0", "yes: compiled and checked; run on other GPUs, never on an AMD one; docs/amd.md"),
-    ):
-        monkeypatch.setattr(torch.version, "hip", hip)
-        assert doctor.backend("portable") == said
+def test_a_gpu_backend_wants_its_own_architecture(machine, name, major, arch, hip, says):
+    machine(hip, major=major, gcnArchName=arch)
+    assert doctor.backend(name).partition(", or ")[0] == says
+    machine()
+    assert doctor.backend(name) == "no: torch sees no GPU"
 
 
 def test_a_missing_extra_is_named(monkeypatch):

@@ -6,31 +6,20 @@ from tilestream_tools.sweep import run, tune
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "file", "message"),
     [
-        (("64x64",), "shape '64x64': give M, N and K"),
-        (("64x64x64", "--dtype", "float64"), "--dtype float64: it is bfloat16 or float16"),
-        (("64x64x64", "--layout", "nx"), "--layout nx: it is nn, nt, tn or tt"),
+        (("64x64",), "", "shape '64x64': give M, N and K"),
+        (("64x64x64", "--dtype", "float64"), "", "--dtype float64: it is bfloat16 or float16"),
+        (("64x64x64", "--layout", "nx"), "", "--layout nx: it is nn, nt, tn or tt"),
+        (("64x64x64",), "0", "TILESTREAM_TUNED=0: plans look at no file"),
+        (("64x64x64",), "", "there is no GPU here: tune where the plans will run"),
     ],
 )
-def test_bad_input_is_one_line(cli, arguments, message):
+def test_bad_input_is_one_line(cli, monkeypatch, arguments, file, message):
+    monkeypatch.setenv(tuned.ENVIRONMENT, file)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = cli("tune", *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
-def test_switched_off(cli, monkeypatch):
-    monkeypatch.setenv(tuned.ENVIRONMENT, "0")
-    result = cli("tune", "64x64x64")
-    assert result.exit_code == 2
-    assert "TILESTREAM_TUNED=0: plans look at no file" in result.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu(cli):
-    result = cli("tune", "64x64x64")
-    assert result.exit_code == 2
-    assert "there is no GPU here: tune where the plans will run" in result.stderr
+    assert (result.exit_code, message in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(("wrong", "status"), [([], 0), (["a plan: AssertionError: wrong answer"], 1)])

@@ -66,10 +66,10 @@ def test_a_violation_is_printed_with_its_counterexample_and_status_1(cli, monkey
     assert result.stderr == "tilestream: a property does not hold\n"
 
 
-def test_an_unknown_model_is_status_2(cli):
-    result = cli("verify", "--quick", "--model", "cake")
-    assert result.exit_code == 2
-    assert "cake" in result.stderr
+@pytest.mark.parametrize(("options", "says"), [(("--quick", "--model", "cake"), "cake"), (("--jobs", 0), "jobs")])
+def test_an_unknown_model_and_no_process_are_status_2(cli, options, says):
+    result = cli("verify", *options)
+    assert (result.exit_code, says in result.stderr) == (2, True)
 
 
 def test_missing_tools_are_named(cli, monkeypatch):
@@ -79,7 +79,3 @@ def test_missing_tools_are_named(cli, monkeypatch):
     assert result.stderr == (
         "tilestream: this command needs the package tilestream_tools, which tilestream installs: reinstall tilestream\n"
     )
-
-
-def test_no_process_is_status_2(cli):
-    assert cli("verify", "--jobs", 0).exit_code == 2

@@ -7,6 +7,7 @@ import re
 from itertools import permutations, product
 
 import pytest
+from dialogue import dialogue
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from strategies import seeds
 from tilestream.core.gate import chunks_of
 from tilestream.core.loop import work, work_through
 from tilestream.core.schedule import MOST_QUEUES, first_of
-from tilestream.schedule import Cursor, Grid, Ready, Schedule, Take, take
+from tilestream.schedule import Cursor, Grid, Ready, Schedule, Take
 from tilestream_tools.verify.arrival_order import ordered
 
 
@@ -58,11 +59,12 @@ def test_each_item_is_taken_once_of_a_queue_that_was_seen(case, seed):
     schedule, rng = case.schedule, random.Random(seed)
     wanted = {(w.operand, w.chunk) for item in schedule.items() for w in case.gate.needs(item)}
     arrivals = rng.sample(sorted(wanted), len(wanted))
+
+    def reads(item):
+        return [(w.operand, w.chunk) for w in case.gate.needs(item)]
+
     for program in (work, work_through):
-        machine = Machine(
-            schedule, range(schedule.workers), gate=case.gate, program=program,
-            reads=lambda item: [(w.operand, w.chunk) for w in case.gate.needs(item)],
-        )  # fmt: skip
+        machine = Machine(schedule, range(schedule.workers), gate=case.gate, program=program, reads=reads)
         log = machine.run(unfair(seed), arrivals)
         assert done(log.items) == all_of(schedule)
         assert not log.read_early
@@ -95,33 +97,23 @@ def test_one_worker_takes_what_comes_first_in_any_order_of_arrival():
 class TestText:
     SCHEDULE = Schedule("dynamic", Grid(1, 3, 2), workers=2, queues=2, split="chunks", ends=(2, 6))
 
-    def asked(self, *answers, cursor=Cursor()):  # noqa: B008
-        turn, asked = take(self.SCHEDULE, 0, cursor), []
-        try:
-            for answer in (None, *answers):
-                asked.append(turn.send(answer))  # noqa: PERF401  what was asked before STOP counts
-        except StopIteration as end:
-            return asked, end.value
-        return asked, None
-
-    def test_the_queue_of_the_item_before_is_drawn_from_without_a_look(self):
-        asked, (item, cursor) = self.asked(3, cursor=Cursor(queue=1))
-        assert (asked, item.tile, cursor.queue) == ([Take(1)], 5, 1)
-
-    def test_an_empty_queue_is_not_asked_for_again(self):
-        asked, (item, cursor) = self.asked(1, 4, 0, 0)
-        assert asked == [Ready(0b11), Take(1), Ready(0b01), Take(0)]
-        assert (item.tile, cursor.queue, cursor.empty) == (0, 0, 0b10)
-
-    def test_stop_comes_when_all_queues_were_found_empty(self):
-        asked, (item, cursor) = self.asked(0, 2, 1, 4)
-        assert asked == [Ready(0b11), Take(0), Ready(0b10), Take(1)]
-        assert (item, cursor.empty) == (None, 0b11)
-        assert self.asked(cursor=cursor) == ([], (None, cursor))
-
-    def test_told_that_it_is_over_it_takes_of_the_first_queue_that_is_not_empty(self):
-        asked, (item, _) = self.asked(-1, 1, cursor=Cursor(empty=0b01))
-        assert (asked, item.tile) == ([Ready(0b10), Take(1)], 3)
+    @pytest.mark.parametrize(
+        ("cursor", "answers", "asked", "tile", "behind"),
+        [
+            # From the queue of the item before, without a look.
+            (Cursor(queue=1), (3,), [Take(1)], 5, Cursor(queue=1)),
+            # An empty queue is not asked for again.
+            (Cursor(), (1, 4, 0, 0), [Ready(0b11), Take(1), Ready(0b01), Take(0)], 0, Cursor(queue=0, empty=0b10)),
+            # STOP comes when all queues were found empty.
+            (Cursor(), (0, 2, 1, 4), [Ready(0b11), Take(0), Ready(0b10), Take(1)], None, Cursor(empty=0b11)),
+            (Cursor(empty=0b11), (), [], None, Cursor(empty=0b11)),
+            # Told that the launch is over: from the first queue that is not empty.
+            (Cursor(empty=0b01), (-1, 1), [Ready(0b10), Take(1)], 3, Cursor(queue=1, empty=0b01)),
+        ],
+    )
+    def test_a_take(self, cursor, answers, asked, tile, behind):
+        found, (item, after) = dialogue(self.SCHEDULE, 0, *answers, cursor=cursor)
+        assert (found, item and item.tile, after) == (asked, tile, behind)
 
 
 def test_the_first_of_queues():

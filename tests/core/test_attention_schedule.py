@@ -65,25 +65,21 @@ def check_tile(first, last, problem, block, blocks):
 
 
 class TestKeyBlocks:
-    def test_every_small_tile(self):
-        for problem in problems(5, 6):
+    @pytest.mark.parametrize(
+        ("most", "sizes"),
+        [
+            ((5, 6), ((1, 1), (2, 2), (3, 2), (2, 4))),
+            pytest.param((9, 11), tuple(product((1, 2, 4, 5), (1, 2, 3, 4))), marks=pytest.mark.slow),
+        ],
+    )
+    def test_every_small_tile(self, most, sizes):
+        for problem in problems(*most):
             queries, keys = problem[:2]
             ahead, behind, left, right, _ = told(*problem)
-            for size, block in ((1, 1), (2, 2), (3, 2), (2, 4)):
-                for first in range(0, queries, size):
+            for (size, block), first in product(sizes, range(queries)):
+                if first % size == 0:
                     last = min(first + size, queries) - 1
                     found = on_int31(attention.key_blocks, first, last, ahead, behind, left, right, keys, block)
-                    check_tile(first, last, problem, block, found)
-
-    @pytest.mark.slow
-    def test_every_tile_of_up_to_9_by_11(self):
-        for problem in problems(9, 11):
-            queries, keys = problem[:2]
-            ahead, behind, left, right, _ = told(*problem)
-            for size, block in product((1, 2, 4, 5), (1, 2, 3, 4)):
-                for first in range(0, queries, size):
-                    last = min(first + size, queries) - 1
-                    found = attention.key_blocks(first, last, ahead, behind, left, right, keys, block)
                     check_tile(first, last, problem, block, found)
 
     @given(st.data(), int31(1, MOST // 2), int31(0, MOST // 2), st.sampled_from((16, 64, 128, 256)), st.booleans())
@@ -141,15 +137,14 @@ class TestBlocksOfPart:
                         to = min(at + part, queries) - 1
                         sides = [max(i + shift - left, 0) for i in (at, to)]
                         sides += [max(min(i + shift + right + 1, keys), 0) for i in (at, to)]
-                        begin, plain_begin, plain_end, end = on_int31(
+                        begin, plain_begin, plain_end, end = found = on_int31(
                             attention.blocks_of_part, low, high, *sides, block
                         )
                         assert low <= begin <= plain_begin <= plain_end <= end <= high
                         runs = attention.key_blocks(at, to, ahead, behind, left, right, keys, block)
-                        if runs[0] < runs[3]:  # they see keys: those of the tile are all that there are
-                            assert (begin, plain_begin, plain_end, end) == runs
-                        else:
-                            assert (end - begin, plain_end - plain_begin) == (1, 0), "one, and that masked"
+                        masked = (end - begin, plain_end - plain_begin) == (1, 0)
+                        # They see keys: those of the tile are all that there are. Else one block, and that masked.
+                        assert found == runs if runs[0] < runs[3] else masked
 
     @given(
         int31(0, 2**20), int31(1, 2**10), st.lists(int31(0, 2**28), min_size=4, max_size=4), st.sampled_from((32, 128))
@@ -171,15 +166,14 @@ class TestBlocksOfPart:
             assert (b + 1) * block <= until_first
 
 
-class TestSeenKeys:
-    def test_every_small_position(self):
-        for problem in problems(6, 7):
-            queries, keys, _, left, right = problem
-            ahead, behind, least, most, shift = told(*problem)
-            for i in range(queries):
-                begin, end = on_int31(attention.seen_keys, i, ahead, behind, least, most, keys)
-                assert begin <= end
-                assert list(range(begin, end)) == [j for j in range(keys) if sees(i, j, shift, left, right)]
+def test_the_keys_of_every_small_position():
+    for problem in problems(6, 7):
+        queries, keys, _, left, right = problem
+        ahead, behind, least, most, shift = told(*problem)
+        for i in range(queries):
+            begin, end = on_int31(attention.seen_keys, i, ahead, behind, least, most, keys)
+            assert begin <= end
+            assert list(range(begin, end)) == [j for j in range(keys) if sees(i, j, shift, left, right)]
 
 
 class TestShares:

@@ -57,15 +57,7 @@ class TestCoverage:
             assert [i for w, i in log.computed if w == worker] == positions[worker :: schedule.workers]
 
     @given(schedules("stream_k"), seeds)
-    def test_each_split_tile_is_added_up_once_after_its_last_part(self, schedule, seed):
-        machine = Machine(schedule, crew_of(schedule, seed))
-        log = machine.run(unfair(seed))
-        split = {item.tile for item in schedule.items() if item.parts > 1}
-        assert sorted(item.tile for item in log.reduced) == sorted(split)
-        assert not +machine.words.counts, "the last contributor restores the count"
-
-    @given(schedules("stream_k"), seeds)
-    def test_no_tile_is_added_up_before_all_its_parts_are_there(self, schedule, seed):
+    def test_each_split_tile_is_reduced_once_when_all_its_parts_are_there(self, schedule, seed):
         machine, choose = Machine(schedule, crew_of(schedule, seed)), unfair(seed)
         while machine.alive:
             reduced = len(machine.log.reduced)
@@ -73,6 +65,9 @@ class TestCoverage:
             for item in machine.log.reduced[reduced:]:
                 steps = done(i for i in machine.log.items if i.tile == item.tile)
                 assert len(steps) == schedule.grid.k_steps
+        split = {item.tile for item in schedule.items() if item.parts > 1}
+        assert sorted(item.tile for item in machine.log.reduced) == sorted(split)
+        assert not +machine.words.counts, "the last contributor restores the count"
 
     @pytest.mark.parametrize(
         "schedule",
@@ -163,20 +158,21 @@ class TestAWrongRuleIsFound:
             return False  # a ticket past the end of everything
         return all(done(log.items) == all_of(self.SCHEDULE) for log in logs)
 
-    def test_the_right_rules_cover(self):
-        assert self.covers()
-
-    def test_a_worker_that_does_not_steal(self, monkeypatch):
-        monkeypatch.setattr(queues, "rank", lambda queue_left, queue, home: 0)
-        assert not self.covers()
-
-    def test_a_queue_that_looks_empty_and_is_not(self, monkeypatch):
-        monkeypatch.setattr(queues, "left", lambda size, taken: max(size - taken - 3, 0))
-        assert not self.covers()
-
-    def test_a_void_ticket_taken_for_a_valid_one(self, monkeypatch):
-        monkeypatch.setattr(Schedule, "queue_size", lambda self, queue: 4)  # 12 positions in 4 queues are 3 each
-        assert not self.covers()
+    @pytest.mark.parametrize(
+        ("module", "name", "wrong", "covers"),
+        [
+            (queues, "left", queues.left, True),
+            # A worker that does not steal.
+            (queues, "rank", lambda queue_left, queue, home: 0, False),
+            # A queue that looks empty and is not.
+            (queues, "left", lambda size, taken: max(size - taken - 3, 0), False),
+            # A void ticket taken for a valid one: 12 positions in 4 queues are 3 each.
+            (Schedule, "queue_size", lambda self, queue: 4, False),
+        ],
+    )
+    def test_rules(self, monkeypatch, module, name, wrong, covers):
+        monkeypatch.setattr(module, name, wrong)
+        assert self.covers() == covers
 
     def test_parts_that_overlap(self, monkeypatch):
         monkeypatch.setattr(schedule_module, "part_begin", lambda total, parts, part: (total // parts) * part)

@@ -46,11 +46,7 @@ def test_of_covers_the_rows_with_no_tile_to_spare(m, block):
     assert (grid.num_m - 1) * block < m <= grid.num_m * block or m == grid.num_m == 0
 
 
-def test_counts():
-    grid = Grid(3, 4, 5, 6)
+def test_counts_and_an_item_that_is_a_whole_tile_by_default():
+    grid, item = Grid(3, 4, 5, 6), WorkItem(0, 0, 0, 0, 0, 4)
     assert (grid.plane, grid.tiles) == (20, 60)
-
-
-def test_an_item_is_a_whole_tile_by_default():
-    item = WorkItem(0, 0, 0, 0, 0, 4)
     assert (item.part, item.parts, item.slot) == (0, 1, -1)

@@ -35,12 +35,11 @@ def test_bad_raster_is_refused(arguments, message):
 
 @pytest.mark.parametrize(("transposed", "rows"), [(False, 3), (True, 5)])
 def test_pivot_outside_the_grid_is_refused(transposed, rows):
-    grid = Grid(1, 3, 5)
-    Raster("chunk_major", first=rows - 1, transposed=transposed).check(grid)
+    Raster("chunk_major", first=rows - 1, transposed=transposed).check(Grid(1, 3, 5))
     with pytest.raises(
         ValueError, match=f"^Raster: first={rows}; the pivot's row tile is one of the {rows} there are$"
     ):
-        Raster("chunk_major", first=rows, transposed=transposed).check(grid)
+        Raster("chunk_major", first=rows, transposed=transposed).check(Grid(1, 3, 5))
 
 
 def test_raster_is_frozen():

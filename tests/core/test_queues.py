@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from dialogue import dialogue
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from int31 import on_int31
 from strategies import int31
 from tilestream.core.queues import MOST_QUEUES, home_queue, left, neighbour, next_base, rank, ranked
-from tilestream.schedule import Cursor, Grid, Peek, Schedule, Take, take
+from tilestream.schedule import Cursor, Grid, Peek, Schedule, Take
 
 
 @given(int31(), int31(1))
@@ -60,84 +61,51 @@ def test_workers_that_look_at_the_same_time_go_to_different_queues(held):
     assert max(went.values()) <= 3 * len(workers) / len(held)
 
 
-class TestNoLeftovers:
-    """Invariant 4: a launch counts from a base that no worker of the launch before can have passed."""
-
-    @given(st.integers(0, 2**62), int31(), int31(1))
-    def test_next_base_is_above_every_ticket(self, base, size, workers):
-        # Bases only grow, and are counted in 64 bits; a ticket is the difference to one.
-        assert next_base(base, size, workers) == base + size + workers
-
-
-def steal(sizes_left: list[int], *, queues: int, worker: int = 0) -> list[object]:
-    """The operations of one `take` of a worker whose own queue is empty, when others have so many left."""
-    schedule = Schedule("dynamic", Grid(1, 1, 10 * queues), queues=queues, workers=queues)
-    asked = []
-    protocol = take(schedule, worker, Cursor(source=schedule.queues + 1))
-    operation = next(protocol)
-    try:
-        while True:
-            asked.append(operation)
-            if isinstance(operation, Peek):
-                operation = protocol.send(10 - sizes_left[operation.queue])
-            else:
-                operation = protocol.send(10 - sizes_left[operation.queue])
-    except StopIteration as end:
-        return [*asked, end.value[0]]
+@given(st.integers(0, 2**62), int31(), int31(1))
+def test_next_base_is_above_every_ticket(base, size, workers):
+    """Invariant 4. Bases only grow, and are counted in 64 bits; a ticket is the difference to one."""
+    assert next_base(base, size, workers) == base + size + workers
 
 
 class TestStealing:
+    FOUR = Schedule("dynamic", Grid(1, 4, 4), queues=4, workers=4)
+    THREE = Schedule("dynamic", Grid(1, 1, 30), queues=3, workers=3)
+
     def test_own_queue_first_and_without_looking_at_others(self):
-        schedule = Schedule("dynamic", Grid(1, 4, 4), queues=4, workers=4)
-        protocol = take(schedule, 2, Cursor())
-        assert next(protocol) == Take(2)
-        with pytest.raises(StopIteration) as end:
-            protocol.send(0)
-        item, cursor = end.value.value
-        assert item == schedule.ticket(2, 0)[0]
-        assert cursor.source == 0
+        asked, (item, cursor) = dialogue(self.FOUR, 2, 0)
+        assert asked == [Take(2)]
+        assert (item, cursor.source) == (self.FOUR.ticket(2, 0)[0], 0)
 
-    def test_a_void_ticket_closes_the_own_queue_for_good(self):
-        schedule = Schedule("dynamic", Grid(1, 4, 4), queues=4, workers=4)
-        protocol = take(schedule, 2, Cursor())
-        next(protocol)
-        assert protocol.send(schedule.queue_size(2)) == Peek(0)
-        asked = [protocol.send(0), protocol.send(1)]
-        assert asked == [Peek(1), Peek(3)], "its own queue is not asked again"
-        assert protocol.send(4) == Take(0), "the fullest"
-        with pytest.raises(StopIteration) as end:
-            protocol.send(0)
-        assert end.value.value[1].source == 1
-
-    def test_from_the_fullest(self):
-        *asked, item = steal([0, 3, 7, 5], queues=4)
-        assert asked == [Peek(1), Peek(2), Peek(3), Take(2)]
-        assert item is not None
-        assert item.pn == 20 + 3
-
-    def test_nothing_left_is_stop_and_touches_no_counter(self):
-        assert steal([0, 0, 0, 0], queues=4) == [Peek(1), Peek(2), Peek(3), None]
+    def test_a_void_ticket_closes_the_own_queue_for_good_and_leads_to_the_fullest(self):
+        asked, (_, cursor) = dialogue(self.FOUR, 2, self.FOUR.queue_size(2), 0, 1, 4, 0)
+        assert asked == [Take(2), Peek(0), Peek(1), Peek(3), Take(0)], "its own queue is not asked again"
+        assert cursor.source == 1
 
     def test_one_queue_never_peeks(self):
-        schedule = Schedule("dynamic", Grid(1, 2, 2), queues=1, workers=3)
-        protocol = take(schedule, 1, Cursor())
-        assert next(protocol) == Take(0)
-        with pytest.raises(StopIteration) as end:
-            protocol.send(4)
-        assert end.value.value[0] is None
+        one = Schedule("dynamic", Grid(1, 2, 2), queues=1, workers=3)
+        asked, (item, _) = dialogue(one, 1, 4)
+        assert (asked, item) == ([Take(0)], None)
 
     def test_a_lost_race_looks_again(self):
-        schedule = Schedule("dynamic", Grid(1, 1, 30), queues=3, workers=3)
-        protocol = take(schedule, 0, Cursor(source=schedule.queues + 1))
-        assert [next(protocol), protocol.send(9), protocol.send(8)] == [Peek(1), Peek(2), Take(2)]
-        assert protocol.send(10) == Peek(1), "void: another worker was faster"
-        assert [protocol.send(9), protocol.send(11)] == [Peek(2), Take(1)]
+        asked, _ = dialogue(self.THREE, 0, 9, 8, 10, 9, 11, cursor=Cursor(source=4))
+        # The first ticket is void: another worker was faster.
+        assert asked == [Peek(1), Peek(2), Take(2), Peek(1), Peek(2), Take(1)]
 
     @given(st.integers(2, 6), st.data())
+    @example(4, [3, 7, 5])
+    @example(4, [0, 0, 0])
     def test_the_victim_is_always_a_fullest_one(self, queues, data):
-        counts = [0, *data.draw(st.lists(st.integers(0, 10), min_size=queues - 1, max_size=queues - 1))]
-        *asked, item = steal(counts, queues=queues)
+        counts = data if isinstance(data, list) else [data.draw(st.integers(0, 10)) for _ in range(queues - 1)]
+        schedule = Schedule("dynamic", Grid(1, 1, 10 * queues), queues=queues, workers=queues)
+        taken = [10 - count for count in counts]
+        looks = [Peek(queue) for queue in range(1, queues)]
+        asked, end = dialogue(schedule, 0, *taken, cursor=Cursor(source=queues + 1))
+        assert asked[: queues - 1] == looks
         if max(counts) == 0:
-            assert item is None
-        else:
-            assert counts[asked[-1].queue] == max(counts)
+            assert (len(asked), end[0]) == (queues - 1, None), "STOP, and no counter is touched"
+            return
+        victim = asked[-1].queue
+        assert counts[victim - 1] == max(counts)
+        ticket = 10 - max(counts)
+        _, (item, cursor) = dialogue(schedule, 0, *taken, ticket, cursor=Cursor(source=queues + 1))
+        assert (item, cursor.source) == (schedule.ticket(victim, ticket)[0], victim + 1)

@@ -7,12 +7,13 @@ from collections import Counter
 from itertools import product
 
 import pytest
+from dialogue import dialogue
 from hypothesis import given
 
 from machine import Machine
 from strategies import schedules
 from tilestream.core import structs
-from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, table_raster, take
+from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, table_raster
 
 
 @pytest.mark.parametrize(
@@ -26,47 +27,29 @@ from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, table_
         ({"shares": -1, "kind": "stream_k"}, "Schedule: shares=-1; it is at least 0"),
         ({"kind": "static", "queues": 2}, "Schedule: queues=2 with kind='static'; only dynamic has more than one"),
         ({"kind": "stream_k", "queues": 3}, "Schedule: queues=3 with kind='stream_k'; only dynamic has more than one"),
-        (
-            {"split": "columns", "raster": table_raster(range(12), 3, 4)},
-            "Schedule: split='columns' with a table; a table's positions are split as 'items'",
-        ),
-        (
-            {"split": "rows", "raster": Raster("chunk_major")},
-            "Schedule: split='rows' where rows arrive; queues split the dimension that does not arrive",
-        ),
-        (
-            {"split": "columns", "raster": Raster("chunk_major", transposed=True)},
-            "Schedule: split='columns' where columns arrive; queues split the one that does not arrive",
-        ),
-        (
-            {"raster": Raster("chunk_major", first=3)},
-            "Raster: first=3; the pivot's row tile is one of the 3 there are",
-        ),
-        (
-            {"raster": Raster("table", table=(0, 1))},
-            "order: 2 entries; missing [2, 3, 4, 5]; each of the 3 x 4 tiles (ids 0 to 11) comes exactly once",
-        ),
+        *(({"kind": kind, "split": split},
+           f"Schedule: split='{split}' with kind='{kind}'; only dynamic has queues to split")
+          for kind, split in product(("static", "stream_k"), ("columns", "rows"))),
+        *(({"kind": kind, "shares": 2}, f"Schedule: shares=2 with kind='{kind}'; only stream_k cuts a remainder")
+          for kind in ("static", "dynamic")),
+        ({"split": "columns", "raster": table_raster(range(12), 3, 4)},
+         "Schedule: split='columns' with a table; a table's positions are split as 'items'"),
+        ({"split": "rows", "raster": Raster("chunk_major")},
+         "Schedule: split='rows' where rows arrive; queues split the dimension that does not arrive"),
+        ({"split": "columns", "raster": Raster("chunk_major", transposed=True)},
+         "Schedule: split='columns' where columns arrive; queues split the one that does not arrive"),
+        ({"raster": Raster("chunk_major", first=3)},
+         "Raster: first=3; the pivot's row tile is one of the 3 there are"),
+        ({"raster": Raster("table", table=(0, 1))},
+         "order: 2 entries; missing [2, 3, 4, 5]; each of the 3 x 4 tiles (ids 0 to 11) comes exactly once"),
+        ({"kind": "stream_k", "grid": Grid(1, 1, 3, 2**30), "workers": 4},
+         "Schedule: a remainder of 3 tiles of 1073741824 K steps; units are counted in 31 bits: take larger K steps"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_bad_schedule_is_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Schedule(**{"kind": "dynamic", "grid": Grid(1, 3, 4), **arguments})
-
-
-@pytest.mark.parametrize("kind", ["static", "stream_k"])
-@pytest.mark.parametrize("split", ["columns", "rows"])
-def test_a_split_without_queues_is_refused(kind, split):
-    with pytest.raises(
-        ValueError, match=f"^Schedule: split='{split}' with kind='{kind}'; only dynamic has queues to split$"
-    ):
-        Schedule(kind, Grid(1, 5, 1, 4), workers=3, split=split)
-
-
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_shares_without_stream_k_are_refused(kind):
-    with pytest.raises(ValueError, match=f"^Schedule: shares=2 with kind='{kind}'; only stream_k cuts a remainder$"):
-        Schedule(kind, Grid(1, 5, 1, 4), workers=3, shares=2)
 
 
 def test_schedule_is_frozen():
@@ -104,51 +87,28 @@ def test_a_queue_of_columns_or_rows_has_a_stripe_of_them(schedule):
             assert set(Counter(along).values()) == {across * schedule.grid.batch}
 
 
-class TestQueuesByHand:
-    GRID = Grid(1, 2, 5)
-
-    def tiles(self, schedule):
-        return [[schedule.ticket(q, t)[0][2:4] for t in range(schedule.queue_size(q))] for q in range(schedule.queues)]
-
-    def test_items(self):
-        schedule = Schedule("dynamic", self.GRID, queues=3)
-        assert self.tiles(schedule) == [
-            [(0, 0), (0, 1), (0, 2), (0, 3)],
-            [(0, 4), (1, 0), (1, 1)],
-            [(1, 2), (1, 3), (1, 4)],
-        ]
-
-    def test_columns(self):
-        schedule = Schedule("dynamic", self.GRID, queues=3, split="columns")
-        assert self.tiles(schedule) == [
-            [(0, 0), (0, 1), (1, 0), (1, 1)],
-            [(0, 2), (0, 3), (1, 2), (1, 3)],
-            [(0, 4), (1, 4)],
-        ]
-
-    def test_rows(self):
-        schedule = Schedule("dynamic", Grid(1, 3, 2), queues=2, split="rows")
-        assert self.tiles(schedule) == [[(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 0), (2, 1)]]
-
-    def test_more_queues_than_columns(self):
-        schedule = Schedule("dynamic", Grid(1, 2, 2), queues=4, split="columns")
-        assert self.tiles(schedule) == [[(0, 0), (1, 0)], [(0, 1), (1, 1)], [], []]
-
-    def test_more_queues_than_items(self):
-        schedule = Schedule("dynamic", Grid(1, 1, 2), queues=5)
-        assert [schedule.queue_size(queue) for queue in range(5)] == [1, 1, 0, 0, 0]
-
-    def test_each_queue_of_columns_begins_at_the_pivot(self):
-        schedule = Schedule("dynamic", Grid(1, 4, 6), Raster("chunk_major", first=2), queues=3, split="columns")
-        for queue in range(3):
-            rows = [schedule.ticket(queue, ticket)[0].pm for ticket in range(8)]
-            assert rows == [2, 2, 3, 3, 0, 0, 1, 1], "a late chunk leaves no queue idle"
-
-    def test_each_queue_of_rows_begins_at_the_pivot_s_column(self):
-        raster = Raster("chunk_major", first=2, transposed=True)
-        schedule = Schedule("dynamic", Grid(1, 4, 3), raster, queues=2, split="rows")
-        for queue in range(2):
-            assert [schedule.ticket(queue, ticket)[0].pn for ticket in range(6)] == [2, 2, 0, 0, 1, 1]
+@pytest.mark.parametrize(
+    ("grid", "how", "tiles"),
+    [
+        (Grid(1, 2, 5), {"queues": 3}, ["00 01 02 03", "04 10 11", "12 13 14"]),
+        (Grid(1, 2, 5), {"queues": 3, "split": "columns"}, ["00 01 10 11", "02 03 12 13", "04 14"]),
+        (Grid(1, 3, 2), {"queues": 2, "split": "rows"}, ["00 01 10 11", "20 21"]),
+        (Grid(1, 2, 2), {"queues": 4, "split": "columns"}, ["00 10", "01 11", "", ""]),
+        (Grid(1, 1, 2), {"queues": 5}, ["00", "01", "", "", ""]),
+        (Grid(1, 2, 5), {"queues": 3, "split": "strides"}, ["00 03 11 14", "01 04 12", "02 10 13"]),
+        # Each queue begins at the pivot: a late chunk leaves no queue idle.
+        (Grid(1, 4, 4), {"raster": Raster("chunk_major", first=2), "queues": 2, "split": "columns"},
+         ["20 21 30 31 00 01 10 11", "22 23 32 33 02 03 12 13"]),
+        (Grid(1, 4, 3), {"raster": Raster("chunk_major", first=2, transposed=True), "queues": 2, "split": "rows"},
+         ["02 12 00 10 01 11", "22 32 20 30 21 31"]),
+    ],
+)  # fmt: skip
+def test_queues_by_hand(grid, how, tiles):
+    """Each queue's tiles, as row and column."""
+    schedule = Schedule("dynamic", grid, **how)
+    for queue, expected in enumerate(tiles):
+        items = [schedule.ticket(queue, ticket)[0] for ticket in range(schedule.queue_size(queue))]
+        assert " ".join(f"{item.pm}{item.pn}" for item in items) == expected
 
 
 def test_batches_one_after_another_each_in_the_raster_s_order():
@@ -173,12 +133,10 @@ def test_a_grid_without_tiles_is_over_at_once(kind, shape):
 
 
 def test_static_is_strided():
-    schedule = Schedule("static", Grid(1, 1, 7), workers=3)
     cursor, taken = Cursor(), []
     for _ in range(4):
-        with pytest.raises(StopIteration) as end:
-            next(take(schedule, 1, cursor))
-        item, cursor = end.value.value
+        asked, (item, cursor) = dialogue(Schedule("static", Grid(1, 1, 7), workers=3), 1, cursor=cursor)
+        assert asked == []
         taken.append(item and item.pn)
     assert taken == [1, 4, None, None]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 
 import pytest
@@ -76,20 +75,15 @@ def test_contributors_are_exactly_the_shares_with_a_unit_of_the_tile(schedule):
 
 
 @given(schedules("stream_k"))
-def test_parts_are_numbered_in_k_order_and_complete(schedule):
-    for parts in parts_of(schedule).values():
-        assert [item.part for item in parts] == list(range(parts[0].parts))
-        assert {item.parts for item in parts} == {len(parts)}
-        assert parts[0].k_begin == 0
-        assert [item.k_end for item in parts] == [item.k_begin for item in parts[1:]] + [schedule.grid.k_steps]
-
-
-@given(schedules("stream_k"))
-def test_slots_are_unique_enough_and_in_k_order(schedule):
+def test_parts_are_numbered_in_k_order_and_their_slots_are_their_own(schedule):
     slots = [item.slot for parts in parts_of(schedule).values() for item in parts]
     assert len(set(slots)) == len(slots), "two parts share a slot"
     assert all(0 <= s < schedule.slots for s in slots)
     for parts in parts_of(schedule).values():
+        assert [item.part for item in parts] == list(range(parts[0].parts))
+        assert {item.parts for item in parts} == {len(parts)}
+        assert [item.k_begin for item in parts] == [0] + [item.k_end for item in parts[:-1]]
+        assert parts[-1].k_end == schedule.grid.k_steps
         first = parts[0].slot - parts[0].part
         assert [item.slot for item in parts] == list(range(first, first + len(parts))), "neighbours, in K order"
     assert all(item.slot == -1 for item in schedule.items() if item.parts == 1)
@@ -144,27 +138,16 @@ def test_a_share_may_hold_several_whole_tiles():
     assert schedule.queue_size(0) == 1
 
 
-def test_no_remainder_is_dynamic():
+def test_no_remainder_is_dynamic_and_only_stream_k_has_one():
     schedule = Schedule("stream_k", Grid(2, 3, 2, 4), workers=4)
     assert (schedule.remainder, schedule.units, schedule.num_shares, schedule.slots) == (0, 0, 0, 0)
     assert list(schedule.items()) == list(Schedule("dynamic", schedule.grid, workers=4).items())
+    for kind in ("static", "dynamic"):
+        schedule = Schedule(kind, Grid(1, 7, 1, 3), workers=5)
+        assert (schedule.remainder, schedule.slots, schedule.full_tiles) == (0, 0, 7)
 
 
 def test_more_shares_than_units_leaves_one_unit_each():
     schedule = Schedule("stream_k", Grid(1, 1, 1, 3), workers=8, shares=100)
     assert schedule.num_shares == 3
     assert [(i.k_begin, i.k_end, i.part) for i in schedule.items()] == [(0, 1, 0), (1, 2, 1), (2, 3, 2)]
-
-
-def test_only_stream_k_has_a_remainder():
-    for kind in ("static", "dynamic"):
-        schedule = Schedule(kind, Grid(1, 7, 1, 3), workers=5)
-        assert (schedule.remainder, schedule.slots, schedule.full_tiles) == (0, 0, 7)
-
-
-def test_units_that_leave_31_bits_are_refused():
-    message = (
-        "Schedule: a remainder of 3 tiles of 1073741824 K steps; units are counted in 31 bits: take larger K steps"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Schedule("stream_k", Grid(1, 1, 3, 2**30), workers=4)

@@ -23,32 +23,19 @@ ROWS = [
 ]
 
 
-def at_once(lane_bytes: int, banks: int) -> int:
-    """Lanes that read at once."""
-    return banks * BANK // lane_bytes
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_row_is_permuted_and_back(width, size):
+def test_every_row_is_permuted_and_back_and_lanes_down_a_column_meet_no_bank_twice(width, size):
     for _, _, lane, banks in (row for row in ROWS if row[:2] == (width, size)):
-        swizzle = Swizzle.of_row(width * size, lane, banks, size)
+        swizzle, at_once = Swizzle.of_row(width * size, lane, banks, size), banks * BANK // lane
         swizzle.check(width)
         for row in range(2 * swizzle.every * swizzle.period):
             places = [swizzle.place(row, column) for column in range(width)]
             assert sorted(places) == list(range(width))
             assert [swizzle.place(row, place) for place in places] == list(range(width))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_lanes_that_read_down_a_column_meet_no_bank_twice(width, size):
-    for _, _, lane, banks in (row for row in ROWS if row[:2] == (width, size)):
-        swizzle, many = Swizzle.of_row(width * size, lane, banks, size), at_once(lane, banks)
-        for first in (0, many, 3 * many):
-            rows = range(first, first + many)
+        for first in (0, at_once, 3 * at_once):
             for column in range(0, width, swizzle.vector):
-                assert swizzle.conflicts(width * size, size, rows, column, banks) == 1
+                assert swizzle.conflicts(width * size, size, range(first, first + at_once), column, banks) == 1
 
 
 def test_without_it_they_do():

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilestream.arrival.device
+import tilestream.arrival.device_words
 from fake_cuda import DEVICE, fake_cuda
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
 from tilestream.core.protocols import gather
@@ -370,7 +371,8 @@ def loads_a_kernel_until_released(cuda, rank):
         cuda.run()
         assert not rank.side.query(), "it waits for the peer"
         with rank.here(), pytest.MonkeyPatch.context() as patch:
-            for module in (tilestream.arrival.device, copy_engines):  # a driver that loads does nothing else
+            for module in (tilestream.arrival.device, tilestream.arrival.device_words, copy_engines):
+                # a driver that loads does nothing else
                 for name in ("stream_write", "aside"):
                     patch.setattr(module, name, lambda *_: pytest.fail("it calls the driver"), raising=False)
             assert not polls_at(0.9), "the deadline has not passed"

@@ -19,7 +19,7 @@ from error_rule import Maths
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.schedule import Kind
-from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.ops import gpu
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
 from tilestream.plan.candidate import Forced

@@ -33,7 +33,8 @@ from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import Epilogue
 from tilestream.kernels.portable.gemm import gemm as portable_gemm
-from tilestream.launch.portable.arguments import Arguments, Layout, is_aligned
+from tilestream.launch.gemm_arguments import Layout, is_aligned
+from tilestream.launch.portable.arguments import Arguments
 from tilestream.ops import gpu
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan.plan import Plan
@@ -286,7 +287,7 @@ def gathered(
     made = job(device, Case(shards.total, n, k, layout=layout, **more), rows=chunking)
     yield made
     if made is not None and made.plan.backend == "hopper":
-        tiles = hopper_gemm.Arguments(made.plan, made.layout).tiles_apart(rows, rows, world * rows)
+        tiles = hopper_gemm.Arguments(made.plan, made.layout).local_tiles(rows, rows, world * rows)
         if tiles is not None:
             yield made._replace(apart=batches * rows)
 
@@ -345,15 +346,15 @@ def fill(job: Job) -> tuple[dict[str, Any], tuple[Any, ...]]:
         return Pointer(dtype) if there else None
 
     arguments = Arguments(plan, layout, probe, trace)
-    return arguments.options, arguments.fill(
+    operands = (
         *(Pointer(dtype, at) for dtype, at in zip((*problem.dtypes, problem.out_dtype), address, strict=True)),
-        pointer(layout.bias, addend), pointer(layout.residual, addend),
+        pointer(layout.bias, addend), pointer(layout.residual, addend), scale, scale,
         pointer(schedule.slots, "float32"), pointer(schedule.slots, "int32"), pointer(words, "int64"),
         pointer(schedule.raster.table, "int32"),
         pointer(probe or trace, "int64" if trace else "int32"), 0, 0, 1.5, 0.5,
-        capacity=4096 if probe else 0, gate=gate_arguments(plan), scales=(scale, scale),
-        copies=copy_arguments(plan),
     )  # fmt: skip
+    capacity = 4096 if probe else 0
+    return arguments.options, arguments.fill(operands, capacity, gate_arguments(plan), copies=copy_arguments(plan))
 
 
 def kernel_of(job: Job) -> Any:

@@ -164,7 +164,7 @@ def test_many_epochs_of_one_arrival():
 
 @launch_first
 def test_the_gate_on_the_device_looks_at_what_the_host_says(kind):
-    from tilestream.launch.portable.arguments import Layout
+    from tilestream.launch.gemm_arguments import Layout
     from tilestream.launch.portable.launch import GemmLaunch
 
     source, b = operands()

@@ -42,7 +42,7 @@ def check_copied(x: ts.Stream, source: torch.Tensor) -> None:
     torch.cuda.synchronize()
     assert torch.equal(x.tensor.cpu(), source)
     assert all(x.arrival.arrived(chunk) for chunk in range(x.arrival.num_chunks))
-    assert not x.arrival._signals._copies._words.any()
+    assert not x.arrival._signals.copies._words.any()
     assert x.done
 
 

@@ -18,8 +18,8 @@ import tilestream as ts
 from device_order import check_order
 from error_rule import ACTIVATIONS, Maths, check
 from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.launch import Probe
-from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch
 from tilestream.runtime import device_workspace as workspaces
 

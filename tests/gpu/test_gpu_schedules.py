@@ -6,6 +6,7 @@ Every wait has a bound: a neighbour leaves at its deadline, and a launch beside 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import json
 from types import SimpleNamespace
@@ -144,16 +145,9 @@ def test_a_worker_begins_in_its_own_queue(backend, queues, data):
 
 def test_a_mutant_with_pools_that_no_worker_visits_is_caught(backend, data, monkeypatch):
     """Without stealing, the tiles of queues that belong to no worker stay NaN."""
-    if backend == "hopper":
-        from tilestream.launch.hopper.arguments import Arguments
-
-        made = Arguments._config
-        monkeypatch.setattr(Arguments, "_config", lambda *given: dataclasses.replace(made(*given), STEAL=False))
-    else:
-        from tilestream.launch.portable import arguments
-
-        config = arguments.config
-        monkeypatch.setattr(arguments, "config", lambda *given: dataclasses.replace(config(*given), STEAL=False))
+    Arguments = importlib.import_module(f"tilestream.launch.{backend}.arguments").Arguments
+    made = Arguments._config
+    monkeypatch.setattr(Arguments, "_config", lambda *given: dataclasses.replace(made(*given), STEAL=False))
     # Not from the cache: another launch of this plan steals.
     planner.plan_problem.cache_clear()
     plan = plan_of("cuda", backend, "dynamic", 8, 3)

@@ -57,7 +57,8 @@ def test_no_table(cuda, kept):
 def test_the_last_worker_out_sees_the_chunks_that_no_tile_reads(n, chunks, unread):
     """Those without rows; and all, where the output has no columns."""
     plan = plan_problem(Problem(64, n, 64, rows=Incoming(chunks)), device=named("h100"), backend="portable")
-    count, _, number, *_ = chunk_numbers(plan)
+    numbers = chunk_numbers(plan)
+    count, number = numbers["row_chunks"], numbers["row_unread"]
     assert (count, number) == (chunks.count, len(unread))
     table = chunk_table(plan, 0)
     assert (table is None) == bool(chunks.rows_per_chunk)

@@ -1,6 +1,7 @@
-"""Mutants: one table of bugs put in on purpose, and one engine that makes them.
+"""Mutants: tables of bugs put in on purpose, and one engine that makes them.
 
-`mutants.engine` edits Python text by its syntax tree and loads the result without writing a file. `mutants.checker`
-lists the bugs that `tilestream_tools.verify` must find, `mutants.sanitized` those that Triton's concurrency sanitizer
-must find. A row says where the bug is, what is edited, and what finds it.
+``tables/*.txt`` has the bugs: where, what is edited, and what the bug is found as. `mutants.table` reads them.
+`mutants.engine` edits Python text by its syntax tree and loads the result without writing a file. `mutants.checker` has
+the bugs that `tilestream_tools.verify` must find, `mutants.kernel_text` those that the tests of the kernels' text must
+find, `mutants.sanitized` those that Triton's concurrency sanitizer must find.
 """

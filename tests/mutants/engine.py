@@ -41,7 +41,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
-Operation = Literal["replace", "before", "after", "move before", "move after", "swap", "body", "signature"]
+Operation = Literal["replace", "before", "after", "body"]
 
 
 class MatchError(ValueError):
@@ -57,9 +57,9 @@ class Edit:
     how
         What is done.
     find
-        The pattern. Empty for ``"body"`` and ``"signature"``, which concern the function itself.
+        The pattern. Empty for ``"body"``, which concerns the function itself.
     put
-        The new text; for ``"move ..."`` and ``"swap"`` the pattern of the other place.
+        The new text.
     statements
         Whether the pattern is of statements even if it is one expression.
     count
@@ -88,36 +88,6 @@ def replace(find: str, put: str, count: int = 1, nth: int | None = None) -> Edit
 def delete(find: str, count: int = 1, nth: int | None = None) -> Edit:
     """Delete statements."""
     return Edit("replace", find, "pass", True, count, nth)
-
-
-def before(find: str, put: str) -> Edit:
-    """Insert statements in front of others."""
-    return Edit("before", find, put, True)
-
-
-def after(find: str, put: str) -> Edit:
-    """Insert statements behind others."""
-    return Edit("after", find, put, True)
-
-
-def move(find: str, *, before: str = "", after: str = "") -> Edit:
-    """Move statements in front of others, or behind them."""
-    return Edit("move before" if before else "move after", find, before or after, True)
-
-
-def swap(find: str, other: str) -> Edit:
-    """Exchange two statements."""
-    return Edit("swap", find, other, True)
-
-
-def body(put: str) -> Edit:
-    """Put other statements in the place of all that a function does."""
-    return Edit("body", "", put, True)
-
-
-def signature(put: str) -> Edit:
-    """Put other parameters in the place of a function's own."""
-    return Edit("signature", "", put)
 
 
 def at(where: str, *edits: Edit) -> tuple[Edit, ...]:
@@ -176,46 +146,23 @@ class _Text:
 def _edited(text: str, edit: Edit) -> str:
     of = _Text(text)
     scopes = [_definition(of.tree, name) for name in edit.functions] or [of.tree]
-    if edit.how in ("body", "signature"):
-        return of.spliced([_whole(of, scope, edit) for scope in scopes])
+    if edit.how == "body":
+        return of.spliced([_placed(of, "replace", _statements(scope), edit.put, True) for scope in scopes])
     found = _found(edit.find, scopes, edit.statements)
-    _check_count(edit, edit.find, found, edit.count)
-    chosen = found if edit.nth is None else [found[edit.nth]]
-    splices: list[tuple[int, int, str]] = []
-    if edit.how in ("replace", "before", "after"):
-        for match in chosen:
-            new = _filled(edit.put, match.names, edit.statements)
-            splices.append(_placed(of, edit.how, match.nodes, new, edit.statements))
-    else:
-        others = _found(edit.put, scopes, True)
-        _check_count(edit, edit.put, others, 1)
-        one, other = chosen[0].nodes, others[0].nodes
-        if edit.how == "swap":
-            splices = [
-                _placed(of, "replace", one, of.source(other), True), _placed(of, "replace", other, of.source(one), True)
-            ]  # fmt: skip
-        else:
-            how = "before" if edit.how == "move before" else "after"
-            splices = [
-                _placed(of, "replace", one, "pass", True), _placed(of, how, other, of.source(one), True)
-            ]  # fmt: skip
+    if len(found) != edit.count:
+        where = f"{edit.module}:{','.join(edit.functions)}" if edit.module else "the text"
+        raise MatchError(f"{len(found)} places, not {edit.count}, of {where} match {edit.find!r}")
+    splices = []
+    for match in found if edit.nth is None else [found[edit.nth]]:
+        new = _filled(edit.put, match.names, edit.statements)
+        splices.append(_placed(of, edit.how, match.nodes, new, edit.statements))
     return of.spliced(splices)
 
 
-def _check_count(edit: Edit, find: str, found: list[_Match], count: int) -> None:
-    if len(found) != count:
-        where = f"{edit.module}:{','.join(edit.functions)}" if edit.module else "the text"
-        raise MatchError(f"{len(found)} places, not {count}, of {where} match {find!r}")
-
-
-def _whole(of: _Text, function: Any, edit: Edit) -> tuple[int, int, str]:
-    """The splice of a function's body behind its docstring, or of its parameters."""
-    if edit.how == "body":
-        has_docstring = ast.get_docstring(function) is not None and len(function.body) > 1
-        return _placed(of, "replace", function.body[1:] if has_docstring else function.body, edit.put, True)
-    parameters = [*function.args.args, *function.args.kwonlyargs, *function.args.defaults]
-    begin, end = zip(*(of.span([one]) for one in parameters), strict=True)
-    return min(begin), max(end), edit.put
+def _statements(function: Any) -> list[ast.stmt]:
+    """What a function does, behind its docstring."""
+    has_docstring = ast.get_docstring(function) is not None and len(function.body) > 1
+    return list(function.body[1:] if has_docstring else function.body)
 
 
 def _placed(of: _Text, how: str, nodes: Sequence[Any], new: str, statements: bool) -> tuple[int, int, str]:

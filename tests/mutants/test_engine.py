@@ -1,4 +1,4 @@
-"""The engine edits what a pattern names, says so where that is not one place, and leaves no file behind."""
+"""Edits of tables change what a pattern names, fail where that is not one place, and leave no file behind."""
 
 from __future__ import annotations
 
@@ -9,24 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mutants import engine
-from mutants.engine import (
-    MatchError,
-    after,
-    at,
-    before,
-    body,
-    by_rule,
-    delete,
-    edited,
-    load,
-    move,
-    mutated,
-    replace,
-    signature,
-    swap,
-)
+from mutants import engine, table
+from mutants.engine import Edit, MatchError, at, by_rule, delete, edited, load, mutated, replace
 
+MINUS_ONE = Edit("body", "", "return -1", True)
 TEXT = '''\
 """A module."""
 
@@ -47,57 +33,68 @@ class Holder:
 '''
 
 
-def of(*edits, functions="double"):
-    return edited(TEXT, at(f"a:{functions}", *edits))
-
-
-def changed_lines(text):
-    pairs = zip(TEXT.splitlines(), text.splitlines(), strict=False)
-    return [(number, new) for number, (old, new) in enumerate(pairs, 1) if old != new]
+def of(lines, where="a:double"):
+    return edited(TEXT, table.edits(lines, where, {"a": "a"}))
 
 
 @pytest.mark.parametrize(
-    ("edit", "lines"),
+    ("lines", "changed"),
     [
-        (replace("x * by", "x + by"), [(6, "    y = (x + by)  # a comment")]),
-        (replace("__a * __b", "__b ** __a"), [(6, "    y = (by ** x)  # a comment")]),
-        (delete("y = x * by"), [(6, "    pass  # a comment")]),
-        (replace("y = min(...)", "y = 4"), [(8, "        y = 4"), (9, ""), (10, "")]),
-        (replace("if y > 4:\n    ...", "y = 4"), [(7, "    y = 4"), (8, ""), (9, ""), (10, "")]),
-        (replace("4", "5", 2, nth=0), [(7, "    if y > 5:")]),
-        (body("return by"), [(6, "    return by"), *((n, "") for n in range(7, 12))]),
-        (signature("x, by=3"), [(4, "def double(x, by=3) -> int:")]),
+        (["x * by => x + by"], {6: "    y = (x + by)  # a comment"}),
+        (["__a * __b => __b ** __a"], {6: "    y = (by ** x)  # a comment"}),
+        (["- y = x * by"], {6: "    pass  # a comment"}),
+        (["y = min(...) => y = 4"], {8: "        y = 4", 9: "", 10: ""}),
+        (["if y > 4: ... => y = 4"], {7: "    y = 4", 8: "", 9: "", 10: ""}),
+        (["- if y > 4: ...", "+ if y > 4:", "+     y = 4"], {8: "        y = 4", 9: "", 10: ""}),
+        (["1/2 4 => 5"], {7: "    if y > 5:"}),
+        (["x2 4 => 5"], {7: "    if y > 5:", 9: "            y, 5"}),
+        (["@a:Holder.value 2/2 double(3) => 4"], {16: "        return double(3) + 4"}),
+        (["= return by"], {6: "    return by", 7: "", 8: "", 9: "", 10: "", 11: ""}),
+        (["- y = x * by", "  if y > 4: ...", "- return y"], {6: "    pass  # a comment", 11: "    pass"}),
     ],
-)
-def test_the_named_place_changes_and_nothing_else(edit, lines):
-    text = of(edit)
-    assert changed_lines(text) == lines
-    assert text.splitlines()[13:] == TEXT.splitlines()[13:]
-
-
-def test_statements_are_inserted_moved_and_swapped():
-    assert of(before("return y", "y += 1\ny += 2")).splitlines()[10:13] == ["    y += 1", "    y += 2", "    return y"]
-    assert of(after("y = x * by", "y += 1")).splitlines()[5:7] == ["    y = x * by", "    y += 1  # a comment"]
-    moved = of(move("y = x * by", after="if y > 4:\n    ...")).splitlines()
-    assert (moved[5], moved[10]) == ("    pass  # a comment", "    y = x * by")
-    swapped = of(swap("y = x * by", "return y")).splitlines()
-    assert (swapped[5], swapped[10]) == ("    return y  # a comment", "    y = x * by")
+)  # fmt: skip
+def test_the_named_place_changes_and_nothing_else(lines, changed):
+    old, new = TEXT.splitlines(), of(lines).splitlines()
+    assert {number: new for number, (old, new) in enumerate(zip(old, new, strict=True), 1) if old != new} == changed
 
 
 @pytest.mark.parametrize(
-    ("edit", "functions", "message"),
+    ("lines", "begin", "inserted"),
     [
-        (delete("y = 7"), "double", "0 places, not 1, of a:double match 'y = 7'"),
-        (replace("double(3)", "3"), "Holder.value", "2 places, not 1, of a:Holder.value"),
-        (replace("y", "x", 2), "double", "5 places, not 2"),
-        (move("y = x * by", after="y = 7"), "double", "0 places, not 1, of a:double match 'y = 7'"),
-        (delete("return y"), "Holder", "0 places, not 1"),
-        (delete("return y"), "triple", "0 definitions, not one, are called 'triple'"),
+        (["+ y += 1", "+ y += 2", "  return y"], 10, ["    y += 1", "    y += 2", "    return y"]),
+        (["  y = x * by", "+ y += 1"], 5, ["    y = x * by", "    y += 1  # a comment"]),
+        (["- y = x * by", "  if y > 4: ...", "+ y = x * by"], 10, ["    y = x * by", "    return y"]),
+        (["+ return y", "  y = x * by", "- return y"], 5, ["    return y", "    y = x * by  # a comment"]),
     ],
 )
-def test_a_pattern_that_matches_elsewhere_or_nowhere_is_refused(edit, functions, message):
+def test_statements_are_inserted_and_moved(lines, begin, inserted):
+    assert of(lines).splitlines()[begin : begin + len(inserted)] == inserted
+
+
+@pytest.mark.parametrize(
+    ("line", "function", "message"),
+    [
+        ("- y = 7", "double", "0 places, not 1, of a:double match 'y = 7'"),
+        ("double(3) => 3", "Holder.value", "2 places, not 1, of a:Holder.value"),
+        ("x2 y => x", "double", "5 places, not 2"),
+        ("- return y", "Holder", "0 places, not 1"),
+        ("- return y", "triple", "0 definitions, not one, are called 'triple'"),
+    ],
+)
+def test_a_pattern_that_matches_elsewhere_or_nowhere_is_refused(line, function, message):
     with pytest.raises(MatchError, match=message):
-        of(edit, functions=functions)
+        of([line], f"a:{function}")
+
+
+def test_a_row_has_its_section_its_kind_its_options_and_its_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "FOLDER", tmp_path)
+    title = "first one: deadlock (n=(1,), who='b')"
+    text = ["# Comment.", "", "== ring: load @a:f", title, "  It", "  says.", "    x => y", "bare", "    - x"]
+    (tmp_path / "one.txt").write_text("\n".join(text))
+    first, bare = table.read("one.txt", {"a": "b.c"})
+    assert first[:5] == ("ring: load", "first one", "deadlock", {"n": (1,), "who": "b"}, "It says.")
+    assert first.edits == at("b.c:f", replace("x", "y"))
+    assert bare == ("ring: load", "bare", "", {}, "", at("b.c:f", delete("x")))
 
 
 def test_functions_of_several_modules_see_each_others_edits_and_classes_stay():
@@ -119,19 +116,19 @@ def test_functions_of_several_modules_see_each_others_edits_and_classes_stay():
 def test_loaded_modules_import_each_other_and_are_seen_by_inspect(monkeypatch):
     import tilestream.core.ring as real
 
-    copy = load(["tilestream.core.ring"], at("tilestream.core.ring:before", body("return -1")))["tilestream.core.ring"]
+    copy = load(["tilestream.core.ring"], at("tilestream.core.ring:before", MINUS_ONE))["tilestream.core.ring"]
     assert copy.before(1, 3) == -1
     assert "return -1" in inspect.getsource(copy.before)
     assert sys.modules["tilestream.core.ring"] is real
     assert real.before(1, 3) == 0
     with pytest.raises(ValueError, match=r"edits of tilestream\.core\.loop, which are not among"):
-        load(["tilestream.core.ring"], at("tilestream.core.loop:work", body("return None")))
+        load(["tilestream.core.ring"], at("tilestream.core.loop:work", MINUS_ONE))
 
 
 def test_a_process_imports_what_is_installed():
     program = (
-        "from mutants.engine import at, body, install\n"
-        "install(at('tilestream.core.ring:before', body('return -1')))\n"
+        "from mutants.engine import Edit, at, install\n"
+        "install(at('tilestream.core.ring:before', Edit('body', '', 'return -1', True)))\n"
         "import inspect\n"
         "from tilestream.core.ring import before\n"
         "assert before(1, 3) == -1 and 'return -1' in inspect.getsource(before)\n"
@@ -141,7 +138,7 @@ def test_a_process_imports_what_is_installed():
     )
     assert run.returncode == 0, run.stderr
     with pytest.raises(ImportError, match=r"mutants\.engine: imported already"):
-        engine.install(at("mutants.engine:at", body("return ()")))
+        engine.install(at("mutants.engine:at", MINUS_ONE))
 
 
 def test_mutants_by_rule_each_change_a_module_in_one_place():

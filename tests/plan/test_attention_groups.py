@@ -73,17 +73,16 @@ def test_never_more_than_l2_keeps_nor_slower_than_that(length, more, heads, shar
     assert spent(problem, group) <= spent(problem, widest) + crowding + 1e-9
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"causal": False},
-        {"window": (100, 0), "causal": False},
-        {"varlen": True, "tokens_q": 8192, "tokens_k": 8192},
-        {"lengths": True},
-    ],
-)
-def test_as_many_as_l2_keeps_where_tiles_are_alike_or_nobody_knows(change):
+UNKNOWN = [{"lengths": True}, {"varlen": True, "tokens_q": 8192, "tokens_k": 8192}]
+
+
+@pytest.mark.parametrize("change", [{"causal": False}, {"window": (100, 0), "causal": False}, *UNKNOWN])
+def test_as_many_as_l2_keeps_where_tiles_are_alike_or_their_lengths_unknown(change):
     assert chosen(replace(causal(8192, 32), **change), 5) == 5
+
+
+def test_as_many_as_l2_keeps_for_a_static_grid_and_for_a_tile_a_worker():
+    assert chosen(causal(8192, 32), 5, kind="static") == chosen(causal(128, 100), 5) == 5
 
 
 def test_of_groups_that_end_as_evenly_the_smaller_one_where_they_are_crowded():
@@ -106,19 +105,11 @@ def test_heads_that_are_far_from_filling_the_room_do_not_crowd_it(heads):
     assert chosen(problem, 100, crowding=0.5) == chosen(problem, 100) == heads * 8
 
 
-@pytest.mark.parametrize("change", [{"lengths": True}, {"varlen": True, "tokens_q": 8192, "tokens_k": 8192}])
-def test_nobody_knows_whether_it_is_worth_it_to_crowd_the_room(change):
+@pytest.mark.parametrize("change", UNKNOWN)
+def test_it_is_unknown_whether_it_is_worth_it_to_crowd_the_room(change):
     problem = replace(causal(1024, 256), **change)
     assert chosen(problem, 32, crowding=0.02) == 16
     assert chosen(causal(1024, 256), 32, kind="static", crowding=0.02) == 16
-
-
-def test_a_tile_a_worker():
-    assert chosen(causal(128, 100), 5) == 5
-
-
-def test_a_static_grid_deals_them_out_by_another_rule():
-    assert chosen(causal(8192, 32), 5, kind="static") == 5
 
 
 @pytest.mark.parametrize(("length", "heads", "most"), [(2**24, 32, 1), (2**20, 128, 12), (2**20, 128, 1)])

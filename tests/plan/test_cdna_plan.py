@@ -46,24 +46,19 @@ PUBLISHED = (
 TOLERANCE = 0.12
 
 
-def schedule_of(device, m, n, k, block, queues=8, workers=None, group=None):
+def modelled(function, device, dtype, m, n, k, block, efficiency, queues=8):
+    """A function of the model, for a queue a die in AMD's groups."""
     grid = Grid.of(m, n, k, *block)
-    workers = workers or device.workers
-    group = group or cdna.group_of(block, grid, workers, device.xcds)
-    split = "columns" if queues > 1 else "items"
-    return Schedule("dynamic", grid, Raster("grouped", group=group), workers, queues, split)
-
-
-def problem_of(dtype, m, n, k):
-    return Problem(m, n, k, 1, dtype, result_name(dtype, None))
+    raster = Raster("grouped", group=cdna.group_of(block, grid, device.workers, device.xcds))
+    schedule = Schedule("dynamic", grid, raster, device.workers, queues, "columns" if queues > 1 else "items")
+    return function(Problem(m, n, k, 1, dtype, result_name(dtype, None)), device, schedule, block, efficiency)
 
 
 @pytest.mark.parametrize(("name", "dtype", "m", "n", "k", "busy", "tflops"), PUBLISHED)
 def test_what_is_published_is_what_the_model_says(name, dtype, m, n, k, busy, tflops):
-    device, block = named(name), (256, 256, 128 // ITEMSIZE[dtype])
-    problem = problem_of(dtype, m, n, k)
-    seconds = cdna.seconds(problem, device, schedule_of(device, m, n, k, block), block, busy)
-    assert problem.operations / seconds / 1e12 == pytest.approx(tflops, rel=TOLERANCE)
+    block = (256, 256, 128 // ITEMSIZE[dtype])
+    seconds = modelled(cdna.seconds, named(name), dtype, m, n, k, block, busy)
+    assert 2e-12 * m * n * k / seconds == pytest.approx(tflops, rel=TOLERANCE)
 
 
 #: AMD, gfx950-gluon-tutorials, docs/tcp_bound_tile_model.md, section 3: tile, share of the cycles that the matrix units
@@ -76,12 +71,9 @@ BUSY = {
 
 @pytest.mark.parametrize(("tile", "busy"), BUSY.items())
 def test_small_tiles_are_bound_by_what_can_be_under_way(tile, busy):
-    m, n, block = 16 * tile[0], 16 * tile[1], (*tile, 64)
-    schedule = schedule_of(MI355X, m, n, 8192, block)
-    found = cdna.step(problem_of("float16", m, n, 8192), MI355X, schedule, block, 0.96)
+    found = modelled(cdna.step, MI355X, "float16", 16 * tile[0], 16 * tile[1], 8192, (*tile, 64), 0.96)
     assert found.share == pytest.approx(busy, abs=0.1)
-    small = tile[0] * tile[1] <= 128 * 128
-    assert (found.under_way == max(found[1:])) == (small or tile != (256, 256))
+    assert (found.under_way == max(found[1:])) == (tile != (256, 256))
 
 
 def test_groups_are_amds_for_square_tiles():
@@ -94,26 +86,18 @@ def test_groups_are_amds_for_square_tiles():
 
 
 def test_a_queue_a_die_reads_less_from_beyond_l2():
-    problem, block = problem_of("bfloat16", 8192, 8192, 8192), (256, 256, 64)
-    one, each = (
-        cdna.step(problem, MI300X, schedule_of(MI300X, 8192, 8192, 8192, block, queues), block, 0.9)
-        for queues in (1, 8)
+    tiny = dataclasses.replace(MI300X, l2=64 << 10)
+    one, each, alone = (
+        modelled(cdna.step, device, "bfloat16", 8192, 8192, 8192, (256, 256, 64), 0.9, queues)
+        for device, queues in ((MI300X, 1), (MI300X, 8), (tiny, 8))
     )
     assert 1.5 < one.beyond / each.beyond < 4
     assert one.cycles > each.cycles
-    tiny = dataclasses.replace(MI300X, l2=64 << 10)
-    alone = cdna.step(problem, tiny, schedule_of(tiny, 8192, 8192, 8192, block), block, 0.9)
     assert alone.beyond > 2 * one.beyond, "what L2 does not keep, each worker reads"
 
 
 def test_a_wave_more_costs_a_wave():
-    block = (256, 256, 64)
-    full, more = (
-        cdna.seconds(
-            problem_of("bfloat16", 4096, n, 8192), MI300X, schedule_of(MI300X, 4096, n, 8192, block), block, 0.9
-        )
-        for n in (4864, 4865)
-    )
+    full, more = (modelled(cdna.seconds, MI300X, "bfloat16", 4096, n, 8192, (256, 256, 64), 0.9) for n in (4864, 4865))
     assert more / full > 1.8, "16 x 19 tiles are a wave of 304; 16 x 20 are two"
 
 
@@ -132,10 +116,10 @@ def on(device, *shape, dtype="bfloat16", **more):
 
 def test_large_problems_get_a_queue_a_die():
     for name in ("mi300x", "mi355x"):
-        made_ = on(name, 8192, 8192, 8192)
-        assert (made_.schedule.queues, made_.schedule.split) == (8, "columns")
-        assert made_.workers == named(name).workers
-        assert made_.schedule.raster.group == cdna.group_of(made_.block, made_.schedule.grid, made_.workers, 8)
+        made = on(name, 8192, 8192, 8192)
+        assert (made.schedule.queues, made.schedule.split) == (8, "columns")
+        assert made.workers == named(name).workers
+        assert made.schedule.raster.group == cdna.group_of(made.block, made.schedule.grid, made.workers, 8)
     tall = on("mi355x", 65536, 1024, 4096)
     assert (tall.schedule.queues, tall.schedule.split) == (8, "rows"), "fewer columns of tiles than dies"
     assert on("mi300x", 8192, 8192, 8192, queues=3).schedule.queues == 3
@@ -158,25 +142,22 @@ def test_a_limit_on_workers_is_counted_with():
 
 def test_large_tiles_where_they_fit():
     assert on("mi355x", 8192, 8192, 8192).tile == (128, 256)
-    for row in CDNA["gfx942"]["16-bit"]:
-        assert row.ring_bytes(2) <= MI300X.shared
-    for kind in ("16-bit", "8-bit"):
-        for row in CDNA["gfx950"][kind]:
-            assert row.ring_bytes(2 if kind == "16-bit" else 1) <= MI355X.shared
+    for device in (MI300X, MI355X):
+        for kind, size in (("16-bit", 2), ("8-bit", 1)):
+            assert all(row.ring_bytes(size) <= device.shared for row in CDNA[device.arch][kind])
 
 
 def test_a_unit_of_each_shader_engine_is_left_to_producers():
-    arrival = Arrival.uniform(1024, 8)
     assert MI300X.shader_engines == MI355X.shader_engines == 32
-    for name, workers in (("mi300x", 272), ("mi355x", 224)):
-        waits = on(name, 8192, 8192, 8192, arrival=arrival)
-        assert waits.workers == workers
-        assert f"refused   {named(name).workers} workers: an operand arrives: a CU of each" in waits.explain()
-    assert on("mi300x", 8192, 8192, 8192, weight_arrival=arrival, workers=300).workers == 272
-    fits = on("mi300x", 8192, 8192, 8192, arrival=arrival, workers=100)
-    assert fits.workers == 100
-    assert "an operand arrives" not in fits.explain()
-    assert on("h100", 8192, 8192, 8192, arrival=arrival).workers == 132, "NVIDIA's stream writes take no SM"
+    for name, argument, asked, workers, refused in (
+        ("mi300x", "arrival", None, 272, 304), ("mi355x", "arrival", None, 224, 256),
+        ("mi300x", "weight_arrival", 300, 272, 300), ("mi300x", "arrival", 100, 100, None),
+        ("h100", "arrival", None, 132, None),  # NVIDIA's stream writes take no SM
+    ):  # fmt: skip
+        made = on(name, 8192, 8192, 8192, workers=asked, **{argument: Arrival.uniform(1024, 8)})
+        assert made.workers == workers
+        assert (f"{refused} workers: an operand arrives: a CU of each" in made.explain()) == bool(refused)
+        assert ("an operand arrives" in made.explain()) == bool(refused)
 
 
 def test_explain_says_that_it_was_not_run():

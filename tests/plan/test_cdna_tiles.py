@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from made_up import BF16, reason
 
 from tilestream.core.gpu_specs import named
 from tilestream.plan import plan
@@ -20,7 +19,6 @@ from tilestream.plan.policy.cdna_tiles import (
     is_far,
     lane_bytes,
     outstanding,
-    refusal,
     spread,
     stage_cost,
     stage_swizzle,
@@ -31,10 +29,6 @@ from tilestream.plan.problem import Problem
 SHARED = {"gfx942": 65536, "gfx950": 163840}
 MI300X, MI355X = named("mi300x"), named("mi355x")
 ROWS = [(arch, tile) for arch, rows in TILES.items() for tile in rows]
-
-
-def problem(**changes):
-    return replace(Problem(4096, 4096, 4096, 1, "bfloat16", "bfloat16"), **changes)
 
 
 @pytest.mark.parametrize(("arch", "tile"), ROWS, ids=str)
@@ -75,19 +69,17 @@ def test_the_way_is_that_of_fewer_instructions():
 @pytest.mark.parametrize(
     ("tile", "arch", "why"),
     [
-        (Tile(256, 256, 2, 8, 4, "direct", 0.5), "gfx950", r"4 stages of 65536 bytes, shared memory has 163840"),
-        (Tile(256, 256, 1, 8, 2, "direct", 0.5), "gfx950", r"2 stages: with fewer than three each step waits"),
-        (Tile(128, 128, 1, 4, 5, "direct", 0.5), "gfx942", r"5 stages of 16384 bytes, shared memory has 65536"),
-        (Tile(16, 64, 1, 8, 3, "direct", 0.5), "gfx950", r"8 warps: a warp's share of a stage is less than a copy"),
-        (Tile(64, 64, 2, 2, 3, "direct", 0.5), "gfx942", r"64 copies in flight, a wait counts 63"),
-        (Tile(256, 256, 4, 4, 2, "staged", 0.5), "gfx950", r"384 registers for the accumulator and a step, of 256"),
+        (Tile(256, 256, 2, 8, 4, "direct", 0.5), "gfx950", "4 stages of 65536 bytes, shared memory has 163840"),
+        (Tile(256, 256, 1, 8, 2, "direct", 0.5), "gfx950", "2 stages: with fewer than three each step waits"),
+        (Tile(128, 128, 1, 4, 5, "direct", 0.5), "gfx942", "5 stages of 16384 bytes, shared memory has 65536"),
+        (Tile(16, 64, 1, 8, 3, "direct", 0.5), "gfx950", "8 warps: a warp's share of a stage is less than a copy"),
+        (Tile(64, 64, 2, 2, 3, "direct", 0.5), "gfx942", "64 copies in flight, a wait counts 63"),
+        (Tile(256, 256, 4, 4, 2, "staged", 0.5), "gfx950", "384 registers for the accumulator and a step, of 256"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_told(tile, arch, why):
-    import re
-
-    assert re.match(why, why_not(tile, arch, SHARED[arch])), why_not(tile, arch, SHARED[arch])
+    assert why_not(tile, arch, SHARED[arch]).startswith(why)
 
 
 def test_stages_of_a_ring_that_fills_shared_memory_leave_room_beside_it():
@@ -112,35 +104,9 @@ def test_what_reaches_beyond_a_buffer():
     assert is_far(256, 64, 2**25, 2, False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "device", "why"),
-    [
-        ({}, named("h100"), r"it is for gfx942 and gfx950, .*; this is sm_90"),
-        ({"dtype": "float32", "out_dtype": "float32"}, MI300X, r"it multiplies bfloat16, float16, .*, not float32"),
-        ({"dtype": "float8_e4m3fn"}, MI300X, r"the matrix units of gfx942 take float8_e4m3fnuz and float8_e5m2"),
-        ({"dtype": "float8_e5m2fnuz"}, MI355X, r"the matrix units of gfx950 take float8_e4m3fn and float8_e5m2,"),
-        ({"dtype": "float8_e4m3fn"}, MI355X, ""),
-        ({"dtype": "float8_e4m3fnuz", "b_dtype": "float8_e5m2fnuz"}, MI300X, ""),
-        ({"aligned": False}, MI355X, r"no multiple of 16"),
-        ({"m": 0}, MI355X, r"there is nothing to load"),
-        ({"n": 2**31 - 256}, MI355X, r"n=2147483392; it counts rows, columns and K in 31 bits"),
-        ({"k": 112}, MI300X, r"k=112; it has no whole K step of each tile"),
-        ({"k": 128}, MI300X, ""),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_is_refused(changes, device, why):
-    import re
-
-    said = refusal(problem(**changes), device)
-    assert re.search(why, said) if why else said == "", said
-    if why:
-        with pytest.raises(NotImplementedError):
-            list(candidates(problem(**changes), device, 304, kinds=("dynamic",)))
-
-
 def test_a_large_accumulator_is_not_cut():
-    made = list(candidates(problem(), MI300X, 304, kinds=("dynamic", "stream_k")))
+    problem = Problem(4096, 4096, 4096, **BF16)
+    made = list(candidates(problem, MI300X, 304, kinds=("dynamic", "stream_k")))
     assert {c.schedule.kind for c in made if c.block[:2] == (256, 256)} == {"dynamic"}
     assert "stream_k" in {c.schedule.kind for c in made if c.block[:2] == (128, 128)}
 
@@ -149,36 +115,25 @@ def asked(**more):
     return plan(8192, 8192, 8192, dtype="bfloat16", device=MI300X, layout="nt", **more)
 
 
-def test_nobody_gets_it_who_does_not_ask():
-    made = asked()
-    assert made.backend == "portable"
-    (why,) = [r.why for r in made.refused if r.what == "cdna"]
-    assert why.startswith("compiled and checked, not run on a GPU yet: backend='cdna' takes it")
-    assert "compiled and checked, not run" in made.explain()
-
-
-def test_who_asks_gets_it():
+def test_a_caller_who_asks_gets_it():
     made = asked(backend="cdna")
-    assert made.backend == "cdna"
     assert made.label.startswith("cdna staged dynamic, 8 queues, 304 workers")
     assert "compiled and checked, not run" in made.explain()
-    assert [r.why for r in made.refused if r.what == "portable"] == ["the CDNA kernel does this"]
+    assert reason(made, "portable") == "the CDNA kernel does this"
     assert asked(variant="direct").variant == "direct"
     assert asked(stages=3, tile=(128, 128)).stages == 3
     assert asked(backend="cdna", tile=(256, 256)).block == (256, 256, 32)
 
 
 @pytest.mark.parametrize(
-    ("ask", "error", "message"),
+    ("ask", "message"),
     [
-        ({"variant": "ping_pong"}, ValueError, "it is one of direct, staged"),
-        ({"backend": "rocm"}, ValueError, "it is 'hopper', 'cdna', 'portable'"),
-        ({"backend": "hopper"}, NotImplementedError, "it is not for gfx942"),
-        ({"backend": "cdna", "tile": (48, 48)}, NotImplementedError, "it has no 48x48 tile here"),
-        ({"backend": "cdna", "stages": 9}, NotImplementedError, "no tile of it fits with variant=None, stages=9"),
+        ({"backend": "hopper"}, "it is not for gfx942"),
+        ({"backend": "cdna", "tile": (48, 48)}, "it has no 48x48 tile here"),
+        ({"backend": "cdna", "stages": 9}, "no tile of it fits with variant=None, stages=9"),
     ],
     ids=str,
 )
-def test_what_is_asked_for_and_not_to_be_had(ask, error, message):
-    with pytest.raises(error, match=message):
+def test_what_is_asked_for_and_not_to_be_had(ask, message):
+    with pytest.raises(NotImplementedError, match=message):
         asked(**ask)

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from made_up import H100
+from made_up import H100, reason
 
 from tilestream.core.chunks import Chunks
 from tilestream.plan.attention_planner import attention_plan, plan_attention
@@ -25,40 +25,6 @@ LIES = (4096 * 2048, 2048, 128)
 
 def plan(problem: AttentionProblem, **how):
     return plan_attention(problem, device=H100, **how)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"dtype": "float32"}, "it multiplies bfloat16, float16, float8_e4m3fn, not float32"),
-        ({"scaled": True}, "q, k or v has scales, which it applies to 8 bits"),
-        (
-            {"dtype": "float8_e4m3fn", "head_dim": 192},
-            "192 columns; in 8 bits it takes 128, which leave room for warps",
-        ),
-        (
-            {"dtype": "float8_e4m3fn", "keys": Incoming(Chunks.uniform(4 * 4096, 512))},
-            "keys arrive, and warps that convert values of 8 bits leave no registers for a gate",
-        ),
-        ({"positive": False}, "a scale that is not positive"),
-        ({"seqlen_q": 0}, "there is nothing to load"),
-        ({"page_size": 4, "pages": 9}, "pages of 4 keys; a copy brings 8 at least"),
-        ({"aligned": False}, "a stride or an address is no multiple of 16 bytes"),
-        ({"no_tma": "out begins 2 bytes"}, "out begins 2 bytes"),
-        ({"batch": 2**13, "seqlen_q": 2**14}, "rows of 16 heads"),
-    ],
-    ids=lambda x: "" if isinstance(x, str) else "-".join(x),
-)
-def test_what_it_does_not_do_goes_to_the_portable_kernel_with_the_reason(change, why):
-    problem = replace(DENSE, **change)
-    assert why in policy.refusal(problem, H100)
-    with pytest.raises(NotImplementedError, match="backend='hopper': "):
-        plan(problem, backend="hopper")
-    with pytest.raises(NotImplementedError):
-        next(policy.candidates(problem, H100, 132, kind="dynamic"))
-    made = plan(problem)
-    assert made.backend == "portable"
-    assert why in made.explain()
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 40)])
@@ -83,22 +49,10 @@ def test_8_bits_have_room_for_values_twice(dims, more):
     assert 2 * math + sum(others) <= 512, "16 warps of 128 registers a thread"
 
 
-def test_rows_are_counted_in_31_bits():
-    assert policy.refusal(replace(DENSE, seqlen_k=2**29), H100) == f"seqlen_k={2**29}; it counts rows in 31 bits"
-
-
-def test_another_device_is_refused():
-    assert policy.refusal(DENSE, replace(H100, arch="gfx942")) == "it is for sm_90, this is gfx942"
-    assert plan_attention(DENSE, device=replace(H100, arch="sm_80", shared=166912)).backend == "portable"
-
-
 def test_the_portable_kernel_can_be_had():
-    made = plan(DENSE, backend="portable")
-    assert made.backend == "portable"
-    assert "hopper: backend='portable' given" in made.explain()
     assert plan(DENSE).backend == "hopper"
-    with pytest.raises(ValueError, match="backend='cuda'; attention has 'hopper', 'cdna', 'portable'"):
-        plan(DENSE, backend="cuda")
+    made = plan(DENSE, backend="portable")
+    assert (made.backend, reason(made, "hopper")) == ("portable", "backend='portable' given")
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128), (8, 8), (80, 80), (96, 40), (64, 256)])
@@ -123,10 +77,9 @@ def test_every_head_has_a_tile_that_fits(dims, more):
 def test_heads_are_grouped_so_that_their_keys_stay_in_l2():
     for keys in (512, 4096, 65536):
         of_size = replace(DENSE, seqlen_q=keys, seqlen_k=keys)
-        made = plan(of_size)
-        assert made.group == max(1, min(64, int(policy.L2_BYTES_OF_ALIKE // (keys * 512))))
+        group = max(1, min(64, int(policy.L2_BYTES_OF_ALIKE // (keys * 512))))
         # As many where tiles are alike for another reason; more where those of a head are not, and have many keys.
-        assert plan(replace(of_size, window=(4 * keys, 0))).group == made.group
+        assert plan(of_size).group == plan(replace(of_size, window=(4 * keys, 0))).group == group
         most = int((policy.L2_BYTES if keys > policy.FEW_KEYS else policy.L2_BYTES_OF_FEW) // (keys * 512))
         assert max(1, most // 2) <= plan(replace(of_size, causal=True)).group <= max(1, min(64, most))
     # Query heads of one head of keys are grouped whole.
@@ -168,11 +121,7 @@ def test_short_queries_are_packed(rows, heads, pack):
         ({}, {"out_address": 2}, "out begins 2 bytes behind a multiple of 16"),
         ({"batch": 1}, {"q": (0, 2048, 128)}, ""),
         ({"varlen": True, "tokens_q": 9, "tokens_k": 9}, {"q": (0, 2048, 128), "k": (0, 2048, 128)}, ""),
-        (
-            {"lengths": True},
-            {"k": (LIES[0] + 128, 2048, 128)},
-            "k has strides .*: sequences or pages do not",
-        ),
+        ({"lengths": True}, {"k": (LIES[0] + 128, 2048, 128)}, "k has strides .*: sequences or pages do not"),
         ({"lengths": True}, {"k": (128 * 2**29, 128, 128)}, "k has strides .*: its last sequence or page is"),
     ],
     ids=str,
@@ -187,7 +136,6 @@ def test_a_queue_or_none():
     assert plan(DENSE).schedule.kind == "dynamic"
     assert plan(DENSE, schedule="static").schedule.kind == "static"
     assert plan(DENSE).schedule.raster.order == "longest_first"
-    assert {c.variant for c in policy.candidates(DENSE, H100, 132, kind="dynamic", variant="apart")} == {"apart"}
 
 
 def test_more_operations_cost_more():
@@ -201,29 +149,37 @@ def test_more_operations_cost_more():
     assert 450e12 < rate < 800e12
 
 
-@pytest.mark.parametrize("device", [H100, FASTEST], ids=["1.755 GHz", "1.98 GHz"])
+at_both_clocks = pytest.mark.parametrize("device", [H100, FASTEST], ids=["1.755 GHz", "1.98 GHz"])
+
+
+def tokens_16k(length: int, dim: int, device, causal: bool = True):
+    """The plan of 16k tokens in sequences of one length."""
+    heads = 2048 // dim
+    problem = AttentionProblem(16384 // length, heads, heads, length, length, dim, causal=causal)
+    return plan_attention(problem, device=device)
+
+
+@at_both_clocks
 @pytest.mark.parametrize("length", [1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("causal", [False, True])
 def test_of_64_columns_the_tile_that_was_measured_faster(length, causal, device):
     # Of 512, full, and of 2048, causal, both are as fast.
-    problem = AttentionProblem(16384 // length, 32, 32, length, length, 64, causal=causal)
     three = not causal or length >= 2048
-    made = plan_attention(problem, device=device)
+    made = tokens_16k(length, 64, device, causal)
     assert made.block == (192 if three else 128, 128)
     assert made.variant == ("turns" if three else "apart")
 
 
-@pytest.mark.parametrize("device", [H100, FASTEST], ids=["1.755 GHz", "1.98 GHz"])
+@at_both_clocks
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("length", [512, 1024, 2048])
 def test_small_blocks_where_there_are_few_keys_on_a_diagonal(dim, length, device):
     # Measured: 3 to 6 % faster at 512 keys, causal; slower at all else.
-    problem = AttentionProblem(16384 // length, 2048 // dim, 2048 // dim, length, length, dim, causal=True)
-    assert plan_attention(problem, device=device).block[1] == (64 if length == 512 else 128)
-    assert plan_attention(replace(problem, causal=False), device=device).block[1] == 128
+    assert tokens_16k(length, dim, device).block[1] == (64 if length == 512 else 128)
+    assert tokens_16k(length, dim, device, causal=False).block[1] == 128
 
 
-@pytest.mark.parametrize("device", [H100, FASTEST], ids=["1.755 GHz", "1.98 GHz"])
+@at_both_clocks
 @pytest.mark.parametrize(
     ("dim", "length", "among"),
     [
@@ -233,11 +189,10 @@ def test_small_blocks_where_there_are_few_keys_on_a_diagonal(dim, length, device
 )  # fmt: skip
 def test_causal_heads_go_in_groups_that_were_measured_fast(dim, length, among, device):
     # Of those that were timed, ones that were within 3.1 % of the fastest on an H100 and an H200.
-    problem = AttentionProblem(16384 // length, 2048 // dim, 2048 // dim, length, length, dim, causal=True)
-    assert plan_attention(problem, device=device).group in among
+    assert tokens_16k(length, dim, device).group in among
 
 
-@pytest.mark.parametrize("device", [H100, FASTEST], ids=["1.755 GHz", "1.98 GHz"])
+@at_both_clocks
 @pytest.mark.parametrize("keys", [512, 1024, 4096, 32768, 131072])
 @pytest.mark.parametrize("batch", [1, 4, 64])
 def test_few_queries_keep_large_blocks(keys, batch, device):
@@ -264,11 +219,6 @@ def test_sides_are_no_wider_than_all_keys():
 def test_sums_of_256_columns_are_multiplied_in_turns():
     for dim, variant in ((128, "apart"), (256, "turns")):
         assert plan(AttentionProblem(4, 8, 8, 4096, 4096, dim, causal=True)).variant == variant
-
-
-def test_a_variant_is_one_that_there_is():
-    with pytest.raises(ValueError, match="variant='foo'; it is one of turns, apart, or None for the model's choice"):
-        list(policy.candidates(DENSE, H100, 132, kind="dynamic", variant="foo"))
 
 
 # Keys in shares -------------------------------------------------------------------------------------------------------
@@ -306,17 +256,12 @@ def test_what_the_caller_asks_for():
     assert plan(replace(DECODE, seqlen_q=4096), splits=2).shares == 2
     assert plan(replace(DECODE, keys=Incoming(Chunks.uniform(32768, 512))), splits=5).shares == 5
     for problem, how, why in (
-        (
-            replace(DECODE, seqlen_q=8_000_000),
-            {},
-            "refused   splits=5: 8000000 rows of 32 heads; it counts those of all",
-        ),
-        (DECODE, {"backend": "portable"}, "refused   splits=5: the portable kernel takes a tile's keys one after"),
+        (replace(DECODE, seqlen_q=8_000_000), {}, "8000000 rows of 32 heads; it counts those of all shares in 30 bits"),
+        (DECODE, {"backend": "portable"}, "the portable kernel takes a tile's keys one after the other"),
     ):
         made = plan(problem, splits=5, **how)
-        assert made.shares == 1
-        assert why in made.explain()
-    assert "refused   splits" not in plan(DECODE, splits=5).explain()
+        assert (made.shares, reason(made, "splits=5")) == (1, why)
+    assert reason(plan(DECODE, splits=5), "splits=5") is None
 
 
 @pytest.mark.parametrize("splits", [0, -1, 129, True, 2.0, "4"])

@@ -6,7 +6,7 @@ import importlib
 import itertools
 
 import pytest
-from made_up import A100, H100
+from made_up import A100, BF16, H100
 
 from tilestream.plan import Problem, plan_problem
 
@@ -31,15 +31,13 @@ def test_the_least_of_what_is_given_counts():
 
 
 def test_none_is_no_limit():
-    assert limits.tighter(0, 0) == 0
-    assert limits.tighter(3, 0) == limits.tighter(0, 3) == limits.tighter(3, 7) == 3
+    assert [limits.tighter(*pair) for pair in ((0, 0), (3, 0), (0, 3), (3, 7))] == [0, 3, 3, 3]
 
 
 def test_the_environment_limits_a_process(monkeypatch):
-    monkeypatch.setenv(limits.ENVIRONMENT, "96")
-    assert limits.limit() == 96
-    monkeypatch.setenv(limits.ENVIRONMENT, "7")
-    assert limits.limit() == 96, "asked for once"
+    for number in ("96", "7"):
+        monkeypatch.setenv(limits.ENVIRONMENT, number)
+        assert limits.limit() == 96, "read once"
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "many", "1.5", " 4"])
@@ -53,7 +51,7 @@ def test_an_environment_that_says_nothing_is_refused(monkeypatch, text):
 @pytest.mark.parametrize("kind", ["auto", *KINDS])
 def test_every_schedule_and_backend_keeps_to_it(kind, device):
     for m, n, k in ((8192, 8192, 8192), (4096, 4096, 4096), (64, 8192, 8192), (300, 300, 300)):
-        problem = Problem(m, n, k, dtype="bfloat16", out_dtype="bfloat16")
+        problem = Problem(m, n, k, **BF16)
         for bound, workers in ((96, None), (96, 132), (96, 40), (1, None), (500, None), (500, 600)):
             made = plan_problem(problem, workers, kind, device=device, limit=bound)
             least = min(bound, workers or device.workers)
@@ -66,7 +64,6 @@ def test_every_schedule_and_backend_keeps_to_it(kind, device):
 
 def test_a_plan_for_fewer_workers_may_take_another_tile():
     """512 tiles of 128x256 are 4 waves of 132 workers, but 6 of 100: there, smaller ones waste less of the last."""
-    problem = Problem(4096, 4096, 4096, dtype="bfloat16", out_dtype="bfloat16")
-    whole, fewer = plan_problem(problem, device=H100), plan_problem(problem, device=H100, limit=100)
-    assert (whole.tile, whole.workers) == ((128, 256), 132)
-    assert (fewer.tile, fewer.workers) == ((128, 128), 100)
+    for bound, tile in ((0, (128, 256)), (100, (128, 128))):
+        made = plan_problem(Problem(4096, 4096, 4096, **BF16), device=H100, limit=bound)
+        assert (made.tile, made.workers) == (tile, bound or 132)

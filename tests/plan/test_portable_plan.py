@@ -8,26 +8,40 @@ import itertools
 
 import pytest
 import torch
-from made_up import H100, HZ, MI300X, MI355X
+from made_up import H100, HZ, MI300X, MI355X, reason
 
 import tilestream
-import tilestream as ts
 from tilestream import Arrival
-from tilestream.launch.portable.arguments import Layout, config, is_aligned, options
+from tilestream.launch.gemm_arguments import Layout, is_aligned
+from tilestream.launch.portable.arguments import Arguments, options
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan import plan_problem as any_plan_problem
 from tilestream.plan.policy.portable import CDNA, TILES, converts, fp8_units, tiles
 from tilestream.plan.problem import FNUZ, OCP
 
+E4M3, E5M2 = OCP
 SMALL = DeviceProperties("a small GPU", "portable", 4, 1e11, 1e11, "made up", "sm_75", 49152)
 DTYPES = ("bfloat16", "float16", "float32")
+by_arch = {"ids": lambda device: device.arch}
 #: An H100 has a faster kernel for some of this: see `test_hopper_plan`.
-plan = functools.partial(tilestream.plan, backend="portable")
 plan_problem = functools.partial(any_plan_problem, backend="portable")
 
 
+def plan(m, n, k, device=H100, dtype="bfloat16", **how):
+    return tilestream.plan(m, n, k, dtype=dtype, device=device, **{"backend": "portable", **how})
+
+
+def every_row(dtype, device, **more):
+    """The rows for such operands, aligned and not, and a problem that has them."""
+    for aligned, other in itertools.product((True, False), repeat=2):
+        how = {"fast_accum": other} if dtype in OCP else {"tf32": other}
+        out_dtype = "bfloat16" if dtype in OCP else dtype
+        problem = Problem(1000, 1000, 1000, 1, dtype, out_dtype, aligned=aligned, **how, **more)
+        yield from ((row, problem) for row in tiles(problem, device))
+
+
 def test_a_large_problem_gets_the_large_tile_and_a_worker_an_sm():
-    made = plan(4096, 4096, 4096, dtype="bfloat16", device=H100)
+    made = plan(4096, 4096, 4096)
     assert (made.backend, made.variant, made.tile, made.workers) == ("portable", "persistent", (128, 256), 132)
     assert (made.warps, made.stages) == (8, 3)
     assert made.schedule.raster.order == "grouped"
@@ -35,16 +49,14 @@ def test_a_large_problem_gets_the_large_tile_and_a_worker_an_sm():
 
 @pytest.mark.parametrize("m", [1, 16, 64])
 def test_few_rows_get_a_tile_of_few_rows(m):
-    assert plan(m, 8192, 8192, dtype="bfloat16", device=H100).tile[0] <= 64
+    assert plan(m, 8192, 8192).tile[0] <= 64
 
 
-@pytest.mark.parametrize("device", [H100, MI300X, SMALL], ids=lambda device: device.arch)
+@pytest.mark.parametrize("device", [H100, MI300X, SMALL], **by_arch)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rings_fit_the_device(device, dtype):
-    for aligned, tf32 in itertools.product((True, False), repeat=2):
-        problem = Problem(1000, 1000, 1000, 1, dtype, dtype, tf32=tf32, aligned=aligned)
-        for row in tiles(problem, device):
-            assert row.ring_bytes(4 if dtype == "float32" else 2) <= device.shared
+    for row, _ in every_row(dtype, device):
+        assert row.ring_bytes(4 if dtype == "float32" else 2) <= device.shared
 
 
 def test_tiles_are_powers_of_two_that_dot_takes():
@@ -54,12 +66,10 @@ def test_tiles_are_powers_of_two_that_dot_takes():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_worker_is_compiled_for_all_the_registers_of_an_sm(dtype):
-    for aligned, tf32 in itertools.product((True, False), repeat=2):
-        problem = Problem(1000, 1000, 1000, 1, dtype, dtype, tf32=tf32, aligned=aligned)
-        for row in tiles(problem, H100):
-            made = options(plan_problem(problem, tile=(row.block_m, row.block_n), device=H100))
-            assert made["maxnreg"] == 255, "what ptxas is not told, it may spill for"
-            assert made["maxnreg"] * 32 * made["num_warps"] <= 65536
+    for row, problem in every_row(dtype, H100):
+        made = options(plan_problem(problem, tile=(row.block_m, row.block_n), device=H100))
+        assert made["maxnreg"] == 255, "what ptxas is not told, it may spill for"
+        assert made["maxnreg"] * 32 * made["num_warps"] <= 65536
         assert "maxnreg" not in options(plan_problem(problem, device=MI300X)), "Triton refuses it there"
 
 
@@ -75,16 +85,16 @@ def test_every_shape_has_a_plan(m, n, k):
 
 @pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
 def test_a_schedule_that_is_asked_for_is_taken(kind):
-    assert plan(1000, 1000, 1000, dtype="float16", device=H100, schedule=kind, workers=7).schedule.kind == kind
+    assert plan(1000, 1000, 1000, dtype="float16", schedule=kind, workers=7).schedule.kind == kind
 
 
 def test_queues_split_columns():
-    made = plan(1000, 1000, 1000, dtype="float16", device=H100, queues=4)
+    made = plan(1000, 1000, 1000, dtype="float16", queues=4)
     assert (made.schedule.queues, made.schedule.split) == (4, "columns")
 
 
 def test_explain_names_what_was_refused_and_why():
-    text = plan(1000, 1000, 1001, dtype="bfloat16", device=H100).explain()
+    text = plan(1000, 1000, 1001).explain()
     for part in (
         "refused   dynamic: 3.3% slower by the cost model",
         "refused   vector loads: a stride",
@@ -92,53 +102,51 @@ def test_explain_names_what_was_refused_and_why():
         "an H100, 132 workers",
     ):
         assert part in text
-    assert "vector loads" not in plan(1024, 1024, 1024, dtype="bfloat16", device=H100).explain()
+    assert "vector loads" not in plan(1024, 1024, 1024).explain()
 
 
 def test_a_queue_costs_more_than_its_insurance_on_nvidia():
     """It is measured there, and nothing arrives; else there is a queue, static not being asked for."""
-    how = {"dtype": "bfloat16", "backend": "portable", "layout": "nt"}
-    made = plan(4096, 4096, 4096, device=H100, **how)
+    made = plan(4096, 4096, 4096, layout="nt")
     assert made.schedule.kind == "static"
-    assert "slower by the cost model, more than 1%" in next(r.why for r in made.refused if r.what == "dynamic")
-    assert plan(4096, 4096, 4096, device=H100, schedule="dynamic", **how).schedule.queues == H100.workers
-    arriving = plan(4096, 4096, 4096, device=H100, arrival=ts.Arrival.uniform(1024, 4), **how)
-    assert arriving.schedule.kind == "dynamic"
-    assert plan(4096, 4096, 4096, device="mi300x", **how).schedule.kind != "static"
+    assert "slower by the cost model, more than 1%" in reason(made, "dynamic")
+    assert plan(4096, 4096, 4096, layout="nt", schedule="dynamic").schedule.queues == H100.workers
+    assert plan(4096, 4096, 4096, layout="nt", arrival=Arrival.uniform(1024, 4)).schedule.kind == "dynamic"
+    assert plan(4096, 4096, 4096, "mi300x", layout="nt").schedule.kind != "static"
 
 
 @pytest.mark.parametrize("shape", [(1536, 5632, 4096), (3072, 5632, 8192)])
 def test_full_waves_are_not_split(shape):
-    how = {"dtype": "bfloat16", "backend": "portable", "layout": "nt", "device": H100}
-    made = plan(*shape, **how)
+    made = plan(*shape, layout="nt")
     assert made.schedule.grid.tiles % made.workers == 0
     assert made.schedule.kind == "static"
-    assert plan(*shape, schedule="stream_k", **how).schedule.kind == "stream_k", "who asks gets it"
+    assert plan(*shape, schedule="stream_k", layout="nt").schedule.kind == "stream_k", "as it is asked for"
 
 
-def test_workers_beyond_the_queues_that_there_are_share_one():
-    how = {"dtype": "bfloat16", "layout": "nt", "device": H100, "schedule": "dynamic"}
-    for backend in ("portable", None):
-        made = plan(65536, 32768, 4096, workers=1100, backend=backend, **how)
-        assert (made.workers, made.schedule.queues) == (1100, 1)
-        assert plan(65536, 32768, 4096, workers=1000, backend=backend, **how).schedule.queues == 1000
+@pytest.mark.parametrize("backend", ["portable", None])
+@pytest.mark.parametrize(("workers", "queues"), [(1100, 1), (1000, 1000)])
+def test_workers_beyond_the_queues_that_there_are_share_one(backend, workers, queues):
+    made = plan(65536, 32768, 4096, workers=workers, backend=backend, layout="nt", schedule="dynamic")
+    assert (made.workers, made.schedule.queues) == (workers, queues)
 
 
-def test_what_it_does_not_do_it_says_with_the_way_out():
-    with pytest.raises(NotImplementedError, match=r"float64 on a GPU; .*use torch\.matmul"):
-        plan(10, 10, 10, dtype="float64", device=H100)
-    with pytest.raises(NotImplementedError, match=r"k=2147483647; .*31 bits"):
-        plan(1, 1, 2**31 - 1, dtype="float16", device=H100)
-    with pytest.raises(ValueError, match=r"tile=\(48, 48\): the portable kernel has 128x256, "):
-        plan(64, 64, 64, dtype="float16", device=H100, tile=(48, 48))
-    with pytest.raises(NotImplementedError, match=r"device='xpu'"):
-        plan(1, 1, 1, device="xpu")
+@pytest.mark.parametrize(
+    ("extents", "how", "error", "message"),
+    [
+        ((10, 10, 10), {"dtype": "float64"}, NotImplementedError, r"float64 on a GPU; .*use torch\.matmul"),
+        ((1, 1, 2**31 - 1), {"dtype": "float16"}, NotImplementedError, r"k=2147483647; .*31 bits"),
+        ((64, 64, 64), {"tile": (48, 48)}, ValueError, r"tile=\(48, 48\): the portable kernel has 128x256, "),
+    ],
+)
+def test_what_it_does_not_do_it_says_with_the_way_out(extents, how, error, message):
+    with pytest.raises(error, match=message):
+        plan(*extents, **how)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there():
     with pytest.raises(NotImplementedError, match="torch sees no GPU here"):
-        plan(1, 1, 1, dtype="float16", device="cuda")
+        plan(1, 1, 1, "cuda")
 
 
 def test_alignment_is_what_a_vector_of_16_bytes_needs():
@@ -153,140 +161,134 @@ def test_alignment_is_what_a_vector_of_16_bytes_needs():
 
 # Operands of 8 bits -----------------------------------------------------------------------------------------------
 
-E4M3, E5M2 = OCP
 
-
-@pytest.mark.parametrize("device", [H100, MI355X], ids=lambda device: device.arch)
+@pytest.mark.parametrize("device", [H100, MI355X], **by_arch)
 def test_8_bit_operands_have_tiles_whose_rings_fit(device):
-    for aligned, fast in itertools.product((True, False), repeat=2):
-        problem = Problem(1000, 1000, 1000, 1, E4M3, "bfloat16", aligned=aligned, b_dtype=E5M2, fast_accum=fast)
-        for row in tiles(problem, device):
-            assert row.ring_bytes(1) <= device.shared
-            assert row.block_k >= 32, "the least that the hardware takes"
-            made = options(plan_problem(problem, tile=(row.block_m, row.block_n), device=device))
-            assert made["num_warps"] == row.warps
+    for row, problem in every_row(E4M3, device, b_dtype=E5M2):
+        assert row.ring_bytes(1) <= device.shared
+        assert row.block_k >= 32, "the least that the hardware takes"
+        made = options(plan_problem(problem, tile=(row.block_m, row.block_n), device=device))
+        assert made["num_warps"] == row.warps
 
 
 def test_8_bit_operands_get_the_large_tile_and_bfloat16():
-    made = plan(4096, 4096, 4096, dtype=E4M3, device=H100)
+    made = plan(4096, 4096, 4096, dtype=E4M3)
     assert (made.tile, made.block[2], made.problem.out_dtype) == ((128, 256), 128, "bfloat16")
     assert made.floor.compute == pytest.approx(2 * 4096**3 / (132 * 8192 * HZ))
-    precise = plan(4096, 4096, 4096, dtype=E4M3, use_fast_accum=False, device=H100)
-    assert precise.tile == (128, 128), "each accumulator is there twice"
-    assert plan(64, 64, 64, dtype="float16", use_fast_accum=False, device=H100).problem.fast_accum, (
-        "which is about 8 bits only"
-    )
+    promoted = plan(4096, 4096, 4096, dtype=E4M3, use_fast_accum=False)
+    assert promoted.tile == (128, 128), "each accumulator is there twice"
+    assert plan(64, 64, 64, dtype="float16", use_fast_accum=False).problem.fast_accum, "which is about 8 bits only"
 
 
 def test_explain_says_what_is_scaled_and_how_it_is_added_up():
-    made = plan(64, 64, 64, dtype=E4M3, b_dtype=E5M2, scales="row", use_fast_accum=False, device=H100)
-    head = made.explain().splitlines()[0]
-    assert head == (
+    made = plan(64, 64, 64, dtype=E4M3, b_dtype=E5M2, scales="row", use_fast_accum=False)
+    assert made.explain().splitlines()[0] == (
         "matmul [64, 64] @ [64, 64], float8_e4m3fn x float8_e5m2, a scale a row and column, added up in float32 every "
         "128 of K -> bfloat16"
     )
-    assert "bfloat16, one scale each -> bf" in plan(1, 1, 1, dtype="bfloat16", scales="tensor", device=H100).explain()
+    assert "bfloat16, one scale each -> bf" in plan(1, 1, 1, scales="tensor").explain()
+
+
+OTHERS = f"has matrix units for {E4M3} and {E5M2}, to which the same bits are other numbers"
 
 
 @pytest.mark.parametrize(
     ("dtype", "arch", "why"),
     [
         *((E4M3, arch, "has no matrix units for operands of 8") for arch in ("sm_75", "sm_80", "gfx90a", "gfx1100")),
-        (FNUZ[0], "sm_90", f"has matrix units for {E4M3} and {E5M2}, to which the same bits are other numbers"),
-        (FNUZ[1], "gfx1200", f"has matrix units for {E4M3} and {E5M2}, to which the same bits are other numbers"),
+        (FNUZ[0], "sm_90", OTHERS),
+        (FNUZ[1], "gfx1200", OTHERS),
     ],
 )
 def test_8_bit_operands_where_the_hardware_has_no_such(dtype, arch, why):
     device = dataclasses.replace(H100, name="a GPU", arch=arch)
-    with pytest.raises(
-        NotImplementedError, match=rf"dtype: {dtype}; a GPU, {arch}, {why}.*: convert the operands to bf"
-    ):
-        plan(64, 64, 64, dtype=dtype, device=device)
-    assert plan(64, 64, 64, dtype="bfloat16", scales="row", device=device).explain()
-
-
-@pytest.mark.parametrize("device", [MI300X, MI355X], ids=lambda device: device.arch)
-def test_cdna_multiplies_both_kinds_and_says_which_it_converts(device):
-    own, other = (FNUZ, OCP) if device.arch == "gfx942" else (OCP, FNUZ)
-    assert fp8_units(device.arch) == own
-    problem = Problem(1000, 1000, 1000, 1, own[0], "bfloat16", b_dtype=own[1])
-    for dtypes, kind in ((own, "8-bit"), (other, "8-bit, converted")):
-        for aligned in (True, False):
-            rows = tiles(dataclasses.replace(problem, dtype=dtypes[0], b_dtype=dtypes[1], aligned=aligned), device)
-            assert rows == CDNA[device.arch][kind if aligned else f"{kind}, unaligned"]
-            assert all(row.ring_bytes(1) <= device.shared for row in rows)
-        made = plan(1024, 1024, 1024, dtype=dtypes[0], b_dtype=dtypes[1], device=device)
-        given = config(made, Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1)))
-        assert converts(dtypes[0], device.arch) == (dtypes == other)
-        assert (dtypes if dtypes == other else ("", "")) == (given.A_KIND, given.B_KIND)
-        said = (
-            f"refused   8-bit matrix units: {device.arch}'s take {own[0]} and {own[1]}, to which the bits of "
-            f"{dtypes[0]} are other numbers: converted to float16 on the way, exactly, and multiplied at its rate"
-        )
-        assert (said in made.explain()) == (dtypes == other)
-
-
-def test_amds_matrix_units_add_up_8_bits_in_float32_whatever_is_asked():
-    for device in (MI300X, MI355X):
-        made = plan(1024, 1024, 1024, dtype=fp8_units(device.arch)[0], use_fast_accum=False, device=device)
-        assert made.block == plan(1024, 1024, 1024, dtype=fp8_units(device.arch)[0], device=device).block
-        assert config(made, Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1))).IMPRECISE is None
-        assert "added up in float32 every" not in made.explain()
+    message = rf"dtype: {dtype}; a GPU, {arch}, {why}.*: convert the operands to bf"
+    with pytest.raises(NotImplementedError, match=message):
+        plan(64, 64, 64, device, dtype)
+    assert plan(64, 64, 64, device, scales="row").explain()
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "sm_120", "gfx950"])
 def test_8_bit_operands_where_it_has(arch):
-    assert plan(64, 64, 64, dtype=E5M2, device=dataclasses.replace(H100, arch=arch)).problem.fp8
+    assert plan(64, 64, 64, dataclasses.replace(H100, arch=arch), E5M2).problem.fp8
 
 
-def test_what_the_kernel_is_compiled_with_for_8_bits():
-    for fast, aligned, imprecise in ((True, True, None), (False, True, 128), (False, False, 32)):
-        problem = Problem(4096, 4096, 4096, 1, E4M3, "bfloat16", scales="row", fast_accum=fast, aligned=aligned)
-        made = config(plan_problem(problem, device=H100), layout())
-        assert imprecise == made.IMPRECISE, "no more than a K step: Triton takes no more"
-        assert made.SCALES == "row"
-    far = Problem(4096, 64, 64, 1, E4M3, "bfloat16", scales="row")
-    spread = Layout((0, 64, 1), (0, 64, 1), (0, 64, 1), scale_a=(0, 2**20))
-    assert config(plan_problem(far, device=H100), spread).OFFSETS_64BIT
+COLUMN_MAJOR_B = Layout((0, 1024, 1), (0, 1, 1024), (0, 1024, 1))
 
 
-def layout(a=(0, 64, 1), b=(0, 64, 1), out=(0, 64, 1)):
-    return Layout(a, b, out)
+@pytest.mark.parametrize("device", [MI300X, MI355X], **by_arch)
+def test_cdna_multiplies_both_kinds_and_says_which_it_converts(device):
+    own, other = (FNUZ, OCP) if device.arch == "gfx942" else (OCP, FNUZ)
+    assert fp8_units(device.arch) == own
+    for dtypes, kind in ((own, "8-bit"), (other, "8-bit, converted")):
+        for aligned in (True, False):
+            problem = Problem(1000, 1000, 1000, 1, dtypes[0], "bfloat16", b_dtype=dtypes[1], aligned=aligned)
+            rows = tiles(problem, device)
+            assert rows == CDNA[device.arch][kind if aligned else f"{kind}, unaligned"]
+            assert all(row.ring_bytes(1) <= device.shared for row in rows)
+        made = plan(1024, 1024, 1024, device, dtypes[0], b_dtype=dtypes[1])
+        given = Arguments(made, COLUMN_MAJOR_B).config
+        assert converts(dtypes[0], device.arch) == (dtypes == other)
+        assert (dtypes if dtypes == other else ("", "")) == (given.A_KIND, given.B_KIND)
+        converted = (
+            f"{device.arch}'s take {own[0]} and {own[1]}, to which the bits of {dtypes[0]} are other numbers: "
+            "converted to float16 on the way, exactly, and multiplied at its rate"
+        )
+        assert reason(made, "8-bit matrix units") == (converted if dtypes == other else None)
 
 
-def test_offsets_are_wide_only_where_they_leave_31_bits():
-    made = plan_problem(Problem(64, 64, 64, 1, "float16", "float16"), device=H100)
-    assert not config(made, layout()).OFFSETS_64BIT
-    assert not config(made, layout(a=(2**40, 64, 1))).OFFSETS_64BIT, "a batch's offset is always 64 bits wide"
-    assert config(made, layout(a=(0, 2**26, 1))).OFFSETS_64BIT
-    assert config(made, layout(out=(0, 1, 2**26))).OFFSETS_64BIT
-    assert not config(made, layout(out=(0, 1, 2**24))).OFFSETS_64BIT
+@pytest.mark.parametrize("device", [MI300X, MI355X], **by_arch)
+def test_amds_matrix_units_add_up_8_bits_in_float32_whatever_is_asked(device):
+    fast, exact = (
+        plan(1024, 1024, 1024, device, fp8_units(device.arch)[0], use_fast_accum=fast) for fast in (True, False)
+    )
+    assert exact.block == fast.block
+    assert Arguments(exact, COLUMN_MAJOR_B).config.IMPRECISE is None
+    assert "added up in float32 every" not in exact.explain()
 
 
-def test_tf32_only_where_it_is_allowed():
-    for tf32, precision in ((False, "ieee"), (True, "tf32")):
-        made = plan_problem(Problem(64, 64, 64, 1, "float32", "float32", tf32=tf32), device=H100)
-        assert precision == config(made, layout()).PRECISION
-    made = plan_problem(Problem(64, 64, 64, 1, "float16", "float16", tf32=True), device=H100)
-    assert config(made, layout()).PRECISION == "ieee"
+# What the kernel is compiled with -------------------------------------------------------------------------------------
+
+F16, F32 = ({"dtype": name, "out_dtype": name} for name in ("float16", "float32"))
+ROW_SCALES = {"dtype": E4M3, "out_dtype": "bfloat16", "scales": "row"}
 
 
-def test_even_k_means_that_no_step_reads_past_the_end():
-    for k, even in ((0, False), (64, True), (100, False), (128, True)):
-        made = plan_problem(Problem(64, 64, k, 1, "float16", "float16"), device=H100)
-        assert even == config(made, layout()).EVEN_K
+@pytest.mark.parametrize(
+    ("change", "lies", "expected"),
+    [
+        (F16, {}, {"OFFSETS_64BIT": False, "EVEN_K": True}),
+        (F16, {"a": (2**40, 64, 1)}, {"OFFSETS_64BIT": False}),  # a batch's offset is always 64 bits wide
+        (F16, {"a": (0, 2**26, 1)}, {"OFFSETS_64BIT": True}),
+        (F16, {"out": (0, 1, 2**26)}, {"OFFSETS_64BIT": True}),
+        (F16, {"out": (0, 1, 2**24)}, {"OFFSETS_64BIT": False}),
+        ({**ROW_SCALES, "m": 4096}, {"scale_a": (0, 2**20)}, {"OFFSETS_64BIT": True}),
+        *(({**F16, "k": k}, {}, {"EVEN_K": even}) for k, even in ((0, False), (64, True), (100, False), (128, True))),
+        (F32, {}, {"PRECISION": "ieee"}),
+        ({**F32, "tf32": True}, {}, {"PRECISION": "tf32"}),
+        ({**F16, "tf32": True}, {}, {"PRECISION": "ieee"}),
+        # No more than a K step: Triton takes no more.
+        ({**ROW_SCALES, "k": 4096}, {}, {"IMPRECISE": None, "SCALES": "row"}),
+        ({**ROW_SCALES, "k": 4096, "fast_accum": False}, {}, {"IMPRECISE": 128, "SCALES": "row"}),
+        ({**ROW_SCALES, "k": 4096, "fast_accum": False, "aligned": False}, {}, {"IMPRECISE": 32, "SCALES": "row"}),
+    ],
+)
+def test_what_the_kernel_is_compiled_with(change, lies, expected):
+    problem = Problem(**{"m": 64, "n": 64, "k": 64, **change})
+    layout = Layout(**{"a": (0, 64, 1), "b": (0, 64, 1), "out": (0, 64, 1), **lies})
+    made = Arguments(plan_problem(problem, device=H100), layout).config
+    assert {name: getattr(made, name) for name in expected} == expected
 
 
 def test_what_arrives_is_the_outer_dimension_from_the_pivot_on():
-    rows = plan(4096, 4096, 1024, dtype="bfloat16", device=H100, arrival=Arrival.uniform(512, 8, pivot=3))
+    rows = plan(4096, 4096, 1024, arrival=Arrival.uniform(512, 8, pivot=3))
     raster = rows.schedule.raster
     assert (raster.order, raster.first, raster.band) == ("chunk_major", 3 * 512 // rows.tile[0], 512 // rows.tile[0])
     assert rows.gate is not None
     assert "rows in 8 chunks of 512 rows, pivot 3; a tile waits for the chunks it reads" in rows.explain()
-    columns = plan(4096, 4096, 1024, dtype="bfloat16", device=H100, weight_arrival=Arrival.ragged([0, 100, 4096]))
+    columns = plan(4096, 4096, 1024, weight_arrival=Arrival.ragged([0, 100, 4096]))
     assert columns.schedule.raster.order == "table"
-    split = plan(4096, 4096, 64, dtype="bfloat16", device=H100, queues=2, weight_arrival=Arrival.uniform(512, 8))
+    split = plan(4096, 4096, 64, queues=2, weight_arrival=Arrival.uniform(512, 8))
     assert split.schedule.split == "rows", "a late chunk of columns must leave no queue idle"
-    batches = plan(100, 64, 64, batch=3, dtype="float16", device=H100, arrival=Arrival.uniform(70, 5, pivot=2))
+    batches = plan(100, 64, 64, batch=3, dtype="float16", arrival=Arrival.uniform(70, 5, pivot=2))
     assert batches.schedule.first_batch == 1
-    assert plan(64, 64, 64, device=H100).gate is None
+    assert plan(64, 64, 64).gate is None

@@ -107,11 +107,11 @@ def test_contexts_are_cudas(stub):
     [
         (
             lambda: driver.stream_write(0, 64, 1),
-            "stream write failed: NAME; signal the chunks from a kernel of your own",
+            "refused the stream write: NAME; signal the chunks from a kernel of your own",
         ),
-        (lambda: driver.stream_wait(0, 64, 1), "stream wait failed: NAME"),
-        (lambda: driver.copy_in(0, 64, 64, 1), "copy to the device failed: NAME"),
-        (lambda: driver.copy_across(0, 64, 64, 1), "copy between devices failed: NAME"),
+        (lambda: driver.stream_wait(0, 64, 1), "refused the stream wait: NAME"),
+        (lambda: driver.copy_in(0, 64, 64, 1), "refused the copy to the device: NAME"),
+        (lambda: driver.copy_across(0, 64, 64, 1), "refused the copy between devices: NAME"),
         (lambda: driver.create_stream(), "made no stream: NAME"),
         (lambda: driver.capture_id(0), "does not say what is captured: NAME"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import MutableSequence, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tilestream.arrival.signals import Signals
 from tilestream.core.chunks import Chunks, Incoming, chunks_of
@@ -23,6 +23,19 @@ class Arrival:
     The producer calls `signal` after each chunk; ``ts.matmul(..., arrival=...)`` starts at once and takes
     each tile when its rows are there. Where it is another matmul that fills it, that one is given the same arrival as
     ``publish=``, and signals. The next epoch of the same buffers begins with `advance`.
+
+    Attributes
+    ----------
+    num_chunks : int
+        Number of chunks.
+    rows_per_chunk : int
+        Rows of each chunk but the last; 0 where they are ragged.
+    bounds : tuple of int
+        The bounds of ragged chunks; empty where they are uniform.
+    pivot : int
+        The chunk the raster starts from.
+    signals : torch.Tensor or None
+        The caller's own signal words, if any.
 
     Examples
     --------
@@ -50,11 +63,11 @@ class Arrival:
             )
         if signals is not None:
             _check_signals(signals, num_chunks)
-        self._rows_per_chunk = rows_per_chunk
-        self._bounds = bounds
-        self._num_chunks = num_chunks
-        self._pivot = pivot
-        self._tensor = signals
+        self.num_chunks: Final = num_chunks
+        self.rows_per_chunk: Final = rows_per_chunk
+        self.bounds: Final = bounds
+        self.pivot: Final = pivot
+        self.signals: Final = signals
         self._signals = _make_signals(num_chunks, signals, device)
 
     @classmethod
@@ -129,31 +142,6 @@ class Arrival:
         return cls(chunks.count, bounds=chunks.bounds, pivot=pivot, signals=signals, device=device)
 
     @property
-    def num_chunks(self) -> int:
-        """Number of chunks."""
-        return self._num_chunks
-
-    @property
-    def rows_per_chunk(self) -> int:
-        """Rows of each chunk but the last; 0 where they are ragged."""
-        return self._rows_per_chunk
-
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        """The bounds of ragged chunks; empty where they are uniform."""
-        return self._bounds
-
-    @property
-    def pivot(self) -> int:
-        """The chunk the raster starts from."""
-        return self._pivot
-
-    @property
-    def signals(self) -> torch.Tensor | None:
-        """The caller's own signal words, if any."""
-        return self._tensor
-
-    @property
     def device(self) -> str:
         """Where the signals are: ``"cpu"``, ``"cuda:0"``."""
         return self._signals.device
@@ -165,7 +153,7 @@ class Arrival:
 
     @property
     def epoch(self) -> int:
-        """The epoch: counted up by `advance`."""
+        """The present epoch: counted up by `advance`."""
         return self._signals.epoch
 
     @property
@@ -180,10 +168,6 @@ class Arrival:
     def error(self) -> BaseException | None:
         """What the producer of this epoch reported by `fail`, if anything: to look at."""
         return self._signals.error(self._signals.epoch)
-
-    def _take_error(self) -> BaseException | None:
-        """What the producer of this epoch reported by `fail`, if anything: to raise. See `Signals.take_error`."""
-        return self._signals.take_error(self._signals.epoch)
 
     def signal(self, chunk: int, *, epoch: int | None = None) -> None:
         """Say that chunk ``chunk`` is there. Call it after its rows were written, from any thread.
@@ -244,22 +228,22 @@ class Arrival:
         ValueError
             If this arrival does not cover just these rows.
         """
-        return chunks_of(rows, self._num_chunks, self._rows_per_chunk, self._bounds)
+        return chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
 
     def incoming(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""
-        return Incoming(self.chunks(rows), self._pivot, self._signals.copied)
+        return Incoming(self.chunks(rows), self.pivot, self._signals.copied)
 
     def published(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""
-        chunks = chunks_of(rows, self._num_chunks, self._rows_per_chunk, self._bounds, "publish", "the result")
-        return Incoming(chunks, self._pivot, own_words=self._tensor is not None)
+        chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds, "publish", "the result")
+        return Incoming(chunks, self.pivot, own_words=self.signals is not None)
 
     def __repr__(self) -> str:
-        shape = f"rows_per_chunk={self._rows_per_chunk}" if self._rows_per_chunk else "ragged"
+        shape = f"rows_per_chunk={self.rows_per_chunk}" if self.rows_per_chunk else "ragged"
         # On a GPU it is not asked how many have arrived: that would wait for the device.
         where = f"device={self.device}" if self.device != "cpu" else f"arrived={sum(self._signals.state())}"
-        return f"Arrival({shape}, num_chunks={self._num_chunks}, pivot={self._pivot}, {where}, epoch={self.epoch})"
+        return f"Arrival({shape}, num_chunks={self.num_chunks}, pivot={self.pivot}, {where}, epoch={self.epoch})"
 
 
 def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | torch.device | None) -> Signals:

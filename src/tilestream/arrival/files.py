@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import mmap
 import os
 import threading
@@ -49,10 +50,7 @@ class StoredMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        size = self.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return self.itemsize * math.prod(self.shape)
 
 
 def find_matrix(path: str | os.PathLike[str], tensor: str | None = None) -> StoredMatrix:
@@ -178,7 +176,7 @@ class RangeReader:
     """Brings byte ranges of a stored matrix into a buffer of its own, each range once.
 
     Pages are read whole, so a range brings along the first bytes of the one behind it, which then skips that page: a
-    byte that was asked for is never written again, since a reader that was told of it may be reading it.
+    byte of an earlier range is never written again, since a reader that was told of it may be reading it.
 
     Parameters
     ----------
@@ -186,13 +184,19 @@ class RangeReader:
         What to read.
     direct
         Whether to bypass the page cache: None where it works.
+
+    Attributes
+    ----------
+    how
+        How the file is read, and why.
     """
 
     def __init__(self, matrix: StoredMatrix, direct: bool | None = None) -> None:
         self.matrix = matrix
         self._shift = matrix.offset % PAGE
         self._base = matrix.offset - self._shift  # file offset of the buffer's first byte
-        self._buffer = mmap.mmap(-1, _round_up(self._shift + matrix.nbytes) + PAGE)
+        self._end = self._shift + matrix.nbytes
+        self._buffer = mmap.mmap(-1, PAGE * math.ceil(self._end / PAGE) + PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 self._buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; only ever a hint
@@ -200,69 +204,46 @@ class RangeReader:
         self._whole: set[int] = set()  # pages at a range's first or last byte: read whole, with the range claimed first
         self._lock = threading.Lock()
         self._files: list[int] = []  # open descriptors; the last one is read from, others may still be in use
-        self._direct = False
-        self._how = ""
-        if direct is False:
-            self._open_cached("asked to")
-        else:
-            self._open_direct()
-
-    @property
-    def how(self) -> str:
-        """How the file is read, and why."""
-        return self._how
+        self._direct = direct is not False
+        self.how = "through the page cache (asked to)"
+        self._open()
 
     @property
     def data(self) -> memoryview:
         """The matrix's bytes, as far as they were read."""
-        return self._view[self._shift : self._shift + self.matrix.nbytes]
+        return self._view[self._shift : self._end]
 
-    def _open_direct(self) -> None:
-        if not hasattr(os, "O_DIRECT"):
-            self._open_cached("this system has no O_DIRECT")
-            return
-        try:
-            self._files.append(os.open(self.matrix.path, os.O_RDONLY | os.O_DIRECT))
-        except OSError as error:
-            name = errno.errorcode.get(error.errno or 0, str(error.errno))
-            self._open_cached(f"O_DIRECT refused by the file system: {name}")
-            return
-        self._direct = True
-        self._how = "O_DIRECT: from the disk into place, past the page cache"
-
-    def _open_cached(self, reason: str) -> None:
+    def _open(self) -> None:
+        if self._direct:
+            try:
+                self._files.append(os.open(self.matrix.path, os.O_RDONLY | os.O_DIRECT))
+                self.how = "O_DIRECT: from the disk into place, past the page cache"
+                return
+            except AttributeError:
+                reason = "this system has no O_DIRECT"
+            except OSError as error:
+                name = errno.errorcode.get(error.errno or 0, str(error.errno))
+                reason = f"O_DIRECT refused by the file system: {name}"
+            self._direct, self.how = False, f"through the page cache ({reason})"
         self._files.append(os.open(self.matrix.path, os.O_RDONLY))
-        self._direct = False
-        self._how = f"through the page cache ({reason})"
 
     def again(self) -> None:
         """Forget what was read: the next epoch reads everything anew into the same buffer."""
         self._whole.clear()
         if not self._files:
-            (self._open_direct if self._direct else lambda: self._open_cached("as before"))()
+            self._open()
 
     def close(self) -> None:
         """Close the file; what was read stays."""
         while self._files:
             os.close(self._files.pop())
 
-    def read(self, begin: int, end: int) -> None:
-        """Bring bytes [begin, end) of the matrix, now.
-
-        Raises
-        ------
-        OSError
-            If the disk cannot be read.
-        EOFError
-            If the file has become shorter than its header says.
-        """
-        self.claim(begin, end)()
-
     def claim(self, begin: int, end: int) -> Callable[[], None]:
-        """What brings bytes [begin, end) of the matrix: `read` in two halves.
+        """The job that brings bytes [begin, end) of the matrix.
 
-        Claims are made one at a time; the reads may run at once. A page that two ranges share is read with the one
-        claimed first: the other is complete only when that is, too.
+        Claims are made one at a time; the jobs may run at once. A page that two ranges share is read with the one
+        claimed first: the other is complete only when that is, too. A job raises `OSError` where the disk cannot be
+        read, and `EOFError` where the file has become shorter than its header says.
         """
         begin, end = begin + self._shift, end + self._shift
         if begin >= end:
@@ -274,17 +255,17 @@ class RangeReader:
         return lambda: self._fill(start, stop)
 
     def _fill(self, start: int, stop: int) -> None:
-        needed = min(stop, self._shift + self.matrix.nbytes)  # whole pages, where the matrix does not end before
+        needed = min(stop, self._end)  # whole pages, where the matrix does not end before
         while start < needed:
-            file, direct = self._files[-1], self._direct
+            direct, file = self._direct, self._files[-1]
             at = start - start % PAGE if direct else start  # after a short read: from a page's beginning again
             try:
                 count = os.preadv(file, [self._view[at:stop]], self._base + at)
             except OSError as error:
-                if error.errno == errno.EINVAL and direct:
-                    self._leave_direct()
-                    continue
-                raise
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                self._leave_direct()
+                continue
             if at + count <= start:
                 raise EOFError(f"{self.matrix.path}: ends at byte {self._base + start}, {needed - start} bytes early")
             start = at + count
@@ -292,8 +273,7 @@ class RangeReader:
     def _leave_direct(self) -> None:
         with self._lock:
             if self._direct:  # a read beside this one may have found out first
-                self._open_cached("the file system took O_DIRECT and then refused the read")
-
-
-def _round_up(x: int) -> int:
-    return -(-x // PAGE) * PAGE
+                # In this order: reads take them the other way round.
+                self._files.append(os.open(self.matrix.path, os.O_RDONLY))
+                self._direct = False
+                self.how = "through the page cache (the file system took O_DIRECT and then refused the read)"

@@ -82,7 +82,7 @@ class FlatArrival(NamedTuple):
         Raises
         ------
         ValueError
-            If they are no more, or elsewhere.
+            If their owner has dropped them, or they are on another device.
         """
         try:
             found = Signals.by_key(self.key)

@@ -1,9 +1,9 @@
 """A stream's copies, offered to the kernel that reads them: what makes them, and when.
 
-Nothing is copied before somebody reads. The first launch of an epoch that can takes the copies (`KernelCopies.take`)
-and makes them itself, see `tilestream.core.copy_items`; launches after it in the same stream find all there, and
-those in another stream wait for it, since they might hold the SMs that it needs (invariant 10). A reader that
-cannot make copies (another kernel, the host) has them made by the copy engine, as if they had never been offered.
+Nothing is copied before there is a reader. The first launch of an epoch that can takes the copies
+(`KernelCopies.take`) and makes them itself, see `tilestream.core.copy_items`; launches after it in the same stream find
+all there, and those in another stream wait for it, since they might hold the SMs that it needs (invariant 10). A reader
+that cannot make copies (another kernel, the host) has them made by the copy engine, as if they had never been offered.
 
 A captured launch makes them at each replay, so its graph needs no other producer. Its counts and signals are its own:
 graphs that copy the same rows may be replayed at the same time.
@@ -17,7 +17,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -34,27 +33,14 @@ logger = logging.getLogger(__name__)
 _captured_tables: list[torch.Tensor] = []
 
 
-@dataclass
-class Taking:
-    """What became of the copies in a `KernelCopies.launching`.
-
-    Attributes
-    ----------
-    end
-        Behind the launch that makes this epoch's copies; None where it makes none.
-    """
-
-    end: torch.cuda.Event | None = None
-
-
 class KernelCopies:
     """The copies of one tensor's rows, from memory that the GPU can read.
 
     Parameters
     ----------
     source, target
-        ``[rows, K]`` each, contiguous, from an address on that is a multiple of 16: pinned memory, or what else the
-        kernel may read by its address; and the GPU's. A captured launch keeps neither alive: whoever keeps the graph
+        ``[rows, K]`` each, contiguous, from an address on that is a multiple of 16: pinned memory, or other memory that
+        the kernel may read by its address; and the GPU's. A captured launch keeps neither alive: the owner of the graph
         keeps them.
     chunks, pivot
         How they arrive.
@@ -88,49 +74,57 @@ class KernelCopies:
         self._by_engine, self._beside = by_engine, beside
         self._lock = threading.RLock()
         self._chunks = chunks.count
+        self._device = target.device
         with torch.inference_mode(False):
             self._words = torch.zeros(COUNTERS + chunks.count, dtype=torch.int32, device=target.device)
             self._table = torch.tensor(pieces.table(), dtype=torch.int32, device="cpu").to(target.device)
             self._source, self._target = (x.detach().view(-1).view(dtype) for x in (source, target))
             self._mark = torch.empty_like(self._target[:1])
         self._mark.record_stream(beside)
-        self._device = target.device
         self._made = torch.cuda.Event()
-        self._made.record(torch.cuda.current_stream(self._device))
-        self._known = {torch.cuda.current_stream(self._device).cuda_stream}
+        self._made.record(self._current)
+        self._known = {self._current.cuda_stream}
         self._graph: tuple[int, torch.Tensor] | None = None  # the last that was captured, and its signals
         self._took = self._said = False
         self._begun: torch.cuda.Event | None = None
         self._taken: torch.cuda.Event | None = None
         self._taker: torch.cuda.Stream | None = None
+        #: Whether this epoch's copies are still to be taken.
         self.pending = False
         self.begin()
+
+    @property
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
 
     def begin(self) -> None:
         """A new epoch: its copies come after what the current stream was given so far."""
         with self._lock:
             self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(self._device))
+            self._ready.record(self._current)
             self.pending = True
 
     @contextlib.contextmanager
-    def launching(self) -> Iterator[Taking]:
-        """Around a launch that may `take` the copies. One that raised has not taken them."""
+    def launching(self, issued: Callable[[torch.cuda.Stream, torch.cuda.Event], None]) -> Iterator[None]:
+        """Around a launch that may `take` the copies. One that raised has not taken them.
+
+        ``issued`` is told the stream of a launch that makes this epoch's copies, and the event behind it.
+        """
         with self._lock:
-            graph, stream = self._graph, torch.cuda.current_stream(self._device)
-            self._took, taking = False, Taking()
+            graph, stream = self._graph, self._current
+            self._took = False
             try:
-                yield taking
+                yield
             except BaseException:
                 self._graph = graph
                 if self._took:
                     try:
-                        self._issued(stream)  # perhaps it was: the next copies come behind it
+                        self._issued(stream)  # it may have been issued: the next copies come behind it
                     finally:
                         self.pending = True
                 raise
             if self._took:
-                taking.end = self._issued(stream)
+                issued(stream, self._issued(stream))
 
     def take(self, copiers: int, graph: int = 0) -> CopyArguments:
         """What a launch on the current stream copies; nothing where an earlier launch of the epoch took it all.
@@ -141,15 +135,14 @@ class KernelCopies:
             Of the capture that the stream is in; 0: in none.
         """
         with self._lock:
-            stream = torch.cuda.current_stream(self._device)
+            stream, words = self._current, self._words
             if graph:
                 # In the graph's memory, and zeroed at each replay.
                 store = torch.zeros(COUNTERS + 2 * self._chunks, dtype=torch.int32, device=self._device)
                 words, signals = store.split([COUNTERS + self._chunks, self._chunks])
                 self._graph = graph, signals
                 _captured_tables.append(self._table)
-                return CopyArguments(self._source, self._target, self._table, words, copiers)
-            if self.pending:
+            elif self.pending:
                 self._settle(stream)
                 stream.wait_event(self._ready)
                 self._wait_for_taker(stream)
@@ -158,7 +151,7 @@ class KernelCopies:
                 self.pending = False
             else:
                 copiers = 0
-            return CopyArguments(self._source, self._target, self._table, self._words, copiers)
+            return CopyArguments(self._source, self._target, self._table, words, copiers)
 
     @property
     def maker(self) -> Literal["nobody", "kernel", "engine"]:
@@ -194,7 +187,7 @@ class KernelCopies:
             return False
         try:
             if self.pending:
-                stream = torch.cuda.current_stream(self._device)
+                stream = self._current
                 stream.wait_event(self._ready)
                 self._wait_for_taker(stream)
                 self._begun = torch.cuda.Event()
@@ -207,16 +200,16 @@ class KernelCopies:
                 self._taken, self._taker = end, None
                 self.pending = False
                 if not self._said:
-                    logger.info("stream_in: a copy engine makes the copies: who reads this epoch's first makes none")
+                    logger.info("stream_in: a copy engine makes the copies: this epoch's first reader makes none")
                 self._said = True
         finally:
             self._lock.release()
         return True
 
     def reset(self) -> None:
-        """Zero what eager launches count with, on the current stream; what a graph counts with is, at each replay."""
+        """Zero what eager launches count with, on the current stream. A graph zeroes its own at each replay."""
         with self._lock:
-            stream = torch.cuda.current_stream(self._device)
+            stream = self._current
             if torch.cuda.is_current_stream_capturing():
                 return
             self._settle(stream)
@@ -229,7 +222,7 @@ class KernelCopies:
     def settled(self, timeout: float | None) -> bool:
         """Wait at most ``timeout`` seconds until what was taken is there; whether it is. False if nothing was taken."""
         end = math.inf if timeout is None else time.perf_counter() + timeout
-        while not self.pending:  # asked before `_taken`: a new epoch's launch changes them the other way round
+        while not self.pending:  # read before `_taken`: a new epoch's launch changes them the other way round
             taken = self._taken
             if taken is not None and timeout is None:
                 taken.synchronize()
@@ -245,9 +238,9 @@ class KernelCopies:
         """The launch that took the copies was issued on ``stream``; the event behind it."""
         self._taken = torch.cuda.Event()
         self._taken.record(stream)
-        # torch's allocator of pinned memory learns of what torch copies, and of nothing else: behind the launch, a word
-        # that nobody reads. So the source is not handed out again while the launch may read it (invariant 9). Not in
-        # the caller's stream, which would then wait for the copy engine.
+        # torch's allocator of pinned memory knows of torch's own copies alone: so torch copies a word that nothing
+        # reads, behind the launch, and the source is not handed out again before that (invariant 9). Not in the
+        # caller's stream, which would then wait for the copy engine.
         if self._source.numel():
             self._beside.wait_event(self._taken)
             with torch.cuda.stream(self._beside), torch.inference_mode():
@@ -260,7 +253,7 @@ class KernelCopies:
             stream.wait_event(self._taken)
 
     def _settle(self, stream: torch.cuda.Stream) -> None:
-        """Before ``stream`` first touches what is ours: it is filled by then, and the allocator knows of that use."""
+        """Before ``stream`` first touches our memory: it is filled by then, and the allocator knows of that use."""
         if stream.cuda_stream in self._known:
             return
         stream.wait_event(self._made)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Landing:
-    """The rows are where they shall be as soon as the source has brought them.
+    """The rows are in place as soon as the source has brought them.
 
     Attributes
     ----------
@@ -38,10 +38,10 @@ class Landing:
         self.tensor = tensor
 
     def begin(self) -> None:
-        """A filling begins; called by its beginner's thread."""
+        """A filling begins; called by the thread that begins it."""
 
     def issuing(self) -> AbstractContextManager[object]:
-        """Wherein rows land and chunks are signalled."""
+        """The block in which rows land and chunks are signalled."""
         return contextlib.nullcontext()
 
     def land(self, begin: int, end: int) -> None:
@@ -62,8 +62,8 @@ class Landing:
 class DeviceLanding(Landing):
     """Rows go on to a GPU, by its copy engine, in the order of a stream of their own.
 
-    A signal that is issued after a copy is written when the copy is done. Neither takes an SM (invariant 10). Whoever
-    reads the tensor on the stream that was current when the filling began is waited for before it is overwritten.
+    A signal that is issued after a copy is written when the copy is done. Neither takes an SM (invariant 10). The
+    copies overwrite the tensor behind what the stream that was current when the filling began was given to read it.
     """
 
     def __init__(self, host: torch.Tensor, device: torch.device) -> None:
@@ -71,21 +71,21 @@ class DeviceLanding(Landing):
             super().__init__(torch.empty(host.shape, dtype=host.dtype, device=device))
         self._host = host
         self._device = device
-        self._stream = lend_to(self, device)
+        self.stream = lend_to(self, device)
         self._landed = torch.cuda.Event()
         # Freed, the memory is not handed out again before the copies into it are done (invariant 9).
-        self.tensor.record_stream(self._stream)
+        self.tensor.record_stream(self.stream)
         self.how = f"copied to {device}" + ("" if host.is_pinned() else " from memory that is not pinned")
 
     def begin(self) -> None:
         """See `Landing`."""
         # Once a filling: where rows are no view of the source, this is a copy of it.
         self._rows = as_rows(self._host)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def issuing(self) -> AbstractContextManager[object]:
         """See `Landing`."""
-        return torch.cuda.stream(self._stream)
+        return torch.cuda.stream(self.stream)
 
     def land(self, begin: int, end: int) -> None:
         """See `Landing`."""
@@ -100,13 +100,12 @@ class DeviceLanding(Landing):
         """
         if not self._rows.is_contiguous() or not self._rows.is_pinned():
             return False
-        to, source, stream = self.tensor.data_ptr(), self._rows.data_ptr(), self._stream.cuda_stream
+        to, source, stream = self.tensor.data_ptr(), self._rows.data_ptr(), self.stream.cuda_stream
         size = self._rows.shape[1] * self._rows.element_size()
-        bounds = chunks.bounds
         signal, signalled = cast("DeviceSignals", signals).set_in_row(order)
-        last = next((chunk for chunk in reversed(order) if bounds[chunk] < bounds[chunk + 1]), -1)
+        last = next((chunk for chunk in reversed(order) if chunks.bounds[chunk] < chunks.bounds[chunk + 1]), -1)
         for chunk in order:
-            begin, end = bounds[chunk], bounds[chunk + 1]
+            begin, end = chunks.range_of(chunk)
             if chunk == last:
                 self.land(begin, end)
             elif begin < end:
@@ -117,7 +116,7 @@ class DeviceLanding(Landing):
 
     def end(self) -> None:
         """See `Landing`."""
-        self._landed.record(self._stream)
+        self._landed.record(self.stream)
 
     def offer(self, chunks: Chunks, pivot: int) -> KernelCopies:
         """The copies, for a kernel to make: they are made here if none does.
@@ -148,12 +147,12 @@ class DeviceLanding(Landing):
                 with self.issuing():
                     self.land_all(chunks, order, signals)
             except BaseException:
-                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+                torch.cuda.current_stream(self._device).wait_stream(self.stream)
                 raise
             self.end()
             return self._landed
 
-        return KernelCopies(rows, as_rows(self.tensor), chunks, pivot, by_engine, self._stream)
+        return KernelCopies(rows, as_rows(self.tensor), chunks, pivot, by_engine, self.stream)
 
     def settled(self, timeout: float | None) -> bool:
         """See `Landing`."""

@@ -5,23 +5,22 @@ A reader must not take the SMs that the matmul still needs (invariant 10). So th
 - *words of ours*: a reader's stream goes on when the matmul has begun: when its first chunk is signalled, before which
   there would be nothing to do. Its schedule is dynamic, so that one worker of it is enough to come to its end. The wait
   for that word has no bound of its own (invariant 5) and needs none: the launch that writes it has been issued, waits
-  for nothing, and words that only grow are never taken back. Where one launch is not all of it, the reader's stream
-  waits for the last one's end;
-- *a caller's own words*: anybody may write them, a reader zeroes them, and a stream that waits for a word that is taken
-  back is held for ever. So no stream waits for one of them: a reader's waits for the matmul's end, an event. They begin
-  each publication as zeros, written on the matmul's stream behind all earlier uses, and later uses come behind that: no
-  reader takes what the publication before has left there for news;
+  for nothing, and words that only grow are never taken back. Where several launches make the output, the reader's
+  stream waits for the last one's end;
+- *a caller's own words*: others may write them, a reader zeroes them, and a stream that waits for a word that is taken
+  back is held for ever. So a reader's stream waits for the matmul's end, an event, and for no word. They begin each
+  publication as zeros, written on the matmul's stream behind all earlier uses, and later uses come behind that: no
+  reader mistakes what the publication before has left there for a signal;
 - *under capture* the reader comes behind the matmul's end, too, and each replay begins with zeros.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
 
-from tilestream.arrival.signals import Signals
+from tilestream.arrival.device_words import DeviceWords, event_on
 from tilestream.runtime.driver import capture_id, stream_wait
 
 
@@ -33,7 +32,7 @@ class PublishWords(NamedTuple):
     signals, counts
         ``int32[chunks]`` each.
     epoch
-        What a signal is written as.
+        The value that a signal is written as.
     """
 
     signals: torch.Tensor
@@ -49,8 +48,8 @@ class _Published(NamedTuple):
     epoch, stream, end
         Which, on which stream, and behind its last launch.
     first
-        The address of the signal that says that it has begun, and what it is then at least; None where only the end
-        says so.
+        The address of the signal that says that it has begun, and the least value that says so; None where only the
+        end does.
     graph
         The capture that it is in; 0 outside.
     """
@@ -58,24 +57,12 @@ class _Published(NamedTuple):
     epoch: int
     stream: int
     end: torch.cuda.Event
-    first: tuple[int, int] | None
+    first: tuple[int, int] | None = None
     graph: int = 0
 
 
-class Publishing(Signals):
-    """The part of `tilestream.arrival.device.DeviceSignals` that has to do with a matmul that signals.
-
-    The words, and what is known of their users, are that class's.
-    """
-
-    _device: torch.device
-    _theirs: torch.Tensor | None
-    _store: torch.Tensor
-    _eager: torch.Tensor
-    _captured: torch.Tensor
-    _issued: list[int]
-    _users: dict[int, torch.cuda.Stream]
-    _captures: set[int]
+class Publishing(DeviceWords):
+    """The part of `tilestream.arrival.device.DeviceSignals` that concerns a matmul that signals, and its readers."""
 
     #: Counts of the eager launches; made when one is first needed.
     _counts: torch.Tensor | None = None
@@ -85,23 +72,9 @@ class Publishing(Signals):
     #: The stream of one that is being issued.
     _underway: torch.cuda.Stream | None = None
 
-    @abstractmethod
-    def _settle(self, stream: torch.cuda.Stream) -> None: ...
-
-    @abstractmethod
-    def _keep(self, *tensors: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def _wipe(self, words: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def _retire(self) -> None: ...
-
-    @abstractmethod
-    def _come_behind_all(self, stream: torch.cuda.Stream) -> None: ...
-
-    @abstractmethod
-    def _signalled(self, stream: torch.cuda.Stream, end: torch.cuda.Event, epoch: int) -> None: ...
+    def __init__(self, count: int, device: torch.device, words: torch.Tensor | None = None) -> None:
+        super().__init__(count, device, words)
+        self._captures: set[int] = set()  # of launches that wait
 
     def publish(self) -> PublishWords:
         """What a launch on the current stream is told that signals this epoch; `published` says that it was issued.
@@ -129,22 +102,22 @@ class Publishing(Signals):
                     "with arrival.advance() between"
                 )
             if self._theirs is None:
-                self._check_unpublished([chunk for chunk, epoch in enumerate(self._issued) if epoch >= self._epoch])
+                self._check_unpublished([chunk for chunk, epoch in enumerate(self._issued) if epoch >= self.epoch])
             if self._users and not self._known():
                 again = "" if self._theirs is None else (
                     "; where others have signalled what it reads, call arrival.advance() before this"
                 )  # fmt: skip
                 raise RuntimeError(
-                    f"publish: a launch that waits for epoch {self._epoch} was issued before the matmul that signals "
+                    f"publish: a launch that waits for epoch {self.epoch} was issued before the matmul that signals "
                     f"it, and may hold the SMs that this one needs; issue them in the other order{again}"
                 )
             if self._counts is None:
                 with torch.inference_mode(False):
-                    self._counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+                    self._counts = torch.zeros(self.count, dtype=torch.int32, device=self._device)
             self._counts.record_stream(stream)
             if self._theirs is None:
                 self._come_behind_all(stream)
-                words = PublishWords(self._eager, self._counts, self._epoch)
+                words = PublishWords(self._eager, self._counts, self.epoch)
             else:
                 self._retire()
                 self._wipe(self._theirs)
@@ -154,7 +127,7 @@ class Publishing(Signals):
 
     def _known(self) -> bool:
         """Whether the matmul of this epoch was issued. Readers of a caller's own words have come behind it then."""
-        return self._published is not None and self._published.epoch == self._epoch
+        return self._published is not None and self._published.epoch == self.epoch
 
     def _publish_in_graph(self, graph: int) -> PublishWords:
         if self._in_graph is not None and self._in_graph.graph == graph:
@@ -168,7 +141,7 @@ class Publishing(Signals):
                 "signals them, and may hold the SMs that this one needs; capture them in the other order"
             )
         # One set of counts a captured launch: a replay may run beside an eager one.
-        counts = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+        counts = torch.zeros(self.count, dtype=torch.int32, device=self._device)
         words = self._captured if self._theirs is None else self._theirs
         self._keep(counts, self._store, words)
         self._wipe(words)
@@ -189,27 +162,27 @@ class Publishing(Signals):
         """
         with self._bell:
             stream = torch.cuda.current_stream(self._device)
-            captured = torch.cuda.is_current_stream_capturing()
-            end = torch.cuda.Event()
-            end.record(stream)
-            found = _Published(self._epoch, stream.cuda_stream, end, None)
-            if captured:
+            found = _Published(self.epoch, stream.cuda_stream, event_on(stream))
+            if torch.cuda.is_current_stream_capturing():
                 self._in_graph = found._replace(graph=capture_id(stream.cuda_stream))
                 return
             self._underway = None
             if self._theirs is None:
-                self._signalled(stream, end, self._epoch)
+                self._signalled_by_launch(stream, found.end, self.epoch)
                 if first is not None:
-                    found = found._replace(first=(self._eager.data_ptr() + 4 * first, self._epoch))
+                    found = found._replace(first=(self._eager.data_ptr() + 4 * first, self.epoch))
             self._published = found
 
     def _stopped(self) -> None:
         """The call that was issuing the matmul has failed. What it did issue still writes a caller's own words."""
         stream, self._underway = self._underway, None
         if stream is not None and self._theirs is not None:
-            end = torch.cuda.Event()
-            end.record(stream)
-            self._published = _Published(self._epoch, stream.cuda_stream, end, None)
+            self._published = _Published(self.epoch, stream.cuda_stream, event_on(stream))
+
+    def _signal_ends(self, stream: torch.cuda.Stream) -> frozenset[torch.cuda.Event]:
+        """The matmul's end, too."""
+        ends = super()._signal_ends(stream)
+        return ends if self._published is None else ends | {self._published.end}
 
     def _come_behind_matmul(self, stream: torch.cuda.Stream) -> None:
         """Before a launch on ``stream`` that reads what a matmul of this GPU publishes: it has begun by then.

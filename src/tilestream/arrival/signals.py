@@ -20,9 +20,9 @@ from enum import Enum, auto
 from tilestream.core.error_record import sources
 from tilestream.core.errors import ProducerStopped
 
-#: How often a caller's own signal words are looked at: at first, and at the least after a long time of nothing.
+#: Seconds between two polls of a caller's own signal words: at first, and at most.
 POLL_SECONDS = (0.0002, 0.004)
-#: Longest sleep in one go: what the system's clocks take. The wait goes on after it.
+#: Longest single sleep, within the range of the system's clocks; a longer wait sleeps again.
 _LONGEST_SLEEP = 3600.0
 
 
@@ -31,7 +31,7 @@ class Outcome(Enum):
 
     ARRIVED = auto()
     FAILED = auto()  # the producer reported an exception
-    OVER = auto()  # the launch was aborted by somebody else
+    OVER = auto()  # another worker has aborted the launch
     EXPIRED = auto()  # the deadline passed
 
 
@@ -51,22 +51,26 @@ class Signals:
     _keys = itertools.count(1)
 
     def __init__(self, count: int, words: MutableSequence[int] | None = None) -> None:
-        self._own = words is None
+        #: Number of chunks.
+        self.count = count
+        #: The present epoch: chunks signalled in an earlier one have not arrived. 1 for a caller's own words.
+        self.epoch = 1
+        #: Whether a call that has seen all chunks writes zeros.
+        self.self_reset = words is not None
+        #: Whether a `tilestream.Stream`, and nothing else, signals the chunks.
+        self.streamed = False
         self._words: MutableSequence[int] = [0] * count if words is None else words
-        self._count = count
-        self._epoch = 1
-        self._bell = threading.Condition()
+        self._bell = threading.Condition()  # its lock may be taken again by the thread that holds it
         self._error: tuple[int, BaseException] | None = None
         self._times: list[float | None] = [None] * count
-        self._streamed = False
         #: The epochs whose producer's exception was raised.
         self.raised: set[int] = set()
         #: Of chunks that other ranks send: (the rank that waits here, what to call a chunk's source), by chunk.
         self.whose: Callable[[int], tuple[int, str]] | None = None
-        #: Told when an expiry is reported of a launch that waited for these.
+        #: Called when an expiry is reported of a launch that waited for these.
         self.gave_up: Callable[[], None] | None = None
+        #: Names these signals in the arguments of a registered op, which takes integers; never given twice.
         self.key = next(self._keys)
-        """Names these signals in the arguments of a registered op, which takes integers; never given twice."""
         sources[self.key] = self
 
     @classmethod
@@ -77,58 +81,50 @@ class Signals:
         return found
 
     @property
-    def count(self) -> int:
-        """Number of chunks."""
-        return self._count
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that counts: chunks signalled in an earlier one have not arrived. 1 for a caller's own words."""
-        return self._epoch
-
-    @property
-    def self_reset(self) -> bool:
-        """Whether a call that has seen all chunks shall write zeros."""
-        return not self._own
+    def copied(self) -> int:
+        """Bytes of the words in which a kernel copies what these signal; 0 where something else brings it."""
+        return 0
 
     def advance(self) -> int:
         """Begin a new epoch, in which nothing has arrived yet; returns it.
 
-        Words are not touched: a late signal of an earlier epoch stays below the new epoch and counts for nothing.
+        Our own words are not touched: a late signal of an earlier epoch stays below the new epoch and does not count.
         """
         with self._bell:
-            if self._own:
-                self._epoch += 1
-            else:
-                self._clear()
+            if self.self_reset:
+                self.clear()
                 self._error = None
-            self._times = [None] * self._count
+            else:
+                self.epoch += 1
+            self._times = [None] * self.count
             self._bell.notify_all()
-            return self._epoch
+            return self.epoch
 
     def set(self, chunk: int, epoch: int | None = None) -> None:
-        """Chunk ``chunk`` has arrived (in epoch ``epoch``, now where None).
+        """Chunk ``chunk`` has arrived (in epoch ``epoch``, the present one where None).
 
         A thread that sees the signal sees what was written before it: both sides hold the bell's lock.
         """
-        self._check(chunk)
         with self._bell:
-            self._check_epoch(epoch)
-            if not self._own:
+            value = self._checked(chunk, epoch)
+            if self.self_reset:
                 self._words[chunk] = 1
-            elif (self._epoch if epoch is None else epoch) > self._words[chunk]:
-                self._words[chunk] = self._epoch if epoch is None else epoch
-            if epoch is None or epoch == self._epoch:
+            else:
+                self._words[chunk] = max(value, self._words[chunk])
+            if value == self.epoch:
                 self._times[chunk] = time.perf_counter()
             self._bell.notify_all()
 
-    def _check_epoch(self, epoch: int | None) -> None:
-        if epoch is not None and epoch > self._epoch:
-            raise ValueError(f"signal: epoch={epoch}; the present epoch is {self._epoch}: advance() begins the next")
+    def _checked(self, chunk: int, epoch: int | None) -> int:
+        """The epoch meant."""
+        self._check(chunk)
+        if epoch is not None and epoch > self.epoch:
+            raise ValueError(f"signal: epoch={epoch}; the present epoch is {self.epoch}: advance() begins the next")
+        return self.epoch if epoch is None else epoch
 
     def _check(self, chunk: int) -> None:
-        if not 0 <= chunk < self._count:
-            raise IndexError(f"signal: chunk={chunk}; there are {self._count} chunks, from 0")
+        if not 0 <= chunk < self.count:
+            raise IndexError(f"signal: chunk={chunk}; there are {self.count} chunks, from 0")
 
     def begin_publishing(self) -> int:
         """A matmul is about to signal each chunk of the present epoch. Returns the epoch that it signals.
@@ -141,22 +137,22 @@ class Signals:
         """
         with self._bell:
             self._check_unpublished([chunk for chunk, there in enumerate(self.state()) if there])
-            return self._epoch
+            return self.epoch
 
     def _check_unpublished(self, signalled: Sequence[int]) -> None:
-        if self._streamed:
+        if self.streamed:
             raise ValueError(
                 "publish: the arrival of a stream, which signals its chunks itself; give an Arrival of the output's own"
             )
         if signalled:
-            way = "arrival.advance() begins the next one" if self._own else "zero your words: arrival.reset()"
-            raise ValueError(f"publish: chunk {signalled[0]} of epoch {self._epoch} is signalled already; {way}")
+            way = "zero your words: arrival.reset()" if self.self_reset else "arrival.advance() begins the next one"
+            raise ValueError(f"publish: chunk {signalled[0]} of epoch {self.epoch} is signalled already; {way}")
 
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """The producer cannot go on: ``error`` is raised by the call that waits for what is missing."""
         with self._bell:
-            if epoch in (None, self._epoch) and self.error(self._epoch) is None:  # later ones follow from the first
-                self._error = (self._epoch, error)
+            if epoch in (None, self.epoch) and self.error(self.epoch) is None:  # later ones follow from the first
+                self._error = (self.epoch, error)
             self._bell.notify_all()
 
     def error(self, epoch: int) -> BaseException | None:
@@ -176,7 +172,7 @@ class Signals:
         try:
             again = copy.copy(error)
             again.__cause__ = error.__cause__
-        except Exception:  # an exception of the caller's that cannot be copied: then that one is kept
+        except Exception:  # a caller's exception that cannot be copied is kept
             again = error
         with self._bell:
             if self._error == (epoch, error):
@@ -188,32 +184,19 @@ class Signals:
         self.raised.add(epoch)
         return self.take_error(epoch) or ProducerStopped("the producer failed, and began anew")
 
-    def arrived(self, chunk: int, epoch: int | None = None) -> bool:
-        """Whether the chunk has arrived in epoch ``epoch`` (now where None)."""
-        self._check(chunk)
-        if not self._own:
-            return int(self._words[chunk]) != 0
-        return self._words[chunk] >= (self._epoch if epoch is None else epoch)
-
-    def state(self) -> list[bool]:
-        """Whether each chunk has arrived in this epoch."""
-        return [self.arrived(chunk) for chunk in range(self._count)]
-
-    @property
-    def copied(self) -> int:
-        """Bytes of the words in which a kernel copies what these signal; 0 where somebody else brings it."""
-        return 0
-
-    def filled_by_stream(self) -> None:
-        """These are the signals of a `tilestream.Stream`, which alone signals them."""
-        self._streamed = True
-
     def reported(self) -> None:
         """A launch has reported that the producer failed."""
 
-    def reset(self) -> None:
-        """Zero a caller's own words, whatever was seen of them."""
-        self.clear()
+    def arrived(self, chunk: int, epoch: int | None = None) -> bool:
+        """Whether the chunk has arrived in epoch ``epoch`` (the present one where None)."""
+        self._check(chunk)
+        if self.self_reset:
+            return int(self._words[chunk]) != 0
+        return self._words[chunk] >= (self.epoch if epoch is None else epoch)
+
+    def state(self) -> list[bool]:
+        """Whether each chunk has arrived in this epoch."""
+        return [self.arrived(chunk) for chunk in range(self.count)]
 
     @property
     def times(self) -> tuple[float | None, ...]:
@@ -223,12 +206,13 @@ class Signals:
     def clear(self) -> None:
         """Write zeros into a caller's own words; our own are never cleared."""
         with self._bell:
-            if not self._own:
-                self._clear()
+            if self.self_reset:
+                for chunk in range(self.count):
+                    self._words[chunk] = 0
 
-    def _clear(self) -> None:
-        for chunk in range(self._count):
-            self._words[chunk] = 0
+    def reset(self) -> None:
+        """Zero a caller's own words, whatever was seen of them."""
+        self.clear()
 
     def ring(self) -> None:
         """Wake the waiting threads, so that each looks at its abort word."""
@@ -250,11 +234,8 @@ class Signals:
     def wait_any(
         self, sets: Sequence[Sequence[int]], epoch: int, deadline: float, over: Callable[[], bool]
     ) -> tuple[Outcome, int]:
-        """As `wait`, until all chunks of one of several sets have arrived; with that, the first such set.
-
-        Where it ends otherwise, -1.
-        """
-        pause = _LONGEST_SLEEP if self._own else POLL_SECONDS[0]
+        """As `wait`, until all chunks of one of several sets have arrived; with that, the first such set, else -1."""
+        pause = POLL_SECONDS[0] if self.self_reset else _LONGEST_SLEEP
         with self._bell:
             while True:
                 for number, chunks in enumerate(sets):
@@ -268,5 +249,5 @@ class Signals:
                 if remaining <= 0:
                     return Outcome.EXPIRED, -1
                 self._bell.wait(min(remaining, pause))
-                if not self._own:
+                if self.self_reset:
                     pause = min(2 * pause, POLL_SECONDS[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,155 +13,141 @@ from tilestream.arrival.files import RangeReader
 Job = Callable[[], None]
 
 
+def _nothing() -> None: ...
+
+
+@dataclass
 class Source:
     """A place that rows come from, and the tensor that they go to.
 
     The producer asks for ranges of rows in the order in which they shall arrive, one call of `claim` at a time, and
     then does the jobs it was given, `readers` of them at once.
+
+    Attributes
+    ----------
+    tensor
+        The destination.
+    describe
+        What it is and how it is read, for people.
+    claim
+        The job that brings rows [begin, end); called in order.
+    end
+        Every row has been brought: raises where rows are left over.
+    rewind
+        Prepares another epoch.
+    close
+        Lets go of what was opened.
+    takes
+        Arguments of `stream_in` that mean something for this source.
+    readers
+        Jobs that may run at once; 0: the rows are there already, and the caller's thread passes them on.
     """
 
-    #: Arguments of `stream_in` that mean something for this source.
-    takes: tuple[str, ...] = ()
-    #: Jobs that may run at once; 0: there is nothing to do but to pass it on, which the caller's thread does.
-    readers = 1
     tensor: torch.Tensor
-
-    @property
-    def how(self) -> str:
-        """What it is and how it is read, for people."""
-        raise NotImplementedError
-
-    def claim(self, begin: int, end: int) -> Job:
-        """What brings rows [begin, end); called in order."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Every row has been brought: complain about what is left over."""
-
-    def rewind(self) -> None:
-        """Make ready for another epoch."""
-
-    def close(self) -> None:
-        """Let go of what was opened."""
+    describe: Callable[[], str]
+    claim: Callable[[int, int], Job]
+    end: Callable[[], None] = _nothing
+    rewind: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing
+    takes: tuple[str, ...] = ()
+    readers: int = 1
 
 
-class FileSource(Source):
+def file_source(reader: RangeReader) -> Source:
     """A matrix in a file. Two reads under way at once, so that the disk never waits for a core that is multiplying."""
-
-    takes = ("tensor", "direct")
-    readers = 2
-
-    def __init__(self, reader: RangeReader) -> None:
-        self._reader = reader
-        matrix = reader.matrix
-        dtype: torch.dtype = getattr(torch, matrix.dtype)
-        if not matrix.nbytes:
-            self.tensor = _destination(matrix.shape, dtype)
-        elif matrix.offset % matrix.itemsize:
-            reader.close()
-            raise ValueError(
-                f"{matrix.path}: tensor {matrix.name!r} begins at byte {matrix.offset}, no multiple of its "
-                f"{matrix.itemsize}-byte elements; write it anew with the safetensors library"
-            )
-        else:
-            with torch.inference_mode(False):
-                self.tensor = torch.frombuffer(reader.data, dtype=dtype).view(matrix.shape)
-        self._row_bytes = matrix.shape[-1] * matrix.itemsize
-
-    @property
-    def how(self) -> str:
-        """See `Source`."""
-        matrix = self._reader.matrix
-        return f"{matrix.path.name}: {matrix.name} {list(matrix.shape)} {matrix.dtype}, {self._reader.how}"
-
-    def claim(self, begin: int, end: int) -> Job:
-        """See `Source`."""
-        return self._reader.claim(begin * self._row_bytes, end * self._row_bytes)
-
-    def rewind(self) -> None:
-        """See `Source`."""
-        self._reader.again()
-
-    def close(self) -> None:
-        """See `Source`."""
-        self._reader.close()
+    matrix = reader.matrix
+    dtype: torch.dtype = getattr(torch, matrix.dtype)
+    row_bytes = matrix.shape[-1] * matrix.itemsize
+    if not matrix.nbytes:
+        tensor = _destination(matrix.shape, dtype)
+    elif matrix.offset % matrix.itemsize:
+        reader.close()
+        raise ValueError(
+            f"{matrix.path}: tensor {matrix.name!r} begins at byte {matrix.offset}, no multiple of its "
+            f"{matrix.itemsize}-byte elements; write it anew with the safetensors library"
+        )
+    else:
+        with torch.inference_mode(False):
+            tensor = torch.frombuffer(reader.data, dtype=dtype).view(matrix.shape)
+    return Source(
+        tensor,
+        lambda: f"{matrix.path.name}: {matrix.name} {list(matrix.shape)} {matrix.dtype}, {reader.how}",
+        lambda begin, end: reader.claim(begin * row_bytes, end * row_bytes),
+        rewind=reader.again,
+        close=reader.close,
+        takes=("tensor", "direct"),
+        readers=2,
+    )
 
 
-class TensorSource(Source):
+def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
     """A tensor that is copied; ``onward`` to a GPU, from where it is."""
+    if source.device.type != "cpu":
+        raise ValueError(f"stream_in: the source is on {source.device}; what streams in is on the CPU: source.cpu()")
+    if source.layout != torch.strided:
+        raise TypeError(
+            f"stream_in: the source has layout {source.layout}; a dense tensor streams in: source.to_dense()"
+        )
+    if source.dim() < 2:
+        raise ValueError(f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions")
+    source = source.detach()
+    what = f"a CPU tensor {list(source.shape)} {str(source.dtype)[6:]}"
+    if onward:
+        return Source(source, lambda: what, lambda begin, end: _nothing, readers=0 if source.is_pinned() else 1)
+    tensor = _destination(source.shape, source.dtype)
 
-    def __init__(self, source: torch.Tensor, onward: bool = False) -> None:
-        if source.device.type != "cpu":
-            raise ValueError(
-                f"stream_in: the source is on {source.device}; what streams in is on the CPU: source.cpu()"
-            )
-        if source.layout != torch.strided:
-            raise TypeError(
-                f"stream_in: the source has layout {source.layout}; a dense tensor streams in: source.to_dense()"
-            )
-        if source.dim() < 2:
-            raise ValueError(
-                f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions"
-            )
-        self._source = source.detach()
-        self._onward = onward
-        self.tensor = self._source if onward else _destination(source.shape, source.dtype)
-        if onward and source.is_pinned():
-            self.readers = 0
+    def copy(begin: int, end: int) -> None:
+        with torch.inference_mode():  # the source may be an inference tensor
+            as_rows(tensor)[begin:end].copy_(as_rows(source)[begin:end])
 
-    @property
-    def how(self) -> str:
-        """See `Source`."""
-        copied = "" if self._onward else ", copied"
-        return f"a CPU tensor {list(self._source.shape)} {str(self._source.dtype)[6:]}{copied}"
-
-    def claim(self, begin: int, end: int) -> Job:
-        """See `Source`."""
-
-        def copy() -> None:
-            if self._onward:
-                return
-            with torch.inference_mode():  # the source may be an inference tensor
-                as_rows(self.tensor)[begin:end].copy_(as_rows(self._source)[begin:end])
-
-        return copy
+    return Source(tensor, lambda: f"{what}, copied", lambda begin, end: lambda: copy(begin, end))
 
 
-class IteratorSource(Source):
+def iterator_source(blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Source:
     """Blocks of rows in order, of any number of rows each."""
+    if len(shape) < 2 or min(shape) < 0:
+        raise ValueError(f"stream_in: shape={list(shape)}; a matrix has at least 2 dimensions, none negative")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"stream_in: dtype={dtype!r}; it is a torch.dtype")
+    tensor = _destination(shape, dtype)
+    queue = _Blocks(iter(blocks), row_count(tensor), shape[-1], dtype)
 
-    takes = ("shape", "dtype")
+    def end() -> None:
+        if queue.left.shape[0]:
+            raise ValueError(
+                f"stream_in: the iterator's last block has {queue.left.shape[0]} rows more than shape= says"
+            )
 
-    def __init__(self, blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if len(shape) < 2 or min(shape) < 0:
-            raise ValueError(f"stream_in: shape={list(shape)}; a matrix has at least 2 dimensions, none negative")
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"stream_in: dtype={dtype!r}; it is a torch.dtype")
-        self._blocks: Iterator[torch.Tensor] = iter(blocks)
-        self._left: torch.Tensor | None = None  # rows that were yielded but not yet asked for
-        self.tensor = _destination(shape, dtype)
+    def rewind() -> None:
+        raise ValueError("stream_in: an iterator is read once; make a new stream")
 
-    @property
-    def how(self) -> str:
-        """See `Source`."""
-        return f"an iterator of blocks for {list(self.tensor.shape)} {str(self.tensor.dtype)[6:]}"
+    return Source(
+        tensor,
+        lambda: f"an iterator of blocks for {list(shape)} {str(dtype)[6:]}",
+        lambda begin, end: lambda: queue.fill(as_rows(tensor)[begin:end]),
+        end,
+        rewind,
+        takes=("shape", "dtype"),
+    )
 
-    def claim(self, begin: int, end: int) -> Job:
-        """See `Source`."""
-        return lambda: self._fill(as_rows(self.tensor), begin, end)
 
-    def _fill(self, into: torch.Tensor, begin: int, end: int) -> None:
-        while begin < end:
-            block = self._next_block(into)
-            count = min(end - begin, block.shape[0])
+class _Blocks:
+    """An iterator's blocks, and the rows of the last one that were not asked for yet."""
+
+    def __init__(self, blocks: Iterator[torch.Tensor], rows: int, row: int, dtype: torch.dtype) -> None:
+        self._blocks, self._rows, self._row, self._dtype = blocks, rows, row, dtype
+        self.left = _destination((0, row), dtype)
+
+    def fill(self, into: torch.Tensor) -> None:
+        """Fill ``into`` with the next rows."""
+        while into.shape[0]:
+            block = self.left if self.left.shape[0] else self._next()
+            count = min(into.shape[0], block.shape[0])
             with torch.inference_mode():  # the block may be an inference tensor
-                into[begin : begin + count].copy_(block[:count])
-            self._left = block[count:]
-            begin += count
+                into[:count].copy_(block[:count])
+            self.left, into = block[count:], into[count:]
 
-    def _next_block(self, into: torch.Tensor) -> torch.Tensor:
-        if self._left is not None and self._left.shape[0]:
-            return self._left
+    def _next(self) -> torch.Tensor:
         for block in self._blocks:
             if not isinstance(block, torch.Tensor):
                 raise TypeError(
@@ -169,24 +156,14 @@ class IteratorSource(Source):
             if block.dim() == 0:
                 raise ValueError("stream_in: the iterator yielded a single number; it yields blocks of rows")
             rows = as_rows(block.detach()) if block.dim() >= 2 else block.detach().unsqueeze(0)
-            if rows.shape[1] != into.shape[1] or rows.dtype != into.dtype:
+            if rows.shape[1] != self._row or rows.dtype != self._dtype:
                 raise ValueError(
                     f"stream_in: the iterator yielded a block {list(block.shape)} {block.dtype}; "
-                    f"rows are {into.shape[1]} long, {into.dtype}"
+                    f"rows are {self._row} long, {self._dtype}"
                 )
             if rows.shape[0]:
                 return rows
-        raise ValueError(f"stream_in: the iterator ended early; it was to yield {into.shape[0]} rows")
-
-    def end(self) -> None:
-        """See `Source`."""
-        spare = 0 if self._left is None else self._left.shape[0]
-        if spare:
-            raise ValueError(f"stream_in: the iterator's last block has {spare} rows more than shape= says")
-
-    def rewind(self) -> None:
-        """See `Source`."""
-        raise ValueError("stream_in: an iterator is read once; make a new stream")
+        raise ValueError(f"stream_in: the iterator ended early; it was to yield {self._rows} rows")
 
 
 def _destination(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

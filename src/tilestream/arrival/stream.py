@@ -6,16 +6,16 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
-from tilestream.arrival.sources import FileSource, IteratorSource, Job, Source, TensorSource, row_count
+from tilestream.arrival.sources import Job, Source, file_source, iterator_source, row_count, tensor_source
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
 from tilestream.runtime import shutdown
@@ -45,16 +45,16 @@ class _Filling:
     def __init__(self, arrival: Arrival, chunks: Chunks, source: Source, landing: Landing) -> None:
         self._arrival, self._chunks, self._source, self._landing = arrival, chunks, source, landing
         self._epoch = arrival.epoch
+        self._order = [(arrival.pivot + step) % chunks.count for step in range(chunks.count)]
         self._lock = threading.Lock()
         self._claimed = 0
         self._brought: set[int] = set()
         self._signalled = 0
         self.stop = threading.Event()
         self.cpu_seconds = 0.0
-        self.started = time.perf_counter()
-        readers = min(source.readers, max(chunks.count, 1))
+        readers = min(source.readers, chunks.count)
         self._running = max(readers, 1)
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         landing.begin()
         if not readers:
             self._run()
@@ -64,7 +64,7 @@ class _Filling:
             for i in range(readers):
                 thread = threading.Thread(target=self._run, name=f"tilestream-producer-{i}", daemon=True)
                 thread.start()
-                self._threads.append(thread)
+                self.threads.append(thread)
         except BaseException:  # no thread to be had: those that run must not outlive the source
             self.stop.set()
             self.join(None)
@@ -78,10 +78,11 @@ class _Filling:
     @property
     def issued(self) -> bool:
         """Whether the threads have ended."""
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in self.threads)
 
     @property
     def done(self) -> bool:
+        """Whether what the threads issued is done, too."""
         return self.issued and self._landing.settled(0.0)
 
     def join(self, timeout: float | None) -> bool:
@@ -89,18 +90,16 @@ class _Filling:
 
         A thread of this filling waits for the others only.
         """
-        end = math.inf if timeout is None else time.perf_counter() + timeout
-        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        left = _countdown(timeout)
+        others = [thread for thread in self.threads if thread is not threading.current_thread()]
         for thread in others:
-            thread.join(None if timeout is None else max(0.0, end - time.perf_counter()))
-        if any(thread.is_alive() for thread in others):
-            return False
-        return self._landing.settled(None if timeout is None else max(0.0, end - time.perf_counter()))
+            thread.join(left())
+        return not any(thread.is_alive() for thread in others) and self._landing.settled(left())
 
     def _run(self) -> None:
         cpu = time.thread_time()
         try:
-            if not self._threads and self._land_all():
+            if not self._source.readers and self._land_all():
                 return
             while (claim := self._claim()) is not None:
                 step, job = claim
@@ -120,38 +119,38 @@ class _Filling:
                     self._source.close()  # a stream that is not closed keeps no file open
 
     def _land_all(self) -> bool:
-        """Issue everything at once, if the source has nothing to do and the landing can."""
-        order = [self._chunk(step) for step in range(self._chunks.count)]
-        if self._source.readers:
-            return False
         with self._landing.issuing():
-            return self._landing.land_all(self._chunks, order, self._arrival._signals)
-
-    def _chunk(self, step: int) -> int:
-        return (self._arrival.pivot + step) % self._chunks.count
+            return self._landing.land_all(self._chunks, self._order, self._arrival._signals)
 
     def _claim(self) -> tuple[int, Job] | None:
         with self._lock:
             step = self._claimed
             if step == self._chunks.count:
                 return None
+            chunk = self._order[step]
             if self.stop.is_set():
-                raise ProducerStopped(f"stream_in: closed before chunk {self._chunk(step)} was delivered")
+                raise ProducerStopped(f"stream_in: closed before chunk {chunk} was delivered")
             self._claimed += 1
-            return step, self._source.claim(*self._chunks.range_of(self._chunk(step)))
+            return step, self._source.claim(*self._chunks.range_of(chunk))
 
     def _deliver(self, step: int) -> None:
         with self._lock:
             self._brought.add(step)
             with self._landing.issuing():
                 while self._signalled in self._brought:
-                    chunk = self._chunk(self._signalled)
+                    chunk = self._order[self._signalled]
                     self._landing.land(*self._chunks.range_of(chunk))
                     self._arrival.signal(chunk, epoch=self._epoch)
                     self._signalled += 1
             last = self._signalled == self._chunks.count
         if last:
             self._source.end()
+
+
+def _countdown(timeout: float | None) -> Callable[[], float | None]:
+    """What is left of ``timeout`` seconds, at each call; None where there is no bound."""
+    end = time.perf_counter() + (timeout or 0.0)
+    return lambda: None if timeout is None else max(0.0, end - time.perf_counter())
 
 
 class Stream:
@@ -165,6 +164,8 @@ class Stream:
         The destination. Read a chunk's rows only after its signal, as ``ts.matmul(..., arrival=...)`` does.
     arrival : Arrival
         The chunks and their signals.
+    started : float
+        When the producer was started, on `time.perf_counter`'s clock.
     """
 
     def __init__(
@@ -173,24 +174,19 @@ class Stream:
         self._source, self._landing = source, landing or Landing(source.tensor)
         self.tensor = self._landing.tensor
         self.arrival = arrival
-        arrival._signals.filled_by_stream()
+        arrival._signals.streamed = True
         self._chunks = arrival.chunks(row_count(self.tensor))
         self._copies: KernelCopies | None = None
         if by_kernel and self.tensor.numel():
             self._copies = cast("DeviceLanding", self._landing).offer(self._chunks, arrival.pivot)
-            cast("DeviceSignals", arrival._signals).offer(self._copies)
+            cast("DeviceSignals", arrival._signals).copies = self._copies
         self._begin()
 
     def _begin(self) -> None:
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
         self._filling = None
         if self._copies is None:
             self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing)
-
-    @property
-    def started(self) -> float:
-        """When the producer was started, on `time.perf_counter`'s clock."""
-        return self._started
 
     @property
     def cpu_seconds(self) -> float:
@@ -210,15 +206,14 @@ class Stream:
 
     def explain(self) -> str:
         """Where the data comes from, and how; with ``copies="kernel"``, what made this epoch's copies."""
-        rows = self._chunks.rows
         onward = f", {self._landing.how}" if self._landing.how else ""
         if self._copies is not None:
             onward += {
                 "nobody": " by the kernel that reads it first, if that can, else by a copy engine",
                 "kernel": " by the kernel that read it first",
-                "engine": " by a copy engine: who read it first makes no copies",
+                "engine": " by a copy engine: its first reader makes no copies",
             }[self._copies.maker]
-        return f"{self._source.how}{onward}; {rows} rows in {self._chunks.count} chunks"
+        return f"{self._source.describe()}{onward}; {self._chunks.rows} rows in {self._chunks.count} chunks"
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
         """Wait for the whole tensor and return it.
@@ -230,13 +225,13 @@ class Stream:
         Exception
             What the producer raised, if it did; on a GPU, what that device has reported: see `tilestream.check`.
         """
-        end = math.inf if timeout is None else time.perf_counter() + timeout
-        begun = self._copies is None or self._copies.by_engine(cast("DeviceSignals", self.arrival._signals), timeout)
-        if not begun or not self._joined(None if timeout is None else max(0.0, end - time.perf_counter())):
-            missing = [c for c, there in enumerate(self.arrival._signals.state()) if not there]
+        left, signals = _countdown(timeout), self.arrival._signals
+        begun = self._copies is None or self._copies.by_engine(signals, timeout)
+        if not begun or not self._joined(left()):
+            missing = [c for c, there in enumerate(signals.state()) if not there]
             what = f"{len(missing)} chunks not delivered, the first of them {missing[0]}" if missing else "not ended"
             raise TimeoutError(f"stream_in: after {timeout} s {what}")
-        error = self.arrival._take_error()
+        error = signals.take_error(signals.epoch)
         if error is not None:
             raise error
         if self.tensor.is_cuda:
@@ -246,10 +241,10 @@ class Stream:
     def restart(self) -> None:
         """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
 
-        Nothing may still read the tensor, a backward pass included (autograd does not see a file being read into it),
-        and the producer must have ended. On a GPU it may be called at once where the source is pinned: the copies wait
-        for those before them, and for what the current stream was given so far, which must include the readers of the
-        tensor; the caller waits for neither.
+        The producer must have ended, and nothing may still read the tensor, a backward pass included (autograd does not
+        see that a file is read into it). On a GPU it may be called at once where the source is pinned: the copies come
+        behind those before them, and behind what the current stream was given so far, which must include the readers of
+        the tensor; the caller waits for neither.
 
         Raises
         ------
@@ -288,7 +283,7 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # An exception is not held up for a producer that cannot be stopped.
+        # An exception does not wait long for a producer that cannot be stopped.
         self.close(5.0 if kind is None else 0.2)
 
     def __repr__(self) -> str:
@@ -356,7 +351,6 @@ def stream_in(
     >>> with ts.stream_in("activations.safetensors", tensor="x") as x:  # doctest: +SKIP
     ...     y = ts.matmul(x.tensor, w, arrival=x.arrival)
     """
-    made: Source
     if copies not in ("engine", "kernel"):
         raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
     target = _target(source, device)
@@ -366,21 +360,23 @@ def stream_in(
             "to its GPU: give one, or copies='engine'"
         )
     if isinstance(source, torch.Tensor):
-        made = TensorSource(source, onward=target.type != "cpu")
+        made = tensor_source(source, onward=target.type != "cpu")
     elif isinstance(source, str | os.PathLike):
-        made = FileSource(RangeReader(find_matrix(source, tensor), direct))
+        made = file_source(RangeReader(find_matrix(source, tensor), direct))
     elif isinstance(source, Iterable):
         if shape is None or dtype is None:
             raise ValueError("stream_in: an iterable source does not say how large it is: give shape= and dtype=")
-        made = IteratorSource(source, tuple(shape), dtype)
+        made = iterator_source(source, tuple(shape), dtype)
     else:
         raise TypeError(
             f"stream_in: source is a {type(source).__name__}; it is a file's path, a CPU tensor or an iterable of "
             "tensors"
         )
     try:
-        _refuse_unused(made, tensor=tensor, shape=shape, dtype=dtype, direct=direct)
-        arrival = _arrival(made, rows_per_chunk, bounds, pivot, target)
+        for name, value in {"tensor": tensor, "shape": shape, "dtype": dtype, "direct": direct}.items():
+            if value is not None and name not in made.takes:
+                raise ValueError(f"stream_in: {name}={value!r} means nothing for {made.describe()}")
+        arrival = _arrival(made.tensor, rows_per_chunk, bounds, pivot, target)
         landing = None if target.type == "cpu" else DeviceLanding(made.tensor, target)
         return Stream(arrival, made, landing, copies == "kernel")
     except BaseException:
@@ -408,15 +404,15 @@ def _target(source: Streamable, device: str | torch.device | None) -> torch.devi
 
 
 def _arrival(
-    source: Source, rows_per_chunk: int | None, bounds: Sequence[int] | None, pivot: int, target: torch.device
+    tensor: torch.Tensor, rows_per_chunk: int | None, bounds: Sequence[int] | None, pivot: int, target: torch.device
 ) -> Arrival:
-    rows = row_count(source.tensor)
     if bounds is not None:
         if rows_per_chunk is not None:
             raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
         return Arrival.ragged(bounds, pivot, device=target)
+    rows = row_count(tensor)
     if rows_per_chunk is None:
-        rows_per_chunk = default_rows_per_chunk(rows, source.tensor.shape[-1] * source.tensor.element_size())
+        rows_per_chunk = default_rows_per_chunk(rows, tensor.shape[-1] * tensor.element_size())
         if target.type != "cpu" and rows_per_chunk > GPU_ROWS:
             rows_per_chunk = GPU_ROWS * math.ceil(rows_per_chunk / GPU_ROWS)
     elif rows_per_chunk < 1:
@@ -427,11 +423,4 @@ def _arrival(
 def default_rows_per_chunk(rows: int, row_bytes: int) -> int:
     """Rows of a chunk of about `CHUNK_BYTES`; between 4 and 1024 chunks where there are rows enough."""
     count = math.ceil(rows * row_bytes / CHUNK_BYTES)
-    count = min(max(count, 4), 1024)
-    return max(1, math.ceil(rows / count))
-
-
-def _refuse_unused(source: Source, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and name not in source.takes:
-            raise ValueError(f"stream_in: {name}={value!r} means nothing for {source.how}")
+    return max(1, math.ceil(rows / min(max(count, 4), 1024)))

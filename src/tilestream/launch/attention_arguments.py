@@ -1,16 +1,12 @@
-"""What every backend's attention kernel is launched with, as far as a plan and a layout decide it.
-
-No torch here: the compile gate, and whoever fills a cache for a machine with a GPU, make the same arguments from
-shapes.
-"""
+"""What every backend's attention kernel is launched with, as far as a plan and a layout decide it."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from operator import itemgetter
 from typing import Any, NamedTuple
 
+from tilestream.launch.gate import chunk_kind
+from tilestream.launch.pack import Pack, named
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_problem import AttentionProblem
 
@@ -19,7 +15,7 @@ _LOG2_E = math.log2(math.e)
 Strides = tuple[int, int, int]
 ScaleStrides = tuple[int, int]
 
-#: What a launch is given, in order: tensors, addresses, tensor maps, or whatever stands in for them; then numbers.
+#: What each call gives, in order.
 GIVEN = (
     "q", "k", "v", "out", "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k",
     "block_table", "starts", "order", "counters", "log", "base", "reset", "scale", "softcap_scale",
@@ -83,92 +79,89 @@ class AttentionLayout(NamedTuple):
     scale_v: ScaleStrides | None = None
 
 
-class Pack:
-    """A kernel's arguments in its order: what it is given call by call, and what is fixed.
+class AttentionArguments:
+    """A kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
 
-    The kernel's signature is the only list of its parameters: each is found here by its name.
-
-    Parameters
+    Attributes
     ----------
-    kernel
-        The jitted kernel. A tensor map ``x_map`` of it is given as ``x``.
-    fixed
-        Values by name. Names that the kernel does not have, here and in `GIVEN`, are left out.
+    options
+        How the kernel is compiled.
     """
 
-    def __init__(self, kernel: Any, fixed: dict[str, Any]) -> None:
-        place = {name: i for i, name in enumerate((*GIVEN, *KeyGate._fields, *fixed))}
-        names = inspect.signature(kernel.fn).parameters
-        self._in_order = itemgetter(*(place[name.removesuffix("_map")] for name in names))
-        self._fixed = tuple(fixed.values())
+    options: dict[str, Any]
 
-    def __call__(self, given: tuple[Any, ...], gate: KeyGate = NO_KEY_GATE) -> tuple[Any, ...]:
-        """All arguments, of values in the order of `GIVEN`."""
-        return self._in_order((*given, *gate, *self._fixed))  # type: ignore[no-any-return]
+    def __init__(self, plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> None:
+        self.plan, self.layout, self._trace = plan, layout, trace
 
+    def pack(self, kernel: Any) -> Pack:
+        """How the kernel's arguments are packed, of values in the order of `GIVEN`, then of a `KeyGate`."""
+        fixed = {**NO_KEY_GATE._asdict(), **self._numbers(), "C": self.config()}
+        return Pack(kernel, fixed, GIVEN, KeyGate._fields)
 
-def numbers(plan: AttentionPlan, layout: AttentionLayout) -> dict[str, int]:
-    """The numbers of `Extents`, `Work`, `Incoming` and `Rows` that a plan and a layout decide, by name."""
-    p, schedule, lse = plan.problem, plan.schedule, layout.lse or (0, 0, 0)
-    left, right = (side or 0 for side in p.sides)
-    chunks = None if p.keys is None else p.keys.chunks
-    return {
-        "sequences": p.batch + 1,
-        "tokens_q": p.tokens_q,
-        "tokens_k": p.tokens_k,
-        "seqlen_q": p.seqlen_q,
-        "seqlen_k": p.seqlen_k,
-        "head_tiles": max(1, p.heads_q // plan.pack),
-        "q_heads_per_kv": max(1, p.ratio // plan.pack),
-        "shares": plan.shares,
-        "left": left,
-        "right": right,
-        "queues": schedule.queues,
-        "tiles": schedule.full_tiles,
-        "num_m": schedule.grid.num_m,
-        "num_n": schedule.grid.num_n,
-        "group": plan.group,
-        "rows_per_chunk": (chunks and chunks.rows_per_chunk) or 1,
-        "chunks": chunks.count if chunks else 0,
-        "lse_batch": lse[0],
-        "lse_row": lse[1],
-        "lse_head": lse[2],
-        "table_stride": layout.table,
-        "pages": p.pages,
-    }
+    def scales(self, scale: float) -> tuple[float, float]:
+        """``scale`` and ``softcap_scale`` of `tilestream.core.attention_structs.Scores`, for a scale of scores."""
+        cap = self.plan.problem.softcap
+        return (cap * _LOG2_E, scale / cap) if cap else (scale * _LOG2_E, 0.0)
 
+    def config(self) -> Any:
+        """What is compiled in: the kernel's `tilestream.kernels.attention_config.AttentionConfig`."""
+        raise NotImplementedError
 
-def config_fields(plan: AttentionPlan, trace: bool = False) -> dict[str, Any]:
-    """The fields of `tilestream.kernels.attention_config.AttentionConfig`."""
-    p, schedule = plan.problem, plan.schedule
-    return {
-        "ROWS": plan.block[0],
-        "BLOCK": plan.block[1],
-        "PACK": plan.pack,
-        "KIND": schedule.kind,
-        "SPLIT": schedule.split,
-        "STEAL": schedule.queues > 1,
-        "ORDER": schedule.raster.order,
-        "PAGE": p.page_size,
-        "SPLIT_KEYS": plan.shares > 1,
-        "TOP_LEFT": p.alignment == "top_left",
-        "LEFT": p.left is not None,
-        "RIGHT": p.right is not None,
-        "CAPPED": p.softcap > 0,
-        "KEYS": chunk_kind(p),
-        "TRACE": trace,
-    }
+    def _fields(self) -> dict[str, Any]:
+        """Of that, what all backends share."""
+        plan, p, schedule = self.plan, self.plan.problem, self.plan.schedule
+        return {
+            "ROWS": plan.block[0],
+            "BLOCK": plan.block[1],
+            "PACK": plan.pack,
+            "KIND": schedule.kind,
+            "SPLIT": schedule.split,
+            "STEAL": schedule.queues > 1,
+            "ORDER": schedule.raster.order,
+            "PAGE": p.page_size,
+            "SPLIT_KEYS": plan.shares > 1,
+            "TOP_LEFT": p.alignment == "top_left",
+            "LEFT": p.left is not None,
+            "RIGHT": p.right is not None,
+            "CAPPED": p.softcap > 0,
+            "KEYS": chunk_kind(p.keys),
+            "TRACE": self._trace,
+        }
 
-
-def scales_of(problem: AttentionProblem, scale: float) -> tuple[float, float]:
-    """``scale`` and ``softcap_scale`` of `tilestream.core.attention_structs.Scores`, for a scale of scores."""
-    cap = problem.softcap
-    return (cap * _LOG2_E, scale / cap) if cap else (scale * _LOG2_E, 0.0)
-
-
-def chunk_kind(problem: AttentionProblem) -> str:
-    """How keys arrive: ``"none"`` (they are there), in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
-    return "none" if problem.keys is None else "uniform" if problem.keys.chunks.rows_per_chunk else "ragged"
+    def _numbers(self) -> dict[str, int]:
+        """The numbers that a plan and a layout decide, by the names of entries."""
+        plan, p, schedule, s = self.plan, self.plan.problem, self.plan.schedule, self.layout
+        left, right = (side or 0 for side in p.sides)
+        chunks = None if p.keys is None else p.keys.chunks
+        return {
+            "sequences": p.batch + 1,
+            "tokens_q": p.tokens_q,
+            "tokens_k": p.tokens_k,
+            "seqlen_q": p.seqlen_q,
+            "seqlen_k": p.seqlen_k,
+            "head_tiles": max(1, p.heads_q // plan.pack),
+            "q_heads_per_kv": max(1, p.ratio // plan.pack),
+            "shares": plan.shares,
+            "left": left,
+            "right": right,
+            "queues": schedule.queues,
+            "tiles": schedule.full_tiles,
+            "num_m": schedule.grid.num_m,
+            "num_n": schedule.grid.num_n,
+            "group": plan.group,
+            "rows_per_chunk": (chunks and chunks.rows_per_chunk) or 1,
+            "chunks": chunks.count if chunks else 0,
+            "table_stride": s.table,
+            "pages": p.pages,
+            **named("lse_", ("batch", "row", "head"), s.lse or (0, 0, 0)),
+            **named("stride_q", "brh", s.q),
+            **named("stride_k", "brh", s.k),
+            **named("stride_v", "brh", s.v),
+            **named("stride_o", "brh", s.out),
+            **named("stride_sq", "bh", s.scale_q or (0, 0)),
+            **named("stride_sk", "bh", s.scale_k or (0, 0)),
+            **named("stride_sv", "bh", s.scale_v or (0, 0)),
+        }
 
 
 def share_layout(problem: AttentionProblem, layout: AttentionLayout) -> AttentionLayout:

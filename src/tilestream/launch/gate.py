@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
-from tilestream.core.copy_items import block, vector
 from tilestream.core.gate import Gate, chunks_of
 from tilestream.core.grid import WorkItem
 from tilestream.plan.plan import Plan
+from tilestream.plan.problem import Incoming
 
 
 class GateArguments(NamedTuple):
@@ -77,43 +77,32 @@ class PublishArguments(NamedTuple):
 NO_PUBLISH = PublishArguments()
 
 
-def copy_constants(plan: Plan) -> dict[str, Any]:
-    """The compile-time arguments of a kernel that makes an operand's copies itself, in its order."""
-    if plan.copies == "none":
-        return {"COPIES": "none", "COPY_BLOCK": 1, "COPY_VECTOR": 1}
-    incoming = plan.problem.rows if plan.copies == "rows" else plan.problem.columns
-    assert incoming is not None
+def chunk_kind(incoming: Incoming | None) -> str:
+    """How an operand arrives: ``"none"``, in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
+    return "none" if incoming is None else "uniform" if incoming.chunks.rows_per_chunk else "ragged"
+
+
+def chunk_numbers(plan: Plan) -> dict[str, int]:
+    """What the kernel is told of the chunks of rows (of several batches, too) and of columns, by name."""
+    problem = plan.problem
+    several = bool(problem.row_of_batch)
     return {
-        "COPIES": plan.copies,
-        "COPY_BLOCK": block(plan.warps, incoming.copied),
-        "COPY_VECTOR": vector(incoming.copied),
+        **_sizes(plan, 0),
+        "rows_per_batch": problem.m if several else 0,
+        "row_tiles_per_batch": plan.schedule.grid.num_m if several else 0,
+        **_sizes(plan, 1),
     }
 
 
-def chunk_kinds(plan: Plan) -> tuple[str, str]:
-    """How A's rows and B's columns arrive: ``"none"``, in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
-    operands = (plan.problem.rows, plan.problem.columns)
-    rows, columns = (
-        "none" if incoming is None else "uniform" if incoming.chunks.rows_per_chunk else "ragged"
-        for incoming in operands
-    )
-    return rows, columns
-
-
-def chunk_numbers(plan: Plan) -> tuple[int, ...]:
-    """What the kernel is told of the chunks of rows (the last two: of several batches), then of columns."""
-    problem = plan.problem
-    several = bool(problem.row_of_batch)
-    batches = (problem.m, plan.schedule.grid.num_m) if several else (0, 0)
-    return *_sizes(plan, 0), *batches, *_sizes(plan, 1)
-
-
-def _sizes(plan: Plan, operand: int) -> tuple[int, int, int]:
+def _sizes(plan: Plan, operand: int) -> dict[str, int]:
     """Chunks, rows of a chunk, chunks that no tile reads."""
-    incoming = plan.problem.columns if operand else plan.problem.rows
+    incoming, name = (plan.problem.columns, "column") if operand else (plan.problem.rows, "row")
     if incoming is None:
-        return 0, 1, 0
-    return incoming.chunks.count, incoming.chunks.rows_per_chunk or 1, len(_unread(plan, operand))
+        chunks, per_chunk, unread = 0, 1, 0
+    else:
+        chunks, per_chunk = incoming.chunks.count, incoming.chunks.rows_per_chunk or 1
+        unread = len(_unread(plan, operand))
+    return {f"{name}_chunks": chunks, f"{name}s_per_chunk": per_chunk, f"{name}_unread": unread}
 
 
 def _tiles(plan: Plan, operand: int) -> list[WorkItem]:

@@ -228,7 +228,7 @@ class Kernel:
         """Arguments of the next launch: tensors for the first, then their addresses."""
         return values if self._compiled is None else map(address, values)
 
-    def __call__(self, stream: int, filled: tuple[Any, ...]) -> None:
+    def __call__(self, stream: int, filled: Sequence[Any]) -> None:
         """Launch with all arguments, of which tensors have gone through `take`."""
         compiled = self._compiled
         if compiled is None:
@@ -241,7 +241,7 @@ class Kernel:
                 *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *filled
             )  # fmt: skip
 
-    def load(self, filled: tuple[Any, ...]) -> None:
+    def load(self, filled: Sequence[Any]) -> None:
         """Have the kernel on the device before the first launch, for arguments like these."""
         if self._compiled is None and not INTERPRETED:
             self._compiled = self._function.warmup(*filled, grid=self._grid, **self._options)

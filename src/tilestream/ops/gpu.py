@@ -21,8 +21,8 @@ from tilestream.runtime.properties import allows_tf32, cuda_properties
 from tilestream.trace.record import current
 
 if TYPE_CHECKING:
+    from tilestream.launch.gemm_arguments import Layout
     from tilestream.launch.launch import GemmLaunch, Launch
-    from tilestream.launch.portable.arguments import Layout
     from tilestream.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def _make(
     columns: FlatArrival | None = None, publishes: Incoming | None = None,
 ) -> GemmLaunch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
-    from tilestream.launch.portable.arguments import Layout, is_aligned
+    from tilestream.launch.gemm_arguments import Layout, is_aligned
 
     a, b, out, epilogue = x
     residual = epilogue.residual
@@ -211,7 +211,7 @@ def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
 
 def _no_vectors(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
     """What of A and B cannot be read in vectors of 16 bytes, as the plan has it; empty if both can."""
-    from tilestream.launch.portable.arguments import is_aligned
+    from tilestream.launch.gemm_arguments import is_aligned
 
     for name, operand, strides in (("a", a, layout.a), ("b", b, layout.b)):
         rows, columns = operand.shape[-2:]

@@ -15,7 +15,7 @@ from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
 from tilestream.plan import tma
 from tilestream.plan.arrival_order import OrderName
-from tilestream.plan.candidate import Refusal
+from tilestream.plan.candidate import Asked, Refusal
 from tilestream.plan.hooks import hooks
 from tilestream.plan.limit import limit
 from tilestream.plan.plan import Plan
@@ -105,13 +105,9 @@ def plan(
         Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring. CDNA: ``"direct"``
         or ``"staged"``, likewise.
     registers
-        Hopper: force how registers are split: ``(40, 232)`` or ``(24, 240)`` of a thread of the load warp and of the
-        math warps, of which there are two groups; the latter for static and dynamic schedules whose ``queues`` are not
-        forced, with nothing arriving.
-
-    Returns
-    -------
-    Plan
+        Hopper: force the registers of a thread of the load warp and of the math warps where there are two math loops:
+        ``(40, 232)`` or ``(24, 240)``. The latter is for static and dynamic schedules whose ``queues`` are not forced,
+        with nothing arriving.
 
     Raises
     ------
@@ -125,8 +121,6 @@ def plan(
     >>> plan(2048, 2048, 2048, workers=2, schedule="dynamic", tile=(512, 512)).schedule.grid.tiles
     16
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     properties = device_properties(device)
     if named(str(device)) is not None:
         device = properties
@@ -134,28 +128,73 @@ def plan(
     for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
         if coming is not None and not isinstance(coming, Arriving):
             raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
+    name = dtype_name(dtype)
+    other = name if b_dtype is None else dtype_name(b_dtype)
+    layout = layout or ("nt" if name in FP8 else "nn")
+    if layout not in ("nn", "nt", "tn", "tt"):
+        raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
+    if scales not in SCALES:
+        raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")
+    if not isinstance(use_fast_accum, bool):
+        raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
+    default = None if isinstance(device, DeviceProperties) else default_workers(properties)
+    asked = Asked(
+        workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages, registers,
+        limit(),
+    )  # fmt: skip
+    arrives = arrival is not None or weight_arrival is not None
+    asked = _checked(asked, device, arrives)
     if publish is not None:
-        check_publish("plan", schedule, arrival is not None or weight_arrival is not None)
+        check_publish("plan", schedule, arrives)
+    on_cpu = properties.backend == "cpu"
+    problem = Problem(
+        m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
+        None if arrival is None else arrival.incoming(batch * m),
+        None if weight_arrival is None else weight_arrival.incoming(n),
+        tf32=name == "float32" and _uses_tf32(device, properties),
+        aligned=on_cpu or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
+        no_tma="" if on_cpu else tma.refuse_contiguous(m, n, k, layout, (name, other)),
+        b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
+        publishes=None if publish is None else publish.published(batch * m),
+    )  # fmt: skip
+    # An own order is not cached: the cache would keep alive what a function closes over, and take it for pure.
+    cached = order is None or isinstance(order, str)
+    make = plan_problem if cached else plan_problem.__wrapped__
+    if publish is None:
+        return make(problem, *asked)
+    dynamic = asked._replace(schedule="dynamic") if schedule == "auto" and not on_cpu else asked
+    try:
+        return make(problem, *dynamic)
+    except NotImplementedError as error:
+        if not cached:
+            raise
+        whole = make(replace(problem, publishes=None), *asked)
+        return replace(whole, refused=(*whole.refused, Refusal("one launch", f"{error}, each signalled behind it")))
+
+
+def _checked(asked: Asked, device: object, arrives: bool) -> Asked:
+    """What the caller of `plan` asks, checked, with the backend that a forced variant, ring or split implies."""
+    schedule, order, tile, backend = asked.schedule, asked.order, asked.tile, asked.backend
+    variant, stages, registers, properties = asked.variant, asked.stages, asked.registers, asked.device
+    assert properties is not None
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     if isinstance(order, str):
         if order not in get_args(OrderName):
             raise ValueError(f"order={order!r}; by name it is one of {', '.join(get_args(OrderName))}")
-        if arrival is None and weight_arrival is None:
+        if not arrives:
             raise ValueError(
                 f"order={order!r}: nothing arrives; give arrival or weight_arrival, or your own order of tiles"
             )
     elif order is not None and not callable(order) and not isinstance(order, Sequence):
         raise TypeError(f"order={order!r}; it is a function of a position, or a sequence of tiles")
-    for name, value in (("workers", workers), ("queues", queues), ("shares", shares)):
+    for name, value in (("workers", asked.workers), ("queues", asked.queues), ("shares", asked.shares)):
         if value is not None and (not is_whole(value) or value < 1):
             raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
     if tile is not None:
         if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(is_whole(x) and x > 0 for x in tile):
             raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
-        tile = (operator.index(tile[0]), operator.index(tile[1]))
-    name = dtype_name(dtype)
-    layout = layout or ("nt" if name in FP8 else "nn")
-    if layout not in ("nn", "nt", "tn", "tt"):
-        raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
+        asked = asked._replace(tile=(operator.index(tile[0]), operator.index(tile[1])))
     if backend not in (None, "hopper", "cdna", "portable"):
         raise ValueError(f"backend={backend!r}; it is 'hopper', 'cdna', 'portable', or None for the plan's choice")
     fast = "cdna" if properties.arch.startswith("gfx") else "hopper"
@@ -165,10 +204,11 @@ def plan(
     if stages is not None and (not is_whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
     if properties.backend == "cpu":
-        forced = {"backend": backend, "variant": variant, "stages": stages, "registers": registers}
-        for option, given in forced.items():
-            if given is not None:
-                raise ValueError(f"{option}={given!r} with device={device!s}: it is for GPUs; leave it away")
+        for name in ("backend", "variant", "stages", "registers"):
+            if getattr(asked, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(asked, name)!r} with device={device!s}: it is for GPUs; leave it away"
+                )
     if backend == "portable" and (variant is not None or stages is not None):
         raise ValueError(
             f"variant={variant!r}, stages={stages!r} with backend='portable': only 'hopper' and 'cdna' have them; "
@@ -182,53 +222,12 @@ def plan(
             )
         if "hopper" not in (backend or fast):
             raise ValueError(f"registers={registers!r} with backend={backend or fast!r}: only 'hopper' splits them so")
-    if backend is None and (variant is not None or stages is not None or registers is not None):
-        backend = fast
-    other = name if b_dtype is None else dtype_name(b_dtype)
-    if scales not in SCALES:
-        raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")
-    if not isinstance(use_fast_accum, bool):
-        raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
-    problem = Problem(
-        m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
-        None if arrival is None else arrival.incoming(batch * m),
-        None if weight_arrival is None else weight_arrival.incoming(n),
-        tf32=name == "float32" and _uses_tf32(device, properties),
-        aligned=properties.backend == "cpu" or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
-        no_tma="" if properties.backend == "cpu" else tma.refuse_contiguous(m, n, k, layout, (name, other)),
-        b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
-        publishes=None if publish is None else publish.published(batch * m),
-    )  # fmt: skip
-    asked = schedule
-    if publish is not None and schedule == "auto" and properties.backend != "cpu":
-        schedule = "dynamic"
-    default = None if isinstance(device, DeviceProperties) else default_workers(properties)
-    # An own order is not cached: the cache would keep alive what a function closes over, and take it for pure.
-    cached = order is None or isinstance(order, str)
-
-    def made(problem: Problem, schedule: str) -> Plan:
-        return (plan_problem if cached else plan_problem.__wrapped__)(
-            problem, workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages,
-            registers, limit(),
-        )  # fmt: skip
-
-    if publish is None or not cached:
-        return made(problem, schedule)
-    try:
-        return made(problem, schedule)
-    except NotImplementedError as error:
-        whole = made(replace(problem, publishes=None), asked)
-        return replace(whole, refused=(*whole.refused, Refusal("one launch", f"{error}, each signalled behind it")))
+    implied = backend is None and (variant is not None or stages is not None or registers is not None)
+    return asked._replace(backend=fast) if implied else asked
 
 
 def check_publish(op: str, schedule: str, arriving: bool) -> None:
-    """Refuse what ``publish=`` excludes.
-
-    Raises
-    ------
-    ValueError
-        If an operand arrives, or the schedule is another than ``"auto"`` and ``"dynamic"``.
-    """
+    """Raise `ValueError` for what ``publish=`` excludes: operands that arrive, and schedules but auto and dynamic."""
     if arriving:
         raise ValueError(
             f"{op}: publish= beside arrival=: what is NaN after an expiry would be signalled as if it were there; "
@@ -248,30 +247,22 @@ def default_workers(device: DeviceProperties) -> int | None:
 
 
 def _uses_tf32(device: object, properties: DeviceProperties) -> bool:
-    if isinstance(device, DeviceProperties) or not properties.arch.startswith("sm_"):
-        return False
-    return hooks.allows_tf32()
+    on_nvidia = properties.arch.startswith("sm_") and not isinstance(device, DeviceProperties)
+    return on_nvidia and hooks.allows_tf32()
 
 
 def device_properties(device: object) -> DeviceProperties:
-    """The properties of a device as `plan` takes it.
-
-    Raises
-    ------
-    NotImplementedError
-        If there is no backend for it.
-    """
+    """The properties of a device as `plan` takes it; `NotImplementedError` if there is no backend for it."""
     if isinstance(device, DeviceProperties):
         return device
     kind, colon, index = str(device).partition(":")
-    if kind == "cuda" and colon and not index.isdecimal():
-        raise ValueError(f"device={str(device)!r}; a GPU is 'cuda', or 'cuda:' and its number")
     if kind == "cpu":
         return cpu_properties()
     if kind == "cuda":
+        if colon and not index.isdecimal():
+            raise ValueError(f"device={str(device)!r}; a GPU is 'cuda', or 'cuda:' and its number")
         return hooks.cuda_properties(int(index) if index else None)
-    found = named(str(device))
-    if found is not None:
+    if (found := named(str(device))) is not None:
         return found
     raise NotImplementedError(
         f"device={str(device)!r}: this version has backends for the CPU and for CUDA and ROCm GPUs; use "
@@ -280,13 +271,7 @@ def device_properties(device: object) -> DeviceProperties:
 
 
 def checked_extents(extents: dict[str, int]) -> dict[str, int]:
-    """Extents by name as Python's integers.
-
-    Raises
-    ------
-    ValueError
-        If one is no whole number, or negative.
-    """
+    """Extents by name as Python's integers; `ValueError` if one is no whole number, or negative."""
     for name, extent in extents.items():
         if not is_whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")

@@ -1,8 +1,8 @@
 """Arrival order: whether a plan's items are taken as their chunks arrive, or in the raster's order.
 
-A late chunk then delays only the tiles that read it, at little cost: an item costs one atomic add, as with a single
+A late chunk then delays only the tiles that read it. The cost is small: an item costs one atomic add, as with a single
 queue; a queue (all tiles that read the same chunks) costs each worker a poll of its chunks, an atomic max, and the void
-ticket that shows it empty. So dynamic schedules with one arriving operand have it, but for the reasons below.
+ticket that shows it empty. So dynamic schedules with one arriving operand have it, unless a reason below holds.
 """
 
 from __future__ import annotations
@@ -38,34 +38,28 @@ def in_arrival_order(
     ValueError
         If arrival order is asked for by name, and cannot be had.
     """
-    schedule = best.schedule
-    ends: tuple[int, ...] = ()
-    if own_order:
-        why = "the caller's own order is kept"
-    elif named == "chunk_major":
-        why = "order='chunk_major' given"
-    elif schedule.kind != "dynamic":
-        why = f"only dynamic schedules have queues for chunks, this one is {schedule.kind}"
-    elif queues is not None:
-        why = f"queues={queues} given: they split the dimension that does not arrive"
-    elif problem.rows is not None and problem.columns is not None:
-        why = "both operands arrive, and a queue waits for chunks of one"
-    elif backend == "cdna":
-        why = "the CDNA kernel takes items in the raster's order"
-    elif not schedule.grid.tiles:
-        why = "there is no tile"
-    else:
-        schedule = replace(schedule, split="items", queues=1)
-        gate = gate_of(problem, best.block[:2])
+    kind = best.schedule.kind
+    reasons = {
+        "the caller's own order is kept": own_order,
+        "order='chunk_major' given": named == "chunk_major",
+        f"only dynamic schedules have queues for chunks, this one is {kind}": kind != "dynamic",
+        f"queues={queues} given: they split the dimension that does not arrive": queues is not None,
+        "both operands arrive, and a queue waits for chunks of one": problem.arriving > 1,
+        "the CDNA kernel takes items in the raster's order": backend == "cdna",
+        "there is no tile": not best.schedule.grid.tiles,
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), "")
+    if not why:
+        schedule = replace(best.schedule, split="items", queues=1)
+        gate = gate_of(problem, best.tile)
         assert gate is not None, "nothing arrives"
-        ends, why = arrival_order(schedule, gate), ""
-        if len(ends) > MOST_QUEUES:
-            why = f"{len(ends)} queues, one for each set of chunks that tiles read: there are {MOST_QUEUES} at most"
-    if why and named == "arrival":
+        ends = arrival_order(schedule, gate)
+        if len(ends) <= MOST_QUEUES:
+            return replace(best, schedule=replace(schedule, split="chunks", queues=len(ends), ends=ends)), ""
+        why = f"{len(ends)} queues, one for each set of chunks that tiles read: there are {MOST_QUEUES} at most"
+    if named == "arrival":
         raise ValueError(
             f"order='arrival': {why}; leave order= away, or give a dynamic schedule and fewer, larger chunks of one "
             "operand"
         )
-    if not why:
-        best = replace(best, schedule=replace(schedule, split="chunks", queues=len(ends), ends=ends))
     return best, why

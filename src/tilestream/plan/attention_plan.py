@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilestream.core.device import DeviceProperties
@@ -12,7 +13,7 @@ from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.candidate import Refusal
-from tilestream.plan.explain import Lines, table
+from tilestream.plan.explain import table
 from tilestream.plan.roofline import Floor
 
 
@@ -114,26 +115,14 @@ def of_candidate(
 
 
 def packed_heads(problem: AttentionProblem, rows: int, most: int = sys.maxsize) -> int:
-    """Query heads of one K/V head in a tile's rows: a power of two, as many as short queries leave rows for.
+    """Query heads of one K/V head in a tile of ``rows``: a power of two, as many as short queries leave rows for.
 
-    One where heads have scales, so that a tile has one.
-
-    Parameters
-    ----------
-    rows
-        Of a tile.
-    most
-        Heads that a kernel packs.
+    At most ``most``; one where heads have scales, so that a tile has one.
     """
     pack = 1
-    while (
-        not problem.scaled
-        and problem.ratio % (2 * pack) == 0
-        and 2 * pack * problem.seqlen_q <= rows
-        and 2 * pack <= most
-    ):
+    while problem.ratio % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= rows and 2 * pack <= most:
         pack *= 2
-    return pack
+    return 1 if problem.scaled else pack
 
 
 def schedule_of(
@@ -166,10 +155,7 @@ def explain(plan: AttentionPlan) -> str:
     longest = " at most" if p.varlen or p.lengths else ""
     shape = f"{p.batch} x {p.heads_q} heads ({p.heads_kv} of keys), {p.seqlen_q} x {p.seqlen_k}{longest}"
     columns = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"({p.head_dim}, {p.head_dim_v})"
-    chosen = [("keys", _keys(p)), ("mask", _mask(p))]
-    if plan.variant != "inline":
-        chosen += _schedule(plan)
-    chosen.append(("arrival", _arrival(p)))
+    chosen = [("keys", _keys(p)), ("mask", _mask(p)), *_schedule(plan), ("arrival", _arrival(p))]
     work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB"
     return table(f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}", plan, chosen, work, [])
 
@@ -183,37 +169,30 @@ def _keys(p: AttentionProblem) -> str:
 
 
 def _mask(p: AttentionProblem) -> str:
-    parts = []
-    if p.causal:
-        parts.append("causal")
-    if p.window[0] is not None or p.window[1] is not None:
-        sides = ("all" if side is None else str(side) for side in p.window)
-        parts.append("window ({}, {})".format(*sides))
-    if p.masked:
-        parts.append(p.alignment.replace("_", " "))
-    if p.softcap:
-        parts.append(f"soft cap {p.softcap:g}")
-    if p.sinks:
-        parts.append("sinks")
-    return ", ".join(parts) or "none"
+    left, right = ("all" if side is None else side for side in p.window)
+    parts = {
+        "causal": p.causal, f"window ({left}, {right})": p.window != (None, None),
+        p.alignment.replace("_", " "): p.masked, f"soft cap {p.softcap:g}": p.softcap, "sinks": p.sinks,
+    }  # fmt: skip
+    return ", ".join(part for part, there in parts.items() if there) or "none"
 
 
-def _schedule(plan: AttentionPlan) -> Lines:
+def _schedule(plan: AttentionPlan) -> Iterator[tuple[str, str]]:
     schedule, grid = plan.schedule, plan.schedule.grid
-    tiles = f"{grid.num_m} query blocks x {grid.num_n // plan.shares} {'packs' if plan.pack > 1 else 'heads'}"
+    if plan.variant == "inline":
+        return
+    heads, each = "heads", ""
+    if plan.pack > 1:
+        heads, each = "packs", f"{plan.positions} positions x {plan.pack} heads, "
+    tiles = f"{grid.num_m} query blocks x {grid.num_n // plan.shares} {heads}"
     if plan.problem.varlen:
         tiles = f"at most {grid.num_m}, from a list made of the lengths by the call"
-    each = f"{plan.positions} positions x {plan.pack} heads, " if plan.pack > 1 else ""
     queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind == "dynamic" else ""
-    split = []
+    yield "tiles", f"{tiles}, each of {each}{plan.block[0]} rows; {plan.block[1]} keys a block"
     if plan.shares > 1:
-        split = [("split", f"keys of a tile in {plan.shares} shares, whose outputs a second launch joins")]
-    return [
-        ("tiles", f"{tiles}, each of {each}{plan.block[0]} rows; {plan.block[1]} keys a block"),
-        *split,
-        ("schedule", f"{schedule.kind}, {schedule.workers} workers{queues}"),
-        ("raster", f"longest first, {plan.group} {'packs' if plan.pack > 1 else 'heads'} at a time"),
-    ]
+        yield "split", f"keys of a tile in {plan.shares} shares, whose outputs a second launch joins"
+    yield "schedule", f"{schedule.kind}, {schedule.workers} workers{queues}"
+    yield "raster", f"longest first, {plan.group} {heads} at a time"
 
 
 def _arrival(p: AttentionProblem) -> str:

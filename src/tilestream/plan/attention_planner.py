@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import get_args
@@ -16,12 +15,11 @@ from tilestream.plan.api import checked_extents, default_workers, device_propert
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.candidate import Refusal
+from tilestream.plan.explain import log
 from tilestream.plan.limit import limit as current_limit
-from tilestream.plan.planner import NAMES
+from tilestream.plan.limit import workers_of
+from tilestream.plan.planner import NAMES, fast_or_portable
 from tilestream.plan.policy import cdna_attention, cpu_attention, hopper_attention, portable_attention
-from tilestream.plan.workers import workers_of
-
-logger = logging.getLogger(__name__)
 
 #: What a caller may give as ``schedule=``: attention has no K to split.
 ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
@@ -56,13 +54,6 @@ def plan_attention(
     """`attention_plan` for an `AttentionProblem`; equal arguments give the same object.
 
     ``limit``: see `tilestream.plan.limit`.
-
-    Raises
-    ------
-    ValueError
-        If there is no such backend anywhere.
-    NotImplementedError
-        If no backend does such a problem there, or not the one that is forced.
     """
     device = device or cpu_properties()
     if backend not in (None, *BACKENDS):
@@ -79,42 +70,32 @@ def plan_attention(
     refused: tuple[Refusal, ...] = (Refusal("static", _NO_STATIC),) if schedule == "auto" else ()
     arrives = "" if problem.keys is None else "keys arrive: a CU of each shader engine is their producers'"
     count, forced, fewer = workers_of(device, workers, default_workers, limit, arrives)
-    refused += fewer
-    forced = forced or schedule != "auto"
     found: list[AttentionCandidate]
     if device.backend == "cpu":
-        name = "cpu"
+        forced = forced or schedule != "auto"
         found = list(cpu_attention.candidates(problem, device, count, kind=kind, forced=forced))
-        why = "least of the candidates in the cost model"
-        refused += (Refusal("GPU backends", "the operands are on the CPU"),)
+        name, why = "cpu", "least of the candidates in the cost model"
+        elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
         name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, splits)
         why = f"least of {len(found)} candidates in the cost model"
         if name in experimental.KERNELS:
             why += f"; {experimental.NOT_RUN}"
-        refused += (elsewhere,)
-    best = min(found, key=lambda candidate: candidate.predicted)
-    others = sorted((c for c in found if c is not best), key=lambda candidate: candidate.predicted)
-    refused += tuple(
-        Refusal(
-            other.variant if other.variant != best.variant else f"{other.block[0]} query rows x {other.block[1]} keys",
-            f"the cost model expects {other.predicted * 1e3:.3g} ms, not {best.predicted * 1e3:.3g} ms",
-        )
-        for other in others[:1]
-    )
+    refused += (*fewer, elsewhere)
+    best, *others = sorted(found, key=lambda candidate: candidate.predicted)
+    if others:
+        other = others[0]
+        tile = f"{other.block[0]} query rows x {other.block[1]} keys"
+        costs = f"the cost model expects {other.predicted * 1e3:.3g} ms, not {best.predicted * 1e3:.3g} ms"
+        refused += (Refusal(other.variant if other.variant != best.variant else tile, costs),)
     if splits is not None and best.shares != splits:
-        refused += (Refusal(f"splits={splits}", _unsplit(problem, name, splits)),)
+        unsplit = f"the {'CPU' if name == 'cpu' else name} kernel takes a tile's keys one after the other"
+        if name == "hopper":
+            unsplit = hopper_attention.unsplit(problem, splits)
+        refused += (Refusal(f"splits={splits}", unsplit),)
     made = of_candidate(problem, device, name, best, why, refused)
-    # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
-    logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
+    log(made)
     return made
-
-
-def _unsplit(problem: AttentionProblem, backend: str, splits: int) -> str:
-    """Why a backend does not split keys as forced."""
-    if backend == "hopper":
-        return hopper_attention.unsplit(problem, splits)
-    return f"the {'CPU' if backend == 'cpu' else backend} kernel takes a tile's keys one after the other"
 
 
 def _on_gpu(
@@ -122,21 +103,17 @@ def _on_gpu(
     splits: int | None,
 ) -> tuple[str, list[AttentionCandidate], Refusal]:  # fmt: skip
     """The backend, its candidates, and why not the other backend."""
-    fast, policy = ("cdna", cdna_attention) if device.arch.startswith("gfx") else ("hopper", hopper_attention)
-    if backend not in (None, fast, "portable"):
-        fast, policy = backend, (cdna_attention if backend == "cdna" else hopper_attention)
-    why = policy.refusal(problem, device) or experimental.refusal(fast, backend)
-    if backend != "portable" and not why:
-        # Only one of them splits keys.
-        more = {"splits": splits} if policy is hopper_attention else {}
-        found = list(policy.candidates(problem, device, workers, kind=kind, **more))
-        if found:
-            return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
-        why = "no tile of it fits"
-    if backend == fast:
-        raise NotImplementedError(f"backend={fast!r}: {why}; leave backend= away")
-    found = list(portable_attention.candidates(problem, device, workers, kind=kind))
-    return "portable", found, Refusal(fast, why or "backend='portable' given")
+    fast = "cdna" if device.arch.startswith("gfx") else "hopper"
+    if backend in NAMES:
+        fast = backend
+    policy = cdna_attention if fast == "cdna" else hopper_attention
+    more = {"splits": splits} if fast == "hopper" else {}
+    return fast_or_portable(
+        fast, backend, policy.refusal(problem, device),
+        (lambda: policy.candidates(problem, device, workers, kind=kind, **more),
+         lambda: portable_attention.candidates(problem, device, workers, kind=kind)),
+        lambda: "no tile of it fits", "leave backend= away",
+    )  # fmt: skip
 
 
 def attention_plan(
@@ -181,10 +158,6 @@ def attention_plan(
         As for `tilestream.plan`.
     backend
         Force a GPU's backend: ``"hopper"``, ``"cdna"`` or ``"portable"``.
-
-    Returns
-    -------
-    AttentionPlan
 
     Raises
     ------

@@ -1,16 +1,17 @@
-"""A way to run a matmul: what policies make and compare, and what a caller can force of it."""
+"""A way to run a matmul: what policies make and compare, and what a caller can ask of a plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilestream.core.device import DeviceProperties
 from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Schedule
 
 
 class Forced(NamedTuple):
-    """What the caller forces of a plan, as arguments of `tilestream.plan`; None: the plan's choice."""
+    """What the caller forces of a kernel, as arguments of `tilestream.plan`; None: the plan's choice."""
 
     tile: tuple[int, int] | None = None
     order: TileOrder | None = None
@@ -25,12 +26,62 @@ class Forced(NamedTuple):
 FREE = Forced()
 
 
+class Asked(NamedTuple):
+    """What the caller asks of a plan beside its problem, as arguments of `tilestream.plan`; None: the plan's choice.
+
+    Attributes
+    ----------
+    order
+        An order of tiles, or the name of one: see `tilestream.plan.arrival_order.OrderName`.
+    default_workers
+        The device's own number of workers, where it differs from its properties'.
+    device
+        None: this machine's CPU.
+    limit
+        On the workers, 0 for none: see `tilestream.plan.limit`.
+    consult
+        Whether measurements count: see `tilestream.plan.tuned`.
+    """
+
+    workers: int | None = None
+    schedule: str = "auto"
+    tile: tuple[int, int] | None = None
+    order: TileOrder | str | None = None
+    queues: int | None = None
+    shares: int | None = None
+    default_workers: int | None = None
+    device: DeviceProperties | None = None
+    backend: str | None = None
+    variant: str | None = None
+    stages: int | None = None
+    registers: tuple[int, int] | None = None
+    limit: int = 0
+    consult: bool = True
+
+    @property
+    def named_order(self) -> str | None:
+        """The order's name, where it is given by name."""
+        return self.order if isinstance(self.order, str) else None
+
+    @property
+    def forced(self) -> Forced:
+        """What policies know of it."""
+        order = None if isinstance(self.order, str) else self.order
+        return Forced(self.tile, order, self.queues, self.shares, self.variant, self.stages, self.registers)
+
+
 @dataclass(frozen=True)
 class Refusal:
     """An alternative that was considered and not taken, and why."""
 
     what: str
     why: str
+
+
+def require(why_not: str) -> None:
+    """Raise `NotImplementedError` with the reason why a kernel does not do a problem, unless that is empty."""
+    if why_not:
+        raise NotImplementedError(why_not)
 
 
 @dataclass(frozen=True)
@@ -41,13 +92,11 @@ class Candidate:
     ----------
     variant
         ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
-        torch's own threads, where starting workers would cost more than it wins. ``persistent``: on a GPU, resident
+        torch's own threads, where starting workers would cost more than it gains. ``persistent``: on a GPU, resident
         programs, one a worker. Hopper: ``cooperative``, ``ping_pong`` and ``single``, see
         `tilestream.kernels.hopper.gemm`. CDNA: ``direct`` and ``staged``, see `tilestream.kernels.cdna.ring`.
     block
         ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
-    schedule
-        Schedule, raster, workers, queues.
     predicted
         Seconds that the cost model expects, with everything arrived.
     warps, stages

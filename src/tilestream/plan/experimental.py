@@ -1,9 +1,9 @@
 """Kernels that were compiled and checked, but never run on a GPU: plans take them only where they are asked for.
 
 There was no AMD GPU to run `tilestream.kernels.cdna` on. The portable kernels have the same text on every GPU, run on
-NVIDIA's and in Triton's interpreter; so AMD GPUs get those, though the model expects CDNA's to be faster: a wrong
-number costs more than a slow one. ``backend=`` takes an experimental kernel for a plan, a variable of the environment
-for the whole process. A kernel that has run is taken out of `KERNELS`.
+NVIDIA's and in Triton's interpreter. AMD GPUs therefore get those, though the model expects CDNA's to be faster: a
+wrong number costs more than a slow one. ``backend=`` takes an experimental kernel for a plan, a variable of the
+environment for the whole process. A kernel that has run is removed from `KERNELS`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ class Experimental(NamedTuple):
 
 
 #: By the name that plans give them, and by which a plan is asked for them.
-KERNELS = {
-    "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
-}
+KERNELS = {"cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels")}
 
 
 def opt_in(kernel: str) -> str:
@@ -36,14 +34,9 @@ def opt_in(kernel: str) -> str:
 
 
 def refusal(kernel: str, backend: str | None) -> str:
-    """Why ``kernel`` is not taken: it was not run, and neither ``backend`` nor the environment asks for it; else empty.
+    """Why the fast ``kernel`` is not taken: it was not run, and is not asked for; else empty.
 
-    Parameters
-    ----------
-    kernel
-        The device's fast kernel for the problem.
-    backend
-        What the caller forces; None: the plan's choice.
+    ``backend`` is what the caller forces, None for the plan's choice.
 
     Raises
     ------

@@ -1,8 +1,11 @@
-"""The table that `Plan.explain` and `AttentionPlan.explain` print."""
+"""The table that `Plan.explain` and `AttentionPlan.explain` print, and the line that is logged of a new plan."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 Lines = list[tuple[str, str]]
 
@@ -23,3 +26,8 @@ def table(head: str, plan: Any, chosen: Lines, floor: str, remarks: Lines) -> st
         *(("refused", f"{refusal.what}: {refusal.why}") for refusal in plan.refused),
     ]
     return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
+
+
+def log(plan: Any) -> None:
+    """Log what runs, and what does not and why (invariant 12): once a problem, because plans are cached."""
+    logger.info("%s: %s; refused: %s", plan.problem, plan.label, "; ".join(f"{r.what}: {r.why}" for r in plan.refused))

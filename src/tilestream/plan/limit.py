@@ -1,7 +1,7 @@
-"""How many workers a launch may have: one rule for plans and ops.
+"""How many workers a launch has: the caller's number or the device's, within the limits, less what producers need.
 
-The least of these that are given counts: ``workers=`` (else the device's own number), each `tilestream.worker_limit`
-block around the call, and TILESTREAM_WORKERS, a limit on all that a process does.
+The least of the limits that are given counts: ``workers=``, each `tilestream.worker_limit` block around the call, and
+TILESTREAM_WORKERS, a limit on all that a process does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ import functools
 import operator
 import os
 from contextvars import ContextVar
+from typing import NamedTuple
+
+from tilestream.core.device import DeviceProperties
+from tilestream.plan.candidate import Refusal
+from tilestream.plan.policy.cdna import workers_beside_producers
 
 ENVIRONMENT = "TILESTREAM_WORKERS"
 
@@ -47,20 +52,49 @@ def checked(count: object) -> int:
 
 
 def within(bound: int, workers: int | None, own: int) -> int | None:
-    """Workers to take under a limit of ``bound`` (0: none); None: all ``own`` of the device.
+    """Workers to take under a limit of ``bound`` (0: none), of which the call asks for ``workers``.
 
-    Parameters
-    ----------
-    workers
-        What the call asks for; None where it does not.
-    own
-        What the device would get without either.
+    None: all of the device's ``own`` workers.
     """
     if not bound:
         return workers
     if workers is not None:
         return min(workers, bound)
     return bound if bound < own else None
+
+
+class Workers(NamedTuple):
+    """The number of a plan's workers; whether the caller or a limit forces it; and why there are not more."""
+
+    number: int
+    forced: bool
+    refused: tuple[Refusal, ...]
+
+
+def workers_of(device: DeviceProperties, asked: int | None, default: int | None, bound: int, arrives: str) -> Workers:
+    """The workers of a plan for ``device``.
+
+    Parameters
+    ----------
+    asked
+        What the caller forces; None: the device's own number.
+    default
+        The device's own number, where it differs from its properties'.
+    bound
+        See `limit`.
+    arrives
+        Which operand arrives, so that its producers need room; empty where none does.
+    """
+    own = default or device.workers
+    given = within(bound, asked, own)
+    count = given or own
+    beside = workers_beside_producers(bool(arrives), device, count)
+    refused = []
+    if count < (asked or own):
+        refused.append(Refusal(f"{asked or own} workers", f"the limit is {bound}: worker_limit, or {ENVIRONMENT}"))
+    if beside < count:
+        refused.append(Refusal(f"{count} workers", arrives))
+    return Workers(beside, bool(given), tuple(refused))
 
 
 @functools.cache

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tilestream.core.chunks import Arriving
+from tilestream.core.chunks import Arriving, Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gate import Gate
 from tilestream.plan.candidate import Candidate, Refusal
 from tilestream.plan.copies import COPIERS, Copies, copied_operand
-from tilestream.plan.explain import Lines, table
+from tilestream.plan.explain import table
 from tilestream.plan.hooks import hooks
 from tilestream.plan.problem import Problem, gate_of
 from tilestream.plan.roofline import Floor
@@ -25,8 +26,6 @@ class Plan(Candidate):
 
     Attributes
     ----------
-    problem
-        Extents, dtypes, arrivals.
     device
         What the plan was made for.
     backend
@@ -77,8 +76,7 @@ class Plan(Candidate):
         backend = f"{self.backend} {self.variant}" if self.backend in ("hopper", "cdna") else self.backend
         return (
             f"{backend} {schedule.kind}{queues}, {self.workers} workers{' with a queue each' * each}, "
-            f"{self.tile[0]}x{self.tile[1]} tiles, "
-            f"{schedule.raster.order} raster"
+            f"{self.tile[0]}x{self.tile[1]} tiles, {schedule.raster.order} raster"
         )
 
     def explain(self) -> str:
@@ -147,26 +145,22 @@ def explain(plan: Plan) -> str:
     problem, floor = plan.problem, plan.floor
     batch = f"{problem.batch} x " if problem.batch > 1 else ""
     shape = f"{batch}[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}]"
-    chosen = _schedule(plan) if plan.variant != "inline" else []
-    work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} FLOP/B"
-    beside = []
-    if plan.device.arch.startswith("gfx"):
-        beside = [("checked", "compiled and checked, not run on an AMD GPU yet")]
-    head = f"matmul {shape}, {_dtypes(plan)} -> {problem.out_dtype}"
-    return table(head, plan, chosen + _arrivals(plan), work, beside)
-
-
-def _dtypes(plan: Plan) -> str:
-    problem = plan.problem
+    on_amd = plan.device.arch.startswith("gfx")
     a, b = problem.dtypes
     scaled = {"none": "", "tensor": ", one scale each", "row": ", a scale a row and column"}[problem.scales]
-    promoted = problem.promoted and not plan.device.arch.startswith("gfx")
-    emptied = ", added up in float32 every 128 of K" if promoted else ""
-    return (a if a == b else f"{a} x {b}") + scaled + emptied
+    promoted = ", added up in float32 every 128 of K" if problem.promoted and not on_amd else ""
+    dtypes = (a if a == b else f"{a} x {b}") + scaled + promoted
+    work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} FLOP/B"
+    return table(
+        f"matmul {shape}, {dtypes} -> {problem.out_dtype}", plan, [*_schedule(plan), *_arrivals(plan)], work,
+        [("checked", "compiled and checked, not run on an AMD GPU yet")] if on_amd else [],
+    )  # fmt: skip
 
 
-def _schedule(plan: Plan) -> Lines:
+def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
     schedule, grid, raster = plan.schedule, plan.schedule.grid, plan.schedule.raster
+    if plan.variant == "inline":
+        return
     queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind != "static" else ""
     if schedule.split == "strides":
         queues = " with a queue each: what a static grid would give them, and then others' tiles"
@@ -176,50 +170,44 @@ def _schedule(plan: Plan) -> Lines:
     first = f" from {'column' if raster.transposed else 'row'} tile {raster.first}" if raster.first else ""
     if schedule.first_batch:
         first += f" from batch {schedule.first_batch}"
-    order = f"{raster.order}{first}, group {raster.group}"
-    if raster.table is not None:
-        order = f"a table of {len(raster.table)} tiles"
-    ordered = []
+    yield "tiles", f"{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"
+    yield "schedule", f"{schedule.kind}, {schedule.workers} workers{queues}{remainder}"
+    if raster.table is None:
+        yield "raster", f"{raster.order}{first}, group {raster.group}"
+    else:
+        yield "raster", f"a table of {len(raster.table)} tiles"
     if schedule.split == "chunks":
         cost = "an atomic add an item, and for each queue and worker a look at each chunk, an atomic max, a void ticket"
-        ordered = [("order", f"in arrival order, from the first queue whose chunks were seen: {cost}")]
-    split = []
+        yield "order", f"in arrival order, from the first queue whose chunks were seen: {cost}"
     if any(plan.registers):
         load, math = plan.registers
-        split = [("registers", f"of a thread: {load} of the load warp, {math} of the math warps")]
-    return [
-        ("tiles", f"{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"),
-        ("schedule", f"{schedule.kind}, {schedule.workers} workers{queues}{remainder}"),
-        ("raster", order),
-        *ordered,
-        *split,
-    ]
+        yield "registers", f"of a thread: {load} of the load warp, {math} of the math warps"
 
 
-def _arrivals(plan: Plan) -> Lines:
-    lines = []
-    for name, incoming in (("rows", plan.problem.rows), ("columns", plan.problem.columns)):
+def _arrivals(plan: Plan) -> Iterator[tuple[str, str]]:
+    problem = plan.problem
+    for name, incoming in (("rows", problem.rows), ("columns", problem.columns)):
         if incoming is not None:
-            chunks = incoming.chunks
-            size = f"of {chunks.rows_per_chunk} {name}" if chunks.rows_per_chunk else f"of uneven {name}"
-            what = f"{name} in {chunks.count} chunks {size}, pivot {incoming.pivot}"
-            lines.append(("arrival", f"{what}; a tile waits for the chunks it reads"))
-    lines = lines or [("arrival", "none: no gate code runs")]
-    operand, why = copied_operand(plan.problem, plan.backend)
+            what = f"{_cut(incoming.chunks, name)}, pivot {incoming.pivot}"
+            yield "arrival", f"{name} in {what}; a tile waits for the chunks it reads"
+    if not problem.arriving:
+        yield "arrival", "none: no gate code runs"
+    operand, why = copied_operand(problem, plan.backend)
     if operand != "none":
         copiers = f"the first {plan.copiers} of {plan.workers} workers that run"
-        what = f"{operand} by the kernel: {copiers} copy until no piece is left, and then take tiles"
-        lines.append(("copies", what))
+        yield "copies", f"{operand} by the kernel: {copiers} copy until no piece is left, and then take tiles"
     if why:
-        lines.append(("copies", why))
-    if (publishes := plan.problem.publishes) is not None:
-        chunks = publishes.chunks
-        size = f"of {chunks.rows_per_chunk}" if chunks.rows_per_chunk else "of uneven rows"
-        what = f"rows in {chunks.count} chunks {size}, from chunk {publishes.pivot} on"
+        yield "copies", why
+    if (publishes := problem.publishes) is not None:
         begins = "; a launch that reads them here begins behind the first"
         if publishes.own_words:  # any program may write those, so no stream waits for one
             begins = "; a launch that reads them here begins behind the last, since the words are your own (signals=)"
         if plan.backend == "cpu":
             begins = ""
-        lines.append(("publish", f"{what}; the worker that completes a chunk signals it{begins}"))
-    return lines
+        what = f"rows in {_cut(publishes.chunks, '')}, from chunk {publishes.pivot} on"
+        yield "publish", f"{what}; the worker that completes a chunk signals it{begins}"
+
+
+def _cut(chunks: Chunks, name: str) -> str:
+    size = f"{chunks.rows_per_chunk} {name}".strip() if chunks.rows_per_chunk else f"uneven {name or 'rows'}"
+    return f"{chunks.count} chunks of {size}"

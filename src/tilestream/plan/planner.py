@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
-from typing import get_args
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
 
 from tilestream.core.device import DeviceProperties, cpu_properties
-from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
 from tilestream.plan import experimental, tuned
-from tilestream.plan.arrival_order import OrderName, in_arrival_order
-from tilestream.plan.candidate import Candidate, Forced, Refusal
+from tilestream.plan.arrival_order import in_arrival_order
+from tilestream.plan.candidate import Asked, Candidate, Forced, Refusal
+from tilestream.plan.explain import log
+from tilestream.plan.limit import workers_of
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy import cdna_tiles, cpu, hopper, portable
 from tilestream.plan.problem import Problem
-from tilestream.plan.workers import workers_of
 
-logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
 
 #: The fast backends, as messages call them.
 NAMES = {"hopper": "Hopper", "cdna": "CDNA"}
@@ -30,186 +31,172 @@ NO_STATIC = _NO_FASTER.format("a queue")
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_problem(
-    problem: Problem,
-    workers: int | None = None,
-    schedule: str = "auto",
-    tile: tuple[int, int] | None = None,
-    order: TileOrder | OrderName | None = None,
-    queues: int | None = None,
-    shares: int | None = None,
-    default_workers: int | None = None,
-    device: DeviceProperties | None = None,
-    backend: str | None = None,
-    variant: str | None = None,
-    stages: int | None = None,
-    registers: tuple[int, int] | None = None,
-    limit: int = 0,
-    consult: bool = True,
-) -> Plan:
+def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
     """`plan` for a `Problem`; equal arguments give the same object.
 
-    ``limit``: see `tilestream.plan.limit`; ``consult``: whether measurements count, see `tilestream.plan.tuned`.
+    ``asked`` and ``more`` are the fields of `Asked`, in their order or by name.
     """
-    device = device or cpu_properties()
-    named, order = (order, None) if isinstance(order, str) else (None, order)
-    if named == "arrival" and schedule == "auto":
-        schedule = "dynamic"
-    kinds, refused = _kinds(schedule, queues, shares)
-    arriving = bool(problem.arriving)
+    how = Asked(*asked, **more)
+    device = how.device or cpu_properties()
+    if how.named_order == "arrival" and how.schedule == "auto":
+        how = how._replace(schedule="dynamic")
+    auto, on_cpu, arriving = how.schedule == "auto", device.backend == "cpu", bool(problem.arriving)
+    kinds, refused = _kinds(how)
     arrives = "an operand arrives: a CU of each shader engine is its producers'" if arriving else ""
-    count, limited, fewer = workers_of(device, workers, default_workers, limit, arrives)
+    count, limited, fewer = workers_of(device, how.workers, how.default_workers, how.limit, arrives)
     refused += fewer
-    forced = Forced(tile, order, queues, shares, variant, stages, registers)
-    given = [
-        name
-        for name, is_given in (
-            ("workers", workers), ("a limit of workers", limited and not workers), ("schedule", schedule != "auto"),
-            ("tile", tile), ("order", order is not None or named is not None), ("queues", queues), ("shares", shares),
-        )
-        if is_given
-    ]  # fmt: skip
-    auto, on_cpu = schedule == "auto", device.backend == "cpu"
+    given = _given(how, limited)
     if on_cpu:
         inline = not arriving and problem.publishes is None and not given
-        found = list(cpu.candidates(problem, device, count, kinds=kinds, inline=inline, forced=forced))
+        found = list(cpu.candidates(problem, device, count, kinds=kinds, inline=inline, forced=how.forced))
         name, elsewhere = "cpu", Refusal("GPU backends", "the operands are on the CPU")
     else:
-        name, found, elsewhere = _on_gpu(problem, device, count, backend, kinds, auto, forced)
-    best, why = _best(found), f"least of {len(found)} candidates in the cost model"
-    if consult and not (on_cpu or given or arriving or backend or variant or stages or registers):
-        best, why, other = _as_measured(problem, device, best, found, why)
+        name, found, elsewhere = _on_gpu(problem, device, count, how, kinds)
+    choice, why = Choice(problem, name, found, fastest(found)), f"least of {len(found)} candidates in the cost model"
+    forced = how.backend or how.variant or how.stages or how.registers
+    entry = None
+    if how.consult and not (on_cpu or given or arriving or forced):
+        entry = tuned.lookup(problem, device)
+    if entry is not None:
+        choice, why, other = choice.as_measured(entry, why)
         refused += other
     if auto and (name == "hopper" or portable.by_model(problem, device)):
-        refused = tuple(_static_or_queue(best, found) if r.what == "static" else r for r in refused)
-    refused += _alternatives(problem, device, name, best, found, given)
+        refused = tuple(choice.static_or_queue() if r.what == "static" else r for r in refused)
+    refused += choice.other_variant(given) if on_cpu else choice.other_tiles()
+    if name == "portable" and not problem.aligned:
+        refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
+    if name == "portable" and (converted := portable.converted(problem, device)):
+        refused += (Refusal("8-bit matrix units", converted),)
     if problem.publishes is not None and name not in ("hopper", "cpu"):
         raise NotImplementedError(
             f"publishes: the {name} kernel signals no chunk of its output ({elsewhere.why}): launch them one by one"
         )
+    best = choice.best
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
-        refused += (_no_stream_k(problem, name, best, found),)
+        refused += (Refusal("stream_k", choice.why_no_stream_k()),)
     refused += (elsewhere,)
     if arriving:
-        best, why_not = in_arrival_order(problem, name, best, order is not None, named, queues)
+        best, why_not = in_arrival_order(
+            problem, name, best, how.forced.order is not None, how.named_order, how.queues
+        )  # fmt: skip
         if why_not:
             refused += (Refusal("arrival order", why_not),)
     made = of_candidate(problem, device, name, best, why, refused)
-    # Once per problem, since plans are cached: what runs, and what does not and why (invariant 12).
-    logger.info("%s: %s; refused: %s", problem, made.label, "; ".join(f"{r.what}: {r.why}" for r in refused))
+    log(made)
     return made
 
 
-def _on_gpu(
-    problem: Problem, device: DeviceProperties, workers: int, backend: str | None, kinds: tuple[Kind, ...], auto: bool,
-    forced: Forced,
-) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
-    """The backend, its candidates, and why not the other backend."""
-    fast = "cdna" if device.arch.startswith("gfx") else "hopper"
-    why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
-    if backend not in (None, fast, "portable"):
-        why = f"it is not for {device.arch}"
-    why = why or experimental.refusal(fast, backend)
+def _given(how: Asked, limited: bool) -> list[str]:
+    """What the caller forces, by the names that messages have for it."""
+    given = {
+        "workers": how.workers, "a limit of workers": limited and not how.workers, "schedule": how.schedule != "auto",
+        "tile": how.tile, "order": how.order is not None, "queues": how.queues, "shares": how.shares,
+    }  # fmt: skip
+    return [name for name, value in given.items() if value]
+
+
+def _kinds(how: Asked) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
+    """The kinds of schedule that are tried, and why not the others."""
+    if how.queues is not None and how.shares is not None:
+        raise ValueError(
+            f"queues={how.queues}, shares={how.shares}; queues are dynamic's, shares are stream_k's: force one of them"
+        )
+    owners: tuple[tuple[str, int | None, Kind], ...] = (
+        ("queues", how.queues, "dynamic"), ("shares", how.shares, "stream_k"),
+    )  # fmt: skip
+    for name, value, kind in owners:
+        if value is not None and how.schedule not in ("auto", kind):
+            raise ValueError(f"{name}={value} with schedule={how.schedule!r}; it belongs to schedule={kind!r}")
+        if value is not None:
+            return (kind,), ()
+    forced = tuple(kind for kind in get_args(Kind) if kind == how.schedule)
+    return (forced, ()) if forced else (("dynamic", "stream_k"), (Refusal("static", NO_STATIC),))
+
+
+# Backends ------------------------------------------------------------------------------------------------------------
+
+
+def fast_or_portable(
+    fast: str, backend: str | None, why_not: str, candidates: tuple[Callable[[], Iterable[Found]], ...],
+    none_fits: Callable[[], str], leave: str,
+) -> tuple[str, list[Found], Refusal]:  # fmt: skip
+    """The device's ``fast`` backend, or else the portable one; its candidates; and why not the other backend.
+
+    ``why_not`` is why the fast kernel does not do the problem, ``none_fits`` why it has no candidate for what is
+    forced. Where ``backend`` forces it in vain, the error says what to ``leave`` away.
+    """
+    why = why_not or experimental.refusal(fast, backend)
+    of_fast, of_portable = candidates
     if backend != "portable" and not why:
-        if fast == "cdna":
-            found = list(cdna_tiles.candidates(problem, device, workers, kinds=kinds, forced=forced))
-        else:
-            every = ("static", *kinds) if auto and len(kinds) > 1 else kinds
-            found = list(hopper.candidates(problem, device, workers, kinds=every, forced=forced, auto=auto))
+        found = list(of_fast())
         if found:
             return fast, found, Refusal("portable", f"the {NAMES[fast]} kernel does this")
-        why = _no_candidate(problem, fast, kinds, forced)
-    if backend in ("hopper", "cdna"):
-        more = ", registers=" if forced.registers else ""
-        raise NotImplementedError(
-            f"backend={backend!r}: {why}; leave what is forced of backend=, variant=, stages={more}, tile= and "
-            "schedule= away"
-        )
-    if auto and len(kinds) > 1 and portable.by_model(problem, device):
-        kinds = ("static", *kinds)
-    found = list(portable.candidates(problem, device, workers, kinds=kinds, forced=forced))
-    return "portable", found, Refusal(fast, why or "backend='portable' given")
+        why = none_fits()
+    if backend in NAMES:
+        raise NotImplementedError(f"backend={backend!r}: {why}; {leave}")
+    return "portable", list(of_portable()), Refusal(fast, why or "backend='portable' given")
+
+
+def _on_gpu(
+    problem: Problem, device: DeviceProperties, workers: int, how: Asked, kinds: tuple[Kind, ...]
+) -> tuple[str, list[Candidate], Refusal]:
+    fast = "cdna" if device.arch.startswith("gfx") else "hopper"
+    every: tuple[Kind, ...] = ("static", *kinds) if how.schedule == "auto" and len(kinds) > 1 else kinds
+    of_portable = every if portable.by_model(problem, device) else kinds
+    forced = how.forced
+
+    def by_fast_kernel() -> Iterable[Candidate]:
+        if fast == "cdna":
+            return cdna_tiles.candidates(problem, device, workers, kinds=kinds, forced=forced)
+        return hopper.candidates(problem, device, workers, kinds=every, forced=forced, auto=how.schedule == "auto")
+
+    why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
+    if how.backend not in (None, fast, "portable"):
+        why = f"it is not for {device.arch}"
+    more = ", registers=" if forced.registers else ""
+    return fast_or_portable(
+        fast, how.backend, why,
+        (by_fast_kernel, lambda: portable.candidates(problem, device, workers, kinds=of_portable, forced=forced)),
+        lambda: _no_candidate(problem, fast, kinds, forced),
+        f"leave what is forced of backend=, variant=, stages={more}, tile= and schedule= away",
+    )  # fmt: skip
 
 
 def _no_candidate(problem: Problem, backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
     """Why a fast backend has no way to do what is forced."""
-    variant, stages, registers = forced.variant, forced.stages, forced.registers
-    why = hopper.no_parts(problem) or _no_parts_of(problem, forced) if kinds == ("stream_k",) else ""
+    tile, variant, stages, registers = forced.tile, forced.variant, forced.stages, forced.registers
+    rows = [row for row in hopper.TILES if variant in (None, row.variant)]
+    if registers:
+        reasons = {hopper.no_registers(problem, registers, kind, forced.queues, row) for kind in kinds for row in rows}
+        if why := min(reasons):
+            return why
+    why = ""
+    if kinds == ("stream_k",):
+        fit = [row for row in rows if tile in (None, (row.rows, row.columns), (row.columns, row.rows))]
+        uncut = [hopper.no_parts(problem, row) for row in fit]
+        why = hopper.no_parts(problem) or (uncut[0] if uncut and all(uncut) else "")
     if not why:
         why = _no_tile(backend, kinds, forced)
         if variant or stages:
             why += f" with variant={variant}, stages={stages}"
-    if registers:
-        no = {
-            hopper.no_registers(problem, registers, kind, forced.queues, row)
-            for kind in kinds
-            for row in hopper.TILES
-            if variant in (None, row.variant)
-        }
-        why = min(no) or f"{why} with registers={registers}"
-    return why
-
-
-def _no_parts_of(problem: Problem, forced: Forced) -> str:
-    """Why the Hopper kernel cuts no forced tile along K; empty where it does, or has no such tile."""
-    rows = [
-        row for row in hopper.TILES
-        if forced.variant in (None, row.variant)
-        and forced.tile in (None, (row.rows, row.columns), (row.columns, row.rows))
-    ]  # fmt: skip
-    reasons = [hopper.no_parts(problem, row) for row in rows]
-    return reasons[0] if reasons and all(reasons) else ""
+    return f"{why} with registers={registers}" if registers else why
 
 
 def _no_tile(backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
-    """Why a fast backend has no tile for what is forced."""
-    tile = forced.tile
-    if tile is None:
+    if forced.tile is None:
         return "no tile of it fits"
-    name = "x".join(map(str, tile))
+    name = "x".join(map(str, forced.tile))
     ring_forced = forced.variant or forced.stages or forced.registers
     known = {(row.rows, row.columns) for row in hopper.TILES} if backend == "hopper" and not ring_forced else set()
-    if tile in known or tile[::-1] in known:
+    if forced.tile in known or forced.tile[::-1] in known:
         return f"a tile of {name} does not fit with {' or '.join(kinds)} here: registers, or shared memory"
     return f"it has no {name} tile here"
 
 
-def _as_measured(
-    problem: Problem, device: DeviceProperties, best: Candidate, found: list[Candidate], why: str
-) -> tuple[Candidate, str, tuple[Refusal, ...]]:
-    """The fastest candidate by `tilestream tune`, if it was run; why; and what it replaces."""
-    entry = tuned.lookup(problem, device)
-    if entry is None:
-        return best, why, ()
-    measured = tuned.matching(entry, found)
-    if measured is None:
-        return (
-            best,
-            why,
-            (Refusal("what was measured", "tilestream tune kept a plan that no longer exists: tune again"),),
-        )
-    why = f"fastest of {entry['plans']} plans that tilestream tune measured here on {entry['date']}"
-    if measured is best:
-        return best, why, ()
-    times = f"{entry['model_us']:.4g} us, this {entry['us']:.4g} us"
-    return measured, why, (Refusal("the cost model's choice", f"measured: {times}"),)
+# The choice ----------------------------------------------------------------------------------------------------------
 
 
-def _alternatives(
-    problem: Problem, device: DeviceProperties, backend: str, best: Candidate, found: list[Candidate], given: list[str]
-) -> tuple[Refusal, ...]:  # fmt: skip
-    """The next best variant or tile, and what the portable kernel does without."""
-    if backend == "cpu":
-        return (_other_variant(best, found, problem, given),)
-    refused = _other_tiles(best, found)
-    if backend == "portable" and not problem.aligned:
-        refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
-    if backend == "portable" and (converted := portable.converted(problem, device)):
-        refused += (Refusal("8-bit matrix units", converted),)
-    return refused
-
-
-def _best(found: list[Candidate]) -> Candidate:
+def fastest(found: list[Candidate]) -> Candidate:
     """The fastest; but a queue instead of a static grid of several waves, where that costs next to nothing."""
     best = min(found, key=lambda candidate: candidate.predicted)
     if best.schedule.kind != "static" or best.schedule.grid.tiles <= best.schedule.workers:
@@ -219,82 +206,79 @@ def _best(found: list[Candidate]) -> Candidate:
     return queue if queue.predicted <= (1 + QUEUE_MAY_COST) * best.predicted else best
 
 
-def _static_or_queue(best: Candidate, found: list[Candidate]) -> Refusal:
-    """Why not the other of the two."""
-    other = "dynamic" if best.schedule.kind == "static" else "static"
-    seconds = min((c.predicted for c in found if c.schedule.kind == other and c.block == best.block), default=math.inf)
-    if other == "dynamic":
-        if best.schedule.grid.tiles <= best.schedule.workers:
-            return Refusal(other, "a worker has one tile at most: there is nothing for a queue to even out")
-        return Refusal(
-            other, f"{seconds / best.predicted - 1:.1%} slower by the cost model, more than {QUEUE_MAY_COST:.0%}"
-        )
-    if seconds >= best.predicted:
-        return Refusal(other, _NO_FASTER.format("stream_k") if best.schedule.kind == "stream_k" else NO_STATIC)
-    gain = best.predicted / seconds - 1
-    return Refusal(
-        other, f"{gain:.1%} faster by the cost model on an idle device, and a late worker holds up its tiles"
-    )
+@dataclass(frozen=True)
+class Choice:
+    """A backend's candidates for a problem, the best of them, and why not the others."""
 
+    problem: Problem
+    backend: str
+    found: list[Candidate]
+    best: Candidate
 
-def _other_variant(best: Candidate, found: list[Candidate], problem: Problem, forced: list[str]) -> Refusal:
-    if problem.arriving:
-        return Refusal("inline", "chunks are waited for by workers, not by the calling thread")
-    if problem.publishes is not None:
-        return Refusal("inline", "chunks are signalled by workers, which complete one after the other")
-    if forced:
-        return Refusal("inline", f"{', '.join(forced)} given")
-    other = _best([c for c in found if c.variant != best.variant])
-    return Refusal(other.variant, _costs(other, best))
+    def as_measured(self, entry: tuned.Entry, why: str) -> tuple[Choice, str, tuple[Refusal, ...]]:
+        """The fastest candidate by `tilestream tune`, if it still exists; why; and what it replaces."""
+        measured = tuned.matching(entry, self.found)
+        if measured is None:
+            gone = "tilestream tune kept a plan that no longer exists: tune again"
+            return self, why, (Refusal("what was measured", gone),)
+        why = f"fastest of {entry['plans']} plans that tilestream tune measured here on {entry['date']}"
+        if measured is self.best:
+            return self, why, ()
+        times = f"{entry['model_us']:.4g} us, this {entry['us']:.4g} us"
+        refused = Refusal("the cost model's choice", f"measured: {times}")
+        return Choice(self.problem, self.backend, self.found, measured), why, (refused,)
 
+    def static_or_queue(self) -> Refusal:
+        """Why not the other of the two."""
+        best = self.best
+        other = "dynamic" if best.schedule.kind == "static" else "static"
+        alike = (c.predicted for c in self.found if c.schedule.kind == other and c.block == best.block)
+        seconds = min(alike, default=math.inf)
+        if other == "dynamic" and best.schedule.grid.tiles <= best.schedule.workers:
+            why = "a worker has one tile at most: there is nothing for a queue to even out"
+        elif other == "dynamic":
+            slower = f"{seconds / best.predicted - 1:.1%}"
+            why = f"{slower} slower by the cost model, more than {QUEUE_MAY_COST:.0%}"
+        elif seconds >= best.predicted:
+            why = _NO_FASTER.format("stream_k") if best.schedule.kind == "stream_k" else NO_STATIC
+        else:
+            faster = f"{best.predicted / seconds - 1:.1%}"
+            why = f"{faster} faster by the cost model on an idle device, and a late worker holds up its tiles"
+        return Refusal(other, why)
 
-def _other_tiles(best: Candidate, found: list[Candidate]) -> tuple[Refusal, ...]:
-    """The next best tile, if there was a choice."""
-    others = [c for c in found if c.block != best.block]
-    if not others:
-        return ()
-    other = _best(others)
-    # The same rows and columns with another K of a stage is another tile, too.
-    shown = other.block if other.block[:2] == best.block[:2] else other.block[:2]
-    return (Refusal(f"{'x'.join(map(str, shown))} tiles", _costs(other, best)),)
+    def other_variant(self, given: list[str]) -> tuple[Refusal, ...]:
+        """Why not in the calling thread, or why not on workers."""
+        if self.problem.arriving:
+            return (Refusal("inline", "chunks are waited for by workers, not by the calling thread"),)
+        if self.problem.publishes is not None:
+            return (Refusal("inline", "chunks are signalled by workers, which complete one after the other"),)
+        if given:
+            return (Refusal("inline", f"{', '.join(given)} given"),)
+        other = fastest([c for c in self.found if c.variant != self.best.variant])
+        return (Refusal(other.variant, self._costs(other, self.best.variant)),)
 
+    def other_tiles(self) -> tuple[Refusal, ...]:
+        """Why not the next best tile, if there is a choice."""
+        best, others = self.best, [c for c in self.found if c.block != self.best.block]
+        if not others:
+            return ()
+        other = fastest(others)
+        # The same rows and columns with another K of a stage is another tile, too.
+        shown = other.block if other.tile == best.tile else other.tile
+        name = best.variant if best.variant != other.variant else f"{best.block[0]}x{best.block[1]}"
+        return (Refusal(f"{'x'.join(map(str, shown))} tiles", self._costs(other, name)),)
 
-def _costs(other: Candidate, best: Candidate) -> str:
-    name = best.variant if best.variant != other.variant else f"{best.block[0]}x{best.block[1]}"
-    return f"the cost model expects {other.predicted * 1e3:.3g} ms, {name} {best.predicted * 1e3:.3g} ms"
+    def why_no_stream_k(self) -> str:
+        """Why the last wave's tiles are not split along K."""
+        best, ways = self.best, [c for c in self.found if c.schedule.kind == "stream_k"]
+        if self.backend == "hopper" and (why := hopper.no_parts(self.problem)):
+            return why
+        same = next((c for c in ways if c.block == best.block), None)
+        if same is not None and not same.schedule.remainder:
+            return f"{best.schedule.grid.tiles} tiles on {best.schedule.workers} workers leave no remainder"
+        if not ways:
+            return f"no registers for it beside a tile of {best.block[0]}x{best.block[1]}"
+        return self._costs(fastest(ways), best.schedule.kind)
 
-
-def _kinds(schedule: str, queues: int | None, shares: int | None) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
-    if queues is not None and shares is not None:
-        raise ValueError(
-            f"queues={queues}, shares={shares}; queues are dynamic's, shares are stream_k's: force one of them"
-        )
-    for name, value, kind in (("queues", queues, "dynamic"), ("shares", shares, "stream_k")):
-        if value is not None and schedule not in ("auto", kind):
-            raise ValueError(f"{name}={value} with schedule={schedule!r}; it belongs to schedule={kind!r}")
-    for kind in get_args(Kind):
-        if (
-            schedule == kind
-            or (kind == "dynamic" and queues is not None)
-            or (kind == "stream_k" and shares is not None)
-        ):
-            return (kind,), ()
-    return ("dynamic", "stream_k"), (Refusal("static", NO_STATIC),)
-
-
-def _no_stream_k(problem: Problem, backend: str, best: Candidate, found: list[Candidate]) -> Refusal:
-    if backend == "hopper" and (why := hopper.no_parts(problem)):
-        return Refusal("stream_k", why)
-    same = next((c for c in found if c.schedule.kind == "stream_k" and c.block == best.block), None)
-    if same is not None and not same.schedule.remainder:
-        return Refusal(
-            "stream_k", f"{best.schedule.grid.tiles} tiles on {best.schedule.workers} workers leave no remainder"
-        )
-    others = [c for c in found if c.schedule.kind == "stream_k"]
-    if not others:
-        return Refusal("stream_k", f"no registers for it beside a tile of {best.block[0]}x{best.block[1]}")
-    other = _best(others)
-    return Refusal(
-        "stream_k",
-        f"the cost model expects {other.predicted * 1e3:.3g} ms, {best.schedule.kind} {best.predicted * 1e3:.3g} ms",
-    )
+    def _costs(self, other: Candidate, name: str) -> str:
+        return f"the cost model expects {other.predicted * 1e3:.3g} ms, {name} {self.best.predicted * 1e3:.3g} ms"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilestream.core.chunks import Chunks, Incoming
+from tilestream.core.chunks import Incoming
 from tilestream.core.dtypes import (
     FNUZ,
     FP8,
@@ -95,16 +95,12 @@ class Problem:
         for name, incoming, extent in (("arrival", self.rows, rows), ("weight_arrival", self.columns, self.n)):
             if incoming is not None and incoming.chunks.rows != extent:
                 raise ValueError(f"{name}: its chunks bring {incoming.chunks.rows} rows, the operand has {extent}")
-        if self.publishes is not None:
-            self._check_publishes(self.publishes.chunks)
-
-    def _check_publishes(self, chunks: Chunks) -> None:
-        if chunks.rows != self.m * self.batch:
+        if self.publishes is not None and self.publishes.chunks.rows != self.m * self.batch:
             raise ValueError(
-                f"publishes: chunks of {chunks.rows} rows for {self.batch} outputs of {self.m} rows; they are all of "
-                "their rows"
+                f"publishes: chunks of {self.publishes.chunks.rows} rows for {self.batch} outputs of {self.m} rows; "
+                "they are all of their rows"
             )
-        if self.arriving:
+        if self.publishes is not None and self.arriving:
             raise ValueError("publishes: an operand arrives, too; what is NaN after an expiry would be published")
 
     @property
@@ -170,8 +166,5 @@ class Problem:
 
 def gate_of(problem: Problem, tile: tuple[int, int]) -> Gate | None:
     """What items of ``tile`` rows and columns wait for; None where all is there at launch."""
-    if problem.rows is None and problem.columns is None:
-        return None
-    rows = problem.rows.chunks if problem.rows is not None else None
-    columns = problem.columns.chunks if problem.columns is not None else None
-    return Gate(problem.m, problem.n, *tile, rows, columns, problem.row_of_batch)
+    rows, columns = (None if operand is None else operand.chunks for operand in (problem.rows, problem.columns))
+    return Gate(problem.m, problem.n, *tile, rows, columns, problem.row_of_batch) if problem.arriving else None

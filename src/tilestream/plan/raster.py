@@ -15,19 +15,15 @@ def raster_of(
     """The caller's ``order``; else what arrives or is published outermost, from the pivot on; else groups of rows."""
     if order is not None:
         return table_raster(order, grid.num_m, grid.num_n)
+    # Several batches share one raster, and begin inside different chunks: batches from the pivot's, rows in order.
+    if (problem.rows is not None and problem.row_of_batch) or (problem.publishes is not None and problem.batch > 1):
+        return Raster("chunk_major", group=group, band=1)
     if problem.rows is not None and grid.num_m:
-        # Several batches share one raster, and begin inside different chunks: batches from the pivot's, rows in order.
-        if problem.row_of_batch:
-            return Raster("chunk_major", group=group, band=1)
-        return _by_chunks(problem.rows, problem.m, block[0], grid.num_m, grid.num_n, group, transposed=False)
+        return _by_chunks(problem.rows, problem.m, block[0], grid.num_m, grid.num_n, group)
     if problem.columns is not None and grid.num_n:
         return _by_chunks(problem.columns, problem.n, block[1], grid.num_n, grid.num_m, group, transposed=True)
-    if problem.publishes is not None and problem.batch > 1:
-        return Raster("chunk_major", group=group, band=1)
     if problem.publishes is not None and grid.num_m:
-        return _by_chunks(
-            problem.publishes, problem.m, block[0], grid.num_m, grid.num_n, group, transposed=False, first=True
-        )
+        return _by_chunks(problem.publishes, problem.m, block[0], grid.num_m, grid.num_n, group, first=True)
     return Raster("grouped", group=group)
 
 
@@ -41,7 +37,7 @@ def first_batch_of(problem: Problem) -> int:
 
 
 def _by_chunks(
-    incoming: Incoming, rows: int, block: int, num: int, others: int, group: int, *, transposed: bool,
+    incoming: Incoming, rows: int, block: int, num: int, others: int, group: int, *, transposed: bool = False,
     first: bool = False,
 ) -> Raster:  # fmt: skip
     """Chunk-major from the pivot: by arithmetic where chunks are a whole number of tiles, else by a table.

@@ -29,12 +29,8 @@ class Floor:
     @classmethod
     def of(cls, problem: Problem | AttentionProblem, device: DeviceProperties, workers: int) -> Floor:
         """The floor of ``problem`` on ``workers`` of the device's workers."""
-        return cls(
-            problem.operations,
-            problem.bytes,
-            problem.operations / device.peak(problem.kind, workers),
-            problem.bytes / device.bandwidth,
-        )
+        operations, moved = problem.operations, problem.bytes
+        return cls(operations, moved, operations / device.peak(problem.kind, workers), moved / device.bandwidth)
 
     @property
     def seconds(self) -> float:

@@ -50,15 +50,11 @@ def knobs(candidate: Candidate | Plan) -> Knobs:
     return {
         "variant": candidate.variant,
         "block": "x".join(map(str, candidate.block)),
-        "swapped": int(candidate.swap_ab),
-        "warps": candidate.warps,
-        "stages": candidate.stages,
+        "swap_ab": int(candidate.swap_ab),
         "schedule": schedule.kind,
-        "queues": schedule.queues,
-        "split": schedule.split,
-        "shares": schedule.shares,
-        "order": schedule.raster.order,
-        "group": schedule.raster.group,
+        **{name: getattr(candidate, name) for name in ("warps", "stages")},
+        **{name: getattr(schedule, name) for name in ("queues", "split", "shares")},
+        **{name: getattr(schedule.raster, name) for name in ("order", "group")},
     }
 
 
@@ -90,22 +86,13 @@ def lookup(problem: Problem, device: DeviceProperties) -> Entry | None:
 
 def matching(entry: Entry, found: list[Candidate]) -> Candidate | None:
     """The candidate that an entry names; None if it no longer exists."""
-    return next((one for one in found if knobs(one) == entry["knobs"]), None)
+    # Files from before 2026-11-23 call `swap_ab` "swapped".
+    wanted = {"swap_ab" if name == "swapped" else name: value for name, value in entry["knobs"].items()}
+    return next((one for one in found if knobs(one) == wanted), None)
 
 
 def save(problem: Problem, device: DeviceProperties, entry: Entry) -> Path:
-    """Add an entry to the file.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ValueError
-        If TILESTREAM_TUNED says that no file is to be used.
-    """
+    """Add an entry to the file, whose path is returned; `ValueError` if TILESTREAM_TUNED says that there is none."""
     path = tuned_path()
     if path is None:
         raise ValueError(f"{ENVIRONMENT}=0: there is no file to write what is measured to; unset it, or give a path")

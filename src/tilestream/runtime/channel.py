@@ -2,7 +2,7 @@
 
 One a device: a ring of records in pinned host memory, which GPUs write directly, and a counter of records on the
 device. The host looks at one word of it at each call on that device and at `check` (invariant 5), and raises what it
-finds. The words of a record are told in `tilestream.core.error_record`.
+finds. `tilestream.core.error_record` describes a record's words.
 """
 
 from __future__ import annotations
@@ -48,24 +48,20 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """Whether there is a record that was not raised yet. One look at one word."""
+        """Whether there is a record that was not raised yet. Reads one word."""
         return self._words[self._raised % RECORDS * FIELDS] > self._raised
 
-    def take(self) -> Record | None:
-        """The oldest record that was not raised yet; where more than `RECORDS` have come since, of those that are left.
+    def take(self) -> tuple[int, Record] | None:
+        """The oldest record that was not raised yet, and its number; None where there is none.
 
-        None where there is none.
+        Where more than `RECORDS` have come since: the oldest of those that are left.
         """
-        return self._take()[1]
-
-    def _take(self) -> tuple[int, Record | None]:
-        """And its number."""
         with self._lock:
             while True:
                 at = self._raised % RECORDS * FIELDS
                 number = self._words[at]
                 if number <= self._raised:
-                    return 0, None
+                    return None
                 if number > self._raised + 1:  # overwritten: go on with the oldest that is left
                     self._raised = number - RECORDS
                     continue
@@ -103,16 +99,16 @@ class Channel:
     def check(self) -> None:
         """Raise the oldest record that was not raised yet; then what was posted."""
         while self.pending:
-            number, record = self._take()
-            error = None if record is None else record.error()
-            if record is not None and error is not None and self._is_news(number, record):
+            taken = self.take()
+            error = None if taken is None else taken[1].error()
+            if taken is not None and error is not None and self._is_news(*taken):
                 raise error
         posted = self._next_posted()
         if posted is not None:
             raise posted
 
     def _is_news(self, number: int, record: Record) -> bool:
-        """Whether a record is raised, and not what the host has found of that failure: see `post`."""
+        """Whether a record is raised, rather than what the host has found of that failure: see `post`."""
         with self._lock:
             if record.key in self._told:
                 return False
@@ -134,10 +130,10 @@ class Channel:
             return None
 
     def post(self, error: BaseException, key: int | None = None, since: int = 0) -> None:
-        """Have ``error`` raised as a kernel's report is: where the host has found what no kernel waits for.
+        """Have ``error``, which the host has found, raised as a kernel's report is.
 
-        ``key``: of signals that a kernel may wait for all the same. One failure is raised once: what the kernel has
-        reported since record ``since``, if it is an expiry, and has been raised first; else this.
+        ``key``: of signals that a kernel may wait for. One failure is raised once: what the kernel has reported since
+        record ``since``, if it is an expiry, and has been raised first; else this.
         """
         with self._lock:
             self._posted.append((error, key, since))
@@ -159,7 +155,7 @@ def channel(device: torch.device) -> Channel:
 
 
 def check_device(index: int | None) -> None:
-    """Raise what the device with this index has reported; nothing is made where nothing was launched."""
+    """Raise what the device with this index has reported. A device on which nothing was launched gets no channel."""
     found = _channels.get(index)
     if found is not None:
         found.check()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
+
+from tilestream.trace.record import SpanKind
 
 if TYPE_CHECKING:
     import os
@@ -42,11 +44,7 @@ Colour = str | tuple[float, float, float, float]
 
 
 def draw(
-    launch: LaunchTrace,
-    path: str | os.PathLike[str],
-    *,
-    title: str | None = None,
-    size: tuple[int, int] | None = None,
+    launch: LaunchTrace, path: str | os.PathLike[str], *, title: str | None = None, size: tuple[int, int] | None = None
 ) -> Path:
     """Draw the timeline of ``launch`` into the picture ``path`` (PNG, SVG or PDF, by its ending).
 
@@ -81,12 +79,7 @@ def draw(
     return path
 
 
-def figure(
-    launch: LaunchTrace,
-    *,
-    title: str | None = None,
-    size: tuple[int, int] | None = None,
-) -> Figure:
+def figure(launch: LaunchTrace, *, title: str | None = None, size: tuple[int, int] | None = None) -> Figure:
     """The same timeline as a matplotlib figure outside pyplot's state. Parameters as for `draw`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -174,16 +167,10 @@ class _Picture:
         made.text(left, 1 - 56 / height, self.summary(), fontsize=10, color=_FAINT)
         # Below the axis' label, in one line.
         made.legend(
-            handles=legend,
-            loc="lower left",
-            bbox_to_anchor=((_LEFT - 8) / width, 6 / height),
-            ncols=max(1, len(legend)),
-            frameon=False,
-            fontsize=9.5,
-            labelcolor=_TEXT,
-            handlelength=1.6,
+            handles=legend, loc="lower left", bbox_to_anchor=((_LEFT - 8) / width, 6 / height),
+            ncols=max(1, len(legend)), frameon=False, fontsize=9.5, labelcolor=_TEXT, handlelength=1.6,
             columnspacing=1.8,
-        )
+        )  # fmt: skip
 
     def _frame(self, axes: Axes) -> None:
         for side in ("top", "right", "left"):
@@ -212,42 +199,29 @@ class _Picture:
     def _workers(self, axes: Axes) -> list[Any]:
         from matplotlib.patches import Patch
 
-        legend: list[Any] = []
-        tiles = [span for span in self.spans if span.kind == "tile"]
-        parts = [span for span in self.spans if span.kind == "part"]
-        reduces = [span for span in self.spans if span.kind == "reduce"]
+        drawn = {kind: [span for span in self.spans if span.kind == kind] for kind in get_args(SpanKind)}
         # Passing an open gate is recorded too, but too short to see.
-        waits = [
-            span
-            for span in self.spans
-            if span.kind == "wait" and self.ms(span.end) - self.ms(span.begin) > self.pixel / 3
-        ]
+        drawn["wait"] = [x for x in drawn["wait"] if self.ms(x.end) - self.ms(x.begin) > self.pixel / 3]
         hatched = self.row_pixels >= 10  # thinner rows have no room for the strokes
-        if waits:
-            if hatched:
-                style = {"facecolors": _WAIT_FACE, "edgecolors": _WAIT_LINES, "linewidths": 0.6, "hatch": "////"}
-            else:
-                style = {"facecolors": _WAIT_THIN, "linewidths": 0}
-            self._spans(axes, waits, _WAIT if hatched else _BAR, "wait", zorder=2, **style)
-        for spans, bar, name in ((tiles, _BAR, "tile"), (parts, _PART, "part")):
-            if spans:
-                edge = 0.7 if self._typical(spans) >= 5 and self.row_pixels >= 8 else 0.0
-                colours = [self._colour(span.operand, span.chunk) for span in spans]
-                style = {"facecolors": colours, "edgecolors": "white", "linewidths": edge}
-                self._spans(axes, spans, bar, name, zorder=3, **style)
-        if reduces:
-            self._spans(axes, reduces, _BAR, "reduce", facecolors=_REDUCE, linewidths=0, zorder=4)
+        style: dict[str, Any] = {"facecolors": _WAIT_THIN, "linewidths": 0}
+        if hatched:
+            style = {"facecolors": _WAIT_FACE, "edgecolors": _WAIT_LINES, "linewidths": 0.6, "hatch": "////"}
+        self._spans(axes, drawn["wait"], _WAIT if hatched else _BAR, "wait", zorder=2, **style)
+        for kind, bar in (("tile", _BAR), ("part", _PART)):
+            edge = 0.7 if self._typical(drawn[kind]) >= 5 and self.row_pixels >= 8 else 0.0
+            colours = [self._colour(span.operand, span.chunk) for span in drawn[kind]]
+            style = {"facecolors": colours, "edgecolors": "white", "linewidths": edge}
+            self._spans(axes, drawn[kind], bar, kind, zorder=3, **style)
+        self._spans(axes, drawn["reduce"], _BAR, "reduce", facecolors=_REDUCE, linewidths=0, zorder=4)
         sample = _chunk_colours(min(self.arrivals), 5)[2] if self.arrivals else _NEUTRAL
-        if tiles:
-            legend.append(Patch(facecolor=sample, edgecolor="white", label="tile"))
-        if parts:
-            legend.append(Patch(facecolor=sample, edgecolor="white", linewidth=3.5, label="part of a tile's K range"))
-        if reduces:
-            legend.append(Patch(facecolor=_REDUCE, edgecolor="white", label="adding up a tile's parts"))
-        if waits:
-            hatch, face = ("////", _WAIT_FACE) if hatched else (None, _WAIT_THIN)
-            legend.append(Patch(facecolor=face, edgecolor=_WAIT_LINES, hatch=hatch, label="waiting at the gate"))
-        return legend
+        hatch, face = ("////", _WAIT_FACE) if hatched else (None, _WAIT_THIN)
+        legend = {
+            "tile": Patch(facecolor=sample, edgecolor="white", label="tile"),
+            "part": Patch(facecolor=sample, edgecolor="white", linewidth=3.5, label="part of a tile's K range"),
+            "reduce": Patch(facecolor=_REDUCE, edgecolor="white", label="adding up a tile's parts"),
+            "wait": Patch(facecolor=face, edgecolor=_WAIT_LINES, hatch=hatch, label="waiting at the gate"),
+        }
+        return [patch for kind, patch in legend.items() if drawn[kind]]
 
     def _arrivals(self, axes: Axes, operand: int, ticks: Sequence[tuple[float, int]]) -> list[Any]:
         from matplotlib.lines import Line2D
@@ -274,11 +248,14 @@ class _Picture:
         return [Line2D([], [], marker="v", linestyle="", color=_FAINT, markersize=7, label="a chunk arrives")]
 
     def _spans(self, axes: Axes, spans: Sequence[Span], bar: float, name: str, **style: Any) -> None:
+        if not spans:
+            return
         boxes = [(self.middle["worker", span.worker] - bar / 2, bar) for span in spans]
         _bars(axes, [(self.ms(span.begin), self.ms(span.end)) for span in spans], boxes, name, **style)
 
     def _typical(self, spans: Sequence[Span]) -> float:
-        lengths = sorted(span.end - span.begin for span in spans)
+        """The median length in pixels."""
+        lengths = sorted(span.end - span.begin for span in spans) or [0.0]
         return 1e3 * lengths[len(lengths) // 2] / self.pixel
 
     def _colour(self, operand: int, chunk: int) -> Colour:
@@ -303,11 +280,10 @@ class _Picture:
     def summary(self) -> str:
         """The launch in numbers, in a line."""
         launch, total = self.launch, self.last - self.launch.begin
-        workers = _count(launch.workers, "worker")
+        workers, room = _count(launch.workers, "worker"), total * launch.workers
         words = [f"{launch.tiles_done} of {launch.tiles} tiles on {workers} in {1e3 * total:.1f} ms"]
-        waited, room = launch.waited, total * launch.workers
         if launch.arrivals and room > 0:
-            words.append(f"{waited / room:.0%} of the workers' time spent waiting")
+            words.append(f"{launch.waited / room:.0%} of the workers' time spent waiting")
         for operand, ticks in self.arrivals.items():
             if ticks:
                 of = f" of {_OPERANDS[operand]}" if len(self.arrivals) > 1 else ""
@@ -346,4 +322,4 @@ def _every(workers: int, row_pixels: float) -> int:
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -18,7 +18,7 @@ from tilestream.trace.record import LaunchTrace, Span, SpanKind
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 Event = dict[str, Any]
 
@@ -50,35 +50,27 @@ def export(launches: LaunchTrace | Iterable[LaunchTrace], path: str | os.PathLik
     return path
 
 
-def document(launches: Iterable[LaunchTrace]) -> dict[str, Any]:
+def document(launches: Sequence[LaunchTrace]) -> dict[str, Any]:
     """What `export` writes, as Python objects. Events are sorted by time, metadata first."""
-    launches = list(launches)
     zero = min((_earliest(launch) for launch in launches), default=0.0)
     metadata: list[Event] = []
     events: list[Event] = []
-    flows = 0
     for pid, launch in enumerate(launches, 1):
-        writer = _Writer(pid, launch, zero, flows)
-        flows = writer.write()
-        metadata += writer.metadata
-        events += writer.events
+        _Writer(pid, launch, zero, metadata, events).write()
     # Where times are equal, a slice comes before the arrow's end that lies on it.
     events.sort(key=lambda event: (event["ts"], event["pid"], event["ph"] in "sf"))
+    headers = [_header(launch, zero) for launch in launches]
     return {
         "traceEvents": metadata + events,
         "displayTimeUnit": "ms",
-        "otherData": {
-            "writer": f"tilestream {__version__}",
-            "launches": [_header(launch, zero) for launch in launches],
-        },
+        "otherData": {"writer": f"tilestream {__version__}", "launches": headers},
     }
 
 
 def _earliest(launch: LaunchTrace) -> float:
     arrived = [when for times in launch.arrivals.values() for when in times if when is not None]
-    return min(
-        [launch.begin, *launch.started.values(), *arrived, *(spans[0].begin for spans in launch.by_worker if spans)]
-    )
+    first = [spans[0].begin for spans in launch.by_worker if spans]
+    return min([launch.begin, *launch.started.values(), *arrived, *first])
 
 
 def _header(launch: LaunchTrace, zero: float) -> dict[str, Any]:
@@ -98,15 +90,12 @@ def _header(launch: LaunchTrace, zero: float) -> dict[str, Any]:
 
 
 class _Writer:
-    """The events of one launch, which is process ``pid``."""
+    """Adds the events of one launch, which is process ``pid``."""
 
-    def __init__(self, pid: int, launch: LaunchTrace, zero: float, flows: int) -> None:
-        self.pid, self.launch, self.zero, self.flows = pid, launch, zero, flows
-        self.metadata: list[Event] = []
-        self.events: list[Event] = []
+    def __init__(self, pid: int, launch: LaunchTrace, zero: float, metadata: list[Event], events: list[Event]) -> None:
+        self.pid, self.launch, self.zero, self.metadata, self.events = pid, launch, zero, metadata, events
 
-    def write(self) -> int:
-        """Fill `metadata` and `events`; returns how many arrows there are so far."""
+    def write(self) -> None:
         launch = self.launch
         self._meta("process_name", 0, name=f"{launch.op} {self.pid}: {launch.label}")
         self._meta("process_sort_index", 0, sort_index=self.pid)
@@ -119,7 +108,6 @@ class _Writer:
             self._thread(_WORKERS + worker, f"worker {worker}")
             for span in spans:
                 self._span(span)
-        return self.flows
 
     def _arrivals(self, operand: int) -> None:
         known = sorted((when, chunk) for chunk, when in enumerate(self.launch.arrivals[operand]) if when is not None)
@@ -134,10 +122,9 @@ class _Writer:
             # An arrow begins inside a slice, so halfway.
             middle = (before + when) / 2
             if item is not None and item.begin >= middle:
-                self.flows += 1
-                self._event("s", "arrival", "flow", _INCOMING + 2 * operand, middle, id=self.flows)
-                halfway = (item.begin + item.end) / 2
-                self._event("f", "arrival", "flow", _WORKERS + item.worker, halfway, id=self.flows, bp="e")
+                flow, halfway = len(self.events), (item.begin + item.end) / 2  # a number that no other arrow has
+                self._event("s", "arrival", "flow", _INCOMING + 2 * operand, middle, id=flow)
+                self._event("f", "arrival", "flow", _WORKERS + item.worker, halfway, id=flow, bp="e")
             before = when
 
     def _first_after_wait(self, operand: int) -> dict[int, Span]:
@@ -159,10 +146,7 @@ class _Writer:
         return first
 
     def _span(self, span: Span) -> None:
-        if span.kind == "wait":
-            name = f"wait for chunk {span.chunk}"
-        else:
-            name = f"{span.kind} {span.pm},{span.pn}"
+        name = f"wait for chunk {span.chunk}" if span.kind == "wait" else f"{span.kind} {span.pm},{span.pn}"
         args: dict[str, Any] = {
             "batch": span.batch, "pm": span.pm, "pn": span.pn, "k_begin": span.k_begin, "k_end": span.k_end
         }  # fmt: skip
@@ -210,9 +194,8 @@ def load(path: str | os.PathLike[str]) -> list[LaunchTrace]:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
         found = json.loads(data)
-        return [
-            _launch(pid, header, found["traceEvents"]) for pid, header in enumerate(found["otherData"]["launches"], 1)
-        ]
+        headers = enumerate(found["otherData"]["launches"], 1)
+        return [_launch(pid, header, found["traceEvents"]) for pid, header in headers]
     except (zlib.error, ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, OSError) as error:
         raise ValueError(f"{path}: no trace written by tilestream ({type(error).__name__}: {error})") from None
 
@@ -222,15 +205,11 @@ def _launch(pid: int, header: Mapping[str, Any], events: Iterable[Mapping[str, A
         return None if us is None else us / 1e6
 
     launch = LaunchTrace(
-        header["op"],
-        header["label"],
-        int(header["workers"]),
-        int(header["tiles"]),
-        header["begin"] / 1e6,
+        header["op"], header["label"], int(header["workers"]), int(header["tiles"]), header["begin"] / 1e6,
         seconds(header["end"]) or 0.0,
         {int(operand): tuple(map(seconds, times)) for operand, times in header["arrivals"].items()},
         started={int(operand): when / 1e6 for operand, when in header["started"].items()},
-    )
+    )  # fmt: skip
     for event in events:
         if event["ph"] == "X" and event["pid"] == pid and event["cat"] in get_args(SpanKind):
             args = event["args"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 os.environ.setdefault("TRITON_DUMP_PTXAS_LOG", "1")
@@ -82,7 +82,7 @@ def caught() -> Iterator[list[str]]:
             said.append(file.read())
 
 
-def build(kernel: Any, filled: tuple[Any, ...], options: dict[str, Any], arch: str) -> tuple[Any, str]:
+def build(kernel: Any, filled: Sequence[Any], options: dict[str, Any], arch: str) -> tuple[Any, str]:
     """A kernel, compiled for ``arch``, and what the assembler said.
 
     Parameters

@@ -7,6 +7,7 @@ the function is imported on demand. A kernel outside this package joins by `regi
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from tilestream.plan.tma import refuse_contiguous
 if TYPE_CHECKING:
     from tilestream.core.copy_items import CopyArguments
     from tilestream.launch.gate import GateArguments
-    from tilestream.launch.portable.arguments import Layout
+    from tilestream.launch.gemm_arguments import Layout
     from tilestream.plan.attention_plan import AttentionPlan
     from tilestream.plan.plan import Plan
 
@@ -108,7 +109,7 @@ class Source(NamedTuple):
     """
 
     kernel: Any
-    filled: tuple[Any, ...]
+    filled: Sequence[Any]
     options: dict[str, Any]
     warps: int
     plan: Plan | AttentionPlan | None = None
@@ -179,7 +180,7 @@ def source(name: str, question: Question) -> Source:
 
 def contiguous(question: Question, batch_stride: int = 0) -> Layout:
     """The operands' layout, without gaps, and no epilogue."""
-    from tilestream.launch.portable.arguments import Layout
+    from tilestream.launch.gemm_arguments import Layout
 
     (m, n, k), letters = (question.m, question.n, question.k), question.layout
     a = (batch_stride, k, 1) if letters[0] == "n" else (batch_stride, 1, m)
@@ -200,7 +201,7 @@ def portable_gemm(question: Question) -> Source:
     return Source(gemm, filled, options, plan.warps, plan)
 
 
-def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[list[Any], dict[str, Any]]:
     """What the portable kernel is compiled with, and how: its launch's arguments, of no address.
 
     Parameters
@@ -217,13 +218,13 @@ def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[tuple
     addend = "bfloat16" if problem.fp8 else problem.dtype
     scales = (None, None) if problem.scales == "none" else (Pointer("float32", 4), Pointer("float32", 4))
     queue = schedule.kind != "static" or plan.gate is not None
-    filled = arguments.fill(
+    operands = (
         *(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype),
-        Pointer(addend) if layout.bias else None, Pointer(addend) if layout.residual else None,
+        Pointer(addend) if layout.bias else None, Pointer(addend) if layout.residual else None, *scales,
         Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
         Pointer("int64") if queue else None, None, None, 0, 0, 1.5, 0.5,
-        gate=gate_arguments(plan), scales=scales, copies=copy_arguments(plan),
     )  # fmt: skip
+    filled = arguments.fill(operands, gate=gate_arguments(plan), copies=copy_arguments(plan))
     return filled, arguments.options
 
 
@@ -267,12 +268,12 @@ def cdna_gemm(question: Question) -> Source:
     problem, schedule = plan.problem, plan.schedule
     arguments = Arguments(plan, contiguous(question))
     scale = None if problem.scales == "none" else Pointer("float32", 4)
-    filled = arguments.fill(
-        *map(Pointer, problem.dtypes), Pointer(problem.out_dtype), None, None,
+    operands = (
+        *map(Pointer, problem.dtypes), Pointer(problem.out_dtype), None, None, scale, scale,
         Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
-        None if schedule.kind == "static" else Pointer("int64"), None, None, 0, 0, 1.5, 0.5, scales=(scale, scale),
+        None if schedule.kind == "static" else Pointer("int64"), None, None, 0, 0, 1.5, 0.5,
     )  # fmt: skip
-    return Source(gemm, filled, arguments.options, plan.warps, plan)
+    return Source(gemm, arguments.fill(operands), arguments.options, plan.warps, plan)
 
 
 #: Sequences, and heads of each, of a question to attention.
@@ -340,4 +341,4 @@ def hopper_gemm(question: Question) -> Source:
         Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
         None if schedule.kind == "static" else Pointer("int64"), None, None,
     )  # fmt: skip
-    return Source(gemm, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5), 0), arguments.options, plan.warps, plan)
+    return Source(gemm, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5)), arguments.options, plan.warps, plan)

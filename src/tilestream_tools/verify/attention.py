@@ -21,29 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilestream.schedule import WorkItem
-from tilestream_tools.verify.attention_protocol import (
-    Ask,
-    AttentionRing,
-    Convert,
-    ConvertPlaces,
-    ConvertTurn,
-    Copy,
-    Done,
-    Empty,
-    Leave,
-    LoadPlaces,
-    LoadTurn,
-    Look,
-    Mark,
-    MathPlaces,
-    MathTurn,
-    Own,
-    Pass,
-    Start,
-    convert_turn,
-    load_turn,
-    math_turn,
-)
+from tilestream_tools.verify import attention_protocol as a
 from tilestream_tools.verify.barriers import arrived, blocks, fresh
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
@@ -64,11 +42,11 @@ _NOTHING: tuple[Any, ...] = ()
 class AttentionCase:
     """One configuration: the rings, the numbers of blocks that an item may have, the programs of the loops."""
 
-    ring: AttentionRing
+    ring: a.AttentionRing
     counts: tuple[int, ...] = (0, 1, 2)
-    load: LoadTurn = load_turn
-    math: MathTurn = math_turn
-    convert: ConvertTurn = convert_turn
+    load: a.LoadTurn = a.load_turn
+    math: a.MathTurn = a.math_turn
+    convert: a.ConvertTurn = a.convert_turn
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> AttentionModel:
         """The model of this configuration."""
@@ -94,7 +72,7 @@ class AttentionModel(Model):
     item has, how many of them were waited for, whether one was not copied, and how many were waited for and fenced.
     """
 
-    eager: ClassVar[frozenset[type]] = frozenset({Expect, Copy, Start, Fence, Done})
+    eager: ClassVar[frozenset[type]] = frozenset({Expect, a.Copy, a.Start, Fence, a.Done})
     delayed: frozenset[type] = frozenset({Retire})
     lazy: ClassVar[frozenset[type]] = frozenset({Next})
     progress: ClassVar[frozenset[type]] = frozenset({Next})
@@ -103,13 +81,13 @@ class AttentionModel(Model):
         self.case = case
         ring = case.ring
 
-        def math_of(who: int) -> Callable[[MathPlaces], Generator[Any, Any, Any]]:
+        def math_of(who: int) -> Callable[[a.MathPlaces], Generator[Any, Any, Any]]:
             return lambda state: case.math(ring, who, state)
 
-        processes = [Process("load", lambda state: case.load(ring, state), LoadPlaces(), "load")]
-        processes += [Process(f"math {c}", math_of(c), MathPlaces(), f"math {c}") for c in range(ring.consumers)]
+        processes = [Process("load", lambda state: case.load(ring, state), a.LoadPlaces(), "load")]
+        processes += [Process(f"math {c}", math_of(c), a.MathPlaces(), f"math {c}") for c in range(ring.consumers)]
         if ring.converting:
-            processes.append(Process("convert", lambda state: case.convert(ring, state), ConvertPlaces(), "convert"))
+            processes.append(Process("convert", lambda state: case.convert(ring, state), a.ConvertPlaces(), "convert"))
         counts = {*case.counts, 0} if ring.arriving else case.counts
         self.items = [WorkItem(n, 0, 0, 0, 0, count) for n in range(NUMBERS) for count in sorted(counts)]
         base = len(processes)
@@ -141,11 +119,11 @@ class AttentionModel(Model):
         """As `Model.domain`."""
         if type(op) in (Next, Get):
             return (None, *self.items)
-        if type(op) is Own:
+        if type(op) is a.Own:
             first, last = ((0, 1) if self.case.ring.own in (side, "both") else (0,) for side in ("first", "last"))
             sides = itertools.product(first, last)
             return [(before, after) for before, after in sides if before + after < k_steps(op.item)]
-        return (0, 1) if type(op) in (Ask, Pass, Look) else (0,)
+        return (0, 1) if type(op) in (a.Ask, a.Pass, a.Look) else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
@@ -154,11 +132,11 @@ class AttentionModel(Model):
                 *(item for item in self.items if item.tile == m[self.number] and k_steps(item) in self.case.counts),
                 None,
             )
-        if type(op) is Own:
+        if type(op) is a.Own:
             return lambda pid, op, m: self.domain(op, None)
-        if type(op) in (Ask, Pass):
+        if type(op) in (a.Ask, a.Pass):
             return lambda pid, op, m: (0, 1)
-        if type(op) is Look:
+        if type(op) is a.Look:
             return lambda pid, op, m: (m[self.mark + op.slot],)
         if type(op) is WaitBarrier:
             at = self.barrier[op.barrier]
@@ -170,9 +148,9 @@ class AttentionModel(Model):
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
         """As `Model.performer_of`."""
         performers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
-            Next: self._next, Put: self._put, Get: self._get, Copy: self._copy, Start: self._start,
-            Convert: self._convert, Retire: self._retire, Done: self._done, Pass: self._pass, Mark: self._mark,
-            Empty: self._empty, Fence: self._fence, Leave: self._leave,
+            Next: self._next, Put: self._put, Get: self._get, a.Copy: self._copy, a.Start: self._start,
+            a.Convert: self._convert, Retire: self._retire, a.Done: self._done, a.Pass: self._pass, a.Mark: self._mark,
+            a.Empty: self._empty, Fence: self._fence, a.Leave: self._leave,
             Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
             Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
         }  # fmt: skip
@@ -198,15 +176,15 @@ class AttentionModel(Model):
             # An item that came with no blocks is not known to be done: over before it began, it is void all the same.
             m[self.blocks + op.item.tile] = (blocks, passed, int(k_steps(op.item) < blocks), fenced)
 
-    def _mark(self, pid: int, op: Mark, answer: int, m: Memory) -> None:
+    def _mark(self, pid: int, op: a.Mark, answer: int, m: Memory) -> None:
         m[self.mark + op.slot] = op.void
 
-    def _pass(self, pid: int, op: Pass, answer: int, m: Memory) -> None:
+    def _pass(self, pid: int, op: a.Pass, answer: int, m: Memory) -> None:
         if not answer:
             blocks, _, void, fenced = m[self.blocks + op.item.tile]
             m[self.blocks + op.item.tile] = (blocks, op.k + 1, void, fenced)
 
-    def _empty(self, pid: int, op: Empty, answer: int, m: Memory) -> None:
+    def _empty(self, pid: int, op: a.Empty, answer: int, m: Memory) -> None:
         blocks, passed, _, fenced = m[self.blocks + op.item.tile]
         m[self.blocks + op.item.tile] = (blocks, passed, 1, fenced)
         m[self.buffer[op.what, op.at]] = (op.item.tile, op.k, None, True)
@@ -219,7 +197,7 @@ class AttentionModel(Model):
         if answer is not None and answer.tile != number:
             raise Fault("wrong data", f"{self.processes[pid].name} reads item {answer.tile}, its own is {number}")
 
-    def _copy(self, pid: int, op: Copy, answer: int, m: Memory) -> None:
+    def _copy(self, pid: int, op: a.Copy, answer: int, m: Memory) -> None:
         at = self.buffer[op.what, op.at]
         if m[at] and not m[at][-1]:
             raise Fault("overwritten while read", f"{op.what}[{op.at}] is filled while a copy to it is under way")
@@ -236,7 +214,7 @@ class AttentionModel(Model):
             if any((what, at) in reads for reads in m[self.consumer + 2 * c]):
                 raise Fault("overwritten while read", f"{what}[{at}] is filled while math {c} reads it")
 
-    def _convert(self, pid: int, op: Convert, answer: int, m: Memory) -> None:
+    def _convert(self, pid: int, op: a.Convert, answer: int, m: Memory) -> None:
         held = m[self.buffer["raw", op.at]]
         if not held or not held[-1] or held[:2] != (op.item.tile, op.k):
             raise Fault("wrong data", f"raw[{op.at}] is converted, which does not hold block {op.k} of the item")
@@ -253,7 +231,7 @@ class AttentionModel(Model):
             if what == "v" and m[place] and m[place][2] == UNFENCED:
                 m[place] = (*m[place][:2], None, True)
 
-    def _start(self, pid: int, op: Start, answer: int, m: Memory) -> None:
+    def _start(self, pid: int, op: a.Start, answer: int, m: Memory) -> None:
         flight = self.consumer + 2 * (pid - 1)
         number, *started = m[flight + 1]
         reads: tuple[tuple[str, int], ...] = ((op.what, op.at),)
@@ -275,7 +253,7 @@ class AttentionModel(Model):
         m[flight] = (*m[flight], reads)
         m[flight + 1] = (number, *started)
 
-    def _leave(self, pid: int, op: Leave, answer: int, m: Memory) -> None:
+    def _leave(self, pid: int, op: a.Leave, answer: int, m: Memory) -> None:
         at = self.consumer + 2 * (pid - 1) + 1
         if m[at] != (op.item.tile, op.k, op.k):
             raise Fault("wrong data", f"{self.processes[pid].name} leaves out block {op.k}, and is at {m[at]}")
@@ -285,7 +263,7 @@ class AttentionModel(Model):
         flight = self.consumer + 2 * (pid - 1)
         m[flight] = m[flight][len(m[flight]) - op.in_flight :] if op.in_flight else ()
 
-    def _done(self, pid: int, op: Done, answer: int, m: Memory) -> None:
+    def _done(self, pid: int, op: a.Done, answer: int, m: Memory) -> None:
         flight = self.consumer + 2 * (pid - 1)
         number, *started = m[flight + 1]
         if op.item.tile != number or m[flight] or started != [k_steps(op.item)] * 2:
@@ -310,12 +288,9 @@ class AttentionModel(Model):
                 out.append((f"the copy to {what}[{at}] lands", n))
         return out
 
-    def at_rest(self, m: Memory) -> None:
-        """As `Model.at_rest`."""
-        here = self.blocked(m)
-        if here and not self.environment(m):
-            raise Fault("deadlock", "; ".join(here))
-        if not here and any(m[self.left : self.left + NUMBERS]):
+    def at_end(self, m: Memory) -> None:
+        """As `Model.at_end`."""
+        if any(m[self.left : self.left + NUMBERS]):
             raise Fault("missing work", "an item was handed out and not finished")
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:

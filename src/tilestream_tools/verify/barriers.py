@@ -18,25 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilestream.schedule import WorkItem
+from tilestream_tools.verify import protocol as p
 from tilestream_tools.verify.buffers import MEANING, Buffers
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
-from tilestream_tools.verify.protocol import (
-    Acquired,
-    Arrive,
-    Barrier,
-    Epilogue,
-    Expect,
-    Fixup,
-    Get,
-    Load,
-    Mma,
-    Poisoned,
-    Put,
-    Retire,
-    Ring,
-    WaitBarrier,
-)  # fmt: skip
 
 #: K steps in what a stage holds: ``1 + tile * STEPS + k``.
 STEPS = 64
@@ -73,12 +58,12 @@ class RingMemory:
     buffers.
     """
 
-    def __init__(self, ring: Ring, base: int, who: str, items: list[WorkItem]) -> None:
+    def __init__(self, ring: p.Ring, base: int, who: str, items: list[WorkItem]) -> None:
         self.ring = ring
         self.who = who
         self.items = items
         counts = ring.barriers()
-        self.where: dict[Barrier, int] = {barrier: base + i for i, barrier in enumerate(counts)}
+        self.where: dict[p.Barrier, int] = {barrier: base + i for i, barrier in enumerate(counts)}
         self.counts = counts
         self.stage = base + len(counts)
         self.loading = self.stage + ring.depth
@@ -100,10 +85,10 @@ class RingMemory:
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
-        if type(op) is WaitBarrier:
+        if type(op) is p.WaitBarrier:
             at = self.where[op.barrier]
             return lambda pid, op, m: () if blocks(m[at], op.parity) else (0,)
-        if type(op) is Get:
+        if type(op) is p.Get:
             slot = self.slot + op.slot
             return lambda pid, op, m: (self.items[m[slot] - 2] if m[slot] > 1 else None,)
         return None
@@ -115,21 +100,21 @@ class RingMemory:
         if meaning is not None:
             return lambda pid, op, answer, m: meaning(self.buffers, op, consumer, m)
         handlers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
-            Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
-            Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
-            Acquired: lambda pid, op, answer, m: self._acquired(m),
-            Load: lambda pid, op, answer, m: self._load(op, m),
-            Put: lambda pid, op, answer, m: self._put(op, m),
-            Get: lambda pid, op, answer, m: self._get(op, m),
-            Mma: lambda pid, op, answer, m: self._mma(op, m, private),
-            Retire: lambda pid, op, answer, m: self._retire(op, m, private),
-            Poisoned: lambda pid, op, answer, m: self._poison(op, m, private),
-            Epilogue: lambda pid, op, answer, m: self._epilogue(op, m, consumer),
-            Fixup: lambda pid, op, answer, m: self.buffers.begin(op.item, consumer, m) if answer else None,
+            p.Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
+            p.Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
+            p.Acquired: lambda pid, op, answer, m: self._acquired(m),
+            p.Load: lambda pid, op, answer, m: self._load(op, m),
+            p.Put: lambda pid, op, answer, m: self._put(op, m),
+            p.Get: lambda pid, op, answer, m: self._get(op, m),
+            p.Mma: lambda pid, op, answer, m: self._mma(op, m, private),
+            p.Retire: lambda pid, op, answer, m: self._retire(op, m, private),
+            p.Poisoned: lambda pid, op, answer, m: self._poison(op, m, private),
+            p.Epilogue: lambda pid, op, answer, m: self._epilogue(op, m, consumer),
+            p.Fixup: lambda pid, op, answer, m: self.buffers.begin(op.item, consumer, m) if answer else None,
         }
         return handlers.get(type(op))
 
-    def _arrive(self, barrier: Barrier, m: Memory, arrivals: int, loads: int) -> None:
+    def _arrive(self, barrier: p.Barrier, m: Memory, arrivals: int, loads: int) -> None:
         at = self.where[barrier]
         m[at] = arrived(m[at], self.counts[barrier], arrivals, loads)
 
@@ -140,7 +125,7 @@ class RingMemory:
     def _acquired(self, m: Memory) -> None:
         m[self.unfenced] = 0
 
-    def _load(self, op: Load, m: Memory) -> None:
+    def _load(self, op: p.Load, m: Memory) -> None:
         if m[self.unfenced]:
             raise Fault("read before arrival", f"{self.who}loads item {op.item.tile}: what its gate saw is not fenced")
         if m[self.loading] >> op.stage & 1:
@@ -154,18 +139,18 @@ class RingMemory:
     def land(self, stage: int, m: Memory) -> None:
         """The load into ``stage`` is complete."""
         m[self.loading] &= ~(1 << stage)
-        self._arrive(Barrier("full", stage), m, 0, -1)
+        self._arrive(p.Barrier("full", stage), m, 0, -1)
 
-    def _put(self, op: Put, m: Memory) -> None:
+    def _put(self, op: p.Put, m: Memory) -> None:
         if op.item is not None and op.item not in self.items:
             self.items.append(op.item)
         m[self.slot + op.slot] = 1 if op.item is None else 2 + self.items.index(op.item)
 
-    def _get(self, op: Get, m: Memory) -> None:
+    def _get(self, op: p.Get, m: Memory) -> None:
         if not m[self.slot + op.slot]:
             raise Fault("wrong data", f"{self.who}reads slot {op.slot} of the item ring before anything was put there")
 
-    def _mma(self, op: Mma, m: Memory, private: int) -> None:
+    def _mma(self, op: p.Mma, m: Memory, private: int) -> None:
         if m[self.loading] >> op.stage & 1:
             raise Fault("read before arrival", f"{self.who}an mma reads stage {op.stage} before its load has landed")
         held, meant = m[self.stage + op.stage], m[private]
@@ -176,11 +161,11 @@ class RingMemory:
         m[private] = meant + 1
         m[private + 1] = (*m[private + 1], op.stage)
 
-    def _retire(self, op: Retire, m: Memory, private: int) -> None:
+    def _retire(self, op: p.Retire, m: Memory, private: int) -> None:
         in_flight = m[private + 1]
         m[private + 1] = in_flight[max(0, len(in_flight) - op.in_flight) :]
 
-    def _poison(self, op: Poisoned, m: Memory, private: int) -> None:
+    def _poison(self, op: p.Poisoned, m: Memory, private: int) -> None:
         item = op.item
         if m[private + 1]:
             raise Fault("wrong data", f"{self.who}NaN is written to the accumulator while an mma writes it")
@@ -190,7 +175,7 @@ class RingMemory:
             )
         m[private] = 1 + item.tile * STEPS + VOID
 
-    def _epilogue(self, op: Epilogue, m: Memory, consumer: int) -> None:
+    def _epilogue(self, op: p.Epilogue, m: Memory, consumer: int) -> None:
         private, item = self.of_consumer[consumer], op.item
         if m[private + 1]:
             raise Fault("wrong data", f"{self.who}the epilogue takes the accumulator while an mma writes it")
@@ -220,7 +205,7 @@ class RingMemory:
                 raise Fault("ring in use", f"{self.who}{barrier} is in the middle of a phase")
         for full, empty, n in (("full", "empty", self.ring.depth), ("item_full", "item_empty", self.ring.items)):
             for i in range(n):
-                if (m[self.where[Barrier(full, i)]] ^ m[self.where[Barrier(empty, i)]]) & 1:
+                if (m[self.where[p.Barrier(full, i)]] ^ m[self.where[p.Barrier(empty, i)]]) & 1:
                     raise Fault("ring in use", f"{self.who}{full}[{i}] and {empty}[{i}] are not in the same round")
 
 

@@ -322,11 +322,6 @@ class CopyModel(Model):
             if m[at]:
                 raise Fault("count not restored", f"launch {launch} leaves {m[at]} {name} taken")
 
-    def at_rest(self, m: Memory) -> None:
-        """As `Model.at_rest`."""
-        if here := self.blocked(m):
-            raise Fault("deadlock", "; ".join(here))
-
 
 def configurations(full: bool) -> Iterator[CopyCase]:
     """1 to 3 workers, of which some may never run, every number of copiers. Full: more launches, pieces and chunks."""

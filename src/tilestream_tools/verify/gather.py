@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from tilestream.core.protocols import gather as p
+from tilestream_tools.verify import ranks as r
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
-from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, Asked, Does, Ended, Issued, RanksCase, RanksModel, Turn
 
 
 class Write(NamedTuple):
@@ -69,7 +69,7 @@ class ReadDone(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatherCase(RanksCase):
+class GatherCase(r.RanksCase):
     """One configuration of model 4.
 
     Attributes
@@ -96,9 +96,9 @@ class GatherCase(RanksCase):
     apart: bool = False
     brought: bool = False
     sets: int = p.SLOTS
-    publish: Callable[[int, int, int, bool], Turn] = p.publish
-    side: Callable[[int, int, int, int, p.Way], Turn] = p.side
-    finish: Callable[[int], Turn] = p.finish
+    publish: Callable[[int, int, int, bool], r.Turn] = p.publish
+    side: Callable[[int, int, int, int, p.Way], r.Turn] = p.side
+    finish: Callable[[int], r.Turn] = p.finish
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> GatherModel:
         """The model of this configuration."""
@@ -125,21 +125,8 @@ class GatherCase(RanksCase):
         """Of signals, a slot."""
         return self.world * max(self.chunks)
 
-    def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
-        """As of `RanksCase`."""
-
-        def calling(epoch: int) -> Turn:
-            return self.calling(rank, epoch)
-
-        return [
-            *((self.calling_name(i), calling, 1 + i) for i in range(self.streams)),
-            ("side stream", lambda epoch: self.beside(rank, epoch), 1),
-        ]
-
-    def calling(self, rank: int, epoch: int) -> Turn:
-        """A calling stream: the caller's write, a call, with the kernel, which reads one's own rows first."""
-        if not (yield Issued(epoch)):
-            return None
+    def call(self, rank: int, epoch: int) -> r.Turn:
+        """As of `RanksCase`: the caller's write, a call, with the kernel, which reads its rank's own rows first."""
         yield Write(epoch)
         chunks = self.chunks_of(epoch)
         published = self.publish(rank, chunks, epoch, self.from_slot(epoch))
@@ -150,16 +137,13 @@ class GatherCase(RanksCase):
                     break
                 yield Read(peer, chunk, epoch)
                 yield ReadDone(peer, chunk, epoch)
-        yield Ended(epoch)
+        yield r.Ended(epoch)
         yield from self.finish(epoch)
-        return epoch + self.streams if epoch + self.streams <= self.epochs else None
+        return None
 
-    def beside(self, rank: int, epoch: int) -> Turn:
-        """The side stream: a call."""
-        if not (yield Issued(epoch)):
-            return None
-        yield from self.side(rank, self.world, self.chunks_of(epoch), epoch, self.way_of(epoch))
-        return epoch + 1 if epoch < self.epochs else None
+    def beside(self, rank: int, epoch: int) -> r.Turn:
+        """As of `RanksCase`."""
+        return self.side(rank, self.world, self.chunks_of(epoch), epoch, self.way_of(epoch))
 
     def sizes(self) -> dict[str, int]:
         """As of `RanksCase`.
@@ -182,7 +166,7 @@ class GatherCase(RanksCase):
         return ", ".join(words)
 
 
-def _brought(published: Turn) -> Turn:
+def _brought(published: r.Turn) -> r.Turn:
     """The same, with the copy into the own slot behind all else."""
     fills: list[Any] = []
     for op in published:  # no answer matters to it
@@ -195,16 +179,16 @@ def _brought(published: Turn) -> Turn:
     return None
 
 
-class GatherModel(RanksModel):
+class GatherModel(r.RanksModel):
     """See the module."""
 
     case: GatherCase
     eager: ClassVar[frozenset[type]] = frozenset({
         p.Fill, p.Push, p.Pull, p.Signal, p.SignalPeer, p.Post, p.Done, p.Break, p.Abort, p.Overrule, p.Release, Read,
-        Ended,
+        r.Ended,
     })  # fmt: skip
     delayed: frozenset[type] = frozenset({p.Filled, p.Pushed, p.Pulled, ReadDone})
-    lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitCall, p.AwaitPost, p.AwaitSide, p.AwaitKernel})
+    lazy: ClassVar[frozenset[type]] = frozenset({r.Issued, p.AwaitCall, p.AwaitPost, p.AwaitSide, p.AwaitKernel})
 
     def place(self, slot: int, rank: int, chunk: int, epoch: int) -> int:
         """Of a chunk of a rank's shard, and of its signal."""
@@ -221,29 +205,23 @@ class GatherModel(RanksModel):
     def _await_call(self, rank: int, op: p.AwaitCall, m: Memory) -> Sequence[int]:
         return (0,) if self.over(rank, m) >= op.epoch else ()
 
-    def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
-        return (0,) if m[self.at(rank, "sided")] >= op.epoch else ()
-
     def over(self, rank: int, m: Memory) -> int:
         """As of `RanksModel`."""
         return min(int(m[self.at(rank, "ended")]), int(m[self.at(rank, "sided")]))
 
-    def _await_flag(self, rank: int, op: p.AwaitFlag, m: Memory) -> Sequence[int]:
-        return (0,) if m[self.at(rank, "flags", op.peer)] >= op.epoch else ()
-
     def waiting(self, rank: int, m: Memory) -> p.AwaitFlag | None:
         """As of `RanksModel`: the side stream's."""
         op: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]
-        return op if type(op) is p.AwaitFlag and not self._await_flag(rank, op, m) else None
+        return op if type(op) is p.AwaitFlag and not r.FLAGGED(self, rank, op, m) else None
 
     def _gate(self, rank: int, op: Gate, m: Memory) -> Sequence[int]:
         place = self.place(op.epoch % self.case.sets, op.rank, op.chunk, op.epoch)
         arrived = (1,) if m[self.at(rank, "signals", place)] >= op.epoch else ()
         return (*arrived, 0) if m[self.at(rank, "over")] >= op.epoch else arrived
 
-    _asked: ClassVar[dict[type, Asked]] = {
-        **RanksModel._asked, p.CheckExpired: _expired, p.AwaitCall: _await_call, p.AwaitSide: _await_side,
-        p.AwaitFlag: _await_flag, Gate: _gate,
+    _asked: ClassVar[dict[type, r.Asked]] = {
+        **r.RanksModel._asked, p.CheckExpired: _expired, p.AwaitCall: _await_call, p.AwaitSide: r.reached("sided"),
+        p.AwaitFlag: r.FLAGGED, Gate: _gate,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -262,7 +240,7 @@ class GatherModel(RanksModel):
         """What a push under way reads from ``source`` is written again."""
         push = m[self.at(rank, "push")]
         if push and push[0] == source:
-            m[self.at(rank, "push")] = (source, OVERWRITTEN)
+            m[self.at(rank, "push")] = (source, r.OVERWRITTEN)
 
     def _write_tensor(self, rank: int, op: Write, answer: int, m: Memory) -> None:
         self._overwrite(rank, -1 - self.stream(op.epoch), m)
@@ -277,13 +255,13 @@ class GatherModel(RanksModel):
         for peer in p.peers(rank, self.case.world):
             pull = m[self.at(peer, "pull")]
             if pull and pull[:2] == (rank, place):
-                m[self.at(peer, "pull")] = (rank, place, OVERWRITTEN)
+                m[self.at(peer, "pull")] = (rank, place, r.OVERWRITTEN)
 
     def _fill(self, rank: int, op: p.Fill, answer: int, m: Memory) -> None:
         if self.case.reads_apart(op.epoch):
             return
         for chunk in range(self.case.chunks_of(op.epoch)):
-            self._write(rank, self.place(op.slot, rank, chunk, op.epoch), TORN, m)
+            self._write(rank, self.place(op.slot, rank, chunk, op.epoch), r.TORN, m)
         self._overwrite(rank, op.slot, m)
 
     def _filled(self, rank: int, op: p.Filled, answer: int, m: Memory) -> None:
@@ -301,7 +279,7 @@ class GatherModel(RanksModel):
         if self.case.strided:
             source, value = op.slot, m[self.at(rank, "slots", place)]
         m[self.at(rank, "push")] = (source, value)
-        self._write(op.peer, place, TORN, m)
+        self._write(op.peer, place, r.TORN, m)
 
     def _pushed(self, rank: int, op: p.Pushed, answer: int, m: Memory) -> None:
         value = m[self.at(rank, "push")][1]
@@ -311,21 +289,15 @@ class GatherModel(RanksModel):
     def _signal_peer(self, rank: int, op: p.SignalPeer, answer: int, m: Memory) -> None:
         m[self.at(op.peer, "signals", self.place(op.slot, rank, op.chunk, op.epoch))] = op.epoch
 
-    def _flag(self, rank: int, op: p.Flag, answer: int, m: Memory) -> None:
-        m[self.at(op.peer, "flags", rank)] = op.epoch
-
     def _pull(self, rank: int, op: p.Pull, answer: int, m: Memory) -> None:
         place = self.place(op.slot, op.peer, op.chunk, op.epoch)
         m[self.at(rank, "pull")] = (op.peer, place, m[self.at(op.peer, "slots", place)])
-        self._write(rank, place, TORN, m)
+        self._write(rank, place, r.TORN, m)
 
     def _pulled(self, rank: int, op: p.Pulled, answer: int, m: Memory) -> None:
         _, place, value = m[self.at(rank, "pull")]
         m[self.at(rank, "pull")] = 0
         self._write(rank, place, value, m)
-
-    def _done(self, rank: int, op: p.Done, answer: int, m: Memory) -> None:
-        m[self.at(rank, "sided")] = op.epoch
 
     def _read(self, rank: int, op: Read, answer: int, m: Memory) -> None:
         stream = self.stream(op.epoch)
@@ -334,7 +306,7 @@ class GatherModel(RanksModel):
         if op.rank == rank and self.case.reads_apart(op.epoch):
             reads, value = -1 - stream, m[self.at(rank, "tensors", stream)]
         what = f"rank {rank}'s kernel of call {op.epoch} reads chunk {op.chunk} of rank {op.rank}'s shard"
-        if value == OVERWRITTEN or value > op.epoch:
+        if value == r.OVERWRITTEN or value > op.epoch:
             raise Fault("overwritten while read", f"{what}, and has that of a later call")
         if value != op.epoch:
             raise Fault("read before arrival", f"{what}, and has {'half of it' if value < 0 else f'that of {value}'}")
@@ -346,10 +318,10 @@ class GatherModel(RanksModel):
     def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
         m[self.at(rank, "over")] = max(m[self.at(rank, "over")], op.epoch)
 
-    _does: ClassVar[dict[type, Does]] = {
-        **RanksModel._does, p.CheckExpired: _break_if_expired, Write: _write_tensor, p.Fill: _fill, p.Filled: _filled,
-        p.Signal: _signal, p.Push: _push, p.Pushed: _pushed, p.SignalPeer: _signal_peer, p.Flag: _flag, p.Pull: _pull,
-        p.Pulled: _pulled, p.Done: _done, Read: _read, ReadDone: _read_done, p.Overrule: _overrule,
+    _does: ClassVar[dict[type, r.Does]] = {
+        **r.RanksModel._does, p.CheckExpired: _break_if_expired, Write: _write_tensor, p.Fill: _fill, p.Filled: _filled,
+        p.Signal: _signal, p.Push: _push, p.Pushed: _pushed, p.SignalPeer: _signal_peer, p.Flag: r.flags, p.Pull: _pull,
+        p.Pulled: _pulled, p.Done: r.sets("sided"), Read: _read, ReadDone: _read_done, p.Overrule: _overrule,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------

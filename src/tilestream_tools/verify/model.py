@@ -71,7 +71,14 @@ class Model:
 
     def at_rest(self, m: Memory) -> None:
         """Raise `Fault` where no process can do anything, unless that is a good end or the world outside can help."""
-        raise NotImplementedError
+        here = self.blocked(m)
+        if not here:
+            self.at_end(m)
+        elif not self.environment(m):
+            raise Fault("deadlock", "; ".join(here))
+
+    def at_end(self, m: Memory) -> None:
+        """Raise `Fault` if what all processes have left behind is wrong."""
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """``(process, op, memory) -> possible answers``, none where ``op`` blocks; None for an op always answered 0."""

@@ -10,7 +10,7 @@ writes there until it has added. No rank waits for ever. Where one has given up,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from tilestream.core.protocols import one_shot as text
 from tilestream.core.protocols import reduce_scatter as q
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
-from tilestream_tools.verify.ranks import Asked, Does, Issued, RanksCase, RanksModel, Turn
+from tilestream_tools.verify.ranks import FLAGGED, Asked, Does, RanksCase, RanksModel, Turn, flags, reached, sets
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,15 @@ class OneShotCase(RanksCase):
 
     begin: Callable[[int], Turn] = q.begin_sum
     reduce: Callable[[int, int, int], Turn] = text.reduce
+    has_side_stream: ClassVar[bool] = False
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> OneShotModel:
         """The model of this configuration."""
         return OneShotModel(self, reduce)
 
-    def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
+    def call(self, rank: int, epoch: int) -> Turn:
         """As of `RanksCase`."""
-        return [(self.calling_name(0), lambda epoch: self.calling(rank, epoch), 1)]
-
-    def calling(self, rank: int, epoch: int) -> Turn:
-        """The calling stream: a call."""
-        if not (yield Issued(epoch)):
-            return None
-        yield from self.reduce(rank, self.world, epoch)
-        return epoch + 1 if epoch < self.epochs else None
+        return self.reduce(rank, self.world, epoch)
 
     def sizes(self) -> dict[str, int]:
         """As of `RanksCase`: which calls all peers told of, and were added; which one is being added, and its slot."""
@@ -80,15 +74,6 @@ class OneShotModel(RanksModel):
 
     # Answers --------------------------------------------------------------------------------------------------------
 
-    def _await_call(self, rank: int, op: p.AwaitCall, m: Memory) -> Sequence[int]:
-        return (0,) if m[self.at(rank, "added")] >= op.epoch else ()
-
-    def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
-        return (0,) if m[self.at(rank, "heard")] >= op.epoch else ()
-
-    def _await_peer(self, rank: int, op: text.AwaitPeer, m: Memory) -> Sequence[int]:
-        return (0,) if m[self.at(rank, "flags", op.peer)] >= op.epoch else ()
-
     def over(self, rank: int, m: Memory) -> int:
         """As of `RanksModel`."""
         return int(m[self.at(rank, "heard")])
@@ -96,10 +81,10 @@ class OneShotModel(RanksModel):
     def waiting(self, rank: int, m: Memory) -> text.AwaitPeer | None:
         """As of `RanksModel`: the calling stream's."""
         op: Any = self.locals.op[m[rank * self._roles + 1]]
-        return op if isinstance(op, text.AwaitPeer) and not self._await_peer(rank, op, m) else None
+        return op if isinstance(op, text.AwaitPeer) and not FLAGGED(self, rank, op, m) else None
 
     _asked: ClassVar[dict[type, Asked]] = {
-        **RanksModel._asked, p.AwaitCall: _await_call, p.AwaitSide: _await_side, text.AwaitPeer: _await_peer,
+        **RanksModel._asked, p.AwaitCall: reached("added"), p.AwaitSide: reached("heard"), text.AwaitPeer: FLAGGED,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -114,12 +99,6 @@ class OneShotModel(RanksModel):
 
     def _multiplied(self, rank: int, op: text.Multiplied, answer: int, m: Memory) -> None:
         m[self.at(rank, "slots", op.slot)] = m[self.at(rank, "ended")] = op.epoch
-
-    def _flag_peer(self, rank: int, op: text.FlagPeer, answer: int, m: Memory) -> None:
-        m[self.at(op.peer, "flags", rank)] = op.epoch
-
-    def _all_flagged(self, rank: int, op: text.AllFlagged, answer: int, m: Memory) -> None:
-        m[self.at(rank, "heard")] = op.epoch
 
     def _void(self, rank: int, epoch: int, m: Memory) -> bool:
         return bool(0 < m[self.at(rank, "over")] <= epoch)
@@ -140,8 +119,8 @@ class OneShotModel(RanksModel):
         m[self.at(rank, "adding")], m[self.at(rank, "from")], m[self.at(rank, "added")] = 0, 0, op.epoch
 
     _does: ClassVar[dict[type, Does]] = {
-        **RanksModel._does, text.Multiply: _multiply, text.Multiplied: _multiplied, text.FlagPeer: _flag_peer,
-        text.AllFlagged: _all_flagged, text.AddSlots: _add, text.Added: _added,
+        **RanksModel._does, text.Multiply: _multiply, text.Multiplied: _multiplied, text.FlagPeer: flags,
+        text.AllFlagged: sets("heard"), text.AddSlots: _add, text.Added: _added,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------

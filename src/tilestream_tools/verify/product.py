@@ -20,26 +20,11 @@ from tilestream.core.gate import Gate
 from tilestream.core.loop import Compute, Poison, WorkerState, fixup, hand_in, leave, take_and_pass
 from tilestream.schedule import Schedule, WorkItem
 from tilestream_tools.verify import operations as ops
-from tilestream_tools.verify import protocol
+from tilestream_tools.verify import protocol as p
 from tilestream_tools.verify.barriers import STEPS, RingMemory
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, State
 from tilestream_tools.verify.processes import Process
-from tilestream_tools.verify.protocol import (
-    Acquired,
-    Epilogue,
-    Get,
-    Load,
-    LoadState,
-    MathState,
-    Put,
-    Retire,
-    Ring,
-    k_steps,
-    load_turn,
-    math_turn,
-    voided,
-)  # fmt: skip
 from tilestream_tools.verify.ring import RingModel, landings, say, say_item
 from tilestream_tools.verify.workers import WorkersCase, WorkersModel
 
@@ -53,8 +38,8 @@ def handed_on(schedule: Schedule, gate: Gate | None, worker: int) -> Callable[[A
     def source(state: WorkerState) -> Generator[Any, Any, tuple[WorkItem | None, WorkerState]]:
         item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
         if item is not None and gate is not None:
-            yield Acquired()
-            item = item if arrived else voided(item)
+            yield p.Acquired()
+            item = item if arrived else p.voided(item)
         return item, after
 
     return source
@@ -65,7 +50,7 @@ class ProductCase:
     """One configuration: what the workers run, and the rings that each of them has (one consumer, or ping-pong)."""
 
     workers: WorkersCase
-    ring: Ring
+    ring: p.Ring
     handing: Handing = handed_on
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> ProductModel:
@@ -80,7 +65,7 @@ class ProductModel(WorkersModel):
     """See the module. Processes: load and math of each worker in turn; memory: the workers', then the rings."""
 
     eager: ClassVar[frozenset[type]] = WorkersModel.eager | RingModel.eager
-    delayed: frozenset[type] = frozenset({Retire})
+    delayed: frozenset[type] = frozenset({p.Retire})
 
     def __init__(self, case: ProductCase, reduce: bool = True) -> None:
         self.product = case
@@ -93,10 +78,10 @@ class ProductModel(WorkersModel):
             raise ValueError("ProductCase: drain='leave'; load loops with a gate work their launch through")
         processes = []
         for w in self.case.workers:
-            processes.append(Process(f"worker {w} load", self._load_of(w), LoadState(WorkerState()), f"load {w}"))
+            processes.append(Process(f"worker {w} load", self._load_of(w), p.LoadState(WorkerState()), f"load {w}"))
             for c in range(ring.num_consumers):
                 name = "math" if ring.num_consumers == 1 else f"math {c}"
-                processes.append(Process(f"worker {w} {name}", self._math_of(c), MathState(), name))
+                processes.append(Process(f"worker {w} {name}", self._math_of(c), p.MathState(), name))
         self.loops = 1 + ring.num_consumers
         self.set_up(len(processes))
         self.rings: list[RingMemory] = []
@@ -108,26 +93,26 @@ class ProductModel(WorkersModel):
         self.domain_items = list(self.case.schedule.items())
         super(WorkersModel, self).__init__(processes, reduce)
 
-    def _load_of(self, worker: int) -> Callable[[LoadState], Generator[Any, Any, LoadState | None]]:
+    def _load_of(self, worker: int) -> Callable[[p.LoadState], Generator[Any, Any, p.LoadState | None]]:
         schedule, gate = self.case.schedule, self.case.gate
         source = self.product.handing(schedule, gate, worker)
 
-        def turn(state: LoadState) -> Generator[Any, Any, LoadState | None]:
-            after = yield from load_turn(self.product.ring, source, state)
+        def turn(state: p.LoadState) -> Generator[Any, Any, p.LoadState | None]:
+            after = yield from p.load_turn(self.product.ring, source, state)
             if after is None and self.case.drain == "reset":
                 yield from leave(schedule, gate)
             return after
 
         return turn
 
-    def _math_of(self, consumer: int) -> Callable[[MathState], Generator[Any, Any, MathState | None]]:
+    def _math_of(self, consumer: int) -> Callable[[p.MathState], Generator[Any, Any, p.MathState | None]]:
         end = fixup if self.case.fixup else hand_in
 
-        def finish(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
-            done: Any = Compute(item) if k_steps(item) > 0 else Poison(voided(item))
+        def finish(ring: p.Ring, item: WorkItem) -> Generator[Any, Any, None]:
+            done: Any = Compute(item) if p.k_steps(item) > 0 else Poison(p.voided(item))
             yield from end(done)
 
-        return lambda state: math_turn(self.product.ring, finish, consumer, state)
+        return lambda state: p.math_turn(self.product.ring, finish, consumer, state)
 
     def memory(self) -> Memory:
         """As `Model.memory`."""
@@ -142,8 +127,8 @@ class ProductModel(WorkersModel):
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
-        if type(op) is Get:
-            return (None, *self.domain_items, *map(voided, self.domain_items))
+        if type(op) is p.Get:
+            return (None, *self.domain_items, *map(p.voided, self.domain_items))
         return super().domain(op, past)
 
     def watches(self, pid: int) -> bool:
@@ -162,7 +147,7 @@ class ProductModel(WorkersModel):
         # Compute and Poison are the epilogue, as far as the rings know.
         known = op
         if type(op) is Compute or type(op) is Poison:
-            known = Epilogue(op.item if type(op) is Compute else voided(op.item))
+            known = p.Epilogue(op.item if type(op) is Compute else p.voided(op.item))
         consumers = range(self.product.ring.num_consumers)
         each = [own for r in self.rings for c in consumers if (own := r.performer_of(known, c)) is not None]
         if not each:
@@ -170,7 +155,7 @@ class ProductModel(WorkersModel):
             return self._looking(meant) if type(op) in ops.WAITS and meant is not None else meant
         specials: dict[type, Callable[[int, Any, Any, Memory], None]]
         specials = {
-            Load: self._load, Put: self._put, Get: self._get, Compute: self._epilogue, Poison: self._poison
+            p.Load: self._load, p.Put: self._put, p.Get: self._get, Compute: self._epilogue, Poison: self._poison
         }  # fmt: skip
         special = specials.get(type(op))
 
@@ -190,14 +175,14 @@ class ProductModel(WorkersModel):
 
         return look
 
-    def _put(self, pid: int, op: Put, answer: int, m: Memory) -> None:
-        told_by, steps = self.locals.past[m[pid]], k_steps(op.item)
+    def _put(self, pid: int, op: p.Put, answer: int, m: Memory) -> None:
+        told_by, steps = self.locals.past[m[pid]], p.k_steps(op.item)
         if steps > 0 and told_by is not None:
             raise Fault("gate ignored", f"{self.processes[pid].name} hands an item on after a {told_by} has said no")
         if steps < 0 and told_by is None:
             raise Fault("poisoned in vain", f"{self.processes[pid].name} hands a void item on, and was not told to")
 
-    def _load(self, pid: int, op: Load, answer: int, m: Memory) -> None:
+    def _load(self, pid: int, op: p.Load, answer: int, m: Memory) -> None:
         missing = self.oracle.needs(op.item) & ~m[self.arrived]
         if missing:
             raise Fault(
@@ -205,7 +190,7 @@ class ProductModel(WorkersModel):
                 f"{self.processes[pid].name} loads of tile {op.item.tile} before {self.oracle.names(missing)}",
             )
 
-    def _get(self, pid: int, op: Get, answer: WorkItem | None, m: Memory) -> None:
+    def _get(self, pid: int, op: p.Get, answer: WorkItem | None, m: Memory) -> None:
         if answer is not None:  # what the consumer must read next, if the item is for it
             worker, loop = divmod(pid, self.loops)
             m[self.rings[worker].of_consumer[loop - 1]] = 1 + answer.tile * STEPS + min(answer.k_begin, answer.k_end)
@@ -243,10 +228,10 @@ class ProductModel(WorkersModel):
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
         """As `Model.tell`."""
-        if type(op).__module__ != protocol.__name__:
+        if type(op).__module__ != p.__name__:
             return super().tell(pid, op, answer)
-        return f"{self.processes[pid].name}: {say(op)}" + (f" -> {say_item(answer)}" if isinstance(op, Get) else "")
+        return f"{self.processes[pid].name}: {say(op)}" + (f" -> {say_item(answer)}" if isinstance(op, p.Get) else "")
 
     def say(self, op: Any) -> str:
         """As `Words.say`."""
-        return say(op) if type(op).__module__ == protocol.__name__ else super().say(op)
+        return say(op) if type(op).__module__ == p.__name__ else super().say(op)

@@ -246,8 +246,3 @@ class PublishModel(Model):
             mine = any(share.chunk == op.chunk for share in self.case.shares(item))
             if mine and m[self._landed + item] < op.launch:
                 raise Fault("read before arrival", f"chunk {op.chunk} is read, and item {item} of it is not written")
-
-    def at_rest(self, m: Memory) -> None:
-        """As `Model.at_rest`."""
-        if here := self.blocked(m):
-            raise Fault("deadlock", "; ".join(here))

@@ -43,6 +43,33 @@ class Ended(NamedTuple):
     epoch: int
 
 
+def reached(name: str) -> Asked:
+    """An operation that blocks until a word of its rank, or its peer's of several, has come to its epoch."""
+
+    def ask(model: Any, rank: int, op: Any, m: Memory) -> Sequence[int]:
+        return (0,) if m[model.at(rank, name, getattr(op, "peer", 0))] >= op.epoch else ()
+
+    return ask
+
+
+#: A wait for a peer's flag.
+FLAGGED = reached("flags")
+
+
+def sets(name: str) -> Does:
+    """An operation that sets a word of its rank to its epoch."""
+
+    def does(model: Any, rank: int, op: Any, answer: int, m: Memory) -> None:
+        m[model.at(rank, name)] = op.epoch
+
+    return does
+
+
+def flags(model: Any, rank: int, op: Any, answer: int, m: Memory) -> None:
+    """An operation that writes its epoch to its rank's flag at a peer."""
+    m[model.at(op.peer, "flags", rank)] = op.epoch
+
+
 @dataclass(frozen=True)
 class RanksCase:
     """One configuration of a model of ranks.
@@ -71,10 +98,33 @@ class RanksCase:
     streams: int = 1
     begin: Callable[[int], Turn] = p.begin
     watch: Callable[[int, int], Turn] = p.watch
+    has_side_stream: ClassVar[bool] = True
+
+    def call(self, rank: int, epoch: int) -> Turn:
+        """What a call does on its calling stream."""
+        raise NotImplementedError
+
+    def beside(self, rank: int, epoch: int) -> Turn:
+        """What it does on the side stream."""
+        raise NotImplementedError
 
     def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
         """Of a rank's streams: what traces call them, their turns, the first one. Calling streams first."""
-        raise NotImplementedError
+        name = "calling stream"
+        names = [f"{name} {i}" for i in range(self.streams)] if self.streams > 1 else [name]
+        calling = [(name, self._turns(self.call, rank, self.streams), 1 + i) for i, name in enumerate(names)]
+        return [*calling, *([("side stream", self._turns(self.beside, rank, 1), 1)] if self.has_side_stream else ())]
+
+    def _turns(self, text: Callable[[int, int], Turn], rank: int, step: int) -> Callable[[int], Turn]:
+        """The turns of a stream: a call each, from when the host has issued it."""
+
+        def turn(epoch: int) -> Turn:
+            if not (yield Issued(epoch)):
+                return None
+            yield from text(rank, epoch)
+            return epoch + step if epoch + step <= self.epochs else None
+
+        return turn
 
     def sizes(self) -> dict[str, int]:
         """What a rank's memory holds beside `FIELDS`."""
@@ -84,10 +134,6 @@ class RanksCase:
         """The host issues the calls, one after the other."""
         begun = yield from self.begin(epoch)
         return epoch + 1 if begun is not None and epoch < self.epochs else None
-
-    def calling_name(self, stream: int) -> str:
-        """What traces call a calling stream."""
-        return f"calling stream {stream}" if self.streams > 1 else "calling stream"
 
     def of(self, chunks: str = "") -> str:
         """The case in words."""
@@ -201,9 +247,6 @@ class RanksModel(Model):
     def _await_post(self, rank: int, op: p.AwaitPost, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "posted", self.stream(op.epoch))] >= op.epoch else ()
 
-    def _await_kernel(self, rank: int, op: p.AwaitKernel, m: Memory) -> Sequence[int]:
-        return (0,) if m[self.at(rank, "ended")] >= op.epoch else ()
-
     def _notice(self, rank: int, op: p.Notice, m: Memory) -> Sequence[int]:
         if m[self.at(rank, "expired")] or m[self.at(rank, "abort")]:
             return (1,)
@@ -231,7 +274,7 @@ class RanksModel(Model):
         return (0, 1)  # 1: a flag that came between the look and the write is overwritten
 
     _asked: ClassVar[dict[type, Asked]] = {
-        p.Begin: _begin, Issued: _issued, p.AwaitPost: _await_post, p.AwaitKernel: _await_kernel, p.Notice: _notice,
+        p.Begin: _begin, Issued: _issued, p.AwaitPost: _await_post, p.AwaitKernel: reached("ended"), p.Notice: _notice,
         p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
     }  # fmt: skip
 

@@ -33,49 +33,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilestream.schedule import WorkItem
+from tilestream_tools.verify import protocol as p
 from tilestream_tools.verify.barriers import STEPS, VOID, RingMemory
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model, State
 from tilestream_tools.verify.processes import Process
-from tilestream_tools.verify.protocol import (
-    Acquired,
-    Drain,
-    Epilogue,
-    Expect,
-    Fence,
-    Fill,
-    Finish,
-    Fixup,
-    Get,
-    Load,
-    LoadState,
-    MathState,
-    Mma,
-    Next,
-    Pass,
-    Poisoned,
-    Put,
-    Retire,
-    Ring,
-    Source,
-    Store,
-    WaitBarrier,
-    epilogue,
-    gated,
-    k_steps,
-    load_turn,
-    math_turn,
-    voided,
-)  # fmt: skip
 
 #: Item numbers in use: one held by the load loop, two in the item ring, and one that a consumer is still at.
 NUMBERS = 4
 
 #: What a consumer does with its own accumulator and C buffers.
-OWN: frozenset[type] = frozenset({Mma, Retire, Poisoned, Fixup, Drain, Fill, Fence, Store})
+OWN: frozenset[type] = frozenset({p.Mma, p.Retire, p.Poisoned, p.Fixup, p.Drain, p.Fill, p.Fence, p.Store})
 
-LoadTurn = Callable[[Ring, Source, LoadState], Generator[Any, Any, "LoadState | None"]]
-MathTurn = Callable[..., Generator[Any, Any, "MathState | None"]]
+LoadTurn = Callable[[p.Ring, p.Source, p.LoadState], Generator[Any, Any, "p.LoadState | None"]]
+MathTurn = Callable[..., Generator[Any, Any, "p.MathState | None"]]
 
 
 @dataclass(frozen=True)
@@ -88,12 +59,12 @@ class RingCase:
     with another problem over the same rings cannot.)
     """
 
-    ring: Ring
+    ring: p.Ring
     k_counts: tuple[int, ...] = (1, 2)
-    load: LoadTurn = load_turn
-    math: MathTurn = math_turn
-    source: Source = gated
-    finish: Finish = epilogue
+    load: LoadTurn = p.load_turn
+    math: MathTurn = p.math_turn
+    source: p.Source = p.gated
+    finish: p.Finish = p.epilogue
     ends_clean: bool = True
     split: bool = False
     expires: bool = False
@@ -119,10 +90,10 @@ class RingCase:
         words += [
             f.__name__
             for f, ours in (
-                (self.load, load_turn),
-                (self.math, math_turn),
-                (self.source, gated),
-                (self.finish, epilogue),
+                (self.load, p.load_turn),
+                (self.math, p.math_turn),
+                (self.source, p.gated),
+                (self.finish, p.epilogue),
             )
             if f is not ours
         ]
@@ -136,29 +107,29 @@ class RingModel(Model):
     come.
     """
 
-    eager: ClassVar[frozenset[type]] = frozenset({Expect, Load, Epilogue, *OWN}) - {Retire}
-    delayed: frozenset[type] = frozenset({Retire})
-    lazy: ClassVar[frozenset[type]] = frozenset({Next, Pass, Acquired})
-    progress: ClassVar[frozenset[type]] = frozenset({Next})
+    eager: ClassVar[frozenset[type]] = frozenset({p.Expect, p.Load, p.Epilogue, *OWN}) - {p.Retire}
+    delayed: frozenset[type] = frozenset({p.Retire})
+    lazy: ClassVar[frozenset[type]] = frozenset({p.Next, p.Pass, p.Acquired})
+    progress: ClassVar[frozenset[type]] = frozenset({p.Next})
 
     def __init__(self, case: RingCase, reduce: bool = True, symmetry: bool = True) -> None:
         self.case = case
         ring = case.ring
         alike = ring.consumers == "cooperative" and symmetry
 
-        def math_of(consumer: int) -> Callable[[MathState], Generator[Any, Any, MathState | None]]:
+        def math_of(consumer: int) -> Callable[[p.MathState], Generator[Any, Any, p.MathState | None]]:
             return lambda state: case.math(ring, case.finish, consumer, state)
 
-        processes = [Process("load", lambda state: case.load(ring, case.source, state), LoadState(), "load")]
+        processes = [Process("load", lambda state: case.load(ring, case.source, state), p.LoadState(), "load")]
         for c in range(ring.num_consumers):
             name = "math" if ring.num_consumers == 1 else f"math {c}"
-            processes.append(Process(name, math_of(c), MathState(), "math" if alike else f"math {c}"))
+            processes.append(Process(name, math_of(c), p.MathState(), "math" if alike else f"math {c}"))
         self.alike = alike
         parts = (1, 2) if case.split else (1,)
         self.all_items = [
-            WorkItem(n, 0, 0, 0, 0, k, 0, p) for n in range(NUMBERS) for k in case.k_counts for p in parts
+            WorkItem(n, 0, 0, 0, 0, k, 0, part) for n in range(NUMBERS) for k in case.k_counts for part in parts
         ]
-        self.handed_on = [*self.all_items, *(map(voided, self.all_items) if case.expires else ())]
+        self.handed_on = [*self.all_items, *(map(p.voided, self.all_items) if case.expires else ())]
         self.rings = RingMemory(ring, len(processes), "", self.handed_on)
         self.over = self.rings.end
         self.number = self.over + 1
@@ -181,29 +152,29 @@ class RingModel(Model):
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
         """As `Model.domain`."""
-        if type(op) is Next or type(op) is Get:
-            return (None, *(self.all_items if type(op) is Next else self.handed_on))
-        return (0, 1) if type(op) is Pass or type(op) is Fixup else (0,)
+        if type(op) is p.Next or type(op) is p.Get:
+            return (None, *(self.all_items if type(op) is p.Next else self.handed_on))
+        return (0, 1) if type(op) is p.Pass or type(op) is p.Fixup else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`."""
-        if type(op) is Next:
+        if type(op) is p.Next:
             return lambda pid, op, m: (*(item for item in self.all_items if item.tile == m[self.number]), None)
-        if type(op) is Pass:
+        if type(op) is p.Pass:
             answers = ((1, 0) if self.case.expires else (1,), (0,))
             return lambda pid, op, m: answers[m[self.over]]
-        if type(op) is Fixup:
+        if type(op) is p.Fixup:
             return lambda pid, op, m: (1, 0)
         return self.rings.answers_of(op)
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
         """As `Model.performer_of`."""
         kind = type(op)
-        if kind is Next:
+        if kind is p.Next:
             return self._next
-        if kind is Pass:
+        if kind is p.Pass:
             return self._pass
-        if kind is Epilogue:
+        if kind is p.Epilogue:
             return self._epilogue
         if kind in OWN:
             consumers = range(self.case.ring.num_consumers)
@@ -211,7 +182,7 @@ class RingModel(Model):
             return lambda pid, op, answer, m: each[pid - 1](pid, op, answer, m)
         return self.rings.performer_of(op, 0)
 
-    def _next(self, pid: int, op: Next, answer: WorkItem | None, m: Memory) -> None:
+    def _next(self, pid: int, op: p.Next, answer: WorkItem | None, m: Memory) -> None:
         if answer is not None:
             if m[self.left + answer.tile]:
                 raise Fault("missing work", f"item {answer.tile} is not finished {NUMBERS} items later")
@@ -219,14 +190,14 @@ class RingModel(Model):
             m[self.left + answer.tile] = (VOID if m[self.over] else answer.k_end) * 4 + readers
             m[self.number] = (answer.tile + 1) % NUMBERS
 
-    def _pass(self, pid: int, op: Pass, answer: int, m: Memory) -> None:
+    def _pass(self, pid: int, op: p.Pass, answer: int, m: Memory) -> None:
         if answer:
             self.rings.see(m)
         elif not m[self.over]:
             m[self.over] = 1
             m[self.left + op.item.tile] += (VOID - op.item.k_end) * 4
 
-    def _epilogue(self, pid: int, op: Epilogue, answer: int, m: Memory) -> None:
+    def _epilogue(self, pid: int, op: p.Epilogue, answer: int, m: Memory) -> None:
         private = self.rings.of_consumer[pid - 1]
         number, k = divmod(m[private] - 1, STEPS)
         steps, readers = divmod(m[self.left + number], 4)
@@ -250,16 +221,8 @@ class RingModel(Model):
         """As `Model.environment`."""
         return landings(self, self.rings, m, range(1, len(self.processes)), "")
 
-    def at_rest(self, m: Memory) -> None:
-        """As `Model.at_rest`."""
-        here = self.blocked(m)
-        if not here:
-            self.at_end(m)
-        elif not self.environment(m):
-            raise Fault("deadlock", "; ".join(here))
-
     def at_end(self, m: Memory) -> None:
-        """All loops have left."""
+        """As `Model.at_end`."""
         for number in range(NUMBERS):
             if m[self.left + number]:
                 raise Fault("missing work", f"item {number} was handed out and not finished")
@@ -274,11 +237,11 @@ class RingModel(Model):
     def tell(self, pid: int, op: Any, answer: Any) -> str:
         """As `Model.tell`."""
         after = ""
-        if isinstance(op, Next | Get):
+        if isinstance(op, p.Next | p.Get):
             after = f" -> {say_item(answer)}"
-        elif isinstance(op, Pass):
+        elif isinstance(op, p.Pass):
             after = " -> arrived" if answer else " -> the launch is over"
-        elif isinstance(op, Fixup):
+        elif isinstance(op, p.Fixup):
             after = " -> the last part" if answer else " -> others are to come"
         return f"{self.processes[pid].name}: {say(op)}{after}"
 
@@ -289,7 +252,7 @@ def landings(model: Model, rings: RingMemory, m: Memory, math: Sequence[int], wh
     if not m[rings.loading]:
         return out
     ops = [model.locals.op[m[pid]] for pid in math]
-    waited = {op.barrier.at for op in ops if type(op) is WaitBarrier and op.barrier.name == "full"}
+    waited = {op.barrier.at for op in ops if type(op) is p.WaitBarrier and op.barrier.name == "full"}
     for stage in range(rings.ring.depth):
         if m[rings.loading] >> stage & 1 and (not model.reduce or stage in waited):
             n = m.copy()
@@ -307,20 +270,20 @@ def say_item(item: WorkItem | None) -> str:
     """An item in a trace."""
     if item is None:
         return "STOP"
-    return f"item {item.tile}, void" if item.k_end < item.k_begin else f"item {item.tile} of {k_steps(item)} K steps"
+    return f"item {item.tile}, void" if item.k_end < item.k_begin else f"item {item.tile} of {p.k_steps(item)} K steps"
 
 
 def say(op: Any) -> str:
     """An operation of `protocol` in a trace."""
-    if isinstance(op, WaitBarrier):
+    if isinstance(op, p.WaitBarrier):
         return f"wait({op.barrier}, phase {op.parity})"
-    if isinstance(op, Put):
+    if isinstance(op, p.Put):
         return f"put(slot {op.slot}, {say_item(op.item)})"
-    if isinstance(op, Load):
+    if isinstance(op, p.Load):
         return f"load(stage {op.stage}, K step {op.k} of item {op.item.tile})"
-    if isinstance(op, Retire):
+    if isinstance(op, p.Retire):
         return f"retire(all but {op.in_flight})"
-    if isinstance(op, Drain):
+    if isinstance(op, p.Drain):
         return f"drain(all but {op.in_flight} stores)"
     words = [
         f"item {v.tile}" if isinstance(v, WorkItem) else f"{k} {v}" if isinstance(v, int) else str(v)

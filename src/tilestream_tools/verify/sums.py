@@ -16,53 +16,37 @@ from typing import Any, ClassVar
 
 from tilestream.core.protocols import gather as p
 from tilestream.core.protocols import reduce_scatter as q
+from tilestream_tools.verify import ranks as r
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
-from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, Asked, Does, Issued, RanksCase, RanksModel, Turn
 
 #: ``produce(rank, world, batches, parts, epoch)``, and the same of `scatter`.
-Text = Callable[[int, int, int, int, int], Turn]
+Text = Callable[[int, int, int, int, int], r.Turn]
 
 
 @dataclass(frozen=True)
-class SumCase(RanksCase):
+class SumCase(r.RanksCase):
     """One configuration of model 7: ``chunks`` that a rank has for each, and the texts."""
 
     chunks: int = 1
-    begin: Callable[[int], Turn] = q.begin_sum
+    begin: Callable[[int], r.Turn] = q.begin_sum
     produce: Text = q.produce
     scatter: Text = q.scatter
-    add_up: Callable[[int], Turn] = q.add_up
+    add_up: Callable[[int], r.Turn] = q.add_up
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> SumModel:
         """The model of this configuration."""
         return SumModel(self, reduce)
 
-    def programs(self, rank: int) -> list[tuple[str, Callable[[int], Turn], int]]:
+    def call(self, rank: int, epoch: int) -> r.Turn:
         """As of `RanksCase`."""
-
-        def calling(epoch: int) -> Turn:
-            return self.calling(rank, epoch)
-
-        return [
-            *((self.calling_name(i), calling, 1 + i) for i in range(self.streams)),
-            ("side stream", lambda epoch: self.side(rank, epoch), 1),
-        ]
-
-    def calling(self, rank: int, epoch: int) -> Turn:
-        """A calling stream: a call."""
-        if not (yield Issued(epoch)):
-            return None
         yield from self.produce(rank, self.world, 1, self.chunks, epoch)
         yield from self.add_up(epoch)
-        return epoch + self.streams if epoch + self.streams <= self.epochs else None
+        return None
 
-    def side(self, rank: int, epoch: int) -> Turn:
-        """The side stream: a call."""
-        if not (yield Issued(epoch)):
-            return None
-        yield from self.scatter(rank, self.world, 1, self.chunks, epoch)
-        return epoch + 1 if epoch < self.epochs else None
+    def beside(self, rank: int, epoch: int) -> r.Turn:
+        """As of `RanksCase`."""
+        return self.scatter(rank, self.world, 1, self.chunks, epoch)
 
     def sizes(self) -> dict[str, int]:
         """As of `RanksCase`: slots hold whole products; ``summed`` is the last call that is over."""
@@ -76,7 +60,7 @@ class SumCase(RanksCase):
         return self.of(str(self.chunks))
 
 
-class SumModel(RanksModel):
+class SumModel(r.RanksModel):
     """See the module. A signal is a step's; what is read by a sum is all of a call."""
 
     case: SumCase
@@ -84,7 +68,7 @@ class SumModel(RanksModel):
         {q.Compute, q.PullPart, q.Publish, p.Post, p.Done, q.Ended, p.Break, p.Overrule, p.Release, q.Sum}
     )
     delayed: frozenset[type] = frozenset({q.Computed, q.PulledPart, q.Summed})
-    lazy: ClassVar[frozenset[type]] = frozenset({Issued, p.AwaitCall, p.AwaitPost, q.AwaitPublished, p.AwaitSide})
+    lazy: ClassVar[frozenset[type]] = frozenset({r.Issued, p.AwaitCall, p.AwaitPost, q.AwaitPublished, p.AwaitSide})
 
     def kept(self, rank: int, at: int) -> bool:
         """As of `RanksModel`: what its peers may still pull."""
@@ -116,9 +100,6 @@ class SumModel(RanksModel):
     def _await_part(self, rank: int, op: q.AwaitPart, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "flags", op.peer)] >= self._told(op.epoch, op.parts) else ()
 
-    def _await_side(self, rank: int, op: p.AwaitSide, m: Memory) -> Sequence[int]:
-        return (0,) if m[self.at(rank, "sided")] >= op.epoch else ()
-
     def over(self, rank: int, m: Memory) -> int:
         """As of `RanksModel`."""
         return int(m[self.at(rank, "sided")])
@@ -128,9 +109,9 @@ class SumModel(RanksModel):
         op: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]
         return op if isinstance(op, q.AwaitPart) and not self._await_part(rank, op, m) else None
 
-    _asked: ClassVar[dict[type, Asked]] = {
-        **RanksModel._asked, p.AwaitCall: _await_call, q.AwaitPublished: _await_published, q.AwaitPart: _await_part,
-        p.AwaitSide: _await_side,
+    _asked: ClassVar[dict[type, r.Asked]] = {
+        **r.RanksModel._asked, p.AwaitCall: _await_call, q.AwaitPublished: _await_published, q.AwaitPart: _await_part,
+        p.AwaitSide: r.reached("sided"),
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -141,11 +122,11 @@ class SumModel(RanksModel):
         reads = self.at(rank, "read")
         if peer == rank and any(x and x % self.case.slots == op.slot for x in m[reads : reads + self.case.streams]):
             raise Fault("overwritten while read", f"rank {rank} computes where its sum reads")
-        m[self.at(rank, "slots", place)] = TORN
+        m[self.at(rank, "slots", place)] = r.TORN
         for other in range(self.case.world):
             pull = m[self.at(other, "pull")]
             if pull and pull[:2] == (rank, place):
-                m[self.at(other, "pull")] = (*pull[:2], OVERWRITTEN)
+                m[self.at(other, "pull")] = (*pull[:2], r.OVERWRITTEN)
 
     def _computed(self, rank: int, op: q.Computed, answer: int, m: Memory) -> None:
         m[self.at(rank, "slots", self._place(op.slot, *self._sent(rank, op.step)))] = op.epoch
@@ -160,7 +141,7 @@ class SumModel(RanksModel):
         n = self._sent(op.peer, op.step)[1]
         place = self._place(op.slot, rank, n)
         m[self.at(rank, "pull")] = (op.peer, place, m[self.at(op.peer, "slots", place)])
-        self._receive(rank, op.peer, n, TORN, m)
+        self._receive(rank, op.peer, n, r.TORN, m)
 
     def _pulled_part(self, rank: int, op: q.PulledPart, answer: int, m: Memory) -> None:
         self._receive(rank, op.peer, self._sent(op.peer, op.step)[1], m[self.at(rank, "pull")][2], m)
@@ -171,9 +152,6 @@ class SumModel(RanksModel):
         if any(m[reads : reads + self.case.streams]):
             raise Fault("overwritten while read", f"rank {rank} pulls to where its sum reads")
         m[self.at(rank, "gathered", self.shard(source, n))] = value
-
-    def _kernel_ended(self, rank: int, op: q.Ended, answer: int, m: Memory) -> None:
-        m[self.at(rank, "ended")] = max(m[self.at(rank, "ended")], op.epoch)
 
     def _sum(self, rank: int, op: q.Sum, answer: int, m: Memory) -> None:
         m[self._reader(rank, op.epoch)] = op.epoch
@@ -186,7 +164,7 @@ class SumModel(RanksModel):
                 if source == rank:
                     at = self.at(rank, "slots", self._place(op.epoch % p.SLOTS, rank, n))
                 what = f"rank {rank}'s sum of call {op.epoch} has chunk {n} of rank {source}'s product"
-                if m[at] == OVERWRITTEN or m[at] > op.epoch:
+                if m[at] == r.OVERWRITTEN or m[at] > op.epoch:
                     raise Fault("overwritten while read", f"{what}, which that rank wrote over while it was pulled")
                 if m[at] != op.epoch:
                     raise Fault("read before arrival", f"{what} of call {m[at]}" if m[at] >= 0 else f"{what}, half")
@@ -199,16 +177,13 @@ class SumModel(RanksModel):
         """As of `RanksModel`."""
         return self._told(epoch, self.case.chunks)
 
-    def _done(self, rank: int, op: p.Done, answer: int, m: Memory) -> None:
-        m[self.at(rank, "sided")] = op.epoch
-
     def _reader(self, rank: int, epoch: int) -> int:
         return self.at(rank, "read", self.stream(epoch))
 
-    _does: ClassVar[dict[type, Does]] = {
-        **RanksModel._does, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish, q.FlagPart: _flag_part,
-        q.PullPart: _pull_part, q.PulledPart: _pulled_part, q.Ended: _kernel_ended, p.Done: _done, q.Sum: _sum,
-        q.Summed: _summed,
+    _does: ClassVar[dict[type, r.Does]] = {
+        **r.RanksModel._does, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish, q.FlagPart: _flag_part,
+        q.PullPart: _pull_part, q.PulledPart: _pulled_part, q.Ended: r.RanksModel._ended, p.Done: r.sets("sided"),
+        q.Sum: _sum, q.Summed: _summed,
     }  # fmt: skip
 
     # The world outside ----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tilestream.launch.cdna.arguments import Arguments
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
 from tilestream.launch.cdna.launch import GemmLaunch
-from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.attention_launch import AttentionLaunch
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
 from tilestream.ops.attention_gpu import launch_of, layout_of

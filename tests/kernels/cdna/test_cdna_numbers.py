@@ -24,7 +24,7 @@ from tilestream.core.order import Raster
 from tilestream.core.schedule import Schedule
 from tilestream.launch.cdna.arguments import Arguments
 from tilestream.launch.gate import GateArguments
-from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.plan import of_candidate
 from tilestream.plan.problem import Incoming, Problem
@@ -126,16 +126,17 @@ def launch(case: Case) -> Launch:
     if case.far:
         arguments.x, arguments.y = (o._replace(far=True) for o in (arguments.x, arguments.y))
         arguments.direct = False
-        arguments.config = dataclasses.replace(arguments._config(False), OFFSETS_64BIT=True)
+        fields = arguments._fields(probe=False, trace=False)
+        arguments.config = dataclasses.replace(arguments._config(fields), OFFSETS_64BIT=True)
     at = {name: None if memory is None else memory.start for name, memory in extra.items()}
     slots = schedule.slots
     counts = Memory(np.zeros(slots), INT32)
     partials = Memory(np.full(slots * case.block[0] * case.block[1], np.nan), FLOAT32)
-    filled = arguments.fill(
-        a_memory.start, b_memory.start, out.start, at["bias"], at["residual"],
+    operands = (
+        a_memory.start, b_memory.start, out.start, at["bias"], at["residual"], at["scale_a"], at["scale_b"],
         partials.start, counts.start, Pointer(counts, 0), None, None, 0, 0, 2.0, 3.0,
-        scales=(at["scale_a"], at["scale_b"]), gate=GateArguments(claims=Pointer(counts, 0)),
     )  # fmt: skip
+    filled = arguments.fill(operands, gate=GateArguments(claims=Pointer(counts, 0)))
     return Launch(filled, list(schedule.items()), a_memory, out, counts, right)
 
 

@@ -25,7 +25,7 @@ from tilestream.core.schedule import Schedule
 from tilestream.kernels.cdna.gemm import gemm
 from tilestream.kernels.cdna.ring import turned_layout
 from tilestream.launch.cdna.arguments import Arguments, Operand
-from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy.cdna_tiles import (

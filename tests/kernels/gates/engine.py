@@ -19,7 +19,7 @@ import importlib
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -172,21 +172,21 @@ def pointer(dtype: str, is_given: object = True, address: int = 0) -> Pointer | 
 
 
 def fill_gemm(
-    arguments: Any, plan: Plan, layout: Any, address: int = 0, log: Pointer | None = None, **more: Any
-) -> tuple[Any, ...]:
-    """The arguments of a portable or CDNA product, its operands at ``address``."""
+    arguments: Any, plan: Plan, layout: Any, matrices: Sequence[Any] = (), *, address: int = 0,
+    log: Pointer | None = None, **more: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of a product. ``matrices``: A, B and the output; else pointers, the operands at ``address``."""
     problem, schedule = plan.problem, plan.schedule
     addend = "bfloat16" if problem.fp8 else problem.dtype
-    scale = pointer("float32", problem.scales != "none", 4)
-    filled: tuple[Any, ...] = arguments.fill(
-        *(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype),
-        pointer(addend, layout.bias is not None), pointer(addend, layout.residual is not None),
+    scale = pointer("float32", problem.scales != "none", 0 if matrices else 4)
+    operands = (
+        *(matrices or (*(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype))),
+        pointer(addend, layout.bias is not None), pointer(addend, layout.residual is not None), scale, scale,
         pointer("float32", schedule.slots), pointer("int32", schedule.slots),
         pointer("int64", schedule.kind != "static" or plan.gate is not None),
         pointer("int32", schedule.raster.table is not None), log, 0, 0, 1.5, 0.5,
-        gate=gate_arguments(plan), scales=(scale, scale), **more,
     )  # fmt: skip
-    return filled
+    return tuple(arguments.fill(operands, gate=gate_arguments(plan), **more))
 
 
 def attention_layout(p: AttentionProblem, table: int = 64) -> AttentionLayout:

@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gates.engine import RELEASE, Case, IsWanted, Rules, pointer, shared_memory
+from gates.engine import RELEASE, Case, IsWanted, Rules, fill_gemm, pointer, shared_memory
 from gates.hopper import DEVICE, Assembly, described
 from tilestream.core.chunks import Chunks
 from tilestream.core.copy_items import WORDS_A_THREAD
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.kernels.hopper.ring import ITEMS
 from tilestream.launch.gate import NO_PUBLISH, PublishArguments
+from tilestream.launch.gemm_arguments import NO_LOCAL, Layout
 from tilestream.launch.hopper.arguments import Arguments
-from tilestream.launch.portable.arguments import Layout
 from tilestream.plan.arrival_order import in_arrival_order
 from tilestream.plan.candidate import Forced
 from tilestream.plan.plan import Plan, of_candidate
@@ -28,7 +28,7 @@ from tilestream.plan.policy import hopper
 from tilestream.plan.policy.hopper import TILES, Tile
 from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem
 from tilestream_tools.isa import sass
-from tilestream_tools.isa.kernels import copy_arguments, gate_arguments
+from tilestream_tools.isa.kernels import copy_arguments
 from tilestream_tools.verify.protocol import Ring
 
 _SIZE, _BATCH = 4096, 2
@@ -239,26 +239,18 @@ def fill(
     ``out_address``: modulo 16. ``apart``: rows that stand apart.
     """
     arguments = Arguments(plan, layout, out_address % 16 == 0, probe, trace, apart)
-    problem, schedule = plan.problem, plan.schedule
+    problem = plan.problem
     x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     parts = (
-        (arguments.x, x), (arguments.apart, x), *((part, y) for part in arguments.y),
+        (arguments.x, x), (arguments.local, x), *((part, y) for part in arguments.y),
         (arguments.out, problem.out_dtype),
     )  # fmt: skip
-    addend = "bfloat16" if problem.fp8 else problem.dtype
-    scale = pointer("float32", problem.scales != "none")
-    given = (
-        pointer(problem.out_dtype, address=out_address), pointer(addend, layout.bias is not None),
-        pointer(addend, layout.residual is not None), scale, scale,
-        pointer("float32", schedule.slots), pointer("int32", schedule.slots),
-        pointer("int64", schedule.kind != "static" or plan.gate is not None),
-        pointer("int32", schedule.raster.table is not None), pointer("int64" if trace else "int32", trace or probe),
-    )  # fmt: skip
+    matrices = (*(described(*part) for part in parts), pointer(problem.out_dtype, address=out_address))
     words = pointer("int32", problem.publishes is not None, 4)
-    publish = NO_PUBLISH if words is None else PublishArguments(words, words, 1)
-    return arguments.options, arguments.fill(
-        (*(described(*part) for part in parts), *given, 0, 0, 1.5, 0.5), 1024 if probe else 0, gate_arguments(plan),
-        publish, copy_arguments(plan), (0, 0, 0) if apart is None else (3, 5, 8),
+    return arguments.options, fill_gemm(
+        arguments, plan, layout, matrices, log=pointer("int64" if trace else "int32", trace or probe),
+        capacity=1024 if probe else 0, publish=NO_PUBLISH if words is None else PublishArguments(words, words, 1),
+        copies=copy_arguments(plan), local=NO_LOCAL if apart is None else (3, 5, 8),
     )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ from tilestream.core.chunks import Chunks
 from tilestream.core.gate import arrival_order
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.portable.gemm import gemm
-from tilestream.launch.portable.arguments import Arguments, Layout
+from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.portable.arguments import Arguments
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy.portable import tiles
@@ -130,7 +131,7 @@ def source(case: Case, trace: bool = False) -> tuple[Any, tuple[Any, ...], dict[
     plan, arguments = case.plan, Arguments(case.plan, case.layout, trace=trace)
     address = 0 if plan.problem.aligned else 2
     log = pointer("int64", trace)
-    filled = fill_gemm(arguments, plan, case.layout, address, log, copies=copy_arguments(plan))
+    filled = fill_gemm(arguments, plan, case.layout, address=address, log=log, copies=copy_arguments(plan))
     return gemm, filled, arguments.options
 
 

@@ -20,14 +20,14 @@ from tilestream.arrival.device import GateWords, LocalRows
 from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.config import HopperConfig
-from tilestream.kernels.hopper.gemm import UNSPECIALISED, gemm
+from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch.gate import GateArguments
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.hopper import launch as launching
 from tilestream.launch.hopper.arguments import Arguments, Map
 from tilestream.launch.hopper.launch import GemmLaunch, described_by
 from tilestream.launch.launch import Probe
 from tilestream.launch.launcher import VARIES, Descriptor
-from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.trace import SpanLog
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem
@@ -308,7 +308,9 @@ def test_every_argument_lands_under_its_name():
         "COLUMN_CHUNKS": "none", **{name: name for name in GateArguments._fields},
     }  # fmt: skip
     assert {name: given[name] for name in expected} == expected
-    assert set(UNSPECIALISED) <= set(NAMES)
+    specialised = {"stride_or", "stride_oc", "stride_bias", "stride_rr", "stride_rc", "stride_sr", "stride_tc"}
+    numbers = set(NAMES[NAMES.index("base") : NAMES.index("C")])
+    assert {p.name for p in gemm.params if p.do_not_specialize} == numbers - specialised
 
 
 def test_swapped_the_epilogue_is_too():
@@ -473,10 +475,10 @@ def test_rows_that_stand_apart_speak_for_their_own_operand_only(written):
 def test_of_several_batches_no_rows_stand_apart():
     plan = make(batch=2, m=4 * SHARD, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(8 * SHARD)))
     made = Arguments(plan, Layout((4 * SHARD * K, K, 1), (K * N, N, 1), (4 * SHARD * N, N, 1)))
-    assert made.tiles_apart(SHARD, SHARD, 4 * SHARD) is None
+    assert made.local_tiles(SHARD, SHARD, 4 * SHARD) is None
     arriving, lies = Arriving(Arrival.uniform(SHARD, 8).chunks(8 * SHARD)), layout(m=8 * SHARD)
-    assert Arguments(make(m=8 * SHARD, rows=arriving), lies).tiles_apart(SHARD, SHARD, 4 * SHARD) == (1, 1, 4)
-    assert Arguments(make(m=8 * SHARD), lies).tiles_apart(SHARD, SHARD, 4 * SHARD) is None
+    assert Arguments(make(m=8 * SHARD, rows=arriving), lies).local_tiles(SHARD, SHARD, 4 * SHARD) == (1, 1, 4)
+    assert Arguments(make(m=8 * SHARD), lies).local_tiles(SHARD, SHARD, 4 * SHARD) is None
 
 
 def test_a_deadline_of_centuries_is_counted_in_64_bits(written):

@@ -17,7 +17,7 @@ from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.device.varlen import list_sequences
-from tilestream.kernels.hopper.attention import UNALIGNED, UNSPECIALISED, attend
+from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.portable import attention as portable_kernel
 from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.hopper import attention_launch as launching
@@ -160,23 +160,19 @@ def test_every_box_is_one_that_tensor_maps_have(size):
 
 
 def test_what_varies_is_not_compiled_in():
-    assert set(UNSPECIALISED) <= set(NAMES)
-    assert set(UNALIGNED) <= set(NAMES)
     numbers = NAMES[NAMES.index("base") : NAMES.index("C")]
     pointers = {"signals", "quarantine", "bounds", "records", "claims"}
-    assert set(numbers) - pointers == set(UNSPECIALISED)
+    assert {p.name for p in attend.params if p.do_not_specialize} == set(numbers) - pointers
     # A deadline of seconds leaves 31 bits, whatever the first one was; so does a base in time.
     assert {p.name for p in attend.params if p.annotation_type == "i64"} == {"base", "allowed"}
 
 
 def test_what_lies_anywhere_does_so_in_both_kernels():
-    theirs = set(portable_kernel.UNALIGNED)
-    shared = set(portable_kernel.attention.arg_names) & set(NAMES)
-    assert theirs & shared == set(UNALIGNED) & shared
-    assert {"scale_q", "scale_k", "scale_v", "starts", "order", "bounds"} <= theirs & shared
     # What has an alignment of its own: the workspace's counters, a trace's log, records and claims.
-    operands = set(OPERANDS[4:]) | {"signals", "quarantine", "bounds", "records", "claims"}
-    assert operands - set(UNALIGNED) - {"base", "reset"} == {"counters", "log", "records", "claims"}
+    pointers = {*OPERANDS[4:], "signals", "quarantine", "bounds", "records", "claims"} - {"base", "reset"}
+    for kernel in (attend, portable_kernel.attention):
+        unaligned = {p.name for p in kernel.params if p.do_not_specialize_on_alignment}
+        assert pointers - unaligned == {"counters", "log", "records", "claims"}
 
 
 # Launches -------------------------------------------------------------------------------------------------------------

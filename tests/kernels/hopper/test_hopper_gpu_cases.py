@@ -59,7 +59,7 @@ def test_rows_that_stand_apart_do_where_it_says(cases):
     for case, first, height, period, there in cases.APART:
         plan, layout = case.plan(cases._ANY)
         assert plan.problem.m % period == 0
-        tiles = Arguments(plan, layout).tiles_apart(first, height, period)
+        tiles = Arguments(plan, layout).local_tiles(first, height, period)
         assert (tiles is not None) == there, case.name
         seen[plan.variant, there] += 1
         seen["batches", plan.problem.m // period] += there

@@ -57,7 +57,7 @@ def scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:
 
 def run(plan: Plan, a, b, out, epilogue: Epilogue | None = None, probe=None, incoming=None) -> None:
     """As `tilestream.ops.gpu.run` does it, on CPU tensors."""
-    from tilestream.launch.portable.arguments import Layout
+    from tilestream.launch.gemm_arguments import Layout
     from tilestream.launch.portable.launch import GemmLaunch
 
     epilogue = epilogue or Epilogue()

@@ -59,10 +59,10 @@ def test_launches_of_one_recorder_share_a_clock():
 
 def test_pools_that_nobody_visits_are_seen(monkeypatch):
     """Five queues and three workers: without stealing, two queues are nobody's, and their tiles stay NaN."""
-    from tilestream.launch.portable import arguments
+    from tilestream.launch.portable.arguments import Arguments
 
-    made = arguments.config
-    monkeypatch.setattr(arguments, "config", lambda *given: replace(made(*given), STEAL=False))
+    made = Arguments._config
+    monkeypatch.setattr(Arguments, "_config", lambda *given: replace(made(*given), STEAL=False))
     a, b = rand(70, 40), rand(40, 60)
     plan, out, recorder = plan_for(a, b, "dynamic", 3, queues=5), nan_like(a, b), Recorder()
     traced(recorder, "matmul", plan, a.device, lambda log: run(plan, a, b, out, probe=log))

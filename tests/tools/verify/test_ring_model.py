@@ -1,34 +1,15 @@
-"""Model 2 and the product: what they explore, and that their checks are checks."""
+"""Model 2 and the product: their text, and what they explore."""
 
 from __future__ import annotations
 
 import pytest
+from exploring import explored
 
-from tilestream_tools.verify.barriers import RingMemory
-from tilestream_tools.verify.product import ProductCase, ProductModel
-from tilestream_tools.verify.protocol import (
-    LoadState,
-    MathState,
-    Place,
-    Ring,
-    epilogue,
-    gated,
-    k_steps,
-    load_turn,
-    math_turn,
-    voided,
-)  # fmt: skip
-from tilestream_tools.verify.report import explore
-from tilestream_tools.verify.ring import NUMBERS, RingCase, RingModel
+from tilestream_tools.verify import protocol as p
+from tilestream_tools.verify.product import ProductCase
+from tilestream_tools.verify.ring import NUMBERS, RingCase
 from tilestream_tools.verify.search import search
 from tilestream_tools.verify.sweep import matmul
-
-CASE = RingCase(Ring(2, 2), (1, 2))
-
-
-def kind_of(case, model="ring"):
-    violation = explore(model, case).violation
-    return violation and violation.kind
 
 
 class TestProtocolText:
@@ -45,124 +26,75 @@ class TestProtocolText:
     @pytest.mark.parametrize("depth", [1, 2, 3])
     def test_loops_step_through_the_same_stages(self, depth):
         item = next(matmul("static", 1, 1, k=3).schedule.items())
-        ring = Ring(depth, promoted=depth == 1)
-        load, after_load = self.operations(load_turn(ring, gated, LoadState()), {"Next": item, "Pass": 1})
-        math, after_math = self.operations(math_turn(ring, epilogue, 0, MathState()), {"Get": item})
+        ring = p.Ring(depth, promoted=depth == 1)
+        load, after_load = self.operations(p.load_turn(ring, p.gated, p.LoadState()), {"Next": item, "Pass": 1})
+        math, after_math = self.operations(p.math_turn(ring, p.epilogue, 0, p.MathState()), {"Get": item})
         assert load.count("Load") == math.count("Mma") == 3
         assert math.count("Arrive") == 3 + 1, "every stage and the slot are given back"
-        assert after_load.stage == after_math.stage == Place().plus(3, depth)
+        assert after_load.stage == after_math.stage == p.Place().plus(3, depth)
         assert after_load.slot == after_math.slot
 
     def test_stop_leaves(self):
-        load, after = self.operations(load_turn(Ring(2), gated, LoadState()), {"Next": None})
+        load, after = self.operations(p.load_turn(p.Ring(2), p.gated, p.LoadState()), {"Next": None})
         assert (load, after) == (["Next", "WaitBarrier", "Put", "Arrive"], None)
-        math, after = self.operations(math_turn(Ring(2), epilogue, 0, MathState()), {"Get": None})
+        math, after = self.operations(p.math_turn(p.Ring(2), p.epilogue, 0, p.MathState()), {"Get": None})
         assert (math, after) == (["WaitBarrier", "Get", "Arrive"], None)
 
     def test_gate_before_handing_on(self):
         item = next(matmul("static", 1, 1).schedule.items())
-        load, after = self.operations(load_turn(Ring(2), gated, LoadState()), {"Next": item, "Pass": 1})
+        load, after = self.operations(p.load_turn(p.Ring(2), p.gated, p.LoadState()), {"Next": item, "Pass": 1})
         assert load.index("Pass") < load.index("Acquired") < load.index("Put") < load.index("Load")
         assert not after.source
 
     def test_void_items_are_neither_loaded_nor_multiplied_and_the_gate_is_not_asked_again(self):
         item = next(matmul("static", 1, 1, k=3).schedule.items())
-        load, after = self.operations(load_turn(Ring(2), gated, LoadState()), {"Next": item, "Pass": 0})
+        load, after = self.operations(p.load_turn(p.Ring(2), p.gated, p.LoadState()), {"Next": item, "Pass": 0})
         assert load == ["Next", "Pass", "Acquired", "WaitBarrier", "Put", "Arrive"]
         assert after.source
-        assert after.stage == Place()
-        load, _ = self.operations(load_turn(Ring(2), gated, after), {"Next": item})
+        assert after.stage == p.Place()
+        load, _ = self.operations(p.load_turn(p.Ring(2), p.gated, after), {"Next": item})
         assert "Pass" not in load
-        assert (k_steps(voided(item)), voided(voided(item))) == (-3, item)
-        for ring, order in ((Ring(2), []), (Ring(2, 2, "ping_pong"), ["WaitBarrier", "Arrive"])):
-            math, after = self.operations(math_turn(ring, epilogue, 0, MathState()), {"Get": voided(item)})
+        assert (p.k_steps(p.voided(item)), p.voided(p.voided(item))) == (-3, item)
+        for ring, order in ((p.Ring(2), []), (p.Ring(2, 2, "ping_pong"), ["WaitBarrier", "Arrive"])):
+            math, after = self.operations(p.math_turn(ring, p.epilogue, 0, p.MathState()), {"Get": p.voided(item)})
             assert math == ["WaitBarrier", "Get", "Arrive", *order, "Poisoned", "Epilogue"]
-            assert after.stage == Place()
-        math, after = self.operations(math_turn(ring, epilogue, 1, MathState()), {"Get": voided(item)})
+            assert after.stage == p.Place()
+        math, after = self.operations(p.math_turn(ring, p.epilogue, 1, p.MathState()), {"Get": p.voided(item)})
         assert math == ["WaitBarrier", "Get", "Arrive"], "the other's"
-        assert after.stage == Place()
+        assert after.stage == p.Place()
 
     def test_ping_pong_steps_over_the_other_items(self):
         item = next(matmul("static", 1, 1, k=3).schedule.items())
-        math, after = self.operations(math_turn(Ring(2, 2, "ping_pong"), epilogue, 1, MathState()), {"Get": item})
-        assert "Mma" not in math
-        assert after.stage == Place().plus(3, 2)
-
-
-class TestChecksAreChecks:
-    def test_right_protocol(self):
-        assert kind_of(CASE) is None
-
-    def test_mma_that_is_never_retired(self, monkeypatch):
-        monkeypatch.setattr(RingMemory, "_retire", lambda self, op, m, private: None)
-        assert kind_of(CASE) == "wrong data"
-
-    def test_loads_that_never_land(self, monkeypatch):
-        monkeypatch.setattr(RingModel, "environment", lambda self, m: [])
-        assert kind_of(CASE) == "deadlock"
-
-    def test_barriers_that_count_wrong(self, monkeypatch):
-        monkeypatch.setattr(
-            Ring,
-            "barriers",
-            lambda self, real=Ring.barriers: {b: n + (b.name == "empty") for b, n in real(self).items()},
+        math, after = self.operations(
+            p.math_turn(p.Ring(2, 2, "ping_pong"), p.epilogue, 1, p.MathState()), {"Get": item}
         )
-        assert kind_of(CASE) in ("deadlock", "ring in use")
-
-    def test_expectation_that_is_off_by_one(self, monkeypatch):
-        real = RingModel._next
-
-        def one_more(self, pid, op, answer, m):
-            real(self, pid, op, answer, m)
-            if answer is not None:
-                m[self.left + answer.tile] += 4
-
-        monkeypatch.setattr(RingModel, "_next", one_more)
-        assert kind_of(CASE) == "wrong data"
-
-    def test_product_that_reads_too_early(self, monkeypatch):
-        case = ProductCase(matmul("dynamic", 1, 2, bounds=(0, 2, 4), k=2, drain="reset"), Ring(2, 1))
-        assert kind_of(case, "product") is None
-        real = ProductModel._load
-
-        def forgets_arrivals(self, pid, op, answer, m):
-            n = m.copy()
-            n[self.arrived] = 0
-            real(self, pid, op, answer, n)
-
-        monkeypatch.setattr(ProductModel, "_load", forgets_arrivals)
-        assert kind_of(case, "product") == "read before arrival"
+        assert "Mma" not in math
+        assert after.stage == p.Place().plus(3, 2)
 
 
 class TestWhatIsExplored:
     @pytest.mark.parametrize("consumers", ["single", "cooperative", "ping_pong"])
     def test_items_without_end_in_finitely_many_states(self, consumers):
-        model = RingCase(Ring(2, 2, consumers), (1, 2)).build()
-        numbers, under_way = set(), 0
-        state, seen, frontier = None, set(), [model.start()]
-        while frontier:
-            state = frontier.pop()
-            if state not in seen:
-                seen.add(state)
-                numbers.add(state[model.number])
-                under_way = max(under_way, sum(bool(x) for x in state[model.left : model.left + NUMBERS]))
-                frontier += [target for target, _ in model.steps(state)]
+        model = RingCase(p.Ring(2, 2, consumers), (1, 2)).build()
+        states, _ = explored(model)
+        numbers = {state[model.number] for state in states}
+        under_way = max(sum(bool(x) for x in state[model.left : model.left + NUMBERS]) for state in states)
         assert numbers == set(range(NUMBERS))
         assert under_way >= 2, "the load loop runs ahead"
 
     def test_deeper_rings_have_more_states(self):
-        sizes = [search(RingCase(Ring(depth, promoted=True), (1, 2)).build()).states for depth in (1, 2, 3)]
+        sizes = [search(RingCase(p.Ring(depth, promoted=True), (1, 2)).build()).states for depth in (1, 2, 3)]
         assert sizes == sorted(sizes)
         assert len(set(sizes)) == 3
 
     def test_product_takes_consumers_of_whole_items(self):
         with pytest.raises(ValueError, match="consumers that do whole items"):
-            ProductCase(matmul("dynamic", 1, 1), Ring(2, 2, "cooperative")).build()
+            ProductCase(matmul("dynamic", 1, 1), p.Ring(2, 2, "cooperative")).build()
 
     def test_load_loops_with_a_gate_work_through(self):
         with pytest.raises(ValueError, match="drain='leave'; load loops with a gate work their launch through"):
-            ProductCase(matmul("dynamic", 1, 1, bounds=(0, 2)), Ring(2, 2)).build()
+            ProductCase(matmul("dynamic", 1, 1, bounds=(0, 2)), p.Ring(2, 2)).build()
 
     def test_void_items_are_explored_where_the_launch_may_be_over(self):
-        sizes = [search(RingCase(Ring(2, 2), (1,), expires=how).build()).states for how in (False, True)]
+        sizes = [search(RingCase(p.Ring(2, 2), (1,), expires=how).build()).states for how in (False, True)]
         assert sizes[0] * 2 < sizes[1]

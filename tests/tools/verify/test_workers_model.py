@@ -1,27 +1,20 @@
-"""Model 1: what it explores, and that its checks are checks: with a broken truth the right protocol fails."""
+"""Model 1: its truth, what it expects at the end, and what it explores."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from exploring import explored, kind_of
 
 from mutants.checker import seeded_bugs
-from tilestream.core.gate import Gate, See
 from tilestream.core.loop import Leave, Poison, Poll, Quarantine, Reset, leave, work_through
 from tilestream_tools.verify.oracle import Oracle
-from tilestream_tools.verify.partials import Partials
 from tilestream_tools.verify.report import explore
 from tilestream_tools.verify.search import search
 from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, matmul
-from tilestream_tools.verify.workers import WorkersModel
 
 BUGS = {bug.name: bug for bug in seeded_bugs()}
-
-
-def kind_of(case):
-    violation = explore("workers", case).violation
-    return violation and violation.kind
 
 
 class TestOracle:
@@ -53,44 +46,12 @@ class TestOracle:
         assert needs == {(0, 0): 0b001, (0, 1): 0b011, (1, 0): 0b110, (1, 1): 0b100}
 
 
-class TestBrokenTruth:
-    """The checker, mutated: each test would pass unnoticed if the check it is about did nothing."""
-
+class TestWhatIsExpected:
     CASE = matmul("dynamic", 2, 2, bounds=(0, 3, 4), pivot=1)
-
-    def test_oracle_that_asks_for_everything_fails_the_right_gate(self, monkeypatch):
-        assert kind_of(self.CASE) is None
-        monkeypatch.setattr(Oracle, "needs", lambda self, item: (1 << self.chunks) - 1)
-        assert kind_of(matmul("dynamic", 1, 2, bounds=(0, 2, 4))) == "read before arrival"
 
     def test_oracle_that_asks_for_nothing_misses_the_seeded_bug(self, monkeypatch):
         monkeypatch.setattr(Oracle, "needs", lambda self, item: 0)
         assert BUGS["pivot not in the signal"].find().violation is None
-
-    def test_gate_that_asks_for_nothing_fails(self, monkeypatch):
-        monkeypatch.setattr(Gate, "needs", lambda self, item: ())
-        assert kind_of(self.CASE) == "read before arrival"
-
-    def test_count_that_is_not_restored_fails(self, monkeypatch):
-        case = matmul("stream_k", 2, 1, k=2)
-        assert kind_of(case) is None
-        monkeypatch.setattr(WorkersModel, "_count", WorkersModel._add)
-        assert kind_of(case) == "count not restored"
-
-    def test_partials_that_never_become_visible_fail(self, monkeypatch):
-        def count_only(self, pid, op, answer, m):
-            m[self.partials.count_of(op.item)] = (answer + 1) % op.item.parts
-
-        monkeypatch.setattr(WorkersModel, "_count", count_only)
-        assert kind_of(matmul("stream_k", 2, 1, k=2)) == "partial not visible"
-
-    def test_take_that_does_not_count_up_fails(self, monkeypatch):
-        monkeypatch.setattr(WorkersModel, "_take", lambda self, pid, op, answer, m: None)
-        assert kind_of(self.CASE) == "double work"
-
-    def test_compute_that_does_nothing_fails(self, monkeypatch):
-        monkeypatch.setattr(WorkersModel, "_compute", lambda self, pid, op, answer, m: None)
-        assert kind_of(matmul("dynamic", 1, 1)) == "missing work"
 
     def test_missing_tile_is_not_expected_after_an_expiry_only(self):
         # Where chunks never come, tiles are missing, and that is right: the deadline expires.
@@ -103,65 +64,8 @@ class TestBrokenTruth:
         assert {stored for aborted, stored in ends if aborted} >= {0b00, 0b01}
 
 
-class TestBrokenTruthOfADrain:
-    """As above, for launches that are worked through."""
-
+class TestADrain:
     CASE = matmul("dynamic", 2, 2, bounds=(0, 3, 4), pivot=1, drain="reset")
-    SPLIT = matmul("stream_k", 2, 1, bounds=(0, 1, 2), k=2, drain="reset")
-
-    def test_sound_as_they_are(self):
-        assert kind_of(self.CASE) is None
-        assert kind_of(self.SPLIT) is None
-
-    def test_poison_that_does_nothing_fails(self, monkeypatch):
-        monkeypatch.setattr(WorkersModel, "_poison", lambda self, pid, op, answer, m: None)
-        assert kind_of(self.CASE) == "missing work"
-        assert kind_of(self.SPLIT) == "partial not visible"
-
-    def test_poison_that_writes_a_number_fails(self, monkeypatch):
-        hand_in = WorkersModel._hand_in
-        monkeypatch.setattr(WorkersModel, "_hand_in", lambda self, pid, op, m, nan: hand_in(self, pid, op, m, False))
-        assert kind_of(self.SPLIT) is None, "the truth is told what the slot is told"
-        write = Partials.write
-
-        def only_the_slot(self, who, item, nan, m):
-            write(self, who, item, False, m)
-            m[self.poisoned] |= nan << self.position[item.tile]
-
-        monkeypatch.undo()
-        monkeypatch.setattr(Partials, "write", only_the_slot)
-        assert kind_of(self.SPLIT) == "poison lost"
-
-    def test_nan_out_of_numbers_fails(self, monkeypatch):
-        write = Partials.write
-
-        def only_the_slot(self, who, item, nan, m):
-            write(self, who, item, True, m)
-            m[self.poisoned] = 0
-
-        monkeypatch.setattr(Partials, "write", only_the_slot)
-        assert kind_of(self.SPLIT) == "wrong data"
-
-    @pytest.mark.parametrize("word", ["counter", "exits", "abort", "signals"])
-    def test_each_word_that_is_not_reset_fails(self, word, monkeypatch):
-        reset = WorkersModel._reset
-
-        def all_but(self, pid, op, answer, m):
-            if op.word != word:
-                reset(self, pid, op, answer, m)
-
-        monkeypatch.setattr(WorkersModel, "_reset", all_but)
-        assert kind_of(self.CASE) == "not reset"
-
-    def test_a_mark_that_is_not_written_fails(self, monkeypatch):
-        monkeypatch.setattr(WorkersModel, "_quarantine", lambda self, pid, op, answer, m: None)
-        assert kind_of(self.CASE) == "not reset"
-
-    def test_oracle_without_the_chunks_that_no_tile_reads_fails_the_right_protocol(self, monkeypatch):
-        case = matmul("dynamic", 1, 1, bounds=(0, 0, 2), drain="reset")
-        assert kind_of(case) is None
-        monkeypatch.setattr(Gate, "every", lambda self: (See(0, 1),))
-        assert kind_of(case) == "reset too early"
 
     def test_quarantine_of_a_launch_that_is_not_over_fails(self):
         def marks_always(schedule, gate, worker, state):
@@ -239,17 +143,7 @@ class TestBrokenTruthOfADrain:
 
 class TestWhatIsExplored:
     def test_expiry_only_where_a_worker_is_blocked(self):
-        model = matmul("dynamic", 1, 1, bounds=(0, 2)).build(reduce=False)
-        lines = []
-        frontier = {model.start()}
-        seen = set()
-        while frontier:
-            state = frontier.pop()
-            seen.add(state)
-            log = []
-            steps = model.steps(state, log)
-            lines += [line for step in log for line in step]
-            frontier |= {target for target, _ in steps} - seen
+        _, lines = explored(matmul("dynamic", 1, 1, bounds=(0, 2)).build(reduce=False))
         assert "worker 0: wait(chunk 0, for tile 0) -> the deadline expires, abort is set" in lines
         assert "worker 0: wait(chunk 0, for tile 0) -> arrived" in lines
         assert "chunk 0 arrives" in lines

@@ -63,19 +63,11 @@ from tilestream.kernels.cdna.epilogue import within
 from tilestream.kernels.cdna.ring import after, before, fetch_layout, landed, operand
 from tilestream.kernels.device.attention_tile import locate_tile, seen_keys_of
 from tilestream.kernels.device.items import begin_worker, finish_worker
+from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import take
 from tilestream.kernels.device.softmax import finalize
 
 neighbour = device(queues_.neighbour)
-
-#: Arguments that say nothing about alignment: one compiled kernel serves all their values.
-UNSPECIALISED = (
-    "base", "reset", "sequences", "tokens_q", "tokens_k", "seqlen_q", "seqlen_k", "head_tiles", "q_heads_per_kv",
-    "left", "right", "pages", "table_stride", "lse_batch", "lse_row", "lse_head", "queues", "tiles", "num_m", "num_n",
-    "group", "scale", "softcap_scale",
-)  # fmt: skip
-#: Words and numbers that lie anywhere.
-UNALIGNED = ("lse", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table", "starts", "order")
 
 
 # A key block ---------------------------------------------------------------------------------------------------------
@@ -317,7 +309,7 @@ def store_tile(softmax, tile, last, scores, out, lse, C: gl.constexpr):
     store_output(softmax.o, factor, out, at, row, last, C)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+@entry(gluon.jit, specialised=[f"stride_{x}{of}" for x in "qkvo" for of in "brh"])
 def attend(
     q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, starts, order, counters,
     base: tl.int64, reset, sequences, tokens_q, tokens_k, seqlen_q, seqlen_k, head_tiles, q_heads_per_kv, left, right,

@@ -9,9 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilestream.core.attention_structs import Mask
 from tilestream.kernels.cdna.compat import opaque_zero, reciprocal, settled
-from tilestream.kernels.device.attention_tile import sees
 from tilestream.kernels.device.epilogue import power_of_2
 from tilestream.kernels.device.softmax import LOG2_E, exp_scores, update_max
 
@@ -37,8 +35,14 @@ def masked(x, first, tile, C: gl.constexpr):
     MATH: gl.constexpr = math_of(C)
     position = tile.first + (gl.arange(0, C.ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()) // C.PACK
     key = first + gl.arange(0, C.BLOCK, gl.SliceLayout(0, MATH))
-    mask = Mask(position, tile.keys, tile.causal_offset_left, tile.causal_offset_right)
-    return gl.where(sees(mask, key, C), x, float("-inf"))
+    # Not `sees` of `tilestream.kernels.device.attention_tile`: a second number a column spills here (Triton 3.9).
+    if C.RIGHT:
+        seen = key[None, :] < gl.minimum(position + tile.causal_offset_right, tile.keys)[:, None]
+    else:
+        seen = (key < tile.keys)[None, :]
+    if C.LEFT:
+        seen = seen & (key[None, :] >= (position + tile.causal_offset_left)[:, None])
+    return gl.where(seen, x, float("-inf"))
 
 
 @gluon.constexpr_function

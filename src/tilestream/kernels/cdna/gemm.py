@@ -46,19 +46,9 @@ from tilestream.kernels.cdna.ring import (
     put,
 )
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item
+from tilestream.kernels.device.jit import entry
 
 neighbour = device(queues_.neighbour)
-
-#: Arguments that say nothing about alignment: one compiled kernel serves all their values.
-UNSPECIALISED = (
-    "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
-    "first", "band", "first_batch", "capacity", "rows", "columns", "k", "stride_ob", "stride_or", "stride_bias",
-    "stride_rb", "stride_rr", "stride_sb", "stride_sr", "stride_tb", "stride_tc", "alpha", "beta",
-    "row_epoch", "row_key", "row_chunks", "rows_per_chunk", "rows_per_batch", "row_tiles_per_batch",
-    "column_epoch", "column_key", "column_chunks", "columns_per_chunk", "row_unread", "column_unread", "allowed", "op",
-)  # fmt: skip
-#: Words and scales that lie anywhere: a caller's own, or slices of ours.
-UNALIGNED = ("row_signals", "row_quarantine", "column_signals", "column_quarantine", "row_scale", "column_scale")
 
 
 @gluon.jit
@@ -277,7 +267,11 @@ def fixup(acc, words, item, e, row, column, MATH: gl.constexpr, C: gl.constexpr)
             )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+@entry(
+    gluon.jit,
+    specialised=("stride_xb", "stride_x", "stride_yb", "stride_y", "stride_oc", "stride_rc"),
+    unaligned=("row_scale", "column_scale"),
+)
 def gemm(
     x, y, out, bias, residual, row_scale, column_scale, partials, counts, counters, table, log,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,

@@ -1,4 +1,4 @@
-"""The binder: a plain integer function becomes what this backend's kernels can call.
+"""How functions become kernels: plain integer functions that kernels call, and kernels' entries.
 
 The schedule's arithmetic is written once, in `tilestream.schedule`, and proved there. `device` hands the very function
 object to Triton's compiler; under Triton's interpreter, where kernels run as Python, it hands it on as it is. Which of
@@ -7,7 +7,8 @@ the two is decided when this package is imported, by TRITON_INTERPRET, as Triton
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +17,34 @@ import triton.language as tl
 
 #: Whether kernels of this package run in Triton's interpreter.
 INTERPRETED: bool = triton.knobs.runtime.interpret
+#: Pointers to words and numbers that lie anywhere: a caller's own, or slices of ours.
+_UNALIGNED = (
+    "row_signals", "row_quarantine", "column_signals", "column_quarantine", "out_signals", "out_counts",
+    "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table",
+    "starts", "order", "signals", "quarantine", "bounds",
+)  # fmt: skip
+
+
+def entry(jit: Any, specialised: Iterable[str], unaligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a kernel's entry, of which ``base`` is the first number: one compiled kernel serves all their values.
+
+    Parameters
+    ----------
+    jit
+        ``triton.jit`` or ``gluon.jit``.
+    specialised
+        Numbers that are compiled in where they are 1, and of which the compiler knows whether they are multiples of 16.
+    unaligned
+        Pointers that need not be aligned, beside `_UNALIGNED`.
+    """
+
+    def jitted(function: Callable[..., Any]) -> Any:
+        names = list(inspect.signature(function).parameters)
+        others = {"records", "claims", "C", *_UNALIGNED, *specialised}
+        numbers = [name for name in names[names.index("base") :] if name not in others]
+        return jit(do_not_specialize=numbers, do_not_specialize_on_alignment=(*_UNALIGNED, *unaligned))(function)
+
+    return jitted
 
 
 def device(leaf: Callable[..., Any]) -> Any:

@@ -68,6 +68,7 @@ from tilestream.core.structs import Gate, Incoming, Place, Words, Work
 from tilestream.kernels.device.attention_gate import poll_over
 from tilestream.kernels.device.attention_tile import emptied, locate_tile
 from tilestream.kernels.device.items import begin_worker, finish_worker
+from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import add, take, with_asked
 from tilestream.kernels.device.trace import begin_span, ready_span
 from tilestream.kernels.hopper.attention_convert import convert_loop
@@ -91,19 +92,6 @@ from tilestream.kernels.hopper.attention_math import (
 )
 from tilestream.kernels.hopper.queues import await_ticket, prefetch_ticket
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots
-
-#: Arguments that say nothing about alignment: one compiled kernel serves all their values.
-UNSPECIALISED = (
-    "base", "reset", "sequences", "tokens_q", "tokens_k", "seqlen_q", "seqlen_k", "head_tiles", "q_heads_per_kv",
-    "left", "right", "batch_rows_k", "batch_rows_v", "page_rows_k", "page_rows_v", "table_stride", "lse_batch",
-    "lse_head", "lse_row", "tiles", "num_m", "num_n", "group", "shares", "scale", "softcap_scale", "epoch", "key",
-    "allowed", "op", "rows_per_chunk", "chunks",
-)  # fmt: skip
-#: Words and numbers that lie anywhere.
-UNALIGNED = (
-    "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table",
-    "starts", "order", "signals", "quarantine", "bounds",
-)  # fmt: skip
 
 
 @gluon.jit
@@ -183,7 +171,7 @@ def math_loop(WHO: gl.constexpr, ring, items, out, scores, C: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+@entry(gluon.jit, specialised=())
 def attend(
     q_map, k_map, v_map, out_map, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, seqlens_k,
     block_table, starts, order, counters, log,

@@ -29,13 +29,6 @@ from triton.experimental.gluon import language as gl
 
 from tilestream.kernels.device.items import with_steps
 
-#: Arguments that say nothing about alignment, and words that lie anywhere: a caller's own, or slices of ours.
-UNSPECIALISED = (
-    "row_epoch", "row_key", "row_chunks", "rows_per_chunk", "row_unread", "rows_per_batch", "row_tiles_per_batch",
-    "column_epoch", "column_key", "column_chunks", "columns_per_chunk", "column_unread", "allowed", "op",
-)  # fmt: skip
-UNALIGNED = ("row_signals", "row_quarantine", "column_signals", "column_quarantine")
-
 
 @gluon.jit
 def fenced(value):

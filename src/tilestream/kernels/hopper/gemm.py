@@ -59,6 +59,7 @@ from tilestream.core.structs import (
 )
 from tilestream.kernels.device.copy_items import copy_items
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item
+from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import add, home_queue, source_queue, with_asked
 from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.hopper.compat import barrier
@@ -69,23 +70,12 @@ from tilestream.kernels.hopper.epilogue import (
     prefetch_epilogue,
     store_tile,
 )
-from tilestream.kernels.hopper.gate import UNALIGNED, backwards
-from tilestream.kernels.hopper.gate import UNSPECIALISED as GATE_UNSPECIALISED
+from tilestream.kernels.hopper.gate import backwards
 from tilestream.kernels.hopper.load import load_steps, locate
 from tilestream.kernels.hopper.multiply import product
-from tilestream.kernels.hopper.publish import UNALIGNED as PUBLISH_UNALIGNED
-from tilestream.kernels.hopper.publish import UNSPECIALISED as PUBLISH_UNSPECIALISED
 from tilestream.kernels.hopper.publish import publish_tile
 from tilestream.kernels.hopper.queues import EARLY, await_ticket, pick_victim_of_warp, prefetch_ticket
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
-
-#: Arguments that say nothing about alignment: one compiled kernel serves all their values.
-UNSPECIALISED = (
-    "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
-    "first", "band", "first_batch", "capacity", "rows", "columns", "x_batched", "y_batched", "stride_ob", "stride_rb",
-    "stride_sb", "stride_tb", "alpha", "beta", "copiers", "local_first", "local_tiles", "local_period",
-    *GATE_UNSPECIALISED, *PUBLISH_UNSPECIALISED,
-)  # fmt: skip
 
 
 @gluon.jit
@@ -265,7 +255,10 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=(*UNALIGNED, *PUBLISH_UNALIGNED))
+@entry(
+    gluon.jit,
+    specialised=("stride_or", "stride_oc", "stride_bias", "stride_rr", "stride_rc", "stride_sr", "stride_tc"),
+)
 def gemm(
     x_map, local_map, y_map, y_map_1, y_map_2, out_map, out, bias, residual, row_scale, column_scale, partials, counts,
     counters, table, log,

@@ -28,10 +28,6 @@ from tilestream.kernels.hopper.compat import barrier, device
 chunk_of = device(chunks.chunk_of)
 rows_in = device(chunks.rows_in)
 
-#: Arguments that say nothing about alignment, and words that may lie anywhere.
-UNSPECIALISED = ("out_epoch", "out_per_chunk", "out_times")
-UNALIGNED = ("out_signals", "out_counts")
-
 
 @gluon.jit
 def landed(value):

@@ -36,24 +36,11 @@ from tilestream.core.structs import Gate, Incoming, Words, Work
 from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, poll_over
 from tilestream.kernels.device.attention_tile import locate_tile, seen_keys_of, sees
 from tilestream.kernels.device.items import begin_worker, finish_worker
+from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import take
 from tilestream.kernels.device.softmax import exp_scores, finalize, softcap, update_scaled_max
 from tilestream.kernels.device.trace import begin_span, chunk_span, end_span, ready_span
 from tilestream.kernels.portable.gemm import to_tf32
-
-#: Arguments that say nothing about alignment: one compiled kernel serves all their values.
-UNSPECIALISED = (
-    "base", "reset", "epoch", "key", "allowed", "op", "chunks", "rows_per_chunk", "sequences", "seqlen_q", "seqlen_k",
-    "tokens_q", "tokens_k", "pages", "head_tiles", "q_heads_per_kv", "left", "right", "scale", "softcap_scale",
-    "table_stride", "lse_batch", "lse_row", "lse_head", "stride_sqb", "stride_sqh", "stride_skb", "stride_skh",
-    "stride_svb", "stride_svh", "num_m", "num_n", "tiles", "queues", "group",
-)  # fmt: skip
-#: Words and numbers that lie anywhere.
-UNALIGNED = (
-    "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k",
-    "starts", "order", "signals", "quarantine", "bounds",
-)  # fmt: skip
-
 
 # Where rows are ------------------------------------------------------------------------------------------------------
 
@@ -308,7 +295,7 @@ def store_tile(softmax, tile, over, scores, scale_v, extents, out, lse, C: tl.co
 # The kernel ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+@entry(triton.jit, specialised=[f"stride_{x}{of}" for x in "qkvo" for of in "brh"])
 def attention(
     q, k, v, out, lse, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, starts,
     order, counters, log, signals, quarantine, bounds, records, claims,

@@ -21,22 +21,12 @@ from tilestream.core.copy_items import CopyArguments
 from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Progress, Vector, Words, Work
 from tilestream.kernels.device.copy_items import copy_items
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item, with_steps
+from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.queues import pick_victim_of_block
 from tilestream.kernels.device.schedule import add, count_in
 from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.portable.convert import to_float16
 from tilestream.kernels.portable.epilogue import reduce_partials, store_partial, store_tile
-
-#: Arguments that say nothing about alignment: one compiled kernel serves all their values.
-UNSPECIALISED = (
-    "base", "reset", "queues", "batches", "num_m", "num_n", "k_steps", "full_tiles", "shares", "units", "group",
-    "first", "band", "first_batch", "capacity", "stride_bias", "stride_sb", "stride_sr", "stride_tb", "stride_tc",
-    "alpha", "beta", "row_epoch", "row_key", "row_chunks", "rows_per_chunk", "rows_per_batch", "row_tiles_per_batch",
-    "column_epoch", "column_key", "column_chunks", "columns_per_chunk", "row_unread", "column_unread", "allowed", "op",
-    "copiers",
-)  # fmt: skip
-#: Words and scales that lie anywhere: a caller's own, or slices of ours.
-UNALIGNED = ("row_signals", "row_quarantine", "column_signals", "column_quarantine", "row_scale", "column_scale")
 
 
 @triton.jit
@@ -116,7 +106,14 @@ def fixup(acc, words, item, e, C: tl.constexpr):
     return last
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED, do_not_specialize_on_alignment=UNALIGNED)
+@entry(
+    triton.jit,
+    specialised=(
+        "m", "n", "k", "stride_ab", "stride_am", "stride_ak", "stride_bb", "stride_bk", "stride_bn", "stride_ob",
+        "stride_or", "stride_oc", "stride_rb", "stride_rr", "stride_rc",
+    ),
+    unaligned=("row_scale", "column_scale"),
+)  # fmt: skip
 def gemm(
     a, b, out, bias, residual, row_scale, column_scale, partials, counts, counters, table, log,
     row_signals, row_quarantine, row_table, column_signals, column_quarantine, column_table, records, claims,

@@ -1,24 +1,13 @@
-"""What `tilestream.kernels.cdna.gemm.gemm` is launched with: the part that a plan and a layout decide.
-
-No torch here, as in `tilestream.launch.portable.arguments`, whose `Layout` it takes.
-"""
+"""What `tilestream.kernels.cdna.gemm.gemm` is launched with: the part that a plan and a layout decide."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
 
-from tilestream.core.copy_items import NO_COPIES, CopyArguments
+from tilestream.kernels.cdna.gemm import gemm
 from tilestream.kernels.config import CdnaConfig
-from tilestream.launch.gate import NO_GATE, GateArguments, chunk_numbers
-from tilestream.launch.portable.arguments import (
-    Layout,
-    arrival_fields,
-    block_fields,
-    epilogue_fields,
-    numbers_of,
-    schedule_fields,
-)
+from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.cdna_tiles import (
     CELL_BYTES,
@@ -110,49 +99,38 @@ def piece_of(block_m: int, block_n: int, warps: int, shape: tuple[int, int, int]
     return rows, columns
 
 
-class Arguments:
-    """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
+class Arguments(GemmArguments):
+    """As `GemmArguments`. The kernel knows no arrival order, and makes no copies.
 
     Parameters
     ----------
     aligned
         Whether the addresses of the output and of the residual are multiples of 16.
+
+    Attributes
+    ----------
+    x, y
+        The operands, as rows of K.
+    direct
+        Whether copies go past the registers. They reach as far as a buffer does, and bring an operand as it lies.
     """
+
+    kernel: Any = gemm
+    matrices = ("x", "y")
 
     def __init__(
         self, plan: Plan, layout: Layout, aligned: tuple[bool, bool] = (True, True), probe: bool = False
     ) -> None:
-        self.plan, self.layout, self._aligned = plan, layout, aligned
-        problem = plan.problem
         block_m, block_n, block_k = plan.block
-        self.size, self.arch = ITEMSIZE[problem.dtype], plan.device.arch
-        (ab, am, ak), (bb, bk, bn) = layout.a, layout.b
+        self.size, self.arch = ITEMSIZE[plan.problem.dtype], plan.device.arch
+        (_, am, ak), (_, bk, bn) = layout.a, layout.b
         self.x = operand(block_m, block_k, am, ak, self.size, self.arch)
         self.y = operand(block_n, block_k, bn, bk, self.size, self.arch)
-        #: Copies past the registers reach as far as a buffer does, and bring an operand as it lies.
         self.direct = plan.variant == "direct" and not any(o.far or o.turned for o in (self.x, self.y))
-        self._numbers = (
-            *chunk_numbers(plan), problem.m, problem.n, problem.k, ab, self.x.stride, bb, self.y.stride, *layout.out,
-            layout.bias or 0, *(layout.residual or (0, 0, 0)), *layout.scale_a, *layout.scale_b,
-        )  # fmt: skip
-        self._schedule = numbers_of(plan.schedule)
-        self.config = self._config(probe)
-        #: How the kernel is compiled: with two warps a SIMD, which is what its registers are counted for.
+        self._aligned = aligned
+        super().__init__(plan, layout, probe)
+        #: With two warps a SIMD, which is what its registers are counted for.
         self.options = {"num_warps": plan.warps, "waves_per_eu": 2}
-
-    def fill(
-        self, *operands: Any, capacity: int = 0, gate: GateArguments = NO_GATE, scales: tuple[Any, Any] = (None, None),
-        copies: CopyArguments = NO_COPIES,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """All of them, in the kernel's order: as `tilestream.launch.portable.arguments.Arguments.fill`.
-
-        This kernel knows no arrival order, and is given no table of its queues; and there are no copies that it makes.
-        """
-        base, reset, alpha, beta = operands[10:]
-        return (
-            *operands[:5], *scales, *operands[5:10], *gate.pointers[:8], base, reset, *gate.numbers, *self._numbers,
-            alpha, beta, *self._schedule, capacity, self.config,
-        )  # fmt: skip
 
     @property
     def tile(self) -> Tile:
@@ -162,17 +140,17 @@ class Arguments:
         stages = self.plan.stages
         return Tile(block_m, block_n, block_k * self.size // 64, self.plan.warps, stages, copies, 1.0)
 
-    def _config(self, probe: bool) -> CdnaConfig:
-        """What the kernel is compiled with."""
+    def _numbers(self) -> dict[str, Any]:
+        batches = {"stride_xb": self.layout.a[0], "stride_yb": self.layout.b[0]}
+        return {**super()._numbers(), **batches, "stride_x": self.x.stride, "stride_y": self.y.stride}
+
+    def _config(self, fields: dict[str, Any]) -> CdnaConfig:
         plan, layout, x, y = self.plan, self.layout, self.x, self.y
         problem = plan.problem
         block_m, block_n, block_k = plan.block
         piece = piece_of(block_m, block_n, plan.warps, instruction(self.arch, self.size))
         return CdnaConfig(
-            **schedule_fields(plan, probe),
-            **epilogue_fields(layout, problem.scales),
-            **arrival_fields(plan),
-            **block_fields(plan.block),
+            **fields,
             STAGES=self.tile.stages,
             STRIP=piece[1],
             STRIP_M=piece[0],

@@ -1,14 +1,11 @@
-"""What `tilestream.kernels.cdna.attention.attend` is launched with: the part that a plan and a layout decide.
-
-No torch here, as in `tilestream.launch.attention_arguments`.
-"""
+"""What `tilestream.kernels.cdna.attention.attend` is launched with: the part that a plan and a layout decide."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tilestream.kernels.attention_config import CdnaAttentionConfig, Columns
-from tilestream.launch.attention_arguments import AttentionLayout, Pack, config_fields, numbers, scales_of
+from tilestream.launch.attention_arguments import AttentionArguments, AttentionLayout
 from tilestream.launch.cdna.arguments import VERSION, grain
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy.cdna_attention import ROWS, Tile, instruction, lane_bytes, parts_of, swizzles, turned
@@ -16,8 +13,8 @@ from tilestream.plan.policy.cdna_tiles import REACH
 from tilestream.plan.problem import ITEMSIZE
 
 
-class CdnaAttentionArguments:
-    """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
+class CdnaAttentionArguments(AttentionArguments):
+    """As `AttentionArguments`.
 
     Parameters
     ----------
@@ -30,12 +27,11 @@ class CdnaAttentionArguments:
         The plan's, as it is launched: what copies past the registers do not reach goes through them.
     keys, values
         Parts of the columns of queries and keys, and of values.
-    options
-        How the kernel is compiled.
     """
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True) -> None:
-        self.plan, self.layout, self._aligned = plan, layout, aligned
+        super().__init__(plan, layout)
+        self._aligned = aligned
         p = plan.problem
         self.keys, self.values = (parts_of(x, plan.device.arch) for x in (p.head_dim, p.head_dim_v))
         block = plan.block[1]
@@ -48,21 +44,7 @@ class CdnaAttentionArguments:
         #: is there: the zeros behind a head's last column they do not.
         self.direct = plan.variant == "direct" and whole and not (self._far_q or self._far_keys or gathered)
         self.tile = Tile(0, plan.warps, block, plan.stages, "direct" if self.direct else "staged", 1.0)
-        self.options: dict[str, Any] = {"num_warps": plan.warps, "waves_per_eu": self.tile.waves}
-
-    def scales(self, scale: float) -> tuple[float, float]:
-        """The kernel's ``scale`` and ``softcap_scale`` for a scale of scores."""
-        return scales_of(self.plan.problem, scale)
-
-    def pack(self, kernel: Any) -> Pack:
-        """How the kernel's arguments are packed."""
-        s = self.layout
-        strides = {
-            f"stride_{x}{of}": value
-            for x, each in (("q", s.q), ("k", s.k), ("v", s.v), ("o", s.out))
-            for of, value in zip("brh", each, strict=True)
-        }
-        return Pack(kernel, {**numbers(self.plan, s), **strides, "C": self.config()})
+        self.options = {"num_warps": plan.warps, "waves_per_eu": self.tile.waves}
 
     def _far(self, strides: tuple[int, int, int], rows: int, columns: int) -> bool:
         """Whether a tile reaches beyond what a buffer's offset can say."""
@@ -80,7 +62,7 @@ class CdnaAttentionArguments:
             return Columns(parts.parts, parts.width, parts.rest, (how.vector, how.every, how.period), lane)
 
         return CdnaAttentionConfig(
-            **config_fields(plan) | {"ROWS": ROWS * plan.warps, "BLOCK": tile.block},
+            **self._fields() | {"ROWS": ROWS * plan.warps, "BLOCK": tile.block},
             STAGES=tile.stages,
             DIRECT=self.direct,
             Q=columns(keys, swizzle.q, tile.rows),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilestream.kernels.cdna.gemm import gemm
 from tilestream.launch.cdna.arguments import Arguments
-from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
 from tilestream.plan.plan import Plan
 
@@ -20,7 +19,7 @@ class GemmLaunch(PortableLaunch):
         Whether the addresses of the output and of the residual are multiples of 16.
     """
 
-    kernel: Any = gemm
+    kernel: Any = Arguments.kernel
 
     def __init__(self, plan: Plan, layout: Layout, aligned: tuple[bool, bool]) -> None:
         self._aligned = aligned

@@ -1,14 +1,9 @@
-"""What `tilestream.kernels.hopper.attention.attend` is launched with: the part that a plan and a layout decide.
-
-No torch here, as in `tilestream.launch.hopper.arguments`, whose `Map` it takes.
-"""
+"""What `tilestream.kernels.hopper.attention.attend` is launched with: the part that a plan and a layout decide."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from tilestream.kernels.attention_config import HopperAttentionConfig
-from tilestream.launch.attention_arguments import AttentionLayout, Pack, config_fields, numbers, scales_of, share_layout
+from tilestream.launch.attention_arguments import AttentionArguments, AttentionLayout, share_layout
 from tilestream.launch.hopper.arguments import Map
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy.hopper_attention import (
@@ -38,22 +33,19 @@ _WRAP = 2**31 - 2**16
 _AROUND = 2**34
 
 
-class HopperAttentionArguments:
-    """The kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
+class HopperAttentionArguments(AttentionArguments):
+    """As `AttentionArguments`. Of q, k, v and out a launch gives tensor maps.
 
     Attributes
     ----------
     q, k, v, out
         Maps.
-    options
-        How the kernel is compiled.
     """
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> None:
         p = plan.problem
-        self.plan, self._trace = plan, trace
-        #: What a share gives is float32, and lies elsewhere.
-        self.layout = share_layout(p, layout) if plan.shares > 1 else layout
+        # What a share gives is float32, and lies elsewhere.
+        super().__init__(plan, share_layout(p, layout) if plan.shares > 1 else layout, trace)
         self._consumers = plan.block[0] // ROWS
         self._chained = _CHAINED and p.keys is None
         self._ragged_q = p.varlen
@@ -68,22 +60,14 @@ class HopperAttentionArguments:
         out = plan.shares * p.batch, p.seqlen_q, p.heads_q
         strip = LINE // ITEMSIZE[share_dtype(p, plan.shares)]
         self.out = _map(self.layout.out, out, p.head_dim_v, (*tile, strip), self._ragged_q)
-        self.options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": self._chained}
-
-    def scales(self, scale: float) -> tuple[float, float]:
-        """The kernel's ``scale`` and ``softcap_scale`` for a scale of scores."""
-        return scales_of(self.plan.problem, scale)
-
-    def pack(self, kernel: Any) -> Pack:
-        """How the kernel's arguments are packed. Of q, k, v and out it is given tensor maps."""
-        return Pack(kernel, {**self._numbers(), "C": self.config()})
+        self.options = {"num_warps": plan.warps, "launch_pdl": self._chained}
 
     def _numbers(self) -> dict[str, int]:
         p, s = self.plan.problem, self.layout
         per_page, per_sequence = (1, 0) if p.page_size else (0, int(p.batch > 1 and not p.tokens_k))
         if not self._ragged_k:
             per_sequence = 0
-        return numbers(self.plan, s) | {
+        return super()._numbers() | {
             "batch_rows_k": s.k[0] // s.k[1] * per_sequence,
             "batch_rows_v": s.v[0] // s.v[1] * per_sequence,
             "page_rows_k": s.k[0] // s.k[1] * per_page,
@@ -98,7 +82,7 @@ class HopperAttentionArguments:
         if is_narrow(p):
             math_registers, convert_registers, load_registers = NARROW_REGISTERS
         return HopperAttentionConfig(
-            **config_fields(plan, self._trace),
+            **self._fields(),
             CONSUMERS=self._consumers,
             PARTS=parts_of(p),
             COLUMNS=columns_of(p),

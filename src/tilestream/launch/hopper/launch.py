@@ -15,10 +15,10 @@ from tilestream.core.operands import GemmOperands
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch import launch
 from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
+from tilestream.launch.gemm_arguments import NO_LOCAL, Layout, LocalTiles
 from tilestream.launch.hopper.arguments import Arguments, Map
 from tilestream.launch.launch import Probe
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
-from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import Words
@@ -91,13 +91,13 @@ class GemmLaunch(launch.GemmLaunch):
             words.base, words.reset, *numbers, epilogue.alpha, epilogue.beta,
         )  # fmt: skip
 
-    def _local_rows(self, a: torch.Tensor, awaited: Awaited | None) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-        """The local rows of ``a``, if they can be read in their own tensor; and which tiles: see `Arguments.fill`."""
+    def _local_rows(self, a: torch.Tensor, awaited: Awaited | None) -> tuple[torch.Tensor | None, LocalTiles]:
+        """The local rows of ``a``, if they can be read in their own tensor; and which tiles."""
         local = None if awaited is None or awaited.rows is None else awaited.rows.local_rows
         if local is None or local.rows.dtype != a.dtype or local.rows.data_ptr() % 16:
-            return None, ()
-        tiles = self._arguments.tiles_apart(local.first, local.height, local.period)
-        return (None, ()) if tiles is None else (local.rows, tiles)
+            return None, NO_LOCAL
+        tiles = self._arguments.local_tiles(local.first, local.height, local.period)
+        return (None, NO_LOCAL) if tiles is None else (local.rows, tiles)
 
     def _compiled(
         self, operands: GemmOperands, given: tuple[torch.Tensor | None, ...], gate: GateArguments,
@@ -111,7 +111,7 @@ class GemmLaunch(launch.GemmLaunch):
             capacity = probe.capacity
         x, y = (b, a) if self.plan.swap_ab else (a, b)
         parts = ((part, y.dtype) for part in arguments.y)
-        maps = (arguments.x, x.dtype), (arguments.apart, x.dtype), *parts, (arguments.out, out.dtype)
+        maps = (arguments.x, x.dtype), (arguments.local, x.dtype), *parts, (arguments.out, out.dtype)
         publish = epilogue.publish or NO_PUBLISH
         if (publish is NO_PUBLISH) != (self.plan.problem.publishes is None):
             raise ValueError(
@@ -141,8 +141,8 @@ class GemmLaunch(launch.GemmLaunch):
             copies = CopyArguments._make([VARIES] * 5)
         if publish is not NO_PUBLISH:
             publish = PublishArguments(VARIES, VARIES, VARIES)
-        numbers = (0, 0, 0) if local is None else (VARIES,) * 3
-        filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, numbers)
+        tiles = NO_LOCAL if local is None else (VARIES, VARIES, VARIES)
+        filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, tiles)
         return Launcher(kernel, grid, filled)
 
 

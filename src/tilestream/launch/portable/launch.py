@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from tilestream.arrival.flat import Awaited
-from tilestream.core.copy_items import CopyArguments
+from tilestream.core.copy_items import NO_COPIES, CopyArguments
 from tilestream.core.operands import GemmOperands
-from tilestream.kernels.portable.gemm import gemm
 from tilestream.launch import launch
 from tilestream.launch.gate import NO_GATE, GateArguments
+from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.launch.launch import Kernel, Probe
-from tilestream.launch.portable.arguments import Arguments, Layout
+from tilestream.launch.portable.arguments import Arguments
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import Words
@@ -20,7 +20,7 @@ from tilestream.runtime.device_workspace import Words
 class GemmLaunch(launch.GemmLaunch):
     """The portable GEMM for one plan, one layout of the operands and one alignment of their addresses."""
 
-    kernel: Any = gemm
+    kernel: Any = Arguments.kernel
 
     def __init__(self, plan: Plan, layout: Layout) -> None:
         super().__init__(plan)
@@ -29,8 +29,8 @@ class GemmLaunch(launch.GemmLaunch):
         self._arguments = self.arguments()
         self._kernel: Kernel | None = None
 
-    def arguments(self, probe: bool = False, trace: bool = False) -> Any:
-        """What the kernel is launched with, but for addresses: of another kernel that takes the same, that one's."""
+    def arguments(self, probe: bool = False, trace: bool = False) -> GemmArguments:
+        """What the kernel is launched with, but for addresses."""
         return Arguments(self.plan, self.layout, probe, trace)
 
     def issue(
@@ -48,12 +48,12 @@ class GemmLaunch(launch.GemmLaunch):
         else:
             kernel = self._kernel = self._kernel or Kernel(self.kernel, self._grid, arguments.options)
         operands = kernel.take((
-            a, b, out, epilogue.bias, epilogue.residual, words.partials, words.counts, words.counters,
-            self.table.on(a.device), None if probe is None else probe.words, words.base, words.reset,
-            epilogue.alpha, epilogue.beta,
+            a, b, out, epilogue.bias, epilogue.residual, epilogue.scale_a, epilogue.scale_b, words.partials,
+            words.counts, words.counters, self.table.on(a.device), None if probe is None else probe.words, words.base,
+            words.reset, epilogue.alpha, epilogue.beta,
         ))  # fmt: skip
         if gate is not NO_GATE:
             gate = GateArguments._make(kernel.take(gate))
-        scales = tuple(kernel.take((epilogue.scale_a, epilogue.scale_b)))
-        copies = CopyArguments._make(kernel.take(copies))
-        kernel(stream, arguments.fill(*operands, capacity=capacity, gate=gate, scales=scales, copies=copies))
+        if copies is not NO_COPIES:
+            copies = CopyArguments._make(kernel.take(copies))
+        kernel(stream, arguments.fill(tuple(operands), capacity, gate, copies=copies))

@@ -99,12 +99,7 @@ def group_of(block: tuple[int, int, int], grid: Grid, workers: int, dies: int) -
 class Step(NamedTuple):
     """A K step of a tile, in cycles of a compute unit.
 
-    Attributes
-    ----------
-    peak
-        Its multiplications, at the data sheet's rate.
-    loop, under_way, l2, beyond
-        What bounds it: see the module.
+    ``peak``: its multiplications at the data sheet's rate. The others are its bounds: see the module.
     """
 
     peak: float
@@ -177,13 +172,7 @@ def clock(device: DeviceProperties, kind: str, share: float) -> float:
 def seconds(
     problem: Problem, device: DeviceProperties, schedule: Schedule, block: tuple[int, int, int], efficiency: float
 ) -> float:
-    """What a launch takes.
-
-    Parameters
-    ----------
-    efficiency
-        Share of the matrix units' peak that the kernel's main loop reaches with data in time.
-    """
+    """What a launch takes. ``efficiency``: share of the peak that the kernel's main loop reaches with data in time."""
     grid, workers = schedule.grid, schedule.workers
     one = step(problem, device, schedule, block, efficiency)
     hertz = clock(device, problem.kind, one.share)
@@ -203,14 +192,9 @@ def seconds(
 
 
 def candidates(
-    problem: Problem,
-    device: DeviceProperties,
-    workers: int,
-    rows: Sequence[Row],
-    kinds: tuple[Kind, ...],
-    forced: Forced = FREE,
-    variant: str = "persistent",
-) -> Iterator[Candidate]:
+    problem: Problem, device: DeviceProperties, workers: int, rows: Sequence[Row], kinds: tuple[Kind, ...],
+    forced: Forced = FREE, variant: str = "persistent",
+) -> Iterator[Candidate]:  # fmt: skip
     """Every way of a kernel that has the tiles ``rows``, within what the caller forces.
 
     With a queue, there is one, or one a die: then the workers of a die go through a stripe of their own, and steal from

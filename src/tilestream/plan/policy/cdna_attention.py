@@ -18,6 +18,7 @@ from tilestream.core.swizzle import BANKS, Swizzle
 from tilestream.plan.attention_groups import heads_kept
 from tilestream.plan.attention_plan import AttentionCandidate, packed_heads, schedule_of
 from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.candidate import require
 from tilestream.plan.policy import cdna
 from tilestream.plan.policy.cdna_tiles import (
     CELL_BYTES,
@@ -118,15 +119,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
 
 
 class Parts(NamedTuple):
-    """The columns of a head, as they are copied and multiplied.
-
-    Attributes
-    ----------
-    parts, width
-        How many, and columns of one.
-    rest
-        Columns of the last part that there are.
-    """
+    """The columns of a head, as they are copied and multiplied: ``parts`` of ``width``, the last with ``rest``."""
 
     parts: int
     width: int
@@ -258,27 +251,13 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
 def candidates(
     problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, variant: str | None = None
 ) -> Iterator[AttentionCandidate]:
-    """Every way the model knows.
+    """Every way the model knows, with copies of one ``variant`` or, None, of any.
 
     A die takes the heads of a queue of its own, as many together as its L2 keeps the keys and values of.
-
-    Parameters
-    ----------
-    variant
-        One of `VARIANTS`; None: by the model.
-
-    Raises
-    ------
-    NotImplementedError
-        If this kernel does not do such a problem: `refusal` says why.
-    ValueError
-        If there is no such variant.
     """
     if variant not in (None, *VARIANTS):
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(VARIANTS)}, or None for the model's choice")
-    why = refusal(problem, device)
-    if why:
-        raise NotImplementedError(why)
+    require(refusal(problem, device))
     p, arch = problem, device.arch
     keys, values = parts_of(p.head_dim, arch), parts_of(p.head_dim_v, arch)
     columns = max(keys.columns, values.columns)
@@ -297,9 +276,7 @@ def candidates(
         group = heads_kept(p, pack, device.l2)
         schedule = schedule_of(p, tile.rows // pack, pack, group, kind, workers, device.xcds)
         cost = seconds(p, device, tile, keys, values, pack, schedule.grid.tiles, workers)
-        yield AttentionCandidate(
-            tile.copies, (tile.rows, tile.block), schedule, cost, pack, tile.warps, tile.stages
-        )  # fmt: skip
+        yield AttentionCandidate(tile.copies, (tile.rows, tile.block), schedule, cost, pack, tile.warps, tile.stages)
 
 
 def seconds(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tilestream.core.device import DeviceProperties
 from tilestream.core.schedule import Kind
 from tilestream.core.swizzle import BANKS, Swizzle
-from tilestream.plan.candidate import FREE, Candidate, Forced
+from tilestream.plan.candidate import FREE, Candidate, Forced, require
 from tilestream.plan.policy import cdna
 from tilestream.plan.problem import FNUZ, ITEMSIZE, OCP, Problem
 
@@ -199,11 +199,8 @@ def why_not(tile: Tile, arch: str, shared: int) -> str:
 
 def fitting(rows: Iterable[Tile], device: DeviceProperties, size: int = 2) -> tuple[Tile, ...]:
     """Those that a device holds, and whose K step is a whole number of instructions."""
-    return tuple(
-        tile
-        for tile in rows
-        if not why_not(tile, device.arch, device.shared) and tile.block_k(size) % instruction(device.arch, size)[2] == 0
-    )
+    arch, step = device.arch, instruction(device.arch, size)[2]
+    return tuple(row for row in rows if not why_not(row, arch, device.shared) and row.block_k(size) % step == 0)
 
 
 def stage_swizzle(tile_rows: int, block_k: int, size: int, arch: str, k_major: bool) -> Swizzle:
@@ -226,23 +223,10 @@ def is_far(tile_rows: int, block_k: int, stride: int, size: int, k_major: bool) 
 
 
 def candidates(
-    problem: Problem,
-    device: DeviceProperties,
-    workers: int,
-    *,
-    kinds: tuple[Kind, ...],
-    forced: Forced = FREE,
+    problem: Problem, device: DeviceProperties, workers: int, *, kinds: tuple[Kind, ...], forced: Forced = FREE
 ) -> Iterator[Candidate]:
-    """Every way the model knows, within what the caller forces; none if there is no such tile.
-
-    Raises
-    ------
-    NotImplementedError
-        If this kernel does not do such a problem: `refusal` says why.
-    """
-    why = refusal(problem, device)
-    if why:
-        raise NotImplementedError(why)
+    """Every way the model knows, within what the caller forces; none if there is no such tile."""
+    require(refusal(problem, device))
     size = ITEMSIZE[problem.dtype]
     for row in TILES[device.arch]:
         stages = forced.stages or row.stages

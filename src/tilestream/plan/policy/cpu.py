@@ -44,14 +44,9 @@ _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 
 
 def candidates(
-    problem: Problem,
-    device: DeviceProperties,
-    workers: int,
-    *,
-    kinds: tuple[Kind, ...],
-    inline: bool,
+    problem: Problem, device: DeviceProperties, workers: int, *, kinds: tuple[Kind, ...], inline: bool,
     forced: Forced = FREE,
-) -> Iterator[Candidate]:
+) -> Iterator[Candidate]:  # fmt: skip
     """Every way the model knows, within what the caller forces."""
     if inline:
         block = (max(problem.m, 1), max(problem.n, 1), BLOCK_K)

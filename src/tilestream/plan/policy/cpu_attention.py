@@ -25,13 +25,12 @@ def candidates(
     problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, forced: bool
 ) -> Iterator[AttentionCandidate]:
     """Both ways; in the calling thread only where nothing arrives and no knob is forced."""
-    schedule = schedule_of(problem, BLOCK[0], 1, GROUP, kind, workers)
-    blocks = schedule.grid.tiles * (TILE_SECONDS + cdiv(max(problem.seqlen_k, 1), BLOCK[1]) * BLOCK_SECONDS)
+    schedule, alone = (schedule_of(problem, BLOCK[0], 1, GROUP, kind, count) for count in (workers, 1))
+    tiles, rate = schedule.grid.tiles, device.peak(problem.dtype, 1) * EFFICIENCY
+    blocks = tiles * (TILE_SECONDS + cdiv(max(problem.seqlen_k, 1), BLOCK[1]) * BLOCK_SECONDS)
     if problem.keys is None and not forced:
-        alone = problem.operations / (device.peak(problem.dtype, workers) * EFFICIENCY) + blocks
-        yield AttentionCandidate(
-            "inline", BLOCK, schedule_of(problem, BLOCK[0], 1, GROUP, kind, 1), INLINE_SECONDS + alone
-        )
-    waves = cdiv(schedule.grid.tiles, workers) / max(schedule.grid.tiles, 1)
-    shared = waves * (problem.operations / (device.peak(problem.dtype, 1) * EFFICIENCY) + blocks)
+        together = device.peak(problem.dtype, workers) * EFFICIENCY
+        yield AttentionCandidate("inline", BLOCK, alone, INLINE_SECONDS + (problem.operations / together + blocks))
+    waves = cdiv(tiles, workers) / max(tiles, 1)
+    shared = waves * (problem.operations / rate + blocks)
     yield AttentionCandidate("workers", BLOCK, schedule, START_SECONDS + WORKER_SECONDS * workers + shared)

@@ -5,6 +5,7 @@ A candidate is a row of `TILES`, either way round, with a schedule and a raster.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan.candidate import FREE, Candidate, Forced
+from tilestream.plan.candidate import FREE, Candidate, Forced, require
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 
@@ -24,11 +25,10 @@ DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 #: Bytes of shared memory kept free of stages: barriers and the item ring.
 _BARRIER_BYTES = 1024
-#: Bytes of a C buffer, at most, and what the strip that goes through it is at most wide.
-_STRIP_BYTES, _STRIP = 8192, 64
-#: The same where partial results are added up before more than a plain epilogue: registers again.
-_NARROW = 32
-#: Stages beyond these are of no use: the copies under way already cover the memory's latency.
+#: The most bytes of a C buffer; the widest strip that goes through it; and the widest where partial results are reduced
+#: before more than a plain epilogue, which takes registers.
+_STRIP_BYTES, _STRIP, _NARROW = 8192, 64, 32
+#: More stages gain nothing: the copies in flight already cover the memory's latency.
 _MOST_STAGES = 12
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 512
@@ -36,78 +36,70 @@ _MOST = 2**31 - 512
 # the order that they put candidates in: single ones are not measurements of what they are named for.
 #: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
 EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.925, "single": 2.11}
-#: In ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
+#: The rate of ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
 ALONE = 0.78
-#: What each line of K that a ring holds less than so many costs: the copies do not reach as far ahead.
+#: The loss for each line of K that a ring holds less than `LINES`: the copies run less far ahead.
 LINES, SHALLOW_LOSS = 4, 0.0169
-#: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns: 4 bytes a cycle and
-#: column come to that, and with fewer than 64 columns it is this that binds.
+#: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns. Each column adds its
+#: bytes at 4 a cycle; with fewer than 64 columns this is the bound.
 ROWS_CYCLES = 22.0
 #: The same where the instruction before was another part of the same tile: its rows at 128 bytes a cycle.
 FURTHER_CYCLES = 16.0
-#: What a tile with a narrow part costs more: reading x into registers, and power, which is what binds on big shapes.
-RS_TAIL_LOSS = 1.02
-#: What any other tile of several parts costs more: the power again, of reading its rows for each part.
-PARTS_LOSS = 1.016
+#: The loss of a tile with a narrow part, whose x is read into registers, and of any other tile in several parts, whose
+#: rows are read for each: power, which bounds big shapes.
+RS_TAIL_LOSS, PARTS_LOSS = 1.02, 1.016
 #: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
 FEED, FEED_OF_ONE, PARTIALS = 15.3e12, 182.3e9, 46.3e9
-#: Seconds of an epilogue more for each register of a thread, where TMA does not store: as rows of the accumulator lie
-#: in the output, and as its columns do.
+#: Seconds that an epilogue takes longer for each register of a thread where TMA does not store: with the rows of the
+#: accumulator as the output's rows, and with its columns as the output's rows.
 DIRECT_SECONDS, DIRECT_SWAPPED_SECONDS = 180e-9, 75e-9
-#: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of adding up a tile's
+#: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of reducing a tile's
 #: partial results; of a launch.
 STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 6.7e-9, 0.38e-6, 7.2e-9, 1.1e-6, 5.1e-6
-#: What L2's way to the SMs takes more where there are several waves: workers drift apart, so neighbours share less of
-#: what they read; and where one queue hands out the tiles, little of it.
+#: The loss on the way from L2 to the SMs in several waves, where workers drift apart and neighbours share less of what
+#: they read; and where one queue hands out the tiles, so that neighbours share little of it.
 DRIFTED, SCATTERED = 1.05, 1.1
 #: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to items
 #: of 8 K steps (benchmarks/results/h100/neighbours_idle.json: 0.999 to 1.006 of static's throughput).
 TICKET_SECONDS = 0.0
 #: Share of the smaller of two things that overlap which does not, in a step and in all.
 NOT_HIDDEN = 0.147, 0.075
-#: Clusters of SMs (GPCs) of the device: those of one read from L2 by the same way.
+#: Clusters of SMs (GPCs) of the device: the SMs of one read from L2 by the same way.
 CLUSTERS = 8
 #: Bytes of an operand that L2 keeps beside the other's.
 L2_BYTES = 28e6
-#: What an output that is written across, or a tile of B's rows, costs more.
+#: The loss of an output that is written across, or of a tile of B's rows.
 SWAPPED_LOSS = 1.004
-#: Slowdown of ping-pong without fast accumulation: while one consumer adds up its products, no other multiplies.
+#: Slowdown of ping-pong without fast accumulation: while one consumer promotes its products, the other cannot multiply.
 PROMOTED_LOSS = 1.7
-#: K steps that a part of a tile has at least, where tiles are cut into equal parts.
+#: The fewest K steps of a part of a tile, where tiles are cut into equal parts.
 LEAST_STEPS = 4
 #: Share of the nominal bandwidth that memory gives.
 MEMORY_EFFICIENCY = 0.877
-#: Registers of a thread for an accumulator, and for the product of a part of 128 columns that is added to it: what
+#: The most registers of a thread for an accumulator and the product of a part of 128 columns that is added to it: what
 #: ptxas does without spilling, of no more than two parts.
 _MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
-#: An accumulator of more registers leaves none to spare for more than a plain epilogue; of yet more, for stream_k.
+#: An accumulator of more registers leaves none for more than a plain epilogue; of yet more, for stream_k.
 _ROOMY, _LEAST_ROOM = 128, 160
-#: An accumulator of 128 rows and of more registers leaves none to add parts up before more than a plain epilogue:
-#: where that stores to what TMA cannot address, which the plan is not told apart from a bias, Triton 3.6 and 3.9 keep
-#: up to 25 words on the stack, in strips of 16 columns or of 32.
+#: An accumulator of 128 rows and of more registers leaves none to reduce parts before more than a plain epilogue. Where
+#: that stores to what TMA cannot address, which the plan cannot distinguish from a bias, Triton 3.6 and 3.9 keep up to
+#: 25 words on the stack, in strips of 16 columns or of 32.
 _PARTS_ROOM = 96
-#: Parts that a tile's columns are multiplied in, at most.
+#: The most parts that a tile's columns are multiplied in.
 MOST_PARTS = 3
-#: Registers of a thread of the load warp, and of the math warps: with two math loops, of which the first is the plan's
-#: choice and the other can be forced; and with one.
+#: Registers of a thread of the load warp, and of the math warps: with two math loops (the plan's choice, and what can
+#: be forced), and with one.
 REGISTERS, SINGLE_REGISTERS = ((40, 232), (24, 240)), (40, 216)
-#: The same where an operand arrives: the gate wants more (with 40 Triton 3.6 spilled up to 24 bytes, 3.9 up to 68), and
+#: The same where an operand arrives. The gate needs more (with 40 Triton 3.6 spilled up to 24 bytes, 3.9 up to 68), and
 #: accumulators of up to `_GATED` registers leave them.
 GATED_REGISTERS, SINGLE_GATED_REGISTERS = (56, 224), (72, 184)
 _GATED = 128
 
 
 class Tile(NamedTuple):
-    """A tile of the accumulator, and the math loops that compute it.
+    """A tile of the accumulator, whose rows are those of A (of B with swap_ab), and the math loops that compute it.
 
-    Attributes
-    ----------
-    variant
-        One of `VARIANTS`.
-    rows, columns
-        Of the accumulator: its rows are those of A, or of B where the operands are swapped.
-    lines
-        K of a stage, in lines of 128 bytes.
+    ``lines`` is K of a stage, in lines of 128 bytes.
     """
 
     variant: str
@@ -205,20 +197,18 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
         return f"its outputs are {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
     if why := problem.unfit(_MOST):
         return why
-    if problem.publishes is not None and not problem.publishes.chunks.rows_per_chunk:
+    if problem.publishes is None:
+        return problem.no_tma
+    rows_per_chunk = problem.publishes.chunks.rows_per_chunk
+    if not rows_per_chunk:
         return "it publishes chunks of one size, and these are ragged"
-    if problem.publishes is not None and problem.batch > 1:
+    if problem.batch > 1:
         return f"it publishes the rows of one output, and there are {problem.batch}"
-    if problem.publishes is not None and _counted(problem) >= _MOST:
-        return f"rows of a chunk that is published, by column tiles: {_counted(problem)}; it counts them in 31 bits"
-    return problem.no_tma
-
-
-def _counted(problem: Problem) -> int:
-    """What the kernel counts of a chunk of the output, at most: see `tilestream.kernels.hopper.publish`."""
-    assert problem.publishes is not None
     least = min(tile.columns for tile in TILES)
-    return max(2 * cdiv(problem.n, least), 2) * problem.publishes.chunks.rows_per_chunk + problem.m
+    counted = max(2 * cdiv(problem.n, least), 2) * rows_per_chunk + problem.m  # of a chunk: `kernels.hopper.publish`
+    if counted >= _MOST:
+        return f"rows of a chunk that is published, by column tiles: {counted}; it counts them in 31 bits"
+    return problem.no_tma
 
 
 def no_parts(problem: Problem, tile: Tile | None = None) -> str:
@@ -262,83 +252,68 @@ def no_registers(
         return f"one math loop has {made} registers" if registers != made else ""
     if registers == REGISTERS[0]:
         return ""
-    few = f"{registers[0]} registers of the load warp's"
-    if problem.arriving:
-        return f"{few} are too few for a gate"
-    if kind == "stream_k":
-        return f"{few} are too few for stream_k"
-    if queues is not None and queues > 1:
-        return f"{few} are too few for queues={queues}"
-    return ""
+    needs = {"a gate": problem.arriving, "stream_k": kind == "stream_k", f"queues={queues}": (queues or 1) > 1}
+    needed = next((need for need, there in needs.items() if there), "")
+    return f"{registers[0]} registers of the load warp's are too few for {needed}" if needed else ""
 
 
 def candidates(
-    problem: Problem,
-    device: DeviceProperties,
-    workers: int,
-    *,
-    kinds: tuple[Kind, ...],
-    forced: Forced = FREE,
+    problem: Problem, device: DeviceProperties, workers: int, *, kinds: tuple[Kind, ...], forced: Forced = FREE,
     auto: bool = False,
-) -> Iterator[Candidate]:
+) -> Iterator[Candidate]:  # fmt: skip
     """Every way the model knows, within what the caller forces; none if there is no such tile.
 
-    Raises
-    ------
-    NotImplementedError
-        If this kernel does not do such a problem: `refusal` says why.
+    ``auto``: whether a static grid stands for a queue where there is nothing to even out.
     """
-    why = refusal(problem, device)
-    if why:
-        raise NotImplementedError(why)
+    require(refusal(problem, device))
     tile, order, queues, shares, variant, stages, registers = forced
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
-    for row in TILES:
-        if variant not in (None, row.variant):
-            continue
+    for row, swap_ab, asked_kind in itertools.product(TILES, (False, True), kinds):
+        kind = asked_kind
         if problem.promoted:  # a stage is as much of K as the tensor cores may add up
             row = row._replace(lines=1)
-        held = row.registers + (row.rows_per_loop if problem.promoted else 0)
-        if problem.promoted and (held > _MOST_TWICE[row.variant] or len(widths(row.columns, widest(problem))) > 2):
-            continue
-        if row.registers > _ROOMY and not problem.plain:
-            continue
-        parts = len(widths(row.columns, widest(problem)))
-        if parts > {0: MOST_PARTS, 1: MOST_PARTS if problem.plain else 2}.get(problem.arriving, 1):
-            continue  # the load warp spills: `no_parts`
+        block = (row.columns, row.rows, row.block_k(size)) if swap_ab else (row.rows, row.columns, row.block_k(size))
         fit = row.stages(out_size, device.shared)
-        if fit < 2 or (stages or 2) > fit:
+        if variant not in (None, row.variant) or tile not in (None, block[:2]) or fit < max(2, stages or 2):
             continue
-        for swap_ab in (False, True):
-            block_m, block_n = (row.columns, row.rows) if swap_ab else (row.rows, row.columns)
-            if (tile is not None and (block_m, block_n) != tuple(tile)) or (swap_ab and row.rows == row.columns):
-                continue
-            if swap_ab and row.rows == 256 and parts > 1 and not problem.plain:
-                continue  # Triton 3.9 keeps what an item's epilogue is told on the stack
-            block = (block_m, block_n, row.block_k(size))
-            grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-            for kind in kinds:
-                if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
-                    continue
-                if registers is not None and no_registers(problem, registers, kind, queues, row):
-                    continue
-                if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
-                    kind = "static"  # one item each: there is nothing for a queue to even out
-                group = _group(block, workers, kind == "stream_k" or bool(problem.arriving), swap_ab)
-                raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
-                count_of, split = queues_of(problem, kind, queues, raster, min(workers, grid.tiles))
-                for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
-                    schedule = Schedule(
-                        kind, grid, raster, workers if kind == "stream_k" else min(workers, grid.tiles),
-                        count_of, split, count, first_batch_of(problem),
-                    )  # fmt: skip
-                    seconds = _seconds(problem, device, schedule, row, swap_ab)
-                    yield Candidate(
-                        row.variant, block, schedule, seconds, 4, stages or fit, swap_ab=swap_ab,
-                        strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
-                        buffers=row.buffers(out_size),
-                        registers=registers or registers_of(problem, row, queues),
-                    )  # fmt: skip
+        if not _has_registers(problem, row, swap_ab, kind) or (swap_ab and row.rows == row.columns):
+            continue
+        if registers is not None and no_registers(problem, registers, kind, queues, row):
+            continue
+        grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
+        if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
+            kind = "static"  # one item each: there is nothing for a queue to even out
+        group = _group(block, workers, kind == "stream_k" or bool(problem.arriving), swap_ab)
+        raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
+        few = min(workers, grid.tiles)
+        count_of, split = queues_of(problem, kind, queues, raster, few)
+        for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
+            schedule = Schedule(
+                kind, grid, raster, workers if kind == "stream_k" else few, count_of, split, count,
+                first_batch_of(problem),
+            )  # fmt: skip
+            seconds = _seconds(problem, device, schedule, row, swap_ab)
+            yield Candidate(
+                row.variant, block, schedule, seconds, 4, stages or fit, swap_ab=swap_ab,
+                strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
+                buffers=row.buffers(out_size), registers=registers or registers_of(problem, row, queues),
+            )  # fmt: skip
+
+
+def _has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> bool:
+    """Whether nothing spills: neither the math warps beside their accumulators, nor the load warp."""
+    parts = len(widths(row.columns, widest(problem)))
+    held = row.registers + (row.rows_per_loop if problem.promoted else 0)
+    if problem.promoted and (held > _MOST_TWICE[row.variant] or parts > 2):
+        return False
+    if parts > {0: MOST_PARTS, 1: MOST_PARTS if problem.plain else 2}.get(problem.arriving, 1):
+        return False  # the load warp spills: `no_parts`
+    if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
+        return False
+    if problem.plain:
+        return True
+    # Triton 3.9 keeps what an item's epilogue is told on the stack for swapped tiles of 256 rows in parts.
+    return row.registers <= _ROOMY and not (swap_ab and row.rows == 256 and parts > 1)
 
 
 def _group(block: tuple[int, int, int], workers: int, scattered: bool, swap_ab: bool) -> int:

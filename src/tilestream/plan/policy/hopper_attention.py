@@ -2,9 +2,9 @@
 
 A candidate is a row of `TILES` with a number of query heads in its rows. What bounds a row stands beside it.
 
-The model: what a key block takes is its multiplications or its exponentials, whichever is the longer, and a part of the
-other (`NOT_HIDDEN`): one consumer's softmax runs under the other's multiplications, but not all of it. A tile has its
-start and its end beside. Rates are of an H100's units; what matters is the order they put candidates in.
+The model: a key block takes its multiplications or its exponentials, whichever is the longer, and a part of the other
+(`NOT_HIDDEN`), because one consumer's softmax runs under the other's multiplications, but not all of it. A tile's start
+and end are added. Rates are of an H100's units; what matters is the order they put candidates in.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tilestream.core.schedule import Kind
 from tilestream.plan.attention_groups import heads_together
 from tilestream.plan.attention_plan import AttentionCandidate, packed_heads, schedule_of
 from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.candidate import require
 from tilestream.plan.problem import ITEMSIZE
 
 #: Operands.
@@ -39,14 +40,14 @@ _MOST_STAGES = 4
 _MOST = 2**29
 #: Strides in bytes that a tensor map has: multiples of the first, below the second.
 _STEP, _MOST_STRIDE = 16, 2**40
-#: Bytes of K and V that the heads that are taken together may have, so that they stay in L2: where a tile's place says
-#: how long it takes, and many heads make an even end; with so few keys that they are read a few times only, while
-#: queries and outputs go through L2 too; and of tiles that are alike, which gain nothing by waiting for other heads.
+#: Bytes of K and V that the heads of a group may have, so that they stay in L2: where a tile's place says how long it
+#: takes, and many heads end evenly; where keys are few, so that each is read a few times only, and queries and outputs
+#: go through L2 too; and where tiles are alike, which gain nothing by waiting for other heads.
 #: (An H100's L2 is two halves, and what all SMs read is in both. 24e6 and 4e6, full, in TFLOP/s: 128 columns, 512 keys
 #: 447 and 523, 2k 672 and 690; 256 columns 441 and 530, 753 and 770: benchmarks/results/h100/attention_groups.json. For
-#: how many heads end evenly, and what groups that take all of L2 lose: gpu_attention_sizes.json.)
+#: how many heads end evenly, and what groups that take all of L2 lose: attention_sizes.json.)
 L2_BYTES, L2_BYTES_OF_FEW, L2_BYTES_OF_ALIKE = 24e6, 17e6, 4e6
-#: Keys that are few; and the share of a launch that is lost where theirs take all of that room, and not half of it.
+#: Keys that are few; and the share of a launch that is lost where such a group takes all of that room instead of half.
 FEW_KEYS, CROWDING = 1024, 0.02
 #: Whether consumers take turns at starting their multiplications.
 VARIANTS = ("turns", "apart")
@@ -82,14 +83,9 @@ EFFICIENCY, MEMORY_EFFICIENCY = 0.965, 0.86
 
 
 class Tile(NamedTuple):
-    """A tile: consumers of 64 query rows each, and keys of a block.
+    """A tile: consumers of 64 query rows each, keys of a block, and the most columns of values, queries and keys.
 
-    Attributes
-    ----------
-    columns
-        Of values, and of queries and keys, at most.
-    busy
-        For scores that are capped, or masked at both ends, too: they take more registers, and smaller blocks less.
+    ``busy``: for scores that are capped, or masked at both ends, too: they take more registers, smaller blocks less.
     """
 
     columns: int
@@ -167,7 +163,7 @@ def share_dtype(problem: AttentionProblem, shares: int) -> str:
 
 
 def out_buffers(problem: AttentionProblem, shares: int = 1) -> int:
-    """C buffers of a consumer: two, if there are strips to take turns."""
+    """C buffers of a consumer: two, if there are strips to alternate."""
     return min(2, columns_of(problem) * ITEMSIZE[share_dtype(problem, shares)] // LINE)
 
 
@@ -191,19 +187,19 @@ def leaves_out(problem: AttentionProblem, consumers: int, block: int, pack: int)
 
 
 def room_of(problem: AttentionProblem) -> float:
-    """Bytes of L2 for the keys and values of heads that are taken together."""
+    """Bytes of L2 for the keys and values of a group of heads."""
     if _are_alike(problem):
         return L2_BYTES_OF_ALIKE
     return L2_BYTES if problem.seqlen_k > FEW_KEYS else L2_BYTES_OF_FEW
 
 
 def crowding_of(problem: AttentionProblem) -> float:
-    """Share of a launch that is lost where they take all of `room_of`."""
+    """Share of a launch that is lost where a group takes all of `room_of`."""
     return 0.0 if _are_alike(problem) or problem.seqlen_k > FEW_KEYS else CROWDING
 
 
 def _are_alike(problem: AttentionProblem) -> bool:
-    """Whether tiles take as long as each other: they see as many keys, and wait for none."""
+    """Whether tiles take equally long: they see as many keys, and wait for none."""
     return problem.keys is None and problem.alike
 
 
@@ -245,12 +241,7 @@ def shares_of(problem: AttentionProblem, tiles: int, blocks: float, workers: int
     Where keys arrive, the shares of the first keys are done before the later ones come; whole, a tile would hold its
     worker until the last of them. So they are split there whatever the tiles, while scratch for that is not too large.
 
-    Parameters
-    ----------
-    blocks
-        Of a tile.
-    splits
-        What the caller asks for; None: nothing.
+    ``blocks`` are a tile's; ``splits`` is what the caller asks for, None for nothing.
     """
     if splits is not None:
         return [1 if unsplit(problem, splits) else splits]
@@ -326,25 +317,11 @@ def candidates(
 ) -> Iterator[AttentionCandidate]:  # fmt: skip
     """Every way the model knows.
 
-    Parameters
-    ----------
-    variant
-        ``turns`` or ``apart``: whether consumers take turns at starting their multiplications. None: by the model.
-    splits
-        Into how many shares a tile's keys are split. None: by the model.
-
-    Raises
-    ------
-    NotImplementedError
-        If this kernel does not do such a problem: `refusal` says why.
-    ValueError
-        If there is no such variant.
+    ``variant`` is one of `VARIANTS`, ``splits`` how many shares a tile's keys are split into; None: by the model.
     """
     if variant not in (None, *VARIANTS):
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(VARIANTS)}, or None for the model's choice")
-    why = refusal(problem, device)
-    if why:
-        raise NotImplementedError(why)
+    require(refusal(problem, device))
     keys = parts_of(problem) * width(problem)
     # Keys' columns take no registers, but shared memory: more than 128 of them leave room for small blocks alone.
     columns = max(columns_of(problem), keys if keys > 128 else 0)

@@ -46,10 +46,7 @@ _FNUZ_GFX = ("gfx942",)
 class Tile(NamedTuple):
     """A tile, the warps and stages that go with it, and the share of the matrix units' peak it reaches.
 
-    Attributes
-    ----------
-    buffers
-        Stages that are in shared memory, where the others are in registers; 0: all of them.
+    ``buffers`` of the stages are in shared memory, the others in registers; 0: all are in shared memory.
     """
 
     block_m: int
@@ -187,12 +184,7 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
 
 
 def candidates(
-    problem: Problem,
-    device: DeviceProperties,
-    workers: int,
-    *,
-    kinds: tuple[Kind, ...],
-    forced: Forced = FREE,
+    problem: Problem, device: DeviceProperties, workers: int, *, kinds: tuple[Kind, ...], forced: Forced = FREE
 ) -> Iterator[Candidate]:
     """Every way the model knows, within what the caller forces.
 
@@ -240,8 +232,14 @@ def _refuse(problem: Problem, device: DeviceProperties) -> None:
             raise NotImplementedError(
                 f"dtype: {dtype} on a GPU; the portable kernel multiplies {', '.join(known)}: use torch.matmul there"
             )
-    if problem.fp8:
-        _refuse_fp8(problem, device)
+    units = fp8_units(device.arch)
+    if problem.fp8 and problem.dtype not in units and not converts(problem.dtype, device.arch):
+        why = "has no matrix units for operands of 8 bits"
+        if units:
+            why = f"has matrix units for {' and '.join(units)}, to which the same bits are other numbers"
+        raise NotImplementedError(
+            f"dtype: {problem.dtype}; {device.name}, {device.arch}, {why}: convert the operands to bfloat16 there"
+        )
     for name in ("m", "n", "k"):
         if getattr(problem, name) >= _MOST:
             raise NotImplementedError(
@@ -274,18 +272,6 @@ def converted(problem: Problem, device: DeviceProperties) -> str:
     return (
         f"{device.arch}'s take {' and '.join(fp8_units(device.arch))}, to which the bits of {problem.dtype} are other "
         "numbers: converted to float16 on the way, exactly, and multiplied at its rate"
-    )
-
-
-def _refuse_fp8(problem: Problem, device: DeviceProperties) -> None:
-    units = fp8_units(device.arch)
-    if problem.dtype in units or converts(problem.dtype, device.arch):
-        return
-    why = "has no matrix units for operands of 8 bits"
-    if units:
-        why = f"has matrix units for {' and '.join(units)}, to which the same bits are other numbers"
-    raise NotImplementedError(
-        f"dtype: {problem.dtype}; {device.name}, {device.arch}, {why}: convert the operands to bfloat16 there"
     )
 
 

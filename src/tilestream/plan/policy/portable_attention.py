@@ -97,10 +97,8 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
         return tuple(row._replace(stages=_HIP_STAGES) for row in rows)
     ring = 2 * size * itemsize
     # The ring, and a tile of queries or output beside it.
-    return tuple(
-        row._replace(stages=max(1, min(row.stages, (device.shared - row.block_m * ring // 2) // (row.block_n * ring))))
-        for row in rows
-    )
+    fit = [(device.shared - row.block_m * ring // 2) // (row.block_n * ring) for row in rows]
+    return tuple(row._replace(stages=max(1, min(row.stages, most))) for row, most in zip(rows, fit, strict=True))
 
 
 def _of_keys(row: AttentionTile, keys: int) -> AttentionTile:
@@ -111,13 +109,7 @@ def _of_keys(row: AttentionTile, keys: int) -> AttentionTile:
 def candidates(
     problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind
 ) -> Iterator[AttentionCandidate]:
-    """Every way the model knows.
-
-    Raises
-    ------
-    NotImplementedError
-        If this kernel does not do such a problem.
-    """
+    """Every way the model knows; `NotImplementedError` if this kernel does not do such a problem."""
     if problem.dtype == "float64":
         raise NotImplementedError("dtype: float64 on a GPU; only the CPU takes it: convert to float32 there")
     for name in ("seqlen_q", "seqlen_k", "tokens_q", "tokens_k"):
@@ -148,6 +140,5 @@ def candidates(
         math = keys * a_key
         total = (math + TILE_SECONDS) * cdiv(schedule.grid.tiles, workers)
         seconds = LAUNCH_SECONDS + max(total, problem.bytes / device.bandwidth) + 0.1 * total
-        yield AttentionCandidate(
-            "persistent", (row.block_m, row.block_n), schedule, seconds, pack, row.warps, row.stages
-        )
+        block = (row.block_m, row.block_n)
+        yield AttentionCandidate("persistent", block, schedule, seconds, pack, row.warps, row.stages)

@@ -1,13 +1,13 @@
-"""HIP's runtime, which is AMD's driver too: see `tilestream.runtime.driver.Driver`. Never run: no AMD GPU was at hand.
+"""HIP's runtime, which is AMD's driver too. Never run: no AMD GPU was at hand.
 
-What is different from CUDA, and what this package makes of it (AMD's sources, ROCclr and ``hipamd``, 2023 to 2026):
+It differs from CUDA in this (AMD's sources, ROCclr and ``hipamd``, 2023 to 2026):
 
 * A stream write is a kernel of one lane, behind a packet that releases what the stream has done. It needs a place on
   the GPU, which workers that wait for it must not hold: `tilestream.plan.policy.cdna.workers_beside_producers`.
-* A stream wait is one too, unless the word is signal memory (``hipMallocSignalMemory``) and the command processor
-  waits. It compares ``word & mask`` and the value as unsigned numbers, not cyclically.
+* A stream wait is such a kernel too, unless the word is signal memory (``hipMallocSignalMemory``), for which the
+  command processor waits. It compares ``word & mask`` and the value as unsigned numbers, not cyclically.
 * Copies of more than 16 KiB go through the SDMA engines, smaller ones by a kernel.
-* There is one context a device, and a thread begins with device 0: torch's device guard is what matters.
+* A device has one context, and a thread begins with device 0: torch's device guard is what matters.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-from tilestream.runtime.driver.cuda import COPY_ARGUMENTS, CREATE_ARGUMENTS, NON_BLOCKING, WRITE_ARGUMENTS, Find
+from tilestream.runtime.driver.base import WHOLE_WORD, WRITE_ARGUMENTS, Driver
 
 _NAME = "libamdhip64.so"
-_WAIT_ARGUMENTS = (*WRITE_ARGUMENTS, ctypes.c_uint32)
-_GTE, _WHOLE_WORD = 0, 0xFFFFFFFF
+_GTE = 0
 _MAPS = Path("/proc/self/maps")
 
 
@@ -43,20 +42,19 @@ def loaded(maps: Iterable[str]) -> str:
     return next((file for file in files if Path(file).name.startswith(_NAME)), "")
 
 
-class Hip:
-    """HIP's runtime.
+class Hip(Driver):
+    """HIP's runtime."""
 
-    Parameters
-    ----------
-    find
-        How its functions are looked up.
-    """
-
-    def __init__(self, find: Find) -> None:
-        self._find = find
+    FUNCTIONS = {  # noqa: RUF012
+        "create": "hipStreamCreateWithFlags",
+        "write": "hipStreamWriteValue32",
+        "copy_in": "hipMemcpyHtoDAsync",
+        "copy_across": "hipMemcpyDtoDAsync",
+        "capture": "hipStreamGetCaptureInfo_v2",
+    }
 
     def error_name(self, code: int) -> str:
-        """``hipErrorInvalidValue (invalid argument)``."""
+        """See `Driver`."""
         said = []
         for name in ("hipGetErrorName", "hipGetErrorString"):
             function = self._find(name, (ctypes.c_int,))
@@ -66,62 +64,21 @@ class Hip:
         return f"{said[0]} ({said[1]})" if all(said) else f"code {code}"
 
     def bind_context(self) -> None:
-        """A device has one context, which any thread can use."""
-
-    def create_stream(self) -> int:
-        """A stream of the current device."""
-        handle = ctypes.c_void_p()
-        code = self._find("hipStreamCreateWithFlags", CREATE_ARGUMENTS)(ctypes.byref(handle), NON_BLOCKING)
-        if code or not handle.value:
-            raise RuntimeError(f"the driver made no stream: {self.error_name(code)}")
-        return handle.value
-
-    def stream_write(self, stream: int, address: int, value: int) -> None:
-        """By a kernel of one lane."""
-        code = self._find("hipStreamWriteValue32", WRITE_ARGUMENTS)(stream, address, value & _WHOLE_WORD, 0)
-        if code:
-            raise RuntimeError(
-                f"the driver's stream write failed: {self.error_name(code)}; signal the chunks from a kernel of your "
-                "own, through signals= of your own"
-            )
+        """Nothing to do: every thread can use the device's one context."""
 
     def stream_wait(self, stream: int, address: int, value: int) -> None:
-        """At least, as unsigned numbers."""
-        wait = self._find("hipStreamWaitValue32", _WAIT_ARGUMENTS)
-        code = wait(stream, address, value & _WHOLE_WORD, _GTE, _WHOLE_WORD)
-        if code:
-            raise RuntimeError(f"the driver's stream wait failed: {self.error_name(code)}")
-
-    def copy_in(self, stream: int, to: int, source: int, size: int) -> None:
-        """From pinned memory."""
-        code = self._find("hipMemcpyHtoDAsync", COPY_ARGUMENTS)(to, source, size, stream)
-        if code:
-            raise RuntimeError(f"the driver's copy to the device failed: {self.error_name(code)}")
-
-    def copy_across(self, stream: int, to: int, source: int, size: int) -> None:
-        """Between GPUs."""
-        code = self._find("hipMemcpyDtoDAsync", COPY_ARGUMENTS)(to, source, size, stream)
-        if code:
-            raise RuntimeError(f"the driver's copy between devices failed: {self.error_name(code)}")
+        """By a comparison of unsigned numbers."""
+        wait = self._find("hipStreamWaitValue32", (*WRITE_ARGUMENTS, ctypes.c_uint32))
+        self._check(wait(stream, address, value & WHOLE_WORD, _GTE, WHOLE_WORD), "refused the stream wait")
 
     def map_host_memory(self, address: int, size: int) -> int:
         """Never called: symmetric memory is CUDA's (`tilestream.distributed.symmetric.why_not`)."""
         raise NotImplementedError("words that ranks share are CUDA's")
 
-    def capture_id(self, stream: int) -> int:
-        """Of the capture that ``stream`` is in."""
-        status, number = ctypes.c_int(), ctypes.c_ulonglong()
-        code = self._find("hipStreamGetCaptureInfo_v2", (ctypes.c_void_p,) * 6)(
-            stream, ctypes.addressof(status), ctypes.addressof(number), None, None, None
-        )
-        if code:
-            raise RuntimeError(f"the driver does not say what is captured: {self.error_name(code)}")
-        return number.value if status.value == 1 else 0
-
     def context_id(self) -> int:
-        """There are no others."""
+        """See `Driver`: there is one context a device."""
         return 0
 
     def context_sms(self) -> int:
-        """All of them."""
+        """See `Driver`: that context has all of them."""
         return 0

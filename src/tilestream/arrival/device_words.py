@@ -1,0 +1,266 @@
+"""The signal words of an input in a GPU's memory, and the order in which streams touch them.
+
+A signal is issued, not given: it is written when the stream has done what it was given before, the copy that brings the
+chunk. Issuing it costs no SM and waits for nothing (invariant 10).
+
+Eagerly the words are epochs, as on the host. A captured graph would replay one epoch for ever, so under capture a
+signal goes to a second set of words, as the value 1, and the captured launch that has seen all of them zeroes them
+(invariant 4): one launch a graph, then. A caller's own words work alike. After a launch in which a chunk was missing
+such words may hold anything: it sets the quarantine word, and they are not to be had again before `reset`
+(invariant 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tilestream.arrival.signals import Signals
+from tilestream.runtime.channel import channel
+from tilestream.runtime.driver import stream_write
+from tilestream.runtime.streams import aside
+
+#: Words that captured launches and signals know by address: a graph may live for ever.
+_captured_stores: list[torch.Tensor] = []
+
+
+class _Last(NamedTuple):
+    """Where a chunk was last signalled, and the moment after it."""
+
+    stream: int
+    event: torch.cuda.Event
+
+
+def zero(words: torch.Tensor) -> None:
+    """Zero them, on the current stream."""
+    with torch.inference_mode():  # words made in that mode are changed in no other
+        words.zero_()
+
+
+def event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind what ``stream`` was given so far."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+class DeviceWords(Signals):
+    """The words of `tilestream.arrival.device.DeviceSignals`, who uses them on which stream, and their producers.
+
+    Parameters
+    ----------
+    count
+        Number of chunks.
+    device
+        The GPU.
+    words
+        The caller's own ``int32[count]`` there; None for ours.
+    """
+
+    def __init__(self, count: int, device: torch.device, words: torch.Tensor | None = None) -> None:
+        super().__init__(count)
+        self.device, self.self_reset = str(device), words is not None
+        self._device = device
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Arrival: made while a CUDA graph is captured, which would clear its signals at each replay; make it "
+                "before the capture"
+            )
+        channel(device)  # what a launch reports to, made while nothing is captured
+        self._theirs = words
+        size = 0 if words is not None else count
+        with torch.inference_mode(False):
+            self._store = torch.zeros(2 * size + 1, dtype=torch.int32, device=device)
+        self._eager, self._captured, self._quarantine = self._store.split([size, size, 1])
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream()
+            self._zeroed = event_on(stream)
+            self._streams = {stream.cuda_stream}
+        self._issued = [0] * count
+        self._last: list[_Last | None] = [None] * count
+        self._waiting: dict[int, int] = {}  # by stream: the epoch that its last launch waits for
+        self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's eager launches
+        self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
+
+    def _settle(self, stream: torch.cuda.Stream) -> None:
+        """Before ``stream`` first touches our words: they are zeroed by then, and its use of them is known to torch."""
+        if stream.cuda_stream in self._streams:
+            return
+        with self._bell:
+            # Freed words are not handed out again before this stream is past its use of them (invariant 9).
+            self._store.record_stream(stream)
+            if torch.cuda.is_current_stream_capturing():
+                return  # torch synchronises before it captures: they are zeroed
+            stream.wait_event(self._zeroed)
+            self._streams.add(stream.cuda_stream)
+
+    def _keep(self, *tensors: torch.Tensor) -> None:
+        """A graph that is being captured knows these by address."""
+        _captured_stores.extend(tensors)
+
+    # Producers -----------------------------------------------------------------------------------------------------
+
+    def set(self, chunk: int, epoch: int | None = None) -> None:
+        """Issue the signal of chunk ``chunk`` on the current stream of the words' device.
+
+        Raises
+        ------
+        RuntimeError
+            If a launch that waits for it was issued on this stream before: neither would ever come to its end.
+        """
+        value = self._checked(chunk, epoch)
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            self._settle(stream)
+            if torch.cuda.is_current_stream_capturing() or self._theirs is not None:
+                self._set_flag(chunk, stream)
+                return
+            with self._bell:
+                if self._issued[chunk] >= value:
+                    return  # a late one must not take a word back
+                if self._waiting.get(stream.cuda_stream) == value:
+                    raise RuntimeError(
+                        f"signal: chunk {chunk} is signalled on the stream on which a launch already waits for it, and "
+                        "would come after it; copy and signal on a stream of their own, or before the launch"
+                    )
+                self._follow(chunk, stream)
+                self._write(stream, self._eager, chunk, value)
+                self._issued[chunk] = value
+                self._wrote([chunk], stream)
+
+    def _set_flag(self, chunk: int, stream: torch.cuda.Stream) -> None:
+        """Under capture, and for a caller's own words: not an epoch, but 1."""
+        words = self._captured if self._theirs is None else self._theirs
+        if not torch.cuda.is_current_stream_capturing():
+            words.record_stream(stream)
+            with self._bell:
+                self._write(stream, words, chunk, 1)
+                self._wrote([chunk], stream)
+            return
+        if torch.version.hip is not None:
+            raise NotImplementedError(
+                "signal: under capture, HIP writes a stream's value at once and not in the graph; replay the matmul "
+                "alone, and signal words of your own (signals=) from a kernel"
+            )
+        self._keep(words)
+        self._write(stream, words, chunk, 1)
+
+    def set_in_row(self, order: Sequence[int]) -> tuple[Callable[[int], None], Callable[[], None]]:
+        """`set` for all of these chunks of the present epoch, on the stream that is current now, at less cost.
+
+        Returns
+        -------
+        write, end
+            ``write(chunk)`` issues a signal; ``end()`` comes after the last.
+        """
+        stream, now = torch.cuda.current_stream(self._device), self.epoch
+        self._settle(stream)
+        for chunk in order:
+            self._follow(chunk, stream)
+        handle, address, issued = stream.cuda_stream, self._eager.data_ptr(), self._issued
+
+        def write(chunk: int) -> None:
+            issued[chunk] = now
+            stream_write(handle, address + 4 * chunk, now)
+
+        return write, lambda: self._wrote(order, stream)
+
+    @staticmethod
+    def _write(stream: torch.cuda.Stream, words: torch.Tensor, chunk: int, value: int) -> None:
+        stream_write(stream.cuda_stream, words.data_ptr() + 4 * chunk, value)
+
+    def _wrote(self, chunks: Iterable[int], stream: torch.cuda.Stream) -> None:
+        """Signals of these chunks were issued on ``stream``."""
+        last = _Last(stream.cuda_stream, event_on(stream))
+        for chunk in chunks:
+            self._last[chunk] = last
+
+    def _follow(self, chunk: int, stream: torch.cuda.Stream) -> None:
+        """Come after an earlier epoch's signal of this chunk, which would take the word back if it came later."""
+        last = self._last[chunk]
+        if last is not None and last.stream != stream.cuda_stream:
+            stream.wait_event(last.event)
+
+    def _fail_chunks(self, chunks: Iterable[int], stream: torch.cuda.Stream) -> None:
+        """Signal that these will not come in the present epoch."""
+        for chunk in chunks:
+            self._write(stream, self._eager, chunk, -self.epoch)
+
+    def _signalled_by_launch(self, stream: torch.cuda.Stream, end: torch.cuda.Event, epoch: int) -> None:
+        """A launch on ``stream`` that signals all chunks of an epoch was issued; ``end`` is behind it."""
+        self._issued = [epoch] * self.count
+        self._last = [_Last(stream.cuda_stream, end)] * self.count
+
+    # Epochs --------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> int:
+        """Begin a new epoch. A caller's own words are zeroed, on the current stream: see `_wipe`."""
+        with self._bell:
+            self._retire()
+            if self._theirs is not None:
+                self._wipe(self._theirs)
+            self.epoch += 1
+            return self.epoch
+
+    def clear(self) -> None:
+        """Nothing to do: the launch that has seen all signals zeroes a caller's own words."""
+
+    def _retire(self) -> None:
+        """The epoch of the launches so far is over: what overwrites what they read comes behind them."""
+        users, self._users = self._users, {}
+        for handle, stream in users.items():
+            with torch.cuda.stream(stream):
+                if not torch.cuda.is_current_stream_capturing():  # an event of a graph is none to wait for
+                    self._over[handle] = event_on(stream)
+
+    def _wipe(self, words: torch.Tensor) -> None:
+        """Zero a caller's own words on the current stream, behind all that are known to have written or read them.
+
+        The next use of them, on any stream, comes behind that. Under capture ``words`` may be those of the
+        captured launches, too, and this is a part of the graph.
+        """
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            self._settle(stream)
+            words.record_stream(stream)
+            if torch.cuda.is_current_stream_capturing():
+                zero(words)
+                return
+            self._come_behind_all(stream)
+            zero(words)
+            self._zeroed = event_on(stream)
+            self._streams = {stream.cuda_stream}
+
+    def _come_behind_all(self, stream: torch.cuda.Stream) -> None:
+        """Behind the launches that wait for earlier epochs, and behind all signals that were issued."""
+        for event in (*self._signal_ends(stream), *self._over.values()):
+            stream.wait_event(event)
+
+    def _signal_ends(self, stream: torch.cuda.Stream) -> frozenset[torch.cuda.Event]:
+        """Behind the signals that were issued on other streams."""
+        others = (last for last in self._last if last is not None and last.stream != stream.cuda_stream)
+        return frozenset(last.event for last in others)
+
+    # Looking -------------------------------------------------------------------------------------------------------
+
+    def arrived(self, chunk: int, epoch: int | None = None) -> bool:
+        """Whether the chunk's signal was written by now (eager launches' words). Waits for nothing but the look."""
+        self._check(chunk)
+        return self._there(self._read()[chunk], epoch)
+
+    def state(self) -> list[bool]:
+        """As of `Signals`, with one look at all."""
+        return [self._there(word) for word in self._read()]
+
+    def _there(self, word: int, epoch: int | None = None) -> bool:
+        return word != 0 if self.self_reset else word >= (self.epoch if epoch is None else epoch)
+
+    def _read(self) -> list[int]:
+        """The words as they are now, read beside all streams that may wait for them."""
+        words = self._eager if self._theirs is None else self._theirs
+        with aside(self._device) as stream:
+            self._settle(stream)
+            found: list[int] = words.cpu().tolist()
+        return found

@@ -1,0 +1,189 @@
+"""What every backend's GEMM kernel is launched with, as far as a plan and a layout decide it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from tilestream.core.copy_items import NO_COPIES, CopyArguments, block, vector
+from tilestream.core.schedule import Schedule
+from tilestream.core.structs import Work
+from tilestream.launch.gate import (
+    NO_GATE,
+    NO_PUBLISH,
+    GateArguments,
+    PublishArguments,
+    chunk_kind,
+    chunk_numbers,
+)
+from tilestream.launch.pack import Pack, named
+from tilestream.plan.plan import Plan
+
+Strides = tuple[int, int, int]
+ScaleStrides = tuple[int, int]
+#: First, tiles and period of `tilestream.core.structs.LocalRows`.
+LocalTiles = tuple[Any, Any, Any]
+
+NO_LOCAL: LocalTiles = (0, 0, 0)
+
+#: What each call gives behind its matrices.
+OPERANDS = (
+    "out", "bias", "residual", "row_scale", "column_scale", "partials", "counts", "counters", "table", "log", "base",
+    "reset", "alpha", "beta",
+)  # fmt: skip
+#: What it gives behind these and `GateArguments`, where something is copied, is published, or lies elsewhere.
+_MORE = (
+    "copy_source", "copy_target", "copy_table", "copy_words", "copiers", "out_signals",
+    "out_counts", "out_epoch", "local_first", "local_tiles", "local_period",
+)  # fmt: skip
+_NOTHING = NO_GATE._asdict() | dict(zip(_MORE, (*NO_COPIES, *NO_PUBLISH, *NO_LOCAL), strict=True))
+
+
+class Layout(NamedTuple):
+    """Strides of the canonical operands, in elements, and which parts of the epilogue there are.
+
+    Attributes
+    ----------
+    a, b, out
+        Strides of ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``.
+    bias
+        Stride of the bias, None where there is none.
+    residual
+        Strides of the residual, likewise.
+    scaled
+        Whether alpha is not 1.
+    scale_a, scale_b
+        From one batch's scale to the next's, and from one row's (column's): 0 where one serves all.
+    """
+
+    a: Strides
+    b: Strides
+    out: Strides
+    bias: int | None = None
+    residual: Strides | None = None
+    scaled: bool = False
+    activation: str = "none"
+    scale_a: ScaleStrides = (0, 0)
+    scale_b: ScaleStrides = (0, 0)
+
+
+def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, address: int) -> bool:
+    """Whether a matrix can be read in vectors of 16 bytes, as Triton sees it: multiples of 16, except the stride of 1.
+
+    Parameters
+    ----------
+    extents, strides
+        Of its two dimensions.
+    """
+    if address % 16 or batch_stride % 16:
+        return False
+    return any(strides[i] == 1 and extents[i] % 16 == 0 and strides[1 - i] % 16 == 0 for i in (1, 0))
+
+
+class GemmArguments:
+    """A GEMM kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
+
+    Attributes
+    ----------
+    kernel, matrices
+        The kernel's entry, and its parameters for what the operands a and b lie in.
+    config
+        What is compiled in.
+    options
+        How it is compiled.
+    """
+
+    kernel: Any
+    matrices: tuple[str, ...]
+    options: dict[str, Any]
+
+    def __init__(self, plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> None:
+        self.plan, self.layout = plan, layout
+        self.config = self._config(self._fields(probe, trace))
+
+    def fill(
+        self, operands: tuple[Any, ...], capacity: int = 0, gate: GateArguments = NO_GATE,
+        publish: PublishArguments = NO_PUBLISH, copies: CopyArguments = NO_COPIES, local: LocalTiles = NO_LOCAL,
+    ) -> list[Any]:  # fmt: skip
+        """All of them, in the order of the kernel's entry. What the kernel has no parameter for is left out.
+
+        Parameters
+        ----------
+        operands
+            Values of `matrices`, then of `OPERANDS`, or whatever stands in for them.
+        capacity
+            Of a probe.
+        """
+        more: tuple[Any, ...] = () if gate is NO_GATE else gate
+        if copies is not NO_COPIES or publish is not NO_PUBLISH or local is not NO_LOCAL:
+            more = (*gate, *copies, *publish, *local)
+        return self._pack((*operands, capacity), more)
+
+    @functools.cached_property
+    def _pack(self) -> Pack:
+        fixed = {**_NOTHING, **self._numbers(), "C": self.config}
+        return Pack(self.kernel, fixed, (*self.matrices, *OPERANDS, "capacity"), GateArguments._fields, _MORE)
+
+    def _numbers(self) -> dict[str, Any]:
+        """The numbers that a plan and a layout decide, by the names of entries."""
+        plan, layout = self.plan, self.layout
+        problem, swapped = plan.problem, plan.swap_ab
+        (ob, om, on), (rb, rm, rn) = layout.out, layout.residual or (0, 0, 0)
+        row_scale, column_scale = (layout.scale_b, layout.scale_a) if swapped else (layout.scale_a, layout.scale_b)
+        return {
+            **work_of(plan.schedule)._asdict(),
+            **chunk_numbers(plan),
+            "m": problem.m,
+            "n": problem.n,
+            "k": problem.k,
+            "rows": problem.n if swapped else problem.m,
+            "columns": problem.m if swapped else problem.n,
+            **named("stride_a", "bmk", layout.a),
+            **named("stride_b", "bkn", layout.b),
+            **named("stride_o", "brc", (ob, on, om) if swapped else layout.out),
+            **named("stride_r", "brc", (rb, rn, rm) if swapped else (rb, rm, rn)),
+            "stride_bias": layout.bias or 0,
+            **named("stride_s", "br", row_scale),
+            **named("stride_t", "bc", column_scale),
+        }
+
+    def _config(self, fields: dict[str, Any]) -> Any:
+        """The kernel's `tilestream.kernels.config.GemmConfig`, of which ``fields`` are what all backends share."""
+        raise NotImplementedError
+
+    def _fields(self, probe: bool, trace: bool) -> dict[str, Any]:
+        plan, problem, schedule, layout = self.plan, self.plan.problem, self.plan.schedule, self.layout
+        copied = {"none": None, "rows": problem.rows, "columns": problem.columns}[plan.copies]
+        block_m, block_n, block_k = plan.block
+        return {
+            # With nothing to split, stream_k is a queue, and there are no slots.
+            "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
+            "SPLIT": schedule.split,
+            "STEAL": schedule.queues > 1,
+            "ORDER": schedule.raster.order,
+            "TRANSPOSED": schedule.raster.transposed,
+            "PROBE": probe,
+            "TRACE": trace,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+            "SCALED": layout.scaled,
+            "SCALES": problem.scales,
+            "BIAS": "none" if layout.bias is None else "columns",
+            "RESIDUAL": layout.residual is not None,
+            "ACTIVATION": layout.activation,
+            "ROW_CHUNKS": chunk_kind(problem.rows),
+            "COLUMN_CHUNKS": chunk_kind(problem.columns),
+            "COPIES": plan.copies,
+            "COPY_BLOCK": block(plan.warps, copied.copied) if copied else 1,
+            "COPY_VECTOR": vector(copied.copied) if copied else 1,
+        }
+
+
+def work_of(schedule: Schedule) -> Work:
+    """The schedule as the kernels take it, without the raster's table, which has an address."""
+    grid, raster = schedule.grid, schedule.raster
+    return Work(
+        grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,
+        schedule.queues, None, raster.group, raster.first, raster.band, schedule.first_batch,
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""What CUDA's driver and HIP's runtime do alike, by functions of other names."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+#: A function of the library by its name and the types of its arguments.
+Find = Callable[[str, tuple[type, ...]], Callable[..., int]]
+
+WRITE_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint)
+WHOLE_WORD = 0xFFFFFFFF
+_CREATE_ARGUMENTS = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)
+_COPY_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+#: A stream that does not wait for the legacy default stream, nor is waited for by it.
+_NON_BLOCKING = 1
+_CAPTURING = 1
+
+
+class Driver(ABC):
+    """A GPU's driver: the functions of `tilestream.runtime.driver`, whose docstrings hold for these methods.
+
+    Parameters
+    ----------
+    find
+        Looks up a function of the driver's library.
+    """
+
+    #: Names in the library of the functions that both drivers have: create, write, copy_in, copy_across, capture.
+    FUNCTIONS: ClassVar[Mapping[str, str]]
+
+    def __init__(self, find: Find) -> None:
+        self._find = find
+
+    def _call(self, what: str, arguments: tuple[type, ...], *values: Any) -> int:
+        return self._find(self.FUNCTIONS[what], arguments)(*values)
+
+    def _check(self, code: int, failed: str, hint: str = "") -> None:
+        if code:
+            raise RuntimeError(f"the driver {failed}: {self.error_name(code)}{hint}")
+
+    @abstractmethod
+    def error_name(self, code: int) -> str:
+        """``CUDA_ERROR_INVALID_VALUE (invalid argument)``."""
+
+    @abstractmethod
+    def bind_context(self) -> None:
+        """Make the device's context this thread's own."""
+
+    def create_stream(self) -> int:
+        """The handle of a new stream."""
+        self.bind_context()
+        handle = ctypes.c_void_p()
+        code = self._call("create", _CREATE_ARGUMENTS, ctypes.byref(handle), _NON_BLOCKING)
+        self._check(code if handle.value else code or -1, "made no stream")
+        return handle.value or 0
+
+    def stream_write(self, stream: int, address: int, value: int) -> None:
+        """With the default flags: the driver fences before it writes."""
+        self.bind_context()
+        code = self._call("write", WRITE_ARGUMENTS, stream, address, value & WHOLE_WORD, 0)
+        hint = "; signal the chunks from a kernel of your own, through signals= of your own"
+        self._check(code, "refused the stream write", hint)
+
+    @abstractmethod
+    def stream_wait(self, stream: int, address: int, value: int) -> None:
+        """Hold the stream until the word is at least ``value``."""
+
+    def copy_in(self, stream: int, to: int, source: int, size: int) -> None:
+        """From pinned memory to the device."""
+        self._check(self._call("copy_in", _COPY_ARGUMENTS, to, source, size, stream), "refused the copy to the device")
+
+    def copy_across(self, stream: int, to: int, source: int, size: int) -> None:
+        """Between GPUs."""
+        code = self._call("copy_across", _COPY_ARGUMENTS, to, source, size, stream)
+        self._check(code, "refused the copy between devices")
+
+    @abstractmethod
+    def map_host_memory(self, address: int, size: int) -> int:
+        """Where GPUs see pages of this process's memory."""
+
+    def capture_id(self, stream: int) -> int:
+        """The number of the capture that the stream is in; 0 outside."""
+        status, number = ctypes.c_int(), ctypes.c_ulonglong()
+        code = self._call(
+            "capture", (ctypes.c_void_p,) * 6,
+            stream, ctypes.addressof(status), ctypes.addressof(number), None, None, None,
+        )  # fmt: skip
+        self._check(code, "does not say what is captured")
+        return number.value if status.value == _CAPTURING else 0
+
+    @abstractmethod
+    def context_id(self) -> int:
+        """The number of the thread's current context; 0 where contexts have none."""
+
+    @abstractmethod
+    def context_sms(self) -> int:
+        """The SMs of the thread's current context; 0 where the driver does not say."""
