@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,3 +78,13 @@ def listed(plan: AttentionPlan, x: AttentionOperands) -> tuple[torch.Tensor | No
         starts.append(starts[-1] + plan.shares * cdiv(queries[i], plan.positions) * (p.heads_q // plan.pack))
     assert starts[-1] <= plan.schedule.full_tiles, "the grid holds the list"
     return torch.tensor(starts, dtype=torch.int32), torch.tensor(order, dtype=torch.int32)
+
+
+def joined(
+    outs: torch.Tensor, lses: torch.Tensor, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What shares of keys make together, in float64: ``[shares, rows, heads, D]`` and ``[shares, rows, heads]``."""
+    lses = lses.double()
+    whole = (lses if sinks is None else torch.cat([lses, sinks.double().expand(1, *lses.shape[1:])])).logsumexp(0)
+    weights = torch.where(whole == -math.inf, 0.0, (lses - whole).exp())
+    return (weights[..., None] * outs).sum(0), whole

@@ -20,10 +20,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+from texts import bind, jitted_of, structs_of
 from turns import operations
 
 from mutants import kernel_text
-from mutants.engine import Edit, at, code_of, replace
+from mutants.engine import Edit, at, replace
 from tilestream.core import chunks, ring, structs
 from tilestream.core.copy_items import CopyArguments
 from tilestream.core.loop import (
@@ -233,7 +234,7 @@ class Kernel:
         edits: tuple[Edit, ...] = (), over: int | None = None, swapped: bool = False,
         ordered: int = 0, copies: str = "none", apart: tuple[int, int, int] = (0, 0, 1),
     ) -> None:  # fmt: skip
-        self.shape, self.ring, self.items, self.counted, self.edits = shape, shape.ring, items, counted, edits
+        self.shape, self.ring, self.items, self.counted = shape, shape.ring, items, counted
         self.over, self.swapped, self.ordered, self.split = over, swapped, ordered, split
         first, tiles, period = apart
         self.apart = [tile for tile in range(99) if first <= tile % period < first + tiles]
@@ -281,14 +282,10 @@ class Kernel:
         }  # fmt: skip
         self.loops: list[Any] = []
         self.copied: list[tuple[Any, ...]] = []
-        stand_ins = set(self.names)
-        for module in MODULES:
-            for name, value in vars(module).items():
-                if getattr(getattr(value, "fn", None), "__module__", "") == module.__name__ and name not in stand_ins:
-                    self.names[name] = self.text(value)
+        bind(self.names, jitted_of(*MODULES), edits)
         if not ring_.strips:
             self.names["store_strip"] = Anything()
-        gemm = self.text(gemm_text.gemm)
+        gemm = self.names["gemm"]
         code = gemm.__code__
         given = dict.fromkeys(code.co_varnames[: code.co_argcount], 0)
         self.parts = [f"y{i}" for i in range(len(shape.widths))]
@@ -320,10 +317,6 @@ class Kernel:
         self.told: list[int] = []
         self.answers: Iterator[int] = iter(())
         gemm(**given)
-
-    def text(self, jitted: Any) -> FunctionType:
-        """A function of the kernel, with the stand-ins for all that it calls."""
-        return FunctionType(code_of(jitted.fn, self.edits), self.names, jitted.fn.__name__, jitted.fn.__defaults__)
 
     def operations(self, who: int | None) -> list[Any]:
         """What a loop does: ``who`` of the math loops, or the load loop."""
@@ -597,9 +590,7 @@ MODULES = (
     gemm_text,
 )  # fmt: skip
 #: The structs that kernels make.
-PARTS = {
-    name: value for name, value in vars(structs).items() if isinstance(value, type) and issubclass(value, tuple)
-} | {"CopyArguments": CopyArguments, "Source": load_text.Source}  # fmt: skip
+PARTS = {**structs_of(structs), "CopyArguments": CopyArguments, "Source": load_text.Source}
 
 
 # What the checker explores --------------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ Nothing is rounded to 16 bits here, so what it gives is as near to the truth as 
 
 from __future__ import annotations
 
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from attention_operands import listed
 from emulated import FLOAT32, INT32, Dtype, Int, Machine, Memory, Pointer, Tensor
+from texts import bind, constants_of, jitted_of, structs_of
 
 from tilestream.core import attention as rules
 from tilestream.core import integers, queues, raster
@@ -62,19 +63,10 @@ class AttentionMachine(Machine):
         gl.maximum, gl.bfloat16 = self.maximum, Dtype("bf16", 16)
         for name in ("load", "minimum", "maximum", "where", "max", "sum", "log2"):
             setattr(tl, name, getattr(gl, name))
-        for module in (schedule, *MODULES):
-            for name, value in vars(module).items():
-                if isinstance(value, type) and issubclass(value, tuple):
-                    self.names[name] = value
-                elif type(value).__name__ == "constexpr":
-                    self.names[name] = value.value
-        own = [
-            value for module in MODULES for value in vars(module).values()
-            if getattr(getattr(value, "fn", None), "__module__", "") == module.__name__
-        ]  # fmt: skip
-        for jitted in (*own, *ALSO):
-            text = jitted.fn
-            self.names[text.__name__] = FunctionType(text.__code__, self.names, text.__name__, text.__defaults__)
+        self.names |= structs_of(schedule, *MODULES) | constants_of(schedule, *MODULES)
+        for jitted in (*jitted_of(*MODULES), *ALSO):  # instead of those of GEMM
+            self.names.pop(jitted.fn.__name__, None)
+        bind(self.names, (*jitted_of(*MODULES), *ALSO))
         self.names |= {
             "settled": lambda x: x, "load_scalar": self.load, "opaque_zero": lambda: 0,
             "power_of_2": lambda x: Tensor(np.exp2(x.data), FLOAT32),

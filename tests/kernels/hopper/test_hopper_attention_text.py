@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from attention_machine import Deadlock, Machine
-from attention_operands import Prepared, listed, prepared
+from attention_operands import Prepared, joined, listed, prepared
 from turns import operations
 
 from attention_maths import Case
@@ -104,23 +104,14 @@ def run(
     out, lse = memory["out"], memory["lse"]
     if plan.shares > 1:
         shape = (plan.shares, rows, p.heads_q)
-        out, lse = joined(case, out.reshape(*shape, -1), lse.reshape(shape))
-    if not p.varlen:
+        parts = (torch.from_numpy(one) for one in (out.reshape(*shape, -1), lse.reshape(shape)))
+        out, lse = (one.numpy() for one in joined(*parts, x.sinks))
+    elif not p.varlen:
         lse = lse.reshape(p.batch, p.heads_q, -1).transpose(0, 2, 1)
     out, lse = out.reshape(rows, p.heads_q, -1), lse.reshape(rows, p.heads_q)
     ends = np.cumsum([len(q) for q, _, _ in case.call.sequences])
     assert (out[ends[-1] :] == 0).all(), "rows of no sequence are 0"
     return np.split(out[: ends[-1]], ends[:-1]), np.split(lse[: ends[-1]], ends[:-1])
-
-
-def joined(case: Prepared, outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the launch behind makes of shares, laid out as `run` lays out what is not split."""
-    sinks, p = case.operands.sinks, case.problem
-    with np.errstate(divide="ignore", invalid="ignore"):  # of what sees nothing, and of what is void
-        whole = np.logaddexp(np.log(np.exp(lses).sum(0)), -np.inf if sinks is None else sinks.double().numpy())
-    weights = np.where(whole == -np.inf, 0.0, np.exp(lses - np.where(whole == -np.inf, 0.0, whole)))
-    out = (weights[..., None] * outs).sum(0)
-    return out, whole if p.varlen else whole.reshape(p.batch, -1, p.heads_q).transpose(0, 2, 1)
 
 
 def check(case: Prepared, **how: Any) -> None:
