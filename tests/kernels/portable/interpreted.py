@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,15 @@ from tilestream.core.chunks import Chunks
 from tilestream.core.copy_items import COUNTERS, CopyArguments, Pieces, word_dtype
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.launch.trace import traced
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import portable
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
 from tilestream.runtime.device_workspace import Words as DeviceWords
+from tilestream.trace import Recorder
+from tilestream.trace.record import LaunchTrace
 
 DEVICE = DeviceProperties("an interpreter", "portable", 5, 1e12, 1e12, "a stub", "sm_90", 232448)
 KINDS = ("static", "dynamic", "stream_k")
@@ -111,6 +114,14 @@ def laid_out(rows: int, cols: int, how: str, dtype: torch.dtype, pad: int = 3) -
     view = store[:, : step * cols : step]
     view.copy_(rand(rows, cols, dtype=dtype))
     return view
+
+
+def recorded(op: str, plan: Any, issue: Callable[[Any], object], recorder: Recorder | None = None) -> LaunchTrace:
+    """What a recorder has of a launch; ``issue(log)`` makes it."""
+    recorder = recorder or Recorder()
+    traced(recorder, op, plan, torch.device("cpu"), issue)
+    recorder.finish()
+    return recorder.launches[-1]
 
 
 def captured(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> DeviceWords:

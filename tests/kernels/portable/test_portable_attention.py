@@ -7,19 +7,19 @@ import itertools
 import pytest
 import torch
 from attention_operands import prepared
-from interpreted import DEVICE, Words, captured
+from interpreted import DEVICE, Words, captured, recorded
 
 from attention_maths import FEATURES, MIXES, Case
 from tilestream.arrival.flat import Awaited
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
-from tilestream.launch.trace import SpanLog, traced
+from tilestream.launch.trace import SpanLog
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy import portable_attention
 from tilestream.runtime.channel import channel
-from tilestream.trace import Recorder, faults
+from tilestream.trace import faults
 
 CPU = torch.device("cpu")
 
@@ -208,11 +208,9 @@ def test_lists_that_lead_outside_stay_inside():
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_each_item_of_a_trace_once_and_its_worker(kind):
-    launched, recorder = Launched(dense(33, 20, features="causal"), kind), Recorder()
-    traced(recorder, "attention", launched.plan, CPU, lambda log: launched.run(log=log))
-    recorder.finish()
+    launched = Launched(dense(33, 20, features="causal"), kind)
+    launch = recorded("attention", launched.plan, lambda log: launched.run(log=log))
     launched.check()
-    (launch,) = recorder.launches
     assert not faults(launch, launched.plan.schedule)
     assert launch.tiles_done == launched.plan.schedule.grid.tiles > 3
     assert {span.worker for span in launch.spans} <= set(range(3))
@@ -223,11 +221,8 @@ def test_each_item_of_a_trace_once_and_its_worker(kind):
 def test_a_trace_says_which_chunk_an_item_waited_for():
     # A window and no diagonal: three blocks of 16 queries, whose first keys come with the chunks 0, 0 and 1.
     launched = Launched(Case((48,), (48,), (1, 1), features="window"), workers=1, chunks=Chunks.uniform(48, 12))
-    recorder = Recorder()
-    traced(recorder, "attention", launched.plan, CPU, lambda log: launched.run(Words(4, 2).arrive(), log=log))
-    recorder.finish()
+    launch = recorded("attention", launched.plan, lambda log: launched.run(Words(4, 2).arrive(), log=log))
     launched.check()
-    (launch,) = recorder.launches
     tiles = {span.pm: span.chunk for span in launch.spans if span.kind == "tile"}
     assert tiles == expected_chunks(launched)
     assert launch.arrivals == {0: (None,) * 4}
@@ -245,11 +240,9 @@ def expected_chunks(launched: Launched) -> dict[int, int]:
 
 
 def test_an_item_of_a_trace_that_is_void_only_waited():
-    launched, recorder = Launched(Case((16,), (64,), (1, 1)), workers=1, chunks=Chunks.uniform(64, 16)), Recorder()
-    words = Words(4, 2).arrive(2)
-    traced(recorder, "attention", launched.plan, CPU, lambda log: launched.run(words, log=log))
-    recorder.finish()
-    (span,) = recorder.launches[0].spans
+    launched = Launched(Case((16,), (64,), (1, 1)), workers=1, chunks=Chunks.uniform(64, 16))
+    launch = recorded("attention", launched.plan, lambda log: launched.run(Words(4, 2).arrive(2), log=log))
+    (span,) = launch.spans
     assert (span.kind, span.chunk) == ("wait", 0)
     with pytest.raises(ArrivalTimeout):
         channel(CPU).check()
