@@ -62,25 +62,18 @@ class Int31:
     def __init__(self, value: object) -> None:
         self.value = checked(value)
 
-    __add__, __radd__ = _arithmetic("add", "+")
-    __sub__, __rsub__ = _arithmetic("sub", "-")
-    __mul__, __rmul__ = _arithmetic("mul", "*")
-    __floordiv__, __rfloordiv__ = _arithmetic("floordiv", "//")
-    __mod__, __rmod__ = _arithmetic("mod", "%")
-    __xor__, __rxor__ = _arithmetic("xor", "^")
-
-    __eq__ = _comparison("eq")
-    __ne__ = _comparison("ne")
-    __lt__ = _comparison("lt")
-    __le__ = _comparison("le")
-    __gt__ = _comparison("gt")
-    __ge__ = _comparison("ge")
     __hash__ = None
 
     def __repr__(self) -> str:
         return f"Int31({self.value})"
 
 
+for _name, _sign in {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "xor": "^"}.items():
+    _forward, _backward = _arithmetic(_name, _sign)
+    setattr(Int31, f"__{_name}__", _forward)
+    setattr(Int31, f"__r{_name}__", _backward)
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Int31, f"__{_name}__", _comparison(_name))
 _REFUSED = (
     "and rand or ror lshift rlshift rshift rrshift truediv rtruediv pow rpow divmod rdivmod matmul neg pos abs invert "
     "int float index bool complex round trunc floor ceil"

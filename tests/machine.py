@@ -11,25 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tilestream.core import loop
 from tilestream.core.gate import Gate, See, Wait
 from tilestream.core.grid import WorkItem
-from tilestream.core.loop import (
-    Add,
-    Compute,
-    Count,
-    Leave,
-    Look,
-    Poison,
-    Poll,
-    Quarantine,
-    Reduce,
-    ReducePartials,
-    Reset,
-    Restore,
-    WorkerState,
-    Write,
-    work,
-)  # fmt: skip
 from tilestream.core.queues import next_base
 from tilestream.core.schedule import Peek, Ready, Schedule, Take
 
@@ -111,7 +95,7 @@ class Machine:
         words: Words | None = None,
         gate: Gate | None = None,
         reads: Callable[[WorkItem], Iterable[tuple[int, int]]] = lambda item: (),
-        program: Callable = work,
+        program: Callable = loop.work,
     ) -> None:
         self.schedule, self.gate, self.reads, self.program = schedule, gate, reads, program
         self.words = words or Words.fresh(schedule)
@@ -124,9 +108,9 @@ class Machine:
         self.log = Log()
         self._at: dict[int, tuple] = {}  # worker -> (its generator, the operation it is stopped before)
         for worker in crew:
-            self._begin(worker, WorkerState())
+            self._begin(worker, loop.WorkerState())
 
-    def _begin(self, worker: int, state: WorkerState) -> None:
+    def _begin(self, worker: int, state: loop.WorkerState) -> None:
         turn = self.program(self.schedule, self.gate, worker, state)
         first = next(turn, None)
         if first is not None:  # else STOP, without a look at any word
@@ -158,7 +142,7 @@ class Machine:
     def step(self, worker: int) -> None:
         turn, operation = self._at.pop(worker)
         answer = self._perform(worker, operation)
-        over = answer if isinstance(operation, Poll) else isinstance(operation, Wait | See) and not answer
+        over = answer if isinstance(operation, loop.Poll) else isinstance(operation, Wait | See) and not answer
         if over:
             self.log.told.append((worker, operation))
         try:
@@ -168,80 +152,66 @@ class Machine:
                 self._begin(worker, end.value)
 
     def _perform(self, worker: int, operation) -> int:
+        log, words = self.log, self.words
         match operation:
-            case Poll():
+            case loop.Poll():
                 return int(self.aborted or self.quarantined)
             case Take(queue):
-                return self.words.add(queue)
+                return words.add(queue)
             case Peek(queue):
-                return self.words.peek(queue)
+                return words.peek(queue)
             case Ready():
                 return next(iter(self._ready(operation)), -1)
-            case Wait(operand, chunk, _):
-                self.log.waited.append(operation)
+            case Wait(operand, chunk) | See(operand, chunk):
+                if isinstance(operation, Wait):
+                    log.waited.append(operation)
                 return int((operand, chunk) in self.arrived)
-            case Compute(item):
-                self.log.computed.append((worker, item))
-                if any(told == worker for told, _ in self.log.told):
-                    self.log.computed_after_told.append(item)
+            case loop.Compute(item):
+                log.computed.append((worker, item))
+                if any(told == worker for told, _ in log.told):
+                    log.computed_after_told.append(item)
                 self._hand_in(worker, operation, float(item.k_end - item.k_begin))
-                self.log.read_early += [(item, chunk) for chunk in self.reads(item) if chunk not in self.arrived]
-                return 0
-            case Poison(item):
-                self.log.poisoned.append((worker, item))
+                log.read_early += [(item, chunk) for chunk in self.reads(item) if chunk not in self.arrived]
+            case loop.Poison(item):
+                log.poisoned.append((worker, item))
                 self._hand_in(worker, operation, float("nan"))
-                return 0
-            case Count(item):
-                return self.words.count(item)
-            case Reduce(item):
-                self.log.reduced.append(item)
-                first = item.slot - item.part
-                self.tiles[item.tile] = sum(
-                    self.slots.pop(slot, float("nan")) for slot in range(first, first + item.parts)
-                )
-                return 0
-            case Look(item):
-                return self.words.counts[item.tile]
-            case Write(item):
-                self.log.written.append(item)
+            case loop.Count(item):
+                return words.count(item)
+            case loop.Look(item):
+                return words.counts[item.tile]
+            case loop.Write(item):
+                log.written.append(item)
                 self.slots[item.slot] = self.held[worker]
-                return 0
-            case Add(item):
-                self.words.counts[item.tile] += 1
-                return self.words.counts[item.tile] - 1
-            case Restore(item):
-                self.words.counts[item.tile] = 0
-                return 0
-            case ReducePartials(item):
-                self.log.reduced.append(item)
+            case loop.Add(item):
+                words.counts[item.tile] += 1
+                return words.counts[item.tile] - 1
+            case loop.Restore(item):
+                words.counts[item.tile] = 0
+            case loop.Reduce(item) | loop.ReducePartials(item):
+                log.reduced.append(item)
+                if isinstance(operation, loop.ReducePartials):
+                    self.slots[item.slot] = self.held.pop(worker)
                 first = item.slot - item.part
-                self.slots.pop(item.slot, None)
-                others = [self.slots.pop(slot) for slot in range(first, first + item.parts) if slot != item.slot]
-                self.tiles[item.tile] = sum(others) + self.held.pop(worker)
-                return 0
-            case See(operand, chunk):
-                return int((operand, chunk) in self.arrived)
-            case Leave():
+                parts = range(first, first + item.parts)
+                self.tiles[item.tile] = sum(self.slots.pop(slot, float("nan")) for slot in parts)
+            case loop.Leave():
                 self.exits += 1
                 return self.exits - 1
-            case Quarantine():
+            case loop.Quarantine():
                 self.quarantined = True
-                return 0
-            case Reset("signals"):
+            case loop.Reset("signals"):
                 self.arrived.clear()
-                return 0
-            case Reset("counter", queue):
-                self.words.raw[queue] = 0
-                return 0
-            case Reset("exits"):
+            case loop.Reset("counter", queue):
+                words.raw[queue] = 0
+            case loop.Reset("exits"):
                 self.exits = 0
-                return 0
-            case Reset("abort"):
+            case loop.Reset("abort"):
                 self.aborted = False
-                return 0
-        raise AssertionError(f"the machine does not know {operation!r}")
+            case _:
+                raise AssertionError(f"the machine does not know {operation!r}")
+        return 0
 
-    def _hand_in(self, worker: int, done: Compute | Poison, result: float) -> None:
+    def _hand_in(self, worker: int, done: loop.Compute | loop.Poison, result: float) -> None:
         item = done.item
         if done.held:
             self.held[worker] = result
@@ -251,10 +221,7 @@ class Machine:
             self.slots[item.slot] = result
 
     def run(
-        self,
-        choose: Callable[[Sequence[int]], int],
-        arrivals: Iterable[tuple[int, int]] = (),
-        expires: bool = False,
+        self, choose: Callable[[Sequence[int]], int], arrivals: Iterable[tuple[int, int]] = (), expires: bool = False
     ) -> Log:
         """Step the worker that ``choose`` picks, until all have left.
 

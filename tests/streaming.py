@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,42 +20,25 @@ class Feeder:
     """
 
     def __init__(
-        self,
-        arrival: ts.Arrival,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        order: Iterable[int] | None = None,
+        self, arrival: ts.Arrival, target: torch.Tensor, source: torch.Tensor, *, order: Iterable[int] | None = None,
         before: Callable[[int], None] = lambda chunk: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rows = source.reshape(-1, source.shape[-1])
-        into = target if target.dim() == 2 else None
-        self._arrival, self._source, self._before = arrival, rows, before
-        self._target, self._into = target, into
+        self._arrival, self._source, self._target, self._before = arrival, rows, target, before
+        # Leading dimensions count as rows, whatever the strides.
+        self._places = list(itertools.product(*map(range, target.shape[:-1])))
         self._chunks = arrival.chunks(rows.shape[0])
         self._order = list(range(arrival.num_chunks) if order is None else order)
         self._epoch = arrival.epoch
         self._thread = threading.Thread(target=self._run, name="test-feeder", daemon=True)
         self._error: BaseException | None = None
 
-    def _write(self, begin: int, end: int) -> None:
-        if self._into is not None:
-            self._into[begin:end] = self._source[begin:end]
-            return
-        per = self._target.shape[-2]
-        for row in range(begin, end):  # leading dimensions count as rows, whatever the strides
-            index = []
-            rest = row // per
-            for extent in reversed(self._target.shape[:-2]):
-                index.insert(0, rest % extent)
-                rest //= extent
-            self._target[(*index, row % per)] = self._source[row]
-
     def _run(self) -> None:
         try:
             for chunk in self._order:
                 self._before(chunk)
-                self._write(*self._chunks.range_of(chunk))
+                for row in range(*self._chunks.range_of(chunk)):
+                    self._target[self._places[row]] = self._source[row]
                 self._arrival.signal(chunk, epoch=self._epoch)
         except BaseException as error:
             self._error = error
@@ -68,6 +52,21 @@ class Feeder:
         assert not self._thread.is_alive()
         if self._error is not None:
             raise self._error
+
+
+def fed(
+    call: Callable[[torch.Tensor], torch.Tensor], arrival: ts.Arrival, source: torch.Tensor,
+    into: torch.Tensor | None = None, **how,
+) -> torch.Tensor:  # fmt: skip
+    """What ``call`` makes of rows that come in while it runs, into a tensor that is NaN until then; see `Feeder`."""
+    x = torch.full(source.shape, float("nan")).to(source.dtype) if into is None else into
+    with Feeder(arrival, x, source, **how):
+        return call(x)
+
+
+def from_pivot(arrival: ts.Arrival) -> list[int]:
+    """The chunks in order, beginning with the pivot."""
+    return [(arrival.pivot + i) % arrival.num_chunks for i in range(arrival.num_chunks)]
 
 
 def late(chunk: int, seconds: float = 0.01) -> Callable[[int], None]:

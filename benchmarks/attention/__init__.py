@@ -1,6 +1,6 @@
 """Attention prefill on one GPU, beside cuDNN (through SDPA) and FlashAttention 4 where it is installed.
 
-``python tests/gpu/precompile_attention.py benchmark`` before saves compiling one by one.
+``python tests/gpu/precompile.py attention`` before saves compiling one by one.
 """
 
 from __future__ import annotations

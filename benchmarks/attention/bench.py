@@ -112,9 +112,11 @@ def beside_cudnn(shape: Shape) -> Calls:
     }
 
 
-def relative_error(out: torch.Tensor, right: torch.Tensor) -> float:
-    error: float = ((out.float() - right.float()).norm() / right.float().norm()).item()
-    return error
+def refuse_wrong(out: torch.Tensor, right: torch.Tensor) -> None:
+    """Raise if an answer is further from ``right`` than bf16, summed in another order, can be."""
+    error = ((out.float() - right.float()).norm() / right.float().norm()).item()
+    if not error < 1e-2:
+        raise AssertionError(f"differs by {error:.3g}")
 
 
 class Run(Session):
@@ -137,30 +139,35 @@ class Run(Session):
         """A row a shape: the calls, checked and timed."""
         made = self.attention_record(record)
         items = {f"{section} {shape.name}".strip(): shape for shape in shapes}
-        self.rows(made, items, lambda name: self.row(made, name, items[name].operations, calls(items[name]),
-                                                     **items[name]._asdict()))  # fmt: skip
+        self.each(made, items, lambda name, shape: self.row(made, name, shape.operations, calls(shape),
+                                                            **shape._asdict()))  # fmt: skip
+
+    def each(self, record: Record, items: dict[str, Any], row: Callable[[str, Any], Row]) -> None:
+        """A row an item, by its name."""
+        self.rows(record, items, lambda name: row(name, items[name]))
 
     def row(
         self, record: Record, name: str, operations: float, calls: Calls, reference: torch.Tensor | None = None,
         **more: Any,
     ) -> Row:  # fmt: skip
         """Check the calls against one another, or ``reference``, and time those that are right."""
+        return self.rated(record, name, operations, self.right(record, name, calls, reference), **more)
+
+    def right(self, record: Record, name: str, calls: Calls, reference: torch.Tensor | None = None) -> Calls:
+        """The calls whose answers are those of ``reference``, or of the first call; the others are failures."""
         kept: Calls = {}
         for what, call in calls.items():
             try:
                 out = call()
                 torch.cuda.synchronize()
                 ts.check()
+                reference = out.float() if reference is None else reference
+                refuse_wrong(out, reference)
             except Exception as error:
                 record.fail(f"{name} {what}: {type(error).__name__}: {error}")
-                continue
-            reference = out.float() if reference is None else reference
-            error = relative_error(out, reference)
-            if not error < 1e-2:  # bf16 of both, summed in different orders
-                record.fail(f"{name} {what}: differs by {error:.3g}")
-                continue
-            kept[what] = call
-        return self.rated(record, name, operations, kept, **more)
+            else:
+                kept[what] = call
+        return kept
 
     def rated(self, record: Record, name: str, operations: float, calls: Calls, peak: float = HOPPER_PEAK,
               **more: Any) -> Row:  # fmt: skip

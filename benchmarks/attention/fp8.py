@@ -103,7 +103,7 @@ def fp8(run: Run) -> None:
     device = cuda_properties(torch.cuda.current_device())
     record = run.attention_record("attention_fp8", dtype="float8_e4m3fn, output bfloat16")
     items = {f"fp8 {shape.name}": shape for shape in SHAPES}
-    run.rows(record, items, lambda name: measure(run, record, name, items[name], device))
+    run.each(record, items, lambda name, shape: measure(run, record, name, shape, device))
 
 
 def measure(run: Run, record: Record, name: str, shape: Shape, device: DeviceProperties) -> Row:

@@ -21,7 +21,7 @@ from benchmarks.attention.bench import (
     beside_cudnn,
     cudnn,
     operands_of,
-    relative_error,
+    refuse_wrong,
 )
 from benchmarks.core.records import Row
 from benchmarks.core.timing import host_microseconds
@@ -86,14 +86,9 @@ def arrival(run: Run) -> None:
 
     ``over the larger`` is the time of both together in units of the longer of the two; 1 is the limit.
     """
-    record = run.attention_record()
-
-    def measure(item: str) -> Row | None:
-        rows, keys, count = (int(word) for word in item.split()[1::2])
-        return arrival_row(run, item, rows, keys, count)
-
     cases = ((4096, 32768, 8), (4096, 32768, 32), (2048, 65536, 32), (8192, 16384, 16))
-    run.rows(record, [f"arrival {rows} x {keys} in {count} chunks" for rows, keys, count in cases], measure)
+    items = {f"arrival {rows} x {keys} in {count} chunks": (rows, keys, count) for rows, keys, count in cases}
+    run.each(run.attention_record(), items, lambda name, case: arrival_row(run, name, *case))
 
 
 def arrival_row(run: Run, name: str, rows: int, keys: int, count: int) -> Row:
@@ -136,10 +131,8 @@ def arrival_row(run: Run, name: str, rows: int, keys: int, count: int) -> Row:
     for x in (k, v):
         x.fill_(math.nan)
     both()
-    error = relative_error(both(), right)
+    refuse_wrong(both(), right)
     ts.check()
-    if not error < 1e-2:
-        raise AssertionError(f"differs by {error:.3g}")
     ms = run.time({
         "copy": joined, "attention": attend, "one after the other": in_turn, "overlapped": both,
         "overlapped, tiles whole": functools.partial(both, splits=1),
@@ -162,15 +155,15 @@ def neighbour(run: Run) -> None:
     shapes = (Shape(128, 16, 2048, True), Shape(128, 16, 8192, True), Shape(64, 32, 8192, False))
     items = {f"neighbour {shape.name}": shape for shape in shapes}
 
-    def measure(name: str) -> Row:
-        calls = beside_cudnn(items[name])
+    def measure(name: str, shape: Shape) -> Row:
+        calls = beside_cudnn(shape)
         idle = run.time(calls)
         with taker("neighbour", device).taking(HELD):
             beside = run.time(calls)
         shares = {what: round(idle[what] / beside[what] / fair, 3) for what in calls}
-        return {"name": name, "share": shares, "held": HELD, **items[name]._asdict()}
+        return {"name": name, "share": shares, "held": HELD, **shape._asdict()}
 
-    run.rows(run.attention_record(), items, measure)
+    run.each(run.attention_record(), items, measure)
 
 
 def split(run: Run) -> None:
@@ -178,12 +171,11 @@ def split(run: Run) -> None:
     cases = ((1, 1, 32768), (1, 1, 131072), (4, 1, 16384), (16, 1, 8192), (1, 64, 32768), (1, 256, 32768),
              (2, 128, 8192))  # fmt: skip
     items = {f"split {batch} x {rows} queries, {keys} keys": (batch, rows, keys) for batch, rows, keys in cases}
-    run.rows(run.attention_record(), items, lambda name: split_row(run, name, *items[name]))
+    run.each(run.attention_record(), items, lambda name, case: split_row(run, name, *case))
 
 
 def split_row(run: Run, name: str, batch: int, rows: int, keys: int) -> Row:
     heads_q, heads_kv, dim = 32, 8, 128
-    record = run.attention_record()
     q = torch.randn(batch, rows, heads_q, dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(batch, keys, heads_kv, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     plan = ts.attention_plan(
@@ -197,16 +189,8 @@ def split_row(run: Run, name: str, batch: int, rows: int, keys: int) -> Row:
         "ts, half the shares": lambda: ts.attention(q, k, v, splits=max(2, plan.shares // 2)),
         "ts, twice the shares": lambda: ts.attention(q, k, v, splits=min(128, 2 * plan.shares)),
     }
-    for what, call in list(calls.items()):
-        try:
-            error = relative_error(call(), right)
-        except RuntimeError as failure:
-            record.fail(f"{name} {what}: {failure}")
-            del calls[what]
-            continue
-        if not error < 1e-2:
-            record.fail(f"{name} {what}: differs by {error:.3g}")
-    us = {what: round(1e3 * ms, 1) for what, ms in run.time(calls).items()}
+    kept = run.right(run.attention_record(), name, calls, right)
+    us = {what: round(1e3 * ms, 1) for what, ms in run.time(kept).items()}
     rate = round(4 * batch * keys * heads_kv * dim / us["ts"] * 1e-3)
     return {"name": name, "us": us, "shares": plan.shares, "GB/s": rate}
 
@@ -241,18 +225,15 @@ def lists(run: Run) -> None:
         calls[f"pages of {page}"] = lambda x=kept, t=table: ts.attention(q, *x, block_table=t, seqlens_k=sizes, **how)
     record = run.attention_record()
 
-    def packed_row(name: str) -> Row:
-        return run.row(record, name, operations, calls, alone.float(), lengths=lengths)
-
-    run.rows(record, ["lists, causal"], packed_row)
+    run.rows(record, ["lists, causal"],
+             lambda name: run.row(record, name, operations, calls, alone.float(), lengths=lengths))  # fmt: skip
     shapes = [Shape(dim, count, length, True) for length in (512, 1024, 2048, like(lengths))]
     items = {f"lists dense S{shape.length}": shape for shape in shapes}
 
-    def dense_row(name: str) -> Row:
-        ours = {"ts": beside_cudnn(items[name])["ts"]}
-        return run.row(record, name, items[name].operations, ours, **items[name]._asdict())
+    def dense_row(name: str, shape: Shape) -> Row:
+        return run.row(record, name, shape.operations, {"ts": beside_cudnn(shape)["ts"]}, **shape._asdict())
 
-    run.rows(record, items, dense_row)
+    run.each(record, items, dense_row)
 
 
 def like(lengths: Sequence[int]) -> int:

@@ -10,7 +10,6 @@ import torch
 
 import tilestream as ts
 from benchmarks.attention.bench import Run, Shape, operands_of
-from benchmarks.core.records import folder_of
 
 #: 16k tokens in one sequence, as a chunk of a prefill has them: 32 query heads on 8 heads of keys.
 SHAPE = Shape(128, 32, 16384, True, 8)
@@ -62,6 +61,4 @@ def different(x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def timeline(run: Run) -> None:
-    folder = run.out / folder_of(torch.cuda.get_device_name())
-    folder.mkdir(parents=True, exist_ok=True)
-    print(ts.trace.export(recorded(run), folder / "trace_attention.json.gz"))
+    run.export(recorded(run), "trace_attention")

@@ -9,11 +9,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.core.paths import RESULTS
-from benchmarks.core.records import Record, Row
+from benchmarks.core.records import Record, Row, folder_of
 from benchmarks.core.section import Section
+
+if TYPE_CHECKING:
+    from tilestream.trace import LaunchTrace
 
 #: Failures without one success after which a section is given up.
 HOPELESS = 4
@@ -95,6 +98,16 @@ class Session:
             self._records[name] = Record(name, self.out, **extra)
         self._records[name].data.update(extra)
         return self._records[name]
+
+    def export(self, launch: LaunchTrace, name: str) -> None:
+        """Write a launch's trace beside the records of this GPU."""
+        import torch
+
+        from tilestream.trace import export
+
+        folder = self.out / folder_of(torch.cuda.get_device_name())
+        folder.mkdir(parents=True, exist_ok=True)
+        print(export(launch, folder / f"{name}.json.gz"))
 
     def rows(self, record: Record, items: Iterable[Any], measure: Callable[[Any], Row | None]) -> None:
         """Measure each item while there is time; write after each, keep failures and go on.

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.floors import judged
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, record_of, slowest
+from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, operands, record_of, slowest
 from tilestream import distributed as tsd
 from tilestream.core.protocols.gather import Way
 from tilestream.distributed.dispatch import WAYS, trial
@@ -153,8 +153,7 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> di
     import torch.distributed._symmetric_memory as symmetric
 
     torch.manual_seed(rank)
-    a = torch.randn(m // world, k, device="cuda").to(BF16)
-    w = (torch.randn(n, k, device="cuda") * k**-0.5).to(BF16).t()
+    a, w = operands(m // world, n, k)
     full = torch.empty(m, k, device="cuda", dtype=BF16)
     name = dist.group.WORLD.group_name
     dist.all_gather_into_tensor(full, a)
@@ -206,8 +205,7 @@ def publishing(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rank: int, r
 
 def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
     torch.manual_seed(rank)
-    a = torch.randn(m, k, device="cuda").to(BF16)
-    w = (torch.randn(n, k, device="cuda") * k**-0.5).to(BF16).t()
+    a, w = operands(m, n, k)
     part = torch.empty(m // world, n, device="cuda", dtype=BF16)
     whole = torch.empty(m, n, device="cuda", dtype=BF16)
     name = dist.group.WORLD.group_name

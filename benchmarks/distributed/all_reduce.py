@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.all_gather import bench, checked
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, record_of
+from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, operands, record_of
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
 
@@ -35,8 +35,7 @@ def shapes(world: int) -> list[tuple[int, int]]:
 def forms(rows: int, n: int, k: int, theirs: torch.Tensor) -> tuple[Forms, Forms, torch.Tensor]:
     """Each way as a call, its parts alone, and the exact answer; ``theirs`` is symmetric memory for torch's ops."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    a = torch.randn(rows, k, device="cuda").to(BF16)
-    w = (torch.randn(n, k, device="cuda") * k**-0.5).to(BF16).t()
+    a, w = operands(rows, n, k)
     exact = a.double() @ w.double()
     dist.all_reduce(exact)
     partial = theirs[: rows * n].view(rows, n)

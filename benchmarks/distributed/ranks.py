@@ -45,6 +45,12 @@ class Ranks(Session):
             mp.spawn(_rank, args=(world, f"{folder}/store", section, self.options), nprocs=world)
 
 
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A ``[m, k]``, and a Linear's weight as ``[k, n]``; bf16."""
+    a, w = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") * k**-0.5
+    return a.to(BF16), w.to(BF16).t()
+
+
 def record_of(session: Session, rank: int, name: str, **extra: Any) -> Record | None:
     """The record on rank 0, named with the number of ranks behind it; None on the others."""
     world = dist.get_world_size()

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from benchmarks.core.records import folder_of
 from benchmarks.core.session import Session
 from benchmarks.distributed.mlp import DIM, HIDDEN
-from benchmarks.distributed.ranks import DEADLINE, Activity, profiled, record_of
+from benchmarks.distributed.ranks import DEADLINE, Activity, operands, profiled, record_of
 from tilestream import distributed as tsd
 from tilestream.core.protocols.gather import peers, receivers
 from tilestream.distributed.dispatch import trial
@@ -130,8 +129,7 @@ def say(launch: ts.trace.LaunchTrace, found: list[list[Activity]], size: int) ->
 def gather_timeline(rank: int, world: int, session: Session) -> None:
     m, n, k = map(int, (session.options.shapes or SHAPE).split("x"))
     torch.manual_seed(rank)
-    a = torch.randn(m // world, k, device="cuda").to(torch.bfloat16)
-    w = (torch.randn(n, k, device="cuda") * k**-0.5).to(torch.bfloat16).t()
+    a, w = operands(m // world, n, k)
     meet = torch.zeros(1, device="cuda")
     right = tsd.all_gather_matmul(a, w, form="fused", deadline=DEADLINE)
     plan = tsd.plan_all_gather_matmul(a, w, form="fused")
@@ -153,10 +151,7 @@ def gather_timeline(rank: int, world: int, session: Session) -> None:
             device = torch.cuda.get_device_name()
             kept.label = f"rank 0 of {world} x {device.removeprefix('NVIDIA ')}, {m} x {n} x {k}: {kept.label}"
             print(f"{way}:", say(kept, found, size), flush=True)
-            name = f"trace_gather_x{world}" + (f"_{way}" if ways else "")
-            folder = session.out / folder_of(device)
-            folder.mkdir(parents=True, exist_ok=True)
-            print(ts.trace.export(kept, folder / f"{name}.json.gz"))
+            session.export(kept, f"trace_gather_x{world}" + (f"_{way}" if ways else ""))
 
 
 # A block --------------------------------------------------------------------------------------------------------------

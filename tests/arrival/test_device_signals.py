@@ -103,26 +103,6 @@ class TestEpochs:
             assert signals.state() == [False] * 3
             assert all(signals.arrived(chunk, epoch) for chunk in range(3))
 
-    @given(order=st.lists(st.sampled_from("ab"), max_size=6), copied=st.booleans())
-    @settings(max_examples=60)
-    def test_a_later_epochs_signal_on_another_stream_comes_after_an_earlier_ones(self, order, copied):
-        """Else the word would be taken back, and the launch of the later epoch would wait for ever."""
-        with fake_cuda() as cuda:
-            streams = {name: cuda.stream() for name in "ab"}
-            signals = make()
-            for name, stream in streams.items():
-                if copied:
-                    stream.give(lambda: None)
-                signal_on(cuda, stream, signals, 0)
-                if name == "a":
-                    signals.advance()
-            for name in order:
-                before = signals._eager[0].item()
-                streams[name].run(1)
-                assert signals._eager[0] >= before
-            cuda.run()
-            assert signals._eager[0] == 2
-
     def test_a_late_signal_reaches_its_own_epochs_launch_and_no_other(self, cuda):
         signals, producer = make(), cuda.stream()
         before = signals.use()
@@ -162,17 +142,6 @@ class TestTwoStreams:
         for stream in (new, old, new):
             stream.run()
         assert there(launch) == [0, 1]
-
-    def test_three_epochs_signalled_in_a_row(self, cuda):
-        signals, streams = make(), [cuda.stream() for _ in range(3)]
-        for stream in streams:
-            in_row(cuda, stream, signals, 1, 2, 0)
-            launch = signals.use()
-            signals.advance()
-        for stream in reversed(streams):
-            stream.run()
-        cuda.run()
-        assert there(launch) == [0, 1, 2]
 
     def test_no_wait_is_issued_that_is_not_needed(self, cuda):
         signals, streams = make(1), [cuda.stream() for _ in range(3)]
@@ -274,19 +243,12 @@ def test_a_signal_behind_its_own_launch_is_refused(cuda):
 
 
 class TestFail:
-    def test_before_any_signal(self, cuda):
-        signals = make()
-        launch = signals.use()
-        signals.fail(GONE)
-        assert cuda.current.issued == 0, "beside the launch that waits"
-        cuda.run()
-        assert seen(launch) == ["failed"] * 3
-
     def test_what_was_issued_still_comes(self, cuda):
         signals, producer = make(), cuda.stream()
         launch = signals.use()
         signal_on(cuda, producer, signals, 2)
         signals.fail(GONE)
+        assert cuda.current.issued == 0, "beside the launch that waits"
         cuda.streams[-1].run()
         assert seen(launch) == ["failed", "failed", "missing"]
         cuda.run()
@@ -477,7 +439,7 @@ class TestCapture:
         signals = make(words=words)
         with cuda.capture():
             signals.use() if how == "launch" else signals.set(0)
-        used = signals._captured if words is None else words
+        used = signals._flags
         needed = {x.untyped_storage().data_ptr() for x in ([used, signals._quarantine] if how == "launch" else [used])}
         del signals, words, used
         gc.collect()

@@ -152,7 +152,7 @@ def test_under_capture_a_reader_comes_behind_the_matmul_and_each_replay_has_its_
         with cuda.on(consumer):
             words = signals.use()
     assert words.epoch == 0
-    assert words.words.data_ptr() == signals._captured.data_ptr()
+    assert words.words.data_ptr() == signals._flags.data_ptr()
     for _ in range(2):
         graph.replay(cuda.streams[0])
         cuda.run()
@@ -169,7 +169,7 @@ def test_each_replay_begins_with_zeros(cuda, signals):
     """Also where no launch of the graph reads: what the replay before has left is no signal of this one."""
     with cuda.capture() as graph:
         issue(cuda, cuda.current, signals)
-    words = signals._theirs if signals.self_reset else signals._captured
+    words = signals._flags
     for _ in range(2):
         graph.replay(cuda.streams[0])
         cuda.streams[0].run(1)

@@ -23,33 +23,24 @@ def record(op="all_gather_matmul", **ms):
 @pytest.mark.parametrize(
     ("ms", "says"),
     [
-        ({"nccl_mm": 1.0, "nccl_ours": 1.1, "fused_1": 0.9, "fused_2": 0.8}, (True, 2)),
-        ({"nccl_mm": 1.0, "nccl_ours": 1.1, "fused_1": 0.9, "fused_2": 0.895}, (True, 1)),
-        ({"nccl_mm": 1.0, "nccl_ours": 0.8, "fused_1": 0.9}, (False, 1)),
-        ({"nccl_mm": 1.0, "fused_1": 0.995, "fused_2": 1.1}, (False, 1)),
-        ({"nccl_mm": 1.0}, (False, 1)),
+        ({"nccl_ours": 1.1, "fused_1": 0.9, "fused_2": 0.8}, (True, 2, "pull")),
+        ({"nccl_ours": 1.1, "fused_1": 0.9, "fused_2": 0.895}, (True, 1, "pull")),
+        ({"nccl_ours": 0.8, "fused_1": 0.9}, (False, 1, "pull")),
+        ({"fused_1": 0.995, "fused_2": 1.1}, (False, 1, "pull")),
+        ({}, (False, 1, "pull")),
+        ({"fused_push_1": 0.801, "fused_pull_1": 0.8}, (True, 1, "pull")),
+        ({"fused_pull_1": 0.8, "fused_push_1": 0.799}, (True, 1, "push")),
+        ({"fused_push_1": 0.8, "fused_pull_2": 0.795}, (True, 1, "push")),
+        ({"fused_push_1": 0.8, "fused_pull_1": 0.9, "fused_pull_2": 0.7}, (True, 2, "pull")),
+        ({"fused_push_1": 0.995}, (False, 1, "pull")),
     ],
 )
 def test_the_fastest_counts_and_what_is_not_worth_it_does_not(ms, says):
-    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
-        (entry,) = made_by.entries(record(op, **ms))
-        assert (entry["fused"], entry["chunks"]) == says
-        assert entry.get("way", "none") == ("none" if op == "matmul_reduce_scatter" else "pull")
-
-
-@pytest.mark.parametrize(
-    ("ms", "says"),
-    [
-        ({"nccl_mm": 1.0, "fused_push_1": 0.801, "fused_pull_1": 0.8}, (True, 1, "pull")),
-        ({"nccl_mm": 1.0, "fused_pull_1": 0.8, "fused_push_1": 0.799}, (True, 1, "push")),
-        ({"nccl_mm": 1.0, "fused_push_1": 0.8, "fused_pull_2": 0.795}, (True, 1, "push")),
-        ({"nccl_mm": 1.0, "fused_push_1": 0.8, "fused_pull_1": 0.9, "fused_pull_2": 0.7}, (True, 2, "pull")),
-        ({"nccl_mm": 1.0, "fused_push_1": 0.995}, (False, 1, "pull")),
-    ],
-)
-def test_of_a_gather_the_way_that_took_least_counts(ms, says):
-    (entry,) = made_by.entries(record(**ms))
+    (entry,) = made_by.entries(record(nccl_mm=1.0, **ms))
     assert (entry["fused"], entry["chunks"], entry["way"]) == says
+    if not any("pu" in form for form in ms):
+        (entry,) = made_by.entries(record("matmul_reduce_scatter", nccl_mm=1.0, **ms))
+        assert (entry["fused"], entry["chunks"], "way" in entry) == (*says[:2], False)
 
 
 def test_an_entry_decides_its_class(monkeypatch):

@@ -67,5 +67,5 @@ def kind(request):
 
 @pytest.fixture(params=["uniform", "odd", "ragged"])
 def chunking(request):
-    """Of `gpu_cases.arrivals`."""
+    """Of `gpu_cases.CHUNKINGS`."""
     return request.param

@@ -40,18 +40,13 @@ class AttentionCase(NamedTuple):
 
     def plan(self, device: Any) -> Any:
         """One worker, a few items, several blocks of keys each."""
-        from attention_maths import FEATURES
+        from gpu_runs import asked
+
+        from tilestream.ops.attention_operands import problem_of
         from tilestream.plan.attention_plan import of_candidate
-        from tilestream.plan.attention_problem import AttentionProblem
         from tilestream.plan.policy import hopper_attention
 
-        paged = {"page_size": 8, "pages": sum(-(-n // 8) for n in self.keys) + 3, "lengths": True}
-        keys = (-(-max(self.keys) // 8) + 1) * 8 if self.how == "paged" else max(self.keys)
-        problem = AttentionProblem(
-            len(self.keys), 2, 2, self.queries, keys, 64, return_lse=True, dtype=self.dtype,
-            scaled=self.dtype == "float8_e4m3fn", **FEATURES[self.features],
-            **(paged if self.how == "paged" else {}),
-        )  # fmt: skip
+        problem = problem_of(*asked(self.call("cpu")))
         made = hopper_attention.candidates(
             problem, device, 1, kind="static", variant=self.variant, splits=self.shares
         )  # fmt: skip
@@ -74,15 +69,7 @@ CASES = {
 
 
 class Prepared(NamedTuple):
-    """A launch that is not issued yet.
-
-    Attributes
-    ----------
-    arguments, filled
-        The plan's part of the kernel's arguments, and all of them.
-    check
-        Raises if the answer is wrong.
-    """
+    """A launch that is not issued yet: its arguments, the plan's part of them, and what raises if it answers wrong."""
 
     arguments: Any
     filled: tuple[Any, ...]
@@ -92,16 +79,16 @@ class Prepared(NamedTuple):
 def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
     """A launch of a case, by a plan for a device of such properties; outputs are NaN."""
     import torch
+    from gpu_runs import asked
 
     import tilestream as ts
-    from tilestream.core.operands import AttentionOperands
     from tilestream.kernels.hopper.attention import attend
     from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
     from tilestream.ops.attention_gpu import layout_of
 
     call, plan = case.call(device), case.plan(properties)
-    x, scale = call.tensors, 64**-0.5
-    batch, rows, heads, columns = x["q"].shape
+    x, *_ = asked(call)
+    batch, rows, heads, columns = x.q.shape
 
     def nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((plan.shares, batch, *shape), float("nan"), dtype=dtype, device=device)
@@ -110,14 +97,13 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
         out, lse = nan(rows, heads, columns), nan(rows, heads).transpose(2, 3)
     else:
         out, lse = nan(rows, heads, columns, dtype=torch.bfloat16), nan(heads, rows)
-    lists = {name: x.get(name) for name in ("scale_q", "scale_k", "scale_v", "block_table", "seqlens_k")}
-    layout = layout_of(AttentionOperands(x["q"], x["k"], x["v"], out[0], scale, lse[0], **lists))
-    arguments = HopperAttentionArguments(plan, layout)
-    maps = zip((arguments.q, arguments.k, arguments.v, arguments.out), (x["q"], x["k"], x["v"], out), strict=True)
+    arguments = HopperAttentionArguments(plan, layout_of(x._replace(out=out[0], lse=lse[0])))
+    maps = zip((arguments.q, arguments.k, arguments.v, arguments.out), (x.q, x.k, x.v, out), strict=True)
     slots = torch.zeros(64, dtype=torch.int32, device=device)
-    scales = (lists[f"scale_{name}"] for name in "qkv")
-    given = (lse, None, *scales, None, None, lists["seqlens_k"], lists["block_table"], slots, None, None, None)
-    filled = arguments.pack(attend)((*[descriptor(*one) for one in maps], *given, 0, 0, *arguments.scales(scale)))
+    given = (
+        lse, None, x.scale_q, x.scale_k, x.scale_v, None, None, x.seqlens_k, x.block_table, slots, None, None, None,
+    )  # fmt: skip
+    filled = (*[descriptor(*one) for one in maps], *given, 0, 0, *arguments.scales(64**-0.5))
 
     def check() -> None:
         answer, logs = out[0], lse[0]
@@ -125,7 +111,7 @@ def prepared(case: AttentionCase, device: str, properties: Any) -> Prepared:
             answer, logs = ts.merge_attention(out[0], lse[0], out[1], lse[1])
         call.check(answer.to(torch.bfloat16), logs)
 
-    return Prepared(arguments, filled, check)
+    return Prepared(arguments, arguments.pack(attend)(filled), check)
 
 
 def run(kernel: Any, case: AttentionCase) -> None:

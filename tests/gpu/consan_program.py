@@ -18,13 +18,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from hopper_cases import HopperCase
+from gpu_cases import Case
+from hopper_cases import hopper_case
 
 from mutants.engine import load
 from mutants.sanitized import GEMM, SanitizedKernel
@@ -34,11 +36,12 @@ HANGS = 60.0
 
 #: The smallest tile of each variant, more items than a ring has slots, more K steps than it has stages.
 CASES = {
-    "single": HopperCase(187, 32, 400, "single", (64, 32), schedule="static", stages=2, workers=1, layout="nt"),
-    "cooperative": HopperCase(
-        379, 16, 400, "cooperative", (128, 16), schedule="static", stages=2, workers=1, layout="nt"
-    ),
-    "ping_pong": HopperCase(187, 128, 200, "ping_pong", (64, 128), schedule="static", stages=2, workers=1, layout="nt"),
+    case.variant: replace(case, schedule="static", stages=2, workers=1, layout="nt")
+    for case in (
+        hopper_case(187, 32, 400, "single", (64, 32)),
+        hopper_case(379, 16, 400, "cooperative", (128, 16)),
+        hopper_case(187, 128, 200, "ping_pong", (64, 128)),
+    )
 }
 
 
@@ -82,7 +85,7 @@ def _hangs() -> None:
     os._exit(3)
 
 
-def run(kernel: Any, case: HopperCase) -> None:
+def run(kernel: Any, case: Case) -> None:
     """A launch, whose answer is checked."""
     from error_rule import passes
     from tilestream.launch.hopper.arguments import Arguments

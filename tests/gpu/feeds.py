@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
-from gpu_runs import BF16, poison
+from gpu_cases import BF16, CHUNKINGS, Case, chunks_of
+from gpu_runs import Run, poison
 
 import tilestream as ts
-from device_order import check_gates, check_order
-from tilestream.arrival.flat import Awaited, FlatArrival
-from tilestream.core.operands import GemmOperands
-from tilestream.launch.launch import Launch, Probe
 from tilestream.runtime.streams import lend_to
 
 #: Each launch is waited for: one that waits for a chunk that is issued after it would expire.
@@ -32,9 +30,18 @@ def refused_in_quarantine() -> None:
         ts.check()
 
 
-def in_order(arrival: ts.Arrival) -> list[int]:
-    """The chunks, from the pivot on."""
-    return [(arrival.pivot + i) % arrival.num_chunks for i in range(arrival.num_chunks)]
+def arrival_of(bounds: tuple[int, ...], pivot: int = 0, signals: torch.Tensor | None = None) -> ts.Arrival:
+    """Chunks of such bounds: uniform where they are."""
+    where: dict[str, Any] = {"pivot": pivot, "signals": signals, "device": "cuda" if signals is None else None}
+    if size := chunks_of(bounds).rows_per_chunk:
+        return ts.Arrival.uniform(size, len(bounds) - 1, **where)
+    return ts.Arrival.ragged(bounds, **where)
+
+
+def pivots(chunking: str) -> list[ts.Arrival]:
+    """An arrival of `gpu_cases.M` rows for each chunk that the raster may begin with."""
+    bounds = CHUNKINGS[chunking]
+    return [arrival_of(bounds, pivot) for pivot in range(len(bounds) - 1)]
 
 
 class Feed:
@@ -49,7 +56,9 @@ class Feed:
 
     @property
     def order(self) -> list[int]:
-        return in_order(self.arrival)
+        """The chunks, from the pivot on."""
+        count = self.arrival.num_chunks
+        return [(self.arrival.pivot + i) % count for i in range(count)]
 
     def rows(self, chunk: int) -> slice:
         return slice(*self.bounds[chunk : chunk + 2])
@@ -61,18 +70,23 @@ class Feed:
         m = planes.shape[1]
         return [plane[max(0, begin - i * m) : max(0, end - i * m)] for i, plane in enumerate(planes)]
 
-    def copy(self, chunk: int) -> None:
-        """Copy a chunk, and do not signal it."""
+    def copy(self, *chunks: int) -> None:
+        """Copy chunks, and signal none."""
         with torch.cuda.stream(self.stream):
-            for into, source in zip(self._parts(self.tensor, chunk), self._parts(self.source, chunk), strict=True):
-                into.copy_(source, non_blocking=True)
+            for chunk in chunks:
+                for into, source in zip(self._parts(self.tensor, chunk), self._parts(self.source, chunk), strict=True):
+                    into.copy_(source, non_blocking=True)
+
+    def signal(self, *chunks: int) -> None:
+        with torch.cuda.stream(self.stream):
+            for chunk in chunks:
+                self.arrival.signal(chunk)
 
     def __call__(self, *chunks: int, pause: float = 0.0) -> Feed:
         """Copy and signal chunks; ``pause``: seconds after each."""
         for chunk in chunks:
             self.copy(chunk)
-            with torch.cuda.stream(self.stream):
-                self.arrival.signal(chunk)
+            self.signal(chunk)
             if pause:
                 self.stream.synchronize()
                 time.sleep(pause)
@@ -92,13 +106,53 @@ class Feed:
         self.stream.wait_stream(torch.cuda.current_stream())
 
 
-def check_gate(launch: Launch, feed: Feed, b: torch.Tensor, out: torch.Tensor, pause: float = 0.0) -> None:
-    """Launch before anything is there: workers take and wait for what the host's text says."""
-    plan = launch.plan
-    probe = Probe(plan.workers, 512, out.device)
-    signals = FlatArrival.of(feed.arrival).signals("matmul", out.device)
-    launch(GemmOperands(feed.tensor, b, out), Awaited(signals, None, 5.0, "matmul"), probe)
-    feed(*feed.order, pause=pause)
-    logs = [probe.log(worker) for worker in range(plan.workers)]
-    check_order(plan.schedule, logs)
-    check_gates(plan.gate, plan.schedule, logs)
+class GatedRun(Run):
+    """A case of which operands arrive; a call launches it.
+
+    Attributes
+    ----------
+    feeds
+        Of ``arrival``, A's rows, and of ``weight_arrival``, B's columns, as far as they arrive.
+    want
+        The answer with everything there.
+    """
+
+    def __init__(self, case: Case, signals: torch.Tensor | None = None) -> None:
+        super().__init__(case)
+        a, b = self.operands["a"], self.operands["b"]
+        self.feeds: dict[str, Feed] = {}
+        if case.rows:
+            self.feeds["arrival"] = Feed(arrival_of(case.rows, case.pivot, signals), a)
+            self.operands["a"] = self.feeds["arrival"].tensor
+        if case.columns:
+            self.feeds["weight_arrival"] = Feed(arrival_of(case.columns, case.pivot), b.mT)
+            self.operands["b"] = self.feeds["weight_arrival"].tensor.mT
+        self.there = {**self.operands, "a": a, "b": b}
+        self.want = torch.empty(0)
+
+    def launch(self, deadline: float = 5.0) -> torch.Tensor:
+        """Into a fresh output of NaN."""
+        arrivals = {name: one.arrival for name, one in self.feeds.items()}
+        out, _ = self.case.output("cuda")
+        return self.plan.run(**self.operands, out=out, **self.how, **arrivals, deadline=deadline)
+
+    def check(self, out: torch.Tensor, around: torch.Tensor | None = None) -> None:
+        """As if everything had been there."""
+        arriving, self.operands = self.operands, self.there
+        super().check(out, around)
+        self.operands = arriving
+
+    def whole(self) -> torch.Tensor:
+        """`want`, launched and checked."""
+        self.feed_all()
+        self.want = self.launch()
+        self.check(self.want)
+        return self.want
+
+    def feed_all(self) -> None:
+        for one in self.feeds.values():
+            one.all()
+
+    def again(self) -> None:
+        for one in self.feeds.values():
+            one.again()

@@ -1,4 +1,4 @@
-"""What GPU tests share: poisoned tensors, captured and repeated launches, reports of deadlines that passed."""
+"""What GPU tests share: poisoned tensors, launches of cases, captured launches, reports of missed deadlines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from gpu_cases import BF16, Case
 
 import tilestream as ts
+from attention_maths import Call
+from error_rule import check, errors
+from tilestream.core.operands import AttentionOperands
+from tilestream.launch.cache import launch_cache
+from tilestream.ops import attention_gpu, attention_library
+from tilestream.ops.attention_operands import Settings
+from tilestream.plan.plan import Plan
+from tilestream.runtime import device_workspace as workspaces
+from tilestream.runtime.properties import cuda_properties
 
-BF16 = torch.bfloat16
 ON_NVIDIA = torch.cuda.is_available() and torch.version.hip is None
 ON_HOPPER = ON_NVIDIA and torch.cuda.get_device_capability() == (9, 0)
+Operands = dict[str, torch.Tensor | None]
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------
@@ -43,6 +54,11 @@ def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
 
+def rand(*shape: int) -> torch.Tensor:
+    """Scales, none of them near 0."""
+    return torch.rand(shape, device="cuda") + 0.5
+
+
 def poison_around(like: torch.Tensor, before: tuple[int, ...], behind: tuple[int, ...]) -> torch.Tensor:
     """A copy of a tensor in the middle of NaN: so many elements of each dimension lie before and behind it."""
     shape = (sum(sizes) for sizes in zip(before, like.shape, behind, strict=True))
@@ -50,7 +66,57 @@ def poison_around(like: torch.Tensor, before: tuple[int, ...], behind: tuple[int
     return store[tuple(slice(b, b + n) for b, n in zip(before, like.shape, strict=True))].copy_(like)
 
 
+def poison_scratch() -> None:
+    """A launch must not pass on what an earlier one left there."""
+    for space in workspaces._workspaces.values():
+        if "partials" in space._kept:
+            poison(space._kept["partials"])
+
+
+def check_untouched(out: torch.Tensor, around: torch.Tensor) -> None:
+    """All around the output is still NaN."""
+    outside = torch.ones_like(around, dtype=torch.bool)
+    outside.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(False)
+    assert around[outside].isnan().all(), "written outside of the output"
+
+
 # Launches ------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A case of a GEMM with its plan and its operands on this GPU; a call launches it."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.operands = case, case.operands("cuda")
+        self.plan: Plan = case.plan(cuda_properties())[0]
+        self.how = {"alpha": case.alpha, "beta": case.beta, "activation": case.activation}
+
+    def __call__(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.plan.run(**self.operands, out=out, **self.how)
+
+    def check(self, out: torch.Tensor, around: torch.Tensor | None = None) -> None:
+        """The answer keeps the error rule; float32 was not rounded to 16 bits. ``around``: see `check_untouched`."""
+        case = self.case
+        reference = check(out, case.maths(self.operands))
+        if out.dtype == torch.float32 and not case.fp8 and not case.forced_tf32:
+            worst, _ = errors(out, reference)
+            assert worst <= 2e-4 * reference.abs().max().item(), f"{worst}: rounded to 16 bits on its way?"
+        if around is not None:
+            check_untouched(out, around)
+
+
+def asked(call: Call) -> tuple[AttentionOperands, Settings]:
+    """A call of attention as the op hands it to its launch, which is not issued; outputs are NaN."""
+    found: list[tuple[Any, ...]] = []
+    launch_cache.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((attention_gpu, "run"), (attention_library, "execute")):
+            patch.setattr(module, name, lambda *given: found.append(given))
+        ts.attention(**call.tensors, **call.options, return_lse=True)
+    ((operands, settings, *_),) = found
+    poison(operands.out)
+    poison(operands.lse)
+    return operands, settings
 
 
 @contextlib.contextmanager
@@ -89,31 +155,18 @@ class Differences:
         return self.count.item() == 0
 
 
-def allocations() -> int:
-    """How many blocks torch's allocator has handed out so far."""
-    return torch.cuda.memory_stats()["allocation.all.allocated"]
-
-
-def check_allocations(into: Callable[[], object], fresh: Callable[[], object]) -> None:
+def check_allocations(fresh: Callable[[], object], into: Callable[[], object] = lambda: None) -> None:
     """A call that is given its output allocates nothing; one that is not, its output alone."""
+
+    def allocations() -> int:
+        return torch.cuda.memory_stats()["allocation.all.allocated"]
+
     before = allocations()
     for _ in range(10):
         into()
     assert allocations() == before
     kept = [fresh() for _ in range(10)]
     assert allocations() == before + len(kept)
-
-
-def on_two_streams(calls: list[Callable[[], torch.Tensor]], rounds: int = 50) -> list[list[torch.Tensor]]:
-    """The answers of two calls, issued in turn, each on a stream of its own."""
-    torch.cuda.synchronize()
-    streams, answers = [torch.cuda.Stream() for _ in calls], [[] for _ in calls]
-    for _ in range(rounds):
-        for stream, call, found in zip(streams, calls, answers, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(call())
-    torch.cuda.synchronize()
-    return answers
 
 
 def run_apart(module: str, call: str, **variables: str) -> None:

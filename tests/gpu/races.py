@@ -1,21 +1,18 @@
 """Racecheck's reports, less those of what is no race: for `test_gpu_sanitize`. Needs Triton, no GPU.
 
-Two kinds of hand-over racecheck does not follow, and reports in whatever kernel has them. One is Triton's own, by which
-a kernel's first warps tell the others what to run. The other is ours: a warp stores the item ring's words,
-``bar.warp.sync``, one of its lanes arrives at an mbarrier, all who read have waited for it. In PTX's memory model the
-first happens before the last. For the words, that is ConSan's to judge, which knows mbarriers (`test_gpu_consan`: of
-the GEMM, whose ring is attention's), and `tilestream_tools.verify`'s.
+Racecheck does not follow two kinds of hand-over, and reports them in every kernel that has them:
 
-So a report is let pass that has a read on one side and writes on the other, all of them at lines (a file's name, a
-number) where such a hand-over has them:
+- Triton's own, by which a kernel's first warps tell the others what to run. It is read and written where a kernel
+  begins, and written where its warps part.
+- The item ring's words: a warp stores them, ``bar.warp.sync``, one of its lanes arrives at an mbarrier for which all
+  readers have waited. In PTX's memory model the store happens before the reads. ConSan, which knows mbarriers, judges
+  these words (`test_gpu_consan`), and so does `tilestream_tools.verify`. They are written in `ring.put` alone. They
+  are read in `ring.get`; the compiler moves reads and gives them the line of what they then stand beside: in the loops
+  that call it, in attention's steps, but not at lines of these that load something else. Where a step stands in another
+  file than its kernel, such a read has the line of the kernel's ``def``. A race of another read there with the store
+  of a word would be let pass, too: the table has places, not what lies there.
 
-- of the words: written in `ring.put`, nowhere else. Read in `ring.get`, and, since the compiler moves reads and gives
-  them the line of what they then stand beside, in the texts of the loops that call it and of attention's steps; but not
-  at lines of these that load something else. Where a step stands in another file than its kernel, as attention's do,
-  the compiler gives such a read the line of the kernel's ``def`` (8 bits: by the machine code, reads of the ring's
-  words and of its scales). A race of another read there with the store of a word would be let pass, too: the table has
-  places, not what lies there.
-- of what is to be run: read and written where a kernel begins; written where its warps part.
+A report is let pass that has a read on one side and writes on the other, all of them at such lines.
 """
 
 from __future__ import annotations

@@ -5,16 +5,18 @@ variables: COMMIT names the commit where the tree is a copy without history; JOB
 (default 4: most of a test's time is the host's); SAMPLE=n runs every n-th test; LIMIT is the most seconds of a pass.
 The record notes SAMPLE, and tests that LIMIT cut off.
 
-Passes are ``hopper`` (that kernel's tests), ``attention``, ``alone`` (what waits, or holds every SM: a process a GPU),
-``distributed`` (one process, whose ranks take the GPUs), ``sanitizers``, ``others``, and ``blocking``: numbers again,
-with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What is already in the record stays if it is of the same commit,
-machine and versions: so passes may be run by several commands, where a command's time is limited.
+Passes are ``hopper`` (that kernel's tests), ``attention``, ``alone`` (what waits, or holds every SM: a process a GPU;
+JOBS processes compile its kernels first), ``distributed`` (one process, whose ranks take the GPUs), ``sanitizers``,
+``others``, and ``blocking``: what arrives again, with CUDA_LAUNCH_BLOCKING=1. Without a name all run. What is already
+in the record stays if it is of the same commit, machine and versions: so passes may be run by several commands, where a
+command's time is limited.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -30,6 +32,18 @@ import pytest
 
 HERE = Path(__file__).parent
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-o", "addopts="]
+FILES = {
+    "hopper": ("hopper",),
+    "attention": ("attention", "hopper_attention"),
+    "alone": ("again", "arrival", "arrival_order", "copy_items", "gate", "demo"),
+    "distributed": ("distributed",),
+    "sanitizers": ("consan", "sanitize"),
+    "others": (),
+    "blocking": ("arrival", "copy_items", "launches"),
+}
+#: Compiles kernels; and for how many seconds at most, and which tests it leaves out: what runs in other processes.
+WARM, WARM_SECONDS = "warm", 90.0
+NOT_WARM = "not (multiplies or holds or neighbour or connection or whatever_order or demo)"
 
 
 class Counts:
@@ -54,23 +68,71 @@ class Counts:
         self.part.write_text(json.dumps(found), encoding="utf-8")
 
 
-class Share:
-    """Every ``jobs``-th test; tests that need most of the GPU's memory all go to the first process."""
+class Queue:
+    """Runs the next test that no process of the pass has begun: ``counter`` is a file with their number.
 
-    def __init__(self, job: int, jobs: int) -> None:
-        self.job, self.jobs = job, jobs
+    Tests that need most of the GPU's memory are the first process's.
+    """
 
-    def pytest_collection_modifyitems(self, items):
-        items[:] = [
-            item
-            for index, item in enumerate(items)
-            if (0 if "2_to_the_31" in item.nodeid else index % self.jobs) == self.job
-        ]
+    def __init__(self, counter: Path, job: int, sample: int) -> None:
+        self.counter, self.job, self.sample = counter, job, sample
+        self.large: list[pytest.Item] = []
+        self.shared: list[pytest.Item] = []
+
+    def take(self) -> pytest.Item | None:
+        if self.large:
+            return self.large.pop(0)
+        with self.counter.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            at = int(file.read() or "0")
+            file.seek(0)
+            file.write(str(at + 1))
+        return self.shared[at] if at < len(self.shared) else None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        import torch
+
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} errors during collection")
+        items = [] if session.config.option.collectonly else session.items[:: self.sample]
+        large = [item for item in items if "2_to_the_31" in item.nodeid]
+        self.shared = [item for item in items if item not in large]
+        self.large = large if self.job == 0 else []
+        item = self.take()
+        while item is not None:
+            following = self.take()
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # a process whose context is lost ends here, and takes no more tests
+            item = None if session.shouldfail or session.shouldstop else following
+        return True
 
 
-def part_of_pass(part: Path, arguments: list[str], job: int, jobs: int) -> None:
-    counts = Counts(part)
-    counts.write(int(pytest.main([*OPTIONS, *arguments], plugins=[counts, Share(job, jobs)])))
+class Dry:
+    """Launches compile their kernels and do nothing, and answers are right, so that a test goes on to its next."""
+
+    def pytest_configure(self):
+        import torch
+
+        import attention_maths
+        import error_rule
+        from tilestream.launch.launch import Kernel
+        from tilestream.launch.launcher import Launcher
+
+        Kernel.__call__ = lambda self, stream, filled: self.load(filled)
+        Launcher.__call__ = lambda self, stream, *varying: None
+        error_rule.check = lambda answer, maths: answer
+        attention_maths.Call.check = lambda self, out, lse: None
+        torch.equal = lambda x, y: True
+
+
+def part_of_pass(name: str, job: str, sample: str, counter: str, part: str, *arguments: str) -> None:
+    """What one process of a pass does."""
+    counts = Counts(Path(part))
+    counts.write(-1)
+    plugins = [counts, Queue(Path(counter), int(job), int(sample)), *([Dry()] if name == WARM else [])]
+    counts.write(int(pytest.main([*OPTIONS, *arguments_of(name), *arguments], plugins=plugins)))
 
 
 def commit() -> str:
@@ -80,45 +142,35 @@ def commit() -> str:
 
 def arguments_of(name: str) -> list[str]:
     """What of the tests is in a pass."""
-
-    def files(*names: str) -> list[str]:
-        return [str(HERE / f"test_gpu_{name}.py") for name in names]
-
-    passes = {
-        "hopper": files("hopper"),
-        "attention": files("attention", "hopper_attention"),
-        "alone": files("again", "arrival", "arrival_order", "copy_items", "hopper_arrival", "demo"),
-        "distributed": files("distributed"),
-        "sanitizers": files("consan", "sanitize"),
-    }
-    rest = [f"--ignore={path}" for paths in passes.values() for path in paths]
-    passes["others"] = [str(HERE), *rest]
-    passes["blocking"] = [
-        *files("matmul", "arrival", "copy_items", "hopper"), "-k",
-        "not 2_to_the_31 and not 1_to_132 and (test_error_rule or not test_gpu_hopper)",
-    ]  # fmt: skip
-    return passes[name]
-
-
-PASSES = ("hopper", "attention", "alone", "distributed", "sanitizers", "others", "blocking")
+    if name == WARM:
+        return [*arguments_of("alone"), "-k", NOT_WARM]
+    files = {one: [str(HERE / f"test_gpu_{file}.py") for file in files] for one, files in FILES.items()}
+    if name == "others":
+        passes = [paths for one, paths in files.items() if one != "blocking"]
+        return [str(HERE), *(f"--ignore={path}" for paths in passes for path in paths)]
+    return files[name]
 
 
 def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
     """A pass, shared by JOBS processes. A process that did not reach its end counts as a failure."""
+    if name == "alone":
+        run(WARM, arguments, target)
     begin, jobs = time.monotonic(), _jobs(name)
-    sample, end = int(os.environ.get("SAMPLE", "1")), begin + float(os.environ.get("LIMIT", "inf"))
-    environment = {**os.environ, "TILESTREAM_PASS": name}
+    sample, limit = os.environ.get("SAMPLE", "1"), float(os.environ.get("LIMIT", "inf"))
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}  # all collect the same tests in the same order
     if name == "blocking":
         environment["CUDA_LAUNCH_BLOCKING"] = "1"
-    parts = [target.with_suffix(f".{name}.{job}") for job in range(jobs)]
+    counter, parts = target.with_suffix(f".{name}"), [target.with_suffix(f".{name}.{job}") for job in range(jobs)]
+    counter.write_text("", encoding="utf-8")
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, str(part), *arguments],
-            env={**environment, "TILESTREAM_SHARE": f"{job}/{jobs * sample}"} | _device_of(job, jobs),
+            [sys.executable, __file__, "--part", name, str(job), sample, str(counter), str(part), *arguments],
+            env=environment | _device_of(job, jobs),
         )
         for job, part in enumerate(parts)
     ]
-    statuses = _wait(started, end)
+    statuses = _wait(started, begin + (min(limit, WARM_SECONDS) if name == WARM else limit))
+    counter.unlink()
     outcomes: collections.Counter[str] = collections.Counter()
     failures: list[str] = []
     for job, (part, status) in enumerate(zip(parts, statuses, strict=True)):
@@ -129,7 +181,7 @@ def run(name: str, arguments: list[str], target: Path) -> dict[str, object]:
         if (ended := found.get("status", -1)) not in (0, 1, 5):  # 5: no test fell to this process
             what = "was interrupted" if ended == 2 else f"ended with status {status}"
             failures.append(f"process {job} of {jobs} {what}")
-    return {**outcomes, "failures": failures, "seconds": round(time.monotonic() - begin, 1), "sample": sample}
+    return {**outcomes, "failures": failures, "seconds": round(time.monotonic() - begin, 1), "sample": int(sample)}
 
 
 def _jobs(name: str) -> int:
@@ -166,16 +218,14 @@ def _ended(started: list[subprocess.Popen[bytes]], end: float) -> None:
 
 
 def main() -> int:
-    target, *rest = sys.argv[1:]
-    if os.environ.get("TILESTREAM_PASS"):  # one of those processes
-        job, jobs = map(int, os.environ["TILESTREAM_SHARE"].split("/"))
-        part_of_pass(Path(target), [*arguments_of(os.environ["TILESTREAM_PASS"]), *rest], job, jobs)
+    if sys.argv[1] == "--part":
+        part_of_pass(*sys.argv[2:])
         return 0
+    target, *rest = sys.argv[1:]
     split = rest.index("--") if "--" in rest else len(rest)
-    names, arguments = rest[:split] or PASSES, rest[split + 1 :]
-    unknown = set(names) - set(PASSES)
-    if unknown:
-        raise SystemExit(f"passes are {', '.join(PASSES)}, not {', '.join(unknown)}; pytest's arguments go behind --")
+    names, arguments = rest[:split] or list(FILES), rest[split + 1 :]
+    if unknown := set(names) - set(FILES):
+        raise SystemExit(f"passes are {', '.join(FILES)}, not {', '.join(unknown)}; pytest's arguments go behind --")
     import torch
     import triton
 

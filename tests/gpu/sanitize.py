@@ -20,23 +20,25 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from hopper_cases import BF16, E4M3, FEW, FULL, HopperCase, ways
+import gpu_cases
+from gpu_cases import BF16, E4M3, FULL
+from hopper_cases import FEW, hopper_case, ways
 
 from attention_maths import Case, call_of
 from tilestream.plan import experimental
 
 
-def cases() -> Iterator[HopperCase]:
+def cases() -> Iterator[gpu_cases.Case]:
     """Each variant, two workers, several items each, of which the last is cut off in all directions."""
     for row in FEW:
         bm, bn = ways(row)[0]
         case = (3 * bm - 5, bn + 8, 3 * row.block_k(2) + 9, row.variant, (bm, bn))
         for kind, out in itertools.product(("static", "dynamic", "stream_k"), ("rows", "odd")):
-            yield HopperCase(*case, schedule=kind, out=out, workers=2 if kind != "stream_k" else 5, stages=3)
-        yield HopperCase(*case, out="columns", bias=True, activation="relu", layout="tt", workers=2)
-        yield HopperCase(*case, batch=3, schedule="stream_k", workers=7, residual="rows", beta=2.0)
-        yield HopperCase(*case, dtype=E4M3, layout="nt", scales="row", workers=2)
-    yield HopperCase(200, 136, 200, FEW[0].variant, ways(FEW[0])[0], layout="nt", activation="gelu", **FULL)
+            yield hopper_case(*case, schedule=kind, out=out, workers=2 if kind != "stream_k" else 5, stages=3)
+        yield hopper_case(*case, out="columns", bias=True, activation="relu", layout="tt", workers=2)
+        yield hopper_case(*case, batch=3, schedule="stream_k", workers=7, residual="rows", beta=2.0)
+        yield hopper_case(*case, dtype=E4M3, layout="nt", scales="row", workers=2)
+    yield hopper_case(200, 136, 200, FEW[0].variant, ways(FEW[0])[0], layout="nt", activation="gelu", **FULL)
 
 
 #: Of attention, each with what it is asked for beside: two workers, several items each, of which the last is cut off.
@@ -73,18 +75,16 @@ def attend(case: Case, more: dict[str, Any]) -> None:
     here = call_of(case)
     there = {name: _whole(t) for name, t in here.tensors.items()}
     options = {name: _whole(x) if isinstance(x, torch.Tensor) else x for name, x in here.options.items()}
-    how, chunks, trace = dict(more), more.get("chunks"), more.get("trace", False)
-    for name in ("chunks", "trace"):
-        how.pop(name, None)
-    if chunks is not None:
+    how = {name: value for name, value in more.items() if name not in ("chunks", "trace")}
+    if chunks := more.get("chunks"):
         rows = there["k"].shape[0] * there["k"].shape[1]
-        how["arrival"] = arrival = ts.Arrival.uniform(-(-rows // chunks), chunks, device="cuda")
-        how["deadline"] = 200.0
+        arrival = ts.Arrival.uniform(-(-rows // chunks), chunks, device="cuda")
+        how |= {"arrival": arrival, "deadline": 200.0}
         for chunk in range(chunks):
             arrival.signal(chunk)
     result = _whole(torch.full((*here.tensors["q"].shape[:-1], case.dims[1]), float("nan"), dtype=BF16))
     launch_cache.clear()
-    with ts.trace.record() if trace else contextlib.nullcontext():
+    with ts.trace.record() if more.get("trace") else contextlib.nullcontext():
         _, lse = ts.attention(**there, **options, **how, out=result, return_lse=True, workers=2)
     ts.check()
     (launch,) = launch_cache.of("attention")
@@ -93,11 +93,12 @@ def attend(case: Case, more: dict[str, Any]) -> None:
     print(launch.plan.label, launch.plan.variant, flush=True)
 
 
+Copies = Literal["engine", "kernel"]
 #: Who copies what a GEMM waits for.
-ARRIVALS: tuple[Literal["engine", "kernel"], ...] = ("engine", "kernel")
+ARRIVALS: tuple[Copies, ...] = ("engine", "kernel")
 
 
-def arrive(copies: Literal["engine", "kernel"]) -> None:
+def arrive(copies: Copies) -> None:
     """A GEMM whose rows arrive in three chunks, checked on the CPU. What the engine copies is there before."""
     import torch
 
@@ -131,9 +132,7 @@ def main() -> None:
         here = case.operands("cpu")
         # Copied in one piece each, with the gaps: a kernel of torch's that fills them would be sanitized, too.
         there = {name: None if t is None else _whole(t) for name, t in here.items()}
-        plan, _ = case.plan(cuda_properties())
-        out, _ = case.output("cpu")
-        result = _whole(out)
+        plan, result = case.plan(cuda_properties())[0], _whole(case.output("cpu")[0])
         plan.run(**there, out=result, alpha=case.alpha, beta=case.beta, activation=case.activation)
         check(result.cpu(), case.maths(here))
         print(case.name, flush=True)

@@ -16,18 +16,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from gpu_runs import ON_HOPPER, nan, randn
+from gpu_runs import ON_HOPPER, Run
 
 if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from gpu_cases import by_name
-from hopper_cases import HopperCase
+from hopper_cases import hopper_case
 from sanitize import ATTENTION, cases
 
 import tilestream as ts
 from attention_maths import Case, call_of
-from tilestream.runtime.properties import cuda_properties
 
 ROUNDS = 400
 LONG_ROUNDS = 60
@@ -75,26 +74,17 @@ def check_repeats(launch: Callable[[], object], out: torch.Tensor, rounds: int, 
 
 #: A turn long, or longer: the other process may have the GPU between any two of its instructions.
 LONG_PRODUCTS = [
-    HopperCase(16384, 16384, 2048, variant, tile, layout="nt", schedule=kind)
+    hopper_case(16384, 16384, 2048, variant, tile, layout="nt", schedule=kind)
     for variant, tile in (("cooperative", (128, 256)), ("ping_pong", (64, 128)), ("single", (64, 64)))
     for kind in ("dynamic", "stream_k")
 ]
 
 
-@pytest.mark.parametrize("case", LONG_PRODUCTS, ids=by_name)
-def test_long_products(case, beside):
-    """Every tile of products whose workers are stopped in the middle, again and again."""
-    a, b, out = randn(16384, 2048), randn(16384, 2048), nan(16384, 16384)
-    plan, _ = case.plan(cuda_properties())
-    check_repeats(lambda: plan.run(a, b.t(), out=out), out, LONG_ROUNDS)
-
-
-@pytest.mark.parametrize("case", list(cases()), ids=by_name)
+@pytest.mark.parametrize("case", [*LONG_PRODUCTS, *cases()], ids=by_name)
 def test_products(case, beside):
-    operands, (out, _) = case.operands("cuda"), case.output("cuda")
-    plan, _ = case.plan(cuda_properties())
-    how = {"alpha": case.alpha, "beta": case.beta, "activation": case.activation}
-    check_repeats(lambda: plan.run(**operands, out=out, **how), out, ROUNDS)
+    """Every tile of products, long ones among them whose workers are stopped in the middle, again and again."""
+    run, (out, _) = Run(case), case.output("cuda")
+    check_repeats(lambda: run(out), out, LONG_ROUNDS if case in LONG_PRODUCTS else ROUNDS)
 
 
 #: Beside the small ones one of a few milliseconds, as long as a turn is.

@@ -6,62 +6,48 @@ The tests force backend "cdna": by itself a plan takes the portable kernel.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
-from gpu_cases import BF16, LAYOUTS
-from gpu_runs import nan, randn
+from gpu_cases import BF16, FULL, LAYOUTS, Case
+from gpu_runs import Run, randn
 
 import tilestream as ts
 from error_rule import FNUZ, FP8, Maths, check, units_of
 from tilestream.plan.policy.cdna_tiles import TILES, refusal
+from tilestream.runtime.properties import cuda_properties
 
 pytestmark = pytest.mark.skipif(torch.version.hip is None, reason="needs an AMD GPU")
 
 
-def arch() -> str:
-    from tilestream.runtime.properties import cuda_properties
-
-    return cuda_properties().arch
-
-
 @pytest.fixture(autouse=True)
-def known():
-    if arch() not in TILES:
-        pytest.skip(f"no CDNA kernel for {arch()}")
+def arch():
+    arch = cuda_properties().arch
+    if arch not in TILES:
+        pytest.skip(f"no CDNA kernel for {arch}")
+    return arch
 
 
-def operand(rows: int, columns: int, letter: str, dtype: torch.dtype, batch: int = 0) -> torch.Tensor:
-    shape = (rows, columns) if letter == "n" else (columns, rows)
-    made = randn(*((batch, *shape) if batch else shape), dtype=dtype)
-    return made if letter == "n" else made.mT
+def run_of(m: int, n: int, k: int, **how: Any) -> Run:
+    run = Run(Case(m, n, k, **{"layout": "nt", "backend": "cdna", **how}))
+    assert run.plan.backend == run.case.backend
+    return run
 
 
-def planned(m, n, k, *, layout="nt", dtype=BF16, batch=0, backend="cdna", **forced) -> ts.Plan:
-    plan = ts.plan(m, n, k, batch=batch or 1, dtype=dtype, device="cuda", layout=layout, backend=backend, **forced)
-    assert plan.backend == backend
-    return plan
-
-
-def run(m, n, k, *, layout="nt", dtype=BF16, batch=0, epilogue=False, **forced) -> None:
-    a, b = operand(m, k, layout[0], dtype, batch), operand(k, n, layout[1], dtype, batch)
-    shape, more = (batch, m, n) if batch else (m, n), {}
-    if epilogue:
-        more = {"bias": randn(n, dtype=dtype), "residual": randn(*shape, dtype=dtype)}
-        more |= {"alpha": 0.5, "beta": 2.0, "activation": "gelu"}
-    plan, out = planned(m, n, k, layout=layout, dtype=dtype, batch=batch, **forced), nan(*shape, dtype=dtype)
-    check(plan.run(a, b, out=out, **more), Maths(a, b, **more))
+def check_run(*extents: int, **how: Any) -> None:
+    run = run_of(*extents, **how)
+    run.check(run(run.case.output("cuda")[0]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("at", range(11))
-def test_every_tile_in_every_layout(at, layout):
-    rows = TILES[arch()]
-    if at >= len(rows):
+def test_every_tile_in_every_layout(at, layout, arch):
+    if at >= len(TILES[arch]):
         pytest.skip("no such tile")
-    tile = rows[at]
+    tile = TILES[arch][at]
     # Ragged rows and columns, and a rest of K.
-    run(
+    check_run(
         tile.block_m * 2 + 48, tile.block_n * 2 + 16, 4 * tile.block_k(2) + 16, layout=layout,
         tile=(tile.block_m, tile.block_n), variant=tile.copies,
     )  # fmt: skip
@@ -70,25 +56,25 @@ def test_every_tile_in_every_layout(at, layout):
 @pytest.mark.parametrize("steps", range(1, 9))
 def test_any_number_of_steps(steps):
     for rest in (0, 16):
-        run(256, 256, 128 * steps + rest, tile=(128, 128))
+        check_run(256, 256, 128 * steps + rest, tile=(128, 128))
 
 
 @pytest.mark.parametrize(
     ("schedule", "queues"), [("static", None), ("dynamic", None), ("dynamic", 8), ("stream_k", None)]
 )
 def test_schedules(schedule, queues):
-    run(1040, 2064, 1040, schedule=schedule, queues=queues, tile=(128, 128), epilogue=True)
+    check_run(1040, 2064, 1040, schedule=schedule, queues=queues, tile=(128, 128), activation="gelu", **FULL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 def test_epilogue_and_batches(dtype):
-    run(528, 400, 272, dtype=dtype, batch=3, epilogue=True)
+    check_run(528, 400, 272, dtype=dtype, batch=3, activation="gelu", **FULL)
 
 
 @pytest.mark.parametrize(("a", "b"), [*itertools.product(FP8, repeat=2), *itertools.product(FNUZ, repeat=2)])
 def test_8_bits(a, b):
     m, n, k = 528, 400, 1040
-    x, w = operand(m, k, "n", a), operand(k, n, "t", b)
+    x, w = randn(m, k, dtype=a), randn(n, k, dtype=b).t()
     scale = torch.full((), 0.5, device="cuda")
     forced = {"dtype": a, "b_dtype": b, "device": "cuda", "scales": "tensor", "backend": "cdna"}
     if a not in units_of(x.device):
@@ -102,27 +88,25 @@ def test_8_bits(a, b):
 def test_rows_that_lie_far_apart():
     # Rows of 2**24 elements: 256 of them are beyond a buffer's offsets.
     wide = torch.empty(200, 2**24, dtype=BF16, device="cuda")
-    a, b = wide[:, :256].copy_(torch.randn(200, 256)), operand(256, 400, "t", BF16)
-    check(planned(200, 400, 256).run(a, b), Maths(a, b))
+    a, b = wide[:, :256].copy_(torch.randn(200, 256)), randn(400, 256).t()
+    check(run_of(200, 400, 256).plan.run(a, b), Maths(a, b))
 
 
 def test_the_same_bits_each_time():
-    a, b = operand(1040, 1040, "n", BF16), operand(1040, 2064, "t", BF16)
-    plan = planned(1040, 2064, 1040, schedule="stream_k")
-    first = plan.run(a, b)
+    run = run_of(1040, 2064, 1040, schedule="stream_k")
+    first = run()
     for _ in range(20):
-        assert torch.equal(plan.run(a, b), first)
+        assert torch.equal(run(), first)
 
 
 def test_speed_is_recorded(record_property):
     """Recorded, not asserted: the kernel has not run yet, and no speed is promised."""
     m = n = k = 8192
-    a, b = operand(m, k, "n", BF16), operand(k, n, "t", BF16)
     for name in ("cdna", "portable"):
-        plan = planned(m, n, k, backend=name)
-        assert not refusal(plan.problem, plan.device)
-        record_property(name, _tflops(lambda plan=plan: plan.run(a, b), m, n, k))
-    record_property("torch", _tflops(lambda: a @ b, m, n, k))
+        run = run_of(m, n, k, backend=name)
+        assert not refusal(run.plan.problem, run.plan.device)
+        record_property(name, _tflops(run, m, n, k))
+    record_property("torch", _tflops(lambda: run.operands["a"] @ run.operands["b"], m, n, k))
 
 
 def _tflops(call, m: int, n: int, k: int) -> float:

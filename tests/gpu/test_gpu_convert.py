@@ -25,7 +25,7 @@ def product(bits, eye, out, KIND: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_each_of_the_256_values_is_a_float16(dtype):
+def test_each_of_the_256_values_is_a_float16_and_the_matrix_units_keep_the_small_ones(dtype):
     kind = str(dtype).removeprefix("torch.")
     every = torch.arange(256, dtype=torch.uint8)
     right = every.view(dtype).float()
@@ -34,15 +34,8 @@ def test_each_of_the_256_values_is_a_float16(dtype):
     torch.testing.assert_close(halves.cpu().float(), right, rtol=0, atol=0, equal_nan=True)
     there = ~right.isnan()
     assert torch.equal(torch.signbit(halves.cpu())[there], torch.signbit(right)[there]), "of zero, too"
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_the_matrix_units_keep_the_small_ones(dtype):
     # Times one: what is below float16's normal numbers is not taken for zero.
-    kind = str(dtype).removeprefix("torch.")
-    finite = torch.arange(256, dtype=torch.uint8)
-    finite[~finite.view(dtype).float().isfinite()] = 0
-    eye = torch.eye(16, dtype=torch.float16, device="cuda")
+    every[~right.isfinite()] = 0
     out = torch.full((16, 16), 7.0, device="cuda")
-    product[(1,)](finite.cuda(), eye, out, kind)
-    assert torch.equal(out.cpu(), finite.view(dtype).float().view(16, 16))
+    product[(1,)](every.cuda(), torch.eye(16, dtype=torch.float16, device="cuda"), out, kind)
+    assert torch.equal(out.cpu(), every.view(dtype).float().view(16, 16))

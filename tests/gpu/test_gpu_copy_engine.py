@@ -1,8 +1,7 @@
-"""A copy inside a GPU needs an SM, the driver's and torch's alike: it waits while every thread of every SM is taken.
+"""A copy inside a GPU waits while every thread of every SM is taken, the driver's and torch's alike.
 
-So a gather copies its own shard into its slot before its kernel starts. Beside the kernel, on another stream, the copy
-would hang: the kernel holds all SMs and waits for peers, which wait for that copy (invariant 10). This test fails
-when a driver comes that makes such copies without an SM.
+So a gather copies its own shard before its kernel starts: the kernel holds all SMs and waits for peers, which wait for
+that copy (invariant 10). This test fails when a driver comes that makes such copies without an SM.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tilestream.core.chunks import Chunks
 from tilestream.core.integers import cdiv
 from tilestream.core.operands import AttentionOperands
 from tilestream.ops.attention_library import lse_shape
-from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_problem import AttentionProblem
 
@@ -46,7 +46,7 @@ def prepared(
     if not scaled:
         call.scales = None
         call.tensors = {name: x for name, x in call.tensors.items() if not name.startswith("scale")}
-    t = Tensors(**call.tensors, sinks=call.options.get("sinks"))
+    t = AttentionOperands(**call.tensors, sinks=call.options.get("sinks"))
     causal, (left, right) = call.options.get("causal", False), call.options.get("window", (None, None))
     scale = call.options.get("scale", t.q.shape[-1] ** -0.5)
     settings = Settings(
@@ -58,7 +58,7 @@ def prepared(
     if chunks is not None:
         keys = FlatArrival(0, 1, 0, chunks.count, chunks.rows_per_chunk, chunks.bounds, None)
     out = nans(*t.q.shape[:-1], t.v.shape[-1], dtype=torch.bfloat16 if case.dtype in FP8 else case.dtype)
-    operands = AttentionOperands(t.q, t.k, t.v, out, scale, nans(*lse_shape(t)), *t[3:])
+    operands = t._replace(out=out, scale=scale, lse=nans(*lse_shape(t)))
     return Prepared(call, operands, problem_of(t, settings, keys))
 
 

@@ -31,7 +31,7 @@ from tilestream.core.loop import (
     WorkerState,
     Write,
     fixup,
-    hand_in,
+    store_and_count,
     work,
     work_through,
 )  # fmt: skip
@@ -351,7 +351,7 @@ def test_a_part_is_settled_computed_or_not(done_by, looked, counted):
 
 
 def test_a_whole_tile_is_settled_as_it_is_handed_in():
-    assert list(fixup(Compute(FIRST))) == list(hand_in(Compute(FIRST))) == [Compute(FIRST)]
+    assert list(fixup(Compute(FIRST))) == list(store_and_count(Compute(FIRST))) == [Compute(FIRST)]
 
 
 def test_every_chunk_a_s_first():

@@ -2,7 +2,7 @@
 
 An edit is a pattern and what is done to the place where it matches::
 
-    at("tilestream.core.loop:hand_in", replace("Count(item)", "Add(item)"))
+    at("tilestream.core.loop:store_and_count", replace("Count(item)", "Add(item)"))
     at("tilestream.core.loop:fixup", delete("yield Write(item)"))
 
 A pattern is Python text: one expression, or statements that follow each other in one block. In a pattern
@@ -15,9 +15,8 @@ Text outside the edited places, comments and line numbers in front of them inclu
 
 `mutated` rebuilds functions of pure Python and leaves the classes of their module alone, so that a checker still
 recognises the operations they yield. `code_of` gives the code of one edited function, for a test that runs it on
-stand-ins. `load` executes whole modules anew, for kernels that Triton compiles. `install`
-edits modules as they are imported, for a process that runs tests. In each case ``inspect.getsource`` shows the edited
-text.
+stand-ins. `load` executes whole modules anew, for kernels that Triton compiles. In each case ``inspect.getsource``
+shows the edited text.
 """
 
 from __future__ import annotations
@@ -27,14 +26,12 @@ import ast
 import copy
 import functools
 import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import itertools
 import linecache
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from pathlib import Path
@@ -293,10 +290,6 @@ def source_of(module: str) -> str:
     """A module's text."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
-    return _read(spec)
-
-
-def _read(spec: importlib.machinery.ModuleSpec) -> str:
     assert spec.origin is not None
     return Path(spec.origin).read_text(encoding="utf-8")
 
@@ -395,68 +388,3 @@ def load(modules: Sequence[str], edits: Sequence[Edit]) -> dict[str, ModuleType]
             sys.modules[name] = module
             setattr(parents[name], name.rpartition(".")[2], module)
     return made
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, text: str) -> None:
-        super().__init__(name, path)
-        self.text, self.file = text, _remembered(text, name)
-
-    def get_source(self, fullname: str) -> str:
-        return self.text
-
-    def get_code(self, fullname: str) -> Any:
-        return compile(self.text, self.file, "exec", dont_inherit=True)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, edits: Sequence[Edit]) -> None:
-        self.edits = edits
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        own = [edit for edit in self.edits if edit.module == fullname]
-        if not own:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        assert spec is not None
-        spec.loader = _Loader(fullname, str(spec.origin), edited(_read(spec), own))
-        return spec
-
-
-def install(edits: Sequence[Edit]) -> Callable[[], None]:
-    """Edit modules when this process imports them, which must not have happened yet; returns what ends that."""
-    early = sorted({edit.module for edit in edits} & set(sys.modules))
-    if early:
-        raise ImportError(f"{', '.join(early)}: imported already, so the edits would not be seen")
-    finder = _Finder(edits)
-    sys.meta_path.insert(0, finder)
-    return lambda: sys.meta_path.remove(finder)
-
-
-# Mutants by rule ------------------------------------------------------------------------------------------------------
-
-_COMPARED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
-
-
-def by_rule(module: str) -> Iterator[tuple[str, Edit]]:
-    """Mutants of every function of a module, named: statements deleted, comparisons changed, numbers one larger."""
-    tree = ast.parse(source_of(module))
-    for function in tree.body:
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        made: list[Edit] = []
-        for node in _walk(function):
-            if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign) and not isinstance(
-                getattr(node, "value", None), ast.Constant
-            ):
-                made.append(delete(ast.unparse(node)))
-            elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
-                left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
-                made.append(replace(ast.unparse(node), f"({left}) {_COMPARED[type(node.ops[0])]} ({right})"))
-            elif isinstance(node, ast.Constant) and type(node.value) is int:
-                made.append(replace(str(node.value), str(node.value + 1)))
-        for edit in dict.fromkeys(made):
-            count = len(_found(edit.find, [function], edit.statements))
-            for nth in range(count):
-                (one,) = at(f"{module}:{function.name}", with_fields(edit, count=count, nth=nth))
-                yield f"{module}:{function.name}: {edit.find} -> {edit.put} ({nth})", one

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilestream as ts
 import tilestream.ops  # the package itself imports them on first use
 from attention_maths import FEATURES, Case, attention_by_torch, call_of
-from tilestream.ops.attention_operands import Settings, Tensors
+from tilestream.core.operands import AttentionOperands
+from tilestream.ops.attention_operands import Settings
 
 ops = torch.ops.tilestream
 CASES = {
@@ -27,13 +28,13 @@ CASES = {
 def arguments(case: Case, *, gradients: bool = False, return_lse: bool = True) -> tuple:
     call = call_of(case)
     sinks = call.options.get("sinks")
-    t = Tensors(**call.tensors, sinks=None if sinks is None else sinks.float())
+    inputs = AttentionOperands(**call.tensors, sinks=None if sinks is None else sinks.float()).inputs
     if gradients:
-        t = Tensors(*(x.requires_grad_() if x is not None and i < 4 else x for i, x in enumerate(t)))
+        inputs = [x.requires_grad_() if x is not None and i < 4 else x for i, x in enumerate(inputs)]
     left = call.options.get("window", (None, None))[0]
     s = Settings(True, "bottom_right", -1 if left is None else left, -1, call.options.get("softcap", 0.0), 0.3,
                  return_lse=return_lse)  # fmt: skip
-    return *t, *s
+    return *inputs, *s
 
 
 @pytest.mark.parametrize("name", ["dense", "sinks", "paged"])

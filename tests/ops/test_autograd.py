@@ -48,28 +48,30 @@ def test_gradients_of_the_epilogue(activation, schedule):
         )
 
 
-def test_gradients_of_addmm_and_linear_and_bmm():
-    a, b, c, x3, y3 = rand(35, 40), rand(40, 37), rand(37), rand(3, 17, 9), rand(3, 9, 18)
-    compare(
-        lambda c, a, b: ts.addmm(c, a, b, alpha=3, beta=2),
-        lambda c, a, b: torch.addmm(c, a, b, alpha=3, beta=2),
-        (c, a, b),
-    )
-    compare(ts.linear, torch.nn.functional.linear, (rand(2, 5, 40), b.t(), c))
-    compare(ts.bmm, torch.bmm, (x3, y3))
-
-
-def test_gradients_of_expanded_and_strided_operands():
-    base, b = rand(1, 40), rand(37, 40)
-    compare(
-        lambda x, y: ts.matmul(x.expand(35, 40), y.t(), workers=2), lambda x, y: x.expand(35, 40) @ y.t(), (base, b)
-    )
-    compare(
+#: An op, the same in torch, and its operands.
+OPS = {
+    "addmm": (
+        lambda c, a, b: ts.addmm(c, a, b, alpha=3, beta=2), lambda c, a, b: torch.addmm(c, a, b, alpha=3, beta=2),
+        ((37,), (35, 40), (40, 37)),
+    ),
+    "linear": (ts.linear, torch.nn.functional.linear, ((2, 5, 40), (37, 40), (37,))),
+    "bmm": (ts.bmm, torch.bmm, ((3, 17, 9), (3, 9, 18))),
+    "expanded": (
+        lambda x, y: ts.matmul(x.expand(35, 40), y.t(), workers=2), lambda x, y: x.expand(35, 40) @ y.t(),
+        ((1, 40), (37, 40)),
+    ),
+    "strided": (
         lambda x, y: ts.matmul(x.expand(3, 35, 40)[:, ::2], y.t().expand(3, 40, 37), workers=2),
-        lambda x, y: x.expand(3, 35, 40)[:, ::2] @ y.t().expand(3, 40, 37),
-        (rand(35, 40), b),
-    )
-    compare(lambda x: ts.matmul(x, x.t(), residual=x @ x.t()), lambda x: 2 * (x @ x.t()), (rand(35, 40),))
+        lambda x, y: x.expand(3, 35, 40)[:, ::2] @ y.t().expand(3, 40, 37), ((35, 40), (37, 40)),
+    ),
+    "one tensor": (lambda x: ts.matmul(x, x.t(), residual=x @ x.t()), lambda x: 2 * (x @ x.t()), ((35, 40),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_gradients_of_other_ops_and_operands(name):
+    op, by_torch, shapes = OPS[name]
+    compare(op, by_torch, [rand(*shape, seed=i) for i, shape in enumerate(shapes)])
 
 
 def test_gradients_of_an_expanded_gradient():

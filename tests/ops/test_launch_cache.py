@@ -1,6 +1,8 @@
-"""Launches that are looked up, without a GPU: tensors that say they are on one, launches that are noted."""
+"""Launches and calls that are looked up, without a GPU: tensors that say they are on one, launches that are noted."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,17 +14,20 @@ from tilestream.arrival.flat import FlatArrival
 from tilestream.core.chunks import Chunks, Incoming
 from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands
 from tilestream.launch import cache
-from tilestream.ops import attention_gpu, gpu, request
-from tilestream.ops.attention_operands import Settings, Tensors
+from tilestream.ops import attention_gpu, attention_library, attention_request, gpu, request
+from tilestream.ops.attention_operands import Settings
 from tilestream.runtime.properties import allows_tf32
+from tilestream.trace import record
 
 
 @pytest.fixture
 def units(monkeypatch):
-    """An empty cache; the SMs of the current context, to be changed."""
+    """An empty cache on the current device; the SMs of the current context, to be changed."""
     found, made = [0], cache.LaunchCache()
-    for module in (request, gpu, attention_gpu):
+    for module in (request, gpu, attention_gpu, attention_request):
         monkeypatch.setattr(module, "launch_cache", made)
+    for module in (request, attention_request):
+        monkeypatch.setattr(module, "check_device", lambda index: None)
     monkeypatch.setattr(cache, "context_units", lambda index: found[0])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return found
@@ -80,16 +85,12 @@ def test_the_cache_does_not_grow_for_ever(monkeypatch):
 
 
 def find_gemm(how=None, **more):
-    x = GemmOperands(*OPERANDS, Epilogue())
-    return gpu.find(x, gpu.How() if how is None else gpu.How(**how), **more)
+    return gpu.find(GemmOperands(*OPERANDS), gpu.How(**(how or {})), **more)
 
 
 def find_attention(how=None):
-    q, k, v, out = HEADS
     settings = Settings(False, "bottom_right", -1, -1, 0.0, 0.3)
-    return attention_gpu.find(
-        AttentionOperands(q, k, v, out, 0.3, None), Tensors(q, k, v), settings, None, (how or {}).get("limit", 0)
-    )
+    return attention_gpu.find(AttentionOperands(*HEADS, 0.3), settings, None, **(how or {}))
 
 
 OPERANDS = [on_gpu(*shape, dtype=torch.float32) for shape in ((4, 3), (3, 2), (4, 2))]
@@ -129,27 +130,49 @@ def test_a_launch_is_for_its_schedule_its_arrival_and_what_it_publishes(units, m
 
 
 @pytest.fixture
-def launched(units, monkeypatch):
-    """Operands whose product went through before, and what was launched since."""
+def calls(units, monkeypatch):
+    """What was launched, and how: the long way through the registered op, or at once with these operands."""
     found = []
-    a, b = on_gpu(4, 3), on_gpu(3, 2)
-    monkeypatch.setattr(request, "is_plain", lambda x: type(x) is OnGpu)
-    monkeypatch.setattr(request, "check_device", lambda index: None)
+    monkeypatch.setattr(cache, "is_plain", lambda x: type(x) is OnGpu)
+    monkeypatch.setattr(request, "_multiply", lambda r: (r.check(), found.append("long"), on_gpu(4, 2))[-1])
+    monkeypatch.setattr(attention_library, "_run", lambda *args: found.append("long"))
     monkeypatch.setattr(gpu, "_make", lambda *args: found.append)
-    with monkeypatch.context() as patch:
-        patch.setattr(request, "_multiply", lambda r: on_gpu(4, 2))
-        ts.matmul(a, b)
-    assert not found
-    return a, b, found
+    monkeypatch.setattr(attention_gpu, "find", lambda *args: found.append)
+    return found
 
 
-def test_the_second_call_is_a_launch_and_nothing_else(launched):
-    a, b, found = launched
+def qkv(layout="bshd", heads_kv=2):
+    shapes = [(2, 5, heads, 8) if layout == "bshd" else (2, heads, 5, 8) for heads in (4, heads_kv, heads_kv)]
+    return tuple(on_gpu(*shape) for shape in shapes)
+
+
+def how_they_went(calls) -> str:
+    """A letter a call: the long way, or at once."""
+    return "".join("l" if call == "long" else "c" for call in calls)
+
+
+def test_the_second_product_is_a_launch_and_nothing_else(calls):
+    a, b = on_gpu(4, 3), on_gpu(3, 2)
+    ts.matmul(a, b)
     out = ts.matmul(a, b)
-    ((*tensors, epilogue),) = found
+    first, (*tensors, epilogue) = calls
+    assert first == "long"
     assert [x is y for x, y in zip(tensors, (a, b, out), strict=True)] == [True] * 3
     assert epilogue == Epilogue()
     assert out.shape == (4, 2)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_the_second_attention_is_a_launch_and_nothing_else(calls, layout):
+    q, k, v = qkv(layout)
+    how = {"causal": True, "layout": layout, "return_lse": True}
+    answers = [ts.attention(q, k, v, **how) for _ in range(2)]
+    first, second = calls
+    assert first == "long"
+    assert all(x is y for x, y in zip((*second[:3], second.out, second.lse), (q, k, v, *answers[1]), strict=True))
+    for one, other in zip(*answers, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+    assert second.scale == pytest.approx(8**-0.5)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +185,92 @@ def test_the_second_call_is_a_launch_and_nothing_else(launched):
         ({"schedule": "eager"}, ValueError, "schedule='eager'"),
         ({"workers": 0}, ValueError, "workers=0"),
         ({"out_dtype": "float16"}, TypeError, "out_dtype='float16'"),
+        ({"window": (1, -5)}, ValueError, r"window=\(1, -5\)"),
+        ({"splits": 0}, ValueError, "splits=0"),
     ],
     ids=str,
 )
-def test_wrong_arguments_raise_behind_right_ones(launched, wrong, error, says):
-    a, b, found = launched
+def test_wrong_arguments_raise_behind_right_ones(calls, wrong, error, says):
+    attends = "window" in wrong or "splits" in wrong
+    op, operands = (ts.attention, qkv()) if attends else (ts.matmul, (on_gpu(4, 3), on_gpu(3, 2)))
+    op(*operands)
     with pytest.raises(error, match=says):
-        ts.matmul(a, b, **wrong)
-    assert not found
+        op(*operands, **wrong)
+    assert calls == ["long"]
+
+
+def test_an_output_of_other_columns_and_dtype(calls):
+    q, k, v = (on_gpu(2, 5, 4, dim, dtype=torch.float8_e4m3fn) for dim in (16, 16, 8))
+    for _ in range(2):
+        out = ts.attention(q, k, v)
+        assert out.shape == (2, 5, 4, 8)
+        assert out.dtype == torch.bfloat16
+    assert how_they_went(calls) == "lc"
+
+
+def test_queries_that_lie_otherwise_have_the_outputs_own_layout(calls):
+    q = on_gpu(2, 4, 5, 8).transpose(1, 2)
+    outs = [ts.attention(q, q, q) for _ in range(2)]
+    assert how_they_went(calls) == "lc"
+    assert outs[0].stride() == outs[1].stride() == (160, 32, 8, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": True}, {"window": (3, 0)}, {"softcap": 2.0}, {"scale": 1.0}, {"return_lse": True}, {"workers": 3},
+        {"schedule": "static"}, {"sinks": (4,)}, {"scale_k": (1,)}, {"seqlens_k": (2,)}, {"causal": "top_left"},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_another_call_goes_the_long_way(calls, change):
+    for name, shape in change.items():
+        if isinstance(shape, tuple) and name != "window":
+            change = {name: on_gpu(*shape, dtype=torch.int32 if name == "seqlens_k" else torch.float32)}
+    q, k, v = qkv()
+    ts.attention(q, k, v)
+    ts.attention(q, k, v, **change)
+    ts.attention(q, k, v, **change)
+    assert how_they_went(calls) == "llc"
+
+
+@pytest.mark.parametrize(
+    "name", ["traced", "a gradient", "autocast", "half sinks", "a list", "another device", "out", "unaligned"]
+)
+def test_what_always_goes_the_long_way(calls, monkeypatch, name):
+    q, k, v = qkv()
+    how, given = {}, [q, q]
+    if name == "half sinks":  # they are converted first
+        how["sinks"] = on_gpu(4)
+    if name == "a list":
+        how["window"] = [3, 0]
+    if name == "out":  # in the columns that q leaves free, which only the long way sees
+        room = on_gpu(2, 5, 4, 16)
+        given, how["out"] = [room[..., :8]] * 2, room[..., 8:]
+    if name == "unaligned":  # not a multiple of 16
+        given = [q, on_gpu(2 * 5 * 4 * 8 + 1)[1:].view(2, 5, 4, 8)]
+    if name == "a gradient":
+        q.requires_grad_()
+    if name == "autocast":
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: q.dtype)
+    if name == "another device":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for one in given:
+        with record() if name == "traced" else nullcontext():
+            ts.attention(one, k, v, **how)
+    assert calls == ["long", "long"]
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_an_output_that_is_given(calls, layout):
+    q, k, v = qkv(layout)
+    outs = [torch.empty_like(q) for _ in range(3)]
+    for out in outs:
+        found, lse = ts.attention(q, k, v, layout=layout, out=out, return_lse=True)
+        assert found is out
+        assert lse.shape == (2, 4, 5)
+    assert how_they_went(calls) == "lcc"
+    assert all(call.out is out for call, out in zip(calls[1:], outs[1:], strict=True))
+    with pytest.raises(ValueError, match="out: overlaps q in memory"):
+        ts.attention(q, k, v, layout=layout, out=q)

@@ -61,34 +61,22 @@ def test_form_under_stream_k_with_an_epilogue(form):
     check(answer, Maths(a, b, shown, residual, beta=0.5))
 
 
+#: Operands of which each dimension is 0 in turn; ``k`` and the batch are 0 in both.
 EMPTY = [
-    shapes
-    for base in [((5, 6), (6, 7)), ((2, 5, 6), (2, 6, 7)), ((2, 5, 6), (6, 7)), ((6,), (6, 7)), ((5, 6), (6,))]
-    for dim in range(len(base[0]) + len(base[1]))
-    for shapes in [
-        (
-            tuple(0 if i == dim else x for i, x in enumerate(base[0])),
-            tuple(0 if i + len(base[0]) == dim else x for i, x in enumerate(base[1])),
-        )
-    ]
+    tuple(tuple(0 if name == empty else sizes[name] for name in names) for names in form)
+    for form in (("mk", "kn"), ("bmk", "bkn"), ("bmk", "kn"), ("k", "kn"), ("mk", "k"))
+    for empty in sorted(set(form[0] + form[1]))
+    for sizes in [{"b": 2, "m": 5, "k": 6, "n": 7}]
 ]
 
 
 @pytest.mark.parametrize("workers", [None, 2])
 @pytest.mark.parametrize(("shape_a", "shape_b"), EMPTY, ids=str)
 def test_each_dimension_may_be_zero(shape_a, shape_b, workers):
-    # The zero is put into one operand; where the other has that dimension too, it follows.
-    a, b = torch.empty(shape_a), torch.empty(shape_b)
-    if a.shape[-1] != b.shape[-2 if b.dim() > 1 else 0]:
-        k = min(a.shape[-1], b.shape[-2 if b.dim() > 1 else 0])
-        a = a[..., :k]
-        b = b[..., :k, :] if b.dim() > 1 else b[:k]
-    if a.dim() == 3 and b.dim() == 3:
-        batches = min(a.shape[0], b.shape[0])
-        a, b = a[:batches], b[:batches]
-    a, b = rand(*a.shape), rand(*b.shape)
-    answer = ts.matmul(a, b, workers=workers)
-    assert torch.equal(answer, torch.matmul(a, b))
+    a, b = rand(*shape_a), rand(*shape_b)
+    assert torch.equal(ts.matmul(a, b, workers=workers), torch.matmul(a, b))
+    narrow = (x.to(torch.float8_e4m3fn) for x in (a, b))
+    assert torch.equal(ts.matmul(*narrow, workers=workers), torch.matmul(a, b).bfloat16())
 
 
 @pytest.mark.parametrize("schedule", ["auto", "static", "dynamic", "stream_k"])
@@ -98,35 +86,25 @@ def test_k_of_zero_gives_the_epilogue_alone(schedule):
     check(answer, Maths(a, b, bias, residual, activation="gelu"))
 
 
+#: A matrix of ``m`` rows and ``n`` columns, by how it lies in memory; ``make`` makes numbers of a shape.
+STRIDES = {
+    "transposed": lambda make, m, n: make(n, m).t(),
+    "every other": lambda make, m, n: make(2 * m, 3 * n)[::2, ::3],
+    "offset": lambda make, m, n: make(m + 3, n + 5)[3:, 5:],
+    "unaligned": lambda make, m, n: make(m * n + 1)[1:].view(m, n),
+    "one row for all": lambda make, m, n: make(1, n).expand(m, n),
+    "one column for all": lambda make, m, n: make(m, 1).expand(m, n),
+    "one number": lambda make, m, n: make(1, 1).expand(m, n),
+    "windows": lambda make, m, n: make(m + n).as_strided((m, n), (1, 1)),
+}
+
+
 def strided(kind: str, rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A ``rows`` x ``columns`` matrix that lies in memory as ``kind`` says."""
-    match kind:
-        case "transposed":
-            return rand(columns, rows, dtype=dtype, seed=seed).t()
-        case "every other":
-            return rand(2 * rows, 3 * columns, dtype=dtype, seed=seed)[::2, ::3]
-        case "offset":
-            return rand(rows + 3, columns + 5, dtype=dtype, seed=seed)[3:, 5:]
-        case "unaligned":
-            return rand(rows * columns + 1, dtype=dtype, seed=seed)[1:].view(rows, columns)
-        case "one row for all":
-            return rand(1, columns, dtype=dtype, seed=seed).expand(rows, columns)
-        case "one column for all":
-            return rand(rows, 1, dtype=dtype, seed=seed).expand(rows, columns)
-        case "one number":
-            return rand(1, 1, dtype=dtype, seed=seed).expand(rows, columns)
-        case "windows":
-            return rand(rows + columns, dtype=dtype, seed=seed).as_strided((rows, columns), (1, 1))
-    raise AssertionError(kind)
-
-
-STRIDES = [
-    "transposed", "every other", "offset", "unaligned", "one row for all", "one column for all", "one number", "windows"
-]  # fmt: skip
+    return STRIDES[kind](lambda *shape: rand(*shape, dtype=dtype, seed=seed), rows, columns)
 
 
 @pytest.mark.parametrize("kind", STRIDES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_strides(kind, dtype):
     a, b = strided(kind, 35, 43, dtype, 1), strided(kind, 43, 37, dtype, 2)
     plain = rand(35, 43, dtype=dtype, seed=3)
@@ -177,46 +155,35 @@ def test_the_plans_own_tiles_for_a_large_product(request):
 
 
 def test_mm_and_bmm_are_torchs():
-    a, b = rand(40, 30), rand(30, 50)
-    check(ts.mm(a, b), Maths(a, b))
-    check(ts.mm(a, b, activation="relu", workers=2), Maths(a, b, activation="relu"))
-    a, b = rand(3, 20, 30), rand(3, 30, 18)
-    check(ts.bmm(a, b), Maths(a, b))
-    check(ts.bmm(a, b, schedule="stream_k", workers=2), Maths(a, b))
+    for op, a, b in ((ts.mm, rand(40, 30), rand(30, 50)), (ts.bmm, rand(3, 20, 30), rand(3, 30, 18))):
+        check(op(a, b), Maths(a, b))
+        check(op(a, b, activation="relu", workers=2), Maths(a, b, activation="relu"))
+        check(op(a, b, schedule="stream_k", workers=2), Maths(a, b))
 
 
 @pytest.mark.parametrize("shape", [(30,), (7, 30), (2, 7, 30), (2, 2, 7, 30)], ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_linear_is_torchs(shape, with_bias):
-    x, weight, bias = rand(*shape), rand(25, 30), rand(25) if with_bias else None
-    answer = ts.linear(x, weight, bias, workers=2)
-    assert answer.shape == F.linear(x, weight, bias).shape
-    check(answer, Maths(x, weight.t(), bias))
-    check(ts.linear(x, weight, bias, activation="silu"), Maths(x, weight.t(), bias, activation="silu"))
+def test_linear_is_torchs(shape):
+    x, weight = rand(*shape), rand(25, 30)
+    for bias in (None, rand(25)):
+        answer = ts.linear(x, weight, bias, workers=2)
+        assert answer.shape == F.linear(x, weight, bias).shape
+        check(answer, Maths(x, weight.t(), bias))
+        check(ts.linear(x, weight, bias, activation="silu"), Maths(x, weight.t(), bias, activation="silu"))
+    vector = ts.linear(x, weight[0])
+    assert vector.shape == F.linear(x, weight[0]).shape
+    torch.testing.assert_close(vector, F.linear(x, weight[0]))
 
 
-@pytest.mark.parametrize("shape", [(30,), (7, 30), (2, 7, 30)], ids=str)
-def test_linear_with_a_vector_of_weights(shape):
-    x, weight = rand(*shape), rand(30)
-    assert ts.linear(x, weight).shape == F.linear(x, weight).shape
-    torch.testing.assert_close(ts.linear(x, weight), F.linear(x, weight))
-
-
-def test_the_result_is_contiguous_and_new():
-    a, b = rand(40, 30), rand(30, 50)
-    answer = ts.matmul(a, b)
+def test_the_result_is_new_and_operands_are_left_alone():
+    given = rand(40, 30), rand(30, 50), rand(50), rand(40, 50)
+    before, versions = [t.clone() for t in given], [t._version for t in given]
+    a, b, bias, residual = given
+    answer = ts.matmul(a, b, bias=bias, residual=residual, activation="gelu", schedule="stream_k", workers=2)
     assert answer.is_contiguous()
-    assert answer.untyped_storage().data_ptr() not in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr())
+    assert answer.untyped_storage().data_ptr() not in [t.untyped_storage().data_ptr() for t in given]
     assert not answer.requires_grad
-
-
-def test_operands_are_left_alone():
-    a, b, bias, residual = rand(40, 30), rand(30, 50), rand(50), rand(40, 50)
-    before = [t.clone() for t in (a, b, bias, residual)]
-    versions = [t._version for t in (a, b, bias, residual)]
-    ts.matmul(a, b, bias=bias, residual=residual, activation="gelu", schedule="stream_k", workers=2)
-    assert all(torch.equal(x, y) for x, y in zip(before, (a, b, bias, residual), strict=True))
-    assert versions == [t._version for t in (a, b, bias, residual)]
+    assert all(torch.equal(x, y) for x, y in zip(before, given, strict=True))
+    assert versions == [t._version for t in given]
 
 
 def test_nan_and_infinity_stay_where_they_are():

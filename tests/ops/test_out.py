@@ -12,12 +12,7 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 
 M, N, K = 35, 37, 40
 
-HOW = [
-    {},
-    {"workers": 2},
-    {"workers": 3, "schedule": "static"},
-    {"workers": 3, "schedule": "stream_k"},
-]
+HOW = [{}, {"workers": 2}, {"workers": 3, "schedule": "static"}, {"workers": 3, "schedule": "stream_k"}]
 
 #: Ways an [M, N] output may lie: the whole buffer, and the view of it that is passed.
 LAYOUTS = {
@@ -75,24 +70,19 @@ def test_leading_dimensions_that_are_not_one():
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
-def test_residual_is_out(how, activation):
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_residual_is_out(how, activation, batch):
     for dtype in (torch.float32, torch.float16):
-        a, b, out = rand(M, K, dtype=dtype), rand(K, N, dtype=dtype), rand(M, N, dtype=dtype, seed=3)
-        maths = Maths(a, b, None, out.clone(), beta=0.5, activation=activation)
-        assert ts.matmul(a, b, residual=out, out=out, beta=0.5, activation=activation, **how) is out
-        check(out, maths)
-
-
-def test_residual_is_out_in_addmm_and_in_batches():
-    a, b, out = rand(M, K), rand(K, N), rand(M, N, seed=3)
-    maths = Maths(a, b, None, out.clone(), alpha=2.0, beta=-1.0)
-    check(ts.addmm(out, a, b, alpha=2, beta=-1, out=out, workers=2), maths)
-    a, b, out = rand(3, M, K), rand(3, K, N), rand(3, M, N, seed=3)
-    maths = Maths(a, b, None, out.clone())
-    check(ts.matmul(a, b, residual=out, out=out, workers=2), maths)
-    a, b, out = rand(M, K), rand(K, N), rand(N, M, seed=3).t()
-    maths = Maths(a, b, None, out.clone())
-    check(ts.matmul(a, b, residual=out, out=out, workers=2), maths)
+        a, b = rand(*batch, M, K, dtype=dtype), rand(*batch, K, N, dtype=dtype)
+        for out in (rand(*batch, M, N, dtype=dtype, seed=3), rand(*batch, N, M, dtype=dtype, seed=3).mT):
+            if batch and not out.is_contiguous():
+                continue  # leading dimensions that cannot be seen as one
+            maths = Maths(a, b, None, out.clone(), beta=0.5, activation=activation)
+            assert ts.matmul(a, b, residual=out, out=out, beta=0.5, activation=activation, **how) is out
+            check(out, maths)
+    if not batch:
+        maths = Maths(a, b, None, out.clone(), alpha=2.0, beta=-1.0, activation=activation)
+        check(ts.addmm(out, a, b, alpha=2, beta=-1, out=out, activation=activation, **how), maths)
 
 
 @pytest.mark.parametrize("how", [{"workers": 1}, {"workers": 2}], ids=str)
@@ -114,49 +104,49 @@ def test_residual_overlaps_out_elsewhere(kind, how):
     assert torch.equal(buffer, before)
 
 
-def test_residual_beside_out_in_one_buffer():
-    buffer = rand(2 * M, N, seed=4)
-    a, b, residual = rand(M, K), rand(K, N), buffer[:M].clone()
-    check(ts.matmul(a, b, residual=buffer[:M], out=buffer[M:], workers=2), Maths(a, b, None, residual))
-
-
-def test_errors_name_out_and_come_before_anything_is_written():
-    a, b = rand(M, K), rand(K, N)
-    square = rand(M, M)
-
-    def refused(error, match, **options):
-        out = options["out"]
-        before = out.detach().clone()
-        with pytest.raises(error, match=match):
-            ts.matmul(options.pop("a", a), options.pop("b", b), workers=2, **options)
-        assert torch.equal(before.nan_to_num(), out.detach().nan_to_num())
-
-    refused(ValueError, rf"matmul: out has shape \[{N}, {M}\]; the result has \[{M}, {N}\]", out=nans(N, M))
-    refused(ValueError, rf"matmul: out has shape \[1, {M}, {N}\]", out=nans(1, M, N))
-    refused(ValueError, r"matmul: out has shape \[0\]", out=torch.empty(0))
-    refused(
-        TypeError,
+#: What is given beside or instead of a, b and a fresh output; the exception, and what it says.
+REFUSED = {
+    "shape": (lambda: {"out": nans(N, M)}, ValueError, rf"out has shape \[{N}, {M}\]; the result has \[{M}, {N}\]"),
+    "a batch": (lambda: {"out": nans(1, M, N)}, ValueError, rf"out has shape \[1, {M}, {N}\]"),
+    "empty": (lambda: {"out": torch.empty(0)}, ValueError, r"out has shape \[0\]"),
+    "dtype": (
+        lambda: {"out": nans(M, N, dtype=torch.float16)}, TypeError,
         r"out is torch.float16, the result torch.float32; pass out_dtype=torch.float16",
-        out=nans(M, N, dtype=torch.float16),
-    )
-    refused(
-        TypeError,
-        r"out is torch.float32, the result torch.float16",
-        out=nans(M, N),
-        out_dtype=torch.float16,
-    )
-    refused(
-        ValueError, r"out: stride .* several elements share a place; pass out.clone\(\)", out=nans(1, N).expand(M, N)
-    )
-    refused(ValueError, r"out: overlaps a in memory; give an output of its own", a=square, b=square.clone(), out=square)
-    refused(ValueError, r"out: overlaps b in memory", a=square.clone(), b=square, out=square)
-    big = rand(M + 1, M)
-    refused(ValueError, r"out: overlaps a in memory", a=big[1:], b=rand(M, M), out=big[:-1])
-    refused(ValueError, r"out: overlaps a in memory", a=square.t(), b=rand(M, M), out=square)
-    matrix = rand(M, N)
-    refused(ValueError, r"out: overlaps bias in memory", bias=matrix[3], out=matrix)
-    with pytest.raises(ValueError, match=r"matmul: out is on meta, the others on cpu"):
-        ts.matmul(a, b, out=torch.empty(M, N, device="meta"))
+    ),
+    "out_dtype": (
+        lambda: {"out_dtype": torch.float16}, TypeError, r"out is torch.float32, the result torch.float16",
+    ),
+    "expanded": (
+        lambda: {"out": nans(1, N).expand(M, N)}, ValueError,
+        r"out: stride .* several elements share a place; pass out.clone\(\)",
+    ),
+    "a": (
+        lambda: {"a": (x := rand(M, M)), "b": rand(M, M), "out": x}, ValueError,
+        r"out: overlaps a in memory; give an output of its own",
+    ),
+    "b": (lambda: {"a": rand(M, M), "b": (x := rand(M, M)), "out": x}, ValueError, r"out: overlaps b in memory"),
+    "a row further": (
+        lambda: {"a": (x := rand(M + 1, M))[1:], "b": rand(M, M), "out": x[:-1]}, ValueError,
+        r"out: overlaps a in memory",
+    ),
+    "transposed": (
+        lambda: {"a": (x := rand(M, M)).t(), "b": rand(M, M), "out": x}, ValueError, r"out: overlaps a in memory",
+    ),
+    "bias": (lambda: {"bias": (x := rand(M, N))[3], "out": x}, ValueError, r"out: overlaps bias in memory"),
+    "device": (
+        lambda: {"out": torch.empty(M, N, device="meta")}, ValueError, r"matmul: out is on meta, the others on cpu",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_name_out_and_come_before_anything_is_written(name):
+    make, error, message = REFUSED[name]
+    given = {"a": rand(M, K), "b": rand(K, N), "out": nans(M, N), **make()}
+    out, before = given["out"], given["out"].clone()
+    with pytest.raises(error, match=message):
+        ts.matmul(given.pop("a"), given.pop("b"), workers=2, **given)
+    assert out.is_meta or torch.equal(before.nan_to_num(), out.nan_to_num())
 
 
 @pytest.mark.parametrize("which", ["a", "b", "bias", "residual", "out"])
@@ -228,10 +218,10 @@ def test_any_two_views_of_one_buffer_are_refused_or_right():
     assert right > 50
 
 
-def test_columns_of_one_buffer_beside_each_other():
-    # As torch allows it: the input in the first columns, the output in the others (a growing feature buffer).
-    buffer = rand(M, K + N)
-    a, b = buffer[:, :K], rand(K, N)
-    maths = Maths(a.clone(), b)
+def test_views_of_one_buffer_beside_each_other():
+    # As torch allows it: the input in the first columns, the output in the others (a growing feature buffer); or rows.
+    buffer, b, residual = rand(M, K + N), rand(K, N), rand(2 * M, N, seed=4)
+    a, maths = buffer[:, :K], Maths(buffer[:, :K].clone(), b, None, residual[:M].clone())
+    check(ts.matmul(a, b, residual=residual[:M], out=residual[M:], workers=2), maths)
     ts.matmul(a, b, out=buffer[:, K:], workers=2)
-    check(buffer[:, K:].clone(), maths)
+    check(buffer[:, K:].clone(), Maths(maths.a, b))

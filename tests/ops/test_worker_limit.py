@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 
 import tilestream as ts
-from tilestream.ops import library
+from tilestream.ops import attention_execute, execute
 from tilestream.trace import record
 
 
@@ -121,91 +121,116 @@ def test_the_environment(tmp_path):
     assert "TILESTREAM_WORKERS='none': it is a positive whole number" in run("none").stderr
 
 
-# The registered op's argument ----------------------------------------------------------------------------------------
+# The registered ops' argument -----------------------------------------------------------------------------------------
+
+
+class Products:
+    """`tilestream.mm`, and how its registered op is called: with what it needs, and a limit."""
+
+    module, planner = execute, "plan_problem"
+
+    def __init__(self) -> None:
+        self.tensors = operands()
+
+    def public(self, **how):
+        return ts.mm(*self.tensors, **how)
+
+    def registered(self, *limit):
+        end = (None, None, 1.0, 1.0, "none", None, "dynamic", 0, None, None, True)
+        return torch.ops.tilestream.gemm(*self.tensors, *end, *limit)
+
+
+class Attentions:
+    """The same of `tilestream.attention`."""
+
+    module, planner = attention_execute, "plan_attention"
+
+    def __init__(self) -> None:
+        self.tensors = tuple(torch.randn(1, 600, 4, 8) for _ in range(3))
+
+    def public(self, **how):
+        return ts.attention(*self.tensors, schedule="dynamic", **how)
+
+    def registered(self, *limit):
+        end = (False, "bottom_right", -1, -1, 0.0, 0.3, 0, 0, "bshd", False, "dynamic", 0, 0)
+        return torch.ops.tilestream.attention(*self.tensors, *[None] * 8, *end, *limit)[0]
+
+
+@pytest.fixture(params=[Products, Attentions], ids=lambda kind: kind.__name__)
+def op(request):
+    return request.param()
 
 
 @pytest.fixture
-def seen(monkeypatch):
-    """The limits that launches were planned with."""
-    limits, plan = [], library.plan_problem
-    monkeypatch.setattr(
-        library, "plan_problem", lambda *args, limit=0, **how: limits.append(limit) or plan(*args, limit=limit, **how)
-    )
-    return limits
-
-
-def test_it_is_an_argument_of_the_op(seen):
-    a, b = operands()
-    arguments = (a, b, None, None, 1.0, 1.0, "none", None, "dynamic", 0, None, None, True)
-    torch.ops.tilestream.gemm(*arguments, 2)
-    torch.ops.tilestream.gemm(*arguments)
-    with ts.worker_limit(3):
-        torch.ops.tilestream.gemm(*arguments, 2)
-        torch.ops.tilestream.gemm(*arguments, 7)
-    assert seen == [2, 0, 2, 3]
-
-
-def test_the_backward_pass_keeps_to_the_forwards_limit(seen):
-    a, b = (x.requires_grad_() for x in operands())
-    with ts.worker_limit(2):
-        y = ts.matmul(a, b, activation="gelu")
-    y.sum().backward()
-    assert seen == [2] * 4, "the product, the activation's input once more, and both gradients"
-
-
-def test_compiled(seen):
-    torch._dynamo.reset()
-    a, b = operands()
-
-    def inside(a, b, bound):
-        with ts.worker_limit(bound), ts.worker_limit(7):
-            x = ts.mm(a, b)
-        return x + ts.mm(a, b)
-
-    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(a, b, 3), 2 * (a @ b))
-    assert seen == [3, 0]
-    seen.clear()
-    with ts.worker_limit(2):  # around it: nothing is compiled anew
-        compiled(a, b, 3)
-    assert seen == [2, 2]
-    torch._dynamo.reset()
-
-
-# Attention -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def seen_by_attention(monkeypatch):
-    """The limits that attention was planned with, and the workers that it got."""
-    from tilestream.ops import attention_execute
-
-    found, plan = [], attention_execute.plan_attention
+def seen(op, monkeypatch):
+    """The limits that launches were planned with, and the workers that they got."""
+    found, plan = [], getattr(op.module, op.planner)
 
     def spy(*args, limit=0, **how):
         made = plan(*args, limit=limit, **how)
         found.append((limit, made.schedule.workers))
         return made
 
-    monkeypatch.setattr(attention_execute, "plan_attention", spy)
+    monkeypatch.setattr(op.module, op.planner, spy)
     return found
 
 
-def heads():
-    return [torch.randn(1, 600, 4, 8) for _ in range(3)]
+def limits(seen) -> list[int]:
+    return [limit for limit, _ in seen]
 
 
-def test_attention_keeps_to_it(seen_by_attention):
-    q, k, v = heads()
+def test_it_is_an_argument_of_the_op(op, seen):
+    op.registered(2)
+    op.registered()
+    with ts.worker_limit(3):
+        op.registered(2)
+        op.registered(7)
+    assert limits(seen) == [2, 0, 2, 3]
+
+
+def test_the_backward_pass_keeps_to_the_forwards_limit(op, seen):
+    for x in op.tensors:
+        x.requires_grad_()
+    if isinstance(op, Products):
+        with ts.worker_limit(2):
+            y = ts.matmul(*op.tensors, activation="gelu")
+    else:
+        y = op.registered(2)  # without a log-sum-exp: it is worked out once more
+    y.sum().backward()
+    # The product, the activation's input once more, and both gradients.
+    assert seen == [(2, 2)] * (4 if isinstance(op, Products) else 2)
+
+
+def test_compiled(op, seen):
+    torch._dynamo.reset()
+
+    def inside(bound):
+        with ts.worker_limit(bound), ts.worker_limit(7):
+            x = op.public()
+        return x + op.public()
+
+    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(3), 2 * op.public())
+    assert limits(seen) == [3, 0, 0]
+    seen.clear()
+    with ts.worker_limit(2):  # around it: nothing is compiled anew
+        compiled(3)
+    assert limits(seen) == [2, 2]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("op", [Attentions], indirect=True)
+def test_attention_keeps_to_it(op, seen):
+    q, k, v = op.tensors
     with ts.worker_limit(2):
-        out = ts.attention(q, k, v, schedule="dynamic")
-        ts.attention(q, k, v, schedule="dynamic", workers=3, out=torch.empty_like(q))
+        out = op.public()
+        op.public(workers=3, out=torch.empty_like(q))
         arrival = ts.Arrival.uniform(300, 2)
         arrival.signal(0)
         arrival.signal(1)
         ts.attention(q, k, v, arrival=arrival)
-    torch.testing.assert_close(out, ts.attention(q, k, v, schedule="dynamic"))
-    assert seen_by_attention == [(2, 2)] * 3 + [(0, 4)]
+    torch.testing.assert_close(out, op.public())
+    assert seen == [(2, 2)] * 3 + [(0, 4)]
 
 
 def test_attentions_plan_says_so():
@@ -216,38 +241,3 @@ def test_attentions_plan_says_so():
     assert (made.schedule.workers, on_gpu.schedule.workers) == (2, 2)
     assert "3 workers: the limit is 2: worker_limit, or TILESTREAM_WORKERS" in made.explain()
     assert "132 workers: the limit is 2" in on_gpu.explain()
-
-
-def test_it_is_an_argument_of_attentions_op(seen_by_attention):
-    arguments = (*heads(), *[None] * 8, False, "bottom_right", -1, -1, 0.0, 0.3, 0, 0, "bshd", False, "dynamic", 0, 0)
-    torch.ops.tilestream.attention(*arguments, 2)
-    torch.ops.tilestream.attention(*arguments)
-    with ts.worker_limit(3):
-        torch.ops.tilestream.attention(*arguments, 2)
-        torch.ops.tilestream.attention(*arguments, 7)
-    assert [limit for limit, _ in seen_by_attention] == [2, 0, 2, 3]
-
-
-def test_attentions_backward_pass_keeps_to_the_forwards_limit(seen_by_attention):
-    q, k, v = (x.requires_grad_() for x in heads())
-    arguments = (q, k, v, *[None] * 8, False, "bottom_right", -1, -1, 0.0, 0.3, 0, 0, "bshd", False, "dynamic", 0, 0)
-    out, _ = torch.ops.tilestream.attention(*arguments, 2)  # without a log-sum-exp: it is worked out once more
-    out.sum().backward()
-    assert seen_by_attention == [(2, 2)] * 2
-
-
-def test_compiled_attention(seen_by_attention):
-    torch._dynamo.reset()
-
-    def inside(q, k, v):
-        with ts.worker_limit(3):
-            x = ts.attention(q, k, v, schedule="dynamic")
-        return x + ts.attention(q, k, v, schedule="dynamic")
-
-    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
-    tensors = heads()
-    compiled(*tensors)
-    with ts.worker_limit(2):  # around it: nothing is compiled anew
-        compiled(*tensors)
-    assert [limit for limit, _ in seen_by_attention] == [3, 0, 2, 2]
-    torch._dynamo.reset()

@@ -59,10 +59,11 @@ def contexts(monkeypatch):
         cached.cache_clear()
 
 
-def test_the_plan_knows_of_a_green_context(contexts):
+def test_the_plan_knows_of_a_green_context_which_is_asked_once(contexts):
     whole = properties.cuda_properties()
     assert (whole.workers, properties.context_units(0)) == (132, 0)
     contexts.current = 5
+    assert properties.cuda_properties(1).workers == 132, "of another device the current context says nothing"
     green = properties.cuda_properties(0)
     assert (green.workers, properties.context_units(0)) == (96, 96)
     assert green.source.endswith("; this context has 96 of 132")
@@ -71,19 +72,7 @@ def test_the_plan_knows_of_a_green_context(contexts):
     assert properties.cuda_properties().workers == 16
     contexts.current = 1
     assert properties.cuda_properties() is whole
-
-
-def test_a_context_is_asked_once(contexts):
-    for current in (1, 5, 5, 1, 5):
-        contexts.current = current
-        properties.cuda_properties()
-    assert contexts.asked == 2
-
-
-def test_another_devices_context_is_not_the_current_one(contexts):
-    contexts.current = 5
-    assert properties.cuda_properties(1).workers == 132
-    assert contexts.asked == 0
+    assert contexts.asked == 3
 
 
 def test_default_streams_of_two_contexts_share_no_workspace(contexts, monkeypatch):
@@ -98,7 +87,7 @@ def test_default_streams_of_two_contexts_share_no_workspace(contexts, monkeypatc
     assert device_workspace.device_workspace(device, 77) is stream, "a stream is of one context"
 
 
-def test_where_nobody_says_the_device_is_whole(monkeypatch):
+def test_a_driver_that_does_not_say_has_whole_devices(monkeypatch):
     def missing(*_):
         raise OSError("no such library")
 

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import sysconfig
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from cuda_stub import build
 
+from streaming import run_together
 from tritons import triton
 
 module = pytest.importorskip("tilestream.launch.launcher", exc_type=ImportError)
@@ -66,12 +66,21 @@ def made(told: dict, **metadata) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> list[dict]:
-    return compiled(sys.executable, tmp_path_factory.mktemp("triton"))
+    found = compiled(sys.executable, tmp_path_factory.mktemp("triton"))
+    check_sizes(found)
+    return found
 
 
 @pytest.fixture
 def kernel(told) -> SimpleNamespace:
     return made(told[0])
+
+
+@pytest.fixture
+def launch(kernel, told, stub) -> Any:
+    """A launcher of `tma_kernel.every`, whose parameters the stub records."""
+    stub.expect(told[0]["declared"])
+    return Launcher(kernel, (1, 1, 1), ARGUMENTS)
 
 
 def tensor_map(address, type_, shape, strides, box, swizzle, fill, small=False) -> bytes:
@@ -103,13 +112,10 @@ def sent(launch) -> bytes:
 
 
 def check_sizes(found: list[dict]) -> None:
+    """The PTX is read as the assembler reads it."""
     for one in found:
         assert module.ptx_parameter_sizes(one["ptx"], one["name"]) == one["declared"], one["triton"]
-
-
-def test_the_ptx_is_read_as_the_assembler_reads_it(told):
-    check_sizes(told)
-    assert [one["metadata"]["num_warps"] for one in told] == [4, 8]  # those of all partitions
+    assert [one["metadata"]["num_warps"] for one in found] == [4, 8], "those of all partitions"
 
 
 def check_against_triton(python: str, folder: Path) -> str:
@@ -153,9 +159,7 @@ def test_what_the_driver_is_given(kernel, told, stub):
     assert sent(launch) == expected()
 
 
-def test_only_what_varies_changes(kernel, told, stub):
-    stub.expect(told[0]["declared"])
-    launch = Launcher(kernel, (1, 1, 1), ARGUMENTS)
+def test_only_what_varies_changes(launch, stub):
     launch(1, *VARYING)
     launch(2, Y, X, Z + 16, WORDS + 16, -1e9, -1, -(2**31))
     launch(3, *VARYING)
@@ -165,8 +169,7 @@ def test_only_what_varies_changes(kernel, told, stub):
     assert sent(second) == expected(Y, X, Z + 16, WORDS + 16, -1e9, -1, -(2**31))
 
 
-def test_maps_are_made_once_an_address(kernel, stub):
-    launch = Launcher(kernel, (1, 1, 1), ARGUMENTS)
+def test_maps_are_made_once_an_address(launch, stub):
     for _ in range(3):
         launch(0, *VARYING)
     assert stub.get("encoded") == 3
@@ -189,25 +192,14 @@ def test_attributes_are_tritons(told, stub, metadata, attributes):
     assert launch.config.grid[0] == 5 * metadata.get("num_ctas", 1)
 
 
-def test_two_threads_launch_at_once(kernel, told, stub):
-    stub.expect(told[0]["declared"])
+def test_four_threads_launch_at_once(launch, stub):
     stub.set("pause_us", 50)  # before the stub reads the parameters, without the GIL
-    launch = Launcher(kernel, (1, 1, 1), ARGUMENTS)
-    failed = []
 
     def run(thread: int) -> None:
-        try:
-            for i in range(200):
-                launch(thread, X + 4096 * i + 16 * thread, Y, Z, WORDS, float(i), thread, i)
-        except Exception as error:
-            failed.append(error)
+        for i in range(200):
+            launch(thread, X + 4096 * i + 16 * thread, Y, Z, WORDS, float(i), thread, i)
 
-    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    run_together(4, run)
     want = {
         (thread, expected(X + 4096 * i + 16 * thread, scale=float(i), second=thread, epoch=i))
         for thread in range(4)
@@ -266,16 +258,15 @@ def test_arguments_that_are_not_the_kernels(kernel, stub, arguments, error, mess
         Launcher(kernel, (1, 1, 1), arguments)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
+def test_kernels_that_only_triton_launches_and_grids_that_nothing_does(kernel, told, stub):
+    for metadata, message in (
         ({"global_scratch_size": 128}, "has scratch memory: launch it through Triton"),
         ({"num_ctas": 16}, "has a cluster of 16"),
-    ],
-)
-def test_kernels_that_only_triton_launches(told, stub, metadata, message):
-    with pytest.raises(NotImplementedError, match=message):
-        Launcher(made(told[0], **metadata), (1, 1, 1), ARGUMENTS)
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            Launcher(made(told[0], **metadata), (1, 1, 1), ARGUMENTS)
+    with pytest.raises(ValueError, match="extents of 1 and more"):
+        Launcher(kernel, (1, 0, 1), ARGUMENTS)
 
 
 def test_parameters_that_are_not_known(kernel, stub):
@@ -291,25 +282,14 @@ def test_parameters_that_are_not_known(kernel, stub):
             Launcher(kernel, (1, 1, 1), ARGUMENTS)
 
 
-def test_an_empty_grid(kernel, stub):
-    with pytest.raises(ValueError, match="extents of 1 and more"):
-        Launcher(kernel, (1, 0, 1), ARGUMENTS)
-
-
 @pytest.mark.parametrize(
     "varying",
     [
-        VARYING[:-1],
-        (*VARYING, 1),
-        VARYING[:1],
-        (*VARYING[:-1], 2**31),
-        (*VARYING[:-1], 0.5),
+        VARYING[:-1], (*VARYING, 1), VARYING[:1], (*VARYING[:-1], 2**31), (*VARYING[:-1], 0.5),
         (*VARYING[:3], -1, 1, 1, 1),
     ],
-)
-def test_a_call_with_other_arguments(kernel, told, stub, varying):
-    stub.expect(told[0]["declared"])
-    launch = Launcher(kernel, (1, 1, 1), ARGUMENTS)
+)  # fmt: skip
+def test_a_call_with_other_arguments(launch, stub, varying):
     with pytest.raises(ValueError, match=r"a launch of every takes \(x, y, z, words, scale, tuple_, epoch\), not"):
         launch(0, *varying)
     assert not stub.launches
@@ -317,14 +297,12 @@ def test_a_call_with_other_arguments(kernel, told, stub, varying):
     assert sent(stub.launches[0]) == expected()
 
 
-def test_an_address_that_no_map_has(kernel, stub):
+def test_an_address_that_no_map_has(launch):
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        Launcher(kernel, (1, 1, 1), ARGUMENTS)(0, X + 2, *VARYING[1:])
+        launch(0, X + 2, *VARYING[1:])
 
 
-def test_the_drivers_errors(kernel, told, stub):
-    stub.expect(told[0]["declared"])
-    launch = Launcher(kernel, (1, 1, 1), ARGUMENTS)
+def test_the_drivers_errors(launch, stub):
     launch(0, *VARYING)
     for code, said in ((1, r"CUDA_ERROR_INVALID_VALUE \(invalid argument\)"), (719, "code 719")):
         stub.set("fails", code)
@@ -335,9 +313,7 @@ def test_the_drivers_errors(kernel, told, stub):
     assert sent(stub.launches[-1]) == expected()
 
 
-def test_a_fresh_thread_is_given_the_devices_context(kernel, told, stub, monkeypatch):
-    stub.expect(told[0]["declared"])
-    launch = Launcher(kernel, (1, 1, 1), ARGUMENTS)
+def test_a_fresh_thread_is_given_the_devices_context(launch, stub, monkeypatch):
     launch(0, *VARYING)  # makes the maps
     stub.set("fails", 201)
     monkeypatch.setattr(module, "bind_context", lambda: stub.set("fails", 0))

@@ -1,4 +1,4 @@
-"""Streams of our own: lent only when idle, given back when the borrower is gone, whoever finds that out."""
+"""Streams of our own: lent only when idle, given back when the borrower is gone."""
 
 from __future__ import annotations
 
@@ -18,30 +18,20 @@ class Borrower:
     pass
 
 
-def test_each_borrower_has_a_stream_of_its_own(cuda):
-    assert len({lend(DEVICE).cuda_stream for _ in range(4)}) == 4
-
-
-def test_what_comes_back_is_lent_again(cuda):
-    one, other = lend(DEVICE), lend(DEVICE)
-    give_back(other)
-    assert lend(DEVICE) is other
-    give_back(one)
-    give_back(other)
-    assert {lend(DEVICE), lend(DEVICE)} == {one, other}
-    assert lend(DEVICE) not in (one, other)
-
-
-def test_only_when_it_is_idle(cuda):
-    busy, idle = lend(DEVICE), lend(DEVICE)
+def test_what_comes_back_is_lent_again_when_it_is_idle(cuda):
+    one, busy, idle = (lend(DEVICE) for _ in range(3))
+    assert len({one, busy, idle, lend(DEVICE)}) == 4
     busy.give(lambda: None)
     give_back(busy)
-    other = lend(DEVICE)
-    assert other is not busy
+    assert lend(DEVICE) not in (one, busy, idle)
     give_back(idle)
     assert lend(DEVICE) is idle, "the one behind a busy one"
     busy.run()
     assert lend(DEVICE) is busy
+    give_back(one)
+    give_back(idle)
+    assert {lend(DEVICE), lend(DEVICE)} == {one, idle}
+    assert lend(DEVICE) not in (one, busy, idle)
 
 
 def test_until_the_borrower_is_gone(cuda):
@@ -55,10 +45,6 @@ def test_until_the_borrower_is_gone(cuda):
 
 def test_a_stream_of_a_test_before_is_not_lent():
     """Its borrower may be garbage that is collected later."""
-
-    class Borrower:
-        pass
-
     with fake_cuda():
         borrower = Borrower()
         lend_to(borrower, DEVICE)

@@ -7,10 +7,14 @@ import struct
 import pytest
 
 from tilestream.launch import tensor_map as module
-from tilestream.launch.tensor_map import SIZE, TFLOAT32, TensorMap, encode
+from tilestream.launch.tensor_map import SIZE, TFLOAT32, TensorMap
 
 BF16, FP32 = 9, 7
 ADDRESS = 0x7F0000000010
+
+
+def encode(address: int, *tensor, **how) -> bytes:
+    return TensorMap(*tensor, **how).at(address)
 
 
 def told(map_: bytes) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import MutableSequence, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from tilestream.arrival.signals import Signals
 from tilestream.core.chunks import Chunks, Incoming, chunks_of
@@ -266,14 +266,11 @@ def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | tor
         return DeviceSignals(num_chunks, where, None if words is None else words.view(torch.int32))
     if where.type != "cpu":
         raise NotImplementedError(f"device={str(device)!r}; inputs arrive on the CPU and on CUDA and ROCm GPUs")
-    return Signals(num_chunks, None if words is None else _words(words))
-
-
-def _words(signals: torch.Tensor) -> MutableSequence[int]:
-    """The words of a caller's tensor, as integers: read and written without torch, in any of its modes."""
-    array = ctypes.c_int32 * signals.numel()
-    words: MutableSequence[int] = array.from_address(signals.data_ptr())  # type: ignore[assignment]
-    return words
+    if words is None:
+        return Signals(num_chunks)
+    # As integers: read and written without torch, in any of its modes.
+    integers = (ctypes.c_int32 * num_chunks).from_address(words.data_ptr())
+    return Signals(num_chunks, cast("MutableSequence[int]", integers))
 
 
 def _check_signals(signals: torch.Tensor, num_chunks: int) -> None:

@@ -104,10 +104,9 @@ class DeviceSignals(Publishing):
             self.copies.follow(stream, self)
         if self._theirs is not None:
             self._theirs.record_stream(stream)
-            return GateWords(self._theirs, self._quarantine, 0, self.key)
-        if captured:
+        if captured or self._theirs is not None:
             copied = None if self.copies is None else self.copies.signals_in(graph)
-            return GateWords(self._captured if copied is None else copied, self._quarantine, 0, self.key)
+            return GateWords(self._flags if copied is None else copied, self._quarantine, 0, self.key)
         self._waiting[stream.cuda_stream] = self.epoch
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
 
@@ -124,7 +123,7 @@ class DeviceSignals(Publishing):
                 "them; give the second launch an Arrival of its own, and signal both, or make the two matmuls one"
             )
         self._captures.add(graph)
-        self._keep(self._store, *(() if self._theirs is None else (self._theirs,)))
+        self._keep(self._store, self._flags)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -204,10 +203,10 @@ class DeviceSignals(Publishing):
             self._settle(torch.cuda.current_stream())
             zero(self._quarantine)
             if self._theirs is None:
-                zero(self._captured)
+                zero(self._flags)
             else:
                 self._retire()
-                self._wipe(self._theirs)
+                self._wipe()
         if self.copies is not None:
             self.copies.reset()
 
@@ -225,7 +224,7 @@ class PeerSignals(DeviceSignals):
 
     def __init__(self, words: torch.Tensor, device: torch.device) -> None:
         super().__init__(words.numel(), device, words)
-        self._theirs, self._eager, self.self_reset = None, words, False
+        self._theirs, self._eager, self._flags, self.self_reset = None, words, words[:0], False
 
     def begin(self, epoch: int) -> None:
         """A launch that is issued from here on waits for ``epoch``. Those of this object's epoch before have ended."""

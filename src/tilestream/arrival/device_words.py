@@ -1,13 +1,12 @@
 """The signal words of an input in a GPU's memory, and the order in which streams touch them.
 
-A signal is issued, not given: it is written when the stream has done what it was given before, the copy that brings the
-chunk. Issuing it costs no SM and waits for nothing (invariant 10).
+A signal is written when the stream has done what it was given before: the copy that brings the chunk. Issuing it costs
+no SM and waits for nothing (invariant 10).
 
-Eagerly the words are epochs, as on the host. A captured graph would replay one epoch for ever, so under capture a
-signal goes to a second set of words, as the value 1, and the captured launch that has seen all of them zeroes them
-(invariant 4): one launch a graph, then. A caller's own words work alike. After a launch in which a chunk was missing
-such words may hold anything: it sets the quarantine word, and they are not to be had again before `reset`
-(invariant 6).
+Eagerly the words are epochs, as on the host. A captured graph would replay one epoch for ever, so a captured signal is
+a 1 in a second set of words, which the captured launch that has seen all of them zeroes (invariant 4): one launch a
+graph. A caller's own words work alike. A launch that misses a chunk sets the quarantine word: such words may hold
+anything until `reset` (invariant 6).
 """
 
 from __future__ import annotations
@@ -73,7 +72,9 @@ class DeviceWords(Signals):
         size = 0 if words is not None else count
         with torch.inference_mode(False):
             self._store = torch.zeros(2 * size + 1, dtype=torch.int32, device=device)
-        self._eager, self._captured, self._quarantine = self._store.split([size, size, 1])
+        self._eager, captured, self._quarantine = self._store.split([size, size, 1])
+        #: Words that are 0 or not: a caller's own, else those of captured launches.
+        self._flags = captured if words is None else words
         with torch.cuda.device(device):
             stream = torch.cuda.current_stream()
             self._zeroed = event_on(stream)
@@ -132,11 +133,10 @@ class DeviceWords(Signals):
 
     def _set_flag(self, chunk: int, stream: torch.cuda.Stream) -> None:
         """Under capture, and for a caller's own words: not an epoch, but 1."""
-        words = self._captured if self._theirs is None else self._theirs
         if not torch.cuda.is_current_stream_capturing():
-            words.record_stream(stream)
+            self._flags.record_stream(stream)
             with self._bell:
-                self._write(stream, words, chunk, 1)
+                self._write(stream, self._flags, chunk, 1)
                 self._wrote([chunk], stream)
             return
         if torch.version.hip is not None:
@@ -144,8 +144,8 @@ class DeviceWords(Signals):
                 "signal: under capture, HIP writes a stream's value at once and not in the graph; replay the matmul "
                 "alone, and signal words of your own (signals=) from a kernel"
             )
-        self._keep(words)
-        self._write(stream, words, chunk, 1)
+        self._keep(self._flags)
+        self._write(stream, self._flags, chunk, 1)
 
     def set_in_row(self, order: Sequence[int]) -> tuple[Callable[[int], None], Callable[[], None]]:
         """`set` for all of these chunks of the present epoch, on the stream that is current now, at less cost.
@@ -200,7 +200,7 @@ class DeviceWords(Signals):
         with self._bell:
             self._retire()
             if self._theirs is not None:
-                self._wipe(self._theirs)
+                self._wipe()
             self.epoch += 1
             return self.epoch
 
@@ -215,21 +215,20 @@ class DeviceWords(Signals):
                 if not torch.cuda.is_current_stream_capturing():  # an event of a graph is none to wait for
                     self._over[handle] = event_on(stream)
 
-    def _wipe(self, words: torch.Tensor) -> None:
-        """Zero a caller's own words on the current stream, behind all that are known to have written or read them.
+    def _wipe(self) -> None:
+        """Zero `_flags` on the current stream, behind all that are known to have written or read them.
 
-        The next use of them, on any stream, comes behind that. Under capture ``words`` may be those of the
-        captured launches, too, and this is a part of the graph.
+        The next use of them, on any stream, comes behind that. Under capture this is a part of the graph.
         """
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             self._settle(stream)
-            words.record_stream(stream)
+            self._flags.record_stream(stream)
             if torch.cuda.is_current_stream_capturing():
-                zero(words)
+                zero(self._flags)
                 return
             self._come_behind_all(stream)
-            zero(words)
+            zero(self._flags)
             self._zeroed = event_on(stream)
             self._streams = {stream.cuda_stream}
 

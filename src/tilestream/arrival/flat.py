@@ -19,6 +19,7 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.signals import Signals
 from tilestream.core.chunks import Incoming, chunks_of
+from tilestream.core.error_record import sources
 
 #: Seconds that all of a call's waits together may take, where the caller does not say.
 DEFAULT_DEADLINE = 30.0
@@ -70,11 +71,9 @@ class FlatArrival(NamedTuple):
 
     @property
     def copied(self) -> int:
-        """See `Incoming`."""
-        try:
-            return Signals.by_key(self.key).copied
-        except KeyError:  # `signals` says so
-            return 0
+        """See `Incoming`. 0 where the signals' owner has dropped them: `signals` raises then."""
+        found = sources.get(self.key)
+        return found.copied if isinstance(found, Signals) else 0
 
     def signals(self, op: str, device: torch.device) -> Signals:
         """The live signals of an operand on ``device``; where that is a GPU, `DeviceSignals`.

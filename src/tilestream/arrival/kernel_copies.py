@@ -1,12 +1,9 @@
 """A stream's copies, offered to the kernel that reads them: what makes them, and when.
 
-Nothing is copied before there is a reader. The first launch of an epoch that can takes the copies
-(`KernelCopies.take`) and makes them itself, see `tilestream.core.copy_items`; launches after it in the same stream find
-all there, and those in another stream wait for it, since they might hold the SMs that it needs (invariant 10). A reader
-that cannot make copies (another kernel, the host) has them made by the copy engine, as if they had never been offered.
-
-A captured launch makes them at each replay, so its graph needs no other producer. Its counts and signals are its own:
-graphs that copy the same rows may be replayed at the same time.
+The first launch of an epoch that can takes the copies (`KernelCopies.take`) and makes them itself: see
+`tilestream.core.copy_items`. Launches after it in the same stream find all there; those in another stream wait for it,
+since they might hold the SMs that it needs (invariant 10). A reader that cannot make copies (another kernel, the host)
+has the copy engine make them. A captured launch makes them at each replay, with counts and signals of its own.
 """
 
 from __future__ import annotations
@@ -238,9 +235,8 @@ class KernelCopies:
         """The launch that took the copies was issued on ``stream``; the event behind it."""
         self._taken = torch.cuda.Event()
         self._taken.record(stream)
-        # torch's allocator of pinned memory knows of torch's own copies alone: so torch copies a word that nothing
-        # reads, behind the launch, and the source is not handed out again before that (invariant 9). Not in the
-        # caller's stream, which would then wait for the copy engine.
+        # torch's allocator of pinned memory knows of torch's own copies alone: one of a word that nothing reads keeps
+        # the source until the launch is over (invariant 9). The caller's stream would wait for the copy engine.
         if self._source.numel():
             self._beside.wait_event(self._taken)
             with torch.cuda.stream(self._beside), torch.inference_mode():

@@ -2,15 +2,13 @@
 
 A reader must not take the SMs that the matmul still needs (invariant 10). So the matmul is issued first, and
 
-- *words of ours*: a reader's stream goes on when the matmul has begun: when its first chunk is signalled, before which
-  there would be nothing to do. Its schedule is dynamic, so that one worker of it is enough to come to its end. The wait
-  for that word has no bound of its own (invariant 5) and needs none: the launch that writes it has been issued, waits
-  for nothing, and words that only grow are never taken back. Where several launches make the output, the reader's
-  stream waits for the last one's end;
-- *a caller's own words*: others may write them, a reader zeroes them, and a stream that waits for a word that is taken
-  back is held for ever. So a reader's stream waits for the matmul's end, an event, and for no word. They begin each
-  publication as zeros, written on the matmul's stream behind all earlier uses, and later uses come behind that: no
-  reader mistakes what the publication before has left there for a signal;
+- *words of ours*: a reader's stream waits for the first chunk's signal: the matmul has begun then, and its schedule is
+  dynamic, so one worker of it is enough. That wait needs no bound (invariant 5): the launch that writes the word has
+  been issued and waits for nothing, and words that only grow are never taken back. Where several launches make the
+  output, the reader's stream waits for the last one's end;
+- *a caller's own words*: others may write them, and a stream that waits for a word that is taken back is held for ever.
+  So a reader's stream waits for the matmul's end. Each publication begins with zeros, behind all earlier uses and
+  before all later ones, so no reader mistakes what the one before has left for a signal;
 - *under capture* the reader comes behind the matmul's end, too, and each replay begins with zeros.
 """
 
@@ -120,7 +118,7 @@ class Publishing(DeviceWords):
                 words = PublishWords(self._eager, self._counts, self.epoch)
             else:
                 self._retire()
-                self._wipe(self._theirs)
+                self._wipe()
                 words = PublishWords(self._theirs, self._counts, 1)
             self._underway = stream
             return words
@@ -142,10 +140,9 @@ class Publishing(DeviceWords):
             )
         # One set of counts a captured launch: a replay may run beside an eager one.
         counts = torch.zeros(self.count, dtype=torch.int32, device=self._device)
-        words = self._captured if self._theirs is None else self._theirs
-        self._keep(counts, self._store, words)
-        self._wipe(words)
-        return PublishWords(words, counts, 1)
+        self._keep(counts, self._store, self._flags)
+        self._wipe()
+        return PublishWords(self._flags, counts, 1)
 
     @property
     def by_matmul(self) -> bool:

@@ -91,24 +91,18 @@ def backend(name: str) -> str:
 def _build() -> str:
     import torch
 
-    if torch.version.cuda is not None:
-        kind = f"CUDA {torch.version.cuda}"
-    elif torch.version.hip is not None:
-        kind = f"ROCm {torch.version.hip}"
-    else:
-        kind = "CPU build"
-    libraries = [
-        name for name, here in (("MKL", torch.backends.mkl), ("oneDNN", torch.backends.mkldnn)) if here.is_available()
-    ]
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    kind = next((f"{name} {version}" for name, version in builds.items() if version is not None), "CPU build")
+    backends = {"MKL": torch.backends.mkl, "oneDNN": torch.backends.mkldnn}
+    libraries = [name for name, library in backends.items() if library.is_available()]
     return f"{kind}, {' and '.join(libraries) or 'neither MKL nor oneDNN'}"
 
 
 def _gpu() -> str:
     import torch
 
-    if not torch.cuda.is_available():
-        return "none"
-    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ", ".join(map(torch.cuda.get_device_name, range(count))) or "none"
 
 
 def available_memory() -> int | None:

@@ -1,5 +1,6 @@
 """``tilestream isa``: compile a kernel for a GPU that need not be here, and report on its machine code."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,8 @@ from tilestream.cli import ui
 
 if TYPE_CHECKING:
     from tilestream_tools.isa.report import Report
+
+Row = tuple[Any, ...]
 
 
 def isa(
@@ -79,55 +82,41 @@ def show(made: "Report") -> None:
         console.print(table)
 
 
-def _sections(made: "Report") -> list[tuple[str, list[tuple[Any, ...]]]]:
-    resources: list[tuple[Any, ...]] = [
-        (key.upper() if made.occupancy else key, x) for key, x in made.registers.items()
-    ]
+def _sections(made: "Report") -> Iterator[tuple[str, list[Row]]]:
+    on_amd, by = bool(made.occupancy), made.occupancy or {}
+    resources: list[Row] = [(key.upper() if on_amd else key, x) for key, x in made.registers.items()]
     resources += [(key.replace("_", " "), x) for key, x in made.spilled.items()]
-    resources += [("LDS" if made.occupancy else "shared memory", ui.size(made.shared)), ("warps", made.warps)]
-    if made.stages:
-        resources.append(("stages", made.stages))
-    sections = [("resources", resources)]
-    if made.occupancy:
-        by = ", ".join(f"{made.occupancy['by_' + name]} by {name}" for name in ("registers", "lds", "sgprs"))
-        sections.append(
-            (
-                "occupancy",
-                [("waves a SIMD", f"{made.occupancy['waves']} ({by})"), ("workers", made.occupancy["workers"])],
-            )
-        )
+    resources += [("LDS" if on_amd else "shared memory", ui.size(made.shared)), ("warps", made.warps)]
+    yield "resources", [*resources, *([("stages", made.stages)] if made.stages else [])]
+    if on_amd:
+        bounds = ", ".join(f"{by['by_' + name]} by {name}" for name in ("registers", "lds", "sgprs"))
+        yield "occupancy", [("waves a SIMD", f"{by['waves']} ({bounds})"), ("workers", by["workers"])]
     if made.loop:
-        sections.append(("main loop, instructions an iteration", _loop(made)))
-    if made.cycles:
-        sections.append(("cycles an iteration, of one compute unit", _cycles(made)))
-    return sections
+        yield "main loop, instructions an iteration", list(_loop(made))
+    if cycles := made.cycles:
+        rows: list[Row] = [(f"floor: {name}", f"{x:.0f}") for name, x in cycles["floor"].items() if x]
+        if "estimate" in cycles:
+            rows += [
+                ("bound by", cycles["binds"]),
+                ("estimate", f"{cycles['estimate']:.0f}"),
+                ("matrix units busy", f"{cycles['busy']:.0%}"),
+                ("share of the peak", f"{cycles['share']:.0%}, main loop only, at the same clock"),
+            ]
+        yield "cycles an iteration, of one compute unit", rows
 
 
-def _loop(made: "Report") -> list[tuple[Any, ...]]:
+def _loop(made: "Report") -> Iterator[Row]:
     loop = made.loop
-    rows: list[tuple[Any, ...]] = [("all", loop["instructions"])]
-    rows += [(f"matrix {shape}", count) for shape, count in loop["mfma"].items()]
+    yield "all", loop["instructions"]
+    for shape, count in loop["mfma"].items():
+        yield f"matrix {shape}", count
     each = loop["counts"] if isinstance(loop["counts"], list) else [loop["counts"]]
     for i, counts in enumerate(each):
         which = f"loop {i}: " if len(each) > 1 else ""
-        rows += [
-            (which + kind.replace("_", " "), n) for kind, n in counts.items() if kind not in ("mfma", "instructions")
-        ]
+        for kind, n in counts.items():
+            if kind not in ("mfma", "instructions"):
+                yield which + kind.replace("_", " "), n
     if "waits" in loop:
         waits = [" ".join(f"{name}({left})" for name, left in wait.items()) for wait in loop["waits"]]
-        rows.append(("s_waitcnt, in order", ", ".join(waits) or "none"))
-        rows.append(("s_sleep, whole kernel", made.sleeps))
-    return rows
-
-
-def _cycles(made: "Report") -> list[tuple[Any, ...]]:
-    cycles = made.cycles
-    rows: list[tuple[Any, ...]] = [(f"floor: {name}", f"{x:.0f}") for name, x in cycles["floor"].items() if x]
-    if "estimate" in cycles:
-        rows += [
-            ("bound by", cycles["binds"]),
-            ("estimate", f"{cycles['estimate']:.0f}"),
-            ("matrix units busy", f"{cycles['busy']:.0%}"),
-            ("share of the peak", f"{cycles['share']:.0%}, main loop only, at the same clock"),
-        ]
-    return rows
+        yield "s_waitcnt, in order", ", ".join(waits) or "none"
+        yield "s_sleep, whole kernel", made.sleeps

@@ -50,18 +50,20 @@ def _sweep(console: Console, quick: bool, jobs: int, models: list[str] | None) -
             models=models or checker.MODELS,
             jobs=jobs,
         )
-    table = _table("model", "configurations", "states", "CPU s", "every property holds", "largest")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("model", "configurations", "states", "CPU s", "every property holds", "largest"):
+        number = name in ("configurations", "states", "CPU s")
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
     for name in dict.fromkeys(result.model for result in report.results):
         own = [result for result in report.results if result.model == name]
         largest = max(own, key=lambda result: result.states)
+        states, seconds = sum(result.states for result in own), sum(result.seconds for result in own)
+        holds = all(result.violation is None for result in own)
         table.add_row(
-            name,
-            str(len(own)),
-            f"{sum(result.states for result in own):,}",
-            f"{sum(result.seconds for result in own):.1f}",
-            _yes(all(result.violation is None for result in own)),
+            name, str(len(own)), f"{states:,}", f"{seconds:.1f}",
+            "[green]yes[/green]" if holds else "[bold red]NO[/bold red]",
             f"{largest.states:,} states: {largest.configuration}",
-        )
+        )  # fmt: skip
     console.print(table)
     for violation in report.violations:
         console.print(str(violation), markup=False, soft_wrap=True)
@@ -93,18 +95,6 @@ def _lines(console: Console) -> Tell:
             console.print(f"- {done} of {total}: {what}", markup=False)
 
     return tell
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        number = name in ("configurations", "states", "CPU s")
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
-    return table
-
-
-def _yes(holds: bool) -> str:
-    return "[green]yes[/green]" if holds else "[bold red]NO[/bold red]"
 
 
 def _cores() -> int:

@@ -11,148 +11,91 @@ from typing import Any, NamedTuple
 
 
 class Extents(NamedTuple):
-    """What tiles are cut from: sequences, heads and the window.
+    """What tiles are cut from: sequences, heads and the window."""
 
-    Attributes
-    ----------
-    starts, order
-        Packed queries: int32 ``[sequences + 1]`` and ``[sequences]``, the list of `tilestream.kernels.device.varlen`;
-        else None.
-    sequences
-        One more than there are: the last is the rows of packed queries behind the last sequence, which see no key.
-    cu_seqlens_q, cu_seqlens_k
-        int32 ``[sequences]``: first row of each packed sequence, and the row behind the last; or None.
-    seqlens_k
-        int32 ``[sequences - 1]``: keys of each sequence; or None.
-    tokens_q, tokens_k
-        Rows of the packed tensors.
-    seqlen_q, seqlen_k
-        Rows of a sequence that is not packed; of keys, the most that a sequence has.
-    head_tiles
-        Head tiles of a query block.
-    q_heads_per_kv
-        Head tiles that share a K/V head.
-    shares
-        Items that a tile's keys are split into.
-    left, right
-        Keys that a query sees before and behind its diagonal, where the configuration has such a side.
-    batch_rows_k, batch_rows_v
-        Rows of the tensor from one sequence to the next, where copies count rows of the whole tensor; else 0.
-    """
-
+    #: starts, order: packed queries: int32 ``[sequences + 1]`` and ``[sequences]``, the list of
+    #: `tilestream.kernels.device.varlen`; else None.
     starts: Any
     order: Any
+    #: One more than there are: the last is the rows of packed queries behind the last sequence, which see no key.
     sequences: Any
+    #: cu_seqlens_q, cu_seqlens_k: int32 ``[sequences]``: first row of each packed sequence, and the row behind the
+    #: last; or None.
     cu_seqlens_q: Any
     cu_seqlens_k: Any
-    seqlens_k: Any
+    seqlens_k: Any  # int32 ``[sequences - 1]``: keys of each sequence; or None
+    #: tokens_q, tokens_k: rows of the packed tensors.
     tokens_q: Any
     tokens_k: Any
+    #: seqlen_q, seqlen_k: rows of a sequence that is not packed; of keys, the most that a sequence has.
     seqlen_q: Any
     seqlen_k: Any
-    head_tiles: Any
-    q_heads_per_kv: Any
-    shares: Any
+    head_tiles: Any  # head tiles of a query block
+    q_heads_per_kv: Any  # head tiles that share a K/V head
+    shares: Any  # items that a tile's keys are split into
+    #: left, right: keys that a query sees before and behind its diagonal, where the configuration has such a side.
     left: Any
     right: Any
+    #: batch_rows_k, batch_rows_v: rows of the tensor from one sequence to the next, where copies count rows of the
+    #: whole tensor; else 0.
     batch_rows_k: Any
     batch_rows_v: Any
 
 
 class Tile(NamedTuple):
-    """A tile of attention: consecutive query positions of a head tile, and the key blocks that they see.
+    """A tile of attention: consecutive query positions of a head tile, and the key blocks that they see."""
 
-    Attributes
-    ----------
-    pm, pn
-        Its place in the grid of tiles.
-    batch
-        Sequence.
-    head
-        Head tile; its first query head is ``head * PACK``.
-    share
-        Of the tile's keys, where they are split.
-    first
-        First query position, in the sequence.
-    queries, keys
-        Rows of the sequence.
-    origin_q, origin_k, origin_v
-        Row of the tensor that the sequence begins at.
-    begin, plain_begin, plain_end, end
-        Key blocks, in the three runs of `tilestream.core.attention.key_blocks`.
-    causal_offset_left, causal_offset_right
-        Query position ``i`` sees keys ``[i + causal_offset_left, i + causal_offset_right)``. Either may be negative.
-    """
-
+    #: pm, pn: its place in the grid of tiles.
     pm: Any
     pn: Any
-    batch: Any
-    head: Any
-    share: Any
-    first: Any
+    batch: Any  # sequence
+    head: Any  # head tile; its first query head is ``head * PACK``
+    share: Any  # of the tile's keys, where they are split
+    first: Any  # first query position, in the sequence
+    #: queries, keys: rows of the sequence.
     queries: Any
     keys: Any
+    #: origin_q, origin_k, origin_v: row of the tensor that the sequence begins at.
     origin_q: Any
     origin_k: Any
     origin_v: Any
+    #: begin, plain_begin, plain_end, end: key blocks, in the three runs of `tilestream.core.attention.key_blocks`.
     begin: Any
     plain_begin: Any
     plain_end: Any
     end: Any
+    #: causal_offset_left, causal_offset_right: query position ``i`` sees keys ``[i + causal_offset_left, i +
+    #: causal_offset_right)``. Either may be negative.
     causal_offset_left: Any
     causal_offset_right: Any
 
 
 class Mask(NamedTuple):
-    """Which of ``keys`` keys the rows of a tile see.
+    """Which of ``keys`` keys the rows of a tile see."""
 
-    Attributes
-    ----------
-    position
-        Query position of each row, ``[rows]``.
-    keys, causal_offset_left, causal_offset_right
-        As of `Tile`.
-    """
-
-    position: Any
+    position: Any  # query position of each row, ``[rows]``
+    #: keys, causal_offset_left, causal_offset_right: as of `Tile`.
     keys: Any
     causal_offset_left: Any
     causal_offset_right: Any
 
 
 class Softmax(NamedTuple):
-    """Online softmax of a tile's rows.
+    """Online softmax of a tile's rows."""
 
-    Attributes
-    ----------
-    row_max
-        What is subtracted of a row's scores before `scale` multiplies them, ``[rows]``.
-    row_sum
-        Sum of its weights, ``[rows]``.
-    o
-        Sum of weighted values, ``[rows, columns]``.
-    """
-
-    row_max: Any
-    row_sum: Any
-    o: Any
+    row_max: Any  # what is subtracted of a row's scores before `scale` multiplies them, ``[rows]``
+    row_sum: Any  # sum of its weights, ``[rows]``
+    o: Any  # sum of weighted values, ``[rows, columns]``
 
 
 class Scores(NamedTuple):
-    """What scores become, in base 2.
+    """What scores become, in base 2."""
 
-    Attributes
-    ----------
-    scale, softcap_scale
-        Scores are multiplied by ``scale`` in the exponent. With a cap that is ``softcap * log2 e``, and before it they
-        become ``tanh(softcap_scale * scores)``, of ``softcap_scale = scale / softcap``.
-    sinks
-        float32 ``[heads]``, or None.
-    """
-
+    #: scale, softcap_scale: scores are multiplied by ``scale`` in the exponent. With a cap that is ``softcap * log2
+    #: e``, and before it they become ``tanh(softcap_scale * scores)``, of ``softcap_scale = scale / softcap``.
     scale: Any
     softcap_scale: Any
-    sinks: Any
+    sinks: Any  # float32 ``[heads]``, or None
 
 
 class Rows(NamedTuple):
@@ -173,22 +116,15 @@ class Scales(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values of a tile's sequence and head, in global memory.
+    """Keys and values of a tile's sequence and head, in global memory."""
 
-    Attributes
-    ----------
-    k, v
-        `Rows` from the sequence's first on; of pages, from the first page on, with ``batch`` from page to page.
-    table, pages
-        int32: the sequence's pages, and how many there are in all.
-    low, high
-        Keys that some row of the tile sees. No other is read.
-    """
-
+    #: k, v: `Rows` from the sequence's first on; of pages, from the first page on, with ``batch`` from page to page.
     k: Any
     v: Any
+    #: table, pages: int32: the sequence's pages, and how many there are in all.
     table: Any
     pages: Any
+    #: low, high: keys that some row of the tile sees. No other is read.
     low: Any
     high: Any
 
@@ -197,34 +133,23 @@ class Keys(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Keys in pages.
+    """Keys in pages."""
 
-    Attributes
-    ----------
-    table, stride
-        int32 ``[sequences, pages of one]``, or None, and from one sequence's pages to the next's.
-    """
-
+    #: table, stride: int32 ``[sequences, pages of one]``, or None, and from one sequence's pages to the next's.
     table: Any
     stride: Any
 
 
 class Source(NamedTuple):
-    """Where the Hopper kernel's queries, keys and values come from.
+    """Where the Hopper kernel's queries, keys and values come from."""
 
-    Attributes
-    ----------
-    q_map, k_map, v_map
-        Tensor maps.
-    page_rows_k, page_rows_v
-        Rows of the tensor from one page to the next.
-    """
-
+    #: q_map, k_map, v_map: tensor maps.
     q_map: Any
     k_map: Any
     v_map: Any
     extents: Any
     pages: Any
+    #: page_rows_k, page_rows_v: rows of the tensor from one page to the next.
     page_rows_k: Any
     page_rows_v: Any
     scales: Any
@@ -323,23 +248,15 @@ class LoadPlace(NamedTuple):
 
 
 class KeyCopies(NamedTuple):
-    """How keys, or values, are copied to shared memory.
+    """How keys, or values, are copied to shared memory."""
 
-    Attributes
-    ----------
-    x
-        `Rows` of `Keys`.
-    i, columns, rest
-        Row, and column of its part, of what each lane copies; the last part's column, where it goes through registers.
-    stages
-        Shared memory, a part each.
-    """
-
-    x: Any
+    x: Any  # `Rows` of `Keys`
+    #: i, columns, rest: row, and column of its part, of what each lane copies; the last part's column, where it goes
+    #: through registers.
     i: Any
     columns: Any
     rest: Any
-    stages: Any
+    stages: Any  # shared memory, a part each
 
 
 class Fetched(NamedTuple):

@@ -62,21 +62,16 @@ class Chunks:
     rows_per_chunk: int = 0
 
     def __post_init__(self) -> None:
+        bounds = f"bounds={_short(self.bounds)}"
         if len(self.bounds) < 2:
-            raise ValueError(
-                f"bounds={list(self.bounds)}: no chunk; give the first row of each chunk and then the number of rows"
-            )
+            raise ValueError(f"{bounds}: no chunk; give the first row of each chunk and then the number of rows")
         if self.bounds[0] != 0:
-            raise ValueError(
-                f"bounds={_short(self.bounds)}: they begin with {self.bounds[0]}; the first chunk begins at row 0"
-            )
+            raise ValueError(f"{bounds}: they begin with {self.bounds[0]}; the first chunk begins at row 0")
         for c, (begin, end) in enumerate(pairwise(self.bounds)):
             if end < begin:
-                raise ValueError(
-                    f"bounds={_short(self.bounds)}: chunk {c} would end at row {end}, before its first row {begin}"
-                )
+                raise ValueError(f"{bounds}: chunk {c} would end at row {end}, before its first row {begin}")
         if self.rows >= INT31:
-            raise ValueError(f"bounds={_short(self.bounds)}: {self.rows} rows; rows are counted in 31 bits")
+            raise ValueError(f"{bounds}: {self.rows} rows; rows are counted in 31 bits")
 
     @classmethod
     def uniform(cls, rows: int, rows_per_chunk: int) -> Chunks:

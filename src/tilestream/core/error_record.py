@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout, ProducerStopped, TilestreamError, tile_name
 
 #: Words of a record, and how many the ring holds.
-FIELDS = 16
-RECORDS = 64
+FIELDS, RECORDS = 16, 64
 
 #: Why a launch gave up.
 EXPIRED, FAILED, QUARANTINED = 3, 4, 5
@@ -111,18 +110,15 @@ class Record(NamedTuple):
                 "left of them must not be taken for news; the result is NaN. When the producers of that launch have "
                 "stopped, call arrival.reset()"
             )
-        rank = None
+        rank, item = None, NO_ITEM
+        if self.tile >= 0:
+            item = tile_name(self.tile, self.pm, self.pn, self.batch if self.batch >= 0 else None)
         if signals is not None and signals.whose is not None:
             rank, argument = signals.whose(self.chunk)
         if signals is not None and signals.gave_up is not None:
             signals.gave_up()
         error = ArrivalTimeout(
-            op, self.worker, self.chunk, self._item(), self.waited * 1e-9, self.allowed * 1e-9, rank, argument
-        )
+            op, self.worker, self.chunk, item, self.waited * 1e-9, self.allowed * 1e-9, rank, argument
+        )  # fmt: skip
         error.__cause__ = cause
         return error
-
-    def _item(self) -> str:
-        if self.tile < 0:
-            return NO_ITEM
-        return tile_name(self.tile, self.pm, self.pn, self.batch if self.batch >= 0 else None)

@@ -42,37 +42,21 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
     """
 
     def __init__(
-        self,
-        op: str,
-        worker: int,
-        chunk: int,
-        item: str,
-        waited: float,
-        deadline: float,
-        rank: int | None = None,
+        self, op: str, worker: int, chunk: int, item: str, waited: float, deadline: float, rank: int | None = None,
         argument: str = "arrival",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.op, self.worker, self.chunk, self.item = op, worker, chunk, item
         self.waited, self.deadline, self.rank, self.argument = waited, deadline, rank, argument
         where = f"rank {rank}, worker {worker}" if rank is not None else f"worker {worker}"
         super().__init__(
             f"{op}: {argument}'s chunk {chunk} did not arrive within the deadline of {deadline:g} s: {where} waited "
-            f"{waited:.3f} s for "
-            f"it; first item not taken: {item}. What was not computed is NaN. See that the chunk's producer lives and "
-            "signals it, or give the call a longer deadline="
+            f"{waited:.3f} s for it; first item not taken: {item}. What was not computed is NaN. See that the chunk's "
+            "producer lives and signals it, or give the call a longer deadline="
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (
-            self.op,
-            self.worker,
-            self.chunk,
-            self.item,
-            self.waited,
-            self.deadline,
-            self.rank,
-            self.argument,
-        )
+        where = (self.op, self.worker, self.chunk, self.item)
+        return type(self), (*where, self.waited, self.deadline, self.rank, self.argument)
 
 
 class ProducerStopped(TilestreamError):
@@ -80,16 +64,9 @@ class ProducerStopped(TilestreamError):
 
 
 class GroupBroken(TilestreamError):
-    """A process group that lost a peer, or in which a rank gave up waiting: it is of no use any more.
+    """The process group of this name lost a peer, or a rank of it gave up waiting: it is of no use any more.
 
-    Other groups work on. A new group of the ranks that are left works, too.
-
-    Attributes
-    ----------
-    group : str
-        The group's name.
-    reason : str
-        What happened, and where.
+    Other groups work on. A new group of the ranks that are left works, too. ``reason`` says what happened, and where.
     """
 
     def __init__(self, group: str, reason: str) -> None:

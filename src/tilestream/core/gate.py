@@ -103,15 +103,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class RowGate:
-    """What an item waits for, where a function gives its rows of the one operand that arrives.
-
-    Parameters
-    ----------
-    chunks
-        How the operand arrives.
-    rows
-        The rows ``[begin, end)`` of it that an item reads.
-    """
+    """What an item waits for, where a function gives the ``rows`` ``[begin, end)`` that it reads of the one operand."""
 
     chunks: Chunks
     rows: Callable[[WorkItem], tuple[int, int]]
@@ -139,22 +131,15 @@ def pass_gate(gate: Needs, item: WorkItem, seen: Seen) -> Generator[Wait, int, t
         if not seen[need.operand] & bit:
             if not (yield need):
                 return False, seen
-            seen = (
-                seen._replace(rows=seen.rows | bit) if need.operand == 0 else seen._replace(columns=seen.columns | bit)
-            )
+            seen = seen._replace(**{Seen._fields[need.operand]: seen[need.operand] | bit})
     return True, seen
 
 
 def arrival_order(schedule: Schedule, gate: Gate) -> tuple[int, ...]:
     """Where a schedule's queues end in arrival order: each position behind which tiles read other chunks.
 
-    Parameters
-    ----------
-    schedule
-        Of one queue, in a raster that goes through what arrives chunk by chunk: between two positions that are a
-        multiple of the other dimension's tiles all tiles read the same chunks.
-    gate
-        Of one operand.
+    The schedule has one queue, and a raster that goes through what arrives chunk by chunk: between two positions that
+    are a multiple of the other dimension's tiles all tiles read the same chunks. The gate is of one operand.
     """
     grid = schedule.grid
     ends: list[int] = []

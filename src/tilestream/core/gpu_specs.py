@@ -86,11 +86,7 @@ def rates(arch: str, hertz: float) -> tuple[float, tuple[tuple[str, float], ...]
 def named(name: str) -> DeviceProperties | None:
     """The GPU of this name (``"mi300x"``, ``"H100"``), without the GPU; None if it is none of `GPU_SPECS`."""
     known = GPU_SPECS.get(name.lower())
-    if known is None:
-        return None
-    return gpu_properties(
-        known.name, known.arch, known.workers, known.hertz, known.bandwidth, known.shared, known.sustained
-    )
+    return None if known is None else gpu_properties(*known)
 
 
 def published_bandwidth(name: str, arch: str, workers: int) -> float:
@@ -98,8 +94,13 @@ def published_bandwidth(name: str, arch: str, workers: int) -> float:
 
     MI300's driver reports the memory controller's clock, a quarter of the pins' rate.
     """
-    alike = (known for key, known in GPU_SPECS.items() if known.arch == arch and key in name.lower())
-    return next((known.bandwidth * workers / known.workers for known in alike if arch in DIES), 0.0)
+    known = _alike(name, arch)[:1] if arch in DIES else []
+    return sum(one.bandwidth * workers / one.workers for one in known)
+
+
+def _alike(name: str, arch: str) -> list[GpuSpec]:
+    """The GPUs of this arch whose names are in ``name``."""
+    return [known for key, known in GPU_SPECS.items() if known.arch == arch and key in name.lower()]
 
 
 def gpu_properties(
@@ -108,16 +109,12 @@ def gpu_properties(
 ) -> DeviceProperties:  # fmt: skip
     """A GPU's properties from what its driver, or its data sheet, says.
 
-    Parameters
-    ----------
-    sustained
-        See `DeviceProperties`; None: as published of the GPU of `GPU_SPECS` whose name is in ``name``, or of its arch.
+    ``sustained`` None: as published of the GPU of `GPU_SPECS` whose name is in ``name``, or of its arch.
     """
     flops, tensor = rates(arch, hertz)
     dies = DIES.get(arch)
     if sustained is None:
-        alike = [known for key, known in GPU_SPECS.items() if known.arch == arch and key in name.lower()]
-        alike += [known for known in GPU_SPECS.values() if known.arch == arch]
+        alike = _alike(name, arch) or [known for known in GPU_SPECS.values() if known.arch == arch]
         sustained = alike[0].sustained if alike else ()
     # A GPU may be partitioned into fewer dies, or sold with fewer.
     xcds = max(1, round(workers / dies.workers)) if dies else 1

@@ -20,7 +20,7 @@ There are two loops, which drain differently once the launch is over (invariant 
 
 And there are two ways to store the parts of a tile; all contributors of a schedule use the same:
 
-- `hand_in`: each writes its partial result and counts. The last to count adds them all.
+- `store_and_count`: each writes its partial result and counts. The last to count adds them all.
 - `fixup`, of the Hopper kernel, which holds its product in registers: each reads the count first. The one that finds
   all others counted is the last, and writes nothing. The last adds the others' partial results and its own.
 """
@@ -60,55 +60,41 @@ class Poison(NamedTuple):
     held: bool = False
 
 
-class Count(NamedTuple):
+class OfItem(NamedTuple):
+    """What an operation on a tile's parts names: a work item."""
+
+    item: WorkItem
+
+
+class Count(OfItem):
     """A partial result is visible: add one to the tile's count (acquire and release).
 
     Answer: the count before. If that is ``parts - 1``, the worker is the last, and has restored the count to 0.
     """
 
-    item: WorkItem
+
+class Reduce(OfItem):
+    """Only by the last contributor: add the tile's partial results in K order, NaN where one is; then the epilogue."""
 
 
-class Reduce(NamedTuple):
-    """Add the tile's partial results in K order, then the epilogue: NaN where one of them is NaN.
-
-    Only the last contributor does it.
-    """
-
-    item: WorkItem
-
-
-class Look(NamedTuple):
+class Look(OfItem):
     """Read the count of an item's tile (acquire). Answer: how many of its parts have been counted."""
 
-    item: WorkItem
 
-
-class Write(NamedTuple):
+class Write(OfItem):
     """Write the product that the worker holds into the item's slot: a partial result."""
 
-    item: WorkItem
+
+class Add(OfItem):
+    """As `Count`, and restore nothing. Answer: the count before."""
 
 
-class Add(NamedTuple):
-    """A partial result is visible: add one to the tile's count (acquire and release), and restore nothing.
-
-    Answer: the count before.
-    """
-
-    item: WorkItem
-
-
-class Restore(NamedTuple):
+class Restore(OfItem):
     """Write 0 to the count of an item's tile, plainly."""
 
-    item: WorkItem
 
-
-class ReducePartials(NamedTuple):
+class ReducePartials(OfItem):
     """As `Reduce`, with the item's own part as the worker holds it: only the others' are read from their slots."""
-
-    item: WorkItem
 
 
 class Landed(NamedTuple):
@@ -162,9 +148,9 @@ Operation = Take | Peek | Ready | Wait | Poll | Compute | Count | Reduce
 FixupOperation = Look | Write | Add | Restore | ReducePartials
 DrainingOperation = Operation | FixupOperation | Poison | Leave | See | Reset | Quarantine
 
-#: How an item is handed in.
+#: How an item is stored.
 Done = TypeVar("Done", Compute, Poison)
-HandIn = Callable[[Any], Generator[Any, int, None]]
+Finish = Callable[[Any], Generator[Any, int, None]]
 
 
 class WorkerState(NamedTuple):
@@ -188,13 +174,13 @@ def work(
         arrived, seen = yield from pass_gate(gate, item, seen)
         if not arrived:
             return None
-    yield from hand_in(Compute(item))
+    yield from store_and_count(Compute(item))
     return WorkerState(cursor, seen)
 
 
 def work_through(
     schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState, reset: bool = False,
-    finish: HandIn | None = None,
+    finish: Finish | None = None,
 ) -> Generator[DrainingOperation, int, WorkerState | None]:  # fmt: skip
     """As `work`, for a launch that always takes every item: None means STOP only.
 
@@ -206,9 +192,9 @@ def work_through(
     reset
         Whether the last worker out resets the words of this launch; see `leave`.
     finish
-        How an item is stored: `hand_in`, if None, or `fixup`.
+        How an item is stored: `store_and_count`, if None, or `fixup`.
     """
-    finish = finish or hand_in
+    finish = finish or store_and_count
     item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
     if item is None:
         if reset:
@@ -235,7 +221,7 @@ def take_and_pass(
     return item, arrived, WorkerState(cursor, seen)
 
 
-def hand_in(done: Done) -> Generator[Done | Count | Reduce, int, None]:
+def store_and_count(done: Done) -> Generator[Done | Count | Reduce, int, None]:
     """An item's result, and the tile's where this was the last of its parts."""
     yield done
     item = done.item
@@ -244,7 +230,7 @@ def hand_in(done: Done) -> Generator[Done | Count | Reduce, int, None]:
 
 
 def fixup(done: Done) -> Generator[Done | FixupOperation, int, None]:
-    """As `hand_in`, by a worker that holds a part's product, and writes it only if another worker will read it.
+    """As `store_and_count`, by a worker that holds a part's product, and writes it only if another worker will read it.
 
     ::
 

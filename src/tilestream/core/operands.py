@@ -81,7 +81,8 @@ class AttentionOperands(NamedTuple):
     Attributes
     ----------
     q, out
-        ``[B, Sq, Hq, D]`` and ``[B, Sq, Hq, Dv]``; where queries are packed ``[T, Hq, D]`` and ``[T, Hq, Dv]``.
+        ``[B, Sq, Hq, D]`` and ``[B, Sq, Hq, Dv]``; where queries are packed ``[T, Hq, D]`` and ``[T, Hq, Dv]``. There
+        is no output yet while only shapes are checked.
     k, v
         ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``; packed ``[T, Hkv, D]``; in pages ``[P, page, Hkv, D]``.
     scale
@@ -103,8 +104,8 @@ class AttentionOperands(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    out: torch.Tensor
-    scale: float
+    out: torch.Tensor = None  # type: ignore[assignment]
+    scale: float = 1.0
     lse: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     scale_q: torch.Tensor | None = None
@@ -114,3 +115,20 @@ class AttentionOperands(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
     seqlens_k: torch.Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """What is read: q, k, v, and the tensors from the sinks on, as the registered ops take them."""
+        return (*self[:3], *self[6:])
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def keys_of_sequence(self) -> int:
+        """Keys that a sequence can have at most: a bound, where only the device knows."""
+        if self.block_table is not None:
+            return self.block_table.shape[1] * self.k.shape[1]
+        return self.k.shape[0] if self.cu_seqlens_k is not None else self.k.shape[1]

@@ -70,21 +70,18 @@ class Raster:
 
     def tile(self, t: int, num_m: int, num_n: int) -> tuple[int, int]:
         """The tile ``(pm, pn)`` at position ``t`` of a ``num_m`` x ``num_n`` grid."""
-        if self.transposed:
-            pn, pm = self._at(t, num_n, num_m)
-            return pm, pn
-        return self._at(t, num_m, num_n)
-
-    def _at(self, t: int, num_m: int, num_n: int) -> tuple[int, int]:
+        rows, columns = (num_n, num_m) if self.transposed else (num_m, num_n)
         if self.table is not None:
-            return self.table[t] // num_n, self.table[t] % num_n
-        if self.order == "grouped":
-            return rasters.grouped(t, num_m, num_n, self.group)
-        if self.order == "chunk_major":
-            return rasters.chunk_major(t, num_m, num_n, self.first, self.band, self.group)
-        if self.order == "longest_first":
-            return rasters.longest_first(t, num_m, num_n, self.group)
-        return rasters.row_major(t, num_m, num_n)
+            at = self.table[t] // columns, self.table[t] % columns
+        elif self.order == "chunk_major":
+            at = rasters.chunk_major(t, rows, columns, self.first, self.band, self.group)
+        elif self.order == "grouped":
+            at = rasters.grouped(t, rows, columns, self.group)
+        elif self.order == "longest_first":
+            at = rasters.longest_first(t, rows, columns, self.group)
+        else:
+            at = rasters.row_major(t, rows, columns)
+        return (at[1], at[0]) if self.transposed else at
 
 
 #: The plain order.
@@ -106,13 +103,8 @@ def table_raster(order: TileOrder, num_m: int, num_n: int) -> Raster:
     TypeError
         If ``order`` is neither a function nor made of ids or pairs.
     """
-    tiles: Iterable[object]
-    if callable(order):
-        tiles = [order(t, num_m, num_n) for t in range(num_m * num_n)]
-    else:
-        tiles = order
-    table = tuple(_tile_id(tile, num_m, num_n) for tile in tiles)
-    raster = Raster("table", table=table)
+    tiles: Iterable[object] = order if not callable(order) else (order(t, num_m, num_n) for t in range(num_m * num_n))
+    raster = Raster("table", table=tuple(_tile_id(tile, num_m, num_n) for tile in tiles))
     raster.check(Grid(1, num_m, num_n))
     return raster
 

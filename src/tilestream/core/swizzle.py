@@ -36,14 +36,9 @@ class Swizzle:
     vector
         Elements of a cell.
     period
-        Numbers that rows are told apart by: a power of two. 1: nothing is permuted.
+        Numbers that distinguish rows: a power of two. 1: nothing is permuted.
     shift
-        ``2**shift`` rows in a row have the same number.
-
-    Raises
-    ------
-    ValueError
-        If a value is out of range.
+        ``2**shift`` successive rows have the same number.
     """
 
     vector: int
@@ -65,22 +60,15 @@ class Swizzle:
     def of_row(cls, row_bytes: int, lane_bytes: int, banks: int, itemsize: int) -> Swizzle:
         """The swizzle of rows of ``row_bytes``, read down a column of cells, ``lane_bytes`` a lane.
 
-        The banks are ``banks * 4`` bytes wide: so many bytes, or so many over ``lane_bytes`` lanes, are read at once.
-        Rows that begin at different places of that width need no permutation among each other: of them there are
-        ``width / gcd(row_bytes, width)``, one after the other, and then the places come again. Each such round gets a
-        number of its own, as many as there are lanes for. Both are powers of two that divide the row, so any whole
-        number of rows comes out as a bijection; and lanes that read one cell of as many rows as are read at once, from
-        a multiple of that on, meet each bank once (tests count it for every row).
+        The ``banks``, of 4 bytes each, are so many bytes wide together, read at once by so many lanes. Rows that begin
+        at different places of that width need no permutation among each other: there are ``width / gcd(row_bytes,
+        width)`` of them, one after the other, and then the places come again. Each such round gets a number of its
+        own, as many as there are lanes for. Both are powers of two that divide the row, so any whole number of rows
+        is a bijection; and lanes that read one cell of as many rows as are read at once, from a multiple of that on,
+        meet each bank once (tests count it for every row).
 
-        Of rows of 128 bytes in chunks of 16, over 32 banks, comes Hopper's TMA swizzle: the chunk's index, exclusive or
-        the row mod 8; of 64 and 32 bytes, TMA's other two.
-
-        Parameters
-        ----------
-        row_bytes, lane_bytes, itemsize
-            Of a row, of a cell, of an element.
-        banks
-            Of 4 bytes each: see `BANKS`.
+        Rows of 128 bytes in chunks of 16, over 32 banks, give Hopper's TMA swizzle, the chunk's index exclusive or
+        the row mod 8; rows of 64 and 32 bytes give TMA's other two.
 
         Raises
         ------

@@ -10,80 +10,45 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How a worker takes items: see `tilestream.kernels.device.schedule.take`.
+    """How a worker takes items: see `tilestream.kernels.device.schedule.take`."""
 
-    Attributes
-    ----------
-    KIND
-        ``"static"``, ``"dynamic"`` or ``"stream_k"``.
-    SPLIT
-        How queues divide the tiles: ``"items"``, ``"strides"``, ``"rows"``, ``"columns"``, or ``"chunks"`` (arrival
-        order).
-    STEAL
-        Whether a worker takes from other queues when its own is empty.
-    ORDER, TRANSPOSED
-        The raster: ``"row_major"``, ``"grouped"``, ``"chunk_major"``, ``"longest_first"`` or ``"table"``; whether it
-        goes down columns.
-    PROBE
-        Whether each step of the schedule is written down, for tests.
-    """
-
-    KIND: str
+    KIND: str  # ``"static"``, ``"dynamic"`` or ``"stream_k"``
+    #: How queues divide the tiles: ``"items"``, ``"strides"``, ``"rows"``, ``"columns"``, or ``"chunks"`` (arrival
+    #: order).
     SPLIT: str = "items"
-    STEAL: bool = False
+    STEAL: bool = False  # whether a worker takes from other queues when its own is empty
+    #: ORDER, TRANSPOSED: the raster: ``"row_major"``, ``"grouped"``, ``"chunk_major"``, ``"longest_first"`` or
+    #: ``"table"``; whether it goes down columns.
     ORDER: str = "grouped"
     TRANSPOSED: bool = False
-    PROBE: bool = False
+    PROBE: bool = False  # whether each step of the schedule is written down, for tests
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmConfig(ScheduleConfig):
-    """What every backend's GEMM is compiled with.
+    """What every backend's GEMM is compiled with."""
 
-    Attributes
-    ----------
-    BLOCK_M, BLOCK_N, BLOCK_K
-        A tile's rows of A and columns of B, and the K of a step.
-    STRIP
-        Columns that the epilogue finishes at a time.
-    OFFSETS_64BIT
-        Whether an offset inside one batch may take more than 31 bits.
-    SCALED
-        Whether alpha is not 1.
-    SCALES
-        ``"none"``, ``"tensor"`` (one scale an operand) or ``"row"`` (one a row of A and a column of B).
-    BIAS
-        ``"none"``, or along which extent of the accumulator it goes: ``"columns"``, ``"rows"``.
-    RESIDUAL
-        Whether there is one.
-    ACTIVATION
-        One of `tilestream.core.operands.ACTIVATIONS`.
-    ROW_CHUNKS, COLUMN_CHUNKS
-        How A's rows and B's columns arrive: ``"none"``, in ``"uniform"`` or in ``"ragged"`` chunks.
-    COPIES
-        What the kernel copies itself before its tiles: ``"none"``, ``"rows"`` of A or ``"columns"`` of B.
-    COPY_BLOCK, COPY_VECTOR
-        Elements of a round of such a copy, and those of a word.
-    TRACE
-        Whether spans are written down: see `tilestream.kernels.device.trace`.
-    """
-
+    #: BLOCK_M, BLOCK_N, BLOCK_K: a tile's rows of A and columns of B, and the K of a step.
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    STRIP: int
-    OFFSETS_64BIT: bool
-    SCALED: bool
-    SCALES: str
-    BIAS: str
-    RESIDUAL: bool
-    ACTIVATION: str
+    STRIP: int  # columns that the epilogue finishes at a time
+    OFFSETS_64BIT: bool  # whether an offset inside one batch may take more than 31 bits
+    SCALED: bool  # whether alpha is not 1
+    SCALES: str  # ``"none"``, ``"tensor"`` (one scale an operand) or ``"row"`` (one a row of A and a column of B)
+    BIAS: str  # ``"none"``, or along which extent of the accumulator it goes: ``"columns"``, ``"rows"``
+    RESIDUAL: bool  # whether there is one
+    ACTIVATION: str  # one of `tilestream.core.operands.ACTIVATIONS`
+    #: ROW_CHUNKS, COLUMN_CHUNKS: how A's rows and B's columns arrive: ``"none"``, in ``"uniform"`` or in ``"ragged"``
+    #: chunks.
     ROW_CHUNKS: str
     COLUMN_CHUNKS: str
+    #: What the kernel copies itself before its tiles: ``"none"``, ``"rows"`` of A or ``"columns"`` of B.
     COPIES: str = "none"
+    #: COPY_BLOCK, COPY_VECTOR: elements of a round of such a copy, and those of a word.
     COPY_BLOCK: int = 1
     COPY_VECTOR: int = 1
-    TRACE: bool = False
+    TRACE: bool = False  # whether spans are written down: see `tilestream.kernels.device.trace`
 
     @property
     def GATED(self) -> bool:
@@ -93,86 +58,44 @@ class GemmConfig(ScheduleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PortableConfig(GemmConfig):
-    """The portable GEMM's.
+    """The portable GEMM's."""
 
-    Attributes
-    ----------
-    EVEN_K
-        Whether K is a multiple of ``BLOCK_K``.
-    PRECISION
-        Of float32 products: ``"tf32"`` or ``"ieee"``.
-    IMPRECISE
-        Of K at most, between two times that the tensor cores' accumulator of 8-bit products is emptied; None: Triton's
-        own choice.
-    A_KIND, B_KIND
-        Dtypes of 8 bits that become float16 first: see `tilestream.kernels.portable.convert`; else empty.
-    """
-
-    EVEN_K: bool
-    PRECISION: str
+    EVEN_K: bool  # whether K is a multiple of ``BLOCK_K``
+    PRECISION: str  # of float32 products: ``"tf32"`` or ``"ieee"``
+    #: Of K at most, between two times that the tensor cores' accumulator of 8-bit products is emptied; None: Triton's
+    #: own choice.
     IMPRECISE: int | None
+    #: A_KIND, B_KIND: dtypes of 8 bits that become float16 first: see `tilestream.kernels.portable.convert`; else
+    #: empty.
     A_KIND: str
     B_KIND: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopperConfig(GemmConfig):
-    """The Hopper GEMM's. Its accumulator has rows of ``x`` and columns of ``y``.
+    """The Hopper GEMM's. Its accumulator has rows of ``x`` and columns of ``y``."""
 
-    Attributes
-    ----------
-    WIDTHS
-        Columns of the parts that a tile is multiplied in: the N of an instruction each.
-    STAGES
-        Stages of the ring.
-    BUFFERS
-        C buffers of a consumer.
-    X_K_MAJOR, Y_K_MAJOR
-        Whether an operand's stride of K is 1.
-    BATCHED
-        Whether tensor maps have a batch.
-    SWAP_AB
-        Whether ``x`` is B and ``y`` is A.
-    CONSUMERS
-        ``"single"``, ``"cooperative"`` or ``"ping_pong"``.
-    PROMOTED
-        Two-level accumulation: whether each K step's fp8 product is added to the accumulator in float32.
-    RS_TAIL
-        Whether the last part is multiplied with x in registers: see `tilestream.plan.policy.hopper.rs_tail`.
-    LOAD_REGISTERS, MATH_REGISTERS
-        Registers of a thread of the load warp, and of a second consumer.
-    STORE
-        ``"tma"``, or ``"direct"`` from registers.
-    FLIPPED
-        Whether the output's contiguous dimension is the accumulator's rows.
-    N_DIVISIBLE_BY_8
-        Whether the accumulator's columns are a multiple of 8.
-    CHAINED
-        Whether the launch may begin before the kernel ahead of it has ended.
-    PUBLISH
-        Where the output's chunks are: ``"none"``, the accumulator's ``"rows"`` or its ``"columns"``.
-    LOCAL_ROWS
-        Whether some row tiles of ``x`` lie in a tensor of their own.
-    """
-
-    WIDTHS: tuple[int, ...]
-    STAGES: int
-    BUFFERS: int
+    WIDTHS: tuple[int, ...]  # columns of the parts that a tile is multiplied in: the N of an instruction each
+    STAGES: int  # stages of the ring
+    BUFFERS: int  # C buffers of a consumer
+    #: X_K_MAJOR, Y_K_MAJOR: whether an operand's stride of K is 1.
     X_K_MAJOR: bool
     Y_K_MAJOR: bool
-    BATCHED: bool
-    SWAP_AB: bool
-    CONSUMERS: str
-    PROMOTED: bool
+    BATCHED: bool  # whether tensor maps have a batch
+    SWAP_AB: bool  # whether ``x`` is B and ``y`` is A
+    CONSUMERS: str  # ``"single"``, ``"cooperative"`` or ``"ping_pong"``
+    PROMOTED: bool  # two-level accumulation: whether each K step's fp8 product is added to the accumulator in float32
+    #: Whether the last part is multiplied with x in registers: see `tilestream.plan.policy.hopper.rs_tail`.
     RS_TAIL: bool
+    #: LOAD_REGISTERS, MATH_REGISTERS: registers of a thread of the load warp, and of a second consumer.
     LOAD_REGISTERS: int
     MATH_REGISTERS: int
-    STORE: str
-    FLIPPED: bool
-    N_DIVISIBLE_BY_8: bool
-    CHAINED: bool
-    PUBLISH: str
-    LOCAL_ROWS: bool
+    STORE: str  # ``"tma"``, or ``"direct"`` from registers
+    FLIPPED: bool  # whether the output's contiguous dimension is the accumulator's rows
+    N_DIVISIBLE_BY_8: bool  # whether the accumulator's columns are a multiple of 8
+    CHAINED: bool  # whether the launch may begin before the kernel ahead of it has ended
+    PUBLISH: str  # where the output's chunks are: ``"none"``, the accumulator's ``"rows"`` or its ``"columns"``
+    LOCAL_ROWS: bool  # whether some row tiles of ``x`` lie in a tensor of their own
 
     @property
     def ROWS(self) -> int:
@@ -214,67 +137,41 @@ class HopperConfig(GemmConfig):
         return self.SCALED or self.SCALES != "none" or self.BIAS != "none" or self.RESIDUAL
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A stage of CDNA's ring, and how an operand ``[rows, K]`` comes to it."""
+
+    #: ROWS, K: of a tile.
+    ROWS: int
+    K: int
+    K_MAJOR: bool  # whether the operand's stride of K is 1
+    TURNED: bool  # whether it is transposed in registers, into a stage that is K-major
+    SWIZZLE: tuple[int, int, int]  # the stage's swizzle: vector, every, period
+    #: VECTOR, LANE: elements of a cell, and those that a lane copies at a time past the registers.
+    VECTOR: int
+    LANE: int
+    WARPS: int  # of a workgroup
+    OFFSETS_64BIT: bool = False  # whether a tile's rows lie too far apart for a buffer's 32-bit offsets
+
+
 @dataclass(frozen=True, kw_only=True)
 class CdnaConfig(GemmConfig):
-    """The CDNA GEMM's.
+    """The CDNA GEMM's."""
 
-    Attributes
-    ----------
-    STAGES
-        Stages of the ring, where ``DIRECT``; else there is one.
-    STRIP_M
-        Rows that the epilogue finishes at a time.
-    DIRECT
-        Whether copies go past the registers.
-    LANE
-        Elements that a lane copies at a time.
-    X_K_MAJOR, Y_K_MAJOR
-        Whether an operand's stride of K is 1.
-    X_TURNED, Y_TURNED
-        Whether it is transposed in registers, into a stage that is K-major.
-    X_SWIZZLE, Y_SWIZZLE
-        The swizzle of its stages: vector, every, period.
-    X_64BIT, Y_64BIT
-        Whether a tile's rows lie too far apart for a buffer's 32-bit offsets.
-    VERSION, SHAPE
-        Of the matrix instruction: its layout's version; M, N, K.
-    ACROSS
-        Warps down a tile's rows, and across its columns.
-    WIDTH
-        Elements of K that a lane reads of shared memory at a time.
-    FORMATS
-        A's and B's, of 8 bits on gfx950; else None.
-    XCDS
-        Dies: neighbouring program ids are on different ones.
-    EVEN_K
-        Whether K is a multiple of ``BLOCK_K``.
-    VECTOR_C, VECTOR_RESIDUAL
-        Neighbouring columns that are one aligned vector, all of it inside or none.
-    """
-
-    STAGES: int
-    STRIP_M: int
-    DIRECT: bool
-    LANE: int
-    X_K_MAJOR: bool
-    Y_K_MAJOR: bool
-    X_TURNED: bool
-    Y_TURNED: bool
-    X_SWIZZLE: tuple[int, int, int]
-    Y_SWIZZLE: tuple[int, int, int]
-    X_64BIT: bool
-    Y_64BIT: bool
+    STAGES: int  # stages of the ring, where ``DIRECT``; else there is one
+    STRIP_M: int  # rows that the epilogue finishes at a time
+    DIRECT: bool  # whether copies go past the registers
+    #: X, Y: stages of the operands.
+    X: Stage
+    Y: Stage
+    #: VERSION, SHAPE: of the matrix instruction: its layout's version; M, N, K.
     VERSION: int
     SHAPE: tuple[int, int, int]
-    ACROSS: tuple[int, int]
-    WIDTH: int
-    FORMATS: tuple[str, str] | None
-    XCDS: int
-    EVEN_K: bool
+    ACROSS: tuple[int, int]  # warps down a tile's rows, and across its columns
+    WIDTH: int  # elements of K that a lane reads of shared memory at a time
+    FORMATS: tuple[str, str] | None  # A's and B's, of 8 bits on gfx950; else None
+    XCDS: int  # dies: neighbouring program ids are on different ones
+    EVEN_K: bool  # whether K is a multiple of ``BLOCK_K``
+    #: VECTOR_C, VECTOR_RESIDUAL: neighbouring columns that are one aligned vector, all of it inside or none.
     VECTOR_C: int
     VECTOR_RESIDUAL: int
-
-    @property
-    def WARPS(self) -> int:
-        """Warps of a workgroup."""
-        return self.ACROSS[0] * self.ACROSS[1]

@@ -23,72 +23,46 @@ GIVEN = (
 
 
 class KeyGate(NamedTuple):
-    """What a launch is given of keys that arrive, beside `GIVEN`.
+    """What a launch is given of keys that arrive, beside `GIVEN`."""
 
-    Attributes
-    ----------
-    signals, quarantine, bounds
-        The words; the first row of each chunk and the row behind the last, where chunks are ragged.
-    records, claims
-        The device's error channel.
-    epoch, key
-        Of the signals.
-    allowed
-        Nanoseconds.
-    op
-        The op's number in a record.
-    """
-
+    #: signals, quarantine, bounds: the words; the first row of each chunk and the row behind the last, where chunks are
+    #: ragged.
     signals: Any = None
     quarantine: Any = None
     bounds: Any = None
+    #: records, claims: the device's error channel.
     records: Any = None
     claims: Any = None
+    #: epoch, key: of the signals.
     epoch: int = 1
     key: int = 0
-    allowed: int = 0
-    op: int = 0
+    allowed: int = 0  # nanoseconds
+    op: int = 0  # the op's number in a record
 
 
 NO_KEY_GATE = KeyGate()
 
 
 class AttentionLayout(NamedTuple):
-    """Strides of the canonical operands, in elements, and which of them there are.
+    """Strides of the canonical operands, in elements, and which of them there are."""
 
-    Attributes
-    ----------
-    q, k, v, out
-        From one batch (page), row and head to the next; where rows are packed, the first is 0.
-    lse
-        Likewise; None where it is no output.
-    table
-        From one sequence's pages to the next's.
-    scale_q, scale_k, scale_v
-        From one sequence's scale, and one head's, to the next's; None where there is none.
-    """
-
+    #: q, k, v, out: from one batch (page), row and head to the next; where rows are packed, the first is 0.
     q: Strides
     k: Strides
     v: Strides
     out: Strides
-    lse: Strides | None = None
-    table: int = 0
+    lse: Strides | None = None  # likewise; None where it is no output
+    table: int = 0  # from one sequence's pages to the next's
+    #: scale_q, scale_k, scale_v: from one sequence's scale, and one head's, to the next's; None where there is none.
     scale_q: ScaleStrides | None = None
     scale_k: ScaleStrides | None = None
     scale_v: ScaleStrides | None = None
 
 
 class AttentionArguments:
-    """A kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
+    """A kernel's arguments for one plan and one layout, but for addresses and what changes from call to call."""
 
-    Attributes
-    ----------
-    options
-        How the kernel is compiled.
-    """
-
-    options: dict[str, Any]
+    options: dict[str, Any]  # how the kernel is compiled
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> None:
         self.plan, self.layout, self._trace = plan, layout, trace

@@ -70,8 +70,11 @@ def signature(
     )  # fmt: skip
 
 
-def can_bypass_dispatcher(device: torch.device) -> bool:
-    """Whether a launch on ``device`` may be issued without torch's dispatcher: nothing there would see the call."""
+def can_bypass_dispatcher(device: torch.device, tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether torch's dispatcher has nothing to do for a launch of ``tensors`` on ``device``: it would not see it."""
+    gradients = torch.is_grad_enabled()
+    if [x for x in tensors if x is not None and (not is_plain(x) or (gradients and x.requires_grad))]:
+        return False
     return not (
         current() is not None  # traced
         or device.index != torch.cuda.current_device()

@@ -17,37 +17,26 @@ from tilestream.plan.problem import Incoming
 
 
 class GateArguments(NamedTuple):
-    """What a launch is told of what arrives: see `tilestream.kernels.device.gate`. Tensors, or stand-ins for them.
+    """What a launch is told of what arrives: see `tilestream.kernels.device.gate`. Tensors, or stand-ins for them."""
 
-    Attributes
-    ----------
-    row_signals, row_quarantine, row_table, row_epoch, row_key
-        Of A's rows; None, and an epoch of 1, where they are all there. The same for B's columns.
-    records, claims
-        The device's error channel.
-    queue_table
-        In arrival order, see `queue_table`.
-    allowed
-        Nanoseconds.
-    op
-        The op's number in a record.
-    """
-
+    #: row_signals, row_quarantine, row_table, row_epoch, row_key: of A's rows; None, and an epoch of 1, where they are
+    #: all there. The same for B's columns.
     row_signals: Any = None
     row_quarantine: Any = None
     row_table: Any = None
     column_signals: Any = None
     column_quarantine: Any = None
     column_table: Any = None
+    #: records, claims: the device's error channel.
     records: Any = None
     claims: Any = None
-    queue_table: Any = None
+    queue_table: Any = None  # in arrival order, see `queue_table`
     row_epoch: int = 1
     row_key: int = 0
     column_epoch: int = 1
     column_key: int = 0
-    allowed: int = 0
-    op: int = 0
+    allowed: int = 0  # nanoseconds
+    op: int = 0  # the op's number in a record
 
     @property
     def pointers(self) -> tuple[Any, ...]:

@@ -8,14 +8,7 @@ from typing import Any, NamedTuple
 from tilestream.core.copy_items import NO_COPIES, CopyArguments, block, vector
 from tilestream.core.schedule import Schedule
 from tilestream.core.structs import Work
-from tilestream.launch.gate import (
-    NO_GATE,
-    NO_PUBLISH,
-    GateArguments,
-    PublishArguments,
-    chunk_kind,
-    chunk_numbers,
-)
+from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments, chunk_kind, chunk_numbers
 from tilestream.launch.pack import Pack, named
 from tilestream.plan.plan import Plan
 
@@ -40,29 +33,17 @@ _NOTHING = NO_GATE._asdict() | dict(zip(_MORE, (*NO_COPIES, *NO_PUBLISH, *NO_LOC
 
 
 class Layout(NamedTuple):
-    """Strides of the canonical operands, in elements, and which parts of the epilogue there are.
+    """Strides of the canonical operands, in elements, and which parts of the epilogue there are."""
 
-    Attributes
-    ----------
-    a, b, out
-        Strides of ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``.
-    bias
-        Stride of the bias, None where there is none.
-    residual
-        Strides of the residual, likewise.
-    scaled
-        Whether alpha is not 1.
-    scale_a, scale_b
-        From one batch's scale to the next's, and from one row's (column's): 0 where one serves all.
-    """
-
+    #: a, b, out: strides of ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``.
     a: Strides
     b: Strides
     out: Strides
-    bias: int | None = None
-    residual: Strides | None = None
-    scaled: bool = False
+    bias: int | None = None  # stride of the bias, None where there is none
+    residual: Strides | None = None  # strides of the residual, likewise
+    scaled: bool = False  # whether alpha is not 1
     activation: str = "none"
+    #: scale_a, scale_b: from one batch's scale to the next's, and from one row's (column's): 0 where one serves all.
     scale_a: ScaleStrides = (0, 0)
     scale_b: ScaleStrides = (0, 0)
 
@@ -127,21 +108,21 @@ class GemmArguments:
     def _numbers(self) -> dict[str, Any]:
         """The numbers that a plan and a layout decide, by the names of entries."""
         plan, layout = self.plan, self.layout
-        problem, swapped = plan.problem, plan.swap_ab
+        problem, swap_ab = plan.problem, plan.swap_ab
         (ob, om, on), (rb, rm, rn) = layout.out, layout.residual or (0, 0, 0)
-        row_scale, column_scale = (layout.scale_b, layout.scale_a) if swapped else (layout.scale_a, layout.scale_b)
+        row_scale, column_scale = (layout.scale_b, layout.scale_a) if swap_ab else (layout.scale_a, layout.scale_b)
         return {
             **work_of(plan.schedule)._asdict(),
             **chunk_numbers(plan),
             "m": problem.m,
             "n": problem.n,
             "k": problem.k,
-            "rows": problem.n if swapped else problem.m,
-            "columns": problem.m if swapped else problem.n,
+            "rows": problem.n if swap_ab else problem.m,
+            "columns": problem.m if swap_ab else problem.n,
             **named("stride_a", "bmk", layout.a),
             **named("stride_b", "bkn", layout.b),
-            **named("stride_o", "brc", (ob, on, om) if swapped else layout.out),
-            **named("stride_r", "brc", (rb, rn, rm) if swapped else (rb, rm, rn)),
+            **named("stride_o", "brc", (ob, on, om) if swap_ab else layout.out),
+            **named("stride_r", "brc", (rb, rn, rm) if swap_ab else (rb, rm, rn)),
             "stride_bias": layout.bias or 0,
             **named("stride_s", "br", row_scale),
             **named("stride_t", "bc", column_scale),

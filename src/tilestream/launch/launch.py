@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
-from tilestream.arrival.device import GateWords, LocalRows
+from tilestream.arrival.device import DeviceSignals
 from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
 from tilestream.core.error_record import op_number
@@ -34,44 +33,6 @@ LONGEST_SECONDS = 1e9
 
 #: Tables of captured launches, which read or copy them at each replay: a graph may live for ever.
 _captured_tables: list[torch.Tensor] = []
-
-
-class Signals(Protocol):
-    """What a launch needs of signals: see `tilestream.arrival.device.DeviceSignals`."""
-
-    key: int
-
-    @property
-    def copied(self) -> int:
-        """Bytes of the words in which a kernel may copy what they signal; 0 where no copies are offered."""
-
-    @property
-    def local_rows(self) -> LocalRows | None:
-        """Rows that are there already, in another tensor."""
-
-    def use(self, local_rows: bool = False) -> GateWords:
-        """Words for a launch on the current stream; ``local_rows``: one that reads them in their own tensor."""
-
-
-class Copied(Signals, Protocol):
-    """Of an operand whose copies the kernel may make: see `tilestream.arrival.device.DeviceSignals`."""
-
-    def copying(self) -> AbstractContextManager[None]:
-        """Around a launch."""
-
-    def take_copies(self, copiers: int) -> CopyArguments:
-        """What a launch on the current stream copies."""
-
-
-def offered(awaited: Awaited | None) -> list[Copied]:
-    """The operands whose copies are offered to kernels, in an order that all launches share.
-
-    Each is locked while a launch is made that may take them: two launches whose operands are swapped, in two threads,
-    would else wait for each other.
-    """
-    operands = () if awaited is None else (awaited.rows, awaited.columns)
-    found = {signals.key: signals for signals in operands if signals is not None and signals.copied}
-    return [cast("Copied", found[key]) for key in sorted(found)]
 
 
 class Probe:
@@ -144,29 +105,34 @@ class Launch:
         else:
             workspace = device_workspace(device, stream)
             with workspace.lock:
-                self._issue(
-                    stream, x, workspace.open(schedule, block, self._listed, self._floats), awaited, probe
-                )  # fmt: skip
+                words = workspace.open(schedule, block, self._listed, self._floats)
+                self._issue(stream, x, words, awaited, probe)
 
     def _issue(self, stream: int, x: Any, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None) -> None:
-        """`issue`, around which the operands whose copies are offered are locked."""
-        if self._copied(awaited) is None:
+        """`issue`, around which the operands whose copies are offered are locked.
+
+        All launches lock them in one order: two whose operands are swapped, in two threads, would else wait for each
+        other.
+        """
+        if awaited is None or self._copies == "none":
             self.issue(stream, x, words, awaited, probe)
             return
+        found = {one.key: one for one in (awaited.rows, awaited.columns) if one is not None and one.copied}
         with contextlib.ExitStack() as around:
-            for signals in offered(awaited):
-                around.enter_context(signals.copying())
+            for key in sorted(found):
+                around.enter_context(found[key].copying())
             self.issue(stream, x, words, awaited, probe)
 
     def issue(self, stream: int, x: Any, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None) -> None:
         """Launch the kernel on ``stream``, with ``words`` to work on."""
         raise NotImplementedError
 
-    def _copied(self, awaited: Awaited | None) -> Copied | None:
+    def _copied(self, awaited: Awaited | None) -> DeviceSignals | None:
         """The signals of the operand whose copies the kernel makes."""
         if awaited is None or self._copies == "none":
             return None
-        return cast("Copied", awaited.rows if self._copies == "rows" else awaited.columns)
+        signals: DeviceSignals | None = awaited.rows if self._copies == "rows" else awaited.columns
+        return signals
 
 
 class GemmLaunch(Launch):
@@ -189,7 +155,7 @@ class GemmLaunch(Launch):
         return NO_COPIES if signals is None else signals.take_copies(self.plan.copiers)
 
     def gate(self, device: torch.device, awaited: Awaited | None, local_rows: bool = False) -> GateArguments:
-        """What a launch on the current stream is told of what arrives; ``local_rows``: A's, see `Signals.use`."""
+        """What a launch on the current stream is told of what arrives; ``local_rows``: A's, see `DeviceSignals.use`."""
         if awaited is None:
             return NO_GATE
         rows, columns = (

@@ -63,7 +63,24 @@ class TensorMap:
         rank = len(shape)
         self._what = f"shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)}, {elem_size} bytes an element"
         steps = _steps(elem_size, shape, strides)
-        self._check(elem_size, shape, strides, steps, box, swizzle)
+        row = box[-1] * elem_size if box else 0
+        # The rules of cuTensorMapEncodeTiled, which itself only says that one of them is broken.
+        rules = {
+            "1 to 5 dimensions, as many strides, and as many of the box": 0 < rank <= 5
+            and rank == len(strides) == len(box),
+            "extents from 1 to 2**32": all(0 < extent <= 2**32 for extent in shape),
+            "an innermost stride of 1": not strides or strides[-1] == 1 or shape[-1] == 1,
+            "the other strides multiples of 16 bytes, from 0 to 2**40": all(
+                step % 16 == 0 and 0 <= step < 2**40 for step in steps
+            ),
+            "box extents from 1 to 256": all(0 < extent <= 256 for extent in box),
+            "rows of the box that are multiples of 16 bytes": row % 16 == 0,
+            f"rows of the box no longer than the swizzle ({_SWIZZLED_BYTES.get(swizzle)} bytes)": row
+            <= _SWIZZLED_BYTES.get(swizzle, row),
+        }
+        broken = [rule for rule, kept in rules.items() if not kept]
+        if broken:
+            raise ValueError(f"a tensor map has {broken[0]}; this one has {self._what}")
         self._rank, self._elem_type, self._swizzle = rank, elem_type, swizzle
         self._encode = cuda_function("cuTensorMapEncodeTiled", *_ENCODE_ARGUMENTS)
         self._fill = _NAN_REQUEST_ZERO_FMA if nan else 0
@@ -106,37 +123,6 @@ class TensorMap:
             word = ctypes.c_uint64.from_buffer(memory, offset + 8)
             word.value &= ~(1 << 21)
         return memory.raw[offset : offset + SIZE]
-
-    def _check(
-        self, elem_size: int, shape: Sequence[int], strides: Sequence[int], steps: Sequence[int], box: Sequence[int],
-        swizzle: int,
-    ) -> None:  # fmt: skip
-        """The rules of cuTensorMapEncodeTiled, which itself only says that one of them is broken."""
-        row = box[-1] * elem_size if box else 0
-        rules = {
-            "1 to 5 dimensions, as many strides, and as many of the box": 0 < len(shape) <= 5
-            and len(shape) == len(strides) == len(box),
-            "extents from 1 to 2**32": all(0 < extent <= 2**32 for extent in shape),
-            "an innermost stride of 1": not strides or strides[-1] == 1 or shape[-1] == 1,
-            "the other strides multiples of 16 bytes, from 0 to 2**40": all(
-                step % 16 == 0 and 0 <= step < 2**40 for step in steps
-            ),
-            "box extents from 1 to 256": all(0 < extent <= 256 for extent in box),
-            "rows of the box that are multiples of 16 bytes": row % 16 == 0,
-            f"rows of the box no longer than the swizzle ({_SWIZZLED_BYTES.get(swizzle)} bytes)": row
-            <= _SWIZZLED_BYTES.get(swizzle, row),
-        }
-        broken = [rule for rule, kept in rules.items() if not kept]
-        if broken:
-            raise ValueError(f"a tensor map has {broken[0]}; this one has {self._what}")
-
-
-def encode(
-    address: int, elem_type: int, elem_size: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
-    swizzle: int, nan: bool = False,
-) -> bytes:  # fmt: skip
-    """The tensor map of one tensor: see `TensorMap`."""
-    return TensorMap(elem_type, elem_size, shape, strides, box, swizzle, nan).at(address)
 
 
 def _steps(elem_size: int, shape: Sequence[int], strides: Sequence[int]) -> list[int]:

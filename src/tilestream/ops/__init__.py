@@ -1,11 +1,8 @@
-"""What a user calls: torch semantics, checked arguments, registered ops, autograd. One file an op."""
+"""What a user calls: torch semantics, checked arguments, registered ops, autograd."""
 
-from tilestream.ops.addmm import addmm
 from tilestream.ops.attention import attention, merge_attention
 from tilestream.ops.attention_routes import register_attention, use_attention
-from tilestream.ops.linear import linear
-from tilestream.ops.matmul import matmul
-from tilestream.ops.mm import bmm, mm
+from tilestream.ops.matmul import addmm, bmm, linear, matmul, mm
 
 __all__ = [
     "addmm",

@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.flat import FlatArrival, check_deadline
-from tilestream.ops import attention_cached
-from tilestream.ops.attention_library import (
-    attention_arriving_op,
-    attention_arriving_out_op,
-    attention_op,
-    attention_out_op,
-    lse_shape,
-    result_dtype,
-    wide_dtype,
-)
-from tilestream.ops.attention_operands import (
-    Settings,
-    Tensors,
-    alignment_of,
-    canonical_scale,
-    check_kinds,
-    most,
-    number,
-    to_rows_first,
-    window_of,
-)
-from tilestream.ops.checks import autocast, check_waiting, refuse_tangents
-from tilestream.ops.limit import limit
-from tilestream.ops.request import clear_signals
-from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
-from tilestream.plan.attention_problem import AttentionLayout
-from tilestream.runtime import shutdown
-
-Causal = bool | Literal["bottom_right", "top_left"]
-Window = Sequence[int | None] | None
+from tilestream.ops.attention_request import Answer, AttentionRequest, Causal, Window, attend
+from tilestream.ops.checks import check_tensors
+from tilestream.plan.attention_problem import LAYOUTS, AttentionLayout
 
 
 @overload
@@ -67,33 +37,15 @@ def attention(
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    layout: AttentionLayout = "bshd",
-    causal: Causal = False,
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    scale_q: torch.Tensor | None = None,
-    scale_k: torch.Tensor | None = None,
-    scale_v: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    block_table: torch.Tensor | None = None,
-    seqlens_k: torch.Tensor | None = None,
-    arrival: Arrival | None = None,
-    return_lse: bool = False,
-    out: torch.Tensor | None = None,
-    deadline: float | None = None,
-    workers: int | None = None,
-    schedule: str = "auto",
-    splits: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: AttentionLayout = "bshd", causal: Causal = False,
+    window: Window = None, softcap: float | None = None, scale: float | None = None,
+    sinks: torch.Tensor | None = None, scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    block_table: torch.Tensor | None = None, seqlens_k: torch.Tensor | None = None, arrival: Arrival | None = None,
+    return_lse: bool = False, out: torch.Tensor | None = None, deadline: float | None = None,
+    workers: int | None = None, schedule: str = "auto", splits: int | None = None,
+) -> Answer:  # fmt: skip
     """``softmax(mask(scale * q @ k^T)) @ v``, a head at a time.
 
     Parameters
@@ -173,125 +125,11 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 3, 4, 8])
     """
-    op = "attention"
-    key = None
-    if arrival is None and deadline is None and not torch.compiler.is_compiling():
-        q_given = q
-        others = (sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out)
-        said = (
-            layout, causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule,
-            splits,
-        )  # fmt: skip
-        key = attention_cached.signature_of(q, k, v, others, said)
-        done = None if key is None else attention_cached.replay(key, q, k, v, others)
-        if done is not None:
-            return done
-    check_waiting(op, workers, deadline, arrival=arrival)
-    if schedule not in ATTENTION_SCHEDULES:
-        raise ValueError(f"{op}: schedule={schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
-    check_splits(f"{op}: ", splits)
-    lists = {
-        "sinks": sinks, "scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k, "block_table": block_table, "seqlens_k": seqlens_k,
-    }  # fmt: skip
-    check_kinds(op, q=q, k=k, v=v, out=out, **lists)
-    refuse_tangents(op, q, k, v, sinks, instead="torch.nn.functional.scaled_dot_product_attention")
-    q, k, v = autocast(op, arrival is not None, q, k, v)
-    is_causal, alignment = alignment_of(op, causal)
-    left, right = window_of(op, window)
-    packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
-    q, k, v = to_rows_first(op, layout, q, k, v, packed_q, packed_k)
-    batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.shape[0]
-    t = Tensors(
-        q, k, v, None if sinks is None else sinks.to(torch.float32),
-        canonical_scale(op, "scale_q", scale_q, batch, q.shape[-2]),
-        canonical_scale(op, "scale_k", scale_k, batch, k.shape[-2]),
-        canonical_scale(op, "scale_v", scale_v, batch, v.shape[-2]),
-        cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k,
-    )  # fmt: skip
-    if arrival is not None and block_table is not None:
-        raise ValueError(
-            f"{op}: arrival= with block_table=; keys in pages arrive in no order of rows: wait for them before the call"
-        )
-    needs_gradient = torch.is_grad_enabled() and _check_gradients(t, out)
-    s = Settings(
-        is_causal, alignment, left, right,
-        0.0 if softcap is None else number(op, "softcap", softcap, positive=True),
-        1 / math.sqrt(q.shape[-1]) if scale is None else number(op, "scale", scale, positive=False),
-        most(op, "max_seqlen_q", max_seqlen_q, cu_seqlens_q, "cu_seqlens_q"),
-        most(op, "max_seqlen_k", max_seqlen_k, cu_seqlens_k, "cu_seqlens_k"),
-        layout, return_lse or needs_gradient, schedule, workers or 0, splits or 0,
-    )  # fmt: skip
-    into = None if out is None else _into(op, out, t, layout)
-    if torch.compiler.is_compiling():
-        result, lse = _call(t, s, arrival, deadline, into)
-    else:
-        with shutdown.call():
-            result, lse = _call(t, s, arrival, deadline, into)
-    answer = out if out is not None else result.transpose(1, 2) if layout == "bhsd" else result
-    if key is not None:
-        attention_cached.insert(key, q_given, t, s, answer, result, lse if return_lse else None)
-    return (answer, lse) if return_lse else answer
-
-
-def _check_gradients(t: Tensors, out: torch.Tensor | None) -> bool:
-    """Whether a gradient is asked for."""
-    for name in ("scale_q", "scale_k", "scale_v"):
-        scale = getattr(t, name)
-        if scale is not None and scale.requires_grad:
-            raise RuntimeError(f"attention: {name} requires a gradient; scales get none: pass {name}.detach()")
-    asked = [name for name in ("q", "k", "v", "sinks") if (x := getattr(t, name)) is not None and x.requires_grad]
-    if out is not None and (asked or out.requires_grad):
-        raise RuntimeError(
-            "attention: out= has no gradient, and an operand requires one; leave out= away, or use torch.no_grad()"
-        )
-    if asked and t.block_table is not None:
-        raise RuntimeError(
-            f"attention: {asked[0]} requires a gradient, and keys are in pages; those get none: gather them first, or "
-            "use torch.no_grad()"
-        )
-    if asked and t.q.dtype == torch.float8_e4m3fn:
-        raise RuntimeError(
-            f"attention: {asked[0]} requires a gradient and q is {t.q.dtype}; operands of 8 bits get none: use "
-            "torch.no_grad()"
-        )
-    return bool(asked)
-
-
-def _into(op: str, out: torch.Tensor, t: Tensors, layout: str) -> torch.Tensor:
-    shape = (*t.q.shape[:-1], t.v.shape[-1])
-    into = out.transpose(1, 2) if layout == "bhsd" and out.dim() == 4 else out
-    if tuple(into.shape) != shape:
-        said = (shape[0], shape[2], shape[1], shape[3]) if layout == "bhsd" else shape
-        raise ValueError(f"{op}: out has shape {list(out.shape)}; the result has {list(said)}")
-    if out.dtype != result_dtype(t.q):
-        raise TypeError(f"{op}: out is {out.dtype}, the result {result_dtype(t.q)}")
-    return into
-
-
-def _call(
-    t: Tensors, s: Settings, arrival: Arrival | None, deadline: float | None, into: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = None
-    if into is not None and s.return_lse:
-        lse = t.q.new_empty(lse_shape(t), dtype=wide_dtype(t.q))
-    if arrival is None:
-        if into is None:
-            pair: tuple[torch.Tensor, torch.Tensor] = attention_op(*t, *s, limit())
-            return pair
-        attention_out_op(*t, *s, into, lse, limit())
-    else:
-        flat = FlatArrival.of(arrival)
-        arriving = (flat.words, flat.ints, check_deadline(deadline))
-        if into is None:
-            pair = attention_arriving_op(*t, *s, *arriving, limit())
-        else:
-            attention_arriving_out_op(*t, *s, *arriving, into, lse, limit())
-        clear_signals(flat.words)
-        if into is None:
-            return pair
-    assert into is not None
-    return into, into if lse is None else lse
+    return attend(AttentionRequest(
+        q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, layout,
+        causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule, splits, arrival,
+        deadline,
+    ))  # fmt: skip
 
 
 def merge_attention(
@@ -331,11 +169,9 @@ def merge_attention(
     >>> torch.allclose(out, attention(q, k, v), atol=1e-5)
     True
     """
-    for name, tensor in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"merge_attention: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"merge_attention: layout={layout!r}; it is one of bshd, bhsd")
+    check_tensors("merge_attention", o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
+    if layout not in LAYOUTS:
+        raise ValueError(f"merge_attention: layout={layout!r}; it is one of {', '.join(LAYOUTS)}")
     if o_a.shape != o_b.shape or o_a.dim() not in (3, 4):
         raise ValueError(
             f"merge_attention: o_a {list(o_a.shape)} and o_b {list(o_b.shape)}; they are alike, [B, S, H, D] or "
@@ -351,12 +187,10 @@ def merge_attention(
     base = torch.where(top == nothing, 0.0, top)
     weights = [torch.exp(lse - base) for lse in (lse_a, lse_b)]
     total = weights[0] + weights[1]
-    none = total == 0
-    whole = torch.where(none, 1.0, total)  # where none is, so that neither value nor gradient is NaN
-    lse = torch.where(none, nothing, base + torch.log(whole))
+    whole = torch.where(total == 0, 1.0, total)  # where none is, so that neither value nor gradient is NaN
+    lse = torch.where(total == 0, nothing, base + torch.log(whole))
     parts = []
-    for o, weight in ((o_a, weights[0]), (o_b, weights[1])):
+    for o, weight in zip((o_a, o_b), weights, strict=True):
         share = (weight / whole).transpose(1, 2) if swapped else weight / whole
-        share = share.unsqueeze(-1)
-        parts.append(torch.where(share == 0, 0.0, o * share))
+        parts.append(torch.where(share.unsqueeze(-1) == 0, 0.0, o * share.unsqueeze(-1)))
     return (parts[0] + parts[1]).to(o_a.dtype), lse.to(lse_a.dtype)

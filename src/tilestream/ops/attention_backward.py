@@ -11,11 +11,13 @@ time, sequence by sequence: packed sequences on a GPU cost a look at their lengt
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from tilestream.ops.attention_operands import Settings, Tensors
+from tilestream.core.operands import AttentionOperands
+from tilestream.ops.attention_operands import Settings
 
 #: Scores at a time: 128 MiB of float32.
 _SCORES = 2**25
@@ -29,71 +31,72 @@ class _Sequence(NamedTuple):
 
 
 def gradients(
-    grad: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, t: Tensors, s: Settings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: torch.Tensor, grad_lse: torch.Tensor | None, x: AttentionOperands, s: Settings
+) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k, v and the sinks; the last is empty where there are none.
 
     Parameters
     ----------
     grad, grad_lse
         Of the output, ``[..., Hq, Dv]``, and of the log-sum-exp, or None.
+    x
+        Operands with their outputs, the log-sum-exp included.
     """
-    wide = lse.dtype
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (t.q, t.k, t.v))
-    sinks = t.q.new_zeros((0 if t.sinks is None else t.q.shape[-2],), dtype=torch.float32)
-    for sequence in _sequences(t):
-        _add(sequence, grad, grad_lse, out, lse, t, s, (dq, dk, dv, sinks))
-    return dq.to(t.q.dtype), dk.to(t.k.dtype), dv.to(t.v.dtype), sinks
+    assert x.lse is not None
+    of_inputs = [torch.zeros(y.shape, dtype=x.lse.dtype, device=y.device) for y in (x.q, x.k, x.v)]
+    sinks = x.q.new_zeros((0 if x.sinks is None else x.q.shape[-2],), dtype=torch.float32)
+    for sequence in _sequences(x):
+        _add(sequence, grad, grad_lse, x, s, (*of_inputs, sinks))
+    return *(of.to(y.dtype) for of, y in zip(of_inputs, (x.q, x.k, x.v), strict=True)), sinks
 
 
-def _sequences(t: Tensors) -> list[_Sequence]:
+def _sequences(x: AttentionOperands) -> list[_Sequence]:
     every = slice(None)
-    if t.cu_seqlens_q is None:
-        lengths = [t.k.shape[1]] * t.batch if t.seqlens_k is None else t.seqlens_k.tolist()
-        return [_Sequence((i, every), (i, slice(0, n)), (i, every, every), i) for i, n in enumerate(lengths)]
-    bounds = t.cu_seqlens_q.tolist()
-    rows = [slice(bounds[i], bounds[i + 1]) for i in range(t.batch)]
-    if t.cu_seqlens_k is not None:
-        ends = t.cu_seqlens_k.tolist()
-        keys: list[tuple[slice | int, ...]] = [(slice(ends[i], ends[i + 1]),) for i in range(t.batch)]
+    queries: list[tuple[slice | int, ...]] = [(i, every) for i in range(x.batch)]
+    if x.cu_seqlens_q is not None:
+        queries = [(slice(*ends),) for ends in pairwise(x.cu_seqlens_q.tolist())]
+    keys: list[tuple[slice | int, ...]]
+    if x.cu_seqlens_k is not None:
+        keys = [(slice(*ends),) for ends in pairwise(x.cu_seqlens_k.tolist())]
     else:
-        lengths = [t.k.shape[1]] * t.batch if t.seqlens_k is None else t.seqlens_k.tolist()
-        keys = [(i, slice(0, n)) for i, n in enumerate(lengths)]
-    return [_Sequence((rows[i],), keys[i], (rows[i],), i) for i in range(t.batch)]
+        lengths = [x.k.shape[1]] * x.batch if x.seqlens_k is None else x.seqlens_k.tolist()
+        keys = [(i, slice(0, length)) for i, length in enumerate(lengths)]
+    return [
+        _Sequence(queries[i], keys[i], queries[i] if x.cu_seqlens_q is not None else (i, every, every), i)
+        for i in range(x.batch)
+    ]
 
 
 def _add(
-    sequence: _Sequence, grad: torch.Tensor, grad_lse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-    t: Tensors, s: Settings, into: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    sequence: _Sequence, grad: torch.Tensor, grad_lse: torch.Tensor | None, x: AttentionOperands, s: Settings,
+    into: tuple[torch.Tensor, ...],
 ) -> None:  # fmt: skip
     """Add one sequence's gradients; heads of keys first, then the query heads of each, then rows."""
-    wide = lse.dtype
-    k, v = (x[sequence.keys].to(wide).transpose(0, 1).unsqueeze(1) for x in (t.k, t.v))
+    assert x.lse is not None
+    wide = x.lse.dtype
+    k, v = (y[sequence.keys].to(wide).transpose(0, 1).unsqueeze(1) for y in (x.k, x.v))
     heads, _, keys, _ = k.shape
-    queries = t.q[sequence.queries].shape[0]
+    queries = x.q[sequence.queries].shape[0]
     if not heads or not queries:
         return
 
-    def by_head(x: torch.Tensor) -> torch.Tensor:  # [rows, Hq, columns] -> [Hkv, ratio, rows, columns]
-        heads_first: torch.Tensor = x.to(wide).transpose(0, 1).unflatten(0, (heads, -1))
-        return heads_first
+    # [rows, Hq, columns] -> [Hkv, ratio, rows, columns]
+    q, dout, o = (y[sequence.queries].to(wide).transpose(0, 1).unflatten(0, (heads, -1)) for y in (x.q, grad, x.out))
 
-    q, dout, o = by_head(t.q[sequence.queries]), by_head(grad[sequence.queries]), by_head(out[sequence.queries])
-    packed = t.cu_seqlens_q is not None
-    rows_of = [None if x is None else x[sequence.lse] for x in (lse, grad_lse)]
-    top, dlse = (
-        None if x is None else (x.transpose(0, 1) if packed else x).to(wide).unflatten(0, (heads, -1)).unsqueeze(-1)
-        for x in rows_of
-    )
-    assert top is not None
+    def of_rows(y: torch.Tensor) -> torch.Tensor:  # to [Hkv, ratio, rows, 1]
+        rows = y[sequence.lse]
+        rows = rows.transpose(0, 1) if x.cu_seqlens_q is not None else rows
+        return rows.to(wide).unflatten(0, (heads, -1)).unsqueeze(-1)  # type: ignore[no-any-return, no-untyped-call]
+
+    top, dlse = of_rows(x.lse), None if grad_lse is None else of_rows(grad_lse)
     delta = (dout * o).sum(-1, keepdim=True)
     pull = -delta if dlse is None else dlse - delta
     top = torch.where(top == float("-inf"), 0.0, top)  # rows that see nothing: exp(-inf - 0) is 0
-    scale, scale_v = _scales(t, s, sequence.number, heads, wide)
+    scale, scale_v = _scales(x, s, sequence.number, heads, wide)
     v = v * scale_v
-    dq, dk, dv = (x[of] for x, of in zip(into, (sequence.queries, sequence.keys, sequence.keys), strict=False))
-    if t.sinks is not None:
-        sink = t.sinks.to(wide).unflatten(0, (heads, -1))[..., None, None]
+    dq, dk, dv = (y[of] for y, of in zip(into, (sequence.queries, sequence.keys, sequence.keys), strict=False))
+    if x.sinks is not None:
+        sink = x.sinks.to(wide).unflatten(0, (heads, -1))[..., None, None]
         into[3].add_((torch.exp(sink - top) * pull).sum((-1, -2)).flatten())
     step = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * keys))
     for first in range(0, queries, step):
@@ -112,16 +115,18 @@ def _add(
         dk += (ds.mT @ q[:, :, rows]).sum(1).transpose(0, 1)
 
 
-def _scales(t: Tensors, s: Settings, index: int, heads: int, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales(
+    x: AttentionOperands, s: Settings, index: int, heads: int, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What scores are multiplied by, ``[Hkv, ratio, 1, 1]``, and values, ``[Hkv, 1, 1, 1]``."""
-    scale = torch.full((heads, 1, 1, 1), s.scale, dtype=wide, device=t.q.device)
-    if t.scale_q is not None:
-        scale = scale * t.scale_q[index].to(wide).unflatten(0, (heads, -1))[..., None, None]
-    if t.scale_k is not None:
-        scale = scale * t.scale_k[index].to(wide)[:, None, None, None]
-    scale_v = torch.ones((heads, 1, 1, 1), dtype=wide, device=t.q.device)
-    if t.scale_v is not None:
-        scale_v = t.scale_v[index].to(wide)[:, None, None, None]
+    scale = torch.full((heads, 1, 1, 1), s.scale, dtype=wide, device=x.q.device)
+    if x.scale_q is not None:
+        scale = scale * x.scale_q[index].to(wide).unflatten(0, (heads, -1))[..., None, None]
+    if x.scale_k is not None:
+        scale = scale * x.scale_k[index].to(wide)[:, None, None, None]
+    scale_v = torch.ones((heads, 1, 1, 1), dtype=wide, device=x.q.device)
+    if x.scale_v is not None:
+        scale_v = x.scale_v[index].to(wide)[:, None, None, None]
     return scale, scale_v
 
 

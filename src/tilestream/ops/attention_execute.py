@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import torch
 
-from tilestream.arrival.flat import Awaited, FlatArrival
+from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival
 from tilestream.core.gate import RowGate
 from tilestream.core.grid import WorkItem
 from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.cpu.attention import AttentionBody, SequenceRows, Tiles, seen_by
-from tilestream.ops.attention_operands import Settings, Tensors, problem_of
-from tilestream.ops.execute import launch, see_all
+from tilestream.ops.attention_operands import Settings, problem_of
+from tilestream.ops.execute import launch
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_planner import plan_attention
 
 
 def execute(
-    operands: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0
+    x: AttentionOperands, s: Settings, keys: FlatArrival | None, deadline: float = DEFAULT_DEADLINE, limit: int = 0
 ) -> None:
-    """Run attention on the CPU; returns when the outputs are complete, or raises.
-
-    ``limit`` is on the workers: see `tilestream.plan.limit`.
+    """Run attention on the CPU; returns when the outputs are complete, or raises. Parameters as of `attention_gpu.run`.
 
     Raises
     ------
@@ -32,18 +29,15 @@ def execute(
     ArrivalTimeout
         If a chunk did not arrive in time; what was not computed is NaN.
     """
-    sequences = sequences_of(t, s)
-    problem = problem_of(t, s, keys)
+    sequences = sequences_of(x, s)
     plan = plan_attention(
-        problem, s.workers or None, s.schedule, torch.get_num_threads(), limit=limit, splits=s.splits or None
-    )
-    awaited = Awaited.of(keys, None, deadline, "attention", t.q.device)
-    end = time.perf_counter() + deadline
+        problem_of(x, s, keys), s.workers or None, s.schedule, torch.get_num_threads(), limit=limit,
+        splits=s.splits or None,
+    )  # fmt: skip
     tiles = Tiles(plan, sequences)
     gate = None if keys is None else _gate(plan, tiles)
-    launch("attention", plan, gate, lambda scratch: AttentionBody(plan, operands, tiles, scratch), awaited)
-    if awaited is not None:
-        see_all(awaited, end)
+    awaited = Awaited.of(keys, None, deadline, "attention", x.q.device)
+    launch("attention", plan, gate, lambda scratch: AttentionBody(plan, x, tiles, scratch), awaited)
 
 
 def _gate(plan: AttentionPlan, tiles: Tiles) -> RowGate:
@@ -62,7 +56,7 @@ def _gate(plan: AttentionPlan, tiles: Tiles) -> RowGate:
     return RowGate(plan.problem.keys.chunks, rows)
 
 
-def sequences_of(t: Tensors, s: Settings) -> list[SequenceRows]:
+def sequences_of(x: AttentionOperands, s: Settings) -> list[SequenceRows]:
     """Where the sequences lie; of a packed call, last those rows of queries that belong to none.
 
     Raises
@@ -70,22 +64,22 @@ def sequences_of(t: Tensors, s: Settings) -> list[SequenceRows]:
     ValueError
         If lengths fall, or leave their tensors; if a page that is needed is none.
     """
-    batch, longest = t.batch, t.keys_of_sequence
-    queries = _packed("cu_seqlens_q", t.cu_seqlens_q, t.q, "q", s.max_seqlen_q)
-    keys = _packed("cu_seqlens_k", t.cu_seqlens_k, t.k, "k", s.max_seqlen_k)
-    lengths = [longest] * batch if t.seqlens_k is None else t.seqlens_k.tolist()
+    batch, longest = x.batch, x.keys_of_sequence
+    queries = _packed("cu_seqlens_q", x.cu_seqlens_q, x.q, "q", s.max_seqlen_q)
+    keys = _packed("cu_seqlens_k", x.cu_seqlens_k, x.k, "k", s.max_seqlen_k)
+    lengths = [longest] * batch if x.seqlens_k is None else x.seqlens_k.tolist()
     found: list[SequenceRows] = []
     for i in range(batch):
         if not 0 <= lengths[i] <= longest:
             raise ValueError(f"attention: seqlens_k[{i}] is {lengths[i]}; a sequence has from 0 to {longest} keys here")
-        first_query, rows = queries[i] if queries is not None else (0, t.q.shape[1])
+        first_query, rows = queries[i] if queries is not None else (0, x.q.shape[1])
         first_key, length = keys[i] if keys is not None else (0, lengths[i])
         found.append(SequenceRows(i, first_query, rows, first_key, length))
-    if t.block_table is not None:
-        _check_pages(t, lengths)
+    if x.block_table is not None:
+        _check_pages(x, lengths)
     if queries is not None:
         past = sum(queries[-1]) if queries else 0
-        found.append(SequenceRows(-1, past, t.q.shape[0] - past, 0, 0))
+        found.append(SequenceRows(-1, past, x.q.shape[0] - past, 0, 0))
     return found
 
 
@@ -107,13 +101,13 @@ def _packed(
     return [(begin, end - begin) for begin, end in pairwise(bounds)]
 
 
-def _check_pages(t: Tensors, lengths: list[int]) -> None:
-    assert t.block_table is not None
-    page = t.k.shape[1]
+def _check_pages(x: AttentionOperands, lengths: list[int]) -> None:
+    assert x.block_table is not None
+    page = x.k.shape[1]
     for i, length in enumerate(lengths):
-        used = t.block_table[i, : -(-length // page)]
-        if used.numel() and (int(used.min()) < 0 or int(used.max()) >= t.k.shape[0]):
+        used = x.block_table[i, : -(-length // page)]
+        if used.numel() and (int(used.min()) < 0 or int(used.max()) >= x.k.shape[0]):
             raise ValueError(
                 f"attention: block_table[{i}] names pages {int(used.min())} to {int(used.max())}; there are "
-                f"{t.k.shape[0]}, counted from 0"
+                f"{x.k.shape[0]}, counted from 0"
             )

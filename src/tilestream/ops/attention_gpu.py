@@ -1,4 +1,4 @@
-"""Maps attention's GPU operands to a cached launch, as `tilestream.ops.gpu` does for matmul."""
+"""The GPU's way from attention's canonical operands to a cached launch, as `tilestream.ops.gpu` is for matmul."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tilestream.arrival.flat import Awaited, FlatArrival
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.cache import launch_cache, signature
-from tilestream.ops.attention_operands import Settings, Tensors, problem_of
+from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.ops.gpu import issue
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy.hopper_attention import refuse_strides
@@ -23,56 +23,38 @@ if TYPE_CHECKING:
     from tilestream.plan.attention_plan import AttentionPlan
 
 
-def run(
-    operands: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0
-) -> None:
+def run(x: AttentionOperands, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0) -> None:
     """Issue attention on the current stream of the operands' device.
 
-    Returns when the launch is issued. What an earlier one on this device has reported is raised instead.
-
-    Parameters
-    ----------
-    keys
-        How keys and values arrive; None where they are there.
-    deadline
-        Seconds that the kernel may wait for them.
-    limit
-        On the workers: see `tilestream.plan.limit`.
-
-    Raises
-    ------
-    ArrivalTimeout, Exception
-        What an earlier launch on this device has reported: see `tilestream.check`.
+    Returns when the launch is issued, or raises what an earlier one on this device has reported. ``keys`` says how keys
+    and values arrive, ``deadline`` how many seconds the kernel may wait for them, ``limit`` bounds the workers.
     """
-    device = operands.q.device
+    device = x.q.device
     check_device(device.index)
-    if keys is None and not operands.out.numel():
-        return
-    launch = find(operands, t, s, keys, limit)
     awaited = Awaited.of(keys, None, deadline, "attention", device)
-    if awaited is not None and awaited.rows.by_matmul:  # they may be of that matmul's stream
-        for operand in (operands.k, operands.v):
+    if awaited is None and not x.out.numel():
+        return
+    launch = find(x, s, keys, limit)
+    if awaited is not None and awaited.rows.by_matmul:  # their memory may be of that matmul's stream
+        for operand in (x.k, x.v):
             operand.record_stream(torch.cuda.current_stream(device))
-    issue(launch, operands, awaited, "attention")
+    issue(launch, x, awaited, "attention")
 
 
-def find(x: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int = 0) -> Launch:
+def find(x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, limit: int = 0) -> Launch:
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
-    tensors = (x.q, x.k, x.v, x.out, x.lse, *t[3:])
+    tensors = (*x.inputs, x.out, x.lse)
     key = signature("attention", tensors, (s, None if keys is None else keys.chunking), limit)
-    found: Any = launch_cache.get(key)
-    if found is None:
-        found = launch_cache.insert(key, _make(x, t, s, keys, limit))
-    launch: Launch = found
-    return launch
+    launch: Any = launch_cache.get(key)
+    if launch is None:
+        launch = launch_cache.insert(key, _make(x, s, keys, limit))
+    return launch  # type: ignore[no-any-return]
 
 
-def _make(x: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | None, limit: int) -> Launch:
-    # Triton is imported when a GPU computes something, not before.
+def _make(x: AttentionOperands, s: Settings, keys: FlatArrival | None, limit: int) -> Launch:
     device = cuda_properties(x.q.device.index)
     tf32 = x.q.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32()
-    layout = layout_of(x)
-    problem = problem_of(t, s, keys, tf32=tf32)
+    layout, problem = layout_of(x), problem_of(x, s, keys, tf32=tf32)
     no_tma = refuse_strides(problem, layout.q, layout.k, layout.v, layout.out, x.out.data_ptr() % 16)
     plan = plan_attention(
         replace(problem, no_tma=no_tma), s.workers or None, s.schedule, device=device, limit=limit,
@@ -83,6 +65,7 @@ def _make(x: AttentionOperands, t: Tensors, s: Settings, keys: FlatArrival | Non
 
 def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True) -> Launch:
     """The launch of a plan's backend. ``aligned``: whether the output's address is a multiple of 16."""
+    # Triton is imported when a GPU computes something, not before.
     if plan.backend == "cdna":
         from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
 

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from tilestream.ops.attention import Causal, attention
-from tilestream.ops.attention_operands import MOST_HEADS
+from tilestream.ops.attention import attention
+from tilestream.ops.attention_request import MOST_HEADS, Causal
 from tilestream.plan.attention_problem import HEAD_DIM_STEP, MOST_HEAD_DIM
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import check_deadline
-from tilestream.core.dtypes import dtype_name
+from tilestream.core.dtypes import are_a_pair, dtype_name, pairs_text
 from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
 
 #: Devices that an op takes: those of the backends (ROCm's GPUs are "cuda" to torch), and the one that computes nothing.
@@ -31,12 +31,20 @@ def check_waiting(op: str, workers: object, deadline: float | None, **arrivals: 
         check_deadline(deadline)
 
 
+def check_tensors(op: str, **tensors: object) -> None:
+    """Raise `TypeError` for an argument that is no tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
+
+
 def check_dense(
     op: str,
     instead: str,
     tensors: Mapping[str, torch.Tensor | None],
     check_dtype: Callable[[str, str, torch.Tensor], None],
-    dense: Callable[[str, str, bool], str],
+    dense: str,
+    nested: str = "",
 ) -> None:
     """Raise unless all are dense tensors on one device that there is a backend for, of dtypes that they may have.
 
@@ -46,23 +54,23 @@ def check_dense(
         What computes on other devices.
     check_dtype
         Raises for a dtype that a tensor of this op and name may not have.
-    dense
-        What to do with a tensor that is not dense: of this op and name, and whether it is nested.
+    dense, nested
+        What to do with a tensor ``{name}`` that is not dense, or is nested.
     """
     device: torch.device | None = None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
+            check_tensors(op, **{name: tensor})
         if tensor.device.type not in _DEVICES:
             raise NotImplementedError(
                 f"{op}: {name} is on {tensor.device}; this version computes on the CPU and on CUDA and ROCm GPUs: use "
                 f"{instead} there, or {name}.cpu()"
             )
         if tensor.layout != torch.strided or tensor.is_nested:
-            what = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
-            raise TypeError(f"{op}: {name} {what}{dense(op, name, tensor.is_nested)}")
+            what = f"is nested{nested}" if tensor.is_nested else f"has layout {tensor.layout}"
+            raise TypeError(f"{op}: {name} {what}; {dense.format(name=name)}")
         check_dtype(op, name, tensor)
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; all are on one device")
@@ -71,11 +79,8 @@ def check_dense(
 
 def check_operands(op: str, **tensors: torch.Tensor | None) -> None:
     """`check_dense` for the tensors of a matmul."""
-    check_dense(op, "torch.nn.functional.linear" if op == "linear" else f"torch.{op}", tensors, _check_dtype, _dense)
-
-
-def _dense(op: str, name: str, nested: bool) -> str:
-    return f"; dense tensors are multiplied: {name}.to_dense(), or torch.{op}"
+    instead = "torch.nn.functional.linear" if op == "linear" else f"torch.{op}"
+    check_dense(op, instead, tensors, _check_dtype, f"dense tensors are multiplied: {{name}}.to_dense(), or torch.{op}")
 
 
 def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -88,6 +93,28 @@ def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{op}: {name}: {error}") from None
     if tensor.dtype in FP8_DTYPES and name not in ("a", "b"):
         raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")
+
+
+def check_pair(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise unless the operands have one dtype that is multiplied, or two of 8 bits of one kind."""
+    if not are_a_pair(str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")):
+        raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; {pairs_text()}")
+    dtype_name(a.dtype)
+
+
+def refuse_gradients(op: str, *, a: object, b: object, scale_a: object, scale_b: object) -> None:
+    """Raise for a gradient that nothing computes: that of operands of 8 bits, and of scales."""
+    for name, tensor in (("a", a), ("b", b)):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.dtype in FP8_DTYPES:
+            raise RuntimeError(
+                f"{op}: {name} is {tensor.dtype} and requires a gradient; operands of 8 bits get none: pass "
+                f"{name}.detach(), or use torch.no_grad()"
+            )
+    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+        if isinstance(scale, torch.Tensor) and scale.requires_grad:
+            raise RuntimeError(
+                f"{op}: {name} requires a gradient; scales get none: pass {name}.detach(), or multiply by it outside"
+            )
 
 
 def refuse_tangents(op: str, *tensors: torch.Tensor | None, instead: str = "") -> None:

@@ -1,21 +1,25 @@
-"""Maps GPU operands to a cached launch, keyed by `tilestream.launch.cache.signature`."""
+"""The GPU's way from canonical operands to a launch, which is cached by `tilestream.launch.cache.signature`.
+
+Decided once a signature: the plan, the layout, the launch (`_make`). Done each call: the look-up (`find`), then the
+launch itself (`issue`).
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival
 from tilestream.core.chunks import Incoming
-from tilestream.core.dtypes import dtype_name
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.cache import launch_cache, signature
+from tilestream.ops.operands import problem_of
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import tma
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.problem import Problem
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties
 from tilestream.trace.record import current
@@ -48,17 +52,12 @@ class How(NamedTuple):
 
 
 def run(
-    x: GemmOperands,
-    how: How,
-    plan: Plan | None = None,
-    rows: FlatArrival | None = None,
-    columns: FlatArrival | None = None,
-    deadline: float = DEFAULT_DEADLINE,
-    op: str = "matmul",
-) -> None:
+    x: GemmOperands, how: How, plan: Plan | None = None, rows: FlatArrival | None = None,
+    columns: FlatArrival | None = None, deadline: float = DEFAULT_DEADLINE, op: str = "matmul",
+) -> None:  # fmt: skip
     """``out = epilogue(a @ b)`` on the current stream of the operands' device.
 
-    Returns when the launch is issued. What an earlier one on this device has reported is raised instead.
+    Returns when the launch is issued, or raises what an earlier one on this device has reported.
 
     Parameters
     ----------
@@ -68,11 +67,6 @@ def run(
         How A's rows and B's columns arrive; None where they are there.
     deadline, op
         Seconds that the kernel may wait for them, and the op's name, for messages.
-
-    Raises
-    ------
-    ArrivalTimeout, Exception
-        What an earlier launch on this device has reported: see `tilestream.check`.
     """
     device = x.a.device
     check_device(device.index)
@@ -102,8 +96,8 @@ def issue(launch: Launch, x: Any, awaited: Awaited | None, op: str) -> None:
     if why := untraced(launch.plan.backend):
         logger.warning("%s: %s", op, why)
         launch(x, awaited)
-        return
-    traced(recorder, op, launch.plan, device, lambda log: launch(x, awaited, log))
+    else:
+        traced(recorder, op, launch.plan, device, lambda log: launch(x, awaited, log))
 
 
 def find(
@@ -126,12 +120,10 @@ def find(
     )  # fmt: skip
     tensors = (x.a, x.b, x.out, e.bias, e.residual, e.scale_a, e.scale_b)
     key = signature("gemm", tensors, settings, how.limit)
-    found: Any = launch_cache.get(key)
-    if found is None:
-        made = _make(x, how, plan, rows, columns, publishes)
-        found = launch_cache.insert(key, made)
-    launch: GemmLaunch = found
-    return launch
+    launch: Any = launch_cache.get(key)
+    if launch is None:
+        launch = launch_cache.insert(key, _make(x, how, plan, rows, columns, publishes))
+    return launch  # type: ignore[no-any-return]
 
 
 def _make(
@@ -142,46 +134,39 @@ def _make(
     from tilestream.launch.gemm_arguments import Layout, is_aligned
 
     a, b, out, epilogue = x
-    residual = epilogue.residual
+    bias, residual = epilogue.bias, epilogue.residual
     layout = Layout(
-        _strides(a), _strides(b), _strides(out),
-        None if epilogue.bias is None else epilogue.bias.stride(0),
-        None if residual is None else _strides(residual),
-        epilogue.alpha != 1.0, epilogue.activation,
+        _strides(a), _strides(b), _strides(out), None if bias is None else bias.stride(0),
+        None if residual is None else _strides(residual), epilogue.alpha != 1.0, epilogue.activation,
         _scale_strides(epilogue.scale_a, -2), _scale_strides(epilogue.scale_b, -1),
     )  # fmt: skip
+    unaligned = [
+        (name, tensor) for name, tensor, strides in (("a", a, layout.a), ("b", b, layout.b))
+        if not is_aligned(tensor.shape[-2:], strides[1:], strides[0], tensor.data_ptr())
+    ]  # fmt: skip
+    no_tma = _no_tma(a, b, layout)
     if plan is None:
         device = cuda_properties(a.device.index)
-        batch = a.shape[0] if a.dim() == 3 else 1
-        m, k = a.shape[-2:]
-        n = b.shape[-1]
-        shared = batch > 1 and a.stride(0) == 0
-        problem = Problem(
-            m, n, k, batch, dtype_name(a.dtype), dtype_name(out.dtype),
-            None if rows is None else rows.incoming(m if shared else batch * m),
-            None if columns is None else columns.incoming(n),
-            shared_rows=shared,
+        problem = replace(
+            problem_of(x, rows, columns, publishes),
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
-            aligned=is_aligned((m, k), layout.a[1:], layout.a[0], a.data_ptr())
-            and is_aligned((k, n), layout.b[1:], layout.b[0], b.data_ptr()),
-            no_tma=_no_tma(a, b, layout),
-            plain=epilogue.trivial and _by_tma(out, layout),
-            b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
-            scales=epilogue.scales,
+            aligned=not unaligned, no_tma=no_tma, plain=epilogue.trivial and _by_tma(out, layout),
             fast_accum=how.fast_accum or a.dtype not in FP8_DTYPES,
-            publishes=publishes,
         )  # fmt: skip
         backend = None if publishes is None else "hopper"  # the one that publishes
         plan = plan_problem(problem, how.workers or None, how.schedule, device=device, limit=how.limit, backend=backend)
-    elif plan.backend == "hopper" and (why := _no_tma(a, b, layout)):
+    elif plan.backend == "hopper" and no_tma:
         raise ValueError(
-            f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'"
+            f"plan.run: {no_tma}; make the plan with layout= and operands as these are, or backend='portable'"
         )
     if plan.backend == "cdna":
         from tilestream.launch.cdna.launch import GemmLaunch as CdnaLaunch
 
-        if why := _no_vectors(a, b, layout):
-            raise ValueError(f"plan.run: {why}; take backend='portable'")
+        for name, tensor in unaligned:
+            raise ValueError(
+                f"plan.run: {name} of strides {tuple(tensor.stride())}: a stride, an extent or an address is no "
+                "multiple of 16; take backend='portable'"
+            )
         aligned = out.data_ptr() % 16 == 0, residual is None or residual.data_ptr() % 16 == 0
         return CdnaLaunch(plan, layout, aligned)
     if plan.backend == "hopper":
@@ -207,19 +192,6 @@ def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
     return tma.refuse(
         "a", a.shape[-2:], a_strides, ab, a.element_size(), a.data_ptr(), 1 if along_k else None
     ) or tma.refuse("b", b.shape[-2:], b_strides, bb, b.element_size(), b.data_ptr(), 0 if along_k else None)
-
-
-def _no_vectors(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
-    """What of A and B cannot be read in vectors of 16 bytes, as the plan has it; empty if both can."""
-    from tilestream.launch.gemm_arguments import is_aligned
-
-    for name, operand, strides in (("a", a, layout.a), ("b", b, layout.b)):
-        rows, columns = operand.shape[-2:]
-        if not is_aligned((rows, columns), strides[1:], strides[0], operand.data_ptr()):
-            return (
-                f"{name} of strides {tuple(operand.stride())}: a stride, an extent or an address is no multiple of 16"
-            )
-    return ""
 
 
 def _scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""`tilestream.worker_limit`: leave the rest of the device to somebody else."""
+"""`tilestream.worker_limit`: leave the rest of the device to other work."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import torch
 from tilestream.plan import limit as limits
 
 
-class _Traced:
+class _traced:  # noqa: N801
     """The limit of the blocks inside the function that is being compiled: the compiler follows no ContextVar."""
 
     limit = 0
-
-
-_traced = _Traced()
 
 
 class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`

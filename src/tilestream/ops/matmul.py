@@ -1,10 +1,11 @@
-"""`tilestream.matmul`: torch.matmul, with an epilogue, for operands that may still be arriving."""
+"""`tilestream.matmul`, with an epilogue, for operands that may still be arriving; `mm`, `bmm`, `addmm`, `linear`."""
 
 from __future__ import annotations
 
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops.checks import check_tensors
 from tilestream.ops.request import Request, multiply
 
 
@@ -106,24 +107,136 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
-    return multiply(
-        Request(
-            "matmul",
-            a,
-            b,
-            out=out,
-            bias=bias,
-            residual=residual,
-            beta=beta,
-            activation=activation,
-            out_dtype=out_dtype,
-            scale_a=scale_a,
-            scale_b=scale_b,
-            fast_accum=use_fast_accum,
-            arrival=arrival,
-            publish=publish,
-            schedule=schedule,
-            workers=workers,
-            deadline=deadline,
-        )
-    )
+    return multiply(Request(
+        "matmul", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, publish=publish,
+        schedule=schedule, workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def mm(
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
+    out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
+    deadline: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``a @ b`` for matrices ``[M, K]`` and ``[K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
+
+    Raises
+    ------
+    ValueError
+        If an operand is no matrix.
+    """
+    _check_dims("mm", 2, a, b)
+    return multiply(Request(
+        "mm", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, schedule=schedule,
+        workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def bmm(
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
+    out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
+    deadline: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``a[i] @ b[i]`` for ``[B, M, K]`` and ``[B, K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
+
+    Raises
+    ------
+    ValueError
+        If an operand has not three dimensions, or they differ in batches.
+    """
+    _check_dims("bmm", 3, a, b)
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"bmm: a has {a.shape[0]} batches, b has {b.shape[0]}; bmm does not broadcast, matmul does")
+    return multiply(Request(
+        "bmm", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, schedule=schedule,
+        workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def addmm(
+    input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1,
+    out: torch.Tensor | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
+    arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``beta * input + alpha * (a @ b)`` for matrices ``[M, K]`` and ``[K, N]``.
+
+    Parameters
+    ----------
+    input
+        Broadcasts to ``[M, N]``. With ``beta=0`` it is not read: NaN there does not count.
+    a, b
+        The matrices.
+    beta, alpha
+        Factors.
+    out, activation, out_dtype, arrival, schedule, workers, deadline
+        As for `tilestream.matmul`, whose exceptions are raised.
+
+    Raises
+    ------
+    ValueError
+        If ``a`` or ``b`` is no matrix.
+    """
+    for name, tensor in (("a", a), ("b", b)):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
+            raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
+    return multiply(Request(
+        "addmm", a, b, residual=input, beta=beta, alpha=alpha, out=out, activation=activation, out_dtype=out_dtype,
+        arrival=arrival, schedule=schedule, workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
+    out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    use_fast_accum: bool = True, arrival: Arrival | None = None, weight_arrival: Arrival | None = None,
+    publish: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``activation(scale_a * scale_b * (x @ weight.T) + bias + beta * residual)``.
+
+    Parameters
+    ----------
+    x
+        ``[..., K]``; its leading dimensions count as rows.
+    weight
+        ``[N, K]`` (or ``[K]``, for a result without the last dimension).
+    bias
+        ``[N]``.
+    weight_arrival
+        How ``weight``'s rows come in: a weight that is still being copied from the host or read from a file.
+    scale_b
+        float32: one element, or one a row of ``weight``: ``[N]``, ``[N, 1]`` or ``[1, N]``.
+    out, residual, beta, activation, out_dtype, scale_a, use_fast_accum, arrival, publish, schedule, workers, deadline
+        As for `tilestream.matmul`, whose exceptions are raised.
+
+    Raises
+    ------
+    ValueError
+        If ``weight`` is neither a matrix nor a vector.
+    """
+    if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
+        raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
+    transposed = weight.t() if isinstance(weight, torch.Tensor) else weight
+    if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
+        scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
+    return multiply(Request(
+        "linear", x, transposed, out=out, bias=bias, residual=residual, beta=beta, activation=activation,
+        out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival,
+        weight_arrival=weight_arrival, publish=publish, schedule=schedule, workers=workers, deadline=deadline,
+    ))  # fmt: skip
+
+
+def _check_dims(op: str, dims: int, a: torch.Tensor, b: torch.Tensor) -> None:
+    check_tensors(op, a=a, b=b)
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dim() != dims:
+            raise ValueError(
+                f"{op}: {name} has shape {list(tensor.shape)}; it has {dims} dimensions: use matmul for others"
+            )

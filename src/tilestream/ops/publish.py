@@ -17,7 +17,7 @@ from tilestream.core.chunks import Chunks
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.gate import PublishArguments
 from tilestream.ops import gpu
-from tilestream.ops.execute import make_epilogue
+from tilestream.ops.operands import epilogue_of
 from tilestream.plan.problem import Incoming
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.driver import stream_write
@@ -61,42 +61,29 @@ class Publication:
 def publish(x: GemmOperands, flat: FlatArrival, how: gpu.How, op: str) -> str:
     """``out = epilogue(a @ b)``, each chunk of its rows signalled to readers of that arrival's present epoch.
 
-    Returns when it is issued, on the current stream of the operands' device.
-
-    Parameters
-    ----------
-    flat
-        The arrival.
-    how, op
-        As of `tilestream.ops.gpu.run`.
+    Returns when it is issued, on the current stream of the operands' device. ``how`` and ``op`` are as of
+    `tilestream.ops.gpu.run`.
 
     Returns
     -------
     str
         Why there is a launch a chunk; empty where the kernel publishes.
-
-    Raises
-    ------
-    ValueError, RuntimeError
-        As of `tilestream.arrival.device.DeviceSignals.publish`.
     """
     device = x.a.device
     check_device(device.index)
     signals = cast("DeviceSignals", flat.signals(op, device))
     incoming = flat.published(x.out.shape[:-1].numel())
     with torch.cuda.device(device):
-        launch, why = _kernel(x, incoming, how._replace(schedule="dynamic"))
+        launch, why = _kernel(x, incoming, how._replace(schedule="dynamic"), op)
         captured = torch.cuda.is_current_stream_capturing()
-        words = signals.publish()
+        words = PublishArguments(*signals.publish())
         try:
             if launch is not None:
-                gpu.issue(launch, _published(x, PublishArguments(*words)), None, op)
-                signals.published(incoming.pivot)
+                gpu.issue(launch, _published(x, words), None, op)
             else:
-                logger.info("%s: a launch for each chunk that is published: %s", op, why)
                 for chunk in _chunk_by_chunk(x, incoming, how, op):
                     signals.set(chunk)
-                signals.published(None)
+            signals.published(None if launch is None else incoming.pivot)
         except BaseException as error:
             if not captured:  # else there is no graph, and no reader
                 signals.fail(error)  # readers that wait for the rest are told
@@ -104,67 +91,11 @@ def publish(x: GemmOperands, flat: FlatArrival, how: gpu.How, op: str) -> str:
     return why
 
 
-def _published(x: GemmOperands, publish: PublishArguments) -> GemmOperands:
-    return x._replace(epilogue=x.epilogue._replace(publish=publish))
-
-
-def _kernel(x: GemmOperands, publishes: Incoming, how: gpu.How) -> tuple[GemmLaunch | None, str]:
-    """The launch that computes all and publishes; or why there is none."""
-    try:
-        return gpu.find(x, how, publishes=publishes), ""
-    except NotImplementedError as error:  # the plan's refusal, before anything is launched
-        return None, str(error)
-
-
-def _chunk_by_chunk(x: GemmOperands, publishes: Incoming, how: gpu.How, op: str) -> Iterator[int]:
-    """Launch the chunks one by one, from the pivot on; yields each behind its last launch."""
-    a, b, out, epilogue = x
-    chunks, m = publishes.chunks, out.shape[-2]
-    residual, scale_a, scale_b = epilogue.residual, epilogue.scale_a, epilogue.scale_b
-    for i in range(chunks.count):
-        chunk = (publishes.pivot + i) % chunks.count
-        begin, end = chunks.range_of(chunk)
-        while begin < end:  # a batch at a time
-            batch, row = divmod(begin, m)
-            rows = slice(row, min(m, row + end - begin))
-            own = epilogue._replace(
-                residual=None if residual is None else _rows(residual, batch, rows).unsqueeze(0),
-                scale_a=scale_a if scale_a is None or scale_a.numel() == 1 else _rows(scale_a, batch, rows),
-                scale_b=None if scale_b is None else _of_batch(scale_b, batch),
-            )
-            part = GemmOperands(_rows(a, batch, rows), _of_batch(b, batch), _rows(out, batch, rows), own)
-            gpu.run(part, how, op=op)
-            begin += rows.stop - rows.start
-        yield chunk
-
-
-def _of_batch(x: torch.Tensor, batch: int) -> torch.Tensor:
-    """What of ``x`` (``[B, rows, columns]``, or without batches) is a batch's."""
-    if x.dim() < 3:
-        return x
-    return x[batch if x.shape[0] > 1 else 0]
-
-
-def _rows(x: torch.Tensor, batch: int, rows: slice) -> torch.Tensor:
-    """These rows of a batch."""
-    return _of_batch(x, batch)[rows]
-
-
 def matmul_published(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    publication: Publication,
-    epoch: int,
-    rows_per_chunk: int,
-    pivot: int = 0,
-    *,
-    scale_a: torch.Tensor | None = None,
-    scale_b: torch.Tensor | None = None,
-    fast_accum: bool = True,
-    limit: int = 0,
-    op: str = "matmul",
-) -> str:
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, publication: Publication, epoch: int, rows_per_chunk: int,
+    pivot: int = 0, *, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    fast_accum: bool = True, limit: int = 0, op: str = "matmul",
+) -> str:  # fmt: skip
     """``out = scale_a * scale_b * (a @ b)``, each chunk of ``out``'s rows signalled with ``epoch`` when it is there.
 
     Chunks are computed from ``pivot`` on, and may be complete in any order. Issued on the current stream.
@@ -177,25 +108,61 @@ def matmul_published(
         Larger than that of the call before with this ``publication``.
     rows_per_chunk
         Of each chunk; the last has what is left.
-    scale_a, scale_b, fast_accum, limit
-        As canonical operands have them: see `tilestream.ops.gpu.run`.
 
     Returns
     -------
     str
-        Why there is a launch a chunk; empty where the kernel publishes.
+        As of `publish`.
     """
     chunks = Chunks.uniform(out.shape[0], rows_per_chunk)
     if chunks.count > publication.chunks:
         raise ValueError(f"{op}: {chunks.count} chunks to publish; there are signals for {publication.chunks}")
-    x = GemmOperands(a, b, out, make_epilogue(out, None, None, 1.0, 0.0, "none", scale_a, scale_b))
+    x = GemmOperands(a, b, out, epilogue_of(out, scale_a=scale_a, scale_b=scale_b))
     publishes, how = Incoming(chunks, pivot), gpu.How(fast_accum=fast_accum, limit=limit)
-    launch, why = _kernel(x, publishes, how)
+    launch, why = _kernel(x, publishes, how, op)
     if launch is not None:
         launch(_published(x, publication.at(epoch)))
         return ""
-    logger.info("%s: a launch for each chunk that is published: %s", op, why)
     stream = torch.cuda.current_stream(a.device).cuda_stream
     for chunk in _chunk_by_chunk(x, publishes, how, op):
         stream_write(stream, publication.address(chunk), epoch)
     return why
+
+
+def _published(x: GemmOperands, publish: PublishArguments) -> GemmOperands:
+    return x._replace(epilogue=x.epilogue._replace(publish=publish))
+
+
+def _kernel(x: GemmOperands, publishes: Incoming, how: gpu.How, op: str) -> tuple[GemmLaunch | None, str]:
+    """The launch that computes all and publishes; or why there is none, which is logged."""
+    try:
+        return gpu.find(x, how, publishes=publishes), ""
+    except NotImplementedError as error:  # the plan's refusal, before anything is launched
+        logger.info("%s: a launch for each chunk that is published: %s", op, error)
+        return None, str(error)
+
+
+def _chunk_by_chunk(x: GemmOperands, publishes: Incoming, how: gpu.How, op: str) -> Iterator[int]:
+    """Launch the chunks one by one, from the pivot on; yields each behind its last launch."""
+    a, b, out, epilogue = x
+    chunks, m = publishes.chunks, out.shape[-2]
+    residual, scale_a, scale_b = epilogue.residual, epilogue.scale_a, epilogue.scale_b
+
+    def of_batch(y: torch.Tensor, batch: int) -> torch.Tensor:
+        return y if y.dim() < 3 else y[batch if y.shape[0] > 1 else 0]
+
+    for i in range(chunks.count):
+        chunk = (publishes.pivot + i) % chunks.count
+        begin, end = chunks.range_of(chunk)
+        while begin < end:  # a batch at a time
+            batch, row = divmod(begin, m)
+            rows = slice(row, min(m, row + end - begin))
+            own = epilogue._replace(
+                residual=None if residual is None else of_batch(residual, batch)[rows].unsqueeze(0),
+                scale_a=scale_a if scale_a is None or scale_a.numel() == 1 else of_batch(scale_a, batch)[rows],
+                scale_b=None if scale_b is None else of_batch(scale_b, batch),
+            )
+            part = GemmOperands(of_batch(a, batch)[rows], of_batch(b, batch), of_batch(out, batch)[rows], own)
+            gpu.run(part, how, op=op)
+            begin += rows.stop - rows.start
+        yield chunk

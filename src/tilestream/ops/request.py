@@ -12,9 +12,16 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue, GemmOperands
-from tilestream.launch.cache import can_bypass_dispatcher, is_plain, launch_cache, signature
+from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
 from tilestream.ops import gpu
-from tilestream.ops.checks import autocast, check_operands, check_waiting, refuse_tangents
+from tilestream.ops.checks import (
+    autocast,
+    check_operands,
+    check_pair,
+    check_waiting,
+    refuse_gradients,
+    refuse_tangents,
+)
 from tilestream.ops.library import (
     clear_signals_op,
     gemm_arriving_op,
@@ -25,7 +32,7 @@ from tilestream.ops.library import (
     result_dtype,
 )
 from tilestream.ops.limit import limit
-from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales, check_pair, refuse_gradients
+from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.runtime import shutdown
@@ -94,6 +101,10 @@ class Request(NamedTuple):
         """Whether an operand arrives."""
         return self.arrival is not None or self.weight_arrival is not None
 
+    def epilogue(self, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Epilogue:
+        """The epilogue of a product of two matrices that has no residual."""
+        return Epilogue(self.alpha, self.bias, None, 1.0, self.activation or "none", scale_a, scale_b)
+
     def needs_gradient(self, *more: torch.Tensor | None) -> bool:
         """Whether a gradient of a tensor of this call, or of ``more``, is asked for."""
         tensors = (self.a, self.b, self.bias, self.residual, *more)
@@ -114,28 +125,22 @@ def multiply(r: Request) -> torch.Tensor:
         result = _multiply(r)
         if key is not None and result.numel():
             scales = canonical_scales(r.op, r.scale_a, r.scale_b, a.shape[:1], (), result.shape)
-            x = GemmOperands(a, r.b, result, _epilogue(r, *scales))
             how = gpu.How(r.schedule, r.workers or 0, r.fast_accum, limits.limit())
-            launch_cache.insert(key, gpu.find(x, how))
+            launch_cache.insert(key, gpu.find(GemmOperands(a, r.b, result, r.epilogue(*scales)), how))
         return result
     check_device(a.device.index)
     out_dtype = r.out_dtype or (FP8_RESULT_DTYPE if a.dtype in FP8_DTYPES else None)
     out = a.new_empty((a.shape[0], r.b.shape[1]), dtype=out_dtype)
     # The launch knows where in a scale each row's and column's lies: [M] is as good as [M, 1] to it.
-    found(GemmOperands(a, r.b, out, _epilogue(r, r.scale_a, r.scale_b)))
+    found(GemmOperands(a, r.b, out, r.epilogue(r.scale_a, r.scale_b)))
     return out
-
-
-def _epilogue(r: Request, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Epilogue:
-    return Epilogue(r.alpha, r.bias, None, 1.0, r.activation or "none", scale_a, scale_b)
 
 
 def _signature(r: Request) -> object | None:
     """What the checks and the plan of a product of two matrices depend on; None for a call that is always checked."""
     a, b, tensors = r.a, r.b, (r.a, r.b, r.bias, r.scale_a, r.scale_b)
     if (
-        not is_plain(a)
-        or a.dim() != 2
+        a.dim() != 2
         or not isinstance(b, torch.Tensor)
         or b.dim() != 2
         or r.out is not None  # whose overlap is checked each time
@@ -143,59 +148,51 @@ def _signature(r: Request) -> object | None:
         or r.arriving
         or r.publish is not None
         or r.deadline is not None  # with nothing arriving it is an error
-        or not can_bypass_dispatcher(a.device)
+        or not can_bypass_dispatcher(a.device, tensors)
     ):
         return None
-    gradients = torch.is_grad_enabled()
-    for x in tensors:
-        if x is not None and (not is_plain(x) or (gradients and x.requires_grad)):
-            return None
     options = r.alpha, r.beta, r.activation, r.out_dtype, r.schedule, r.workers, r.fast_accum
     return signature("call", tensors, (r.op, options))
 
 
 def _multiply(r: Request) -> torch.Tensor:
     r.check()
-    op, a, b, out, scale_a, scale_b = r.op, r.a, r.b, r.out, r.scale_a, r.scale_b
-    check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=scale_a, scale_b=scale_b)
+    op, a, b, out = r.op, r.a, r.b, r.out
+    check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=r.scale_a, scale_b=r.scale_b)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
-    refuse_tangents(op, a, b, r.bias, r.residual, scale_a, scale_b)
+    refuse_tangents(op, a, b, r.bias, r.residual, r.scale_a, r.scale_b)
     if torch.is_grad_enabled():
-        refuse_gradients(op, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+        refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b)
     a, b = autocast(op, r.arriving, a, b)
     check_pair(op, a, b)
-    row, column = a.dim() == 1, b.dim() == 1
-    a = a.unsqueeze(0) if row else a
-    b = b.unsqueeze(1) if column else b
+    # The result's dimensions: of a vector, its one row or column goes.
+    rows, columns = a.shape[-2:-1], b.shape[-1:] if b.dim() > 1 else ()
+    a = a if rows else a.unsqueeze(0)
+    b = b if columns else b.unsqueeze(1)
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(
             f"{op}: a {list(a.shape)} and b {list(b.shape)} differ in K: {a.shape[-1]} columns of a, {b.shape[-2]} "
             "rows of b"
         )
     batch = _batch(op, a.shape[:-2], b.shape[:-2])
-    full = (*batch, a.shape[-2], b.shape[-1])
-    shape = tuple(
-        full[i] for i in range(len(full)) if not (row and i == len(full) - 2) and not (column and i == len(full) - 1)
-    )
+    full, shape = (*batch, a.shape[-2], b.shape[-1]), (*batch, *rows, *columns)
     if r.bias is not None and tuple(r.bias.shape) != (full[-1],):
         raise ValueError(f"{op}: bias has shape {list(r.bias.shape)}; it has one element a column: [{full[-1]}]")
-    residual = _expand(op, r.residual, shape, full)
+    residual = None if r.residual is None else _expand(op, r.residual, shape, full)
     if out is not None:
         _check_out(r, out, shape, result_dtype(a, r.out_dtype))
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
-    batch_b = () if folded else batch
-    scales = canonical_scales(op, scale_a, scale_b, (*batch, a.shape[-2]), batch_b, canonical)
+    scales = canonical_scales(op, r.scale_a, r.scale_b, full[:-1], () if folded else batch, canonical)
     if folded:
         a = a.reshape(canonical[0], a.shape[-1])
     elif len(full) > 2:
         a, b = _batched(op, "a", a, batch, r.arrival), _batched(op, "b", b, batch, None)
-    residual = residual.reshape(canonical) if residual is not None else None
     operands = (
-        a, b, r.bias, residual, float(r.alpha), float(r.beta), r.activation or "none", r.out_dtype, r.schedule,
-        r.workers or 0,
+        a, b, r.bias, None if residual is None else residual.reshape(canonical), float(r.alpha), float(r.beta),
+        r.activation or "none", r.out_dtype, r.schedule, r.workers or 0,
     )  # fmt: skip
     optional = (*scales, r.fast_accum, limit())
     if torch.compiler.is_compiling():
@@ -213,9 +210,8 @@ def _call(
     into = None if r.out is None else _view(r.out, canonical)
     result: torch.Tensor
     if r.publish is not None:
-        flat = FlatArrival.of(r.publish)
+        a, flat = operands[0], FlatArrival.of(r.publish)
         flat.published(math.prod(canonical[:-1]))
-        a = operands[0]
         if r.needs_gradient(*operands[:2]):
             raise RuntimeError(
                 f"{r.op}: publish= has no gradient, and an operand requires one; leave publish= away, or use "
@@ -223,22 +219,20 @@ def _call(
             )
         result = a.new_empty(canonical, dtype=result_dtype(a, r.out_dtype)) if into is None else into
         gemm_published_out_op(*operands, flat.words, flat.ints, r.op, result, *optional)
-    elif r.arriving:
+        return result
+    late: tuple[Any, ...] = ()
+    words: list[torch.Tensor | None] = []
+    if r.arriving:
         flats = [None if one is None else FlatArrival.of(one) for one in (r.arrival, r.weight_arrival)]
         words = [None if flat is None else flat.words for flat in flats]
         ints = [[] if flat is None else flat.ints for flat in flats]
-        arriving = (words[0], ints[0], words[1], ints[1], check_deadline(r.deadline), r.op)
-        if into is None:
-            result = gemm_arriving_op(*operands, *arriving, *optional)
-        else:
-            gemm_arriving_out_op(*operands, *arriving, into, *optional)
-            result = into
-        clear_signals(*words)
-    elif into is None:
-        result = gemm_op(*operands, *optional)
+        late = (words[0], ints[0], words[1], ints[1], check_deadline(r.deadline), r.op)
+    if into is None:
+        result = (gemm_arriving_op if late else gemm_op)(*operands, *late, *optional)
     else:
-        gemm_out_op(*operands, into, *optional)
+        (gemm_arriving_out_op if late else gemm_out_op)(*operands, *late, into, *optional)
         result = into
+    clear_signals(*words)
     return result
 
 
@@ -292,11 +286,7 @@ def _batched(op: str, name: str, x: torch.Tensor, batch: torch.Size, arrival: Ar
     return x.expand(*batch, *x.shape[-2:]).reshape(count, *x.shape[-2:])
 
 
-def _expand(
-    op: str, residual: torch.Tensor | None, shape: tuple[int, ...], full: tuple[int, ...]
-) -> torch.Tensor | None:
-    if residual is None:
-        return None
+def _expand(op: str, residual: torch.Tensor, shape: tuple[int, ...], full: tuple[int, ...]) -> torch.Tensor:
     try:
         return residual.expand(shape).reshape(full)
     except RuntimeError:

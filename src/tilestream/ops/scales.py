@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilestream.plan.problem import FP8, FP8_RESULT, are_a_pair, dtype_name, pairs_text
+from tilestream.core.dtypes import FP8, FP8_RESULT
 
 #: Dtypes of 8 bits, and the default dtype of their product.
 FP8_DTYPES = tuple(getattr(torch, name) for name in FP8)
@@ -14,43 +14,32 @@ FP8_RESULT_DTYPE: torch.dtype = getattr(torch, FP8_RESULT)
 
 
 def canonical_scales(
-    op: str,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    batch_a: Sequence[int],
-    batch_b: Sequence[int],
-    shape: Sequence[int],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    op: str, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, batch_a: Sequence[int],
+    batch_b: Sequence[int], shape: Sequence[int],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Both scales as `tilestream.core.operands.Epilogue` has them.
 
     Parameters
     ----------
     scale_a, scale_b
-        As a caller gives them: of one element, or what broadcasts to ``[*batch_a, M, 1]`` and ``[*batch_b, 1, N]``; of
-        one dimension: ``[M]`` and ``[N]``.
-    batch_a, batch_b
-        ``batch_a`` ends with M.
+        As a caller gives them: of one element, or what broadcasts to ``[*batch_a, 1]`` and ``[*batch_b, 1, N]``; of
+        one dimension: ``[M]`` and ``[N]``. ``batch_a`` ends with M.
     shape
         The canonical output's: ``[M', N]``, or ``[B, M, N]``.
-
-    Raises
-    ------
-    ValueError
-        If one has another shape.
     """
-    rows, columns = (*batch_a, 1), (*batch_b, 1, shape[-1])
+    row, column = ("row of x", "row of weight") if op == "linear" else ("row of a", "column of b")
     if scale_a is not None:
-        what = "row of a" if op != "linear" else "row of x"
-        scale_a = _canonical(op, "scale_a", what, scale_a, rows, (*shape[:-1], 1), 1)
+        scale_a = _canonical(f"{op}: scale_a", row, scale_a, (*batch_a, 1), (*shape[:-1], 1), 1)
     if scale_b is not None:
-        what = "column of b" if op != "linear" else "row of weight"
-        scale_b = _canonical(op, "scale_b", what, scale_b, columns, (*shape[:-2], 1, shape[-1]), 0)
+        full, to = (*batch_b, 1, shape[-1]), (*shape[:-2], 1, shape[-1])
+        scale_b = _canonical(f"{op}: scale_b", column, scale_b, full, to, 0)
     return scale_a, scale_b
 
 
 def _canonical(
-    op: str, name: str, what: str, scale: torch.Tensor, full: tuple[int, ...], to: tuple[int, ...], missing: int
+    name: str, what: str, scale: torch.Tensor, full: tuple[int, ...], to: tuple[int, ...], missing: int
 ) -> torch.Tensor:
+    """A scale that broadcasts to ``full`` as a tensor of shape ``to``; one dimension lacks the one at ``missing``."""
     if scale.numel() == 1:
         return scale
     extent = full[-1 - missing]
@@ -60,35 +49,13 @@ def _canonical(
     )
     if not fits or (scale.dim() == 1 and scale.shape[0] != extent):
         raise ValueError(
-            f"{op}: {name} has shape {list(scale.shape)}; it has one element, or one a {what}: [{extent}], or what "
+            f"{name} has shape {list(scale.shape)}; it has one element, or one a {what}: [{extent}], or what "
             f"broadcasts to {list(full)}"
         )
     return seen if tuple(seen.shape) == to else seen.expand(full).reshape(to)
-
-
-def check_pair(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise unless the operands have one dtype that is multiplied, or two of 8 bits of one kind."""
-    if not are_a_pair(str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")):
-        raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; {pairs_text()}")
-    dtype_name(a.dtype)
 
 
 def check_scale_dtype(op: str, name: str, scale: torch.Tensor) -> None:
     """Raise unless a scale is of float32: scales are multiplied with what float32 has added up."""
     if scale.dtype != torch.float32:
         raise TypeError(f"{op}: {name} is {scale.dtype}; scales are torch.float32: {name}.float()")
-
-
-def refuse_gradients(op: str, *, a: object, b: object, scale_a: object, scale_b: object) -> None:
-    """Raise for a gradient that nothing computes: that of operands of 8 bits, and of scales."""
-    for name, tensor in (("a", a), ("b", b)):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.dtype in FP8_DTYPES:
-            raise RuntimeError(
-                f"{op}: {name} is {tensor.dtype} and requires a gradient; operands of 8 bits get none: pass "
-                f"{name}.detach(), or use torch.no_grad()"
-            )
-    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        if isinstance(scale, torch.Tensor) and scale.requires_grad:
-            raise RuntimeError(
-                f"{op}: {name} requires a gradient; scales get none: pass {name}.detach(), or multiply by it outside"
-            )

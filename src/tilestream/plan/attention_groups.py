@@ -41,15 +41,13 @@ def heads_together(
     problem: AttentionProblem, kind: Kind, rows: int, pack: int, room: float, workers: int, block: int, beside: float,
     crowding: float = 0.0,
 ) -> int:  # fmt: skip
-    """How many columns make a group: `heads_kept`, or fewer, down to half.
+    """How many columns make a group, of tiles of ``rows`` and ``pack`` query heads: `heads_kept`, or down to half.
 
     `heads_kept` for static grids, for tiles that take equally long, and for sequences whose lengths the host does not
     know; of half the room if groups can be crowded.
 
     Parameters
     ----------
-    rows, pack
-        Of a tile; query heads in them.
     room
         Bytes of L2 for keys and values.
     block, beside
@@ -74,12 +72,10 @@ def heads_together(
     # Following one takes up to some milliseconds. Crowded sizes come last, since crowding alone may rule them out.
     for group in reversed(sizes) if crowding else sizes:
         crowded = crowding * max(0.0, 2 * group / kept - 1)
-        enough = crowded > least if crowding else least < _LITTLE
-        if enough:
+        if crowded > least if crowding else least < _LITTLE:
             break
         lost = _lost(costs, heads, group, workers) / whole + crowded
-        better = lost <= least if crowding else lost < least - _LITTLE
-        if better:
+        if lost <= least if crowding else lost < least - _LITTLE:
             best, least = group, lost
     return best
 

@@ -13,14 +13,8 @@ _ALIGNMENT = 16
 def major_of(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, size: int) -> int | None:
     """Which dimension of a matrix TMA sees as the contiguous one: 1, 0, or None if it cannot address it.
 
-    Parameters
-    ----------
-    extents, strides
-        Of its two dimensions, in elements. The stride of an extent of 1 does not count.
-    batch_stride
-        From one matrix to the next, 0 for one that is shared or alone.
-    size
-        Bytes of an element.
+    Extents and strides are in elements of ``size`` bytes; the stride of an extent of 1 does not count. ``batch_stride``
+    leads from one matrix to the next, and is 0 for one that is shared or alone.
     """
     if not _fits(batch_stride * size):
         return None
@@ -55,10 +49,7 @@ def refuse(
 ) -> str:  # fmt: skip
     """Why TMA cannot address an operand as the tensor cores need it; empty if it can.
 
-    Parameters
-    ----------
-    major
-        The dimension that must be the contiguous one; None: either will do. See `k_major_only`.
+    ``major`` is the dimension that must be the contiguous one; None: either will do. See `k_major_only`.
     """
     if address % _ALIGNMENT:
         return f"{name} lies at an address that is no multiple of {_ALIGNMENT}, TMA's rule"

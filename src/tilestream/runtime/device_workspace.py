@@ -1,13 +1,13 @@
 """Workspaces of the GPU backends: queue counters, stream-K counts and partial results, kept from call to call.
 
-Invariants 4 and 8. An eager launch uses the workspace of its (device, stream): launches of one stream run one after the
-other, so one set of words does for all of them. Counters are never cleared: each launch counts from a base past
-whatever the launch before can have reached. A captured launch is replayed in any order with eager ones and with other
-graphs, so it gets words of its own, which its last worker restores. They are cut from a slab made and zeroed when the
-device's first workspace was, since zeroing them under capture puts a memset into the graph. That happens only where
-there is no slab (the very first call is captured) or it is used up.
+Invariants 4 and 8. An eager launch uses the workspace of its (device, stream), whose launches run one after the other.
+Counters are never cleared: each launch counts from a base past what the launch before can have reached. Buffers grow
+when a larger problem comes, and are then kept.
 
-Nothing here is allocated twice: buffers grow when a larger problem comes, and are then kept.
+A captured launch is replayed in any order with eager ones and with other graphs, so it gets words of its own, which its
+last worker restores. They are cut from a slab that was zeroed when the device's first workspace was made: zeroed under
+capture, they would put a memset into the graph. That happens only where there is no slab (the very first call is
+captured) or it is used up.
 """
 
 from __future__ import annotations

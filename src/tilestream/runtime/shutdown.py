@@ -2,11 +2,10 @@
 
 A daemon thread that is inside torch's C++ code when the interpreter goes away is unwound through frames that do not
 allow it, and the process aborts. An object that runs threads registers here. At exit each is told to stop, and is
-waited for a bounded time: a producer that is blocked in a caller's own code is left to it, which is harmless.
+waited for a bounded time. A producer that is blocked in a caller's own code is left there, which is harmless.
 
-A caller's daemon thread that comes out of a call then, or into one, goes no further: it would meet the same end in
-torch code of its caller's, and be it where a result is freed, without the GIL. It sleeps until the process is gone, as
-all daemon threads do from Python 3.14 on.
+A caller's daemon thread that enters or leaves a call then sleeps until the process is gone, as all daemon threads do
+from Python 3.14 on: it would else abort in torch code of its caller's, even where it frees a result without the GIL.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ def register(stoppable: Stoppable) -> None:
 
 @contextlib.contextmanager
 def call() -> Iterator[None]:
-    """A call of an op, seen from outside of it: at exit, threads inside one are waited for.
+    """Around a call of an op: at exit, threads inside one are waited for.
 
     Raises
     ------
     TilestreamError
-        If the interpreter exits already; in a daemon thread nothing is raised, nor returned.
+        If the interpreter exits already. A daemon thread sleeps instead.
     """
     global _calls
     with _changed:
@@ -78,7 +77,7 @@ def call() -> Iterator[None]:
 
 
 def _stay_if_left_behind() -> None:
-    """Sleep for good, in a daemon thread, which is not waited for any more."""
+    """Sleep for good, in a daemon thread."""
     if threading.current_thread().daemon:
         threading.Event().wait()
 

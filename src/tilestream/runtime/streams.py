@@ -1,9 +1,8 @@
-"""Streams of our own, which torch gives to no one else.
+"""Streams of our own, which torch gives to no other code.
 
-torch hands out its streams from a pool of 32, over and over: a stream made for copies may be the one on which the
-caller's kernel waits for them, and then they come after it. So ours are made by the driver. They are lent, come back
-when their borrower is gone, and are lent again once they are idle; none is ever destroyed, since torch's allocator
-remembers which streams used its memory.
+torch hands out its streams from a pool of 32, over and over: a stream for copies could be the one on which the caller's
+kernel waits for them. So the driver makes ours. They are lent, come back when their borrower is gone, and are lent
+again once they are idle. None is ever destroyed: torch's allocator remembers which streams used its memory.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def lend(device: torch.device) -> torch.cuda.Stream:
 
 
 def give_back(stream: torch.cuda.Stream) -> None:
-    """The borrower needs ``stream`` no more; what it was given may still be under way."""
+    """The borrower needs ``stream`` no more; its work may still be under way."""
     with _lock:
         _idle.setdefault(stream.device.index, []).append(stream)
 

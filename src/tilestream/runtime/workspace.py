@@ -1,9 +1,9 @@
 """Workspaces of the CPU backend: queue counters, stream-K counts and partial results, kept from call to call.
 
-Invariants 4 and 8: a workspace belongs to one launch at a time; it is made on first use, sized by need and reused, and
-nothing in it is ever cleared for a launch. Queue counters go on from where the launch before may have left them (see
-`tilestream.core.queues`). A launch that failed hands its workspace back like any other: all its workers have left,
-and its counters are below the next base whatever it did; only its stream-K counts are forgotten.
+Invariants 4 and 8: a workspace belongs to one launch at a time, and nothing in it is cleared for a launch. Queue
+counters go on from where the launch before may have left them (see `tilestream.core.queues`). A launch that failed
+hands its workspace back like any other: its workers have left, and its counters are below the next base; only its
+stream-K counts are forgotten.
 """
 
 from __future__ import annotations

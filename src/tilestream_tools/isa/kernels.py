@@ -7,7 +7,7 @@ the function is imported on demand. A kernel outside this package joins by `regi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -212,20 +212,26 @@ def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[list[
     from tilestream.launch.portable.arguments import Arguments
     from tilestream_tools.isa.build import Pointer
 
-    problem, schedule = plan.problem, plan.schedule
     arguments = Arguments(plan, layout)
-    address = 0 if aligned else 2
-    addend = "bfloat16" if problem.fp8 else problem.dtype
-    scales = (None, None) if problem.scales == "none" else (Pointer("float32", 4), Pointer("float32", 4))
-    queue = schedule.kind != "static" or plan.gate is not None
-    operands = (
-        *(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype),
-        Pointer(addend) if layout.bias else None, Pointer(addend) if layout.residual else None, *scales,
-        Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
-        Pointer("int64") if queue else None, None, None, 0, 0, 1.5, 0.5,
-    )  # fmt: skip
-    filled = arguments.fill(operands, gate=gate_arguments(plan), copies=copy_arguments(plan))
+    inputs = [Pointer(dtype, 0 if aligned else 2) for dtype in plan.problem.dtypes]
+    filled = arguments.fill(operands(plan, layout, inputs), gate=gate_arguments(plan), copies=copy_arguments(plan))
     return filled, arguments.options
+
+
+def operands(plan: Plan, layout: Layout, inputs: Iterable[Any], scale_address: int = 4) -> tuple[Any, ...]:
+    """What a GEMM's launch is given for its operands and scratch: pointers, without addresses."""
+    from tilestream_tools.isa.build import Pointer
+
+    problem, schedule = plan.problem, plan.schedule
+    addend = "bfloat16" if problem.fp8 else problem.dtype
+    scale = None if problem.scales == "none" else Pointer("float32", scale_address)
+    takes_tickets = schedule.kind != "static" or plan.gate is not None
+    return (
+        *inputs, Pointer(problem.out_dtype), Pointer(addend) if layout.bias else None,
+        Pointer(addend) if layout.residual else None, scale, scale, Pointer("float32") if schedule.slots else None,
+        Pointer("int32") if schedule.slots else None, Pointer("int64") if takes_tickets else None, None, None, 0, 0,
+        1.5, 0.5,
+    )  # fmt: skip
 
 
 def copy_arguments(plan: Plan) -> CopyArguments:
@@ -265,15 +271,10 @@ def cdna_gemm(question: Question) -> Source:
         question.problem, None, question.schedule, question.tile, device=question.device, backend="cdna",
         stages=question.stages,
     )  # fmt: skip
-    problem, schedule = plan.problem, plan.schedule
-    arguments = Arguments(plan, contiguous(question))
-    scale = None if problem.scales == "none" else Pointer("float32", 4)
-    operands = (
-        *map(Pointer, problem.dtypes), Pointer(problem.out_dtype), None, None, scale, scale,
-        Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
-        None if schedule.kind == "static" else Pointer("int64"), None, None, 0, 0, 1.5, 0.5,
-    )  # fmt: skip
-    return Source(gemm, arguments.fill(operands), arguments.options, plan.warps, plan)
+    layout = contiguous(question)
+    arguments = Arguments(plan, layout)
+    filled = arguments.fill(operands(plan, layout, map(Pointer, plan.problem.dtypes)))
+    return Source(gemm, filled, arguments.options, plan.warps, plan)
 
 
 #: Sequences, and heads of each, of a question to attention.
@@ -324,21 +325,15 @@ def hopper_gemm(question: Question) -> Source:
     from tilestream.kernels.hopper.gemm import gemm
     from tilestream.launch.hopper.arguments import Arguments
     from tilestream.launch.hopper.launch import described_by
-    from tilestream_tools.isa.build import Pointer
 
     plan = plan_problem(
         question.problem, None, question.schedule, question.tile, device=question.device, backend="hopper",
         stages=question.stages,
     )  # fmt: skip
-    problem, schedule = plan.problem, plan.schedule
-    arguments = Arguments(plan, contiguous(question))
+    problem, layout = plan.problem, contiguous(question)
+    arguments = Arguments(plan, layout)
     x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     parts = ((arguments.x, x), (None, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))
     maps = [None if made is None else described_by(made, getattr(torch, dtype)) for made, dtype in parts]
-    scale = None if problem.scales == "none" else Pointer("float32")
-    given = (
-        Pointer(problem.out_dtype), None, None, scale, scale,
-        Pointer("float32") if schedule.slots else None, Pointer("int32") if schedule.slots else None,
-        None if schedule.kind == "static" else Pointer("int64"), None, None,
-    )  # fmt: skip
-    return Source(gemm, arguments.fill((*maps, *given, 0, 0, 1.5, 0.5)), arguments.options, plan.warps, plan)
+    filled = arguments.fill(operands(plan, layout, maps, scale_address=0))
+    return Source(gemm, filled, arguments.options, plan.warps, plan)

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,11 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from tilestream.core.device import DeviceProperties
 from tilestream_tools.sweep.check import Check
-from tilestream_tools.sweep.clock import Call, GpuClock, Timing, quartiles
+from tilestream_tools.sweep.clock import Call, GpuClock, Timing
 from tilestream_tools.sweep.contention import refuse_count
-from tilestream_tools.sweep.record import Point, Sweep, read
-from tilestream_tools.sweep.run import CpuClock, Way, about, answer, device_of, prepare
-from tilestream_tools.sweep.suite import Shape, Suite
+from tilestream_tools.sweep.record import Sweep, read
+from tilestream_tools.sweep.run import CpuClock, Spot, Way, about, answer, device_of, point_of, prepare
+from tilestream_tools.sweep.suite import Suite
 
 COLLECTIVES = ("all_reduce", "all_gather")
 #: Seconds after which ranks that have not ended are ended.
@@ -106,9 +106,8 @@ def sweep_beside(
         raise ValueError(f"{world} ranks take {world} GPUs; there are {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         path, port = Path(folder) / "points.json", _free_port()
-        given = (world, port, str(path), backend, suite, tuple(taken), tuple(todo))
-        how = (collective, megabytes, head_start, rounds)
-        context: Any = spawn(_rank, (*given, how), nprocs=world, join=False)
+        job = _Job(suite, tuple(taken), tuple(todo), collective, megabytes, head_start, rounds, backend)
+        context: Any = spawn(_rank, (world, port, str(path), job), nprocs=world, join=False)
         end = time.monotonic() + deadline
         try:
             while not context.join(timeout=1.0):
@@ -129,32 +128,39 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _rank(
-    rank: int, world: int, port: int, path: str, backend: str, suite: Suite, taken: tuple[int, ...],
-    todo: tuple[Way, ...], how: tuple[str, int, float, int],
-) -> None:  # fmt: skip
-    collective, megabytes, head_start, rounds = how
+class _Job(NamedTuple):
+    """What each rank does: the arguments of `sweep_beside`."""
+
+    suite: Suite
+    taken: tuple[int, ...]
+    todo: tuple[Way, ...]
+    collective: str
+    megabytes: int
+    head_start: float
+    rounds: int
+    backend: str
+
+
+def _rank(rank: int, world: int, port: int, path: str, job: _Job) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
-    if backend == "nccl":
+    on_gpus, bound = job.backend == "nccl", None
+    if on_gpus:
         torch.cuda.set_device(rank)
+        bound = torch.device("cuda", rank)
     else:
         torch.set_num_threads(1)
-    bound = torch.device(device) if backend == "nccl" else None
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout, device_id=bound)
-    properties = device_of("cpu" if backend == "gloo" else "gpu")
-    sweep = Sweep(about(properties) | {"world": world, "collective": collective, "megabytes": megabytes})
-    sweep.about["head_start_us"] = round(1e6 * head_start, 3)
-    for count in taken:
-        refuse_count(properties.workers, count)
-        clock = _CpuClock() if backend == "gloo" else _GpuClock()
-        clock.group = _group(backend, count)
-        for shape in suite.shapes:
-            _points(
-                sweep, clock, properties, shape, suite.dtype, count, todo, collective, megabytes << 20, head_start,
-                rounds, device,
-            )  # fmt: skip
+    dist.init_process_group(job.backend, rank=rank, world_size=world, timeout=timeout, device_id=bound)
+    device = device_of("gpu" if on_gpus else "cpu")
+    sweep = Sweep(about(device) | {"world": world, "collective": job.collective, "megabytes": job.megabytes})
+    sweep.about["head_start_us"] = round(1e6 * job.head_start, 3)
+    for count in job.taken:
+        refuse_count(device.workers, count)
+        clock = _GpuClock() if on_gpus else _CpuClock()
+        clock.group = _group(job.backend, count)
+        for shape in job.suite.shapes:
+            spot = Spot(shape, job.suite.dtype, "nccl", count, device.workers - count, device.workers, device.workers)
+            _points(sweep, clock, device, spot, job)
     if rank == 0:
         sweep.write(path)
     dist.barrier()
@@ -171,54 +177,43 @@ def _group(backend: str, count: int) -> dist.ProcessGroup:
     return group
 
 
-def _points(
-    sweep: Sweep, clock: _CpuClock | _GpuClock, properties: DeviceProperties, shape: Shape, dtype: str, count: int,
-    todo: Sequence[Way], collective: str, size: int, head_start: float, rounds: int, device: str,
-) -> None:  # fmt: skip
-    how = {"device": device, "dtype": getattr(torch, dtype)}
+def _points(sweep: Sweep, clock: _CpuClock | _GpuClock, device: DeviceProperties, spot: Spot, job: _Job) -> None:
+    """All ways of one shape, beside a collective on so many SMs."""
+    shape, group, world = spot.shape, clock.group, dist.get_world_size(clock.group)
+    how = {"device": clock.device, "dtype": getattr(torch, spot.dtype)}
     a, w = (torch.randn(rows, shape.k, **how) for rows in (shape.m, shape.n))
-    check, group = Check.of_product(a, w.t(), torch.mm(a, w.t())), clock.group
-    units, left = properties.workers, properties.workers - count
-    data = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-    part = torch.zeros_like(data[: len(data) // dist.get_world_size(group)])
+    check = Check.of_product(a, w.t(), torch.mm(a, w.t()))
+    data = torch.zeros(job.megabytes << 19, dtype=torch.bfloat16, device=clock.device)
+    part = torch.zeros_like(data[: len(data) // world])
 
     def communicate() -> Any:
-        if collective == "all_reduce":
+        if job.collective == "all_reduce":
             return dist.all_reduce(data, group=group, async_op=True)
-        return dist.all_gather_into_tensor(data[: len(part) * dist.get_world_size(group)], part, group, async_op=True)
+        return dist.all_gather_into_tensor(data[: len(part) * world], part, group, async_op=True)
 
     def beside(call: Call) -> Call:
         def both() -> None:
             work = communicate()
-            clock.pause(head_start)
+            clock.pause(job.head_start)
             call()
             work.wait()
 
         return both
 
     prepared = {}
-    for way in todo:
-        prepared[way] = prepare(way, shape, dtype, left, a, w.t())
+    for way in job.todo:
+        prepared[way] = prepare(way, shape, spot.dtype, spot.left, a, w.t())
         check(answer(prepared[way]))
     calls: dict[str, Call] = {"comm": lambda: communicate().wait()}
     for way, one in prepared.items():
         calls |= {str(way): one.call, f"{way} beside": beside(one.call)}
-    timing = _slowest(clock.interleave(calls, rounds=rounds))
+    timing = _slowest(clock.interleave(calls, rounds=job.rounds))
     for way, one in prepared.items():
         beside(lambda one=one: answer(one))()  # type: ignore[misc]
-        errors, comm, alone = check(one.out), timing.median("comm"), timing.median(str(way))
-        seconds = timing.median(f"{way} beside")
-        low, high = quartiles(timing.seconds[f"{way} beside"])
-        rate = shape.operations / seconds
-        if rate > properties.peak(dtype, units):
-            raise AssertionError(f"{shape}, {way}: {rate / 1e12:.4g} TFLOP/s, above the device's peak")
-        more = {
-            "comm": comm, "matmul": alone, "floor": floor(comm, alone, count, units),
-        }  # fmt: skip
-        sweep.points.append(Point(
-            str(shape), shape.name, dtype, "nccl", count, left, units, way.implementation, way.queues,
-            seconds, low, high, timing.rounds, rate / 1e12, one.plan, errors["max"], more,
-        ))  # fmt: skip
+        comm, alone = timing.median("comm"), timing.median(str(way))
+        more = {"comm": comm, "matmul": alone, "floor": floor(comm, alone, spot.taken, spot.units)}
+        error = check(one.out)["max"]
+        sweep.points.append(point_of(spot, way, one, timing, error, device, f"{way} beside", **more))
 
 
 def _slowest(timing: Timing) -> Timing:

@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -209,11 +209,12 @@ class Runner:
             for way in prepared:
                 refuse(way, error)
             return
-        points = []
+        units = self.taker.units
+        reachable = units if self.taker.shares else left
+        spot, points = Spot(shape, dtype, self.taker.name, count, left, units, reachable), []
         for way, one in prepared.items():
             try:
-                errors = check(one.out)
-                points.append(self._point(way, one, shape, dtype, count, left, timing, errors["max"]))
+                points.append(point_of(spot, way, one, timing, check(one.out)["max"], self.device))
             except AssertionError as error:
                 refuse(way, error)
         sweep.points += points
@@ -238,22 +239,49 @@ class Runner:
             self.clock.synchronize()
         return timing, there
 
-    def _point(
-        self, way: Way, one: Prepared, shape: Shape, dtype: str, count: int, left: int, timing: Timing, error: float
-    ) -> Point:
-        seconds = timing.median(str(way))
-        low, high = quartiles(timing.seconds[str(way)])
-        rate, units = shape.operations / seconds, self.taker.units if self.taker.shares else left
-        if rate > (peak := self.device.peak(dtype, units)):
-            raise AssertionError(
-                f"{rate / 1e12:.4g} TFLOP/s, above the peak of {peak / 1e12:.4g} of the {units} units that were left: "
-                "the answer or the timing is wrong"
-            )
-        return Point(
-            str(shape), shape.name, dtype, self.taker.name, count, left, self.taker.units, way.implementation,
-            way.queues, seconds, low, high, timing.rounds, rate / 1e12, one.plan, error,
-            {"tiles": one.tiles} if one.tiles else {},
-        )  # fmt: skip
+
+class Spot(NamedTuple):
+    """A shape, and what of the device is taken while it is measured: the first fields of a `Point`.
+
+    Attributes
+    ----------
+    reachable
+        Units that the measured kernel may use: more than ``left`` where units are shared.
+    """
+
+    shape: Shape
+    dtype: str
+    by: str
+    taken: int
+    left: int
+    units: int
+    reachable: int
+
+
+def point_of(
+    spot: Spot, way: Way, one: Prepared, timing: Timing, error: float, device: DeviceProperties, samples: str = "",
+    **more: float,
+) -> Point:  # fmt: skip
+    """A way's point, of the samples that are called ``samples``, or as the way is.
+
+    Raises
+    ------
+    AssertionError
+        If its rate is above the peak of what the kernel may use.
+    """
+    samples = samples or str(way)
+    seconds, (low, high) = timing.median(samples), quartiles(timing.seconds[samples])
+    rate, peak = spot.shape.operations / seconds, device.peak(spot.dtype, spot.reachable)
+    if rate > peak:
+        raise AssertionError(
+            f"{rate / 1e12:.4g} TFLOP/s, above the peak of {peak / 1e12:.4g} of the {spot.reachable} units that were "
+            "left: the answer or the timing is wrong"
+        )
+    tiles = {"tiles": one.tiles} if one.tiles and not more else {}
+    return Point(
+        str(spot.shape), spot.shape.name, spot.dtype, spot.by, spot.taken, spot.left, spot.units, way.implementation,
+        way.queues, seconds, low, high, timing.rounds, rate / 1e12, one.plan, error, tiles | more,
+    )  # fmt: skip
 
 
 def about(device: DeviceProperties) -> dict[str, Any]:

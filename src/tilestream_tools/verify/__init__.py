@@ -4,8 +4,8 @@ It has nine models and explores every interleaving of each:
 
 1. `workers`: several workers on queues and gates, with a deadline that may expire and the drain after it. It runs
    `tilestream.core.loop`, the text that the backends run: `work`, whose workers leave when the launch is over, and
-   `work_through`, whose workers hand in NaN until no item is left and whose last worker out resets the words. It covers
-   both ways to hand in the parts of a tile, `hand_in` and `fixup`, and arrival order (`arrival_order`), in which no
+   `work_through`, whose workers store NaN until no item is left and whose last worker out resets the words. It covers
+   both ways to store a tile's parts, `store_and_count` and `fixup`, and arrival order (`arrival_order`), in which no
    worker may wait while there is work.
 2. `ring`: the load loop and the math loops of one worker on barriers, stages, slots and C buffers (`protocol`). This is
    the Hopper kernel, operation by operation.

@@ -125,37 +125,6 @@ class AttentionModel(Model):
             return [(before, after) for before, after in sides if before + after < k_steps(op.item)]
         return (0, 1) if type(op) in (a.Ask, a.Pass, a.Look) else (0,)
 
-    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
-        if type(op) is Next:
-            return lambda pid, op, m: (
-                *(item for item in self.items if item.tile == m[self.number] and k_steps(item) in self.case.counts),
-                None,
-            )
-        if type(op) is a.Own:
-            return lambda pid, op, m: self.domain(op, None)
-        if type(op) in (a.Ask, a.Pass):
-            return lambda pid, op, m: (0, 1)
-        if type(op) is a.Look:
-            return lambda pid, op, m: (m[self.mark + op.slot],)
-        if type(op) is WaitBarrier:
-            at = self.barrier[op.barrier]
-            return lambda pid, op, m: () if blocks(m[at], op.parity) else (0,)
-        if type(op) is Get:
-            return lambda pid, op, m: (m[self.slot + op.slot],)
-        return None
-
-    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
-        performers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
-            Next: self._next, Put: self._put, Get: self._get, a.Copy: self._copy, a.Start: self._start,
-            a.Convert: self._convert, Retire: self._retire, a.Done: self._done, a.Pass: self._pass, a.Mark: self._mark,
-            a.Empty: self._empty, Fence: self._fence, a.Leave: self._leave,
-            Arrive: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
-            Expect: lambda pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
-        }  # fmt: skip
-        return performers.get(type(op))
-
     def _arrive(self, barrier: Any, m: Memory, arrivals: int, loads: int) -> None:
         at = self.barrier[barrier]
         m[at] = arrived(m[at], self.counts[barrier], arrivals, loads)
@@ -273,6 +242,25 @@ class AttentionModel(Model):
             raise Fault("wrong data", f"{self.processes[pid].name} takes {what}: item {op.item.tile}")
         m[self.left + number] -= 1
         m[flight + 1] = ((number + 1) % NUMBERS, 0, 0)
+
+    def _given(self, pid: int, op: Next, m: Memory) -> Sequence[Any]:
+        counts = self.case.counts
+        return *(item for item in self.items if item.tile == m[self.number] and k_steps(item) in counts), None
+
+    asked: ClassVar[dict[type, Callable[..., Sequence[Any]]]] = {
+        Next: _given,
+        a.Own: lambda self, pid, op, m: self.domain(op, None),
+        **dict.fromkeys((a.Ask, a.Pass), lambda self, pid, op, m: (0, 1)),
+        a.Look: lambda self, pid, op, m: (m[self.mark + op.slot],),
+        WaitBarrier: lambda self, pid, op, m: () if blocks(m[self.barrier[op.barrier]], op.parity) else (0,),
+        Get: lambda self, pid, op, m: (m[self.slot + op.slot],),
+    }
+    performed: ClassVar[dict[type, Callable[..., None]]] = {
+        Next: _next, Put: _put, Get: _get, a.Copy: _copy, a.Start: _start, a.Convert: _convert, Retire: _retire,
+        a.Done: _done, a.Pass: _pass, a.Mark: _mark, a.Empty: _empty, Fence: _fence, a.Leave: _leave,
+        Arrive: lambda self, pid, op, answer, m: self._arrive(op.barrier, m, 1, 0),
+        Expect: lambda self, pid, op, answer, m: self._arrive(op.barrier, m, 1, 1),
+    }  # fmt: skip
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
         """As `Model.environment`: copies land."""

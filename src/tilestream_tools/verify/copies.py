@@ -204,29 +204,6 @@ class CopyModel(Model):
             return range(case.per_chunk)
         return (0, 1) if isinstance(op, AwaitSignal | Poll) else (0,)
 
-    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
-        answers: dict[type, Callable[[Any, Memory], Sequence[Any]]] = {
-            AwaitLaunch: lambda op, m: (0,) if self._over(op.launch, m) else (),
-            Draw: lambda op, m: (m[self._items if op.what == "items" else self._drawn],),
-            Peek: lambda op, m: (m[self._drawn],),
-            CountPiece: lambda op, m: (m[self._counts + op.chunk],),
-            TakeTile: lambda op, m: (m[self._tickets],),
-            AwaitSignal: self._await,
-            Poll: lambda op, m: (m[self._abort],),
-        }
-        asks = answers.get(type(op))
-        return None if asks is None else lambda pid, op, m: asks(op, m)
-
-    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
-        does: dict[type, Callable[[int, Any, Any, Memory], None]] = {
-            Draw: self._draw, Put: self._put, Copy: self._copy, CountPiece: self._count, RestorePieces: self._restore,
-            Signal: self._signal, Restore: self._zero, TakeTile: self._take, AwaitSignal: self._expire,
-            Read: self._read, End: self._leave,
-        }  # fmt: skip
-        return does.get(type(op))
-
     # What the operations mean ---------------------------------------------------------------------------------------
 
     def _over(self, launch: int, m: Memory) -> bool:
@@ -241,7 +218,7 @@ class CopyModel(Model):
         word = m[self._signals + chunk]
         return bool(word) if self.case.reset else word >= launch
 
-    def _await(self, op: AwaitSignal, m: Memory) -> Sequence[int]:
+    def _await(self, pid: int, op: AwaitSignal, m: Memory) -> Sequence[int]:
         if self._there(op.chunk, op.launch, m):
             return (1,)
         return (0,) if m[self._abort] or self.case.expires else ()
@@ -307,6 +284,20 @@ class CopyModel(Model):
             m[self._tickets] = m[self._abort] = 0
             if self.case.reset:
                 m[self._signals : self._signals + self.case.chunks] = [0] * self.case.chunks
+
+    asked: ClassVar[dict[type, Callable[..., Sequence[Any]]]] = {
+        AwaitLaunch: lambda self, pid, op, m: (0,) if self._over(op.launch, m) else (),
+        Draw: lambda self, pid, op, m: (m[self._items if op.what == "items" else self._drawn],),
+        Peek: lambda self, pid, op, m: (m[self._drawn],),
+        CountPiece: lambda self, pid, op, m: (m[self._counts + op.chunk],),
+        TakeTile: lambda self, pid, op, m: (m[self._tickets],),
+        AwaitSignal: _await,
+        Poll: lambda self, pid, op, m: (m[self._abort],),
+    }
+    performed: ClassVar[dict[type, Callable[..., None]]] = {
+        Draw: _draw, Put: _put, Copy: _copy, CountPiece: _count, RestorePieces: _restore, Signal: _signal,
+        Restore: _zero, TakeTile: _take, AwaitSignal: _expire, Read: _read, End: _leave,
+    }  # fmt: skip
 
     def _check_end(self, launch: int, m: Memory) -> None:
         """All workers ran, and have left a launch."""

@@ -16,6 +16,7 @@ Each model argues for its own choices. Tests compare the verdicts with and witho
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from tilestream_tools.verify.faults import Fault
@@ -37,12 +38,16 @@ class Model:
         Types of operations that may be chained; see the module.
     progress
         Types of operations that take new work: a circle of states that contains none of them is a livelock.
+    asked, performed
+        `answers_of` and `performer_of` as tables: methods by the type of their operation.
     """
 
     eager: ClassVar[frozenset[type]] = frozenset()
     delayed: frozenset[type] = frozenset()
     lazy: ClassVar[frozenset[type]] = frozenset()
     progress: ClassVar[frozenset[type]] = frozenset()
+    asked: ClassVar[dict[type, Callable[..., Sequence[Any]]]] = {}
+    performed: ClassVar[dict[type, Callable[..., None]]] = {}
 
     def __init__(self, processes: Sequence[Process], reduce: bool = True, symmetry: bool = True) -> None:
         self.processes = list(processes)
@@ -82,11 +87,13 @@ class Model:
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """``(process, op, memory) -> possible answers``, none where ``op`` blocks; None for an op always answered 0."""
-        return None
+        ask = self.asked.get(type(op))
+        return None if ask is None else partial(ask, self)
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
         """``(process, op, answer, memory)``: change the memory in place, or raise `Fault`; None: nothing changes."""
-        return None
+        perform = self.performed.get(type(op))
+        return None if perform is None else partial(perform, self)
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
         """An operation as a line of a trace."""

@@ -2,7 +2,7 @@
 
 It tests the argument that the two models compose (see the package) at sizes where that is feasible. The load loop asks
 the real schedule and passes the real gate (`handed_on` is the first half of `work_through`), hands STOP on and then
-leaves (`leave`) with its math loops still at work. A math loop ends each item with the text of `hand_in` or `fixup`.
+leaves (`leave`) with its math loops still at work. A math loop ends each item as `store_and_count` or `fixup` does.
 What is read is checked where a load starts; what is finished, at Compute or Poison, which here is the epilogue. The
 math loops act on what the load loop was told at a gate: an item that is handed on void is poisoned, and no other.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilestream.core.gate import Gate
-from tilestream.core.loop import Compute, Poison, WorkerState, fixup, hand_in, leave, take_and_pass
+from tilestream.core.loop import Compute, Poison, WorkerState, fixup, leave, store_and_count, take_and_pass
 from tilestream.schedule import Schedule, WorkItem
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify import protocol as p
@@ -106,7 +106,7 @@ class ProductModel(WorkersModel):
         return turn
 
     def _math_of(self, consumer: int) -> Callable[[p.MathState], Generator[Any, Any, p.MathState | None]]:
-        end = fixup if self.case.fixup else hand_in
+        end = fixup if self.case.fixup else store_and_count
 
         def finish(ring: p.Ring, item: WorkItem) -> Generator[Any, Any, None]:
             done: Any = Compute(item) if p.k_steps(item) > 0 else Poison(p.voided(item))

@@ -191,58 +191,51 @@ class PublishModel(Model):
         """As `Model.domain`."""
         return range(self.case.due(op.chunk) + 1) if isinstance(op, CountRows | ReadCount) else (0,)
 
-    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
-        if isinstance(op, CountRows | ReadCount):
-            return lambda pid, op, m: (m[self._counts + op.chunk],)
-        ready: dict[type, Callable[[Any, Memory], bool]] = {
-            AwaitLaunch: lambda op, m: min(m[self._left : self._left + self.case.workers]) >= op.launch,
-            AwaitSignal: lambda op, m: m[self._signals + op.chunk] >= op.launch,
-            AwaitTaken: lambda op, m: m[self._taken + op.item] >= op.launch,
-        }
-        if type(op) not in ready:
-            return None
-        return lambda pid, op, m: (0,) if ready[type(op)](op, m) else ()
+    def _all_left(self, m: Memory) -> int:
+        """The last launch that all workers have left."""
+        return int(min(m[self._left : self._left + self.case.workers]))
 
-    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
-        every: dict[type, Callable[[Any, Memory], None]] = {
-            Take: self._take, Landed: self._land, CountRows: self._count, RestoreRows: self._restore,
-            Announce: self._announce, End: self._end, ReadChunk: self._read, WriteCount: self._write,
-        }  # fmt: skip
-        does = every.get(type(op))
-        return None if does is None else lambda pid, op, answer, m: does(op, m)
-
-    def _take(self, op: Take, m: Memory) -> None:
+    def _take(self, pid: int, op: Take, answer: int, m: Memory) -> None:
         m[self._taken + op.item] = op.launch
 
-    def _land(self, op: Landed, m: Memory) -> None:
+    def _land(self, pid: int, op: Landed, answer: int, m: Memory) -> None:
         m[self._landed + op.item] = m[self._taken + op.item]
 
-    def _count(self, op: CountRows, m: Memory) -> None:
+    def _count(self, pid: int, op: CountRows, answer: int, m: Memory) -> None:
         m[self._counts + op.chunk] += op.rows
         if m[self._counts + op.chunk] > self.case.due(op.chunk):
             raise Fault("count not restored", f"chunk {op.chunk} comes to more rows than it has")
 
-    def _write(self, op: WriteCount, m: Memory) -> None:
+    def _write(self, pid: int, op: WriteCount, answer: int, m: Memory) -> None:
         m[self._counts + op.chunk] = op.value
 
-    def _restore(self, op: RestoreRows, m: Memory) -> None:
+    def _restore(self, pid: int, op: RestoreRows, answer: int, m: Memory) -> None:
         m[self._counts + op.chunk] = 0
 
-    def _announce(self, op: Announce, m: Memory) -> None:
+    def _announce(self, pid: int, op: Announce, answer: int, m: Memory) -> None:
         # The launch is what the signalled items were taken by: none of the next is taken before all have left.
         m[self._signals + op.chunk] = max(m[self._taken : self._taken + self.case.items])
 
-    def _end(self, op: End, m: Memory) -> None:
+    def _end(self, pid: int, op: End, answer: int, m: Memory) -> None:
         m[self._left + op.worker] = op.launch
-        if min(m[self._left : self._left + self.case.workers]) == op.launch:
+        if self._all_left(m) == op.launch:
             for chunk in range(self.case.chunks):
                 if m[self._counts + chunk]:
                     raise Fault("count not restored", f"launch {op.launch} leaves rows of chunk {chunk} counted")
 
-    def _read(self, op: ReadChunk, m: Memory) -> None:
+    def _read(self, pid: int, op: ReadChunk, answer: int, m: Memory) -> None:
         for item in range(self.case.items):
             mine = any(share.chunk == op.chunk for share in self.case.shares(item))
             if mine and m[self._landed + item] < op.launch:
                 raise Fault("read before arrival", f"chunk {op.chunk} is read, and item {item} of it is not written")
+
+    asked: ClassVar[dict[type, Callable[..., Sequence[Any]]]] = {
+        **dict.fromkeys((CountRows, ReadCount), lambda self, pid, op, m: (m[self._counts + op.chunk],)),
+        AwaitLaunch: lambda self, pid, op, m: (0,) if self._all_left(m) >= op.launch else (),
+        AwaitSignal: lambda self, pid, op, m: (0,) if m[self._signals + op.chunk] >= op.launch else (),
+        AwaitTaken: lambda self, pid, op, m: (0,) if m[self._taken + op.item] >= op.launch else (),
+    }
+    performed: ClassVar[dict[type, Callable[..., None]]] = {
+        Take: _take, Landed: _land, CountRows: _count, RestoreRows: _restore, Announce: _announce, End: _end,
+        ReadChunk: _read, WriteCount: _write,
+    }  # fmt: skip

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tilestream.core.ring import after, before
 from tilestream_tools.verify.faults import Fault
@@ -260,22 +260,6 @@ class SharedModel(Model):
         """As `Model.domain`."""
         return (0, 1) if type(op) is Arrive else (0,)
 
-    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
-        if type(op) is Arrive:
-            return lambda pid, op, m: (m[self.round],)
-        if type(op) is Await:
-            return lambda pid, op, m: () if m[self.round] == op.round else (0,)
-        return None
-
-    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
-        handlers: dict[type, Callable[[int, Any, Any, Memory], None]] = {
-            Copy: self._copy, Fetch: self._fetch, WaitLoads: self._wait, Put: self._put, Arrive: self._arrive,
-            Read: self._read, Have: self._have,
-        }  # fmt: skip
-        return handlers.get(type(op))
-
     def _share(self, stage: int, warp: int) -> int:
         return self.shares + stage * self.case.ring.warps + warp
 
@@ -352,6 +336,14 @@ class SharedModel(Model):
 
     def _have(self, pid: int, op: Have, answer: int, m: Memory) -> None:
         m[self.reading + pid] = ()
+
+    asked: ClassVar[dict[type, Callable[..., Sequence[Any]]]] = {
+        Arrive: lambda self, pid, op, m: (m[self.round],),
+        Await: lambda self, pid, op, m: () if m[self.round] == op.round else (0,),
+    }
+    performed: ClassVar[dict[type, Callable[..., None]]] = {
+        Copy: _copy, Fetch: _fetch, WaitLoads: _wait, Put: _put, Arrive: _arrive, Read: _read, Have: _have,
+    }  # fmt: skip
 
     def at_end(self, m: Memory) -> None:
         """As `Model.at_end`."""

@@ -14,11 +14,10 @@
 ``Add``                as ``Count``, and restores nothing
 ``Restore``            a plain write of 0
 ``Reduce``             reads the slots that schedule and stream-K name, in that order; of NaN comes NaN
-``ReducePartials``              as ``Reduce``; the worker's own part is what it holds
+``ReducePartials``     as ``Reduce``; the worker's own part is what it holds
 ``Leave``              atomic on the exit count
 ``Reset``              a plain write of 0; of the signals, to all of them
 =====================  ==========================================================================================
-
 """
 
 from __future__ import annotations

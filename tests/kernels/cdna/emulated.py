@@ -235,7 +235,7 @@ class Machine:
             "tl": SimpleNamespace(
                 cast=lambda x, _: Int(x), where=self.where, load=self.load, int32=INT32, int64=INT64
             ),
-            "float": float, "len": len, "min": min, "CELL": ring.CELL.value, "LINE": 16, "swizzled": self.swizzled,
+            "float": float, "len": len, "min": min, "LINE": 16, "swizzled": self.swizzled,
             "after": self.after, "before": self.before, "neighbour": queues_.neighbour, "enter": self.ignore,
             "leave": self.ignore, "leave_gate": self.ignore, "present": self.ignore, "quarantined": lambda *_: Int(0),
             "pass_gate": self.pass_gate, "take": self.take, "uniform": lambda x: Int(x), "opaque_zero": lambda: 0,

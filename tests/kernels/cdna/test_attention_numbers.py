@@ -138,7 +138,7 @@ def test_rows_that_lie_far_apart_go_by_64_bits():
     def far(arguments: CdnaAttentionArguments) -> CdnaAttentionArguments:
         arguments._far_q = arguments._far_keys = True
         arguments.direct = False
-        made = replace(arguments.config(), FAR_OUT=True)
+        made = replace(arguments.config(), OUT_64BIT=True)
         arguments.config = lambda: made
         return arguments
 

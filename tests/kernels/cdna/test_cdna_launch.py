@@ -108,12 +108,13 @@ def test_what_gemm_is_launched_with(recorder):
     assert grid == (chosen.workers, 1, 1)
     assert options == {"num_warps": 4, "waves_per_eu": 2}
     given = dict(zip(gemm.arg_names, filled, strict=True))
-    given |= dataclasses.asdict(given["C"])
+    config = given["C"]
+    given |= dataclasses.asdict(config)
     assert given["x"] is x.a
     assert given["y"] is x.b
     assert given["counters"] is own.counters
     assert (given["base"], given["stride_x"], given["stride_y"], given["rows"], given["k"]) == (7, 512, 512, 256, 512)
-    assert (given["X_K_MAJOR"], given["Y_K_MAJOR"], given["DIRECT"], given["STAGES"]) == (True, True, False, 2)
+    assert (config.X.K_MAJOR, config.Y.K_MAJOR, given["DIRECT"], given["STAGES"]) == (True, True, False, 2)
     assert (given["BIAS"], given["VECTOR_C"], given["ROW_CHUNKS"], given["EVEN_K"]) == ("columns", 4, "none", True)
     check_relaunch(*recorder.launches, x.a, x.b, x.out)
 
@@ -185,10 +186,10 @@ def test_what_copies_of_attention_do_not_reach_goes_through_registers():
     chosen = attention_plan()
     assert CdnaAttentionArguments(chosen, near).direct
     far = CdnaAttentionArguments(chosen, near._replace(k=(2**40, 2**25, 128)))
-    assert (far.direct, far.config().FAR_KEYS, far.config().FAR_Q) == (False, True, False)
+    assert (far.direct, far.config().KEYS_64BIT, far.config().Q_64BIT) == (False, True, False)
     assert not CdnaAttentionArguments(chosen, near._replace(q=(2**40, 2**24, 128))).direct
     out = CdnaAttentionArguments(chosen, near._replace(out=(2**40, 2**24, 128)))
-    assert (out.direct, out.config().FAR_OUT) == (True, True)
+    assert (out.direct, out.config().OUT_64BIT) == (True, True)
 
 
 def test_an_output_of_odd_strides_or_address_is_stored_an_element_at_a_time():

@@ -41,7 +41,11 @@ H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_
 M, N, K = 1000, 520, 264
 BF16 = ("bfloat16", "bfloat16")
 ROWS = (0, N, 1)
+BATCHES = Layout((M * K, K, 1), (K * N, N, 1), (M * N, N, 1))
 NAMES = gemm.arg_names
+#: The tile of each way round.
+TILE = {False: (128, 64), True: (64, 128)}
+swapped_or_not = pytest.mark.parametrize("swapped", [False, True])
 
 
 def make(
@@ -54,8 +58,8 @@ def make(
     return of_candidate(made, H100, "hopper", next(one for one in found if one.swap_ab == swapped), "a test's")
 
 
-def strides(rows: int, columns: int, how: str, batch: int = 0) -> tuple[int, int, int]:
-    return (batch * rows * columns, *((columns, 1) if how == "n" else (1, rows)))
+def strides(rows: int, columns: int, how: str) -> tuple[int, int, int]:
+    return (0, *((columns, 1) if how == "n" else (1, rows)))
 
 
 def layout(how="nn", out=ROWS, m=M, n=N, k=K, **rest) -> Layout:
@@ -66,15 +70,20 @@ def named(arguments: Arguments) -> dict[str, Any]:
     """Every argument and compile-time constant of the kernel by its name; what stands in for operands is their name."""
     operands = NAMES[: NAMES.index("row_signals")]
     filled = arguments.fill((*operands, "base", "reset", "alpha", "beta"), 99, GateArguments(*GateArguments._fields))
-    assert len(filled) == len(NAMES)
     return by_name(filled)
 
 
-def by_name(filled: tuple[Any, ...]) -> dict[str, Any]:
+def by_name(filled: Any) -> dict[str, Any]:
     given = dict(zip(NAMES, filled, strict=True))
     config = given["C"]
     derived = {name: getattr(config, name) for name, of in vars(HopperConfig).items() if isinstance(of, property)}
     return given | dataclasses.asdict(config) | derived
+
+
+def check(found: Arguments | dict[str, Any], **expected) -> None:
+    """Arguments and constants, by name."""
+    given = named(found) if isinstance(found, Arguments) else found
+    assert {name: given[name] for name in expected} == expected
 
 
 # Maps ----------------------------------------------------------------------------------------------------------------
@@ -87,31 +96,30 @@ def test_maps_of_each_layout(how):
     made = Arguments(make(), layout(how))
     assert (made.x, made.y) == (a, (b, None, None)), "a loop has half of a tile's rows, and a copy of its own"
     assert made.out == Map((M, N), (N, 1), (64, make().strip))
-    given = named(made)
-    assert (given["X_K_MAJOR"], given["Y_K_MAJOR"], given["FLIPPED"]) == (how[0] == "n", how[1] == "t", False)
-    assert (given["STORE"], given["SWAP_AB"], given["BATCHED"]) == ("tma", False, False)
+    majors = {"X_K_MAJOR": how[0] == "n", "Y_K_MAJOR": how[1] == "t"}
+    check(made, FLIPPED=False, STORE="tma", SWAP_AB=False, BATCHED=False, **majors)
 
 
 @pytest.mark.parametrize("how", ["nn", "nt", "tn", "tt"])
 def test_swapped_the_rows_are_bs(how):
-    plan = make(tile=(64, 128), swapped=True)
+    plan = make(tile=TILE[True], swapped=True)
     assert plan.swap_ab
     made = Arguments(plan, layout(how))
     assert made.x.shape == ((N, K) if how[1] == "t" else (K, N))
     assert made.y[0].shape == ((M, K) if how[0] == "n" else (K, M))
     assert made.out == Map((M, N), (N, 1), (plan.strip, 64)), "an output in rows is written across"
-    given = named(made)
-    assert (given["FLIPPED"], given["SWAP_AB"]) == (True, True)
-    assert (given["rows"], given["columns"], given["ROWS"], given["WIDTHS"]) == (N, M, 128, (64,))
-    assert (given["stride_or"], given["stride_oc"]) == (1, N)
+    check(made, FLIPPED=True, SWAP_AB=True, rows=N, columns=M, ROWS=128, WIDTHS=(64,), stride_or=1, stride_oc=N)
     across = Arguments(plan, layout(how, out=(0, 1, M)))
     assert across.out == Map((N, M), (M, 1), (64, plan.strip))
-    assert not named(across)["FLIPPED"]
+    check(across, FLIPPED=False)
 
 
-@pytest.mark.parametrize(("variant", "halves"), [("cooperative", 2), ("ping_pong", 1), ("single", 1)])
-def test_a_box_is_what_one_loop_multiplies(variant, halves):
-    plan = make(variant, (128, 128) if variant != "single" else (64, 64))
+@pytest.mark.parametrize(
+    ("variant", "tile", "halves"),
+    [("cooperative", (128, 128), 2), ("ping_pong", (128, 128), 1), ("single", (64, 64), 1)],
+)
+def test_a_box_is_what_one_loop_multiplies(variant, tile, halves):
+    plan = make(variant, tile)
     made = Arguments(plan, layout())
     assert made.x.box == (plan.block[0] // halves, plan.block[2])
     assert made.out.box == (plan.block[0] // halves, plan.strip)
@@ -121,12 +129,11 @@ def test_parts_of_a_tile_have_a_map_each():
     made = Arguments(make(tile=(128, 224)), layout("nt"))
     assert [part.box for part in made.y] == [(width, 64) for width in (128, 64, 32)]
     assert {part.shape for part in made.y} == {(N, K)}
-    assert named(made)["WIDTHS"] == (128, 64, 32)
+    check(made, WIDTHS=(128, 64, 32))
     fp8 = {"dtypes": ("float8_e4m3fn", "bfloat16"), "k": 256}
     for fast, widths in ((True, (256,)), (False, (128, 128))):
         made = Arguments(make(tile=(128, 256), fast_accum=fast, **fp8), layout("nt", k=256))
-        assert made.widths == widths
-        assert named(made)["PROMOTED"] == (not fast)
+        check(made, WIDTHS=widths, PROMOTED=not fast)
 
 
 @pytest.mark.parametrize("row", policy.TILES, ids=lambda row: "-".join(map(str, row)))
@@ -146,9 +153,8 @@ def test_every_box_is_one_that_tensor_maps_have(row, size):
 
 
 def test_what_tma_cannot_address_is_refused():
-    plan = make()
     with pytest.raises(ValueError, match=r"an operand of extents \(1000, 264\) and strides \(265, 1\): TMA cannot"):
-        Arguments(plan, Layout((0, 265, 1), (0, N, 1), ROWS))
+        Arguments(make(), Layout((0, 265, 1), (0, N, 1), ROWS))
 
 
 # Outputs -------------------------------------------------------------------------------------------------------------
@@ -171,22 +177,16 @@ def test_what_tma_cannot_address_is_refused():
     ],
 )
 def test_how_an_output_is_stored(out, m, n, stored, flipped):
-    plan = make(m=m, n=n)
-    made = Arguments(plan, layout("nt", out=out, m=m, n=n))
-    given = named(made)
-    assert (given["STORE"], given["FLIPPED"], made.out is None) == (stored, flipped, stored == "direct")
-    assert (given["stride_ob"], given["stride_or"], given["stride_oc"]) == out
+    made = Arguments(make(m=m, n=n), layout("nt", out=out, m=m, n=n))
+    assert (made.out is None) == (stored == "direct")
+    check(made, STORE=stored, FLIPPED=flipped, stride_ob=out[0], stride_or=out[1], stride_oc=out[2])
 
 
-def test_an_output_at_an_odd_address_is_stored_from_registers():
-    assert named(Arguments(make(), layout(), out_aligned=False))["STORE"] == "direct"
-
-
-def test_float32_outputs():
+def test_an_output_is_stored_by_tma_where_its_address_and_rows_are_multiples_of_16_bytes():
+    check(Arguments(make(), layout(), out_aligned=False), STORE="direct")
     plan = make(dtypes=("bfloat16", "float32"))
-    made = Arguments(plan, layout(out=(0, 524, 1), n=N))
-    assert made.out is not None, "524 * 4 bytes are a multiple of 16"
-    assert Arguments(plan, layout(out=(0, 522, 1))).out is None
+    for pitch, stored in ((524, "tma"), (522, "direct")):
+        check(Arguments(plan, layout(out=(0, pitch, 1))), STORE=stored)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,8 @@ def test_float32_outputs():
 def test_offsets_that_leave_31_bits(out, residual, wide):
     plan = make()
     given = named(Arguments(plan, layout(out=out, residual=residual)))
-    assert given["OFFSETS_64BIT"] == wide
     # They take two registers each: where there is no C buffer, fewer columns are finished at a time.
-    assert given["STRIP"] == (16 if wide and given["STORE"] == "direct" else plan.strip)
+    check(given, OFFSETS_64BIT=wide, STRIP=16 if wide and given["STORE"] == "direct" else plan.strip)
 
 
 @pytest.mark.parametrize(
@@ -222,18 +221,15 @@ def test_offsets_that_leave_31_bits(out, residual, wide):
 )
 def test_strips_from_registers_have_few_elements(variant, tile, strips):
     plan = make(variant, tile)
-    stored = [Arguments(plan, layout(out=out)) for out in (ROWS, (0, N + 1, 1))]
-    assert [made.out is None for made in stored] == [False, True]
-    assert tuple(named(made)["STRIP"] for made in stored) == strips
+    for out, stored, strip in zip((ROWS, (0, N + 1, 1)), ("tma", "direct"), strips, strict=True):
+        check(Arguments(plan, layout(out=out)), STORE=stored, STRIP=strip)
 
 
 @pytest.mark.parametrize(("n", "eights"), [(520, True), (516, False), (8, True), (1, False)])
 def test_vectors_that_do_not_straddle_the_end(n, eights):
-    assert named(Arguments(make(n=n), layout("nt", n=n, out=(0, 528, 1))))["N_DIVISIBLE_BY_8"] == eights
-    swapped = make(tile=(64, 128), swapped=True, m=n, n=M)
-    assert named(Arguments(swapped, layout("nt", m=n, n=M, out=(0, M, 1))))["N_DIVISIBLE_BY_8"] == eights, (
-        "columns are A's rows"
-    )
+    check(Arguments(make(n=n), layout("nt", n=n, out=(0, 528, 1))), N_DIVISIBLE_BY_8=eights)
+    swapped = make(tile=TILE[True], swapped=True, m=n, n=M)  # columns are A's rows
+    check(Arguments(swapped, layout("nt", m=n, n=M, out=(0, M, 1))), N_DIVISIBLE_BY_8=eights)
 
 
 # Batches, extents of one ----------------------------------------------------------------------------------------------
@@ -241,35 +237,29 @@ def test_vectors_that_do_not_straddle_the_end(n, eights):
 
 def test_batches_have_a_dimension_more():
     plan = make(batch=5)
-    lay = Layout((M * K, K, 1), (K * N, N, 1), (M * N, N, 1))
-    made = Arguments(plan, lay)
+    made = Arguments(plan, BATCHES)
     assert made.x == Map((5, M, K), (M * K, K, 1), (1, 64, 128))
     assert made.y[0] == Map((5, K, N), (K * N, N, 1), (1, 128, 64))
     assert made.out == Map((5, M, N), (M * N, N, 1), (1, 64, plan.strip))
-    given = named(made)
-    assert (given["BATCHED"], given["x_batched"], given["y_batched"], given["batches"]) == (True, 1, 1, 5)
-    assert given["stride_ob"] == M * N
+    check(made, BATCHED=True, x_batched=1, y_batched=1, batches=5, stride_ob=M * N)
 
 
 @pytest.mark.parametrize("shared", ["a", "b"])
-@pytest.mark.parametrize("swapped", [False, True])
+@swapped_or_not
 def test_what_all_batches_share_is_a_batch_of_one(shared, swapped):
-    plan = make(batch=5, tile=(64, 128) if swapped else (128, 64), swapped=swapped)
-    lay = Layout((0 if shared == "a" else M * K, K, 1), (0 if shared == "b" else K * N, N, 1), (M * N, N, 1))
+    plan = make(batch=5, tile=TILE[swapped][::-1], swapped=not swapped)
+    lay = BATCHES._replace(**{shared: (0, *getattr(BATCHES, shared)[1:])})
     made = Arguments(plan, lay)
-    given = named(made)
-    of_a, of_b = ("y", "x") if swapped else ("x", "y")
-    maps = {"x": made.x, "y": made.y[0]}
-    for name, of in (("a", of_a), ("b", of_b)):
-        assert maps[of].shape[0] == (1 if shared == name else 5)
-        assert given[f"{of}_batched"] == (shared != name)
+    batches = {"a": 1 if shared == "a" else 5, "b": 1 if shared == "b" else 5}
+    x, y = (batches["b"], batches["a"]) if plan.swap_ab else (batches["a"], batches["b"])
+    assert (made.x.shape[0], made.y[0].shape[0]) == (x, y)
+    check(made, x_batched=int(x > 1), y_batched=int(y > 1))
 
 
 def test_a_single_batch_has_no_such_dimension():
     made = Arguments(make(batch=1), Layout((77, K, 1), (78, N, 1), (79, N, 1)))
     assert [len(one.shape) for one in (made.x, made.y[0], made.out)] == [2, 2, 2]
-    given = named(made)
-    assert (given["x_batched"], given["y_batched"]) == (0, 0)
+    check(made, x_batched=0, y_batched=0)
 
 
 @pytest.mark.parametrize("extent", ["m", "n", "k"])
@@ -280,8 +270,7 @@ def test_the_stride_of_an_extent_of_one_does_not_count(extent):
     if k == 1:
         a, b = (0, 8, 3), (0, 5, 8)
     made = Arguments(make(**extents), Layout(a, b, (0, n, 1)))
-    assert made.x.shape == (m, k)
-    assert made.y[0].shape == (n, k)
+    assert (made.x.shape, made.y[0].shape) == ((m, k), (n, k))
 
 
 # The schedule, the epilogue, what is compiled in ----------------------------------------------------------------------
@@ -289,48 +278,42 @@ def test_the_stride_of_an_extent_of_one_does_not_count(extent):
 
 def test_every_argument_lands_under_its_name():
     plan = make(kind="stream_k", workers=11)
-    lay = layout(
-        bias=3, residual=(0, 2 * N, 2), scaled=True, activation="silu", scale_a=(5, 6), scale_b=(7, 8)
-    )  # fmt: skip
-    given = named(Arguments(plan, lay, probe=True))
+    lay = layout(bias=3, residual=(0, 2 * N, 2), scaled=True, activation="silu", scale_a=(5, 6), scale_b=(7, 8))
     schedule, grid, raster = plan.schedule, plan.schedule.grid, plan.schedule.raster
-    expected = {
-        "x_map": "x_map", "out_map": "out_map", "log": "log", "base": "base", "reset": "reset", "alpha": "alpha",
-        "beta": "beta", "capacity": 99, "rows": M, "columns": N, "stride_bias": 3, "stride_rb": 0, "stride_rr": 2 * N,
-        "stride_rc": 2, "stride_sb": 5, "stride_sr": 6, "stride_tb": 7, "stride_tc": 8, "batches": 1,
-        "num_m": grid.num_m, "num_n": grid.num_n, "k_steps": grid.k_steps, "full_tiles": schedule.full_tiles,
-        "shares": schedule.num_shares, "units": schedule.units, "queues": 1, "group": raster.group,
-        "first": raster.first, "band": raster.band, "first_batch": 0, "ROWS": 128, "BLOCK_K": 128,
-        "STAGES": plan.stages, "STRIP": plan.strip, "BUFFERS": plan.buffers, "KIND": "stream_k", "SPLIT": "items",
-        "STEAL": False, "ORDER": "grouped", "TRANSPOSED": False, "CONSUMERS": "cooperative", "PROMOTED": False,
-        "LOAD_REGISTERS": 40, "MATH_REGISTERS": 232, "SCALED": True, "SCALES": "none", "BIAS": "columns",
-        "RESIDUAL": True, "ACTIVATION": "silu", "PROBE": True, "CHAINED": True, "ROW_CHUNKS": "none",
-        "COLUMN_CHUNKS": "none", **{name: name for name in GateArguments._fields},
-    }  # fmt: skip
-    assert {name: given[name] for name in expected} == expected
+    themselves = ("x_map", "out_map", "log", "base", "reset", "alpha", "beta", *GateArguments._fields)
+    check(
+        Arguments(plan, lay, probe=True), **{name: name for name in themselves}, capacity=99, rows=M, columns=N,
+        stride_bias=3, stride_rb=0, stride_rr=2 * N, stride_rc=2, stride_sb=5, stride_sr=6, stride_tb=7, stride_tc=8,
+        batches=1, num_m=grid.num_m, num_n=grid.num_n, k_steps=grid.k_steps, full_tiles=schedule.full_tiles,
+        shares=schedule.num_shares, units=schedule.units, queues=1, group=raster.group, first=raster.first,
+        band=raster.band, first_batch=0, ROWS=128, BLOCK_K=128, STAGES=plan.stages, STRIP=plan.strip,
+        BUFFERS=plan.buffers, KIND="stream_k", SPLIT="items", STEAL=False, ORDER="grouped", TRANSPOSED=False,
+        CONSUMERS="cooperative", PROMOTED=False, LOAD_REGISTERS=40, MATH_REGISTERS=232, SCALED=True, SCALES="none",
+        BIAS="columns", RESIDUAL=True, ACTIVATION="silu", PROBE=True, CHAINED=True, ROW_CHUNKS="none",
+        COLUMN_CHUNKS="none",
+    )  # fmt: skip
+
+
+def test_one_kernel_serves_all_values_of_its_numbers_but_a_few_strides():
     specialised = {"stride_or", "stride_oc", "stride_bias", "stride_rr", "stride_rc", "stride_sr", "stride_tc"}
     numbers = set(NAMES[NAMES.index("base") : NAMES.index("C")])
     assert {p.name for p in gemm.params if p.do_not_specialize} == numbers - specialised
 
 
 def test_swapped_the_epilogue_is_too():
-    plan = make(tile=(64, 128), swapped=True, scales="row")
+    plan = make(tile=TILE[True], swapped=True, scales="row")
     lay = layout(bias=3, residual=(0, 2 * N, 2), scale_a=(5, 6), scale_b=(7, 8))
-    given = named(Arguments(plan, lay))
-    assert (given["BIAS"], given["SCALES"]) == ("rows", "row")
-    assert (given["stride_rr"], given["stride_rc"]) == (2, 2 * N)
-    assert [given[f"stride_{x}"] for x in ("sb", "sr", "tb", "tc")] == [7, 8, 5, 6]
+    expected = {"stride_rr": 2, "stride_rc": 2 * N, "stride_sb": 7, "stride_sr": 8, "stride_tb": 5, "stride_tc": 6}
+    check(Arguments(plan, lay), BIAS="rows", SCALES="row", **expected)
 
 
 def test_kinds():
-    assert named(Arguments(make(kind="static"), layout()))["KIND"] == "static"
-    given = named(Arguments(make(queues=3), layout()))
-    assert (given["KIND"], given["STEAL"], given["SPLIT"], given["queues"]) == ("dynamic", True, "columns", 3)
+    check(Arguments(make(kind="static"), layout()), KIND="static")
+    check(Arguments(make(queues=3), layout()), KIND="dynamic", STEAL=True, SPLIT="columns", queues=3)
     even = make(kind="stream_k", m=1024, n=512, workers=8)
     assert not even.schedule.slots
-    assert named(Arguments(even, layout(m=1024, n=512, out=(0, 512, 1))))["KIND"] == "dynamic", "nothing is split"
-    table = make(order=tuple(range(72))[::-1])
-    assert named(Arguments(table, layout()))["ORDER"] == "table"
+    check(Arguments(even, layout(m=1024, n=512, out=(0, 512, 1))), KIND="dynamic")  # nothing is split
+    check(Arguments(make(order=tuple(range(72))[::-1]), layout()), ORDER="table")
 
 
 def test_how_it_is_compiled():
@@ -344,28 +327,27 @@ def test_how_it_is_compiled():
 UNIFORM, RAGGED = Arriving(Arrival.uniform(150, 7).chunks(M)), Arriving(Arrival.ragged([0, 7, 7, N]).chunks(N))
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@swapped_or_not
 def test_what_arrives_is_told_by_the_outputs_rows_and_columns(swapped):
     """Whichever way round the operands are: chunks are of A's rows and of B's columns."""
-    plan = make(tile=(64, 128) if swapped else (128, 64), swapped=swapped, rows=UNIFORM, columns=RAGGED)
-    given = named(Arguments(plan, layout()))
-    assert (given["ROW_CHUNKS"], given["COLUMN_CHUNKS"], given["SWAP_AB"]) == ("uniform", "ragged", swapped)
-    numbers = ("row_chunks", "rows_per_chunk", "row_unread", "column_chunks", "columns_per_chunk", "column_unread")
-    assert [given[name] for name in numbers] == [7, 150, 0, 3, 1, 1]
-    assert {given[name] for name in ("rows_per_batch", "row_tiles_per_batch")} == {0}
-    assert (given["rows"], given["columns"]) == ((N, M) if swapped else (M, N))
+    plan = make(tile=TILE[swapped], swapped=swapped, rows=UNIFORM, columns=RAGGED)
+    rows, columns = (N, M) if swapped else (M, N)
+    check(
+        Arguments(plan, layout()), ROW_CHUNKS="uniform", COLUMN_CHUNKS="ragged", SWAP_AB=swapped, row_chunks=7,
+        rows_per_chunk=150, row_unread=0, column_chunks=3, columns_per_chunk=1, column_unread=1, rows_per_batch=0,
+        row_tiles_per_batch=0, rows=rows, columns=columns,
+    )  # fmt: skip
 
 
 def test_batches_arrive_one_after_the_other():
     plan = make(batch=3, rows=Arriving(Arrival.uniform(150, 20).chunks(3 * M)))
-    given = named(Arguments(plan, Layout((M * K, K, 1), (K * N, N, 1), (M * N, N, 1))))
-    assert (given["rows_per_batch"], given["row_tiles_per_batch"]) == (M, plan.schedule.grid.num_m)
+    check(Arguments(plan, BATCHES), rows_per_batch=M, row_tiles_per_batch=plan.schedule.grid.num_m)
 
 
-@pytest.mark.parametrize("operand", ["rows", "columns"])
-def test_a_launch_that_waits_does_not_begin_before_the_kernel_ahead_has_ended(operand):
-    arguments = Arguments(make(**{operand: UNIFORM if operand == "rows" else RAGGED}), layout())
-    assert not named(arguments)["CHAINED"]
+@pytest.mark.parametrize("arriving", [{"rows": UNIFORM}, {"columns": RAGGED}], ids=lambda x: next(iter(x)))
+def test_a_launch_that_waits_does_not_begin_before_the_kernel_ahead_has_ended(arriving):
+    arguments = Arguments(make(**arriving), layout())
+    check(arguments, CHAINED=False)
     assert not arguments.options["launch_pdl"]
 
 
@@ -382,28 +364,38 @@ class Words:
         return self.given
 
 
+def operands(*, m=M, n=N, pitch=None, **epilogue) -> GemmOperands:
+    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, n), (m, pitch or n)))
+    return GemmOperands(a, b, out[:, :n], Epilogue(**epilogue))
+
+
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_a_launch_is_given_the_words_of_what_arrives(written, kind):
-    plan = make(kind=kind, rows=UNIFORM, columns=RAGGED)
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
-    launch = GemmLaunch(plan, layout())
+    x, launch = operands(), GemmLaunch(make(kind=kind, rows=UNIFORM, columns=RAGGED), layout())
     for epoch in (0, 5):
         rows, columns = Words(7, epoch, 11), Words(3, epoch + 1, 12)
-        launch(GemmOperands(a, b, out, Epilogue()), Awaited(rows, columns, 2.5, "matmul"))
-        call, report = written[0].calls[-1], channel(a.device)
-        expected = {
-            "row_signals": rows.given.words.data_ptr(), "row_quarantine": rows.given.quarantine.data_ptr(),
-            "column_signals": columns.given.words.data_ptr(), "column_table": launch._chunks[1].on(a.device).data_ptr(),
-            "records": report.records.data_ptr(), "claims": report.claims.data_ptr(), "row_epoch": epoch,
-            "column_epoch": epoch + 1, "row_key": 11, "column_key": 12, "allowed": 2_500_000_000,
-        }  # fmt: skip
-        assert {name: call[name] for name in expected} == expected
+        launch(x, Awaited(rows, columns, 2.5, "matmul"))
+        call, report = written[0].calls[-1], channel(x.a.device)
+        check(
+            call, row_signals=rows.given.words.data_ptr(), row_quarantine=rows.given.quarantine.data_ptr(),
+            column_signals=columns.given.words.data_ptr(), column_table=launch._chunks[1].on(x.a.device).data_ptr(),
+            records=report.records.data_ptr(), claims=report.claims.data_ptr(), row_epoch=epoch,
+            column_epoch=epoch + 1, row_key=11, column_key=12, allowed=2_500_000_000,
+        )  # fmt: skip
         assert "row_table" not in call, "uniform chunks are arithmetic"
         assert "counters" in call, "a gate has an abort word, whatever the schedule"
     assert len(written) == 1, "one compiled kernel for every epoch"
 
 
+def test_a_deadline_of_centuries_is_counted_in_64_bits(written):
+    GemmLaunch(make(rows=UNIFORM), layout())(operands(), Awaited(Words(7, 1, 0), None, 1e300, "matmul"))
+    check(written[0].calls[0], allowed=10**18)
+
+
+# Local rows ----------------------------------------------------------------------------------------------------------
+
 SHARD = 128
+GATHERED = Arriving(Arrival.uniform(SHARD, 8).chunks(8 * SHARD))
 
 
 def shard_of(*, rows=2 * SHARD, first=SHARD, height=SHARD, period=4 * SHARD, offset=0, dtype=torch.bfloat16):
@@ -414,25 +406,23 @@ def shard_of(*, rows=2 * SHARD, first=SHARD, height=SHARD, period=4 * SHARD, off
     return LocalRows(store[offset:].view(rows, K), first, height, period, lambda: brought.append("brought")), brought
 
 
-def launched(apart: LocalRows, lies="nn", **how) -> None:
+def launched(rows: LocalRows, columns: LocalRows | None = None, lies="nn", **how) -> None:
     m = 8 * SHARD
-    plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), **how)
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
-    GemmLaunch(plan, layout(lies, m=m))(
-        GemmOperands(a, b, out, Epilogue(alpha=3.0)), Awaited(Words(8, 1, 0, apart), None, 2.5, "matmul")
-    )
+    plan = make(m=m, rows=GATHERED, columns=RAGGED if columns else None, **how)
+    awaited = Awaited(Words(8, 1, 0, rows), columns and Words(3, 1, 1, columns), 2.5, "matmul")
+    GemmLaunch(plan, layout(lies, m=m))(operands(m=m, alpha=3.0), awaited)
 
 
-def test_rows_that_stand_apart_are_read_there(written):
-    apart, brought = shard_of()
-    launched(apart)
+def test_local_rows_are_read_in_their_own_tensor(written):
+    local, brought = shard_of()
+    launched(local)
     ((launcher, call),) = [(made, made.calls[0]) for made in written]
     described = launcher.arguments["local_map"]
     assert (described.shape, described.strides) == ((2 * SHARD, K), (K, 1))
     assert launcher.arguments["LOCAL_ROWS"]
-    assert call["local_map"] == apart.rows.data_ptr() != call["x_map"]
-    assert [call[name] for name in ("local_first", "local_tiles", "local_period")] == [1, 1, 4], "in tiles of 128 rows"
-    assert (call["row_epoch"], call["alpha"]) == (1, 3.0), "in its place"
+    assert call["local_map"] == local.rows.data_ptr() != call["x_map"]
+    check(call, local_first=1, local_tiles=1, local_period=4)  # in tiles of 128 rows
+    check(call, row_epoch=1, alpha=3.0)  # in its place
     assert not brought
 
 
@@ -446,46 +436,33 @@ def test_rows_that_stand_apart_are_read_there(written):
     ids=["first", "height", "period", "address", "dtype", "swapped", "column-major", "shares", "three parts across"],
 )  # fmt: skip
 def test_where_they_cannot_be_they_are_brought(written, how, rest):
-    apart, brought = shard_of(**how)
-    launched(apart, **rest)
+    local, brought = shard_of(**how)
+    launched(local, **rest)
     assert brought == ["brought"]
     assert not written[0].arguments["LOCAL_ROWS"]
     assert "local_map" not in written[0].calls[0]
 
 
-def test_columns_of_which_some_stand_apart_are_brought(written):
-    apart, brought = shard_of()
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
+def test_local_columns_are_brought_and_rows_beside_them_are_not(written):
+    (rows, left), (columns, brought) = shard_of(), shard_of()
+    launched(rows, columns)
+    assert (left, brought) == ([], ["brought"])
+    assert written[0].arguments["LOCAL_ROWS"]
+    alone, brought = shard_of()
     launch = GemmLaunch(make(columns=RAGGED), layout())
-    launch(GemmOperands(a, b, out, Epilogue()), Awaited(None, Words(3, 1, 0, apart), 2.5, "matmul"))
+    launch(operands(), Awaited(None, Words(3, 1, 0, alone), 2.5, "matmul"))
     assert brought == ["brought"]
 
 
-def test_rows_that_stand_apart_speak_for_their_own_operand_only(written):
-    m = 8 * SHARD
-    (rows, left), (columns, brought) = shard_of(), shard_of()
-    plan = make(m=m, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(m)), columns=RAGGED)
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((m, K), (K, N), (m, N)))
-    incoming = Awaited(Words(8, 1, 0, rows), Words(3, 1, 1, columns), 2.5, "matmul")
-    GemmLaunch(plan, layout(m=m))(GemmOperands(a, b, out, Epilogue()), incoming)
-    assert (left, brought) == ([], ["brought"])
-    assert written[0].arguments["LOCAL_ROWS"]
-
-
-def test_of_several_batches_no_rows_stand_apart():
-    plan = make(batch=2, m=4 * SHARD, rows=Arriving(Arrival.uniform(SHARD, 8).chunks(8 * SHARD)))
-    made = Arguments(plan, Layout((4 * SHARD * K, K, 1), (K * N, N, 1), (4 * SHARD * N, N, 1)))
-    assert made.local_tiles(SHARD, SHARD, 4 * SHARD) is None
-    arriving, lies = Arriving(Arrival.uniform(SHARD, 8).chunks(8 * SHARD)), layout(m=8 * SHARD)
-    assert Arguments(make(m=8 * SHARD, rows=arriving), lies).local_tiles(SHARD, SHARD, 4 * SHARD) == (1, 1, 4)
-    assert Arguments(make(m=8 * SHARD), lies).local_tiles(SHARD, SHARD, 4 * SHARD) is None
-
-
-def test_a_deadline_of_centuries_is_counted_in_64_bits(written):
-    plan = make(rows=UNIFORM)
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
-    GemmLaunch(plan, layout())(GemmOperands(a, b, out, Epilogue()), Awaited(Words(7, 1, 0), None, 1e300, "matmul"))
-    assert written[0].calls[0]["allowed"] == 10**18
+def test_of_several_batches_no_rows_are_local():
+    tiles = (SHARD, SHARD, 4 * SHARD)
+    made = Arguments(
+        make(batch=2, m=4 * SHARD, rows=GATHERED),
+        Layout((4 * SHARD * K, K, 1), (K * N, N, 1), (4 * SHARD * N, N, 1)),
+    )
+    assert made.local_tiles(*tiles) is None
+    assert Arguments(make(m=8 * SHARD, rows=GATHERED), layout(m=8 * SHARD)).local_tiles(*tiles) == (1, 1, 4)
+    assert Arguments(make(m=8 * SHARD), layout(m=8 * SHARD)).local_tiles(*tiles) is None
 
 
 # Launches ------------------------------------------------------------------------------------------------------------
@@ -498,7 +475,7 @@ class Written:
 
     def __init__(self, kernel, grid, arguments) -> None:
         self.kernel, self.grid, self.arguments = kernel, grid, by_name(arguments)
-        self.calls: list[tuple] = []
+        self.calls: list[dict[str, Any]] = []
         Written.made.append(self)
 
     def __call__(self, stream, *varying) -> None:
@@ -515,86 +492,75 @@ def written(monkeypatch):
     return Written.made
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+FULL = layout(bias=1, residual=ROWS, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1))
+
+
+def full_operands() -> GemmOperands:
+    """With everything that an epilogue has; laid out as `FULL`."""
+    return operands(
+        alpha=1.5, bias=torch.zeros(N, dtype=torch.bfloat16), residual=torch.zeros(1, M, N, dtype=torch.bfloat16),
+        beta=0.5, activation="gelu", scale_a=torch.ones(M, 1), scale_b=torch.ones(1, N),
+    )  # fmt: skip
+
+
+@swapped_or_not
 @pytest.mark.parametrize("kind", ["static", "dynamic", "stream_k"])
 def test_a_launch_gives_each_argument_its_address(written, kind, swapped):
-    plan = make(kind=kind, tile=(64, 128) if swapped else (128, 64), swapped=swapped, workers=11, scales="row")
-    a, b, out, residual = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N), (1, M, N)))
-    bias, scale_a, scale_b = torch.zeros(N, dtype=torch.bfloat16), torch.ones(M, 1), torch.ones(1, N)
-    epilogue = Epilogue(1.5, bias, residual, 0.5, "gelu", scale_a, scale_b)
-    lay = layout(bias=1, residual=ROWS, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1))
-    launch = GemmLaunch(plan, lay)
-    launch(GemmOperands(a, b, out, epilogue))
-    launch(GemmOperands(a, b, out, epilogue))
+    plan = make(kind=kind, tile=TILE[swapped], swapped=swapped, workers=11, scales="row")
+    given, launch = full_operands(), GemmLaunch(plan, FULL)
+    launch(given)
+    launch(given)
     (launcher,) = written
     assert launcher.grid == (plan.workers, 1, 1)
     first, second = launcher.calls
-    x, y = (b, a) if swapped else (a, b)
-    row, column = (scale_b, scale_a) if swapped else (scale_a, scale_b)
-    expected = {
-        "x_map": x, "y_map": y, "out_map": out, "out": out, "bias": bias, "residual": residual, "row_scale": row,
-        "column_scale": column,
+    (a, b, out, epilogue), turn = given, -1 if swapped else 1
+    (x, y), (row, column) = (a, b)[::turn], (epilogue.scale_a, epilogue.scale_b)[::turn]
+    tensors = {
+        "x_map": x, "y_map": y, "out_map": out, "out": out, "bias": epilogue.bias, "residual": epilogue.residual,
+        "row_scale": row, "column_scale": column,
     }  # fmt: skip
-    assert {name: first[name] for name in expected} == {name: t.data_ptr() for name, t in expected.items()}
-    assert (first["alpha"], first["beta"], first["reset"]) == (1.5, 0.5, 0)
+    check(first, **{name: tensor.data_ptr() for name, tensor in tensors.items()}, alpha=1.5, beta=0.5, reset=0)
     assert ("counters" in first, "partials" in first, "counts" in first) == (
         kind != "static", kind == "stream_k", kind == "stream_k",
     )  # fmt: skip
     if kind != "static":
         assert second["base"] - first["base"] == plan.schedule.full_tiles + plan.schedule.num_shares + plan.workers
-    given = launcher.arguments
-    assert given["x_map"] == Descriptor(*Arguments(plan, lay).x[:2])
-    assert given["y_map_1"] is given["y_map_2"] is None
+    check(launcher.arguments, x_map=Descriptor(*Arguments(plan, FULL).x[:2]), y_map_1=None, y_map_2=None)
 
 
 def test_a_launch_of_parts_and_from_registers(written):
-    plan = make(tile=(128, 224))
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N + 1)))
-    GemmLaunch(plan, layout(out=(0, N + 1, 1)))(GemmOperands(a, b, out[:, :N], Epilogue()))
-    (launcher,) = written
-    (call,) = launcher.calls
-    assert call["y_map"] == call["y_map_1"] == call["y_map_2"] == b.data_ptr()
+    given = operands(pitch=N + 1)
+    GemmLaunch(make(tile=(128, 224)), layout(out=(0, N + 1, 1)))(given)
+    (call,) = written[0].calls
+    check(call, **dict.fromkeys(("y_map", "y_map_1", "y_map_2"), given.b.data_ptr()), out=given.out.data_ptr())
     assert "out_map" not in call
-    assert call["out"] == out.data_ptr()
 
 
-def test_a_launch_with_a_probe_is_compiled_apart(written):
-    plan = make()
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
-    launch, probe = GemmLaunch(plan, layout()), Probe(plan.workers, 50, a.device)
-    launch(GemmOperands(a, b, out, Epilogue()))
-    launch(GemmOperands(a, b, out, Epilogue()), probe=probe)
-    plain, probed = written
-    assert (plain.arguments["PROBE"], probed.arguments["PROBE"]) == (False, True)
-    assert probed.arguments["capacity"] == 50
-    assert probed.calls[0]["log"] == probe.words.data_ptr()
-
-
-def test_a_launch_that_is_traced_is_compiled_apart(written):
-    plan = make()
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
-    launch, log = GemmLaunch(plan, layout()), SpanLog(plan, a.device)
-    for probe in (None, log, None):
-        launch(GemmOperands(a, b, out, Epilogue()), probe=probe)
-    plain, traced = written
-    assert [(one.arguments["PROBE"], one.arguments["TRACE"]) for one in written] == [(False, False), (False, True)]
-    assert [len(one.calls) for one in (plain, traced)] == [2, 1]
-    assert traced.calls[0]["log"] == log.words.data_ptr()
+def test_launches_with_a_probe_and_with_a_trace_are_kernels_of_their_own(written):
+    plan, x = make(), operands()
+    launch, probe, log = GemmLaunch(plan, layout()), Probe(plan.workers, 50, x.a.device), SpanLog(plan, x.a.device)
+    for how in (None, probe, log, None):
+        launch(x, probe=how)
+    plain, probed, traced = written
+    assert [(one.arguments["PROBE"], one.arguments["TRACE"], len(one.calls)) for one in written] == [
+        (False, False, 2), (True, False, 1), (False, True, 1),
+    ]  # fmt: skip
+    assert [one.arguments["capacity"] for one in (plain, probed)] == [0, 50]
+    check(probed.calls[0], log=probe.words.data_ptr())
+    check(traced.calls[0], log=log.words.data_ptr())
     assert len(log.words) >= plan.schedule.grid.tiles + plan.schedule.slots
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65])
 def test_few_rows_read_the_other_operand_in_larger_pieces(written, rows):
-    plan = make(m=rows)
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((rows, K), (K, N), (rows, N)))
-    GemmLaunch(plan, layout(m=rows))(GemmOperands(a, b, out, Epilogue()))
+    GemmLaunch(make(m=rows), layout(m=rows))(operands(m=rows))
     assert written[0].arguments["y_map"].promotion == (256 if rows <= 64 else 128)
 
 
 def test_launches_differ_where_what_is_compiled_into_them_does(monkeypatch):
-    plan = dataclasses.replace(make(scales="row"))
+    plan = make(scales="row")
     monkeypatch.setattr(gpu, "launch_cache", type(gpu.launch_cache)())
-    a, b, out = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N)))
+    a, b, out, _ = operands()
     columns, rows, bias = torch.ones(4 * N), torch.ones(4 * M), torch.zeros(4 * N, dtype=torch.bfloat16)
 
     def find(out=out, at=0, scale_at=0, **how):
@@ -604,10 +570,8 @@ def test_launches_differ_where_what_is_compiled_into_them_does(monkeypatch):
         return gpu.find(GemmOperands(a, b, out, epilogue), gpu.How(), plan)
 
     first = find()
-    assert find() is first
-    assert find(at=8) is first, "another address that is a multiple of 16"
-    assert find(scale_at=4) is first
-    assert find(alpha=1.0, activation="none") is first
+    for equal in ({}, {"at": 8}, {"scale_at": 4}, {"alpha": 1.0, "activation": "none"}):
+        assert find(**equal) is first, "another address that is a multiple of 16 makes no difference"
     others = [find(at=1), find(scale_at=1), find(alpha=2.0), find(activation="gelu")]
     shifted = torch.zeros(M * N + 1, dtype=torch.bfloat16)[1:].view(M, N)
     others.append(find(out=shifted))
@@ -621,31 +585,26 @@ def test_launches_differ_where_what_is_compiled_into_them_does(monkeypatch):
 )
 def test_a_descriptor_says_how_a_box_lies_in_shared_memory(shape, dtype):
     made = described_by(Map((8, *shape[1:]), (0,) * len(shape), shape), getattr(torch, dtype))
-    assert made.block_shape == list(shape)
-    assert made.layout.rank == len(shape)
-    assert made.layout.element_bitwidth == getattr(torch, dtype).itemsize * 8
-    assert made.layout.swizzle_byte_width == min(128, shape[-1] * getattr(torch, dtype).itemsize)
+    size = getattr(torch, dtype).itemsize
+    assert (made.block_shape, made.layout.rank) == (list(shape), len(shape))
+    assert (made.layout.element_bitwidth, made.layout.swizzle_byte_width) == (8 * size, min(128, shape[-1] * size))
 
 
 def test_the_gate_compiles_what_is_launched(written, monkeypatch):
     """`gates.hopper_gemm.fill` does without torch what a launch does with it: Triton sees no difference."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")  # the gate sets it
+    import triton
     from gates import hopper_gemm
     from gates.hopper import no_gpu
 
     plan = make(kind="stream_k", tile=(128, 224), workers=11, scales="row")
-    a, b, out, residual = (torch.zeros(s, dtype=torch.bfloat16) for s in ((M, K), (K, N), (M, N), (1, M, N)))
-    bias, scale_a, scale_b = torch.zeros(N, dtype=torch.bfloat16), torch.ones(M, 1), torch.ones(1, N)
-    lay = layout(bias=1, residual=ROWS, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1))
-    GemmLaunch(plan, lay)(GemmOperands(a, b, out, Epilogue(1.5, bias, residual, 0.5, "gelu", scale_a, scale_b)))
+    GemmLaunch(plan, FULL)(full_operands())
     theirs, _, options = written[0].kernel
-    import triton
-
     before = triton.runtime.driver._active if hasattr(triton.runtime.driver, "_active") else None
     try:
         no_gpu()
-        mine_options, mine = hopper_gemm.fill(plan, lay)
+        mine_options, mine = hopper_gemm.fill(plan, FULL)
         *_, bind = gemm.device_caches[0]
         seen = [bind(*filled, **options, debug=False, instrumentation_mode="")[1] for filled in (theirs, mine)]
     finally:

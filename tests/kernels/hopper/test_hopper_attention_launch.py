@@ -47,34 +47,43 @@ def make(kind="dynamic", **more: Any) -> AttentionPlan:
     return of_candidate(problem, H100, "hopper", found, "a test's", ())
 
 
-def named(arguments: HopperAttentionArguments) -> dict[str, Any]:
+def arguments(plan: AttentionPlan | None = None, k=KEYS, v=KEYS, lse=None, table=0, **more: Any):
+    """Of a plan, or of the one that ``more`` asks for."""
+    return HopperAttentionArguments(plan or make(**more), AttentionLayout(ROWS, k, v, ROWS, lse, table))
+
+
+def named(found: HopperAttentionArguments) -> dict[str, Any]:
     """Every argument of the kernel by its name; what stands in for operands is their name."""
-    return flat(arguments.pack(attend)((*OPERANDS, "scale", "softcap_scale")))
+    return flat(found.pack(attend)((*OPERANDS, "scale", "softcap_scale")))
 
 
-def flat(filled: tuple[Any, ...]) -> dict[str, Any]:
+def flat(filled: Any) -> dict[str, Any]:
     """The kernel's arguments by name, and in place of its configuration the fields of that."""
     found = dict(zip(NAMES, filled, strict=True))
     return found | dataclasses.asdict(found.pop("C"))
 
 
+def check(found: HopperAttentionArguments | dict[str, Any], **expected) -> None:
+    """Arguments and constants, by name."""
+    given = named(found) if isinstance(found, HopperAttentionArguments) else found
+    assert {name: given[name] for name in expected} == expected
+
+
 def test_maps_of_a_batch():
-    made = HopperAttentionArguments(make(), AttentionLayout(ROWS, KEYS, KEYS, ROWS))
+    made = arguments()
     assert made.q == made.out == Map((B, S, H, D), (*ROWS, 1), (1, 64, 1, 64))
     assert made.k == made.v == Map((B, S, KV, D), (*KEYS, 1), (1, 128, 1, 64))
-    given = named(made)
-    assert (given["seqlen_q"], given["seqlen_k"], given["head_tiles"], given["q_heads_per_kv"]) == (S, S, H, 4)
-    assert (given["CONSUMERS"], given["PARTS"], given["COLUMNS"], given["BLOCK"]) == (2, 2, 128, 128)
-    assert (given["num_m"], given["num_n"], given["tiles"]) == (4, B * H, 4 * B * H)
-    assert (given["RAGGED_Q"], given["RAGGED_K"], given["PAGE"], given["KIND"]) == (False, False, 0, "dynamic")
-    assert (given["batch_rows_k"], given["page_rows_k"]) == (0, 0)
+    check(
+        made, seqlen_q=S, seqlen_k=S, head_tiles=H, q_heads_per_kv=4, CONSUMERS=2, PARTS=2, COLUMNS=128, BLOCK=128,
+        num_m=4, num_n=B * H, tiles=4 * B * H, RAGGED_Q=False, RAGGED_K=False, PAGE=0, KIND="dynamic", batch_rows_k=0,
+        page_rows_k=0,
+    )  # fmt: skip
 
 
 def test_maps_that_clip_at_any_row():
     plan = make(varlen=True, tokens_q=900, tokens_k=1100)
-    made = HopperAttentionArguments(
-        plan, AttentionLayout((0, *ROWS[1:]), (0, *KEYS[1:]), (0, *KEYS[1:]), (0, *ROWS[1:]))
-    )
+    rows, keys = (0, *ROWS[1:]), (0, *KEYS[1:])
+    made = HopperAttentionArguments(plan, AttentionLayout(rows, keys, keys, rows))
     wrap = 2**31 - 2**16
     for one, (_, row, head), heads, box in ((made.q, ROWS, H, 64), (made.k, KEYS, KV, 128)):
         assert one == Map((wrap, wrap, 2**30, heads, D), (2**34 - row, row, row, head, 1), (1, 1, box, 1, 64))
@@ -84,79 +93,52 @@ def test_maps_that_clip_at_any_row():
         place = sum(x * stride for x, stride in zip(at, one.strides, strict=True)) * 2 % 2**64
         assert place == ((origin + first) * row + head) * 2
         assert one.shape[2] - at[2] == length - first
-    given = named(made)
-    assert (given["sequences"], given["tokens_q"], given["tokens_k"], given["tiles"]) == (
-        B + 1,
-        900,
-        1100,
-        plan.schedule.full_tiles,
-    )
-    assert (given["ORDER"], given["RAGGED_Q"], given["RAGGED_K"]) == ("row_major", True, True)
+    numbers = {"sequences": B + 1, "tokens_q": 900, "tokens_k": 1100, "tiles": plan.schedule.full_tiles}
+    check(made, **numbers, ORDER="row_major", RAGGED_Q=True, RAGGED_K=True)
 
 
 @pytest.mark.parametrize(("page", "rows"), [(8, 8), (16, 16), (128, 128), (256, 128)])
 def test_maps_of_pages(page, rows):
-    plan = make(page_size=page, pages=99, lengths=True)
     lies = (page * KV * D, KV * D, D)
-    made = HopperAttentionArguments(plan, AttentionLayout(ROWS, lies, (2 * lies[0], *lies[1:]), ROWS, None, 40))
+    made = arguments(k=lies, v=(2 * lies[0], *lies[1:]), table=40, page_size=page, pages=99, lengths=True)
     assert made.k.box == made.v.box == (1, 1, rows, 1, 64)
-    given = named(made)
-    assert (given["PAGE"], given["page_rows_k"], given["page_rows_v"], given["table_stride"]) == (
-        page,
-        page,
-        2 * page,
-        40,
-    )
-    assert (given["batch_rows_k"], given["batch_rows_v"], given["RAGGED_Q"], given["RAGGED_K"]) == (0, 0, False, True)
+    check(made, PAGE=page, page_rows_k=page, page_rows_v=2 * page, table_stride=40)
+    check(made, batch_rows_k=0, batch_rows_v=0, RAGGED_Q=False, RAGGED_K=True)
 
 
 def test_lengths_of_dense_keys():
-    given = named(
-        HopperAttentionArguments(make(lengths=True), AttentionLayout(ROWS, KEYS, (2 * KEYS[0], *KEYS[1:]), ROWS))
-    )
-    assert (given["batch_rows_k"], given["batch_rows_v"], given["RAGGED_K"]) == (S, 2 * S, True)
+    made = arguments(v=(2 * KEYS[0], *KEYS[1:]), lengths=True)
+    check(made, batch_rows_k=S, batch_rows_v=2 * S, RAGGED_K=True)
 
 
 def test_packs_have_their_heads_side_by_side():
-    plan = make(seqlen_q=30)
-    made = HopperAttentionArguments(plan, AttentionLayout(ROWS, KEYS, KEYS, ROWS))
-    assert plan.pack == 4
+    made = arguments(seqlen_q=30)
+    assert made.plan.pack == 4
     assert made.q.box == made.out.box == (1, 16, 4, 64)
-    given = named(made)
-    assert (given["PACK"], given["head_tiles"], given["q_heads_per_kv"]) == (4, 2, 1)
+    check(made, PACK=4, head_tiles=2, q_heads_per_kv=1)
 
 
 def test_masks_and_caps():
-    made = HopperAttentionArguments(make(window=(30, 4), softcap=20.0), AttentionLayout(ROWS, KEYS, KEYS, ROWS))
-    given = named(made)
-    assert (given["left"], given["right"], given["LEFT"], given["RIGHT"], given["CAPPED"]) == (30, 4, True, True, True)
+    made = arguments(window=(30, 4), softcap=20.0)
+    check(made, left=30, right=4, LEFT=True, RIGHT=True, CAPPED=True)
     assert made.scales(0.5) == (20 * math.log2(math.e), 0.025)
-    given = named(HopperAttentionArguments(make(causal=True), AttentionLayout(ROWS, KEYS, KEYS, ROWS)))
-    assert (given["right"], given["LEFT"], given["RIGHT"], given["CAPPED"]) == (0, False, True, False)
-    made = HopperAttentionArguments(make(), AttentionLayout(ROWS, KEYS, KEYS, ROWS))
-    assert made.scales(0.5) == (0.5 * math.log2(math.e), 0.0)
-    assert named(
-        HopperAttentionArguments(make(causal=True, alignment="top_left"), AttentionLayout(ROWS, KEYS, KEYS, ROWS))
-    )["TOP_LEFT"]
+    check(arguments(causal=True), right=0, LEFT=False, RIGHT=True, CAPPED=False)
+    assert arguments().scales(0.5) == (0.5 * math.log2(math.e), 0.0)
+    check(arguments(causal=True, alignment="top_left"), TOP_LEFT=True)
 
 
 def test_log_sum_exps_lie_as_the_layout_says():
-    given = named(
-        HopperAttentionArguments(make(return_lse=True), AttentionLayout(ROWS, KEYS, KEYS, ROWS, (4000, 1, 500)))
-    )
-    assert (given["lse_batch"], given["lse_row"], given["lse_head"]) == (4000, 1, 500)
+    check(arguments(lse=(4000, 1, 500), return_lse=True), lse_batch=4000, lse_row=1, lse_head=500)
 
 
-@pytest.mark.parametrize("size", [2])
-def test_every_box_is_one_that_tensor_maps_have(size):
+def test_every_box_is_one_that_tensor_maps_have():
     for dims in ((64, 64), (128, 128), (256, 256), (192, 128), (8, 8), (80, 40)):
         for more in ({}, {"page_size": 8, "pages": 9, "lengths": True}, {"softcap": 2.0}, {"seqlen_q": 2}):
-            plan = make(head_dim=dims[0], head_dim_v=dims[1], **more)
-            made = HopperAttentionArguments(plan, AttentionLayout(ROWS, KEYS, KEYS, ROWS))
+            made = arguments(head_dim=dims[0], head_dim_v=dims[1], **more)
             for one in (made.q, made.k, made.v, made.out):
                 assert len(one.box) == len(one.shape) == len(one.strides) <= 5
                 assert all(extent <= 256 for extent in one.box)
-                assert one.box[-1] * size == 128
+                assert 2 * one.box[-1] == 128
 
 
 def test_what_varies_is_not_compiled_in():

@@ -82,29 +82,20 @@ def test_one_unit_is_left_at_least(count, gpu):
             pass
 
 
-def test_two_ctas_on_one_sm_are_no_two_sms(gpu):
-    near = Neighbour(H100)
-    gpu.units = lambda count: [5] * count
-    with pytest.raises(RuntimeError, match="holds 1 SMs, not 4: something else runs"), near.taking(4):
-        pass
-
-
-def test_a_neighbour_that_does_not_begin_is_given_up(gpu, monkeypatch):
-    near = Neighbour(H100)
-    monkeypatch.setattr(Neighbour, "START_SECONDS", 0.05)
-    gpu.begins = False
-    with pytest.raises(RuntimeError, match="holds 0 SMs, not 4"), near.taking(4):
-        pytest.fail("the block must not run")
-
-
-def test_a_neighbour_that_left_by_itself_spoils_what_was_measured(gpu):
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"units": lambda count: [5] * count}, "holds 1 SMs, not 4: something else runs"),
+        ({"begins": False}, "holds 0 SMs, not 4"),
+        ({"expired": True}, r"left after its deadline of 2\.5 s, before the block ended"),
+    ],
+)
+def test_a_neighbour_that_does_not_hold_its_sms_spoils_what_was_measured(how, message, gpu, monkeypatch):
     near = Neighbour(H100, deadline=2.5)
-    gpu.expired = True
-    with (
-        pytest.raises(RuntimeError, match=r"left after its deadline of 2\.5 s, before the block ended"),
-        near.taking(4),
-    ):
-        pass
+    monkeypatch.setattr(Neighbour, "START_SECONDS", 0.05)
+    vars(gpu).update(how)
+    with pytest.raises(RuntimeError, match=message), near.taking(4):
+        assert "expired" in how, "the block must not run"
 
 
 def test_it_is_stopped_whatever_the_block_does(gpu):

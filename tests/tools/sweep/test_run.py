@@ -88,24 +88,31 @@ def test_the_peak_is_that_of_the_units_left(monkeypatch):
     assert "of the 5 units" in sweep(ways(["torch"]), (3,), few, one)[0].refused[0]["why"]
 
 
-def test_a_wrong_answer_is_refused_and_the_others_go_on(monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """Changes the calls that are prepared: ``calls(lambda way, call: ...)``."""
     prepare = run.prepare
 
-    def broken(way, *given, **how):
-        one = prepare(way, *given, **how)
-        if way.implementation == "static":
-            good = one.call
-            one.call = lambda: good().mul_(1.01)
-        return one
+    def change(to):
+        def prepared(way, *given, **how):
+            one = prepare(way, *given, **how)
+            one.call = to(way, one.call)
+            return one
 
-    monkeypatch.setattr(run, "prepare", broken)
+        monkeypatch.setattr(run, "prepare", prepared)
+
+    return change
+
+
+def test_a_wrong_answer_is_refused_and_the_others_go_on(calls):
+    calls(lambda way, call: (lambda: call().mul_(1.01)) if way.implementation == "static" else call)
     made, *_ = sweep(ways(["static", "dynamic"]), (0,))
     assert {point.implementation for point in made.points} == {"dynamic"}
     assert {refused["way"] for refused in made.refused} == {"static"}
     assert "wrong answer" in made.refused[0]["why"]
 
 
-def test_an_answer_that_is_wrong_only_beside_the_neighbour_is_refused(monkeypatch):
+def test_an_answer_that_is_wrong_only_beside_the_neighbour_is_refused(calls):
     """The answer that counts is the one made while the units are taken."""
     inside = []
 
@@ -117,15 +124,7 @@ def test_an_answer_that_is_wrong_only_beside_the_neighbour_is_refused(monkeypatc
                 yield left
             inside.pop()
 
-    prepare = run.prepare
-
-    def broken(*given, **how):
-        one = prepare(*given, **how)
-        good = one.call
-        one.call = lambda: good().fill_(float("nan")) if inside else good()
-        return one
-
-    monkeypatch.setattr(run, "prepare", broken)
+    calls(lambda way, call: lambda: call().fill_(float("nan")) if inside else call())
     made, *_ = sweep(ways(["dynamic"]), (2,), taker=Somebody())
     assert not made.points
     assert "not finite" in made.refused[0]["why"] or "wrong answer" in made.refused[0]["why"]

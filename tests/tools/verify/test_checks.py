@@ -13,6 +13,7 @@ from tilestream_tools.verify.partials import Partials
 from tilestream_tools.verify.product import ProductCase, ProductModel
 from tilestream_tools.verify.protocol import Ring
 from tilestream_tools.verify.ring import RingCase, RingModel
+from tilestream_tools.verify.shared_ring import Copy, SharedCase, SharedRing
 from tilestream_tools.verify.sweep import matmul
 from tilestream_tools.verify.words import Words
 from tilestream_tools.verify.workers import WorkersModel
@@ -136,3 +137,10 @@ def test_a_truth_that_is_told_what_the_slot_is_told_sees_no_lost_poison(monkeypa
     hand_in = WorkersModel._hand_in
     monkeypatch.setattr(WorkersModel, "_hand_in", lambda self, pid, op, m, nan: hand_in(self, pid, op, m, False))
     assert kind_of(SPLIT) is None
+
+
+def test_leaving_with_copies_in_flight_is_a_fault():
+    def leaves_copies_behind(ring, item):
+        yield Copy(0, item, 0)
+
+    assert kind_of(SharedCase(SharedRing(), ((1, False),), leaves_copies_behind), "shared") == "left too early"

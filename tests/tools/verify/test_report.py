@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mutants.checker import seeded_bugs
 from tilestream_tools import verify
 from tilestream_tools.verify import Report, Result, Violation
+from tilestream_tools.verify.attention import AttentionCase
+from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.sweep import matmul
 
 VIOLATION = Violation("deadlock", "worker 0 at wait", "two workers", tuple(f"step {n}" for n in range(10)))
@@ -63,3 +67,18 @@ def test_configurations_read_as_sentences():
         "dynamic, 3 workers, running [0, 2], 2 queues of items, 1 x 3 x 1 tiles of 1 K steps, "
         "chunk_major from row tile 2, rows in chunks [0, 3, 5], 2 a tile"
     )
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"ordered": True}, "in turns"),
+        ({"arriving": True}, "keys arriving"),
+        ({"converting": True}, "values converted"),
+        ({"ordered": True, "converting": True}, "in turns, values converted"),
+        ({"ordered": True, "own": "first"}, "in turns, first blocks left out"),
+    ],
+)
+def test_configurations_of_attention_read_as_sentences(how, says):
+    case = str(AttentionCase(AttentionRing(2, **how), (0, 2)))
+    assert case == f"attention, 2 consumers, {says}, 2 stages, queries of 1 items, 0 or 2 blocks an item"

@@ -61,40 +61,57 @@ SLOTS = 2 + AHEAD
 Way = Literal["push", "pull"]
 
 
-class AwaitKernel(NamedTuple):
-    """Host: wait until the kernel of ``epoch`` has ended."""
+class OfCall(NamedTuple):
+    """What an operation names: the call."""
 
     epoch: int
+
+
+class OfPeer(NamedTuple):
+    """The call, and a peer."""
+
+    peer: int
+    epoch: int
+
+
+class OfSlot(NamedTuple):
+    """The call, and a slot of this rank."""
+
+    slot: int
+    epoch: int
+
+
+class OfChunk(NamedTuple):
+    """A chunk of the shard of this rank or of a peer, and a slot."""
+
+    peer: int
+    slot: int
+    chunk: int
+    epoch: int
+
+
+class AwaitKernel(OfCall):
+    """Host: wait until the kernel of ``epoch`` has ended."""
 
 
 class CheckExpired(NamedTuple):
     """Host: has a kernel of this rank expired (1)? Exact for kernels that have ended. If so, break the group."""
 
 
-class Begin(NamedTuple):
+class Begin(OfCall):
     """Host: issue ``epoch``. Answer: 1; 0 if the group is broken, and nothing is issued."""
 
-    epoch: int
 
-
-class AwaitCall(NamedTuple):
+class AwaitCall(OfCall):
     """Calling stream: wait until all of ``epoch`` is over. It may have been issued from another stream."""
 
-    epoch: int
 
-
-class Fill(NamedTuple):
+class Fill(OfSlot):
     """Calling stream: start copying the shard to its place in an own slot."""
 
-    slot: int
-    epoch: int
 
-
-class Filled(NamedTuple):
+class Filled(OfSlot):
     """The copy is complete."""
-
-    slot: int
-    epoch: int
 
 
 class Signal(NamedTuple):
@@ -106,87 +123,48 @@ class Signal(NamedTuple):
     epoch: int
 
 
-class Post(NamedTuple):
+class Post(OfCall):
     """Calling stream: the side stream may begin ``epoch``."""
 
-    epoch: int
 
-
-class AwaitPost(NamedTuple):
+class AwaitPost(OfCall):
     """Side stream: wait for `Post`."""
 
-    epoch: int
 
-
-class Push(NamedTuple):
+class Push(OfChunk):
     """Start copying a chunk of the shard to its place in a peer's slot."""
 
-    peer: int
-    slot: int
-    chunk: int
-    epoch: int
 
-
-class Pushed(NamedTuple):
+class Pushed(OfChunk):
     """The copy is complete."""
 
-    peer: int
-    slot: int
-    chunk: int
-    epoch: int
 
-
-class SignalPeer(NamedTuple):
+class SignalPeer(OfChunk):
     """Signal a chunk of the shard to a peer's kernel."""
 
-    peer: int
-    slot: int
-    chunk: int
-    epoch: int
 
-
-class Flag(NamedTuple):
+class Flag(OfPeer):
     """Write this rank's flag in a peer's memory."""
 
-    peer: int
-    epoch: int
 
-
-class AwaitFlag(NamedTuple):
+class AwaitFlag(OfPeer):
     """Wait until a peer's flag in this rank's memory is at least ``epoch``."""
 
-    peer: int
-    epoch: int
 
-
-class Pull(NamedTuple):
+class Pull(OfChunk):
     """Start copying a chunk of a peer's shard from its slot to its place in the own slot."""
 
-    peer: int
-    slot: int
-    chunk: int
-    epoch: int
 
-
-class Pulled(NamedTuple):
+class Pulled(OfChunk):
     """The copy is complete."""
 
-    peer: int
-    slot: int
-    chunk: int
-    epoch: int
 
-
-class Done(NamedTuple):
+class Done(OfCall):
     """The side stream has finished ``epoch``."""
 
-    epoch: int
 
-
-class AwaitSide(NamedTuple):
+class AwaitSide(OfCall):
     """Calling stream, or host: wait until the side stream has finished ``epoch``."""
-
-    epoch: int
 
 
 class Notice(NamedTuple):
@@ -207,22 +185,16 @@ class Oldest(NamedTuple):
     """Watchdog. Answer: the oldest issued epoch that is under way on any stream; 0 if there is none."""
 
 
-class Overrule(NamedTuple):
+class Overrule(OfCall):
     """End the wait of the kernel of ``epoch``: the missing chunks will not come."""
 
-    epoch: int
 
-
-class Release(NamedTuple):
+class Release(OfCall):
     """Raise every flag of this rank to ``epoch`` in its peer's place."""
 
-    epoch: int
 
-
-class AwaitDone(NamedTuple):
+class AwaitDone(OfCall):
     """Watchdog: wait until all of ``epoch`` is done (1), or a stream waits for a flag that a peer has lowered (0)."""
-
-    epoch: int
 
 
 Turn = Generator[Any, int, "int | None"]

@@ -28,59 +28,39 @@ every later one NaN before it releases the stream.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import Any
 
-from tilestream.core.protocols.gather import SLOTS, AwaitCall, peers
+from tilestream.core.protocols.gather import SLOTS, AwaitCall, OfCall, OfPeer, OfSlot, peers
 
 Turn = Generator[Any, int, "int | None"]
 
 
-class Multiply(NamedTuple):
+class Multiply(OfSlot):
     """Start the matmul into a slot."""
 
-    slot: int
-    epoch: int
 
-
-class Multiplied(NamedTuple):
+class Multiplied(OfSlot):
     """The matmul has ended."""
 
-    slot: int
-    epoch: int
 
-
-class FlagPeer(NamedTuple):
+class FlagPeer(OfPeer):
     """Write this rank's flag in a peer's memory."""
 
-    peer: int
-    epoch: int
 
-
-class AwaitPeer(NamedTuple):
+class AwaitPeer(OfPeer):
     """Wait until a peer's flag in this rank's memory is at least ``epoch``."""
 
-    peer: int
-    epoch: int
 
-
-class AllFlagged(NamedTuple):
+class AllFlagged(OfCall):
     """All peers' flags have reached ``epoch``."""
 
-    epoch: int
 
-
-class AddSlots(NamedTuple):
+class AddSlots(OfSlot):
     """Start adding every rank's slot; the sum is NaN if the call was overruled."""
 
-    slot: int
-    epoch: int
 
-
-class Added(NamedTuple):
+class Added(OfSlot):
     """The sum is complete, and so is the call."""
-
-    slot: int
-    epoch: int
 
 
 def reduce(rank: int, world: int, epoch: int) -> Turn:

@@ -43,91 +43,86 @@ from tilestream.core.protocols.gather import (
     AwaitSide,
     Begin,
     Done,
+    OfCall,
     Post,
     Turn,
 )
 
 
-class Compute(NamedTuple):
+class OfStep(NamedTuple):
+    """What an operation names: the call, and the ``step``-th chunk (see `sent`)."""
+
+    step: int
+    epoch: int
+
+
+class OfComputed(NamedTuple):
+    """The same, and a slot of this rank."""
+
+    slot: int
+    step: int
+    epoch: int
+
+
+class OfParts(NamedTuple):
+    """The call, a peer, and a number of chunks."""
+
+    peer: int
+    parts: int
+    epoch: int
+
+
+class OfPart(NamedTuple):
+    """A peer's ``step``-th chunk, and a slot of that peer."""
+
+    peer: int
+    slot: int
+    step: int
+    epoch: int
+
+
+class Compute(OfComputed):
     """Calling stream: start computing the ``step``-th chunk (see `sent`) into a slot."""
 
-    slot: int
-    step: int
-    epoch: int
 
-
-class Computed(NamedTuple):
+class Computed(OfComputed):
     """It is complete."""
 
-    slot: int
-    step: int
-    epoch: int
 
-
-class Publish(NamedTuple):
+class Publish(OfStep):
     """Signal it on this rank."""
 
-    step: int
-    epoch: int
 
-
-class Ended(NamedTuple):
+class Ended(OfCall):
     """Calling stream: the kernel that computes and publishes has ended."""
 
-    epoch: int
 
-
-class AwaitPublished(NamedTuple):
+class AwaitPublished(OfStep):
     """Side stream: wait until the ``step``-th chunk is published."""
 
-    step: int
-    epoch: int
 
-
-class FlagPart(NamedTuple):
+class FlagPart(OfParts):
     """Write this rank's flag in a peer's memory: so many of the peer's chunks are published."""
 
-    peer: int
-    parts: int
-    epoch: int
 
-
-class AwaitPart(NamedTuple):
+class AwaitPart(OfParts):
     """Wait until a peer's flag in this rank's memory says that so many chunks are published."""
 
-    peer: int
-    parts: int
-    epoch: int
 
-
-class PullPart(NamedTuple):
+class PullPart(OfPart):
     """Start copying a peer's ``step``-th chunk from its slot."""
 
-    peer: int
-    slot: int
-    step: int
-    epoch: int
 
-
-class PulledPart(NamedTuple):
+class PulledPart(OfPart):
     """The copy is complete."""
 
-    peer: int
-    slot: int
-    step: int
-    epoch: int
 
-
-class Sum(NamedTuple):
+class Sum(OfCall):
     """Calling stream: start adding the parts; the sum is NaN if the call was overruled."""
 
-    epoch: int
 
-
-class Summed(NamedTuple):
+class Summed(OfCall):
     """The sum is complete, and so is the call."""
-
-    epoch: int
 
 
 def begin_sum(epoch: int) -> Turn:

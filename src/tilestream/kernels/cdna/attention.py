@@ -13,14 +13,14 @@
         O / l; log-sum-exp
 
 A tile is a query block of one head, or of several that share a K/V head (`PACK`), 32 rows to a warp. A lane of the
-matrix units' transposed results has one row: what a row needs of others is one exchange between two lanes, and weights
-are operands of the next multiplication where they lie. That multiplication takes four keys of a lane at once (`KEYS`).
+matrix units' transposed results has one row: a row needs one exchange between two lanes, and weights are operands of
+the next multiplication where they lie. That multiplication takes four keys of a lane at once (`KEYS`).
 
-``direct``: every block starts as many copies, those behind the last one bring it again, so that a wait can count them.
-``staged``: one stage, and a block in registers. K is put when V's fetches are still under way, and V when K's are: no
-wait need be for everything. Where rows are gathered from pages, the table is read a block ahead, before the fetches.
-Where values cannot be read across (gfx942), they are transposed on their way through registers, and the exchange of a
-row's two lanes is a shuffle by way of LDS, one a block: gfx950 has an instruction.
+``direct``: every block starts the same number of copies, so that a wait can count them; behind the last block they
+bring it again. ``staged``: one stage, and a block in registers. K is put while V's fetches are in flight, and V while
+K's are, so no wait is for everything. Where rows are gathered from pages, the table is read a block ahead, before the
+fetches. Where values cannot be read across (gfx942), they are transposed on their way through registers, and a row's
+two lanes exchange by a shuffle through LDS, one a block; gfx950 has an instruction.
 
 The protocol is that of `tilestream.kernels.cdna.ring`; `tilestream_tools.verify.shared_attention` explores it.
 """
@@ -77,13 +77,12 @@ neighbour = device(queues_.neighbour)
 def scores_of(queries, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
     """``Q K^T`` of an item's rows and a stage."""
     MATH: gl.constexpr = math_of(C)
-    F: gl.constexpr = C.K
-    SWIZZLE: gl.constexpr = F.SWIZZLE
-    PARTS: gl.constexpr = F.PARTS
+    S: gl.constexpr = C.KEY_STAGE
+    PARTS: gl.constexpr = C.K.PARTS
     TILE: gl.constexpr = (C.ROWS, C.BLOCK)
     scores = gl.zeros(TILE, gl.float32, MATH)
     for part in gl.static_range(PARTS):
-        x = operand(stages[part].index(stage), C.BLOCK, F.WIDTH, True, SWIZZLE, 1, MATH, VECTOR, LANDED)
+        x = operand(stages[part].index(stage), S, 1, MATH, VECTOR, LANDED)
         scores = multiply_add(queries[part], x, scores, None)
     return scores
 
@@ -91,15 +90,11 @@ def scores_of(queries, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def add_values(o, rescale, weights, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
     """The sums of an item's parts, rescaled, and a stage's values by their weights."""
-    F: gl.constexpr = C.V
-    SWIZZLE: gl.constexpr = F.SWIZZLE
-    PARTS: gl.constexpr = F.PARTS
-    TURNED: gl.constexpr = C.TRANSPOSED_V and not C.DIRECT
+    S: gl.constexpr = C.VALUE_STAGE
+    PARTS: gl.constexpr = C.V.PARTS
     made = ()
     for part in gl.static_range(PARTS):
-        x = operand(
-            stages[part].index(stage), F.WIDTH, C.BLOCK, TURNED, SWIZZLE, 1, math_of(C), KEYS, LANDED
-        )  # fmt: skip
+        x = operand(stages[part].index(stage), S, 1, math_of(C), KEYS, LANDED)
         made += (multiply_add(weights, x, o[part] * rescale[:, None], None),)
     return made
 
@@ -134,8 +129,10 @@ def attend_direct(queries, softmax, keys, tile, scores, C: gl.constexpr):
     K: gl.constexpr = C.K
     V: gl.constexpr = C.V
     gl.static_assert(not C.GATHERED, "rows of several pages go through registers")
-    k = copies_past_registers(keys.k, K, C)
-    v = copies_past_registers(keys.v, V, C)
+    KS: gl.constexpr = C.KEY_STAGE
+    VS: gl.constexpr = C.VALUE_STAGE
+    k = copies_past_registers(keys.k, KS, K, C)
+    v = copies_past_registers(keys.v, VS, V, C)
     copies = (k, v)
     STAGES: gl.constexpr = C.STAGES
     for i in gl.static_range(STAGES - 1):
@@ -196,8 +193,10 @@ def attend_staged(queries, softmax, keys, tile, scores, C: gl.constexpr):
     V: gl.constexpr = C.V
     V_LAYOUT: gl.constexpr = values_layout(C)
     V_LANE: gl.constexpr = V_LAYOUT.size_per_thread[1]
-    k_stages = make_parts(keys.k.at.dtype.element_ty, C.K.PARTS, 1, C.BLOCK, C.K.WIDTH, True)
-    v_stages = make_parts(keys.v.at.dtype.element_ty, C.V.PARTS, 1, C.V.WIDTH, C.BLOCK, C.TRANSPOSED_V)
+    KS: gl.constexpr = C.KEY_STAGE
+    VS: gl.constexpr = C.VALUE_STAGE
+    k_stages = make_parts(keys.k.at.dtype.element_ty, C.K.PARTS, 1, KS)
+    v_stages = make_parts(keys.v.at.dtype.element_ty, C.V.PARTS, 1, VS)
     K_LAYOUT: gl.constexpr = fetch_layout(C.BLOCK, C.K.WIDTH, True, False, VECTOR, C.WARPS)
     k = copies_by_registers(keys.k, k_stages, K_LAYOUT, K, C)
     v = copies_by_registers(keys.v, v_stages, V_LAYOUT, V, C)
@@ -278,13 +277,13 @@ def store_output(o, factor, out, at, i, last, C: gl.constexpr):
     for part in gl.static_range(PARTS):
         x = (o[part] * factor[:, None]).to(at.dtype.element_ty)
         column = j + part * F.WIDTH
-        offset = within(out.row, 1, position, column, VECTOR_OUT, C.FAR_OUT)
+        offset = within(out.row, 1, position, column, VECTOR_OUT, C.OUT_64BIT)
         if C.PACK > 1:
-            offset = within(out.head, 0, i % C.PACK, column, 1, C.FAR_OUT) + offset
+            offset = within(out.head, 0, i % C.PACK, column, 1, C.OUT_64BIT) + offset
             if VECTOR_OUT > 1:
                 offset = gl.max_contiguous(gl.multiple_of(offset, [1, VECTOR_OUT]), [1, VECTOR_OUT])
         inside = (position <= last)[:, None] & (column < F.COLUMNS)[None, :]
-        if C.FAR_OUT:
+        if C.OUT_64BIT:
             gl.store(at + offset, x, mask=inside)
         else:
             buffer_store(x, at, offset, mask=inside)

@@ -1,12 +1,11 @@
 """The copies of CDNA's attention: queries into registers, key blocks into the ring of `tilestream.kernels.cdna.ring`.
 
 A head's columns are cut into parts of a power of two, each a tile of its own (`Columns`, here ``F``): 192 columns are
-three parts of 64. So queries and keys lie in rows of one length, values in rows of another, and each has its own
-swizzle. What the last part has behind a head's last column is zeros in queries and keys, and anything in values: it is
-not stored.
+three parts of 64. Queries and keys have rows of one length, values of another, and each has its own swizzle. Behind a
+head's last column, the last part has zeros in queries and keys, and anything in values, where it is not stored.
 
-Rows are read where some query of the tile sees the key, ``[low, high)`` of `Keys`, and nowhere else: in place of the
-others the nearest of these comes once more, and its scores are masked. Keys that no row sees may be NaN.
+Rows are read only where some query of the tile sees the key, ``[low, high)`` of `Keys`. In place of other rows the
+nearest of these is read again, and its scores are masked: keys that no row sees may be NaN.
 """
 
 from __future__ import annotations
@@ -58,20 +57,19 @@ def element_offsets(rows, columns, LANE: gl.constexpr):
 
 
 @gluon.jit
-def make_parts(dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-               K_MAJOR: gl.constexpr):  # fmt: skip
+def make_parts(dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr):
     """Room for the stages of each part. Of its own: what is written to one part's is not kept from another's."""
     parts = ()
     for _part in gl.static_range(PARTS):
-        parts += (make_stages(dtype, STAGES, ROWS, WIDTH, K_MAJOR),)
+        parts += (make_stages(dtype, STAGES, S),)
     return parts
 
 
 @gluon.jit
-def copies_past_registers(x, F: gl.constexpr, C: gl.constexpr):
+def copies_past_registers(x, S: gl.constexpr, F: gl.constexpr, C: gl.constexpr):
     """`KeyCopies` of keys or values (`Rows`) by `copy_block`."""
     SWIZZLE: gl.constexpr = F.SWIZZLE
-    stages = make_parts(x.at.dtype.element_ty, F.PARTS, C.STAGES, C.BLOCK, F.WIDTH, True)
+    stages = make_parts(x.at.dtype.element_ty, F.PARTS, C.STAGES, S)
     i, j = indices(copy_layout(F.WIDTH, F.LANE, C.WARPS), C.BLOCK, F.WIDTH)
     return KeyCopies(x, i, copied_columns(i, j, SWIZZLE), i, stages)
 
@@ -125,7 +123,7 @@ def block_start(x, first, page, C: gl.constexpr):
 
 
 @gluon.jit
-def block_rows(x, i, first, keys, page, FAR: gl.constexpr, C: gl.constexpr):
+def block_rows(x, i, first, keys, page, OFFSETS_64BIT: gl.constexpr, C: gl.constexpr):
     """Where row ``i`` of the key block from key ``first`` on lies, from `block_start`. ``page``: see `entries_of`."""
     key = gl.minimum(gl.maximum(first + i, keys.low), keys.high - 1)
     if C.GATHERED:
@@ -133,7 +131,7 @@ def block_rows(x, i, first, keys, page, FAR: gl.constexpr, C: gl.constexpr):
         return page.to(tl.int64) * x.batch + (key % C.PAGE).to(tl.int64) * x.row
     else:
         row = key - first
-        if FAR:
+        if OFFSETS_64BIT:
             row = row.to(tl.int64)
         return row * x.row
 
@@ -156,9 +154,9 @@ def fetch_block(copies, first, keys, page, LANE: gl.constexpr, F: gl.constexpr, 
     ``page``: see `entries_of`. ``LANE``: elements of a lane.
     """
     PARTS: gl.constexpr = F.PARTS
-    ANYWHERE: gl.constexpr = C.FAR_KEYS or C.GATHERED
+    ANYWHERE: gl.constexpr = C.KEYS_64BIT or C.GATHERED
     at = block_start(copies.x, first, page, C)
-    rows = block_rows(copies.x, copies.i, first, keys, page, C.FAR_KEYS, C)
+    rows = block_rows(copies.x, copies.i, first, keys, page, C.KEYS_64BIT, C)
     tiles = ()
     for part in gl.static_range(PARTS - 1):
         tiles += (fetch(at + part * F.WIDTH, element_offsets(rows, copies.columns, LANE), ANYWHERE),)
@@ -170,34 +168,33 @@ def fetch_block(copies, first, keys, page, LANE: gl.constexpr, F: gl.constexpr, 
 def put_keys(tiles, stages, C: gl.constexpr):
     """Write what was fetched of a block of keys to its stage, zeros behind the last column."""
     F: gl.constexpr = C.K
-    SWIZZLE: gl.constexpr = F.SWIZZLE
+    S: gl.constexpr = C.KEY_STAGE
     PARTS: gl.constexpr = F.PARTS
     for part in gl.static_range(PARTS):
         tile = tiles[part]
         if part == F.PARTS - 1 and F.REST < F.WIDTH:
-            tile = cut_off(as_loaded(tile), F.REST, C.BLOCK, F.WIDTH, True, False, VECTOR, C.WARPS)
-        put(tile, stages[part].index(0), C.BLOCK, F.WIDTH, False, True, SWIZZLE)
+            tile = cut_off(as_loaded(tile), F.REST, S)
+        put(tile, stages[part].index(0), S)
 
 
 @gluon.jit
 def put_values(tiles, stages, C: gl.constexpr):
     """Write what was fetched of a block of values to its stage, transposed where it cannot be read across."""
-    F: gl.constexpr = C.V
-    SWIZZLE: gl.constexpr = F.SWIZZLE
-    PARTS: gl.constexpr = F.PARTS
+    S: gl.constexpr = C.VALUE_STAGE
+    PARTS: gl.constexpr = C.V.PARTS
     for part in gl.static_range(PARTS):
         tile = tiles[part]
-        if C.TRANSPOSED_V:
+        if S.TURNED:
             tile = as_loaded(tile)
-        put(tile, stages[part].index(0), F.WIDTH, C.BLOCK, C.TRANSPOSED_V, False, SWIZZLE)
+        put(tile, stages[part].index(0), S)
 
 
 @gluon.jit
-def query_rows(q, i, last, FAR: gl.constexpr, C: gl.constexpr):
+def query_rows(q, i, last, OFFSETS_64BIT: gl.constexpr, C: gl.constexpr):
     """Where a tile's rows of ``q`` (`Rows`) lie: heads of a position side by side. Behind the ``last``, that again."""
     position = gl.minimum(i // C.PACK, last)
     head = i % C.PACK
-    if FAR:
+    if OFFSETS_64BIT:
         position = position.to(tl.int64)
         head = head.to(tl.int64)
     return position * q.row + head * q.head
@@ -206,13 +203,12 @@ def query_rows(q, i, last, FAR: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def as_operand(tile, COLUMNS: gl.constexpr, C: gl.constexpr):
     """A part of queries, of which ``COLUMNS`` are there, from how it was fetched to how it is multiplied."""
-    F: gl.constexpr = C.Q
-    SWIZZLE: gl.constexpr = F.SWIZZLE
-    if COLUMNS < F.WIDTH:
-        tile = cut_off(tile, COLUMNS, C.ROWS, F.WIDTH, True, False, VECTOR, C.WARPS)
-    stages = make_stages(tile.dtype, 1, C.ROWS, F.WIDTH, True)
-    put(tile, stages.index(0), C.ROWS, F.WIDTH, False, True, SWIZZLE)
-    return operand(stages.index(0), C.ROWS, F.WIDTH, True, SWIZZLE, 0, math_of(C), VECTOR, False)
+    S: gl.constexpr = C.QUERY_STAGE
+    if COLUMNS < S.K:
+        tile = cut_off(tile, COLUMNS, S)
+    stages = make_stages(tile.dtype, 1, S)
+    put(tile, stages.index(0), S)
+    return operand(stages.index(0), S, 0, math_of(C), VECTOR, False)
 
 
 @gluon.jit
@@ -223,6 +219,7 @@ def load_queries(q, tile, last, C: gl.constexpr):
     for. Their room is that of the stages, which begin to be filled afterwards.
     """
     F: gl.constexpr = C.Q
+    S: gl.constexpr = C.QUERY_STAGE
     SWIZZLE: gl.constexpr = F.SWIZZLE
     PARTS: gl.constexpr = F.PARTS
     row = (tile.origin_q + tile.first).to(tl.int64)
@@ -233,22 +230,22 @@ def load_queries(q, tile, last, C: gl.constexpr):
         i, j = indices(copy_layout(F.WIDTH, F.LANE, C.WARPS), C.ROWS, F.WIDTH)
         rows = query_rows(q, i, last, False, C)
         offsets = element_offsets(rows, copied_columns(i, j, SWIZZLE), F.LANE)
-        stages = make_parts(q.at.dtype.element_ty, F.PARTS, 1, C.ROWS, F.WIDTH, True)
+        stages = make_parts(q.at.dtype.element_ty, F.PARTS, 1, S)
         for part in gl.static_range(PARTS):
             copy_to_shared(stages[part].index(0), at + part * F.WIDTH, offsets)
         commit()
         landed(0)
         for part in gl.static_range(PARTS):
-            parts += (operand(stages[part].index(0), C.ROWS, F.WIDTH, True, SWIZZLE, 0, math_of(C), VECTOR, True),)
+            parts += (operand(stages[part].index(0), S, 0, math_of(C), VECTOR, True),)
     else:
         LAYOUT: gl.constexpr = fetch_layout(C.ROWS, F.WIDTH, True, False, VECTOR, C.WARPS)
         i, j = indices(LAYOUT, C.ROWS, F.WIDTH)
-        rows = query_rows(q, i, last, C.FAR_Q, C)
+        rows = query_rows(q, i, last, C.Q_64BIT, C)
         tiles = ()
         for part in gl.static_range(PARTS):
             columns = fetched_columns(i, j, F.REST if part == F.PARTS - 1 else F.WIDTH, F.WIDTH)
             offsets = element_offsets(rows, columns, VECTOR)
-            tiles += (fetch(at + part * F.WIDTH, offsets, C.FAR_Q),)
+            tiles += (fetch(at + part * F.WIDTH, offsets, C.Q_64BIT),)
         for part in gl.static_range(PARTS):
             parts += (as_operand(tiles[part], F.REST if part == F.PARTS - 1 else F.WIDTH, C),)
     # Copies that follow are not kept from what others still read, and puts are by a barrier in each block's loop.

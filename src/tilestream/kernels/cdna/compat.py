@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3, cdna4
@@ -18,21 +15,15 @@ load_landed = async_copy.load_shared_relaxed
 buffer_load = cdna3.buffer_load
 buffer_store = cdna3.buffer_store
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "_reinterpret", None) or gl.shared_memory_descriptor.reinterpret
+#: A plain integer function as kernels of this package call it: see `tilestream.kernels.device.jit`.
+device = gluon.jit
 
 
-if hasattr(gl.shared_memory_descriptor, "_reinterpret"):
-
-    @gluon.jit
-    def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """The same bytes of shared memory, seen through another layout."""
-        return buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
-
-else:
-
-    @gluon.jit
-    def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """The same bytes of shared memory, seen through another layout."""
-        return buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
+@gluon.jit
+def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same bytes of shared memory, seen through another layout."""
+    return reinterpret(buffer, buffer.dtype, SHAPE, LAYOUT)
 
 
 @gluon.jit
@@ -115,10 +106,10 @@ def as_loaded(tile):
 
 
 @gluon.jit
-def load_words(at, offsets, FAR: gl.constexpr):
+def load_words(at, offsets, OFFSETS_64BIT: gl.constexpr):
     """Four neighbours of 8 bits as one word, at offsets in words."""
     words = at.to(gl.pointer_type(gl.int32))
-    if FAR:
+    if OFFSETS_64BIT:
         return gl.load(words + offsets)
     else:
         return cdna3.buffer_load(words, offsets)
@@ -137,8 +128,3 @@ def elements(words, dtype: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constex
 def settled(x):
     """``x``, before which nothing is read of shared memory that stands behind it: it would wait in registers."""
     return gl.inline_asm_elementwise("; settled", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=1)
-
-
-def device(leaf: Callable[..., Any]) -> Any:
-    """A plain integer function as kernels of this package call it: see `tilestream.kernels.device.jit`."""
-    return gluon.jit(leaf)

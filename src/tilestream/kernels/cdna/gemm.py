@@ -29,7 +29,6 @@ from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Progress, 
 from tilestream.kernels.cdna.compat import barrier, device, in_order, multiply_add, uniform
 from tilestream.kernels.cdna.epilogue import count_in, math_layout, reduce_partials, store_partial, store_tile
 from tilestream.kernels.cdna.ring import (
-    CELL,
     after,
     before,
     copy,
@@ -37,7 +36,6 @@ from tilestream.kernels.cdna.ring import (
     cut_off,
     fetch,
     fetch_offsets,
-    fetch_word_offsets,
     fetched,
     in_words,
     landed,
@@ -54,31 +52,20 @@ neighbour = device(queues_.neighbour)
 @gluon.jit
 def read(x_stage, y_stage, MATH: gl.constexpr, LANDED: gl.constexpr, C: gl.constexpr):
     """A step's operands, from its stage."""
-    X_SWIZZLE: gl.constexpr = C.X_SWIZZLE
-    Y_SWIZZLE: gl.constexpr = C.Y_SWIZZLE
-    x = operand(
-        x_stage, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR or C.X_TURNED, X_SWIZZLE, 0, MATH, C.WIDTH, LANDED
-    )  # fmt: skip
-    y = operand(
-        y_stage, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR or C.Y_TURNED, Y_SWIZZLE, 1, MATH, C.WIDTH, LANDED
-    )  # fmt: skip
-    return x, y
+    X: gl.constexpr = C.X
+    Y: gl.constexpr = C.Y
+    return operand(x_stage, X, 0, MATH, C.WIDTH, LANDED), operand(y_stage, Y, 1, MATH, C.WIDTH, LANDED)
 
 
 @gluon.jit
 def multiply_direct(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.constexpr):
     """Whole K steps [k_begin, k_end), of which ``most`` is the last that there is, by copies past the registers."""
-    X_SWIZZLE: gl.constexpr = C.X_SWIZZLE
-    Y_SWIZZLE: gl.constexpr = C.Y_SWIZZLE
+    X: gl.constexpr = C.X
+    Y: gl.constexpr = C.Y
     FORMATS: gl.constexpr = C.FORMATS
     MATH: gl.constexpr = acc.type.layout
     AHEAD: gl.constexpr = C.STAGES - 1
-    x_offsets = copy_offsets(
-        x.last, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, X_SWIZZLE, C.LANE, C.WARPS
-    )  # fmt: skip
-    y_offsets = copy_offsets(
-        y.last, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, Y_SWIZZLE, C.LANE, C.WARPS
-    )  # fmt: skip
+    x_offsets, y_offsets = copy_offsets(x, X), copy_offsets(y, Y)
     # Each round commits as many groups, whatever the item: what waits count must not depend on it.
     for i in gl.static_range(AHEAD):
         step = gl.minimum(k_begin + i, most)
@@ -107,63 +94,34 @@ def multiply_direct(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.c
 
 
 @gluon.jit
-def x_fetch_offsets(x, last_k, C: gl.constexpr):
-    """What each lane fetches of x's part of a step, whose last element of K is ``last_k``."""
-    ELEMENT: gl.constexpr = x.at.dtype.element_ty
-    VECTOR: gl.constexpr = CELL // ELEMENT.primitive_bitwidth
-    if in_words(ELEMENT, C.X_TURNED):
-        return fetch_word_offsets(
-            x.last, last_k, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, VECTOR, C.WARPS, C.X_64BIT
-        )  # fmt: skip
-    else:
-        return fetch_offsets(
-            x.last, last_k, x.stride, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS, C.X_64BIT
-        )  # fmt: skip
-
-
-@gluon.jit
-def y_fetch_offsets(y, last_k, C: gl.constexpr):
-    """What each lane fetches of y's part of a step, whose last element of K is ``last_k``."""
-    ELEMENT: gl.constexpr = y.at.dtype.element_ty
-    VECTOR: gl.constexpr = CELL // ELEMENT.primitive_bitwidth
-    if in_words(ELEMENT, C.Y_TURNED):
-        return fetch_word_offsets(
-            y.last, last_k, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, VECTOR, C.WARPS, C.Y_64BIT
-        )  # fmt: skip
-    else:
-        return fetch_offsets(
-            y.last, last_k, y.stride, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS, C.Y_64BIT
-        )  # fmt: skip
+def fetch_step(at, offsets, S: gl.constexpr):
+    """Start to fetch an operand's part of a step, which begins at ``at``, into registers."""
+    WORDS: gl.constexpr = in_words(at.dtype.element_ty, S.TURNED)
+    return fetch(at, offsets, S.OFFSETS_64BIT, WORDS)
 
 
 @gluon.jit
 def multiply_staged(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.constexpr):
     """The same, by way of registers: a step is fetched while the one before it is multiplied."""
-    X_SWIZZLE: gl.constexpr = C.X_SWIZZLE
-    Y_SWIZZLE: gl.constexpr = C.Y_SWIZZLE
+    X: gl.constexpr = C.X
+    Y: gl.constexpr = C.Y
     FORMATS: gl.constexpr = C.FORMATS
     MATH: gl.constexpr = acc.type.layout
-    ELEMENT: gl.constexpr = x.at.dtype.element_ty
-    Y_ELEMENT: gl.constexpr = y.at.dtype.element_ty
-    VECTOR: gl.constexpr = CELL // ELEMENT.primitive_bitwidth
-    X_WORDS: gl.constexpr = in_words(ELEMENT, C.X_TURNED)
-    Y_WORDS: gl.constexpr = in_words(Y_ELEMENT, C.Y_TURNED)
-    x_offsets = x_fetch_offsets(x, C.BLOCK_K - 1, C)
-    y_offsets = y_fetch_offsets(y, C.BLOCK_K - 1, C)
+    X_TYPE: gl.constexpr = x.at.dtype.element_ty
+    Y_TYPE: gl.constexpr = y.at.dtype.element_ty
+    x_offsets, y_offsets = fetch_offsets(x, C.BLOCK_K - 1, X), fetch_offsets(y, C.BLOCK_K - 1, Y)
     first = gl.minimum(k_begin, most)
-    x_tile = fetch(x.at + first * x.step, x_offsets, C.X_64BIT, X_WORDS)
+    x_tile = fetch_step(x.at + first * x.step, x_offsets, X)
     in_order()
-    y_tile = fetch(y.at + first * y.step, y_offsets, C.Y_64BIT, Y_WORDS)
+    y_tile = fetch_step(y.at + first * y.step, y_offsets, Y)
     in_order()
     for step in range(k_begin, k_end):
         ahead = gl.minimum(step + 1, most)
-        a = fetched(x_tile, ELEMENT, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS)
-        put(a, x_stages.index(0), C.BLOCK_M, C.BLOCK_K, C.X_TURNED, C.X_K_MAJOR, X_SWIZZLE)
-        x_tile = fetch(x.at + ahead * x.step, x_offsets, C.X_64BIT, X_WORDS)
+        put(fetched(x_tile, X_TYPE, X), x_stages.index(0), X)
+        x_tile = fetch_step(x.at + ahead * x.step, x_offsets, X)
         in_order()
-        b = fetched(y_tile, Y_ELEMENT, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS)
-        put(b, y_stages.index(0), C.BLOCK_N, C.BLOCK_K, C.Y_TURNED, C.Y_K_MAJOR, Y_SWIZZLE)
-        y_tile = fetch(y.at + ahead * y.step, y_offsets, C.Y_64BIT, Y_WORDS)
+        put(fetched(y_tile, Y_TYPE, Y), y_stages.index(0), Y)
+        y_tile = fetch_step(y.at + ahead * y.step, y_offsets, Y)
         a, b = read(x_stages.index(0), y_stages.index(0), MATH, False, C)
         acc = multiply_add(a, b, acc, FORMATS)
     return acc
@@ -172,26 +130,19 @@ def multiply_staged(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.c
 @gluon.jit
 def multiply_rest(acc, x, y, whole, rest, x_stages, y_stages, C: gl.constexpr):
     """The ``rest`` of K behind ``whole`` steps: fetched, cut off, and multiplied as a whole step."""
-    X_SWIZZLE: gl.constexpr = C.X_SWIZZLE
-    Y_SWIZZLE: gl.constexpr = C.Y_SWIZZLE
+    X: gl.constexpr = C.X
+    Y: gl.constexpr = C.Y
     FORMATS: gl.constexpr = C.FORMATS
     MATH: gl.constexpr = acc.type.layout
-    ELEMENT: gl.constexpr = x.at.dtype.element_ty
-    Y_ELEMENT: gl.constexpr = y.at.dtype.element_ty
-    VECTOR: gl.constexpr = CELL // ELEMENT.primitive_bitwidth
-    X_WORDS: gl.constexpr = in_words(ELEMENT, C.X_TURNED)
-    Y_WORDS: gl.constexpr = in_words(Y_ELEMENT, C.Y_TURNED)
+    X_TYPE: gl.constexpr = x.at.dtype.element_ty
+    Y_TYPE: gl.constexpr = y.at.dtype.element_ty
     x_at, y_at = x.at + whole * x.step, y.at + whole * y.step
-    x_offsets = x_fetch_offsets(x, rest - 1, C)
-    y_offsets = y_fetch_offsets(y, rest - 1, C)
-    x_tile = fetch(x_at, x_offsets, C.X_64BIT, X_WORDS)
-    y_tile = fetch(y_at, y_offsets, C.Y_64BIT, Y_WORDS)
-    x_tile = fetched(x_tile, ELEMENT, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS)
-    y_tile = fetched(y_tile, Y_ELEMENT, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS)
-    x_tile = cut_off(x_tile, rest, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR, C.X_TURNED, VECTOR, C.WARPS)
-    y_tile = cut_off(y_tile, rest, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR, C.Y_TURNED, VECTOR, C.WARPS)
-    put(x_tile, x_stages.index(0), C.BLOCK_M, C.BLOCK_K, C.X_TURNED, C.X_K_MAJOR, X_SWIZZLE)
-    put(y_tile, y_stages.index(0), C.BLOCK_N, C.BLOCK_K, C.Y_TURNED, C.Y_K_MAJOR, Y_SWIZZLE)
+    x_offsets, y_offsets = fetch_offsets(x, rest - 1, X), fetch_offsets(y, rest - 1, Y)
+    x_tile, y_tile = fetch_step(x_at, x_offsets, X), fetch_step(y_at, y_offsets, Y)
+    x_tile, y_tile = fetched(x_tile, X_TYPE, X), fetched(y_tile, Y_TYPE, Y)
+    x_tile, y_tile = cut_off(x_tile, rest, X), cut_off(y_tile, rest, Y)
+    put(x_tile, x_stages.index(0), X)
+    put(y_tile, y_stages.index(0), Y)
     a, b = read(x_stages.index(0), y_stages.index(0), MATH, False, C)
     return multiply_add(a, b, acc, FORMATS)
 
@@ -204,8 +155,10 @@ def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
     own: between items their room is others'.
     """
     STAGES: gl.constexpr = C.STAGES if C.DIRECT else 1
-    x_stages = make_stages(x.at.dtype.element_ty, STAGES, C.BLOCK_M, C.BLOCK_K, C.X_K_MAJOR or C.X_TURNED)
-    y_stages = make_stages(y.at.dtype.element_ty, STAGES, C.BLOCK_N, C.BLOCK_K, C.Y_K_MAJOR or C.Y_TURNED)
+    X: gl.constexpr = C.X
+    Y: gl.constexpr = C.Y
+    x_stages = make_stages(x.at.dtype.element_ty, STAGES, X)
+    y_stages = make_stages(y.at.dtype.element_ty, STAGES, Y)
     TILE: gl.constexpr = (C.BLOCK_M, C.BLOCK_N)
     acc = gl.zeros(TILE, gl.float32, MATH)
     whole = gl.minimum(k_end, k // C.BLOCK_K)
@@ -221,10 +174,10 @@ def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def first_row(m, batch, row, K_MAJOR: gl.constexpr):
+def first_row(m, batch, row, S: gl.constexpr):
     """Where a tile's rows of a `Matrix` begin; its ``row`` is the stride that is not 1."""
     at = m.at + batch.to(gl.int64) * m.batch
-    if K_MAJOR:
+    if S.K_MAJOR:
         at = at + row.to(gl.int64) * m.row
     else:
         at = at + row
@@ -232,10 +185,10 @@ def first_row(m, batch, row, K_MAJOR: gl.constexpr):
 
 
 @gluon.jit
-def step_of(m, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr):
+def step_of(m, S: gl.constexpr):
     """Elements from one K step of a `Matrix` to the next."""
-    step = tl.cast(BLOCK_K, tl.int64)
-    if not K_MAJOR:
+    step = tl.cast(S.K, tl.int64)
+    if not S.K_MAJOR:
         step = step * m.row
     return step
 
@@ -243,10 +196,11 @@ def step_of(m, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr):
 @gluon.jit
 def locate(x, y, batch, row, column, e, C: gl.constexpr):
     """A tile's rows of both operands: `Strided`."""
-    x_at, y_at = first_row(x, batch, row, C.X_K_MAJOR), first_row(y, batch, column, C.Y_K_MAJOR)
+    X: gl.constexpr = C.X
+    Y: gl.constexpr = C.Y
+    x_at, y_at = first_row(x, batch, row, X), first_row(y, batch, column, Y)
     x_last, y_last = e.rows - 1 - row, e.columns - 1 - column
-    x_step, y_step = step_of(x, C.BLOCK_K, C.X_K_MAJOR), step_of(y, C.BLOCK_K, C.Y_K_MAJOR)
-    return Strided(x_at, x_last, x.row, x_step), Strided(y_at, y_last, y.row, y_step)
+    return Strided(x_at, x_last, x.row, step_of(x, X)), Strided(y_at, y_last, y.row, step_of(y, Y))
 
 
 @gluon.jit

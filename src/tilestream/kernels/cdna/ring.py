@@ -1,44 +1,42 @@
 """The ring without mbarriers: stages of shared memory between the copies of all warps and their multiplications.
 
-There is no load warp here: load and math are one loop, every warp copies its share of a stage, and what tells a stage
-full is each warp's own count of copies in flight, and a barrier of all warps.
+There is no load warp: load and math are one loop, and every warp copies its share of a stage. A stage is full when each
+warp's count of copies in flight says so and all warps have met at a barrier.
 
 ``direct``: copies go past the registers, and stages are filled ``STAGES - 1`` steps ahead::
 
     for step in the first STAGES - 1:    copy into stage step; commit
     for step in the item's K steps:
       wait until STAGES - 2 groups are in flight         this warp's copies of the step have landed
-      barrier                                            everybody's have; and everybody has read the stage before
+      barrier                                            all warps' have; and all have read the stage before
       read the step's stage
       copy step + STAGES - 1 into the stage before it; commit
       multiply
-    barrier                                              everybody has read the last stages: the next item may begin
+    barrier                                              all have read the last stages: the next item may begin
 
 ``staged``: copies go through registers, one step ahead, and there is one stage::
 
     fetch the first step, A's part, then B's
     for step in the item's K steps:
-      barrier                                            everybody has read the stage
+      barrier                                            all have read the stage
       for operand in A, B:
         wait until the other's loads are in flight       this warp's part of the step is in its registers
         put it into the stage; fetch the next step's
-      barrier                                            everybody has put
+      barrier                                            all have put
       read the stage; multiply
 
-`tilestream_tools.verify.shared_ring` explores both, with the hardware's units: a wait counts instructions (`vmcnt`,
-at most
-63), not groups, and a barrier waits for no copy. The barriers of the loops are the compiler's: it puts one between a
-wait, or a put, and the read that follows; one that is written here would wait for all copies, too. So **the read comes
-before the copy**: between wait and read a copy would come before the barrier. The waits for what was fetched are the
-compiler's, too, and are for no more than is put as long as it knows in which order the loads were started: so loads are
-kept in order (`in_order`), those before the loop as in it, and elements are rearranged where they are put
-(`fetched`). Tests look at what was compiled.
+`tilestream_tools.verify.shared_ring` explores both with the hardware's units: a wait counts instructions (`vmcnt`, at
+most 63), not groups, and a barrier waits for no copy. The compiler places the loops' barriers between a wait, or a put,
+and the read that follows; a barrier written here would wait for all copies, too. So **the read comes before the copy**:
+a copy between wait and read would come before the barrier. The compiler also places the waits for fetched operands.
+They stay minimal while it knows the order of the loads: so loads keep one order before and inside the loop
+(`in_order`), and elements are rearranged where they are put (`fetched`). Tests look at what was compiled.
 
 **Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
-before. Cells are read without bank conflicts where they are permuted (`tilestream.core.swizzle`); so the *global*
+before. Cells are read without bank conflicts where they are permuted (`tilestream.core.swizzle`). So the *global*
 address is permuted by the inverse, which is the swizzle itself, and the stage is read through the swizzled layout.
-A loop that copies to a swizzled stage instead has each lane's offset brought from another lane, for each copy. A step
-of a bare loop, compiled with Triton 3.6 for bfloat16, and its registers:
+With a swizzled destination instead, each copy brings each lane's offset from another lane. A step of a bare loop,
+compiled with Triton 3.6 for bfloat16, and its registers:
 
 ====================  =====================  ===========================  =====================
                       inverse swizzle        swizzled destination         of these, ds_bpermute
@@ -47,8 +45,7 @@ gfx950, 256x256x32    148 lines, 162 VGPRs   168 lines, 172 VGPRs         0, 4
 gfx942, 128x128x32    156 lines, 116 VGPRs   249 lines, 133 VGPRs         0, 16
 ====================  =====================  ===========================  =====================
 
-A stage's tile is ``[rows, BLOCK_K]`` for an operand that lies K-major, else ``[BLOCK_K, rows]``: contiguous elements
-are the inner ones, always.
+A stage's tile is ``[rows, K]`` for a K-major operand, else ``[K, rows]``: the inner elements are contiguous.
 """
 
 from __future__ import annotations
@@ -74,9 +71,6 @@ from tilestream.kernels.cdna.compat import (
 swizzled = device(swizzle.swizzled)
 before = device(ring.before)
 after = device(ring.after)
-
-#: Bits of what a lane reads of shared memory, and of global memory into registers, in one go.
-CELL: gl.constexpr = gl.constexpr(128)
 
 
 @gluon.constexpr_function
@@ -119,10 +113,9 @@ def tile_shape(rows, block_k, k_major):
 
 
 @gluon.jit
-def make_stages(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr,
-                K_MAJOR: gl.constexpr):  # fmt: skip
-    """Room for so many stages of an operand."""
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+def make_stages(dtype: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr):
+    """Room for so many stages of an operand. ``S``, here and below: `tilestream.kernels.config.Stage`."""
+    TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR or S.TURNED)
     return gl.allocate_shared_memory(dtype, [STAGES, TILE[0], TILE[1]], linear())
 
 
@@ -135,43 +128,41 @@ def indices(LAYOUT: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr):
 
 
 @gluon.jit
-def offsets_of(i, j, cell, last_row, last_k, stride, VECTOR: gl.constexpr, LANE: gl.constexpr, K_MAJOR: gl.constexpr,
-               FAR: gl.constexpr):  # fmt: skip
-    """Where the elements of a step lie, from the tile's first row and the step's first of K.
+def offsets_of(i, j, cell, x, last_k, VECTOR: gl.constexpr, LANE: gl.constexpr, S: gl.constexpr):
+    """Where the elements of a step of ``x`` (`Strided`) lie, from the tile's first row and the step's first of K.
 
     Parameters
     ----------
     i, j, cell
         Outer and inner index in the stage, and the cell of ``VECTOR`` elements that is to be there.
-    last_row, last_k
-        The last that there is, from the first. What would lie past it is read from there again: such rows are not
-        stored, such of K are set to zero. The last cell may hold elements past the end, of the same 16 bytes.
+    last_k
+        The last that there is, from the first. What would lie past it, or past ``x.last``, is read from there again:
+        such rows are not stored, such of K are set to zero. The last cell may hold elements past the end, of the same
+        16 bytes.
     LANE
         Elements that a lane copies: they are neighbours, which no compiler sees behind the permutation.
     """
-    if K_MAJOR:
-        outer = gl.minimum(i, last_row)[:, None]
+    if S.K_MAJOR:
+        outer = gl.minimum(i, x.last)[:, None]
         inner = gl.minimum(cell, last_k // VECTOR)
     else:
         outer = gl.minimum(i, last_k)[:, None]
-        inner = gl.minimum(cell, last_row // VECTOR)
-    if FAR:
+        inner = gl.minimum(cell, x.last // VECTOR)
+    if S.OFFSETS_64BIT:
         outer = outer.to(gl.int64)
-    at = outer * stride + inner * VECTOR + (j % VECTOR)[None, :]
+    at = outer * x.stride + inner * VECTOR + (j % VECTOR)[None, :]
     return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
 
 
 @gluon.jit
-def copy_offsets(
-    last_row, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, HOW: gl.constexpr,
-    LANE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def copy_offsets(x, S: gl.constexpr):
     """What each lane copies past the registers: the inverse swizzle of where it writes."""
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = copy_layout(TILE[1], LANE, WARPS)
+    SWIZZLE: gl.constexpr = S.SWIZZLE
+    TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
+    LAYOUT: gl.constexpr = copy_layout(TILE[1], S.LANE, S.WARPS)
     i, j = indices(LAYOUT, TILE[0], TILE[1])
-    cell = swizzled(i[:, None], (j // HOW[0])[None, :], HOW[1], HOW[2])
-    return offsets_of(i, j, cell, last_row, BLOCK_K - 1, stride, HOW[0], LANE, K_MAJOR, False)
+    cell = swizzled(i[:, None], (j // SWIZZLE[0])[None, :], SWIZZLE[1], SWIZZLE[2])
+    return offsets_of(i, j, cell, x, S.K - 1, SWIZZLE[0], S.LANE, S)
 
 
 @gluon.jit
@@ -210,100 +201,81 @@ def in_words(dtype, turned):
 
 
 @gluon.jit
-def fetch_offsets(
-    last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr, OFFSETS_64BIT: gl.constexpr,
-):  # fmt: skip
-    """What each lane fetches into registers: see `offsets_of`.
-
-    ``TURNED``: of an operand that is not K-major, to be put into a stage that is.
-    """
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
-    LANE: gl.constexpr = LAYOUT.size_per_thread[1]
-    i, j = indices(LAYOUT, TILE[0], TILE[1])
-    cell = (j // VECTOR)[None, :] + i[:, None] * 0
-    return offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, LANE, K_MAJOR, OFFSETS_64BIT)
-
-
-@gluon.jit
-def fetch_word_offsets(
-    last_row, last_k, stride, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr, OFFSETS_64BIT: gl.constexpr,
-):  # fmt: skip
-    """The same of an operand that is ``TURNED``, in words of four elements."""
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = word_layout(ROWS, BLOCK_K, K_MAJOR, VECTOR, WARPS)
-    LANE: gl.constexpr = LAYOUT.size_per_thread[1]
-    i, j = indices(LAYOUT, TILE[0], TILE[1] // 4)
-    j = j * 4
-    cell = (j // VECTOR)[None, :] + i[:, None] * 0
-    at = offsets_of(i, j, cell, last_row, last_k, stride, VECTOR, 1, K_MAJOR, OFFSETS_64BIT) // 4
-    return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
+def fetch_offsets(x, last_k, S: gl.constexpr):
+    """What each lane fetches into registers: see `offsets_of`. Of an operand `in_words`, in words of four elements."""
+    TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
+    if in_words(x.at.dtype.element_ty, S.TURNED):
+        WORDS: gl.constexpr = word_layout(S.ROWS, S.K, S.K_MAJOR, S.VECTOR, S.WARPS)
+        LANE: gl.constexpr = WORDS.size_per_thread[1]
+        i, j = indices(WORDS, TILE[0], TILE[1] // 4)
+        j = j * 4
+        cell = (j // S.VECTOR)[None, :] + i[:, None] * 0
+        at = offsets_of(i, j, cell, x, last_k, S.VECTOR, 1, S) // 4
+        return gl.max_contiguous(gl.multiple_of(at, [1, LANE]), [1, LANE])
+    else:
+        LAYOUT: gl.constexpr = fetch_layout(S.ROWS, S.K, S.K_MAJOR, S.TURNED, S.VECTOR, S.WARPS)
+        i, j = indices(LAYOUT, TILE[0], TILE[1])
+        cell = (j // S.VECTOR)[None, :] + i[:, None] * 0
+        return offsets_of(i, j, cell, x, last_k, S.VECTOR, LAYOUT.size_per_thread[1], S)
 
 
 @gluon.jit
-def fetch(x, offsets, FAR: gl.constexpr, WORDS: gl.constexpr = False):
+def fetch(x, offsets, OFFSETS_64BIT: gl.constexpr, WORDS: gl.constexpr = False):
     """A step of an operand, into registers."""
     if WORDS:
-        return load_words(x, offsets, FAR)
-    elif FAR:
+        return load_words(x, offsets, OFFSETS_64BIT)
+    elif OFFSETS_64BIT:
         return gl.load(x + offsets)
     else:
         return buffer_load(x, offsets)
 
 
 @gluon.jit
-def fetched(
-    tile, dtype: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr,
-    TURNED: gl.constexpr, VECTOR: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def fetched(tile, dtype: gl.constexpr, S: gl.constexpr):
     """What `fetch` brought, as elements, which are rearranged here and no earlier."""
-    if TURNED:
+    if S.TURNED:
         tile = as_loaded(tile)
-    if in_words(dtype, TURNED):
-        LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
-        tile = elements(tile, dtype, tile_shape(ROWS, BLOCK_K, K_MAJOR), LAYOUT)
+    if in_words(dtype, S.TURNED):
+        LAYOUT: gl.constexpr = fetch_layout(S.ROWS, S.K, S.K_MAJOR, S.TURNED, S.VECTOR, S.WARPS)
+        tile = elements(tile, dtype, tile_shape(S.ROWS, S.K, S.K_MAJOR), LAYOUT)
     return tile
 
 
 @gluon.jit
-def cut_off(
-    tile, rest, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, TURNED: gl.constexpr,
-    VECTOR: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def cut_off(tile, rest, S: gl.constexpr):
     """Zeros in place of what a fetched step has from ``rest`` of K on, of which nothing is known."""
-    TILE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
-    LAYOUT: gl.constexpr = fetch_layout(ROWS, BLOCK_K, K_MAJOR, TURNED, VECTOR, WARPS)
+    TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
+    LAYOUT: gl.constexpr = fetch_layout(S.ROWS, S.K, S.K_MAJOR, S.TURNED, S.VECTOR, S.WARPS)
     BITS: gl.constexpr = gl.int16 if tile.dtype.primitive_bitwidth == 16 else gl.int8
     i, j = indices(LAYOUT, TILE[0], TILE[1])
-    kept = ((j < rest)[None, :] & (i >= 0)[:, None]) if K_MAJOR else ((i < rest)[:, None] & (j >= 0)[None, :])
+    kept = ((j < rest)[None, :] & (i >= 0)[:, None]) if S.K_MAJOR else ((i < rest)[:, None] & (j >= 0)[None, :])
     bits = gl.where(kept, tile.to(BITS, bitcast=True), gl.full(TILE, 0, BITS, LAYOUT))
     return bits.to(tile.dtype, bitcast=True)
 
 
 @gluon.jit
-def put(tile, stage, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, TURNED: gl.constexpr, K_MAJOR: gl.constexpr,
-        HOW: gl.constexpr):  # fmt: skip
+def put(tile, stage, S: gl.constexpr):
     """Write what was fetched to its stage, permuted."""
-    SHAPE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR or TURNED)
-    if TURNED:
+    SWIZZLE: gl.constexpr = S.SWIZZLE
+    SHAPE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR or S.TURNED)
+    if S.TURNED:
         tile = tile.permute(1, 0)
-    viewed(stage, SHAPE, permuted(HOW)).store(tile)
+    viewed(stage, SHAPE, permuted(SWIZZLE)).store(tile)
 
 
 @gluon.jit
 def operand(
-    stage, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, K_MAJOR: gl.constexpr, HOW: gl.constexpr, INDEX: gl.constexpr,
-    MATH: gl.constexpr, WIDTH: gl.constexpr, LANDED: gl.constexpr,
+    stage, S: gl.constexpr, INDEX: gl.constexpr, MATH: gl.constexpr, WIDTH: gl.constexpr, LANDED: gl.constexpr
 ):  # fmt: skip
     """A stage's tile as operand ``INDEX`` of the multiplication, ``WIDTH`` elements of K a lane.
 
     ``LANDED``: a wait and its barrier are behind us, and no other wait for copies is needed.
     """
-    SHAPE: gl.constexpr = tile_shape(ROWS, BLOCK_K, K_MAJOR)
+    SWIZZLE: gl.constexpr = S.SWIZZLE
+    K_MAJOR: gl.constexpr = S.K_MAJOR or S.TURNED
+    SHAPE: gl.constexpr = tile_shape(S.ROWS, S.K, K_MAJOR)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(INDEX, MATH, WIDTH)
-    tile = viewed(stage, SHAPE, permuted(HOW))
+    tile = viewed(stage, SHAPE, permuted(SWIZZLE))
     if (INDEX == 1) == K_MAJOR:
         tile = tile.permute([1, 0])
     if LANDED:

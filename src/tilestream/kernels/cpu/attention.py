@@ -2,12 +2,12 @@
 
 ::
 
-    top = sink; total = 1 (no sink: -inf, 0); acc = 0
+    row_max = sink; total = 1 (no sink: -inf, 0); acc = 0
     for block of the keys that some row of the tile sees:
         s = scale * Q[rows] @ K[block]^T, capped; masked only in the blocks at an edge
-        top' = max(top, row maximum of s);  p = exp(s - top')
-        total, acc = total and acc * exp(top - top') + row sums of p, and p @ V[block]
-    out = acc / total;  lse = top + log(total)
+        row_max' = max(row_max, row maximum of s);  p = exp(s - row_max')
+        total, acc = total and acc * exp(row_max - row_max') + row sums of p, and p @ V[block]
+    out = acc / total;  lse = row_max + log(total)
 
 The online softmax (Milakov, Gimelshein, 2018) as FlashAttention has it (Dao et al., 2022): memory is a block of scores
 a worker, whatever the lengths. All of it in float32, float64 for float64.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,26 +28,6 @@ from tilestream.core.integers import cdiv
 from tilestream.core.operands import AttentionOperands
 from tilestream.core.raster import longest_first
 from tilestream.kernels.cpu.convert import Scratch, widened
-
-
-class Planned(Protocol):
-    """What is read of a `tilestream.plan.AttentionPlan`."""
-
-    @property
-    def problem(self) -> Any:
-        """A `tilestream.plan.AttentionProblem`."""
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Rows of a tile, and keys of a block."""
-
-    @property
-    def positions(self) -> int:
-        """Query positions of a tile."""
-
-    @property
-    def group(self) -> int:
-        """Packs of heads that are taken together."""
 
 
 class SequenceRows(NamedTuple):
@@ -65,7 +45,7 @@ class SequenceRows(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A work item: rows of a sequence, and a query head."""
+    """A work item: a block of query rows of a sequence, and a query head."""
 
     sequence: SequenceRows
     block: int
@@ -73,9 +53,9 @@ class Tile(NamedTuple):
 
 
 class Tiles:
-    """The work items of a plan, for sequences whose lengths are known."""
+    """The work items of a `tilestream.plan.AttentionPlan`, for sequences whose lengths are known."""
 
-    def __init__(self, plan: Planned, sequences: Sequence[SequenceRows]) -> None:
+    def __init__(self, plan: Any, sequences: Sequence[SequenceRows]) -> None:
         self._heads, self._group = plan.problem.heads_q, plan.group
         self._packed, self._positions = plan.problem.varlen, plan.positions
         # A packed call's list: the longest first.
@@ -96,7 +76,7 @@ class Tiles:
 
 
 class Seen(NamedTuple):
-    """Which keys a tile's rows see: those in ``[low, high)``; in blocks, as `schedule.attention.key_blocks` has it."""
+    """Which keys a tile's rows see: those in ``[low, high)``; in blocks, as `core.attention.key_blocks` has it."""
 
     first: int
     last: int
@@ -111,24 +91,23 @@ class Seen(NamedTuple):
     end: int
 
 
-def seen_by(plan: Planned, tile: Tile, block_n: int) -> Seen:
+def seen_by(plan: Any, tile: Tile, block_n: int) -> Seen:
     """What the rows of ``tile`` see."""
     problem, s = plan.problem, tile.sequence
-    ahead, behind = diagonal(s.queries, s.keys) if problem.alignment == "bottom_right" else (0, 0)
-    widest = s.queries + s.keys
-    left, right = (widest if side is None else side for side in problem.sides)
+    offsets = diagonal(s.queries, s.keys) if problem.alignment == "bottom_right" else (0, 0)
+    left, right = (s.queries + s.keys if side is None else side for side in problem.sides)
+    mask = *offsets, left, right, s.keys
     first = tile.block * plan.positions
     last = min(s.queries, first + plan.positions) - 1
-    low, _ = seen_keys(first, ahead, behind, left, right, s.keys)
-    _, high = seen_keys(last, ahead, behind, left, right, s.keys)
-    blocks = key_blocks(first, last, ahead, behind, left, right, s.keys, block_n)
-    return Seen(first, last, ahead - behind, left, right, min(low, high), high, *blocks)
+    low, high = seen_keys(first, *mask)[0], seen_keys(last, *mask)[1]
+    blocks = key_blocks(first, last, *mask, block_n)
+    return Seen(first, last, offsets[0] - offsets[1], left, right, min(low, high), high, *blocks)
 
 
 class AttentionBody:
     """Load, math and epilogue of one call: the `kernels.cpu.launch.Body` of attention."""
 
-    def __init__(self, plan: Planned, operands: AttentionOperands, tiles: Tiles, workspace: Scratch) -> None:
+    def __init__(self, plan: Any, operands: AttentionOperands, tiles: Tiles, workspace: Scratch) -> None:
         self._plan, self._x, self._tiles, self._workspace = plan, operands, tiles, workspace
         self._wide = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
 
@@ -137,63 +116,39 @@ class AttentionBody:
         tile = self._tiles.of(item)
         if tile is None:
             return
-        x, plan = self._x, self._plan
+        x, plan, wide = self._x, self._plan, self._wide
         head, block_n = tile.head // plan.problem.ratio, plan.block[1]
         seen = seen_by(plan, tile, block_n)
-        out, lse = self._outputs(tile)
         rows = seen.last + 1 - seen.first
-        top = torch.full((rows, 1), float("-inf"), dtype=self._wide)
-        total = torch.zeros((rows, 1), dtype=self._wide)
+        out, lse = self._outputs(tile)
+        acc = torch.zeros(out.shape, dtype=wide)
+        row_max, total = torch.full((rows, 1), float("-inf"), dtype=wide), torch.zeros((rows, 1), dtype=wide)
         if x.sinks is not None:
-            top.fill_(x.sinks[tile.head].item())
+            row_max.fill_(x.sinks[tile.head].item())
             total.fill_(1.0)
-        acc = torch.zeros(out.shape, dtype=self._wide)
-        q = self._queries(x.q, tile)
         factor = x.scale * self._scale(x.scale_q, tile, tile.head) * self._scale(x.scale_k, tile, head)
         with (
-            widened(q, self._wide, self._workspace) as wide_q,
-            self._workspace.borrow((rows, block_n), self._wide) as b,
+            widened(self._queries(x.q, tile), wide, self._workspace) as q,
+            self._workspace.borrow((rows, block_n), wide) as block_of_scores,
         ):
             for block in range(seen.begin, seen.end):
                 # No key that no row sees: what has not arrived, or lies behind the last one, may be NaN.
                 begin, end = max(block * block_n, seen.low), min((block + 1) * block_n, seen.high)
-                scores = b[:, : end - begin]
-                self._products(wide_q, factor, tile, head, begin, end, scores)
+                scores = block_of_scores[:, : end - begin]
+                with widened(self._keys(x.k, tile, head, begin, end), wide, self._workspace) as k:
+                    torch.addmm(scores, q, k.t(), beta=0, alpha=factor, out=scores)  # beta 0: not read
+                if cap := plan.problem.softcap:
+                    scores.div_(cap).tanh_().mul_(cap)
                 if not seen.plain_begin <= block < seen.plain_end:
-                    self._mask(scores, seen, begin, end)
-                self._add(scores, top, total, acc, tile, head, begin, end)
+                    position = torch.arange(seen.first, seen.last + 1)[:, None] + seen.shift
+                    key = torch.arange(begin, end)
+                    scores.masked_fill_((key < position - seen.left) | (key > position + seen.right), float("-inf"))
+                with widened(self._keys(x.v, tile, head, begin, end), wide, self._workspace) as v:
+                    _add(scores, v, row_max, total, acc)
         acc.mul_(self._scale(x.scale_v, tile, head))
         out.copy_(torch.where(total > 0, acc / total, acc + total))  # 0 for what saw nothing; NaN stays NaN
         if lse is not None:
-            lse.copy_((top + total.log()).squeeze(1))
-
-    def _products(
-        self, q: torch.Tensor, factor: float, tile: Tile, head: int, begin: int, end: int, scores: torch.Tensor
-    ) -> None:
-        with widened(self._keys(self._x.k, tile, head, begin, end), self._wide, self._workspace) as k:
-            torch.addmm(scores, q, k.t(), beta=0, alpha=factor, out=scores)  # beta 0: what was there counts for nothing
-        cap = self._plan.problem.softcap
-        if cap:
-            scores.div_(cap).tanh_().mul_(cap)
-
-    def _mask(self, scores: torch.Tensor, seen: Seen, begin: int, end: int) -> None:
-        position = torch.arange(seen.first, seen.last + 1)[:, None] + seen.shift
-        key = torch.arange(begin, end)
-        scores.masked_fill_((key < position - seen.left) | (key > position + seen.right), float("-inf"))
-
-    def _add(
-        self, scores: torch.Tensor, top: torch.Tensor, total: torch.Tensor, acc: torch.Tensor, tile: Tile, head: int,
-        begin: int, end: int,
-    ) -> None:  # fmt: skip
-        new = torch.maximum(top, scores.amax(1, keepdim=True))
-        # Of a row that has seen nothing yet: exp(-inf - 0), not exp(-inf + inf).
-        base = torch.where(new == float("-inf"), 0.0, new)
-        factor = torch.exp(top - base)
-        torch.exp(scores.sub_(base), out=scores)
-        total.mul_(factor).add_(scores.sum(1, keepdim=True))
-        with widened(self._keys(self._x.v, tile, head, begin, end), self._wide, self._workspace) as v:
-            acc.mul_(factor).addmm_(scores, v)
-        top.copy_(new)
+            lse.copy_((row_max + total.log()).squeeze(1))
 
     def reduce(self, item: WorkItem, slots: Sequence[int]) -> None:
         """See `tilestream.launch.cpu.launch.Body`: a tile's keys are not split here."""
@@ -240,3 +195,15 @@ class AttentionBody:
     def _scale(self, scale: torch.Tensor | None, tile: Tile, head: int) -> float:
         # Rows of no sequence have no keys: nothing is scaled.
         return 1.0 if scale is None or tile.sequence.number < 0 else float(scale[tile.sequence.number, head])
+
+
+def _add(scores: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor, total: torch.Tensor, acc: torch.Tensor) -> None:
+    """A step of the online softmax, in place."""
+    new = torch.maximum(row_max, scores.amax(1, keepdim=True))
+    # Of a row that has seen nothing yet: exp(-inf - 0), not exp(-inf + inf).
+    base = torch.where(new == float("-inf"), 0.0, new)
+    factor = torch.exp(row_max - base)
+    torch.exp(scores.sub_(base), out=scores)
+    total.mul_(factor).add_(scores.sum(1, keepdim=True))
+    acc.mul_(factor).addmm_(scores, v)
+    row_max.copy_(new)

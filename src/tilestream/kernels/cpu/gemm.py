@@ -6,7 +6,7 @@
     part of a tile:  slot = A[rows, k range] @ B[k range, columns];   last one: out[tile] = epilogue(sum of slots)
 
 With everything arrived it reaches 0.92 to 1.0 of ``torch.mm`` with the same number of threads (2048^3, fp32: see
-``benchmarks/results/``); what it adds is that it need not wait for its input.
+``benchmarks/results/``).
 
 Accumulation is in the BLAS's own precision for a plain product in the inputs' dtype, as ``torch.mm`` has it. As soon as
 there is an epilogue, another output dtype or a part to be added, 16-bit inputs are multiplied and accumulated in fp32
@@ -27,26 +27,20 @@ from tilestream.kernels.cpu.epilogue import apply
 
 
 class GemmBody:
-    """Load, math and epilogue of one GEMM: the `kernels.cpu.launch.Body` of ``out = epilogue(a @ b)``.
+    """Load, math and epilogue of ``out = epilogue(a @ b)``: a `tilestream.launch.cpu.launch.Body`.
 
     Parameters
     ----------
     a, b, out
         ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``, any strides (0 for an operand that batches share).
-    block_m, block_n, block_k
+    block
         Rows and columns of a tile, and how much of K one K step is.
     """
 
     def __init__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        epilogue: Epilogue,
-        schedule: Schedule,
-        block: tuple[int, int, int],
-        workspace: Scratch,
-    ) -> None:
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: Schedule,
+        block: tuple[int, int, int], workspace: Scratch,
+    ) -> None:  # fmt: skip
         self._a, self._b, self._out, self._epilogue = a.detach(), b.detach(), out.detach(), epilogue
         self._block_m, self._block_n, self._block_k = block
         self._workspace = workspace

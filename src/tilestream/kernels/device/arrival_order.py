@@ -4,17 +4,16 @@
 
     until each queue was found empty:
         the queue of the item before, or else the first whose chunks have all arrived:
-            none has:   nap, look at all again; abort word set, or deadline passed -> the first not found empty
+            none has:   nap, poll all again; abort word set, or deadline passed -> the first not found empty
         ticket = add(queue, 1); valid -> item
 
-A queue holds the tiles that read the same chunks. What a worker does for an item is one atomic add, as with a single
-queue; for a queue, a look at each of its chunks (acquire, system scope, one lane), an atomic max that raises its
-counter to the launch's base, and the void ticket by which it finds the queue empty. While it waits, it looks at the
-chunks of each queue in turn.
+A queue holds the tiles that read the same chunks. An item costs a worker one atomic add, as with a single queue. A
+queue costs it a poll of each of its chunks (acquire, system scope, one lane), an atomic max that raises its counter to
+the launch's base, and the void ticket by which the worker finds it empty. A waiting worker polls the queues in turn.
 
-The item then passes its gate like any other (`tilestream.kernels.device.gate`), which looks once more at a chunk that
-the item before did not read. There an expiry is found and recorded, too: a worker whose deadline has passed takes an
-item whose chunks may not be there, and its gate gives up at its first look, naming item and chunk.
+The item then passes its gate like any other (`tilestream.kernels.device.gate`), which polls a chunk that the item
+before did not read once more. The gate also finds and records an expiry: a worker whose deadline has passed takes an
+item whose chunks may not be there, and its gate gives up at the first poll, naming item and chunk.
 """
 
 from __future__ import annotations
@@ -25,17 +24,7 @@ import triton.language as tl
 from tilestream.core.structs import Item, Ready
 from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.device.gate import ARRIVED, PENDING, is_over, poll_signal
-from tilestream.kernels.device.schedule import (
-    ITEM,
-    LINE,
-    READY,
-    STOPPED,
-    TOOK,
-    add,
-    note,
-    tile_of_ticket,
-    with_noted,
-)
+from tilestream.kernels.device.schedule import ITEM, LINE, READY, STOPPED, TOOK, add, note, tile_of_ticket, with_noted
 
 
 @triton.jit

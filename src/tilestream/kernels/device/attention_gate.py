@@ -1,11 +1,9 @@
 """The gate of attention on the device: keys and values that arrive in chunks while a tile is at work on others.
 
-A tile reads many chunks, one after the other, so it waits inside of the item: for what its next block of keys needs,
-and then does all blocks that are there (invariant 2: each chunk is read only after waiting for that one). Words, waits
-and the end of a launch are those of `tilestream.kernels.device.gate`; a worker begins and leaves as in
-`tilestream.kernels.device.items`.
-
-A worker remembers a run of chunks that it has seen (`Passed`), and polls none of them a second time.
+A tile reads many chunks, one after the other. So it waits inside the item for what its next block of keys needs, and
+then computes all blocks that are there (invariant 2: each chunk is read only after a wait for it). Words, waits and the
+end of a launch are those of `tilestream.kernels.device.gate`; a worker begins and leaves as in
+`tilestream.kernels.device.items`. A worker polls no chunk of the run that it has seen (`Passed`) a second time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Time on the device: a clock that all its units share, and a pause between two looks at a word.
+"""Time on the device: a clock that all its units share, and a pause between two polls of a word.
 
-Under Triton's interpreter, which knows no assembly, both are the host's.
+Triton's interpreter knows no assembly: there both are the host's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triton.language.target_info import is_cuda
 
 from tilestream.kernels.device.jit import INTERPRETED
 
-#: Nanoseconds between two looks: at first, and at most. Waiting costs the memory system one request a pause and worker.
+#: Nanoseconds between two polls: at first, and at most. A waiting worker makes one memory request a pause.
 SHORTEST: tl.constexpr = tl.constexpr(64)
 LONGEST: tl.constexpr = tl.constexpr(1024)
 
@@ -59,11 +59,11 @@ nap = _nap_on_host if INTERPRETED else _nap_on_device
 
 @triton.jit
 def latest(clock):
-    """The time that somebody last told the clock, and tell it the present time.
+    """The time that the clock was last told, and tell it the present time.
 
-    Each thread reads the timer at a moment of its own, and what a worker decides by it must be one decision: else its
-    threads part, and wait for each other for ever. So time goes through a word of memory, which one lane reads for all.
-    It is as old as the look before, this worker's or another's.
+    Each thread reads the timer at a moment of its own, but a worker must make one decision by it: threads that decide
+    differently would wait for each other for ever. So time goes through a word of memory, which one lane reads for all.
+    It is as old as the poll before, this worker's or another's.
     """
     return tl.atomic_max(clock, now(), sem="relaxed")
 

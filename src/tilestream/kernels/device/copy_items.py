@@ -1,12 +1,12 @@
 """Copy items on the device: `tilestream.core.copy_items.copy_items`, in the same steps.
 
-The whole worker copies, before it takes its first tile: a Hopper worker before its warps part. A round brings so many
-words a thread that enough bytes are on their way: see `tilestream.core.copy_items.block`. Loads pass by the
-first-level cache, which has no use for what is read once; stores stay in the second, where the tiles then find them.
+The whole worker copies, before it takes its first tile; a Hopper worker does so before its warps part. A round has
+enough words a thread to keep enough bytes in flight (`tilestream.core.copy_items.block`). Loads bypass the first-level
+cache, since the source is read once; stores stay in L2, where the tiles find them.
 
-*Order* (invariant 7). A piece's stores come before its count, by a barrier and a release; the last piece's count
-acquires those of the others; the signal is a release at system scope. Who reads acquires the signal, and fences before
-copies of the asynchronous proxy: as for any producer.
+*Order* (invariant 7). A piece's stores precede its count, by a barrier and a release. The last piece's count acquires
+those of the others. The signal is a release at system scope. As with any producer, a reader acquires the signal, and
+fences before copies of the asynchronous proxy.
 """
 
 from __future__ import annotations

@@ -2,25 +2,25 @@
 
 ::
 
-    over already:                  go on with nothing: this item, and all after it, become NaN
+    over already:                  go on without waiting: this item, and all after it, become NaN
     for chunk of the item's rows (columns), those of the item before left out:
-        look at its signal         acquire, system scope, one lane
-        not there:                 nap, look; abort word set -> over; deadline passed -> set it, write the record, over
+        poll its signal            acquire, system scope, one lane
+        not there:                 nap, poll; abort word set -> over; deadline passed -> set it, write the record, over
 
-A worker that is told "over" leaves no hole: it goes on taking items and hands in NaN for them (`gemm`), so every tile
-is written exactly once, stream-K's counts come back to zero, and the host need not look at the output.
+A worker that finds the launch over leaves no hole: it goes on taking items and stores NaN for them. So every tile is
+written exactly once, stream-K's counts come back to zero, and the host need not look at the output.
 
-Which chunks an item reads is `tilestream.core.chunks.chunk_of` where they are uniform, else a table that the host
-made with `Gate.needs`: by row tile, the chunks, none without rows among them; see `arguments.chunk_table`.
+Uniform chunks of an item come from `tilestream.core.chunks.chunk_of`. Ragged ones come from a table that the host makes
+with `Gate.needs`: the chunks of each row tile, those without rows left out (`tilestream.launch.gate.chunk_table`).
 
-Words (invariants 4 and 5). *Signals*: int32, arrived when at least the call's epoch; an epoch of 0 says that any word
-but 0 will do (captured launches, a caller's own words), and that the last worker out zeroes them. ``-epoch`` says that
-the producer failed. *Abort*: a 64-bit word behind the counters and with the same rule: a launch is over when it is at
-least ``base + 1``. *Quarantine*: after an expiry, signals whose epoch is 0 may hold what the next launch must not take
-for news; so the launches after it give NaN until the host has cleared the word.
+Words (invariants 4 and 5). *Signals*: int32; a chunk has arrived when its signal is at least the call's epoch. With an
+epoch of 0 (captured launches, a caller's own words) any word but 0 will do, and the last worker out zeroes the words.
+``-epoch`` says that the producer failed. *Abort*: a 64-bit word behind the counters; a launch is over when it is at
+least ``base + 1``. *Quarantine*: an expired launch may leave signals behind whose epoch is 0; the launches after it
+give NaN until the host has cleared the word.
 
-The protocol is `tilestream.core.loop.work_through` and `leave`, which the checker explores; of the chunks that
-`leave` sees, only those that no tile reads are looked at here: the others' looks were made, by workers that have left.
+The protocol is `tilestream.core.loop.work_through` and `leave`, which the checker explores. The last worker out polls
+only chunks that no tile reads: the workers before it have polled the others.
 """
 
 from __future__ import annotations
@@ -37,16 +37,11 @@ from tilestream.kernels.device.schedule import GATE, WAITED, count_out, note, re
 
 chunk_of = device(chunks.chunk_of)
 
-#: How a wait ended.
-PENDING: tl.constexpr = tl.constexpr(0)
-ARRIVED: tl.constexpr = tl.constexpr(1)
-OVER: tl.constexpr = tl.constexpr(2)
-EXPIRED: tl.constexpr = tl.constexpr(record.EXPIRED)
-FAILED: tl.constexpr = tl.constexpr(record.FAILED)
-QUARANTINED: tl.constexpr = tl.constexpr(record.QUARANTINED)
+# How a wait ended.
+PENDING, ARRIVED, OVER = map(tl.constexpr, range(3))
+EXPIRED, FAILED, QUARANTINED = map(tl.constexpr, (record.EXPIRED, record.FAILED, record.QUARANTINED))
 
-RECORDS: tl.constexpr = tl.constexpr(record.RECORDS)
-FIELDS: tl.constexpr = tl.constexpr(record.FIELDS)
+RECORDS, FIELDS = map(tl.constexpr, (record.RECORDS, record.FIELDS))
 
 
 @triton.jit
@@ -200,83 +195,76 @@ def pass_gate(item, passed, work, words, gate, watch, noted, before, C: tl.const
 
 
 @triton.jit
-def look_at_mark(over, coming, operand, gate, words, watch):
+def look_at_mark(over, coming, gate, words, watch, OPERAND: tl.constexpr, CHUNKS: tl.constexpr):
     """Whether the launch is over, now that an operand's mark was looked at."""
-    none = tl.cast(-1, tl.int32)
-    if tl.atomic_add(coming.quarantine, 0, sem="relaxed") != 0:
-        over = over * 0 + 1
-        end_launch(
-            QUARANTINED, operand, none, coming.key, none, (none, none, none, none), none, gate, words, watch
-        )  # fmt: skip
+    if CHUNKS != "none":
+        if coming.epoch == 0:
+            none = tl.cast(-1, tl.int32)
+            if tl.atomic_add(coming.quarantine, 0, sem="relaxed") != 0:
+                over = over * 0 + 1
+                named = (none, none, none, none)
+                end_launch(QUARANTINED, OPERAND, none, coming.key, none, named, none, gate, words, watch)
     return over
 
 
 @triton.jit
-def quarantined(gate, words, watch, C: tl.constexpr):
-    """Whether an earlier launch left signals behind that the host has not reset; then this one is over, and says so."""
-    over = tl.cast(0, tl.int32)
-    if C.ROW_CHUNKS != "none":
-        if gate.rows.epoch == 0:
-            over = look_at_mark(over, gate.rows, 0, gate, words, watch)
-    if C.COLUMN_CHUNKS != "none":
-        if gate.columns.epoch == 0:
-            over = look_at_mark(over, gate.columns, 1, gate, words, watch)
-    return over
+def quarantined(gate, words, watch, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Whether an earlier launch left signals behind that the host has not reset; then this one is over, and says so.
+
+    ``ROWS``, ``COLUMNS``, here and below: how operands arrive.
+    """
+    over = look_at_mark(tl.cast(0, tl.int32), gate.rows, gate, words, watch, 0, ROWS)
+    return look_at_mark(over, gate.columns, gate, words, watch, 1, COLUMNS)
 
 
 @triton.jit
-def see_rest(over, operand, coming, tiles, gate, words, watch, CHUNKS: tl.constexpr):
+def see_rest(over, coming, tiles, gate, words, watch, OPERAND: tl.constexpr, CHUNKS: tl.constexpr):
     """Wait for the chunks that no tile reads, those without rows; whether the launch is over.
 
     Only then may the signals be zeroed: one that comes later would count for the next call (invariant 4).
     """
-    i = tl.cast(0, tl.int32)
-    while (i < coming.unread) & (over == 0):
-        chunk = i
-        if CHUNKS == "ragged":
-            chunk = tl.load(coming.table + tl.load(coming.table + tiles) + i)
-        state, waited = wait(coming, chunk, gate, words, watch)
-        if state != ARRIVED:
-            over = over * 0 + 1
-            if state != OVER:
-                end_launch(
-                    state, operand, chunk, coming.key, coming.epoch, (-1, -1, -1, -1), waited, gate, words, watch
-                )
-        i += 1
+    if CHUNKS != "none":
+        if coming.epoch == 0:
+            i = tl.cast(0, tl.int32)
+            while (i < coming.unread) & (over == 0):
+                chunk = i
+                if CHUNKS == "ragged":
+                    chunk = tl.load(coming.table + tl.load(coming.table + tiles) + i)
+                state, waited = wait(coming, chunk, gate, words, watch)
+                if state != ARRIVED:
+                    over = over * 0 + 1
+                    if state != OVER:
+                        named = (-1, -1, -1, -1)
+                        end_launch(state, OPERAND, chunk, coming.key, coming.epoch, named, waited, gate, words, watch)
+                i += 1
     return over
 
 
 @triton.jit
-def clear(over, coming):
+def clear(over, coming, CHUNKS: tl.constexpr):
     """Zero the signals, or put them under quarantine."""
-    if coming.epoch == 0:
-        if over == 0:
-            for chunk in range(coming.chunks):
-                tl.store(coming.signals + chunk, 0)
-        else:
-            tl.store(coming.quarantine, 1)
+    if CHUNKS != "none":
+        if coming.epoch == 0:
+            if over == 0:
+                for chunk in range(coming.chunks):
+                    tl.store(coming.signals + chunk, 0)
+            else:
+                tl.store(coming.quarantine, 1)
 
 
 @triton.jit
 def leave_gate(work, words, gate, watch, over, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """After STOP: the last worker out zeroes the signals whose epoch is 0, and a captured launch's own words.
 
-    Signals only once all were seen. Else they stay as they are, under quarantine. ``ROWS``, ``COLUMNS``: how operands
-    arrive.
+    Signals only once all were seen. Else they stay as they are, under quarantine.
     """
     if watch.leaves != 0:
         if count_out(work, words, words.base, watch.workers):
             over = is_over(words, watch).to(tl.int32)
-            if ROWS != "none":
-                if gate.rows.epoch == 0:
-                    tiles = tl.maximum(work.num_m, work.batches * gate.tiles_per_batch)
-                    over = see_rest(over, 0, gate.rows, tiles, gate, words, watch, ROWS)
-            if COLUMNS != "none":
-                if gate.columns.epoch == 0:
-                    over = see_rest(over, 1, gate.columns, work.num_n, gate, words, watch, COLUMNS)
-            if ROWS != "none":
-                clear(over, gate.rows)
-            if COLUMNS != "none":
-                clear(over, gate.columns)
+            tiles = tl.maximum(work.num_m, work.batches * gate.tiles_per_batch)
+            over = see_rest(over, gate.rows, tiles, gate, words, watch, 0, ROWS)
+            over = see_rest(over, gate.columns, work.num_n, gate, words, watch, 1, COLUMNS)
+            clear(over, gate.rows, ROWS)
+            clear(over, gate.columns, COLUMNS)
             if words.reset != 0:
                 restore(work, words, True)

@@ -28,6 +28,8 @@ from tilestream.kernels.device.trace import begin_span, place_of, ready_span
 @triton.jit
 def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
     """``(progress, watch)`` of a worker that has taken nothing yet. ``C``: a `tilestream.kernels.config.GemmConfig`."""
+    ROW_CHUNKS: tl.constexpr = C.ROW_CHUNKS
+    COLUMN_CHUNKS: tl.constexpr = C.COLUMN_CHUNKS
     leaves = words.reset
     if C.GATED:
         # There are words that the last worker out zeroes: a captured launch's, a caller's own.
@@ -36,7 +38,7 @@ def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
     if C.GATED:
         abort, clock = words.counters + (work.queues + 1) * LINE, gate.claims + LINE
         watch = Watch(worker, workers, leaves, abort, clock, present(clock))
-        over = quarantined(gate, words, watch, C)
+        over = quarantined(gate, words, watch, ROW_CHUNKS, COLUMN_CHUNKS)
     else:
         # No address: a static launch has no words. (Triton 3.6 returns no None.)
         over = tl.cast(0, tl.int32)

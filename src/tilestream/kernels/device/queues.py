@@ -1,10 +1,10 @@
-"""A look at many queues at once: where each worker has a queue of its own, one after the other would take too long.
+"""Reads of many queues' counters at once: with a queue for each worker, one after the other would take too long.
 
-What a block decides by must be one word that all its threads read: counters move, and warps that have each read them
-for themselves would go different ways. On NVIDIA's GPUs `AT_ONCE` counters are two warps', so the best of them goes
-through shared memory. A wave of AMD's has 64 lanes: each wave would read all counters and keep its own answer, by loads
-that may be served from a cache at that (Triton drops ``volatile`` there). So AMD's GPUs, which have few queues, look at
-one counter after the other, by atomics, whose answer Triton hands on through shared memory.
+All threads of a block must decide by one word that all of them read: counters change, and warps that read them
+separately would diverge. On NVIDIA's GPUs `AT_ONCE` counters take two warps, so the best one goes through shared
+memory. A wave of AMD's has 64 lanes: each wave would read all counters and keep its own answer, by loads that a cache
+may serve (Triton drops ``volatile`` there). So AMD's GPUs, which have few queues, read one counter after the other by
+atomics, whose answers Triton shares through shared memory.
 """
 
 from __future__ import annotations

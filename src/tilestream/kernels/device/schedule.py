@@ -9,15 +9,15 @@
     until none is left anywhere:
                           read every other counter; ticket = add(the fullest, 1); valid -> item
 
-All arithmetic is `tilestream.schedule`'s own functions, bound by `tilestream.kernels.device.jit.device`; here is only
-what touches memory, and the order of the steps. With a probe, each step writes down what it asked and was told, so
-that a test can lead the host's `take` through the same answers and compare.
+The arithmetic is `tilestream.core`'s own functions, bound by `tilestream.kernels.device.jit.device`. This module has
+the memory operations and the order of the steps. With a probe, each step records its question and its answer, so that a
+test can lead the host's `take` through the same answers and compare.
 
-Counters (invariant 4): one 64-bit word a queue, a cache line apart; behind them two words of the same kind, the count
-of those who left and the abort word. Nothing clears them. A launch counts from
-``base``: a worker raises a counter to it by an atomic max before its first add there, which the read of a victim's
-counter does by itself. So ``add`` alone gives tickets, whatever launches before left behind, as long as it was at most
-``base``. A captured launch owns its words and counts from 0; `leave` restores them.
+Counters (invariant 4): one 64-bit word a queue, a cache line apart; then two words of the same kind, the count of
+workers that have left and the abort word. Nothing clears them. A launch counts from ``base``. Before its first add to a
+counter a worker raises it to ``base`` by an atomic max, which the read of a victim's counter does by itself. So ``add``
+alone gives tickets, whatever earlier launches left behind, as long as it was at most ``base``. A captured launch owns
+its words and counts from 0; `leave` restores them.
 """
 
 from __future__ import annotations
@@ -47,17 +47,11 @@ slot_of = device(stream_k.slot)
 #: Words of 8 bytes from one counter to the next: two workers that take from two queues share no cache line.
 LINE: tl.constexpr = tl.constexpr(16)
 
-#: Values of a probe's record, and what the first says it is.
+#: Values of a probe's record.
 RECORD: tl.constexpr = tl.constexpr(8)
-TOOK: tl.constexpr = tl.constexpr(0)
-PEEKED: tl.constexpr = tl.constexpr(1)
-ITEM: tl.constexpr = tl.constexpr(2)
-STOPPED: tl.constexpr = tl.constexpr(3)
-#: After an item: each chunk that it waited for (operand, chunk, how it ended); then whether the launch is over.
-WAITED: tl.constexpr = tl.constexpr(4)
-GATE: tl.constexpr = tl.constexpr(5)
-#: In arrival order: the queue that was found ready, -1 if none.
-READY: tl.constexpr = tl.constexpr(6)
+# What its first says it is. After an item: each chunk that it waited for (operand, chunk, how it ended); then whether
+# the launch is over. In arrival order: the queue that was found ready, -1 if none.
+TOOK, PEEKED, ITEM, STOPPED, WAITED, GATE, READY = map(tl.constexpr, range(7))
 
 
 # The probe -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Spans: what a kernel that is traced writes down of each work item, for `tilestream.launch.trace` to read.
+"""Spans: what a traced kernel writes down of each work item, for `tilestream.launch.trace` to read.
 
-A record an item, whose place is the item's own: its tile's id; behind all tiles, a part's slot. So nobody counts
-records, none is lost, and an item that was done twice or never is seen. Times are of the clock that all units of the
-device share (`%globaltimer`). Who is not traced runs no code of this: ``TRACE`` is a compile-time argument.
+Each item has a record of its own, at its tile's id, or, for a part of a tile, behind all tiles at its slot. So records
+need no counter, none is lost, and an item that was done twice or never shows. Times are of the clock that all units of
+the device share (`%globaltimer`). A kernel that is not traced has no code of this: ``TRACE`` is a compile-time
+argument.
 """
 
 from __future__ import annotations

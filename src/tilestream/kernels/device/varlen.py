@@ -1,4 +1,4 @@
-"""The list of a packed call's sequences, longest first. The device makes it, because the lengths are on the device.
+"""The list of a packed call's sequences, longest first, made on the device because the lengths are there.
 
 ::
 
@@ -8,8 +8,8 @@
     ...
     n       all tiles
 
-The rules are `tilestream.core.attention`'s: a sequence's place is the number of sequences that come before it, its
-start the number of their tiles. The last "sequence" is the rows of queries behind the last one, which see no key.
+By `tilestream.core.attention`: a sequence's place is the number of sequences that come before it, and its start is the
+number of their tiles. The last "sequence" is the rows of queries behind the last one, which see no key.
 """
 
 from __future__ import annotations
@@ -66,18 +66,9 @@ def tiles_and_keys(
     do_not_specialize_on_alignment=("cu_seqlens_q", "cu_seqlens_k", "seqlens_k"),
 )
 def list_sequences(
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqlens_k,
-    starts,
-    order,
-    sequences,
-    tokens_q,
-    tokens_k,
-    seqlen_k,
-    head_tiles,
+    cu_seqlens_q, cu_seqlens_k, seqlens_k, starts, order, sequences, tokens_q, tokens_k, seqlen_k, head_tiles,
     POSITIONS: tl.constexpr,
-):
+):  # fmt: skip
     """Make the list.
 
     Parameters

@@ -14,20 +14,20 @@
                                                     O / l, drained by TMA under the next item; log-sum-exp
                                                     arrive item_empty
 
-A tile (`tilestream.kernels.device.attention_tile`) is a query block of one head, or of several that share a K/V head
-(``PACK``: few queries fill a tile's rows so). Its key blocks run from the diagonal to the window's edge: those that
-some row sees in part are masked, in loops of their own. A consumer gives back unread the stages of blocks that none of
-its own rows sees (`leave_out`). The tensor cores compute the next block's scores while a consumer is at its softmax;
-with ``ORDERED`` the consumers also take turns at starting them, so that one's exponentials run under another's
+A tile (`tilestream.kernels.device.attention_tile`) is a query block of one head, or of several heads that share a K/V
+head (``PACK``), so that few queries fill a tile's rows. Its key blocks run from the diagonal to the window's edge;
+blocks that some row sees in part are masked, in loops of their own. A consumer returns the stages of blocks that none
+of its own rows sees unread (`leave_out`). The tensor cores compute the next block's scores while a consumer is at its
+softmax; with ``ORDERED`` the consumers take turns at starting them, so that one's exponentials run under another's
 multiplications.
 
-The load warp prefetches a ticket while it loads an item's last blocks, and takes the next item before the last of
-values. Where keys arrive, it passes the gate before a block's first stage (`load_keys`), and blocks are taken from the
+The load warp prefetches a ticket while it loads an item's last blocks, and takes the next item before the last block of
+values. Where keys arrive, it passes the gate before a block's first stage (`load_keys`), and takes blocks from the
 first key on; an item whose chunks do not come is void, and NaN.
 
-Values of 8 bits come through four more warps, between the load warp and the consumers, which make them float16: see
-`tilestream.kernels.hopper.attention_convert`. Copies of packed sequences and of pages are clipped by the tensor map,
-as those of a dense batch: see `tilestream.kernels.hopper.attention_load`.
+Four more warps, between the load warp and the consumers, convert values of 8 bits to float16:
+`tilestream.kernels.hopper.attention_convert`. The tensor map clips copies of packed sequences and of pages as it clips
+those of a dense batch: `tilestream.kernels.hopper.attention_load`.
 
 H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/run.py attention)::
 

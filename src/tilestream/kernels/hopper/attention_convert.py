@@ -6,9 +6,9 @@
       for each of its key blocks:
         wait raw_full; wait v_empty; e4m3 -> float16, a few rows at a time; arrive raw_empty; arrive v_full
 
-The tensor cores take 8-bit operands only where the reduced dimension is contiguous. Head columns of Q and K are, keys
-of V are not. So Q K^T is multiplied in 8 bits and P V in float16, in which e4m3 is exact: V is read, and copied to
-shared memory, in half the bytes, and converted once for all consumers by four warps that do nothing else.
+The tensor cores take 8-bit operands only where the reduced dimension is contiguous: the columns of Q and K are, the
+keys of V are not. So Q K^T is multiplied in 8 bits and P V in float16, in which e4m3 is exact. V is read, and copied to
+shared memory, in half the bytes; four warps with no other work convert it once for all consumers.
 """
 
 from __future__ import annotations

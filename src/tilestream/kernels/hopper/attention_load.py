@@ -1,22 +1,22 @@
 """What the load warp of attention does with an item: hands it on, and copies its Q, K and V, all by TMA.
 
-A copy must end with its sequence. Rows that are not the sequence's come as zeros (what another sequence or a page has
-there may be NaN, and 0 times NaN is no 0), and are not stored. Of a dense batch the tensor map's extents see to that.
-Of packed sequences and of pages a map of two more dimensions does (`place`): the rows' extent is ``BEYOND`` for all,
-and a copy begins so far before it as there are rows left; the other two bring the address back, one by ``BEYOND`` steps
-that wrap around 64 bits, the other by the rows. A technique of Triton's `triton.tools.ragged_tma`.
+A copy must end with its sequence. Rows of another sequence or page may be NaN, and 0 times NaN is not 0, so rows past
+the end come as zeros, and are not stored. For a dense batch the tensor map's extents clip. For packed sequences and
+pages a map of two more dimensions clips (`place`): the rows' extent is ``BEYOND`` for all, and a copy begins as far
+before it as there are rows left. The other two dimensions bring the address back, one by ``BEYOND`` steps that wrap
+around 64 bits, the other by the rows. The technique is that of Triton's `triton.tools.ragged_tma`.
 
-Where keys arrive, the load warp passes the gate before a block whose chunks it does not know to be there, inside of the
-item, and takes blocks from the first key on. Where the launch is over (`tilestream.kernels.device.gate`), consumers
-still wait for stages: the load warp fills those with nothing, and marks the item's slot void before the last of them,
-so that its result becomes NaN. Items after that have no blocks.
+Where keys arrive, the load warp passes the gate inside the item, before a block whose chunks it has not seen, and takes
+blocks from the first key on. When the launch is over (`tilestream.kernels.device.gate`), consumers still wait for
+stages: the load warp fills those with nothing, and marks the item's slot void before the last of them, so that its
+result becomes NaN. Later items have no blocks.
 
-*Ahead.* The stage of an item's last values comes free when the block before is multiplied, a step behind the last
+*Ahead.* The stage of an item's last values becomes free when the block before is multiplied, one step after the last
 keys'. So the next item is taken in between, by a ticket that was prefetched some blocks before
-(`tilestream.kernels.hopper.queues`). The order of what consumers wait for stays.
+(`tilestream.kernels.hopper.queues`). The order of what consumers wait for does not change.
 
-A page that holds less than a key block is a copy of its own, for each 128 bytes of a row: they lie one behind the other
-in the swizzled block, where those of 8 rows and more keep its pattern.
+A page that holds less than a key block is a copy of its own for each 128 bytes of a row. The copies lie one behind the
+other in the swizzled block, and 8 rows or more keep its pattern.
 """
 
 from __future__ import annotations
@@ -42,27 +42,12 @@ BEYOND: gl.constexpr = gl.constexpr(2**30)
 #: Rows of a consumer.
 ROWS: gl.constexpr = gl.constexpr(64)
 
-# Fields of an item's slot. Key blocks, and one more: 0 is STOP.
-BLOCKS: gl.constexpr = gl.constexpr(0)
-#: First query position, key blocks, keys, offsets: as of `tilestream.core.attention_structs.Tile`.
-FIRST: gl.constexpr = gl.constexpr(1)
-BEGIN: gl.constexpr = gl.constexpr(2)
-PLAIN_BEGIN: gl.constexpr = gl.constexpr(3)
-PLAIN_END: gl.constexpr = gl.constexpr(4)
-KEYS: gl.constexpr = gl.constexpr(5)
-OFFSET_RIGHT: gl.constexpr = gl.constexpr(6)
-OFFSET_LEFT: gl.constexpr = gl.constexpr(7)
-#: Of the output: first query head, sequence, row the sequence begins at, its rows.
-HEAD: gl.constexpr = gl.constexpr(8)
-BATCH: gl.constexpr = gl.constexpr(9)
-ORIGIN: gl.constexpr = gl.constexpr(10)
-QUERIES: gl.constexpr = gl.constexpr(11)
-#: Of the log-sum-exp: offset of the sequence and head, strides of rows and of heads.
-LSE: gl.constexpr = gl.constexpr(12)
-LSE_ROW: gl.constexpr = gl.constexpr(13)
-LSE_HEAD: gl.constexpr = gl.constexpr(14)
-#: Whether the item is void: the launch ended while its keys were awaited.
-VOID: gl.constexpr = gl.constexpr(15)
+# Fields of an item's slot: key blocks, and one more (0 is STOP); first query position, key blocks, keys and offsets, as
+# of `tilestream.core.attention_structs.Tile`.
+BLOCKS, FIRST, BEGIN, PLAIN_BEGIN, PLAIN_END, KEYS, OFFSET_RIGHT, OFFSET_LEFT = map(gl.constexpr, range(8))
+# Of the output: first query head, sequence, row the sequence begins at, its rows. Of the log-sum-exp: offset of the
+# sequence and head, strides of rows and of heads. Last: whether the launch ended while the item's keys were awaited.
+HEAD, BATCH, ORIGIN, QUERIES, LSE, LSE_ROW, LSE_HEAD, VOID = map(gl.constexpr, range(8, 16))
 
 
 # Copies --------------------------------------------------------------------------------------------------------------

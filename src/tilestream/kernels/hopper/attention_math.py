@@ -1,7 +1,7 @@
-"""What the math warps of attention do with an item: consumers of 64 rows each multiply and weigh its key blocks.
+"""What the math warps of attention do with an item: consumers of 64 rows each attend to its key blocks.
 
-A block's scores are multiplied while the one before is weighed, in registers throughout; masked blocks, plain ones and
-those of a window's edge are loops of their own. See `tilestream.kernels.hopper.attention` for the whole.
+A block's scores are multiplied while the softmax of the block before runs, in registers throughout. Masked blocks,
+plain ones and those of a window's edge are loops of their own. `tilestream.kernels.hopper.attention` has the whole.
 """
 
 from __future__ import annotations

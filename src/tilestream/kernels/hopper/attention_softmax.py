@@ -1,8 +1,8 @@
 """Hopper's pieces of the softmax (`tilestream.kernels.device.softmax`): masks, rescaling O, weights two to a register.
 
-*Lazily* a warp none of whose rows has another maximum skips the multiplications of its sums (`rescale_o`). With 256
-columns an H200, which is short of power there, does 833 TFLOP/s so, and 778 without; with 128 and with 64 it is 2 %
-slower, where the multiplications run under the exponentials for nothing.
+*Lazily*: a warp skips the multiplications of its sums where no row's maximum was replaced (`rescale_o`). With 256
+columns an H200, limited by power there, does 833 TFLOP/s with this and 778 without. With 128 and with 64 columns it is
+2 % slower, because the multiplications run under the exponentials at no cost.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ here                          3.6, 3.7                        3.9
 ============================  ==============================  ==========================
 ``tma_load``                  ``async_copy_global_to_shared`` ``async_load``
 ``tma_store``                 ``async_copy_shared_to_global`` ``async_store``
-``viewed``                    ``_reinterpret``                ``reinterpret``
+``reinterpret``               ``_reinterpret``                ``reinterpret``
 ``barrier``                   ``thread_barrier`` (3.6)        ``barrier`` (3.7, too)
 ============================  ==============================  ==========================
 """
@@ -13,8 +13,6 @@ here                          3.6, 3.7                        3.9
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+#: The same bytes of shared memory, of another shape and layout.
+reinterpret = getattr(gl.shared_memory_descriptor, "_reinterpret", None) or gl.shared_memory_descriptor.reinterpret
+#: A plain integer function as kernels of this package call it: see `tilestream.kernels.device.jit`.
+device = gluon.jit
 
 
 @gluon.constexpr_function
@@ -30,47 +32,22 @@ def _in_boxes(shape, box):
     return [math.prod(shape) // math.prod(box), *box]
 
 
-if hasattr(gl.shared_memory_descriptor, "_reinterpret"):
-
-    @gluon.jit
-    def viewed(buffer, tensor_map):
-        """The same bytes of shared memory as a box of ``tensor_map``: with the batch in front."""
-        return buffer._reinterpret(tensor_map.dtype, tensor_map.block_type.shape, tensor_map.layout)
-
-    @gluon.jit
-    def boxes(stages, tensor_map):
-        """All of some stages as boxes of ``tensor_map``, one behind the other."""
-        shape: gl.constexpr = _in_boxes(stages.shape, tensor_map.block_type.shape)
-        return stages._reinterpret(tensor_map.dtype, shape, tensor_map.layout)
-
-    @gluon.jit
-    def in_blocks(stages, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-        """All of some stages as blocks of fewer rows, and of columns as many as a box has, one behind the other."""
-        shape: gl.constexpr = _in_boxes(stages.shape, [ROWS, COLUMNS])
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], stages.dtype)
-        return stages._reinterpret(stages.dtype, shape, layout)
-
-else:
-
-    @gluon.jit
-    def viewed(buffer, tensor_map):
-        """The same bytes of shared memory as a box of ``tensor_map``: with the batch in front."""
-        return buffer.reinterpret(tensor_map.dtype, tensor_map.block_type.shape, tensor_map.layout)
-
-    @gluon.jit
-    def boxes(stages, tensor_map):
-        """All of some stages as boxes of ``tensor_map``, one behind the other."""
-        shape: gl.constexpr = _in_boxes(stages.shape, tensor_map.block_type.shape)
-        return stages.reinterpret(tensor_map.dtype, shape, tensor_map.layout)
-
-    @gluon.jit
-    def in_blocks(stages, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-        """All of some stages as blocks of fewer rows, and of columns as many as a box has, one behind the other."""
-        shape: gl.constexpr = _in_boxes(stages.shape, [ROWS, COLUMNS])
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], stages.dtype)
-        return stages.reinterpret(stages.dtype, shape, layout)
+@gluon.jit
+def viewed(buffer, tensor_map):
+    """The same bytes of shared memory as a box of ``tensor_map``: with the batch in front."""
+    return reinterpret(buffer, tensor_map.dtype, tensor_map.block_type.shape, tensor_map.layout)
 
 
-def device(leaf: Callable[..., Any]) -> Any:
-    """A plain integer function as kernels of this package call it: see `tilestream.kernels.device.jit`."""
-    return gluon.jit(leaf)
+@gluon.jit
+def boxes(stages, tensor_map):
+    """All of some stages as boxes of ``tensor_map``, one behind the other."""
+    shape: gl.constexpr = _in_boxes(stages.shape, tensor_map.block_type.shape)
+    return reinterpret(stages, tensor_map.dtype, shape, tensor_map.layout)
+
+
+@gluon.jit
+def in_blocks(stages, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """All of some stages as blocks of fewer rows, and of columns as many as a box has, one behind the other."""
+    shape: gl.constexpr = _in_boxes(stages.shape, [ROWS, COLUMNS])
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], stages.dtype)
+    return reinterpret(stages, stages.dtype, shape, layout)

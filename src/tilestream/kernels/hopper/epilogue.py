@@ -1,11 +1,11 @@
-"""The epilogue: what happens to the accumulator of a math loop, in fp32, and its way out.
+"""The epilogue: finish the accumulator of a math loop, in fp32, and store it.
 
-In strips of columns, one after the other: the C buffer of a strip leaves room for another stage of the ring, and two of
-them let one strip be written while the one before it drains. A strip goes through shared memory and is stored by TMA,
-which clips what lies outside; what TMA cannot address is stored from registers.
+It works in strips of columns, one after the other: a strip's C buffer leaves room for another stage of the ring, and
+with two buffers one strip is written while the one before it drains. A strip goes through shared memory and is stored
+by TMA, which clips what lies outside; what TMA cannot address is stored from registers.
 
-Rows and columns are the accumulator's. Where the output lies the other way round (``FLIPPED``: its contiguous dimension
-is the rows'), a strip is written to its buffer transposed.
+Rows and columns are the accumulator's. Where the output's contiguous dimension is the rows' (``FLIPPED``), a strip is
+written to its buffer transposed.
 """
 
 from __future__ import annotations

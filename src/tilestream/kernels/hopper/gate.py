@@ -3,22 +3,21 @@
 ::
 
     item = take();  none: hand STOP on, leave
-    over already, or told so at the gate:   hand the item on *void*, and load nothing
+    the launch is over:                     hand the item on *void*, and load nothing
     all its chunks are there:               fence; hand the item on; load it
 
-Only the load warp waits, and before it hands an item on: behind that nothing is waited for that can fail to come. Of a
-void item K runs backwards, from its end to its beginning: the load warp has no step of it to load, and the math warps,
-which are told so many steps fewer than none, take NaN for its product and store that as they would a product. So each
-tile is written once, stream-K's counts are restored, and both rings come to their end: see
-`tilestream_tools.verify.protocol`, which the checker explores.
+Only the load warp waits, and it waits before it hands an item on; nothing behind it can fail to come. K of a void item
+runs backwards, from its end to its beginning. So the load warp has no step of it to load, and the math warps, told a
+negative number of steps, store NaN as they would store a product. Each tile is written once, stream-K's counts are
+restored, and both rings end as always: see `tilestream_tools.verify.protocol`, which the checker explores.
 
-*Order* (invariant 7). One lane looks at a signal, an acquire at system scope, and tells the warp's others what it saw,
-behind a barrier of theirs. Copies by TMA are of the asynchronous proxy, to which that acquire says nothing: so each
-lane fences, whichever of them then starts the copies.
+*Order* (invariant 7). One lane polls a signal, an acquire at system scope, and tells the warp's other lanes behind a
+barrier. TMA copies belong to the asynchronous proxy, which that acquire does not order: so each lane fences, whichever
+of them then starts the copies.
 
-*Leaving.* The load warp counts itself out when it has started its last copies, its math warps still at work. What the
-last one out resets (counters, signals, abort word) no math warp touches. But signals that are zero again say that all
-were seen, not that what they announced has been read: the end of the launch says that.
+*Leaving.* The load warp counts itself out when it has started its last copies, while its math warps still work. The
+last worker out resets counters, signals and abort word, which no math warp touches. Signals that are zero again say
+that all chunks were seen, not that they were read: the end of the launch says that.
 """
 
 from __future__ import annotations

@@ -8,18 +8,16 @@
         hand it on through the item ring            epilogue, drained by TMA under the next item
         for stage in ring: TMA loads
 
-The protocol between them is at the head of `tilestream.kernels.hopper.ring`. Where an operand arrives (``ROW_CHUNKS``,
-``COLUMN_CHUNKS``), the load warp waits at the gate, `tilestream.kernels.hopper.gate`; else there is no code of it.
-Where the kernel makes such an operand's copies itself (``COPIES``), it does so before its warps part:
-`tilestream.kernels.device.copy_items`.
-Where some row tiles of x lie in a tensor of their own (``LOCAL_ROWS``), they are loaded from there:
-`tilestream.kernels.hopper.load`.
-Where the output is published (``PUBLISH``: its rows are the accumulator's, or its columns), a consumer does so behind
-an item's epilogue: `tilestream.kernels.hopper.publish`.
+The protocol between them is at the head of `tilestream.kernels.hopper.ring`. What is not configured has no code:
 
-The kernel knows an accumulator of rows and columns: rows are those of ``x`` ``[rows, K]``, columns those of ``y``
-``[columns, K]``. ``SWAP_AB`` says that ``x`` is B and ``y`` is A: an instruction of the tensor cores takes 64 rows or
-more, but as few as 8 columns, so few rows of A go there. Each operand lies K-major or the other way round.
+- an operand arrives (``ROW_CHUNKS``, ``COLUMN_CHUNKS``): the load warp waits at the gate, `kernels.hopper.gate`;
+- the kernel copies that operand itself (``COPIES``), before its warps part: `kernels.device.copy_items`;
+- some row tiles of x lie in a tensor of their own (``LOCAL_ROWS``): `kernels.hopper.load`;
+- the output is published (``PUBLISH``), behind an item's epilogue: `kernels.hopper.publish`.
+
+The accumulator's rows are those of ``x`` ``[rows, K]``, its columns those of ``y`` ``[columns, K]``. With ``SWAP_AB``
+``x`` is B and ``y`` is A: an instruction of the tensor cores takes at least 64 rows, but as few as 8 columns, so few
+rows of A go there. Each operand is K-major or not.
 
 Variants (``CONSUMERS``):
 
@@ -63,13 +61,7 @@ from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import add, home_queue, source_queue, with_asked
 from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.hopper.compat import barrier
-from tilestream.kernels.hopper.epilogue import (
-    await_prefetch,
-    first_partial,
-    fixup,
-    prefetch_epilogue,
-    store_tile,
-)
+from tilestream.kernels.hopper.epilogue import await_prefetch, first_partial, fixup, prefetch_epilogue, store_tile
 from tilestream.kernels.hopper.gate import backwards
 from tilestream.kernels.hopper.load import load_steps, locate
 from tilestream.kernels.hopper.multiply import product

@@ -1,7 +1,7 @@
 """What the load warp of the Hopper GEMM loads: K steps of a tile, each into a stage of the ring.
 
-Some row tiles of x may lie in a tensor of their own (`tilestream.core.structs.LocalRows`): of what ranks gather, a
-rank's own rows are read where its caller has them, and need not be copied to where those of the others arrive.
+Some row tiles of x may lie in a tensor of their own (`tilestream.core.structs.LocalRows`): of the rows that ranks
+gather, a rank's own are read in its caller's tensor, and need not be copied beside those that arrive.
 """
 
 from __future__ import annotations
@@ -20,23 +20,15 @@ from tilestream.kernels.hopper.ring import step
 
 
 class Source(NamedTuple):
-    """A tile of the operands.
+    """A tile of the operands."""
 
-    Attributes
-    ----------
-    x_batch, y_batch
-        Its batch of x and of y.
-    row, column
-        Its first row of x, or of the rows that lie elsewhere, and its first row of y.
-    is_local
-        Whether its rows of x are of `tilestream.core.structs.LocalRows`.
-    """
-
+    #: x_batch, y_batch: its batch of x and of y.
     x_batch: Any
     y_batch: Any
+    #: row, column: its first row of x, or of the rows that lie elsewhere, and its first row of y.
     row: Any
     column: Any
-    is_local: Any
+    is_local: Any  # whether its rows of x are of `tilestream.core.structs.LocalRows`
 
 
 @gluon.jit

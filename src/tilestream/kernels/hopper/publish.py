@@ -1,19 +1,19 @@
-"""Publish in the Hopper kernel: each chunk of the output's rows is signalled when all of it is there.
+"""Publish in the Hopper kernel: each chunk of the output's rows is signalled when all of it is visible.
 
 ::
 
     an item is finished (a consumer's half of it):
         wait until its stores have landed: TMA's, which this thread started; then the consumer's other threads'
         for each chunk of its rows: add its rows to the chunk's count     (acquire and release, the device's scope)
-        the count is what the chunk comes to: restore it; signal          (release, at system scope)
+        the count is complete: restore it; signal                         (release, at system scope)
 
-The protocol is `tilestream.core.loop.publish`, which the checker explores. Nobody waits for a later item, or for
-another worker: a consumer waits for its own stores alone, which costs it what a store takes to land.
+The protocol is `tilestream.core.loop.publish`, which the checker explores. A consumer waits only for its own stores to
+land, never for a later item or for another worker.
 
-*Order* (invariant 7). ``tma.store_wait`` waits until shared memory was read. Here it is waited for the writes
-themselves (``cp.async.bulk.wait_group`` without ``.read``), which orders them before what this thread does next in the
-generic proxy. The barrier makes one thread's release speak for all of the consumer's; the count makes whoever brings it
-to its end speak for all that have counted before. So the signal's release, at system scope, covers every tile of the
+*Order* (invariant 7). ``tma.store_wait`` waits until shared memory was read. Here the wait is for the writes
+(``cp.async.bulk.wait_group`` without ``.read``), which orders them before what this thread does next in the generic
+proxy. The barrier makes one thread's release speak for all of the consumer's; the count makes the consumer that
+completes it speak for all that have counted before. So the signal's release, at system scope, covers every tile of the
 chunk, for copy engines, other kernels and other GPUs.
 """
 
@@ -63,5 +63,5 @@ def publish_tile(publishing, e, item, row, C: gl.constexpr):
     """Publish a consumer's part of a tile, which begins at ``row`` of the accumulator."""
     if C.PUBLISH == "rows":
         publish(row, C.HALF_ROWS, e.rows, publishing)
-    elif C.PUBLISH == "columns":  # of the accumulator: the output's rows, where the operands are swapped
+    elif C.PUBLISH == "columns":  # of the accumulator: the output's rows, with ``SWAP_AB``
         publish(item.pn * C.COLUMNS, C.COLUMNS, e.columns, publishing)

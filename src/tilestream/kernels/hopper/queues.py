@@ -1,9 +1,9 @@
 """How the load warp of a Hopper kernel draws tickets: it prefetches one while it loads, and reads many queues at once.
 
 An add to a counter takes as long as some stages do in the math warps. `prefetch_ticket` issues it `EARLY` steps before
-an item's last, and goes on loading; `await_ticket` waits for the answer when the next item is due. So a ticket is drawn
-a little earlier than `tilestream.schedule.take` has it; nothing else differs: each ticket that was drawn is looked at.
-One lane adds, and tells the others: what `tl.atomic_add` makes of a scalar waits for the answer at once, to share it.
+an item's last, and loading goes on; `await_ticket` waits for the answer when the next item is due. So a ticket is drawn
+a little earlier than in `tilestream.core.schedule.take`; every ticket is still looked at. One lane adds and tells the
+others: `tl.atomic_add` of a scalar would wait for the answer at once, to share it.
 """
 
 from __future__ import annotations

@@ -15,20 +15,19 @@
                                                   wait until 0 are in flight; arrive empty[the last stage]
                                                   epilogue
 
-That, and the C buffers of the epilogue, is `tilestream_tools.verify.protocol`, operation by operation (a test runs
-the text
-of both and compares), which the checker explores for one consumer, for two on one tile (cooperative: ``empty`` counts
-2) and for two that take turns (ping-pong: order barriers, and each steps over the other's stages). Where a loop stands
-is arithmetic of `tilestream.core.ring`, the same functions there and here.
+`tilestream_tools.verify.protocol` has this and the epilogue's C buffers, operation by operation; a test runs the text
+of both and compares. The checker explores it for one consumer, for two on one tile (cooperative: ``empty`` counts 2)
+and for two that take turns (ping-pong: order barriers, and each skips the other's stages). Both use the arithmetic of
+`tilestream.core.ring` for a loop's position.
 
-A barrier is new in phase 0: a wait for the phase before it passes. So the load loop waits for ``empty`` with the
+A new barrier is in phase 0: a wait for the phase before it passes. So the load loop waits for ``empty`` with the
 opposite of its phase, and the first round finds every stage free.
 
-A barrier that is made is used until the kernel ends. The compiler gives the place of one that is not to something else,
-the word by which a warp's lane tells the others what an atomic has answered; and where a GPU that several processes
-share takes the SM away and gives it back, what was a barrier is a new barrier again. (PTX has that undefined: memory of
-a barrier is not to be used for anything else before ``mbarrier.inval``.) So tickets were lost, and tiles with them:
-`tests/gpu/test_gpu_again.py`. The compile gates look for such a place, and in GEMMs for barriers that nobody uses.
+Every barrier that is made is used until the kernel ends. The compiler reuses the place of an unused one, for the word
+by which a warp's lane shares an atomic's answer. Where a GPU that several processes share takes the SM away and gives
+it back, that place becomes a new barrier again. (PTX leaves it undefined: a barrier's memory must not be reused before
+``mbarrier.inval``.) So tickets were lost, and tiles with them: `tests/gpu/test_gpu_again.py`. The compile gates look
+for such a place, and in GEMMs for unused barriers.
 """
 
 from __future__ import annotations

@@ -23,15 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core.attention_structs import (
-    Extents,
-    Keys,
-    Mask,
-    Rows,
-    Scales,
-    Scores,
-    Softmax,
-)
+from tilestream.core.attention_structs import Extents, Keys, Mask, Rows, Scales, Scores, Softmax
 from tilestream.core.structs import Gate, Incoming, Words, Work
 from tilestream.kernels.device.attention_gate import chunk_at, pass_keys, poll_over
 from tilestream.kernels.device.attention_tile import locate_tile, seen_keys_of, sees
@@ -195,8 +187,8 @@ def softcap_scale_of_tile(scores, scales, tile, extents, C: tl.constexpr):
 @triton.jit
 def add_blocks(begin, end, q, softmax, keys, mask, scores, MASKED: tl.constexpr, C: tl.constexpr):
     """Key blocks [begin, end) of a tile, added to its `Softmax`."""
-    NARROW: tl.constexpr = keys.v.at.dtype.element_ty == tl.float8e4nv
-    MATH: tl.constexpr = tl.float16 if NARROW else keys.v.at.dtype.element_ty
+    FP8: tl.constexpr = keys.v.at.dtype.element_ty == tl.float8e4nv
+    MATH: tl.constexpr = tl.float16 if FP8 else keys.v.at.dtype.element_ty
     o, row_max, row_sum = softmax.o, softmax.row_max, softmax.row_sum
     for block in range(begin, end):
         start = block * C.BLOCK

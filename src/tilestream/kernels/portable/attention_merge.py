@@ -1,14 +1,14 @@
 """Shares of keys joined: a second, small kernel behind the one that computes them.
 
-Where there are fewer tiles than workers, a tile's keys are split into shares that are work items of their own, each
-with an output and a log-sum-exp of its own in scratch, float32. This kernel adds them, always in the same order::
+Where there are fewer tiles than workers, a tile's keys are split into shares. A share is a work item with an output and
+a log-sum-exp of its own in scratch, float32. This kernel adds them, always in the same order::
 
     top = max over shares of lse;  weight = exp(lse - top)
     out = sum of weight * out / (sum of weight + exp(sink - top));  lse = top + ln (that sum)
 
-So it gives the same bits each run, and nobody waits for another worker. The alternative, the last of a tile's workers
-adding them up (stream-K's rule), saves the launch of 2 to 3 us, and would cost each consumer of the Hopper kernel
-registers for the loop that adds: where keys are split the kernel is bound by reading them, and the shares are in L2.
+So it gives the same bits each run, and no worker waits for another. Stream-K's rule, in which the last of a tile's
+workers adds, would save the launch of 2 to 3 us, but cost each consumer of the Hopper kernel registers for the loop
+that adds. Where keys are split the kernel is bound by reading them, and the shares are in L2.
 
 Source of the split: Dao et al., "Flash-Decoding" (2023).
 """

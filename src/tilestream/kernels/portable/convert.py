@@ -12,10 +12,10 @@ float8_e5m2fnuz  16    ``1.00000.00``           none
 ===============  ====  =======================  ============================
 
 (OCP, *8-bit floating point specification*, 1.0; Noune et al., *8-bit numerical formats for deep neural networks*, 2022,
-for the fnuz kinds.) float16 has five bits of exponent, too, of bias 15, and ten of mantissa: a kind's bits in their
-places, times a power of two, are the value, those below the normal numbers too. Each is a number of float16. Such small
-ones must not be taken for zero: MI200's matrix units do so (ROCm, *MI200 MFMA behavior specifics*), and are not given
-any; of CDNA 3 and 4 the compile gate looks at the mode that the kernel is started in.
+for the fnuz kinds.) float16 has five bits of exponent, too, of bias 15, and ten of mantissa. So a kind's bits in
+their places, times a power of two, are the value in float16, also below the normal numbers. The matrix units must not
+flush those to zero. MI200's do (ROCm, *MI200 MFMA behavior specifics*), and are not given any; for CDNA 3 and 4 the
+compile gate checks the mode that the kernel is started in.
 """
 
 from __future__ import annotations

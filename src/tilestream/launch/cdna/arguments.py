@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from tilestream.kernels.cdna.gemm import gemm
-from tilestream.kernels.config import CdnaConfig
+from tilestream.kernels.config import CdnaConfig, Stage
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.cdna_tiles import (
@@ -32,27 +32,13 @@ VERSION = {"gfx942": 3, "gfx950": 4}
 
 
 class Operand(NamedTuple):
-    """How an operand lies, in memory and in a stage.
+    """How an operand lies, in memory and in a stage."""
 
-    Attributes
-    ----------
-    stride
-        The one that is not 1.
-    k_major
-        Whether the stride of K is 1.
-    turned
-        Whether it is transposed in registers, into a stage that is K-major.
-    far
-        Whether a tile of it needs 64-bit addresses.
-    swizzle
-        The swizzle of its stages: vector, every, period.
-    """
-
-    stride: int
-    k_major: bool
-    turned: bool
-    far: bool
-    swizzle: tuple[int, int, int]
+    stride: int  # the one that is not 1
+    k_major: bool  # whether the stride of K is 1
+    turned: bool  # whether it is transposed in registers, into a stage that is K-major
+    far: bool  # whether a tile of it needs 64-bit addresses
+    swizzle: tuple[int, int, int]  # the swizzle of its stages: vector, every, period
 
 
 def operand(rows: int, block_k: int, row_stride: int, k_stride: int, size: int, arch: str) -> Operand:
@@ -81,7 +67,7 @@ def formats(dtypes: tuple[str, str], arch: str) -> tuple[str, str] | None:
     return names[dtypes[0]], names[dtypes[1]]
 
 
-def grain(strides: tuple[int, ...] | None, columns: int, aligned: bool) -> int:
+def vector_columns(strides: tuple[int, ...] | None, columns: int, aligned: bool) -> int:
     """Neighbouring columns of a row that can be stored, or loaded, as one vector: as many as a lane has, or 1."""
     if strides is None or strides[-1] != 1 or not aligned:
         return 1
@@ -148,6 +134,8 @@ class Arguments(GemmArguments):
         plan, layout, x, y = self.plan, self.layout, self.x, self.y
         problem = plan.problem
         block_m, block_n, block_k = plan.block
+        vector = CELL_BYTES // self.size
+        lane = lane_bytes(self.tile, self.arch) // self.size if self.direct else vector
         piece = piece_of(block_m, block_n, plan.warps, instruction(self.arch, self.size))
         return CdnaConfig(
             **fields,
@@ -155,25 +143,18 @@ class Arguments(GemmArguments):
             STRIP=piece[1],
             STRIP_M=piece[0],
             DIRECT=self.direct,
-            LANE=lane_bytes(self.tile, self.arch) // self.size if self.direct else CELL_BYTES // self.size,
-            X_K_MAJOR=x.k_major,
-            Y_K_MAJOR=y.k_major,
-            X_TURNED=x.turned,
-            Y_TURNED=y.turned,
-            X_SWIZZLE=x.swizzle,
-            Y_SWIZZLE=y.swizzle,
-            X_64BIT=x.far,
-            Y_64BIT=y.far,
+            X=Stage(block_m, block_k, x.k_major, x.turned, x.swizzle, vector, lane, plan.warps, x.far),
+            Y=Stage(block_n, block_k, y.k_major, y.turned, y.swizzle, vector, lane, plan.warps, y.far),
             OFFSETS_64BIT=self._far_out(),
             VERSION=VERSION[self.arch],
             SHAPE=instruction(self.arch, self.size),
             ACROSS=spread(block_m, block_n, plan.warps),
-            WIDTH=CELL_BYTES // self.size,
+            WIDTH=vector,
             FORMATS=formats(problem.dtypes, self.arch),
             XCDS=plan.device.xcds,
             EVEN_K=problem.k % block_k == 0,
-            VECTOR_C=grain(layout.out, problem.n, self._aligned[0]),
-            VECTOR_RESIDUAL=grain(layout.residual, problem.n, self._aligned[1]),
+            VECTOR_C=vector_columns(layout.out, problem.n, self._aligned[0]),
+            VECTOR_RESIDUAL=vector_columns(layout.residual, problem.n, self._aligned[1]),
         )
 
     def _far_out(self) -> bool:

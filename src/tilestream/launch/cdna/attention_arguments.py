@@ -6,7 +6,7 @@ from typing import Any
 
 from tilestream.kernels.attention_config import CdnaAttentionConfig, Columns
 from tilestream.launch.attention_arguments import AttentionArguments, AttentionLayout
-from tilestream.launch.cdna.arguments import VERSION, grain
+from tilestream.launch.cdna.arguments import VERSION, vector_columns
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy.cdna_attention import ROWS, Tile, instruction, lane_bytes, parts_of, swizzles, turned
 from tilestream.plan.policy.cdna_tiles import REACH
@@ -72,8 +72,8 @@ class CdnaAttentionArguments(AttentionArguments):
             VERSION=VERSION[arch],
             SHAPE=instruction(arch),
             XCDS=plan.device.xcds,
-            FAR_Q=self._far_q,
-            FAR_KEYS=self._far_keys,
-            FAR_OUT=self._far(self.layout.out, plan.positions, values.columns),
-            VECTOR_OUT=grain((*self.layout.out, 1), p.head_dim_v, self._aligned),
+            Q_64BIT=self._far_q,
+            KEYS_64BIT=self._far_keys,
+            OUT_64BIT=self._far(self.layout.out, plan.positions, values.columns),
+            VECTOR_OUT=vector_columns((*self.layout.out, 1), p.head_dim_v, self._aligned),
         )

@@ -1,4 +1,4 @@
-"""Persistent worker threads: a launch performs what `kernels.loop.work` yields, on real counters, signals and tiles.
+"""Persistent worker threads: a launch performs what `core.loop.work` yields, on real counters, signals and tiles.
 
 ::
 
@@ -65,19 +65,10 @@ class Launch:
     """
 
     def __init__(
-        self,
-        op: str,
-        schedule: Schedule,
-        gate: Needs | None,
-        body: Body,
-        workspace: Workspace,
-        *,
-        awaited: Awaited | None = None,
-        threads: int = 1,
-        publisher: Publisher | None = None,
-        recorder: Recorder | None = None,
-        label: str = "",
-    ) -> None:
+        self, op: str, schedule: Schedule, gate: Needs | None, body: Body, workspace: Workspace, *,
+        awaited: Awaited | None = None, threads: int = 1, publisher: Publisher | None = None,
+        recorder: Recorder | None = None, label: str = "",
+    ) -> None:  # fmt: skip
         self._publisher = publisher
         self._op, self._schedule, self._gate, self._body = op, schedule, gate, body
         self._workspace, self._incoming = workspace, (None, None) if awaited is None else awaited.operands
@@ -199,21 +190,15 @@ class Launch:
             with torch.inference_mode():
                 state: WorkerState | None = WorkerState()
                 while state is not None:
-                    state = self._turn(me, state)
+                    turn = work(self._schedule, self._gate, me, state)
+                    try:
+                        operation = next(turn)
+                        while True:
+                            operation = turn.send(self._perform(me, operation))
+                    except StopIteration as end:
+                        state = end.value
         except BaseException as error:
             self._stop(error)
-
-    def _turn(self, me: int, state: WorkerState) -> WorkerState | None:
-        turn = work(self._schedule, self._gate, me, state)
-        answer = 0
-        operation = next(turn)
-        try:
-            while True:
-                answer = self._perform(me, operation)
-                operation = turn.send(answer)
-        except StopIteration as end:
-            after: WorkerState | None = end.value
-            return after
 
     def _perform(self, me: int, operation: Operation) -> int:
         if isinstance(operation, Poll):
@@ -291,10 +276,10 @@ class Launch:
         return 0
 
     def _stop(self, error: BaseException | None = None) -> None:
-        if error is not None:
-            with self._lock:
-                if self._error is None:
-                    self._error = error
+        """End the launch for all workers. The first error counts."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
         self._abort.set()
         for incoming in self._incoming:
             if incoming is not None:
@@ -326,19 +311,10 @@ class Launch:
         chunk, operand = (wait.chunk, wait.operand) if wait is not None else (-1, 0)
         self._trace.by_worker[me].append(
             Span(
-                me,
-                kind,
-                begin,
-                time.perf_counter(),
-                item.batch,
-                item.pm,
-                item.pn,
-                item.k_begin,
-                item.k_end,
-                chunk,
+                me, kind, begin, time.perf_counter(), item.batch, item.pm, item.pn, item.k_begin, item.k_end, chunk,
                 operand,
             )
-        )
+        )  # fmt: skip
 
     def _finish_trace(self) -> None:
         if self._trace is not None:

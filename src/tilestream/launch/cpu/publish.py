@@ -1,11 +1,12 @@
 """Publish on the CPU: each chunk of the output's rows is signalled when all of its tiles are there.
 
-What `kernels.loop.publish` yields, performed: a worker counts the rows of its tile, and the one that completes a
+It performs what `core.loop.publish` yields: a worker counts the rows of its tile, and the one that completes a
 chunk's count signals it. Chunks are of any sizes, and of the rows of all batches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
@@ -35,12 +36,10 @@ class Publisher:
     def stored(self, item: WorkItem) -> None:
         """The tile of ``item`` is there."""
         turn = publish(item.tile, self._shares(item))
-        try:
+        with contextlib.suppress(StopIteration):
             operation = next(turn)
             while True:
                 operation = turn.send(self._perform(operation))
-        except StopIteration:
-            return
 
     def finish(self) -> None:
         """All of the output is there: signal the chunks that have no tile, too."""

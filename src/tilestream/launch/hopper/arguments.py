@@ -24,19 +24,12 @@ _CHAINED = True
 
 
 class Map(NamedTuple):
-    """What a tensor map is made of, but for the address.
+    """What a tensor map is made of, but for the address."""
 
-    Attributes
-    ----------
-    shape, strides
-        In elements, outermost first; the last stride is 1.
-    box
-        What one copy brings.
-    """
-
+    #: shape, strides: in elements, outermost first; the last stride is 1.
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    box: tuple[int, ...]
+    box: tuple[int, ...]  # what one copy brings
 
 
 class Operand(NamedTuple):
@@ -77,13 +70,13 @@ class Arguments(GemmArguments):
         self, plan: Plan, layout: Layout, out_aligned: bool = True, probe: bool = False, trace: bool = False,
         local_rows: int | None = None,
     ) -> None:  # fmt: skip
-        problem, swapped = plan.problem, plan.swap_ab
+        problem, swap_ab = plan.problem, plan.swap_ab
         block_m, block_n, block_k = plan.block
         batches = problem.batch if problem.batch > 1 else 0
         (ab, am, ak), (bb, bk, bn), (ob, om, on) = layout.a, layout.b, layout.out
         a = Operand(problem.m, block_m, ab, am, ak, problem.dtypes[0])
         b = Operand(problem.n, block_n, bb, bn, bk, problem.dtypes[1])
-        x, y = (b, a) if swapped else (a, b)
+        x, y = (b, a) if swap_ab else (a, b)
         self._batched = [int(bool(batches and one.batch)) for one in (x, y)]
         self._halves = 2 if plan.variant == "cooperative" else 1
         self.rows, self.widths = x.tile_rows, widths(y.tile_rows, widest(problem))
@@ -95,19 +88,18 @@ class Arguments(GemmArguments):
         self._y_major = parts[0][1]
         # The load warp has no registers for it where there are shares, or y is read across, in three boxes a step.
         short = plan.schedule.slots or (len(parts) > 2 and not self._y_major)
-        self._may_be_local = problem.rows is not None and not (swapped or batches or short) and self._x_major
-        extents, strides = (x.rows, y.rows), (on, om) if swapped else (om, on)
+        self._may_be_local = problem.rows is not None and not (swap_ab or batches or short) and self._x_major
+        extents, strides = (x.rows, y.rows), (on, om) if swap_ab else (om, on)
         size = ITEMSIZE[problem.out_dtype]
         major = store_major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
         self._flipped = major == 0
         self.out = None
         if major is not None:
-            turn = slice(None, None, -1 if self._flipped else 1)
-            self.out = _map(extents[turn], strides[turn], (half, plan.strip)[turn], batches, ob)
+            self.out = _map(extents, strides, (half, plan.strip), batches, ob, self._flipped)
         self._published = 1, 0
         if problem.publishes is not None:
             # Two consumers with half of a tile's rows each both count its columns.
-            times = plan.schedule.grid.num_n * (self._halves if swapped else 1)
+            times = plan.schedule.grid.num_n * (self._halves if swap_ab else 1)
             self._published = problem.publishes.chunks.rows_per_chunk, times
         super().__init__(plan, layout, probe, trace)
         self.options = {"num_warps": plan.warps, "launch_pdl": self.config.CHAINED}
@@ -179,13 +171,16 @@ def _operand_map(operand: Operand, box_rows: int, k: int, block_k: int, batches:
     major = major_of(extents, strides, operand.batch if batches else 0, ITEMSIZE[operand.dtype])
     if major is None:
         raise ValueError(f"an operand of extents {extents} and strides {strides}: TMA cannot address it")
-    turn = slice(None, None, 1 if major == 1 else -1)
-    return _map(extents[turn], strides[turn], box[turn], batches, operand.batch), major == 1
+    return _map(extents, strides, box, batches, operand.batch, major == 0), major == 1
 
 
 def _map(
-    extents: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], batches: int, batch_stride: int
-) -> Map:
+    extents: tuple[int, int], strides: tuple[int, int], box: tuple[int, int], batches: int, batch_stride: int,
+    flipped: bool,
+) -> Map:  # fmt: skip
+    """Of a matrix in memory, or where it is ``flipped`` of its transpose, whose last stride is 1."""
+    if flipped:
+        extents, strides, box = extents[::-1], strides[::-1], box[::-1]
     strides = (strides[0], 1)
     if not batches:
         return Map(extents, strides, box)

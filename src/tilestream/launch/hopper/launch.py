@@ -64,8 +64,8 @@ class GemmLaunch(launch.GemmLaunch):
     ) -> None:
         """As `Launch.issue`."""
         a, b, out, epilogue = x
-        swapped = self.plan.swap_ab
-        scales = (epilogue.scale_b, epilogue.scale_a) if swapped else (epilogue.scale_a, epilogue.scale_b)
+        swap_ab = self.plan.swap_ab
+        scales = (epilogue.scale_b, epilogue.scale_a) if swap_ab else (epilogue.scale_a, epilogue.scale_b)
         given = (
             out, epilogue.bias, epilogue.residual, *scales, words.partials, words.counts, words.counters,
             self.table.on(a.device), None if probe is None else probe.words,
@@ -76,7 +76,7 @@ class GemmLaunch(launch.GemmLaunch):
         launcher = self._launchers.get(kind)
         if launcher is None:
             launcher = self._launchers[kind] = self._compiled(x, given, gate, copies, kind[1], probe)
-        first, y = (b, a) if swapped else (a, b)
+        first, y = (b, a) if swap_ab else (a, b)
         maps = ((y.data_ptr(),) * self._parts) + ((out.data_ptr(),) if self._stored_by_map else ())
         pointers, numbers = (given, ()) if awaited is None else ((*given, *gate.pointers), gate.numbers)
         if copies is not NO_COPIES:

@@ -86,7 +86,7 @@ def workers_beside_producers(arrives: bool, device: DeviceProperties, workers: i
 
 
 def group_of(block: tuple[int, int, int], grid: Grid, workers: int, dies: int) -> int:
-    """Row tiles of a raster's group, so that the workers of one die read as little as they can together.
+    """Row tiles of a raster's group, with which the workers of one die read the least together.
 
     ``p`` of them in groups of ``g`` row tiles read ``g`` rows of tiles and ``ceil(p / g)`` columns. For square tiles
     that is AMD's ``g + ceil(p / g)`` (*gfx950-gluon-tutorials*, v9: 4, 6 and 8 are the best of 32).

@@ -50,18 +50,14 @@ TILE_CYCLES = 5 * cdna.ROUND_TRIP
 
 
 class Tile(NamedTuple):
-    """A tile, and the ring that feeds it.
+    """A tile: warps of 32 query rows each, keys of a block, and the ring that feeds it.
 
     Attributes
     ----------
     columns
-        Of the wider of keys and values, at most, in whole parts.
-    warps
-        Of 32 query rows each.
-    block
-        Keys of a block.
+        The most of the wider of keys and values, in whole parts.
     stages
-        Blocks under way: direct, all in shared memory; staged, two, one there and one in registers.
+        Blocks in flight: direct, all in shared memory; staged, two, one there and one in registers.
     copies
         One of `VARIANTS`.
     efficiency

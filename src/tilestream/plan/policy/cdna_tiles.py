@@ -47,10 +47,8 @@ class Tile(NamedTuple):
     ----------
     lines
         K of a stage, in lines of 64 bytes.
-    warps
-        Of a workgroup.
     stages
-        Steps under way: direct, all in shared memory; staged, two, one there and one in registers.
+        Steps in flight: direct, all in shared memory; staged, two, one there and one in registers.
     copies
         One of `VARIANTS`.
     efficiency

@@ -1,0 +1,377 @@
+"""`AttentionRequest`: a call of attention, validated once and brought to the registered ops' canonical form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+import torch
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.core.operands import AttentionOperands
+from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
+from tilestream.ops import attention_gpu
+from tilestream.ops.attention_library import (
+    attention_arriving_op,
+    attention_arriving_out_op,
+    attention_op,
+    attention_out_op,
+    lse_shape,
+    wide_dtype,
+)
+from tilestream.ops.attention_operands import Settings
+from tilestream.ops.checks import autocast, check_dense, check_waiting, refuse_tangents
+from tilestream.ops.limit import limit
+from tilestream.ops.operands import span
+from tilestream.ops.request import clear_signals
+from tilestream.ops.scales import check_scale_dtype
+from tilestream.plan import limit as limits
+from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
+from tilestream.plan.attention_problem import ATTENTION_DTYPES, LAYOUTS, Alignment, AttentionLayout
+from tilestream.runtime import shutdown
+from tilestream.runtime.channel import check_device
+
+Causal = bool | Literal["bottom_right", "top_left"]
+Window = Sequence[int | None] | None
+#: The output; with ``return_lse`` and the log-sum-exp.
+Answer = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+#: More heads than any model has: where there are more of them than rows, heads and rows have changed places.
+MOST_HEADS = 256
+_NAMES = {"bshd": "[B, S, H, D]", "bhsd": "[B, H, S, D]"}
+_DTYPES = tuple(getattr(torch, name) for name in ATTENTION_DTYPES)
+_OP, _INSTEAD = "attention", "torch.nn.functional.scaled_dot_product_attention"
+
+
+class AttentionRequest(NamedTuple):
+    """A call of `tilestream.attention`, as its caller makes it. `attend` validates it once and runs it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None = None
+    scale_q: torch.Tensor | None = None
+    scale_k: torch.Tensor | None = None
+    scale_v: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    seqlens_k: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    layout: AttentionLayout = "bshd"
+    causal: Causal = False
+    window: Window = None
+    softcap: float | None = None
+    scale: float | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    return_lse: bool = False
+    workers: int | None = None
+    schedule: str = "auto"
+    splits: int | None = None
+    arrival: Arrival | None = None
+    deadline: float | None = None
+
+    def check(self) -> None:
+        """Raise for what is wrong by itself: options, and kinds of tensors."""
+        check_waiting(_OP, self.workers, self.deadline, arrival=self.arrival)
+        if self.schedule not in ATTENTION_SCHEDULES:
+            raise ValueError(f"{_OP}: schedule={self.schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
+        check_splits(f"{_OP}: ", self.splits)
+        tensors = dict(zip(self._fields, self[:12], strict=False))
+        check_dense(_OP, _INSTEAD, tensors, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
+        refuse_tangents(_OP, self.q, self.k, self.v, self.sinks, instead=_INSTEAD)
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+        if self.arrival is not None and self.block_table is not None:
+            raise ValueError(
+                f"{_OP}: arrival= with block_table=; keys in pages arrive in no order of rows: wait for them before "
+                "the call"
+            )
+
+
+def attend(r: AttentionRequest) -> Answer:
+    """The attention that a request asks for, through the registered ops.
+
+    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`.
+    """
+    if torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor) or not r.q.is_cuda:
+        return _answer(r, _attend(r)[0])
+    key = _signature(r)
+    found: Any = None if key is None else launch_cache.get(key)
+    if found is not None and (r.out is None or not found.may_meet(r, r.out)):
+        check_device(r.q.device.index)
+        x = found.operands(r)
+        found.launch(x)
+        return x.out if x.lse is None else (x.out, x.lse)
+    x, s = _attend(r)
+    answer = _answer(r, x)
+    if key is not None and x.out.numel():
+        launch_cache.insert(key, _CachedCall.of(r, x, s))
+    return answer
+
+
+def _signature(r: AttentionRequest) -> object | None:
+    """What the checks and the plan of a call depend on; None for a call that is always checked."""
+    if r.arrival is not None or r.deadline is not None or not can_bypass_dispatcher(r.q.device, r[:12]):
+        return None
+    if r.sinks is not None and r.sinks.dtype != torch.float32:  # they are converted first
+        return None
+    key = signature("attention call", r[:12], r[12:-2])
+    try:
+        hash(key)
+    except TypeError:  # a window that is a list
+        return None
+    return key
+
+
+class _CachedCall(NamedTuple):
+    """What is left to do for a call equal to an earlier one: a launch, which takes the caller's tensors as they are.
+
+    Attributes
+    ----------
+    shape, dtype
+        Of the output, as the caller sees it.
+    like
+        Whether it lies as q does: torch makes such a one in half the time.
+    lse
+        The log-sum-exp's shape, where the caller asks for it.
+    spans
+        Of the output, and of the tensors that are read: bytes from the first to the last.
+    """
+
+    launch: Any
+    scale: float
+    shape: torch.Size
+    dtype: torch.dtype
+    like: bool
+    lse: torch.Size | None
+    spans: tuple[int, ...]
+
+    @classmethod
+    def of(cls, r: AttentionRequest, x: AttentionOperands, s: Settings) -> _CachedCall:
+        """What a call that went through has decided."""
+        out = _outermost(r, x.out)
+        like = r.q.shape == out.shape and r.q.dtype == out.dtype and r.q.is_contiguous()
+        spans = tuple(0 if y is None else span(y) for y in (x.out, *x.inputs))
+        lse = None if x.lse is None else x.lse.shape
+        return cls(attention_gpu.find(x, s, None, limits.limit()), s.scale, out.shape, out.dtype, like, lse, spans)
+
+    def may_meet(self, r: AttentionRequest, out: torch.Tensor) -> bool:
+        """Whether the output and what is read may share memory: `_attend` looks closer."""
+        begin = out.data_ptr()
+        end = begin + self.spans[0]
+        return any(
+            x is not None and x.data_ptr() < end and begin < x.data_ptr() + length
+            for x, length in zip(r[:11], self.spans[1:], strict=True)
+        )
+
+    def operands(self, r: AttentionRequest) -> AttentionOperands:
+        """The caller's tensors, with outputs."""
+        q, out = r.q, r.out
+        if out is None:
+            out = torch.empty_like(q) if self.like else q.new_empty(self.shape, dtype=self.dtype)
+        lse = None if self.lse is None else q.new_empty(self.lse, dtype=torch.float32)
+        return AttentionOperands(q, r.k, r.v, out, self.scale, lse, *r[3:11])
+
+
+def _attend(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
+    """Check a call and run it; its operands in canonical form, with their outputs."""
+    r.check()
+    x, s = _canonical(r)
+    if torch.compiler.is_compiling():
+        return _call(r, x, s), s
+    with shutdown.call():
+        return _call(r, x, s), s
+
+
+def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
+    """The operands, with the output if it is given, and the numbers."""
+    is_causal, alignment = _alignment(r.causal)
+    left, right = _window(r.window)
+    q, k, v = _to_rows_first(r, *autocast(_OP, r.arrival is not None, r.q, r.k, r.v))
+    batch = r.cu_seqlens_q.numel() - 1 if r.cu_seqlens_q is not None else q.shape[0]
+    scales = [
+        None if scale is None else _canonical_scale(name, scale, batch, y.shape[-2])
+        for name, scale, y in (("scale_q", r.scale_q, q), ("scale_k", r.scale_k, k), ("scale_v", r.scale_v, v))
+    ]
+    sinks = None if r.sinks is None else r.sinks.to(torch.float32)
+    needs_gradient = torch.is_grad_enabled() and _check_gradients(r)
+    s = Settings(
+        is_causal, alignment, left, right,
+        0.0 if r.softcap is None else _number("softcap", r.softcap, positive=True),
+        1 / math.sqrt(q.shape[-1]) if r.scale is None else _number("scale", r.scale, positive=False),
+        _most("max_seqlen_q", r.max_seqlen_q, r.cu_seqlens_q, "cu_seqlens_q"),
+        _most("max_seqlen_k", r.max_seqlen_k, r.cu_seqlens_k, "cu_seqlens_k"),
+        r.layout, r.return_lse or needs_gradient, r.schedule, r.workers or 0, r.splits or 0,
+    )  # fmt: skip
+    x = AttentionOperands(q, k, v, None, s.scale, None, sinks, *scales, *r[7:11])
+    if r.out is None:
+        return x, s
+    lse = q.new_empty(lse_shape(x), dtype=wide_dtype(q)) if s.return_lse else None
+    return x._replace(out=_outermost(r, r.out), lse=lse), s
+
+
+def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> AttentionOperands:
+    """Call the registered op; the operands with their outputs."""
+    late: tuple[Any, ...] = ()
+    if r.arrival is not None:
+        flat = FlatArrival.of(r.arrival)
+        late = (flat.words, flat.ints, check_deadline(r.deadline))
+    out, lse = x.out, x.lse
+    if r.out is None:
+        out, lse = (attention_arriving_op if late else attention_op)(*x.inputs, *s, *late, limit())
+    else:
+        (attention_arriving_out_op if late else attention_out_op)(*x.inputs, *s, *late, out, lse, limit())
+    clear_signals(*late[:1])
+    return AttentionOperands(x.q, x.k, x.v, out, x.scale, lse if r.return_lse else None, *x[6:])
+
+
+def _answer(r: AttentionRequest, x: AttentionOperands) -> Answer:
+    """What the caller gets."""
+    out = r.out if r.out is not None else _outermost(r, x.out)
+    return out if x.lse is None else (out, x.lse)
+
+
+def _outermost(r: AttentionRequest, out: torch.Tensor) -> torch.Tensor:
+    """An output in the caller's layout, or one of the caller's with heads behind rows."""
+    return out.transpose(1, 2) if r.layout == "bhsd" and out.dim() == 4 else out
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
+    dtype = tensor.dtype
+    if name in ("q", "k", "v"):
+        if dtype not in _DTYPES:
+            raise TypeError(f"{op}: {name} is {dtype}; attention takes {', '.join(ATTENTION_DTYPES)}: convert first")
+        if dtype == torch.float64 and tensor.is_cuda:
+            raise TypeError(f"{op}: {name} is {dtype} on a GPU; only the CPU takes it: {name}.float()")
+    elif name.startswith("scale_"):
+        check_scale_dtype(op, name, tensor)
+    elif name == "sinks":
+        if not tensor.is_floating_point():
+            raise TypeError(f"{op}: sinks is {dtype}; sinks are scores, of a floating-point dtype")
+    elif name != "out" and dtype != torch.int32:
+        raise TypeError(f"{op}: {name} is {dtype}; it is torch.int32: {name}.int()")
+
+
+def _alignment(causal: object) -> tuple[bool, Alignment]:
+    """``causal=`` as whether, and where the diagonal is."""
+    if isinstance(causal, bool) or causal == "bottom_right":
+        return bool(causal), "bottom_right"
+    if causal == "top_left":
+        return True, "top_left"
+    raise ValueError(
+        f"{_OP}: causal={causal!r}; it is False, True (the same as 'bottom_right'), 'bottom_right' or 'top_left'"
+    )
+
+
+def _window(window: object) -> tuple[int, int]:
+    """``window=`` as keys left and right of the diagonal, -1 for all."""
+    if window is None:
+        return -1, -1
+    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+        raise ValueError(f"{_OP}: window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
+    left, right = (-1 if side is None else side for side in window)
+    if not (_is_whole(left) and _is_whole(right) and left >= -1 and right >= -1):
+        raise ValueError(
+            f"{_OP}: window={tuple(window)!r}; a side is a whole number of keys, not negative, or None (or -1) for all"
+        )
+    return left, right
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    """Whether a whole number, as torch.compile knows them too."""
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def _number(name: str, value: object, *, positive: bool) -> float:
+    """A finite number; ``positive`` where only such will do."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{_OP}: {name}={value!r}; it is a number, or None")
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(f"{_OP}: {name}={value}; it is finite{' and positive' if positive else ''}, or None")
+    return float(value)
+
+
+def _most(name: str, value: object, packed: torch.Tensor | None, lengths: str) -> int:
+    """``max_seqlen_q=`` and ``max_seqlen_k=``; 0 by default."""
+    if value is None:
+        return 0
+    if packed is None:
+        raise ValueError(f"{_OP}: {name}={value} without {lengths}=; it belongs to packed sequences: leave it away")
+    if not _is_whole(value) or value < 0:
+        raise ValueError(f"{_OP}: {name}={value!r}; it is a whole number of rows, not negative, or None")
+    return value
+
+
+def _to_rows_first(
+    r: AttentionRequest, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views with heads behind rows; extents that can only be right in the other layout are refused."""
+    packed_q, packed_k, shape = r.cu_seqlens_q is not None, r.cu_seqlens_k is not None, _NAMES[r.layout]
+    if r.layout == "bhsd" and (packed_q or packed_k):
+        raise ValueError(f"{_OP}: layout='bhsd' with packed sequences; they are [T, H, D]: leave layout= away")
+    for name, tensor, packed in (("q", q, packed_q), ("k", k, packed_k), ("v", v, packed_k)):
+        if tensor.dim() != 4 - packed:
+            said = "[T, H, D]" if packed else f"{shape}; packed sequences need cu_seqlens_q= and cu_seqlens_k="
+            raise ValueError(f"{_OP}: {name} has shape {list(tensor.shape)}; it is {said}")
+    rows, heads = (-3, -2) if r.layout == "bshd" else (-2, -3)
+    mine, theirs = q.shape[heads], k.shape[heads]
+    fits = not theirs or mine % theirs == 0
+    if not (packed_q or packed_k) and (mine > MOST_HEADS or not fits):
+        swapped = (
+            f"{_OP}: layout={r.layout!r} is {shape}, so q {list(q.shape)} has {mine} heads of {q.shape[rows]} rows"
+        )
+        way = f"pass layout={'bhsd' if r.layout == 'bshd' else 'bshd'!r}, or transpose(1, 2)"
+        if mine > MOST_HEADS and mine > q.shape[rows]:
+            raise ValueError(
+                f"{swapped}; these have changed places: {way} (of that many heads, pass {MOST_HEADS} at a time)"
+            )
+        if not fits and k.shape[rows] and q.shape[rows] % k.shape[rows] == 0:
+            raise ValueError(
+                f"{swapped}, and k {list(k.shape)} has {theirs}, which does not divide them; rows and heads seem to "
+                f"have changed places: {way}"
+            )
+    if r.layout == "bhsd":
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q, k, v
+
+
+def _canonical_scale(name: str, scale: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
+    """A scale as ``[B, H]``: of one element, one a head, or one a sequence and head."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(batch, heads)
+    if tuple(scale.shape) in ((heads,), (batch, heads)):
+        return scale.expand(batch, heads)
+    raise ValueError(
+        f"{_OP}: {name} has shape {list(scale.shape)}; it has one element, or one a head, [{heads}], or one a sequence "
+        f"and head, [{batch}, {heads}]"
+    )
+
+
+def _check_gradients(r: AttentionRequest) -> bool:
+    """Whether a gradient is asked for; raises where nothing computes it."""
+    asked = [name for name, x in zip(r._fields, r[:11], strict=False) if x is not None and x.requires_grad]
+    for name in asked:
+        if name.startswith("scale_"):
+            raise RuntimeError(f"{_OP}: {name} requires a gradient; scales get none: pass {name}.detach()")
+    if r.out is not None and (asked or r.out.requires_grad):
+        raise RuntimeError(
+            f"{_OP}: out= has no gradient, and an operand requires one; leave out= away, or use torch.no_grad()"
+        )
+    if asked and r.block_table is not None:
+        raise RuntimeError(
+            f"{_OP}: {asked[0]} requires a gradient, and keys are in pages; those get none: gather them first, or use "
+            "torch.no_grad()"
+        )
+    if asked and r.q.dtype == torch.float8_e4m3fn:
+        raise RuntimeError(
+            f"{_OP}: {asked[0]} requires a gradient and q is {r.q.dtype}; operands of 8 bits get none: use "
+            "torch.no_grad()"
+        )
+    return bool(asked)

@@ -1,0 +1,133 @@
+"""Canonical operands of a matmul: their epilogue checked, no overlap with the output, and the problem that they are."""
+
+from __future__ import annotations
+
+import torch
+
+from tilestream.arrival.flat import FlatArrival
+from tilestream.core.chunks import Incoming
+from tilestream.core.dtypes import dtype_name
+from tilestream.core.operands import ACTIVATIONS, Epilogue, GemmOperands
+from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
+from tilestream.plan.problem import Problem
+
+
+def problem_of(
+    x: GemmOperands, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
+    publishes: Incoming | None = None,
+) -> Problem:  # fmt: skip
+    """The problem of operands with or without a batch, as far as it is the same on every device."""
+    a, b, out, epilogue = x
+    batch = a.shape[0] if a.dim() == 3 else 1
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    shared = batch > 1 and a.stride(0) == 0
+    return Problem(
+        m, n, k, batch, dtype_name(a.dtype), dtype_name(out.dtype),
+        None if rows is None else rows.incoming(m if shared else batch * m),
+        None if columns is None else columns.incoming(n),
+        shared_rows=shared,
+        b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
+        scales=epilogue.scales,
+        publishes=publishes,
+    )  # fmt: skip
+
+
+def epilogue_of(
+    out: torch.Tensor, alpha: float = 1.0, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    beta: float = 1.0, activation: str = "none", scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+) -> Epilogue:  # fmt: skip
+    """The epilogue of an output ``[M, N]`` or ``[B, M, N]``, which all of it fits. A residual times 0 is none."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation={activation!r}; it is one of {', '.join(name for name in ACTIVATIONS if name != 'none')}"
+        )
+    if bias is residual is scale_a is scale_b is None:
+        return Epilogue(alpha, beta=beta, activation=activation)
+    if bias is not None and tuple(bias.shape) != (out.shape[-1],):
+        raise ValueError(f"bias: shape {list(bias.shape)}; it has one element a column: [{out.shape[-1]}]")
+    if residual is not None and residual.shape != out.shape:
+        raise ValueError(f"residual: shape {list(residual.shape)}; it has the output's: {list(out.shape)}")
+    for name, tensor in (("bias", bias), ("residual", residual)):
+        if tensor is not None:
+            dtype_name(tensor.dtype)
+            if tensor.dtype in FP8_DTYPES:
+                raise TypeError(f"{name}: {tensor.dtype}; of 8 bits are operands only: {name}.to({out.dtype})")
+            _check_device(name, tensor, out)
+    for name, scale, end in (("scale_a", scale_a, (out.shape[-2], 1)), ("scale_b", scale_b, (1, out.shape[-1]))):
+        if scale is not None:
+            check_scale_dtype("gemm", name, scale)
+            _check_device(name, scale, out)
+            shape = (*out.shape[:-2], *end)
+            if scale.numel() != 1 and tuple(scale.shape) != shape:
+                raise ValueError(f"{name}: shape {list(scale.shape)}; it has one element, or {list(shape)}")
+    if beta == 0:
+        residual = None  # not read, so that what is not a number there does not count
+    elif residual is not None and residual.dim() == 2:
+        residual = residual.unsqueeze(0)
+    bias, residual, scale_a, scale_b = (None if t is None else t.detach() for t in (bias, residual, scale_a, scale_b))
+    return Epilogue(alpha, bias, residual, beta, activation, scale_a, scale_b)
+
+
+def _check_device(name: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
+    if tensor.device != out.device:
+        raise ValueError(f"{name}: on {tensor.device}, the output on {out.device}; they are on one device")
+
+
+# Overlap --------------------------------------------------------------------------------------------------------------
+
+
+def refuse_overlap(x: GemmOperands) -> None:
+    """Raise `ValueError` if a tile that is written would change what another tile still reads.
+
+    The residual may be the output itself: a tile reads just the elements that it writes.
+    """
+    e, out = x.epilogue, x.out
+    read = {"a": x.a, "b": x.b, "bias": e.bias, "residual": e.residual, "scale_a": e.scale_a, "scale_b": e.scale_b}
+    if e.residual is not None and out.numel() and _same_elements(e.residual, out):
+        del read["residual"]
+    refuse_shared(out, **read)
+
+
+def refuse_shared(out: torch.Tensor, what: str = "out", /, **read: torch.Tensor | None) -> None:
+    """Raise `ValueError` if an output shares memory with itself, or with what is read."""
+    if not out.numel():
+        return
+    if torch._debug_has_internal_overlap(out) == 1:
+        raise ValueError(
+            f"{what}: stride {out.stride()} for shape {list(out.shape)}: several elements share a place; pass "
+            f"{what}.clone()"
+        )
+    for name, tensor in read.items():
+        if tensor is not None and tensor.numel() and _may_meet(tensor, out):
+            raise ValueError(f"{what}: overlaps {name} in memory; give an output of its own")
+
+
+def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
+    steps = [[(e, s) for e, s in zip(t.shape, t.stride(), strict=True) if e != 1] for t in (x, y)]
+    return x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and steps[0] == steps[1]
+
+
+def _may_meet(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors may share a byte, by address: storages may overlap, too.
+
+    They certainly do not if one ends before the other begins; nor if both lie in rows of one length, in columns that
+    do not meet: counted from y's first column, x begins behind y's last and ends before the next row.
+    """
+    x_begin, y_begin = x.data_ptr(), y.data_ptr()
+    if x_begin + span(x) <= y_begin or y_begin + span(y) <= x_begin:
+        return False
+    for extent, stride in zip(y.shape, y.stride(), strict=True):
+        length = stride * y.element_size()
+        if extent > 1 and length > 0:
+            offset = (x_begin - y_begin) % length
+            if span(y, length) <= offset and offset + span(x, length) <= length:
+                return False
+    return True
+
+
+def span(tensor: torch.Tensor, length: int = 0) -> int:
+    """Bytes from the first to the last, modulo rows of ``length`` bytes (0: not modulo anything)."""
+    size = tensor.element_size()
+    steps = [((e - 1) * s * size, s * size) for e, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    return sum(step for step, stride in steps if not length or stride % length) + size
