@@ -41,7 +41,7 @@ SAMPLES = {
     "portable attention": (12, 3),
     "hopper gemm": (23, 19),
     "hopper attention": (6, 16),
-    "cdna gemm": (9, 18),
+    "cdna gemm": (9, 17),
     "cdna attention": (3, 24),
     "trace": (5, 5),
 }
