@@ -18,7 +18,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs clean
+.PHONY: help demo native test test-all lint format docs clean
 .NOTPARALLEL:
 
 help: ## Show this list.
@@ -26,6 +26,9 @@ help: ## Show this list.
 
 demo: $(VENV)/.stamp-cli ## Run the demonstration on this machine: make demo ARGS="...".
 	$(BIN)/tilestream demo $(ARGS)
+
+native: $(VENV)/.stamp-dev ## Build the native call path (csrc/) for this source tree; needs a C++20 compiler.
+	$(BIN)/python -m tilestream.launch.native_build
 
 test: $(VENV)/.stamp-dev ## Run the quick tests: no GPU needed, minutes at most.
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist worksteal $(ARGS)
@@ -49,7 +52,7 @@ docs: $(VENV)/.stamp-docs ## Build the documentation into docs/_build/html.
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 clean: ## Remove everything that make made, .venv too.
-	rm -rf $(VENV) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build build dist src/tilestream/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.stamp-venv:
 	@command -v $(PYTHON) >/dev/null 2>&1 || \

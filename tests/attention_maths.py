@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -75,15 +76,12 @@ class Call:
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Assert the rule for the answer of an op, in the layout ``bshd``, packed where queries are."""
-        case = self.case
-        begin = 0
-        outs, logs = [], []
-        for i, (q, _, _) in enumerate(self.sequences):
-            rows = slice(begin, begin + q.shape[0]) if case.packed else slice(None)
-            begin += q.shape[0]
-            outs.append(out[rows] if case.packed else out[i])
-            if lse is not None:
-                logs.append(lse[rows].t() if case.packed else lse[i])
+        case, counts = self.case, [q.shape[0] for q, _, _ in self.sequences]
+        begin = sum(counts)
+        outs, logs = list(out), [] if lse is None else list(lse)
+        if case.packed:
+            outs = list(out[:begin].split(counts))
+            logs = [] if lse is None else [x.t() for x in lse[:begin].split(counts)]
         dtype = torch.bfloat16 if case.dtype in FP8 else case.dtype
         fine, plain, other = (self.references(*how) for how in ((torch.float64,), (dtype,), (dtype, True)))
         kept(case, "out", outs, *([one for one, _ in which] for which in (fine, plain, other)))
@@ -102,10 +100,10 @@ class Call:
     def references(self, dtype: torch.dtype, other: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Output ``[S, H, Dv]`` and log-sum-exp ``[H, S]`` of each sequence, in torch's own operations in ``dtype``."""
         made = []
-        for i, tensors in enumerate(self.sequences):
+        for i, sequence in enumerate(self.sequences):
             scales = None if self.scales is None else tuple(x[i] for x in self.scales)
-            q, k, v = (x.to(dtype) for x in tensors)
-            made.append(attention_by_torch(q, k, v, scales=scales, other=other, **self.options))
+            qkv = (x.to(dtype) for x in sequence)
+            made.append(attention_by_torch(*qkv, scales=scales, other=other, **self.options))
         return made
 
 
@@ -198,10 +196,10 @@ def call_of(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Ca
     else:
         assert case.how == "lengths" or len(set(case.keys)) == 1, "dense sequences are of one length"
         longest = max(case.keys) + (5 if case.how == "lengths" else 0)
-        tensors["k"], tensors["v"] = (
-            torch.stack([_nan_padded(x, longest) for x in (parts)]) for parts in (k, v)
-        )  # fmt: skip
-    if case.how != "packed" and case.how != "dense":
+        for name, parts in (("k", k), ("v", v)):
+            padded = [torch.cat([x, _nan(longest - x.shape[0], *x.shape[1:], like=x)]) for x in parts]
+            tensors[name] = torch.stack(padded)
+    if case.how not in ("packed", "dense"):
         tensors["seqlens_k"] = torch.tensor(case.keys, dtype=torch.int32, device=device)
     scales = None
     if case.dtype in FP8:
@@ -222,16 +220,11 @@ def _scales(signed: bool, x: torch.Tensor) -> torch.Tensor:
 
 
 def _cumulative(lengths: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
-    sums = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    return torch.tensor(sums, dtype=torch.int32, device=device)
+    return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
 
 
 def _nan(*shape: int, like: torch.Tensor) -> torch.Tensor:
     return torch.full(shape, math.nan).to(like)
-
-
-def _nan_padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.cat([x, _nan(rows - x.shape[0], *x.shape[1:], like=x)])
 
 
 def _in_pages(

@@ -10,8 +10,8 @@ from tilestream_tools.isa import amdgcn
 def polling_faults(parsed: amdgcn.Kernel) -> list[str]:
     """What a loop that waits for a chunk on AMD must have, and has not; "no polling loop" where there is none.
 
-    One lane looks, at the system's scope, and drops what its caches have before anybody reads on; then a pause; and the
-    time is asked for, which bounds the wait.
+    One lane polls at the system's scope and drops what its caches have before any lane reads on. Then it pauses, and
+    reads the time, which bounds the wait.
     """
     waiting = [loop for loop in parsed.loops if loop.counts["sleep"]]
     inner = [loop for loop in waiting if not any(other.body < loop.body for other in waiting)]

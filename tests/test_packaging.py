@@ -160,8 +160,9 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path):
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     (wheel,) = builder.build(directory=str(tmp_path))
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    package = {p for p in SRC.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
-    assert names == {p.relative_to(SRC).as_posix() for p in package} | {"tilestream/examples/demo.py"}
+    package = {p for p in SRC.rglob("*") if p.is_file() and not {"__pycache__", "_native"} & {*p.parts}}
+    sources = {f"tilestream/_native/csrc/{p.name}" for p in (ROOT / "csrc").iterdir()}
+    assert names == {p.relative_to(SRC).as_posix() for p in package} | sources | {"tilestream/examples/demo.py"}
     assert "tilestream/py.typed" in names
 
 

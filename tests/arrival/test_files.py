@@ -350,6 +350,7 @@ class TestRangeReader:
             message = str(caught.value)
             assert message.startswith(f"{path}: ends at byte ")
             assert message.endswith(" bytes early")
+            assert reader.how.startswith("O_DIRECT:") is bypass, "each read begins at a page"
             assert bypass or message == f"{path}: ends at byte {PAGE + 100}, {2 * PAGE - 100} bytes early"
 
     @pytest.mark.parametrize("most", [1, 100, 2000, PAGE - 1, PAGE, PAGE + 1])
@@ -362,6 +363,15 @@ class TestRangeReader:
                 read(reader, 0, first)
                 read(reader, first)
                 assert bytes(reader.data) == content
+
+    def test_a_short_read_past_the_cache_goes_on_from_a_page(self, stored, monkeypatch):
+        matrix, content = stored
+        need_direct(matrix)
+        preadv = os.preadv
+        monkeypatch.setattr(files.os, "preadv", lambda *how: min(preadv(*how), PAGE + 100))
+        with reading(matrix) as reader:
+            read_and_check(reader, content)
+            assert "O_DIRECT:" in reader.how
 
     def test_a_file_system_that_refuses_o_direct_is_read_through_the_cache(self, stored, monkeypatch):
         matrix, content = stored

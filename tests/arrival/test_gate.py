@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -148,16 +149,14 @@ class TestAWrongGateIsFound:
     def test_a_gate_of_something_else(self, change):
         assert not agrees(self.CASE, replace(self.CASE.gate, **change), self.ITEMS)
 
-    def test_a_pivot_applied_to_the_data_and_not_to_the_signal(self, monkeypatch):
+    @pytest.mark.parametrize(
+        "wrong",
+        [lambda found, count: tuple((c + 2) % count for c in found), lambda found, count: found[:1]],
+        ids=["a pivot applied to the data and not to the signal", "waiting for the first chunk only"],
+    )
+    def test_chunks_of_something_else(self, monkeypatch, wrong):
         right = Chunks.of_rows
-        monkeypatch.setattr(
-            Chunks, "of_rows", lambda self, b, e: tuple((c + 2) % self.count for c in right(self, b, e))
-        )
-        assert not agrees(self.CASE, self.CASE.gate, self.ITEMS)
-
-    def test_waiting_for_the_first_chunk_only(self, monkeypatch):
-        right = Chunks.of_rows
-        monkeypatch.setattr(Chunks, "of_rows", lambda self, b, e: right(self, b, e)[:1])
+        monkeypatch.setattr(Chunks, "of_rows", lambda self, b, e: wrong(right(self, b, e), self.count))
         assert not agrees(self.CASE, self.CASE.gate, self.ITEMS)
 
     def test_a_machine_without_its_gate_reads_early(self):
@@ -166,43 +165,44 @@ class TestAWrongGateIsFound:
         assert log.read_early
 
 
+def told(protocol: Generator, *answers: int) -> tuple[list[Wait], object]:
+    """What the protocol waits for, given these answers, and what it returns; None while it waits on."""
+    waits = []
+    try:
+        for answer in (None, *answers):
+            asked = protocol.send(answer)
+            waits.append(asked)
+    except StopIteration as end:
+        return waits, end.value
+    return waits, None
+
+
 class TestPassGate:
     GATE = Gate(8, 4, 4, 4, Chunks.uniform(8, 2), Chunks.uniform(4, 2))
     ITEM = WorkItem(1, 0, 1, 0, 0, 1)
 
-    def test_waits_for_a_s_chunks_then_b_s(self):
-        assert self.GATE.needs(self.ITEM) == tuple(Wait(o, c, self.ITEM) for o, c in [(0, 2), (0, 3), (1, 0), (1, 1)])
+    def waits(self, *chunks: tuple[int, int]) -> list[Wait]:
+        return [Wait(operand, chunk, self.ITEM) for operand, chunk in chunks]
 
-    def test_remembers_what_it_has_seen(self):
-        protocol = pass_gate(self.GATE, self.ITEM, Seen(rows=0b0100, columns=0b10))
-        assert next(protocol) == Wait(0, 3, self.ITEM)
-        assert protocol.send(1) == Wait(1, 0, self.ITEM)
-        with pytest.raises(StopIteration) as end:
-            protocol.send(1)
-        assert end.value.value == (True, Seen(rows=0b1100, columns=0b11))
+    def test_waits_for_as_chunks_then_bs(self):
+        assert list(self.GATE.needs(self.ITEM)) == self.waits((0, 2), (0, 3), (1, 0), (1, 1))
 
-    def test_what_it_has_seen_of_one_operand_says_nothing_of_the_other(self):
-        assert next(pass_gate(self.GATE, self.ITEM, Seen(rows=0b1100))) == Wait(1, 0, self.ITEM)
+    def test_remembers_what_it_has_seen_of_each_operand(self):
+        seen = Seen(rows=0b0100, columns=0b10)
+        found = told(pass_gate(self.GATE, self.ITEM, seen), 1, 1)
+        assert found == (self.waits((0, 3), (1, 0)), (True, Seen(rows=0b1100, columns=0b11)))
+        assert told(pass_gate(self.GATE, self.ITEM, Seen(rows=0b1100))) == (self.waits((1, 0)), None)
 
     def test_the_end_of_the_launch_is_no_arrival(self):
-        protocol = pass_gate(self.GATE, self.ITEM, Seen())
-        next(protocol)
-        protocol.send(1)
-        with pytest.raises(StopIteration) as end:
-            protocol.send(0)
-        assert end.value.value == (False, Seen(rows=0b0100)), "seen is only what has arrived"
+        found = told(pass_gate(self.GATE, self.ITEM, Seen()), 1, 0)
+        assert found == (self.waits((0, 2), (0, 3)), (False, Seen(rows=0b0100))), "seen is only what has arrived"
 
     def test_an_item_that_needs_nothing_passes(self):
         gate = Gate(0, 4, 4, 4, Chunks((0, 0)))
-        with pytest.raises(StopIteration) as end:
-            next(pass_gate(gate, WorkItem(0, 0, 0, 0, 0, 1), Seen()))
-        assert end.value.value == (True, Seen())
+        assert told(pass_gate(gate, WorkItem(0, 0, 0, 0, 0, 1), Seen())) == ([], (True, Seen()))
 
     def test_more_chunks_than_a_machine_word_has_bits(self):
         gate = Gate(1000, 1, 1000, 1, Chunks.uniform(1000, 1))
-        protocol = pass_gate(gate, WorkItem(0, 0, 0, 0, 0, 1), Seen())
-        waits = [next(protocol), *(protocol.send(1) for _ in range(999))]
+        waits, end = told(pass_gate(gate, WorkItem(0, 0, 0, 0, 0, 1), Seen()), *[1] * 1000)
         assert [wait.chunk for wait in waits] == list(range(1000))
-        with pytest.raises(StopIteration) as end:
-            protocol.send(1)
-        assert end.value.value == (True, Seen(rows=2**1000 - 1))
+        assert end == (True, Seen(rows=2**1000 - 1))

@@ -18,7 +18,6 @@ import pytest
 import torch
 from device_builders import on_gpu, pinned, refused
 
-import tilestream as ts
 from fake_cuda import FakeCuda, Until
 from tilestream.arrival import kernel_copies, landing
 from tilestream.arrival.device import DeviceSignals, GateWords
@@ -463,15 +462,3 @@ def test_what_no_kernel_can_read_is_refused(cuda, x, is_pinned, message):
     with pytest.raises(ValueError, match=re.escape("or copies='engine'")) as caught:
         on_gpu(source, Chunks.uniform(12, 6), by_kernel=True)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"copies": "sm"}, "stream_in: copies='sm'; it is 'engine' or 'kernel'"),
-        ({"copies": "kernel"}, "stream_in: copies='kernel' of a Tensor to cpu; a kernel copies a pinned CPU tensor"),
-    ],
-)
-def test_bad_arguments(how, message):
-    with refused(ValueError, message):
-        ts.stream_in(torch.zeros(8, 8), **how)

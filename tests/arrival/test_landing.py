@@ -20,7 +20,7 @@ from fake_cuda import DEVICE, fake_cuda
 from strategies import chunkings
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
-from tilestream.arrival.sources import as_rows, file_source, iterator_source, row_count, tensor_source
+from tilestream.arrival.sources import as_rows, file_source, iterator_source, tensor_source
 from tilestream.arrival.stream import Stream
 from tilestream.core.chunks import Chunks
 from tilestream.core.error_record import FAILED, Record
@@ -253,10 +253,6 @@ class TestDevice:
             cuda.run()
         assert torch.equal(kept, matrix(6))
 
-    def test_a_graph_cannot_wait_for_it(self, cuda, x):
-        with cuda.capture(), pytest.raises(RuntimeError, match=r"what ts\.stream_in copies is not in it"):
-            x.arrival._signals.use()
-
 
 class TestErrors:
     """What a producer raised reaches the caller, and once only where it is reported."""
@@ -342,11 +338,3 @@ class TestErrors:
         stream._filling.join(LONG)
         assert died == ["the driver made no stream: code 201"]
         assert stream._filling.stop.is_set()
-
-
-def test_a_landing_of_the_host_does_nothing():
-    x = torch.zeros(4, 2)
-    landing = Landing(x)
-    assert landing.tensor is x
-    assert landing.settled(0.0)
-    assert row_count(x) == 4

@@ -89,7 +89,7 @@ class World:
             self.signals.advance()
 
     def wipe(self, stream: str, behind: str) -> None:
-        """The caller zeroes his words himself."""
+        """The caller zeroes the words."""
         self.on(stream).wait_stream(self.on(behind))
         self.on(stream).give(self.words.zero_)
 

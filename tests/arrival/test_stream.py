@@ -11,7 +11,6 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,10 +47,6 @@ def refused(error, message):
 
 def matrix(rows=50, cols=6, dtype=F32, seed=0) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def blocks_of(x: torch.Tensor, *sizes: int) -> Iterator[torch.Tensor]:
-    yield from x.split(list(sizes))
 
 
 @pytest.fixture(scope="module")
@@ -181,18 +176,15 @@ class TestSources:
 
     @given(st.data(), st.integers(1, 60))
     def test_iterators_of_odd_blocks(self, data, rows):
+        """It brings the pivot's rows first."""
         x = matrix(rows)
         cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=6)))
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
         chunks = data.draw(chunkings(rows))
-        with ts.stream_in(blocks_of(x, *sizes), shape=(rows, 6), dtype=x.dtype, bounds=chunks.bounds) as stream:
+        pivot = data.draw(st.integers(0, chunks.count - 1))
+        blocks = x.roll(-chunks.bounds[pivot], 0).split(sizes)
+        with ts.stream_in(blocks, shape=(rows, 6), dtype=x.dtype, bounds=chunks.bounds, pivot=pivot) as stream:
             assert torch.equal(stream.wait(LONG), x)
-
-    def test_an_iterator_brings_the_pivots_rows_first(self):
-        x = matrix(10)
-        turned = torch.cat([x[6:], x[:6]])
-        with ts.stream_in(blocks_of(turned, 3, 7), shape=x.shape, dtype=x.dtype, bounds=[0, 3, 6, 10], pivot=2) as s:
-            assert torch.equal(s.wait(LONG), x)
 
     def test_an_iterator_of_single_rows_and_of_more_dimensions(self):
         x = matrix(12)
@@ -496,6 +488,8 @@ class TestRefused:
             (matrix(), {"direct": False}, ValueError, f"stream_in: direct=False {CPU_TENSOR}"),
             (matrix(), {"shape": (50, 6)}, ValueError, f"stream_in: shape=(50, 6) {CPU_TENSOR}"),
             (matrix(), {"dtype": F32}, ValueError, f"stream_in: dtype=torch.float32 {CPU_TENSOR}"),
+            (matrix(), {"copies": "sm"}, ValueError, "stream_in: copies='sm'; it is 'engine' or 'kernel'"),
+            (matrix(), {"copies": "kernel"}, ValueError, "stream_in: copies='kernel' of a Tensor to cpu; a kernel copies a pinned CPU tensor to its GPU: give one, or copies='engine'"),
             (torch.ones(3), {}, ValueError, "stream_in: the source has shape [3]; a matrix has at least 2 dimensions"),
             (torch.tensor(1.0), {}, ValueError, "stream_in: the source has shape []; a matrix has at least 2 dimensions"),
             (torch.ones(2, 2, device="meta"), {}, ValueError, "stream_in: the source is on meta; what streams in is on the CPU: source.cpu()"),

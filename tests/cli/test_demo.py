@@ -102,12 +102,21 @@ def test_your_own_safetensors_file_is_not_changed(demo, safetensors, schedule):
     assert safetensors.read_bytes() == before
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_your_own_npy_file(demo, tmp_path, dtype):
-    path = tmp_path / "mine.npy"
-    np.save(path, np.random.default_rng(0).standard_normal((300, 70)).astype(dtype))
-    result = demo("--input", path, "--n", 33, "--rows-per-chunk", 64)
-    assert_right(result, f"[300, 70] @ [70, 33], {np.dtype(dtype).name}", "5 chunks of 64 rows")
+def file(name, values, left=None):
+    """Writes such a file, cut off behind the first bytes, and gives its path."""
+
+    def make(folder):
+        path = folder / name
+        if isinstance(values, str):
+            path.write_text(values)
+        elif name.endswith(".npy"):
+            np.save(path, values)
+        else:
+            save_file(values, path)
+        path.write_bytes(path.read_bytes()[:left])
+        return path
+
+    return make
 
 
 def infinite():
@@ -116,12 +125,20 @@ def infinite():
     return x
 
 
+NPY = np.random.default_rng(0).standard_normal((300, 70))
+
+
 @pytest.mark.parametrize(
-    "values", [torch.randn(200, 64).bfloat16(), torch.randn(4, 30, 64), torch.randn(1, 8), infinite()]
-)
-def test_other_shapes_dtypes_and_values(demo, tmp_path, values):
-    save_file({"t": values}, tmp_path / "f.safetensors")
-    assert_right(demo("-i", tmp_path / "f.safetensors", "--n", 16))
+    ("make", "words"),
+    [
+        *((file("f.npy", NPY.astype(dtype)), ("[300, 70] @ [70, 33]", np.dtype(dtype).name, "5 chunks of 64 rows"))
+          for dtype in (np.float32, np.float64, np.float16)),
+        *((file("f.safetensors", {"t": values}), ())
+          for values in (torch.randn(200, 64).bfloat16(), torch.randn(4, 30, 64), torch.randn(1, 8), infinite())),
+    ],
+)  # fmt: skip
+def test_your_own_file_of_any_format_shape_and_dtype(demo, tmp_path, make, words):
+    assert_right(demo("--input", make(tmp_path), "--n", 33, "--rows-per-chunk", 64), *words)
 
 
 def test_end_to_end_on_a_gpu(demo, gpu, tmp_path):
@@ -287,23 +304,6 @@ def test_cuda_without_a_gpu_is_one_line(cli, monkeypatch, why):
     result = cli("demo", "--device", "cuda")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"tilestream: --device cuda: {why}; --device cpu streams from the disk to the CPU\n"
-
-
-def file(name, values, left=None):
-    """Writes such a file, cut off behind the first bytes, and gives its path."""
-
-    def make(folder):
-        path = folder / name
-        if isinstance(values, str):
-            path.write_text(values)
-        elif name.endswith(".npy"):
-            np.save(path, values)
-        else:
-            save_file(values, path)
-        path.write_bytes(path.read_bytes()[:left])
-        return path
-
-    return make
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,9 @@ from gpu_cases import E4M3, KINDS, Case, chunks_of, uniform
 from tilestream.core.device import DeviceProperties
 from tilestream.launch.hopper.arguments import Arguments
 from tilestream.plan.attention_plan import of_candidate
-from tilestream.plan.planner import plan_problem
+from tilestream.plan.planner import plan_problem, search_space
 from tilestream.plan.policy import hopper_attention
 from tilestream.plan.problem import Incoming
-from tilestream.plan.search import search_space
 from tilestream_tools.isa.build import build
 from tilestream_tools.isa.kernels import portable_arguments
 

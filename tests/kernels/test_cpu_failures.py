@@ -1,4 +1,4 @@
-"""What goes wrong: late and dead producers, exceptions anywhere, interrupts. Nobody is left behind, nothing lies."""
+"""Late and dead producers, exceptions anywhere, interrupts: no thread stays behind, and no result is wrong."""
 
 from __future__ import annotations
 
@@ -117,17 +117,18 @@ def test_an_expiry_can_be_pickled():
     assert "rank 4, worker 2" in str(error)
 
 
-@pytest.mark.parametrize("op", ["matmul", "mm", "addmm", "linear"])
+OPS = {
+    "matmul": lambda **how: ts.matmul(rand(M, K), rand(K, N), **how),
+    "mm": lambda **how: ts.mm(rand(M, K), rand(K, N), **how),
+    "addmm": lambda **how: ts.addmm(rand(N), rand(M, K), rand(K, N), **how),
+    "linear": lambda **how: ts.linear(rand(M, K), rand(N, K), **how),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_the_expiry_of_an_op_names_it(op):
-    arrival = four_chunks()
-    calls = {
-        "matmul": lambda: ts.matmul(rand(M, K), rand(K, N), arrival=arrival, deadline=0.02),
-        "mm": lambda: ts.mm(rand(M, K), rand(K, N), arrival=arrival, deadline=0.02),
-        "addmm": lambda: ts.addmm(rand(N), rand(M, K), rand(K, N), arrival=arrival, deadline=0.02),
-        "linear": lambda: ts.linear(rand(M, K), rand(N, K), arrival=arrival, deadline=0.02),
-    }
     with pytest.raises(ts.ArrivalTimeout) as caught:
-        calls[op]()
+        OPS[op](arrival=four_chunks(), deadline=0.02)
     assert caught.value.op == op
 
 
@@ -384,29 +385,62 @@ def test_threads_that_cannot_be_started(monkeypatch):
 # Interrupts -----------------------------------------------------------------------------------------------------------
 
 
-def in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread() and hasattr(signal, "pthread_kill")
+interrupts_this_thread = pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"),
+    reason="signals are handled in the main thread",
+)
 
 
-@pytest.mark.skipif(not in_main_thread(), reason="signals are handled in the main thread")
+def interrupt() -> None:
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+@pytest.fixture
+def _interruptible():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Slow:
+    """Tiles that take their time: those that workers are inside of."""
+
+    def __init__(self, monkeypatch, seconds: float) -> None:
+        self.inside, self.entered, real = [], threading.Event(), GemmBody.compute
+
+        def compute(body, item):
+            self.inside.append(item.tile)
+            self.entered.set()
+            try:
+                time.sleep(seconds)  # with one worker and one thread, this is the caller's own: it is interrupted here
+                real(body, item)
+            finally:
+                self.inside.remove(item.tile)
+
+        monkeypatch.setattr(GemmBody, "compute", compute)
+
+    def wait(self) -> None:
+        """Until no worker is inside of a tile any more."""
+        deadline = time.monotonic() + 10
+        while self.inside and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+@interrupts_this_thread
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_an_interrupt_of_a_waiting_caller_leaves_no_thread(workers):
     x, b, out = rand(M, K), rand(K, N), torch.zeros(M, N)
     arrival = four_chunks()
     arrival.signal(0)
     mine, default = torch.get_num_threads(), intra_op_threads_of_a_new_thread()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.15, lambda: signal.pthread_kill(main, signal.SIGINT))
-    try:
-        with no_thread_left(grace=5):  # when just they are gone: see the test after this one
-            timer.start()
-            begin = time.perf_counter()
-            with pytest.raises(KeyboardInterrupt):
-                planned(arrival, "dynamic", workers).run(x, b, out=out, arrival=arrival, deadline=30)
-            timer.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    timer = threading.Timer(0.15, interrupt)
+    with no_thread_left(grace=5):  # when just they are gone: see the test after this one
+        timer.start()
+        begin = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            planned(arrival, "dynamic", workers).run(x, b, out=out, arrival=arrival, deadline=30)
+        timer.join()
     assert time.perf_counter() - begin < 10
     assert out[16:].isnan().all()
     assert (torch.get_num_threads(), intra_op_threads_of_a_new_thread()) == (mine, default)
@@ -415,36 +449,23 @@ def test_an_interrupt_of_a_waiting_caller_leaves_no_thread(workers):
     check(planned(arrival, "dynamic", workers).run(x, b, arrival=arrival), Maths(x, b))
 
 
-@pytest.mark.skipif(not in_main_thread(), reason="signals are handled in the main thread")
+@interrupts_this_thread
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("interrupts", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_invariant_9_an_interrupted_call_returns_only_when_no_worker_writes_any_more(interrupts, workers, monkeypatch):
     # Ctrl-C while workers are inside a tile. (Before CPython 3.13 an interrupted Thread.join() takes a thread that
     # still runs for one that has ended, so that joining it once more does not wait: gh-90882.)
-    a, b, out = rand(M, K), rand(K, N), torch.zeros(M, N)
-    inside, entered, real = [], threading.Event(), GemmBody.compute
+    a, b, out, slow = rand(M, K), rand(K, N), torch.zeros(M, N), Slow(monkeypatch, 0.5)
 
-    def compute(self, item):
-        inside.append(item.tile)
-        entered.set()
-        try:
-            time.sleep(0.5)  # with one worker and one thread, this is the caller's own thread: it is interrupted here
-            real(self, item)
-        finally:
-            inside.remove(item.tile)
-
-    monkeypatch.setattr(GemmBody, "compute", compute)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    main = threading.main_thread().ident
-
-    def interrupt():
-        entered.wait(10)
+    def several():
+        slow.entered.wait(10)
         time.sleep(0.05)  # until all are: for an interrupt while they are being started, see the next test
         for _ in range(interrupts):
-            signal.pthread_kill(main, signal.SIGINT)
+            interrupt()
             time.sleep(0.1)
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=several)
     thread.start()
     still, caught = [], 0
     try:
@@ -454,63 +475,44 @@ def test_invariant_9_an_interrupted_call_returns_only_when_no_worker_writes_any_
                     ts.matmul(a, b, out=out, workers=workers, schedule="dynamic")
                 time.sleep(0.01)
             except KeyboardInterrupt:
-                still, caught = (list(inside) if not caught else still), caught + 1
+                still, caught = (list(slow.inside) if not caught else still), caught + 1
     finally:
-        signal.signal(signal.SIGINT, before)
-        deadline = time.monotonic() + 10
-        while inside and time.monotonic() < deadline:
-            time.sleep(0.01)
+        slow.wait()
     assert caught
     assert not still, f"the call had returned while workers were still inside tiles {still}"
     assert out.isnan().any()
 
 
-@pytest.mark.skipif(not in_main_thread(), reason="signals are handled in the main thread")
+@interrupts_this_thread
+@pytest.mark.usefixtures("_interruptible")
 def test_invariant_9_interrupted_while_workers_are_started_and_once_more_while_they_leave(monkeypatch):
     # The second thread exists, but has not run its first line when the first interrupt comes (real signals hit that in
     # 4 of 60 tries; here a ghost is that thread). The second comes while the first worker is still inside a tile.
-    a, b, out = rand(M, K), rand(K, N), torch.zeros(M, N)
-    inside, entered, real, start = [], threading.Event(), GemmBody.compute, threading.Thread.start
-    main, ghosts, still = threading.main_thread().ident, [], []
-
-    def compute(self, item):
-        inside.append(item.tile)
-        entered.set()
-        try:
-            time.sleep(0.6)
-            real(self, item)
-        finally:
-            inside.remove(item.tile)
+    a, b, out, slow = rand(M, K), rand(K, N), torch.zeros(M, N), Slow(monkeypatch, 0.6)
+    start, ghosts, still = threading.Thread.start, [], []
 
     def interrupted(self):
         if self.name != "tilestream-worker-1":
             start(self)
             return
-        entered.wait(10)
+        slow.entered.wait(10)
         ghosts.append(threading.Thread(target=lambda: (time.sleep(0.05), self.run()), name="ghost"))
         start(ghosts[0])
         raise KeyboardInterrupt
 
-    again = threading.Thread(
-        target=lambda: (entered.wait(10), time.sleep(0.2), signal.pthread_kill(main, signal.SIGINT))
-    )
-    monkeypatch.setattr(GemmBody, "compute", compute)
+    again = threading.Thread(target=lambda: (slow.entered.wait(10), time.sleep(0.2), interrupt()))
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         again.start()
         with pytest.raises(KeyboardInterrupt):
             ts.matmul(a, b, out=out, workers=2, schedule="dynamic")
-        still = list(inside)
+        still = list(slow.inside)
         again.join(10)
     finally:
-        signal.signal(signal.SIGINT, before)
         monkeypatch.undo()
         for thread in (again, *ghosts):
             thread.join(10)
-        deadline = time.monotonic() + 10
-        while inside and time.monotonic() < deadline:
-            time.sleep(0.01)
+        slow.wait()
     assert not still, f"the call had returned while workers were still inside tiles {still}"
 
 
@@ -518,7 +520,7 @@ def test_invariant_9_interrupted_while_workers_are_started_and_once_more_while_t
 
 
 class Owned(np.ndarray):
-    """An array that can be watched: a tensor made of it keeps it alive, and whoever keeps the tensor does."""
+    """An array that can be watched: each tensor made of it keeps it alive."""
 
 
 def owned(rows: int, columns: int) -> tuple[torch.Tensor, weakref.ref]:
@@ -552,33 +554,21 @@ def test_invariant_8_no_cache_keeps_a_tensor_alive(how):
 
 
 @pytest.mark.usefixtures("_no_collector")
-def test_invariant_9_an_expiry_keeps_nothing_alive():
+@pytest.mark.parametrize("what", ["an expiry", "an exception in a worker", "a producer's exception"])
+def test_invariant_9_what_goes_wrong_keeps_nothing_alive(what, monkeypatch):
     a, ref = owned(M, K)
-    arrival = four_chunks()
-    with contextlib.suppress(ts.ArrivalTimeout):
-        ts.matmul(a, rand(K, N), arrival=arrival, deadline=0.02, workers=2)
+    arrival, how = four_chunks(), {}
+    if what == "an exception in a worker":
+        monkeypatch.setattr(GemmBody, "compute", lambda self, item: 1 / 0)
+    else:
+        how = {"arrival": arrival, "deadline": 0.02}
+    if what == "a producer's exception":
+        arrival.fail(ValueError("disk on fire"))
+    with contextlib.suppress(ts.ArrivalTimeout, ZeroDivisionError, ValueError):
+        ts.matmul(a, rand(K, N), workers=2, **how)
     del a
-    assert ref() is None
-
-
-@pytest.mark.usefixtures("_no_collector")
-def test_an_exception_in_a_worker_keeps_nothing_alive(monkeypatch):
-    a, ref = owned(M, K)
-    monkeypatch.setattr(GemmBody, "compute", lambda self, item: 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):
-        ts.matmul(a, rand(K, N), workers=2)
-    del a
-    assert ref() is None
-
-
-def test_a_producers_exception_keeps_nothing_alive():
-    a, ref = owned(M, K)
-    arrival = four_chunks()
-    arrival.fail(ValueError("disk on fire"))
-    with contextlib.suppress(ValueError):
-        ts.matmul(a, rand(K, N), arrival=arrival, workers=2)
-    del a
-    gc.collect()
+    if what == "a producer's exception":
+        gc.collect()
     assert ref() is None
 
 

@@ -1,4 +1,4 @@
-"""`tilestream.attention` on the CPU: numbers, layouts, lists of lengths, what is in memory where nobody may look."""
+"""`tilestream.attention` on the CPU: numbers, layouts, lists of lengths, and NaN in memory that no row may read."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_a_chunk_that_does_not_come():
 
 
 def test_what_no_query_sees_is_not_waited_for():
-    """Top left, more keys than queries: the last chunks are read by nobody."""
+    """Top left, more keys than queries: no row reads the last chunks."""
     call, arrival = call_of(Case((16,), (66,), (2, 1), features="top left")), ARRIVALS["uniform"]()
     producer = Producer(call, arrival)
     producer.bring(0)

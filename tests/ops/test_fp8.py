@@ -64,7 +64,7 @@ def test_pairs_and_schedules(dtypes, scaled):
     with_scales = scales(scaled, 35, 37)
     for how in HOWS:
         answer = ts.matmul(a, b, **with_scales, **how)
-        assert answer.dtype == torch.bfloat16, "what comes of 8-bit operands where nobody says"
+        assert answer.dtype == torch.bfloat16, "the default of 8-bit operands"
         check(answer, Maths(a, b, **with_scales))
 
 

@@ -187,11 +187,12 @@ def test_the_second_attention_is_a_launch_and_nothing_else(calls, layout):
         ({"out_dtype": "float16"}, TypeError, "out_dtype='float16'"),
         ({"window": (1, -5)}, ValueError, r"window=\(1, -5\)"),
         ({"splits": 0}, ValueError, "splits=0"),
+        ({"deadline": 1.0, "causal": False}, ValueError, r"attention: deadline=1\.0 without arrival="),
     ],
     ids=str,
 )
 def test_wrong_arguments_raise_behind_right_ones(calls, wrong, error, says):
-    attends = "window" in wrong or "splits" in wrong
+    attends = {"window", "splits", "causal"} & wrong.keys()
     op, operands = (ts.attention, qkv()) if attends else (ts.matmul, (on_gpu(4, 3), on_gpu(3, 2)))
     op(*operands)
     with pytest.raises(error, match=says):
@@ -199,11 +200,12 @@ def test_wrong_arguments_raise_behind_right_ones(calls, wrong, error, says):
     assert calls == ["long"]
 
 
-def test_an_output_of_other_columns_and_dtype(calls):
-    q, k, v = (on_gpu(2, 5, 4, dim, dtype=torch.float8_e4m3fn) for dim in (16, 16, 8))
+@pytest.mark.parametrize("columns", [8, 16])
+def test_an_output_of_other_columns_and_dtype(calls, columns):
+    q, k, v = (on_gpu(2, 5, 4, dim, dtype=torch.float8_e4m3fn) for dim in (16, 16, columns))
     for _ in range(2):
         out = ts.attention(q, k, v)
-        assert out.shape == (2, 5, 4, 8)
+        assert out.shape == (2, 5, 4, columns)
         assert out.dtype == torch.bfloat16
     assert how_they_went(calls) == "lc"
 
@@ -220,6 +222,7 @@ def test_queries_that_lie_otherwise_have_the_outputs_own_layout(calls):
     [
         {"causal": True}, {"window": (3, 0)}, {"softcap": 2.0}, {"scale": 1.0}, {"return_lse": True}, {"workers": 3},
         {"schedule": "static"}, {"sinks": (4,)}, {"scale_k": (1,)}, {"seqlens_k": (2,)}, {"causal": "top_left"},
+        {"layout": "bhsd"},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip

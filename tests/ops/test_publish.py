@@ -1,4 +1,4 @@
-"""``publish=`` on the CPU: who reads a chunk that is signalled finds all of it, whatever chunks and schedule are."""
+"""``publish=`` on the CPU: a chunk is complete when it is signalled, for all chunks and schedules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reader:
 
         def announced(chunk: int, epoch: int | None = None) -> None:
             rows = slice(self._bounds[chunk], self._bounds[chunk + 1])
-            self.seen[rows] = out[rows]  # before anybody else can know of it
+            self.seen[rows] = out[rows]  # before any other reader can know of it
             self.order.append(chunk)
             original(chunk, epoch)
 

@@ -5,6 +5,7 @@ What a real one does is in ``tests/gpu/test_gpu_publish.py``.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -103,33 +104,20 @@ def test_where_the_kernel_publishes_a_reader_waits_for_the_pivot_chunk(cuda, lau
     assert signals._published.first == (signals._eager.data_ptr() + 4 * 3, 1)
 
 
-def test_a_launch_that_fails_is_told_to_the_readers(cuda, launches, monkeypatch):
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_launch_that_fails_is_told_to_the_readers(cuda, launches, monkeypatch, captured):
+    """Not to eager readers of a capture: there is no graph then."""
     signals, calls = DeviceSignals(4, DEVICE), []
 
     def fails(*args, **how):
         calls.append(args)
-        if len(calls) == 2:
+        if len(calls) == 2 or captured:
             raise RuntimeError("out of something")
 
     monkeypatch.setattr(module.gpu, "run", fails)
-    a, b, out = rand(50, 8), rand(8, 6), nans(50, 6)
-    with pytest.raises(RuntimeError, match="out of something"):
-        module.publish(GemmOperands(a, b, out, Epilogue()), flat_of(signals, 4, 13, (), 1), How(limit=0), "matmul")
+    x = GemmOperands(rand(50, 8), rand(8, 6), nans(50, 6), Epilogue())
+    with cuda.capture() if captured else nullcontext(), pytest.raises(RuntimeError, match="out of something"):
+        module.publish(x, flat_of(signals, 4, 13, (), 1), How(limit=0), "matmul")
     cuda.run()
-    assert signals._read() == [-1, 1, -1, -1]
-    assert isinstance(signals.error(1), RuntimeError)
-
-
-def test_a_capture_that_fails_is_told_to_no_eager_reader(cuda, launches, monkeypatch):
-    signals = DeviceSignals(4, DEVICE)
-
-    def fails(*args, **how):
-        raise RuntimeError("out of something")
-
-    monkeypatch.setattr(module.gpu, "run", fails)
-    a, b, out = rand(50, 8), rand(8, 6), nans(50, 6)
-    with cuda.capture(), pytest.raises(RuntimeError, match="out of something"):
-        module.publish(GemmOperands(a, b, out, Epilogue()), flat_of(signals, 4, 13, (), 1), How(limit=0), "matmul")
-    cuda.run()
-    assert signals._read() == [0] * 4
-    assert signals.error(1) is None
+    assert signals._read() == ([0] * 4 if captured else [-1, 1, -1, -1])
+    assert type(signals.error(1)) is (type(None) if captured else RuntimeError)

@@ -9,7 +9,7 @@ from made_up import BF16, lines
 
 from tilestream.core.chunks import Chunks
 from tilestream.core.gpu_specs import named
-from tilestream.plan.copies import COPIERS, copied_operand
+from tilestream.plan.plan import COPIERS, copied_operand
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Incoming, Problem
 

@@ -1,4 +1,4 @@
-"""Workspaces: made on first use, reused, never cleared, nobody else's; and they survive a fork."""
+"""Workspaces: made on first use, reused, never cleared, one launch's at a time; and they survive a fork."""
 
 from __future__ import annotations
 
@@ -47,6 +47,19 @@ def test_a_launch_on_a_gpu_has_counts_for_both_halves_of_each_split_tile(capture
     assert not words.counts.any()
     assert words.partials.numel() >= split.slots * 16 * 32
     assert words.counters.numel() >= words_of(split) == (split.queues + 2) * LINE
+
+
+def test_a_gpus_workspace_grows_is_kept_and_counts_on():
+    space = DeviceWorkspace(torch.device("cpu"))
+    small, large = (Schedule("stream_k", Grid(1, 3, n, 4), workers=workers) for n, workers in ((5, 7), (10, 13)))
+    assert small.slots < large.slots
+    first, grown, again = (space.open(plan, (16, 32), listed) for plan, listed in ((small, 4), (large, 9), (small, 4)))
+    assert [x.numel() for x in (grown.counts, grown.partials, *grown.listed)] == [
+        2 * large.slots, 16 * 32 * large.slots, 9, 9
+    ]  # fmt: skip
+    assert again._replace(base=0) == grown._replace(base=0), "the same tensors"
+    bases = (0, small.most_tickets, small.most_tickets + large.most_tickets)
+    assert (first.base, grown.base, again.base) == bases
 
 
 # Counters -------------------------------------------------------------------------------------------------------------

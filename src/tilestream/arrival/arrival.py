@@ -20,9 +20,9 @@ class Arrival:
     Made by `uniform` or `ragged`, or by `stream_in` for a source that tilestream reads itself. Rows are those of the
     input seen as a matrix: an ``[B, M, K]`` activation has ``B * M`` of them.
 
-    The producer calls `signal` after each chunk; ``ts.matmul(..., arrival=...)`` starts at once and takes
-    each tile when its rows are there. Where it is another matmul that fills it, that one is given the same arrival as
-    ``publish=``, and signals. The next epoch of the same buffers begins with `advance`.
+    The producer calls `signal` after each chunk; ``ts.matmul(..., arrival=...)`` starts at once and computes each tile
+    when its rows are there. A matmul that fills the input is given the same arrival as ``publish=``, and signals. The
+    next epoch of the same buffers begins with `advance`.
 
     Attributes
     ----------
@@ -90,15 +90,14 @@ class Arrival:
         pivot
             The chunk to start from; the others follow in order and wrap around.
         signals
-            Your own signal words, ``[num_chunks]`` of int32 or uint32 on the input's device: 0 not arrived, anything
-            else arrived.
-            They are zeroed by the call that has seen them all, those of chunks without rows included. After an
-            `ArrivalTimeout` they are left as they are: call `reset` when your producers have stopped. None: tilestream
-            keeps words of its own. Zeroed words serve one call: several calls on one input want words of ours. As
-            ``publish=`` on a GPU they are zeroed by each matmul first, and a reader there begins behind its end.
+            Your own signal words, ``[num_chunks]`` of int32 or uint32 on the input's device: 0 not arrived, any other
+            number arrived. The call that has seen them all zeroes them, those of chunks without rows included, so they
+            serve one call. After an `ArrivalTimeout` they are left as they are: call `reset` when your producers have
+            stopped. As ``publish=`` on a GPU each matmul zeroes them first, and a reader there begins behind its end.
+            None: tilestream keeps words of its own, which serve several calls.
         device
-            Where our words are, which is where the input is: ``"cuda"``, ``"cuda:1"``; None: on the CPU, or where
-            ``signals`` are. On a GPU a signal is issued on the current stream, see `signal`.
+            The input's device, where our words are: ``"cuda"``, ``"cuda:1"``; None: the CPU, or where ``signals`` are.
+            On a GPU a signal is issued on the current stream, see `signal`.
 
         Raises
         ------
@@ -170,7 +169,7 @@ class Arrival:
         return self._signals.error(self._signals.epoch)
 
     def signal(self, chunk: int, *, epoch: int | None = None) -> None:
-        """Say that chunk ``chunk`` is there. Call it after its rows were written, from any thread.
+        """Chunk ``chunk`` has arrived. Call it after its rows were written, from any thread.
 
         On a GPU: after its rows' copy was issued, on the same stream, which must be the current one. The signal is
         written when the stream gets there; no kernel and no SM is needed for it. Under capture it becomes a part of
@@ -180,7 +179,7 @@ class Arrival:
         Parameters
         ----------
         epoch
-            The epoch meant, so that a producer that comes too late cannot speak for the next one; None: the present.
+            The epoch that is meant, so that a late producer cannot signal for the next one; None: the present.
 
         Raises
         ------
@@ -192,7 +191,7 @@ class Arrival:
         self._signals.set(chunk, epoch)
 
     def fail(self, error: BaseException, *, epoch: int | None = None) -> None:
-        """Say that what is missing will not come: ``error`` is raised in the call that waits for it.
+        """The missing chunks will not come: ``error`` is raised in the call that waits for them.
 
         On a GPU by the next call, or by `tilestream.check`. There, launches that wait for a caller's own words, and
         captured ones, are not told: they wait until their deadline.
@@ -214,9 +213,9 @@ class Arrival:
     def reset(self) -> None:
         """Start afresh after a chunk was missed: zero a caller's own words and, on a GPU, those of captured launches.
 
-        On a GPU such launches give NaN and an error until then, since signals of the launch that missed a chunk could
-        be taken for news. Call it when the producers of that launch have stopped, on a stream that comes before the
-        next one. Signals of our own in eager launches need none: each epoch has its own.
+        On a GPU such launches give NaN and an error until then, since they could mistake a late signal for one of their
+        own. Call it when the producers of the launch that missed a chunk have stopped, on a stream that comes before
+        the next launch. Our own signals in eager launches need no reset: each epoch has its own.
         """
         self._signals.reset()
 

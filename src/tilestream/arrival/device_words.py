@@ -46,7 +46,7 @@ def event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 class DeviceWords(Signals):
-    """The words of `tilestream.arrival.device.DeviceSignals`, who uses them on which stream, and their producers.
+    """The words of `tilestream.arrival.device.DeviceSignals`, the streams that use them, and their producers.
 
     Parameters
     ----------

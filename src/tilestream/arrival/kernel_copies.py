@@ -42,9 +42,9 @@ class KernelCopies:
     chunks, pivot
         How they arrive.
     by_engine
-        Has the present epoch's copies made by the copy engine, beginning behind what the current stream was given; the
-        event behind the last. It is told the signals, which nothing here may hold on to: they hold this. Where it
-        raises, the current stream comes behind what it had issued.
+        Has the copy engine make the present epoch's copies behind what the current stream was given; returns the event
+        behind the last. It is passed the signals: this object cannot hold them, because they hold it. Where it raises,
+        the current stream comes behind what it had issued.
     beside
         The stream that the copy engine copies in. It knows of its use of the target.
 
@@ -151,10 +151,10 @@ class KernelCopies:
             return CopyArguments(self._source, self._target, self._table, words, copiers)
 
     @property
-    def maker(self) -> Literal["nobody", "kernel", "engine"]:
-        """Who makes this epoch's copies. Those of a graph are its own."""
+    def maker(self) -> Literal["kernel", "engine"] | None:
+        """What makes this epoch's copies; None before they are taken. Those of a graph are its own."""
         if self.pending:
-            return "nobody"
+            return None
         return "engine" if self._taker is None else "kernel"
 
     def signals_in(self, graph: int) -> torch.Tensor | None:

@@ -161,8 +161,7 @@ class _Blocks:
                     f"stream_in: the iterator yielded a block {list(block.shape)} {block.dtype}; "
                     f"rows are {self._row} long, {self._dtype}"
                 )
-            if rows.shape[0]:
-                return rows
+            return rows  # perhaps none: then the next block follows
         raise ValueError(f"stream_in: the iterator ended early; it was to yield {self._rows} rows")
 
 

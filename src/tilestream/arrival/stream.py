@@ -209,7 +209,7 @@ class Stream:
         onward = f", {self._landing.how}" if self._landing.how else ""
         if self._copies is not None:
             onward += {
-                "nobody": " by the kernel that reads it first, if that can, else by a copy engine",
+                None: " by the kernel that reads it first, if that can, else by a copy engine",
                 "kernel": " by the kernel that read it first",
                 "engine": " by a copy engine: its first reader makes no copies",
             }[self._copies.maker]
@@ -312,8 +312,7 @@ def stream_in(
     ----------
     source
         A ``.safetensors`` or ``.npy`` file; a CPU tensor; or an iterable of tensors, blocks of rows in order (from the
-        pivot's first row on). It is asked for as many rows as ``shape`` says: blocks after that are left to it, a block
-        that goes beyond is an error.
+        pivot's first row on). It is asked for as many rows as ``shape`` says; a block with more than those is an error.
     tensor
         File: the tensor's name, needed where the file holds several matrices.
     rows_per_chunk, bounds
@@ -326,12 +325,10 @@ def stream_in(
         Where the tensor is to be: ``"cpu"``, or a GPU; None: the current GPU for a pinned tensor, else the CPU.
     copies
         To a GPU: ``"engine"``, its copy engine, beside the kernel that waits for the chunks: it costs no SM.
-        ``"kernel"``, of a pinned tensor: the matmul that reads the tensor first copies it itself, before its tiles,
-        with a few of its workers. Right where the engine is taken by others, where streams may be run one after the
-        other, and in a CUDA graph, which then needs no copies from outside and makes them at each replay; keep the
-        `Stream` for as long as the graph.
-        ``plan(...).explain()`` says which it is; a kernel that cannot, or the host by `Stream.wait`, has the engine
-        copy.
+        ``"kernel"``, of a pinned tensor: a few workers of the matmul that reads the tensor first copy it before their
+        tiles. For busy copy engines, for streams that may run one after the other, and for CUDA graphs, which then
+        copy at each replay (keep the `Stream` for as long as the graph). Where the kernel cannot, or the host reads by
+        `Stream.wait`, the engine copies; ``plan(...).explain()`` says which.
     direct
         File: read past the page cache (True: where possible), through it (False), or whichever is better (None).
 
@@ -343,8 +340,8 @@ def stream_in(
     Raises
     ------
     FileNotFoundError, ValueError, TypeError
-        If the source or the chunks are not what they should be. What happens later, in the thread, is raised by the
-        call that waits for the chunk.
+        If the source or the chunks are refused. An error of the producer is raised by the call that waits for the
+        chunk.
 
     Examples
     --------

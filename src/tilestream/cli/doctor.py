@@ -58,7 +58,18 @@ def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
         ],
     )
     yield "backends", [(name, backend(name)) for name in BACKENDS]
+    yield "host", [("native calls", _native())]
     yield "extras", [(name, _extra(needs, use)) for name, needs, use in EXTRAS]
+
+
+def _native() -> str:
+    """Whether equal calls are launched natively, and if not, why not."""
+    if importlib.util.find_spec("triton") is None:
+        return "no: triton is not installed"
+    from tilestream.launch.native import why_not
+
+    why = why_not()
+    return f"no: {why}" if why else "yes"
 
 
 def backend(name: str) -> str:

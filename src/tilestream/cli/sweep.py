@@ -1,5 +1,6 @@
 """``tilestream sweep``: throughput while another program holds a part of the device."""
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -80,10 +81,9 @@ def sweep(
     for count in counts:
         if count >= device.workers:
             raise ValueError(f"--taken {count}: the device has {device.workers}, and one must be left")
-    console = ui.console()
+    show = functools.partial(ui.console().print, markup=False)
     if missing:
-        console.print(f"not installed here, and left out: {', '.join(missing)}", markup=False)
-    told = lambda line: console.print(line, markup=False)  # noqa: E731
+        show(f"not installed here, and left out: {', '.join(missing)}")
     made = record.Sweep({**run.about(device), "suite": given.name, "by": by})
     try:
         if by == "nccl":
@@ -97,17 +97,17 @@ def sweep(
         else:
             from tilestream_tools.sweep.contention import taker
 
-            runner = run.Runner(taker(by, device), device, rounds, told)
+            runner = run.Runner(taker(by, device), device, rounds, show)
             runner.run(made, given, counts, todo, lambda: made.write(out))
     except RuntimeError as error:  # the GPU is not idle, or a rank failed
         if ui.state.debug:
             raise
         ui.fail(ui.one_line(error), ui.FAILED)
     for refused in made.refused:
-        console.print(f"refused: {refused}", markup=False)
+        show(f"refused: {refused}")
     if not made.points:
         ui.fail("no point was measured: see what was refused", ui.FAILED)
-    console.print(f"record: {out}, {out.with_suffix('.csv')}", markup=False)
+    show(f"record: {out}, {out.with_suffix('.csv')}")
     _draw([(out.stem, made)], out.with_suffix(".png"), optional=True)
     if made.refused:
         ui.fail(f"{len(made.refused)} points were refused", ui.FAILED)

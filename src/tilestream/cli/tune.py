@@ -42,13 +42,13 @@ def tune(
     except NotImplementedError:
         raise ValueError("there is no GPU here: tune where the plans will run") from None
     clock, wrong = GpuClock(), 0
-    told = functools.partial(ui.console().print, markup=False)
+    show = functools.partial(ui.console().print, markup=False)
     for one in shapes:
-        found = measure(one.m, one.n, one.k, getattr(torch, dtype), layout, device, clock, within, told)
+        found = measure(one.m, one.n, one.k, getattr(torch, dtype), layout, device, clock, within, show)
         wrong += len(found.wrong)
         gain = found.model_seconds / found.seconds
         verdict = "the cost model's choice" if found.plan is found.model else f"{gain:.3f} x the cost model's choice"
-        told(f"{one}: {1e6 * found.seconds:.4g} us, {verdict}, of {found.plans} plans: {found.plan.label}")
-    told(f"kept in {path}")
+        show(f"{one}: {1e6 * found.seconds:.4g} us, {verdict}, of {found.plans} plans: {found.plan.label}")
+    show(f"kept in {path}")
     if wrong:
         ui.fail(f"{wrong} plans gave no right answer, and were left out", ui.FAILED)

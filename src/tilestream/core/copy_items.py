@@ -30,7 +30,7 @@ PIECE_BYTES = 128 * 2**10
 PIECE_WORDS = 2**28
 
 #: Words in flight for each thread, in 64 registers where a word has 16 bytes: 32 KiB for four warps. At the measured
-#: latency of 4 us that is 8 GB/s a worker: see `tilestream.plan.copies.COPIERS`.
+#: latency of 4 us that is 8 GB/s a worker: see `tilestream.plan.plan.COPIERS`.
 WORDS_A_THREAD = 16
 
 #: Entries of `Pieces.table` before the bounds.
@@ -51,22 +51,22 @@ class Copy(NamedTuple):
     piece: int
 
 
-class CountPiece(NamedTuple):
+class OfChunk(NamedTuple):
+    """What an operation names: a chunk."""
+
+    chunk: int
+
+
+class CountPiece(OfChunk):
     """A piece of a chunk is there: add one to the chunk's count (acquire and release). Answer: the count before."""
 
-    chunk: int
 
-
-class RestorePieces(NamedTuple):
+class RestorePieces(OfChunk):
     """Write 0 to the count of a chunk, plainly."""
 
-    chunk: int
 
-
-class Signal(NamedTuple):
+class Signal(OfChunk):
     """Write a chunk's signal (release, at system scope)."""
-
-    chunk: int
 
 
 class Restore(NamedTuple):
@@ -79,7 +79,7 @@ CopyOperation = Draw | Copy | CountPiece | RestorePieces | Signal | Restore
 
 
 class CopyArguments(NamedTuple):
-    """What a launch is told of the copies it makes. Tensors, or stand-ins for them; None where there are none to make.
+    """The copies that a launch makes. Tensors, or stand-ins for them; None where there are none to make.
 
     Attributes
     ----------

@@ -65,7 +65,7 @@ class Record(NamedTuple):
     op
         See `op_number`.
     worker
-        Who found it.
+        The worker that found it.
     operand
         0 where A's rows were waited for, 1 where B's columns.
     chunk

@@ -2,7 +2,7 @@
 
 `Gate.needs` says which chunks an item needs: a function of the rows it reads, after raster and pivot, and of nothing
 else (invariant 2). `pass_gate` is the protocol of the wait, a generator like `tilestream.schedule.take`: it yields
-`Wait` and is told whether the chunk has arrived.
+`Wait`, and the answer is whether the chunk has arrived.
 
 In arrival order a worker takes an item only after its chunks were seen, and still passes this gate: the gate makes the
 result right, and the order avoids waiting.

@@ -88,7 +88,7 @@ class AttentionOperands(NamedTuple):
     scale
         Of the products of queries and keys.
     lse
-        float32 (float64 for float64): ``[B, Hq, Sq]``, packed ``[T, Hq]``; None where nobody asks for it.
+        float32 (float64 for float64): ``[B, Hq, Sq]``, packed ``[T, Hq]``; None where it is no output.
     sinks
         float32 ``[Hq]``.
     scale_q, scale_k, scale_v

@@ -8,7 +8,7 @@ torch's dispatcher would have had something to do (`can_bypass_dispatcher`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,8 @@ from tilestream.plan import limit as limits
 from tilestream.runtime.properties import allows_tf32, context_units
 from tilestream.trace.record import current
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: Types whose address and strides say all of a tensor, if it is not negated.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Entries; with one more the cache starts anew. A cached call takes two: its launch, and what the call decides.
 _MOST = 4 * 4096
 
@@ -26,7 +27,23 @@ T = TypeVar("T")
 
 
 class LaunchCache(dict[object, object]):
-    """What earlier calls decided, by signature. It holds plans and compiled kernels, and no tensor of a caller."""
+    """What earlier calls decided, by signature. It holds plans and compiled kernels, and no tensor of a caller.
+
+    Attributes
+    ----------
+    followers
+        Called when it is cleared: what else was decided then is to be forgotten, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.followers: list[Callable[[], None]] = []
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        for forget in self.followers:
+            forget()
 
     def insert(self, key: object, found: T) -> T:
         """Keep ``found``, and return it."""
@@ -87,4 +104,4 @@ def can_bypass_dispatcher(device: torch.device, tensors: Sequence[torch.Tensor |
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its address and strides say all of it."""
-    return type(tensor) in _PLAIN and not tensor.is_neg()
+    return type(tensor) in PLAIN and not tensor.is_neg()

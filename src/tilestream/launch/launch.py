@@ -21,12 +21,13 @@ from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.device.schedule import RECORD
 from tilestream.launch.gate import NO_GATE, GateArguments, chunk_table, queue_table
 from tilestream.launch.launcher import watched
+from tilestream.launch.native import issued
+from tilestream.launch.observe import observation
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.plan.copies import Copies
-from tilestream.plan.plan import Plan
+from tilestream.plan.plan import Copies, Plan
 from tilestream.runtime.channel import channel
-from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace
+from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace, words_of
 
 #: The longest deadline that a kernel can count to in nanoseconds: 30 years.
 LONGEST_SECONDS = 1e9
@@ -107,6 +108,17 @@ class Launch:
             with workspace.lock:
                 words = workspace.open(schedule, block, self._listed, self._floats)
                 self._issue(stream, x, words, awaited, probe)
+        if (seen := observation()) is not None:
+            seen.launches.append(self)
+
+    @property
+    def needs(self) -> tuple[int, int, int, int]:
+        """Of a workspace: tickets that a launch draws at most, counters, counts and partials; 0 tickets: of none."""
+        schedule, block = self._schedule, self.plan.block
+        if schedule is None:
+            return 0, 0, 0, 0
+        partials = max(self._floats, schedule.slots * block[0] * block[1])
+        return schedule.most_tickets, words_of(schedule), 2 * schedule.slots, partials
 
     def _issue(self, stream: int, x: Any, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None) -> None:
         """`issue`, around which the operands whose copies are offered are locked.
@@ -206,6 +218,9 @@ class Kernel:
             compiled.run(
                 *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *filled
             )  # fmt: skip
+        if (seen := observation()) is not None:
+            values = [address(value) for value in filled]
+            seen.issued.append(None if self._compiled is None else issued(self._compiled, self._grid, values))
 
     def load(self, filled: Sequence[Any]) -> None:
         """Have the kernel on the device before the first launch, for arguments like these."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import triton
 
 from tilestream.launch import tensor_map
+from tilestream.launch.observe import observation
 from tilestream.runtime.driver import INVALID_CONTEXT, bind_context, cuda_function, error_name
 
 #: Tensor maps that a launcher remembers for each descriptor: 128 bytes each.
@@ -113,25 +114,13 @@ class _Parameter(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """The memory of one launch.
-
-    Attributes
-    ----------
-    memory
-        The configuration, the parameters and, last, the parameters' addresses.
-    start
-        Where in it a launch packs.
-    config, addresses
-        The addresses of the first and of the last.
-    view
-        Keeps the memory where it is.
-    """
+    """The memory of one launch: the configuration, the parameters and, last, the parameters' addresses."""
 
     memory: bytearray
-    start: int
-    config: ctypes.c_void_p
+    start: int  # where in it a launch packs
+    config: ctypes.c_void_p  # the addresses of the first and of the last
     addresses: ctypes.c_void_p
-    view: ctypes.Array[ctypes.c_char]
+    view: ctypes.Array[ctypes.c_char]  # keeps the memory where it is
 
 
 class Launcher:
@@ -168,6 +157,8 @@ class Launcher:
         parameters += [_Parameter("global scratch", "Q", 0), _Parameter("profile scratch", "Q", 0)]
         _check(kernel, parameters)
         self._kernel, self._grid, self._arguments = kernel, grid, tuple(arguments)
+        #: All parameters of the kernel, in its order.
+        self.parameters = tuple(parameters)
         self._issue = cuda_function("cuLaunchKernelEx", *[ctypes.c_void_p] * 4)
         self._function = ctypes.c_void_p(kernel.function)
         self._attributes = _attributes(kernel.metadata)
@@ -222,6 +213,19 @@ class Launcher:
             self._launch_watched(stream, varying)
         else:
             self._launch(stream, varying)
+        if (seen := observation()) is not None:
+            seen.issued.append((self, varying))
+
+    def head(self) -> list[int]:
+        """What a launch needs beside its parameters, as `csrc/recipe.cpp` reads it.
+
+        The function; the extents of grid and block, and bytes of shared memory; the number of attributes, and each as
+        nine integers.
+        """
+        attributes = struct.unpack(f"={len(self._attributes) // 8}q", self._attributes)
+        return [
+            self._function.value or 0, *_CONFIG_HEAD.unpack_from(self._template), self._constant[1], *attributes
+        ]  # fmt: skip
 
     def _launch(self, stream: int, varying: tuple[Any, ...]) -> None:
         try:
@@ -302,7 +306,13 @@ def _parameters(kernel: Any, arguments: Sequence[Any]) -> Iterator[_Parameter]:
     for path, type_, value in _leaves((), tuple(source.signature.values()), tuple(arguments)):
         name = names[path[0]]
         if type_ == "constexpr":
-            _check_constant(name, source.constants.get(path, value), value)
+            constant = source.constants.get(path, value)
+            numbers = isinstance(constant, (int, float)) and isinstance(value, (int, float))
+            if _varies(value) or (numbers and value != constant) or (constant is None) != (value is None):
+                raise ValueError(
+                    f"argument {name} was compiled in, as {constant!r}, and cannot be {value!r}: compile with "
+                    "another value, or name it in do_not_specialize"
+                )
         elif type_.startswith("tensordesc"):
             if not isinstance(value, Descriptor):
                 raise TypeError(f"argument {name} is a descriptor: give a Descriptor, not {value!r}")
@@ -316,7 +326,13 @@ def _parameters(kernel: Any, arguments: Sequence[Any]) -> Iterator[_Parameter]:
             if isinstance(value, Descriptor) or not (value is VARIES or isinstance(value, (int, float))):
                 raise TypeError(f"argument {name} is of type {type_}: give VARIES or a number, not {value!r}")
             if ["tt.divisibility", 16] in source.attrs.get(path, ()):
-                _check_divisible(name, type_, value)
+                if isinstance(value, (int, float)):
+                    if value % 16:
+                        raise ValueError(f"argument {name} was compiled as a multiple of 16, and is {value}")
+                elif not type_.startswith("*"):
+                    raise ValueError(
+                        f"argument {name} varies, but was compiled as a multiple of 16: name it in do_not_specialize"
+                    )
             yield _Parameter(name, format_, value)
 
 
@@ -327,25 +343,6 @@ def _leaves(path: tuple[int, ...], types: tuple[Any, ...], values: Any) -> Itera
             yield from _leaves((*path, i), type_, value)
         else:
             yield (*path, i), type_, value
-
-
-def _check_constant(name: str, constant: Any, value: Any) -> None:
-    numbers = isinstance(constant, (int, float)) and isinstance(value, (int, float))
-    if _varies(value) or (numbers and value != constant) or (constant is None) != (value is None):
-        raise ValueError(
-            f"argument {name} was compiled in, as {constant!r}, and cannot be {value!r}: compile with "
-            "another value, or name it in do_not_specialize"
-        )
-
-
-def _check_divisible(name: str, type_: str, value: Any) -> None:
-    if value is VARIES:
-        if not type_.startswith("*"):
-            raise ValueError(
-                f"argument {name} varies, but was compiled as a multiple of 16: name it in do_not_specialize"
-            )
-    elif value % 16:
-        raise ValueError(f"argument {name} was compiled as a multiple of 16, and is {value}")
 
 
 def _tensor(name: str, given: Descriptor, metadata: dict[str, Any] | None) -> tensor_map.TensorMap:

@@ -92,6 +92,14 @@ class TensorMap:
         last = sum((extent - 1) * step for extent, step in zip(shape, (*steps, elem_size), strict=True))
         self._small = last + 1 < _SMALL_BYTES
 
+    def integers(self) -> list[int]:
+        """All but the address, as `csrc/recipe.cpp` reads it."""
+        clears = self._small and _driver_version() <= _LAST_FAULTY_DRIVER
+        return [
+            self._elem_type, self._rank, *self._shape, *self._steps, *self._box, self._swizzle, self._promotion,
+            self._fill, int(clears),
+        ]  # fmt: skip
+
     def at(self, address: int) -> bytes:
         """The map of such a tensor at ``address``, which is a multiple of 16.
 

@@ -29,8 +29,8 @@ class Done(NamedTuple):
     worker, unit
         By whom, and on which SM; -1 where the device does not say.
     begin, ready, end
-        When it was taken, its gate was passed, and its last store issued: on Hopper when TMA was told to, which then
-        stores while the next item is computed.
+        When it was taken, its gate was passed, and its last store issued. On Hopper TMA stores on while the next item
+        is computed.
     complete
         How many parts of the tile's rows were then complete: of its one, where they are finished together.
     chunk

@@ -11,8 +11,8 @@ time, sequence by sequence: packed sequences on a GPU cost a look at their lengt
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -23,11 +23,8 @@ from tilestream.ops.attention_operands import Settings
 _SCORES = 2**25
 
 
-class _Sequence(NamedTuple):
-    queries: tuple[slice | int, ...]
-    keys: tuple[slice | int, ...]
-    lse: tuple[slice | int, ...]
-    number: int
+#: Where a sequence's rows lie in a tensor.
+_Rows = tuple[slice | int, ...]
 
 
 def gradients(
@@ -45,56 +42,50 @@ def gradients(
     assert x.lse is not None
     of_inputs = [torch.zeros(y.shape, dtype=x.lse.dtype, device=y.device) for y in (x.q, x.k, x.v)]
     sinks = x.q.new_zeros((0 if x.sinks is None else x.q.shape[-2],), dtype=torch.float32)
-    for sequence in _sequences(x):
-        _add(sequence, grad, grad_lse, x, s, (*of_inputs, sinks))
+    for number, (queries, keys) in enumerate(_sequences(x)):
+        _add(number, queries, keys, grad, grad_lse, x, s, (*of_inputs, sinks))
     return *(of.to(y.dtype) for of, y in zip(of_inputs, (x.q, x.k, x.v), strict=True)), sinks
 
 
-def _sequences(x: AttentionOperands) -> list[_Sequence]:
-    every = slice(None)
-    queries: list[tuple[slice | int, ...]] = [(i, every) for i in range(x.batch)]
+def _sequences(x: AttentionOperands) -> Iterator[tuple[_Rows, _Rows]]:
+    """The rows of queries, and of keys, of each sequence."""
+    lengths = [x.k.shape[1]] * x.batch if x.seqlens_k is None else x.seqlens_k.tolist()
+    queries: Iterable[_Rows] = ((i,) for i in range(x.batch))
+    keys: Iterable[_Rows] = ((i, slice(0, length)) for i, length in enumerate(lengths))
     if x.cu_seqlens_q is not None:
-        queries = [(slice(*ends),) for ends in pairwise(x.cu_seqlens_q.tolist())]
-    keys: list[tuple[slice | int, ...]]
+        queries = ((slice(*ends),) for ends in pairwise(x.cu_seqlens_q.tolist()))
     if x.cu_seqlens_k is not None:
-        keys = [(slice(*ends),) for ends in pairwise(x.cu_seqlens_k.tolist())]
-    else:
-        lengths = [x.k.shape[1]] * x.batch if x.seqlens_k is None else x.seqlens_k.tolist()
-        keys = [(i, slice(0, length)) for i, length in enumerate(lengths)]
-    return [
-        _Sequence(queries[i], keys[i], queries[i] if x.cu_seqlens_q is not None else (i, every, every), i)
-        for i in range(x.batch)
-    ]
+        keys = ((slice(*ends),) for ends in pairwise(x.cu_seqlens_k.tolist()))
+    return zip(queries, keys, strict=True)
 
 
 def _add(
-    sequence: _Sequence, grad: torch.Tensor, grad_lse: torch.Tensor | None, x: AttentionOperands, s: Settings,
-    into: tuple[torch.Tensor, ...],
+    number: int, rows_q: _Rows, rows_k: _Rows, grad: torch.Tensor, grad_lse: torch.Tensor | None, x: AttentionOperands,
+    s: Settings, into: tuple[torch.Tensor, ...],
 ) -> None:  # fmt: skip
     """Add one sequence's gradients; heads of keys first, then the query heads of each, then rows."""
     assert x.lse is not None
     wide = x.lse.dtype
-    k, v = (y[sequence.keys].to(wide).transpose(0, 1).unsqueeze(1) for y in (x.k, x.v))
+    k, v = (y[rows_k].to(wide).transpose(0, 1).unsqueeze(1) for y in (x.k, x.v))
     heads, _, keys, _ = k.shape
-    queries = x.q[sequence.queries].shape[0]
+    queries = x.q[rows_q].shape[0]
     if not heads or not queries:
         return
 
     # [rows, Hq, columns] -> [Hkv, ratio, rows, columns]
-    q, dout, o = (y[sequence.queries].to(wide).transpose(0, 1).unflatten(0, (heads, -1)) for y in (x.q, grad, x.out))
+    q, dout, o = (y[rows_q].to(wide).transpose(0, 1).unflatten(0, (heads, -1)) for y in (x.q, grad, x.out))
 
     def of_rows(y: torch.Tensor) -> torch.Tensor:  # to [Hkv, ratio, rows, 1]
-        rows = y[sequence.lse]
-        rows = rows.transpose(0, 1) if x.cu_seqlens_q is not None else rows
-        return rows.to(wide).unflatten(0, (heads, -1)).unsqueeze(-1)  # type: ignore[no-any-return, no-untyped-call]
+        rows = y[number] if x.cu_seqlens_q is None else y[rows_q].transpose(0, 1)
+        return rows.to(wide).unflatten(0, (heads, -1)).unsqueeze(-1)  # type: ignore[no-any-return]
 
     top, dlse = of_rows(x.lse), None if grad_lse is None else of_rows(grad_lse)
     delta = (dout * o).sum(-1, keepdim=True)
     pull = -delta if dlse is None else dlse - delta
     top = torch.where(top == float("-inf"), 0.0, top)  # rows that see nothing: exp(-inf - 0) is 0
-    scale, scale_v = _scales(x, s, sequence.number, heads, wide)
+    scale, scale_v = _scales(x, s, number, heads, wide)
     v = v * scale_v
-    dq, dk, dv = (y[of] for y, of in zip(into, (sequence.queries, sequence.keys, sequence.keys), strict=False))
+    dq, dk, dv = (y[of] for y, of in zip(into, (rows_q, rows_k, rows_k), strict=False))
     if x.sinks is not None:
         sink = x.sinks.to(wide).unflatten(0, (heads, -1))[..., None, None]
         into[3].add_((torch.exp(sink - top) * pull).sum((-1, -2)).flatten())

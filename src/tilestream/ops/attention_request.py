@@ -13,14 +13,7 @@ from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
 from tilestream.ops import attention_gpu
-from tilestream.ops.attention_library import (
-    attention_arriving_op,
-    attention_arriving_out_op,
-    attention_op,
-    attention_out_op,
-    lse_shape,
-    wide_dtype,
-)
+from tilestream.ops import attention_library as library
 from tilestream.ops.attention_operands import Settings
 from tilestream.ops.checks import autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
@@ -193,10 +186,10 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
     left, right = _window(r.window)
     q, k, v = _to_rows_first(r, *autocast(_OP, r.arrival is not None, r.q, r.k, r.v))
     batch = r.cu_seqlens_q.numel() - 1 if r.cu_seqlens_q is not None else q.shape[0]
-    scales = [
+    scale_q, scale_k, scale_v = (
         None if scale is None else _canonical_scale(name, scale, batch, y.shape[-2])
         for name, scale, y in (("scale_q", r.scale_q, q), ("scale_k", r.scale_k, k), ("scale_v", r.scale_v, v))
-    ]
+    )
     sinks = None if r.sinks is None else r.sinks.to(torch.float32)
     needs_gradient = torch.is_grad_enabled() and _check_gradients(r)
     s = Settings(
@@ -207,10 +200,13 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
         _most("max_seqlen_k", r.max_seqlen_k, r.cu_seqlens_k, "cu_seqlens_k"),
         r.layout, r.return_lse or needs_gradient, r.schedule, r.workers or 0, r.splits or 0,
     )  # fmt: skip
-    x = AttentionOperands(q, k, v, None, s.scale, None, sinks, *scales, *r[7:11])
+    x = AttentionOperands(
+        q, k, v, scale=s.scale, sinks=sinks, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v,
+        cu_seqlens_q=r.cu_seqlens_q, cu_seqlens_k=r.cu_seqlens_k, block_table=r.block_table, seqlens_k=r.seqlens_k,
+    )  # fmt: skip
     if r.out is None:
         return x, s
-    lse = q.new_empty(lse_shape(x), dtype=wide_dtype(q)) if s.return_lse else None
+    lse = q.new_empty(library.lse_shape(x), dtype=library.wide_dtype(q)) if s.return_lse else None
     return x._replace(out=_outermost(r, r.out), lse=lse), s
 
 
@@ -222,9 +218,11 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> AttentionOp
         late = (flat.words, flat.ints, check_deadline(r.deadline))
     out, lse = x.out, x.lse
     if r.out is None:
-        out, lse = (attention_arriving_op if late else attention_op)(*x.inputs, *s, *late, limit())
+        out, lse = (library.attention_arriving_op if late else library.attention_op)(*x.inputs, *s, *late, limit())
     else:
-        (attention_arriving_out_op if late else attention_out_op)(*x.inputs, *s, *late, out, lse, limit())
+        (library.attention_arriving_out_op if late else library.attention_out_op)(
+            *x.inputs, *s, *late, out, lse, limit()
+        )
     clear_signals(*late[:1])
     return AttentionOperands(x.q, x.k, x.v, out, x.scale, lse if r.return_lse else None, *x[6:])
 

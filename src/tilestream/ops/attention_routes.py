@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Dtypes that torch's function takes, too.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_DEVICES = ("cpu", "cuda")
+_DEVICES, _KINDS = ("cpu", "cuda"), (torch.Tensor, torch.nn.Parameter)
 
 
 class use_attention(TorchFunctionMode):  # noqa: N801
@@ -56,8 +56,7 @@ class use_attention(TorchFunctionMode):  # noqa: N801
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         call = _arguments(*args, **(kwargs or {}))
-        why = _refusal(call, self._gradients)
-        if why:
+        if why := _refusal(call, self._gradients):
             _say_once("scaled_dot_product_attention", why)
             return func(*args, **(kwargs or {}))
         q, k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (call["query"], call["key"], call["value"]))
@@ -82,10 +81,7 @@ def _refusal(call: dict[str, Any], gradients: bool) -> str:
     checks: tuple[tuple[object, str], ...] = (
         (call["attn_mask"] is not None, "attn_mask= is any mask at all; here they are causal, or windows"),
         (call["dropout_p"], f"dropout_p={call['dropout_p']}"),
-        (
-            any(type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested for x in tensors),
-            "tensors of a kind of their own",
-        ),
+        (any(type(x) not in _KINDS or x.is_nested for x in tensors), "tensors of a kind of their own"),
         (q.device.type not in _DEVICES, f"tensors on {q.device}"),
         (any(x.dim() not in (3, 4) or x.dim() != q.dim() for x in tensors), f"{q.dim()} dimensions, not 3 or 4"),
         (any(x.dtype != q.dtype for x in tensors) or q.dtype not in _DTYPES, f"dtype {q.dtype}"),
@@ -115,11 +111,6 @@ def register_attention(name: str = "tilestream") -> str:
 
     Its masks are made as for ``"sdpa"``, which makes none where a layer is simply causal. Calls with a mask or with
     dropout go to its own ``"sdpa"``.
-
-    Parameters
-    ----------
-    name
-        What it is to be called there.
 
     Returns
     -------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -41,7 +42,7 @@ def check_tensors(op: str, **tensors: object) -> None:
 def check_dense(
     op: str,
     instead: str,
-    tensors: Mapping[str, torch.Tensor | None],
+    tensors: Mapping[str, Any],
     check_dtype: Callable[[str, str, torch.Tensor], None],
     dense: str,
     nested: str = "",

@@ -171,7 +171,7 @@ def run_plan(
     _check_limit(plan)
     if problem.publishes is not None:
         raise ValueError(
-            "plan.run: the plan signals the chunks of its result, for which nobody is given: call tilestream.matmul "
+            "plan.run: the plan signals the chunks of its result, and no signals are given: call tilestream.matmul "
             "with publish="
         )
     device = torch.device("cpu") if plan.backend == "cpu" else a.device

@@ -142,7 +142,7 @@ def _make(
     )  # fmt: skip
     unaligned = [
         (name, tensor) for name, tensor, strides in (("a", a, layout.a), ("b", b, layout.b))
-        if not is_aligned(tensor.shape[-2:], strides[1:], strides[0], tensor.data_ptr())
+        if not is_aligned((tensor.shape[-2], tensor.shape[-1]), strides[1:], strides[0], tensor.data_ptr())
     ]  # fmt: skip
     no_tma = _no_tma(a, b, layout)
     if plan is None:

@@ -56,7 +56,8 @@ _LATE = {
 # Scales have one element, or are [M, 1] and [1, N], with the batch in front where there is one.
 # worker_limit: of the blocks of `tilestream.worker_limit` around the call; 0: none.
 _OPTIONAL = ", Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0"
-_NUM_COMMON, _DEFAULTS = 10, (None, None, True, 0)
+_DEFAULTS: tuple[Any, ...] = (None, None, True, 0)
+_NUM_COMMON = 10
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -99,7 +100,7 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
 
 
 def _run(
-    out: torch.Tensor, fresh: bool, kind: str, args: tuple[Any, ...], late: tuple[Any, ...], optional: Any
+    out: torch.Tensor, fresh: bool, kind: str, args: tuple[Any, ...], late: tuple[Any, ...], optional: tuple[Any, ...]
 ) -> None:
     """What every op does; ``fresh``: the output was made for this call."""
     a, b, bias, residual, alpha, beta, activation, _, schedule, workers = args

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.ops import native
 from tilestream.ops.checks import check_tensors
 from tilestream.ops.request import Request, multiply
 
@@ -54,23 +55,23 @@ def matmul(
         Dtype of the result; default that of the operands, bfloat16 where those are of 8 bits. With an epilogue or
         another dtype, 16-bit operands are added up in float32 and the result is rounded once; 8-bit ones always are.
     scale_a, scale_b
-        float32, on the operands' device, there when the call is made; None: 1. Either of one element, or one a row of
+        float32, on the operands' device, complete when the call is made; None: 1. Each has one element, or one a row of
         ``a`` (``[M]``, ``[M, 1]``, or what broadcasts to ``[..., M, 1]``) and one a column of ``b`` (``[N]``,
-        ``[1, N]``, or what broadcasts to ``[..., 1, N]``), as ``torch._scaled_mm`` has them; one may be of one element
-        where the other is not. For operands of any dtype. They get no gradient.
+        ``[1, N]``, or what broadcasts to ``[..., 1, N]``), as ``torch._scaled_mm`` has them. For operands of any dtype.
+        They get no gradient.
     use_fast_accum
-        Whether products of 8-bit operands may be added up in what Hopper's tensor cores keep, which is less than
-        float32; False: in float32, at least every 128 of K, which is slower. No effect elsewhere.
+        Whether Hopper's tensor cores may accumulate products of 8-bit operands in less than float32. False: partial
+        sums go to float32 at least every 128 of K, which is slower. No effect elsewhere.
     arrival
         How ``a``'s rows come in, where they are not there yet: chunks and signals. ``a``'s leading dimensions count as
         rows (an ``a`` expanded over the batches of ``b`` has the rows of one batch). Each tile is computed as soon as
         the chunks it reads are signalled.
     publish
-        Chunks of the result's rows (leading dimensions count), each signalled when it is complete: a call that gets the
-        same `Arrival` as ``arrival=``, on another stream or in another thread, begins before this call has ended. Issue
-        this call first. Of a GPU's readers it is made sure that they leave it the SMs that it needs; those with kernels
-        of their own see to that themselves. Where the signals are words of your own, a reader on a GPU begins behind
-        this call's end, and the words are zeroed first. Not beside ``arrival``; no gradient flows through it.
+        Chunks of the result's rows (leading dimensions count), each signalled when it is complete. A call that gets the
+        same `Arrival` as ``arrival=``, on another stream or in another thread, begins before this call has ended; issue
+        this call first. On a GPU such readers leave this call the SMs that it needs; your own kernels must do so, too.
+        Where the signals are words of your own, a reader on a GPU begins behind this call's end, and the words are
+        zeroed first. Excludes ``arrival``; no gradient flows through it.
     schedule
         ``"static"``, ``"dynamic"``, ``"stream_k"`` or ``"auto"``; see `tilestream.plan`. With ``publish`` the second or
         the last.
@@ -78,8 +79,8 @@ def matmul(
         Workers to use; None: ``torch.get_num_threads()``, on a GPU one an SM. No more than `tilestream.worker_limit`
         and TILESTREAM_WORKERS allow.
     deadline
-        Seconds from the call's start (on a GPU: from the kernel's) after which it waits for no chunk any more; default
-        30. One bound for all waits, not for each: a stream that takes longer than that needs a longer deadline.
+        Seconds from the call's start (on a GPU: from the kernel's) after which it stops waiting; default 30. One bound
+        for all waits together: a stream that takes longer needs a longer deadline.
 
     Returns
     -------
@@ -92,7 +93,7 @@ def matmul(
         For arguments that do not fit, before anything is computed.
     RuntimeError
         If an operand of 8 bits, or a scale, requires a gradient; or any operand of a call with ``out`` or ``publish``.
-        If a launch on this GPU waits for what is to be published: it was to be issued behind this one.
+        If a launch on this GPU already waits for what is to be published: issue it behind this one.
     NotImplementedError
         For tensors on a device that this version has no backend for.
     ArrivalTimeout
@@ -107,6 +108,13 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
+    if arrival is None and publish is None and deadline is None:
+        made = native.product(
+            "matmul", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     return multiply(Request(
         "matmul", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
         scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival, publish=publish,
@@ -128,6 +136,13 @@ def mm(
     ValueError
         If an operand is no matrix.
     """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "mm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     _check_dims("mm", 2, a, b)
     return multiply(Request(
         "mm", a, b, out=out, bias=bias, residual=residual, beta=beta, activation=activation, out_dtype=out_dtype,
@@ -150,6 +165,13 @@ def bmm(
     ValueError
         If an operand has not three dimensions, or they differ in batches.
     """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "bmm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
+            schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     _check_dims("bmm", 3, a, b)
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"bmm: a has {a.shape[0]} batches, b has {b.shape[0]}; bmm does not broadcast, matmul does")
@@ -183,6 +205,12 @@ def addmm(
     ValueError
         If ``a`` or ``b`` is no matrix.
     """
+    if arrival is None and deadline is None:
+        made = native.product(
+            "addmm", a, b, out, None, input, alpha, beta, activation, out_dtype, None, None, True, schedule, workers
+        )  # fmt: skip
+        if made is not None:
+            return made
     for name, tensor in (("a", a), ("b", b)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
             raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
@@ -221,11 +249,18 @@ def linear(
     ValueError
         If ``weight`` is neither a matrix nor a vector.
     """
+    if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
+        scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
+    if arrival is None and weight_arrival is None and publish is None and deadline is None:
+        made = native.product(
+            "linear", x, weight, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b,
+            use_fast_accum, schedule, workers,
+        )  # fmt: skip
+        if made is not None:
+            return made
     if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
         raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
     transposed = weight.t() if isinstance(weight, torch.Tensor) else weight
-    if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
-        scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
     return multiply(Request(
         "linear", x, transposed, out=out, bias=bias, residual=residual, beta=beta, activation=activation,
         out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival,

@@ -13,24 +13,8 @@ from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
-from tilestream.ops import gpu
-from tilestream.ops.checks import (
-    autocast,
-    check_operands,
-    check_pair,
-    check_waiting,
-    refuse_gradients,
-    refuse_tangents,
-)
-from tilestream.ops.library import (
-    clear_signals_op,
-    gemm_arriving_op,
-    gemm_arriving_out_op,
-    gemm_op,
-    gemm_out_op,
-    gemm_published_out_op,
-    result_dtype,
-)
+from tilestream.launch.observe import Call, observe
+from tilestream.ops import checks, gpu, library, native
 from tilestream.ops.limit import limit
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
 from tilestream.plan import limit as limits
@@ -89,7 +73,7 @@ class Request(NamedTuple):
             raise TypeError(f"{op}: use_fast_accum={self.fast_accum!r}; it is True or False")
         arriving = self.arriving
         if arriving or self.publish is not None or self.workers is not None or self.deadline is not None:
-            check_waiting(
+            checks.check_waiting(
                 op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
                 publish=self.publish,
             )  # fmt: skip
@@ -114,11 +98,36 @@ class Request(NamedTuple):
 def multiply(r: Request) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
 
-    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`.
+    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`. What it launched
+    is observed, so that the native call path can make the next one.
     """
-    a = r.a
-    if torch.compiler.is_compiling() or not isinstance(a, torch.Tensor) or not a.is_cuda:
+    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not r.a.is_cuda:
         return _multiply(r)
+    arguments = _native_arguments(r)
+    if arguments is None:
+        return _multiply_on_gpu(r)
+    with observe() as seen:
+        result = _multiply_on_gpu(r)
+    operands = {
+        "a": r.a, "b": r.b, "out": result, "bias": r.bias, "residual": r.residual, "scale_a": r.scale_a,
+        "scale_b": r.scale_b,
+    }  # fmt: skip
+    native.remember(Call(operands, (float(r.alpha), float(r.beta))), r.out is not None, seen, arguments)
+    return result
+
+
+def _native_arguments(r: Request) -> tuple[Any, ...] | None:
+    """What the native call path would be asked for this call; None if it is none for that path."""
+    if r.arriving or r.publish is not None or r.deadline is not None or not isinstance(r.b, torch.Tensor):
+        return None
+    return native.wanted(
+        r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
+        r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
+    )  # fmt: skip
+
+
+def _multiply_on_gpu(r: Request) -> torch.Tensor:
+    a = r.a
     key = _signature(r)
     found: Any = None if key is None else launch_cache.get(key)
     if found is None:
@@ -158,14 +167,14 @@ def _signature(r: Request) -> object | None:
 def _multiply(r: Request) -> torch.Tensor:
     r.check()
     op, a, b, out = r.op, r.a, r.b, r.out
-    check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=r.scale_a, scale_b=r.scale_b)
+    checks.check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=r.scale_a, scale_b=r.scale_b)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
-    refuse_tangents(op, a, b, r.bias, r.residual, r.scale_a, r.scale_b)
+    checks.refuse_tangents(op, a, b, r.bias, r.residual, r.scale_a, r.scale_b)
     if torch.is_grad_enabled():
-        refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b)
-    a, b = autocast(op, r.arriving, a, b)
-    check_pair(op, a, b)
+        checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b)
+    a, b = checks.autocast(op, r.arriving, a, b)
+    checks.check_pair(op, a, b)
     # The result's dimensions: of a vector, its one row or column goes.
     rows, columns = a.shape[-2:-1], b.shape[-1:] if b.dim() > 1 else ()
     a = a if rows else a.unsqueeze(0)
@@ -181,7 +190,7 @@ def _multiply(r: Request) -> torch.Tensor:
         raise ValueError(f"{op}: bias has shape {list(r.bias.shape)}; it has one element a column: [{full[-1]}]")
     residual = None if r.residual is None else _expand(op, r.residual, shape, full)
     if out is not None:
-        _check_out(r, out, shape, result_dtype(a, r.out_dtype))
+        _check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
@@ -217,8 +226,8 @@ def _call(
                 f"{r.op}: publish= has no gradient, and an operand requires one; leave publish= away, or use "
                 "torch.no_grad()"
             )
-        result = a.new_empty(canonical, dtype=result_dtype(a, r.out_dtype)) if into is None else into
-        gemm_published_out_op(*operands, flat.words, flat.ints, r.op, result, *optional)
+        result = a.new_empty(canonical, dtype=library.result_dtype(a, r.out_dtype)) if into is None else into
+        library.gemm_published_out_op(*operands, flat.words, flat.ints, r.op, result, *optional)
         return result
     late: tuple[Any, ...] = ()
     words: list[torch.Tensor | None] = []
@@ -228,9 +237,9 @@ def _call(
         ints = [[] if flat is None else flat.ints for flat in flats]
         late = (words[0], ints[0], words[1], ints[1], check_deadline(r.deadline), r.op)
     if into is None:
-        result = (gemm_arriving_op if late else gemm_op)(*operands, *late, *optional)
+        result = (library.gemm_arriving_op if late else library.gemm_op)(*operands, *late, *optional)
     else:
-        (gemm_arriving_out_op if late else gemm_out_op)(*operands, *late, into, *optional)
+        (library.gemm_arriving_out_op if late else library.gemm_out_op)(*operands, *late, into, *optional)
         result = into
     clear_signals(*words)
     return result
@@ -240,7 +249,7 @@ def clear_signals(*words: torch.Tensor | None) -> None:
     """Zero a caller's own words on the CPU. On a GPU the launch does it."""
     for one in words:
         if one is not None and not one.is_cuda:
-            clear_signals_op(one)
+            library.clear_signals_op(one)
 
 
 def _batch(op: str, of_a: torch.Size, of_b: torch.Size) -> torch.Size:

@@ -7,10 +7,9 @@ from tilestream.plan.attention_planner import attention_plan, plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.candidate import Refusal
 from tilestream.plan.plan import Plan
-from tilestream.plan.planner import plan_problem
+from tilestream.plan.planner import plan_problem, search_space
 from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.plan.roofline import Floor
-from tilestream.plan.search import search_space
 
 __all__ = [
     "SCHEDULES",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tilestream.core.chunks import Arriving, Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gate import Gate
 from tilestream.plan.candidate import Candidate, Refusal
-from tilestream.plan.copies import COPIERS, Copies, copied_operand
 from tilestream.plan.explain import table
 from tilestream.plan.hooks import hooks
 from tilestream.plan.problem import Problem, gate_of
@@ -18,6 +17,25 @@ from tilestream.plan.roofline import Floor
 
 if TYPE_CHECKING:
     import torch
+
+#: Which operand a kernel copies itself.
+Copies = Literal["none", "rows", "columns"]
+#: Workers that copy, until no piece is left. One reaches 8 GB/s from pinned memory (32 KiB in flight, 4 us latency),
+#: four 33, and eight 44, as do 16 or 32: workers get no more from an H200's link. Its copy engine reaches 49
+#: (`benchmarks/results/h200/stream_copies.json`).
+COPIERS = 8
+
+
+def copied_operand(problem: Problem, backend: str) -> tuple[Copies, str]:
+    """The operand that the kernel copies; and why it leaves one that a stream offers to a copy engine."""
+    rows, columns = (incoming is not None and incoming.copied > 0 for incoming in (problem.rows, problem.columns))
+    if not rows and not columns:
+        return "none", ""
+    if backend not in ("portable", "hopper"):
+        return "none", f"the {backend} kernel takes no copy items: copy engines copy what arrives"
+    if rows and columns:
+        return "rows", "a kernel copies one operand: a copy engine copies the columns"
+    return ("rows" if rows else "columns"), ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -84,6 +84,24 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
     made = of_candidate(problem, device, name, best, why, refused)
     log(made)
     return made
+
+
+def search_space(problem: Problem, device: DeviceProperties, workers: int | None = None) -> Iterator[Plan]:
+    """The plans of which a GPU's cost model takes the fastest: what it is measured against, and fitted to.
+
+    Raises
+    ------
+    NotImplementedError
+        If no kernel does such a problem.
+    """
+    count = workers or device.workers
+    kinds: tuple[Kind, ...] = ("dynamic", "stream_k")
+    if hopper.refusal(problem, device):
+        found, backend = portable.candidates(problem, device, count, kinds=kinds), "portable"
+    else:
+        found, backend = hopper.candidates(problem, device, count, kinds=kinds, auto=True), "hopper"
+    for candidate in found:
+        yield of_candidate(problem, device, backend, candidate, "one of the search space")
 
 
 def _given(how: Asked, limited: bool) -> list[str]:

@@ -61,11 +61,6 @@ def words_of(schedule: Schedule) -> int:
     return (schedule.queues + 2) * LINE
 
 
-def _floats_of(schedule: Schedule, block: Sequence[int], floats: int) -> int:
-    """Elements of the partials."""
-    return max(floats, schedule.slots * block[0] * block[1])
-
-
 class DeviceWorkspace:
     """The words of one (device, stream). Hold `lock` from `open` until the launch has been issued.
 
@@ -77,31 +72,38 @@ class DeviceWorkspace:
         self.lock = threading.Lock()
         self._device = device
         self._base = 0
-        self._kept: dict[str, torch.Tensor] = {}
-
-    def _room(self, what: str, size: int, dtype: torch.dtype, zeroed: bool = False) -> torch.Tensor:
-        """What is kept under this name; made anew where it is too small."""
-        found = self._kept.get(what)
-        if found is None or found.numel() < size:
-            make = torch.zeros if zeroed else torch.empty
-            found = self._kept[what] = make(size, dtype=dtype, device=self._device)
-        return found
+        self._counters: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._partials: torch.Tensor | None = None
+        self._listed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def open(self, schedule: Schedule, block: Sequence[int], listed: int = 0, floats: int = 0) -> Words:
         """Words for a launch. One base serves all queues: it rises by the most that any of them can.
 
         ``floats``: partials that the launch asks for whatever its schedule.
         """
-        room, size, base = self._room, _floats_of(schedule, block, floats), self._base
+        words = words_of(schedule)
+        if self._counters is None or self._counters.numel() < words:
+            self._counters = torch.zeros(words, dtype=torch.int64, device=self._device)
+        counts, partials = None, None
+        if schedule.slots:
+            if self._counts is None or self._counts.numel() < 2 * schedule.slots:
+                self._counts = torch.zeros(2 * schedule.slots, dtype=torch.int32, device=self._device)
+            counts = self._counts
+        size = max(floats, schedule.slots * block[0] * block[1])
+        if size:
+            if self._partials is None or self._partials.numel() < size:
+                self._partials = torch.empty(size, dtype=torch.float32, device=self._device)
+            partials = self._partials
+        if listed and (self._listed is None or self._listed[0].numel() < listed):
+            self._listed = _pair(listed, self._device)
+        base = self._base
         self._base += schedule.most_tickets  # `queues.next_base` for the largest queue
-        return Words(
-            room("counters", words_of(schedule), torch.int64, zeroed=True),
-            room("counts", 2 * schedule.slots, torch.int32, zeroed=True) if schedule.slots else None,
-            room("partials", size, torch.float32) if size else None,
-            base,
-            0,
-            (room("places", listed, torch.int32), room("sequences", listed, torch.int32)) if listed else None,
-        )
+        return Words(self._counters, counts, partials, base, 0, self._listed if listed else None)
+
+
+def _pair(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(count, dtype=torch.int32, device=device), torch.empty(count, dtype=torch.int32, device=device)
 
 
 class _Slab:
@@ -147,20 +149,17 @@ def captured_words(
     device: torch.device, schedule: Schedule, block: Sequence[int], listed: int = 0, floats: int = 0
 ) -> Words:
     """Words for a launch that is being captured, its own. The scratch comes from the graph's memory."""
-    slab, size = _slabs.get(device.index), _floats_of(schedule, block, floats)
+    slab, size = _slabs.get(device.index), max(floats, schedule.slots * block[0] * block[1])
 
     def zeros(words: int) -> torch.Tensor:
         taken = slab.take(words) if slab is not None else None
         return torch.zeros(words, dtype=torch.int64, device=device) if taken is None else taken
 
-    def scratch(count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(count, dtype=dtype, device=device)
-
     return Words(
         zeros(words_of(schedule)),
         zeros(schedule.slots).view(torch.int32) if schedule.slots else None,  # two to a word
-        scratch(size, torch.float32) if size else None,
+        torch.empty(size, dtype=torch.float32, device=device) if size else None,
         0,
         1,
-        (scratch(listed, torch.int32), scratch(listed, torch.int32)) if listed else None,
+        _pair(listed, device) if listed else None,
     )

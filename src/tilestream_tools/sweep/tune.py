@@ -19,8 +19,8 @@ import torch
 from tilestream.core.device import DeviceProperties
 from tilestream.plan import tuned
 from tilestream.plan.plan import Plan
+from tilestream.plan.planner import search_space
 from tilestream.plan.problem import Problem
-from tilestream.plan.search import search_space
 from tilestream_tools.sweep.check import Check
 from tilestream_tools.sweep.clock import Call, GpuClock
 

@@ -31,21 +31,12 @@ def own_setters() -> tuple[Setter, ...] | None:
     names = ["omp_set_num_threads"]
     if torch.backends.mkl.is_available():
         names.append("MKL_Set_Num_Threads_Local")
+    prototype = ctypes.CFUNCTYPE(None, ctypes.c_int)
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return tuple(_setter(library, name) for name in names)
+        return tuple(prototype((name, library)) for name in names)
     except (OSError, AttributeError):
         return None
-
-
-def _setter(library: ctypes.CDLL, name: str) -> Setter:
-    function = getattr(library, name)
-    function.argtypes, function.restype = [ctypes.c_int], None
-
-    def set_own(threads: int) -> None:
-        function(threads)
-
-    return set_own
 
 
 class Pinning:

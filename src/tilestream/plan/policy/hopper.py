@@ -5,6 +5,7 @@ A candidate is a row of `TILES`, either way round, with a schedule and a raster.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -165,6 +166,7 @@ TILES = (
 )
 
 
+@functools.cache
 def widths(columns: int, widest: int = 256) -> tuple[int, ...]:
     """The parts that the columns of a tile are multiplied in, widest first: each is a power of two."""
     powers = tuple(1 << bit for bit in range(widest.bit_length() - 1, -1, -1) if columns % widest >> bit & 1)
@@ -268,13 +270,14 @@ def candidates(
     require(refusal(problem, device))
     tile, order, queues, shares, variant, stages, registers = forced
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
-    for row, swap_ab, asked_kind in itertools.product(TILES, (False, True), kinds):
+    rows = [row for row in TILES if variant in (None, row.variant)]
+    if problem.promoted:  # a stage is as much of K as the tensor cores may add up
+        rows = [row._replace(lines=1) for row in rows]
+    fits = [(row, fit) for row in rows if (fit := row.stages(out_size, device.shared)) >= max(2, stages or 2)]
+    for (row, fit), swap_ab, asked_kind in itertools.product(fits, (False, True), kinds):
         kind = asked_kind
-        if problem.promoted:  # a stage is as much of K as the tensor cores may add up
-            row = row._replace(lines=1)
         block = (row.columns, row.rows, row.block_k(size)) if swap_ab else (row.rows, row.columns, row.block_k(size))
-        fit = row.stages(out_size, device.shared)
-        if variant not in (None, row.variant) or tile not in (None, block[:2]) or fit < max(2, stages or 2):
+        if tile not in (None, block[:2]):
             continue
         if not _has_registers(problem, row, swap_ab, kind) or (swap_ab and row.rows == row.columns):
             continue
@@ -312,7 +315,7 @@ def _has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> bo
         return False
     if problem.plain:
         return True
-    # Triton 3.9 keeps what an item's epilogue is told on the stack for swapped tiles of 256 rows in parts.
+    # Triton 3.9 keeps the arguments of an item's epilogue on the stack for swapped tiles of 256 rows in parts.
     return row.registers <= _ROOMY and not (swap_ab and row.rows == 256 and parts > 1)
 
 

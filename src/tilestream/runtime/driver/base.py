@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 #: A function of the library by its name and the types of its arguments.
 Find = Callable[[str, tuple[type, ...]], Callable[..., int]]
@@ -34,12 +34,8 @@ class Driver(ABC):
     def __init__(self, find: Find) -> None:
         self._find = find
 
-    def _call(self, what: str, arguments: tuple[type, ...], *values: Any) -> int:
-        return self._find(self.FUNCTIONS[what], arguments)(*values)
-
-    def _check(self, code: int, failed: str, hint: str = "") -> None:
-        if code:
-            raise RuntimeError(f"the driver {failed}: {self.error_name(code)}{hint}")
+    def _failed(self, code: int, how: str, hint: str = "") -> RuntimeError:
+        return RuntimeError(f"the driver {how}: {self.error_name(code)}{hint}")
 
     @abstractmethod
     def error_name(self, code: int) -> str:
@@ -53,16 +49,18 @@ class Driver(ABC):
         """The handle of a new stream."""
         self.bind_context()
         handle = ctypes.c_void_p()
-        code = self._call("create", _CREATE_ARGUMENTS, ctypes.byref(handle), _NON_BLOCKING)
-        self._check(code if handle.value else code or -1, "made no stream")
-        return handle.value or 0
+        code = self._find(self.FUNCTIONS["create"], _CREATE_ARGUMENTS)(ctypes.byref(handle), _NON_BLOCKING)
+        if code or not handle.value:
+            raise self._failed(code, "made no stream")
+        return handle.value
 
     def stream_write(self, stream: int, address: int, value: int) -> None:
         """With the default flags: the driver fences before it writes."""
         self.bind_context()
-        code = self._call("write", WRITE_ARGUMENTS, stream, address, value & WHOLE_WORD, 0)
-        hint = "; signal the chunks from a kernel of your own, through signals= of your own"
-        self._check(code, "refused the stream write", hint)
+        code = self._find(self.FUNCTIONS["write"], WRITE_ARGUMENTS)(stream, address, value & WHOLE_WORD, 0)
+        if code:
+            hint = "; signal the chunks from a kernel of your own, through signals= of your own"
+            raise self._failed(code, "refused the stream write", hint)
 
     @abstractmethod
     def stream_wait(self, stream: int, address: int, value: int) -> None:
@@ -70,12 +68,15 @@ class Driver(ABC):
 
     def copy_in(self, stream: int, to: int, source: int, size: int) -> None:
         """From pinned memory to the device."""
-        self._check(self._call("copy_in", _COPY_ARGUMENTS, to, source, size, stream), "refused the copy to the device")
+        code = self._find(self.FUNCTIONS["copy_in"], _COPY_ARGUMENTS)(to, source, size, stream)
+        if code:
+            raise self._failed(code, "refused the copy to the device")
 
     def copy_across(self, stream: int, to: int, source: int, size: int) -> None:
         """Between GPUs."""
-        code = self._call("copy_across", _COPY_ARGUMENTS, to, source, size, stream)
-        self._check(code, "refused the copy between devices")
+        code = self._find(self.FUNCTIONS["copy_across"], _COPY_ARGUMENTS)(to, source, size, stream)
+        if code:
+            raise self._failed(code, "refused the copy between devices")
 
     @abstractmethod
     def map_host_memory(self, address: int, size: int) -> int:
@@ -84,11 +85,11 @@ class Driver(ABC):
     def capture_id(self, stream: int) -> int:
         """The number of the capture that the stream is in; 0 outside."""
         status, number = ctypes.c_int(), ctypes.c_ulonglong()
-        code = self._call(
-            "capture", (ctypes.c_void_p,) * 6,
-            stream, ctypes.addressof(status), ctypes.addressof(number), None, None, None,
-        )  # fmt: skip
-        self._check(code, "does not say what is captured")
+        code = self._find(self.FUNCTIONS["capture"], (ctypes.c_void_p,) * 6)(
+            stream, ctypes.addressof(status), ctypes.addressof(number), None, None, None
+        )
+        if code:
+            raise self._failed(code, "does not say what is captured")
         return number.value if status.value == _CAPTURING else 0
 
     @abstractmethod

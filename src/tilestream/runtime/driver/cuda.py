@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import ClassVar
 
 import torch
 
@@ -19,7 +20,7 @@ _RESOURCE_WORDS, _RESOURCE_SM, _SM_COUNT = 128, 1, 24
 class Cuda(Driver):
     """CUDA's driver."""
 
-    FUNCTIONS = {  # noqa: RUF012
+    FUNCTIONS: ClassVar = {
         "create": "cuStreamCreate",
         "write": "cuStreamWriteValue32_v2",
         "copy_in": "cuMemcpyHtoDAsync_v2",
@@ -50,7 +51,8 @@ class Cuda(Driver):
         """By a cyclic comparison."""
         self.bind_context()
         code = self._find("cuStreamWaitValue32_v2", WRITE_ARGUMENTS)(stream, address, value & WHOLE_WORD, 0)
-        self._check(code, "refused the stream wait")
+        if code:
+            raise self._failed(code, "refused the stream wait")
 
     def map_host_memory(self, address: int, size: int) -> int:
         """By registering it."""
@@ -59,8 +61,9 @@ class Cuda(Driver):
         there = ctypes.c_void_p()
         arguments = (_POINTER, ctypes.c_void_p, ctypes.c_uint)
         code = code or self._find("cuMemHostGetDevicePointer_v2", arguments)(ctypes.byref(there), address, 0)
-        self._check(code if there.value else code or -1, "does not map the host's memory")
-        return there.value or 0
+        if code or not there.value:
+            raise self._failed(code, "does not map the host's memory")
+        return there.value
 
     def context_id(self) -> int:
         """See `Driver`: a green context has a number of its own."""

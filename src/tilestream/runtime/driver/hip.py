@@ -16,6 +16,7 @@ import ctypes
 import functools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import ClassVar
 
 from tilestream.runtime.driver.base import WHOLE_WORD, WRITE_ARGUMENTS, Driver
 
@@ -45,7 +46,7 @@ def loaded(maps: Iterable[str]) -> str:
 class Hip(Driver):
     """HIP's runtime."""
 
-    FUNCTIONS = {  # noqa: RUF012
+    FUNCTIONS: ClassVar = {
         "create": "hipStreamCreateWithFlags",
         "write": "hipStreamWriteValue32",
         "copy_in": "hipMemcpyHtoDAsync",
@@ -69,7 +70,9 @@ class Hip(Driver):
     def stream_wait(self, stream: int, address: int, value: int) -> None:
         """By a comparison of unsigned numbers."""
         wait = self._find("hipStreamWaitValue32", (*WRITE_ARGUMENTS, ctypes.c_uint32))
-        self._check(wait(stream, address, value & WHOLE_WORD, _GTE, WHOLE_WORD), "refused the stream wait")
+        code = wait(stream, address, value & WHOLE_WORD, _GTE, WHOLE_WORD)
+        if code:
+            raise self._failed(code, "refused the stream wait")
 
     def map_host_memory(self, address: int, size: int) -> int:
         """Never called: symmetric memory is CUDA's (`tilestream.distributed.symmetric.why_not`)."""

@@ -1,0 +1,55 @@
+// CUDA's driver, found at run time: the few functions that a launch needs, without CUDA's headers or libraries.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace tilestream {
+
+constexpr int kSuccess = 0;
+
+// As `CUlaunchConfig` and `CUlaunchAttribute` of cuda.h, whose layouts are the driver's ABI.
+struct LaunchAttribute {
+  uint32_t id;
+  uint32_t padding;
+  alignas(8) unsigned char value[64];
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+
+struct LaunchConfig {
+  uint32_t grid[3];
+  uint32_t block[3];
+  uint32_t shared_bytes;
+  void* stream;
+  const LaunchAttribute* attributes;
+  uint32_t attribute_count;
+};
+static_assert(sizeof(LaunchConfig) == 56);
+
+struct alignas(64) TensorMapBytes {
+  uint64_t words[16];
+};
+
+struct Driver {
+  int (*launch)(const LaunchConfig*, void* function, void** parameters, void** extra) = nullptr;
+  int (*encode_tiled)(
+      TensorMapBytes*, int element_type, uint32_t rank, void* address, const uint64_t* extents, const uint64_t* strides,
+      const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int promotion,
+      int fill) = nullptr;
+  int (*context_device)(int*) = nullptr;
+  int (*context_id)(void* context, unsigned long long*) = nullptr;  // null before CUDA 12
+  int (*stream_is_capturing)(void* stream, int*) = nullptr;
+  int32_t (*current_stream)(int32_t device, void**) = nullptr;  // torch's own
+};
+
+// The functions found by `open_driver`; all null before.
+const Driver& driver();
+
+// Look the functions up in the driver's library and in torch's. Returns why one is missing; empty if none is.
+std::string open_driver(const char* driver_library, const char* torch_library);
+
+// The number of this thread's context, which no other context ever has; 0 if the driver numbers none. False if the
+// thread has no context, or one of another device.
+bool context_of(int32_t device, int64_t* number);
+
+}  // namespace tilestream

@@ -1,0 +1,186 @@
+#include "recipe.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace tilestream {
+namespace {
+
+constexpr int64_t kVersion = 1;
+constexpr size_t kMaxParameters = 256;
+constexpr int kAttributeWords = sizeof(LaunchAttribute) / sizeof(int64_t);
+
+[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(std::string("recipe: ") + why); }
+
+// Reads the integers one after another.
+class Reader {
+ public:
+  explicit Reader(std::span<const int64_t> integers) : left_(integers) {}
+
+  int64_t next() {
+    if (left_.empty()) refuse("it ends too early");
+    const int64_t value = left_.front();
+    left_ = left_.subspan(1);
+    return value;
+  }
+
+  size_t count(size_t most) {
+    const int64_t value = next();
+    if (value < 0 || static_cast<uint64_t>(value) > most) refuse("a count is out of range");
+    return static_cast<size_t>(value);
+  }
+
+  template <typename Value>
+  void into(Value* values, size_t count) {
+    for (size_t i = 0; i < count; i++) values[i] = static_cast<Value>(next());
+  }
+
+  bool ended() const { return left_.empty(); }
+
+ private:
+  std::span<const int64_t> left_;
+};
+
+TensorMap read_tensor_map(Reader& reader) {
+  TensorMap map{};
+  map.element_type = static_cast<int>(reader.next());
+  map.rank = static_cast<uint32_t>(reader.count(TensorMap::kMaxRank));
+  reader.into(map.extents, map.rank);
+  reader.into(map.strides, map.rank);
+  reader.into(map.box, map.rank);
+  map.swizzle = static_cast<int>(reader.next());
+  map.promotion = static_cast<int>(reader.next());
+  map.fill = static_cast<int>(reader.next());
+  map.clears_bit_21 = reader.next() != 0;
+  return map;
+}
+
+}  // namespace
+
+Recipe::Recipe(std::span<const int64_t> integers) {
+  Reader reader(integers);
+  if (reader.next() != kVersion) refuse("another version");
+  function_ = reinterpret_cast<void*>(reader.next());
+  reader.into(config_.grid, 3);
+  reader.into(config_.block, 3);
+  config_.shared_bytes = static_cast<uint32_t>(reader.next());
+  attributes_.resize(reader.count(8));
+  for (LaunchAttribute& attribute : attributes_) {
+    int64_t words[kAttributeWords];
+    reader.into(words, kAttributeWords);
+    std::memcpy(&attribute, words, sizeof attribute);
+  }
+  need_ = {reader.next(), reader.next(), reader.next(), reader.next()};
+  const size_t count = reader.count(kMaxParameters);
+  size_t end = 0;
+  for (size_t i = 0; i < count; i++) {
+    const size_t size = reader.count(sizeof(TensorMapBytes)), alignment = reader.count(alignof(TensorMapBytes));
+    const int64_t kind = reader.next();
+    if (size == 0 || alignment == 0) refuse("a parameter has no size or no alignment");
+    const size_t offset = (end + alignment - 1) / alignment * alignment;
+    end = offset + size;
+    if (end > kMaxBytes) refuse("the parameters are larger than a launch takes");
+    template_.resize(end);
+    offsets_.push_back(offset);
+    Slot slot{static_cast<Kind>(kind), offset, size, 0, {}};
+    switch (slot.kind) {
+      case Kind::kConstant: {
+        if (size > sizeof(int64_t)) refuse("a constant is larger than 8 bytes");
+        const int64_t value = reader.next();
+        std::memcpy(template_.data() + offset, &value, size);
+        continue;
+      }
+      case Kind::kOperand:
+        slot.index = reader.count(Given::kOperands - 1);
+        break;
+      case Kind::kWorkspace:
+        slot.index = reader.count(2);
+        break;
+      case Kind::kBase:
+        break;
+      case Kind::kFactor:
+        slot.index = reader.count(Given::kFactors - 1);
+        break;
+      case Kind::kTensorMap:
+        slot.index = reader.count(Given::kOperands - 1);
+        slot.map = read_tensor_map(reader);
+        break;
+      default:
+        refuse("a kind of parameter is unknown");
+    }
+    const bool is_map = slot.kind == Kind::kTensorMap;
+    if (is_map ? size != sizeof(TensorMapBytes) : size != 8 && (size != 4 || slot.kind == Kind::kOperand)) {
+      refuse("a parameter has another size than its kind");
+    }
+    const bool counts = slot.kind == Kind::kWorkspace || slot.kind == Kind::kBase;
+    if (counts && need_.tickets == 0) refuse("a parameter is of the workspace, and the launch needs none");
+    slots_.push_back(slot);
+  }
+  if (!reader.ended()) refuse("it is too long");
+  config_.attributes = attributes_.data();
+  config_.attribute_count = static_cast<uint32_t>(attributes_.size());
+}
+
+bool Recipe::issue(const Given& given, int32_t device, int64_t context) const {
+  void* stream = nullptr;
+  if (driver().current_stream(device, &stream) != kSuccess) return false;
+  if (need_.tickets == 0) return launch(given, nullptr, stream);
+  int capturing = 0;  // a captured launch has words of its own: `tilestream.runtime.device_workspace.captured_words`
+  if (driver().stream_is_capturing(stream, &capturing) != kSuccess || capturing != 0) return false;
+  Workspace* workspace = find_workspace(device, stream, context);
+  if (workspace == nullptr) return false;
+  std::lock_guard lock(workspace->mutex);
+  if (!workspace->holds(need_) || !launch(given, workspace, stream)) return false;
+  workspace->base += need_.tickets;
+  return true;
+}
+
+bool Recipe::launch(const Given& given, const Workspace* workspace, void* stream) const {
+  alignas(TensorMapBytes) std::byte parameters[kMaxBytes];
+  void* addresses[kMaxParameters];
+  std::memcpy(parameters, template_.data(), template_.size());
+  for (size_t i = 0; i < offsets_.size(); i++) addresses[i] = parameters + offsets_[i];
+  for (const Slot& slot : slots_) {
+    if (!fill(slot, given, workspace, parameters)) return false;
+  }
+  LaunchConfig config = config_;
+  config.stream = stream;
+  return driver().launch(&config, function_, addresses, nullptr) == kSuccess;
+}
+
+bool Recipe::fill(const Slot& slot, const Given& given, const Workspace* workspace, std::byte* parameters) const {
+  std::byte* const place = parameters + slot.offset;
+  const auto put = [&](const auto& value) { std::memcpy(place, &value, sizeof value); };
+  switch (slot.kind) {
+    case Kind::kOperand:
+      put(given.addresses[slot.index]);
+      break;
+    case Kind::kWorkspace: {
+      const uint64_t all[] = {workspace->partials, workspace->counts, workspace->counters};
+      put(all[slot.index]);
+      break;
+    }
+    case Kind::kBase:
+      if (slot.size == 4) {
+        put(static_cast<int32_t>(workspace->base));
+      } else {
+        put(workspace->base);
+      }
+      break;
+    case Kind::kFactor:
+      if (slot.size == 4) {
+        put(static_cast<float>(given.factors[slot.index]));
+      } else {
+        put(given.factors[slot.index]);
+      }
+      break;
+    case Kind::kTensorMap:
+      return slot.map.encode(given.addresses[slot.index], reinterpret_cast<TensorMapBytes*>(place));
+    case Kind::kConstant:
+      break;
+  }
+  return true;
+}
+
+}  // namespace tilestream

@@ -1,0 +1,66 @@
+"""What a call launches, seen by `tilestream.launch.native`, which keeps it for the next call."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Call(NamedTuple):
+    """What a launch was given: a recipe has to reproduce it.
+
+    Attributes
+    ----------
+    operands
+        By the names of `tilestream.launch.native.OPERANDS`, as the caller gave them; ``out``: the result. None for one
+        that is not given.
+    factors
+        Alpha and beta.
+    """
+
+    operands: Mapping[str, torch.Tensor | None]
+    factors: tuple[float, float]
+
+
+class Observation:
+    """The launches of one block in one thread.
+
+    Attributes
+    ----------
+    launches
+        Each `tilestream.launch.launch.Launch` that was called.
+    issued
+        Each kernel that went to the driver: its `tilestream.launch.launcher.Launcher`, and what varied. None for a
+        kernel that only Triton can launch.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Any] = []
+        self.issued: list[tuple[Any, tuple[Any, ...]] | None] = []
+
+
+class _Here(threading.local):
+    observation: Observation | None = None
+
+
+_here = _Here()
+
+
+def observation() -> Observation | None:
+    """What observes this thread; None where nothing does."""
+    return _here.observation
+
+
+@contextlib.contextmanager
+def observe() -> Iterator[Observation]:
+    """Observe the launches of this block."""
+    before, _here.observation = _here.observation, Observation()
+    try:
+        yield _here.observation
+    finally:
+        _here.observation = before

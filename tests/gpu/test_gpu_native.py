@@ -1,0 +1,257 @@
+"""The native call path on a GPU: Python's bits, on any stream and thread, in graphs, one launch behind another.
+
+Needs the extension: ``python -m tilestream.launch.native_build``, on any machine, puts it into the source tree.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from gpu_runs import ON_HOPPER, randn
+
+import tilestream as ts
+from tilestream.launch.native import Extension, extension, why_not
+from tilestream.ops import native, request
+
+if extension() is None:
+    pytest.skip(f"no native call path: {why_not()}", allow_module_level=True)
+
+BF16 = torch.bfloat16
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def recipes() -> Iterator[Extension]:
+    """An empty table."""
+    native._load()
+    found = extension()
+    assert found is not None
+    found.clear()
+    yield found
+    torch.cuda.synchronize()
+    ts.check()
+    native._loaded.extension = found
+
+
+@pytest.fixture
+def python_calls(monkeypatch) -> list[str]:
+    """The ops of calls that were made Python's way."""
+    made: list[str] = []
+    inner = request._multiply_on_gpu
+
+    def noted(r: request.Request) -> torch.Tensor:
+        made.append(r.op)
+        return inner(r)
+
+    monkeypatch.setattr(request, "_multiply_on_gpu", noted)
+    return made
+
+
+def by_python(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The result without the extension."""
+    found, native._loaded.extension = native._loaded.extension, None
+    try:
+        return call().clone()
+    finally:
+        native._loaded.extension = found
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return randn(*shape, dtype=BF16)
+
+
+def made(name: str) -> Callable[[], torch.Tensor]:
+    """A call whose operands are made once."""
+    a, b, w, bias, residual = half(512, 256), half(256, 384), half(384, 256), half(384), half(512, 384)
+    out, x, few = torch.empty(512, 384, device="cuda", dtype=BF16), half(2, 128, 256), half(5, 256)
+    long_a, long_b = half(1152, 4096), half(4096, 1152)
+    batched = half(3, 64, 256), half(3, 256, 128)
+    a8, w8 = a.to(FP8), w.to(FP8)
+    scales = {"scale_a": torch.rand(512, 1, device="cuda"), "scale_b": torch.rand(1, 384, device="cuda")}
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "mm": lambda: ts.mm(a, b),
+        "mm of one tensor twice": lambda: ts.mm(b[:, :256], b[:, :256]),
+        "mm, out=": lambda: ts.mm(a, b, out=out),
+        "mm, static": lambda: ts.mm(a, b, schedule="static"),
+        "mm, dynamic": lambda: ts.mm(a, b, schedule="dynamic"),
+        "mm, stream-K": lambda: ts.mm(long_a, long_b, schedule="stream_k"),
+        "mm, stream-K, 7 workers": lambda: ts.mm(long_a, long_b, schedule="stream_k", workers=7),
+        "mm, odd strides": lambda: ts.mm(a[:, 1:], b[1:]),
+        "matmul, 3-D": lambda: ts.matmul(x, b, bias=bias),
+        "matmul, all": lambda: ts.matmul(a, b, bias=bias, residual=residual, beta=0.5, activation="gelu", **scales),
+        "bmm": lambda: ts.bmm(*batched),
+        "addmm": lambda: ts.addmm(residual, a, b, alpha=0.5, beta=2.0),
+        "addmm of a row": lambda: ts.addmm(bias, a, b),
+        "linear": lambda: ts.linear(a, w),
+        "linear, few rows": lambda: ts.linear(few, w, bias),
+        "linear, 3-D, bias": lambda: ts.linear(x, w, bias, activation="silu"),
+        "linear, fp8": lambda: ts.linear(a8, w8, **scales),
+        "mm, fp32": lambda: ts.mm(a.float(), b.float()),
+    }
+    return calls[name]
+
+
+NAMES = (
+    "mm", "mm, out=", "mm, static", "mm, dynamic", "mm, stream-K", "mm, stream-K, 7 workers",
+    "matmul, 3-D", "matmul, all", "bmm", "addmm", "linear", "linear, few rows", "linear, 3-D, bias",
+)  # fmt: skip
+#: Calls that may need what no recipe has: a copy, a second kernel, a table.
+MAYBE = ("mm of one tensor twice", "mm, odd strides", "addmm of a row", "mm, fp32")
+FP8_TOO = ("linear, fp8",) if ON_HOPPER else ()
+
+
+@pytest.mark.parametrize("name", [*NAMES, *MAYBE, *FP8_TOO])
+def test_the_bits_are_those_of_pythons_way(python_calls, name):
+    call = made(name)
+    expected = by_python(call)
+    python_calls.clear()
+    for _ in range(4):
+        assert torch.equal(bits(call()), bits(expected))
+    if name in NAMES:
+        assert len(python_calls) == 1, "the second equal call is native"
+
+
+def test_another_address_and_another_factor_are_read(python_calls):
+    residual, b = half(512, 384), half(256, 384)
+    for alpha in (0.5, 0.25, -3.0):
+        a = half(512, 256)
+        expected = by_python(lambda a=a, alpha=alpha: ts.addmm(residual, a, b, alpha=alpha))
+        assert torch.equal(bits(ts.addmm(residual, a, b, alpha=alpha)), bits(expected))
+    assert python_calls.count("addmm") == 4, "three for the comparison, and one"
+
+
+@pytest.mark.parametrize("name", ["mm, dynamic", "mm, stream-K", "mm, static"])
+def test_native_and_python_launches_take_turns_on_one_stream(name):
+    call = made(name)
+    expected = by_python(call)
+    call()
+    for _ in range(50):
+        assert torch.equal(bits(call()), bits(expected))
+        assert torch.equal(bits(by_python(call)), bits(expected))
+
+
+@pytest.mark.parametrize("name", ["mm, dynamic", "mm, stream-K"])
+def test_streams_do_not_share_words(python_calls, name):
+    call = made(name)
+    expected = by_python(call)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(40):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(call())
+    torch.cuda.synchronize()
+    assert all(torch.equal(bits(one), bits(expected)) for one in found)
+    assert len(python_calls) == 1 + len(streams)
+
+
+@pytest.mark.parametrize("name", ["mm, dynamic", "mm, stream-K", "linear, 3-D, bias"])
+def test_threads_on_one_stream_and_a_fresh_thread(name):
+    call = made(name)
+    expected = by_python(call)
+    call()
+    torch.cuda.synchronize()
+    failed: list[object] = []
+
+    def work() -> None:
+        try:
+            found = [call() for _ in range(50)]
+            torch.cuda.synchronize()
+            failed.extend(i for i, one in enumerate(found) if not torch.equal(bits(one), bits(expected)))
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+@pytest.mark.parametrize("name", ["mm, static", "mm, dynamic", "mm, stream-K", "mm, out="])
+def test_a_graph_is_replayed_between_native_launches(name):
+    call = made(name)
+    expected = by_python(call)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for _ in range(10):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(bits(captured), bits(expected))
+        assert torch.equal(bits(call()), bits(expected))
+
+
+def test_each_launch_sees_what_the_one_before_it_wrote(python_calls):
+    """Programmatic launches begin before the one ahead has ended."""
+    a, w, out = half(256, 256), half(256, 256) / 16, torch.empty(256, 256, device="cuda", dtype=BF16)
+
+    def chain() -> torch.Tensor:
+        x = a
+        for _ in range(64):
+            x = ts.mm(x, w)
+            x = ts.linear(x, w, out=out).clone()
+        return x
+
+    expected = by_python(chain)
+    python_calls.clear()
+    assert all(torch.equal(bits(chain()), bits(expected)) for _ in range(5))
+    assert len(python_calls) == 2
+
+
+def test_overlap_is_refused_as_by_python():
+    room = half(513, 256)
+    ts.mm(half(256, 256), half(256, 256), out=torch.empty(256, 256, device="cuda", dtype=BF16))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="overlaps a in memory"):
+            ts.mm(room[:256], half(256, 256), out=room[1:257])
+
+
+def test_a_limit_and_a_gradient_are_as_by_python(python_calls):
+    a, b = half(512, 256), half(256, 384)
+    expected = by_python(lambda: ts.mm(a, b))
+    ts.mm(a, b)
+    with ts.worker_limit(8):
+        for _ in range(3):
+            assert torch.equal(bits(ts.mm(a, b)), bits(expected))
+    assert len(python_calls) == 3
+    weight = b.clone().requires_grad_()
+    for _ in range(2):
+        ts.mm(a, weight).sum().backward()
+    assert weight.grad is not None
+    assert len(python_calls) == 5
+
+
+def test_compiled_functions_are_as_by_python():
+    a, b = half(512, 256), half(256, 384)
+    ts.mm(a, b)
+    expected = by_python(lambda: ts.mm(a, b))
+    compiled = torch.compile(lambda x, y: ts.mm(x, y) + 1)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(a, b), expected + 1)
+
+
+def test_memory_stays_as_it_is_over_many_shapes(recipes):
+    recipes.set_capacity(64)
+    try:
+        b = half(256, 64)
+        room = half(512, 256)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for rows in range(1, 100):
+            ts.mm(room[:rows], b)
+            ts.mm(room[:rows], b)
+        assert len(recipes) <= 64
+        assert torch.cuda.memory_allocated() - before < 2**26
+    finally:
+        recipes.set_capacity(8192)

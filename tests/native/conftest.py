@@ -1,0 +1,121 @@
+"""The extension, built from `csrc/`, over a driver that records what it is given."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from stand_ins import CPU_INDEX
+
+pytest.importorskip("triton")
+
+from tilestream.launch import launcher, native, native_build, tensor_map
+
+FAKE = Path(__file__).parent / "fake_driver.cpp"
+
+
+def built(folder: Path) -> tuple[Path, Path]:
+    """The extension and the fake driver, built once for all test processes of a source."""
+    texts = [path.read_bytes() for path in (*sorted(native_build.SOURCES[1].iterdir()), FAKE)]
+    digest = hashlib.sha256(b"".join([torch.__version__.encode(), *texts])).hexdigest()[:16]
+    library, driver = folder / f"libtilestream_native_{digest}.so", folder / f"libfake_driver_{digest}.so"
+    with FileLock(folder / "lock"):
+        if not driver.exists():
+            failed = native_build.build(library, "-O1", "-Werror")
+            assert not failed, failed
+            flags = "-O1", "-std=c++20", "-fPIC", "-shared", "-Wall", "-Wextra"
+            subprocess.run([native_build.compiler(), *flags, FAKE, "-o", driver], check=True)
+    return library, driver
+
+
+class Driver:
+    """What a test tells the fake driver, and asks of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.library = ctypes.CDLL(str(path))
+        self.library.fake_launches.restype = self.library.fake_launch.restype = ctypes.c_int64
+        self.library.fake_function.argtypes = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64)
+        self.library.fake_launch.argtypes = (ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
+        self.library.fake_thread.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_ulonglong, ctypes.c_void_p)
+
+    def function(self, handle: int, sizes: list[int]) -> None:
+        """A kernel with parameters of so many bytes."""
+        self.library.fake_function(handle, (ctypes.c_int64 * len(sizes))(*sizes), len(sizes))
+
+    def thread(self, device: int = CPU_INDEX, context: int | None = 1, stream: int = 0) -> None:
+        """This thread's device, context and current stream."""
+        self.library.fake_thread(device, context is not None, context or 0, stream)
+
+    def state(self, capturing: bool = False, launch: int = 0, encode: int = 0, records: bool = True) -> None:
+        """Whether streams are captured, what launches and tensor maps answer, and whether launches are recorded."""
+        self.library.fake_state(capturing, launch, encode, records)
+
+    def launches(self) -> list[bytes]:
+        """Configuration, attributes and parameters of each launch, in order."""
+        found = []
+        for i in range(self.library.fake_launches()):
+            memory = ctypes.create_string_buffer(8192)
+            size = self.library.fake_launch(i, memory, 8192)
+            found.append(memory.raw[:size])
+        return found
+
+    def forget(self) -> None:
+        """No launch was recorded."""
+        self.library.fake_forget()
+
+
+@pytest.fixture(scope="session")
+def libraries() -> tuple[Path, Path]:
+    if not native_build.compiler():
+        pytest.skip("no C++ compiler")
+    if native.extension() is not None:
+        pytest.skip("this process has the extension loaded, over a GPU's driver")
+    folder = Path(tempfile.gettempdir()) / f"tilestream-native-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    return built(folder)
+
+
+@pytest.fixture(scope="session")
+def loaded(libraries) -> native.Extension:
+    library, driver = libraries
+    return native.Extension(library, str(driver), str(driver))
+
+
+@pytest.fixture
+def driver(libraries, monkeypatch) -> Driver:
+    """The fake driver, at first with one context, one stream, nothing captured; Python's launcher uses it, too."""
+    made = Driver(libraries[1])
+
+    def function(name: str, *arguments: type):
+        found = getattr(ctypes.CDLL(str(libraries[1])), name)
+        found.argtypes = arguments
+        return found
+
+    for module in (launcher, tensor_map):
+        monkeypatch.setattr(module, "cuda_function", function)
+        monkeypatch.setattr(module, "error_name", str)
+    monkeypatch.setattr(tensor_map, "_driver_version", lambda: 13000)
+    made.thread()
+    made.state()
+    made.forget()
+    return made
+
+
+@pytest.fixture
+def extension(loaded, driver) -> native.Extension:
+    """The extension without recipes. Its ops are called as torch's dispatcher calls them for tensors on a GPU."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    for name in ("try_matmul", "try_matmul_out", "remember_matmul"):
+        op = getattr(torch.ops.tilestream, name).default
+        setattr(loaded, name, functools.partial(op.redispatch, keys))
+    loaded.set_capacity(8192)
+    loaded._words.clear()
+    return loaded

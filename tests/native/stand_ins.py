@@ -1,0 +1,149 @@
+"""A compiled kernel and its launch, for tests without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from tilestream.launch.launcher import VARIES, Descriptor, Launcher
+from tilestream.launch.native import Extension
+from tilestream.launch.observe import Call, observe
+
+#: torch's index of the CPU, the "GPU" of these tests.
+CPU_INDEX = -1
+_BYTES = {"i32": 4, "fp32": 4, "i64": 8, "fp64": 8}
+_handles = itertools.count(0x1000, 0x10)
+
+
+class Matmul(NamedTuple):
+    """A call of `try_matmul`, with its arguments' names."""
+
+    op: int = 0
+    a: Any = None
+    b: Any = None
+    bias: Any = None
+    residual: Any = None
+    scale_a: Any = None
+    scale_b: Any = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    options: int = 0
+    workers: int = 0
+    limit: int = 0
+
+
+def call(m: int = 16, n: int = 32, k: int = 64, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Matmul:
+    """``[m, k] @ [k, n]``."""
+    return Matmul(0, torch.zeros(m, k, dtype=dtype), torch.zeros(k, n, dtype=dtype))._replace(**more)
+
+
+def kernel(
+    driver: Any, signature: dict[str, str], constants: dict[tuple[int, ...], Any], boxes: list[list[int]]
+) -> Any:
+    """What Triton has compiled: as much of it as `Launcher` reads."""
+    sizes = []
+    for type_ in signature.values():
+        if type_.startswith("tensordesc"):
+            sizes += [128, 4, 4, 8, 8]
+        elif type_ != "constexpr":
+            sizes.append(_BYTES.get(type_, 8))
+    sizes += [8, 8]
+    declared = [
+        f".param .align 64 .b8 p{i}[128]" if size == 128 else f".param .b{8 * size} p{i}"
+        for i, size in enumerate(sizes)
+    ]
+    described = [{"elem_type": 9, "elem_size": 2, "block_size": box, "swizzle": 3} for box in boxes]
+    handle = next(_handles)
+    driver.function(handle, sizes)
+    return SimpleNamespace(
+        name="gemm",
+        function=handle,
+        _init_handles=lambda: None,
+        asm={"ptx": f".visible .entry gemm({', '.join(declared)})"},
+        src=SimpleNamespace(signature=signature, constants=constants, attrs={}),
+        metadata=SimpleNamespace(
+            num_ctas=1,
+            num_warps=12,
+            shared=1000,
+            launch_pdl=True,
+            launch_cooperative_grid=False,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            tensordesc_meta=described,
+        ),
+    )
+
+
+class Launch:
+    """A GEMM launch: two tensor maps, pointers for all else that is given, alpha and beta.
+
+    Parameters
+    ----------
+    needs
+        As `tilestream.launch.launch.Launch.needs`; the kernel takes words if there are tickets.
+    extra
+        Further parameters that vary, and their values.
+    """
+
+    def __init__(
+        self, driver: Any, x: Matmul, needs: tuple[int, int, int, int] = (0, 0, 0, 0), swapped: bool = False,
+        extra: dict[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.needs = SimpleNamespace(swap_ab=swapped), needs
+        self._swapped, self._extra, self._base = swapped, extra or {}, 0
+        self._words = torch.zeros(3, 1024)
+        rows, columns = (x.b.T, x.a) if swapped else (x.a, x.b.T)
+        scales = ("scale_b", "scale_a") if swapped else ("scale_a", "scale_b")
+        self._pointers = {
+            name: field
+            for name, field in (
+                ("bias", "bias"), ("residual", "residual"), ("row_scale", scales[0]), ("column_scale", scales[1])
+            )
+            if getattr(x, field) is not None
+        }  # fmt: skip
+        words = {"partials": "*fp32", "counts": "*i32", "counters": "*i64"} if needs[0] else {}
+        signature = {
+            "x_map": "tensordesc<bf16>", "y_map": "tensordesc<bf16>", "out": "*bf16",
+            **dict.fromkeys(self._pointers, "*bf16"), **words, **dict.fromkeys(self._extra, "*i32"), "base": "i64",
+            "reset": "i32", "rows": "i32", "alpha": "fp32", "beta": "fp32", "C": "constexpr",
+        }  # fmt: skip
+        compiled = kernel(driver, signature, {}, [[8, 64], [16, 64]])
+        maps = [Descriptor(tuple(one.shape), (one.stride(0) * 0 + 64, 1)) for one in (rows, columns)]
+        varies = len(signature) - 4 - len(maps)
+        given = [*maps, *[VARIES] * varies, rows.shape[0], VARIES, VARIES, None]
+        self._launcher = Launcher(compiled, (7, 1, 1), given)
+
+    def issue(self, x: Matmul, out: torch.Tensor, stream: int = 0, **moved: int) -> None:
+        """Launch by Python; ``moved``: addresses of operands that are not where the caller has them."""
+        address = {name: tensor.data_ptr() for name, tensor in x._asdict().items() if isinstance(tensor, torch.Tensor)}
+        address |= moved
+        first, second = ("b", "a") if self._swapped else ("a", "b")
+        words = [one.data_ptr() for one in self._words] if self.needs[0] else []
+        residual = x.residual is not None
+        self._launcher(
+            stream, address[first], address[second], out.data_ptr(),
+            *[address[field] for field in self._pointers.values()], *words, *self._extra.values(), self._base, 0,
+            x.alpha, x.beta if residual else 1.0,
+        )  # fmt: skip
+        self._base += self.needs[0]
+
+
+def result_of(x: Matmul) -> torch.Tensor:
+    return torch.zeros(*x.a.shape[:-1], x.b.shape[-1], dtype=x.a.dtype)
+
+
+def remember(
+    extension: Extension, launch: Launch, x: Matmul, out: torch.Tensor | None = None, stream: int = 0, **moved: int
+) -> bool:  # fmt: skip
+    """Launch by Python, observed, and have the extension keep the recipe."""
+    result = result_of(x) if out is None else out
+    with observe() as seen:
+        launch.issue(x, result, stream, **moved)
+        seen.launches.append(launch)
+    operands = {name: getattr(x, name) for name in ("a", "b", "bias", "residual", "scale_a", "scale_b")}
+    return extension.remember(
+        seen, Call({**operands, "out": result}, (x.alpha, x.beta)), stream, out is not None, tuple(x)
+    )  # fmt: skip

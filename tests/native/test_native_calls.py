@@ -1,0 +1,505 @@
+"""Calls that the extension launches: found by key, filled in, refused; the driver records, and launches nothing."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from stand_ins import CPU_INDEX, Launch, Matmul, call, remember, result_of
+
+from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.launch import native
+from tilestream.launch.cache import launch_cache
+from tilestream.launch.native import Unfit, recipe_of
+from tilestream.launch.observe import Call, Observation, observation, observe
+from tilestream.ops.operands import refuse_overlap
+
+#: Bytes in front of the parameters: grid, block, shared memory; stream; attributes.
+HEAD, ATTRIBUTE = 28 + 8 + 4, 72
+TICKETS = 11
+COUNTS = (TICKETS, 8, 4, 16)
+
+
+def full(**more) -> Matmul:
+    """A call with every operand."""
+    return call(
+        bias=torch.zeros(32, dtype=torch.bfloat16), residual=torch.zeros(16, 32, dtype=torch.bfloat16),
+        scale_a=torch.ones(16, 1), scale_b=torch.ones(1, 32), alpha=0.5, beta=0.25,
+    )._replace(**more)  # fmt: skip
+
+
+def parameters(launched: bytes) -> bytes:
+    return launched[HEAD + ATTRIBUTE :]
+
+
+def aligned_at(offset: int, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    """Zeros at so many bytes behind a multiple of 64."""
+    count = torch.Size(shape).numel()
+    room = torch.zeros(count + 128, dtype=dtype)
+    first = (-room.data_ptr() % 64 + offset) // room.element_size()
+    return room[first : first + count].view(shape)
+
+
+def base_of(launched: bytes, launch: Launch) -> int:
+    """The launch's base: behind it come reset, rows, alpha, beta and the scratch memories."""
+    assert launch.needs[0]
+    return struct.unpack_from("<q", launched, len(launched) - 16 - 4 * 4 - 8)[0]
+
+
+# What is launched -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["rows first", "swap_ab"])
+@pytest.mark.parametrize("needs", [(0, 0, 0, 0), COUNTS], ids=["static", "counted"])
+@pytest.mark.parametrize("made", [call, full], ids=["plain", "epilogue"])
+def test_an_equal_call_gives_the_driver_what_python_gave_it(extension, driver, made, needs, swapped):
+    first = made()
+    launch = Launch(driver, first, needs, swapped)
+    assert remember(extension, launch, first)
+    other = made()._replace(alpha=first.alpha if first.alpha == 1 else 0.75)
+    driver.forget()
+    out = extension.try_matmul(*other)
+    assert (out.shape, out.dtype, out.stride()) == ((16, 32), torch.bfloat16, (32, 1))
+    launch._base = 0
+    words = extension._words.get((CPU_INDEX, 0))
+    if needs[0]:
+        launch._words = [words[2], words[1], words[0]]
+    launch.issue(other, out)
+    native_launch, python_launch = driver.launches()
+    assert native_launch == python_launch
+
+
+def test_a_factor_in_the_call_is_a_factor_in_the_launch(extension, driver):
+    x = full()
+    remember(extension, Launch(driver, x), x)
+    extension.try_matmul(*x._replace(alpha=-3.0, beta=8.0))
+    end = parameters(driver.launches()[-1])
+    assert struct.unpack_from("<2f", end, len(end) - 24) == (-3.0, 8.0)
+
+
+def test_the_launch_is_on_the_current_stream_with_the_attributes_of_the_kernel(extension, driver):
+    x = call()
+    remember(extension, Launch(driver, x), x)
+    driver.thread(stream=0x77)
+    extension.try_matmul(*x)
+    launched = driver.launches()[-1]
+    assert struct.unpack_from("<7IQI", launched) == (7, 1, 1, 384, 1, 1, 1000, 0x77, 1)
+    assert struct.unpack_from("<II", launched, HEAD) == (6, 0), "programmatic stream serialization"
+
+
+def test_an_output_that_is_given_is_written(extension, driver):
+    x, out = full(), torch.zeros(16, 32, dtype=torch.bfloat16)
+    remember(extension, Launch(driver, x), x, out)
+    assert extension.try_matmul(*x) is None, "another call: its output is fresh"
+    other = torch.zeros_like(out)
+    driver.forget()
+    assert extension.try_matmul_out(other, *x) is True
+    assert struct.pack("<Q", other.data_ptr()) in driver.launches()[0]
+    assert extension.try_matmul_out(torch.zeros(16, 64, dtype=torch.bfloat16)[:, :32], *x) is False
+
+
+# What a key holds -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"op": 1}, {"options": 1}, {"workers": 5}, {"limit": 5}, {"alpha": 1.0}, {"beta": 0.0}, {"bias": None},
+        {"residual": None}, {"scale_a": None}, {"scale_b": None},
+        {"a": torch.zeros(8, 64, dtype=torch.bfloat16)}, {"a": torch.zeros(16, 64, dtype=torch.float16)},
+        {"a": torch.zeros(1, 16, 64, dtype=torch.bfloat16)}, {"a": torch.zeros(64, 16, dtype=torch.bfloat16).T},
+        {"a": aligned_at(2, 16, 64)}, {"b": torch.zeros(32, 64, dtype=torch.bfloat16).T},
+        {"b": aligned_at(8, 64, 32)}, {"bias": aligned_at(2, 32)}, {"scale_a": torch.ones(1)},
+        {"a": torch.zeros(16, 64, dtype=torch.bfloat16, device="meta")},
+    ],
+    ids=lambda other: f"{next(iter(other))}",
+)  # fmt: skip
+def test_what_could_change_the_launch_is_in_its_key(extension, driver, other):
+    x = full()
+    remember(extension, Launch(driver, x), x)
+    launched = len(driver.launches())
+    assert extension.try_matmul(*x._replace(**other)) is None
+    assert extension.try_matmul(*x) is not None
+    assert len(driver.launches()) == launched + 1
+
+
+def test_addresses_and_factors_are_not_in_the_key(extension, driver):
+    x = full()
+    remember(extension, Launch(driver, x), x)
+    assert extension.try_matmul(*full(alpha=0.125, beta=2.0)) is not None
+    assert extension.try_matmul(*x._replace(a=aligned_at(16, 16, 64))) is not None
+
+
+def test_a_recipe_is_for_its_context_and_its_device(extension, driver):
+    x = call()
+    remember(extension, Launch(driver, x), x)
+    for there in ({"context": 2}, {"device": 3}, {"context": None}):
+        driver.thread(**there)
+        assert extension.try_matmul(*x) is None, there
+    driver.thread()
+    assert extension.try_matmul(*x) is not None
+
+
+def test_a_call_of_too_many_dimensions_is_never_found(extension, driver):
+    many = torch.zeros(*[1] * 60, 64, dtype=torch.bfloat16)
+    x = call()
+    launch = Launch(driver, x)
+    flat = x._replace(a=many, b=torch.zeros(*[1] * 60, 64, 32, dtype=torch.bfloat16))
+    assert not remember(extension, launch, flat, torch.zeros(16, 32, dtype=torch.bfloat16))
+    assert extension.try_matmul(*flat) is None
+
+
+# What has no recipe ---------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_that_differs_from_call_to_call_has_no_recipe(extension, driver):
+    x = call()
+    launch = Launch(driver, x, extra={"table": 0x5000})
+    assert not remember(extension, launch, x)
+    assert launch in extension._unfit
+    assert extension.try_matmul(*x) is None
+
+
+@pytest.mark.parametrize("operand", ["a", "b", "bias", "residual", "scale_a", "scale_b"])
+def test_an_operand_that_was_copied_first_has_no_recipe(extension, driver, operand):
+    x = full()
+    launch, elsewhere = Launch(driver, x), torch.zeros(64, 64, dtype=torch.bfloat16)
+    assert not remember(extension, launch, x, **{operand: elsewhere.data_ptr()})
+    assert remember(extension, launch, x), "an equal launch whose operands were not copied has one"
+
+
+def test_a_factor_that_was_changed_has_no_recipe(extension, driver):
+    x = full()
+    launch = Launch(driver, x)
+    with observe() as seen:
+        launch.issue(x._replace(alpha=2.0), out := result_of(x))
+        seen.launches.append(launch)
+    with pytest.raises(Unfit, match=r"alpha is 2\.0, and the caller's is 0\.5"):
+        recipe_of(seen, Call({**x._asdict(), "out": out}, (0.5, 0.25)))
+
+
+@pytest.mark.parametrize(("launches", "kernels"), [(0, 0), (1, 0), (1, 2), (2, 2)])
+def test_a_recipe_is_of_one_launch_of_one_kernel(launches, kernels):
+    seen = Observation()
+    seen.launches, seen.issued = [object()] * launches, [None] * kernels
+    with pytest.raises(Unfit, match=f"{launches} launches of {kernels} kernels"):
+        recipe_of(seen, Call({}, (1.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda made: [99, *made[1:]], "another version"),
+        (lambda made: made[:-1], "ends too early"),
+        (lambda made: [*made, 0], "too long"),
+        (lambda made: [*made[:9], 9, *made[10:]], "count is out of range"),
+        (lambda made: [*made[:-4], 16, *made[-3:]], "larger than 8 bytes"),
+        (lambda made: [*made[:-4], 8, 8, 9, 0], "kind of parameter is unknown"),
+        (lambda made: [*made[:-4], 2, 8, 1, 0], "another size than its kind"),
+        (lambda made: [*made[:-4], 8, 8, 1, 7], "count is out of range"),
+        (lambda made: [*made[:-4], 0, 8, 0, 0], "no size"),
+        (lambda made: [*made[:-4], 8, 8, 2, 0], "needs none"),
+    ],
+)
+def test_a_recipe_is_checked(extension, driver, change, message):
+    x = call()
+    launch = Launch(driver, x)
+    with observe() as seen:
+        launch.issue(x, out := result_of(x))
+        seen.launches.append(launch)
+    made = recipe_of(seen, Call({"a": x.a, "b": x.b, "out": out}, (1.0, 1.0)))
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        extension.remember_matmul(change(made), out, False, *x)
+    assert len(extension) == 0
+
+
+def test_a_block_observes_its_own_thread_only():
+    with observe() as outer:
+        other = []
+        thread = threading.Thread(target=lambda: other.append(observation()))
+        thread.start()
+        thread.join()
+        with observe() as inner:
+            assert observation() is inner
+        assert observation() is outer
+    assert other == [None]
+    assert observation() is None
+
+
+# Workspaces -----------------------------------------------------------------------------------------------------------
+
+
+def test_bases_rise_by_the_tickets_of_each_launch(extension, driver):
+    x = call()
+    launch = Launch(driver, x, COUNTS)
+    remember(extension, launch, x)
+    driver.forget()
+    for _ in range(3):
+        extension.try_matmul(*x)
+    assert [base_of(one, launch) for one in driver.launches()] == [0, TICKETS, 2 * TICKETS]
+
+
+def test_a_launch_that_fails_takes_no_tickets(extension, driver):
+    x = call()
+    launch = Launch(driver, x, COUNTS)
+    remember(extension, launch, x)
+    driver.forget()
+    for state in ({"launch": 700}, {"encode": 1}, {"capturing": True}):
+        driver.state(**state)
+        assert extension.try_matmul(*x) is None, state
+    driver.state()
+    extension.try_matmul(*x)
+    assert [base_of(one, launch) for one in driver.launches()] == [0]
+
+
+def test_a_static_launch_is_captured(extension, driver):
+    x = call()
+    remember(extension, Launch(driver, x), x)
+    driver.state(capturing=True)
+    assert extension.try_matmul(*x) is not None
+
+
+def test_each_stream_has_words_of_its_own(extension, driver):
+    x = call()
+    launch = Launch(driver, x, COUNTS)
+    remember(extension, launch, x)
+    driver.thread(stream=8)
+    assert extension.try_matmul(*x) is None, "a stream without words"
+    remember(extension, launch, x, stream=8)
+    driver.forget()
+    for stream in (0, 8, 8, 0):
+        driver.thread(stream=stream)
+        extension.try_matmul(*x)
+    assert [base_of(one, launch) for one in driver.launches()] == [0, 0, TICKETS, TICKETS]
+    places = {place: [one.data_ptr() for one in words] for place, words in extension._words.items()}
+    assert len({address for addresses in places.values() for address in addresses}) == 6
+
+
+def test_words_grow_and_larger_ones_serve_smaller_launches(extension, driver):
+    small, large = call(), call(m=48)
+    launches = {x: Launch(driver, x, needs) for x, needs in ((small, COUNTS), (large, (5, 8, 400, 16)))}
+    for x, launch in launches.items():
+        remember(extension, launch, x)
+    assert [one.numel() for one in extension._words[CPU_INDEX, 0]] == [8, 400, 16]
+    driver.forget()
+    assert extension.try_matmul(*small) is not None
+    assert extension.try_matmul(*large) is not None
+    assert [base_of(one, launch) for one, launch in zip(driver.launches(), launches.values(), strict=True)] == [0, 11]
+    kept = extension._words[CPU_INDEX, 0]
+    remember(extension, launches[small], small)
+    assert extension._words[CPU_INDEX, 0] is kept
+
+
+# Overlap --------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def placed(draw, columns=8):
+    """Where four rows of eight columns lie in a buffer: in which rows of it, at which element."""
+    row = draw(st.sampled_from([columns, columns + 8, 2 * columns, 3 * columns]))
+    return draw(st.sampled_from([(row, 1), (1, row), (2 * row, 2), (row, 0)])), 8 * draw(st.integers(0, 24))
+
+
+@given(written=placed(), read=placed(), bias=st.integers(0, 24))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_overlap_goes_to_python_where_python_refuses_it(extension, driver, written, read, bias):
+    def call_in(output, others):
+        out = output.as_strided((4, 8), *written)
+        return out, call(
+            4, 8, residual=others.as_strided((4, 8), *read), bias=others[8 * bias : 8 * bias + 8], beta=0.5
+        )
+
+    out, x = call_in(torch.zeros(1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16))
+    assert remember(extension, Launch(driver, x), x, out)
+    assert extension.try_matmul_out(out, *x) is True
+    shared = torch.zeros(1024, dtype=torch.bfloat16)
+    out, x = call_in(shared, shared)
+    if torch._debug_has_internal_overlap(out) != 1:  # which has no recipe: Python refuses the first such call
+        refused = _refuses(GemmOperands(x.a, x.b, out, Epilogue(residual=x.residual, bias=x.bias)))
+        assert extension.try_matmul_out(out, *x) is not refused
+
+
+def _refuses(operands: GemmOperands) -> bool:
+    try:
+        refuse_overlap(operands)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("operand", ["a", "b", "bias", "residual", "scale_a", "scale_b"])
+def test_an_output_that_overlaps_any_operand_goes_to_python(extension, driver, operand):
+    x, out = full(), torch.zeros(16, 32, dtype=torch.bfloat16)
+    remember(extension, Launch(driver, x), x, out)
+    assert extension.try_matmul_out(out, *x) is True
+    given_ = getattr(x, operand)
+    size = given_.numel() * given_.element_size()
+    room = torch.zeros(8192, dtype=torch.uint8)
+    start = -room.data_ptr() % 64
+    shared = room[start : start + size].view(given_.dtype).view(given_.shape)
+    behind = room[start + 16 : start + 16 + 1024].view(torch.bfloat16).view(16, 32)
+    apart = room[start + 4096 : start + 4096 + 1024].view(torch.bfloat16).view(16, 32)
+    assert extension.try_matmul_out(behind, *x._replace(**{operand: shared})) is False
+    assert extension.try_matmul_out(apart, *x._replace(**{operand: shared})) is True
+
+
+def test_the_residual_may_be_the_output(extension, driver):
+    x, out = full(), torch.zeros(16, 32, dtype=torch.bfloat16)
+    remember(extension, Launch(driver, x), x, out)
+    assert extension.try_matmul_out(out, *x._replace(residual=out)) is True
+
+
+# Threads, bounds, life ------------------------------------------------------------------------------------------------
+
+
+def test_threads_share_recipes_and_no_base_is_given_twice(extension, driver):
+    x, count, each = call(), 8, 200
+    launch = Launch(driver, x, COUNTS)
+    remember(extension, launch, x)
+    driver.forget()
+    failed = []
+
+    def work() -> None:
+        driver.thread()
+        failed.extend(i for i in range(each) if extension.try_matmul(*x) is None)
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert [base_of(one, launch) for one in driver.launches()] == [i * TICKETS for i in range(count * each)]
+
+
+def test_calls_go_on_while_recipes_are_forgotten_and_kept(extension, driver):
+    x = call()
+    launch, stop, found = Launch(driver, x), threading.Event(), []
+
+    def work() -> None:
+        driver.thread()
+        while not stop.is_set():
+            found.append(extension.try_matmul(*x) is not None)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(200):
+        remember(extension, launch, x)
+        extension.clear()
+    stop.set()
+    thread.join()
+    assert found
+
+
+def test_the_table_is_bounded(extension, driver):
+    extension.set_capacity(4)
+    calls = [call(m=m) for m in range(8, 20)]
+    for x in calls:
+        assert remember(extension, Launch(driver, x), x)
+        assert extension.try_matmul(*x) is not None
+        assert 1 <= len(extension) <= 4
+    remember(extension, Launch(driver, calls[-1]), calls[-1])
+    assert len(extension) == 4, "what is there already takes no room"
+
+
+@pytest.mark.parametrize("cleared", ["extension", "launch_cache"])
+def test_clearing_forgets_all(extension, driver, cleared):
+    x = call()
+    remember(extension, Launch(driver, x), x)
+    assert len(extension) == 1
+    (extension if cleared == "extension" else launch_cache).clear()
+    assert len(extension) == 0
+    assert extension.try_matmul(*x) is None
+
+
+def test_no_tensor_of_a_caller_is_kept(extension, driver):
+    x, out = full(), torch.zeros(16, 32, dtype=torch.bfloat16)
+    remember(extension, Launch(driver, x), x, out)
+    result = extension.try_matmul(*x)
+    extension.try_matmul_out(out, *x)
+    storages = [weakref.ref(one.untyped_storage()) for one in (x.a, x.b, x.bias, x.residual, out)]
+    tensors = [weakref.ref(one) for one in (x.a, x.b, x.bias, x.residual, out)]
+    del x, out, result, storages
+    gc.collect()
+    assert [one() for one in tensors] == [None] * 5
+
+
+def test_memory_does_not_grow_with_calls(extension, driver):
+    x = call()
+    remember(extension, Launch(driver, x), x)
+    out = torch.zeros(16, 32, dtype=torch.bfloat16)
+    remember(extension, Launch(driver, x), x, out)
+    driver.state(records=False)
+
+    def calls(count: int) -> int:
+        for _ in range(count):
+            extension.try_matmul(*x)
+            extension.try_matmul_out(out, *x)
+            extension.try_matmul(*x._replace(workers=9))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = calls(2000)
+    assert calls(4000) - before < 2048, "kilobytes"
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuda", "ours", "message"),
+    [("libnone.so.9", None, "no driver"), (None, "libnone.so.9", "no CUDA build"), ("libc.so.6", None, "is missing")],
+)
+def test_a_driver_that_is_missing_is_named(loaded, libraries, cuda, ours, message):
+    fake = str(libraries[1])
+    why = loaded._library.tilestream_open((cuda or fake).encode(), (ours or fake).encode())
+    assert message in why.decode()
+    assert loaded._library.tilestream_open(fake.encode(), fake.encode()) is None
+
+
+def test_why_there_is_no_extension_is_said(monkeypatch, tmp_path):
+    def why(**environment: str) -> str:
+        native.load.cache_clear()
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return native.why_not()
+
+    try:
+        assert why(TILESTREAM_NATIVE="0") == "TILESTREAM_NATIVE=0"
+        missing = tmp_path / "none.so"
+        assert why(TILESTREAM_NATIVE=str(missing)).startswith(f"{missing} is not there: `python -m")
+        assert native.extension() is None
+    finally:
+        native.load.cache_clear()
+
+
+# Real kernels ---------------------------------------------------------------------------------------------------------
+
+REAL = ["hopper, static", "portable, dynamic"]
+MORE = ["hopper, stream-K, epilogue", "hopper, few rows", "portable, stream-K, epilogue"]
+
+
+@pytest.mark.parametrize(
+    "names", [REAL, pytest.param(MORE, marks=pytest.mark.slow)], ids=["plain", "with an epilogue"]
+)  # fmt: skip
+def test_a_real_kernel_is_given_what_python_gives_it(libraries, names):
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "real_kernels.py", *libraries, *names],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line.split(",")[0] for line in done.stdout.splitlines() if line.endswith(" equal")] == [
+        name.split(",")[0] for name in names
+    ]
