@@ -243,9 +243,9 @@ def compiles(rank, world):
 
 def limits(rank, world):
     """A worker limit inside a function applies to all its matmuls, eager and compiled, and in the backward pass."""
-    from tilestream.ops import library
+    from tilestream.ops import execute
 
-    asked, plan_problem = [], library.plan_problem
+    asked, plan_problem = [], execute.plan_problem
 
     def plan(*args, limit, **more):
         asked.append(limit)
@@ -256,7 +256,7 @@ def limits(rank, world):
             gathered = tsd.all_gather_matmul(x, w1, activation="gelu")
             return tsd.matmul_reduce_scatter(gathered, w2)
 
-    library.plan_problem = plan
+    execute.plan_problem = plan
     try:
         for how in (block, torch.compile(block, backend="aot_eager")):
             operands = random(rank, 4, 8), random(31, 8, 12), random(32, 12, 8)
@@ -267,7 +267,7 @@ def limits(rank, world):
             assert set(asked) == {1}, asked
             asked.clear()
     finally:
-        library.plan_problem = plan_problem
+        execute.plan_problem = plan_problem
     return True
 
 
