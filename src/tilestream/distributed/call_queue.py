@@ -34,28 +34,16 @@ Q = TypeVar("Q", bound="CallQueue")
 
 
 class IssuedCall(NamedTuple):
-    """A call that was issued.
+    """A call that was issued."""
 
-    Attributes
-    ----------
-    epoch
-        Its epoch in the protocol.
-    overrule
-        Tells the call that its missing chunks will not come.
-    kernel, side, end
-        Recorded behind its kernel, behind its other streams, and behind all of it.
-    flag_value
-        A peer's flag is at least this once that peer has signalled all of this call.
-    peer_seconds
-        Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
-    """
-
-    epoch: int
-    overrule: Callable[[BaseException], None]
+    epoch: int  # its epoch in the protocol
+    overrule: Callable[[BaseException], None]  # tells the call that its missing chunks will not come
+    #: kernel, side, end: recorded behind its kernel, behind its other streams, and behind all of it.
     kernel: torch.cuda.Event
     side: torch.cuda.Event
     end: torch.cuda.Event
-    flag_value: int
+    flag_value: int  # a peer's flag is at least this once that peer has signalled all of this call
+    #: Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
     peer_seconds: float = 0.0
 
 

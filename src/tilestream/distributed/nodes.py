@@ -31,24 +31,14 @@ NIC, NVLINK = 50e9, 450e9
 
 @dataclass(frozen=True)
 class NodeModel:
-    """The model of a call; see the module.
+    """The model of a call; see the module."""
 
-    Attributes
-    ----------
-    nodes, local
-        The number of nodes, and of GPUs in one.
-    shard_bytes
-        Bytes of one rank's shard.
-    matmul
-        Seconds of a GPU's matmul of all rows, alone.
-    nic, nvlink
-        Bytes a second of a GPU in each direction.
-    """
-
+    #: nodes, local: the number of nodes, and of GPUs in one.
     nodes: int
     local: int
-    shard_bytes: int
-    matmul: float
+    shard_bytes: int  # bytes of one rank's shard
+    matmul: float  # seconds of a GPU's matmul of all rows, alone
+    #: nic, nvlink: bytes a second of a GPU in each direction.
     nic: float = NIC
     nvlink: float = NVLINK
 

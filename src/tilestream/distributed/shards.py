@@ -37,28 +37,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """A tensor that is cut along a dimension before its last, viewed as ``[batches, world, rows, width]``.
+    """A tensor that is cut along a dimension before its last, viewed as ``[batches, world, rows, width]``."""
 
-    Attributes
-    ----------
-    batches
-        Product of the dimensions before the one that is cut.
-    world
-        Ranks.
-    rows
-        Rows of a shard in one batch: the product of the shard's dimensions from the one that is cut to the last but
-        one.
-    width
-        The last dimension.
-    parts
-        Chunks of a shard in each batch.
-    """
-
-    batches: int
-    world: int
+    batches: int  # product of the dimensions before the one that is cut
+    world: int  # ranks
+    #: Rows of a shard in one batch: the product of the shard's dimensions from the one that is cut to the last but one.
     rows: int
-    width: int
-    parts: int = 1
+    width: int  # the last dimension
+    parts: int = 1  # chunks of a shard in each batch
 
     @classmethod
     def of(cls, shard: Sequence[int], dim: int, world: int, parts: int = 1) -> Shards:

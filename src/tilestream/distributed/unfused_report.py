@@ -32,22 +32,13 @@ _WITH_BIAS = (
 
 
 class UnfusedCollective(NamedTuple):
-    """A collective that is not fused.
+    """A collective that is not fused."""
 
-    Attributes
-    ----------
-    group
-        The group's name.
-    op, what
-        The collective, and the shape and dtype of its input.
-    why
-        Why it is not fused.
-    """
-
-    group: str
+    group: str  # the group's name
+    #: op, what: the collective, and the shape and dtype of its input.
     op: str
     what: str
-    why: str
+    why: str  # why it is not fused
 
 
 def unfused_collectives(graph: Graph) -> Iterator[UnfusedCollective]:
