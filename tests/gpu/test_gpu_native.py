@@ -137,7 +137,7 @@ def joined(answer: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 def attention_call(name: str) -> Callable[[], torch.Tensor]:
     """A call of attention whose operands are made once."""
     q, k, v, out = half(2, 256, 8, 128), half(2, 512, 2, 128), half(2, 512, 2, 128), half(2, 256, 8, 128)
-    sinks, ends, keys = randn(8), ints(0, 100, 300, 512), ints(0, 300, 301, 1024)
+    sinks, ends, keys = randn(8, dtype=torch.float32), ints(0, 100, 300, 512), ints(0, 300, 301, 1024)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     packed = q.view(512, 8, 128), k.view(1024, 2, 128), v.view(1024, 2, 128)
     pages = k.view(16, 64, 2, 128), v.view(16, 64, 2, 128)
