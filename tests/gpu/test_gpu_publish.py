@@ -49,6 +49,14 @@ def test_each_chunk_is_read_as_soon_as_it_is_signalled(m, n, k, rows, pivot):
     check(out, Maths(a, b))
 
 
+def test_what_the_kernel_does_not_take_is_published_a_launch_a_chunk():
+    a, b = operands(300, 130, 129)  # a stride that TMA cannot address
+    publication, out = Publication(3, a.device), nan(300, 130)
+    assert matmul_published(a, b, out, publication, 1, 100, 2)
+    assert publication.state() == ([1, 1, 1], [0, 0, 0])
+    check(out, Maths(a, b))
+
+
 @pytest.mark.parametrize("kind", ["tensor", "row"])
 def test_fp8_with_scales(kind):
     a, b = operands(512, 256, 512, E4M3)
