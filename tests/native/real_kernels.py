@@ -23,7 +23,7 @@ from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch import launcher, native, tensor_map
 from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
 from tilestream.launch.launch import Kernel
-from tilestream.launch.observe import Call, observe
+from tilestream.launch.observe import Call, observation, observe
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
 from tilestream.plan.api import plan as make_plan
@@ -106,10 +106,8 @@ def main() -> None:
         """`Kernel.__call__`, where nothing can be launched."""
         kernel.load(filled)
         made = native.issued(kernel._compiled, kernel._grid, [getattr(x, "data_ptr", lambda x=x: x)() for x in filled])
-        if (seen := launch_observation()) is not None:
+        if (seen := observation()) is not None:
             seen.issued.append(made)
-
-    from tilestream.launch.observe import observation as launch_observation
 
     Kernel.__call__ = load_first
     cdll = ctypes.CDLL(fake)
