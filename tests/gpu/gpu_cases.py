@@ -278,6 +278,11 @@ def _cases() -> list[Case]:
         (129, 257, 65), (64, 4096, 4096), (2048, 2048, 2048), (3, 5, 10000), (5, 7, 0), (0, 7, 5), (5, 0, 7),
     ):  # fmt: skip
         cases.append(Case(m, n, k))
+    # As a Linear has it: few rows, few columns, few tiles of a long K.
+    cases += [
+        Case(m, n, k, BF16, "nt")
+        for m, n, k in ((1, 4096, 4096), (16, 4096, 2048), (200, 8192, 512), (8192, 128, 512), (128, 128, 8192))
+    ]
     # Epilogues.
     for activation, schedule in itertools.product(("relu", "gelu", "gelu_tanh", "silu"), ("dynamic", "stream_k")):
         cases.append(Case(520, 776, 640, BF16, "nt", activation=activation, schedule=schedule, **FULL))
@@ -295,6 +300,7 @@ def _cases() -> list[Case]:
         Case(130, 140, 96, BF16, batch=5),
         Case(130, 140, 96, BF16, batch=5, shared="a"),
         Case(130, 140, 96, BF16, "nt", batch=5, shared="b", schedule="stream_k", **FULL, activation="relu"),
+        *(Case(130, 136, 96, BF16, layout, batch=5, shared=shared) for layout, shared in (("nn", "a"), ("nt", "b"))),
         Case(256, 256, 256, F16, "tn", batch=3),
         Case(65, 33, 100, F32, "tt", batch=7),
         Case(512, 768, 640, BF16, pad=16),

@@ -69,8 +69,8 @@ def poison_around(like: torch.Tensor, before: tuple[int, ...], behind: tuple[int
 def poison_scratch() -> None:
     """A launch must not pass on what an earlier one left there."""
     for space in workspaces._workspaces.values():
-        if "partials" in space._kept:
-            poison(space._kept["partials"])
+        if space._partials is not None:
+            poison(space._partials)
 
 
 def check_untouched(out: torch.Tensor, around: torch.Tensor) -> None:

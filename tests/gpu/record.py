@@ -39,7 +39,7 @@ FILES = {
     "distributed": ("distributed",),
     "sanitizers": ("consan", "sanitize"),
     "others": (),
-    "blocking": ("arrival", "copy_items", "launches"),
+    "blocking": ("arrival", "copy_items", "gate", "launches"),
 }
 #: Compiles kernels; and for how many seconds at most, and which tests it leaves out: what runs in other processes.
 WARM, WARM_SECONDS = "warm", 90.0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from feeds import Feed, arrival_of, launch_first, pinned, pivots
 from gpu_cases import BF16, BOUNDS_N, E4M3, KINDS, K, M, N, uniform
-from gpu_runs import Differences, captured, check_allocations, expired, nan, rand, randn, settle
+from gpu_runs import Differences, captured, check_allocations, expired, nan, rand, randn, run_apart, settle
 
 import tilestream as ts
 from error_rule import Maths, check
@@ -185,6 +185,23 @@ def test_signals_need_no_sm(in_a_graph, backend):
             graph.replay()
     settle()
     check(out, Maths(source.cuda(), b))
+
+
+@launch_first
+def test_one_connection_to_the_device():
+    """As Megatron sets it: the work of all streams goes to the device through one queue, in order of issue."""
+    run_apart("test_gpu_arrival", "one_connection()", CUDA_DEVICE_MAX_CONNECTIONS="1")
+
+
+def one_connection() -> None:
+    source, b = operands()
+    for _ in range(3):
+        with ts.stream_in(source, rows_per_chunk=128) as x:
+            out = ts.matmul(x.tensor, b, arrival=x.arrival, deadline=5.0)
+            after = out * 2  # the kernel's successor stands in the queue, too
+            x.wait(10)
+            settle()
+            check(after / 2, Maths(source.cuda(), b))
 
 
 class TestStreamIn:

@@ -15,9 +15,10 @@ import pytest
 import torch
 from gpu_cases import BF16, E4M3, F16, F32
 from gpu_runs import ON_HOPPER, captured, expired, nan, poison, poison_around, settle
+from torch.nn import functional as F  # noqa: N812
 
 import tilestream as ts
-from attention_maths import FEATURES, MIXES, Call, Case, call_of
+from attention_maths import FEATURES, MIXES, Call, Case, call_of, replace
 from tilestream.core.schedule import Schedule
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import attention_gpu
@@ -259,6 +260,36 @@ def test_quick_graphs(how, backend):
         graph.replay()
         attend(now, **more)
         now.check(out, lse)
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("how", ["dense", "packed", "in shares"])
+def test_quick_two_streams(how, dtype, backend):
+    """Each stream has counters, a list and scratch of its own."""
+    shares = how == "in shares"
+    case = replace(FEW["decode"], dtype=dtype) if shares else _lists(how, *MIXES[1], dtype=dtype)
+    call, more = call_of(case, "cuda"), {"splits": 16} if shares else {}
+    want = attend(call, **more)
+    call.check(*want)
+    streams, found = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(attend(call, **more))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for answer in found for x, y in zip(want, answer, strict=True))
+
+
+def test_quick_gradients(backend):
+    """Those of a log-sum-exp that the kernel wrote, on the thread of torch's autograd."""
+    q, k, v = (torch.randn(2, 130, 4, 64, device="cuda").to(BF16).requires_grad_() for _ in range(3))
+    ts.attention(q, k, v, causal=True).float().square().sum().backward()
+    wide = [x.detach().double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    F.scaled_dot_product_attention(*wide, is_causal=True).square().sum().backward()
+    for x, y in zip((q, k, v), wide, strict=True):
+        want = y.grad.transpose(1, 2)
+        torch.testing.assert_close(x.grad.double(), want, rtol=1e-2, atol=0.01 * want.abs().max().item())
 
 
 # Keys that arrive -----------------------------------------------------------------------------------------------------

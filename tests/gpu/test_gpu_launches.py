@@ -15,7 +15,7 @@ from hopper_cases import CHAINED_CASES, FEW, PROBE_CASES, REPEATED
 
 import tilestream as ts
 from device_order import check_order
-from error_rule import Maths, check
+from error_rule import ACTIVATIONS, Maths, check
 from streaming import run_together
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.cache import launch_cache
@@ -243,6 +243,24 @@ def test_a_call_like_an_earlier_one_is_looked_up_and_still_right(backend):
         assert ts.matmul(a, b, **epilogue).dtype == torch.float16
     with torch.inference_mode():
         assert ts.matmul(a, b, **epilogue).is_inference()
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), [(F32, 1e-4, 1e-3), (BF16, 1e-2, 1e-2)], ids=str)
+def test_gradients(dtype, rtol, atol, activation):
+    """On the thread of torch's autograd."""
+    shapes = ((130, 96), (96, 72), (72,))
+
+    def gradients(op, tensors):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        op(*leaves).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    given = [randn(*shape, dtype=dtype) for shape in shapes]
+    mine = gradients(lambda a, b, c: ts.matmul(a, b, bias=c, activation=activation), given)
+    want = gradients(lambda a, b, c: ACTIVATIONS[activation](a @ b + c), [x.double() for x in given])
+    for x, y in zip(mine, want, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=rtol, atol=atol * y.abs().max().item())
 
 
 def test_torch_compile():

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_cases import BF16, E4M3
-from gpu_runs import expired, nan, poison, randn, settle
+from gpu_cases import BF16, E4M3, F32
+from gpu_runs import captured, expired, nan, poison, randn, settle
 
 import tilestream as ts
 from error_rule import Maths, check
@@ -46,6 +46,14 @@ def test_each_chunk_is_read_as_soon_as_it_is_signalled(m, n, k, rows, pivot):
         settle()
         assert copy.equal(out)
         assert publication.state() == ([epoch] * chunks, [0] * chunks)
+    check(out, Maths(a, b))
+
+
+def test_what_the_kernel_does_not_take_is_published_a_launch_a_chunk():
+    a, b = operands(300, 130, 129)  # a stride that TMA cannot address
+    publication, out = Publication(3, a.device), nan(300, 130)
+    assert matmul_published(a, b, out, publication, 1, 100, 2)
+    assert publication.state() == ([1, 1, 1], [0, 0, 0])
     check(out, Maths(a, b))
 
 
@@ -182,3 +190,50 @@ def test_a_reader_of_the_callers_words_that_were_taken_back_expires():
     with torch.cuda.stream(consumer):
         chain.read(1, publish)
     chain.check()
+
+
+def test_in_a_graph_the_reader_comes_behind_the_matmul():
+    chain, publish, (consumer,) = Chain(), ts.Arrival.uniform(512, 4, device="cuda"), streams(1)
+    chain.publish(0, publish)  # compiled
+    with torch.cuda.stream(consumer):
+        chain.read(0, publish)
+    publish.advance()
+    chain.check()
+    with captured() as graph:
+        chain.publish(0, publish)
+        consumer.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(consumer):
+            y = chain.read(0, publish)
+        torch.cuda.current_stream().wait_stream(consumer)
+    for _ in range(20):
+        chain.inputs[0].normal_()
+        poison(chain.h)
+        graph.replay()
+        settle()
+        check(chain.h, Maths(chain.inputs[0], chain.w))
+        check(y, Maths(chain.h, chain.w2))
+
+
+@pytest.mark.parametrize("kind", ["ragged", "batches", "odd", "float32"])
+def test_what_is_published_a_launch_a_chunk_is_read_behind_the_last(kind):
+    dtype = F32 if kind == "float32" else BF16
+    k, hidden = (129, 130) if kind == "odd" else (128, 128)  # 130: strides that TMA cannot address
+    a = randn(*((3, 100) if kind == "batches" else (300,)), k, dtype=dtype)
+    w, w2 = weight(k, hidden, dtype), weight(hidden, 64, dtype)
+    if kind == "batches":
+        w = w.expand(3, -1, -1) + randn(3, 1, 1, dtype=dtype)
+    publish = ts.Arrival.uniform(90, 4, 1, device="cuda")
+    if kind == "ragged":
+        publish = ts.Arrival.ragged([0, 7, 7, 180, 300], 2, device="cuda")
+    residual = randn(*a.shape[:-1], hidden, dtype=dtype)
+    inputs, found, (producer, consumer) = [times * a for times in Chain.TIMES], [], streams(2)
+    for turn in range(10):
+        with torch.cuda.stream(producer):
+            h = ts.matmul(inputs[turn % 3], w, residual=residual, activation="gelu", publish=publish)
+        with torch.cuda.stream(consumer):
+            found.append((h, ts.matmul(h, w2, arrival=publish, deadline=10)))
+        publish.advance()
+    settle()
+    for turn, (h, y) in enumerate(found):
+        check(h, Maths(inputs[turn % 3], w, residual=residual, activation="gelu"))
+        check(y, Maths(h, w2))

@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from gpu_runs import ON_HOPPER, captured, nan, poison, randn
+from hopper_cases import FEW
 
 import tilestream as ts
 from error_rule import Maths, check
@@ -31,11 +33,16 @@ KINDS = (
 by_kind = pytest.mark.parametrize(("kind", "queues"), KINDS, ids=[f"{k}-{q or 'own'}" for k, q in KINDS])
 
 
-def plan_of(backend: str, kind: str, queues: int | None = None, workers: int | None = None) -> Plan:
-    variant = "cooperative" if backend == "hopper" else None
+def plan_of(
+    backend: str, kind: str, queues: int | None = None, workers: int | None = None, variant: str = "cooperative"
+) -> Plan:
+    """``variant``: of Hopper's, the tile of `FEW`."""
+    how: dict[str, Any] = {"tile": TILES[backend]}
+    if backend == "hopper":
+        how = {"variant": variant, "tile": next(row[1:3] for row in FEW if row.variant == variant)}
     return ts.plan(
         M, N, K, dtype="bfloat16", device="cuda", layout="nt", schedule=kind, queues=queues, workers=workers,
-        tile=TILES[backend], backend=backend, variant=variant,
+        backend=backend, **how,
     )  # fmt: skip
 
 
@@ -87,13 +94,13 @@ def neighbour():
 
 @by_kind
 def test_any_number_of_workers(backend, kind, queues, data):
-    found = {}
-    for workers in range(1, 133):
-        plan = plan_of(backend, kind, queues, workers)
+    found, variants = {}, [row.variant for row in FEW] if backend == "hopper" else ["cooperative"]
+    for workers, variant in itertools.product(range(1, 133), variants):
+        plan = plan_of(backend, kind, queues, workers, variant)
         assert plan.workers in (workers, plan.schedule.grid.tiles), "no more than there is work for"
-        found[workers] = data.wrong(data.run(plan))
+        found[workers, variant] = data.wrong(data.run(plan))
     torch.cuda.synchronize()
-    assert not [workers for workers, one in found.items() if one]
+    assert not [which for which, one in found.items() if one]
     data.check(data.run(plan))
 
 

@@ -92,6 +92,12 @@ def test_operands_of_any_dtype_are_scaled(scaled, dtype):
         check(answer, Maths(a, b, **with_scales))
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (5, 0, 7), (5, 7, 0), (1, 1, 1)])
+def test_scales_of_nothing_and_of_one_number(m, n, k):
+    a, b = rand(m, k, dtype=E4M3), rand(k, n, dtype=E4M3)
+    check(ts.matmul(a, b, **scales("row", m, n)), Maths(a, b, **scales("row", m, n)))
+
+
 def test_use_fast_accum_is_taken_and_changes_nothing_here():
     a, b = rand(35, 40, dtype=E4M3), rand(40, 37, dtype=E4M3)
     assert torch.equal(ts.matmul(a, b, use_fast_accum=False), ts.matmul(a, b))

@@ -104,6 +104,34 @@ def test_where_the_kernel_publishes_a_reader_waits_for_the_pivot_chunk(cuda, lau
     assert signals._published.first == (signals._eager.data_ptr() + 4 * 3, 1)
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_sums_product_is_published_by_the_kernel_or_a_launch_a_chunk(cuda, launches, monkeypatch, by_kernel):
+    told, stream, publication = [], cuda.stream(), module.Publication(4, DEVICE)
+    monkeypatch.setattr(module, "stream_write", cuda._write)
+    if by_kernel:
+        monkeypatch.setattr(module.gpu, "find", lambda *args, **how: told.append(how) or told.append)
+    a, b, out = rand(50, 8), rand(8, 6), nans(50, 6)
+    with cuda.on(stream):
+        why = module.matmul_published(a, b, out, publication, 5, 13, 2, scale_a=torch.ones(1), limit=7)
+    if by_kernel:
+        asked, x = told
+        assert (why, launches, asked["publishes"].pivot, x.epilogue.publish.epoch) == ("", [], 2, 5)
+        return
+    assert why == "no kernel"
+    seen = []
+    while stream.run(1):
+        there = [chunk for chunk, word in enumerate(publication.state()[0]) if word == 5]
+        seen += [chunk for chunk in there if chunk not in seen]
+        for chunk in there:
+            assert not out[13 * chunk : 13 * chunk + 13].isnan().any(), "signalled before it was computed"
+    assert seen == [2, 3, 0, 1]
+    assert publication.state() == ([5] * 4, [0] * 4)
+    check(out, Maths(a, b))
+    assert all(limit == 7 for *_, limit in launches)
+    with pytest.raises(ValueError, match="matmul: 5 chunks to publish; there are signals for 4"):
+        module.matmul_published(a, b, out, publication, 6, 10)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_launch_that_fails_is_told_to_the_readers(cuda, launches, monkeypatch, captured):
     """Not to eager readers of a capture: there is no graph then."""

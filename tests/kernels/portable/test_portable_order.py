@@ -87,7 +87,7 @@ def test_counters_are_never_cleared():
         plan = plan_for(a, b, "dynamic", 3)
         product(plan, a, b)
         (space,) = workspaces._workspaces.values()
-        counter = space._kept["counters"][0].clone()
+        counter = space._counters[0].clone()
         assert last < counter <= space._base
         last = counter
     assert LINE.value == workspaces.LINE
@@ -100,9 +100,9 @@ def test_counters_are_a_cache_line_apart():
     plan = plan_for(a, b, "dynamic", 5, queues=8)
     product(plan, a, b)
     (space,) = workspaces._workspaces.values()
-    used = space._kept["counters"].nonzero().flatten().tolist()
+    used = space._counters.nonzero().flatten().tolist()
     assert used == [queue * 16 for queue in range(8)]
-    assert workspaces.LINE * space._kept["counters"].element_size() == 128
+    assert workspaces.LINE * space._counters.element_size() == 128
 
 
 def test_words_grow_and_keep_their_base():
