@@ -478,6 +478,10 @@ def test_why_there_is_no_extension_is_said(monkeypatch, tmp_path):
         missing = tmp_path / "none.so"
         assert why(TILESTREAM_NATIVE=str(missing)).startswith(f"{missing} is not there: `python -m")
         assert native.extension() is None
+        there = tmp_path / "there.so"
+        there.touch()
+        monkeypatch.setattr(native.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+        assert why(TILESTREAM_NATIVE=str(there)) == "this torch is built without CUDA"
     finally:
         native.load.cache_clear()
 
