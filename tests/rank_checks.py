@@ -73,17 +73,54 @@ class Gathered(NamedTuple):
             check(out.flatten(0, -2), maths)
 
 
-def factors(
-    random: Random, world: int, rows: Sequence[int], k: int, n: int, dtype: torch.dtype, k_contiguous: bool = True
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each rank's operands of a sum of products."""
-    return [
-        (
-            random(10 * r + 3, *rows, k, dtype=dtype),
-            random(10 * r + 4, n, k, dtype=dtype).t() if k_contiguous else random(10 * r + 4, k, n, dtype=dtype),
-        )
-        for r in range(world)
-    ]
+class Summed(NamedTuple):
+    """The operands of a sum of all ranks' products, and what belongs to the sum."""
+
+    operands: list[tuple[torch.Tensor, torch.Tensor]]
+    bias: torch.Tensor | None
+    scales: tuple[torch.Tensor | None, torch.Tensor | None]
+    reduce_op: str
+
+    @classmethod
+    def random(
+        cls, random: Random, world: int, rows: Sequence[int], k: int, n: int, dtype: torch.dtype, *,
+        reduce_op: str = "sum", bias: torch.dtype | None = None, scaled: str = "", k_contiguous: bool = True,
+    ) -> Summed:  # fmt: skip
+        """As of `Gathered`."""
+        operands = [
+            (
+                random(10 * r + 3, *rows, k, dtype=dtype),
+                random(10 * r + 4, n, k, dtype=dtype).t() if k_contiguous else random(10 * r + 4, k, n, dtype=dtype),
+            )
+            for r in range(world)
+        ]
+        added = None if bias is None else random(5, n, dtype=bias)
+        if not scaled:
+            return cls(operands, added, (None, None), reduce_op)
+        shapes = ((1,), (1,)) if scaled == "tensor" else ((*rows, 1), (n,))
+        of_a, of_b = (random(7 + i, *shape, dtype=torch.float32).abs() + 0.5 for i, shape in enumerate(shapes))
+        return cls(operands, added, (of_a, of_b), reduce_op)
+
+    def arguments(self) -> dict[str, object]:
+        """Every rank's keyword arguments."""
+        of_a, of_b = self.scales
+        return {"bias": self.bias, "scale_a": of_a, "scale_b": of_b, "reduce_op": self.reduce_op}
+
+    def check(self, out: torch.Tensor, what: object, *, dim: int | None = None, rank: int = 0, **how) -> None:
+        """`check_sum` against the exact sum, beside that of rounded products; ``dim``: of a rank's part along it."""
+        dtype = self.operands[0][0].dtype
+        travels = torch.bfloat16 if dtype.itemsize == 1 else dtype
+        assert out.dtype == travels, what
+        products = [x.double() @ y.double() for x, y in self.operands]
+        for scale in self.scales:
+            products = products if scale is None else [x * scale.double() for x in products]
+        over = len(products) if self.reduce_op == "avg" else 1
+        exact, theirs = sum(products) / over, sum(x.to(travels).float() for x in products) / over
+        if self.bias is not None:
+            exact, theirs = exact + self.bias.double(), theirs + self.bias.float()
+        if dim is not None:
+            exact, theirs = (x.chunk(len(products), dim)[rank] for x in (exact, theirs))
+        check_sum(out, exact, theirs, what, **how)
 
 
 def check_sum(

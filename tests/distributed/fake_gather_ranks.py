@@ -15,8 +15,7 @@ from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record, op_nu
 from tilestream.core.protocols import gather
 from tilestream.distributed import copy_engines
 from tilestream.distributed.copy_engines import GatherQueue
-from tilestream.distributed.gathered import ScaledRows
-from tilestream.distributed.shards import Shards
+from tilestream.distributed.shards import ScaledRows, Shards
 from tilestream.runtime.channel import Channel
 
 

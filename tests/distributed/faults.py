@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -112,44 +113,59 @@ def differs_and_loses(rank, world):
 
 
 def refuses(rank, world):
-    """Invalid arguments raise on their rank, before anything is sent. Returns the errors."""
-    ok, b = torch.ones(4, 8), torch.ones(8, 6)
-    gather, scatter = tsd.all_gather_matmul, tsd.matmul_reduce_scatter
+    """Invalid arguments raise on their rank, before anything is sent; most of them in the plan, too."""
+    ok, rows, b, cube = torch.ones(4, 8), torch.ones(world, 8), torch.ones(8, 6), torch.ones(2, 8, 6)
+    gather, scatter, reduce = (tsd.all_gather_matmul,), (tsd.matmul_reduce_scatter,), (tsd.matmul_all_reduce,)
+    gathers, scatters = (*gather, tsd.plan_all_gather_matmul), (*scatter, tsd.plan_matmul_reduce_scatter)
+    reduces = *reduce, tsd.plan_matmul_all_reduce
     before = tsd.plan_all_gather_matmul(ok, b)
-    calls = {
-        "gather_dim": lambda: gather(ok, b, gather_dim=2),
-        "a vector": lambda: gather(torch.ones(8), b),
-        "no b": lambda: gather(ok, []),
-        "K": lambda: gather(ok, torch.ones(9, 6)),
-        "dtype": lambda: gather(ok, b.bfloat16()),
-        "b 3-D": lambda: gather(ok, torch.ones(2, 8, 6)),
-        "bias count": lambda: gather(ok, [b, b], bias=[None]),
-        "bias shape": lambda: gather(ok, b, bias=torch.ones(5)),
-        "activation": lambda: gather(ok, b, activation="tanh"),
-        "scale": lambda: gather(ok, b, scale_a=torch.ones(3, 1)),
-        "scale dtype": lambda: gather(ok, b, scale_a=torch.ones(1).double()),
-        "form": lambda: gather(ok, b, form="fast"),
-        "deadline": lambda: gather(ok, b, deadline=0),
-        "group": lambda: gather(ok, b, group="tp"),
-        "device": lambda: gather(ok, b.to("meta")),
-        "rows": lambda: scatter(torch.ones(world + 1, 8), b),
-        "scatter_dim": lambda: scatter(torch.ones(world, 8), b, scatter_dim=1),
-        "reduce_op": lambda: scatter(torch.ones(world, 8), b, reduce_op="max"),
-        "int": lambda: gather(ok.int(), b.int()),
-        "scale type": lambda: gather(ok, b, scale_a=1.0),
-        "list": lambda: scatter(torch.ones(world, 8), [b]),
-        "plan K": lambda: tsd.plan_all_gather_matmul(ok, torch.ones(9, 6)),
-        "plan b 0-D": lambda: tsd.plan_all_gather_matmul(ok, torch.tensor(1.0)),
-        "plan b 1-D": lambda: tsd.plan_all_gather_matmul(ok, torch.ones(8)),
-        "plan device": lambda: tsd.plan_all_gather_matmul(ok, b.to("meta")),
-        "plan int": lambda: tsd.plan_all_gather_matmul(ok.int(), b.int()),
-        "plan scatter K": lambda: tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), torch.ones(9, 6)),
-        "plan scatter b 3-D": lambda: tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), torch.ones(2, 8, 6)),
-        "plan scatter device": lambda: tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), b.to("meta")),
-        "plan scatter list": lambda: tsd.plan_matmul_reduce_scatter(torch.ones(world, 8), [b]),
-    }
-    texts = {name: raised(call) for name, call in calls.items()}
-    out = gather(ok, b, form="fused")
-    assert out.eq(8).all(), "the group stays usable"
+    one_b = "b is a list; it is one torch.Tensor: torch.cat(b, -1)"
+    calls = [
+        (gathers, ok, b, {"gather_dim": 2}, "ValueError", "gather_dim=2; it is a dimension of a_shard, -2 to 1"),
+        (gathers, ok[0], b, {}, "ValueError", "a_shard has 1 dimensions; it has at least 2"),
+        (gathers, ok, [], {}, "TypeError", "b is list; it is a tensor, or a list of at least one"),
+        (gathers, ok, torch.ones(9, 6), {}, "ValueError", "a [8, 8] and b [9, 6] differ in K"),
+        (gathers, ok, b.bfloat16(), {}, "TypeError", "a is torch.float32, b is torch.bfloat16"),
+        (gathers, ok, cube, {}, "ValueError", "b has shape [2, 8, 6]; it is a matrix: [8, N]"),
+        (gathers, ok, torch.tensor(1.0), {}, "ValueError", "b has shape []; it is a matrix: [8, N]"),
+        (gathers, ok, torch.ones(8), {}, "ValueError", "b has shape [8]; it is a matrix: [8, N]"),
+        (gather, ok, [b, b], {"bias": [None]}, "ValueError", "bias: 1 for 2 b; there is one for each"),
+        (gather, ok, b, {"bias": torch.ones(5)}, "ValueError", "bias has shape [5]; it has one element a column: [6]"),
+        (gather, ok, b, {"activation": "tanh"}, "ValueError", "activation='tanh'; it is None or one of relu"),
+        (gathers, ok, b, {"scale_a": torch.ones(3, 1)}, "ValueError",
+         "scale_a has shape [3, 1]; it has one element, or one a row of a_shard"),
+        (gathers, ok, b, {"scale_a": torch.ones(1).double()}, "", "scale_a is torch.float64; scales are torch.float32"),
+        (gathers, ok, b, {"scale_a": 1.0}, "TypeError", "scale_a is a float; it is a torch.Tensor or None"),
+        (gathers, ok, b, {"form": "fast"}, "ValueError", "form='fast'; it is one of auto, fused, unfused"),
+        (gather, ok, b, {"deadline": 0}, "ValueError", "deadline=0; it is a positive, finite number of seconds"),
+        (gathers, ok, b, {"group": "tp"}, "TypeError",
+         "group is a str; it is a torch.distributed.ProcessGroup or None"),
+        (gathers, ok, b.to("meta"), {}, "ValueError", "b is on meta, a on cpu; all are on one device"),
+        (gathers, ok.int(), b.int(), {}, "TypeError", "a_shard: dtype: torch.int32; tilestream multiplies"),
+        (scatters, torch.ones(world + 1, 8), b, {}, "ValueError",
+         "has 3 rows along scatter_dim=0; it is a multiple of the 2 ranks: pad it"),
+        (scatters, rows, b, {"scatter_dim": 1}, "ValueError",
+         "scatter_dim=1 is the last; one before it is cut: 0 to 0"),
+        (scatter, rows, b, {"reduce_op": "max"}, "ValueError", "reduce_op='max'; it is one of sum, avg"),
+        (scatters, rows, [b], {}, "TypeError", one_b),
+        (scatters, rows, torch.ones(9, 6), {}, "ValueError", "a [2, 8] and b [9, 6] differ in K"),
+        (scatters, rows, cube, {}, "ValueError", "b has shape [2, 8, 6]; it is a matrix: [8, N]"),
+        (scatters, rows, b.to("meta"), {}, "ValueError", "b is on meta, a on cpu; all are on one device"),
+        (reduce, ok, b, {"reduce_op": "max"}, "ValueError", "reduce_op='max'; it is one of sum, avg"),
+        (reduces, ok, [b], {}, "TypeError", one_b),
+        (reduces, ok, torch.ones(7, 6), {}, "ValueError", "differ in K"),
+        (reduce, ok, b, {"bias": torch.ones(5)}, "ValueError", "bias has shape [5]"),
+        (reduces, ok[0], b, {}, "ValueError", "a has 1 dimensions; it has at least 2"),
+    ]  # fmt: skip
+    for functions, a, right, options, error, message in calls:
+        for function in functions:
+            text = raised(functools.partial(function, a, right, **options))
+            op = function.__name__.removeprefix("plan_")
+            assert text.startswith(error), text
+            assert op in text or "deadline" in options, text
+            assert message in text, (function.__name__, text)
+    for function in (*gather, *reduce):
+        terms = 8 * (world if function in reduce else 1)
+        assert function(ok, b, form="fused").eq(terms).all(), "the group stays usable"
     assert before.case.world == world
-    return texts
+    return True

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from rank_checks import Gathered, check_sum, factors, raised, same_on_every_rank
+from rank_checks import Gathered, Summed, raised, same_on_every_rank
 from small_tiles import use_small_tiles
 from tilestream import distributed as tsd
 
@@ -39,50 +39,31 @@ def gathers(rank, world, cases, group=None):
 
 def scatters(rank, world, cases, group=None):
     """Each case against the sum of all ranks' products in float64; twice, with the same bits."""
-    for rows, dim, k, n, dtype, form, reduce_op, bias in cases:
-        dtype, shape = getattr(torch, dtype), list(rows)
+    for rows, dim, k, n, dtype, form, extra in cases:
+        dtype, shape, options = getattr(torch, dtype), list(rows), dict(extra)
         shape[dim] *= world
-        inputs = factors(random, world, shape, k, n, dtype, k_contiguous=False)
-        added = random(5, n, dtype=dtype) if bias else None
-        a, b = inputs[rank]
+        bias = dtype if options.pop("bias", 0) else None
+        data = Summed.random(random, world, shape, k, n, dtype, bias=bias, k_contiguous=False, **options)
+        a, b = data.operands[rank]
         if a.dim() > 2:  # no view has its rows, like what torch's compiler gathers along a later dimension
             a = a.transpose(0, 1).contiguous().transpose(0, 1)
         outs = [
-            tsd.matmul_reduce_scatter(a, b, scatter_dim=dim, reduce_op=reduce_op, bias=added, form=form, group=group)
+            tsd.matmul_reduce_scatter(a, b, scatter_dim=dim, form=form, group=group, **data.arguments())
             for _ in range(2)
         ]
         assert outs[0].equal(outs[1]), "the second result has other bits"
-        assert outs[0].dtype == dtype
-        exact = sum(x.double() @ y.double() for x, y in inputs)
-        by_torch = sum((x @ y).float() for x, y in inputs)
-        if reduce_op == "avg":
-            exact, by_torch = exact / world, by_torch / world
-        if bias:
-            exact, by_torch = exact + added.double(), by_torch + added.float()
-        exact, by_torch = (x.chunk(world, dim)[rank] for x in (exact, by_torch))
-        check_sum(outs[0], exact, by_torch, (rows, dim, dtype, form), frobenius=True)
+        data.check(outs[0], (rows, dim, dtype, form), dim=dim, rank=rank, frobenius=True)
     return True
 
 
 def reduces(rank, world, cases, group=None):
     """Each case against the sum of all ranks' products in float64; the same on every rank."""
-    for rows, k, n, dtype, reduce_op, bias, scaled in cases:
-        dtype = getattr(torch, dtype)
-        inputs = factors(random, world, rows, k, n, dtype, k_contiguous=False)
-        added = random(5, n) if bias else None
-        scales = (random(7, *rows, 1).abs() + 0.5, random(8, n).abs() + 0.5) if scaled else (None, None)
-        a, b = inputs[rank]
-        out = tsd.matmul_all_reduce(
-            a, b, reduce_op=reduce_op, bias=added, scale_a=scales[0], scale_b=scales[1], group=group
-        )
-        products = [x.double() @ y.double() for x, y in inputs]
-        if scaled:
-            products = [x * scales[0].double() * scales[1].double() for x in products]
-        over, travels = world if reduce_op == "avg" else 1, torch.bfloat16 if dtype.itemsize == 1 else dtype
-        exact = sum(products) / over + (added.double() if bias else 0)
-        theirs = sum(x.to(travels).float() for x in products) / over + (added if bias else 0)
-        assert out.dtype == travels
-        check_sum(out, exact, theirs, (rows, dtype, reduce_op))
+    for rows, k, n, dtype, extra in cases:
+        dtype, options = getattr(torch, dtype), dict(extra)
+        bias = torch.float32 if options.pop("bias", 0) else None
+        data = Summed.random(random, world, rows, k, n, dtype, bias=bias, k_contiguous=False, **options)
+        out = tsd.matmul_all_reduce(*data.operands[rank], group=group, **data.arguments())
+        data.check(out, (rows, dtype, options))
         same_on_every_rank(out)
     return True
 
@@ -106,18 +87,12 @@ def reduce_gradients(rank, world, group=None):
     return torch.allclose(own.grad, of_bias)
 
 
-def reduce_refuses(rank, world):
+def reduce_differs(rank, world):
+    """Ranks give other numbers of rows: all raise, and the group stays usable."""
     a, b = torch.ones(4, 8), torch.ones(8, 6)
-    texts = [
-        raised(lambda: tsd.matmul_all_reduce(a, b, reduce_op="max")),
-        raised(lambda: tsd.matmul_all_reduce(a, [b])),
-        raised(lambda: tsd.matmul_all_reduce(a, torch.ones(7, 6))),
-        raised(lambda: tsd.matmul_all_reduce(a, b, bias=torch.ones(5))),
-        raised(lambda: tsd.matmul_all_reduce(a[0], b)),
-        raised(lambda: tsd.matmul_all_reduce(torch.ones(4 + rank, 8), b)),
-    ]
-    assert tsd.matmul_all_reduce(a, b).eq(8 * world).all(), "the group stays usable"
-    return texts, tsd.plan_matmul_all_reduce(a, b).explain()
+    said = raised(lambda: tsd.matmul_all_reduce(torch.ones(4 + rank, 8), b))
+    assert tsd.matmul_all_reduce(a, b).eq(8 * world).all()
+    return said, tsd.plan_matmul_all_reduce(a, b).explain()
 
 
 def iterates(rank, world, count, group=None):
@@ -243,9 +218,9 @@ def compiles(rank, world):
 
 def limits(rank, world):
     """A worker limit inside a function applies to all its matmuls, eager and compiled, and in the backward pass."""
-    from tilestream.ops import library
+    from tilestream.ops import execute
 
-    asked, plan_problem = [], library.plan_problem
+    asked, plan_problem = [], execute.plan_problem
 
     def plan(*args, limit, **more):
         asked.append(limit)
@@ -256,7 +231,7 @@ def limits(rank, world):
             gathered = tsd.all_gather_matmul(x, w1, activation="gelu")
             return tsd.matmul_reduce_scatter(gathered, w2)
 
-    library.plan_problem = plan
+    execute.plan_problem = plan
     try:
         for how in (block, torch.compile(block, backend="aot_eager")):
             operands = random(rank, 4, 8), random(31, 8, 12), random(32, 12, 8)
@@ -267,7 +242,7 @@ def limits(rank, world):
             assert set(asked) == {1}, asked
             asked.clear()
     finally:
-        library.plan_problem = plan_problem
+        execute.plan_problem = plan_problem
     return True
 
 
@@ -329,28 +304,23 @@ def torch_ops(rank, world):
         )
         assert c.dtype == torch.bfloat16
         assert torch.allclose(c.float(), exact, rtol=2e-2, atol=2e-2)
-    parts = [random(60 + r, 2, 3 * world, 16) @ random(70 + r, 16, 8) for r in range(world)]
+    operands = [(random(60 + r, 2, 3 * world, 16), random(70 + r, 16, 8)) for r in range(world)]
+    in_fp8 = [tuple(x.to(torch.float8_e4m3fn) for x in pair) for pair in operands]
+    x8, w8 = in_fp8[rank][0].flatten(0, 1), in_fp8[rank][1].t().contiguous().t()
+    parts, f8parts = [x @ w for x, w in operands], [x.float() @ w.float() for x, w in in_fp8]
+    one = torch.ones(())
     for op in ("sum", "avg"):
-        mine = (sum(parts) / (world if op == "avg" else 1)).chunk(world, 1)[rank]
-        assert torch.allclose(ops.fused_matmul_reduce_scatter(x, w, op, 1, name), mine, atol=1e-4)
+        total, f8total = (sum(each) / (world if op == "avg" else 1) for each in (parts, f8parts))
+        for dim in (1, 2, -1):  # columns are cut along the last
+            mine = total.chunk(world, dim)[rank]
+            assert torch.allclose(ops.fused_matmul_reduce_scatter(x, w, op, dim, name), mine, atol=1e-4)
         # The scaled op takes a matrix, and the shape that it had.
-        one = torch.ones(())
-        flat = x.flatten(0, 1).to(torch.float8_e4m3fn)
-        wide = w.t().contiguous().to(torch.float8_e4m3fn)
         scaled = ops.fused_scaled_matmul_reduce_scatter(
-            flat, wide.t(), one, one, op, 1, 0, name, [2, 3 * world, 8], None, None, torch.bfloat16, False
+            x8, w8, one, one, op, 1, 0, name, [2, 3 * world, 8], None, None, torch.bfloat16, False
         )
-        f8parts = [
-            random(60 + r, 2, 3 * world, 16).to(torch.float8_e4m3fn).float()
-            @ random(70 + r, 16, 8).t().contiguous().to(torch.float8_e4m3fn).t().float()
-            for r in range(world)
-        ]
-        mine = (sum(f8parts) / (world if op == "avg" else 1)).chunk(world, 1)[rank]
+        mine = f8total.chunk(world, 1)[rank]
         assert scaled.shape == mine.shape
         assert torch.allclose(scaled.float(), mine, rtol=5e-2, atol=0.2)
-        for last in (2, -1):  # columns are cut
-            mine = (sum(parts) / (world if op == "avg" else 1)).chunk(world, 2)[rank]
-            assert torch.allclose(ops.fused_matmul_reduce_scatter(x, w, op, last, name), mine, atol=1e-4)
     sites = handle.report()
     columns = [site for site in sites if "columns are scattered" in site.why]
     assert sorted((site.calls, site.fused) for site in columns) == [(2, False), (2, False)]
@@ -370,7 +340,9 @@ def torch_ops(rank, world):
     assert "NotImplementedError" in raised(lambda: ops.fused_all_gather_matmul(shards[rank], [b1], 0, name))
     with tsd.async_tp(group):
         ops.fused_all_gather_matmul(shards[rank], [b1], 0, name)
-    return str(sites[0])
+    assert "fused_" in str(sites[0])
+    assert "modelled: " in str(sites[0])
+    return True
 
 
 def fakes(rank, world):
@@ -405,7 +377,7 @@ def parts(rank, world):
         gathers(
             rank, world, [((37, 8), 0, (5,), "float32", "fused", {}), ((2, 19, 8), 1, (5,), "float32", "fused", {})]
         )
-        scatters(rank, world, [((37,), 0, 4, 8, "float32", "fused", "sum", False)])
+        scatters(rank, world, [((37,), 0, 4, 8, "float32", "fused", {})])
     finally:
         rates["chunk_bytes"] = before
         dispatch.table_hash.cache_clear()
@@ -426,12 +398,12 @@ def autocasts(rank, world):
     return x.grad.dtype == torch.float32
 
 
-def layers(rank, world):
+def layers(rank, world, group=None):
     """A tensor-parallel MLP against the same on one rank: forward, and every gradient."""
     torch.manual_seed(0)
     up, down = torch.nn.Linear(8, 6 * world).double(), torch.nn.Linear(6 * world, 8).double()
-    column = tsd.ColumnParallelLinear.of(up, dim=1, activation="gelu")
-    row = tsd.RowParallelLinear.of(down, dim=1)
+    column = tsd.ColumnParallelLinear.of(up, dim=1, group=group, activation="gelu")
+    row = tsd.RowParallelLinear.of(down, dim=1, group=group)
     whole = random(5, 2, 3 * world, 8).double().requires_grad_()
     mine = whole.detach().chunk(world, 1)[rank].clone().requires_grad_()
     expected = down(torch.nn.functional.gelu(up(whole)))
@@ -445,6 +417,10 @@ def layers(rank, world):
     assert torch.allclose(row.weight.grad, down.weight.grad.chunk(world, 1)[rank])
     dist.all_reduce(row.bias.grad)  # of each rank's own rows
     assert torch.allclose(row.bias.grad, down.bias.grad)
-    fresh = tsd.ColumnParallelLinear(8, 2 * world, bias=False)
+    fresh = tsd.ColumnParallelLinear(8, 2 * world, bias=False, group=group)
     assert fresh(torch.ones(1, 8)).shape == (world, 2)
-    return raised(lambda: tsd.RowParallelLinear(2 * world + 1, 8))
+    for made, what in ((tsd.RowParallelLinear, "in"), (tsd.ColumnParallelLinear, "out")):
+        text = raised(lambda: made(2 * world + 1, 2 * world + 1, group=group))  # noqa: B023
+        wrong = f"{what}_features={2 * world + 1}; it is a multiple of the {world} ranks"
+        assert text == f"ValueError: {made.__name__}: {wrong}"
+    return True

@@ -26,7 +26,7 @@ def computes(rank, world, nodes, gathers, sums, dims):
     mesh = mesh_of(world, nodes)
     jobs.gathers(rank, world, gathers, mesh)
     jobs.scatters(rank, world, sums, mesh)
-    jobs.reduces(rank, world, [((2, 5), 24, 9, "bfloat16", "avg", True, False)], mesh)
+    jobs.reduces(rank, world, [((2, 5), 24, 9, "bfloat16", {"reduce_op": "avg", "bias": True})], mesh)
     for dim in dims:
         jobs.gradients(rank, world, dim, mesh)
     assert jobs.reduce_gradients(rank, world, mesh)
@@ -125,20 +125,15 @@ def meshes_of_one(rank, world):
 
 
 def layers(rank, world, nodes):
-    """The two halves of a layer as modules, made from a Linear's weights."""
-    mesh = mesh_of(world, nodes)
-    torch.manual_seed(0)
-    up, down = torch.nn.Linear(8, 6 * world), torch.nn.Linear(6 * world, 8)
-    whole = random(5, 3 * world, 8)
-    ours = tsd.ColumnParallelLinear.of(up, group=mesh, activation="relu")
-    back = tsd.RowParallelLinear.of(down, group=mesh)
-    mine = back(ours(whole[3 * rank : 3 * rank + 3]))
-    expected = down(torch.relu(up(whole)))[3 * rank : 3 * rank + 3]
-    return torch.allclose(mine, expected, atol=1e-4)
+    """As of `jobs`."""
+    return jobs.layers(rank, world, mesh_of(world, nodes))
 
 
 def exchanges(rank, world):
-    """Two tensors a step, and one without elements; got in another order than they were put."""
+    """NCCL's branch of `internode`, between gloo ranks, which have the same sends and receives.
+
+    Two tensors a step, and one without elements; got in another order than they were put.
+    """
     from tilestream.distributed.group_state import state_of
     from tilestream.distributed.internode import _NcclSteps
 

@@ -36,22 +36,6 @@ def test_gathers_between_five_ranks(ranks):
     assert ranks.run(5, jobs.gathers, list(cases())) == [True] * 5
 
 
-def test_shards_in_several_chunks_that_do_not_divide_them(ranks):
-    assert ranks.run(2, jobs.parts) == [True, True]
-
-
-def test_own_rows_come_first_and_others_do_not_wait_for_a_late_rank(ranks, tmp_path):
-    assert ranks.run(3, jobs.overlaps, str(tmp_path)) == [True] * 3
-
-
-def test_calls_without_a_barrier(ranks):
-    assert ranks.run(3, jobs.iterates, 50) == [True] * 3
-
-
-def test_two_groups_at_once_and_one_breaks(ranks):
-    assert ranks.run(2, faults.two_groups) == [True, True]
-
-
 @pytest.mark.parametrize(
     ("how", "field"),
     [
@@ -100,77 +84,6 @@ def test_a_rank_makes_another_call_while_another_dies(ranks):
     for first, second in others:
         assert first.startswith(("ValueError", "GroupBroken")), first
         assert second.startswith("GroupBroken"), second
-
-
-def test_autocast(ranks):
-    assert ranks.run(2, jobs.autocasts) == [True, True]
-
-
-def test_nothing_keeps_a_destroyed_group(ranks):
-    assert ranks.run(2, jobs.forgets) == [True, True]
-
-
-def test_shards_without_rows_columns_or_k(ranks):
-    assert ranks.run(2, jobs.empties) == [True, True]
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_gradients_match_torch(ranks, dim):
-    assert ranks.run(2, jobs.gradients, dim) == [True, True]
-
-
-def test_fakes_match_the_results(ranks):
-    assert ranks.run(2, jobs.fakes) == [True, True]
-
-
-@pytest.mark.slow
-def test_compiles_to_one_graph(ranks):
-    assert ranks.run(2, jobs.compiles) == [True, True]
-
-
-def test_a_worker_limit_reaches_every_matmul(ranks):
-    assert ranks.run(2, jobs.limits) == [True, True]
-
-
-REFUSED = {
-    "gather_dim": "ValueError: all_gather_matmul: gather_dim=2; it is a dimension of a_shard, -2 to 1",
-    "a vector": "a_shard has 1 dimensions; it has at least 2",
-    "no b": "TypeError: all_gather_matmul: b is list; it is a tensor, or a list of at least one",
-    "K": "all_gather_matmul: a [8, 8] and b [9, 6] differ in K",
-    "dtype": "TypeError: all_gather_matmul: a is torch.float32, b is torch.bfloat16",
-    "b 3-D": "b has shape [2, 8, 6]; it is a matrix: [8, N]",
-    "bias count": "bias: 1 for 2 b; there is one for each",
-    "bias shape": "bias has shape [5]; it has one element a column: [6]",
-    "activation": "activation='tanh'; it is None or one of relu",
-    "scale": "scale_a has shape [3, 1]; it has one element, or one a row of a_shard",
-    "scale dtype": "scale_a is torch.float64; scales are torch.float32",
-    "form": "form='fast'; it is one of auto, fused, unfused",
-    "deadline": "deadline=0; it is a positive, finite number of seconds",
-    "group": "TypeError: all_gather_matmul: group is a str; it is a torch.distributed.ProcessGroup or None",
-    "device": "b is on meta, a on cpu; all are on one device",
-    "rows": "has 3 rows along scatter_dim=0; it is a multiple of the 2 ranks: pad it",
-    "scatter_dim": "scatter_dim=1 is the last; one before it is cut: 0 to 0",
-    "reduce_op": "reduce_op='max'; it is one of sum, avg",
-    "int": "TypeError: all_gather_matmul: a_shard: dtype: torch.int32; tilestream multiplies",
-    "scale type": "TypeError: all_gather_matmul: scale_a is a float; it is a torch.Tensor or None",
-    "list": "TypeError: matmul_reduce_scatter: b is a list; it is one torch.Tensor: torch.cat(b, -1)",
-    "plan K": "all_gather_matmul: a [8, 8] and b [9, 6] differ in K",
-    "plan b 0-D": "all_gather_matmul: b has shape []; it is a matrix: [8, N]",
-    "plan b 1-D": "all_gather_matmul: b has shape [8]; it is a matrix: [8, N]",
-    "plan device": "all_gather_matmul: b is on meta, a on cpu; all are on one device",
-    "plan int": "TypeError: all_gather_matmul: a_shard: dtype: torch.int32; tilestream multiplies",
-    "plan scatter K": "matmul_reduce_scatter: a [2, 8] and b [9, 6] differ in K",
-    "plan scatter b 3-D": "matmul_reduce_scatter: b has shape [2, 8, 6]; it is a matrix: [8, N]",
-    "plan scatter device": "matmul_reduce_scatter: b is on meta, a on cpu; all are on one device",
-    "plan scatter list": "TypeError: matmul_reduce_scatter: b is a list; it is one torch.Tensor: torch.cat(b, -1)",
-}
-
-
-def test_invalid_arguments_raise_before_anything_is_sent(ranks):
-    for texts in ranks.run(2, faults.refuses):
-        assert texts.keys() == REFUSED.keys()
-        for name, text in texts.items():
-            assert REFUSED[name] in text, name
 
 
 def test_plans_explain_themselves(ranks):

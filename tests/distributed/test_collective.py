@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilestream.distributed import collective
-from tilestream.distributed.gathered import ScaledRows
+from tilestream.distributed.shards import ScaledRows
 
 
 class Work:

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 from fake_gather_ranks import report, world
-from fake_ranks import call_in_any_order, raises
+from fake_ranks import call_all, call_in_any_order, check_results, raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +21,7 @@ from fake_cuda import DEVICE, fake_cuda
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
 from tilestream.core.protocols import gather
 from tilestream.distributed import call_queue, copy_engines, dispatch
-from tilestream.distributed.gathered import ScaledRows
-from tilestream.distributed.shards import Shards
+from tilestream.distributed.shards import ScaledRows, Shards
 
 #: For each world, shapes in which a chunk's number belongs to different ranks.
 SHARDS = {
@@ -133,8 +132,7 @@ def test_pulls_follow_the_protocol():
     shards = Shards(1, 3, 4, 1, parts=2)
     with world(3) as (_, ranks):
         first, second, third = ranks
-        for rank in ranks:
-            rank.call(shards, ways=["pull"])
+        call_all(ranks, shards, ways=["pull"])
         signals = signals_of(first, [(0, chunk) for chunk in (2, 3, 4, 5)])
         assert first.side.issued == 1 + 2 + 2 * (1 + 4), "one wait; two flags; for each peer its flag and its chunks"
         first.side.run()
@@ -154,7 +152,7 @@ def test_pulls_follow_the_protocol():
         assert [word.value for word in signals] == [1, 0, 0, 0]
         first.side.run()
         first.calling.run()
-        assert first.results[1].equal(first.expected(1))
+        check_results([first], 1)
 
 
 def test_pushes_overlap_the_copy_into_the_own_slot_unless_the_shard_is_strided():
@@ -174,8 +172,7 @@ def test_pushes_overlap_the_copy_into_the_own_slot_unless_the_shard_is_strided()
 @pytest.mark.parametrize("shards", [Shards(1, 2, 3, 2, parts=2), Shards(2, 2, 3, 1)], ids=str)
 def test_a_shard_that_is_read_in_place_is_not_copied(shards):
     with world(2) as (cuda, ranks):
-        for rank in ranks:
-            rank.call(shards)
+        call_all(ranks, shards)
         cuda.run()
         for rank in ranks:
             slot = rank.queue._slot(rank.rank, 1, shards, ScaledRows(rank.tensor, None)).data
@@ -190,12 +187,10 @@ def test_a_shard_is_copied_once_for_all_launches_that_read_it_in_the_slot(monkey
     with world(2) as (cuda, ranks):
         copied, copy = [], copy_engines.copy
         monkeypatch.setattr(copy_engines, "copy", lambda to, source: (copied.append(to), copy(to, source)))
-        for rank in ranks:
-            rank.call(shards, apart=False, products=products)
+        call_all(ranks, shards, apart=False, products=products)
         assert len(copied) == len(ranks) * shards.batches
         cuda.run()
-        for rank in ranks:
-            assert rank.results[1].equal(rank.expected(1))
+        check_results(ranks, 1)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -212,8 +207,7 @@ def test_new_slots_are_made_after_the_old_calls_have_ended(monkeypatch):
         monkeypatch.setattr(call_queue, "barrier", lambda state, device: met.append(state.rank))
         memory = first.queue.memory
         memory.grow = lambda size, chunks: grown.append((size, chunks))
-        for rank in (first, second):
-            rank.call(PAIR)
+        call_all((first, second), PAIR)
         assert not first.queue.reserve(memory.slot_bytes, memory.chunks)
         with first.here():
             assert first.queue.reserve(1, memory.chunks + 1)
@@ -251,8 +245,7 @@ def test_scales_travel_with_the_rows(strided, of_rows, shards, dtype):
 
 def test_the_caller_may_overwrite_the_shard_behind_a_call():
     with world(2) as (cuda, (first, second)):
-        for rank in (first, second):
-            rank.call(PAIR)
+        call_all((first, second), PAIR)
         for _ in range(3):  # the second's kernel has all rows; the first's side stream has not begun
             for stream in (first.calling, second.calling, second.side):
                 stream.run()
@@ -261,7 +254,7 @@ def test_the_caller_may_overwrite_the_shard_behind_a_call():
         first.calling.run()
         assert first.tensor.eq(1.0).all(), "it is pushed first"
         cuda.run()
-        assert second.results[1].equal(second.expected(1))
+        check_results([second], 1)
 
 
 def test_gathered_rows_are_copied_out_of_the_slot_and_missing_chunks_are_nan():
@@ -287,8 +280,7 @@ def test_gathered_rows_are_complete_behind_the_call():
         for rank, into in zip(ranks, gathered, strict=True):
             rank.dtype = torch.float16
             rank.call(shards, into)
-        for rank in ranks:
-            rank.call(shards)
+        call_all(ranks, shards)
         cuda.run()
         for rank, into in zip(ranks, gathered, strict=True):
             assert into.equal(rank.expected(1))
@@ -334,8 +326,7 @@ def test_a_call_on_another_stream_does_not_push_before_the_last_kernel_has_ended
         second.call(PAIR)
         second.call(PAIR)
         cuda.run()
-        assert first.results[1].equal(first.expected(1))
-        assert first.results[2].equal(first.expected(2))
+        check_results([first], 1, 2)
 
 
 @pytest.mark.parametrize("way", dispatch.WAYS)
@@ -384,8 +375,7 @@ def loads_a_kernel_until_released(cuda, rank):
 
 def test_a_kernel_that_loads_while_a_stream_waits_for_a_lost_peer_is_loaded():
     with world(2) as (cuda, (first, second)):
-        for rank in (first, second):
-            rank.call(PAIR, ways=["pull"])
+        call_all((first, second), PAIR, ways=["pull"])
         cuda.run()
         gathered = torch.zeros(PAIR.shape)
         first.call(PAIR, gathered, ways=["pull"], loads=loads_a_kernel_until_released(cuda, first))  # first alone
@@ -439,7 +429,7 @@ def test_a_host_that_compiles_for_long_breaks_no_group():
         first.call(PAIR, ways=["pull"], loads=loads)
         cuda.run()
         assert not first.state.broken
-        assert first.results[1].equal(first.expected(1))
+        check_results([first], 1)
         assert first.outs[0].isfinite().all()
         assert first.queue._pending is None
 
@@ -449,14 +439,12 @@ def test_the_host_waits_for_the_rows_of_a_call_without_a_kernel():
         with pytest.raises(RuntimeError, match="out of memory"):
             first.call(PAIR, fails=True)
         second.call(PAIR)
-        for rank in (first, second):
-            rank.call(PAIR)
+        call_all((first, second), PAIR)
         cuda.run()
         assert second.results[1].equal(second.expected(1)), "the rows were pushed all the same"
-        for rank in (first, second):
-            rank.call(PAIR)  # by now the rows of the first call have arrived
+        call_all((first, second), PAIR)  # by now the rows of the first call have arrived
         cuda.run()
-        assert first.results[3].equal(first.expected(3))
+        check_results([first], 3)
         with pytest.raises(RuntimeError, match="out of memory"):
             first.call(PAIR, fails=True)
         first.call(PAIR)
@@ -469,8 +457,7 @@ def test_the_host_waits_for_the_rows_of_a_call_without_a_kernel():
 def test_an_expiry_breaks_the_group_on_both_ranks_and_ends_their_kernels(ways):
     with world(2) as (cuda, ranks):
         first, second = ranks
-        for rank in ranks:
-            rank.call(PAIR, ways=ways)
+        call_all(ranks, PAIR, ways=ways)
         cuda.run()
         first.call(PAIR, ways=ways)
         first.call(PAIR, ways=ways)
@@ -482,13 +469,13 @@ def test_an_expiry_breaks_the_group_on_both_ranks_and_ends_their_kernels(ways):
         cuda.run()
         assert first.results[3] is None, "overruled before its deadline"
         assert first.idle
-        assert first.results[1].equal(first.expected(1))
+        check_results([first], 1)
         with pytest.raises(GroupBroken, match="rank 0 has given up waiting for a peer"):
             first.call(PAIR)
         second.call(PAIR, ways=ways)  # it does not know yet, and has all that it needs
         second.call(SHARDS[2][1], ways=ways)
         cuda.run()
-        assert second.results[2].equal(second.expected(2))
+        check_results([second], 2)
         if second.idle:  # it has pulled all of the third call, too, and learns of it in the next one
             second.call(PAIR, ways=ways)
         second.watch()
@@ -523,8 +510,7 @@ def test_a_late_rank_is_not_taken_for_a_lost_one():
         assert not first.state.broken
         second.call(PAIR)
         cuda.run()
-        assert first.results[1].equal(first.expected(1))
-        assert second.results[1].equal(second.expected(1))
+        check_results([first, second], 1)
 
 
 def test_the_most_recent_shapes_are_kept():
@@ -541,8 +527,7 @@ def test_the_most_recent_shapes_are_kept():
 
 def test_nothing_keeps_a_queue_when_its_calls_are_over():
     with world(2) as (cuda, ranks):
-        for rank in ranks:
-            rank.call(PAIR)
+        call_all(ranks, PAIR)
         cuda.run()
         queue = weakref.ref(ranks[0].queue)
         ranks[0].queue._watchdog = None

@@ -247,6 +247,6 @@ def test_nodes_need_not_reach_inside_alike(monkeypatch, op):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     here, there = planned(monkeypatch, op), planned(monkeypatch, op, unreachable="rank 0: no peer access")
     assert here.handshake != there.handshake
-    assert here.between_nodes.handshake == there.between_nodes.handshake
+    assert here.internode.handshake == there.internode.handshake
     other = replace(here, agreed={**here.agreed, "a": "other rows"})
-    assert other.between_nodes.handshake != here.between_nodes.handshake
+    assert other.internode.handshake != here.internode.handshake

@@ -5,6 +5,7 @@ Nodes are made of one host's ranks, over gloo: 2 x 2, 2 x 3 and 3 x 2.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import types
 
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from tilestream.distributed import hierarchy, internode
-from tilestream.distributed.dispatch import table
-from tilestream.distributed.nodes import NIC, NVLINK, NodeModel, columns_to_hide, model
+from tilestream.distributed.dispatch import Case, table
+from tilestream.distributed.nodes import NIC, NVLINK, NodeModel, columns_to_hide
 
 WORLDS = [(2, 2), pytest.param(2, 3, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)]
 
@@ -33,12 +34,12 @@ def gathers():
 
 
 def sums():
-    """(a's rows, of which one dimension is multiplied by the world; scatter_dim, K, N, dtype, form, op, bias)."""
-    yield (16,), 0, 24, 20, "float32", "fused", "sum", False
-    yield (7,), 0, 24, 9, "float32", "unfused", "avg", True
-    yield (2, 5), 1, 24, 9, "float32", "fused", "sum", True
-    yield (2, 5), 0, 24, 9, "bfloat16", "fused", "sum", False
-    yield (4,), 0, 8, 4, "float64", "auto", "sum", False
+    """(a's rows, of which one dimension is multiplied by the world; scatter_dim, K, N, dtype, form, more)."""
+    yield (16,), 0, 24, 20, "float32", "fused", {}
+    yield (7,), 0, 24, 9, "float32", "unfused", {"reduce_op": "avg", "bias": True}
+    yield (2, 5), 1, 24, 9, "float32", "fused", {"bias": True}
+    yield (2, 5), 0, 24, 9, "bfloat16", "fused", {}
+    yield (4,), 0, 8, 4, "float64", "auto", {}
 
 
 @pytest.mark.parametrize(("nodes", "local"), WORLDS)
@@ -46,23 +47,6 @@ def test_results_match_one_node(ranks, nodes, local):
     world = nodes * local
     answers = ranks.run(world, node_jobs.computes, nodes, list(gathers()), list(sums()), [0, 1])
     assert answers == [True] * world
-
-
-@pytest.mark.slow
-def test_fifty_calls_without_a_barrier(ranks):
-    assert ranks.run(4, node_jobs.iterates, 2, 50) == [True] * 4
-
-
-def test_own_rows_are_computed_while_the_other_node_is_late(ranks, tmp_path):
-    assert ranks.run(4, node_jobs.overlaps, 2, str(tmp_path)) == [True] * 4
-
-
-def test_layers_over_two_nodes(ranks):
-    assert ranks.run(4, node_jobs.layers, 2) == [True] * 4
-
-
-def test_meshes_that_act_as_one_group(ranks):
-    assert ranks.run(2, node_jobs.meshes_of_one) == [True] * 2
 
 
 def test_plans_say_how_many_nodes(ranks):
@@ -95,11 +79,6 @@ def test_a_rank_that_dies_breaks_the_group_on_all_nodes(ranks):
         assert waited < 8, "bounded by the deadline"
 
 
-def test_nccl_steps_receive_from_the_node_that_many_steps_before(ranks):
-    """NCCL's branch of `internode`, run between three gloo ranks, which have the same sends and receives."""
-    assert ranks.run(3, node_jobs.exchanges) == [True] * 3
-
-
 def test_a_failed_call_over_nccl_breaks_the_group(monkeypatch):
     """The next call would receive what is already sent."""
     broken = []
@@ -119,7 +98,7 @@ def test_a_failed_call_over_nccl_breaks_the_group(monkeypatch):
 def test_nodes_compare_only_fields_that_no_node_decides_alone(monkeypatch):
     compared = []
     monkeypatch.setattr(hierarchy, "exchange_between_nodes", lambda state, plan, *rest: compared.append(plan))
-    plan = types.SimpleNamespace(between_nodes="of all nodes")
+    plan = types.SimpleNamespace(internode="of all nodes")
     state = types.SimpleNamespace(call=threading.Lock)
     hierarchy.NodeMesh(state, state).call(plan, [], 0.0, lambda steps: None)
     assert compared == ["of all nodes"]
@@ -132,54 +111,47 @@ def test_bytes_between_and_inside_nodes_are_counted():
     """Transfer by transfer, for one rank."""
     for nodes, local in ((2, 8), (3, 2), (4, 4)):
         found = NodeModel(nodes, local, 1000, 1.0)
-        nic = nvlink = 0
-        me = 0, 0
-        for node in range(nodes):
-            for index in range(local):
-                if (node, index) == me:
-                    continue
-                if index == me[1]:
-                    nic += 1000  # from its counterpart
-                else:
-                    nvlink += 1000  # from the peer in its own node that holds that shard
-        assert (found.between_bytes, found.inside_bytes) == (nic, nvlink)
-        assert found.flat_bytes == found.between_bytes * local
-        assert found.between_bytes + found.inside_bytes == (nodes * local - 1) * 1000
+        peers = [index for index in range(nodes * local) if index]  # of rank 0
+        nic = 1000 * sum(index % local == 0 for index in peers)  # from its counterparts
+        nvlink = 1000 * len(peers) - nic  # from the peer in its own node that holds that shard
+        assert (found.nic_bytes, found.nvlink_bytes) == (nic, nvlink)
+        assert found.flat_bytes == found.nic_bytes * local
+        assert found.nic_bytes + found.nvlink_bytes == (nodes * local - 1) * 1000
 
 
 def test_the_model_is_between_the_floor_and_no_overlap():
-    for nodes in (2, 3, 4):
-        for local in (2, 4, 8):
-            for megabytes in (1, 16, 64):
-                for matmul in (1e-5, 1e-4, 1e-3, 1e-2):
-                    found = NodeModel(nodes, local, megabytes << 20, matmul)
-                    assert found.floor <= found.seconds * (1 + 1e-12)
-                    assert found.seconds <= found.unfused * (1 + 1e-12)
-                    if found.hidden:
-                        steps = max(found.matmul, found.inside_bytes / NVLINK)
-                        assert found.seconds == pytest.approx(steps), "nothing of the NIC's time is left"
+    for nodes, local, megabytes, matmul in itertools.product(
+        (2, 3, 4), (2, 4, 8), (1, 16, 64), (1e-5, 1e-4, 1e-3, 1e-2)
+    ):
+        found = NodeModel(nodes, local, megabytes << 20, matmul)
+        assert max(found.parts) <= found.seconds * (1 + 1e-12)
+        assert found.seconds <= sum(found.parts) * (1 + 1e-12)
+        if found.hidden:
+            steps = max(found.matmul, found.nvlink_bytes / NVLINK)
+            assert found.seconds == pytest.approx(steps), "nothing of the NIC's time is left"
+
+
+def model(nodes, rows, k, n):
+    """Of a gather of bfloat16 shards on H100s, 8 a node."""
+    case = Case("all_gather_matmul", rows, n, k, k, 8, "bfloat16", 2, "sm_90")
+    return NodeModel.of(nodes, case, table()["rates"]["sm_90"])
 
 
 def test_the_columns_that_hide_the_nic_do_not_depend_on_rows_and_k():
-    rates = table()["rates"]["sm_90"]
-    columns = columns_to_hide(2, rates["flops"], 8)
+    columns = columns_to_hide(2, table()["rates"]["sm_90"]["flops"], 8)
     assert 1700 < columns < 1900  # 720 TFLOP/s, bfloat16, 8 GPUs a node, 400 Gb/s
-    for rows in (128, 1024, 4096):
-        for k in (1024, 8192):
-            for nodes in (2, 4):
-                assert model(nodes, 8, rows, k, 2, int(columns * 1.01), k, rates).hidden
-                assert not model(nodes, 8, rows, k, 2, int(columns * 0.99), k, rates).hidden
+    for rows, k, nodes in itertools.product((128, 1024, 4096), (1024, 8192), (2, 4)):
+        assert model(nodes, rows, k, int(columns * 1.01)).hidden
+        assert not model(nodes, rows, k, int(columns * 0.99)).hidden
 
 
 def test_an_mlp_of_llama_70b_on_two_nodes_of_eight():
     """8192 rows, TP 16: w1 and w3 are 28672 / 16 columns each. As in docs/distributed.md."""
-    found = model(2, 8, 8192 // 16, 8192, 2, 2 * 28672 // 16, 8192, table()["rates"]["sm_90"])
-    assert found.between_bytes == 512 * 8192 * 2
+    found = model(2, 8192 // 16, 8192, 2 * 28672 // 16)
+    assert found.nic_bytes == 512 * 8192 * 2
     assert found.hidden
     assert found.seconds == pytest.approx(found.matmul)
     said = dict(found.explain())
-    assert (
-        said["bytes"]
-        == "8.389 MB through the NIC, 117.4 MB by NVLink, a GPU; flat it would be 67.11 MB through the NIC"
-    )
+    flat = "a GPU; flat it would be 67.11 MB through the NIC"
+    assert said["bytes"] == f"8.389 MB through the NIC, 117.4 MB by NVLink, {flat}"
     assert f"nominal: {NIC / 1e9:g} and {NVLINK / 1e9:g} GB/s" in said["modelled"]

@@ -7,14 +7,16 @@ import pytest
 
 
 def cases():
-    """(a's rows, of which one dimension is multiplied by the world; scatter_dim, K, N, dtype, form, op, bias)."""
+    """(a's rows, of which one dimension is multiplied by the world; scatter_dim, K, N, dtype, form, more)."""
     for form in ("fused", "unfused"):
-        yield (16,), 0, 24, 20, "float32", form, "sum", False
-        yield (7,), 0, 24, 9, "float32", form, "avg", True
-        yield (2, 5), 1, 24, 9, "float32", form, "sum", True
-        yield (2, 5), 0, 24, 9, "bfloat16", form, "sum", False
-        yield (2, 3, 2), 1, 8, 4, "float16", form, "avg", False
-        yield (4,), 0, 8, 4, "float64", form, "sum", False
+        yield (16,), 0, 24, 20, "float32", form, {}
+        yield (7,), 0, 24, 9, "float32", form, {"reduce_op": "avg", "bias": True}
+        yield (2, 5), 1, 24, 9, "float32", form, {"bias": True}
+        yield (2, 5), 0, 24, 9, "bfloat16", form, {}
+        yield (2, 3, 2), 1, 8, 4, "float16", form, {"reduce_op": "avg"}
+        yield (4,), 0, 8, 4, "float64", form, {}
+        yield (2, 3), 1, 16, 8, "float8_e4m3fn", form, {"scaled": "row"}
+        yield (6,), 0, 16, 8, "float8_e4m3fn", form, {"scaled": "tensor"}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

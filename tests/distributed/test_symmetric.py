@@ -39,38 +39,24 @@ def machine(monkeypatch):
     return said
 
 
-def test_gpus_of_one_host_reach_each_other(machine):
-    machine.append("here\n1\ngpu-b")
-    of = state()
-    assert symmetric.connect(of, GPU) == ""
-    assert symmetric.why_not(of, BF16) == ""
-    assert of.host_flags.of("all_gather_matmul").peer_flags() == [0, 0]
-
-
 @pytest.mark.parametrize(
-    ("other", "why"),
+    ("other", "shares", "reaches", "why"),
     [
-        ("there\n0\ngpu-b", "rank 0: 2 hosts: shards travel inside one"),
-        ("here\n0\ngpu-a", "several ranks share a GPU"),
+        ("here\n1\ngpu-b", "0", True, ""),
+        ("there\n0\ngpu-b", "0", True, "rank 0: 2 hosts: shards travel inside one"),
+        ("here\n0\ngpu-a", "0", True, "rank 0: several ranks share a GPU"),
+        ("here\n0\ngpu-a", "1", True, ""),
+        ("here\n1\ngpu-b", "0", False, "rank 0: no peer access from GPU 0 to 1"),
     ],
 )
-def test_why_ranks_cannot_reach_each_other_is_reported_and_kept(machine, other, why):
+def test_why_ranks_cannot_reach_each_other_is_reported_and_kept(machine, monkeypatch, other, shares, reaches, why):
     machine.append(other)
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", shares)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda x, y: reaches)
     of = state()
-    assert why in symmetric.connect(of, GPU)
-    assert why in symmetric.why_not(of, BF16)
-
-
-def test_ranks_may_share_a_gpu_if_torch_allows_it(machine, monkeypatch):
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    machine.append("here\n0\ngpu-a")
-    assert symmetric.connect(state(), GPU) == ""
-
-
-def test_no_peer_access(machine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda x, y: False)
-    machine.append("here\n1\ngpu-b")
-    assert symmetric.connect(state(), GPU) == "rank 0: no peer access from GPU 0 to 1"
+    assert symmetric.connect(of, GPU) == why
+    assert symmetric.why_not(of, BF16) == why
+    assert why or of.host_flags.of("all_gather_matmul").peer_flags() == [0, 0]
 
 
 def test_one_rank_that_cannot_connect_stops_all(machine, monkeypatch):

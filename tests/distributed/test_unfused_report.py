@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 
 import pytest
 import torch
@@ -30,41 +31,72 @@ def group():
 X, W, BIAS = torch.randn(8, 4), torch.randn(4, 6), torch.randn(6)
 
 
-def unfused(function, *given):
-    graph = make_fx(function, tracing_mode="fake")(*given).graph
-    return [(place.op, place.what, place.why) for place in unfused_collectives(graph)]
+def gathered(x, dim=0):
+    return collectives.all_gather_tensor(x, dim, dist.group.WORLD)
 
 
-def test_a_gather_that_no_matmul_reads(group):
-    found = unfused(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), X)
-    assert found == [("all_gather_into_tensor", "[8, 4], float32", "no matmul reads what is gathered")]
+def scattered(x, dim=0):
+    return collectives.reduce_scatter_tensor(x, "sum", dim, dist.group.WORLD)
 
 
-def test_a_gather_before_a_bias(group):
-    [(_, _, why)] = unfused(lambda x, w, c: torch.addmm(c, collectives.all_gather_tensor(x, 0, group), w), X, W, BIAS)
-    assert "adds a bias in the same op (addmm)" in why
+def reduced(x):
+    return collectives.all_reduce(x, "sum", dist.group.WORLD)
 
 
-def test_ops_between_a_gather_and_its_matmul_are_named(group):
-    [(_, what, why)] = unfused(lambda x, w: collectives.all_gather_tensor(x, 1, group) @ w, X[None], W)
-    assert what == "[1, 8, 4], float32"
-    assert why.startswith("torch's pass did not take it; between it and the matmul (")
-    assert why.endswith("view")
+def read_twice(x, w):
+    product = x @ w
+    return scattered(product), product.relu()
 
 
-def test_a_sum_without_a_matmul(group):
-    [(op, _, why)] = unfused(lambda x: collectives.reduce_scatter_tensor(x.relu(), "sum", 0, group), X)
-    assert (op, why) == ("reduce_scatter_tensor", "no matmul makes what is scattered")
+GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+ROWS = "[8, 4], float32"
 
 
-def test_a_sum_of_several_products(group):
-    def function(x, w, v):
-        return collectives.reduce_scatter_tensor((x @ w).double().float() + x @ v, "sum", 0, group)
+@pytest.mark.parametrize(
+    ("function", "given", "op", "what", "why"),
+    [
+        (lambda x: gathered(x).relu(), (X,), GATHER, ROWS, "^no matmul reads what is gathered$"),
+        (
+            lambda x, w, c: torch.addmm(c, gathered(x), w), (X, W, BIAS), GATHER, ROWS,
+            r"^the matmul adds a bias in the same op \(addmm\)",
+        ),
+        (
+            lambda x, w: gathered(x, 1) @ w, (X[None], W), GATHER, "[1, 8, 4], float32",
+            r"^torch's pass did not take it; between it and the matmul \(.*view$",
+        ),
+        (lambda x: scattered(x.relu()), (X,), SCATTER, ROWS, "^no matmul makes what is scattered$"),
+        (
+            lambda x, w, v: scattered((x @ w).double().float() + x @ v), (X, W, W), SCATTER, "",
+            "^what is scattered is a sum, of 2 products among other things: torch's pass knows a product",
+        ),
+        (lambda x, w: scattered(x @ w + 1), (X, W), SCATTER, "", "of 1 product among"),
+        (
+            lambda x, w: scattered((x @ w) * 2), (X, W), SCATTER, "",
+            r"^torch's pass did not take it; between it and the matmul \(mm\) there is: mul$",
+        ),
+        (
+            lambda x, w, c: scattered(torch.addmm(c, x, w)), (X, W, BIAS), SCATTER, "",
+            r"^the matmul adds a bias in the same op \(addmm\)",
+        ),
+        (read_twice, (X, W), SCATTER, "", "^something else reads the product too, which the fused op does not give$"),
+        (lambda x, w: reduced(x @ w), (X, W), REDUCE, "", "SequenceParallel"),
+        (lambda x, w, v: reduced(x @ w + x @ v), (X, W, W), REDUCE, "", "SequenceParallel"),
+    ],
+)  # fmt: skip
+def test_the_reason_why_a_collective_is_unfused(group, function, given, op, what, why):
+    [found] = unfused_collectives(traced(function, *given))
+    assert found.op == op
+    assert found.what == what or not what
+    assert re.search(why, found.why), found.why
 
-    [(_, _, why)] = unfused(function, X, W, W)
-    assert why.startswith("what is scattered is a sum, of 2 products among other things: torch's pass knows a product")
-    [(_, _, why)] = unfused(lambda x, w: collectives.reduce_scatter_tensor(x @ w + 1, "sum", 0, group), X, W)
-    assert "of 1 product among" in why
+
+@pytest.mark.parametrize(("function", "given"), [(lambda x: reduced(x), (X,)), (lambda x, w: x @ w, (X, W))])
+def test_what_no_matmul_could_overlap_is_not_reported(group, function, given):
+    assert list(unfused_collectives(traced(function, *given))) == []
+
+
+def traced(function, *given):
+    return make_fx(function, tracing_mode="fake")(*given).graph
 
 
 @pytest.mark.parametrize(
@@ -83,66 +115,32 @@ def test_a_sum_as_the_compiler_rewrites_it(group, function, products, shape):
 
     found = []
 
-    def scattered(x, w, v, z):
-        return collectives.reduce_scatter_tensor(function(x, w, v, z), "sum", len(shape) - 2, group)
+    def sums(x, w, v, z):
+        return scattered(function(x, w, v, z), len(shape) - 2)
 
     torch._dynamo.reset()
     with config.patch(post_grad_custom_post_pass=UnfusedPass(found.append), force_disable_caches=True):
-        torch.compile(scattered)(torch.randn(shape), W, torch.randn(4, 6), torch.randn(*shape[:-1], 6))
+        torch.compile(sums)(torch.randn(shape), W, torch.randn(4, 6), torch.randn(*shape[:-1], 6))
     [place] = found
     assert f"a sum, of {products} product{'s' * (products != 1)} among" in place.why
 
 
-def test_a_product_that_is_scaled_before_it_is_scattered(group):
-    [(_, _, why)] = unfused(lambda x, w: collectives.reduce_scatter_tensor((x @ w) * 2, "sum", 0, group), X, W)
-    assert why == "torch's pass did not take it; between it and the matmul (mm) there is: mul"
-
-
-def test_a_scattered_bias(group):
-    [(_, _, why)] = unfused(
-        lambda x, w, c: collectives.reduce_scatter_tensor(torch.addmm(c, x, w), "sum", 0, group), X, W, BIAS
-    )
-    assert why.startswith("the matmul adds a bias in the same op (addmm)")
-
-
 def test_a_collective_without_a_known_shape(group):
-    traced = make_fx(lambda x: collectives.all_gather_tensor(x.relu(), 0, group), tracing_mode="fake")(X).graph
-    [gather] = [node for node in traced.nodes if "all_gather" in node.name]
+    graph = traced(lambda x: gathered(x.relu()), X)
+    [gather] = [node for node in graph.nodes if "all_gather" in node.name]
     del gather.args[0].meta["val"]
-    [place] = unfused_collectives(traced)
+    [place] = unfused_collectives(graph)
     assert place.what == "to [16, 4], float32"
     del gather.meta["val"]
-    [place] = unfused_collectives(traced)
+    [place] = unfused_collectives(graph)
     assert place.what == "to ?"
-
-
-def test_a_product_with_other_readers(group):
-    def function(x, w):
-        product = x @ w
-        return collectives.reduce_scatter_tensor(product, "sum", 0, group), product.relu()
-
-    [(_, _, why)] = unfused(function, X, W)
-    assert why == "something else reads the product too, which the fused op does not give"
-
-
-def test_an_all_reduced_product(group):
-    [(op, _, why)] = unfused(lambda x, w: collectives.all_reduce(x @ w, "sum", group), X, W)
-    assert op == "all_reduce"
-    assert "SequenceParallel" in why
-    [(op, _, _)] = unfused(lambda x, w, v: collectives.all_reduce(x @ w + x @ v, "sum", group), X, W, W)
-    assert op == "all_reduce"
-    assert unfused(lambda x: collectives.all_reduce(x, "sum", group), X) == []
-
-
-def test_a_graph_without_collectives(group):
-    assert unfused(lambda x, w: x @ w, X, W) == []
 
 
 def test_the_report_lists_them_behind_the_calls(group, monkeypatch):
     handle = AsyncTP(group.group_name)
     monkeypatch.setattr(module, "_open", {group.group_name: handle})
     handle._count("fused_all_gather_matmul", "[8, 4]", "a test")
-    graph = make_fx(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), tracing_mode="fake")(X).graph
+    graph = traced(lambda x: gathered(x).relu(), X)
     seen = []
     look = UnfusedPass(module._report_unfused, before=seen.append)
     look(graph)
@@ -162,9 +160,9 @@ def test_the_pass_runs_behind_the_compilers_own(group):
     from torch._inductor.fx_passes.post_grad import post_grad_passes
 
     found = []
-    traced = make_fx(lambda x: collectives.all_gather_tensor(x, 0, group).relu(), tracing_mode="fake")(X)
+    module = make_fx(lambda x: gathered(x).relu(), tracing_mode="fake")(X)
     with config.patch(post_grad_custom_post_pass=UnfusedPass(found.append)):
-        post_grad_passes(traced, True)
+        post_grad_passes(module, True)
     assert [place.op for place in found] == ["all_gather_into_tensor"]
 
 

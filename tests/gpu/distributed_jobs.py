@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tilestream as ts
-from rank_checks import Gathered, check_sum, factors, raised
+from rank_checks import Gathered, Summed, raised, same_on_every_rank
 from tilestream import distributed as tsd
 from tilestream.core.protocols.gather import SLOTS
 from tilestream.distributed.dispatch import trial
@@ -26,6 +27,12 @@ def random(seed: int, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     """The same numbers on each rank."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def finish() -> None:
+    """Wait for the GPU, and raise what has expired."""
+    torch.cuda.synchronize()
+    ts.check()
 
 
 def late_in_turn(i: int, rank: int) -> None:
@@ -49,15 +56,14 @@ class Worst:
 
     def get(self) -> float:
         """Wait for all calls, raise what they have reported, and return the error."""
-        torch.cuda.synchronize()
-        ts.check()
+        finish()
         return self._error.item()
 
 
 def error_of_a_late_rank(call) -> str:
     """What a late rank's calls raise: of the first ones it may have all parts."""
     for _ in range(3):
-        error = raised(lambda: (call(), torch.cuda.synchronize(), ts.check()))
+        error = raised(lambda: (call(), finish()))
         if error != "nothing":
             return error
     return "nothing"
@@ -75,6 +81,16 @@ def poison(group=None) -> None:
     dist.barrier()
 
 
+def in_poisoned_slots(count, call, group=None) -> list:
+    """The results of so many calls, each in slots full of NaN; raises what a call has reported."""
+    outs = []
+    for _ in range(count):
+        poison(group)
+        outs.append(call())
+        finish()
+    return outs
+
+
 def gathers(rank, world, cases, group=None):
     """Each case against all shards side by side, multiplied by torch. Returns a plan in words."""
     for shape, dim, columns, dtype, form, extra in cases:
@@ -83,16 +99,15 @@ def gathers(rank, world, cases, group=None):
         data = Gathered.random(
             random, world, shape, dim, columns, dtype, bias=bias, scaled=scaled, k_contiguous=True
         )  # fmt: skip
-        for return_a in (True, False, True, False):
-            poison(group)
-            outs = tsd.all_gather_matmul(
-                data.shards[rank], data.bs, gather_dim=dim, form=form, return_a=return_a, group=group, deadline=20,
-                **data.arguments(rank), **options,
-            )  # fmt: skip
-            torch.cuda.synchronize()
-            ts.check()
-            a, outs = outs if return_a else (None, outs)
+        call = functools.partial(
+            tsd.all_gather_matmul, data.shards[rank], data.bs, gather_dim=dim, form=form, group=group, deadline=20,
+            **data.arguments(rank), **options,
+        )  # fmt: skip
+        for _ in range(2):
+            [(a, outs)] = in_poisoned_slots(1, lambda call=call: call(return_a=True), group)
             data.check(outs, a, options.get("activation"))
+            [outs] = in_poisoned_slots(1, call, group)
+            data.check(outs, None, options.get("activation"))
     return tsd.plan_all_gather_matmul(random(1, 256, 256), random(2, 256, 256), form="fused", group=group).explain()
 
 
@@ -190,8 +205,7 @@ def two_groups(rank, world):
                 mine = wholes[i][here]
                 outs[i].append(tsd.all_gather_matmul(mine, b, group=groups[i], deadline=20))
                 sums[i].append(tsd.matmul_reduce_scatter(wholes[i], b, group=groups[i], form="fused", deadline=20))
-    torch.cuda.synchronize()
-    ts.check()
+    finish()
     products = [(whole @ b).float() for whole in wholes]
     right = all(torch.allclose(o.float(), products[i], atol=1.0) for i in range(2) for o in outs[i])
     added = all(torch.allclose(o.float(), world * products[i][here], atol=world) for i in range(2) for o in sums[i])
@@ -206,8 +220,7 @@ def streams(rank, world):
     for i, stream in enumerate([torch.cuda.Stream() for _ in range(12)]):
         with torch.cuda.stream(stream), trial(True, 1, IN_TURN[i % len(IN_TURN)]):
             outs.append(tsd.all_gather_matmul(mine, b, deadline=20))
-    torch.cuda.synchronize()
-    ts.check()
+    finish()
     return all(torch.allclose(out.float(), (whole @ b).float(), atol=1.0) for out in outs)
 
 
@@ -218,13 +231,18 @@ def captures(rank, world):
     mine = whole[here].clone()
     tsd.all_gather_matmul(mine, b, form="unfused", deadline=20)  # the ranks compare their calls before the capture
     tsd.matmul_reduce_scatter(whole, b, form="unfused", deadline=20)
+    tsd.matmul_all_reduce(whole, b, form="unfused", deadline=20)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        said = tsd.plan_all_gather_matmul(mine, b, form="fused").explain()
-        said += tsd.plan_matmul_reduce_scatter(whole, b, form="fused").explain()
+        said = [
+            tsd.plan_all_gather_matmul(mine, b, form="fused").explain(),
+            tsd.plan_matmul_reduce_scatter(whole, b, form="fused").explain(),
+            tsd.plan_matmul_all_reduce(whole, b, form="fused").explain(),
+        ]
         out = tsd.all_gather_matmul(mine, b, form="unfused")
-        total = tsd.matmul_reduce_scatter(whole, b, form="unfused")
+        part = tsd.matmul_reduce_scatter(whole, b, form="unfused")
+        total = tsd.matmul_all_reduce(whole, b, form="unfused")
     others = [random(70 + i, 128 * world, 256) for i in range(4)]
     for i in range(100):
         other = others[i % 4]
@@ -234,7 +252,8 @@ def captures(rank, world):
         torch.cuda.synchronize()
         product = (other @ b).float()
         assert torch.allclose(out.float(), product, atol=1.0)
-        assert torch.allclose(total.float(), world * product[here], atol=1.0 * world)
+        assert torch.allclose(part.float(), world * product[here], atol=1.0 * world)
+        assert torch.allclose(total.float(), world * product, atol=1.0 * world)
     return said
 
 
@@ -267,51 +286,44 @@ def neighbour(rank, world):
     return right
 
 
-def scatters(rank, world, cases):
-    """Each case against the exact sum, by the error rule beside NCCL's; twice, with the same bits."""
-    for shape, dim, n, dtype, form, extra in cases:
-        dtype, extra = getattr(torch, dtype), dict(extra)
-        shape = [extent * world if i == dim else extent for i, extent in enumerate(shape)]
-        inputs = factors(random, world, shape[:-1], shape[-1], n, dtype)
-        a, b = inputs[rank]
-        if extra.get("strided"):  # like what torch's compiler gathers along a later dimension
+def scatters(rank, world, cases, group=None, ulps=1):
+    """Each case against the exact sum, by the error rule beside NCCL's; twice. Returns a plan in words.
+
+    The second time with the same bits; over nodes if it is fused.
+    """
+    for (*rows, k), dim, n, dtype, form, extra in cases:
+        dtype, options = getattr(torch, dtype), dict(extra)
+        rows[dim] *= world
+        bias, strided = torch.float32 if options.pop("bias", 0) else None, options.pop("strided", False)
+        data = Summed.random(random, world, rows, k, n, dtype, bias=bias, **options)
+        a, b = data.operands[rank]
+        if strided:  # like what torch's compiler gathers along a later dimension
             a = a.transpose(0, dim).contiguous().transpose(0, dim)
-        options = {"reduce_op": extra.get("reduce_op", "sum"), "form": form, "deadline": 20}
-        bias = random(5, n, dtype=torch.float32) if extra.get("bias") else None
-        scales = (None, None)
-        if extra.get("scaled"):
-            rows = (1,) if extra["scaled"] == "tensor" else (*shape[:-1], 1)
-            one = extra["scaled"] == "tensor"
-            scales = (
-                random(7, *rows, dtype=torch.float32).abs() + 0.5,
-                torch.rand(1, 1 if one else n, device="cuda") + 1,
-            )
-            dist.broadcast(scales[1], 0)
-        products = [x.double() @ y.double() for x, y in inputs]
-        for scale in scales:
-            products = products if scale is None else [x * scale.double() for x in products]
-        rounded = [x.to(BF16 if dtype.itemsize == 1 else dtype) for x in products]
-        exact, theirs = sum(products), sum(x.float() for x in rounded)
-        if options["reduce_op"] == "avg":
-            exact, theirs = exact / world, theirs / world
-        if bias is not None:
-            exact, theirs = exact + bias.double(), theirs + bias
-        exact, theirs = (x.chunk(world, dim)[rank] for x in (exact, theirs))
-        outs = []
-        for _ in range(2):
-            poison()
-            outs.append(
-                tsd.matmul_reduce_scatter(
-                    a, b, scatter_dim=dim, bias=bias, scale_a=scales[0], scale_b=scales[1], **options
-                )
-            )
-            torch.cuda.synchronize()
-            ts.check()
-        assert outs[0].dtype == rounded[0].dtype
-        check_sum(outs[0], exact, theirs, (shape, dim, dtype, form))
-        assert outs[0].equal(outs[1]), (shape, dim, form)
+        call = functools.partial(
+            tsd.matmul_reduce_scatter, a, b, scatter_dim=dim, form=form, group=group, deadline=20, **data.arguments()
+        )
+        outs = in_poisoned_slots(2, call, group)
+        data.check(outs[0], (rows, dim, dtype, form), dim=dim, rank=rank, ulps=ulps)
+        assert outs[0].equal(outs[1]) or (group is not None and form != "fused"), (rows, dim, form)
     a, b = random(1, 256 * world, 256), random(2, 256, 256)
-    return tsd.plan_matmul_reduce_scatter(a, b, form="fused").explain()
+    return tsd.plan_matmul_reduce_scatter(a, b, form="fused", group=group).explain()
+
+
+def reduces(rank, world, cases, group=None, form="fused", ulps=1):
+    """Each case against the exact sum; four times, the same on every rank. Returns a plan in words.
+
+    If it is fused, each time with the same bits.
+    """
+    for rows, k, n, dtype, extra in cases:
+        data = Summed.random(random, world, rows, k, n, getattr(torch, dtype), bias=torch.float32, **extra)
+        call = functools.partial(
+            tsd.matmul_all_reduce, *data.operands[rank], form=form, group=group, deadline=20, **data.arguments()
+        )
+        outs = in_poisoned_slots(4 if form == "fused" else 1, call, group)
+        assert all(x.view(torch.uint8).equal(outs[0].view(torch.uint8)) for x in outs), "another call has other bits"
+        data.check(outs[0], (rows, k, n), ulps=ulps)
+        same_on_every_rank(outs[0])
+    return tsd.plan_matmul_all_reduce(random(1, 64, 256), random(2, 256, 256).t(), form=form, group=group).explain()
 
 
 def adds_up(rank, world, count):
@@ -327,30 +339,41 @@ def adds_up(rank, world, count):
     return worst.get()
 
 
-def blocks(rank, world, count):
-    """A gather and a sum in turn, as a layer has them, without a barrier between."""
-    x = [random(20 + r, 64, 256) for r in range(world)]
+def reduces_in_turn(rank, world, count):
+    """Many calls without a barrier in between, on other data and from two streams; ranks are late in turn."""
+    b = random(1, 256, 256).t() / 16
+    wholes = [random(1000 + i, 48, 256) for i in range(8)]
+    expected = [world * (x @ b).float() for x in wholes]
+    worst, streams = [Worst(), Worst()], [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for i in range(count):
+        with torch.cuda.stream(streams[i // 8 % 2]):
+            late_in_turn(i, rank)
+            out = tsd.matmul_all_reduce(wholes[i % 8], b, form="fused", deadline=20)
+            worst[i // 8 % 2].add(out, expected[i % 8])
+    return max(each.get() for each in worst)
+
+
+def blocks(rank, world, count, group=None):
+    """A gather and a sum in turn, as a layer has them, without a barrier between; ranks are late in turn."""
+    wholes, here = [random(1000 + i, 96 * world, 256) for i in range(4)], slice(96 * rank, 96 * rank + 96)
     w1 = [random(40 + r, 256, 128) / 16 for r in range(world)]
     w2 = [random(60 + r, 128, 256) / 16 for r in range(world)]
-    whole = torch.cat(x)
-    expected = sum(((whole @ a).relu() @ b).float() for a, b in zip(w1, w2, strict=True))[64 * rank : 64 * rank + 64]
-    outs = []
+    expected = [sum(((x @ a).relu() @ b).float() for a, b in zip(w1, w2, strict=True))[here] for x in wholes]
+    worst, how = Worst(), {"form": "fused", "group": group, "deadline": 20}
     for i in range(count):
-        if i % 8 == rank:
-            torch.cuda._sleep(1_000_000)
-        up = tsd.all_gather_matmul(x[rank], w1[rank], activation="relu", form="fused", deadline=20)
-        outs.append(tsd.matmul_reduce_scatter(up, w2[rank], form="fused", deadline=20))
-    torch.cuda.synchronize()
-    ts.check()
-    return max((out.float() - expected).abs().max().item() for out in outs)
+        late_in_turn(i, rank)
+        up = tsd.all_gather_matmul(wholes[i % 4][here], w1[rank], activation="relu", **how)
+        worst.add(tsd.matmul_reduce_scatter(up, w2[rank], **how), expected[i % 4])
+    return worst.get()
 
 
-def sum_expires(rank, world, killed):
-    """A reduce-scatter."""
-    a, b = random(rank, 128 * world, 256), random(99, 256, 256)
+def sum_expires(rank, world, killed, op):
+    """A sum."""
+    a, b = random(rank, (64 if op == "matmul_all_reduce" else 128 * world), 256), random(99, 256, 256)
 
     def call(deadline, form="fused"):
-        return tsd.matmul_reduce_scatter(a, b, form=form, deadline=deadline)
+        return getattr(tsd, op)(a, b, form=form, deadline=deadline)
 
     for _ in range(3):
         call(20)
@@ -382,27 +405,6 @@ def forgets(rank, world):
         time.sleep(0.05)
     held = [] if weakly() is None else [str(type(x)) + str(x)[:200] for x in gc.get_referrers(weakly())]
     return state() is None, len(watchdogs() - before), held
-
-
-def torch_compiles(rank, world):
-    """torch's compiler makes its fused ops from an unchanged function, and they run on tilestream."""
-    import torch.distributed._functional_collectives as collectives
-
-    group = dist.group.WORLD
-
-    def block(x, w1, w2):
-        whole = collectives.all_gather_tensor(x, 0, group)
-        return collectives.reduce_scatter_tensor(torch.relu(whole @ w1) @ w2, "sum", 0, group)
-
-    w1, w2 = random(31, 1024, 512) / 32, random(32, 512, 1024) / 32
-    x = random(rank, 1024, 1024)
-    with torch.no_grad(), tsd.async_tp(group) as handle:
-        out = torch.compile(block, fullgraph=True)(x, w1, w2)
-        expected = block(x, w1, w2)
-        torch.cuda.synchronize()
-        ts.check()
-        error = ((out - expected).float().norm() / expected.float().norm()).item()
-        return error, [str(site) for site in handle.report()]
 
 
 def torch_shapes(rank, world):
@@ -563,8 +565,7 @@ def llama(rank, world, whole=False):
     plain = losses(False)
     with tsd.async_tp() as handle:
         ours = losses(True)
-        torch.cuda.synchronize()
-        ts.check()
+        finish()
         return plain, ours, [str(site) for site in handle.report()]
 
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "hopper"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "portable"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-import attention_gate as portable_attention
-import gate as portable
-import hopper_attention_gate as attention
-import hopper_gate as hopper
 from benchmarks.gemm.shapes import EPILOGUE, FP8, QUACK, SEARCH, VARIANTS, suite
+from gates import hopper_attention as attention
+from gates import hopper_gemm as hopper
+from gates import portable_attention
+from gates.hopper import no_gpu
+from gates.portable_gemm import gemm as portable_gemm
 from gpu_cases import E4M3, KINDS, Case, chunks_of, uniform
 
 from tilestream.core.device import DeviceProperties
@@ -36,6 +36,8 @@ from tilestream.plan.attention_plan import of_candidate
 from tilestream.plan.planner import plan_problem, search_space
 from tilestream.plan.policy import hopper_attention
 from tilestream.plan.problem import Incoming
+from tilestream_tools.isa.build import build
+from tilestream_tools.isa.kernels import portable_arguments
 
 #: The device where there is no GPU. A plan depends a little on the clock.
 STAND_IN = DeviceProperties(
@@ -61,8 +63,8 @@ class Job(NamedTuple):
             return attention.attend, *attention.fill(self.plan, self.layout)
         if self.plan.backend == "hopper":
             return hopper.gemm, *hopper.fill(self.plan, self.layout, apart=self.apart)
-        filled, options = portable.portable_arguments(self.plan, self.layout, self.plan.problem.aligned)
-        return portable.gemm, options, filled
+        filled, options = portable_arguments(self.plan, self.layout, self.plan.problem.aligned)
+        return portable_gemm, options, filled
 
     def key(self) -> str:
         """Of its compiled kernel; of a GEMM's made by Triton's own binder."""
@@ -80,10 +82,10 @@ class Job(NamedTuple):
         """Compile it. Returns what went wrong."""
         try:
             if self.attends and self.plan.backend == "portable":
-                portable_attention.build(self.plan, self.layout, "sm_90a")
+                build(*portable_attention.attention_source(self.plan, self.layout), "sm_90a")
             else:
                 kernel, options, filled = self.filled()
-                hopper.build(options, filled, kernel)
+                build(kernel, filled, options, "sm_90a")
         except Exception as error:
             return f"{self.plan.label}: {type(error).__name__}: {error}"[-400:]
         return None
@@ -168,7 +170,7 @@ def main() -> None:
 
     begin = time.monotonic()
     device = cuda_properties(0) if torch.cuda.is_available() else STAND_IN
-    hopper.no_gpu()
+    no_gpu()
     todo: dict[str, Job] = {}
     for name in sys.argv[1:] or SECTIONS:
         before, launches = len(todo), list(SECTIONS[name](device))

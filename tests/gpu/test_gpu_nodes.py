@@ -45,11 +45,11 @@ def gathers(form):
 
 
 def sums(form):
-    """(rows of a rank's part, scatter_dim, K, N, form, whether it is the average)."""
-    yield (256,), 0, 256, 256, form, False
-    yield (200,), 0, 512, 136, form, True
-    yield (2, 64), 1, 256, 128, form, False
-    yield (1024,), 0, 256, 2048, form, False
+    """(shape of a rank's part of a, scatter_dim, N, dtype, form, more)."""
+    yield (256, 256), 0, 256, "bfloat16", form, {}
+    yield (200, 512), 0, 136, "bfloat16", form, {"reduce_op": "avg"}
+    yield (2, 64, 256), 1, 128, "bfloat16", form, {}
+    yield (1024, 256), 0, 2048, "bfloat16", form, {}
 
 
 @pytest.mark.parametrize("form", ["fused", "unfused"])
@@ -66,15 +66,20 @@ def test_gathers_match_one_node(ranks, form):
 def test_sums_match_one_node(ranks, form):
     if GPUS < WORLD and form == "unfused":
         pytest.skip("gloo adds in another order")
-    assert ranks.run(WORLD, jobs.sums, NODES, list(sums(form)), bound=240, seconds=60) == [True] * WORLD
+    said = ranks.run(WORLD, jobs.sums, NODES, list(sums(form)), bound=240, seconds=60)
+    start = f"matmul_reduce_scatter, {NODES} nodes of {WORLD // NODES} ranks on sm_"
+    assert all(text.startswith(start) for text in said), said[0]
 
 
 def test_all_reduces(ranks):
-    cases = [((1,), 256, 512, False), ((16,), 512, 256, True), ((2, 64), 256, 136, False)]
+    cases = [
+        ((1,), 256, 512, "bfloat16", {}), ((16,), 512, 256, "bfloat16", {"reduce_op": "avg"}),
+        ((2, 64), 256, 136, "bfloat16", {}),
+    ]  # fmt: skip
     said = ranks.run(WORLD, jobs.reduces, NODES, cases, bound=120, seconds=60)
     assert all("unfused: one after the other, by collective" in text for text in said), said[0]
 
 
 def test_gathers_and_sums_in_turn_without_a_barrier(ranks):
-    wrong = ranks.run(WORLD, jobs.iterates, NODES, 200 if GPUS >= WORLD else 30, bound=240, seconds=60)
+    wrong = ranks.run(WORLD, jobs.blocks, NODES, 200 if GPUS >= WORLD else 30, bound=240, seconds=60)
     assert max(wrong) < 0.5, wrong

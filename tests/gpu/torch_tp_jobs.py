@@ -7,10 +7,9 @@ import itertools
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from distributed_jobs import BF16, random
+from distributed_jobs import BF16, finish, random
 from torch import nn
 
-import tilestream as ts
 from tilestream import distributed as tsd
 
 
@@ -40,8 +39,7 @@ def native(rank, world):
             b = random(5, n, k).t() if transposed else random(5, k, n)
             for _ in range(3):
                 whole, out = symmetric._fused_all_gather_matmul_native(a, b, name)
-                torch.cuda.synchronize()
-                ts.check()
+                finish()
                 shards = torch.cat([random(10 + r, m // world, k) for r in range(world)])
                 assert whole.equal(shards)
                 errors.append(relative(out, (shards.double() @ b.double()).to(BF16)))
@@ -79,8 +77,7 @@ def patterns(rank, world):
             theirs = function(x)
             with tsd.async_tp(group) as handle:
                 ours = torch.compile(function)(x)
-                torch.cuda.synchronize()
-                ts.check()
+                finish()
                 sites = [str(site) for site in handle.report()]
         error = max(relative(x, y) for x, y in zip(ours, theirs, strict=True) if x is not None)
         said.append((name, error, sites))
@@ -125,8 +122,7 @@ def modules(rank, world):
             p.grad = None
         out = down(up(x))
         out.backward(grad[mine].to(BF16))
-    torch.cuda.synchronize()
-    ts.check()
+    finish()
     pairs = [
         (out, exact[mine]), (x.grad, every.grad[mine]), (up.weight.grad, weights[0].grad[part]),
         (up.bias.grad, weights[1].grad[part]), (down.weight.grad, weights[2].grad[:, part]),

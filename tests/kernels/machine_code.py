@@ -17,6 +17,7 @@ modules, functions, parameters or the kernel, nor on line numbers: these are com
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -38,99 +39,35 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 os.environ["TRITON_INTERPRET"] = "0"
 
-sys.path.insert(0, str(Path(__file__).parent / "cdna"))
-sys.path.insert(0, str(Path(__file__).parent / "hopper"))
-sys.path.insert(0, str(Path(__file__).parent / "portable"))
-
-import attention_gate
-import cdna_attention_gate
-import cdna_gate
-import gate
-import hopper_attention_gate
-import hopper_gate
-import trace_gate
 import triton
+from gates import engine, trace
 from triton.runtime.cache import triton_key
-
-from tilestream_tools.isa.build import TARGETS, build
 
 RECORD = Path(__file__).parent / "machine_code.json"
 BACKENDS = ("portable", "hopper", "cdna")
+GATES = tuple(f"{backend} {kernel}" for backend in BACKENDS for kernel in ("gemm", "attention"))
 #: Hashes by name, by architecture.
 Hashes = dict[str, dict[str, str]]
 
 
 class Job(NamedTuple):
-    """A kernel, and how it is compiled."""
+    """A kernel, and how it is compiled. Its name begins with its backend."""
 
-    backend: str
     arch: str
     name: str
-    compile: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
-# What is compiled ----------------------------------------------------------------------------------------------------
+    compile: Callable[[], Any]
 
 
 def jobs() -> Iterator[Job]:
-    """The gates' quick sets, and the kernels that the trace gate compiles with their trace."""
-    for arch in TARGETS:
-        for name, *made in gate.configurations(arch, "quick"):
-            yield Job("portable", arch, f"portable gemm {name}", gate.build, (*made, arch))
-        for name, plan, layout in attention_gate.configurations(arch, "quick"):
-            name = f"portable attention {name}"
-            yield Job("portable", arch, name, attention_gate.build, (plan, layout, arch))
-            if plan.problem.varlen:
-                yield Job("portable", arch, f"{name}: the list", attention_gate.build_list, (plan, arch))
-        yield Job("portable", arch, "portable merge of 128 columns", attention_gate.build_merge, (128, arch))
-    for made in hopper_gate.configurations("quick"):
-        yield Job("hopper", "sm_90a", f"hopper gemm {made.name}", hopper_gemm, (made,))
-    for made in hopper_attention_gate.configurations("quick"):
-        yield Job("hopper", "sm_90a", f"hopper attention {made.name}", hopper_attention, (made.plan,))
-    for made in cdna_gate.configurations("quick"):
-        yield Job("cdna", made.arch, f"cdna gemm {made.name.partition(' ')[2]}", cdna_gemm, (made,))
-    for made in cdna_attention_gate.configurations("quick"):
-        yield Job("cdna", made.arch, f"cdna attention {made.name.partition(' ')[2]}", cdna_attention, (made,))
-    yield from traced()
-
-
-def traced() -> Iterator[Job]:
-    """With their trace."""
-    for name, plan, layout, aligned in gate.configurations("sm_90a", "all"):
-        if name == trace_gate.PORTABLE[0]:
-            arguments = (gate.gemm, plan, layout, aligned, True)
-            yield Job("portable", "sm_90a", f"portable gemm {name} traced", trace_gate.build_portable, arguments)
-    for name, plan, layout in attention_gate.configurations("sm_90a", "all"):
-        if name == trace_gate.PORTABLE_ATTENTION[0]:
-            arguments = (plan, layout, "sm_90a", True)
-            yield Job("portable", "sm_90a", f"portable attention {name} traced", attention_gate.build, arguments)
-    for name, plan in hopper_attention_gate.configurations(trace_gate.HOPPER_ATTENTION[0]):
-        yield Job("hopper", "sm_90a", f"hopper attention {name} traced", hopper_attention, (plan, True))
-    for row, *rest in trace_gate.HOPPER[:2]:
-        tile = next(tile for tile in hopper_gate.TILES if tile[:3] == row)
-        made = hopper_gate._make(tile, *rest)
-        yield Job("hopper", "sm_90a", f"hopper gemm {made.name} traced", hopper_gemm, (made, True))
-
-
-def hopper_gemm(made: hopper_gate.Configuration, trace: bool = False) -> Any:
-    filled = hopper_gate.fill(made.plan, made.layout, trace=True) if trace else hopper_gate.launched(made)
-    return hopper_gate.build(*filled)
-
-
-def hopper_attention(plan: Any, trace: bool = False) -> Any:
-    made = hopper_attention_gate.fill(plan, hopper_attention_gate.layout_of(plan.problem), trace)
-    return hopper_gate.build(*made, kernel=hopper_attention_gate.attend)
-
-
-def cdna_gemm(made: cdna_gate.Configuration) -> Any:
-    options, filled = cdna_gate.fill(made.plan, made.layout)
-    return build(cdna_gate.gemm, filled, options, made.arch)
-
-
-def cdna_attention(made: cdna_attention_gate.Configuration) -> Any:
-    options, filled = cdna_attention_gate.fill(made.plan)
-    return build(cdna_attention_gate.attend, filled, options, made.arch)
+    """The gates' quick sets, and the kernels that the trace's gate compiles with their trace."""
+    for name in GATES:
+        gate = engine.load(name)
+        for case in engine.cases(gate, "quick"):
+            yield Job(case.arch, f"{name} {case.name}", functools.partial(engine.compiled, gate, case))
+    for case in engine.cases(trace, "quick"):
+        name, of_gate = case.how
+        compile_it = functools.partial(engine.compiled, engine.load(name), of_gate, trace=True)
+        yield Job(case.arch, f"{case.name} traced", compile_it)
 
 
 # What is hashed ------------------------------------------------------------------------------------------------------
@@ -208,8 +145,7 @@ def of_hsaco(image: bytes, assembly: str) -> list[tuple[str, int, str]]:
 def send_hashed(job: Job, to: Connection) -> None:
     """Send the hash, or an error, and the assembly."""
     try:
-        kernel = job.compile(*job.arguments)
-        kernel = kernel[0] if isinstance(kernel, tuple) else kernel
+        kernel, _ = job.compile()
         to.send((digest(kernel), kernel.asm["ptx" if "ptx" in kernel.asm else "amdgcn"]))
     except Exception as error:
         while error.__cause__ is not None:
@@ -313,16 +249,16 @@ def of_checkout(checkout: Path) -> Hashes:
     return found
 
 
-def is_chosen(backend: str, arch: str, name: str) -> bool:
-    """Whether the command line restricts to others."""
-    return backend in arguments.only.split(",") and (
+def is_chosen(arch: str, name: str) -> bool:
+    """Whether the command line does not restrict to others."""
+    return name.split()[0] in arguments.only.split(",") and (
         not arguments.match or any(text in f"{arch} {name}" for text in arguments.match)
     )
 
 
 def main() -> int:
     began = time.perf_counter()
-    chosen = [job for job in jobs() if is_chosen(job.backend, job.arch, job.name)]
+    chosen = [job for job in jobs() if is_chosen(job.arch, job.name)]
     unmatched = [text for text in arguments.match or () if not any(text in f"{x.arch} {x.name}" for x in chosen)]
     version = triton.__version__.partition("+")[0]
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
@@ -338,10 +274,8 @@ def main() -> int:
         print(json.dumps(found, indent=1))
         return 0
     recorded = of_checkout(arguments.against) if arguments.against else record.get(version, {})
-    # A name begins with its backend.
     before = {
-        arch: {name: one for name, one in names.items() if is_chosen(name.split()[0], arch, name)}
-        for arch, names in recorded.items()
+        arch: {name: one for name, one in names.items() if is_chosen(arch, name)} for arch, names in recorded.items()
     }
     lines = compared(before, found)
     print("\n".join([*lines, f"Triton {version}: {len(lines)} differ of {took}"]), flush=True)

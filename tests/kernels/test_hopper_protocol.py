@@ -20,8 +20,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+from texts import bind, jitted_of, structs_of
+from turns import operations
+
 from mutants import kernel_text
-from mutants.engine import Edit, at, code_of, replace
+from mutants.engine import Edit, at, replace
 from tilestream.core import chunks, ring, structs
 from tilestream.core.copy_items import CopyArguments
 from tilestream.core.loop import (
@@ -58,7 +61,6 @@ from tilestream_tools.verify.protocol import (
     Arrive,
     Barrier,
     Drain,
-    Epilogue,
     Expect,
     Fence,
     Fill,
@@ -232,7 +234,7 @@ class Kernel:
         edits: tuple[Edit, ...] = (), over: int | None = None, swapped: bool = False,
         ordered: int = 0, copies: str = "none", apart: tuple[int, int, int] = (0, 0, 1),
     ) -> None:  # fmt: skip
-        self.shape, self.ring, self.items, self.counted, self.edits = shape, shape.ring, items, counted, edits
+        self.shape, self.ring, self.items, self.counted = shape, shape.ring, items, counted
         self.over, self.swapped, self.ordered, self.split = over, swapped, ordered, split
         first, tiles, period = apart
         self.apart = [tile for tile in range(99) if first <= tile % period < first + tiles]
@@ -276,15 +278,14 @@ class Kernel:
             "warpgroup_mma_wait": self.retire, "columns_of": self.columns_of, "reduce_partials": self.reduce_partials,
             "barrier": self.meet, "store_partial": self.store_partial, "activate": lambda x, _: x,
             "fence_async_shared": lambda: self.log.append(Fence()), "tma_store": self.tma_store,
+            "copy_items": self.copy_items,
         }  # fmt: skip
         self.loops: list[Any] = []
         self.copied: list[tuple[Any, ...]] = []
-        self.names["copy_items"] = self.copy_items
-        for text in TEXTS:
-            self.names[text.__name__] = self.text(text)
+        bind(self.names, jitted_of(*MODULES), edits)
         if not ring_.strips:
             self.names["store_strip"] = Anything()
-        gemm = self.text(gemm_text.gemm)
+        gemm = self.names["gemm"]
         code = gemm.__code__
         given = dict.fromkeys(code.co_varnames[: code.co_argcount], 0)
         self.parts = [f"y{i}" for i in range(len(shape.widths))]
@@ -316,10 +317,6 @@ class Kernel:
         self.told: list[int] = []
         self.answers: Iterator[int] = iter(())
         gemm(**given)
-
-    def text(self, jitted: Any) -> FunctionType:
-        """A function of the kernel, with the stand-ins for all that it calls."""
-        return FunctionType(code_of(jitted.fn, self.edits), self.names, jitted.fn.__name__, jitted.fn.__defaults__)
 
     def operations(self, who: int | None) -> list[Any]:
         """What a loop does: ``who`` of the math loops, or the load loop."""
@@ -587,25 +584,13 @@ class Held(NamedTuple):
     at: int
 
 
-#: What of the kernel is run as it stands, beside `gemm`.
-TEXTS = (
-    gemm_text.begin, gemm_text.prefetch_next, gemm_text.hand_on, gemm_text.receive, gemm_text.is_mine,
-    gemm_text.await_turn, gemm_text.skip_stages, gemm_text.load_loop, gemm_text.math_loop, gemm_text.make_stages,
-    items_text.begin_worker, items_text.next_item, items_text.finish_worker, items_text.with_place,
-    items_text.with_steps, items_text.with_over, schedule_text.first_cursor, schedule_text.with_asked,
-    schedule_text.with_noted, load_text.locate, load_text.find_local, load_text.load_steps, load_text.load_x,
-    load_text.load_operand, multiply_text.product, multiply_text.multiply, multiply_text.multiply_rs_tail,
-    multiply_text.multiply_promoted, multiply_text.poison, multiply_text.mma_operand, multiply_text.zero,
-    multiply_text.zeros, multiply_text.start_mma, multiply_text.wait_mma, epilogue_text.start_of,
-    epilogue_text.part_of, epilogue_text.pending, epilogue_text.strip_of, epilogue_text.prefetch_epilogue,
-    epilogue_text.await_prefetch, epilogue_text.store_tile, epilogue_text.store_strip, epilogue_text.first_partial,
-    epilogue_text.fixup, epilogue_text.load_rows, epilogue_text.load_columns, epilogue_text.load_tile,
-    formula_text.finished, publish_text.publish_tile, gate_text.backwards,
+#: Of these all jitted functions that have no stand-in are run as they stand.
+MODULES = (
+    schedule_text, items_text, formula_text, load_text, multiply_text, epilogue_text, publish_text, gate_text,
+    gemm_text,
 )  # fmt: skip
 #: The structs that kernels make.
-PARTS = {
-    name: value for name, value in vars(structs).items() if isinstance(value, type) and issubclass(value, tuple)
-} | {"CopyArguments": CopyArguments, "Source": load_text.Source}  # fmt: skip
+PARTS = {**structs_of(structs), "CopyArguments": CopyArguments, "Source": load_text.Source}
 
 
 # What the checker explores --------------------------------------------------------------------------------------------
@@ -613,18 +598,18 @@ PARTS = {
 
 def of_load(shape: Ring, items: list[WorkItem], over: int | None = None) -> list[Any]:
     left = iter(items)
-
-    def scripted(state):
-        yield from ()
-        return next(left, None), state
-
     if over is None:
+
+        def scripted(state):
+            yield from ()
+            return next(left, None), state
+
         return told(performed(load_turn, shape, scripted, state=LoadState()))
 
     def answer(op: Any) -> Any:
-        return next(left, None) if isinstance(op, Next) else int(items.index(op.item) < over)
+        return next(left, None) if isinstance(op, Next) else int(isinstance(op, Pass) and items.index(op.item) < over)
 
-    done = performed(load_turn, shape, gated, state=LoadState(over == ALREADY), answers={Next: answer, Pass: answer})
+    done = performed(load_turn, shape, gated, state=LoadState(over == ALREADY), answer=answer)
     return told([*(op for op in done if not isinstance(op, Next)), LeftGate(over < len(items))])
 
 
@@ -636,37 +621,28 @@ def of_math(
     left, answers = iter(handed_on), itertools.cycle(counted)
 
     def finish(ring, item):
-        yield Epilogue(item)
-        last = item.parts == 1
-        if not last:
-            turn, answer = fixup(Compute(item)), None
-            while True:
-                try:
-                    op = turn.send(answer)
-                except StopIteration:
-                    break
-                answer = next(answers) if isinstance(op, Look | Add) else 0
-                last = last or isinstance(op, ReducePartials)
-                yield op
-        if last:
+        parts: list[Any] = []
+        if item.parts > 1:
+            parts, _ = operations(
+                fixup(Compute(item)), lambda op: next(answers) if isinstance(op, Look | Add) else 0
+            )  # fmt: skip
+        for op in parts:  # noqa: UP028 -- a list takes no answers
+            yield op
+        if item.parts == 1 or any(isinstance(op, ReducePartials) for op in parts):
             yield from store(ring, item)
 
-    found = performed(math_turn, shape, finish, who, state=MathState(), answers={Get: lambda _: next(left, None)})
-    return told([op for op in found if not isinstance(op, Epilogue | Compute)])
+    def answer(op: Any) -> Any:
+        return next(left, None) if isinstance(op, Get) else 0
+
+    found = performed(math_turn, shape, finish, who, state=MathState(), answer=answer)
+    return told([op for op in found if not isinstance(op, Compute)])
 
 
-def performed(turn, *how, state, answers=None) -> list[Any]:
+def performed(turn, *how, state, answer=lambda _: 0) -> list[Any]:
     log: list[Any] = []
     while state is not None:
-        loop, answer = turn(*how, state), None
-        while True:
-            try:
-                op = loop.send(answer)
-            except StopIteration as end:
-                state = end.value
-                break
-            log.append(op)
-            answer = answers[type(op)](op) if answers and type(op) in answers else 0
+        done, state = operations(turn(*how, state), answer)
+        log += done
     return log
 
 
@@ -761,41 +737,46 @@ def unmet(done: list[Any]) -> list[Any]:
             assert names[i + 1 : i + 3] == ["Meet", "Add"], "one thread's count speaks for what all have written"
         if name == "Restore":
             assert names[i - 1] == "Meet", "and what it was told goes for all"
+    assert {"Look", "Add"} & set(names) or "Meet" not in names, "nobody is met where nothing is counted"
     return [op for op in done if op[0] != "Meet"]
+
+
+def compared(
+    shape: Shape, items: list[WorkItem], counted: tuple[int, ...] = (), *, over: int | None = None,
+    math_loops: bool = True, **how: Any,
+) -> Kernel:  # fmt: skip
+    """The kernel, whose loops were seen to do what is explored."""
+    kernel = Kernel(shape, items, counted, over=over, **how)
+    assert kernel.made == shape.ring.barriers(), "each barrier takes as many arrivals, and each is used"
+    assert kernel.operations(None) == of_load(shape.ring, items, over)
+    assert kernel.handed_on[-1][0] == 0, "STOP, an item of no K steps, comes whatever happened"
+    void = [handed[0] < 0 for handed in kernel.handed_on[:-1]]
+    assert void == [over is not None and i >= over for i in range(len(items))]
+    for who in range(shape.ring.num_consumers if math_loops else 0):
+        assert unmet(kernel.operations(who)) == of_math(shape.ring, items, who, counted, over)
+    return kernel
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_loops_do_what_is_explored(shape):
     for script in SCRIPTS:
-        items = items_of(script)
-        kernel = Kernel(shape, items)
-        assert kernel.operations(None) == of_load(shape.ring, items)
-        assert kernel.handed_on[-1][0] == 0, "STOP is an item of no K steps"
-        for who in range(shape.ring.num_consumers):
-            assert kernel.operations(who) == of_math(shape.ring, items, who)
+        compared(shape, items_of(script))
 
 
 def test_a_ticket_is_asked_for_shortly_before_an_items_last_steps_and_told_once():
-    shape, items, early = SHAPES[0], items_of((9, 1, 4, 5)), queues_text.EARLY.value
-    kernel = Kernel(shape, items)
-    kernel.operations(None)
-    assert early == 4
+    kernel = compared(SHAPES[0], items_of((9, 1, 4, 5)), math_loops=False)
+    assert queues_text.EARLY.value == 4
     assert kernel.asked == [0, 5, 9, 10, 15], "before the first item; with 4 steps of each to come, or all of it"
     assert kernel.told == [1, 2, 3, 4, 5], "none is thrown away: its item would be nobody's"
-    gated = Kernel(shape, items, over=NEVER)
-    gated.operations(None)
-    assert not gated.asked, "who waits at a gate holds no ticket that others could use"
+    gated = compared(SHAPES[0], items_of((9, 1, 4, 5)), math_loops=False, over=NEVER)
+    assert not gated.asked, "a worker that waits at a gate holds no ticket that others could use"
 
 
 @pytest.mark.parametrize("consumers", ["single", "cooperative", "ping_pong"])
 @pytest.mark.parametrize(("strips", "parts"), [(1, (64,)), (2, (64,)), (3, (64, 32)), (7, (64, 32, 16))])
 @pytest.mark.parametrize("counted", COUNTED)
 def test_parts_are_settled_as_is_explored(consumers, strips, parts, counted):
-    shape, items = Shape(Ring(2, 2, consumers, strips=strips), parts), in_parts()
-    kernel = Kernel(shape, items, counted, split=True)
-    kernel.operations(None)
-    for who in range(shape.ring.num_consumers):
-        assert unmet(kernel.operations(who)) == of_math(shape.ring, items, who, counted)
+    compared(Shape(Ring(2, 2, consumers, strips=strips), parts), in_parts(), counted, split=True)
 
 
 GATED_SHAPES = [
@@ -803,19 +784,16 @@ GATED_SHAPES = [
     for who in ("single", "cooperative", "ping_pong")
     for depth, promoted, strips, parts in ((2, False, 0, (64,)), (3, False, 3, (64, 32)), (1, True, 2, (64, 64)))
 ]
+#: Row tiles that stand apart: first, how many, of how many; of several batches, too.
+APART = ((0, 2, 4), (2, 2, 6), (1, 1, 3), (1, 2, 3))
 
 
 @pytest.mark.parametrize("shape", GATED_SHAPES, ids=str)
 def test_gated_loops_do_what_is_explored(shape):
     for script in SCRIPTS:
-        items = items_of(script)
-        for over in (ALREADY, *range(len(items)), NEVER):
-            kernel = Kernel(shape, items, over=over)
-            assert kernel.operations(None) == of_load(shape.ring, items, over)
-            assert [handed[0] < 0 for handed in kernel.handed_on] == [i >= over for i in range(len(items))] + [False]
-            assert kernel.handed_on[-1][0] == 0, "STOP comes, whatever happened"
-            for who in range(shape.ring.num_consumers):
-                assert kernel.operations(who) == of_math(shape.ring, items, who, over=over)
+        for over in (ALREADY, *range(len(script)), NEVER):
+            compared(shape, items_of(script), over=over)
+    compared(shape, items_of((2, 1, 3)), over=1, swapped=True, math_loops=False)
 
 
 @pytest.mark.parametrize("shape", GATED_SHAPES, ids=str)
@@ -823,10 +801,7 @@ def test_gated_loops_do_what_is_explored(shape):
 def test_parts_of_a_launch_that_is_over_are_settled_as_is_explored(shape, counted):
     items = in_parts()
     for over in range(-1, len(items)):
-        kernel = Kernel(shape, items, counted, split=True, over=over)
-        kernel.operations(None)
-        for who in range(shape.ring.num_consumers):
-            assert unmet(kernel.operations(who)) == of_math(shape.ring, items, who, counted, over)
+        compared(shape, items, counted, split=True, over=over)
 
 
 @pytest.mark.parametrize("shape", GATED_SHAPES, ids=str)
@@ -834,22 +809,22 @@ def test_in_arrival_order_items_go_the_same_way(shape):
     for steps, count in ((1, 1), (1, 4), (3, 3)):
         items = [item._replace(k_begin=0, k_end=steps) for item in items_of((steps,) * count)]  # whole tiles
         for over in (ALREADY, *range(count), NEVER):
-            kernel = Kernel(shape, items, over=over, ordered=steps)
-            assert kernel.operations(None) == of_load(shape.ring, items, over)
-            assert kernel.taken == count + 1
-            for who in range(shape.ring.num_consumers):
-                assert kernel.operations(who) == of_math(shape.ring, items, who, over=over)
+            assert compared(shape, items, over=over, ordered=steps).taken == count + 1
 
 
-def test_a_gate_is_told_the_outputs_rows_and_columns_when_operands_are_swapped():
-    shape, items = GATED_SHAPES[1], items_of((2, 1, 3))
-    kernel = Kernel(shape, items, over=1, swapped=True)
-    assert kernel.operations(None) == of_load(shape.ring, items, 1)
+@pytest.mark.parametrize("copies", ["none", "rows", "columns"])
+def test_copies_are_made_once_before_the_warps_part_and_change_nothing_behind(copies):
+    for shape in GATED_SHAPES[:3]:
+        kernel = compared(shape, items_of((2, 1)), over=NEVER, copies=copies)
+        assert [given[1].signals for given in kernel.copied] == ([] if copies == "none" else [f"of {copies}"])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_barriers_count_the_same_arrivals(shape):
-    assert Kernel(shape, []).made == shape.ring.barriers(), "and there is none that nobody uses"
+@pytest.mark.parametrize("apart", APART)
+def test_rows_that_stand_apart_are_loaded_from_there(apart):
+    items = items_of(SCRIPTS[-1])
+    for shape in GATED_SHAPES:
+        kernel = compared(shape, items, over=NEVER, apart=apart, math_loops=False)
+        assert any(item.pm in kernel.apart for item in items)
 
 
 @pytest.mark.parametrize("out_size", [2, 4])
@@ -862,59 +837,23 @@ def test_c_buffers_are_those_of_the_plan(tile, out_size):
         assert all(width % strip == 0 for widest in (128, 256) for width in widths(tile.columns, widest))
 
 
-#: Row tiles that stand apart: first, how many, of how many; of several batches, too.
-APART = ((0, 2, 4), (2, 2, 6), (1, 1, 3), (1, 2, 3))
 CHANGED_SHAPES = [shape for shape in SHAPES if shape.ring.depth == 3 and shape.ring.strips]
 
 
 def differs(edits: tuple[Edit, ...]) -> bool:
     """Whether an edited text is seen to differ: by a stand-in that is asked for nonsense, or in what is done."""
+    items = items_of(SCRIPTS[-1])
     try:
-        for shape, split in itertools.product(CHANGED_SHAPES, (False, True)):
-            items, counted = (in_parts(), (0, 1)) if split else (items_of(SCRIPTS[-1]), ())
-            kernel = Kernel(shape, items, counted, split, edits)
-            if kernel.made != shape.ring.barriers() or kernel.operations(None) != of_load(shape.ring, items):
-                return True
-            for who in range(shape.ring.num_consumers):
-                if unmet(kernel.operations(who)) != of_math(shape.ring, items, who, counted):
-                    return True
-        for shape, apart in itertools.product(GATED_SHAPES[:1], APART):
-            items = items_of(SCRIPTS[-1])
-            if Kernel(shape, items, edits=edits, over=NEVER, apart=apart).operations(None) != of_load(
-                shape.ring, items, NEVER
-            ):
-                return True
+        for shape in CHANGED_SHAPES:
+            compared(shape, items, edits=edits)
+            compared(shape, in_parts(), (0, 1), split=True, edits=edits)
+        for apart in APART:
+            compared(GATED_SHAPES[0], items, edits=edits, over=NEVER, apart=apart, math_loops=False)
         for shape, over, swapped in itertools.product(GATED_SHAPES, (ALREADY, 1, NEVER), (False, True)):
-            items = items_of(SCRIPTS[-1])
-            kernel = Kernel(shape, items, edits=edits, over=over, swapped=swapped)
-            if kernel.operations(None) != of_load(shape.ring, items, over):
-                return True
-            for who in range(0 if swapped else shape.ring.num_consumers):
-                if kernel.operations(who) != of_math(shape.ring, items, who, over=over):
-                    return True
+            compared(shape, items, edits=edits, over=over, swapped=swapped, math_loops=not swapped)
     except AssertionError:
         return True
     return False
-
-
-@pytest.mark.parametrize("copies", ["none", "rows", "columns"])
-def test_copies_are_made_once_before_the_warps_part_and_change_nothing_behind(copies):
-    items = items_of((2, 1))
-    for shape in GATED_SHAPES[:3]:
-        kernel = Kernel(shape, items, over=NEVER, copies=copies)
-        assert [given[1].signals for given in kernel.copied] == ([] if copies == "none" else [f"of {copies}"])
-        assert kernel.operations(None) == of_load(shape.ring, items, NEVER)
-        for who in range(shape.ring.num_consumers):
-            assert kernel.operations(who) == of_math(shape.ring, items, who, over=NEVER)
-
-
-@pytest.mark.parametrize("apart", APART)
-def test_rows_that_stand_apart_are_loaded_from_there(apart):
-    items = items_of(SCRIPTS[-1])
-    for shape in GATED_SHAPES:
-        kernel = Kernel(shape, items, over=NEVER, apart=apart)
-        assert any(item.pm in kernel.apart for item in items)
-        assert kernel.operations(None) == of_load(shape.ring, items, NEVER)
 
 
 # Publish -------------------------------------------------------------------------------------------------------------
@@ -980,14 +919,10 @@ def test_rows_are_published_as_is_explored(per_chunk, times):
         for complete in itertools.product((False, True), repeat=min(2, len(shares))):
             done = dict(itertools.zip_longest((share.chunk for share in shares), complete, fillvalue=False))
             counted = {share.chunk: share.due - share.rows - (not done[share.chunk]) for share in shares}
-            explored, answer, wanted = publish(0, shares), None, []
-            while True:
-                try:
-                    op = explored.send(answer)
-                except StopIteration:
-                    break
-                answer = counted[op.chunk] if isinstance(op, CountRows) else 0
-                wanted.append(Announced(op.chunk, 9, "release", "sys") if isinstance(op, Announce) else op)
+            explored, _ = operations(
+                publish(0, shares), lambda op, counted=counted: counted[op.chunk] if isinstance(op, CountRows) else 0
+            )  # fmt: skip
+            wanted = [Announced(op.chunk, 9, "release", "sys") if isinstance(op, Announce) else op for op in explored]
             pending, met, *found = published(row, count, rows, per_chunk, times, counted)
             assert isinstance(wanted.pop(0), Landed)
             assert "cp.async.bulk.wait_group 0;" in pending.text, "its writes, not only its reads of shared memory"

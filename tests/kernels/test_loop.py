@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from turns import operations
 
 from machine import Machine, all_of, done, every_interleaving, unfair
 from strategies import chunkings, rasters, seeds
@@ -271,113 +272,86 @@ class TestSettled:
         return machine
 
 
-class TestOneTurn:
-    """What one worker does, operation by operation."""
+# What one worker does, operation by operation ------------------------------------------------------------------------
 
-    GATE = Gate(4, 4, 2, 2, Chunks((0, 3, 3, 4)))
-    SCHEDULE = Schedule("dynamic", Grid(1, 2, 1, 2), workers=3)
+GATE = Gate(4, 4, 2, 2, Chunks((0, 3, 3, 4)))
+SCHEDULE = Schedule("dynamic", Grid(1, 2, 1, 2), workers=3)
+SECOND, FIRST = WorkItem(1, 0, 1, 0, 0, 2), WorkItem(0, 0, 0, 0, 0, 2)
+OUT = (Take(0), Leave())
+SEES = (See(0, 0), See(0, 1), See(0, 2))
+REST = (Reset("counter", 0), Reset("exits"), Reset("abort"))
+QUEUES = Schedule("dynamic", Grid(1, 2, 1), workers=1, queues=2)
+UNGATED = {"schedule": QUEUES, "gate": None}
+WORK = {"program": work}
+THROUGH = {"program": partial(work_through, reset=False)}
+#: Answers, which worker's text, the operations that are so answered, and the state behind the turn.
+TURNS = {
+    "an item is taken, then the launch looked at, then its gate": (
+        (1, 0, 1, 1, 0), {}, (Take(0), Poll(), Wait(0, 0, SECOND), Wait(0, 2, SECOND), Compute(SECOND)),
+        WorkerState(Cursor(), Seen(rows=0b101)),
+    ),
+    "told at the poll": ((1, 1, 0), {}, (Take(0), Poll(), Poison(SECOND)), WorkerState()),
+    "told at the gate: seen is only what has arrived": (
+        (1, 0, 1, 0, 0), {}, (Take(0), Poll(), Wait(0, 0, SECOND), Wait(0, 2, SECOND), Poison(SECOND)),
+        WorkerState(seen=Seen(rows=0b1)),
+    ),
+    "STOP where nothing is reset": ((2,), THROUGH, (Take(0),), None),
+    "STOP with others still in": ((2, 1), {}, OUT, None),
+    "the last one out sees every chunk": (
+        (2, 2, 0, 1, 1, 1, 0, 0, 0, 0), {}, (*OUT, Poll(), *SEES, Reset("signals"), *REST), None
+    ),
+    "the last one out of a launch that is over": ((2, 2, 1, 0, 0, 0, 0), {}, (*OUT, Poll(), Quarantine(), *REST), None),
+    "the deadline of the last one out": (
+        (2, 2, 0, 1, 0, 0, 0, 0, 0), {}, (*OUT, Poll(), *SEES[:2], Quarantine(), *REST), None
+    ),
+    "the last one out of a launch without a gate": (
+        (1, 1, 0, 0, 0, 0), UNGATED,
+        (Take(0), Peek(1), Leave(), Reset("counter", 0), Reset("counter", 1), Reset("exits")), None,
+    ),
+    "work polls first": ((1,), WORK, (Poll(),), None),
+    "work leaves at once": ((0, 0, 0), WORK, (Poll(), Take(0), Wait(0, 0, FIRST)), None),
+    "work computes": (
+        (0, 0, 1, 0), WORK, (Poll(), Take(0), Wait(0, 0, FIRST), Compute(FIRST)), WorkerState(seen=Seen(rows=0b1))
+    ),
+}  # fmt: skip
 
-    def turn(self, *answers, schedule=SCHEDULE, gate=GATE, state=WorkerState(), reset=True, program=work_through):  # noqa: B008
-        """The operations that are answered so, and what the turn returns."""
-        generator = program(schedule, gate, 0, state, **({"reset": reset} if program is work_through else {}))
-        operations = []
-        try:
-            operation = next(generator)
-            for answer in answers:
-                operations.append(operation)
-                operation = generator.send(answer)
-        except StopIteration as end:
-            return operations, end.value
-        raise AssertionError(f"{operation} has no answer")
 
-    def test_an_item_is_taken_then_the_launch_looked_at_then_its_gate(self):
-        operations, after = self.turn(1, 0, 1, 1, 0)
-        item = WorkItem(1, 0, 1, 0, 0, 2)
-        assert operations == [Take(0), Poll(), Wait(0, 0, item), Wait(0, 2, item), Compute(item)]
-        assert after == WorkerState(Cursor(), Seen(rows=0b101))
+def turn(answers, schedule=SCHEDULE, gate=GATE, program=resetting):
+    """The operations that are answered so, and what the turn returns."""
+    left = iter(answers)
+    return operations(program(schedule, gate, 0, WorkerState()), lambda _: next(left))
 
-    def test_told_at_the_poll(self):
-        operations, after = self.turn(1, 1, 0)
-        assert operations == [Take(0), Poll(), Poison(WorkItem(1, 0, 1, 0, 0, 2))]
-        assert after == WorkerState()
 
-    def test_told_at_the_gate(self):
-        operations, after = self.turn(1, 0, 1, 0, 0)
-        assert operations[-2:] == [
-            Wait(0, 2, WorkItem(1, 0, 1, 0, 0, 2)),
-            Poison(WorkItem(1, 0, 1, 0, 0, 2)),
-        ]
-        assert after == WorkerState(seen=Seen(rows=0b1)), "seen is only what has arrived"
+@pytest.mark.parametrize("name", TURNS)
+def test_a_turn(name):
+    answers, how, wanted, after = TURNS[name]
+    assert turn(answers, **how) == ([*wanted], after)
 
-    @pytest.mark.parametrize(("over", "done_by"), [(0, Compute), (1, Poison)])
-    @pytest.mark.parametrize("before", [0, 1])
-    def test_a_part_is_counted_and_the_last_reduces_computed_or_not(self, over, done_by, before):
-        split = Schedule("stream_k", Grid(1, 1, 1, 2), workers=2)
-        gate = Gate(2, 2, 2, 2, Chunks((0, 2)))
-        item = WorkItem(0, 0, 0, 0, 0, 1, 0, 2, 0)
-        waited = [] if over else [Wait(0, 0, item)]
-        answers = [0, over, *[1 for _ in waited], 0, before, *[0] * before]
-        operations, _ = self.turn(*answers, schedule=split, gate=gate)
-        assert operations == [Take(0), Poll(), *waited, done_by(item), Count(item), *[Reduce(item)] * before]
 
-    @pytest.mark.parametrize("done_by", [Compute, Poison])
-    @pytest.mark.parametrize(("looked", "counted"), [(1, None), (0, 1), (0, 0)])
-    def test_a_part_is_settled_computed_or_not(self, done_by, looked, counted):
-        item = WorkItem(0, 0, 0, 0, 0, 1, 0, 2, 0)
-        operations = []
-        turn = fixup(done_by(item))
-        answers = {Look: looked, Add: counted}
-        answer = None
-        while True:
-            try:
-                operations.append(turn.send(answer))
-            except StopIteration:
-                break
-            answer = answers.get(type(operations[-1]), 0)
-        written = [] if looked else [Write(item), Add(item)]
-        added = [Restore(item), ReducePartials(item)] if 1 in (looked, counted) else []
-        expected = [done_by(item, held=True), Look(item), *written, *added]
-        assert list(map(type, operations)) == list(map(type, expected))
-        assert operations == expected
+@pytest.mark.parametrize(("over", "done_by"), [(0, Compute), (1, Poison)])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_part_is_counted_and_the_last_reduces_computed_or_not(over, done_by, before):
+    split = Schedule("stream_k", Grid(1, 1, 1, 2), workers=2)
+    item = WorkItem(0, 0, 0, 0, 0, 1, 0, 2, 0)
+    waited = [] if over else [Wait(0, 0, item)]
+    answers = [0, over, *[1 for _ in waited], 0, before, *[0] * before]
+    found, _ = turn(answers, split, Gate(2, 2, 2, 2, Chunks((0, 2))))
+    assert found == [Take(0), Poll(), *waited, done_by(item), Count(item), *[Reduce(item)] * before]
 
-    def test_a_whole_tile_is_settled_as_it_is_handed_in(self):
-        item = WorkItem(0, 0, 0, 0, 0, 2)
-        assert list(fixup(Compute(item))) == list(store_and_count(Compute(item))) == [Compute(item)]
 
-    def test_stop_where_nothing_is_reset(self):
-        assert self.turn(2, reset=False) == ([Take(0)], None)
+@pytest.mark.parametrize("done_by", [Compute, Poison])
+@pytest.mark.parametrize(("looked", "counted"), [(1, None), (0, 1), (0, 0)])
+def test_a_part_is_settled_computed_or_not(done_by, looked, counted):
+    item = WorkItem(0, 0, 0, 0, 0, 1, 0, 2, 0)
+    found, _ = operations(fixup(done_by(item)), lambda op: {Look: looked, Add: counted}.get(type(op), 0))
+    written = [] if looked else [Write(item), Add(item)]
+    added = [Restore(item), ReducePartials(item)] if 1 in (looked, counted) else []
+    wanted = [done_by(item, held=True), Look(item), *written, *added]
+    assert [(type(op), *op) for op in found] == [(type(op), *op) for op in wanted]
 
-    def test_stop_with_others_still_in(self):
-        assert self.turn(2, 1) == ([Take(0), Leave()], None)
 
-    REST = (Reset("counter", 0), Reset("exits"), Reset("abort"))
-
-    def test_last_one_out_sees_every_chunk(self):
-        operations, after = self.turn(2, 2, 0, 1, 1, 1, 0, 0, 0, 0)
-        sees = [See(0, 0), See(0, 1), See(0, 2)]
-        assert operations == [Take(0), Leave(), Poll(), *sees, Reset("signals"), *self.REST]
-        assert after is None
-
-    def test_last_one_out_of_a_launch_that_is_over(self):
-        operations, _ = self.turn(2, 2, 1, 0, 0, 0, 0)
-        assert operations == [Take(0), Leave(), Poll(), Quarantine(), *self.REST]
-
-    def test_deadline_of_the_last_one_out(self):
-        operations, _ = self.turn(2, 2, 0, 1, 0, 0, 0, 0, 0)
-        assert operations == [Take(0), Leave(), Poll(), See(0, 0), See(0, 1), Quarantine(), *self.REST]
-
-    def test_last_one_out_of_a_launch_without_a_gate(self):
-        queues = Schedule("dynamic", Grid(1, 2, 1), workers=1, queues=2)
-        operations, _ = self.turn(1, 1, 0, 0, 0, 0, schedule=queues, gate=None)
-        counters = [Reset("counter", 0), Reset("counter", 1)]
-        assert operations == [Take(0), Peek(1), Leave(), *counters, Reset("exits")]
-
-    def test_work_polls_first_and_leaves_at_once(self):
-        assert self.turn(1, program=work) == ([Poll()], None)
-        item = WorkItem(0, 0, 0, 0, 0, 2)
-        assert self.turn(0, 0, 0, program=work) == ([Poll(), Take(0), Wait(0, 0, item)], None)
-        operations, _ = self.turn(0, 0, 1, 0, program=work)
-        assert operations == [Poll(), Take(0), Wait(0, 0, item), Compute(item)]
+def test_a_whole_tile_is_settled_as_it_is_handed_in():
+    assert list(fixup(Compute(FIRST))) == list(store_and_count(Compute(FIRST))) == [Compute(FIRST)]
 
 
 def test_every_chunk_a_s_first():

@@ -33,7 +33,7 @@ HOPPER_MODULES = (EPILOGUE, GEMM)
 
 _SHUFFLED = "gl.convert_layout(x, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))"
 
-#: Mutants that `tests/kernels/hopper/test_hopper_compiles.py` compiles: its gate must see them.
+#: Mutants that `tests/kernels/test_compile_gates.py` compiles: its gate must see them.
 COMPILED: dict[str, tuple[Edit, ...]] = {
     "no turns": HOPPER_GEMM["consumers that take no turns have barriers for it"],
     # Out of a layout that the compiler does not see through.

@@ -560,7 +560,7 @@ def test_a_batch_that_shares_an_operand():
 
 
 def test_a_swapped_tile_of_two_parts_has_a_plain_epilogue():
-    # Triton 3.9 keeps what another one is told on the stack: tests/kernels/hopper/hopper_gate.py.
+    # Triton 3.9 keeps what another one is told on the stack: tests/kernels/gates/hopper_gemm.py.
     def tiles(plain, swapped):
         made = candidates(Problem(4096, 4096, 4096, plain=plain, **BF16))
         return {one.block[:2] for one in made if one.swap_ab == swapped}

@@ -21,45 +21,24 @@ from tilestream.runtime.streams import aside
 
 
 class GateWords(NamedTuple):
-    """What a launch is told of an operand's signals.
+    """What a launch is told of an operand's signals."""
 
-    Attributes
-    ----------
-    words
-        ``int32[chunks]``.
-    quarantine
-        ``int32[1]``, read and set by launches whose epoch is 0.
-    epoch
-        The epoch they are compared with; 0: any word that is not 0 has arrived, and they are zeroed at the end.
-    key
-        What an error record knows the signals by.
-    """
-
-    words: torch.Tensor
-    quarantine: torch.Tensor
+    words: torch.Tensor  # ``int32[chunks]``
+    quarantine: torch.Tensor  # ``int32[1]``, read and set by launches whose epoch is 0
+    #: The epoch they are compared with; 0: any word that is not 0 has arrived, and they are zeroed at the end.
     epoch: int
-    key: int
+    key: int  # what an error record knows the signals by
 
 
 class LocalRows(NamedTuple):
-    """Rows of an arriving operand that this GPU has already, in another tensor, where a launch may read them.
+    """Rows of an arriving operand that this GPU has already, in another tensor, where a launch may read them."""
 
-    Attributes
-    ----------
-    rows
-        ``[n, K]``, contiguous: those of the first batch, of the next, and so on.
-    first, height
-        In each batch of the operand, the first of them, and how many there are.
-    period
-        Rows of a batch of the operand.
-    bring
-        For a launch that reads them where the others are: copies them there, on the current stream, once.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # ``[n, K]``, contiguous: those of the first batch, of the next, and so on
+    #: first, height: in each batch of the operand, the first of them, and how many there are.
     first: int
     height: int
-    period: int
+    period: int  # rows of a batch of the operand
+    #: For a launch that reads them where the others are: copies them there, on the current stream, once.
     bring: Callable[[], None]
 
 

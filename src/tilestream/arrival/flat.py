@@ -99,26 +99,16 @@ class FlatArrival(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """The live signals that a launch waits for.
+    """The live signals that a launch waits for."""
 
-    Attributes
-    ----------
-    rows, columns
-        Of A's rows (of attention's keys), and of B's columns: `Signals`, on a GPU `DeviceSignals`; None where all is
-        there.
-    deadline
-        Seconds that all waits together may take: on a GPU from the start of each worker.
-    op
-        For messages.
-    epochs
-        That a launch on the CPU waits for; on a GPU it is the present one.
-    """
-
+    #: rows, columns: of A's rows (of attention's keys), and of B's columns: `Signals`, on a GPU `DeviceSignals`; None
+    #: where all is there.
     rows: Any
     columns: Any = None
+    #: Seconds that all waits together may take: on a GPU from the start of each worker.
     deadline: float = DEFAULT_DEADLINE
-    op: str = "matmul"
-    epochs: tuple[int, int] = (0, 0)
+    op: str = "matmul"  # for messages
+    epochs: tuple[int, int] = (0, 0)  # that a launch on the CPU waits for; on a GPU it is the present one
 
     @classmethod
     def of(

@@ -23,40 +23,25 @@ from tilestream.runtime.driver import capture_id, stream_wait
 
 
 class PublishWords(NamedTuple):
-    """What a launch is told that signals the chunks of its output.
+    """What a launch is told that signals the chunks of its output."""
 
-    Attributes
-    ----------
-    signals, counts
-        ``int32[chunks]`` each.
-    epoch
-        The value that a signal is written as.
-    """
-
+    #: signals, counts: ``int32[chunks]`` each.
     signals: torch.Tensor
     counts: torch.Tensor
-    epoch: int
+    epoch: int  # the value that a signal is written as
 
 
 class _Published(NamedTuple):
-    """A matmul that signals the chunks of an epoch, as its readers must know it.
+    """A matmul that signals the chunks of an epoch, as its readers must know it."""
 
-    Attributes
-    ----------
-    epoch, stream, end
-        Which, on which stream, and behind its last launch.
-    first
-        The address of the signal that says that it has begun, and the least value that says so; None where only the
-        end does.
-    graph
-        The capture that it is in; 0 outside.
-    """
-
+    #: epoch, stream, end: which, on which stream, and behind its last launch.
     epoch: int
     stream: int
     end: torch.cuda.Event
+    #: The address of the signal that says that it has begun, and the least value that says so; None where only the end
+    #: does.
     first: tuple[int, int] | None = None
-    graph: int = 0
+    graph: int = 0  # the capture that it is in; 0 outside
 
 
 class Publishing(DeviceWords):

@@ -22,35 +22,16 @@ class Source:
 
     The producer asks for ranges of rows in the order in which they shall arrive, one call of `claim` at a time, and
     then does the jobs it was given, `readers` of them at once.
-
-    Attributes
-    ----------
-    tensor
-        The destination.
-    describe
-        What it is and how it is read, for people.
-    claim
-        The job that brings rows [begin, end); called in order.
-    end
-        Every row has been brought: raises where rows are left over.
-    rewind
-        Prepares another epoch.
-    close
-        Lets go of what was opened.
-    takes
-        Arguments of `stream_in` that mean something for this source.
-    readers
-        Jobs that may run at once; 0: the rows are there already, and the caller's thread passes them on.
     """
 
-    tensor: torch.Tensor
-    describe: Callable[[], str]
-    claim: Callable[[int, int], Job]
-    end: Callable[[], None] = _nothing
-    rewind: Callable[[], None] = _nothing
-    close: Callable[[], None] = _nothing
-    takes: tuple[str, ...] = ()
-    readers: int = 1
+    tensor: torch.Tensor  # the destination
+    describe: Callable[[], str]  # what it is and how it is read, for people
+    claim: Callable[[int, int], Job]  # the job that brings rows [begin, end); called in order
+    end: Callable[[], None] = _nothing  # every row has been brought: raises where rows are left over
+    rewind: Callable[[], None] = _nothing  # prepares another epoch
+    close: Callable[[], None] = _nothing  # lets go of what was opened
+    takes: tuple[str, ...] = ()  # arguments of `stream_in` that mean something for this source
+    readers: int = 1  # jobs that may run at once; 0: the rows are there already, and the caller's thread passes them on
 
 
 def file_source(reader: RangeReader) -> Source:

@@ -111,22 +111,14 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Incoming:
-    """An operand that arrives, as a plan knows it.
+    """An operand that arrives, as a plan knows it."""
 
-    Attributes
-    ----------
-    chunks, pivot
-        Its chunks, and the one that the raster starts from.
-    copied
-        Bytes of the words in which the kernel may make the copies itself; 0 where something else makes them.
-    own_words
-        Of an output's chunks: whether they are signalled by words of the caller's own.
-    """
-
+    #: chunks, pivot: its chunks, and the one that the raster starts from.
     chunks: Chunks
     pivot: int = 0
+    #: Bytes of the words in which the kernel may make the copies itself; 0 where something else makes them.
     copied: int = 0
-    own_words: bool = False
+    own_words: bool = False  # of an output's chunks: whether they are signalled by words of the caller's own
 
     @property
     def chunking(self) -> tuple[object, ...]:

@@ -79,24 +79,15 @@ CopyOperation = Draw | Copy | CountPiece | RestorePieces | Signal | Restore
 
 
 class CopyArguments(NamedTuple):
-    """The copies that a launch makes. Tensors, or stand-ins for them; None where there are none to make.
+    """The copies that a launch makes. Tensors, or stand-ins for them; None where there are none to make."""
 
-    Attributes
-    ----------
-    source, target
-        Where the operand is copied from and to, as words of one size.
-    table
-        `Pieces.table`.
-    words
-        ``int32[COUNTERS + chunks]``: what `copy_items` counts with. All 0 between two launches.
-    copiers
-        Copy items. 0: an earlier launch has taken them.
-    """
-
+    #: source, target: where the operand is copied from and to, as words of one size.
     source: Any = None
     target: Any = None
-    table: Any = None
+    table: Any = None  # `Pieces.table`
+    #: ``int32[COUNTERS + chunks]``: what `copy_items` counts with. All 0 between two launches.
     words: Any = None
+    #: Copy items. 0: an earlier launch has taken them.
     copiers: Any = None
 
     @property

@@ -19,58 +19,28 @@ _ASSUMED_BYTES = 400e9
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """A device as the plan sees it.
+    """A device as the plan sees it."""
 
-    Attributes
-    ----------
-    name
-        For people.
-    backend
-        Which backend of `tilestream.kernels` runs on it.
-    workers
-        Workers it can hold at once: cores here, SMs on a GPU.
-    flops
-        Peak fp32 operations a second of one worker (a multiply-add counts two).
-    bandwidth
-        Bytes a second from memory, all workers together.
-    source
-        Where these figures come from.
-    arch
-        What a GPU's code is compiled for: ``sm_90``, ``gfx942``.
-    shared
-        Bytes of shared memory that one worker can have.
-    tensor
-        Peak operations a second of one worker's matrix units, by kind of input; where a kind is not named, ``flops``.
-    clock
-        Cycles a second that the peaks are counted at; 0 where it is not known.
-    sustained
-        Cycles a second while the matrix units are busy, by kind of input, where that is published.
-    xcds
-        Dies with an L2 each; the hardware assigns programs to them in turn.
-    shader_engines
-        Parts of the device to which it assigns work groups in turn; one that waits for a place is not moved.
-    l2, l2_bandwidth
-        Bytes of one L2, and bytes a second that one gives to its workers; 0 where it is not known.
-    cache_bandwidth
-        Bytes a second from the cache that all L2 share, where there is one.
-    """
-
-    name: str
-    backend: str
-    workers: int
-    flops: float
-    bandwidth: float
-    source: str
-    arch: str = ""
-    shared: int = 0
+    name: str  # for people
+    backend: str  # which backend of `tilestream.kernels` runs on it
+    workers: int  # workers it can hold at once: cores here, SMs on a GPU
+    flops: float  # peak fp32 operations a second of one worker (a multiply-add counts two)
+    bandwidth: float  # bytes a second from memory, all workers together
+    source: str  # where these figures come from
+    arch: str = ""  # what a GPU's code is compiled for: ``sm_90``, ``gfx942``
+    shared: int = 0  # bytes of shared memory that one worker can have
+    #: Peak operations a second of one worker's matrix units, by kind of input; where a kind is not named, ``flops``.
     tensor: tuple[tuple[str, float], ...] = ()
-    clock: float = 0.0
+    clock: float = 0.0  # cycles a second that the peaks are counted at; 0 where it is not known
+    #: Cycles a second while the matrix units are busy, by kind of input, where that is published.
     sustained: tuple[tuple[str, float], ...] = ()
-    xcds: int = 1
+    xcds: int = 1  # dies with an L2 each; the hardware assigns programs to them in turn
+    #: Parts of the device to which it assigns work groups in turn; one that waits for a place is not moved.
     shader_engines: int = 0
+    #: l2, l2_bandwidth: bytes of one L2, and bytes a second that one gives to its workers; 0 where it is not known.
     l2: int = 0
     l2_bandwidth: float = 0.0
-    cache_bandwidth: float = 0.0
+    cache_bandwidth: float = 0.0  # bytes a second from the cache that all L2 share, where there is one
 
     def peak(self, dtype: str, workers: int) -> float:
         """Peak operations a second of ``workers`` workers.

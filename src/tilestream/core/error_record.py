@@ -56,40 +56,23 @@ sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary(
 
 
 class Record(NamedTuple):
-    """A record's words after its number.
+    """A record's words after its number."""
 
-    Attributes
-    ----------
-    why
-        `EXPIRED`, `FAILED` or `QUARANTINED`.
-    op
-        See `op_number`.
-    worker
-        The worker that found it.
-    operand
-        0 where A's rows were waited for, 1 where B's columns.
-    chunk
-        The chunk that was not there.
-    key, epoch
-        Of the signals.
-    tile, batch, pm, pn
-        The tile of the first item that this worker did not compute; ``tile`` is -1 where it was none, ``batch`` where
-        there is only one.
-    waited, allowed
-        Nanoseconds it waited for this chunk, and the launch's deadline.
-    """
-
-    why: int
-    op: int
-    worker: int
-    operand: int
-    chunk: int
+    why: int  # `EXPIRED`, `FAILED` or `QUARANTINED`
+    op: int  # see `op_number`
+    worker: int  # the worker that found it
+    operand: int  # 0 where A's rows were waited for, 1 where B's columns
+    chunk: int  # the chunk that was not there
+    #: key, epoch: of the signals.
     key: int
     epoch: int
+    #: tile, batch, pm, pn: the tile of the first item that this worker did not compute; ``tile`` is -1 where it was
+    #: none, ``batch`` where there is only one.
     tile: int
     batch: int
     pm: int
     pn: int
+    #: waited, allowed: nanoseconds it waited for this chunk, and the launch's deadline.
     waited: int
     allowed: int
 

@@ -20,21 +20,11 @@ from tilestream.core.schedule import Schedule
 
 
 class Wait(NamedTuple):
-    """Wait for a chunk, under the launch's deadline and its abort word. Answer: 1 arrived, 0 the launch is over.
+    """Wait for a chunk, under the launch's deadline and its abort word. Answer: 1 arrived, 0 the launch is over."""
 
-    Attributes
-    ----------
-    operand
-        0 where A's rows arrive, 1 where B's columns (a weight's rows) do.
-    chunk
-        Which chunk of that operand.
-    item
-        The item that needs it: what a record of an expiry names.
-    """
-
-    operand: int
-    chunk: int
-    item: WorkItem
+    operand: int  # 0 where A's rows arrive, 1 where B's columns (a weight's rows) do
+    chunk: int  # which chunk of that operand
+    item: WorkItem  # the item that needs it: what a record of an expiry names
 
 
 class See(NamedTuple):

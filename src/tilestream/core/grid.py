@@ -12,31 +12,20 @@ INT31 = 2**31
 
 
 class WorkItem(NamedTuple):
-    """A tile and the range of K to do for it.
+    """A tile and the range of K to do for it."""
 
-    Attributes
-    ----------
-    tile
-        The tile's id, ``(batch * num_m + pm) * num_n + pn``: what messages and probes name it by.
-    batch, pm, pn
-        The tile: batch, row tile, column tile.
-    k_begin, k_end
-        Range of K steps.
-    part, parts
-        Which of how many contributors to this tile; (0, 1) for a whole tile.
-    slot
-        Where this part's partial result lies; -1 for a whole tile.
-    """
-
-    tile: int
+    tile: int  # the tile's id, ``(batch * num_m + pm) * num_n + pn``: what messages and probes name it by
+    #: batch, pm, pn: the tile: batch, row tile, column tile.
     batch: int
     pm: int
     pn: int
+    #: k_begin, k_end: range of K steps.
     k_begin: int
     k_end: int
+    #: part, parts: which of how many contributors to this tile; (0, 1) for a whole tile.
     part: int = 0
     parts: int = 1
-    slot: int = -1
+    slot: int = -1  # where this part's partial result lies; -1 for a whole tile
 
 
 @dataclass(frozen=True)

@@ -14,30 +14,18 @@ ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
 
 class Epilogue(NamedTuple):
-    """``activation(alpha * (scale_a * scale_b) * acc + bias + beta * residual)``, in the accumulator's dtype.
-
-    Attributes
-    ----------
-    bias
-        ``[N]`` or None.
-    residual
-        ``[B, M, N]`` (any strides) or None.
-    activation
-        One of `ACTIVATIONS`.
-    scale_a, scale_b
-        float32: one element, of any shape, or one a row of A (``[M, 1]``, ``[B, M, 1]``) and one a column of B
-        (``[1, N]``, ``[B, 1, N]``), any strides; None: 1.
-    publish
-        `tilestream.launch.gate.PublishArguments`, for a plan that publishes the output's chunks; else None.
-    """
+    """``activation(alpha * (scale_a * scale_b) * acc + bias + beta * residual)``, in the accumulator's dtype."""
 
     alpha: float = 1.0
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
+    bias: torch.Tensor | None = None  # ``[N]`` or None
+    residual: torch.Tensor | None = None  # ``[B, M, N]`` (any strides) or None
     beta: float = 1.0
-    activation: str = "none"
+    activation: str = "none"  # one of `ACTIVATIONS`
+    #: scale_a, scale_b: float32: one element, of any shape, or one a row of A (``[M, 1]``, ``[B, M, 1]``) and one a
+    #: column of B (``[1, N]``, ``[B, 1, N]``), any strides; None: 1.
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
+    #: `tilestream.launch.gate.PublishArguments`, for a plan that publishes the output's chunks; else None.
     publish: Any = None
 
     @property
@@ -61,14 +49,9 @@ class Epilogue(NamedTuple):
 
 
 class GemmOperands(NamedTuple):
-    """``out = epilogue(a @ b)`` in canonical form.
+    """``out = epilogue(a @ b)`` in canonical form."""
 
-    Attributes
-    ----------
-    a, b, out
-        ``[M, K]``, ``[K, N]``, ``[M, N]``, or all three with a batch in front.
-    """
-
+    #: a, b, out: ``[M, K]``, ``[K, N]``, ``[M, N]``, or all three with a batch in front.
     a: torch.Tensor
     b: torch.Tensor
     out: torch.Tensor
@@ -76,45 +59,28 @@ class GemmOperands(NamedTuple):
 
 
 class AttentionOperands(NamedTuple):
-    """Attention's tensors in canonical form: heads behind rows in any layout of the caller's; the last stride is 1.
+    """Attention's tensors in canonical form: heads behind rows in any layout of the caller's; the last stride is 1."""
 
-    Attributes
-    ----------
-    q, out
-        ``[B, Sq, Hq, D]`` and ``[B, Sq, Hq, Dv]``; where queries are packed ``[T, Hq, D]`` and ``[T, Hq, Dv]``. There
-        is no output yet while only shapes are checked.
-    k, v
-        ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``; packed ``[T, Hkv, D]``; in pages ``[P, page, Hkv, D]``.
-    scale
-        Of the products of queries and keys.
-    lse
-        float32 (float64 for float64): ``[B, Hq, Sq]``, packed ``[T, Hq]``; None where it is no output.
-    sinks
-        float32 ``[Hq]``.
-    scale_q, scale_k, scale_v
-        float32 ``[B, Hq]``, ``[B, Hkv]``, ``[B, Hkv]``, any strides; None: 1.
-    cu_seqlens_q, cu_seqlens_k
-        int32 ``[B + 1]``: first rows of the sequences, and behind the last.
-    block_table
-        int32 ``[B, n]``: the pages of a sequence, in order.
-    seqlens_k
-        int32 ``[B]``: keys of a sequence, where they are not all of its rows.
-    """
-
+    #: q, out: ``[B, Sq, Hq, D]`` and ``[B, Sq, Hq, Dv]``; where queries are packed ``[T, Hq, D]`` and ``[T, Hq, Dv]``.
+    #: There is no output yet while only shapes are checked.
     q: torch.Tensor
+    #: k, v: ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``; packed ``[T, Hkv, D]``; in pages ``[P, page, Hkv, D]``.
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor = None  # type: ignore[assignment]
-    scale: float = 1.0
+    scale: float = 1.0  # of the products of queries and keys
+    #: float32 (float64 for float64): ``[B, Hq, Sq]``, packed ``[T, Hq]``; None where it is no output.
     lse: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # float32 ``[Hq]``
+    #: scale_q, scale_k, scale_v: float32 ``[B, Hq]``, ``[B, Hkv]``, ``[B, Hkv]``, any strides; None: 1.
     scale_q: torch.Tensor | None = None
     scale_k: torch.Tensor | None = None
     scale_v: torch.Tensor | None = None
+    #: cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``: first rows of the sequences, and behind the last.
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
-    seqlens_k: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None  # int32 ``[B, n]``: the pages of a sequence, in order
+    seqlens_k: torch.Tensor | None = None  # int32 ``[B]``: keys of a sequence, where they are not all of its rows
 
     @property
     def inputs(self) -> tuple[torch.Tensor | None, ...]:

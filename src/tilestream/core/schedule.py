@@ -43,37 +43,25 @@ class Ready(NamedTuple):
     """Wait until what the items of one of several queues read has arrived, under the launch's deadline and abort word.
 
     Answer: the first of these queues of which that was seen; -1: the launch is over, or its deadline has passed.
-
-    Attributes
-    ----------
-    queues
-        As bits.
     """
 
-    queues: int
+    queues: int  # as bits
 
 
 class Cursor(NamedTuple):
-    """Where a worker is in the schedule: all that it remembers from one `take` to the next.
+    """Where a worker is in the schedule: all that it remembers from one `take` to the next."""
 
-    Attributes
-    ----------
-    ticket
-        ``static``: how many items this worker has taken.
-    source
-        Where the worker takes from next: 0 its own queue; ``q + 1`` queue ``q``, from which it has stolen; the number
-        of queues and one: none, it has to pick a victim.
-    share, unit, unit_end
-        ``stream_k``: the share in progress, and the units of it that are left; none where ``unit == unit_end``.
-    queue, empty
-        In arrival order: the queue of the item before, and those that this worker has found empty, as bits.
-    """
-
-    ticket: int = 0
+    ticket: int = 0  # ``static``: how many items this worker has taken
+    #: Where the worker takes from next: 0 its own queue; ``q + 1`` queue ``q``, from which it has stolen; the number of
+    #: queues and one: none, it has to pick a victim.
     source: int = 0
+    #: share, unit, unit_end: ``stream_k``: the share in progress, and the units of it that are left; none where ``unit
+    #: == unit_end``.
     share: int = -1
     unit: int = 0
     unit_end: int = 0
+    #: queue, empty: in arrival order: the queue of the item before, and those that this worker has found empty, as
+    #: bits.
     queue: int = -1
     empty: int = 0
 

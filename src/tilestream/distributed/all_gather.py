@@ -5,29 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.distributed import copy_engines, gloo
 from tilestream.distributed.collective import agree, all_gather
-from tilestream.distributed.gathered import Product, ScaledRows
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.request import Request
-from tilestream.distributed.shards import Shards
-
-
-class Call(NamedTuple):
-    """A checked and planned call; ``shape`` is that of all ranks' rows."""
-
-    plan: DistributedPlan
-    shards: Shards
-    shape: tuple[int, ...]
-    shard: ScaledRows
-    products: list[Product]
+from tilestream.distributed.shards import Product, ScaledRows, Shards
 
 
 def plan_of(state: GroupState, request: Request) -> DistributedPlan:
@@ -52,15 +40,8 @@ def _gathered_shape(state: GroupState, request: Request) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _prepare(state: GroupState, request: Request, plan: DistributedPlan, into: Sequence[torch.Tensor]) -> Call:
-    a = request.a
-    shards, scales = Shards.of(a.shape, request.dim, state.world, plan.chunks), None
-    if request.cuts_last:  # gathered as whole shards, rank by rank
-        shards = Shards(1, state.world, math.prod(a.shape[:-1]), a.shape[-1])
-    elif request.scale_a is not None:
-        of_rows = request.scales_of_rows()
-        assert of_rows is not None
-        scales = of_rows.reshape(shards.batches, shards.rows, 1)
+def _products(request: Request, into: Sequence[torch.Tensor]) -> list[Product]:
+    """The matmuls of the gathered rows; ``into``: see `run`."""
 
     def product(i: int, out: torch.Tensor | None) -> Product:
         def compute(
@@ -73,9 +54,7 @@ def _prepare(state: GroupState, request: Request, plan: DistributedPlan, into: S
         return compute
 
     places: Sequence[torch.Tensor | None] = into or [None] * len(request.bs)
-    products = [product(i, place) for i, place in enumerate(places)]
-    shard = ScaledRows(a.reshape(shards.batches, shards.rows, shards.width), scales)
-    return Call(plan, shards, _gathered_shape(state, request), shard, products)
+    return [product(i, place) for i, place in enumerate(places)]
 
 
 def run(
@@ -90,22 +69,28 @@ def run(
     plan = plan_of(state, request)
     with request.running(state):
         plan = connected_plan(state, plan, a.device, functools.partial(plan_of, state, request))
-        call = _prepare(state, request, plan, into)
+        shards = Shards.of(a.shape, request.dim, state.world, plan.chunks)
+        if request.cuts_last:  # gathered as whole shards, rank by rank
+            shards = Shards(1, state.world, math.prod(a.shape[:-1]), a.shape[-1])
+        of_rows = None if request.cuts_last else request.scales_of_rows()
+        scales = None if of_rows is None else of_rows.reshape(shards.batches, shards.rows, 1)
+        shard = ScaledRows(a.reshape(shards.batches, shards.rows, shards.width), scales)
+        products = _products(request, into)
         if plan.transport == "symmetric memory" and plan.fused:
-            rows, outs = copy_engines.gather_matmul(
-                state, plan, call.shards, call.shard, call.products, seconds, request.return_a
-            )
+            rows, outs = copy_engines.gather_matmul(state, plan, shards, shard, products, seconds, request.return_a)
         else:
-            rows, outs = _gather_in_host_order(state, request, call, seconds)
-    whole = rows.view(call.shape) if request.return_a else a.new_empty(0)
-    return whole, [out.view(*call.shape[:-1], out.shape[-1]) for out in outs]
+            rows, outs = _gather_in_host_order(state, request, plan, shards, shard, products, seconds)
+    shape = _gathered_shape(state, request)
+    gathered = rows.view(shape) if request.return_a else a.new_empty(0)
+    return gathered, [out.view(*shape[:-1], out.shape[-1]) for out in outs]
 
 
 def _gather_in_host_order(
-    state: GroupState, request: Request, call: Call, seconds: float
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    state: GroupState, request: Request, plan: DistributedPlan, shards: Shards, shard: ScaledRows,
+    products: list[Product], seconds: float,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """By gloo's messages, or unfused by a collective."""
-    a, plan, shards, last = request.a, call.plan, call.shards, request.cuts_last
+    a, last = request.a, request.cuts_last
 
     def memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if a.is_cuda or (request.return_a and not last):  # on a GPU another stream may still use the previous call's
@@ -113,18 +98,17 @@ def _gather_in_host_order(
         return state.buffer(name, shape, dtype, a.device)
 
     data, scales = memory("gathered", shards.shape, a.dtype), None
-    if call.shard.scales is not None:
+    if shard.scales is not None:
         scales = memory("scales", (*shards.shape[:-1], 1), torch.float32)
-    gathered, by_gloo = ScaledRows(data, scales), plan.transport == "gloo"
-    if by_gloo:
-        products = [] if last else call.products
-        outs = gloo.gather_matmul(state, plan, shards, call.shard, gathered, products, seconds)
+    gathered = ScaledRows(data, scales)
+    if plan.transport == "gloo":
+        outs = gloo.gather_matmul(state, plan, shards, shard, gathered, [] if last else products, seconds)
         if not last:
             return data, outs
     else:
         agree(state, plan, a.device)
-        all_gather(state, call.shard, gathered)
+        all_gather(state, shard, gathered)
     if last:  # the ranks' columns side by side
         data = data[0].permute(1, 0, 2).reshape(shards.rows, shards.world * shards.width)
-    rows, of_rows = data.view(-1, call.shape[-1]), None if scales is None else scales.view(-1, 1)
-    return data, [product(rows, of_rows, None, seconds) for product in call.products]
+    rows, of_rows = data.flatten(0, -2), None if scales is None else scales.view(-1, 1)
+    return data, [product(rows, of_rows, None, seconds) for product in products]

@@ -58,7 +58,7 @@ def run(states: list[GroupState], request: Request) -> torch.Tensor:
                 make = functools.partial(plan_of, state, request, **more)
                 plan = connected_plan(state, make(), a.device, make)
                 if plan.fused:
-                    return _one_shot(state, plan, request, dtype)
+                    return matmul_reduce(state, plan, request, dtype)
         inner_first = states[::-1]  # then each sum travels once between the nodes
         plans = [plan_of(state, request, **more) for state in inner_first]
         plain = request.scale_a is request.scale_b is None and dtype == a.dtype == b.dtype
@@ -75,17 +75,3 @@ def run(states: list[GroupState], request: Request) -> torch.Tensor:
         if request.bias is not None:
             total = total + request.bias
     return total.to(dtype)
-
-
-def _one_shot(state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype) -> torch.Tensor:
-    a, b = request.a, request.b
-    shape, average = (*a.shape[:-1], b.shape[-1]), request.reduce_op == "avg"
-    seconds = request.seconds(state)
-
-    def product(out: torch.Tensor) -> None:
-        request.product(a, bias=None, out_dtype=dtype, out=out.view(shape))
-
-    total = matmul_reduce(
-        state, plan, (math.prod(shape[:-1]), shape[-1]), dtype, product, average, request.bias, seconds, a.device
-    )
-    return total.view(shape)

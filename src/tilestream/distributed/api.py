@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from tilestream.distributed import all_gather, all_reduce, reduce_scatter
 from tilestream.distributed.dispatch import Form
-from tilestream.distributed.group_state import Group, groups_of, name_of, state_of
+from tilestream.distributed.group_state import Group, GroupState, groups_of, name_of, state_of
 from tilestream.distributed.library import all_gather_matmul_op, matmul_all_reduce_op, matmul_reduce_scatter_op
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.request import (
@@ -114,9 +115,7 @@ def plan_all_gather_matmul(
 ) -> DistributedPlan:
     """How `all_gather_matmul` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
     request = check_request(GATHER, a_shard, b, dim=gather_dim, scale_a=scale_a, form=form)
-    *internode, intranode = (state_of(GATHER, x) for x in groups_of(GATHER, group))
-    plan = all_gather.plan_of(intranode, request)
-    return plan.over(internode[0].world) if internode else plan
+    return _over_nodes(request, group, lambda state, nodes: all_gather.plan_of(state, request))
 
 
 def matmul_reduce_scatter(
@@ -188,14 +187,14 @@ def plan_matmul_reduce_scatter(
 ) -> DistributedPlan:
     """How `matmul_reduce_scatter` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
     request = check_request(REDUCE_SCATTER, a, b, dim=scatter_dim, form=form)
-    *internode, intranode = (state_of(REDUCE_SCATTER, x) for x in groups_of(REDUCE_SCATTER, group))
     reduce_scatter.travel_dtype(request)
-    if not internode:
-        return reduce_scatter.plan_of(intranode, request)
-    nodes, dim = internode[0].world, request.dim
-    reduce_scatter.part_shape(request, nodes * intranode.world)
-    of_node = request._replace(a=request.a.narrow(dim, 0, request.a.shape[dim] // nodes))
-    return reduce_scatter.plan_of(intranode, of_node).over(nodes)
+
+    def of_node(state: GroupState, nodes: int) -> DistributedPlan:
+        reduce_scatter.part_shape(request, nodes * state.world)
+        rows = request.a.narrow(request.dim, 0, request.a.shape[request.dim] // nodes)
+        return reduce_scatter.plan_of(state, request._replace(a=rows))
+
+    return _over_nodes(request, group, of_node)
 
 
 def matmul_all_reduce(
@@ -223,14 +222,10 @@ def matmul_all_reduce(
         ``[..., M, K]``, at least 2-D; each rank has another part of K.
     b
         ``[K, N]``.
-    reduce_op
-        ``"sum"``, or ``"avg"`` for the sum divided by the number of ranks.
     group
         As for `all_gather_matmul`; of a mesh of two dimensions, inside each node first, and then between them.
-    bias
-        ``[N]``: added once, after the sum (or average).
-    scale_a, scale_b, out_dtype, use_fast_accum
-        As for `tilestream.matmul`, on ``a @ b``.
+    reduce_op, bias, scale_a, scale_b, out_dtype, use_fast_accum
+        As for `matmul_reduce_scatter`.
     form
         ``"fused"``: the kernel that adds reads all ranks' partial sums, on GPUs that reach each other; they travel in
         the result's dtype and are added in float32, in the order of the ranks. ``"unfused"``: the group's own
@@ -264,11 +259,17 @@ def plan_matmul_all_reduce(
 ) -> DistributedPlan:
     """How `matmul_all_reduce` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
     request = check_request(ALL_REDUCE, a, b, form=form)
-    *internode, intranode = (state_of(ALL_REDUCE, x) for x in groups_of(ALL_REDUCE, group))
     reduce_scatter.travel_dtype(request)
-    nodes = len(internode) + 1
-    plan = all_reduce.plan_of(intranode, request, nodes)
-    return plan.over(internode[0].world) if internode else plan
+    return _over_nodes(request, group, lambda state, nodes: all_reduce.plan_of(state, request, nodes))
+
+
+def _over_nodes(
+    request: Request, group: Group, of_node: Callable[[GroupState, int], DistributedPlan]
+) -> DistributedPlan:
+    """The plan over all nodes of ``group``; ``of_node(state, nodes)``: that of one step, inside a node."""
+    *internode, intranode = (state_of(request.op, x) for x in groups_of(request.op, group))
+    nodes = internode[0].world if internode else 1
+    return replace(of_node(intranode, nodes), nodes=nodes)
 
 
 def _op_deadline(request: Request) -> float:

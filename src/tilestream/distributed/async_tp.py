@@ -62,10 +62,9 @@ class Site:
     left: bool = False
 
     def __str__(self) -> str:
-        if self.left:
-            return f"{self.op} {self.what}: left in {self.calls} place{'s' * (self.calls != 1)}: {self.why}"
-        form = "fused" if self.fused else "unfused"
-        return f"{self.op} {self.what}: {self.calls} call{'s' * (self.calls != 1)}, {form}: {self.why}"
+        plural, form = "s" * (self.calls != 1), "fused" if self.fused else "unfused"
+        how = f"left in {self.calls} place{plural}" if self.left else f"{self.calls} call{plural}, {form}"
+        return f"{self.op} {self.what}: {how}: {self.why}"
 
 
 class AsyncTP:
@@ -98,7 +97,11 @@ class AsyncTP:
         with self._lock:
             site = self._sites.get((op, what))
             if site is None:
-                fused, why = (False, plan) if isinstance(plan, str) else _form_and_reason(plan())
+                made = plan if isinstance(plan, str) else plan()
+                if isinstance(made, str):
+                    fused, why = False, made
+                else:
+                    fused, why = made.fused, "; ".join(x.why for x in made.refused) or made.decision.why
                 site = self._sites[op, what] = Site(op, what, 0, fused, why)
             site.calls += 1
 
@@ -115,10 +118,6 @@ class AsyncTP:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _form_and_reason(plan: DistributedPlan) -> tuple[bool, str]:
-    return plan.fused, plan.decision.why if plan.fused else "; ".join(refusal.why for refusal in plan.refused)
 
 
 #: Why a reduce-scatter runs as torch's matmul, then the group's collective.
@@ -177,9 +176,9 @@ def _install() -> None:
     _library = torch.library.Library("symm_mem", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of overriding a kernel, which is intended
-        for op, function in _IMPLEMENTATIONS.items():
+        for op, of_op in _IMPLEMENTATIONS.items():
             for key in _KEYS:
-                _library.impl(op, function, key, allow_override=True)
+                _library.impl(op, _implementation(op, *of_op), key, allow_override=True)
         async_input.register(_library)
     _pass_before = inductor._micro_pipeline_tp
     inductor._micro_pipeline_tp = True
@@ -209,19 +208,11 @@ def _close(name: str, handle: AsyncTP) -> None:
             _library = None
 
 
-def _torch_fallback(name: str) -> Callable[..., Any]:
-    """Torch's own implementation, with plain collectives."""
+def _torch_implementation(name: str, fused: bool) -> Callable[..., Any]:
+    """Torch's own implementation: the fused one, or that with plain collectives."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    found: Callable[..., Any] = getattr(symmetric, f"_{name}_fallback")
-    return found
-
-
-def _torch_implementation(name: str, x: torch.Tensor) -> Callable[..., Any]:
-    """Torch's own implementation: the fused one on a GPU, otherwise that with plain collectives."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    found: Callable[..., Any] = getattr(symmetric, f"_{name}") if x.is_cuda else _torch_fallback(name)
+    found: Callable[..., Any] = getattr(symmetric, f"_{name}" if fused else f"_{name}_fallback")
     return found
 
 
@@ -229,132 +220,144 @@ def _shapes(a: torch.Tensor, bs: Sequence[torch.Tensor], dim: int) -> str:
     return f"{list(a.shape)} @ {', '.join(str(list(b.shape)) for b in bs)}, dim {dim}, {a.dtype}".replace("torch.", "")
 
 
-def _gathered_shape(a: torch.Tensor, dim: int, group: str) -> list[int]:
-    shape = list(a.shape)
-    shape[dim] *= resolve(group).size()
-    return shape
-
-
-def _part_shape(shape: list[int], dim: int, group: str) -> list[int]:
-    shape[dim] //= resolve(group).size()
-    return shape
+# The ops, with the arguments of torch's. Each returns NotImplemented for a call that it leaves to torch.
 
 
 def _gather(
-    a: torch.Tensor, bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    name, handle = "fused_all_gather_matmul", _open.get(group_name)
-    if handle is None:
-        theirs: tuple[torch.Tensor | None, list[torch.Tensor]] = _torch_implementation(name, a)(
-            a, bs, gather_dim, group_name, return_A=return_A
-        )
-        return theirs
+    handle: AsyncTP, a: torch.Tensor, bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> Any:
     if a.is_meta:
-        shape = _gathered_shape(a, gather_dim, group_name)
-        outs = [a.new_empty((*shape[:-1], b.shape[1])) for b in bs]
-        return a.new_empty(shape) if return_A else None, outs
-    group = resolve(group_name)
-    handle._count(
-        name, _shapes(a, bs, gather_dim), lambda: plan_all_gather_matmul(a, bs, gather_dim=gather_dim, group=group)
-    )
+        gathered, outs = _empty_gathered(a, bs, gather_dim, group_name, [a.dtype] * len(bs))
+        return gathered if return_A else None, outs
+    group = _count_gather(handle, "fused_all_gather_matmul", a, bs, gather_dim, group_name)
     result: Any = all_gather_matmul(a, list(bs), gather_dim=gather_dim, group=group, return_a=return_A)
     return result if return_A else (None, result)
 
 
 def _scaled_gather(
-    a: torch.Tensor, bs: list[torch.Tensor], a_scale: torch.Tensor, b_scales: list[torch.Tensor], gather_dim: int,
-    group_name: str, biases: list[torch.Tensor | None], result_scales: list[torch.Tensor | None],
+    handle: AsyncTP, a: torch.Tensor, bs: list[torch.Tensor], a_scale: torch.Tensor, b_scales: list[torch.Tensor],
+    gather_dim: int, group_name: str, biases: list[torch.Tensor | None], result_scales: list[torch.Tensor | None],
     out_dtypes: list[torch.dtype | None], use_fast_accum: list[bool],
-) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    name, handle = "fused_all_gather_scaled_matmul", _open.get(group_name)
+) -> Any:  # fmt: skip
     from torch.distributed import _symmetric_memory as symmetric
 
     # A schema passes a list of dtypes as numbers. None would be a result of 8 bits.
     dtypes = symmetric._maybe_convert_scalar_types_to_dtypes(out_dtypes)
-    if handle is None or None in dtypes or any(x is not None for x in result_scales):
-        theirs: tuple[torch.Tensor, list[torch.Tensor]] = _torch_implementation(name, a)(
-            a, bs, a_scale, b_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
-        )
-        return theirs
-    shape = _gathered_shape(a, gather_dim, group_name)
+    if None in dtypes or any(x is not None for x in result_scales):
+        return NotImplemented
     if a.is_meta:
-        outs = [a.new_empty((*shape[:-1], b.shape[1]), dtype=x) for b, x in zip(bs, dtypes, strict=True)]
-        return a.new_empty(shape), outs
-    group = resolve(group_name)
-    scale = a_scale
-    if a_scale.numel() > 1 and list(a_scale.shape[:-1]) == shape[:-1] != list(a.shape[:-1]):
-        scale = a_scale.chunk(group.size(), gather_dim)[group.rank()]  # of all rows; this rank's are gathered
-    handle._count(
-        name, _shapes(a, bs, gather_dim),
-        lambda: plan_all_gather_matmul(a, bs, gather_dim=gather_dim, group=group, scale_a=scale),
-    )  # fmt: skip
+        return _empty_gathered(a, bs, gather_dim, group_name, dtypes)
+    group, rows = resolve(group_name), list(a.shape[:-1])
+    of_all_rows = _gathered_shape(a, gather_dim, group_name)[:-1]
+    if a_scale.numel() > 1 and list(a_scale.shape[:-1]) == of_all_rows != rows:
+        a_scale = a_scale.chunk(group.size(), gather_dim)[group.rank()]  # this rank's are gathered
+    _count_gather(handle, "fused_all_gather_scaled_matmul", a, bs, gather_dim, group_name, a_scale)
     each = list(zip(bs, biases, b_scales, dtypes, use_fast_accum, strict=True))
     alike = len({(dtype, fast) for *_, dtype, fast in each}) == 1
-    outs, gathered = [], None
+    outs: list[torch.Tensor] = []
+    gathered = None
     for some in [each] if alike else [[one] for one in each]:
         gathered, out = all_gather_matmul(
-            a, [x[0] for x in some], gather_dim=gather_dim, group=group, bias=[x[1] for x in some], scale_a=scale,
+            a, [x[0] for x in some], gather_dim=gather_dim, group=group, bias=[x[1] for x in some], scale_a=a_scale,
             scale_b=[x[2] for x in some], out_dtype=some[0][3], use_fast_accum=some[0][4], return_a=True,
         )  # fmt: skip
         outs += out
-    assert gathered is not None
     return gathered, outs
 
 
-def _scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> torch.Tensor:
-    name, handle = "fused_matmul_reduce_scatter", _open.get(group_name)
-    if handle is None:
-        theirs: torch.Tensor = _torch_implementation(name, a)(a, b, reduce_op, scatter_dim, group_name)
-        return theirs
-    if a.is_meta:
-        return a.new_empty(_part_shape([*a.shape[:-1], b.shape[1]], scatter_dim, group_name))
-    shapes = _shapes(a, [b], scatter_dim)
-    if scatter_dim % a.dim() == a.dim() - 1:
-        handle._count(name, shapes, _COLUMNS)
-        columns: torch.Tensor = _torch_fallback(name)(a, b, reduce_op, scatter_dim, group_name)
-        return columns
-    group, reduction = resolve(group_name), cast(ReduceOp, reduce_op)  # checked by the op
-    handle._count(name, shapes, lambda: plan_matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, group=group))
-    return matmul_reduce_scatter(a, b, scatter_dim=scatter_dim, reduce_op=reduction, group=group)
+def _gathered_shape(a: torch.Tensor, dim: int, group_name: str) -> list[int]:
+    shape = list(a.shape)
+    shape[dim] *= resolve(group_name).size()
+    return shape
+
+
+def _empty_gathered(
+    a: torch.Tensor, bs: list[torch.Tensor], dim: int, group_name: str, dtypes: Sequence[torch.dtype | None]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    shape = _gathered_shape(a, dim, group_name)
+    outs = [a.new_empty((*shape[:-1], b.shape[1]), dtype=dtype) for b, dtype in zip(bs, dtypes, strict=True)]
+    return a.new_empty(shape), outs
+
+
+def _count_gather(
+    handle: AsyncTP, op: str, a: torch.Tensor, bs: list[torch.Tensor], dim: int, group_name: str,
+    scale_a: torch.Tensor | None = None,
+) -> dist.ProcessGroup:  # fmt: skip
+    """Count a call; returns its group."""
+    group = resolve(group_name)
+    handle._count(
+        op, _shapes(a, bs, dim), lambda: plan_all_gather_matmul(a, bs, gather_dim=dim, group=group, scale_a=scale_a)
+    )
+    return group
+
+
+def _scatter(
+    handle: AsyncTP, a: torch.Tensor, b: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> Any:
+    given = a, b, reduce_op, scatter_dim, group_name
+    return _scatter_rows(handle, "fused_matmul_reduce_scatter", given, a, b, reduce_op, scatter_dim, group_name)
 
 
 def _scaled_scatter(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, reduce_op: str,
+    handle: AsyncTP, a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, reduce_op: str,
     orig_scatter_dim: int, scatter_dim_after_maybe_reshape: int, group_name: str, output_shape: list[int] | None,
     bias: torch.Tensor | None = None, result_scale: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    name, handle, dim = "fused_scaled_matmul_reduce_scatter", _open.get(group_name), orig_scatter_dim
+) -> Any:  # fmt: skip
+    if result_scale is not None or output_shape is None or out_dtype is None:
+        return NotImplemented
     given = (
-        a, b, a_scale, b_scale, reduce_op, dim, scatter_dim_after_maybe_reshape, group_name, output_shape, bias,
-        result_scale, out_dtype, use_fast_accum,
+        a, b, a_scale, b_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name, output_shape,
+        bias, result_scale, out_dtype, use_fast_accum,
     )  # fmt: skip
-    if handle is None or result_scale is not None or output_shape is None or out_dtype is None:
-        theirs: torch.Tensor = _torch_implementation(name, a)(*given)
-        return theirs
-    if a.is_meta:
-        return a.new_empty(_part_shape([*output_shape[:-1], b.shape[1]], dim, group_name), dtype=out_dtype)
-    if dim % len(output_shape) == len(output_shape) - 1:
-        handle._count(name, _shapes(a, [b], dim), _COLUMNS)
-        columns: torch.Tensor = _torch_fallback(name)(*given)
-        return columns
-    group, reduction = resolve(group_name), cast(ReduceOp, reduce_op)  # checked by the op
     rows = a.reshape(*output_shape[:-1], a.shape[-1])
-    scale = a_scale if a_scale.numel() == 1 else a_scale.reshape(*output_shape[:-1], 1)
+    if a_scale.numel() > 1:
+        a_scale = a_scale.reshape(*output_shape[:-1], 1)
     if bias is not None and reduce_op == "sum":
-        bias = bias * group.size()  # torch adds it to each rank's product
-    handle._count(
-        name, _shapes(rows, [b], dim), lambda: plan_matmul_reduce_scatter(rows, b, scatter_dim=dim, group=group)
-    )
-    return matmul_reduce_scatter(
-        rows, b, scatter_dim=dim, reduce_op=reduction, group=group, bias=bias, scale_a=scale, scale_b=b_scale,
-        out_dtype=out_dtype, use_fast_accum=use_fast_accum,
+        bias = bias * resolve(group_name).size()  # torch adds it to each rank's product
+    return _scatter_rows(
+        handle, "fused_scaled_matmul_reduce_scatter", given, rows, b, reduce_op, orig_scatter_dim, group_name,
+        bias=bias, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=use_fast_accum,
     )  # fmt: skip
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "fused_all_gather_matmul": _gather,
-    "fused_all_gather_scaled_matmul": _scaled_gather,
-    "fused_matmul_reduce_scatter": _scatter,
-    "fused_scaled_matmul_reduce_scatter": _scaled_scatter,
+def _scatter_rows(
+    handle: AsyncTP, op: str, given: tuple[Any, ...], rows: torch.Tensor, b: torch.Tensor, reduce_op: str, dim: int,
+    group_name: str, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """``given``: the arguments of torch's op, which runs where columns are scattered."""
+    group = resolve(group_name)
+    if rows.is_meta:
+        shape = [*rows.shape[:-1], b.shape[1]]
+        shape[dim] //= group.size()
+        return rows.new_empty(shape, dtype=options.get("out_dtype"))
+    shapes = _shapes(rows, [b], dim)
+    if dim % rows.dim() == rows.dim() - 1:
+        handle._count(op, shapes, _COLUMNS)
+        columns: torch.Tensor = _torch_implementation(op, fused=False)(*given)
+        return columns
+    handle._count(op, shapes, lambda: plan_matmul_reduce_scatter(rows, b, scatter_dim=dim, group=group))
+    reduction = cast(ReduceOp, reduce_op)  # checked by the op
+    return matmul_reduce_scatter(rows, b, scatter_dim=dim, reduce_op=reduction, group=group, **options)
+
+
+def _implementation(name: str, ours: Callable[..., Any], group_at: int) -> Callable[..., Any]:
+    """What is registered: ``ours`` with the group's handle, if it is open and takes the call; or else torch's."""
+
+    def run(*given: Any, **options: Any) -> Any:
+        handle = _open.get(given[group_at])
+        result = NotImplemented if handle is None else ours(handle, *given, **options)
+        if result is NotImplemented:
+            result = _torch_implementation(name, fused=given[0].is_cuda)(*given, **options)
+        return result
+
+    return run
+
+
+#: Each op's implementation, and where the group's name is among its arguments.
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], int]] = {
+    "fused_all_gather_matmul": (_gather, 3),
+    "fused_all_gather_scaled_matmul": (_scaled_gather, 5),
+    "fused_matmul_reduce_scatter": (_scatter, 4),
+    "fused_scaled_matmul_reduce_scatter": (_scaled_scatter, 7),
 }

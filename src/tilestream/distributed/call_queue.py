@@ -10,13 +10,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from tilestream.core.protocols import gather
-from tilestream.distributed.collective import barrier
+from tilestream.distributed.collective import agree, barrier
 from tilestream.distributed.group_state import GroupState
+from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import channel
@@ -29,31 +30,20 @@ _OVERRULE_SECONDS = 0.5
 
 #: What performs each operation of a protocol, by its type.
 Handlers = dict[type, Callable[[Any], Any]]
+Q = TypeVar("Q", bound="CallQueue")
 
 
 class IssuedCall(NamedTuple):
-    """A call that was issued.
+    """A call that was issued."""
 
-    Attributes
-    ----------
-    epoch
-        Its epoch in the protocol.
-    overrule
-        Tells the call that its missing chunks will not come.
-    kernel, side, end
-        Recorded behind its kernel, behind its other streams, and behind all of it.
-    flag_value
-        A peer's flag is at least this once that peer has signalled all of this call.
-    peer_seconds
-        Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
-    """
-
-    epoch: int
-    overrule: Callable[[BaseException], None]
+    epoch: int  # its epoch in the protocol
+    overrule: Callable[[BaseException], None]  # tells the call that its missing chunks will not come
+    #: kernel, side, end: recorded behind its kernel, behind its other streams, and behind all of it.
     kernel: torch.cuda.Event
     side: torch.cuda.Event
     end: torch.cuda.Event
-    flag_value: int
+    flag_value: int  # a peer's flag is at least this once that peer has signalled all of this call
+    #: Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
     peer_seconds: float = 0.0
 
 
@@ -85,12 +75,26 @@ class CallQueue:
 
     # The host ------------------------------------------------------------------------------------------------------
 
-    def check_gpu(self, what: str, device: torch.device) -> None:
-        """Raise unless an operand is on the queue's GPU."""
-        if device != self.device:
+    @classmethod
+    def of(
+        cls: type[Q], state: GroupState, plan: DistributedPlan, operand: str, device: torch.device, size: int,
+        chunks: int = 0,
+    ) -> Q:  # fmt: skip
+        """The group's queue, with slots of at least ``size`` bytes with ``chunks`` signals each. Collective.
+
+        Raises
+        ------
+        ValueError
+            If the ranks' calls differ, or the operand of this name is on another GPU than the group's calls.
+        """
+        agree(state, plan, device)
+        queue = state.queue(cls, device)
+        if device != queue.device:
             raise ValueError(
-                f"{self.op}: {what} is on {device}; this group's calls are on {self.device}: a rank has one GPU"
+                f"{cls.op}: {operand} is on {device}; this group's calls are on {queue.device}: a rank has one GPU"
             )
+        queue.reserve(size, chunks)
+        return queue
 
     def begin(self) -> int:
         """The epoch of a new call, once at most `AHEAD` calls are under way."""
@@ -287,7 +291,7 @@ def _run_bounded(overrule: Callable[[], None]) -> None:
     thread.join(_OVERRULE_SECONDS)
 
 
-def run_protocol(text: gather.Turn, handlers: Handlers) -> int | None:
+def run_protocol(text: gather.Operations, handlers: Handlers) -> int | None:
     """Perform each operation that a protocol yields; returns what the protocol returns."""
     try:
         op = next(text)

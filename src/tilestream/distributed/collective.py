@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
 from tilestream.core.protocols.handshake import HANDSHAKE_BYTES, difference
-from tilestream.distributed.gathered import ScaledRows
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.shards import ScaledRows
 
 
 def agree(state: GroupState, plan: DistributedPlan, device: torch.device) -> None:
@@ -74,7 +74,13 @@ def all_gather(state: GroupState, shard: ScaledRows, gathered: ScaledRows) -> No
             continue
         batches, world, rows, width = all_.shape
         into = all_ if batches == 1 else all_.new_empty(world, batches, rows, width)
-        _gather(into, mine.contiguous(), state)
+        sent, received = as_bytes(mine.contiguous()), as_bytes(into)
+        if _via_cpu(state, mine):
+            staged = torch.empty(received.shape, dtype=received.dtype)
+            state.group._allgather_base(staged, sent.cpu()).wait()
+            received.copy_(staged)
+        else:
+            _on_this_stream(state.group._allgather_base, received, sent, options=AllgatherOptions())
         if batches != 1:
             all_.copy_(into.transpose(0, 1))
 
@@ -97,16 +103,6 @@ def reduce_scatter(state: GroupState, parts: torch.Tensor) -> torch.Tensor:
     out = sent.new_empty(parts.shape[1:])
     _on_this_stream(state.group._reduce_scatter_base, out.view(-1), sent.view(-1), options=ReduceScatterOptions())
     return out.to(parts.device)
-
-
-def _gather(into: torch.Tensor, mine: torch.Tensor, state: GroupState) -> None:
-    sent, received = as_bytes(mine), as_bytes(into)
-    if _via_cpu(state, mine):
-        staged = torch.empty(received.shape, dtype=received.dtype)
-        state.group._allgather_base(staged, sent.cpu()).wait()
-        received.copy_(staged)
-    else:
-        _on_this_stream(state.group._allgather_base, received, sent, options=AllgatherOptions())
 
 
 def _on_this_stream(collective: Callable[..., Any], *operands: Any, options: Any) -> None:

@@ -33,11 +33,9 @@ from tilestream.arrival.device import LocalRows, PeerSignals
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather
 from tilestream.distributed.call_queue import CallQueue, Handlers, IssuedCall, no_op, run_protocol
-from tilestream.distributed.collective import agree
-from tilestream.distributed.gathered import Product, ScaledRows
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.shards import Shards
+from tilestream.distributed.shards import Product, ScaledRows, Shards
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import copy_across, stream_wait, stream_write
@@ -426,11 +424,8 @@ def gather_matmul(
     """
     device, x = shard.data.device, shard.data
     with torch.cuda.device(device):
-        agree(state, plan, device)
-        queue = state.queue(GatherQueue, device)
-        queue.check_gpu("a_shard", device)
         size = _aligned(math.prod(shards.shape) * x.element_size()) + 4 * shards.total
-        queue.reserve(size, shards.chunks)
+        queue = GatherQueue.of(state, plan, "a_shard", device, size, shards.chunks)
         gathered = x.new_empty(shards.shape) if return_a else None
 
         def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:

@@ -33,32 +33,20 @@ _FILE = Path(__file__).with_name("table.json")
 
 @dataclass(frozen=True)
 class Case:
-    """What all ranks of a call know.
-
-    Attributes
-    ----------
-    rows, n, k
-        Rows of one rank's shard (of the output's, for a scatter), including leading dimensions; columns of all B
-        together; the length of the sums that one rank computes.
-    width
-        Elements of a row that travels: K for a gather, N for a scatter.
-    world
-        Ranks.
-    dtype, itemsize
-        Of the elements that travel.
-    device
-        ``"cpu"``, or a GPU's architecture: ``"sm_90"``.
-    """
+    """What all ranks of a call know."""
 
     op: Op
+    #: rows, n, k: rows of one rank's shard (of the output's, for a scatter), including leading dimensions; columns of
+    #: all B together; the length of the sums that one rank computes.
     rows: int
     n: int
     k: int
-    width: int
-    world: int
+    width: int  # elements of a row that travels: K for a gather, N for a scatter
+    world: int  # ranks
+    #: dtype, itemsize: of the elements that travel.
     dtype: str
     itemsize: int
-    device: str
+    device: str  # ``"cpu"``, or a GPU's architecture: ``"sm_90"``
 
     @property
     def shard_bytes(self) -> int:
@@ -74,30 +62,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of `decide`.
+    """The result of `decide`."""
 
-    Attributes
-    ----------
-    fused
-        Whether the transfer and the matmul overlap.
-    chunks
-        Chunks of a shard; at least 1.
-    why
-        The reason, in words.
-    measured
-        Whether an entry of the table decides; otherwise the model, or the caller.
-    way
-        How the shards of a gather on GPUs travel.
-    library
-        Whether torch's matmul was measured to be the faster one for an unfused all-reduce.
-    """
-
-    fused: bool
-    chunks: int
-    why: str
-    measured: bool = False
-    way: Way = "push"
-    library: bool = False
+    fused: bool  # whether the transfer and the matmul overlap
+    chunks: int  # chunks of a shard; at least 1
+    why: str  # the reason, in words
+    measured: bool = False  # whether an entry of the table decides; otherwise the model, or the caller
+    way: Way = "push"  # how the shards of a gather on GPUs travel
+    library: bool = False  # whether torch's matmul was measured to be the faster one for an unfused all-reduce
 
     def with_equal_chunks(self, rows: int) -> Decision:
         """The same with equal chunks of ``rows``, at most as many as before."""

@@ -24,10 +24,9 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.distributed.exchange import Exchange, Receive
-from tilestream.distributed.gathered import Product, ScaledRows
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.shards import Part, Shards
+from tilestream.distributed.shards import Part, Product, ScaledRows, Shards
 
 
 class _Gathering:
@@ -43,7 +42,6 @@ class _Gathering:
         return [x[part.batch, rank, part.begin : part.end] for x in tensors]
 
     def incoming(self, peer: int) -> Sequence[Receive]:
-        """See `Traffic`."""
         receives = []
         for part in self._shards.of_rank(peer):
             *before, last = self._tensors(peer, part)
@@ -52,11 +50,9 @@ class _Gathering:
         return receives
 
     def outgoing(self, peer: int) -> Iterator[torch.Tensor]:
-        """See `Traffic`."""
         return (x for part in self._shards.of_rank(self._rank) for x in self._tensors(self._rank, part))
 
     def failed(self, peer: int, error: BaseException) -> None:
-        """See `Traffic`."""
         self._arrival.fail(error)
 
 
@@ -114,12 +110,10 @@ class _Scattering:
         self._failed = False
 
     def incoming(self, peer: int) -> Sequence[Receive]:
-        """See `Traffic`."""
         parts = self._shards.of_rank(peer)
         return [Receive(self._received[p.batch, peer, p.begin : p.end]) for p in parts]
 
     def outgoing(self, peer: int) -> Iterator[torch.Tensor]:
-        """See `Traffic`."""
         for i, part in enumerate(self._shards.of_rank(peer)):
             self._ready[peer, i].wait()
             if self._failed:

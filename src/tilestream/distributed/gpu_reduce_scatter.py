@@ -22,9 +22,9 @@ import torch
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather, reduce_scatter
 from tilestream.distributed.call_queue import CallQueue, Handlers, IssuedCall, no_op, run_protocol
-from tilestream.distributed.collective import agree
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.ops.publish import Publication
@@ -40,6 +40,8 @@ POLLS = 3
 
 #: ``product(out, publication, epoch, rows_per_chunk, pivot)`` issues the kernel that computes ``out`` and publishes it.
 Product = Callable[[torch.Tensor, Publication, int, int, int], object]
+#: ``reduce_partials(operand, void, epoch)`` issues the sum: NaN if ``void`` is the epoch of this or an earlier call.
+ReducePartials = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 class CallEvents:
@@ -87,7 +89,7 @@ class ReduceScatterQueue(CallQueue):
 
     def issue(
         self, shards: Shards, dtype: torch.dtype, received: torch.Tensor, product: Product,
-        add_up: Callable[[torch.Tensor, torch.Tensor, int], None], seconds: float,
+        reduce_partials: ReducePartials, seconds: float,
     ) -> None:  # fmt: skip
         """Issue a call: the kernel, the pulls, and the sum. Non-blocking.
 
@@ -95,9 +97,8 @@ class ReduceScatterQueue(CallQueue):
         ----------
         received
             ``[world, batches, rows, width]``: the peers' parts are pulled into it. This rank's part is not written.
-        add_up
-            ``add_up(whole, void, epoch)`` issues the sum of ``received`` and this rank's part of its product ``whole``;
-            the sum is NaN if ``void`` is the epoch of this or an earlier call.
+        reduce_partials
+            Of ``received`` and this rank's part of its own product, which is the operand.
         seconds
             Seconds that peers have from the kernel's end.
         """
@@ -112,13 +113,13 @@ class ReduceScatterQueue(CallQueue):
         try:
             for stream in (self._side, calling):
                 received.record_stream(stream)
-            whole = self._slot(self._rank, epoch % gather.SLOTS, shards, dtype)
-            self._produce(epoch, shards, whole, product, events)
+            product_of_all = self._slot(self._rank, epoch % gather.SLOTS, shards, dtype)
+            self._produce(epoch, shards, product_of_all, product, events)
             self._scatter(epoch, shards, dtype, received, before, events)
             self.track(events.call)  # before the sum: a blocking launch (CUDA_LAUNCH_BLOCKING) waits for the peers
             handlers: Handlers = {
                 gather.AwaitSide: lambda op: calling.wait_event(events.call.side),
-                reduce_scatter.Sum: lambda op: add_up(whole, self.void(calling), epoch),
+                reduce_scatter.Sum: lambda op: reduce_partials(product_of_all, self.void(calling), epoch),
                 reduce_scatter.Summed: lambda op: events.record(events.call.end),
             }
             run_protocol(reduce_scatter.add_up(epoch), handlers)
@@ -145,12 +146,12 @@ class ReduceScatterQueue(CallQueue):
         if untracked:
             self.track(events.call)
 
-    def _produce(self, epoch: int, shards: Shards, whole: torch.Tensor, product: Product, events: CallEvents) -> None:
+    def _produce(self, epoch: int, shards: Shards, into: torch.Tensor, product: Product, events: CallEvents) -> None:
         calling = events.calling
 
         def compute(op: reduce_scatter.Compute) -> None:
             if op.step == 0:  # one launch computes all chunks in this order, and publishes each
-                out = whole.view(shards.total, shards.width)
+                out = into.view(shards.total, shards.width)
                 pivot = (self._rank + 1) * shards.parts % shards.chunks
                 product(out, self._publication, op.epoch, shards.rows // shards.parts, pivot)
 
@@ -243,17 +244,15 @@ class ReduceScatterQueue(CallQueue):
 
 
 def matmul_scatter(
-    state: GroupState, plan: DistributedPlan, shards: Shards, like: torch.Tensor, dtype: torch.dtype, product: Product,
-    average: bool, bias: torch.Tensor | None, seconds: float,
+    state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, product: Product,
+    seconds: float,
 ) -> torch.Tensor:  # fmt: skip
-    """The sum (or average) over all ranks of this rank's part of their products, plus ``bias``.
+    """The sum (or average) over all ranks of this rank's part of their products, plus the bias.
 
     Non-blocking. Later errors are raised by the next call on this device, and with this group.
 
     Parameters
     ----------
-    like
-        A tensor on the call's device.
     dtype
         Of the parts that travel, and of the result.
 
@@ -262,21 +261,19 @@ def matmul_scatter(
     torch.Tensor
         ``[batches, rows, width]``.
     """
-    device = like.device
+    device = request.a.device
     with torch.cuda.device(device):
-        agree(state, plan, device)
-        queue = state.queue(ReduceScatterQueue, device)
-        queue.check_gpu("a", device)
-        queue.reserve(math.prod(shards.shape) * dtype.itemsize)
-        bias = None if bias is None else bias.contiguous()  # the kernel takes no strides
+        queue = ReduceScatterQueue.of(state, plan, "a", device, math.prod(shards.shape) * dtype.itemsize)
+        bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
         mine = (shards.batches, shards.rows, shards.width)
         received = state.buffer("received", (shards.world, *mine), dtype, device)
         out = torch.empty(mine, dtype=dtype, device=device)
 
-        def add_up(whole: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
+        def reduce_partials(product_of_all: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
             from tilestream.launch.portable.add import add_parts  # imports Triton
 
-            add_parts(whole, received, out, bias, void, state.rank, epoch, float(shards.world if average else 1))
+            divisor = request.divisor(shards.world)
+            add_parts(product_of_all, received, out, bias, void, state.rank, epoch, divisor)
 
-        queue.issue(shards, dtype, received, product, add_up, seconds)
+        queue.issue(shards, dtype, received, product, reduce_partials, seconds)
     return out

@@ -179,15 +179,15 @@ def name_of(op: str, group: Group) -> str:
 
     The group is checked here, except while torch's compiler traces.
     """
-    return _NODE_SEPARATOR.join(_name(op, x) for x in groups_of(op, group))
-
-
-def _name(op: str, group: dist.ProcessGroup | None) -> str:
-    if not torch.compiler.is_compiling():
-        return state_of(op, group).name
-    found = dist.group.WORLD if group is None else group
-    assert found is not None, "torch.distributed is not initialised"
-    return str(found.group_name)
+    names = []
+    for x in groups_of(op, group):
+        if torch.compiler.is_compiling():
+            found = dist.group.WORLD if x is None else x
+            assert found is not None, "torch.distributed is not initialised"
+            names.append(str(found.group_name))
+        else:
+            names.append(state_of(op, x).name)
+    return _NODE_SEPARATOR.join(names)
 
 
 def groups_of(op: str, group: Group) -> tuple[dist.ProcessGroup | None, ...]:

@@ -54,7 +54,7 @@ class NodeMesh(NamedTuple):
         """`exchange_between_nodes`. A failure also breaks the node's group, whose ranks would wait for this one."""
         with self.internode.call(), torch.no_grad():
             try:
-                return exchange_between_nodes(self.internode, plan.between_nodes, like, _left(end), compute)
+                return exchange_between_nodes(self.internode, plan.internode, like, _left(end), compute)
             except BaseException as error:
                 if self.internode.broken and not self.intranode.broken:
                     self.intranode.break_(f"between nodes: {type(error).__name__}: {error}")

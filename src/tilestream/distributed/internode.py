@@ -37,14 +37,13 @@ class Steps(Protocol):
 
 
 class _NcclSteps:
-    """See `Steps`."""
+    """`Steps` of NCCL's sends and receives."""
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._under_way: dict[int, tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def put(self, step: int, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Steps`."""
         rank, world, group = self._state.rank, self._state.world, self._state.group
         sent = [x.contiguous() for x in tensors]
         received = [torch.empty_like(x) for x in sent]
@@ -55,7 +54,6 @@ class _NcclSteps:
         self._under_way[step] = works, sent, received
 
     def get(self, step: int) -> list[torch.Tensor]:
-        """See `Steps`."""
         works, _, received = self._under_way.pop(step)  # the sent tensors are kept alive until here
         for work in works:
             work.wait()
@@ -63,7 +61,7 @@ class _NcclSteps:
 
 
 class _GlooSteps:
-    """See `Steps`, and `tilestream.distributed.exchange.Traffic`: a peer is a node."""
+    """`Steps` of gloo's messages, and their `tilestream.distributed.exchange.Traffic`: a peer is a node."""
 
     def __init__(self, state: GroupState, like: Sequence[torch.Tensor]) -> None:
         self._rank, self._world, self._like = state.rank, state.world, like
@@ -76,19 +74,16 @@ class _GlooSteps:
         self._failed = False
 
     def incoming(self, peer: int) -> Sequence[Receive]:
-        """See `Traffic`."""
         *before, last = self._theirs[peer]
         return [*(Receive(x) for x in before), Receive(last, self._landed[peer].set)]
 
     def outgoing(self, peer: int) -> Iterator[torch.Tensor]:
-        """See `Traffic`."""
         self._ready[peer].wait()  # set by `put`, or by `fail`
         if self._failed:
             raise RuntimeError("this rank could not compute its part")
         yield from self._mine[peer]
 
     def failed(self, peer: int, error: BaseException) -> None:
-        """See `Traffic`."""
         self._lost[peer] = error
         self._landed[peer].set()
 
@@ -99,13 +94,11 @@ class _GlooSteps:
             event.set()
 
     def put(self, step: int, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Steps`."""
         peer = (self._rank + step) % self._world
         self._mine[peer] = [x.detach().cpu().contiguous() for x in tensors]
         self._ready[peer].set()
 
     def get(self, step: int) -> list[torch.Tensor]:
-        """See `Steps`."""
         peer = (self._rank - step) % self._world
         self._landed[peer].wait()  # bounded: the receiving thread has a deadline, and always sets the event
         if peer in self._lost:
@@ -114,12 +107,9 @@ class _GlooSteps:
 
 
 def exchange_between_nodes(
-    state: GroupState,
-    plan: DistributedPlan,
-    like: Sequence[torch.Tensor],
-    seconds: float,
+    state: GroupState, plan: DistributedPlan, like: Sequence[torch.Tensor], seconds: float,
     compute: Callable[[Steps], T],
-) -> T:
+) -> T:  # fmt: skip
     """``compute(steps)``, during which the steps are exchanged.
 
     Parameters

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_scatter
-from tilestream.distributed.dispatch import Form
+from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.group_state import states_of, world_of
 from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
@@ -26,23 +26,17 @@ library.define(
     "float deadline, int worker_limit) -> (Tensor, Tensor[])",
     tags=_alone,
 )
-library.define(
-    "matmul_reduce_scatter(Tensor a, Tensor b, int scatter_dim, str reduce_op, str group, Tensor? bias, "
-    "Tensor? scale_a, Tensor? scale_b, ScalarType? out_dtype, bool fast_accum, str form, float deadline, "
-    "int worker_limit) -> Tensor",
-    tags=_alone,
+_SUM = (
+    "str reduce_op, str group, Tensor? bias, Tensor? scale_a, Tensor? scale_b, ScalarType? out_dtype, bool fast_accum, "
+    "str form, float deadline, int worker_limit) -> Tensor"
 )
-library.define(
-    "matmul_all_reduce(Tensor a, Tensor b, str reduce_op, str group, Tensor? bias, Tensor? scale_a, Tensor? scale_b, "
-    "ScalarType? out_dtype, bool fast_accum, str form, float deadline, int worker_limit) -> Tensor",
-)
+library.define(f"matmul_reduce_scatter(Tensor a, Tensor b, int scatter_dim, {_SUM}", tags=_alone)
+library.define(f"matmul_all_reduce(Tensor a, Tensor b, {_SUM}")
+library.define("sum_over_ranks(Tensor x, str group) -> Tensor")
 all_gather_matmul_op = torch.ops.tilestream.all_gather_matmul.default
 matmul_reduce_scatter_op = torch.ops.tilestream.matmul_reduce_scatter.default
-
-library.define("sum_over_ranks(Tensor x, str group) -> Tensor")
-library.impl("sum_over_ranks", lambda x, group: all_reduce.sum_over(group, x), "CompositeExplicitAutograd")
-torch.library.register_fake("tilestream::sum_over_ranks", lambda x, group: x.new_empty(x.shape), lib=library)
 matmul_all_reduce_op = torch.ops.tilestream.matmul_all_reduce.default
+sum_over_ranks_op = torch.ops.tilestream.sum_over_ranks.default
 
 
 def _limited(count: int) -> AbstractContextManager[None]:
@@ -72,15 +66,22 @@ def _all_gather_matmul(
         return hierarchy.all_gather_matmul(NodeMesh(*states), request)
 
 
-def _matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None,
-    fast_accum: bool, form: Form, deadline: float, worker_limit: int,
-) -> torch.Tensor:  # fmt: skip
-    request = Request(
-        REDUCE_SCATTER, a, [b], [bias], ["none"], scale_a, [scale_b], scatter_dim, reduce_op, out_dtype, fast_accum,
-        form=form, deadline=_deadline(deadline),
+def _sum_request(
+    op: Op, a: torch.Tensor, b: torch.Tensor, dim: int, reduce_op: str, bias: torch.Tensor | None,
+    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, fast_accum: bool,
+    form: Form, deadline: float,
+) -> Request:  # fmt: skip
+    return Request(
+        op, a, [b], [bias], ["none"], scale_a, [scale_b], dim, reduce_op, out_dtype, fast_accum, form=form,
+        deadline=_deadline(deadline),
     )  # fmt: skip
+
+
+def _matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, *options: Any
+) -> torch.Tensor:
+    *of_request, worker_limit = options
+    request = _sum_request(REDUCE_SCATTER, a, b, scatter_dim, reduce_op, *of_request)
     states = states_of(REDUCE_SCATTER, group)
     with _limited(worker_limit):
         if len(states) == 1:
@@ -88,27 +89,14 @@ def _matmul_reduce_scatter(
         return hierarchy.matmul_reduce_scatter(NodeMesh(*states), request)
 
 
-def _matmul_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: str, bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out_dtype: torch.dtype | None, fast_accum: bool,
-    form: Form, deadline: float, worker_limit: int,
-) -> torch.Tensor:  # fmt: skip
-    request = Request(
-        ALL_REDUCE, a, [b], [bias], ["none"], scale_a, [scale_b], 0, reduce_op, out_dtype, fast_accum, form=form,
-        deadline=_deadline(deadline),
-    )  # fmt: skip
+def _matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: str, *options: Any) -> torch.Tensor:
+    *of_request, worker_limit = options
+    request = _sum_request(ALL_REDUCE, a, b, 0, reduce_op, *of_request)
     with _limited(worker_limit):
         return all_reduce.run(states_of(ALL_REDUCE, group), request)
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("matmul_all_reduce", _matmul_all_reduce, _device)
-    library.impl("all_gather_matmul", _all_gather_matmul, _device)
-    library.impl("matmul_reduce_scatter", _matmul_reduce_scatter, _device)
-
-
-@torch.library.register_fake("tilestream::all_gather_matmul", lib=library)  # type: ignore[untyped-decorator]
-def _(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str, *others: Any) -> Any:
+def _empty_gathered(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str, *others: Any) -> Any:
     out_dtype, return_a = others[4], others[6]
     shape = list(a_shard.shape)
     shape[gather_dim] *= world_of(group)
@@ -116,15 +104,15 @@ def _(a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: 
     return a, [a_shard.new_empty((*shape[:-1], x.shape[1]), dtype=result_dtype(a_shard, out_dtype)) for x in b]
 
 
-@torch.library.register_fake("tilestream::matmul_reduce_scatter", lib=library)  # type: ignore[untyped-decorator]
-def _(a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, *others: Any) -> torch.Tensor:
+def _empty_part(
+    a: torch.Tensor, b: torch.Tensor, scatter_dim: int, reduce_op: str, group: str, *others: Any
+) -> torch.Tensor:
     shape = [*a.shape[:-1], b.shape[1]]
     shape[scatter_dim] //= world_of(group)
     return a.new_empty(shape, dtype=result_dtype(a, others[3]))
 
 
-@torch.library.register_fake("tilestream::matmul_all_reduce", lib=library)  # type: ignore[untyped-decorator]
-def _(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
+def _empty_sum(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[1]), dtype=result_dtype(a, others[5]))
 
 
@@ -154,14 +142,14 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
     a_shard, *rest = ctx.saved_tensors
     b, bias = rest[: ctx.count], rest[ctx.count :]
     needs_weight = any(ctx.needs_input_grad[1]) if isinstance(ctx.needs_input_grad[1], list | tuple) else True
-    whole = None
+    gathered = None
     if needs_weight or any(name != "none" for name in ctx.activation):
         none: list[Any] = []
-        whole, _ = all_gather_matmul_op(
+        gathered, _ = all_gather_matmul_op(
             a_shard, none, ctx.dim, ctx.group, none, [], None, none, None, True, True, *ctx.how
         )  # fmt: skip
     before = [
-        _before_activation(grad, whole, weight, added, activation, ctx.how[-1])
+        _before_activation(grad, gathered, weight, added, activation, ctx.how[-1])
         for grad, weight, added, activation in zip(grads, b, bias, ctx.activation, strict=True)
     ]
     summed = torch.cat(before, -1) if len(before) > 1 else before[0]
@@ -171,7 +159,9 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
     )  # fmt: skip
     if ctx.return_a:
         shard = shard + sum_of_parts(GATHER, ctx.group, grad_a, ctx.dim)
-    of_b = [None] * len(b) if whole is None else [_weight(whole, grad, ctx.how[-1]) for grad in before]
+    of_b: list[torch.Tensor | None] = [None] * len(b)
+    if gathered is not None:
+        of_b = [_multiply(_rows(gathered).mT, _rows(grad), ctx.how[-1]) for grad in before]
     of_bias = [
         g.sum(dim=tuple(range(g.dim() - 1))).to(x.dtype) if x.numel() else torch.zeros_like(x)
         for x, g in zip(bias, before, strict=True)
@@ -180,80 +170,82 @@ def _gather_backward(ctx: Any, grad_a: torch.Tensor, grads: list[torch.Tensor]) 
 
 
 def _before_activation(
-    grad: torch.Tensor, whole: torch.Tensor | None, b: torch.Tensor, bias: torch.Tensor, activation: str,
+    grad: torch.Tensor, gathered: torch.Tensor | None, b: torch.Tensor, bias: torch.Tensor, activation: str,
     worker_limit: int,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient with respect to the activation's input, which is recomputed."""
-    if activation == "none" or whole is None:
+    if activation == "none" or gathered is None:
         return grad
     wide = torch.float64 if b.dtype == torch.float64 else torch.float32
-    added = bias if bias.numel() else None
-    rows = whole.reshape(-1, whole.shape[-1])
-    before = gemm_op(rows, b, added, None, 1.0, 1.0, "none", wide, "auto", 0, None, None, True, worker_limit)
-    before = before.view(grad.shape)
+    before = _multiply(_rows(gathered), b, worker_limit, bias if bias.numel() else None, wide).view(grad.shape)
     if activation == "relu":
         return torch.ops.aten.threshold_backward(grad.to(wide), before, 0).to(grad.dtype)  # type: ignore[no-any-return]
     return _activation_backward(activation, grad.to(wide), before).to(grad.dtype)
 
 
-def _weight(a: torch.Tensor, grad: torch.Tensor, worker_limit: int) -> torch.Tensor:
-    rows, columns = a.reshape(-1, a.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    of_b: torch.Tensor = gemm_op(
-        rows.mT, columns, None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, worker_limit
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, worker_limit: int, bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    product: torch.Tensor = gemm_op(
+        a, b, bias, None, 1.0, 1.0, "none", out_dtype, "auto", 0, None, None, True, worker_limit
     )
-    return of_b
+    return product
 
 
-def _sum_context(ctx: Any, op: str, operands: tuple[Any, ...], reduce_op: str, group: str, how: list[Any]) -> None:
-    a, b, bias, scale_a, scale_b = operands
+def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Of both sums; ``ctx.dim`` is empty for an all-reduce."""
+    a, b, *ctx.dim, ctx.reduce_op, ctx.group, bias, scale_a, scale_b, _, _, form, deadline, limit = inputs
     if scale_a is not None or scale_b is not None:
+        op = REDUCE_SCATTER if ctx.dim else ALL_REDUCE
         _refuse_gradients(op, a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     ctx.save_for_backward(a, b)
-    ctx.reduce_op, ctx.group, ctx.how = reduce_op, group, how
-    ctx.bias = None if bias is None else bias.dtype
+    ctx.how, ctx.bias = [form, deadline, limit], None if bias is None else bias.dtype
 
 
-def _bias_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
-    return None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
+def _sum_gradients(ctx: Any, of_product: torch.Tensor, of_a: torch.Tensor, grad: torch.Tensor) -> tuple[Any, ...]:
+    """Gradients of a sum's arguments; ``of_product``: with respect to this rank's product of all rows."""
+    a, _ = ctx.saved_tensors
+    of_b = _multiply(_rows(a).mT, _rows(of_product), ctx.how[-1])
+    of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
+    return (of_a, of_b, *[None] * (len(ctx.dim) + 2), of_bias, *[None] * 7)
 
 
-def _product_gradient(ctx: Any, grad: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """The gradient with respect to a rank's product, in ``a``'s dtype."""
+def _product_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient with respect to a rank's product, in the operands' dtype."""
+    a, _ = ctx.saved_tensors
     return (grad / world_of(ctx.group) if ctx.reduce_op == "avg" else grad).to(a.dtype)
 
 
-def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, ctx.dim, reduce_op, group, bias, scale_a, scale_b, _, _, *how = inputs
-    _sum_context(ctx, REDUCE_SCATTER, (a, b, bias, scale_a, scale_b), reduce_op, group, how)
-
-
 def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    a, b = ctx.saved_tensors
-    of_product, no_bias = _product_gradient(ctx, grad, a), grad.new_empty(0)
-    whole, (of_a,) = all_gather_matmul_op(
-        of_product, [b.mT], ctx.dim, ctx.group, [no_bias], ["none"], None, [None], None, True, True, *ctx.how
-    )
-    return (of_a, _weight(a, whole, ctx.how[-1]), None, None, None, _bias_gradient(ctx, grad), *[None] * 7)
+    _, b = ctx.saved_tensors
+    gathered, (of_a,) = all_gather_matmul_op(
+        _product_gradient(ctx, grad), [b.mT], *ctx.dim, ctx.group, [grad.new_empty(0)], ["none"], None, [None], None,
+        True, True, *ctx.how,
+    )  # fmt: skip
+    return _sum_gradients(ctx, gathered, of_a, grad)
 
 
-def _all_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, reduce_op, group, bias, scale_a, scale_b, _, _, *how = inputs
-    _sum_context(ctx, ALL_REDUCE, (a, b, bias, scale_a, scale_b), reduce_op, group, how)
-
-
-def _all_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     # Each rank's gradient of the sum contributes to every operand's.
-    total = torch.ops.tilestream.sum_over_ranks.default(grad, ctx.group)
-    of_product, limit = _product_gradient(ctx, total, a), ctx.how[-1]
-    rows = of_product.reshape(-1, of_product.shape[-1])
-    of_a = gemm_op(rows, b.mT, None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, limit)
-    return (of_a.view(a.shape), _weight(a, of_product, limit), None, None, _bias_gradient(ctx, grad), *[None] * 7)
+    of_product = _product_gradient(ctx, sum_over_ranks_op(grad, ctx.group))
+    of_a = _multiply(_rows(of_product), b.mT, ctx.how[-1]).view(a.shape)
+    return _sum_gradients(ctx, of_product, of_a, grad)
 
 
-for _op, _backward, _context in (
-    ("matmul_all_reduce", _all_backward, _all_context),
-    ("all_gather_matmul", _gather_backward, _gather_context),
-    ("matmul_reduce_scatter", _scatter_backward, _scatter_context),
+for _op, _run, _fake, _backward, _context in (
+    ("all_gather_matmul", _all_gather_matmul, _empty_gathered, _gather_backward, _gather_context),
+    ("matmul_reduce_scatter", _matmul_reduce_scatter, _empty_part, _scatter_backward, _sum_context),
+    ("matmul_all_reduce", _matmul_all_reduce, _empty_sum, _all_reduce_backward, _sum_context),
 ):
+    for _device in ("CPU", "CUDA"):
+        library.impl(_op, _run, _device)
+    torch.library.register_fake(f"tilestream::{_op}", _fake, lib=library)
     torch.library.register_autograd(f"tilestream::{_op}", _backward, setup_context=_context, lib=library)
+library.impl("sum_over_ranks", lambda x, group: all_reduce.sum_over(group, x), "CompositeExplicitAutograd")
+torch.library.register_fake("tilestream::sum_over_ranks", lambda x, group: x.new_empty(x.shape), lib=library)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -10,33 +11,45 @@ from torch import nn
 from tilestream.distributed.api import all_gather_matmul, matmul_reduce_scatter
 from tilestream.distributed.group_state import Group, place_of
 
-
-def _share(name: str, what: str, features: int, world: int) -> int:
-    if features % world:
-        raise ValueError(f"{name}: {what}={features}; it is a multiple of the {world} ranks")
-    return features // world
+P = TypeVar("P", bound="_ParallelLinear")
 
 
 class _ParallelLinear(nn.Module):
-    """A Linear with this rank's share of a weight, and a bias."""
+    """A Linear with this rank's share of a weight, and of the bias if the output features are divided."""
 
+    #: The features that are divided between the ranks: those of this dimension of the weight.
+    _features, _weight_dim = "", 0
     bias: nn.Parameter | None
 
     def __init__(
-        self, rows: int, columns: int, bias: int, dim: int, group: Group,
-        device: torch.device | str | None, dtype: torch.dtype | None,
+        self, in_features: int, out_features: int, bias: bool = True, *, dim: int = 0, group: Group = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dim, self.group = dim, group
-        self.weight = nn.Parameter(torch.empty(rows, columns, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(bias, device=device, dtype=dtype)) if bias else None
+        shape = [out_features, in_features]
+        name, features = type(self).__name__, shape[self._weight_dim]
+        _, world = place_of(name, group)
+        if features % world:
+            raise ValueError(f"{name}: {self._features}={features}; it is a multiple of the {world} ranks")
+        shape[self._weight_dim] //= world
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(shape[0], device=device, dtype=dtype)) if bias else None
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    def _copy(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    @classmethod
+    def of(cls: type[P], linear: nn.Linear, *, dim: int = 0, group: Group = None, **options: Any) -> P:
+        """From this rank's share of ``linear``; ``options`` are those of the module."""
+        (rank, world), weight, bias = place_of(cls.__name__, group), linear.weight, linear.bias
+        made = cls(
+            linear.in_features, linear.out_features, bias is not None, dim=dim, group=group, device=weight.device,
+            dtype=weight.dtype, **options,
+        )  # fmt: skip
         with torch.no_grad():
-            self.weight.copy_(weight)
-            if self.bias is not None and bias is not None:
-                self.bias.copy_(bias)
+            made.weight.copy_(weight.chunk(world, cls._weight_dim)[rank])
+            if made.bias is not None:
+                made.bias.copy_(bias.chunk(world)[rank] if cls._weight_dim == 0 else bias)
+        return made
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -64,29 +77,15 @@ class ColumnParallelLinear(_ParallelLinear):
         If N is not a multiple of the number of ranks.
     """
 
+    _features, _weight_dim = "out_features", 0
+
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, dim: int = 0,
         group: Group = None, activation: str | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        _, world = place_of("ColumnParallelLinear", group)
-        share = _share("ColumnParallelLinear", "out_features", out_features, world)
-        super().__init__(share, in_features, share if bias else 0, dim, group, device, dtype)
+        super().__init__(in_features, out_features, bias, dim=dim, group=group, device=device, dtype=dtype)
         self.activation = activation
-
-    @classmethod
-    def of(
-        cls, linear: nn.Linear, *, dim: int = 0, group: Group = None, activation: str | None = None
-    ) -> ColumnParallelLinear:
-        """From this rank's share of ``linear``."""
-        (rank, world), weight, bias = place_of("ColumnParallelLinear", group), linear.weight, linear.bias
-        made = cls(
-            linear.in_features, linear.out_features, bias is not None, dim=dim, group=group, activation=activation,
-            device=weight.device, dtype=weight.dtype,
-        )  # fmt: skip
-        own = None if bias is None else bias.chunk(world)[rank]
-        made._copy(weight.chunk(world)[rank], own)
-        return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of all rows, for this rank's columns."""
@@ -117,25 +116,7 @@ class RowParallelLinear(_ParallelLinear):
         If K is not a multiple of the number of ranks.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, dim: int = 0,
-        group: Group = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        _, world = place_of("RowParallelLinear", group)
-        share = _share("RowParallelLinear", "in_features", in_features, world)
-        super().__init__(out_features, share, out_features if bias else 0, dim, group, device, dtype)
-
-    @classmethod
-    def of(cls, linear: nn.Linear, *, dim: int = 0, group: Group = None) -> RowParallelLinear:
-        """From this rank's share of ``linear``."""
-        (rank, world), weight, bias = place_of("RowParallelLinear", group), linear.weight, linear.bias
-        made = cls(
-            linear.in_features, linear.out_features, bias is not None, dim=dim, group=group, device=weight.device,
-            dtype=weight.dtype,
-        )  # fmt: skip
-        made._copy(weight.chunk(world, 1)[rank], bias)
-        return made
+    _features, _weight_dim = "in_features", 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of this rank's rows."""

@@ -31,34 +31,39 @@ NIC, NVLINK = 50e9, 450e9
 
 @dataclass(frozen=True)
 class NodeModel:
-    """The model of a call; see the module.
+    """The model of a call; see the module."""
 
-    Attributes
-    ----------
-    nodes, local
-        The number of nodes, and of GPUs in one.
-    shard_bytes
-        Bytes of one rank's shard.
-    matmul
-        Seconds of a GPU's matmul of all rows, alone.
-    nic, nvlink
-        Bytes a second of a GPU in each direction.
-    """
-
+    #: nodes, local: the number of nodes, and of GPUs in one.
     nodes: int
     local: int
-    shard_bytes: int
-    matmul: float
+    shard_bytes: int  # bytes of one rank's shard
+    matmul: float  # seconds of a GPU's matmul of all rows, alone
+    #: nic, nvlink: bytes a second of a GPU in each direction.
     nic: float = NIC
     nvlink: float = NVLINK
 
+    @classmethod
+    def of(cls, nodes: int, case: Case, rates: dict[str, Any]) -> NodeModel:
+        """The model of a call over ``nodes`` nodes.
+
+        Parameters
+        ----------
+        case
+            Of the ranks of one node.
+        rates
+            The device's: see ``table.json``.
+        """
+        flops = rates["flops"] * (2 if case.itemsize == 1 else 1)
+        matmul = 2.0 * nodes * case.world * case.rows * case.n * case.k / flops
+        return cls(nodes, case.world, case.shard_bytes, matmul)
+
     @property
-    def between_bytes(self) -> int:
+    def nic_bytes(self) -> int:
         """Bytes that a GPU receives through its NIC."""
         return (self.nodes - 1) * self.shard_bytes
 
     @property
-    def inside_bytes(self) -> int:
+    def nvlink_bytes(self) -> int:
         """Bytes that a GPU receives by NVLink."""
         return self.nodes * (self.local - 1) * self.shard_bytes
 
@@ -68,9 +73,9 @@ class NodeModel:
         return (self.nodes - 1) * self.local * self.shard_bytes
 
     @property
-    def floor(self) -> float:
-        """A lower bound in seconds for any order of the transfers: the longest of matmul, NIC and NVLink."""
-        return max(self.matmul, self.between_bytes / self.nic, self.inside_bytes / self.nvlink)
+    def parts(self) -> tuple[float, float, float]:
+        """Seconds of the matmul, of the NIC and of NVLink, each alone; the longest bounds any order from below."""
+        return self.matmul, self.nic_bytes / self.nic, self.nvlink_bytes / self.nvlink
 
     @property
     def seconds(self) -> float:
@@ -82,31 +87,23 @@ class NodeModel:
         return end
 
     @property
-    def unfused(self) -> float:
-        """Seconds of the three without overlap."""
-        return self.between_bytes / self.nic + self.inside_bytes / self.nvlink + self.matmul
-
-    @property
     def hidden(self) -> bool:
         """Whether the matmuls hide the transfers between nodes: each shard arrives before its step begins."""
         return self.shard_bytes / self.nic <= self.matmul / self.nodes
 
     def explain(self) -> list[tuple[str, str]]:
         """The model in words."""
-        sent = f"{self.between_bytes / 1e6:.4g} MB through the NIC, {self.inside_bytes / 1e6:.4g} MB by NVLink"
+        sent = f"{self.nic_bytes / 1e6:.4g} MB through the NIC, {self.nvlink_bytes / 1e6:.4g} MB by NVLink"
         how = "hidden behind the matmul" if self.hidden else "longer than the matmul beside it"
+        modelled = (
+            f"{self.seconds * 1e3:.3g} ms, floor {max(self.parts) * 1e3:.3g} ms, one after the other "
+            f"{sum(self.parts) * 1e3:.3g} ms; what goes between nodes is {how} (nominal: {self.nic / 1e9:g} and "
+            f"{self.nvlink / 1e9:g} GB/s a GPU and direction)"
+        )
         return [
-            (
-                "nodes",
-                f"{self.nodes} of {self.local} GPUs, a step each: the own first, then as they come in",
-            ),
+            ("nodes", f"{self.nodes} of {self.local} GPUs, a step each: the own first, then as they come in"),
             ("bytes", f"{sent}, a GPU; flat it would be {self.flat_bytes / 1e6:.4g} MB through the NIC"),
-            (
-                "modelled",
-                f"{self.seconds * 1e3:.3g} ms, floor {self.floor * 1e3:.3g} ms, one after the other "
-                f"{self.unfused * 1e3:.3g} ms; what goes between nodes is {how} (nominal: {self.nic / 1e9:g} and "
-                f"{self.nvlink / 1e9:g} GB/s a GPU and direction)",
-            ),
+            ("modelled", modelled),
         ]
 
 
@@ -124,22 +121,4 @@ def explain(nodes: int, case: Case) -> list[tuple[str, str]]:
     rates = table()["rates"].get(case.device)
     if rates is None or case.device == "cpu":
         return [("nodes", f"{nodes}, each a step")]
-    return model(nodes, case.world, case.rows, case.width, case.itemsize, case.n, case.k, rates).explain()
-
-
-def model(
-    nodes: int, local: int, rows: int, width: int, itemsize: int, n: int, k: int, rates: dict[str, Any]
-) -> NodeModel:
-    """The model of a call.
-
-    Parameters
-    ----------
-    rows, width, itemsize
-        Of a rank's shard, which travels.
-    n, k
-        Columns of all B together, and the length of the sums that a rank computes.
-    rates
-        The device's: see ``table.json``.
-    """
-    flops = rates["flops"] * (2 if itemsize == 1 else 1)
-    return NodeModel(nodes, local, rows * width * itemsize, 2.0 * nodes * local * rows * n * k / flops)
+    return NodeModel.of(nodes, case, rates).explain()

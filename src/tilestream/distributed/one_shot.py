@@ -14,6 +14,7 @@ Measured as a hand-written prototype (2 x H200, benchmarks/results/h200/reduce_b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -21,17 +22,15 @@ import torch
 
 from tilestream.core.protocols import gather, one_shot
 from tilestream.distributed.call_queue import Handlers, run_protocol
-from tilestream.distributed.collective import agree
-from tilestream.distributed.gpu_reduce_scatter import CallEvents, ReduceScatterQueue
+from tilestream.distributed.gpu_reduce_scatter import CallEvents, ReducePartials, ReduceScatterQueue
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.request import Request
 from tilestream.ops.publish import Publication
 from tilestream.runtime.driver import stream_wait, stream_write
 
 #: ``product(out)`` issues the matmul into ``out``.
 Product = Callable[[torch.Tensor], object]
-#: ``add_up(addresses, void, epoch)`` issues the sum of the slots at these addresses, ``int64[world]``.
-AddUp = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 class AllReduceQueue(ReduceScatterQueue):
@@ -46,14 +45,17 @@ class AllReduceQueue(ReduceScatterQueue):
         return cast("Publication", None)
 
     def reduce(
-        self, shape: tuple[int, int], dtype: torch.dtype, product: Product, add_up: AddUp, seconds: float
-    ) -> None:
+        self, shape: tuple[int, int], dtype: torch.dtype, product: Product, reduce_partials: ReducePartials,
+        seconds: float,
+    ) -> None:  # fmt: skip
         """Issue a call. Non-blocking.
 
         Parameters
         ----------
         shape, dtype
             Of a partial sum.
+        reduce_partials
+            Of the slots at these addresses, ``int64[world]``.
         seconds
             Seconds that peers have from the matmul's end.
         """
@@ -79,7 +81,7 @@ class AllReduceQueue(ReduceScatterQueue):
             one_shot.FlagPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
             one_shot.AwaitPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
             one_shot.AllFlagged: heard,
-            one_shot.AddSlots: lambda op: add_up(addresses[op.slot], self.void(calling), op.epoch),
+            one_shot.AddSlots: lambda op: reduce_partials(addresses[op.slot], self.void(calling), op.epoch),
             one_shot.Added: lambda op: events.record(call.end),
         }
         try:
@@ -99,26 +101,26 @@ class AllReduceQueue(ReduceScatterQueue):
         return self._addresses
 
 
-def matmul_reduce(
-    state: GroupState, plan: DistributedPlan, shape: tuple[int, int], dtype: torch.dtype, product: Product,
-    average: bool, bias: torch.Tensor | None, seconds: float, device: torch.device,
-) -> torch.Tensor:  # fmt: skip
-    """The sum (or average) over all ranks of their products ``[rows, columns]``, on each rank, plus ``bias``.
+def matmul_reduce(state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype) -> torch.Tensor:
+    """The sum (or average) over all ranks of their products, on each rank, plus the bias: ``[..., M, N]`` of ``dtype``.
 
     Non-blocking. Later errors are raised by the next call on this device, and with this group.
     """
-    with torch.cuda.device(device):
-        agree(state, plan, device)
-        queue = state.queue(AllReduceQueue, device)
-        queue.check_gpu("a", device)
-        queue.reserve(shape[0] * shape[1] * dtype.itemsize)
-        out = torch.empty(shape, dtype=dtype, device=device)
-        bias = None if bias is None else bias.contiguous()  # the kernel takes no strides
+    a, seconds = request.a, request.seconds(state)
+    whole = *a.shape[:-1], request.b.shape[-1]
+    shape = math.prod(whole[:-1]), whole[-1]
+    with torch.cuda.device(a.device):
+        queue = AllReduceQueue.of(state, plan, "a", a.device, shape[0] * shape[1] * dtype.itemsize)
+        out = torch.empty(shape, dtype=dtype, device=a.device)
+        bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
 
-        def add_up(addresses: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
+        def product(into: torch.Tensor) -> None:
+            request.product(a, bias=None, out_dtype=dtype, out=into.view(whole))
+
+        def reduce_partials(addresses: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
             from tilestream.launch.portable.add import add_slots  # imports Triton
 
-            add_slots(addresses, out, bias, void, epoch, float(state.world if average else 1))
+            add_slots(addresses, out, bias, void, epoch, request.divisor(state.world))
 
-        queue.reduce(shape, dtype, product, add_up, seconds)
-    return out
+        queue.reduce(shape, dtype, product, reduce_partials, seconds)
+    return out.view(whole)

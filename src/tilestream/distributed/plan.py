@@ -9,7 +9,7 @@ from typing import Literal
 
 from tilestream.core.protocols import handshake
 from tilestream.core.protocols.gather import Way
-from tilestream.distributed import nodes as node_model
+from tilestream.distributed import nodes
 from tilestream.distributed.dispatch import Case, Decision
 from tilestream.plan.candidate import Refusal
 
@@ -79,12 +79,8 @@ class DistributedPlan:
         """Chunks of a shard in each batch."""
         return self.decision.chunks if self.fused else 1
 
-    def over(self, nodes: int) -> DistributedPlan:
-        """The plan of a call over this many nodes, of which this plan is one step."""
-        return replace(self, nodes=nodes)
-
     @functools.cached_property
-    def between_nodes(self) -> DistributedPlan:
+    def internode(self) -> DistributedPlan:
         """The plan with only the fields that nodes compare."""
         return replace(self, agreed={name: value for name, value in self.agreed.items() if name not in _OF_A_NODE})
 
@@ -108,7 +104,7 @@ class DistributedPlan:
             lines[2:2] = [("matmul", _LIBRARY)]
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]
         if self.nodes > 1:
-            lines += node_model.explain(self.nodes, case)
+            lines += nodes.explain(self.nodes, case)
         ranks = f"{case.world} ranks" if self.nodes == 1 else f"{self.nodes} nodes of {case.world} ranks"
         head = f"{case.op}, {ranks} on {case.device}: N {case.n}, K {case.k}"
         return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import torch
 
+from tilestream.distributed.collective import agree
 from tilestream.distributed.dispatch import Case, Decision, decide, on_trial, table_hash
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
-from tilestream.distributed.symmetric import connect_once, why_not
+from tilestream.distributed.symmetric import connect, why_not
 from tilestream.plan.candidate import Refusal
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime.properties import cuda_properties
@@ -67,7 +68,11 @@ def connected_plan(
 
     Collective, before the first fused call on GPUs.
     """
-    return make() if connect_once(state, plan, device) else plan
+    if state.connected or plan.transport != "symmetric memory" or not plan.fused:
+        return plan
+    agree(state, plan, device)
+    state.connected = True
+    return make() if connect(state, device) else plan
 
 
 def _make(

@@ -114,7 +114,4 @@ def _by_copy_engines(
             scale_b=request.scale_b, fast_accum=request.fast_accum, limit=workers, op=request.op,
         )  # fmt: skip
 
-    average = request.reduce_op == "avg"
-    return gpu_reduce_scatter.matmul_scatter(
-        state, plan, shards, request.a, dtype, product, average, request.bias, seconds
-    )  # fmt: skip
+    return gpu_reduce_scatter.matmul_scatter(state, plan, shards, request, dtype, product, seconds)

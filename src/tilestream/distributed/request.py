@@ -37,36 +37,23 @@ PerB = torch.Tensor | Tensors | None
 
 
 class Request(NamedTuple):
-    """The arguments of one call.
-
-    Attributes
-    ----------
-    a
-        The left operand; of a gather, this rank's shard of it.
-    bs, biases, scales_b, activations
-        The right operands, and what belongs to each; all of one length.
-    dim
-        The dimension of ``a`` that is gathered or scattered; unused by an all-reduce.
-    return_a
-        Of a gather: whether the gathered ``a`` is returned.
-    deadline
-        Seconds; None: the group's own timeout.
-    """
+    """The arguments of one call."""
 
     op: Op
-    a: torch.Tensor
+    a: torch.Tensor  # the left operand; of a gather, this rank's shard of it
+    #: bs, biases, scales_b, activations: the right operands, and what belongs to each; all of one length.
     bs: Sequence[torch.Tensor]
     biases: Tensors
     activations: Sequence[str]
     scale_a: torch.Tensor | None
     scales_b: Tensors
-    dim: int = 0
+    dim: int = 0  # the dimension of ``a`` that is gathered or scattered; unused by an all-reduce
     reduce_op: str = "sum"
     out_dtype: torch.dtype | None = None
     fast_accum: bool = True
-    return_a: bool = False
+    return_a: bool = False  # of a gather: whether the gathered ``a`` is returned
     form: Form = "auto"
-    deadline: float | None = None
+    deadline: float | None = None  # seconds; None: the group's own timeout
 
     @property
     def b(self) -> torch.Tensor:
@@ -82,6 +69,10 @@ class Request(NamedTuple):
     def scale_b(self) -> torch.Tensor | None:
         """The scale of the right operand of an op that takes one B."""
         return self.scales_b[0]
+
+    def divisor(self, world: int) -> float:
+        """What the sum over all ranks is divided by."""
+        return float(world if self.reduce_op == "avg" else 1)
 
     @property
     def cuts_last(self) -> bool:

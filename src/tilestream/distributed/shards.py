@@ -1,13 +1,29 @@
-"""Where each rank's rows are among the gathered rows, and the chunks in which they travel. No torch here."""
+"""Where each rank's rows are among the gathered rows, the chunks in which they travel, and what is computed of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from tilestream.arrival.arrival import Arrival
+
+#: ``product(a, scale_a, arrival, deadline)`` multiplies the gathered rows ``a`` (``[rows, K]``); without ``arrival``
+#: all of them have arrived.
+Product = Callable[[torch.Tensor, "torch.Tensor | None", "Arrival | None", float], torch.Tensor]
+
+
+class ScaledRows(NamedTuple):
+    """Rows, and one float32 scale a row where there are scales.
+
+    All ranks' rows have shape ``[batches, world, rows, width]``; one rank's shard has ``[batches, rows, width]``.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
 
 
 class Part(NamedTuple):
@@ -21,28 +37,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """A tensor that is cut along a dimension before its last, viewed as ``[batches, world, rows, width]``.
+    """A tensor that is cut along a dimension before its last, viewed as ``[batches, world, rows, width]``."""
 
-    Attributes
-    ----------
-    batches
-        Product of the dimensions before the one that is cut.
-    world
-        Ranks.
-    rows
-        Rows of a shard in one batch: the product of the shard's dimensions from the one that is cut to the last but
-        one.
-    width
-        The last dimension.
-    parts
-        Chunks of a shard in each batch.
-    """
-
-    batches: int
-    world: int
+    batches: int  # product of the dimensions before the one that is cut
+    world: int  # ranks
+    #: Rows of a shard in one batch: the product of the shard's dimensions from the one that is cut to the last but one.
     rows: int
-    width: int
-    parts: int = 1
+    width: int  # the last dimension
+    parts: int = 1  # chunks of a shard in each batch
 
     @classmethod
     def of(cls, shard: Sequence[int], dim: int, world: int, parts: int = 1) -> Shards:

@@ -18,10 +18,9 @@ import torch
 from tilestream.core.errors import TilestreamError
 from tilestream.core.protocols.gather import SLOTS
 from tilestream.distributed import host_flags
-from tilestream.distributed.collective import agree, exchange_bytes, first_line
+from tilestream.distributed.collective import exchange_bytes, first_line
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.host_flags import RankFlags
-from tilestream.distributed.plan import DistributedPlan
 
 #: Slots grow by multiples of this many bytes.
 _PAGE = 2 << 20
@@ -84,15 +83,6 @@ def connect(state: GroupState, device: torch.device) -> str:
             host_flags.withdraw(offered)
     state.unreachable = next((f"rank {i}: {x}" for i, x in enumerate(verdicts) if x), "")
     return state.unreachable
-
-
-def connect_once(state: GroupState, plan: DistributedPlan, device: torch.device) -> bool:
-    """Connect before the first call that would overlap on GPUs. Returns whether that call cannot. Collective."""
-    if state.connected or plan.transport != "symmetric memory" or not plan.fused:
-        return False
-    agree(state, plan, device)
-    state.connected = True
-    return bool(connect(state, device))
 
 
 def _peer_access(device: torch.device) -> str:

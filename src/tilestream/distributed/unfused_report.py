@@ -32,22 +32,13 @@ _WITH_BIAS = (
 
 
 class UnfusedCollective(NamedTuple):
-    """A collective that is not fused.
+    """A collective that is not fused."""
 
-    Attributes
-    ----------
-    group
-        The group's name.
-    op, what
-        The collective, and the shape and dtype of its input.
-    why
-        Why it is not fused.
-    """
-
-    group: str
+    group: str  # the group's name
+    #: op, what: the collective, and the shape and dtype of its input.
     op: str
     what: str
-    why: str
+    why: str  # why it is not fused
 
 
 def unfused_collectives(graph: Graph) -> Iterator[UnfusedCollective]:
@@ -65,10 +56,8 @@ def unfused_collectives(graph: Graph) -> Iterator[UnfusedCollective]:
 
 
 def _why_gathered(node: Node) -> str:
-    found, between = _consumers(node)
-    if not found:
-        return "no matmul reads what is gathered"
-    return _skipped(found[0], between)
+    found, between = _walk(node, lambda one: list(one.users), _TRANSPARENT)
+    return _skipped(found[0], between) if found else "no matmul reads what is gathered"
 
 
 def _why_scattered(node: Node) -> str:
@@ -88,8 +77,7 @@ def _why_scattered(node: Node) -> str:
 
 
 def _why_reduced(node: Node) -> str | None:
-    found, _ = _producers(node, _TRANSPARENT | _SUMS)
-    if not found:
+    if not _producers(node, _TRANSPARENT | _SUMS)[0]:
         return None
     return "all ranks get the sum of a product: torch's pass knows gathers and scatters, as SequenceParallel makes them"
 
@@ -121,11 +109,6 @@ def _skipped(matmul: Node, between: list[str]) -> str:
         return _WITH_BIAS.format(name)
     way = ", ".join(dict.fromkeys(between)) or "nothing; the pass wants a torch with NCCL"
     return f"torch's pass did not take it; between it and the matmul ({name}) there is: {way}"
-
-
-def _consumers(node: Node) -> tuple[list[Node], list[str]]:
-    """The matmuls that read a node's output, and the ops in between."""
-    return _walk(node, lambda one: list(one.users), _TRANSPARENT)
 
 
 def _producers(node: Node, through: frozenset[str]) -> tuple[list[Node], list[str]]:

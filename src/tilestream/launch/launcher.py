@@ -61,24 +61,14 @@ class Descriptor(NamedTuple):
     """An argument that is a tensor descriptor: a call gives the tensor's address, all else is fixed.
 
     Box, swizzle and element type are the compiled kernel's.
-
-    Attributes
-    ----------
-    shape, strides
-        In elements; see `tilestream.launch.tensor_map.TensorMap`.
-    tf32
-        Whether the copy to shared memory rounds fp32 to tf32.
-    nan
-        Whether what is outside the tensor reads as NaN; else as 0.
-    promotion
-        See `tilestream.launch.tensor_map.TensorMap`; Triton's is 128.
     """
 
+    #: shape, strides: in elements; see `tilestream.launch.tensor_map.TensorMap`.
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    tf32: bool = False
-    nan: bool = False
-    promotion: int = 128
+    tf32: bool = False  # whether the copy to shared memory rounds fp32 to tf32
+    nan: bool = False  # whether what is outside the tensor reads as NaN; else as 0
+    promotion: int = 128  # see `tilestream.launch.tensor_map.TensorMap`; Triton's is 128
 
 
 class _Varies:

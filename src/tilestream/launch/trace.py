@@ -20,32 +20,21 @@ if TYPE_CHECKING:
 
 
 class Done(NamedTuple):
-    """What a kernel wrote of an item that it took. Times are the device's, in nanoseconds.
-
-    Attributes
-    ----------
-    times
-        How often it was taken: 1.
-    worker, unit
-        By whom, and on which SM; -1 where the device does not say.
-    begin, ready, end
-        When it was taken, its gate was passed, and its last store issued. On Hopper TMA stores on while the next item
-        is computed.
-    complete
-        How many parts of the tile's rows were then complete: of its one, where they are finished together.
-    chunk
-        That it waited for, where the kernel wrote it down: attention's gate is asked inside of an item, and this is the
-        chunk of the first keys that it takes, and ``ready`` when that was there. -1 elsewhere.
-    """
+    """What a kernel wrote of an item that it took. Times are the device's, in nanoseconds."""
 
     item: WorkItem
-    times: int
+    times: int  # how often it was taken: 1
+    #: worker, unit: by whom, and on which SM; -1 where the device does not say.
     worker: int
     unit: int
+    #: begin, ready, end: when it was taken, its gate was passed, and its last store issued. On Hopper TMA stores on
+    #: while the next item is computed.
     begin: int
     ready: int
     end: int
-    complete: int
+    complete: int  # how many parts of the tile's rows were then complete: of its one, where they are finished together
+    #: That it waited for, where the kernel wrote it down: attention's gate is asked inside of an item, and this is the
+    #: chunk of the first keys that it takes, and ``ready`` when that was there. -1 elsewhere.
     chunk: int = -1
 
 

@@ -17,33 +17,22 @@ from tilestream.plan.attention_problem import (
 
 
 class Settings(NamedTuple):
-    """The registered ops' numbers.
-
-    Attributes
-    ----------
-    left, right
-        Of the window; -1: all.
-    softcap
-        0: none.
-    max_seqlen_q, max_seqlen_k
-        Of packed sequences; 0: not known.
-    layout
-        How the output lies in memory.
-    workers, splits
-        0: the plan's choice.
-    """
+    """The registered ops' numbers."""
 
     causal: bool
     alignment: Alignment
+    #: left, right: of the window; -1: all.
     left: int
     right: int
-    softcap: float
+    softcap: float  # 0: none
     scale: float
+    #: max_seqlen_q, max_seqlen_k: of packed sequences; 0: not known.
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    layout: AttentionLayout = "bshd"
+    layout: AttentionLayout = "bshd"  # how the output lies in memory
     return_lse: bool = False
     schedule: str = "auto"
+    #: workers, splits: 0: the plan's choice.
     workers: int = 0
     splits: int = 0
 

@@ -33,22 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class How(NamedTuple):
-    """What a call says of its launch.
+    """What a call says of its launch."""
 
-    Attributes
-    ----------
-    schedule, workers
-        As for `tilestream.matmul`; 0: as many workers as the device has.
-    fast_accum
-        See `tilestream.plan.problem.Problem`.
-    limit
-        On the workers: see `tilestream.plan.limit`.
-    """
-
+    #: schedule, workers: as for `tilestream.matmul`; 0: as many workers as the device has.
     schedule: str = "auto"
     workers: int = 0
-    fast_accum: bool = True
-    limit: int = 0
+    fast_accum: bool = True  # see `tilestream.plan.problem.Problem`
+    limit: int = 0  # on the workers: see `tilestream.plan.limit`
 
 
 def run(

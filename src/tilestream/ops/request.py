@@ -27,17 +27,10 @@ ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
 
 
 class Request(NamedTuple):
-    """A call of any matmul op: the operands and all options. `multiply` validates it once and runs it.
+    """A call of any matmul op: the operands and all options. `multiply` validates it once and runs it."""
 
-    Attributes
-    ----------
-    op
-        The public op's name, for messages.
-    a, b
-        The operands, with torch.matmul's rules for dimensions.
-    """
-
-    op: str
+    op: str  # the public op's name, for messages
+    #: a, b: the operands, with torch.matmul's rules for dimensions.
     a: torch.Tensor
     b: torch.Tensor
     out: torch.Tensor | None = None

@@ -19,37 +19,22 @@ from tilestream.plan.roofline import Floor
 
 @dataclass(frozen=True)
 class AttentionCandidate:
-    """A way to run a problem, and what the device's cost model expects of it.
+    """A way to run a problem, and what the device's cost model expects of it."""
 
-    Attributes
-    ----------
-    variant
-        ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`. Hopper: ``turns`` or
-        ``apart``, whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or
-        ``staged``, whether copies go past the registers or through them.
-    block
-        ``(block_m, block_n)``: rows of a tile, and keys of a block.
-    schedule
-        Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
-        are positions of the list that the call makes of them, longest first, some of which are void.
-    predicted
-        Seconds that the cost model expects, with everything arrived.
-    pack
-        Query heads of one head of keys that share a tile's rows.
-    warps, stages
-        Of a worker, and of its ring; 0 where the backend has none.
-    shares
-        Into how many shares the keys of a tile are split; their outputs are joined by a second launch.
-    """
-
+    #: ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`. Hopper: ``turns`` or
+    #: ``apart``, whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or
+    #: ``staged``, whether copies go past the registers or through them.
     variant: str
-    block: tuple[int, int]
+    block: tuple[int, int]  # ``(block_m, block_n)``: rows of a tile, and keys of a block
+    #: Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
+    #: are positions of the list that the call makes of them, longest first, some of which are void.
     schedule: Schedule
-    predicted: float
-    pack: int = 1
+    predicted: float  # seconds that the cost model expects, with everything arrived
+    pack: int = 1  # query heads of one head of keys that share a tile's rows
+    #: warps, stages: of a worker, and of its ring; 0 where the backend has none.
     warps: int = 0
     stages: int = 0
-    shares: int = 1
+    shares: int = 1  # into how many shares the keys of a tile are split; their outputs are joined by a second launch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,79 +39,44 @@ PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """``out = softmax(mask(scale * q @ k^T)) @ v``, for each sequence and query head.
+    """``out = softmax(mask(scale * q @ k^T)) @ v``, for each sequence and query head."""
 
-    Attributes
-    ----------
-    batch
-        Sequences.
-    heads_q, heads_kv
-        Query heads, and heads of keys and values, which ``heads_q // heads_kv`` neighbouring query heads share.
-    seqlen_q, seqlen_k
-        Rows of a sequence. Where sequences differ, those of the longest, or a bound: the lengths are on the device.
-    head_dim, head_dim_v
-        Columns of queries and keys, and of values and output; 0: the same.
-    dtype
-        Of queries, keys and values.
-    causal, alignment
-        Whether a row sees nothing right of its diagonal, and where the diagonal is (of a window too).
-    window
-        Keys seen left and right of the diagonal; None: all.
-    softcap
-        0: none.
-    sinks
-        Whether there is one more score a query head.
-    varlen, tokens_q, tokens_k
-        Whether queries are packed, sequence behind sequence, by cumulative lengths; rows of all. ``tokens_k`` is 0
-        where keys are dense or in pages all the same.
-    page_size, pages
-        Keys of a page, and how many pages there are; 0 where keys are in no pages.
-    lengths
-        Whether sequences have lengths of keys of their own (``seqlens_k``), in pages or dense.
-    return_lse
-        Whether the log-sum-exp is an output.
-    scaled
-        Whether q, k and v have scales, one a sequence and head.
-    layout
-        How dense operands lie.
-    positive
-        Whether the scale is positive; the largest score is the largest product then.
-    tf32
-        Whether float32 may be rounded to tf32 for the matrix units.
-    aligned
-        Whether rows begin at multiples of 16 bytes.
-    no_tma
-        Why TMA cannot address an operand; empty if it can.
-    keys
-        How keys and values arrive, as rows of all sequences one behind the other; None where they are there.
-    """
-
-    batch: int
+    batch: int  # sequences
+    #: heads_q, heads_kv: query heads, and heads of keys and values, which ``heads_q // heads_kv`` neighbouring query
+    #: heads share.
     heads_q: int
     heads_kv: int
+    #: seqlen_q, seqlen_k: rows of a sequence. Where sequences differ, those of the longest, or a bound: the lengths are
+    #: on the device.
     seqlen_q: int
     seqlen_k: int
+    #: head_dim, head_dim_v: columns of queries and keys, and of values and output; 0: the same.
     head_dim: int
     head_dim_v: int = 0
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of queries, keys and values
+    #: causal, alignment: whether a row sees nothing right of its diagonal, and where the diagonal is (of a window too).
     causal: bool = False
     alignment: Alignment = "bottom_right"
-    window: tuple[int | None, int | None] = (None, None)
-    softcap: float = 0.0
-    sinks: bool = False
+    window: tuple[int | None, int | None] = (None, None)  # keys seen left and right of the diagonal; None: all
+    softcap: float = 0.0  # 0: none
+    sinks: bool = False  # whether there is one more score a query head
+    #: varlen, tokens_q, tokens_k: whether queries are packed, sequence behind sequence, by cumulative lengths; rows of
+    #: all. ``tokens_k`` is 0 where keys are dense or in pages all the same.
     varlen: bool = False
     tokens_q: int = 0
     tokens_k: int = 0
+    #: page_size, pages: keys of a page, and how many pages there are; 0 where keys are in no pages.
     page_size: int = 0
     pages: int = 0
-    lengths: bool = False
-    return_lse: bool = False
-    scaled: bool = False
-    layout: AttentionLayout = "bshd"
-    positive: bool = True
-    tf32: bool = False
-    aligned: bool = True
-    no_tma: str = ""
+    lengths: bool = False  # whether sequences have lengths of keys of their own (``seqlens_k``), in pages or dense
+    return_lse: bool = False  # whether the log-sum-exp is an output
+    scaled: bool = False  # whether q, k and v have scales, one a sequence and head
+    layout: AttentionLayout = "bshd"  # how dense operands lie
+    positive: bool = True  # whether the scale is positive; the largest score is the largest product then
+    tf32: bool = False  # whether float32 may be rounded to tf32 for the matrix units
+    aligned: bool = True  # whether rows begin at multiples of 16 bytes
+    no_tma: str = ""  # why TMA cannot address an operand; empty if it can
+    #: How keys and values arrive, as rows of all sequences one behind the other; None where they are there.
     keys: Incoming | None = None
 
     def __post_init__(self) -> None:

@@ -27,36 +27,23 @@ FREE = Forced()
 
 
 class Asked(NamedTuple):
-    """What the caller asks of a plan beside its problem, as arguments of `tilestream.plan`; None: the plan's choice.
-
-    Attributes
-    ----------
-    order
-        An order of tiles, or the name of one: see `tilestream.plan.arrival_order.OrderName`.
-    default_workers
-        The device's own number of workers, where it differs from its properties'.
-    device
-        None: this machine's CPU.
-    limit
-        On the workers, 0 for none: see `tilestream.plan.limit`.
-    consult
-        Whether measurements count: see `tilestream.plan.tuned`.
-    """
+    """What the caller asks of a plan beside its problem, as arguments of `tilestream.plan`; None: the plan's choice."""
 
     workers: int | None = None
     schedule: str = "auto"
     tile: tuple[int, int] | None = None
+    #: An order of tiles, or the name of one: see `tilestream.plan.arrival_order.OrderName`.
     order: TileOrder | str | None = None
     queues: int | None = None
     shares: int | None = None
-    default_workers: int | None = None
-    device: DeviceProperties | None = None
+    default_workers: int | None = None  # the device's own number of workers, where it differs from its properties'
+    device: DeviceProperties | None = None  # None: this machine's CPU
     backend: str | None = None
     variant: str | None = None
     stages: int | None = None
     registers: tuple[int, int] | None = None
-    limit: int = 0
-    consult: bool = True
+    limit: int = 0  # on the workers, 0 for none: see `tilestream.plan.limit`
+    consult: bool = True  # whether measurements count: see `tilestream.plan.tuned`
 
     @property
     def named_order(self) -> str | None:
@@ -86,41 +73,24 @@ def require(why_not: str) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a problem, and what the device's cost model expects of it.
+    """A way to run a problem, and what the device's cost model expects of it."""
 
-    Attributes
-    ----------
-    variant
-        ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
-        torch's own threads, where starting workers would cost more than it gains. ``persistent``: on a GPU, resident
-        programs, one a worker. Hopper: ``cooperative``, ``ping_pong`` and ``single``, see
-        `tilestream.kernels.hopper.gemm`. CDNA: ``direct`` and ``staged``, see `tilestream.kernels.cdna.ring`.
-    block
-        ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
-    predicted
-        Seconds that the cost model expects, with everything arrived.
-    warps, stages
-        GPUs: warps of a worker (Hopper: of a math loop), stages of its ring.
-    swap_ab
-        Hopper: whether the tensor cores' rows are B's columns, and their columns A's rows.
-    strip
-        Hopper: columns of the accumulator that go through a C buffer at a time.
-    buffers
-        Hopper: C buffers of a math loop.
-    registers
-        Hopper: of a thread of the load warp, and of the math warps.
-    """
-
+    #: ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
+    #: torch's own threads, where starting workers would cost more than it gains. ``persistent``: on a GPU, resident
+    #: programs, one a worker. Hopper: ``cooperative``, ``ping_pong`` and ``single``, see
+    #: `tilestream.kernels.hopper.gemm`. CDNA: ``direct`` and ``staged``, see `tilestream.kernels.cdna.ring`.
     variant: str
+    #: ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
     block: tuple[int, int, int]
     schedule: Schedule
-    predicted: float
+    predicted: float  # seconds that the cost model expects, with everything arrived
+    #: warps, stages: GPUs: warps of a worker (Hopper: of a math loop), stages of its ring.
     warps: int = 0
     stages: int = 0
-    swap_ab: bool = False
-    strip: int = 0
-    buffers: int = 0
-    registers: tuple[int, int] = (0, 0)
+    swap_ab: bool = False  # Hopper: whether the tensor cores' rows are B's columns, and their columns A's rows
+    strip: int = 0  # Hopper: columns of the accumulator that go through a C buffer at a time
+    buffers: int = 0  # Hopper: C buffers of a math loop
+    registers: tuple[int, int] = (0, 0)  # Hopper: of a thread of the load warp, and of the math warps
 
     @property
     def tile(self) -> tuple[int, int]:

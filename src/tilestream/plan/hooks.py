@@ -18,21 +18,12 @@ def _missing(*args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class Hooks:
-    """The functions.
+    """The functions."""
 
-    Attributes
-    ----------
-    run_plan
-        `Plan.run`, with the plan and its arguments.
-    cuda_properties
-        The properties of the GPU with an index; None: of the current one.
-    allows_tf32
-        Whether float32 operands may be rounded to tf32.
-    """
-
-    run_plan: Callable[..., Any] = _missing
+    run_plan: Callable[..., Any] = _missing  # `Plan.run`, with the plan and its arguments
+    #: The properties of the GPU with an index; None: of the current one.
     cuda_properties: Callable[[int | None], DeviceProperties] = _missing
-    allows_tf32: Callable[[], bool] = _missing
+    allows_tf32: Callable[[], bool] = _missing  # whether float32 operands may be rounded to tf32
 
 
 hooks = Hooks()

@@ -38,34 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Problem:
-    """``out[batch, m, n] = a[batch, m, k] @ b[batch, k, n]``.
-
-    Attributes
-    ----------
-    rows, columns
-        How A's rows and B's columns arrive; None where all is there at launch.
-    shared_rows
-        Whether the batches share one A, so that the chunks bring ``m`` rows and not ``batch * m``.
-    tf32
-        Whether float32 operands may be rounded to tf32 for the matrix units, as ``torch.backends`` says.
-    aligned
-        Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1, and the others, the extent along it and
-        the address are multiples of 16.
-    no_tma
-        What of A and B TMA cannot address, and why; empty where it can.
-    plain
-        Whether the output is the product and nothing else, and TMA can address it: that takes the fewest registers.
-    b_dtype
-        B's dtype where it is not A's: both are of 8 bits then, and of one kind.
-    scales
-        What the products are scaled by.
-    fast_accum
-        Whether the matrix units may add up 8-bit products in their own accumulator, which on Hopper keeps fewer bits
-        than float32's; otherwise it is emptied into float32 at least every 128 of K.
-    publishes
-        The chunks of the output's rows (of all batches) that are signalled when they are complete, and the one that the
-        raster begins with; None where the end of the launch says it all. Nothing arrives then.
-    """
+    """``out[batch, m, n] = a[batch, m, k] @ b[batch, k, n]``."""
 
     m: int
     n: int
@@ -73,16 +46,26 @@ class Problem:
     batch: int = 1
     dtype: str = "float32"
     out_dtype: str = "float32"
+    #: rows, columns: how A's rows and B's columns arrive; None where all is there at launch.
     rows: Incoming | None = None
     columns: Incoming | None = None
+    #: Whether the batches share one A, so that the chunks bring ``m`` rows and not ``batch * m``.
     shared_rows: bool = False
+    #: Whether float32 operands may be rounded to tf32 for the matrix units, as ``torch.backends`` says.
     tf32: bool = False
+    #: Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1, and the others, the extent along it and
+    #: the address are multiples of 16.
     aligned: bool = True
-    no_tma: str = ""
+    no_tma: str = ""  # what of A and B TMA cannot address, and why; empty where it can
+    #: Whether the output is the product and nothing else, and TMA can address it: that takes the fewest registers.
     plain: bool = True
-    b_dtype: str = ""
-    scales: Scales = "none"
+    b_dtype: str = ""  # B's dtype where it is not A's: both are of 8 bits then, and of one kind
+    scales: Scales = "none"  # what the products are scaled by
+    #: Whether the matrix units may add up 8-bit products in their own accumulator, which on Hopper keeps fewer bits
+    #: than float32's; otherwise it is emptied into float32 at least every 128 of K.
     fast_accum: bool = True
+    #: The chunks of the output's rows (of all batches) that are signalled when they are complete, and the one that the
+    #: raster begins with; None where the end of the launch says it all. Nothing arrives then.
     publishes: Incoming | None = None
 
     def __post_init__(self) -> None:

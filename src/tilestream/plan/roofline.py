@@ -11,18 +11,12 @@ from tilestream.plan.problem import Problem
 
 @dataclass(frozen=True)
 class Floor:
-    """The roofline's two bounds (Williams, Waterman, Patterson, CACM 2009).
+    """The roofline's two bounds (Williams, Waterman, Patterson, CACM 2009)."""
 
-    Attributes
-    ----------
-    operations, bytes
-        Operations to do, and bytes to move at least.
-    compute, memory
-        Seconds each takes at the device's peak.
-    """
-
+    #: operations, bytes: operations to do, and bytes to move at least.
     operations: int
     bytes: int
+    #: compute, memory: seconds each takes at the device's peak.
     compute: float
     memory: float
 

@@ -28,28 +28,17 @@ _SLAB = 2**18
 
 
 class Words(NamedTuple):
-    """What one launch works on; None where its schedule has no use for it.
+    """What one launch works on; None where its schedule has no use for it."""
 
-    Attributes
-    ----------
-    counters
-        ``int64``, `LINE` apart: a counter a queue, one of the workers that have left, the abort word.
-    counts, partials
-        stream_k: two ``int32`` (the halves of a tile may be counted apart) and ``[block_m, block_n]`` of ``float32`` a
-        slot. Partials without counts: as many ``float32`` as were asked for.
-    base
-        What the counters are counted from.
-    reset
-        1 where the last worker out restores them, else 0.
-    listed
-        Two of ``int32``: a list that the launch makes for itself, of packed sequences.
-    """
-
+    #: ``int64``, `LINE` apart: a counter a queue, one of the workers that have left, the abort word.
     counters: torch.Tensor | None
+    #: counts, partials: stream_k: two ``int32`` (the halves of a tile may be counted apart) and ``[block_m, block_n]``
+    #: of ``float32`` a slot. Partials without counts: as many ``float32`` as were asked for.
     counts: torch.Tensor | None
     partials: torch.Tensor | None
-    base: int
-    reset: int
+    base: int  # what the counters are counted from
+    reset: int  # 1 where the last worker out restores them, else 0
+    #: Two of ``int32``: a list that the launch makes for itself, of packed sequences.
     listed: tuple[torch.Tensor, torch.Tensor] | None = None
 
 

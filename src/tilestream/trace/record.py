@@ -123,16 +123,10 @@ class Zero(NamedTuple):
 
 @dataclass
 class Recorder:
-    """What a ``with record() as recorder`` block saw: its launches, in order; those on GPUs once it has ended.
-
-    Attributes
-    ----------
-    zeros
-        For each device: see `Zero`.
-    """
+    """What a ``with record() as recorder`` block saw: its launches, in order; those on GPUs once it has ended."""
 
     launches: list[LaunchTrace] = field(default_factory=list)
-    zeros: dict[Hashable, Zero] = field(default_factory=dict)
+    zeros: dict[Hashable, Zero] = field(default_factory=dict)  # for each device: see `Zero`
     _later: list[Callable[[], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

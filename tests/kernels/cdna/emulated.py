@@ -15,6 +15,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from texts import structs_of
 from triton.experimental.gluon import language as real
 
 from layouts import elements
@@ -199,12 +200,6 @@ class View(NamedTuple):
         self.flat[self.places] = tensor.data
 
 
-#: The structs that the kernel makes.
-PARTS = {
-    name: value for name, value in vars(structs).items() if isinstance(value, type) and issubclass(value, tuple)
-}  # fmt: skip
-
-
 class Machine:
     """The kernel's functions, bound to stand-ins.
 
@@ -236,7 +231,7 @@ class Machine:
             int8=INT8, int16=INT16, int32=INT32, int64=INT64, float32=FLOAT32,
         )  # fmt: skip
         self.names: dict[str, Any] = {
-            "gl": gl, "range": range, **PARTS,
+            "gl": gl, "range": range, **structs_of(structs),
             "tl": SimpleNamespace(
                 cast=lambda x, _: Int(x), where=self.where, load=self.load, int32=INT32, int64=INT64
             ),

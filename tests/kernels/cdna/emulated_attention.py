@@ -5,12 +5,14 @@ Nothing is rounded to 16 bits here, so what it gives is as near to the truth as 
 
 from __future__ import annotations
 
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from attention_operands import listed
 from emulated import FLOAT32, INT32, Dtype, Int, Machine, Memory, Pointer, Tensor
+from texts import bind, constants_of, jitted_of, structs_of
 
 from tilestream.core import attention as rules
 from tilestream.core import integers, queues, raster
@@ -61,19 +63,10 @@ class AttentionMachine(Machine):
         gl.maximum, gl.bfloat16 = self.maximum, Dtype("bf16", 16)
         for name in ("load", "minimum", "maximum", "where", "max", "sum", "log2"):
             setattr(tl, name, getattr(gl, name))
-        for module in (schedule, *MODULES):
-            for name, value in vars(module).items():
-                if isinstance(value, type) and issubclass(value, tuple):
-                    self.names[name] = value
-                elif type(value).__name__ == "constexpr":
-                    self.names[name] = value.value
-        own = [
-            value for module in MODULES for value in vars(module).values()
-            if getattr(getattr(value, "fn", None), "__module__", "") == module.__name__
-        ]  # fmt: skip
-        for jitted in (*own, *ALSO):
-            text = jitted.fn
-            self.names[text.__name__] = FunctionType(text.__code__, self.names, text.__name__, text.__defaults__)
+        self.names |= structs_of(schedule, *MODULES) | constants_of(schedule, *MODULES)
+        for jitted in (*jitted_of(*MODULES), *ALSO):  # instead of those of GEMM
+            self.names.pop(jitted.fn.__name__, None)
+        bind(self.names, (*jitted_of(*MODULES), *ALSO))
         self.names |= {
             "settled": lambda x: x, "load_scalar": self.load, "opaque_zero": lambda: 0,
             "power_of_2": lambda x: Tensor(np.exp2(x.data), FLOAT32),
@@ -132,24 +125,6 @@ def required(kept: bool, message: str) -> None:
 
 def memory(x: torch.Tensor | None, dtype: Dtype) -> Memory | None:
     return None if x is None else Memory(x.detach().double().numpy(), dtype)
-
-
-def listed(plan: AttentionPlan, x: AttentionOperands) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What `tilestream.kernels.device.varlen.list_sequences` makes."""
-    p = plan.problem
-    if not p.varlen:
-        return None, None
-    assert x.cu_seqlens_q is not None
-    queries = [*(x.cu_seqlens_q.diff().tolist()), p.tokens_q - int(x.cu_seqlens_q[-1])]
-    keys = [p.seqlen_k] * p.batch if x.cu_seqlens_k is None else x.cu_seqlens_k.diff().tolist()
-    if x.seqlens_k is not None:
-        keys = [min(a, b) for a, b in zip(keys, x.seqlens_k.tolist(), strict=True)]
-    keys = [*keys, 0]
-    order = sorted(range(p.batch + 1), key=lambda i: (-keys[i], i))
-    starts = [0]
-    for i in order:
-        starts.append(starts[-1] + integers.cdiv(queries[i], plan.positions) * (p.heads_q // plan.pack))
-    return torch.tensor(starts), torch.tensor(order)
 
 
 def run(plan: AttentionPlan, arguments: CdnaAttentionArguments, x: AttentionOperands, late: bool) -> None:

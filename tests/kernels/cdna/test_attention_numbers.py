@@ -6,24 +6,21 @@ The machine rounds nothing to 16 bits, so its answers are held to the error rule
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 pytest.importorskip("triton.experimental.gluon.language")
 
+from attention_operands import prepared
 from emulated import Machine
 from emulated_attention import AttentionMachine, run
 
-from attention_maths import FEATURES, MIXES, Case, call_of
+from attention_maths import FEATURES, MIXES, Case
 from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.attention_config import Columns
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
-from tilestream.ops.attention_library import lse_shape
-from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate, packed_heads, schedule_of
 
 DEVICES = {"gfx942": named("mi300x"), "gfx950": named("mi355x")}
@@ -38,30 +35,21 @@ WAYS = (
 
 def check(
     case: Case, arch: str = "gfx950", copies: str = "direct", stages: int = 3, *, warps: int = 2, block: int = 32,
-    late: bool = True, kind: str = "dynamic", change=lambda x: x,
+    late: bool = True, kind: str = "dynamic", change=lambda x: x, damage=None,
 ) -> CdnaAttentionArguments:  # fmt: skip
-    """What the kernel's text makes of a case, against the error rule."""
-    call = call_of(case)
-    options = dict(call.options)
-    left, right = options.get("window", (None, None))
-    t = AttentionOperands(**{**call.tensors, "sinks": options.get("sinks")})
-    scale = options.get("scale", t.q.shape[-1] ** -0.5)
-    causal = options.get("causal", False)
-    settings = Settings(
-        bool(causal), "top_left" if causal == "top_left" else "bottom_right", -1 if left is None else left,
-        -1 if right is None else right, options.get("softcap", 0.0), scale, return_lse=True,
-    )  # fmt: skip
-    problem = replace(problem_of(t, settings), dtype="float16")
+    """What the kernel's text makes of a case, against the error rule; ``damage``: operands of no rule."""
+    given = prepared(case)
+    problem = replace(given.problem, dtype="float16")
     pack = packed_heads(problem, 32 * warps)
     schedule = schedule_of(problem, 32 * warps // pack, pack, 2, kind, 1)
     found = AttentionCandidate(copies, (32 * warps, block), schedule, 0.0, pack, warps, stages)
     plan = of_candidate(problem, DEVICES[arch], "cdna", found, "a test's", ())
-    out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"))
-    lse = torch.full(lse_shape(t), float("nan"))
-    x = t._replace(out=out, scale=scale, lse=lse)
-    arguments = change(CdnaAttentionArguments(plan, layout_of(x)))
-    run(plan, arguments, x, late)
-    call.check(out, lse)
+    arguments = change(CdnaAttentionArguments(plan, layout_of(given.operands)))
+    if damage is not None:
+        damage(given.operands)
+    run(plan, arguments, given.operands, late)
+    if damage is None:
+        given.check()
     return arguments
 
 
@@ -93,19 +81,14 @@ def test_pages(page, arch, copies, stages):
 
 @pytest.mark.parametrize("page", [4, 32])
 @pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
-def test_page_numbers_that_lead_outside_stay_inside(page, arch, copies, stages, monkeypatch):
+def test_page_numbers_that_lead_outside_stay_inside(page, arch, copies, stages):
     """The host does not read the table. A page number out of range is clamped; the memory asserts its bounds."""
 
-    made = call_of
+    def damage(operands: AttentionOperands) -> None:
+        operands.block_table[:, ::2], operands.block_table[:, 1::2] = 2**30, -7
 
-    def outside(case):
-        call = made(case)
-        table = call.tensors["block_table"]
-        table[:, ::2], table[:, 1::2] = 2**30, -7
-        return SimpleNamespace(tensors=call.tensors, options=call.options, check=lambda *_: None)
-
-    monkeypatch.setitem(globals(), "call_of", outside)
-    check(Case((5, 20), (70, 33), (2, 1), (32, 32), "causal", "packed paged", page=page), arch, copies, stages)
+    case = Case((5, 20), (70, 33), (2, 1), (32, 32), "causal", "packed paged", page=page)
+    check(case, arch, copies, stages, damage=damage)
 
 
 @pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)

@@ -1,9 +1,9 @@
-"""The CDNA kernel does, operation by operation, what the checker explores.
+"""CDNA's kernels do, operation by operation, what the checker explores.
 
-The kernel's own text is run on the stand-ins of `emulated`, which here write down what is asked of the stages; of B's
-only what goes through registers: of copies and reads they are asked for the same as A's, right after it. What comes of
-it is compared with the operations of `tilestream_tools.verify.shared_ring` for the same items. The barriers inside
-the loops are the compiler's, and the compile gate looks for them: those that the text has itself are compared.
+The kernels' own texts are run on the stand-ins of `emulated` and `emulated_attention`, which here write down what is
+asked of the stages, and are compared with the operations of `tilestream_tools.verify.shared_ring` and
+`tilestream_tools.verify.shared_attention` for the same items. The barriers inside the loops are the compiler's, and the
+compile gate looks for them: those that the texts have themselves are compared.
 """
 
 from __future__ import annotations
@@ -14,128 +14,230 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language")
 
-from emulated import Machine, Stages, View
-from test_cdna_numbers import Case, prepared
+import emulated_attention
+from emulated import Machine, Stages
+from emulated_attention import AttentionMachine
+from test_attention_numbers import check
+from test_cdna_numbers import Case as GemmCase
+from test_cdna_numbers import prepared
+from turns import operations
 
-from tilestream_tools.verify import shared_ring as model
+from attention_maths import Case as AttentionCase
+from tilestream_tools.verify import shared_attention, shared_ring
+from tilestream_tools.verify.shared_ring import Arrive, Copy, Fetch, Item, Put, Read, SharedRing, WaitLoads
 
 BLOCK_K = 64
+BLOCK, COLUMNS = 32, 32
 
 
-class Written(Machine):
-    """Writes down what the stages are asked for, in the words of the model."""
+class Noted:
+    """A view that tells who reads and writes through it."""
+
+    def __init__(self, machine: Any, view: Any, place: Any) -> None:
+        self.machine, self.view, self.place = machine, view, place
+
+    def permute(self, order: list[int]) -> Noted:
+        return Noted(self.machine, self.view.permute(order), self.place)
+
+    def load(self, layout: Any) -> Any:
+        self.machine.note("read", self.place)
+        return self.view.load(layout)
+
+    def store(self, tensor: Any) -> None:
+        self.machine.note("put", self.place)
+        self.view.store(tensor)
+
+
+class Recording:
+    """Of a machine: what the stages are asked for, in the words of the models. Each item has rooms of its own.
+
+    A subclass says which ``place`` of the model's a room's stage is, and which ``step`` lies at an address.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.log: list[Any] = []
-        self.flats: dict[int, list[Any]] = {}
-        self.allocated = 0
-        gl = self.names["gl"]
-        gl.allocate_shared_memory = self.allocate
+        self.rooms: list[list[Any]] = []
+        self.names["gl"].allocate_shared_memory = self.allocate
         self.names["barrier"] = lambda: self.log.append("barrier")
-        self.names["buffer_load"] = self.fetch
+        self.names["viewed"] = lambda stage, shape, layout: Noted(self, stage.seen(shape, layout), self.place_of(stage))
 
-    def allocate(self, dtype: Any, shape: list[int], layout: Any) -> Stages:
+    def allocate(self, dtype: Any, shape: list[int], _: Any) -> Stages:
         made = Stages(dtype, shape)
-        self.flats[self.allocated % 2] = made.stages  # A's, then B's, for each item
-        self.allocated += 1
+        self.rooms.append(made.stages)
         return made
 
-    def stage_of(self, flat: Any) -> tuple[int, int]:
-        """Which operand's, and which of its stages."""
-        return next((of, i) for of, stages in self.flats.items() for i, one in enumerate(stages) if one is flat)
+    def place_of(self, stage: Any) -> Any:
+        return next(
+            self.place(i, number)
+            for i, room in enumerate(self.rooms)
+            for number, one in enumerate(room)
+            if one is stage.flat
+        )
 
     def copy(self, stage: Any, at: Any, offsets: Any) -> None:
         super().copy(stage, at, offsets)
-        operand, number = self.stage_of(stage.flat)
-        if operand == 0:
-            self.log.append(("copy", number, at.at % self.k // BLOCK_K))
+        self.note("copy", self.place_of(stage), self.step(at))
 
-    def fetch(self, at: Any, offsets: Any, *more: Any, **named: Any) -> Any:
-        self.log.append(("fetch", int(at.memory is not self.a), at.at % self.k // BLOCK_K))
-        return Machine.buffer_load(self, at, offsets, *more, **named)
+    def buffer_load(self, at: Any, offsets: Any, *more: Any, **named: Any) -> Any:
+        self.log.append(("fetch", *self.fetched(at)))
+        return super().buffer_load(at, offsets, *more, **named)
 
     def wait(self, left: int) -> None:
         super().wait(left)
         self.log.append(("wait", left))
 
-    def note(self, what: str, view: View) -> None:
-        operand, number = self.stage_of(view.flat)
+
+# GEMM -----------------------------------------------------------------------------------------------------------------
+
+
+class GemmMachine(Recording, Machine):
+    """Rooms are A's, then B's. Copies and reads of B are asked for as A's, right behind them: they are left out."""
+
+    def place(self, room: int, number: int) -> tuple[int, int]:
+        return room % 2, number
+
+    def step(self, at: Any) -> int:
+        return at.at % self.k // BLOCK_K
+
+    def fetched(self, at: Any) -> tuple[int, int]:
+        return int(at.memory is not self.a), self.step(at)
+
+    def note(self, what: str, place: tuple[int, int], *step: int) -> None:
+        operand, number = place
         if what == "put":
             self.log.append((what, operand, number))
         elif operand == 0:
-            self.log.append((what, number))
+            self.log.append((what, number, *step))
 
 
-@pytest.fixture(autouse=True)
-def views(monkeypatch):
-    """Views that tell which machine reads and writes through them."""
-    plain_load, plain_store = View.load, View.store
-    monkeypatch.setattr(View, "load", lambda self, _: (running[0].note("read", self), plain_load(self, _))[1])
-    monkeypatch.setattr(
-        View, "store", lambda self, tensor: (running[0].note("put", self), plain_store(self, tensor))[1]
-    )
-    yield
-    running.clear()
-
-
-running: list[Written] = []
-
-
-def written(case: Case) -> list[Any]:
+def gemm_does(case: GemmCase) -> list[Any]:
     """What the kernel's text does."""
     filled, items, a = prepared(case)
-    machine = Written(items, False)
+    machine = GemmMachine(items, False)
     machine.a, machine.k = a, case.k
-    running.append(machine)
     machine.run(filled)
     return machine.log
 
 
-def meant(case: Case) -> list[Any]:
+def gemm_is_explored(case: GemmCase) -> list[Any]:
     """What the model says of the same items, one after the other; a wait in groups, as the text has it."""
-    ring = model.SharedRing(case.stages, loads=1, warps=1)
-    text = model.direct if case.copies == "direct" else model.staged
+    ring, direct = SharedRing(case.stages, loads=1, warps=1), case.copies == "direct"
     log: list[Any] = []
-    tiles = -(-case.m // 64)
-    for number in range(tiles):
-        item = model.Item(number, case.k // BLOCK_K, bool(case.k % BLOCK_K))
-        turn, answer = text(ring, item), None
+    for number in range(-(-case.m // 64)):
+        item = Item(number, case.k // BLOCK_K, bool(case.k % BLOCK_K))
+        ops, _ = operations((shared_ring.direct if direct else shared_ring.staged)(ring, item))
         behind: Any = None
-        while True:
-            try:
-                op = turn.send(answer)
-            except StopIteration:
-                break
-            answer = 0
-            kind = type(op).__name__
-            if kind == "Copy":
-                log.append(("copy", op.stage, op.step))
-            elif kind == "Fetch":
-                log.append(("fetch", op.operand, op.step))
-            elif kind == "Put":
-                log.append(("put", op.operand, op.stage))
-            elif kind == "Read":
-                log.append(("read", op.stage))
-            elif kind == "WaitLoads" and case.copies == "direct" and behind not in ("Fetch", "WaitLoads"):
-                log.append(("wait", op.left))
-            elif kind == "Arrive" and behind not in ("WaitLoads", "Put", "Fetch") and case.copies == "direct":
-                log.append("barrier")
-            if kind not in ("Await", "Have"):
-                behind = kind
+        for op in ops:
+            match op:
+                case Copy():
+                    log.append(("copy", op.stage, op.step))
+                case Fetch():
+                    log.append(("fetch", op.operand, op.step))
+                case Put():
+                    log.append(("put", op.operand, op.stage))
+                case Read():
+                    log.append(("read", op.stage))
+                case WaitLoads() if direct and behind not in (Fetch, WaitLoads):
+                    log.append(("wait", op.left))
+                case Arrive() if direct and behind not in (WaitLoads, Put, Fetch):
+                    log.append("barrier")
+            if type(op).__name__ not in ("Await", "Have"):
+                behind = type(op)
     return log
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("rest", [0, 16])
 @pytest.mark.parametrize(("copies", "stages"), [("direct", 3), ("direct", 4), ("staged", 2)])
-def test_the_text_does_what_was_checked(copies, stages, rest, steps):
+def test_gemm_does_what_was_checked(copies, stages, rest, steps):
     # Two row tiles, one after the other: the second begins where the first left the ring.
-    case = Case(128, 64, 64 * steps + rest, copies=copies, stages=stages)
-    assert written(case) == meant(case)
+    case = GemmCase(128, 64, 64 * steps + rest, copies=copies, stages=stages)
+    assert gemm_does(case) == gemm_is_explored(case)
 
 
-def test_what_is_compared_is_there():
-    found = written(Case(128, 64, 64 * 4 + 16))
-    assert found.count("barrier") == 4, "two an item: behind its steps, and behind its rest"
-    assert {entry[0] for entry in found if entry != "barrier"} == {"copy", "wait", "read", "fetch", "put"}
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+class WrittenAttention(Recording, AttentionMachine):
+    """Rooms are the queries', the keys' and the values'."""
+
+    made: list[WrittenAttention]
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.made.append(self)
+
+    def place(self, room: int, number: int) -> Any:
+        return "queries" if room % 3 == 0 else number * shared_attention.OPERANDS + (room % 3 - 1)
+
+    def step(self, at: Any) -> int:
+        """0 of queries; of keys and values, the block's, and one."""
+        return 0 if at.memory is self.queries else 1 + at.at // (BLOCK * COLUMNS)
+
+    def fetched(self, at: Any) -> tuple[int]:
+        return (self.step(at),)
+
+    def note(self, what: str, *more: Any) -> None:
+        self.log.append((what, *more))
+
+    def attend(self, filled: tuple[Any, ...]) -> None:
+        self.queries = filled[0].memory
+        super().attend(filled)
+
+
+def attention_does(monkeypatch: Any, arch: str, copies: str, stages: int, blocks: int) -> list[Any]:
+    """What the kernel's text does: two tiles of the same keys, one after the other."""
+    monkeypatch.setattr(WrittenAttention, "made", [], raising=False)
+    monkeypatch.setattr(emulated_attention, "AttentionMachine", WrittenAttention)
+    case = AttentionCase((2 * 64,), (blocks * BLOCK,), (1, 1), (COLUMNS, COLUMNS))
+    check(case, arch, copies, stages, block=BLOCK)
+    (machine,) = WrittenAttention.made
+    return machine.log
+
+
+def attention_is_explored(copies: str, stages: int, blocks: int) -> list[Any]:
+    """What the model says of the same items; a wait in blocks, as the text has it."""
+    direct = copies == "direct"
+    ring = SharedRing(stages if direct else 1, loads=1, warps=1, operands=shared_attention.OPERANDS)
+    text = shared_attention.attend_direct if direct else shared_attention.attend_staged
+    log: list[Any] = []
+    for number in range(2):
+        ops, _ = operations(text(ring, Item(number, blocks)))
+        for i, op in enumerate(ops):
+            behind = next((x for x in ops[i + 2 :] if type(x) is not WaitLoads), None)
+            match op:
+                # The queries' room is both slots of a stage.
+                case Copy(slot, _, step) | Put(slot, _, step) | Read(slot, _, step) if (
+                    step or slot == shared_attention.KEYS
+                ):
+                    place = slot if step else "queries"
+                    what = type(op).__name__.lower()
+                    log.append((what, place, step) if what == "copy" else (what, place))
+                case Fetch(_, step):
+                    log.append(("fetch", step))
+                case WaitLoads(left) if direct:
+                    if log[-1][0] == "wait":  # one wait for what several are for
+                        log.pop()
+                    log.append(("wait", left // shared_attention.OPERANDS))
+                case Arrive() if not isinstance(behind, Read | Put):
+                    log.append("barrier")
+    return log
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("arch", "copies", "stages"), [("gfx950", "direct", 3), ("gfx950", "direct", 4), ("gfx942", "staged", 2)]
+)
+def test_attention_does_what_was_checked(monkeypatch, arch, copies, stages, blocks):
+    found = attention_does(monkeypatch, arch, copies, stages, blocks)
+    assert found == attention_is_explored(copies, stages, blocks)
+
+
+def test_what_is_compared_is_there(monkeypatch):
+    gemm = gemm_does(GemmCase(128, 64, 64 * 4 + 16))
+    attention = attention_does(monkeypatch, "gfx950", "direct", 3, 4)
+    # Two an item: behind its steps, and behind its rest; behind its queries, and behind its blocks.
+    assert gemm.count("barrier") == attention.count("barrier") == 4
+    assert {entry[0] for entry in gemm if entry != "barrier"} == {"copy", "wait", "read", "fetch", "put"}
+    assert {entry[0] for entry in attention if entry != "barrier"} == {"copy", "wait", "read"}

@@ -18,13 +18,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from attention_memory import Barrier, Buffer, Dtype, Integer, Memory, Narrow, Pointer, Product, Real, TensorMap, of
+from texts import bind, constants_of, jitted_of, structs_of
 
-from mutants.engine import Edit, code_of
+from mutants.engine import Edit
 from tilestream.core import attention as rules
 from tilestream.core import integers, raster, ring
 from tilestream.core.structs import Item, Passed, Progress, Watch
@@ -44,28 +45,13 @@ from tilestream.kernels.hopper import epilogue as epilogue_text
 from tilestream.kernels.hopper import queues as queues_text
 from tilestream.launch.attention_arguments import NO_KEY_GATE, KeyGate
 
-#: Of these all jitted functions are run as they stand, but for those in `STAND_INS`; their constants and structs too.
+#: Of these all jitted functions that have no stand-in are run as they stand; their constants and structs too.
 MODULES = (tile_text, device_softmax_text, convert_text, load_text, softmax_text, math_text, text)
 #: Others' functions that are run as they stand.
 ALSO = (
     list_text.rows_of, list_text.place_of, portable_text.sigmoid, gate_text.poll_over, items_text.with_over,
     schedule_text.first_cursor, schedule_text.with_asked,
 )  # fmt: skip
-#: What moves no data, or multiplies by assembly.
-STAND_INS = ("rescale_o", "pack_p", "as_operand")
-
-
-def texts() -> list[Any]:
-    """What of the kernel is run as it stands."""
-    own = [
-        value for module in MODULES for name, value in vars(module).items()
-        if getattr(getattr(value, "fn", None), "__module__", "") == module.__name__ and name not in STAND_INS
-    ]  # fmt: skip
-    return [*own, *ALSO]
-
-
-#: What of the kernel is run as it stands.
-TEXTS = texts()
 _SECONDS = 60
 
 
@@ -94,9 +80,7 @@ class Machine:
         self.barriers: list[Barrier] = []
         self.loops: list[Any] = []
         names = self.names()
-        for jitted in TEXTS:
-            code = code_of(jitted.fn, edits)
-            names[jitted.fn.__name__] = FunctionType(code, names, jitted.fn.__name__, jitted.fn.__defaults__)
+        bind(names, (*jitted_of(*MODULES), *ALSO), edits)
         self.config = arguments.config()
         narrow = arguments.plan.problem.dtype == "float8_e4m3fn"
         maps = [
@@ -198,14 +182,9 @@ class Machine:
             DotOperandLayout=lambda *_: None, BlockedLayout=lambda *_: None, float16=Dtype,
             float32=None, int32=None, int64=None,
         )  # fmt: skip
-        found = {"range": range, "len": len}
-        for module in (schedule_text, items_text, gate_text, queues_text, *MODULES):
-            for name, value in vars(module).items():
-                if isinstance(value, type) and issubclass(value, tuple):
-                    found[name] = value
-                elif type(value).__name__ == "constexpr":
-                    found[name] = value.value
-        return found | {
+        modules = (schedule_text, items_text, gate_text, queues_text, *MODULES)
+        return structs_of(*modules) | constants_of(*modules) | {
+            "range": range, "len": len,
             "gl": triton, "tl": triton,
             "mbarrier": SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),
             "tma": SimpleNamespace(store_wait=self.store_wait), "fence_async_shared": self.fence,

@@ -591,19 +591,20 @@ def test_a_descriptor_says_how_a_box_lies_in_shared_memory(shape, dtype):
 
 
 def test_the_gate_compiles_what_is_launched(written, monkeypatch):
-    """`hopper_gate.fill` does without torch what a launch does with it: Triton sees no difference."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    """`gates.hopper_gemm.fill` does without torch what a launch does with it: Triton sees no difference."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")  # the gate sets it
-    import hopper_gate
     import triton
+    from gates import hopper_gemm
+    from gates.hopper import no_gpu
 
     plan = make(kind="stream_k", tile=(128, 224), workers=11, scales="row")
     GemmLaunch(plan, FULL)(full_operands())
     theirs, _, options = written[0].kernel
     before = triton.runtime.driver._active if hasattr(triton.runtime.driver, "_active") else None
     try:
-        hopper_gate.no_gpu()
-        mine_options, mine = hopper_gate.fill(plan, FULL)
+        no_gpu()
+        mine_options, mine = hopper_gemm.fill(plan, FULL)
         *_, bind = gemm.device_caches[0]
         seen = [bind(*filled, **options, debug=False, instrumentation_mode="")[1] for filled in (theirs, mine)]
     finally:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 INTERPRETED = [
     "test_attention_merge.py",
     "test_portable_add.py",
@@ -20,4 +22,23 @@ INTERPRETED = [
     "test_portable_trace.py",
 ]
 
-collect_ignore = ["attention_gate.py", "gate.py", *(INTERPRETED if os.environ.get("TRITON_INTERPRET") != "1" else [])]
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """Tiles of 16 x 16 x 16, so that small operands have many."""
+    from interpreted import small_tiles
+
+    small_tiles(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_pending():
+    """Each error of a launch is looked at by the test that caused it."""
+    import torch
+
+    from tilestream.runtime.channel import channel
+
+    yield
+    assert not channel(torch.device("cpu")).pending

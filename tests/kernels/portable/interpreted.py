@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from error_rule import Maths, check
+from error_rule import Maths, check, rand
 from tilestream.arrival.device import GateWords
+from tilestream.arrival.flat import Awaited
+from tilestream.core.chunks import Chunks
 from tilestream.core.copy_items import COUNTERS, CopyArguments, Pieces, word_dtype
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.launch.trace import traced
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import portable
-from tilestream.plan.problem import Problem, dtype_name
+from tilestream.plan.problem import Incoming, Problem, dtype_name
+from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
+from tilestream.runtime.device_workspace import Words as DeviceWords
+from tilestream.trace import Recorder
+from tilestream.trace.record import LaunchTrace
 
 DEVICE = DeviceProperties("an interpreter", "portable", 5, 1e12, 1e12, "a stub", "sm_90", 232448)
 KINDS = ("static", "dynamic", "stream_k")
@@ -69,10 +78,59 @@ def nan_like(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
     return torch.full((*a.shape[:-1], b.shape[-1]), float("nan"), dtype=dtype or a.dtype)
 
 
-def check_product(plan: Plan, a: torch.Tensor, b: torch.Tensor) -> None:
-    out = nan_like(a, b)
-    run(plan, a, b, out)
-    check(out, Maths(a, b))
+def product(
+    plan: Plan, a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue | None = None, *, start: float = math.nan, **how
+) -> torch.Tensor:  # fmt: skip
+    """What the kernel makes of operands, where ``start`` was."""
+    out = nan_like(a, b, getattr(torch, plan.problem.out_dtype)).fill_(start)
+    run(plan, a, b, out, epilogue, **how)
+    return out
+
+
+#: `product` where zeros were, so that NaN is what the kernel has stored.
+voided = functools.partial(product, start=0.0)
+
+
+def check_product(plan: Plan, a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue | None = None, **how) -> None:
+    """Assert the error rule for what the kernel makes of operands."""
+    out = product(plan, a, b, epilogue, **how)
+    check(out, maths_of(a, b, epilogue or Epilogue(), out.dtype))
+
+
+def maths_of(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, dtype: torch.dtype) -> Maths:
+    activation = None if epilogue.activation == "none" else epilogue.activation
+    return Maths(
+        a, b, epilogue.bias, epilogue.residual, epilogue.alpha, epilogue.beta, activation, dtype,
+        epilogue.scale_a, epilogue.scale_b,
+    )  # fmt: skip
+
+
+def laid_out(rows: int, cols: int, how: str, dtype: torch.dtype, pad: int = 3) -> torch.Tensor:
+    """``how``: n, t (contiguous along rows), or s (along nothing); what lies between is NaN."""
+    if how == "t":
+        return laid_out(cols, rows, "n", dtype, pad).t()
+    step = 2 if how == "s" else 1
+    store = torch.full((rows, step * cols + pad), float("nan")).to(dtype)
+    view = store[:, : step * cols : step]
+    view.copy_(rand(rows, cols, dtype=dtype))
+    return view
+
+
+def recorded(op: str, plan: Any, issue: Callable[[Any], object], recorder: Recorder | None = None) -> LaunchTrace:
+    """What a recorder has of a launch; ``issue(log)`` makes it."""
+    recorder = recorder or Recorder()
+    traced(recorder, op, plan, torch.device("cpu"), issue)
+    recorder.finish()
+    return recorder.launches[-1]
+
+
+def captured(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> DeviceWords:
+    """The counters of launches that a graph replays: those of every launch from now on."""
+    own = captured_words(torch.device("cpu"), plan.schedule, plan.block)
+    space = DeviceWorkspace(torch.device("cpu"))
+    monkeypatch.setattr(space, "open", lambda *_: own)
+    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
+    return own
 
 
 @dataclass
@@ -136,6 +194,27 @@ class Copied(Words):
         dtype = getattr(torch, word_dtype(self.word))
         words = (x.view(-1).view(dtype) for x in (self.source, self.target))
         return CopyArguments(*words, self.table, self.counts, min(copiers, self.copiers))
+
+
+def plan_of(
+    m: int, n: int, k: int, kind: str = "dynamic", *, batch: int = 1, rows: Chunks | Copied | None = None,
+    columns: Chunks | Copied | None = None, pivot: int = 0, workers: int = 3, **how: Any,
+) -> Plan:  # fmt: skip
+    """A plan of float32 operands whose rows, or columns, arrive in chunks or are copied by the kernel."""
+    problem = Problem(
+        m, n, k, batch, "float32", "float32", in_chunks(rows, pivot), in_chunks(columns, pivot), **how
+    )  # fmt: skip
+    return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE)
+
+
+def in_chunks(arriving: Chunks | Copied | None, pivot: int = 0) -> Incoming | None:
+    if isinstance(arriving, Copied):
+        return Incoming(arriving.pieces.chunks, arriving.pieces.pivot, arriving.word)
+    return None if arriving is None else Incoming(arriving, pivot)
+
+
+def awaited(rows: Words | None = None, columns: Words | None = None, deadline: float = 0.05) -> Awaited:
+    return Awaited(rows, columns, deadline, "matmul")
 
 
 def crossed(names: str, first: Sequence[Any], second: Sequence[Any], **how: Any) -> pytest.MarkDecorator:

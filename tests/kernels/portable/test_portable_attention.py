@@ -6,23 +6,20 @@ import itertools
 
 import pytest
 import torch
-from interpreted import DEVICE, Words
+from attention_operands import prepared
+from interpreted import DEVICE, Words, captured, recorded
 
-from attention_maths import FEATURES, MIXES, Case, call_of
-from tilestream.arrival.flat import FlatArrival
+from attention_maths import FEATURES, MIXES, Case
+from tilestream.arrival.flat import Awaited
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
-from tilestream.core.operands import AttentionOperands
-from tilestream.launch.trace import SpanLog, traced
+from tilestream.launch.trace import SpanLog
 from tilestream.ops.attention_gpu import layout_of
-from tilestream.ops.attention_library import lse_shape
-from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy import portable_attention
 from tilestream.runtime.channel import channel
-from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
-from tilestream.trace import Recorder, faults
+from tilestream.trace import faults
 
 CPU = torch.device("cpu")
 
@@ -32,48 +29,30 @@ def _small(monkeypatch):
     tile = portable_attention.AttentionTile(16, 16, 4, 2, 0.5)
     for table in ("TILES", "UNALIGNED"):
         monkeypatch.setattr(portable_attention, table, dict.fromkeys(getattr(portable_attention, table), (tile,)))
-    yield
-    assert not channel(CPU).pending
 
 
-class Prepared:
+class Launched:
     """A case, and the launch that is to answer it."""
 
-    def __init__(self, case: Case, kind="dynamic", workers=3, chunks: Chunks | None = None, queues=1, seed=0) -> None:
+    def __init__(self, case: Case, kind="dynamic", workers=3, chunks: Chunks | None = None) -> None:
         from tilestream.launch.portable.attention_launch import AttentionLaunch
 
-        self.call = call_of(case, seed=seed)
-        options = dict(self.call.options)
-        left, right = options.get("window", (None, None))
-        causal = options.get("causal", False)
-        given = {**self.call.tensors, "sinks": options.get("sinks")}
-        t = self.tensors = AttentionOperands(**given)
-        scale = options.get("scale", t.q.shape[-1] ** -0.5)
-        s = self.settings = Settings(
-            bool(causal), "top_left" if causal == "top_left" else "bottom_right", -1 if left is None else left,
-            -1 if right is None else right, options.get("softcap", 0.0), scale, return_lse=True,
-        )  # fmt: skip
-        flat = None
-        if chunks is not None:
-            flat = FlatArrival(0, 1, 0, chunks.count, chunks.rows_per_chunk, chunks.bounds, None)
-        problem = problem_of(t, s, flat)
-        self.plan: AttentionPlan = plan_attention.__wrapped__(problem, workers, kind, device=DEVICE, backend="portable")
-        dtype = torch.bfloat16 if case.dtype == torch.float8_e4m3fn else case.dtype
-        self.out = torch.full((*t.q.shape[:-1], t.v.shape[-1]), float("nan"), dtype=dtype)
-        self.lse = torch.full(lse_shape(t), float("nan"))
-        self.operands = t._replace(out=self.out, scale=scale, lse=self.lse)
+        self.given = prepared(case, chunks)
+        self.operands = self.given.operands
+        self.out, self.lse = self.operands.out, self.operands.lse
+        self.plan: AttentionPlan = plan_attention.__wrapped__(
+            self.given.problem, workers, kind, device=DEVICE, backend="portable"
+        )
         self.launch = AttentionLaunch(self.plan, layout_of(self.operands))
 
-    def run(self, words: Words | None = None, deadline: float = 0.05, log: SpanLog | None = None) -> Prepared:
-        from tilestream.arrival.flat import Awaited
-
+    def run(self, words: Words | None = None, deadline: float = 0.05, log: SpanLog | None = None) -> Launched:
         self.out.fill_(float("nan"))
         self.lse.fill_(float("nan"))
         self.launch(self.operands, None if words is None else Awaited(words, None, deadline, "attention"), log)
         return self
 
     def check(self) -> None:
-        self.call.check(self.out, self.lse)
+        self.given.check()
 
 
 def dense(rows: int, keys: int, **more) -> Case:
@@ -84,7 +63,7 @@ def dense(rows: int, keys: int, **more) -> Case:
     ("lengths", "features"), [*(((20, 40), name) for name in FEATURES), ((33, 9), "causal"), ((33, 9), "all")]
 )
 def test_dense(lengths, features):
-    Prepared(dense(*lengths, features=features)).run().check()
+    Launched(dense(*lengths, features=features)).run().check()
 
 
 @pytest.mark.parametrize("features", ["causal", "window"])
@@ -92,61 +71,58 @@ def test_dense(lengths, features):
 def test_several_sequences(how, features):
     queries, keys = MIXES[0]
     queries = queries if how.startswith("packed") else (20,)
-    Prepared(Case(queries, keys, (2, 1), features=features, how=how, page=8, extra=3)).run().check()
+    Launched(Case(queries, keys, (2, 1), features=features, how=how, page=8, extra=3)).run().check()
 
 
 @pytest.mark.parametrize("page", [4, 64])
 def test_pages_smaller_and_larger_than_a_block(page):
-    Prepared(Case((20, 5), (30, 17), features="causal", how="packed paged", page=page)).run().check()
+    Launched(Case((20, 5), (30, 17), features="causal", how="packed paged", page=page)).run().check()
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5])
 def test_heads_share_the_rows_of_short_queries(rows):
-    prepared = Prepared(Case((rows,), (20,), (8, 2), features="causal"))
-    assert prepared.plan.pack == {1: 4, 4: 4, 5: 2}[rows]
-    prepared.run().check()
-    Prepared(Case((rows,), (20,), (8, 2), features="sinks", how="packed")).run().check()
+    launched = Launched(Case((rows,), (20,), (8, 2), features="causal"))
+    assert launched.plan.pack == {1: 4, 4: 4, 5: 2}[rows]
+    launched.run().check()
+    Launched(Case((rows,), (20,), (8, 2), features="sinks", how="packed")).run().check()
 
 
 def test_every_small_mask(monkeypatch):
     for rows, keys, left, right in itertools.product((1, 17), (33,), (None, 5), (None, 0)):
         monkeypatch.setitem(FEATURES, "this", {"window": (left, right)})
-        Prepared(Case((rows,), (keys,), (1, 1), (8, 8), "this")).run().check()
+        Launched(Case((rows,), (keys,), (1, 1), (8, 8), "this")).run().check()
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (24, 40), (48, 16), (16, 72)], ids=str)
 def test_columns(dims):
-    Prepared(dense(20, 33, dims=dims, features="softcap")).run().check()
+    Launched(dense(20, 33, dims=dims, features="softcap")).run().check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("features", ["causal", "all"])
 def test_dtypes(features, dtype):
-    Prepared(dense(20, 33, heads=(4, 2), features=features, dtype=dtype)).run().check()
+    Launched(dense(20, 33, heads=(4, 2), features=features, dtype=dtype)).run().check()
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("workers", [7])
 def test_every_number_of_workers(kind, workers):
-    Prepared(dense(33, 20, features="causal"), kind, workers).run().check()
-    Prepared(Case((5, 20), (20, 17), features="causal", how="packed"), kind, workers).run().check()
+    Launched(dense(33, 20, features="causal"), kind, workers).run().check()
+    Launched(Case((5, 20), (20, 17), features="causal", how="packed"), kind, workers).run().check()
 
 
 def test_launches_one_after_the_other_clear_nothing():
-    prepared = Prepared(Case((5, 0, 17), (20, 7, 9), features="causal", how="packed", extra=2))
+    launched = Launched(Case((5, 0, 17), (20, 7, 9), features="causal", how="packed", extra=2))
     for _ in range(2):
-        prepared.run().check()
+        launched.run().check()
 
 
 def test_a_captured_launch_restores_its_words(monkeypatch):
-    prepared = Prepared(dense(20, 33), chunks=Chunks.uniform(66, 16))
-    own = captured_words(CPU, prepared.plan.schedule, prepared.plan.block)
-    space = DeviceWorkspace(CPU)
-    monkeypatch.setattr(space, "open", lambda *_: own)
-    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
+    launched = Launched(dense(20, 33), chunks=Chunks.uniform(66, 16))
+    own = captured(monkeypatch, launched.plan)
     words = Words(5, 0)
     for _ in range(2):
-        prepared.run(words.arrive()).check()
+        launched.run(words.arrive()).check()
         assert not own.counters.any()
         assert not words.words.any(), "seen, and zeroed"
 
@@ -166,18 +142,18 @@ CHUNKINGS = {
 )
 def test_keys_that_have_arrived(chunking, features):
     chunks = CHUNKINGS[chunking]
-    Prepared(dense(10, 33, features=features), chunks=chunks).run(Words(chunks.count, 3).arrive()).check()
+    Launched(dense(10, 33, features=features), chunks=chunks).run(Words(chunks.count, 3).arrive()).check()
     packed = Case((10, 7), (40, 26), (1, 1), features=features, how="packed")
-    Prepared(packed, chunks=chunks).run(Words(chunks.count, 3).arrive()).check()
+    Launched(packed, chunks=chunks).run(Words(chunks.count, 3).arrive()).check()
 
 
 @pytest.mark.parametrize("missing", [0, 1, 3])
 def test_a_chunk_that_does_not_come_ends_the_launch(missing):
     # Longest first: the tile that is taken first reads all chunks, and from there on the only worker hands in NaN.
-    prepared = Prepared(Case((40,), (48,), (1, 1)), workers=1, chunks=Chunks.uniform(48, 12))
-    prepared.run(Words(4, 2).arrive(missing))
-    assert prepared.out.isnan().all()
-    assert prepared.lse.isnan().all()
+    launched = Launched(Case((40,), (48,), (1, 1)), workers=1, chunks=Chunks.uniform(48, 12))
+    launched.run(Words(4, 2).arrive(missing))
+    assert launched.out.isnan().all()
+    assert launched.lse.isnan().all()
     with pytest.raises(ArrivalTimeout, match=f"attention: arrival's chunk {missing} did not arrive") as caught:
         channel(CPU).check()
     assert caught.value.chunk == missing
@@ -185,60 +161,58 @@ def test_a_chunk_that_does_not_come_ends_the_launch(missing):
 
 def test_a_tile_that_reads_no_late_chunk_is_right():
     # Top left: the only tile sees keys 0 to 15.
-    prepared = Prepared(Case((16,), (64,), (1, 1), features="top left"), workers=1, chunks=Chunks.uniform(64, 16))
-    for x in (prepared.operands.k, prepared.operands.v):
+    launched = Launched(Case((16,), (64,), (1, 1), features="top left"), workers=1, chunks=Chunks.uniform(64, 16))
+    for x in (launched.operands.k, launched.operands.v):
         x[0, 16:] = float("nan")
-    prepared.run(Words(4, 2).arrive(1, 2, 3))
-    prepared.check()
+    launched.run(Words(4, 2).arrive(1, 2, 3))
+    launched.check()
 
 
 def test_every_signal_is_seen_before_words_are_zeroed():
-    prepared = Prepared(Case((16,), (64,), (1, 1), features="top left"), workers=2, chunks=Chunks.uniform(64, 16))
+    launched = Launched(Case((16,), (64,), (1, 1), features="top left"), workers=2, chunks=Chunks.uniform(64, 16))
     words = Words(4, 0).arrive(3)  # no tile reads it
-    prepared.run(words)
-    prepared.check()
+    launched.run(words)
+    launched.check()
     assert words.words.tolist() == [1, 1, 1, 0]
     with pytest.raises(ArrivalTimeout, match="no tile reads"):
         channel(CPU).check()
-    prepared.run(words.arrive())
-    assert prepared.out.isnan().all(), "what is left may be of the launch that missed a chunk"
+    launched.run(words.arrive())
+    assert launched.out.isnan().all(), "what is left may be of the launch that missed a chunk"
     with pytest.raises(TilestreamError, match=r"call arrival\.reset"):
         channel(CPU).check()
     words.quarantine.zero_()
-    prepared.run(words)
-    prepared.check()
+    launched.run(words)
+    launched.check()
     assert not words.words.any()
 
 
 def test_a_failed_producer_ends_the_launch_at_once():
-    prepared = Prepared(Case((16,), (64,), (1, 1)), workers=1, chunks=Chunks.uniform(64, 16))
+    launched = Launched(Case((16,), (64,), (1, 1)), workers=1, chunks=Chunks.uniform(64, 16))
     words = Words(4, 4).arrive()
     words.words[2] = -4
-    prepared.run(words, deadline=1000.0)
-    assert prepared.out.isnan().all()
-    assert prepared.lse.isnan().all()
+    launched.run(words, deadline=1000.0)
+    assert launched.out.isnan().all()
+    assert launched.lse.isnan().all()
     with pytest.raises(ProducerStopped, match="its exception went with its Arrival"):
         channel(CPU).check()
 
 
 def test_lists_that_lead_outside_stay_inside():
     """Lengths and pages are not looked at by the host: what they say beyond the operands is cut."""
-    prepared = Prepared(Case((5, 20), (20, 33), features="causal", how="packed paged", page=8))
-    prepared.tensors.block_table.fill_(2**30)
-    prepared.tensors.seqlens_k.fill_(2**30)
-    prepared.tensors.cu_seqlens_q[1:] = torch.tensor([-5, 2**30], dtype=torch.int32)
-    prepared.run()
+    launched = Launched(Case((5, 20), (20, 33), features="causal", how="packed paged", page=8))
+    launched.operands.block_table.fill_(2**30)
+    launched.operands.seqlens_k.fill_(2**30)
+    launched.operands.cu_seqlens_q[1:] = torch.tensor([-5, 2**30], dtype=torch.int32)
+    launched.run()
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_each_item_of_a_trace_once_and_its_worker(kind):
-    prepared, recorder = Prepared(dense(33, 20, features="causal"), kind), Recorder()
-    traced(recorder, "attention", prepared.plan, CPU, lambda log: prepared.run(log=log))
-    recorder.finish()
-    prepared.check()
-    (launch,) = recorder.launches
-    assert not faults(launch, prepared.plan.schedule)
-    assert launch.tiles_done == prepared.plan.schedule.grid.tiles > 3
+    launched = Launched(dense(33, 20, features="causal"), kind)
+    launch = recorded("attention", launched.plan, lambda log: launched.run(log=log))
+    launched.check()
+    assert not faults(launch, launched.plan.schedule)
+    assert launch.tiles_done == launched.plan.schedule.grid.tiles > 3
     assert {span.worker for span in launch.spans} <= set(range(3))
     assert {span.chunk for span in launch.spans} == {-1}
     assert not launch.arrivals
@@ -246,21 +220,18 @@ def test_each_item_of_a_trace_once_and_its_worker(kind):
 
 def test_a_trace_says_which_chunk_an_item_waited_for():
     # A window and no diagonal: three blocks of 16 queries, whose first keys come with the chunks 0, 0 and 1.
-    prepared = Prepared(Case((48,), (48,), (1, 1), features="window"), workers=1, chunks=Chunks.uniform(48, 12))
-    recorder = Recorder()
-    traced(recorder, "attention", prepared.plan, CPU, lambda log: prepared.run(Words(4, 2).arrive(), log=log))
-    recorder.finish()
-    prepared.check()
-    (launch,) = recorder.launches
+    launched = Launched(Case((48,), (48,), (1, 1), features="window"), workers=1, chunks=Chunks.uniform(48, 12))
+    launch = recorded("attention", launched.plan, lambda log: launched.run(Words(4, 2).arrive(), log=log))
+    launched.check()
     tiles = {span.pm: span.chunk for span in launch.spans if span.kind == "tile"}
-    assert tiles == expected_chunks(prepared)
+    assert tiles == expected_chunks(launched)
     assert launch.arrivals == {0: (None,) * 4}
 
 
-def expected_chunks(prepared: Prepared) -> dict[int, int]:
+def expected_chunks(launched: Launched) -> dict[int, int]:
     """Of each query block: the chunk of the last key of its first key block, as far as one of its rows sees it."""
-    p, found = prepared.plan.problem, {}
-    for block in range(prepared.plan.schedule.grid.num_m):
+    p, found = launched.plan.problem, {}
+    for block in range(launched.plan.schedule.grid.num_m):
         rows = range(16 * block, 16 * block + 16)
         seen = [j for j in range(p.seqlen_k) if any(i - p.left <= j <= i + p.right for i in rows)]
         first = min(seen) // 16 * 16
@@ -269,11 +240,9 @@ def expected_chunks(prepared: Prepared) -> dict[int, int]:
 
 
 def test_an_item_of_a_trace_that_is_void_only_waited():
-    prepared, recorder = Prepared(Case((16,), (64,), (1, 1)), workers=1, chunks=Chunks.uniform(64, 16)), Recorder()
-    words = Words(4, 2).arrive(2)
-    traced(recorder, "attention", prepared.plan, CPU, lambda log: prepared.run(words, log=log))
-    recorder.finish()
-    (span,) = recorder.launches[0].spans
+    launched = Launched(Case((16,), (64,), (1, 1)), workers=1, chunks=Chunks.uniform(64, 16))
+    launch = recorded("attention", launched.plan, lambda log: launched.run(Words(4, 2).arrive(2), log=log))
+    (span,) = launch.spans
     assert (span.kind, span.chunk) == ("wait", 0)
     with pytest.raises(ArrivalTimeout):
         channel(CPU).check()

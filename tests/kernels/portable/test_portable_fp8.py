@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreted import KINDS, nan_like, plan_for, run, small_tiles
+from interpreted import KINDS, check_product, laid_out, nan_like, plan_for, run
 
 from error_rule import FNUZ, FP8, NARROW, Maths, check, rand
 from tilestream.core.operands import Epilogue
@@ -22,8 +22,7 @@ F32 = torch.float32
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch):
-    small_tiles(monkeypatch)
+def _deeper_tiles(monkeypatch, _small_tiles):
     # An 8-bit dot takes 32 of K at least, as the hardware does.
     tiles = {
         kind: tuple(row._replace(block_k=32) for row in rows) if kind.startswith("8-bit") else rows
@@ -44,30 +43,13 @@ def scales(kind: str, m: int, n: int, batch: tuple[int, ...] = ()) -> tuple[torc
 def multiply(a, b, scale_a=None, scale_b=None, kind="dynamic", out_dtype=F32, fast_accum=True, **how) -> None:
     epilogue = Epilogue(scale_a=scale_a, scale_b=scale_b, **how)
     plan = plan_for(a, b, kind, out=str(out_dtype)[6:], scales=epilogue.scales, fast_accum=fast_accum)
-    out = nan_like(a, b, out_dtype)
-    run(plan, a, b, out, epilogue)
-    maths = {"alpha": epilogue.alpha, "beta": epilogue.beta, "bias": epilogue.bias, "residual": epilogue.residual}
-    activation = None if epilogue.activation == "none" else epilogue.activation
-    check(
-        out, Maths(a, b, **maths, activation=activation, out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b)
-    )  # fmt: skip
-
-
-def operand(rows: int, cols: int, how: str, dtype: torch.dtype) -> torch.Tensor:
-    """``how``: n, t (contiguous along rows), or s (along nothing); what lies between is NaN."""
-    if how == "t":
-        return operand(cols, rows, "n", dtype).t()
-    step = 2 if how == "s" else 1
-    store = torch.full((rows, step * cols + 3), float("nan")).to(dtype)
-    view = store[:, : step * cols : step]
-    view.copy_(rand(rows, cols, dtype=dtype))
-    return view
+    check_product(plan, a, b, epilogue)
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt", "ss"])
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 def test_layouts(dtypes, layout):
-    a, b = operand(37, 70, layout[0], dtypes[0]), operand(70, 50, layout[1], dtypes[1])
+    a, b = laid_out(37, 70, layout[0], dtypes[0]), laid_out(70, 50, layout[1], dtypes[1])
     multiply(a, b)
 
 

@@ -6,28 +6,12 @@ import itertools
 
 import pytest
 import torch
-from interpreted import KINDS, check_product, crossed, nan_like, plan_for, run, small_tiles
+from interpreted import KINDS, check_product, crossed, laid_out, plan_for, product, run
 
 from error_rule import ACTIVATIONS, Maths, check, rand
 from tilestream.core.operands import Epilogue
 
 DTYPES = (torch.float32, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch):
-    small_tiles(monkeypatch)
-
-
-def laid_out(rows: int, cols: int, how: str, dtype: torch.dtype, pad: int = 3) -> torch.Tensor:
-    """``how``: n, t (contiguous along rows), or s (along nothing)."""
-    if how == "t":
-        return laid_out(cols, rows, "n", dtype, pad).t()
-    step = 2 if how == "s" else 1
-    store = torch.full((rows, step * cols + pad), float("nan"), dtype=dtype)
-    view = store[:, : step * cols : step]
-    view.copy_(rand(rows, cols, dtype=dtype))
-    return view
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,33 +45,20 @@ def test_every_number_of_shares(shares):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_epilogue(activation, kind):
     a, b, bias, residual = rand(37, 70), rand(70, 40), rand(40), rand(37, 40, seed=3)
-    out = nan_like(a, b)
-    run(plan_for(a, b, kind), a, b, out, Epilogue(1.5, bias, residual, -0.5, activation or "none"))
-    check(out, Maths(a, b, bias, residual, 1.5, -0.5, activation))
+    check_product(plan_for(a, b, kind), a, b, Epilogue(1.5, bias, residual, -0.5, activation or "none"))
 
 
-def test_parts_of_the_epilogue_one_at_a_time():
-    a, b, bias, residual = rand(20, 30), rand(30, 40), rand(80)[::2], rand(40, 20).t()
-    for epilogue in (
-        Epilogue(bias=bias),
-        Epilogue(residual=residual),
-        Epilogue(alpha=3.0),
-        Epilogue(activation="relu"),
-    ):
-        out = nan_like(a, b)
-        run(plan_for(a, b), a, b, out, epilogue)
-        maths = Maths(
-            a, b, epilogue.bias, epilogue.residual, epilogue.alpha,
-            activation={"none": None}.get(epilogue.activation, "relu"),
-        )  # fmt: skip
-        check(out, maths)
+@pytest.mark.parametrize("part", ["bias", "residual", "alpha", "activation"])
+def test_a_part_of_the_epilogue_alone(part):
+    a, b = rand(20, 30), rand(30, 40)
+    parts = {"bias": rand(80)[::2], "residual": rand(40, 20).t(), "alpha": 3.0, "activation": "relu"}
+    check_product(plan_for(a, b), a, b, Epilogue(**{part: parts[part]}))
 
 
 def test_relu_keeps_nan_and_what_is_past_the_end_counts_for_nothing():
     a, b = rand(17, 17), rand(17, 17)
     a[3, 4] = float("nan")
-    out = nan_like(a, b)
-    run(plan_for(a, b), a, b, out, Epilogue(activation="relu"))
+    out = product(plan_for(a, b), a, b, Epilogue(activation="relu"))
     assert out[3].isnan().all()
     assert not out[[i for i in range(17) if i != 3]].isnan().any()
 

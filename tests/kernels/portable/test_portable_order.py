@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from interpreted import DEVICE, KINDS, crossed, nan_like, plan_for, run, small_tiles
+from interpreted import DEVICE, KINDS, captured, check_product, crossed, plan_for, product
 
 from device_order import check_order, follow
-from error_rule import Maths, check, rand
+from error_rule import rand
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Problem
 from tilestream.runtime import device_workspace as workspaces
-from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
+from tilestream.runtime.device_workspace import DeviceWorkspace
 from tilestream.schedule import Raster, Schedule
 
 RASTERS = [
@@ -20,32 +22,19 @@ RASTERS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch):
-    small_tiles(monkeypatch)
-
-
 def probed(plan, k=40):
     from tilestream.launch.launch import Probe
 
     problem = plan.problem
     a, b = rand(problem.batch, problem.m, k), rand(problem.batch, k, problem.n)
-    out, probe = nan_like(a, b), Probe(plan.workers, 400, a.device)
-    run(plan, a, b, out, probe=probe)
-    check(out, Maths(a, b))
+    probe = Probe(plan.workers, 400, a.device)
+    check_product(plan, a, b, probe=probe)
     return [probe.log(worker) for worker in range(plan.workers)]
 
 
-def with_schedule(schedule: Schedule, m, n, k, batch):
-    from dataclasses import replace
-
-    plan = plan_problem.__wrapped__(Problem(m, n, k, batch), schedule.workers, device=DEVICE)
-    return replace(plan, schedule=schedule)
-
-
 def make(kind, raster, workers, queues=1, split="items", shares=0, m=70, n=60, k=40, batch=2):
-    grid = plan_problem.__wrapped__(Problem(m, n, k, batch), 1, device=DEVICE).schedule.grid
-    return with_schedule(Schedule(kind, grid, raster, workers, queues, split, shares), m, n, k, batch)
+    plan = plan_problem.__wrapped__(Problem(m, n, k, batch), workers, device=DEVICE)
+    return replace(plan, schedule=Schedule(kind, plan.schedule.grid, raster, workers, queues, split, shares))
 
 
 @crossed(
@@ -96,9 +85,9 @@ def test_counters_are_never_cleared():
     last = torch.zeros((), dtype=torch.int64)
     for _ in range(3):
         plan = plan_for(a, b, "dynamic", 3)
-        run(plan, a, b, nan_like(a, b))
+        product(plan, a, b)
         (space,) = workspaces._workspaces.values()
-        counter = space._counters[0].clone()
+        counter = space._kept["counters"][0].clone()
         assert last < counter <= space._base
         last = counter
     assert LINE.value == workspaces.LINE
@@ -109,11 +98,11 @@ def test_counters_are_a_cache_line_apart():
     workspaces._workspaces.clear()
     a, b = rand(70, 40), rand(40, 130)
     plan = plan_for(a, b, "dynamic", 5, queues=8)
-    run(plan, a, b, nan_like(a, b))
+    product(plan, a, b)
     (space,) = workspaces._workspaces.values()
-    used = space._counters.nonzero().flatten().tolist()
+    used = space._kept["counters"].nonzero().flatten().tolist()
     assert used == [queue * 16 for queue in range(8)]
-    assert workspaces.LINE * space._counters.element_size() == 128
+    assert workspaces.LINE * space._kept["counters"].element_size() == 128
 
 
 def test_words_grow_and_keep_their_base():
@@ -128,14 +117,8 @@ def test_words_grow_and_keep_their_base():
 
 @pytest.mark.parametrize("kind", ["dynamic", "stream_k"])
 def test_the_last_worker_out_restores_a_captured_launchs_words(kind, monkeypatch):
-    from tilestream.launch.portable.launch import GemmLaunch
-
     plan = make(kind, Raster(), 5, 3 if kind == "dynamic" else 1, batch=1)
-    words = captured_words(torch.device("cpu"), plan.schedule, plan.block)
-    space = DeviceWorkspace(torch.device("cpu"))
-    monkeypatch.setattr(space, "open", lambda *_: words)
-    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
-    assert GemmLaunch is not None
+    words = captured(monkeypatch, plan)
     for _ in range(3):
         check_order(plan.schedule, probed(plan))
         assert not words.counters.any()

@@ -6,32 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import nan_like, plan_for, run, small_tiles
+from interpreted import KINDS, check_product, nan_like, plan_for, recorded, run
 
-from error_rule import Maths, check, rand
+from error_rule import rand
 from tilestream.core.chunks import Chunks
 from tilestream.launch import trace as log_of
-from tilestream.launch.trace import SpanLog, traced
+from tilestream.launch.trace import SpanLog
 from tilestream.trace import Recorder, faults
 from tilestream.trace.record import Zero
 
 #: Clocks as a GPU has them: nanoseconds since 1970.
 EPOCH = 1_790_000_000_123_456_789
 ZERO = Zero(0.0, EPOCH)
-KINDS = ("static", "dynamic", "stream_k")
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch):
-    small_tiles(monkeypatch)
 
 
 def record(plan, a, b, recorder=None):
-    recorder, out = recorder or Recorder(), nan_like(a, b)
-    traced(recorder, "matmul", plan, a.device, lambda log: run(plan, a, b, out, probe=log))
-    recorder.finish()
-    check(out, Maths(a, b))
-    return recorder.launches[-1]
+    return recorded("matmul", plan, lambda log: check_product(plan, a, b, probe=log), recorder)
 
 
 @pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in KINDS), ("dynamic", {"queues": 3})])
@@ -69,10 +59,8 @@ def test_pools_that_nobody_visits_are_seen(monkeypatch):
     made = Arguments._config
     monkeypatch.setattr(Arguments, "_config", lambda *given: replace(made(*given), STEAL=False))
     a, b = rand(70, 40), rand(40, 60)
-    plan, out, recorder = plan_for(a, b, "dynamic", 3, queues=5), nan_like(a, b), Recorder()
-    traced(recorder, "matmul", plan, a.device, lambda log: run(plan, a, b, out, probe=log))
-    recorder.finish()
-    found = faults(recorder.launches[0], plan.schedule)
+    plan, out = plan_for(a, b, "dynamic", 3, queues=5), nan_like(a, b)
+    found = faults(recorded("matmul", plan, lambda log: run(plan, a, b, out, probe=log)), plan.schedule)
     assert found
     assert all("done never" in line or line.startswith("and ") for line in found)
     assert torch.isnan(out).any()
@@ -80,11 +68,9 @@ def test_pools_that_nobody_visits_are_seen(monkeypatch):
 
 def test_no_output_no_spans():
     a, b = rand(0, 40), rand(40, 40)
-    plan, recorder = plan_for(a, b), Recorder()
-    traced(recorder, "matmul", plan, a.device, lambda log: run(plan, a, b, nan_like(a, b), probe=log))
-    recorder.finish()
-    assert recorder.launches[0].end == recorder.launches[0].begin
-    assert not recorder.launches[0].spans
+    launch = record(plan_for(a, b), a, b)
+    assert launch.end == launch.begin
+    assert not launch.spans
 
 
 # What is made of the device's log -----------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-GATES = Path(__file__).parents[2] / "kernels"
+SRC = Path(__file__).parents[3] / "src"
 CODE = """
-import json, hopper_gate
-from gate import Pointer
+import json
+from tilestream_tools.isa.build import Pointer, build
 from tilestream_tools.sweep.sm_hog import PIECE, hold
 words = [Pointer("int32") for _ in range(3)]
-kernel, said = hopper_gate.build({"num_warps": 4}, (*words, Pointer("int64"), 30_000_000_000, 232448 // PIECE), hold)
+arguments = (*words, Pointer("int64"), 30_000_000_000, 232448 // PIECE)
+kernel, said = build(hold, arguments, {"num_warps": 4}, "sm_90a")
 ptx = kernel.asm["ptx"]
 print(json.dumps({
     "shared": kernel.metadata.shared,
@@ -29,11 +30,10 @@ print(json.dumps({
 
 
 def test_it_compiles_as_it_should(tmp_path):
-    paths = [str(GATES / "hopper"), str(GATES / "portable"), str(GATES.parents[1] / "src")]
     kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=100, check=False,
-        env={**kept, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**kept, "PYTHONPATH": str(SRC), "TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout.splitlines()[-1])

@@ -197,7 +197,8 @@ class AwaitDone(OfCall):
     """Watchdog: wait until all of ``epoch`` is done (1), or a stream waits for a flag that a peer has lowered (0)."""
 
 
-Turn = Generator[Any, int, "int | None"]
+#: A protocol: it yields its operations and receives their answers.
+Operations = Generator[Any, int, "int | None"]
 
 
 def peers(rank: int, world: int) -> Iterator[int]:
@@ -205,7 +206,7 @@ def peers(rank: int, world: int) -> Iterator[int]:
     return ((rank + x) % world for x in range(1, world))
 
 
-def begin(epoch: int) -> Turn:
+def begin(epoch: int) -> Operations:
     """The host's part of a gather, before anything is issued. Returns the epoch; None if the group is broken."""
     yield AwaitKernel(epoch - AHEAD - 1)
     if (yield CheckExpired()):
@@ -213,7 +214,7 @@ def begin(epoch: int) -> Turn:
     return epoch if (yield Begin(epoch)) else None
 
 
-def publish(rank: int, chunks: int, epoch: int, from_slot: bool = False) -> Turn:
+def publish(rank: int, chunks: int, epoch: int, from_slot: bool = False) -> Operations:
     """The calling stream's part of a gather, before the kernel.
 
     ``from_slot``: the shard is sent from the own slot, because it is pulled, or the caller's tensor is not contiguous.
@@ -236,13 +237,13 @@ def receivers(rank: int, world: int) -> list[int]:
     return [(rank - x) % world for x in range(1, world)]
 
 
-def side(rank: int, world: int, chunks: int, epoch: int, way: Way = "push") -> Turn:
+def side(rank: int, world: int, chunks: int, epoch: int, way: Way = "push") -> Operations:
     """The side stream's part of a gather."""
     text = push if way == "push" else pull
     return text(rank, world, chunks, epoch)
 
 
-def push(rank: int, world: int, chunks: int, epoch: int) -> Turn:
+def push(rank: int, world: int, chunks: int, epoch: int) -> Operations:
     """The side stream's part where shards are pushed. Each signal follows its copy in the same stream."""
     yield AwaitPost(epoch)
     slot = epoch % SLOTS
@@ -255,7 +256,7 @@ def push(rank: int, world: int, chunks: int, epoch: int) -> Turn:
     return epoch
 
 
-def pull(rank: int, world: int, chunks: int, epoch: int) -> Turn:
+def pull(rank: int, world: int, chunks: int, epoch: int) -> Operations:
     """The side stream's part where shards are pulled."""
     yield AwaitPost(epoch)
     for peer in peers(rank, world):
@@ -271,13 +272,13 @@ def pull(rank: int, world: int, chunks: int, epoch: int) -> Turn:
     return epoch
 
 
-def finish(epoch: int) -> Turn:
+def finish(epoch: int) -> Operations:
     """The calling stream's part of a gather, behind the kernel."""
     yield AwaitSide(epoch)
     return epoch
 
 
-def give_up(rank: int, world: int) -> Turn:
+def give_up(rank: int, world: int) -> Operations:
     """Break the group and set the peers' abort flags (1) once a kernel has expired here or a peer has given up."""
     if not (yield Notice()):
         return 0
@@ -287,7 +288,7 @@ def give_up(rank: int, world: int) -> Turn:
     return 1
 
 
-def watch(rank: int, world: int) -> Turn:
+def watch(rank: int, world: int) -> Operations:
     """The watchdog: what the host does when this rank or a peer has given up."""
     if not (yield from give_up(rank, world)):
         return None

@@ -27,12 +27,7 @@ every later one NaN before it releases the stream.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
-
-from tilestream.core.protocols.gather import SLOTS, AwaitCall, OfCall, OfPeer, OfSlot, peers
-
-Turn = Generator[Any, int, "int | None"]
+from tilestream.core.protocols.gather import SLOTS, AwaitCall, OfCall, OfPeer, OfSlot, Operations, peers
 
 
 class Multiply(OfSlot):
@@ -63,7 +58,7 @@ class Added(OfSlot):
     """The sum is complete, and so is the call."""
 
 
-def reduce(rank: int, world: int, epoch: int) -> Turn:
+def reduce(rank: int, world: int, epoch: int) -> Operations:
     """The calling stream's part: the whole call."""
     yield AwaitCall(epoch - 1)
     slot = epoch % SLOTS

@@ -44,8 +44,8 @@ from tilestream.core.protocols.gather import (
     Begin,
     Done,
     OfCall,
+    Operations,
     Post,
-    Turn,
 )
 
 
@@ -125,7 +125,7 @@ class Summed(OfCall):
     """The sum is complete, and so is the call."""
 
 
-def begin_sum(epoch: int) -> Turn:
+def begin_sum(epoch: int) -> Operations:
     """The host's part, before anything is issued. Returns the epoch; None if the group is broken."""
     yield AwaitSide(epoch - AHEAD - 1)
     return epoch if (yield Begin(epoch)) else None
@@ -145,7 +145,7 @@ def sender(rank: int, world: int, parts: int, step: int) -> int:
     return (rank - 1 - step // parts) % world
 
 
-def produce(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
+def produce(rank: int, world: int, batches: int, parts: int, epoch: int) -> Operations:
     """The calling stream's part, up to the end of its kernel."""
     yield AwaitCall(epoch - 1)
     yield Post(epoch)
@@ -158,7 +158,7 @@ def produce(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn
     return epoch
 
 
-def scatter(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn:
+def scatter(rank: int, world: int, batches: int, parts: int, epoch: int) -> Operations:
     """The side stream's part."""
     yield AwaitPost(epoch)
     slot = epoch % SLOTS
@@ -175,7 +175,7 @@ def scatter(rank: int, world: int, batches: int, parts: int, epoch: int) -> Turn
     return epoch
 
 
-def add_up(epoch: int) -> Turn:
+def add_up(epoch: int) -> Operations:
     """The calling stream's part behind the kernel."""
     yield AwaitSide(epoch)
     yield Sum(epoch)

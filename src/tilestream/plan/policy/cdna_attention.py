@@ -50,28 +50,16 @@ TILE_CYCLES = 5 * cdna.ROUND_TRIP
 
 
 class Tile(NamedTuple):
-    """A tile: warps of 32 query rows each, keys of a block, and the ring that feeds it.
+    """A tile: warps of 32 query rows each, keys of a block, and the ring that feeds it."""
 
-    Attributes
-    ----------
-    columns
-        The most of the wider of keys and values, in whole parts.
-    stages
-        Blocks in flight: direct, all in shared memory; staged, two, one there and one in registers.
-    copies
-        One of `VARIANTS`.
-    efficiency
-        Share of the matrix units' peak that the plain loop reaches: what `tilestream isa` estimates, not measured.
-    busy
-        For what takes more registers, which smaller blocks have: see `is_busy`. None: for both.
-    """
-
-    columns: int
+    columns: int  # the most of the wider of keys and values, in whole parts
     warps: int
     block: int
-    stages: int
-    copies: str
+    stages: int  # blocks in flight: direct, all in shared memory; staged, two, one there and one in registers
+    copies: str  # one of `VARIANTS`
+    #: Share of the matrix units' peak that the plain loop reaches: what `tilestream isa` estimates, not measured.
     efficiency: float
+    #: For what takes more registers, which smaller blocks have: see `is_busy`. None: for both.
     busy: bool | None = None
 
     @property

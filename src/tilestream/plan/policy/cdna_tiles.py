@@ -41,26 +41,15 @@ _MOST = 2**31 - 512
 
 
 class Tile(NamedTuple):
-    """A tile, the warps that share it, and the ring that feeds them.
-
-    Attributes
-    ----------
-    lines
-        K of a stage, in lines of 64 bytes.
-    stages
-        Steps in flight: direct, all in shared memory; staged, two, one there and one in registers.
-    copies
-        One of `VARIANTS`.
-    efficiency
-        Share of the matrix units' peak that the main loop reaches: what `tilestream isa` estimates, not measured.
-    """
+    """A tile, the warps that share it, and the ring that feeds them."""
 
     block_m: int
     block_n: int
-    lines: int
+    lines: int  # K of a stage, in lines of 64 bytes
     warps: int
-    stages: int
-    copies: str
+    stages: int  # steps in flight: direct, all in shared memory; staged, two, one there and one in registers
+    copies: str  # one of `VARIANTS`
+    #: Share of the matrix units' peak that the main loop reaches: what `tilestream isa` estimates, not measured.
     efficiency: float
 
     @property

@@ -9,14 +9,22 @@ from typing import ClassVar
 
 import pytest
 import torch
-from fake_ranks import Memory, Rank, call_again_after_memory_error, call_in_any_order, patch_driver, raises
+from fake_ranks import (
+    Memory,
+    Rank,
+    call_again_after_memory_error,
+    call_in_any_order,
+    check_results,
+    patch_driver,
+    raises,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_cuda import DEVICE, fake_cuda
+from fake_cuda import fake_cuda
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
 from tilestream.core.protocols import reduce_scatter as protocol
-from tilestream.distributed import gpu_reduce_scatter, one_shot, reduce_scatter
+from tilestream.distributed import call_queue, gpu_reduce_scatter, one_shot, reduce_scatter
 from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue
 from tilestream.distributed.one_shot import AllReduceQueue
 from tilestream.distributed.request import REDUCE_SCATTER, Request
@@ -70,8 +78,8 @@ class ScatterRank(SumRank):
     def part(self, rank: int, call: int) -> torch.Tensor:
         return self.product(rank, call)[:, self.rank]
 
-    def call(self, shards: Shards, seconds: float = 0.0, add_up=None) -> None:
-        """Issue the next call; ``add_up`` in place of the sum."""
+    def call(self, shards: Shards, seconds: float = 0.0, reduce_partials=None) -> None:
+        """Issue the next call; ``reduce_partials`` in place of the sum."""
         calling = self.calling
         self.shapes.append(shards)
         number = len(self.shapes)
@@ -94,14 +102,14 @@ class ScatterRank(SumRank):
             self.received = torch.full(shape, float("nan"))
         received = self.received
         with self.cuda.on(calling):
-            self.queue.issue(shards, torch.float32, received, kernel, add_up or issue_sum, seconds)
+            self.queue.issue(shards, torch.float32, received, kernel, reduce_partials or issue_sum, seconds)
 
     def matmul(self, bias: torch.Tensor) -> None:
         """A whole call, with a bias of two elements."""
         self.state.buffer = lambda name, shape, dtype, device: torch.empty(shape, dtype=dtype)
-        gpu_reduce_scatter.matmul_scatter(
-            self.state, None, Shards(1, 2, 3, 2), torch.empty(0), torch.float32, lambda *_: None, False, bias, 0.0
-        )
+        request = Request(REDUCE_SCATTER, torch.empty(0), [None], [bias], ["none"], None, [None])
+        shards = Shards(1, 2, 3, 2)
+        gpu_reduce_scatter.matmul_scatter(self.state, None, shards, request, torch.float32, lambda *_: None, 0.0)
 
 
 class AllReduceRank(SumRank):
@@ -115,8 +123,8 @@ class AllReduceRank(SumRank):
         rows, columns = self.shapes[call - 1]
         return torch.arange(rows * columns).view(rows, columns) + 1000.0 * rank + 10000.0 * call
 
-    def call(self, shape: tuple[int, int], seconds: float = 0.0, add_up=None) -> None:
-        """Issue the next call; ``add_up`` in place of the sum."""
+    def call(self, shape: tuple[int, int], seconds: float = 0.0, reduce_partials=None) -> None:
+        """Issue the next call; ``reduce_partials`` in place of the sum."""
         calling = self.calling
         self.shapes.append(shape)
         number = len(self.shapes)
@@ -137,11 +145,15 @@ class AllReduceRank(SumRank):
             calling.give(lambda: self.add(number, parts, void, epoch))
 
         with self.cuda.on(calling):
-            self.queue.reduce(shape, torch.float32, multiply, add_up or issue_sum, seconds)
+            self.queue.reduce(shape, torch.float32, multiply, reduce_partials or issue_sum, seconds)
 
     def matmul(self, bias: torch.Tensor) -> None:
         """A whole call, with a bias of two elements."""
-        one_shot.matmul_reduce(self.state, None, (4, 2), torch.float32, lambda *_: None, False, bias, 0.0, DEVICE)
+        request = types.SimpleNamespace(
+            a=torch.empty(4, 3), b=torch.empty(3, 2), bias=bias, seconds=lambda state: 0.0, divisor=float,
+            product=lambda *_, **__: None,
+        )  # fmt: skip
+        one_shot.matmul_reduce(self.state, None, request, torch.float32)
 
 
 @contextlib.contextmanager
@@ -275,7 +287,7 @@ def test_a_call_that_is_half_issued_breaks_the_group_and_leaves_nothing_stuck(mo
 def test_a_sum_that_is_not_issued_breaks_the_group_and_leaves_nothing_stuck(kind):
     with world(kind, 2) as (cuda, (first, second), _):
         with pytest.raises(RuntimeError, match="no kernel"):
-            first.call(kind.shapes_of[2][0], add_up=raises(RuntimeError("no kernel")))
+            first.call(kind.shapes_of[2][0], reduce_partials=raises(RuntimeError("no kernel")))
         cuda.run()
         assert not first.idle, "it waits for the second, which does not come"
         first.watch()
@@ -298,7 +310,7 @@ def test_the_watchdog_sees_a_call_whose_sum_is_being_launched(kind):
             cuda.run()
             seen.append(stream.query())
 
-        first.call(kind.shapes_of[2][0], add_up=blocks)
+        first.call(kind.shapes_of[2][0], reduce_partials=blocks)
         assert seen == [True]
 
 
@@ -321,8 +333,7 @@ def test_a_bias_of_any_strides_is_made_contiguous(monkeypatch, kind):
 
     for name in ("add_parts", "add_slots"):
         monkeypatch.setattr(add, name, Kernel())
-    for module in (gpu_reduce_scatter, one_shot):
-        monkeypatch.setattr(module, "agree", lambda *args: None)
+    monkeypatch.setattr(call_queue, "agree", lambda *args: None)
     whole = torch.arange(4.0)
     for bias in (whole[::2], whole.view(2, 2)[:, 1], whole[1:2].expand(2), whole[:2]):
         with world(kind, 2) as (cuda, (first, _), _), cuda.on(first.calling):
@@ -342,9 +353,7 @@ def test_an_all_reduce_reads_the_slots_that_have_grown():
                 rank.queue.reserve(4 * shape[0] * shape[1])
                 rank.call(shape)
             cuda.run()
-        for rank in ranks:
-            for call in (1, 2, 3):
-                assert rank.results[call].equal(rank.expected(call)), (rank.rank, call)
+        check_results(ranks, 1, 2, 3)
 
 
 def test_the_kernel_is_issued_before_the_side_stream_waits_for_it():

@@ -1,0 +1,133 @@
+"""The compile gate of the portable attention: each row of `tilestream.plan.policy.portable_attention.TILES`.
+
+By columns of a head and dtype, with what `HOWS` says: each part of the kernel is in one of them, and the ones that need
+most registers are. Beside it the launch before a packed call, and the one behind a call in shares.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from gates.engine import DEVICES, Case, IsWanted, Rules, attention_layout, pointer
+from gates.portable_gemm import common_rules
+from tilestream.core.chunks import Chunks
+from tilestream.kernels.device.varlen import list_sequences
+from tilestream.kernels.portable.attention import attention
+from tilestream.kernels.portable.attention_merge import merge_shares
+from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
+from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
+from tilestream.launch.portable.attention_launch import MERGE_WARPS, TOGETHER
+from tilestream.plan.attention_plan import AttentionPlan, of_candidate
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy.portable_attention import candidates
+from tilestream.plan.problem import Incoming
+
+#: What a problem has beside its extents.
+HOWS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True, "return_lse": True},
+    "full": {},
+    "worst": {
+        "window": (512, 64), "softcap": 30.0, "sinks": True, "return_lse": True, "varlen": True, "tokens_q": 8192,
+        "tokens_k": 8192, "positive": False,
+    },
+    "gathered": {
+        "window": (512, 0), "return_lse": True, "varlen": True, "tokens_q": 8192, "page_size": 16, "pages": 1024,
+        "lengths": True, "sinks": True,
+    },
+    "paged": {"causal": True, "return_lse": True, "page_size": 128, "pages": 128, "lengths": True},
+    "arriving": {"causal": True, "return_lse": True, "keys": Incoming(Chunks.uniform(2 * 4096, 512))},
+    "arriving ragged": {"window": (512, 0), "return_lse": True, "keys": Incoming(Chunks((0, 5, 5, 2 * 4096)))},
+    "static": {"causal": True},
+    "unaligned": {"causal": True, "return_lse": True, "aligned": False},
+    "padded": {"causal": True, "return_lse": True},
+}  # fmt: skip
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
+COLUMNS = (64, 128, 256)
+#: Columns of shares that are joined.
+SHARES = (8, 64, 80, 128, 256)
+QUICK = (
+    "bfloat16 128 128x64 worst", "bfloat16 128 128x64 worst: the list", "gfx942 float8_e4m3fn 128 64x32 causal",
+    "gfx950 float8_e4m3fn 128 128x64 causal", "sm_90a float8_e4m3fn 128 128x64 causal", "merge of 128 columns",
+)  # fmt: skip
+#: What AMD's compiler spills at most, in Triton 3.7: a row's worth of what is worked out before the loops.
+AMD_SPILLS = {"vgpr_spill_count": 8, "private_segment_fixed_size": 32}
+
+
+def cases(is_wanted: IsWanted) -> Iterator[Case]:
+    for arch, columns in itertools.product(DEVICES, SHARES):
+        if is_wanted(arch, f"merge of {columns} columns"):
+            yield Case(arch, f"merge of {columns} columns", None, None, columns)
+    for (arch, device), dtype, columns, how in itertools.product(DEVICES.items(), DTYPES, COLUMNS, HOWS):
+        if dtype == "float16" and how != "causal":  # the same instructions but one
+            continue
+        dims = (columns - columns // 4, columns - columns // 4 - 8) if how == "padded" else (columns, columns)
+        p = AttentionProblem(2, 8, 2, 4096, 4096, *dims, dtype=dtype, **HOWS[how], scaled=dtype == "float8_e4m3fn")
+        for found in candidates(p, device, device.workers, kind="static" if how == "static" else "dynamic"):
+            name = f"{dtype} {dims[0]} {found.block[0]}x{found.block[1]} {how}"
+            names = [name]
+            if p.varlen and found.block[0] == 128 and dtype == "bfloat16":
+                names.append(f"{name}: the list")
+            for one in names:
+                if is_wanted(arch, one):
+                    plan = of_candidate(p, device, "portable", found, "the gate's", ())
+                    yield Case(arch, one, plan, layout_of(p))
+
+
+def layout_of(p: AttentionProblem) -> AttentionLayout:
+    scales = ((p.heads_q, 1), (p.heads_kv, 1), (p.heads_kv, 1)) if p.scaled else (None, None, None)
+    made = attention_layout(p)
+    return AttentionLayout(*made[:6], *scales)
+
+
+def source(case: Case, trace: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    if case.plan is None:
+        return merge_source(case.how)
+    if case.name.endswith(": the list"):
+        return list_source(case.plan)
+    return attention_source(case.plan, case.layout, trace)
+
+
+def attention_source(
+    plan: AttentionPlan, layout: AttentionLayout, trace: bool = False
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What its launch has compiled."""
+    arguments, p = AttentionArguments(plan, layout, trace), plan.problem
+    at = 0 if p.aligned else 2
+    gate = NO_KEY_GATE
+    if p.keys is not None:
+        bounds = pointer("int32", not p.keys.chunks.rows_per_chunk, 4)
+        words = pointer("int32", address=4)
+        gate = KeyGate(words, words, bounds, pointer("int64"), pointer("int64"))
+    given = (
+        *[pointer(p.dtype, address=at)] * 3, pointer(p.out_dtype), pointer("float32", p.return_lse, 4),
+        pointer("float32", p.sinks, 4), *[pointer("float32", p.scaled, 4)] * 3, *_lengths(p),
+        *[pointer("int32", p.varlen, 4)] * 2,
+        pointer("int64", plan.schedule.kind != "static" or p.keys is not None), pointer("int64", trace),
+    )  # fmt: skip
+    filled = arguments.pack(attention)((*given, 0, 0, *arguments.scales(0.125)), gate)
+    return attention, filled, arguments.options
+
+
+def _lengths(p: AttentionProblem) -> tuple[Any, ...]:
+    """``cu_seqlens_q``, ``cu_seqlens_k``, ``seqlens_k``, ``block_table``."""
+    return tuple(pointer("int32", given, 4) for given in (p.varlen, p.tokens_k, p.lengths, p.page_size))
+
+
+def list_source(plan: AttentionPlan) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The launch before a packed call."""
+    p = plan.problem
+    numbers = (p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_k, p.heads_q, plan.positions)
+    return list_sequences, (*_lengths(p)[:3], pointer("int32"), pointer("int32"), *numbers), {}
+
+
+def merge_source(columns: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The launch that joins shares of keys, of so many columns."""
+    given = (*[pointer("float32")] * 2, pointer("bfloat16"), pointer("float32"), pointer("float32"))
+    numbers = (7, 128, 4, 32, 4096, 4096, columns, 128, 32, 4, columns, padded(columns), TOGETHER)
+    return merge_shares, (*given, *numbers), {"num_warps": MERGE_WARPS}
+
+
+def rules(case: Case, kernel: Any, said: str) -> Rules:
+    return common_rules(case, kernel, said, {} if case.arch == "sm_90a" else AMD_SPILLS)

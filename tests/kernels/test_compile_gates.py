@@ -1,0 +1,224 @@
+"""The compile gates (`gates`): every kernel compiles with no GPU, and keeps the rules of its gate. AMD code is not run.
+
+The quick tier takes a sample of each gate through the Triton that is installed. The slow one takes every case through
+Triton 3.6, 3.7 and 3.9: see `tritons`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from gates import engine
+from gates.cdna_attention import known
+from gates.hopper_attention import rescales_lazily
+
+from releases import release
+from tritons import TRITONS, gate_rows, processes, triton
+
+GATES = Path(__file__).parent / "gates"
+#: Cases by architecture: what the plan has no candidate for is not compiled, and missed here.
+COUNTS = {
+    "portable gemm": {"sm_90a": 365, "gfx942": 333, "gfx950": 291},
+    "portable attention": {"sm_90a": 224, "gfx942": 194, "gfx950": 224},
+    "hopper gemm": {"sm_90a": 733},
+    "hopper attention": {"sm_90a": 145},
+    "cdna gemm": {"gfx942": 150, "gfx950": 159},
+    "cdna attention": {"gfx942": 90, "gfx950": 121},
+    "trace": {"sm_90a": 18},
+}
+#: Cases of a sample, and how many rules each has at least.
+SAMPLES = {
+    "portable gemm": (35, 3),
+    "portable attention": (12, 3),
+    "hopper gemm": (23, 19),
+    "hopper attention": (6, 16),
+    "cdna gemm": (9, 17),
+    "cdna attention": (3, 24),
+    "trace": (5, 5),
+}
+#: Of Hopper's GEMM by tile, both ways round.
+TILES = {
+    "cooperative 128x256": 40, "cooperative 128x224": 26, "cooperative 128x192": 78, "cooperative 128x160": 32,
+    "cooperative 128x128": 47, "cooperative 128x96": 32, "cooperative 256x192": 16, "cooperative 256x160": 16,
+    "cooperative 256x128": 30, "cooperative 256x96": 22, "ping_pong 128x128": 16, "ping_pong 64x256": 33,
+    "cooperative 128x64": 40, "ping_pong 64x128": 92, "single 64x128": 32, "single 64x64": 37, "single 64x32": 32,
+    "single 64x16": 32, "cooperative 128x32": 40, "cooperative 128x16": 40,
+}  # fmt: skip
+
+
+def rows(gate: str, *arguments: str, cache: Path, python: str = sys.executable, seconds: float = 180) -> list[dict]:
+    """What a gate prints."""
+    return gate_rows(python, GATES, gate, *arguments, cache=cache, seconds=seconds)
+
+
+def check(found: list[dict], count: int) -> None:
+    assert len(found) == len({(one["arch"], one["name"]) for one in found}) == count
+    broken = [one for one in found if one["faults"]]
+    assert not broken, f"{len(broken)} of {count}, such as {broken[:3]}"
+
+
+@pytest.mark.timeout(190)
+@pytest.mark.parametrize("gate", SAMPLES)
+def test_a_sample_compiles_as_it_should(gate, tmp_path):
+    count, rules = SAMPLES[gate]
+    found = rows(gate, "quick", "--processes", processes(), cache=tmp_path)
+    check(found, count)
+    assert min(one["rules"] for one in found) == rules
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", TRITONS)
+@pytest.mark.parametrize(("gate", "arch"), [(gate, arch) for gate, counts in COUNTS.items() for arch in counts])
+def test_everything_compiles_as_it_should(gate, arch, version, tmp_path):
+    how = {"cache": tmp_path, "python": triton(version), "seconds": 3500}
+    found = rows(gate, "all", "--arch", arch, "--processes", processes(), **how)
+    check(found, COUNTS[gate][arch])
+    assert {one["triton"] for one in found} == {version}
+
+
+@pytest.mark.parametrize("gate", COUNTS)
+def test_no_case_has_dropped_out(gate, tmp_path):
+    named = rows(gate, "names", cache=tmp_path, seconds=100)
+    assert Counter(one["arch"] for one in named) == COUNTS[gate]
+    if gate == "hopper gemm":
+        assert Counter(" ".join(one["name"].split()[:2]) for one in named) == TILES
+
+
+@pytest.mark.timeout(110)
+def test_waves_do_not_read_counters_for_themselves(tmp_path):
+    check(rows("portable gemm", "bfloat16 64x64 stealing nt", cache=tmp_path), 3)
+
+
+# Rules ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_wants_a_value_or_one_of_several():
+    rules = {"a value": (3, 3), "a range": (2, range(3)), "one of two": (5, frozenset((5, 7)))}
+    wrong = {"a value": (2, 3), "a range": (3, range(3)), "one of two": (6, frozenset((5, 7)))}
+    assert engine.faults(rules) == {}
+    assert engine.faults(rules | {"a value": wrong["a value"]}) == {"a value": [2, "3"]}
+    assert list(engine.faults(wrong)) == list(wrong)
+
+
+@pytest.mark.parametrize(("has", "kept"), [(999, False), (1000, True), (2024, True), (2025, False)])
+def test_a_kernel_has_a_little_more_shared_memory_than_its_stages(has, kept):
+    kernel = SimpleNamespace(metadata=SimpleNamespace(shared=has))
+    assert engine.is_kept(*engine.shared_memory(kernel, "gfx942", 1000)) == kept
+    kernel = SimpleNamespace(metadata=SimpleNamespace(shared=65537))
+    assert not engine.is_kept(*engine.shared_memory(kernel, "gfx942", 65000))
+
+
+def test_a_known_fault_is_no_others():
+    assert known("40-64 256x64 staged gathered") == ("a full drain", "what waits leave of the other operand")
+    assert known("64-64 256x64 staged gathered") == known("40-64 256x64 staged paged") == ()
+    assert release("3.10.0+git") > release("3.9.0")
+
+
+@pytest.mark.parametrize(
+    ("change", "right"),
+    [
+        (("", ""), True),
+        (("mul.f32 %r3, %r3, %r9;", "mul.f32 %r3, %r3, %r8;"), False),
+        (("mul.f32 %r3, %r3, %r9;", "mul.f32 %r7, %r3, %r9;"), False),
+        (("other, %r9,", "other, %r8,"), False),
+        (("other, any", "one"), None),
+    ],
+)
+def test_sums_are_multiplied_by_what_is_theirs(change, right):
+    ptx = """
+    { .reg .pred other, any;
+    setp.neu.f32 other, %r8, 0f3F800000;
+    setp.neu.or.f32 other, %r9, 0f3F800000, other;
+    vote.sync.any.pred any, other, -1;
+    @!any bra.uni DONE;
+    mul.f32 %r1, %r1, %r8;
+    mul.f32 %r2, %r2, %r8;
+    mul.f32 %r3, %r3, %r9;
+    mul.f32 %r4, %r4, %r9;
+    DONE: }
+    """
+    assert rescales_lazily(ptx.replace(*change)) is right
+
+
+# Seeded faults --------------------------------------------------------------------------------------------------------
+
+HOPPER_GEMM = ("hopper gemm", "cooperative 128x256 bfloat16 plain nt")
+HOPPER_ATTENTION = ("hopper attention", "64-64 full turns 3x128")
+CDNA_GEMM = ("cdna gemm", "gfx942 128x128 direct bfloat16 plain nt")
+#: Gate and case, what is changed in it (see `gates.engine.Seed`), and the rules that are broken.
+SEEDS = {
+    "fewer registers": (HOPPER_GEMM, {"change": {"MATH_REGISTERS": 120}}, {"registers"}),
+    "a stage more": (HOPPER_GEMM, {"change": {"STAGES": 5}}, {"shared memory", "barriers"}),
+    "spills": (("hopper gemm", "single 64x64 bfloat16 worst nt"), {"options": {"maxnreg": 64}}, {"spills"}),
+    "no turns": (
+        HOPPER_GEMM, {"mutant": "no turns"},
+        {"barriers", "barriers that are not used", "barriers whose place something else takes"},
+    ),
+    "stores in another layout": (HOPPER_GEMM, {"mutant": "scattered"}, {"matrix stores"}),
+    "attention: a load warp with fewer registers": (
+        HOPPER_ATTENTION, {"change": {"LOAD_REGISTERS": 24}}, {"registers"}
+    ),
+    "attention: a stage less": (HOPPER_ATTENTION, {"change": {"STAGES": 3}}, {"shared memory"}),
+    "attention: no turns": (
+        HOPPER_ATTENTION, {"change": {"ORDERED": False}}, {"loops over key blocks", "barriers of a key block"}
+    ),
+    "attention: spills": (HOPPER_ATTENTION, {"change": {"MATH_REGISTERS": 96}}, {"spills"}),
+    # Two stages: each step waits for every copy. Another depth: other waits, and another size of shared memory.
+    "CDNA: two stages": (
+        CDNA_GEMM, {"change": {"STAGES": 2}}, {"a full drain", "what waits leave in flight", "shared memory"}
+    ),
+    "CDNA: through registers": (
+        CDNA_GEMM, {"change": {"DIRECT": False}}, {"copies past the registers", "barriers"}
+    ),
+    "CDNA: another instruction": (
+        CDNA_GEMM, {"change": {"SHAPE": [32, 32, 8], "STRIP": 64, "STRIP_M": 64}}, {"instructions of the matrix units"}
+    ),
+    # 128 x 256 with 4 warps does not fit the registers.
+    "portable: spills": (
+        ("portable gemm", "sm_90a bfloat16 128x256 worst nn"), {"options": {"num_warps": 4}}, {"spills: bytes"}
+    ),
+}  # fmt: skip
+
+
+def seeded(gate: str, case: str, cache: Path, python: str = sys.executable, **seed: Any) -> dict[str, list]:
+    """The faults of a case that is changed so."""
+    words = [f"--{what}={text if isinstance(text, str) else json.dumps(text)}" for what, text in seed.items()]
+    (found,) = rows(gate, case, *words, cache=cache, python=python)
+    return found["faults"]
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_gate_sees_a_fault(name, tmp_path):
+    case, seed, broken = SEEDS[name]
+    assert broken <= seeded(*case, tmp_path, **seed).keys()
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        *(
+            pytest.param(version, f"cooperative 128x256 bfloat16 {how} nt", marks=marks)
+            for version, marks in (("", ()), *((version, pytest.mark.slow) for version in TRITONS))
+            for how in ("worst", "ordered")
+        ),
+        pytest.param("3.9.0", "ping_pong 64x128 bfloat16 stealing nt", marks=pytest.mark.slow),
+    ],
+)
+def test_fewer_registers_spill_where_they_cannot_be_forced(version, name, tmp_path):
+    """By stream_k, at a gate, with shared queues: `tilestream.plan.policy.hopper.no_registers`, docs/design.md."""
+    python = triton(version) if version else sys.executable
+    found = seeded("hopper gemm", name, tmp_path, python, change={"LOAD_REGISTERS": 24, "MATH_REGISTERS": 240})
+    assert found.keys() == {"spills", "registers"}
+    (_, stack, _), _ = found["spills"]
+    assert 0 < stack <= 80
