@@ -21,7 +21,7 @@ ENVIRONMENT = "TILESTREAM_BUILD_NATIVE"
 PRINT_TORCH = "import importlib.util as u; found = u.find_spec('torch'); print(found.origin if found else '', end='')"
 
 
-class NativeHook(BuildHookInterface):
+class NativeHook(BuildHookInterface[Any]):
     """Compiles the library into a folder that lasts as long as the build, and gives the wheel its platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -34,9 +34,9 @@ class NativeHook(BuildHookInterface):
         native_build = _native_build(Path(self.root))
         self.folder = tempfile.TemporaryDirectory()
         library = Path(self.folder.name) / native_build.LIBRARY.name
-        why = (
-            "not on Linux" if sys.platform != "linux" else native_build.build(library, "-s", torch=_torch(native_build))
-        )
+        why = "not on Linux"
+        if sys.platform == "linux":
+            why = native_build.build(library, "-s", torch=_torch(native_build))
         if why and asked:
             raise RuntimeError(f"the native call path cannot be built: {why}")
         if why:
@@ -68,7 +68,8 @@ def _torch(native_build: ModuleType) -> Path | None:
     An isolated build does not see the torch of the environment that it builds for; ``-I`` leaves the isolation, which
     pip makes by variables of the environment. Any torch's headers give the same library.
     """
-    if (found := native_build.torch_folder()) is not None:
+    found: Path | None = native_build.torch_folder()
+    if found is not None:
         return found
     asked = subprocess.run([sys.executable, "-I", "-c", PRINT_TORCH], capture_output=True, text=True, check=False)
     return Path(asked.stdout).parent if asked.stdout else None
