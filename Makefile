@@ -18,7 +18,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo native test test-all lint format docs clean
+.PHONY: help demo native wheel test test-all lint format docs clean
 .NOTPARALLEL:
 
 help: ## Show this list.
@@ -29,6 +29,9 @@ demo: $(VENV)/.stamp-cli ## Run the demonstration on this machine: make demo ARG
 
 native: $(VENV)/.stamp-dev ## Build the native call path (csrc/) for this source tree; needs a C++20 compiler.
 	$(BIN)/python -m tilestream.launch.native_build
+
+wheel: $(VENV)/.stamp-dev ## Build a wheel with the native call path into dist/, for this machine's kind of Linux.
+	TILESTREAM_BUILD_NATIVE=1 $(PIP) wheel --no-deps --no-build-isolation -w dist .
 
 test: $(VENV)/.stamp-dev ## Run the quick tests: no GPU needed, minutes at most.
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist worksteal $(ARGS)

@@ -25,6 +25,12 @@ EXPORT void tilestream_set_capacity(int64_t entries) {
   tilestream::set_table_capacity(entries < 1 ? 1 : static_cast<size_t>(entries));
 }
 
+// The number of the thread's current context of a device; -1 if it has none.
+EXPORT int64_t tilestream_context(int32_t device) {
+  int64_t context = 0;
+  return tilestream::driver().launch != nullptr && tilestream::context_of(device, &context) ? context : -1;
+}
+
 // Give a stream of the current context words: addresses of zeroed counters and counts, of partials, and of a list's
 // halves; how many counters, counts and partials there are, and how long a half is. False if the thread has no context
 // of this device.

@@ -156,7 +156,8 @@ def test_types_are_shipped():
     assert importlib.resources.files("tilestream").joinpath("py.typed").is_file()
 
 
-def test_wheel_holds_the_package_and_nothing_else(tmp_path):
+def test_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILESTREAM_BUILD_NATIVE", "0")  # with it: tests/native/test_native_wheel.py
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     (wheel,) = builder.build(directory=str(tmp_path))
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
@@ -164,6 +165,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path):
     sources = {f"tilestream/_native/csrc/{p.name}" for p in (ROOT / "csrc").iterdir()}
     assert names == {p.relative_to(SRC).as_posix() for p in package} | sources | {"tilestream/examples/demo.py"}
     assert "tilestream/py.typed" in names
+    assert wheel.endswith("-py3-none-any.whl")
 
 
 def test_no_tracked_file_names_a_path_of_some_machine():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.core.records import Data, Row, records
+from benchmarks.core.records import Data, Row, load, paths, records
 from benchmarks.gemm.shapes import GROUPS, group_of
 from benchmarks.report.gemm_losses import losses, of_epilogue, of_fp8, of_quack
 from benchmarks.report.notes import Notes
@@ -15,12 +15,15 @@ NOTES = Notes("gemm")
 MARK = {"won": "won", "even": "even", "lost": "**lost**"}
 #: Epilogues of K up to this one are counted apart.
 SHORT_K = 2048
+#: The host's, in records of what calls cost it.
+CACHES = ("warm", "cold")
 #: How a plan of the section `queues` gets its tiles: as records have it, and for people.
 HANDED_OUT = {"static": "static", "queue": "one queue", "queues": "a queue each"}
 
 
 def page(results: Path) -> list[str]:
     found = {name: records(results, "portable_gemm" if name == "portable" else f"gemm_{name}") for name in SECTIONS}
+    found["host calls"] = native_calls(results)
     for data in found["suite"]:
         data["counters"] = _of_device(results, "gemm_counters", data)
     for data in found["quack"]:
@@ -221,6 +224,44 @@ def host(data: Data) -> list[str]:
     return parts
 
 
+def native_calls(results: Path) -> list[Data]:
+    """The records of what calls cost the host; a row a call, with the ratios of native calls to torch's."""
+    found = []
+    for path in paths(results, "host_calls.json"):
+        data = load(path)
+        data["rows"] = [
+            {"call": name, **{way: dict(zip(CACHES, us, strict=True)) for way, us in ways.items()}}
+            for name, ways in data["warm_and_cold_microseconds"].items()
+        ]
+        for row in data["rows"]:
+            row["ratio"] = {caches: row["native"][caches] / row["torch"][caches] for caches in CACHES}
+        found.append(data)
+    return found
+
+
+def behind_torch(data: Data) -> str:
+    """The native calls that cost more than torch's, with their ratios; empty if there are none."""
+    more = {
+        caches: [f"`{row['call']}` {row['ratio'][caches]:.2f}" for row in data["rows"] if row["ratio"][caches] > 1]
+        for caches in CACHES
+    }
+    return "; ".join(f"{caches}: {', '.join(calls)}" for caches, calls in more.items() if calls)
+
+
+def host_calls(data: Data) -> list[str]:
+    means = [f"{geomean(row['ratio'][caches] for row in data['rows']):.2f} {caches}" for caches in CACHES]
+    ways = {
+        f"{way}, {caches}": f"{{{way}[{caches}]:.1f}}" for way in ("torch", "native", "python") for caches in CACHES
+    }
+    ratios = {f"native / torch, {caches}": f"{{ratio[{caches}]:.2f}}" for caches in CACHES}
+    more = behind_torch(data)
+    return [
+        NOTES("host calls record", **data, means=", ".join(means)),
+        columns(data["rows"], {"call": "{call}", **ways, **ratios}),
+        *([NOTES("host calls behind", calls=more)] if more else []),
+    ]
+
+
 def queues(data: Data) -> list[str]:
     """How tiles are handed out to workers: each way with the raster's group that suits it best on an idle device."""
     rows = []
@@ -264,5 +305,6 @@ def portable(data: Data) -> list[str]:
 
 SECTIONS = {
     "suite": suite, "quack": quack, "fp8": fp8, "epilogue": epilogue, "search": search, "host": host,
+    "host calls": host_calls,
     "queues": queues, "cluster": cluster, "portable": portable,
 }  # fmt: skip

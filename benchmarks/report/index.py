@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.core.records import Data, records
 from benchmarks.distributed.dispatch_table import taken
 from benchmarks.distributed.floors import judged
-from benchmarks.report import attention, contention, tables
+from benchmarks.report import attention, contention, gemm, tables
 from benchmarks.report.notes import Notes
 from benchmarks.report.tables import geomean, table
 
@@ -103,6 +103,9 @@ def behind(results: Path) -> Iterator[str]:
     ]
     if calls:
         yield NOTES("not small", figures=", ".join(calls))
+    natives = {device_of(data): gemm.behind_torch(data) for data in gemm.native_calls(results)}
+    if more := [f"{device}: {calls}" for device, calls in natives.items() if calls]:
+        yield NOTES("not native", figures=". ".join(more))
 
 
 def two_shot(data: Data) -> float:

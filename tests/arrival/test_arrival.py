@@ -205,3 +205,10 @@ def test_repr_says_how_far_it_is():
     arrival.signal(1)
     assert repr(arrival) == "Arrival(rows_per_chunk=4, num_chunks=3, pivot=1, arrived=1, epoch=1)"
     assert repr(Arrival.ragged([0, 5])) == "Arrival(ragged, num_chunks=1, pivot=0, arrived=0, epoch=1)"
+
+
+@pytest.mark.parametrize("name", ["num_chunks", "rows_per_chunk", "bounds", "pivot", "signals"])
+def test_what_signals_were_made_by_is_final(name):
+    arrival = Arrival.uniform(4, 3)
+    with pytest.raises(AttributeError, match=f"^Arrival: {name} is final: its signals were made by it"):
+        setattr(arrival, name, 2)

@@ -97,6 +97,7 @@ def test_what_is_not_there_has_no_sentence():
     won = {**GEMM, "ratio": 1.01}
     assert gemm_losses.losses({"rows": [won]}, {"rows": []}) == gemm_losses.of_fp8([won]) == []
     assert gemm_losses.of_epilogue([won]) == gemm_losses.of_quack([{"ratios": {"quack": 0.99}}], []) == []
+    assert gemm.behind_torch({"rows": [{"call": "mm", "ratio": {"warm": 1.0, "cold": 0.9}}]}) == ""
     assert gemm.weights_read([won]) == distributed.of_op({"rows": [SUM]}, "all_gather_matmul") == []
     (_, said) = gemm_losses.of_fp8([GEMM])
     assert "Precise" not in said

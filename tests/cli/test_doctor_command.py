@@ -21,6 +21,21 @@ def test_every_backend_says_whether_it_runs_and_why_not():
         assert answer.startswith(("yes", "no: "))
 
 
+@pytest.mark.parametrize(
+    ("why", "says"), [("", "yes"), ("this torch is built without CUDA", "no: this torch is built without CUDA")]
+)
+def test_says_whether_calls_are_native_and_why_not(cli, monkeypatch, why, says):
+    native = pytest.importorskip("tilestream.launch.native", exc_type=ImportError)
+    monkeypatch.setattr(native, "why_not", lambda: why)
+    (told,) = [line.split() for line in cli("doctor").stdout.splitlines() if line.startswith("  native calls")]
+    assert told == ["native", "calls", *says.split()]
+
+
+def test_calls_are_not_native_without_triton(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor._native() == "no: triton is not installed"
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """Pretends that all packages are here, and a GPU of these properties, or none."""

@@ -27,20 +27,23 @@ OPS = [
 ]
 #: torch's index of the CPU, the "GPU" of these tests.
 CPU_INDEX = -1
+#: address or thread: the sanitizer that both libraries are built with (test_native_sanitized.py sets it).
+SANITIZER = os.environ.get("TILESTREAM_TEST_SANITIZER", "")
 FAKE = Path(__file__).parent / "fake_driver.cpp"
 
 
 def built(folder: Path) -> tuple[Path, Path]:
     """The extension and the fake driver, built once for all test processes of a source."""
     texts = [path.read_bytes() for path in (*sorted(native_build.SOURCES[1].iterdir()), FAKE)]
-    digest = hashlib.sha256(b"".join([torch.__version__.encode(), *texts])).hexdigest()[:16]
+    sanitized = ["-g", f"-fsanitize={SANITIZER}"] if SANITIZER else []
+    digest = hashlib.sha256(b"".join([f"{torch.__version__}{SANITIZER}".encode(), *texts])).hexdigest()[:16]
     library, driver = folder / f"libtilestream_native_{digest}.so", folder / f"libfake_driver_{digest}.so"
     with FileLock(folder / "lock"):
         if not driver.exists():
-            failed = native_build.build(library, "-O1", "-Werror")
+            failed = native_build.build(library, "-O1", "-Werror", *sanitized)
             assert not failed, failed
             flags = "-O1", "-std=c++20", "-fPIC", "-shared", "-Wall", "-Wextra"
-            subprocess.run([native_build.compiler(), *flags, FAKE, "-o", driver], check=True)
+            subprocess.run([native_build.compiler(), *flags, *sanitized, FAKE, "-o", driver], check=True)
     return library, driver
 
 
@@ -82,8 +85,8 @@ class Driver:
 
 @pytest.fixture(scope="session")
 def libraries() -> tuple[Path, Path]:
-    if not native_build.compiler():
-        pytest.skip("no C++ compiler")
+    if why := native_build.why_not(native_build.torch_folder()):
+        pytest.skip(why)
     if native.extension() is not None:
         pytest.skip("this process has the extension loaded, over a GPU's driver")
     folder = Path(tempfile.gettempdir()) / f"tilestream-native-{os.getuid()}"

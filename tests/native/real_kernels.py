@@ -121,7 +121,7 @@ def compared(extension: native.Extension, driver: Driver, launch: Any, operands:
     assert fresh[0] is not None
     results = call.operands["out"], call.operands.get("lse")
     moved = {old.data_ptr(): new.data_ptr() for old, new in zip(results, fresh, strict=True) if old is not None}
-    words = extension._words.get((CPU_INDEX, 0), ())
+    words = extension._words.get(extension._place(CPU_INDEX, 0), ())
     there = {name: one.data_ptr() for name, one in zip(native.REGIONS, words, strict=False)} | {"base": 0}
     given = [
         [(one.name, value) for one, value in native._values(python, values) if one.value is launcher.VARIES]

@@ -81,7 +81,7 @@ def test_an_equal_call_gives_the_driver_what_python_gave_it(extension, driver, m
     out = extension.try_matmul(*other)
     assert (out.shape, out.dtype, out.stride()) == ((16, 32), torch.bfloat16, (32, 1))
     launch._base = 0
-    words = extension._words.get((CPU_INDEX, 0))
+    words = extension._words.get(extension._place(CPU_INDEX, 0))
     if needs[0]:
         launch._words = [words[2], words[1], words[0]]
     launch.issue(other, out)
@@ -158,6 +158,18 @@ def test_a_recipe_is_for_its_context_and_its_device(extension, driver):
         assert extension.try_matmul(*x) is None, there
     driver.thread()
     assert extension.try_matmul(*x) is not None
+
+
+def test_contexts_keep_words_of_their_own(extension, driver):
+    """The default stream has one handle in every context."""
+    cpu, words = torch.device("cpu"), extension._words
+    words.clear()
+    for context, sizes in ((1, (16, 2, 4, 0)), (2, (64, 8, 16, 0)), (3, (16, 2, 4, 0))):
+        driver.thread(context=context)
+        extension._give_words(cpu, 0, sizes)
+    held = [[x.numel() for x in made][:3] for made in words.values()]
+    assert held == [[16, 2, 4], [64, 8, 16], [16, 2, 4]], "none was replaced, and each has its own"
+    driver.thread()
 
 
 def test_a_call_of_too_many_dimensions_is_never_found(extension, driver):
@@ -303,14 +315,14 @@ def test_words_grow_and_larger_ones_serve_smaller_launches(extension, driver):
     launches = {x: Launch(driver, x, needs) for x, needs in ((small, COUNTS), (large, (5, 8, 400, 16, 0)))}
     for x, launch in launches.items():
         remember(extension, launch, x)
-    assert [one.numel() for one in extension._words[CPU_INDEX, 0]] == [8, 400, 16, 0, 0]
+    assert [one.numel() for one in extension._words[extension._place(CPU_INDEX, 0)]] == [8, 400, 16, 0, 0]
     driver.forget()
     assert extension.try_matmul(*small) is not None
     assert extension.try_matmul(*large) is not None
     assert [base_of(one, launch) for one, launch in zip(driver.launches(), launches.values(), strict=True)] == [0, 11]
-    kept = extension._words[CPU_INDEX, 0]
+    kept = extension._words[extension._place(CPU_INDEX, 0)]
     remember(extension, launches[small], small)
-    assert extension._words[CPU_INDEX, 0] is kept
+    assert extension._words[extension._place(CPU_INDEX, 0)] is kept
 
 
 # Overlap --------------------------------------------------------------------------------------------------------------
@@ -402,7 +414,7 @@ def test_an_equal_call_of_attention_gives_the_driver_what_python_gave_it(extensi
     assert sums is None or (sums.shape, sums.dtype) == (lse.shape, torch.float32)
     launch._base = 0
     if listed:
-        words = extension._words[CPU_INDEX, 0]
+        words = extension._words[extension._place(CPU_INDEX, 0)]
         launch._words = [words[0], words[3], words[4]]
     launch.issue(other, out, sums)
     launches = driver.launches()
@@ -625,6 +637,10 @@ def test_why_there_is_no_extension_is_said(monkeypatch, tmp_path):
         missing = tmp_path / "none.so"
         assert why(TILESTREAM_NATIVE=str(missing)).startswith(f"{missing} is not there: `python -m")
         assert native.extension() is None
+        there = tmp_path / "there.so"
+        there.touch()
+        monkeypatch.setattr(native.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+        assert why(TILESTREAM_NATIVE=str(there)) == "this torch is built without CUDA"
     finally:
         native.load.cache_clear()
 

@@ -253,3 +253,9 @@ def test_merge_refuses(change, message):
     given = {"o_a": o, "lse_a": lse, "o_b": o, "lse_b": lse, **change}
     with pytest.raises((ValueError, TypeError), match=message):
         ts.merge_attention(**given)
+
+
+def test_the_shapes_of_an_output_are_told_as_the_caller_has_them():
+    q, k, v = (torch.randn(2, 4, 7, 32) for _ in range(3))
+    with pytest.raises(ValueError, match=r"out has shape \[7\]; the result has \[2, 4, 7, 32\]"):
+        ts.attention(q, k, v, layout="bhsd", out=torch.empty(7))

@@ -100,7 +100,9 @@ def test_where_no_kernel_publishes_the_plan_says_why_and_is_the_whole_s():
 def test_a_plan_that_publishes_is_run_by_the_op_alone():
     made = ts.plan(50, 20, 30, publish=ts.Arrival.uniform(13, 4))
     assert made.problem.publishes is not None
-    with pytest.raises(ValueError, match="the plan signals the chunks of its result, and no signals are"):
+    with pytest.raises(
+        ValueError, match=r"plan.run: the plan signals the chunks of its result, and no signals are given"
+    ):
         made.run(torch.ones(50, 30), torch.ones(30, 20))
 
 

@@ -13,6 +13,9 @@ from tilestream.core.chunks import Chunks, Incoming, chunks_of
 if TYPE_CHECKING:
     import torch
 
+#: Attributes that an `Arrival` keeps for life.
+_FINAL = ("num_chunks", "rows_per_chunk", "bounds", "pivot", "signals")
+
 
 class Arrival:
     """The chunks in which the rows of an input arrive, and the signals that say so.
@@ -69,6 +72,11 @@ class Arrival:
         self.pivot: Final = pivot
         self.signals: Final = signals
         self._signals = _make_signals(num_chunks, signals, device)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _FINAL and name in self.__dict__:
+            raise AttributeError(f"Arrival: {name} is final: its signals were made by it; make another Arrival")
+        super().__setattr__(name, value)
 
     @classmethod
     def uniform(

@@ -111,7 +111,7 @@ class DeviceWords(Signals):
         RuntimeError
             If a launch that waits for it was issued on this stream before: neither would ever come to its end.
         """
-        value = self._checked(chunk, epoch)
+        self._checked(chunk, epoch)
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             self._settle(stream)
@@ -119,6 +119,7 @@ class DeviceWords(Signals):
                 self._set_flag(chunk, stream)
                 return
             with self._bell:
+                value = self.epoch if epoch is None else epoch  # `advance` and `fail` hold the bell, too
                 if self._issued[chunk] >= value:
                     return  # a late one must not take a word back
                 if self._waiting.get(stream.cuda_stream) == value:

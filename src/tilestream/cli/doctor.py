@@ -26,7 +26,7 @@ def doctor() -> None:
     for title, rows in sections():
         console.print(f"[bold]{title}[/bold]")
         for name, value in rows:
-            console.print(f"  {name:<12}", end="", markup=False)
+            console.print(f"  {name:<13}", end="", markup=False)
             console.print(value, markup=False)
 
 

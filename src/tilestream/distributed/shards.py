@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from tilestream.arrival.arrival import Arrival
 
+if TYPE_CHECKING:
+    import torch
+
 #: ``product(a, scale_a, arrival, deadline)`` multiplies the gathered rows ``a`` (``[rows, K]``); without ``arrival``
 #: all of them have arrived.
-Product = Callable[[torch.Tensor, "torch.Tensor | None", "Arrival | None", float], torch.Tensor]
+Product = Callable[["torch.Tensor", "torch.Tensor | None", "Arrival | None", float], "torch.Tensor"]
 
 
 class ScaledRows(NamedTuple):

@@ -196,7 +196,8 @@ class Extension:
         torch.ops.load_library(str(library))
         self._library = found = ctypes.CDLL(str(library))
         found.tilestream_open.restype = ctypes.c_char_p
-        found.tilestream_size.restype = ctypes.c_int64
+        found.tilestream_size.restype = found.tilestream_context.restype = ctypes.c_int64
+        found.tilestream_context.argtypes = (ctypes.c_int32,)
         found.tilestream_set_capacity.argtypes = (ctypes.c_int64,)
         found.tilestream_give_workspace.argtypes = (
             ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64),
@@ -211,8 +212,8 @@ class Extension:
         self.try_attention, self.try_attention_out = ops.try_attention.default._op, ops.try_attention_out.default._op
         self.remember_attention = ops.remember_attention.default._op
         self._lock = threading.Lock()
-        #: The words of each stream, by device and stream: the library has their addresses.
-        self._words: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        #: The words of each stream, by device, stream and context: the library has their addresses.
+        self._words: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
         self._unfit: weakref.WeakSet[Any] = weakref.WeakSet()
         launch_cache.followers.append(self.clear)
 
@@ -261,13 +262,18 @@ class Extension:
         """Keep so many recipes at most; one more empties the table."""
         self._library.tilestream_set_capacity(entries)
 
+    def _place(self, index: int, stream: int) -> tuple[int, int, int]:
+        """Where words are: the default stream's handle is 0 in every context, and each has its own."""
+        return index, stream, self._library.tilestream_context(index)
+
     def _give_words(self, device: torch.device, stream: int, sizes: Sequence[int]) -> None:
         """Have the stream's workspace hold so many counters, counts, partials, and elements of either half of a list.
 
         They are this path's own, beside those of `tilestream.runtime.device_workspace`: launches of one stream run one
         after the other, whichever words they count with.
         """
-        place = -1 if device.index is None else device.index, stream  # -1: torch's index of the CPU
+        index = -1 if device.index is None else device.index  # -1: torch's index of the CPU
+        place = self._place(index, stream)
         with self._lock, torch.inference_mode(False):
             held = self._words.get(place, ())
             counts = [one.numel() for one in held[:4]] if held else [0] * 4
@@ -282,7 +288,7 @@ class Extension:
                 torch.empty(most[3], dtype=torch.int32, device=device),
             )
             addresses = (ctypes.c_void_p * len(made))(*[one.data_ptr() for one in made])
-            if self._library.tilestream_give_workspace(place[0], stream, addresses, (ctypes.c_int64 * 4)(*most)):
+            if self._library.tilestream_give_workspace(index, stream, addresses, (ctypes.c_int64 * 4)(*most)):
                 self._words[place] = made
 
 

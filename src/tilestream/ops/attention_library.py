@@ -80,8 +80,11 @@ def _check_outputs(x: AttentionOperands, s: Settings) -> None:
     check_shapes("attention", x)
     out, lse, shape, dtype = x.out, x.lse, (*x.q.shape[:-1], x.v.shape[-1]), result_dtype(x.q)
     if tuple(out.shape) != shape:
-        swapped = s.layout == "bhsd" and out.dim() == 4  # then it is a view of the caller's
-        found, wanted = ([x[0], x[2], x[1], x[3]] if swapped else list(x) for x in (out.shape, shape))
+        # In "bhsd" these are views of what the caller has.
+        swaps = (s.layout == "bhsd" and len(x) == 4 for x in (out.shape, shape))
+        found, wanted = (
+            [x[0], x[2], x[1], x[3]] if swap else [*x] for swap, x in zip(swaps, (out.shape, shape), strict=True)
+        )
         raise ValueError(f"attention: out has shape {found}; the result has {wanted}")
     if out.dtype != dtype:
         raise TypeError(f"attention: out is {out.dtype}, the result {dtype}")

@@ -146,16 +146,17 @@ def attention(*call: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | 
 
 def wanted_attention(*call: Any) -> tuple[Any, ...] | None:
     """What the extension would be asked for a call with the parameters of `attention`; None if it is none for it."""
-    if _load() is None or torch.cuda.is_current_stream_capturing():
+    if type(call[0]) not in PLAIN or _load() is None or torch.cuda.is_current_stream_capturing():
         return None
     return _attention_arguments(*call)
 
 
 def wanted(op: str, a: Any, b: Any, *others: Any) -> tuple[Any, ...] | None:
     """What the extension would be asked for a call with the parameters of `product`; None if it is none for it."""
-    if op not in _OPS or _load() is None or torch.cuda.is_current_stream_capturing():
+    # Asked before anything is loaded: a tensor that only looks like a GPU's needs no Triton.
+    if op not in _OPS or type(a) not in PLAIN or type(b) not in PLAIN or _load() is None:
         return None
-    return _arguments(op, a, b, *others)
+    return None if torch.cuda.is_current_stream_capturing() else _arguments(op, a, b, *others)
 
 
 def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ...]) -> None:
