@@ -24,8 +24,9 @@ FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
-def recipes() -> Iterator[Extension]:
+def recipes(monkeypatch) -> Iterator[Extension]:
     """An empty table."""
+    monkeypatch.setattr(native, "ATTENTION", True)
     native._load()
     found = extension()
     assert found is not None

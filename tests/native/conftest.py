@@ -19,6 +19,7 @@ if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from tilestream.launch import launcher, native, native_build, tensor_map
+    from tilestream.ops import native as ops
 
 OPS = [
     f"{verb}_{op}{into}"
@@ -121,7 +122,7 @@ def driver(libraries, monkeypatch) -> Driver:
 
 
 @pytest.fixture
-def extension(loaded, driver) -> native.Extension:
+def extension(loaded, driver, monkeypatch) -> native.Extension:
     """The extension without recipes. Its ops are called as torch's dispatcher calls them for tensors on a GPU."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     for name in OPS:
@@ -129,4 +130,5 @@ def extension(loaded, driver) -> native.Extension:
         setattr(loaded, name, functools.partial(op.redispatch, keys))
     loaded.set_capacity(8192)
     loaded._words.clear()
+    monkeypatch.setattr(ops, "ATTENTION", True)
     return loaded

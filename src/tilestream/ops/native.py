@@ -6,6 +6,7 @@ call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ _DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER = 1, 3, 4, 5, 6
 #: Where a call of attention has its output.
 _OUT = 11
 _NUMBERS = (float, int)
+
+
+#: Attention is compared with Python's launches byte for byte, and has not run on a GPU this way: only where asked for.
+ATTENTION = os.environ.get("TILESTREAM_NATIVE_ATTENTION") == "1"
 
 
 class _Loaded:
@@ -126,7 +131,7 @@ def attention(*call: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | 
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
     extension = _loaded.extension
-    if extension is None or torch.compiler.is_compiling():
+    if extension is None or not ATTENTION or torch.compiler.is_compiling():
         return None
     arguments = _attention_arguments(*call)
     if arguments is None:
@@ -146,7 +151,7 @@ def attention(*call: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | 
 
 def wanted_attention(*call: Any) -> tuple[Any, ...] | None:
     """What the extension would be asked for a call with the parameters of `attention`; None if it is none for it."""
-    if type(call[0]) not in PLAIN or _load() is None or torch.cuda.is_current_stream_capturing():
+    if not ATTENTION or type(call[0]) not in PLAIN or _load() is None or torch.cuda.is_current_stream_capturing():
         return None
     return _attention_arguments(*call)
 
