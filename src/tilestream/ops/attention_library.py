@@ -75,16 +75,17 @@ def _outputs(x: AttentionOperands, s: Settings) -> Pair:
     return out, x.q.new_empty(lse_shape(x) if s.return_lse else (0,), dtype=wide_dtype(x.q))
 
 
+def _as_given(shape: Sequence[int], s: Settings) -> list[int]:
+    """An output's shape as the caller has it: in "bhsd" the op is given a view."""
+    return [shape[i] for i in (0, 2, 1, 3)] if s.layout == "bhsd" and len(shape) == 4 else list(shape)
+
+
 def _check_outputs(x: AttentionOperands, s: Settings) -> None:
     """Raise unless the outputs that are given fit the operands, and those fit together."""
     check_shapes("attention", x)
     out, lse, shape, dtype = x.out, x.lse, (*x.q.shape[:-1], x.v.shape[-1]), result_dtype(x.q)
     if tuple(out.shape) != shape:
-        # In "bhsd" these are views of what the caller has.
-        swaps = (s.layout == "bhsd" and len(x) == 4 for x in (out.shape, shape))
-        found, wanted = (
-            [x[0], x[2], x[1], x[3]] if swap else [*x] for swap, x in zip(swaps, (out.shape, shape), strict=True)
-        )
+        found, wanted = (_as_given(x, s) for x in (out.shape, shape))
         raise ValueError(f"attention: out has shape {found}; the result has {wanted}")
     if out.dtype != dtype:
         raise TypeError(f"attention: out is {out.dtype}, the result {dtype}")
