@@ -130,7 +130,6 @@ def test_an_output_that_is_given_is_written(extension, driver):
         {"a": torch.zeros(1, 16, 64, dtype=torch.bfloat16)}, {"a": torch.zeros(64, 16, dtype=torch.bfloat16).T},
         {"a": aligned_at(2, 16, 64)}, {"b": torch.zeros(32, 64, dtype=torch.bfloat16).T},
         {"b": aligned_at(8, 64, 32)}, {"bias": aligned_at(2, 32)}, {"scale_a": torch.ones(1)},
-        {"a": torch.zeros(16, 64, dtype=torch.bfloat16, device="meta")},
     ],
     ids=lambda other: f"{next(iter(other))}",
 )  # fmt: skip

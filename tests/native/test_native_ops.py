@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from stand_ins import Attention, AttentionLaunch, Launch, Matmul
 
 import tilestream as ts
@@ -182,24 +183,50 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "around",
-    [Mode, record, torch.autograd.forward_ad.dual_level],
-    ids=["a mode", "a recording", "forward AD"],
-)
+    [
+        Mode, record, torch.autograd.forward_ad.dual_level, lambda: torch.autocast("cpu", BF16),
+    ],
+    ids=["a mode", "a recording", "forward AD", "autocast"],
+)  # fmt: skip
 def test_a_block_that_has_to_see_a_call_sees_it(python_calls, around):
     ts.mm(A, B)
+    ts.mm(A, B, activation="relu")
+    ts.attention(Q, K, V)
+    ts.attention(Q, K, V, sinks=SINKS)
     with around():
-        ts.mm(A, B)
-        ts.mm(A, B)
-    assert len(python_calls) == 3
+        for _ in range(2):
+            ts.mm(A, B)
+            ts.mm(A, B, out=OUT)
+            ts.mm(A, B, activation="relu")
+            ts.attention(Q, K, V)
+            ts.attention(Q, K, V, sinks=SINKS)
+    assert len(python_calls) == 14
 
 
-def test_autocast_and_transforms_see_a_call(python_calls, monkeypatch):
+@pytest.mark.parametrize(
+    "see",
+    [
+        lambda: torch.func.vmap(lambda x: ts.mm(A, B) + x)(torch.zeros(2, 16, 32)),
+        lambda: make_fx(lambda a: ts.mm(a, B))(A),
+        lambda: make_fx(lambda a: ts.mm(a, B), pre_dispatch=True)(A),
+        lambda: ts.mm(torch._neg_view(A), B),
+        lambda: ts.mm(torch._to_functional_tensor(A), B),
+        lambda: ts.mm(torch._efficientzerotensor((16, 64), dtype=BF16), B),
+    ],
+    ids=["a transform", "a trace", "a trace above dispatch", "a negated view", "a functional tensor", "zeros"],
+)
+def test_what_has_to_see_a_call_sees_it(python_calls, see):
     ts.mm(A, B)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-        ts.mm(A, B)
-    torch.func.vmap(lambda x: ts.mm(A, B) + x)(torch.zeros(2, 16, 32))
-    assert len(python_calls) == 3
+    see()
+    assert len(python_calls) == 2
+
+
+def test_a_written_output_is_another_version(python_calls):
+    for _ in range(2):
+        before = OUT._version
+        ts.mm(A, B, out=OUT)
+    assert len(python_calls) == 1
+    assert OUT._version > before
 
 
 def test_a_limit_is_a_part_of_the_key(python_calls):
@@ -304,12 +331,12 @@ def test_rounding_to_tf32_is_another_call(python_calls, monkeypatch):
     a, b = torch.zeros(16, 64), torch.zeros(64, 32)
 
     def asked() -> tuple:
-        return native._arguments("mm", a, b, None, None, None, 1.0, 1.0, None, None, None, None, True, "auto", None)
+        return native._arguments("mm", a, b, None, None, 1.0, 1.0, None, None, None, None, True, "auto", None)
 
-    plain = asked()
+    exact = asked()
     monkeypatch.setattr(native, "allows_tf32", lambda: True)
-    assert plain[1:3] == asked()[1:3] == (a, b)
-    assert len(asked()) > len(plain)
+    assert exact[1:3] == asked()[1:3] == (a, b)
+    assert asked() != exact
 
 
 def test_without_the_extension_every_call_is_pythons(python_calls, monkeypatch):
