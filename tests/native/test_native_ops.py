@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from stand_ins import Attention, AttentionLaunch, Launch, Matmul
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilestream as ts
 from tilestream.launch.observe import observation
@@ -57,9 +57,8 @@ def python_calls(extension, driver, monkeypatch) -> list[object]:
         observed(launch)
         return out if lse is None else (out, lse)
 
-    monkeypatch.setattr(request, "_multiply_on_gpu", multiplied)
     monkeypatch.setattr(request, "_multiply", multiplied)
-    monkeypatch.setattr(attention_request, "_attend_on_gpu", attended)
+    monkeypatch.setattr(attention_request, "_attend", attended)
     monkeypatch.setattr(native._loaded, "asked", True)
     monkeypatch.setattr(native._loaded, "extension", extension)
     monkeypatch.setattr(native._loaded, "watched", lambda: False, raising=False)
@@ -293,7 +292,7 @@ def test_an_argument_of_attention_that_may_be_wrong_is_checked_by_python(python_
     for given in (plain, {**plain, "sinks": SINKS}, {**plain, "window": (4, 0)}):
         ts.attention(**given)
     seen = []
-    monkeypatch.setattr(attention_request, "_attend_on_gpu", seen.append)
+    monkeypatch.setattr(attention_request, "_attend", seen.append)
     with contextlib.suppress(TypeError, ValueError):
         ts.attention(**plain | more)
     assert len(seen) == 1

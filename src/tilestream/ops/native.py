@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tilestream.core.operands import ACTIVATIONS
-from tilestream.launch.cache import PLAIN
 from tilestream.launch.observe import PRODUCTS, Call, Observation
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
@@ -41,6 +40,8 @@ _DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left
 #: Where each of attention's stands: a diagonal above 2 layouts, the rest above 4 diagonals.
 _DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER = 1, 3, 4, 5, 6
 _NUMBERS = (float, int)
+#: Types whose address and strides say all of a tensor.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Loaded:
