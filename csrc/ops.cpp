@@ -86,9 +86,12 @@ struct Matmul {
 struct Attention {
   Tensor q, k, v;
   int64_t options;  // layout, diagonal, log-sum-exp, schedule, precision: see `tilestream.ops.native`
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, sinks, scale_q, scale_k, scale_v;
+  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k;
+  int64_t max_seqlen_q, max_seqlen_k;
   double scale, softcap;
-  int64_t left, right, max_seqlen_q, max_seqlen_k, workers, splits, limit;
+  int64_t left, right;
+  std::optional<Tensor> sinks, scale_q, scale_k, scale_v;
+  int64_t workers, splits, limit;
 
   static constexpr int64_t kOp = -1;  // no public op of `Matmul`
 
@@ -256,14 +259,14 @@ bool remember_matmul(std::vector<int64_t> recipe, Tensor result, bool into, MATM
 #define ATTENTION_PARAMETERS                                                                                        \
   Tensor q, Tensor k, Tensor v, int64_t options, std::optional<Tensor> cu_seqlens_q,                                \
       std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> block_table, std::optional<Tensor> seqlens_k,       \
+      int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t left, int64_t right,        \
       std::optional<Tensor> sinks, std::optional<Tensor> scale_q, std::optional<Tensor> scale_k,                    \
-      std::optional<Tensor> scale_v, double scale, double softcap, int64_t left, int64_t right,                     \
-      int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t workers, int64_t splits, int64_t limit
+      std::optional<Tensor> scale_v, int64_t workers, int64_t splits, int64_t limit
 #define ATTENTION_ARGUMENTS                                                                                         \
   Attention {                                                                                                       \
     std::move(q), std::move(k), std::move(v), options, std::move(cu_seqlens_q), std::move(cu_seqlens_k),            \
-        std::move(block_table), std::move(seqlens_k), std::move(sinks), std::move(scale_q), std::move(scale_k),     \
-        std::move(scale_v), scale, softcap, left, right, max_seqlen_q, max_seqlen_k, workers, splits, limit         \
+        std::move(block_table), std::move(seqlens_k), max_seqlen_q, max_seqlen_k, scale, softcap, left, right,      \
+        std::move(sinks), std::move(scale_q), std::move(scale_k), std::move(scale_v), workers, splits, limit        \
   }
 
 std::tuple<std::optional<Tensor>, std::optional<Tensor>> try_attention(ATTENTION_PARAMETERS) {
@@ -277,8 +280,8 @@ std::tuple<bool, std::optional<Tensor>> try_attention_out(Tensor out, ATTENTION_
 }
 
 Attention plain_attention(Tensor q, Tensor k, Tensor v, int64_t options) {
-  return {std::move(q), std::move(k), std::move(v), options, {}, {}, {}, {}, {}, {}, {}, {}, 0.0, 0.0,
-          -1, -1, -1, -1, 0, 0, 0};
+  return {std::move(q), std::move(k), std::move(v), options, {}, {}, {}, {}, -1, -1, 0.0, 0.0, -1, -1, {}, {}, {}, {},
+          0, 0, 0};
 }
 
 std::optional<Tensor> try_plain_attention(Tensor q, Tensor k, Tensor v, int64_t options) {
@@ -309,12 +312,12 @@ struct Declined<kOp> {
 #define MATMUL_SCHEMA                                                                                                \
   "int op, Tensor a, Tensor b, Tensor? bias=None, Tensor? residual=None, Tensor? scale_a=None, "                     \
   "Tensor? scale_b=None, float alpha=1, float beta=1, int options=0, int workers=0, int limit=0"
+// The arguments that calls give most often stand in front: a call leaves out those behind its last one.
 #define ATTENTION_SCHEMA                                                                                             \
   "Tensor q, Tensor k, Tensor v, int options=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "              \
-  "Tensor? block_table=None, Tensor? seqlens_k=None, Tensor? sinks=None, Tensor? scale_q=None, "                     \
-  "Tensor? scale_k=None, Tensor? scale_v=None, float scale=0, float softcap=0, int left=-1, int right=-1, "          \
-  "int max_seqlen_q=-1, int max_seqlen_k=-1, int workers=0, int splits=0, int limit=0"
-
+  "Tensor? block_table=None, Tensor? seqlens_k=None, int max_seqlen_q=-1, int max_seqlen_k=-1, float scale=0, "      \
+  "float softcap=0, int left=-1, int right=-1, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "     \
+  "Tensor? scale_v=None, int workers=0, int splits=0, int limit=0"
 #define PLAIN_SCHEMA "Tensor a, Tensor b, Tensor? bias=None"
 #define PLAIN_ATTENTION_SCHEMA "Tensor q, Tensor k, Tensor v, int options=0"
 

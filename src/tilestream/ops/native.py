@@ -298,30 +298,46 @@ def _attention_arguments(
     block_table: Any, seqlens_k: Any, layout: Any, causal: Any, window: Any, softcap: Any, scale: Any,
     max_seqlen_q: Any, max_seqlen_k: Any, return_lse: Any, workers: Any, schedule: Any, splits: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Arguments of the extension's op; None for a call that is none for it, or that may be wrong."""
-    others = cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, sinks, scale_q, scale_k, scale_v
+    """Arguments of the extension's op; None for a call that is none for it, or that may be wrong.
+
+    Those behind the last one that is given are left out: each costs time.
+    """
     options = _options_of_mask(layout, causal)
-    if not _are_plain(others) or type(return_lse) is not bool or type(schedule) is not str or options is None:
+    if options is None or type(return_lse) is not bool or type(schedule) is not str or schedule not in _SCHEDULES:
         return None
-    if schedule not in _SCHEDULES:
-        return None
+    for x in (cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k):
+        if x is not None and type(x) not in PLAIN:
+            return None
     options |= return_lse << _LSE | _SCHEDULES[schedule] << _ORDER
     if q.dtype is torch.float32 and allows_tf32():
         options |= 1 << _ROUNDED
-    left = right = None
-    if window is not None:
-        if type(window) is not tuple or len(window) != 2:
-            return None
-        left, right = window
-    least = ((left, -1), (right, -1), (max_seqlen_q, 0), (max_seqlen_k, 0), (workers, 1), (splits, 1))
-    if any(number is not None and (type(number) is not int or number < lowest) for number, lowest in least):
+    most_q, most_k = _checked(max_seqlen_q, 0, -1), _checked(max_seqlen_k, 0, -1)
+    if most_q is None or most_k is None:
         return None
+    limit = limits.limit()
+    first = q, k, v, options, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, most_q, most_k
+    if (
+        sinks is scale_q is scale_k is scale_v is window is softcap is scale is workers is splits is None
+        and not limit
+    ):  # fmt: skip
+        return first
+    others = sinks, scale_q, scale_k, scale_v
+    if not _are_plain(others) or (window is not None and (type(window) is not tuple or len(window) != 2)):
+        return None
+    left, right = (None, None) if window is None else window
     if scale is not None:
         options |= 1 << _SCALED
     if any(number is not None and type(number) not in _NUMBERS for number in (scale, softcap)) or softcap == 0:
         return None
-    numbers = (-1 if number is None else number for number in (left, right, max_seqlen_q, max_seqlen_k))
-    return (
-        q, k, v, options, *others, float(scale or 0), float(softcap or 0), *numbers, workers or 0, splits or 0,
-        limits.limit(),
-    )  # fmt: skip
+    sides = _checked(left, -1, -1), _checked(right, -1, -1)
+    counts = _checked(workers, 1, 0), _checked(splits, 1, 0)
+    if None in sides or None in counts:
+        return None
+    return (*first[:3], options, *first[4:], float(scale or 0), float(softcap or 0), *sides, *others, *counts, limit)
+
+
+def _checked(number: Any, least: int, default: int) -> int | None:
+    """An integer that is at least ``least``, or ``default`` where none is given; None for one that is wrong."""
+    if number is None:
+        return default
+    return number if type(number) is int and number >= least else None
