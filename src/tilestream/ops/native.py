@@ -97,7 +97,7 @@ def product(
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
     extension = _loaded.extension
-    if extension is None or is_compiling() or _is_seen(a, b, out, bias):
+    if is_compiling() or extension is None or _is_seen(a, b, out, bias):
         return None
     arguments: tuple[Any, ...] | None = a, b, bias
     call, into = extension.try_plain[op], extension.try_plain_out[op]
@@ -147,7 +147,7 @@ def attention(
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
     extension = _loaded.extension
-    if extension is None or is_compiling() or _is_seen(q, k, out, v):
+    if is_compiling() or extension is None or _is_seen(q, k, out, v):
         return None
     arguments: tuple[Any, ...] | None
     plain = (
