@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+#: The native call path on AMD GPUs, where it is used only if it is asked for: these tests are to show that it works.
+os.environ.setdefault("TILESTREAM_NATIVE_HIP", "1")
+
 
 def pytest_collection_modifyitems(items):
     here = str(Path(__file__).parent)
