@@ -81,7 +81,6 @@ def way(request, monkeypatch):
         return
     if extension() is None:
         pytest.skip(f"no native call path: {why_not()}")
-    monkeypatch.setattr(native, "ATTENTION", True)
     for op in ("matmul", "mm", "bmm", "addmm", "linear", "attention"):
         monkeypatch.setattr(ts, op, twice(getattr(ts, op)))
 

@@ -8,7 +8,6 @@ a case: its name, the bytes that were compared, and "equal".
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
 from dataclasses import replace
@@ -22,7 +21,7 @@ import triton
 from stand_ins import CPU_INDEX, Attention, Matmul
 from triton.backends.amd.driver import HIPLauncher, HIPUtils
 
-from conftest import OPS, Driver
+from conftest import Driver
 from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands
 from tilestream.launch import launcher, native, tensor_map
 from tilestream.launch.cdna.launch import GemmLaunch as CdnaLaunch
@@ -228,9 +227,6 @@ def main() -> None:
     driver = Driver(Path(fake))
     driver.thread()
     extension = native.Extension(Path(library), fake, fake)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    for name in OPS:
-        setattr(extension, name, functools.partial(getattr(torch.ops.tilestream, name).default.redispatch, keys))
     for name in names:
         made = compared_matmul if name in CASES else compared_attention
         print(name, made(extension, driver, target, name), "equal", flush=True)
