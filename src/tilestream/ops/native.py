@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from tilestream.core.operands import ACTIVATIONS
 from tilestream.launch.cache import PLAIN
 from tilestream.launch.observe import Call, Observation
+from tilestream.ops import inline
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
 from tilestream.plan.attention_problem import LAYOUTS
@@ -99,8 +100,13 @@ def product(
     ArrivalTimeout, Exception
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
-    if torch.compiler.is_compiling() or _loaded.extension is None:
+    if torch.compiler.is_compiling():
         return None
+    if _loaded.extension is None or not (isinstance(a, torch.Tensor) and a.is_cuda):
+        return inline.product(
+            op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule,
+            workers,
+        )  # fmt: skip
     arguments = _arguments(
         op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule,
         workers,

@@ -14,7 +14,7 @@ from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
 from tilestream.launch.observe import Call, observe
-from tilestream.ops import checks, gpu, library, native
+from tilestream.ops import checks, gpu, inline, library, native
 from tilestream.ops.limit import limit
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
 from tilestream.plan import limit as limits
@@ -94,8 +94,16 @@ def multiply(r: Request) -> torch.Tensor:
     On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`. What it launched
     is observed, so that the native call path can make the next one.
     """
-    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not r.a.is_cuda:
+    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor):
         return _multiply(r)
+    if not r.a.is_cuda:
+        if r.arriving or r.publish is not None or r.deadline is not None:
+            return _multiply(r)
+        b = r.b.t() if r.op == "linear" and isinstance(r.b, torch.Tensor) else r.b
+        return inline.first_product(
+            r.op, (r.a, b, r.bias, r.residual, r.scale_a, r.scale_b, r.out),
+            (r.alpha, r.beta, r.activation, r.out_dtype, r.fast_accum), r.schedule, r.workers, lambda: _multiply(r),
+        )  # fmt: skip
     arguments = _native_arguments(r)
     if arguments is None:
         return _multiply_on_gpu(r)
