@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.cpu import gemm
-from tilestream.launch.cache import PLAIN, launch_cache
+from tilestream.launch.cache import launch_cache
 from tilestream.launch.observe import observe
 from tilestream.ops.operands import span
 from tilestream.plan.limit import limit
@@ -29,6 +29,8 @@ _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C.
 _transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiler, _autocast = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
 _num_threads, _gradients = torch.get_num_threads, torch.is_grad_enabled
+#: Types whose address and strides say all of a tensor.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS, _STRIDED = (float, int), torch.strided
 
 #: Shape and strides.
