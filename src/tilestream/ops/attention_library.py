@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
+from tilestream.launch.observe import observation
 from tilestream.ops import attention_gpu, native
 from tilestream.ops.attention_backward import gradients
 from tilestream.ops.attention_execute import execute
@@ -148,7 +149,8 @@ def _define(name: str) -> None:
 
     def real(*args: Any) -> Pair | None:
         worker_limit = args[end] if len(args) > end else 0
-        if into or arriving or not args[0].is_cuda or worker_limit not in (0, limits.limit()):
+        by_graph = not into and not arriving and observation() is None  # and not by a public op, which is observed
+        if not by_graph or not args[0].is_cuda or worker_limit not in (0, limits.limit()):
             return run(*args)
         s = Settings(*args[len(_INPUTS) : _NUM_COMMON])
         call = (
