@@ -163,7 +163,8 @@ def _multiply(r: Request) -> torch.Tensor:
     checks.check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=r.scale_a, scale_b=r.scale_b)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
-    checks.refuse_tangents(op, a, b, r.bias, r.residual, r.scale_a, r.scale_b)
+    others = () if out is None and r.publish is None else (a, b, r.bias, r.residual, out)
+    checks.refuse_tangents(op, r.scale_a, r.scale_b, *others)
     if torch.is_grad_enabled():
         checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b)
     a, b = checks.autocast(op, r.arriving, a, b)
