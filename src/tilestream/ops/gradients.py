@@ -55,6 +55,14 @@ def below_autograd(op: Any, *args: Any) -> Any:
             return op(*args)
 
 
+def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
+    """Save what derivatives need, in a ``forward``. A gradient, or a tangent, of 0 is None."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(*tensors)
+
+
 # Products -------------------------------------------------------------------------------------------------------------
 
 #: A product, with the parameters of ``tilestream::gemm``.
@@ -71,9 +79,7 @@ def save_product(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
     refuse_gradients("gemm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     again = (bias, residual) if activation not in ("none", "relu") else (None, None)
     kept = a, b, output if activation == "relu" else None, *again, scale_a, scale_b
-    ctx.save_for_backward(*kept)
-    if forward_ad._current_level >= 0:
-        ctx.save_for_forward(*kept)
+    save(ctx, *kept)
     ctx.numbers = alpha, beta, activation, schedule, workers, *others
     ctx.dtypes = output.dtype, *(None if x is None else x.dtype for x in (bias, residual))
 

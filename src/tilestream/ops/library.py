@@ -195,8 +195,8 @@ def _differentiate(op: Any) -> None:
             return output
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            found = product_gradients(ctx, grad, gemm_op)
+        def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            found = () if grad is None else product_gradients(ctx, grad, gemm_op)
             return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
 
         @staticmethod
