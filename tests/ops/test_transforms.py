@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 -- as everybody has it
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
@@ -12,6 +15,8 @@ import tilestream as ts
 import tilestream.ops  # the package itself imports them on first use
 from attention_maths import attention_by_torch
 from error_rule import ACTIVATIONS, rand
+from tilestream.ops import request
+from tilestream.plan import limit as limits
 
 func = torch.func
 ops = torch.ops.tilestream
@@ -320,3 +325,117 @@ def test_attention_has_gradients_that_lie_as_its_operands(layout):
 def test_float64_sinks_count_in_float64():
     q, k, v, sinks = made(*QKV, (4,))
     close(ts.attention(q, k, v, sinks=sinks), ATTENTIONS["attention"][1](q, k, v, sinks)[0])
+
+
+# Plain GPU tensors: the gradient without the registered ops ----------------------------------------------------------
+
+#: Shapes of a and b, and options of the call.
+PLAIN = {
+    "matrices": ((3, 4), (4, 5), {}),
+    "rows of three dimensions": ((2, 3, 4), (4, 5), {"bias": True}),
+    "batches": ((2, 3, 4), (2, 4, 5), {"bias": True}),
+    "relu": ((2, 3, 4), (4, 5), {"bias": True, "activation": "relu"}),
+    "gelu": ((2, 3, 4), (4, 5), {"bias": True, "activation": "gelu"}),
+    "how": ((3, 4), (4, 5), {"activation": "silu", "schedule": "stream_k", "workers": 2}),
+}
+
+
+def plain(shape_a, shape_b, options, dtype=torch.float64):
+    a, b, bias = (rand(*shape, dtype=dtype, seed=i) for i, shape in enumerate((shape_a, shape_b, shape_b[-1:])))
+    leaves = [x.requires_grad_() for x in ((a, b, bias) if "bias" in options else (a, b))]
+
+    def call(a, b, bias=None):
+        r = request.Request("matmul", a, b, **options | {"bias": bias})
+        return request._Product.apply(a, b, bias, r)
+
+    def by_torch(a, b, bias=None):
+        product = a @ b if bias is None else a @ b + bias
+        return ACTIVATIONS[options.get("activation")](product)
+
+    return call, by_torch, leaves
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_tensors_have_the_same_gradients(name):
+    call, by_torch, x = plain(*PLAIN[name])
+    answers = call(*x), by_torch(*x)
+    close(*answers)
+    grads = [torch.autograd.grad(y, x, torch.cos(answers[1].detach())) for y in answers]
+    close(*grads)
+    assert [y.stride() for y in grads[0]] == [y.stride() for y in grads[1]]
+    assert torch.autograd.gradcheck(call, x, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, x, fast_mode=True)
+    if name != "relu":  # which keeps its output
+        call(*x).mul_(2).sum().backward()  # no view, so it may be changed in place
+        close(x[0].grad, 2 * torch.autograd.grad(by_torch(*x).sum(), x[0])[0])
+
+
+def test_a_plain_product_keeps_its_operands_and_no_more():
+    call, _, x = plain(*PLAIN["rows of three dimensions"])
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+        call(*x)
+    assert [one.data_ptr() for one in kept] == [one.data_ptr() for one in x[:2]]
+    y = call(*x)
+    x[0].detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_plain_products_are_launched_natively_both_ways(monkeypatch):
+    asked = []
+
+    def product(op, a, b, out, bias, residual, alpha, beta, activation, *others):
+        asked.append((op, tuple(a.shape), tuple(b.shape), activation, limits.limit()))
+        y = a @ (b.t() if op == "linear" else b)
+        return ACTIVATIONS[activation](y if bias is None else y + bias).to(others[0])
+
+    monkeypatch.setattr(request.native, "product", product)
+    monkeypatch.setattr(request, "multiply", None)
+    x, w, bias = (y.requires_grad_() for y in made((2, 3, 4), (5, 4), (5,)))
+    with ts.worker_limit(3):
+        y = request._Product.apply(x, w.t(), bias, request.Request("linear", x, w.t(), bias=bias, activation="silu"))
+    y.sum().backward()
+    assert asked == [
+        ("linear", (2, 3, 4), (5, 4), "silu", 3),
+        ("matmul", (2, 3, 4), (4, 5), None, 3),
+        ("matmul", (6, 5), (5, 4), None, 3),
+        ("matmul", (5, 6), (6, 4), None, 3),
+    ]
+    assert w.grad.is_contiguous()
+    close(w.grad, torch.autograd.grad(F.silu(F.linear(x, w, bias)).sum(), w)[0])
+
+
+class Own(torch.Tensor):
+    pass
+
+
+def test_what_is_plain():
+    a, b, c = rand(3, 4), rand(4, 5).requires_grad_(), rand(2, 4, 5)
+    is_plain = request._is_seen_by_autograd_alone
+    of = functools.partial(request.Request, "matmul")
+    for r in (
+        of(a, b),
+        of(c.mT, b.mT.mT),
+        of(b.mT, a.mT),
+        of(a, c[0], bias=rand(5).requires_grad_()),
+        of(c.mT, c, bias=b[0]),
+    ):
+        assert is_plain(r)
+    with torch.no_grad():
+        assert not is_plain(of(a, b))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_plain(of(a, b))
+    with torch.autograd.forward_ad.dual_level():
+        assert not is_plain(of(a, b))
+    with FakeTensorMode():
+        assert not is_plain(of(a, b))
+    func.vmap(lambda x: (is_plain(of(a, b)) and pytest.fail("a transform is active"), x)[1])(a)
+    arrival = ts.Arrival.uniform(3, 1)
+    for r in (
+        of(a, rand(4, 5)), of(a[0], b), of(a, b, out=rand(3, 5)), of(a, b, residual=rand(3, 5)),
+        of(a, b, scale_a=torch.ones(())), of(a, b, scale_b=torch.ones(())), of(a, b, arrival=arrival),
+        of(a, b, weight_arrival=arrival), of(a, b, publish=arrival), of(a, b, deadline=1.0), of(c[:1].mT, c, bias=b[0]),
+        of(a.to(torch.float8_e4m3fn), b), of(a.as_subclass(Own), b), of(a, None), of(c[None], c, bias=b[0]),
+    ):  # fmt: skip
+        assert not is_plain(r), r

@@ -101,12 +101,15 @@ def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.T
 
     grad_a = grad_b = grad_bias = grad_residual = None
     if needs_a or needs_b:
-        product = grad
+        product, shape = grad, a.shape
         for scale in (scale_a, scale_b):  # of operands that have more than 8 bits
             product = product if scale is None else product * scale
         product = product.to(a.dtype)
+        if a.dim() > b.dim():  # leading dimensions are rows
+            a, product = a.flatten(0, -2), product.flatten(0, -2)
         if needs_a:
             grad_a = multiply(b, product.mT).mT if _is_column_major(a) else multiply(product, b.mT)
+            grad_a = grad_a if grad_a.dim() == len(shape) else grad_a.view(shape)
         if needs_b:
             grad_b = multiply(product.mT, a).mT if _is_column_major(b) else multiply(a.mT, product)
     if bias_dtype is not None and needs_bias:

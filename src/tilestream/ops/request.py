@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
@@ -14,8 +15,10 @@ from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
 from tilestream.launch.observe import Call, observe
 from tilestream.ops import checks, library, native
-from tilestream.ops.limit import limit
-from tilestream.ops.scales import canonical_scales
+from tilestream.ops.gradients import Derivative, product_gradients, save_product
+from tilestream.ops.limit import limit, worker_limit
+from tilestream.ops.scales import FP8_DTYPES, canonical_scales
+from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.runtime import shutdown
 
@@ -92,6 +95,9 @@ def multiply(r: Request) -> torch.Tensor:
     """
     if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not r.a.is_cuda:
         return _multiply(r)
+    if _is_seen_by_autograd_alone(r):
+        result: torch.Tensor = _Product.apply(r.a, r.b, r.bias, r)
+        return result
     arguments = _native_arguments(r)
     if arguments is None:
         return _multiply(r)
@@ -103,6 +109,71 @@ def multiply(r: Request) -> torch.Tensor:
     }  # fmt: skip
     native.remember(Call(operands, (float(r.alpha), float(r.beta))), r.out is not None, seen, arguments)
     return result
+
+
+class _Product(Derivative):
+    """A product of plain GPU tensors and its gradients, whose products are launched as calls of their own are.
+
+    The formulas are those of the registered ops. Their kernels for autograd would cost more than the launches do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, r: Request) -> torch.Tensor:
+        output = native.product(
+            r.op, a, b.t() if r.op == "linear" else b, None, bias, None, 1.0, 1.0, r.activation, r.out_dtype, None,
+            None, r.fast_accum, r.schedule, r.workers,
+        )  # fmt: skip
+        if output is None:
+            output = multiply(r)
+        if output._is_view():  # which could not be changed in place
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
+        save_product(ctx, (a, b, bias, None, 1.0, 1.0, *how), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None,) * 4 if grad is None else product_gradients(ctx, grad, _launch)
+
+
+def _is_seen_by_autograd_alone(r: Request) -> bool:
+    """Whether a gradient is asked for of a product of plain tensors, and nothing else has to see the call."""
+    a, b, bias = r.a, r.b, r.bias
+    return bool(
+        torch.is_grad_enabled()
+        and r.out is r.residual is r.scale_a is r.scale_b is r.arrival is r.weight_arrival is None
+        and r.publish is r.deadline is None
+        and type(a) in native.PLAIN and type(b) in native.PLAIN and (bias is None or type(bias) in native.PLAIN)
+        and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
+        and (a.dim() >= b.dim() == 2 or (a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]))
+        and a.dtype not in FP8_DTYPES
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._is_any_autocast_enabled()
+        and forward_ad._current_level < 0
+    )  # fmt: skip
+
+
+def _launch(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: None, alpha: float, beta: float,
+    activation: str, out_dtype: torch.dtype | None, schedule: str, workers: int, scale_a: None, scale_b: None,
+    fast_accum: bool, bound: int,
+) -> torch.Tensor:  # fmt: skip
+    """``tilestream::gemm`` by a native launch where there is one, for operands of `_Product`."""
+    if bound and bound != limits.limit():  # a thread of torch's own, which knows nothing of blocks around the call
+        with worker_limit(bound):
+            return _launch(
+                a, b, bias, residual, alpha, beta, activation, out_dtype, schedule, workers, scale_a, scale_b,
+                fast_accum, 0,
+            )  # fmt: skip
+    of_call = None if activation == "none" else activation, out_dtype, scale_a, scale_b, fast_accum
+    made = native.product("matmul", a, b, None, bias, residual, alpha, beta, *of_call, schedule, workers or None)
+    if made is None:
+        made = multiply(Request(
+            "matmul", a, b, None, bias, residual, alpha, beta, *of_call[:2], schedule=schedule, workers=workers or None,
+            scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum,
+        ))  # fmt: skip
+    return made
 
 
 def _native_arguments(r: Request) -> tuple[Any, ...] | None:
