@@ -225,8 +225,10 @@ def _second(
     assert of_k is not None
     assert of_v is not None
     a_rows, b, c = one.by_head(of_q), one.by_head(of_k, rows_k), one.by_head(of_v, rows_k) * one.scale_v
-    sink = one.k.new_zeros(()) if of_sinks is None else of_sinks.to(one.k.dtype).view_as(one.sinks)
-    out, lse, dq, dk, dv, dsinks = [], [], [], 0, 0, 0
+    nothing = one.k.new_zeros(())
+    sink = nothing if of_sinks is None else _by_head(of_sinks.to(one.k.dtype), one.k.shape[0])[..., None, None]
+    out, lse, dq = [], [], []
+    dk = dv = dsinks = nothing
     for rows in one.blocks():
         scores, tanh, hidden = one.scores(rows, s)
         p, p_sink = _weights(scores, hidden, one.sinks)

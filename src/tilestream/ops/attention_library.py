@@ -295,7 +295,8 @@ def _batch(op: Any, num_first: int) -> None:
             return tuple(torch.stack(parts) for parts in zip(*calls, strict=True)), (0,) * len(calls[0])
 
         def merged(i: int) -> torch.Tensor | None:
-            x, dim = args[i], dims[i]
+            x: torch.Tensor | None = args[i]
+            dim = dims[i]
             if x is None or i == sinks:
                 return x
             x = x.unsqueeze(0) if dim is None else x.movedim(dim, 0)

@@ -14,8 +14,6 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from tilestream.ops.checks import refuse_gradients
-
 #: The base of a `derivative`: what torch.func makes of a ``torch.autograd.Function`` for one of its levels.
 Derivative = _SingleLevelFunction
 
@@ -76,7 +74,6 @@ def save_product(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
     matmul and keeps no ``[M, N]`` tensor alive.
     """
     a, b, bias, residual, alpha, beta, activation, _, schedule, workers, scale_a, scale_b, *others = inputs
-    refuse_gradients("gemm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
     again = (bias, residual) if activation not in ("none", "relu") else (None, None)
     kept = a, b, output if activation == "relu" else None, *again, scale_a, scale_b
     save(ctx, *kept)
@@ -94,27 +91,24 @@ def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.T
     _, bias_dtype, residual_dtype = ctx.dtypes
     needs_a, needs_b, needs_bias, needs_residual = ctx.needs_input_grad[:4]
     grad = _through_activation(ctx, grad, gemm)
-
-    def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        plain = None, None, True, worker_limit
-        return gemm(x, y, None, None, alpha, 1.0, "none", None, schedule, workers, *plain)
-
+    how = None, None, alpha, 1.0, "none", None, schedule, workers, None, None, True, worker_limit
     grad_a = grad_b = grad_bias = grad_residual = None
     if needs_a or needs_b:
         product, shape = grad, a.shape
         for scale in (scale_a, scale_b):  # of operands that have more than 8 bits
             product = product if scale is None else product * scale
-        product = product.to(a.dtype)
+        if product.dtype != a.dtype:
+            product = product.to(a.dtype)
         if a.dim() > b.dim():  # leading dimensions are rows
             a, product = a.flatten(0, -2), product.flatten(0, -2)
         if needs_a:
-            grad_a = multiply(b, product.mT).mT if _is_column_major(a) else multiply(product, b.mT)
+            grad_a = gemm(b, product.mT, *how).mT if _is_column_major(a) else gemm(product, b.mT, *how)
             grad_a = grad_a if grad_a.dim() == len(shape) else grad_a.view(shape)
         if needs_b:
-            grad_b = multiply(product.mT, a).mT if _is_column_major(b) else multiply(a.mT, product)
-    if bias_dtype is not None and needs_bias:
-        grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1))).to(bias_dtype)
-    if residual_dtype is not None and needs_residual:
+            grad_b = gemm(product.mT, a, *how).mT if _is_column_major(b) else gemm(a.mT, product, *how)
+    if needs_bias:
+        grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1)), dtype=bias_dtype)
+    if needs_residual:
         grad_residual = (grad if beta == 1 else beta * grad).to(residual_dtype)
     return grad_a, grad_b, grad_bias, grad_residual
 
@@ -148,8 +142,14 @@ def _through_activation(ctx: Any, change: torch.Tensor, gemm: Gemm) -> torch.Ten
     if activation == "relu":
         return torch.ops.aten.threshold_backward(change.to(output.dtype), output, 0)  # type: ignore[no-any-return]
     wide = _wide(a)
-    how = schedule, workers, scale_a, scale_b, *others
-    before, change = gemm(a, b, bias, residual, alpha, beta, "none", wide, *how), change.to(wide)
+    before = gemm(
+        a, b, bias, residual, alpha, beta, "none", wide, schedule, workers, scale_a, scale_b, *others
+    )  # fmt: skip
+    return through_activation(activation, change.to(wide), before)
+
+
+def through_activation(activation: str, change: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """A gradient, or a tangent, times the slope of an activation other than relu at its input."""
     if activation == "silu":
         # In plain operations: aten::silu_backward has no derivative of its own.
         gate = torch.sigmoid(before)
@@ -181,8 +181,9 @@ def batched_product(
         The results, with the dimension of calls in front.
     """
     *how, scale_a, scale_b, fast_accum, worker_limit = others
-    dims = *dims, *[None] * (6 + len(others) - len(dims))
-    dim_a, dim_b, dim_bias, dim_residual, (dim_scale_a, dim_scale_b) = *dims[:4], dims[10:12]
+    dims = [*dims, *[None] * (6 + len(others) - len(dims))]
+    dim_a, dim_b, dim_bias, dim_residual = dims[:4]
+    dim_scale_a, dim_scale_b = dims[10:12]
     shape_a, shape_b = (x.shape if d is None else x.movedim(d, 0).shape[1:] for x, d in ((a, dim_a), (b, dim_b)))
     full = (*shape_a[:-1], shape_b[-1])
     is_one_matrix = len(full) == 2 and dim_b is None and dim_scale_b is None

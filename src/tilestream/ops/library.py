@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.core.operands import GemmOperands
 from tilestream.ops import execute, gpu
-from tilestream.ops.checks import check_pair, refuse_given
+from tilestream.ops.checks import check_pair, refuse_given, refuse_gradients
 from tilestream.ops.gradients import (
     Derivative,
     batched_product,
@@ -192,8 +192,10 @@ def _differentiate(op: Any) -> None:
     class Gemm(Derivative):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> torch.Tensor:
+            scale_a, scale_b, *_ = optional = args[-len(_DEFAULTS) :]
+            refuse_gradients("gemm", a=args[0], b=args[1], scale_a=scale_a, scale_b=scale_b)
             output: torch.Tensor = below_autograd(op, *args)
-            save_product(ctx, (*args[:_NUM_COMMON], *args[-len(_DEFAULTS) :]), output)
+            save_product(ctx, (*args[:_NUM_COMMON], *optional), output)
             return output
 
         @staticmethod

@@ -96,8 +96,7 @@ def multiply(r: Request) -> torch.Tensor:
     if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not r.a.is_cuda:
         return _multiply(r)
     if _is_seen_by_autograd_alone(r):
-        result: torch.Tensor = _Product.apply(r.a, r.b, r.bias, r)
-        return result
+        return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
     arguments = _native_arguments(r)
     if arguments is None:
         return _multiply(r)
@@ -141,8 +140,8 @@ def _is_seen_by_autograd_alone(r: Request) -> bool:
     a, b, bias = r.a, r.b, r.bias
     return bool(
         torch.is_grad_enabled()
-        and r.out is r.residual is r.scale_a is r.scale_b is r.arrival is r.weight_arrival is None
-        and r.publish is r.deadline is None
+        and r.out is None and r.residual is None and r.scale_a is None and r.scale_b is None
+        and not r.arriving and r.publish is None and r.deadline is None
         and type(a) in native.PLAIN and type(b) in native.PLAIN and (bias is None or type(bias) in native.PLAIN)
         and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
         and (a.dim() >= b.dim() == 2 or (a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]))
