@@ -327,7 +327,7 @@ def test_float64_sinks_count_in_float64():
     close(ts.attention(q, k, v, sinks=sinks), ATTENTIONS["attention"][1](q, k, v, sinks)[0])
 
 
-# Plain GPU tensors: the gradient without the registered ops ----------------------------------------------------------
+# Plain tensors: the gradient without the registered ops --------------------------------------------------------------
 
 #: Shapes of a and b, and options of the call.
 PLAIN = {
@@ -431,11 +431,12 @@ def test_what_is_plain():
     with FakeTensorMode():
         assert not is_plain(of(a, b))
     func.vmap(lambda x: (is_plain(of(a, b)) and pytest.fail("a transform is active"), x)[1])(a)
-    arrival = ts.Arrival.uniform(3, 1)
+    arrival, nested = ts.Arrival.uniform(3, 1), torch.nested.nested_tensor([rand(3, 4)]).requires_grad_()
     for r in (
         of(a, rand(4, 5)), of(a[0], b), of(a, b, out=rand(3, 5)), of(a, b, residual=rand(3, 5)),
         of(a, b, scale_a=torch.ones(())), of(a, b, scale_b=torch.ones(())), of(a, b, arrival=arrival),
         of(a, b, weight_arrival=arrival), of(a, b, publish=arrival), of(a, b, deadline=1.0), of(c[:1].mT, c, bias=b[0]),
-        of(a.to(torch.float8_e4m3fn), b), of(a.as_subclass(Own), b), of(a, None), of(c[None], c, bias=b[0]),
+        of(a.to(torch.float8_e4m3fn), b), of(a.as_subclass(Own), b), of(a.to("meta"), b), of(nested, nested),
+        of(a, None), of(c[None], c, bias=b[0]),
     ):  # fmt: skip
         assert not is_plain(r), r

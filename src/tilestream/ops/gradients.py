@@ -100,7 +100,8 @@ def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.T
         if product.dtype != a.dtype:
             product = product.to(a.dtype)
         if a.dim() > b.dim():  # leading dimensions are rows
-            a, product = a.flatten(0, -2), product.flatten(0, -2)
+            rows = shape[:-1].numel()
+            a, product = a.reshape(rows, shape[-1]), product.reshape(rows, b.shape[-1])
         if needs_a:
             grad_a = gemm(b, product.mT, *how).mT if _is_column_major(a) else gemm(product, b.mT, *how)
             grad_a = grad_a if grad_a.dim() == len(shape) else grad_a.view(shape)
