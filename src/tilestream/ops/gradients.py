@@ -203,7 +203,8 @@ def batched_product(
     if residual is not None:
         residual = merged(residual, dim_residual, full) if beta != 0 else None
     if bias is not None and dim_bias is not None:  # gemm has one bias for all of its batches
-        of_rows = merged(bias.movedim(dim_bias, 0)[(slice(None), *[None] * (len(full) - 1))], 0, full)
+        each = bias.movedim(dim_bias, 0).reshape(count, *[1] * (len(full) - 1), full[-1])
+        of_rows = merged(each, 0, full)
         wide = _wide(a)
         residual = of_rows if residual is None else of_rows.to(wide) + beta * residual.to(wide)
         bias, beta = None, 1.0

@@ -16,6 +16,7 @@ from tilestream.core.operands import Epilogue
 from tilestream.launch.observe import Call, observe
 from tilestream.ops import checks, inline, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
+from tilestream.ops.inline import PLAIN
 from tilestream.ops.limit import limit, worker_limit
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales
 from tilestream.plan import limit as limits
@@ -150,7 +151,7 @@ def _is_seen_by_autograd_alone(r: Request) -> bool:
         torch.is_grad_enabled()
         and r.out is None and r.residual is None and r.scale_a is None and r.scale_b is None
         and not r.arriving and r.publish is None and r.deadline is None
-        and type(a) in native.PLAIN and type(b) in native.PLAIN and (bias is None or type(bias) in native.PLAIN)
+        and type(a) in PLAIN and type(b) in PLAIN and (bias is None or type(bias) in PLAIN)
         and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
         and (a.is_cuda or a.is_cpu) and not a.is_nested and not b.is_nested
         and (a.dim() >= b.dim() == 2 or (a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]))
