@@ -80,7 +80,7 @@ def _as_given(shape: Sequence[int], s: Settings) -> list[int]:
     return [shape[i] for i in (0, 2, 1, 3)] if s.layout == "bhsd" and len(shape) == 4 else list(shape)
 
 
-def _check_outputs(x: AttentionOperands, s: Settings) -> None:
+def check_outputs(x: AttentionOperands, s: Settings) -> None:
     """Raise unless the outputs that are given fit the operands, and those fit together."""
     check_shapes("attention", x)
     out, lse, shape, dtype = x.out, x.lse, (*x.q.shape[:-1], x.v.shape[-1]), result_dtype(x.q)
@@ -123,7 +123,7 @@ def _define(name: str) -> None:
         x, s = _split(args, *(args[end : end + 2] if into else ()))
         made = None
         if into:
-            _check_outputs(x, s)
+            check_outputs(x, s)
             read = dict(zip(_INPUTS, x.inputs, strict=True))
             refuse_shared(x.out, **read)
             if x.lse is not None:
@@ -137,7 +137,7 @@ def _define(name: str) -> None:
     def fake(*args: Any) -> Pair | None:
         if not into:
             return _outputs(*_split(args))
-        _check_outputs(*_split(args, *args[end : end + 2]))
+        check_outputs(*_split(args, *args[end : end + 2]))
         return None
 
     more = (_ARRIVING if arriving else "") + (_INTO if into else "")
@@ -190,13 +190,14 @@ torch.library.register_autograd("tilestream::attention_backward", _no_second, li
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     ctx.settings, ctx.worker_limit = Settings(*inputs[len(_INPUTS) : _NUM_COMMON]), inputs[-1]
     ctx.save_for_backward(*output, *inputs[: len(_INPUTS)])
+    ctx.set_materialize_grads(False)  # of a DTensor torch would make zeros that are none
     if not ctx.settings.return_lse:
         ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
     out, lse, *tensors = ctx.saved_tensors
-    s = ctx.settings
+    grad, s = torch.zeros_like(out) if grad is None else grad, ctx.settings
     if not s.return_lse:  # the registered op, called by itself: what it did not give is worked out once more
         s, grad_lse = s._replace(return_lse=True), None
         _, lse = attention_op(*tensors, *s, ctx.worker_limit)
@@ -205,7 +206,7 @@ def _backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor | None) -> tu
     return *needed, *([None] * (_NUM_COMMON - 4 + 1))  # no gradient of the limit either
 
 
-def _backward_arriving(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward_arriving(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
     # By now everything has arrived: the operands are ordinary tensors.
     return *_backward(ctx, grad, grad_lse), *([None] * _NUM_ARRIVING)
 

@@ -17,6 +17,7 @@ from tilestream.launch.observe import Call, observe
 from tilestream.ops import checks, gpu, library, native
 from tilestream.ops.limit import limit
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
+from tilestream.ops.sharding import is_dtensor, refuse_dtensors
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.runtime import shutdown
@@ -70,6 +71,8 @@ class Request(NamedTuple):
                 op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
                 publish=self.publish,
             )  # fmt: skip
+        if arriving or self.publish is not None:
+            refuse_dtensors(op, a=self.a, b=self.b, out=self.out)
         if self.publish is not None:
             check_publish(op, self.schedule, arriving)
 
@@ -197,12 +200,16 @@ def _multiply(r: Request) -> torch.Tensor:
         r.activation or "none", r.out_dtype, r.schedule, r.workers or 0,
     )  # fmt: skip
     optional = (*scales, r.fast_accum, limit())
+    if copied := out is not None and is_dtensor(out):
+        r = r._replace(out=None)  # no view of it need have the canonical shape, and it has placements of its own
     if torch.compiler.is_compiling():
         result = _call(r, canonical, operands, optional)
     else:
         with shutdown.call():
             result = _call(r, canonical, operands, optional)
-    return out if out is not None else result.reshape(shape)
+    if out is None:
+        return result.reshape(shape)
+    return out.copy_(result.reshape(shape)) if copied else out
 
 
 def _call(
