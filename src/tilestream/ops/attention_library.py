@@ -132,6 +132,8 @@ def _define(name: str) -> None:
             made = _outputs(x, s)
         out, lse = made or (x.out, x.lse)
         _run(x, s, out, lse if s.return_lse else None, args[_NUM_COMMON:end], *args[end + 2 * into :])
+        if into:
+            torch._C._increment_version([y for y in (out, lse) if y is not None])  # kernels' writes are unknown to it
         return made
 
     def fake(*args: Any) -> Pair | None:
