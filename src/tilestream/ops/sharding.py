@@ -147,8 +147,9 @@ def _strategy(schema: Any, given: Mapping[str, Any], words: _Words) -> Any:
     from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
     tensors = {name: x for name, x in given.items() if isinstance(x, OpStrategy)}
-    rules = list(_rules(words, tensors))
-    made = expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, rules, input_index=len(words.results))
+    made: Any = expand_to_full_mesh_op_strategy(
+        schema.get_mesh_from_args(), schema, list(_rules(words, tensors)), input_index=len(words.results)
+    )
     if words.aligned is not None:
         name, letter = words.aligned
         at, dim = list(tensors).index(name), words.inputs[name].index(letter)
@@ -162,11 +163,11 @@ def _rules(words: _Words, tensors: Mapping[str, Any]) -> Iterator[list[Any]]:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     inputs = {name: words.inputs[name] for name in tensors}
-    placements = [p for x in tensors.values() for p in x.strategies[0].output_spec.placements]
+    placements: list[Any] = [p for x in tensors.values() for p in x.strategies[0].output_spec.placements]
     # Flattened dimensions have shards of several pieces, which are strided; DTensor compares them by value.
     strided = [p for i, p in enumerate(placements) if hasattr(p, "split_factor") and p not in placements[:i]]
     shards: list[Callable[[int], Any]] = [
-        Shard, *(functools.partial(type(p), split_factor=p.split_factor) for p in strided)
+        Shard, *(functools.partial(p.__class__, split_factor=p.split_factor) for p in strided)
     ]  # fmt: skip
     yield [Replicate()] * (len(words.results) + len(inputs))
     for letter in words.letters:
