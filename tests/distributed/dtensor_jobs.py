@@ -1,7 +1,7 @@
 """What ranks do in the tests of DTensor's strategies.
 
 Placements are words, one a dimension of the mesh: "R" is replicated, "S1" sharded along dimension 1, "P" a sum over
-ranks, of other parts on each.
+ranks and "A" a mean, of other values on each.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def random(seed, shape, dtype=torch.float64):
 
 
 def placements_of(words):
-    return tuple({"R": Replicate(), "P": Partial()}.get(word) or Shard(int(word[1:])) for word in words.split())
+    others = {"R": Replicate(), "P": Partial(), "A": Partial("avg")}
+    return tuple(others.get(word) or Shard(int(word[1:])) for word in words.split())
 
 
 def distribute(x, mesh, words):
     """A leaf with the values of ``x``."""
-    if words == "P":
+    if words in ("P", "A"):
         world = mesh.size()
-        part = x.detach() * (2 * (mesh.get_rank() + 1) / (world * (world + 1)))
+        part = x.detach() * (2 * (mesh.get_rank() + 1) / ((world if words == "P" else 1) * (world + 1)))
         made = DTensor.from_local(part, mesh, placements_of(words))
     else:
         made = distribute_tensor(x.detach(), mesh, placements_of(words), src_data_rank=None)
@@ -84,7 +85,11 @@ def ours_as_torchs(rank, world, op, mesh, cases):
         assert_equal(case, mine, (expected, *gradients([expected], tensors)))
         # Placed alike; but torch.matmul multiplies transposes there, and older torches first add up sums over ranks.
         transposed = 1 < len(shapes[0]) < len(shapes[-1])
-        if of_torch == "nothing" and not transposed and ("P" not in words or hasattr(Partial, "LINEAR_REDUCE_OPS")):
+        if (
+            of_torch == "nothing"
+            and not transposed
+            and (not {"P", "A"} & set(words) or hasattr(Partial, "LINEAR_REDUCE_OPS"))
+        ):
             theirs = torchs(*leaves)
             for x, y in zip(mine, (theirs, *gradients([theirs], leaves)), strict=True):
                 assert x.placements == y.placements, (case, x.placements, y.placements)
@@ -142,25 +147,21 @@ def attentions(rank, world, mesh, cases):
         for name in leaves:
             whole[name].requires_grad_()
         sharded = {name: distribute(x, mesh, words[name]) for name, x in (whole | lists).items()}
-        out = ts.attention(**sharded, **options, return_lse=True)
         alone = ts.attention(**sharded, **options)
+        with torch.no_grad():  # where the op itself is called with and without a log-sum-exp
+            bare = ts.attention(**sharded, **options), *ts.attention(**sharded, **options, return_lse=True)
+        out = ts.attention(**sharded, **options, return_lse=True)
         wanted = ts.attention(**whole, **lists, **options, return_lse=True)
         if set(options) <= {"layout"} and len(shapes) == 3 and not lists:
             assert torch.allclose(wanted[0], of_torch(*whole.values(), **options)), case
-        placed = [x.placements for x in (*out, alone)]
-        assert placed == [placements_of(x) for x in (*expected, expected[0])], (case, placed)
-        assert_equal(case, (*out, alone), (*wanted, wanted[0]))
-        if learns:
-            mine, of_whole = (
-                gradients(x, [tensors[name] for name in leaves]) for x, tensors in ((out, sharded), (wanted, whole))
-            )
-            assert_equal(case, mine, of_whole)
-            # The log-sum-exp has no gradient here.
-            mine, of_whole = (
-                gradients(x, [tensors[name] for name in leaves])
-                for x, tensors in (([alone], sharded), (wanted[:1], whole))
-            )
-            assert_equal(case, mine, of_whole)
+        results = (alone, *bare, *out)
+        assert [x.placements for x in results] == [placements_of(expected[i]) for i in (0, 0, 0, 1, 0, 1)], case
+        assert_equal(case, results, [wanted[i] for i in (0, 0, 0, 1, 0, 1)])
+        if not learns:
+            continue
+        for ours, theirs in ((out, wanted), ([alone], wanted[:1]), (out[1:], wanted[1:])):
+            mine = gradients(ours, [sharded[name] for name in leaves])
+            assert_equal(case, mine, gradients(theirs, [whole[name] for name in leaves]))
             for name, x in zip(leaves, mine, strict=True):
                 if name != "sinks" and words["q"] == expected[0]:
                     assert x.placements == placements_of(words[name]), (case, name, x.placements)

@@ -17,7 +17,7 @@ def every(*placements):
 #: (op, mesh): the shapes of the operands, and their placements.
 AS_TORCHS = [
     ("mm", (2,), [((4, 6), (6, 8))], every("R|S0|S1|P", "R|S0|S1|P")),
-    ("mm", (2,), [((5, 7), (7, 3))], every("R|S0|S1", "R|S0|S1")),
+    ("mm", (2,), [((5, 7), (7, 3))], [*every("R|S0|S1", "R|S0|S1"), ("A", "R"), ("R", "A"), ("A", "P")]),
     ("addmm", (2,), [((8,), (4, 6), (6, 8))], every("R|P", "R|S0|S1", "R|S0|S1")),
     ("addmm", (2,), [((4, 8), (4, 6), (6, 8))], every("R|S0|S1", "S0|S1", "R|S0")),
     ("bmm", (2,), [((4, 6, 8), (4, 8, 2)), ((3, 5, 7), (3, 7, 5))], every("R|S0|S1|S2", "R|S0|S1|S2")),
@@ -34,11 +34,14 @@ AS_TORCHS = [
 ]  # fmt: skip
 
 
+def name_of(mesh):
+    return "x".join(map(str, mesh)) + "-ranks"
+
+
 @pytest.mark.parametrize(
-    ("op", "mesh", "shapes", "placements"),
-    AS_TORCHS,
-    ids=[f"{op}-{mesh}-{shapes}" for op, mesh, shapes, _ in AS_TORCHS],
-)
+    ("op", "mesh", "shapes", "placements"), AS_TORCHS,
+    ids=[f"{op}-{name_of(mesh)}-{i}" for i, (op, mesh, *_) in enumerate(AS_TORCHS)],
+)  # fmt: skip
 def test_shards_are_multiplied_as_torchs_ops_do(ranks, op, mesh, shapes, placements):
     refused = ranks.run(math.prod(mesh), jobs.ours_as_torchs, op, mesh, list(itertools.product(shapes, placements)))
     assert max(refused) < len(placements) * len(shapes), "some are computed"
@@ -128,7 +131,7 @@ ON_A_MESH = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "cases"), [((2,), ATTENTIONS), ((2, 2), ON_A_MESH)], ids=["2 ranks", "2 x 2 ranks"])
+@pytest.mark.parametrize(("mesh", "cases"), [((2,), ATTENTIONS), ((2, 2), ON_A_MESH)], ids=["2-ranks", "2x2-ranks"])
 def test_attention_is_sharded_by_batch_and_by_heads(ranks, mesh, cases):
     world = math.prod(mesh)
     assert ranks.run(world, jobs.attentions, mesh, cases) == [True] * world
@@ -147,8 +150,9 @@ def test_outputs_of_any_placements_are_written_and_chunks_refused(ranks):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "how"), [((2,), "tp"), ((2,), "sequence tp"), ((2,), "fsdp"), ((2, 2), "fsdp tp")], ids=str
-)
+    ("mesh", "how"), [((2,), "tp"), ((2,), "sequence tp"), ((2,), "fsdp"), ((2, 2), "fsdp tp")],
+    ids=lambda x: x if isinstance(x, str) else name_of(x),
+)  # fmt: skip
 def test_a_model_of_torchs_parallel_styles_learns_as_torchs_own(ranks, mesh, how):
     world = math.prod(mesh)
     assert ranks.run(world, jobs.learns, mesh, how) == [True] * world
