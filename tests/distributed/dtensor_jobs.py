@@ -202,6 +202,7 @@ def outputs(rank, world):
         raised(lambda: ts.matmul(sharded[0], plain[1])),
         raised(lambda: ts.matmul(*sharded, out=distribute(torch.zeros(3, 4, 7, dtype=torch.float64), mesh, "R"))),
         raised(lambda: ts.attention(like, like, like, out=distribute(torch.zeros(1, 4, 2, 8).double(), mesh, "R"))),
+        raised(lambda: ts.matmul(*sharded, out=distribute(torch.zeros(0).double(), mesh, "R"))),
     ]
 
 
