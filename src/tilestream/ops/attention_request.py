@@ -18,6 +18,7 @@ from tilestream.ops.checks import autocast, check_dense, check_waiting, refuse_t
 from tilestream.ops.limit import limit
 from tilestream.ops.request import clear_signals
 from tilestream.ops.scales import check_scale_dtype
+from tilestream.ops.sharding import is_dtensor, refuse_dtensors
 from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
 from tilestream.plan.attention_problem import ATTENTION_DTYPES, LAYOUTS, Alignment, AttentionLayout
 from tilestream.runtime import shutdown
@@ -77,6 +78,8 @@ class AttentionRequest(NamedTuple):
         refuse_tangents(_OP, self.scale_q, self.scale_k, self.scale_v, *others)
         if self.layout not in LAYOUTS:
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+        if self.arrival is not None:
+            refuse_dtensors(_OP, q=self.q, k=self.k, v=self.v, out=self.out)
         if self.arrival is not None and self.block_table is not None:
             raise ValueError(
                 f"{_OP}: arrival= with block_table=; keys in pages arrive in no order of rows: wait for them before "
@@ -154,7 +157,11 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
         flat = FlatArrival.of(r.arrival)
         late = (flat.words, flat.ints, check_deadline(r.deadline))
     out, lse = x.out, x.lse
-    if r.out is None:
+    if r.out is not None and is_dtensor(r.out):  # it has placements of its own
+        library.check_outputs(x, s)
+        made, lse = library.attention_op(*x.inputs, *s, limit())
+        out.copy_(made)
+    elif r.out is None:
         out, lse = (library.attention_arriving_op if late else library.attention_op)(*x.inputs, *s, *late, limit())
     else:
         (library.attention_arriving_out_op if late else library.attention_out_op)(

@@ -18,6 +18,7 @@ from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.limit import limit, worker_limit
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales
+from tilestream.ops.sharding import is_dtensor, refuse_dtensors
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.runtime import shutdown
@@ -70,6 +71,8 @@ class Request(NamedTuple):
                 op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
                 publish=self.publish,
             )  # fmt: skip
+        if arriving or self.publish is not None:
+            refuse_dtensors(op, a=self.a, b=self.b, out=self.out)
         if self.publish is not None:
             check_publish(op, self.schedule, arriving)
 
@@ -201,9 +204,10 @@ def _multiply(r: Request) -> torch.Tensor:
     if out is not None:
         _check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
     resized = out is not None and tuple(out.shape) != shape
+    copied = out is not None and is_dtensor(out)  # whose views need placements that it may not have
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
-    into = None if out is None or resized else out.view(full)
+    into = None if out is None or resized or copied else out.view(full)
     if folded and into is not None:  # rows of a column-major out are not one dimension, but its batches may be
         folded = _as_one(into, len(full) - 1) or not _as_one(into, len(full) - 2)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
@@ -225,7 +229,9 @@ def _multiply(r: Request) -> torch.Tensor:
     else:
         with shutdown.call():
             result = _call(r, canonical, into, operands, optional)
-    return out if out is not None else result.reshape(shape)
+    if out is None:
+        return result.reshape(shape)
+    return out.copy_(result.reshape(shape)) if copied else out
 
 
 def _call(
