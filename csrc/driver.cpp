@@ -35,12 +35,19 @@ std::string open_driver(const char* driver_library, const char* torch_library) {
 }
 
 bool context_of(int32_t device, int64_t* number) {
-  int current = -1;
-  if (found.context_device(&current) != kSuccess || current != device) return false;
+  // A context has one device, and its number is no other's: the driver is asked for the device once.
+  static thread_local unsigned long long asked = 0;
+  static thread_local int of_asked = -1;
   unsigned long long id = 0;
   if (found.context_id != nullptr && found.context_id(nullptr, &id) != kSuccess) return false;
+  if (id == 0 || id != asked) {
+    int current = -1;
+    if (found.context_device(&current) != kSuccess) return false;
+    asked = id;
+    of_asked = current;
+  }
   *number = static_cast<int64_t>(id);
-  return true;
+  return of_asked == device;
 }
 
 }  // namespace tilestream

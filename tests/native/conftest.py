@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import importlib.util
 import os
@@ -19,17 +18,13 @@ if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from tilestream.launch import launcher, native, native_build, tensor_map
-    from tilestream.ops import native as ops
 
-OPS = [
-    f"{verb}_{op}{into}"
-    for op in ("matmul", "attention")
-    for verb, into in (("try", ""), ("try", "_out"), ("remember", ""))
-]
 #: torch's index of the CPU, the "GPU" of these tests.
 CPU_INDEX = -1
 #: address or thread: the sanitizer that both libraries are built with (test_native_sanitized.py sets it).
 SANITIZER = os.environ.get("TILESTREAM_TEST_SANITIZER", "")
+#: The extension's ops are those of tensors on the CPU.
+AS_CPU = "-DTILESTREAM_DEVICE_KEY=CPU", "-DTILESTREAM_AUTOCAST_KEY=AutocastCPU"
 FAKE = Path(__file__).parent / "fake_driver.cpp"
 
 
@@ -41,7 +36,7 @@ def built(folder: Path) -> tuple[Path, Path]:
     library, driver = folder / f"libtilestream_native_{digest}.so", folder / f"libfake_driver_{digest}.so"
     with FileLock(folder / "lock"):
         if not driver.exists():
-            failed = native_build.build(library, "-O1", "-Werror", *sanitized)
+            failed = native_build.build(library, *AS_CPU, "-O1", "-Werror", *sanitized)
             assert not failed, failed
             flags = "-O1", "-std=c++20", "-fPIC", "-shared", "-Wall", "-Wextra"
             subprocess.run([native_build.compiler(), *flags, *sanitized, FAKE, "-o", driver], check=True)
@@ -123,12 +118,7 @@ def driver(libraries, monkeypatch) -> Driver:
 
 @pytest.fixture
 def extension(loaded, driver, monkeypatch) -> native.Extension:
-    """The extension without recipes. Its ops are called as torch's dispatcher calls them for tensors on a GPU."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    for name in OPS:
-        op = getattr(torch.ops.tilestream, name).default
-        setattr(loaded, name, functools.partial(op.redispatch, keys))
+    """The extension without recipes."""
     loaded.set_capacity(8192)
     loaded._words.clear()
-    monkeypatch.setattr(ops, "ATTENTION", True)
     return loaded

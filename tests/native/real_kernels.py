@@ -7,7 +7,6 @@ prints a line a case: its name, the bytes that were compared, and "equal".
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 import triton
 from stand_ins import CPU_INDEX, Attention, Matmul
 
-from conftest import OPS, Driver
+from conftest import Driver
 from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands
 from tilestream.launch import launcher, native, tensor_map
 from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
@@ -189,9 +188,6 @@ def main() -> None:
     driver = Driver(Path(fake))
     driver.thread()
     extension = native.Extension(Path(library), fake, fake)
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    for name in OPS:
-        setattr(extension, name, functools.partial(getattr(torch.ops.tilestream, name).default.redispatch, keys))
     for name in names:
         made = compared_matmul if name in CASES else compared_attention
         print(name, made(extension, driver, name), "equal", flush=True)

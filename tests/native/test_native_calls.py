@@ -130,7 +130,6 @@ def test_an_output_that_is_given_is_written(extension, driver):
         {"a": torch.zeros(1, 16, 64, dtype=torch.bfloat16)}, {"a": torch.zeros(64, 16, dtype=torch.bfloat16).T},
         {"a": aligned_at(2, 16, 64)}, {"b": torch.zeros(32, 64, dtype=torch.bfloat16).T},
         {"b": aligned_at(8, 64, 32)}, {"bias": aligned_at(2, 32)}, {"scale_a": torch.ones(1)},
-        {"a": torch.zeros(16, 64, dtype=torch.bfloat16, device="meta")},
     ],
     ids=lambda other: f"{next(iter(other))}",
 )  # fmt: skip
@@ -153,7 +152,7 @@ def test_addresses_and_factors_are_not_in_the_key(extension, driver):
 def test_a_recipe_is_for_its_context_and_its_device(extension, driver):
     x = call()
     remember(extension, Launch(driver, x), x)
-    for there in ({"context": 2}, {"device": 3}, {"context": None}):
+    for there in ({"context": 2}, {"device": 3, "context": 4}, {"context": None}):
         driver.thread(**there)
         assert extension.try_matmul(*x) is None, there
     driver.thread()
@@ -281,10 +280,24 @@ def test_a_launch_that_fails_takes_no_tickets(extension, driver):
     driver.forget()
     for state in ({"launch": 700}, {"encode": 1}, {"capturing": True}):
         driver.state(**state)
-        assert extension.try_matmul(*x) is None, state
+        assert extension.try_matmul(*x._replace(a=torch.empty_like(x.a), b=x.b.clone())) is None, state
     driver.state()
     extension.try_matmul(*x)
     assert [base_of(one, launch) for one in driver.launches()] == [0]
+
+
+def test_a_tensor_map_is_of_the_address_of_its_call(extension, driver):
+    x = call()
+    room = torch.zeros(200, 16, 64, dtype=torch.bfloat16)
+    out = torch.zeros(16, 32, dtype=torch.bfloat16)
+    remember(extension, Launch(driver, x), x, out)
+    driver.forget()
+    for i in [*range(200), *range(0, 200, 7), *range(199, 0, -1)]:
+        assert extension.try_matmul_out(out, *x._replace(a=room[i]))
+    by_address = dict(zip(range(200), driver.launches(), strict=False))
+    assert len(set(by_address.values())) == 200
+    again = [by_address[i] for i in [*range(200), *range(0, 200, 7), *range(199, 0, -1)]]
+    assert driver.launches() == again
 
 
 def test_a_static_launch_is_captured(extension, driver):

@@ -52,9 +52,7 @@ _hooks = triton.knobs.runtime
 def watched() -> bool:
     """Whether one of Triton's launch hooks does anything: whether there is a profiler, say."""
     enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook
-    return bool(
-        (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True))
-    )
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain of calls, one call, or None
 
 
 class Descriptor(NamedTuple):

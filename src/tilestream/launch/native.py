@@ -25,7 +25,7 @@ import torch
 
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
-from tilestream.launch.observe import Call, Observation
+from tilestream.launch.observe import PRODUCTS, Call, Observation
 
 logger = logging.getLogger(__name__)
 
@@ -184,13 +184,7 @@ def _bits(parameter: Any, value: Any) -> int:
 
 
 class Extension:
-    """The loaded library: its ops, and what is kept for it.
-
-    Attributes
-    ----------
-    try_matmul, try_matmul_out, remember_matmul, try_attention, try_attention_out, remember_attention
-        The ops of ``csrc/ops.cpp``.
-    """
+    """The loaded library: the ops of ``csrc/ops.cpp``, and what is kept for it."""
 
     def __init__(self, library: Path, driver: str, torch_library: str) -> None:
         torch.ops.load_library(str(library))
@@ -207,8 +201,13 @@ class Extension:
             raise OSError(why.decode())
         ops = torch.ops.tilestream
         # `_op`: an overload's own function, without the Python around it.
+        #: By the public op: a product with no more than a bias, fresh and into an output.
+        self.try_plain = {op: getattr(ops.try_plain, op)._op for op in PRODUCTS}
+        self.try_plain_out = {op: getattr(ops.try_plain_out, op)._op for op in PRODUCTS}
         self.try_matmul, self.try_matmul_out = ops.try_matmul.default._op, ops.try_matmul_out.default._op
         self.remember_matmul = ops.remember_matmul.default._op
+        self.try_plain_attention = ops.try_plain_attention.default._op
+        self.try_plain_attention_out = ops.try_plain_attention_out.default._op
         self.try_attention, self.try_attention_out = ops.try_attention.default._op, ops.try_attention_out.default._op
         self.remember_attention = ops.remember_attention.default._op
         self._lock = threading.Lock()

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: The public ops of a product, as csrc/ops.cpp numbers them.
+PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear")
+
+
 class Call(NamedTuple):
     """What a launch was given: a recipe has to reproduce it.
 

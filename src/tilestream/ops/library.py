@@ -162,6 +162,8 @@ def _define(kind: str, into: bool) -> None:
         made = fake(*args)
         out = args[end] if made is None else made
         _run(out, not into, kind, args[:_NUM_COMMON], args[_NUM_COMMON:end], args[end + into :])
+        if into:
+            torch._C._increment_version((out,))  # a kernel's writes are unknown to autograd
         return made
 
     def fake(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor | None:

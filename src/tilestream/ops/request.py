@@ -11,16 +11,13 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
-from tilestream.core.operands import Epilogue, GemmOperands
-from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
+from tilestream.core.operands import Epilogue
 from tilestream.launch.observe import Call, observe
-from tilestream.ops import checks, gpu, library, native
+from tilestream.ops import checks, library, native
 from tilestream.ops.limit import limit
-from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE, canonical_scales
-from tilestream.plan import limit as limits
+from tilestream.ops.scales import canonical_scales
 from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.runtime import shutdown
-from tilestream.runtime.channel import check_device
 
 #: Public names of the activations.
 ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
@@ -91,16 +88,15 @@ class Request(NamedTuple):
 def multiply(r: Request) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
 
-    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`. What it launched
-    is observed, so that the native call path can make the next one.
+    What it launches on a GPU is observed, so that the native call path can make the next equal call.
     """
     if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not r.a.is_cuda:
         return _multiply(r)
     arguments = _native_arguments(r)
     if arguments is None:
-        return _multiply_on_gpu(r)
+        return _multiply(r)
     with observe() as seen:
-        result = _multiply_on_gpu(r)
+        result = _multiply(r)
     operands = {
         "a": r.a, "b": r.b, "out": result, "bias": r.bias, "residual": r.residual, "scale_a": r.scale_a,
         "scale_b": r.scale_b,
@@ -117,44 +113,6 @@ def _native_arguments(r: Request) -> tuple[Any, ...] | None:
         r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
         r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
     )  # fmt: skip
-
-
-def _multiply_on_gpu(r: Request) -> torch.Tensor:
-    a = r.a
-    key = _signature(r)
-    found: Any = None if key is None else launch_cache.get(key)
-    if found is None:
-        result = _multiply(r)
-        if key is not None and result.numel():
-            scales = canonical_scales(r.op, r.scale_a, r.scale_b, a.shape[:1], (), result.shape)
-            how = gpu.How(r.schedule, r.workers or 0, r.fast_accum, limits.limit())
-            launch_cache.insert(key, gpu.find(GemmOperands(a, r.b, result, r.epilogue(*scales)), how))
-        return result
-    check_device(a.device.index)
-    out_dtype = r.out_dtype or (FP8_RESULT_DTYPE if a.dtype in FP8_DTYPES else None)
-    out = a.new_empty((a.shape[0], r.b.shape[1]), dtype=out_dtype)
-    # The launch knows where in a scale each row's and column's lies: [M] is as good as [M, 1] to it.
-    found(GemmOperands(a, r.b, out, r.epilogue(r.scale_a, r.scale_b)))
-    return out
-
-
-def _signature(r: Request) -> object | None:
-    """What the checks and the plan of a product of two matrices depend on; None for a call that is always checked."""
-    a, b, tensors = r.a, r.b, (r.a, r.b, r.bias, r.scale_a, r.scale_b)
-    if (
-        a.dim() != 2
-        or not isinstance(b, torch.Tensor)
-        or b.dim() != 2
-        or r.out is not None  # whose overlap is checked each time
-        or r.residual is not None
-        or r.arriving
-        or r.publish is not None
-        or r.deadline is not None  # with nothing arriving it is an error
-        or not can_bypass_dispatcher(a.device, tensors)
-    ):
-        return None
-    options = r.alpha, r.beta, r.activation, r.out_dtype, r.schedule, r.workers, r.fast_accum
-    return signature("call", tensors, (r.op, options))
 
 
 def _multiply(r: Request) -> torch.Tensor:
