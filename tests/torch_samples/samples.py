@@ -600,7 +600,7 @@ def run(name: str, whole: bool = True) -> Count:
 def page(counts: dict[str, Count]) -> str:
     """docs/torch_samples.md."""
     compared = [
-        f"| {name} | {count.agreed:,} of {count.ran:,} | {(CHECKS[name][0].__doc__ or '').strip()} |"
+        f"| {name} | {count.agreed:,} of {count.ran:,} | {(CHECKS[name][0].__doc__ or '').strip().replace('``', '`')} |"
         for name, count in counts.items()
     ]
     reasons = [f"| {name} | {n:,} | {why} |" for name, count in counts.items() for why, n in count.reasons.items()]

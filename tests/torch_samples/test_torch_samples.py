@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 def test_a_part_of_the_checks(check):
     count = samples.run(check, whole=False)
     print(f"{check}: {count.agreed} of {count.ran} as torch")
-    assert count.ran > 10
+    assert count.ran >= 5
     assert not count.problems
 
 

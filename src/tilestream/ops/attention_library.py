@@ -143,7 +143,7 @@ def _define(name: str) -> None:
             with torch.inference_mode():  # the output may be an inference tensor
                 x.out.copy_(out)
         if into:
-            torch._C._increment_version([y for y in (out, lse) if y is not None])  # kernels' writes are unknown to it
+            torch._C._increment_version([y for y in (x.out, lse) if y is not None])  # kernels' writes are unknown to it
         return made
 
     def fake(*args: Any) -> Pair | None:
