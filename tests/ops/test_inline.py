@@ -286,6 +286,15 @@ def test_what_is_copied_or_done_by_workers_is_checked_each_time(checked):
     assert len(checked) == 4
 
 
+def test_an_output_of_no_elements_is_resized_each_time(checked):
+    x, w = rand(2, M, K), rand(N, K)
+    for _ in range(2):
+        check(ts.linear(x, w, out=torch.empty(0)), Maths(x, w.t()))
+        q = rand(1, 9, 2, 16)
+        assert torch.equal(ts.attention(q, q, q, out=torch.empty(0)), ts.attention(q, q, q))
+    assert checked == ["linear", "attention", "attention", "linear", "attention"]
+
+
 def test_no_operand_is_kept_alive(checked):
     import weakref
 

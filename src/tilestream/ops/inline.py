@@ -186,8 +186,10 @@ def first_product(
         return call()
     with observe() as observed:
         result = call()
-    if len(observed.launches) == 1 and (found := _Product.of(given, observed.launches[0], result)) is not None:
-        launch_cache.insert(key, found)
+    if len(observed.launches) == 1 and _key(op, given, options, schedule, workers) == key:  # else out was resized
+        found = _Product.of(given, observed.launches[0], result)
+        if found is not None:
+            launch_cache.insert(key, found)
     return result
 
 
@@ -308,8 +310,10 @@ def first_attention(given: _Tensors, options: tuple[Any, ...], call: Callable[[]
         return call()
     with observe() as observed:
         answer = call()
-    if len(observed.launches) == 1 and (found := _Attention.of(given, observed.launches[0], answer)) is not None:
-        launch_cache.insert(key, found)
+    if len(observed.launches) == 1 and _key_of_attention(given, *options) == key:  # else out was resized
+        found = _Attention.of(given, observed.launches[0], answer)
+        if found is not None:
+            launch_cache.insert(key, found)
     return answer
 
 

@@ -107,7 +107,7 @@ def product(
     arguments: tuple[Any, ...] | None = a, b, bias
     call, into = extension.try_plain[op], extension.try_plain_out[op]
     if not (
-        residual is scale_a is scale_b is activation is out_dtype is workers is None
+        residual is scale_a is scale_b is None and activation is None and out_dtype is None and workers is None
         and schedule == "auto" and type(alpha) is type(beta) is float and alpha == beta == 1.0 and fast_accum is True
         and a.dtype is not torch.float32 and not limits.limit()
     ):  # fmt: skip

@@ -150,32 +150,42 @@ def _multiply(r: Request) -> torch.Tensor:
     residual = None if r.residual is None else _expand(op, r.residual, shape, full)
     if out is not None:
         _check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
+    resized = out is not None and tuple(out.shape) != shape
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
+    into = None if out is None or resized else out.view(full)
+    if folded and into is not None:  # rows of a column-major out are not one dimension, but its batches may be
+        folded = _as_one(into, len(full) - 1) or not _as_one(into, len(full) - 2)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
     scales = canonical_scales(op, r.scale_a, r.scale_b, full[:-1], () if folded else batch, canonical)
     if folded:
         a = a.reshape(canonical[0], a.shape[-1])
     elif len(full) > 2:
         a, b = _batched(op, "a", a, batch, r.arrival), _batched(op, "b", b, batch, None)
+    if resized:
+        assert out is not None
+        into = out.resize_(shape).view(full)
     operands = (
         a, b, r.bias, None if residual is None else residual.reshape(canonical), float(r.alpha), float(r.beta),
         r.activation or "none", r.out_dtype, r.schedule, r.workers or 0,
     )  # fmt: skip
     optional = (*scales, r.fast_accum, limit())
     if torch.compiler.is_compiling():
-        result = _call(r, canonical, operands, optional)
+        result = _call(r, canonical, into, operands, optional)
     else:
         with shutdown.call():
-            result = _call(r, canonical, operands, optional)
+            result = _call(r, canonical, into, operands, optional)
     return out if out is not None else result.reshape(shape)
 
 
 def _call(
-    r: Request, canonical: tuple[int, ...], operands: tuple[Any, ...], optional: tuple[object, ...]
-) -> torch.Tensor:
-    """Call the registered op with arguments in canonical form: its first ones, and those that it may leave out."""
-    into = None if r.out is None else _view(r.out, canonical)
+    r: Request, canonical: tuple[int, ...], into: torch.Tensor | None, operands: tuple[Any, ...],
+    optional: tuple[object, ...],
+) -> torch.Tensor:  # fmt: skip
+    """Call the registered op with arguments in canonical form: its first ones, and those that it may leave out.
+
+    ``into`` is the caller's output, ``[..., M, N]``.
+    """
     result: torch.Tensor
     if r.publish is not None:
         a, flat = operands[0], FlatArrival.of(r.publish)
@@ -225,16 +235,6 @@ def _batch(op: str, of_a: torch.Size, of_b: torch.Size) -> torch.Size:
     return both
 
 
-def _view(out: torch.Tensor, canonical: tuple[int, ...]) -> torch.Tensor:
-    try:
-        return out.view(canonical)
-    except RuntimeError:
-        raise ValueError(
-            f"out: stride {out.stride()} for shape {list(out.shape)}: its leading dimensions cannot be seen as one; "
-            "give a contiguous output and copy it"
-        ) from None
-
-
 def _as_one(x: torch.Tensor, dims: int) -> bool:
     """Whether ``x``'s first ``dims`` dimensions can be seen as one without a copy, which would read too early."""
     steps = [(x.shape[i], x.stride(i)) for i in range(dims) if x.shape[i] != 1]
@@ -267,7 +267,11 @@ def _check_out(r: Request, out: torch.Tensor, shape: tuple[int, ...], dtype: tor
     if not torch.compiler.is_compiling() and out.is_neg():
         raise ValueError(f"{r.op}: out is a negated view; give a tensor of its own")
     if tuple(out.shape) != shape:
-        raise ValueError(f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}")
+        told = f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}"
+        if torch.compiler.is_compiling():
+            raise ValueError(f"{told}, and a compiled function resizes no output")
+        if out.numel():
+            raise ValueError(f"{told}: give an out of that shape, or one of no elements, which is resized")
     if out.dtype != dtype:
         raise TypeError(f"{r.op}: out is {out.dtype}, the result {dtype}; pass out_dtype={out.dtype} to have it so")
     if r.needs_gradient(out):

@@ -22,9 +22,9 @@ class AttentionCandidate:
     """A way to run a problem, and what the device's cost model expects of it."""
 
     #: ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`; ``torch``: inline, by one
-    #: call of torch's own kernel, see `tilestream.plan.policy.cpu_attention`. Hopper: ``turns`` or
-    #: ``apart``, whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or
-    #: ``staged``, whether copies go past the registers or through them.
+    #: call of torch's own kernel, see `tilestream.plan.policy.cpu_attention`. Hopper: ``ordered`` or ``unordered``,
+    #: whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or ``staged``,
+    #: whether copies go past the registers or through them.
     variant: str
     block: tuple[int, int]  # ``(block_m, block_n)``: rows of a tile, and keys of a block
     #: Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
