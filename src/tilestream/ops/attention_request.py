@@ -12,7 +12,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_library as library
-from tilestream.ops import native
+from tilestream.ops import inline, native
 from tilestream.ops.attention_operands import Settings, check_shapes
 from tilestream.ops.checks import autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
@@ -92,6 +92,18 @@ def attend(r: AttentionRequest) -> Answer:
 
     What it launches on a GPU is observed, so that the native call path can make the next equal call.
     """
+<<<<<<< HEAD
+=======
+    if torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor):
+        return _attend(r)
+    if not r.q.is_cuda:
+        others = (*r[3:11], r.window, r.softcap, r.max_seqlen_q, r.max_seqlen_k, r.workers, r.splits, *r[-2:])
+        if any(x is not None for x in others):
+            return _attend(r)
+        return inline.first_attention(
+            (r.q, r.k, r.v, r.out), (r.layout, r.causal, r.scale, r.return_lse, r.schedule), lambda: _attend(r)
+        )
+>>>>>>> ready/cpu
     waits = r.arrival is not None or r.deadline is not None
     if waits or torch.compiler.is_compiling():
         return _attend(r)
