@@ -37,7 +37,7 @@ class Observation:
     Attributes
     ----------
     launches
-        Each `tilestream.launch.launch.Launch` that was called.
+        Each `tilestream.launch.launch.Launch` that was called; on the CPU, the operands of each inline call.
     issued
         Each kernel that went to the driver: its `tilestream.launch.launcher.Launcher`, and what varied. None for a
         kernel that only Triton can launch.

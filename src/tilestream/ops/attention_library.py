@@ -142,8 +142,8 @@ def _define(name: str) -> None:
         if apart:
             with torch.inference_mode():  # the output may be an inference tensor
                 x.out.copy_(out)
-        if into:
-            torch._C._increment_version([y for y in (x.out, lse) if y is not None])  # kernels' writes are unknown to it
+        if into:  # autograd knows nothing of what a kernel writes
+            torch._C._increment_version([y for y in (x.out, x.lse) if y is not None])
         return made
 
     def fake(*args: Any) -> Pair | None:

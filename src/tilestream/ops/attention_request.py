@@ -169,7 +169,7 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
         )
     clear_signals(*late[:1])
     out = _outermost(r, out) if r.out is None else r.out
-    return (out, lse) if r.return_lse else out
+    return (out, lse) if r.return_lse and lse is not None else out
 
 
 def _outermost(r: AttentionRequest, out: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ from torch.compiler import is_compiling
 
 from tilestream.core.operands import ACTIVATIONS
 from tilestream.launch.observe import PRODUCTS, Call, Observation
+from tilestream.ops import inline
+from tilestream.ops.inline import PLAIN
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
 from tilestream.plan.attention_problem import LAYOUTS
@@ -40,8 +42,6 @@ _DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left
 #: Where each of attention's stands: a diagonal above 2 layouts, the rest above 4 diagonals.
 _DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER = 1, 3, 4, 5, 6
 _NUMBERS = (float, int)
-#: Types whose address and strides say all of a tensor.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Loaded:
@@ -84,7 +84,7 @@ def product(
     schedule: str = "auto",
     workers: int | None = None,
 ) -> torch.Tensor | None:
-    """The result, launched by the extension; None for a call that goes Python's way.
+    """The result, launched by the extension, or looked up on the CPU; None for a call that is checked first.
 
     Parameters
     ----------
@@ -97,12 +97,17 @@ def product(
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
     extension = _loaded.extension
-    if is_compiling() or extension is None or _is_seen(a, b, out, bias):
+    if is_compiling():
         return None
+    if extension is None or _is_seen(a, b, out, bias):
+        return inline.product(
+            op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule,
+            workers,
+        )  # fmt: skip
     arguments: tuple[Any, ...] | None = a, b, bias
     call, into = extension.try_plain[op], extension.try_plain_out[op]
     if not (
-        residual is scale_a is scale_b is activation is out_dtype is workers is None
+        residual is scale_a is scale_b is None and activation is None and out_dtype is None and workers is None
         and schedule == "auto" and type(alpha) is type(beta) is float and alpha == beta == 1.0 and fast_accum is True
         and a.dtype is not torch.float32 and not limits.limit()
     ):  # fmt: skip

@@ -13,7 +13,7 @@ from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
 from tilestream.launch.observe import Call, observe
-from tilestream.ops import checks, library, native
+from tilestream.ops import checks, inline, library, native
 from tilestream.ops.limit import limit
 from tilestream.ops.scales import canonical_scales
 from tilestream.plan.api import SCHEDULES, check_publish
@@ -90,8 +90,16 @@ def multiply(r: Request) -> torch.Tensor:
 
     What it launches on a GPU is observed, so that the native call path can make the next equal call.
     """
-    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not r.a.is_cuda:
+    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor):
         return _multiply(r)
+    if not r.a.is_cuda:
+        if r.arriving or r.publish is not None or r.deadline is not None:
+            return _multiply(r)
+        b = r.b.t() if r.op == "linear" and isinstance(r.b, torch.Tensor) else r.b
+        return inline.first_product(
+            r.op, (r.a, b, r.bias, r.residual, r.scale_a, r.scale_b, r.out),
+            (r.alpha, r.beta, r.activation, r.out_dtype, r.fast_accum), r.schedule, r.workers, lambda: _multiply(r),
+        )  # fmt: skip
     arguments = _native_arguments(r)
     if arguments is None:
         return _multiply(r)
