@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 
-#: The public ops of a product, as csrc/ops.cpp numbers them.
-PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear")
+#: The public ops of a product, and the registered op that compiled graphs call, as csrc/ops.cpp numbers them.
+PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear", "gemm")
 
 
 class Call(NamedTuple):
@@ -62,9 +62,13 @@ def observation() -> Observation | None:
 
 @contextlib.contextmanager
 def observe() -> Iterator[Observation]:
-    """Observe the launches of this block."""
-    before, _here.observation = _here.observation, Observation()
+    """Observe the launches of this block; so does a block around it."""
+    around, _here.observation = _here.observation, Observation()
+    seen = _here.observation
     try:
-        yield _here.observation
+        yield seen
     finally:
-        _here.observation = before
+        _here.observation = around
+        if around is not None:
+            around.launches += seen.launches
+            around.issued += seen.issued

@@ -12,8 +12,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
-from tilestream.launch.observe import Call, observe
-from tilestream.ops import checks, inline, library, native
+from tilestream.ops import checks, library, native
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Overlap
 from tilestream.ops.scales import canonical_scales
@@ -95,39 +94,16 @@ class Request(NamedTuple):
 def multiply(r: Request) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
 
-    What it launches on a GPU is observed, so that the native call path can make the next equal call.
+    The next equal call is launched natively, or on the CPU looked up.
     """
-    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor):
+    waits = r.arriving or r.publish is not None or r.deadline is not None
+    if waits or torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
         return _multiply(r)
-    if not r.a.is_cuda:
-        if r.arriving or r.publish is not None or r.deadline is not None:
-            return _multiply(r)
-        b = r.b.t() if r.op == "linear" and isinstance(r.b, torch.Tensor) else r.b
-        return inline.first_product(
-            r.op, (r.a, b, r.bias, r.residual, r.scale_a, r.scale_b, r.out),
-            (r.alpha, r.beta, r.activation, r.out_dtype, r.fast_accum), r.schedule, r.workers, lambda: _multiply(r),
-        )  # fmt: skip
-    arguments = _native_arguments(r)
-    if arguments is None:
-        return _multiply(r)
-    with observe() as seen:
-        result = _multiply(r)
-    operands = {
-        "a": r.a, "b": r.b, "out": result, "bias": r.bias, "residual": r.residual, "scale_a": r.scale_a,
-        "scale_b": r.scale_b,
-    }  # fmt: skip
-    native.remember(Call(operands, (float(r.alpha), float(r.beta))), r.out is not None, seen, arguments)
-    return result
-
-
-def _native_arguments(r: Request) -> tuple[Any, ...] | None:
-    """What the native call path would be asked for this call; None if it is none for that path."""
-    if r.arriving or r.publish is not None or r.deadline is not None or not isinstance(r.b, torch.Tensor):
-        return None
-    return native.wanted(
+    call = (
         r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
         r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
     )  # fmt: skip
+    return native.observed(call, lambda: _multiply(r))
 
 
 def _multiply(r: Request) -> torch.Tensor:
