@@ -79,7 +79,7 @@ def matmul(
         the last.
     workers
         Workers to use; None: ``torch.get_num_threads()``, on a GPU one an SM. No more than `tilestream.worker_limit`
-        and TILESTREAM_WORKERS allow.
+        and TILESTREAM_WORKERS allow; on the CPU, no more threads than there are items.
     deadline
         Seconds from the call's start (on a GPU: from the kernel's) after which it stops waiting; default 30. One bound
         for all waits together: a stream that takes longer needs a longer deadline.
