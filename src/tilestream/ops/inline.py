@@ -221,13 +221,16 @@ def _key(
     if out is not None:
         if not out.numel():  # it may have to be resized
             return None
-        more += out is residual, out.is_neg()  # a residual may be the output
+        more.append(out is residual)  # a residual may be the output
     return *key, *more
 
 
 def _is_dense(x: torch.Tensor, gradients: bool) -> bool:
-    """Whether a tensor is a dense one on the CPU, of which no gradient is asked."""
-    return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad)
+    """Whether a tensor is a dense one on the CPU, of which no gradient is asked.
+
+    Not a negated view: torch's dispatcher resolves it, and its own copy to another dtype does not.
+    """
+    return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad) and not x.is_neg()
 
 
 def _unseen() -> bool:
