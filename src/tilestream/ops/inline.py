@@ -182,17 +182,12 @@ def first_product(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> tor
     if key is None:
         return run()
     with observe() as observed:
-<<<<<<< HEAD
         result = run()
-    if len(observed.launches) == 1 and (found := _Product.of(given, observed.launches[0], result)) is not None:
-        launch_cache.insert(key, found)
-=======
-        result = call()
-    if len(observed.launches) == 1 and _key(op, given, options, schedule, workers) == key:  # else out was resized
+    after = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
+    if len(observed.launches) == 1 and after == key:  # else out was resized
         found = _Product.of(given, observed.launches[0], result)
         if found is not None:
             launch_cache.insert(key, found)
->>>>>>> ready/cpu
     return result
 
 
@@ -232,7 +227,9 @@ def _key(
     except RuntimeError:  # a nested tensor has no shape
         return None
     if out is not None:
-        more += out is residual, out.is_neg()  # a residual may be the output
+        if not out.numel():  # it may have to be resized
+            return None
+        more.append(out is residual)  # a residual may be the output
     return *key, *more
 
 
@@ -350,8 +347,11 @@ def _key_of_attention(
 
 
 def _is_dense(x: torch.Tensor, gradients: bool) -> bool:
-    """Whether a tensor is a dense one on the CPU, of which no gradient is asked."""
-    return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad)
+    """Whether a tensor is a dense one on the CPU, of which no gradient is asked.
+
+    Not a negated view: torch's dispatcher resolves it, and its own copy to another dtype does not.
+    """
+    return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad) and not x.is_neg()
 
 
 def _unseen() -> bool:
