@@ -43,7 +43,7 @@ class use_attention(TorchFunctionMode):  # noqa: N801
     cpu
         Whether calls on the CPU come here too. `tilestream.attention` runs torch's own kernel there, and looks a call
         up first: a call of 64 rows and 2 heads takes 1.2 times as long, through this block 1.6 times
-        (``benchmarks/results/cpu/calls.json``).
+        (``benchmarks/results/cpu/calls_attention.json``).
 
     Examples
     --------
