@@ -166,27 +166,25 @@ def product(
     return found(given)
 
 
-def first_product(
-    op: str, given: _Tensors, options: tuple[Any, ...], schedule: str, workers: int | None,
-    call: Callable[[], torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
-    """Make a call on the CPU that `product` does not know, and remember what it decides if its plan is inline.
+def first_product(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make a call that `product` does not know, and remember what it decides if its plan is inline.
 
     Parameters
     ----------
-    given
-        The caller's a, b, bias, residual, scale_a, scale_b and out; of ``linear``, the weight for b.
-    options
-        alpha, beta, activation, out_dtype and fast_accum.
     call
+        The arguments of `product`.
+    run
         Makes it, with all checks.
     """
-    key = _key(op, given, options, schedule, workers)
+    op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, *scales, fast_accum, schedule, workers = call
+    given = (a, b, bias, residual, *scales, out)
+    key = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
     if key is None:
-        return call()
+        return run()
     with observe() as observed:
-        result = call()
-    if len(observed.launches) == 1 and _key(op, given, options, schedule, workers) == key:  # else out was resized
+        result = run()
+    after = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
+    if len(observed.launches) == 1 and after == key:  # else out was resized
         found = _Product.of(given, observed.launches[0], result)
         if found is not None:
             launch_cache.insert(key, found)
@@ -229,7 +227,9 @@ def _key(
     except RuntimeError:  # a nested tensor has no shape
         return None
     if out is not None:
-        more += out is residual, out.is_neg()  # a residual may be the output
+        if not out.numel():  # it may have to be resized
+            return None
+        more.append(out is residual)  # a residual may be the output
     return *key, *more
 
 
@@ -347,8 +347,11 @@ def _key_of_attention(
 
 
 def _is_dense(x: torch.Tensor, gradients: bool) -> bool:
-    """Whether a tensor is a dense one on the CPU, of which no gradient is asked."""
-    return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad)
+    """Whether a tensor is a dense one on the CPU, of which no gradient is asked.
+
+    Not a negated view: torch's dispatcher resolves it, and its own copy to another dtype does not.
+    """
+    return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad) and not x.is_neg()
 
 
 def _unseen() -> bool:
