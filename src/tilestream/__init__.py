@@ -14,6 +14,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.core.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
 from tilestream.plan import Plan, attention_plan, plan
 from tilestream.plan.hooks import register as _register
+from tilestream.runtime.collector import paused as _collector_paused
 from tilestream.runtime.shutdown import call as _inside_at_exit
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ _register(run_plan=_run_plan, cuda_properties=_cuda_properties, allows_tf32=_all
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'tilestream' has no attribute {name!r}")
-    with _inside_at_exit():  # a thread that imports torch's modules is inside its C++ code, too
+    with _inside_at_exit(), _collector_paused():  # a thread that imports torch's modules is inside its C++ code, too
         value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -1,0 +1,225 @@
+"""Compiling kernels: for this process's GPU, or ahead for one that need not be here.
+
+The first launch on a machine waits for three things: Triton hashes its own library (460 MB); a C compiler builds its
+driver module; the kernel is compiled. `prepare` begins the first two in threads, and `compiled` needs no driver, only
+its target. What was hashed is kept beside Triton's cache, under the sizes and times of the files that it depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import cache as triton_cache
+from triton.runtime import driver as triton_driver
+
+from tilestream.kernels.device.jit import INTERPRETED
+from tilestream.runtime import collector
+
+
+class _Here(threading.local):
+    #: What Triton's driver is taken to be in this thread; None: what it is.
+    driver: _StandIn | None = None
+    #: Whether this thread compiles ahead: see `ahead`.
+    is_ahead = False
+
+
+_here = _Here()
+T = TypeVar("T")
+_making_driver, _making_key = threading.RLock(), threading.Lock()
+
+
+# The driver -----------------------------------------------------------------------------------------------------------
+
+
+class _StandIn:
+    """As much of Triton's driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget, device: int | str) -> None:
+        self._target, self._device = target, device
+
+    def get_current_device(self) -> int | str:
+        """What Triton keeps compiled kernels by."""
+        return self._device
+
+    def get_current_stream(self, device: object = None) -> int:
+        """None is launched on."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return self._target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(triton_driver.default, name)
+
+
+class _Drivers(type(triton_driver)):  # type: ignore[misc]
+    """Triton's holder of its driver: a thread may have a stand-in, and two threads do not both make the driver."""
+
+    @property
+    def active(self) -> Any:
+        if _here.driver is not None:
+            return _here.driver
+        if self._active is not None:
+            return self._active
+        with _making_driver:
+            return super().active
+
+
+triton_driver.__class__ = _Drivers
+
+
+@contextlib.contextmanager
+def _standing_in(driver: _StandIn | None, is_ahead: bool) -> Iterator[None]:
+    before, _here.driver, _here.is_ahead = (_here.driver, _here.is_ahead), driver, is_ahead
+    try:
+        yield
+    finally:
+        _here.driver, _here.is_ahead = before
+
+
+def _present() -> _StandIn | None:
+    """A stand-in for the driver of this process's GPU until that is made; None where Triton's own is to be asked."""
+    if _here.driver is not None or triton_driver._active is not None or torch.version.hip is not None:
+        return _here.driver
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return _StandIn(GPUTarget("cuda", 10 * major + minor, 32), torch.cuda.current_device())
+
+
+# Compiling ------------------------------------------------------------------------------------------------------------
+
+
+def compiled(function: Any, filled: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The compiled kernel, or the one found in Triton's cache, for such arguments. It is not on the device yet.
+
+    Parameters
+    ----------
+    function
+        A ``triton.jit`` or ``gluon.jit`` function.
+    filled, options
+        Its arguments, as for a launch, and how it is compiled.
+    """
+    _hash_once()
+    with collector.paused(), _standing_in(_present(), _here.is_ahead):
+        return function.warmup(*filled, grid=(1,), **options)
+
+
+def side_by_side(first: Callable[[], T], *others: Callable[[], object]) -> T:
+    """What ``first`` returns, done in this thread; the others in threads as this one. What fails is raised.
+
+    Triton's compiler holds the GIL in its front end, and releases it in LLVM and while it waits for the assembler.
+    """
+    driver, is_ahead = _here.driver, _here.is_ahead
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run(step: Callable[[], object]) -> None:
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device), _standing_in(driver, is_ahead):
+            step()
+
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        begun = [pool.submit(run, step) for step in others]
+        made = first()
+        for one in begun:
+            one.result()
+    return made
+
+
+def target_of(arch: str) -> GPUTarget:
+    """The target of `tilestream.core.device.DeviceProperties.arch`: ``sm_90``, ``gfx942``."""
+    return GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+
+
+@contextlib.contextmanager
+def ahead(arch: str) -> Iterator[None]:
+    """In this block and thread, launches compile their kernels for a GPU of this arch, and launch nothing.
+
+    Their operands are on the meta device: see `tilestream.ops.ahead`.
+    """
+    with _standing_in(_StandIn(target_of(arch), f"ahead of {arch}"), True):
+        yield
+
+
+def is_ahead() -> bool:
+    """Whether this thread is in a block of `ahead`: a launch that has its kernel is done."""
+    return _here.is_ahead
+
+
+# What a first launch waits for ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def prepare() -> None:
+    """Begin what the first launch of this process waits for, each in a thread. What fails there fails later, too."""
+
+    def quietly(step: Callable[[], object]) -> None:
+        with contextlib.suppress(Exception):
+            step()
+
+    if not INTERPRETED and torch.cuda.is_available():
+        _hash_once()
+        for step in (triton_cache.triton_key, lambda: triton_driver.active):
+            threading.Thread(target=quietly, args=(step,), name="tilestream prepares").start()
+
+
+@functools.cache
+def _hash_once() -> None:
+    """Have Triton's key of itself remembered from process to process."""
+    own = getattr(triton_cache, "triton_key", None)
+    if own is None:
+        return
+
+    @functools.cache
+    def triton_key() -> str:
+        with _making_key:
+            return remembered("triton", own)
+
+    def locked() -> str:
+        return triton_key()
+
+    triton_cache.triton_key = locked
+
+
+def remembered(name: str, make: Callable[[], str]) -> str:
+    """What ``make`` returns, as long as no file of Triton changes: its value of an earlier process, if there is one."""
+    path = Path(triton.knobs.cache.dir) / "tilestream" / f"{_stamp()}.json"
+    try:
+        known: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found := known.get(name), str):
+            return found
+    except (OSError, ValueError, AttributeError):
+        known = {}
+    made = make()
+    with contextlib.suppress(OSError):  # a cache that cannot be written: the next process hashes again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump({**known, name: made}, file)
+        Path(file.name).replace(path)
+    return made
+
+
+@functools.cache
+def _stamp() -> str:
+    """A digest of the names, sizes and times of Triton's files, and of the versions of it and of Python.
+
+    Of times the last change of the inode counts, too: a copy that keeps the time of modification has another.
+    """
+    said, root = [triton.__version__, sys.version], Path(triton.__file__).resolve().parent
+    for path in sorted((*root.rglob("*.py"), *(root / "_C").glob("*.so"))):
+        status = path.stat()
+        said.append(f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
