@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -116,6 +118,7 @@ def compiled(function: Any, filled: Sequence[Any], options: dict[str, Any]) -> A
     """
     _hash_once()
     with collector.paused(), _standing_in(_present(), _here.is_ahead):
+        _seed_hash(function)
         return function.warmup(*filled, grid=(1,), **options)
 
 
@@ -194,6 +197,48 @@ def _hash_once() -> None:
     triton_cache.triton_key = locked
 
 
+def _seed_hash(function: Any) -> None:
+    """Give a kernel the hash that Triton would find by parsing all functions that it reaches, if it is remembered."""
+    if getattr(function, "hash", "") is None:
+        with _making_key:
+            name = f"{function.__module__}.{function.__name__} {_text_digest(function)}"
+            function.hash = remembered(name, lambda: str(function.cache_key))
+
+
+def _text_digest(function: Any) -> str:
+    """A digest of a kernel's text as it is in this process: of all functions and constants that it reaches.
+
+    It reaches more than Triton hashes: each name that is looked up anywhere in a function counts, in the function's
+    module and in the modules that it names. Of Triton's own functions the name will do: `_stamp` knows their files.
+    """
+    said, seen, reached = [], {id(function)}, [function]
+    while reached:
+        one = reached.pop()
+        said.append(f"{one.__module__}:{one.starting_line_number} {one.src} {one.fn.__defaults__!r}")
+        names = sorted(_names(one.fn.__code__))
+        closure = inspect.getclosurevars(one.fn).nonlocals if one.fn.__closure__ else {}
+        values = {name: closure.get(name, one.__globals__.get(name)) for name in names}
+        for name, module in list(values.items()):
+            if isinstance(module, ModuleType):
+                values |= {f"{name}.{inner}": getattr(module, inner, None) for inner in names}
+        for name, value in values.items():
+            if not hasattr(value, "starting_line_number"):
+                known = value is None or callable(value) or isinstance(value, ModuleType)
+                said.append(f"{name} {getattr(value, '__qualname__', '') if known else repr(value)}")
+            elif not value.__module__.startswith("triton.") and id(value) not in seen:
+                seen.add(id(value))
+                reached.append(value)
+            else:
+                said.append(f"{name} {value.__module__}.{value.__name__}")
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that a function looks up, with those of the functions and comprehensions inside it."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return {*code.co_names, *code.co_freevars}.union(*map(_names, inner))
+
+
 def remembered(name: str, make: Callable[[], str]) -> str:
     """What ``make`` returns, as long as no file of Triton changes: its value of an earlier process, if there is one."""
     path = Path(triton.knobs.cache.dir) / "tilestream" / f"{_stamp()}.json"
@@ -207,7 +252,8 @@ def remembered(name: str, make: Callable[[], str]) -> str:
     with contextlib.suppress(OSError):  # a cache that cannot be written: the next process hashes again
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump({**known, name: made}, file)
+            what = name.partition(" ")[0]  # of which one value is kept
+            json.dump({key: old for key, old in known.items() if key.partition(" ")[0] != what} | {name: made}, file)
         Path(file.name).replace(path)
     return made
 
