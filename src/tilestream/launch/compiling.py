@@ -8,9 +8,11 @@ its target. What was hashed is kept beside Triton's cache, under the sizes and t
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import sys
 import tempfile
@@ -40,6 +42,7 @@ class _Here(threading.local):
 
 _here = _Here()
 T = TypeVar("T")
+_blocks = itertools.count()
 _making_driver, _making_key = threading.RLock(), threading.Lock()
 
 
@@ -127,12 +130,12 @@ def side_by_side(first: Callable[[], T], *others: Callable[[], object]) -> T:
 
     Triton's compiler holds the GIL in its front end, and releases it in LLVM and while it waits for the assembler.
     """
-    driver, is_ahead = _here.driver, _here.is_ahead
+    driver, is_ahead, context = _here.driver, _here.is_ahead, contextvars.copy_context()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(step: Callable[[], object]) -> None:
         with contextlib.nullcontext() if device is None else torch.cuda.device(device), _standing_in(driver, is_ahead):
-            step()
+            context.copy().run(step)
 
     with ThreadPoolExecutor(max(1, len(others))) as pool:
         begun = [pool.submit(run, step) for step in others]
@@ -153,7 +156,8 @@ def ahead(arch: str) -> Iterator[None]:
 
     Their operands are on the meta device: see `tilestream.ops.ahead`.
     """
-    with _standing_in(_StandIn(target_of(arch), f"ahead of {arch}"), True):
+    # A device of its own: Triton keeps nothing of this block for later ones.
+    with _standing_in(_StandIn(target_of(arch), f"ahead of {arch}, {next(_blocks)}"), True):
         yield
 
 
