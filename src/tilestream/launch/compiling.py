@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import cache as triton_cache
 from triton.runtime import driver as triton_driver
@@ -218,17 +219,19 @@ def _text_digest(function: Any) -> str:
     said, seen, reached = [], {id(function)}, [function]
     while reached:
         one = reached.pop()
-        said.append(f"{one.__module__}:{one.starting_line_number} {one.src} {one.fn.__defaults__!r}")
+        said.append(f"{one.__module__}:{one.starting_line_number} {one.src}")
         names = sorted(_names(one.fn.__code__))
         closure = inspect.getclosurevars(one.fn).nonlocals if one.fn.__closure__ else {}
         values = {name: closure.get(name, one.__globals__.get(name)) for name in names}
         for name, module in list(values.items()):
             if isinstance(module, ModuleType):
                 values |= {f"{name}.{inner}": getattr(module, inner, None) for inner in names}
-        for name, value in values.items():
+        defaults = (*(one.fn.__defaults__ or ()), *(one.fn.__kwdefaults__ or {}).values())
+        for name, value in (*values.items(), *enumerate(defaults)):
             if not hasattr(value, "starting_line_number"):
-                known = value is None or callable(value) or isinstance(value, ModuleType)
-                said.append(f"{name} {getattr(value, '__qualname__', '') if known else repr(value)}")
+                # Of a constant the value counts; constexprs can be called, too.
+                named = isinstance(value, ModuleType) or (callable(value) and not isinstance(value, tl.constexpr))
+                said.append(f"{name} {getattr(value, '__qualname__', '') if named else repr(value)}")
             elif not value.__module__.startswith("triton.") and id(value) not in seen:
                 seen.add(id(value))
                 reached.append(value)

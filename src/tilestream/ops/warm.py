@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.runtime._async_compile import AsyncCompileMode
+from triton import AsyncCompileMode
 
 from tilestream.core.device import DeviceProperties
 from tilestream.ops.ahead import ahead
