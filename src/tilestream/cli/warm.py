@@ -57,14 +57,13 @@ def warm(
     Without a GPU, too: --device says for which. A named GPU is planned for as its data sheet says; a file that
     --save-device wrote on the machine itself has its own clocks, and so its own plans.
     """
-    console = ui.console()
     if save_device is not None:
         save_device.write_text(json.dumps(dataclasses.asdict(gpu("cuda")), indent=1) + "\n", encoding="utf-8")
     if source is not None:
         from tilestream.launch import kernel_cache
 
         new, count = kernel_cache.unpack(source)
-        console.print(f"{source}: {count} kernels, {new} of them new in {kernel_cache.folder()}", markup=False)
+        typer.echo(f"{source}: {count} kernels, {new} of them new in {kernel_cache.folder()}")
     calls = described(model, gemm or (), attention or (), shapes, tokens, keys, dtype)
     if calls:
         compile_all(calls, gpu(device), jobs or cpu_properties().workers, to)
@@ -135,7 +134,7 @@ def compile_all(calls: "list[Call]", device: DeviceProperties, jobs: int, to: Pa
 
     if to is not None and to.exists():
         raise FileExistsError(f"--to {to}: it exists already")
-    console, begin = ui.console(), time.perf_counter()
+    begin = time.perf_counter()
     keys = kernels_of(calls, device)
     missing = [key for key in keys if not kernel_cache.is_cached(key)]
     waiting = list(dict.fromkeys(keys[key] for key in missing))  # a call may launch several kernels
@@ -155,11 +154,11 @@ def compile_all(calls: "list[Call]", device: DeviceProperties, jobs: int, to: Pa
     left = [key for key in keys if not kernel_cache.is_cached(key)]
     if left:
         ui.fail(f"{len(left)} of {len(keys)} kernels are not in {kernel_cache.folder()} after they were compiled", 1)
-    console.print(
+    typer.echo(
         f"{device.name}: {len(calls)} calls launch {len(keys)} kernels, of which {len(missing)} were compiled in "
-        f"{seconds:.1f} s, and {len(keys) - len(missing)} found in {kernel_cache.folder()}", markup=False,
-    )  # fmt: skip
+        f"{seconds:.1f} s, and {len(keys) - len(missing)} found in {kernel_cache.folder()}"
+    )
     if to is not None:
         homes = {kernel_cache.home(key) for key in keys}
         count = kernel_cache.pack(to, [kernel for kernel in kernel_cache.kernels() if kernel.folder in homes])
-        console.print(f"{to}: {count} kernels; there: tilestream warm --from {to.name}", markup=False)
+        typer.echo(f"{to}: {count} kernels; there: tilestream warm --from {to.name}")

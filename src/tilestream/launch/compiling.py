@@ -227,16 +227,16 @@ def _text_digest(function: Any) -> str:
             if isinstance(module, ModuleType):
                 values |= {f"{name}.{inner}": getattr(module, inner, None) for inner in names}
         defaults = (*(one.fn.__defaults__ or ()), *(one.fn.__kwdefaults__ or {}).values())
-        for name, value in (*values.items(), *enumerate(defaults)):
+        for key, value in (*values.items(), *enumerate(defaults)):
             if not hasattr(value, "starting_line_number"):
                 # Of a constant the value counts; constexprs can be called, too.
                 named = isinstance(value, ModuleType) or (callable(value) and not isinstance(value, tl.constexpr))
-                said.append(f"{name} {getattr(value, '__qualname__', '') if named else repr(value)}")
+                said.append(f"{key} {getattr(value, '__qualname__', '') if named else repr(value)}")
             elif not value.__module__.startswith("triton.") and id(value) not in seen:
                 seen.add(id(value))
                 reached.append(value)
             else:
-                said.append(f"{name} {value.__module__}.{value.__name__}")
+                said.append(f"{key} {value.__module__}.{value.__name__}")
     return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
 
 

@@ -21,7 +21,7 @@ class _Ahead(TorchDispatchMode):
     """Compiles what calls on the meta device would launch on a device."""
 
     def __init__(self, device: DeviceProperties) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -106,7 +106,8 @@ def parse(kind: str, text: str) -> Call:
     ValueError
         If it is no such text.
     """
-    count, made = {"gemm": (3, Gemm), "attention": (5, Attention)}[kind]
+    kinds: dict[str, tuple[int, type[Any]]] = {"gemm": (3, Gemm), "attention": (5, Attention)}
+    count, made = kinds[kind]
     extents, words = text.split(",")[:count], text.split(",")[count:]
     if len(extents) < count or not all(one.strip().isdecimal() and int(one) for one in extents):
         form = "M,N,K" if kind == "gemm" else "B,S,H,Hkv,D"
@@ -130,8 +131,9 @@ def parse(kind: str, text: str) -> Call:
             try:
                 fields["dtype"] = dtype_name(word)
             except TypeError:
-                raise ValueError(f"{kind} {text}: {word!r} is neither a dtype nor a word for a {kind}") from None
-    return made(*map(int, extents), **fields)
+                raise ValueError(f"{kind} {text}: {word!r} is neither a dtype nor an option of {kind}") from None
+    call: Call = made(*map(int, extents), **fields)
+    return call
 
 
 def of_model(
