@@ -86,9 +86,12 @@ struct Matmul {
 struct Attention {
   Tensor q, k, v;
   int64_t options;  // layout, diagonal, log-sum-exp, schedule, precision: see `tilestream.ops.native`
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, sinks, scale_q, scale_k, scale_v;
+  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k;
+  int64_t max_seqlen_q, max_seqlen_k;
   double scale, softcap;
-  int64_t left, right, max_seqlen_q, max_seqlen_k, workers, splits, limit;
+  int64_t left, right;
+  std::optional<Tensor> sinks, scale_q, scale_k, scale_v;
+  int64_t workers, splits, limit;
 
   static constexpr int64_t kOp = -1;  // no public op of `Matmul`
 
@@ -229,6 +232,22 @@ bool remember(std::span<const int64_t> recipe, const Tensor& out, const Tensor* 
         alpha, beta, options, workers, limit                                                                        \
   }
 
+// A product with no more than a bias, by the public op: the arguments that it leaves out would cost time.
+template <int64_t kOp>
+Matmul plain(Tensor a, Tensor b, std::optional<Tensor> bias) {
+  return {kOp, std::move(a), std::move(b), std::move(bias), {}, {}, {}, 1.0, 1.0, 0, 0, 0};
+}
+
+template <int64_t kOp>
+std::optional<Tensor> try_plain(Tensor a, Tensor b, std::optional<Tensor> bias) {
+  return launch(plain<kOp>(std::move(a), std::move(b), std::move(bias)), nullptr).out;
+}
+
+template <int64_t kOp>
+bool try_plain_out(Tensor out, Tensor a, Tensor b, std::optional<Tensor> bias) {
+  return launch(plain<kOp>(std::move(a), std::move(b), std::move(bias)), &out).launched;
+}
+
 std::optional<Tensor> try_matmul(MATMUL_PARAMETERS) { return launch(MATMUL_ARGUMENTS, nullptr).out; }
 
 bool try_matmul_out(Tensor out, MATMUL_PARAMETERS) { return launch(MATMUL_ARGUMENTS, &out).launched; }
@@ -240,14 +259,14 @@ bool remember_matmul(std::vector<int64_t> recipe, Tensor result, bool into, MATM
 #define ATTENTION_PARAMETERS                                                                                        \
   Tensor q, Tensor k, Tensor v, int64_t options, std::optional<Tensor> cu_seqlens_q,                                \
       std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> block_table, std::optional<Tensor> seqlens_k,       \
+      int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, double softcap, int64_t left, int64_t right,        \
       std::optional<Tensor> sinks, std::optional<Tensor> scale_q, std::optional<Tensor> scale_k,                    \
-      std::optional<Tensor> scale_v, double scale, double softcap, int64_t left, int64_t right,                     \
-      int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t workers, int64_t splits, int64_t limit
+      std::optional<Tensor> scale_v, int64_t workers, int64_t splits, int64_t limit
 #define ATTENTION_ARGUMENTS                                                                                         \
   Attention {                                                                                                       \
     std::move(q), std::move(k), std::move(v), options, std::move(cu_seqlens_q), std::move(cu_seqlens_k),            \
-        std::move(block_table), std::move(seqlens_k), std::move(sinks), std::move(scale_q), std::move(scale_k),     \
-        std::move(scale_v), scale, softcap, left, right, max_seqlen_q, max_seqlen_k, workers, splits, limit         \
+        std::move(block_table), std::move(seqlens_k), max_seqlen_q, max_seqlen_k, scale, softcap, left, right,      \
+        std::move(sinks), std::move(scale_q), std::move(scale_k), std::move(scale_v), workers, splits, limit        \
   }
 
 std::tuple<std::optional<Tensor>, std::optional<Tensor>> try_attention(ATTENTION_PARAMETERS) {
@@ -260,10 +279,32 @@ std::tuple<bool, std::optional<Tensor>> try_attention_out(Tensor out, ATTENTION_
   return {made.launched, std::move(made.lse)};
 }
 
+Attention plain_attention(Tensor q, Tensor k, Tensor v, int64_t options) {
+  return {std::move(q), std::move(k), std::move(v), options, {}, {}, {}, {}, -1, -1, 0.0, 0.0, -1, -1, {}, {}, {}, {},
+          0, 0, 0};
+}
+
+std::optional<Tensor> try_plain_attention(Tensor q, Tensor k, Tensor v, int64_t options) {
+  return launch(plain_attention(std::move(q), std::move(k), std::move(v), options), nullptr).out;
+}
+
+bool try_plain_attention_out(Tensor out, Tensor q, Tensor k, Tensor v, int64_t options) {
+  return launch(plain_attention(std::move(q), std::move(k), std::move(v), options), &out).launched;
+}
+
 bool remember_attention(
     std::vector<int64_t> recipe, Tensor result, std::optional<Tensor> lse, bool into, ATTENTION_PARAMETERS) {
   return remember(recipe, result, pointer_to(lse), into, ATTENTION_ARGUMENTS);
 }
+
+// An op that makes nothing, whatever it is given.
+template <auto kOp>
+struct Declined;
+
+template <typename Result, typename... Arguments, Result (*kOp)(Arguments...)>
+struct Declined<kOp> {
+  static Result call(Arguments...) { return Result{}; }
+};
 
 }  // namespace
 }  // namespace tilestream
@@ -271,26 +312,77 @@ bool remember_attention(
 #define MATMUL_SCHEMA                                                                                                \
   "int op, Tensor a, Tensor b, Tensor? bias=None, Tensor? residual=None, Tensor? scale_a=None, "                     \
   "Tensor? scale_b=None, float alpha=1, float beta=1, int options=0, int workers=0, int limit=0"
+// The arguments that calls give most often stand in front: a call leaves out those behind its last one.
 #define ATTENTION_SCHEMA                                                                                             \
   "Tensor q, Tensor k, Tensor v, int options=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "              \
-  "Tensor? block_table=None, Tensor? seqlens_k=None, Tensor? sinks=None, Tensor? scale_q=None, "                     \
-  "Tensor? scale_k=None, Tensor? scale_v=None, float scale=0, float softcap=0, int left=-1, int right=-1, "          \
-  "int max_seqlen_q=-1, int max_seqlen_k=-1, int workers=0, int splits=0, int limit=0"
+  "Tensor? block_table=None, Tensor? seqlens_k=None, int max_seqlen_q=-1, int max_seqlen_k=-1, float scale=0, "      \
+  "float softcap=0, int left=-1, int right=-1, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "     \
+  "Tensor? scale_v=None, int workers=0, int splits=0, int limit=0"
+#define PLAIN_SCHEMA "Tensor a, Tensor b, Tensor? bias=None"
+#define PLAIN_ATTENTION_SCHEMA "Tensor q, Tensor k, Tensor v, int options=0"
+
+// The public ops of a product, which check differently, as `tilestream.ops.native` numbers them.
+#define EACH_PUBLIC_OP(X) X(matmul, 0) X(mm, 1) X(bmm, 2) X(addmm, 3) X(linear, 4)
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilestream, m) {
+#define DEFINE_PLAIN(op, number)                              \
+  m.def("try_plain." #op "(" PLAIN_SCHEMA ") -> Tensor?"); \
+  m.def("try_plain_out." #op "(Tensor(a!) out, " PLAIN_SCHEMA ") -> bool");
+  EACH_PUBLIC_OP(DEFINE_PLAIN)
   m.def("try_matmul(" MATMUL_SCHEMA ") -> Tensor?");
   m.def("try_matmul_out(Tensor(a!) out, " MATMUL_SCHEMA ") -> bool");
   m.def("remember_matmul(int[] recipe, Tensor result, bool into, " MATMUL_SCHEMA ") -> bool");
+  m.def("try_plain_attention(" PLAIN_ATTENTION_SCHEMA ") -> Tensor?");
+  m.def("try_plain_attention_out(Tensor(a!) out, " PLAIN_ATTENTION_SCHEMA ") -> bool");
   m.def("try_attention(" ATTENTION_SCHEMA ") -> (Tensor?, Tensor?)");
   m.def("try_attention_out(Tensor(a!) out, " ATTENTION_SCHEMA ") -> (bool, Tensor?)");
   m.def("remember_attention(int[] recipe, Tensor result, Tensor? lse, bool into, " ATTENTION_SCHEMA ") -> bool");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(tilestream, CUDA, m) {
-  m.impl("try_matmul", TORCH_BOX(&tilestream::try_matmul));
-  m.impl("try_matmul_out", TORCH_BOX(&tilestream::try_matmul_out));
-  m.impl("remember_matmul", TORCH_BOX(&tilestream::remember_matmul));
-  m.impl("try_attention", TORCH_BOX(&tilestream::try_attention));
-  m.impl("try_attention_out", TORCH_BOX(&tilestream::try_attention_out));
-  m.impl("remember_attention", TORCH_BOX(&tilestream::remember_attention));
+#define CALLED(...) TORCH_BOX(&tilestream::__VA_ARGS__)
+#define DECLINED(...) TORCH_BOX((&tilestream::Declined<&tilestream::__VA_ARGS__>::call))
+#define PLAIN_CALLED(op, number)                              \
+  m.impl("try_plain." #op, CALLED(try_plain<number>)); \
+  m.impl("try_plain_out." #op, CALLED(try_plain_out<number>));
+#define PLAIN_DECLINED(op, number)                              \
+  m.impl("try_plain." #op, DECLINED(try_plain<number>)); \
+  m.impl("try_plain_out." #op, DECLINED(try_plain_out<number>));
+
+// The tests' GPU is the CPU.
+#ifndef TILESTREAM_DEVICE_KEY
+#define TILESTREAM_DEVICE_KEY CUDA
+#define TILESTREAM_AUTOCAST_KEY AutocastCUDA
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
+  EACH_PUBLIC_OP(PLAIN_CALLED)
+  m.impl("try_matmul", CALLED(try_matmul));
+  m.impl("try_matmul_out", CALLED(try_matmul_out));
+  m.impl("remember_matmul", CALLED(remember_matmul));
+  m.impl("try_plain_attention", CALLED(try_plain_attention));
+  m.impl("try_plain_attention_out", CALLED(try_plain_attention_out));
+  m.impl("try_attention", CALLED(try_attention));
+  m.impl("try_attention_out", CALLED(try_attention_out));
+  m.impl("remember_attention", CALLED(remember_attention));
 }
+
+// Where something between the caller and the kernel has to see a call, the call is Python's.
+#define DECLINE_AT(key)                                              \
+  STABLE_TORCH_LIBRARY_IMPL(tilestream, key, m) {                    \
+    EACH_PUBLIC_OP(PLAIN_DECLINED)                                   \
+    m.impl("try_matmul", DECLINED(try_matmul));                      \
+    m.impl("try_matmul_out", DECLINED(try_matmul_out));              \
+    m.impl("try_plain_attention", DECLINED(try_plain_attention));         \
+    m.impl("try_plain_attention_out", DECLINED(try_plain_attention_out)); \
+    m.impl("try_attention", DECLINED(try_attention));                \
+    m.impl("try_attention_out", DECLINED(try_attention_out));        \
+  }
+
+DECLINE_AT(Python)  // a dispatch mode, or a tensor subclass
+DECLINE_AT(FuncTorchDynamicLayerFrontMode)  // a transform of torch.func
+DECLINE_AT(TILESTREAM_AUTOCAST_KEY)
+DECLINE_AT(Tracer)
+DECLINE_AT(PythonDispatcher)
+DECLINE_AT(Functionalize)
+DECLINE_AT(Negative)
+DECLINE_AT(ZeroTensor)

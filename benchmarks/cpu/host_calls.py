@@ -175,7 +175,6 @@ def main() -> None:
     if extension() is None:
         raise SystemExit(f"no native call path: {why_not()}")
     native._load()
-    native.ATTENTION = True
     found = measure(options.size, options.rounds)
     print(f"{'us a call, warm (cold)':<24}{'torch':>18}{'native':>18}{'python':>18}{'native/torch':>18}")
     for name, ways in found.items():

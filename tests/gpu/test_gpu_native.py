@@ -26,7 +26,6 @@ FP8 = torch.float8_e4m3fn
 @pytest.fixture(autouse=True)
 def recipes(monkeypatch) -> Iterator[Extension]:
     """An empty table."""
-    monkeypatch.setattr(native, "ATTENTION", True)
     native._load()
     found = extension()
     assert found is not None
@@ -41,20 +40,20 @@ def recipes(monkeypatch) -> Iterator[Extension]:
 def python_calls(monkeypatch) -> list[str]:
     """The ops of calls that were made Python's way."""
     made: list[str] = []
-    inner = request._multiply_on_gpu
+    inner = request._multiply
 
     def noted(r: request.Request) -> torch.Tensor:
         made.append(r.op)
         return inner(r)
 
-    attended = attention_request._attend_on_gpu
+    attended = attention_request._attend
 
     def noted_attention(r: attention_request.AttentionRequest) -> attention_request.Answer:
         made.append("attention")
         return attended(r)
 
-    monkeypatch.setattr(request, "_multiply_on_gpu", noted)
-    monkeypatch.setattr(attention_request, "_attend_on_gpu", noted_attention)
+    monkeypatch.setattr(request, "_multiply", noted)
+    monkeypatch.setattr(attention_request, "_attend", noted_attention)
     return made
 
 
@@ -350,3 +349,17 @@ def test_memory_stays_as_it_is_over_many_shapes(recipes):
         assert torch.cuda.memory_allocated() - before < 2**26
     finally:
         recipes.set_capacity(8192)
+
+
+def test_a_written_output_is_another_version(python_calls):
+    a, b, q = half(64, 64), half(64, 64), half(1, 64, 2, 64)
+    for out, call in (
+        (torch.empty_like(a), lambda out: ts.mm(a, b, out=out)),
+        (torch.empty_like(q), lambda out: ts.attention(q, q, q, out=out)),
+    ):
+        versions = []
+        for _ in range(3):
+            call(out)
+            versions.append(out._version)
+        assert versions == sorted(set(versions))
+    assert python_calls == ["mm", "attention"]

@@ -53,16 +53,16 @@ class Attention(NamedTuple):
     cu_seqlens_k: Any = None
     block_table: Any = None
     seqlens_k: Any = None
-    sinks: Any = None
-    scale_q: Any = None
-    scale_k: Any = None
-    scale_v: Any = None
+    max_seqlen_q: int = -1
+    max_seqlen_k: int = -1
     scale: float = 0.0
     softcap: float = 0.0
     left: int = -1
     right: int = -1
-    max_seqlen_q: int = -1
-    max_seqlen_k: int = -1
+    sinks: Any = None
+    scale_q: Any = None
+    scale_k: Any = None
+    scale_v: Any = None
     workers: int = 0
     splits: int = 0
     limit: int = 0
@@ -70,7 +70,7 @@ class Attention(NamedTuple):
     @property
     def tensors(self) -> dict[str, Any]:
         """The operands, by name."""
-        return {name: getattr(self, name) for name in (*self._fields[:3], *self._fields[4:12])}
+        return {name: getattr(self, name) for name in (*self._fields[:3], *self._fields[4:8], *self._fields[14:18])}
 
 
 def attention_call(**more: Any) -> Attention:
@@ -106,6 +106,7 @@ def kernel(
         metadata=SimpleNamespace(
             num_ctas=1,
             num_warps=12,
+            warp_size=32,
             shared=1000,
             launch_pdl=True,
             launch_cooperative_grid=False,

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from stand_ins import Attention, AttentionLaunch, Launch, Matmul
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilestream as ts
 from tilestream.launch.observe import observation
@@ -56,9 +57,8 @@ def python_calls(extension, driver, monkeypatch) -> list[object]:
         observed(launch)
         return out if lse is None else (out, lse)
 
-    monkeypatch.setattr(request, "_multiply_on_gpu", multiplied)
     monkeypatch.setattr(request, "_multiply", multiplied)
-    monkeypatch.setattr(attention_request, "_attend_on_gpu", attended)
+    monkeypatch.setattr(attention_request, "_attend", attended)
     monkeypatch.setattr(native._loaded, "asked", True)
     monkeypatch.setattr(native._loaded, "extension", extension)
     monkeypatch.setattr(native._loaded, "watched", lambda: False, raising=False)
@@ -182,24 +182,50 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "around",
-    [Mode, record, torch.autograd.forward_ad.dual_level],
-    ids=["a mode", "a recording", "forward AD"],
-)
+    [
+        Mode, record, torch.autograd.forward_ad.dual_level, lambda: torch.autocast("cpu", BF16),
+    ],
+    ids=["a mode", "a recording", "forward AD", "autocast"],
+)  # fmt: skip
 def test_a_block_that_has_to_see_a_call_sees_it(python_calls, around):
     ts.mm(A, B)
+    ts.mm(A, B, activation="relu")
+    ts.attention(Q, K, V)
+    ts.attention(Q, K, V, sinks=SINKS)
     with around():
-        ts.mm(A, B)
-        ts.mm(A, B)
-    assert len(python_calls) == 3
+        for _ in range(2):
+            ts.mm(A, B)
+            ts.mm(A, B, out=OUT)
+            ts.mm(A, B, activation="relu")
+            ts.attention(Q, K, V)
+            ts.attention(Q, K, V, sinks=SINKS)
+    assert len(python_calls) == 14
 
 
-def test_autocast_and_transforms_see_a_call(python_calls, monkeypatch):
+@pytest.mark.parametrize(
+    "see",
+    [
+        lambda: torch.func.vmap(lambda x: ts.mm(A, B) + x)(torch.zeros(2, 16, 32)),
+        lambda: make_fx(lambda a: ts.mm(a, B))(A),
+        lambda: make_fx(lambda a: ts.mm(a, B), pre_dispatch=True)(A),
+        lambda: ts.mm(torch._neg_view(A), B),
+        lambda: ts.mm(torch._to_functional_tensor(A), B),
+        lambda: ts.mm(torch._efficientzerotensor((16, 64), dtype=BF16), B),
+    ],
+    ids=["a transform", "a trace", "a trace above dispatch", "a negated view", "a functional tensor", "zeros"],
+)
+def test_what_has_to_see_a_call_sees_it(python_calls, see):
     ts.mm(A, B)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-        ts.mm(A, B)
-    torch.func.vmap(lambda x: ts.mm(A, B) + x)(torch.zeros(2, 16, 32))
-    assert len(python_calls) == 3
+    see()
+    assert len(python_calls) == 2
+
+
+def test_a_written_output_is_another_version(python_calls):
+    for _ in range(2):
+        before = OUT._version
+        ts.mm(A, B, out=OUT)
+    assert len(python_calls) == 1
+    assert OUT._version > before
 
 
 def test_a_limit_is_a_part_of_the_key(python_calls):
@@ -266,7 +292,7 @@ def test_an_argument_of_attention_that_may_be_wrong_is_checked_by_python(python_
     for given in (plain, {**plain, "sinks": SINKS}, {**plain, "window": (4, 0)}):
         ts.attention(**given)
     seen = []
-    monkeypatch.setattr(attention_request, "_attend_on_gpu", seen.append)
+    monkeypatch.setattr(attention_request, "_attend", seen.append)
     with contextlib.suppress(TypeError, ValueError):
         ts.attention(**plain | more)
     assert len(seen) == 1
@@ -304,12 +330,12 @@ def test_rounding_to_tf32_is_another_call(python_calls, monkeypatch):
     a, b = torch.zeros(16, 64), torch.zeros(64, 32)
 
     def asked() -> tuple:
-        return native._arguments("mm", a, b, None, None, None, 1.0, 1.0, None, None, None, None, True, "auto", None)
+        return native._arguments("mm", a, b, None, None, 1.0, 1.0, None, None, None, None, True, "auto", None)
 
-    plain = asked()
+    exact = asked()
     monkeypatch.setattr(native, "allows_tf32", lambda: True)
-    assert plain[1:3] == asked()[1:3] == (a, b)
-    assert len(asked()) > len(plain)
+    assert exact[1:3] == asked()[1:3] == (a, b)
+    assert asked() != exact
 
 
 def test_without_the_extension_every_call_is_pythons(python_calls, monkeypatch):

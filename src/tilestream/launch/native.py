@@ -25,12 +25,15 @@ import torch
 
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
-from tilestream.launch.observe import Call, Observation
+from tilestream.launch.observe import PRODUCTS, Call, Observation
+from tilestream.runtime.driver.hip import library as hip_library
 
 logger = logging.getLogger(__name__)
 
 #: 0: the extension is not used. Any other value: the path of its library.
 ENVIRONMENT = "TILESTREAM_NATIVE"
+#: 1: it is used on AMD GPUs, too.
+HIP_ENVIRONMENT = "TILESTREAM_NATIVE_HIP"
 LIBRARY = "libtilestream_native.so"
 #: Where `make native` and the wheel put it: beside the package's own files.
 FOLDER = Path(__file__).resolve().parents[1] / "_native"
@@ -49,8 +52,8 @@ REGIONS = ("counters", "counts", "partials", "starts", "order")
 #: Pointers of the kernels that are operands, by whether a GEMM kernel's rows are B's columns (``swap_ab``).
 _NAMES = {
     swapped: {
-        "a": "a", "b": "b", "x_map": second, "y_map": first, "y_map_1": first, "y_map_2": first, "out_map": "out",
-        "out": "out", "bias": "bias", "residual": "residual",
+        "a": "a", "b": "b", "x": "a", "y": "b", "x_map": second, "y_map": first, "y_map_1": first, "y_map_2": first,
+        "out_map": "out", "out": "out", "bias": "bias", "residual": "residual",
         "row_scale": f"scale_{second}", "column_scale": f"scale_{first}",
         **{name: name for name in _ATTENTION}, "q_map": "q", "k_map": "k", "v_map": "v",
     }
@@ -184,13 +187,7 @@ def _bits(parameter: Any, value: Any) -> int:
 
 
 class Extension:
-    """The loaded library: its ops, and what is kept for it.
-
-    Attributes
-    ----------
-    try_matmul, try_matmul_out, remember_matmul, try_attention, try_attention_out, remember_attention
-        The ops of ``csrc/ops.cpp``.
-    """
+    """The loaded library: the ops of ``csrc/ops.cpp``, and what is kept for it."""
 
     def __init__(self, library: Path, driver: str, torch_library: str) -> None:
         torch.ops.load_library(str(library))
@@ -207,8 +204,13 @@ class Extension:
             raise OSError(why.decode())
         ops = torch.ops.tilestream
         # `_op`: an overload's own function, without the Python around it.
+        #: By the public op: a product with no more than a bias, fresh and into an output.
+        self.try_plain = {op: getattr(ops.try_plain, op)._op for op in PRODUCTS}
+        self.try_plain_out = {op: getattr(ops.try_plain_out, op)._op for op in PRODUCTS}
         self.try_matmul, self.try_matmul_out = ops.try_matmul.default._op, ops.try_matmul_out.default._op
         self.remember_matmul = ops.remember_matmul.default._op
+        self.try_plain_attention = ops.try_plain_attention.default._op
+        self.try_plain_attention_out = ops.try_plain_attention_out.default._op
         self.try_attention, self.try_attention_out = ops.try_attention.default._op, ops.try_attention_out.default._op
         self.remember_attention = ops.remember_attention.default._op
         self._lock = threading.Lock()
@@ -298,16 +300,17 @@ def load() -> Extension | str:
     asked = os.environ.get(ENVIRONMENT, "")
     if asked == "0":
         return f"{ENVIRONMENT}=0"
-    if torch.version.hip is not None:
-        return "it knows CUDA's driver, and not HIP's"
+    hip = torch.version.hip is not None
+    if hip and os.environ.get(HIP_ENVIRONMENT) != "1":
+        return f"it has not run on an AMD GPU yet: {HIP_ENVIRONMENT}=1 switches it on"
     library = Path(asked) if asked else FOLDER / LIBRARY
     if not library.exists():
         return f"{library} is not there: `python -m tilestream.launch.native_build` builds it, with a C++ compiler"
-    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    torch_library = Path(torch.__file__).parent / "lib" / f"libtorch_{'hip' if hip else 'cuda'}.so"
     if not torch_library.exists():
         return "this torch is built without CUDA"
     try:
-        return Extension(library, "libcuda.so.1", str(torch_library))
+        return Extension(library, hip_library() if hip else "libcuda.so.1", str(torch_library))
     except (OSError, RuntimeError) as error:
         return f"{library}: {error}"
 

@@ -76,7 +76,7 @@ def _outputs(x: AttentionOperands, s: Settings) -> Pair:
     return out, x.q.new_empty(lse_shape(x) if s.return_lse else (0,), dtype=wide_dtype(x.q))
 
 
-def _as_given(shape: Sequence[int], s: Settings) -> list[int]:
+def as_given(shape: Sequence[int], s: Settings) -> list[int]:
     """An output's shape as the caller has it: in "bhsd" the op is given a view."""
     return [shape[i] for i in (0, 2, 1, 3)] if s.layout == "bhsd" and len(shape) == 4 else list(shape)
 
@@ -85,15 +85,16 @@ def _check_outputs(x: AttentionOperands, s: Settings) -> None:
     """Raise unless the outputs that are given fit the operands, and those fit together."""
     check_shapes("attention", x)
     out, lse, shape, dtype = x.out, x.lse, (*x.q.shape[:-1], x.v.shape[-1]), result_dtype(x.q)
-    if tuple(out.shape) != shape:
-        found, wanted = (_as_given(x, s) for x in (out.shape, shape))
-        raise ValueError(f"attention: out has shape {found}; the result has {wanted}")
     if out.dtype != dtype:
         raise TypeError(f"attention: out is {out.dtype}, the result {dtype}")
+    if tuple(out.shape) != shape:
+        found, wanted = (as_given(x, s) for x in (out.shape, shape))
+        raise ValueError(
+            f"attention: out has shape {found}; the result has {wanted}: give an out of that shape, or one of no "
+            "elements, which is resized"
+        )
     if out.device != x.q.device:
         raise ValueError(f"out: on {out.device}, the operands on {x.q.device}; they are on one device")
-    if out.numel() and out.stride(-1) != 1:
-        raise ValueError(f"out: strides {list(out.stride())}; a head's columns lie side by side")
     if (lse is not None) != s.return_lse or (lse is not None and tuple(lse.shape) != lse_shape(x)):
         raise ValueError(f"lse: given with return_lse=True, and only with it, of shape {list(lse_shape(x))}")
     if lse is not None and (lse.dtype != wide_dtype(x.q) or lse.device != x.q.device):
@@ -136,17 +137,28 @@ def _define(name: str) -> None:
 
     def real(*args: Any) -> Pair | None:
         x, s = _split(args, *(args[end : end + 2] if into else ()))
-        made = None
+        made, apart = None, False
         if into:
             _check_outputs(x, s)
+            apart = x.out.numel() > 0 and x.out.stride(-1) != 1  # kernels write a head's columns side by side
+            if apart and arriving:
+                raise ValueError(
+                    f"attention: out has strides {as_given(x.out.stride(), s)}; with arrival= it is written in place, "
+                    "a head's columns side by side: give one whose last stride is 1, and copy it"
+                )
             read = dict(zip(_INPUTS, x.inputs, strict=True))
             refuse_shared(x.out, **read)
             if x.lse is not None:
                 refuse_shared(x.lse, "lse", **read)
         else:
             made = _outputs(x, s)
-        out, lse = made or (x.out, x.lse)
+        out, lse = made or (x.out.new_empty(x.out.shape) if apart else x.out, x.lse)
         _run(x, s, out, lse if s.return_lse else None, args[_NUM_COMMON:end], *args[end + 2 * into :])
+        if apart:
+            with torch.inference_mode():  # the output may be an inference tensor
+                x.out.copy_(out)
+        if into:  # autograd knows nothing of what a kernel writes
+            torch._C._increment_version([y for y in (x.out, x.lse) if y is not None])
         return made
 
     def fake(*args: Any) -> Pair | None:

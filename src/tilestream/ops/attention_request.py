@@ -11,21 +11,17 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
-from tilestream.launch.cache import can_bypass_dispatcher, launch_cache, signature
 from tilestream.launch.observe import Call, observe
-from tilestream.ops import attention_gpu, native
 from tilestream.ops import attention_library as library
-from tilestream.ops.attention_operands import Settings
+from tilestream.ops import native
+from tilestream.ops.attention_operands import Settings, check_shapes
 from tilestream.ops.checks import autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
-from tilestream.ops.operands import span
 from tilestream.ops.request import clear_signals
 from tilestream.ops.scales import check_scale_dtype
-from tilestream.plan import limit as limits
 from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
 from tilestream.plan.attention_problem import ATTENTION_DTYPES, LAYOUTS, Alignment, AttentionLayout
 from tilestream.runtime import shutdown
-from tilestream.runtime.channel import check_device
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = Sequence[int | None] | None
@@ -76,6 +72,8 @@ class AttentionRequest(NamedTuple):
         check_splits(f"{_OP}: ", self.splits)
         tensors = dict(zip(self._fields, self[:12], strict=False))
         check_dense(_OP, _INSTEAD, tensors, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
+        if self.out is not None and not torch.compiler.is_compiling() and self.out.is_neg():
+            raise ValueError(f"{_OP}: out is a negated view; give a tensor of its own")
         refuse_tangents(_OP, self.q, self.k, self.v, self.sinks, instead=_INSTEAD)
         if self.layout not in LAYOUTS:
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
@@ -89,110 +87,30 @@ class AttentionRequest(NamedTuple):
 def attend(r: AttentionRequest) -> Answer:
     """The attention that a request asks for, through the registered ops.
 
-    On a GPU a call equal to an earlier one goes straight to its launch: see `tilestream.launch.cache`. What it launched
-    is observed, so that the native call path can make the next one.
+    What it launches on a GPU is observed, so that the native call path can make the next equal call.
     """
     if torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor) or not r.q.is_cuda:
-        return _answer(r, _attend(r)[0])
+        return _attend(r)
     waits = r.arrival is not None or r.deadline is not None
     arguments = None if waits else native.wanted_attention(*r[:-2])
     if arguments is None:
-        return _attend_on_gpu(r)
+        return _attend(r)
     with observe() as seen:
-        answer = _attend_on_gpu(r)
+        answer = _attend(r)
     out, lse = answer if isinstance(answer, tuple) else (answer, None)
     operands = dict(zip(r._fields, r[:11], strict=False))
     native.remember(Call({**operands, "out": out, "lse": lse}), r.out is not None, seen, arguments)
     return answer
 
 
-def _attend_on_gpu(r: AttentionRequest) -> Answer:
-    key = _signature(r)
-    found: Any = None if key is None else launch_cache.get(key)
-    if found is not None and (r.out is None or not found.may_meet(r, r.out)):
-        check_device(r.q.device.index)
-        x = found.operands(r)
-        found.launch(x)
-        return x.out if x.lse is None else (x.out, x.lse)
-    x, s = _attend(r)
-    answer = _answer(r, x)
-    if key is not None and x.out.numel():
-        launch_cache.insert(key, _CachedCall.of(r, x, s))
-    return answer
-
-
-def _signature(r: AttentionRequest) -> object | None:
-    """What the checks and the plan of a call depend on; None for a call that is always checked."""
-    if r.arrival is not None or r.deadline is not None or not can_bypass_dispatcher(r.q.device, r[:12]):
-        return None
-    if r.sinks is not None and r.sinks.dtype != torch.float32:  # they are converted first
-        return None
-    key = signature("attention call", r[:12], r[12:-2])
-    try:
-        hash(key)
-    except TypeError:  # a window that is a list
-        return None
-    return key
-
-
-class _CachedCall(NamedTuple):
-    """What is left to do for a call equal to an earlier one: a launch, which takes the caller's tensors as they are.
-
-    Attributes
-    ----------
-    shape, dtype
-        Of the output, as the caller sees it.
-    like
-        Whether it lies as q does: torch makes such a one in half the time.
-    lse
-        The log-sum-exp's shape, where the caller asks for it.
-    spans
-        Of the output, and of the tensors that are read: bytes from the first to the last.
-    """
-
-    launch: Any
-    scale: float
-    shape: torch.Size
-    dtype: torch.dtype
-    like: bool
-    lse: torch.Size | None
-    spans: tuple[int, ...]
-
-    @classmethod
-    def of(cls, r: AttentionRequest, x: AttentionOperands, s: Settings) -> _CachedCall:
-        """What a call that went through has decided."""
-        out = _outermost(r, x.out)
-        like = r.q.shape == out.shape and r.q.dtype == out.dtype and r.q.is_contiguous()
-        spans = tuple(0 if y is None else span(y) for y in (x.out, *x.inputs))
-        lse = None if x.lse is None else x.lse.shape
-        return cls(attention_gpu.find(x, s, None, limits.limit()), s.scale, out.shape, out.dtype, like, lse, spans)
-
-    def may_meet(self, r: AttentionRequest, out: torch.Tensor) -> bool:
-        """Whether the output and what is read may share memory: `_attend` looks closer."""
-        begin = out.data_ptr()
-        end = begin + self.spans[0]
-        return any(
-            x is not None and x.data_ptr() < end and begin < x.data_ptr() + length
-            for x, length in zip(r[:11], self.spans[1:], strict=True)
-        )
-
-    def operands(self, r: AttentionRequest) -> AttentionOperands:
-        """The caller's tensors, with outputs."""
-        q, out = r.q, r.out
-        if out is None:
-            out = torch.empty_like(q) if self.like else q.new_empty(self.shape, dtype=self.dtype)
-        lse = None if self.lse is None else q.new_empty(self.lse, dtype=torch.float32)
-        return AttentionOperands(q, r.k, r.v, out, self.scale, lse, *r[3:11])
-
-
-def _attend(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
-    """Check a call and run it; its operands in canonical form, with their outputs."""
+def _attend(r: AttentionRequest) -> Answer:
+    """Check a call and run it."""
     r.check()
     x, s = _canonical(r)
     if torch.compiler.is_compiling():
-        return _call(r, x, s), s
+        return _call(r, x, s)
     with shutdown.call():
-        return _call(r, x, s), s
+        return _call(r, x, s)
 
 
 def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
@@ -221,12 +139,23 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
     )  # fmt: skip
     if r.out is None:
         return x, s
+    _resize(r.out, x, s)
     lse = q.new_empty(library.lse_shape(x), dtype=library.wide_dtype(q)) if s.return_lse else None
     return x._replace(out=_outermost(r, r.out), lse=lse), s
 
 
-def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> AttentionOperands:
-    """Call the registered op; the operands with their outputs."""
+def _resize(out: torch.Tensor, x: AttentionOperands, s: Settings) -> None:
+    """Give an output of no elements the result's shape, as torch's ops do. The registered op refuses other shapes."""
+    shape = library.as_given((*x.q.shape[:-1], x.v.shape[-1]), s)
+    if list(out.shape) == shape or torch.compiler.is_compiling() or out.numel():
+        return
+    check_shapes(_OP, x)
+    if out.dtype == library.result_dtype(x.q):
+        out.resize_(shape)
+
+
+def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
+    """Call the registered op."""
     late: tuple[Any, ...] = ()
     if r.arrival is not None:
         flat = FlatArrival.of(r.arrival)
@@ -239,13 +168,8 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> AttentionOp
             *x.inputs, *s, *late, out, lse, limit()
         )
     clear_signals(*late[:1])
-    return AttentionOperands(x.q, x.k, x.v, out, x.scale, lse if r.return_lse else None, *x[6:])
-
-
-def _answer(r: AttentionRequest, x: AttentionOperands) -> Answer:
-    """What the caller gets."""
-    out = r.out if r.out is not None else _outermost(r, x.out)
-    return out if x.lse is None else (out, x.lse)
+    out = _outermost(r, out) if r.out is None else r.out
+    return (out, lse) if r.return_lse and lse is not None else out
 
 
 def _outermost(r: AttentionRequest, out: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ Defined by ``torch.library.Library`` and not by the ``custom_op`` decorator, whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,8 +94,10 @@ def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> 
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    """Raise unless ``out`` has the result's dtype, and its shape, of which the first may be split into several."""
     shape, dtype = (*a.shape[:-1], b.shape[-1]), result_dtype(a, out_dtype)
-    if tuple(out.shape) != shape:
+    first = out.dim() - len(shape) + 1
+    if first < 1 or (math.prod(out.shape[:first]), *out.shape[first:]) != shape:
         raise ValueError(f"out: shape {list(out.shape)}; the result has {list(shape)}")
     if out.dtype != dtype:
         raise TypeError(f"out: dtype {out.dtype}; the result is {dtype}: pass out_dtype={out.dtype} to have it so")
@@ -121,9 +124,12 @@ def _run(
     out: torch.Tensor, fresh: bool, kind: str, args: tuple[Any, ...], late: tuple[Any, ...], optional: tuple[Any, ...]
 ) -> None:
     """What every op does; ``fresh``: the output was made for this call."""
-    x, how = _canonical(out, args, optional)
+    a, b = args[:2]
+    into = out if fresh or out.dim() == a.dim() else _merged(out, (*a.shape[:-1], b.shape[-1]), kind)
+    x, how = _canonical(into, args, optional)
+    copied = into.data_ptr() != out.data_ptr()
     if not fresh:
-        refuse_overlap(x)
+        refuse_overlap(x._replace(out=out) if copied else x)
     rows = columns = publishes = None
     deadline, op = DEFAULT_DEADLINE, "matmul"
     if kind == "_arriving":
@@ -142,6 +148,22 @@ def _run(
         from tilestream.ops import publish as publishing
 
         publishing.publish(x, publishes, how, op)
+    if copied:
+        with torch.inference_mode():  # the output may be an inference tensor
+            out.copy_(into.view(out.shape))
+
+
+def _merged(out: torch.Tensor, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+    """``out`` in canonical form: a view of it; a tensor of its own, to be copied, where its strides allow no view."""
+    try:
+        return out.view(shape)
+    except RuntimeError:
+        if kind:
+            raise ValueError(
+                f"out: stride {out.stride()} for shape {list(out.shape)}: its leading dimensions cannot be seen as "
+                "one, and with arrival= or publish= it is written in place; give a contiguous output and copy it"
+            ) from None
+        return out.new_empty(shape)
 
 
 def _define(kind: str, into: bool) -> None:
@@ -152,6 +174,8 @@ def _define(kind: str, into: bool) -> None:
         made = fake(*args)
         out = args[end] if made is None else made
         _run(out, not into, kind, args[:_NUM_COMMON], args[_NUM_COMMON:end], args[end + into :])
+        if into:
+            torch._C._increment_version((out,))  # a kernel's writes are unknown to autograd
         return made
 
     def fake(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor | None:

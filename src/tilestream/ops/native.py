@@ -6,16 +6,19 @@ call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import is_grad_enabled
+from torch._C import _increment_version
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from tilestream.core.operands import ACTIVATIONS
-from tilestream.launch.cache import PLAIN
-from tilestream.launch.observe import Call, Observation
+from tilestream.launch.observe import PRODUCTS, Call, Observation
+from tilestream.ops import inline
+from tilestream.ops.inline import PLAIN
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
 from tilestream.plan.attention_problem import LAYOUTS
@@ -26,7 +29,7 @@ from tilestream.trace.record import current
 if TYPE_CHECKING:
     from tilestream.launch.native import Extension
 
-_OPS = {name: i for i, name in enumerate(("matmul", "mm", "bmm", "addmm", "linear"))}
+_OPS = {name: i for i, name in enumerate(PRODUCTS)}
 _ACTIVATIONS: dict[object, int] = {None: 0, **{name: i for i, name in enumerate(ACTIVATIONS) if i}}
 _SCHEDULES: dict[object, int] = {"auto": 0, **{name: i for i, name in enumerate(SCHEDULES, 1) if name != "auto"}}
 _DTYPES: dict[object, int] = {
@@ -38,13 +41,7 @@ _LAYOUTS: dict[object, int] = {name: i for i, name in enumerate(LAYOUTS)}
 _DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left": 2}
 #: Where each of attention's stands: a diagonal above 2 layouts, the rest above 4 diagonals.
 _DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER = 1, 3, 4, 5, 6
-#: Where a call of attention has its output.
-_OUT = 11
 _NUMBERS = (float, int)
-
-
-#: Attention is compared with Python's launches byte for byte, and has not run on a GPU this way: only where asked for.
-ATTENTION = os.environ.get("TILESTREAM_NATIVE_ATTENTION") == "1"
 
 
 class _Loaded:
@@ -87,7 +84,7 @@ def product(
     schedule: str = "auto",
     workers: int | None = None,
 ) -> torch.Tensor | None:
-    """The result, launched by the extension; None for a call that goes Python's way.
+    """The result, launched by the extension, or looked up on the CPU; None for a call that is checked first.
 
     Parameters
     ----------
@@ -99,30 +96,54 @@ def product(
     ArrivalTimeout, Exception
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
-    if torch.compiler.is_compiling() or _loaded.extension is None:
+    extension = _loaded.extension
+    if is_compiling():
         return None
-    arguments = _arguments(
-        op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule,
-        workers,
-    )  # fmt: skip
+    if extension is None or _is_seen(a, b, out, bias):
+        return inline.product(
+            op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule,
+            workers,
+        )  # fmt: skip
+    arguments: tuple[Any, ...] | None = a, b, bias
+    call, into = extension.try_plain[op], extension.try_plain_out[op]
+    if not (
+        residual is scale_a is scale_b is None and activation is None and out_dtype is None and workers is None
+        and schedule == "auto" and type(alpha) is type(beta) is float and alpha == beta == 1.0 and fast_accum is True
+        and a.dtype is not torch.float32 and not limits.limit()
+    ):  # fmt: skip
+        arguments = _arguments(
+            op, a, b, bias, residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule,
+            workers,
+        )  # fmt: skip
+        call, into = extension.try_matmul, extension.try_matmul_out
     if arguments is None:
         return None
     check_device(a.get_device())
     try:
         if out is None:
-            made: torch.Tensor | None = _loaded.extension.try_matmul(*arguments)
+            made: torch.Tensor | None = call(*arguments)
             return made
-        return out if _loaded.extension.try_matmul_out(out, *arguments) else None
+        if into(out, *arguments):
+            _increment_version((out,))
+            return out
     except (RuntimeError, TypeError, ValueError, OverflowError):
-        return None  # nothing was launched; what is wrong (no memory, say) is wrong Python's way, too, which says what
+        pass  # nothing was launched; what is wrong (no memory, say) is wrong Python's way, too, which says what
+    return None
 
 
-def attention(*call: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scale_q: torch.Tensor | None,
+    scale_k: torch.Tensor | None, scale_v: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None, block_table: torch.Tensor | None, seqlens_k: torch.Tensor | None,
+    out: torch.Tensor | None, layout: str, causal: bool | str, window: Any, softcap: float | None, scale: float | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, return_lse: bool, workers: int | None, schedule: str,
+    splits: int | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
     """The answer of `tilestream.attention`, launched by the extension; None for a call that goes Python's way.
 
     Parameters
     ----------
-    call
+    q, ..., splits
         The fields of `tilestream.ops.attention_request.AttentionRequest` up to ``splits``, not checked yet.
 
     Raises
@@ -131,37 +152,63 @@ def attention(*call: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | 
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
     extension = _loaded.extension
-    if extension is None or not ATTENTION or torch.compiler.is_compiling():
+    if is_compiling() or extension is None or _is_seen(q, k, out, v):
         return None
-    arguments = _attention_arguments(*call)
+    arguments: tuple[Any, ...] | None
+    plain = (
+        sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is None
+        and window is softcap is scale is max_seqlen_q is max_seqlen_k is workers is splits is None
+        and return_lse is False and schedule == "auto" and q.dtype is not torch.float32 and not limits.limit()
+    )  # fmt: skip
+    if plain:
+        options = _options_of_mask(layout, causal)
+        arguments = None if options is None else (q, k, v, options)
+    else:
+        arguments = _attention_arguments(
+            q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, layout,
+            causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule, splits,
+        )  # fmt: skip
     if arguments is None:
         return None
-    check_device(call[0].get_device())
-    out = call[_OUT]
+    check_device(q.get_device())
+    lse = None
     try:
-        if out is None:
+        if plain and out is None:
+            made = extension.try_plain_attention(*arguments)
+        elif plain:
+            made = out if extension.try_plain_attention_out(out, *arguments) else None
+        elif out is None:
             made, lse = extension.try_attention(*arguments)
         else:
             launched, lse = extension.try_attention_out(out, *arguments)
             made = out if launched else None
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return None  # as in `product`
+    if made is not None and out is not None:
+        _increment_version((out,))
     return made if lse is None else (made, lse)
 
 
-def wanted_attention(*call: Any) -> tuple[Any, ...] | None:
-    """What the extension would be asked for a call with the parameters of `attention`; None if it is none for it."""
-    if not ATTENTION or type(call[0]) not in PLAIN or _load() is None or torch.cuda.is_current_stream_capturing():
-        return None
-    return _attention_arguments(*call)
-
-
-def wanted(op: str, a: Any, b: Any, *others: Any) -> tuple[Any, ...] | None:
+def wanted(op: str, a: Any, b: Any, out: Any, bias: Any, *others: Any) -> tuple[Any, ...] | None:
     """What the extension would be asked for a call with the parameters of `product`; None if it is none for it."""
     # Asked before anything is loaded: a tensor that only looks like a GPU's needs no Triton.
-    if op not in _OPS or type(a) not in PLAIN or type(b) not in PLAIN or _load() is None:
+    if op not in _OPS or type(a) not in PLAIN or type(b) not in PLAIN or _load() is None or _is_seen(a, b, out, bias):
         return None
-    return None if torch.cuda.is_current_stream_capturing() else _arguments(op, a, b, *others)
+    return None if _is_seen_by_torch() else _arguments(op, a, b, bias, *others)
+
+
+def wanted_attention(
+    q: Any, k: Any, v: Any, sinks: Any, scale_q: Any, scale_k: Any, scale_v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
+    block_table: Any, seqlens_k: Any, out: Any, *others: Any,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """What the extension would be asked for a call with the parameters of `attention`; None if it is none for it."""
+    if type(q) not in PLAIN or type(k) not in PLAIN or _load() is None or _is_seen(q, k, out, v):
+        return None
+    if _is_seen_by_torch():
+        return None
+    return _attention_arguments(
+        q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, *others
+    )
 
 
 def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ...]) -> None:
@@ -182,29 +229,48 @@ def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ..
         _loaded.extension.remember(seen, call, stream, into, arguments)
 
 
+def _is_seen(a: Any, b: Any, out: Any, third: Any) -> bool:
+    """Whether something above torch's dispatcher has to see a call: a gradient, a recorder, a profiler of Triton's.
+
+    ``third``: a tensor or None, as ``out``. The dispatcher has the extension decline what else has to be seen.
+    """
+    if type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cuda:
+        return True
+    if is_grad_enabled():
+        if a.requires_grad or b.requires_grad:
+            return True
+        if third is not None and (type(third) not in PLAIN or third.requires_grad):
+            return True
+        if out is not None and (type(out) not in PLAIN or out.requires_grad):
+            return True
+    elif (third is not None and type(third) not in PLAIN) or (out is not None and type(out) not in PLAIN):
+        return True
+    return forward_ad._current_level >= 0 or current() is not None or _loaded.watched()
+
+
+def _is_seen_by_torch() -> bool:
+    """Whether the extension would decline any call of this thread, or the current stream is being captured."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._is_any_autocast_enabled()
+        or torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _are_plain(tensors: Iterable[Any]) -> bool:
+    """Whether tensors, or None, are of torch's own type, and no gradient of one is asked for."""
+    gradients = is_grad_enabled()
+    return all(x is None or (type(x) in PLAIN and not (gradients and x.requires_grad)) for x in tensors)
+
+
 def _arguments(
-    op: str, a: Any, b: Any, out: Any, bias: Any, residual: Any, alpha: Any, beta: Any, activation: Any,
-    out_dtype: Any, scale_a: Any, scale_b: Any, fast_accum: Any, schedule: Any, workers: Any,
+    op: str, a: Any, b: Any, bias: Any, residual: Any, alpha: Any, beta: Any, activation: Any, out_dtype: Any,
+    scale_a: Any, scale_b: Any, fast_accum: Any, schedule: Any, workers: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Arguments of the extension's ops; None for a call that is none for it, or that may be wrong."""
-    if type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cuda or not _unseen():
+    """Arguments of the extension's op; None for a call that is none for it, or that may be wrong."""
+    if not _are_plain((residual, scale_a, scale_b)):
         return None
-    gradients = torch.is_grad_enabled()
-    if gradients and (a.requires_grad or b.requires_grad):
-        return None
-    if out is not None and (type(out) not in PLAIN or out.is_neg() or (gradients and out.requires_grad)):
-        return None
-    limit = limits.limit()
-    if (
-        bias is residual is scale_a is scale_b is activation is out_dtype is workers is None
-        and type(schedule) is str and schedule == "auto"
-        and type(alpha) is type(beta) is float and alpha == beta == 1.0
-        and fast_accum is True and not limit and a.dtype is not torch.float32
-    ):  # fmt: skip
-        return _OPS[op], a, b  # the schemas' defaults are left out: each argument costs time
-    for x in (bias, residual, scale_a, scale_b):
-        if x is not None and (type(x) not in PLAIN or (gradients and x.requires_grad)):
-            return None
     try:
         options = _ACTIVATIONS[activation] | _SCHEDULES[schedule] << _SCHEDULE | _DTYPES[out_dtype] << _DTYPE
     except (KeyError, TypeError):
@@ -216,75 +282,67 @@ def _arguments(
     options |= (not fast_accum) << _SLOW_ACCUM
     if a.dtype is torch.float32 and allows_tf32():
         options |= 1 << _TF32
-    if options or limit or workers or alpha != 1 or beta != 1 or residual is not None or scale_a is not None:
-        return (
-            _OPS[op], a, b, bias, residual, scale_a, scale_b, float(alpha), float(beta), options, workers or 0, limit
-        )  # fmt: skip
-    if scale_b is not None:
-        return _OPS[op], a, b, bias, None, None, scale_b
-    return (_OPS[op], a, b) if bias is None else (_OPS[op], a, b, bias)
+    return (
+        _OPS[op], a, b, bias, residual, scale_a, scale_b, float(alpha), float(beta), options, workers or 0,
+        limits.limit(),
+    )  # fmt: skip
+
+
+def _options_of_mask(layout: Any, causal: Any) -> int | None:
+    """The options that layout and diagonal are; None for those that there are not."""
+    if type(causal) not in (bool, str):
+        return None
+    try:
+        return _LAYOUTS[layout] | _DIAGONALS[causal] << _DIAGONAL
+    except (KeyError, TypeError):
+        return None
 
 
 def _attention_arguments(
     q: Any, k: Any, v: Any, sinks: Any, scale_q: Any, scale_k: Any, scale_v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
-    block_table: Any, seqlens_k: Any, out: Any, layout: Any, causal: Any, window: Any, softcap: Any, scale: Any,
+    block_table: Any, seqlens_k: Any, layout: Any, causal: Any, window: Any, softcap: Any, scale: Any,
     max_seqlen_q: Any, max_seqlen_k: Any, return_lse: Any, workers: Any, schedule: Any, splits: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Arguments of the extension's ops; None for a call that is none for it, or that may be wrong."""
-    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or not q.is_cuda or not _unseen():
+    """Arguments of the extension's op; None for a call that is none for it, or that may be wrong.
+
+    Those behind the last one that is given are left out: each costs time.
+    """
+    options = _options_of_mask(layout, causal)
+    if options is None or type(return_lse) is not bool or type(schedule) is not str or schedule not in _SCHEDULES:
         return None
-    gradients = torch.is_grad_enabled()
-    if gradients and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    dense = (
-        sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is None
-    )  # fmt: skip
-    if not dense:
-        for x in (sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k):
-            if x is not None and (type(x) not in PLAIN or (gradients and x.requires_grad)):
-                return None
-    if out is not None and (type(out) not in PLAIN or out.is_neg() or (gradients and out.requires_grad)):
-        return None
-    if type(return_lse) is not bool or type(causal) not in (bool, str):
-        return None
-    try:
-        options = (
-            _LAYOUTS[layout] | _DIAGONALS[causal] << _DIAGONAL | return_lse << _LSE | _SCHEDULES[schedule] << _ORDER
-        )
-    except (KeyError, TypeError):
-        return None
+    for x in (cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k):
+        if x is not None and type(x) not in PLAIN:
+            return None
+    options |= return_lse << _LSE | _SCHEDULES[schedule] << _ORDER
     if q.dtype is torch.float32 and allows_tf32():
         options |= 1 << _ROUNDED
-    limit = limits.limit()
-    if dense and not limit and window is softcap is scale is max_seqlen_q is max_seqlen_k is workers is splits is None:
-        # The schemas' defaults are left out: each argument costs time.
-        return (q, k, v, options) if options else (q, k, v)
-    left = right = None
-    if window is not None:
-        if type(window) is not tuple or len(window) != 2:
-            return None
-        left, right = window
-    least = ((left, -1), (right, -1), (max_seqlen_q, 0), (max_seqlen_k, 0), (workers, 1), (splits, 1))
-    if any(number is not None and (type(number) is not int or number < lowest) for number, lowest in least):
+    most_q, most_k = _checked(max_seqlen_q, 0, -1), _checked(max_seqlen_k, 0, -1)
+    if most_q is None or most_k is None:
         return None
+    limit = limits.limit()
+    first = q, k, v, options, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, most_q, most_k
+    if (
+        sinks is scale_q is scale_k is scale_v is window is softcap is scale is workers is splits is None
+        and not limit
+    ):  # fmt: skip
+        return first
+    others = sinks, scale_q, scale_k, scale_v
+    if not _are_plain(others) or (window is not None and (type(window) is not tuple or len(window) != 2)):
+        return None
+    left, right = (None, None) if window is None else window
     if scale is not None:
         options |= 1 << _SCALED
     if any(number is not None and type(number) not in _NUMBERS for number in (scale, softcap)) or softcap == 0:
         return None
-    numbers = (-1 if number is None else number for number in (left, right, max_seqlen_q, max_seqlen_k))
-    return (
-        q, k, v, options, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, sinks, scale_q, scale_k, scale_v,
-        float(scale or 0), float(softcap or 0), *numbers, workers or 0, splits or 0, limit,
-    )  # fmt: skip
+    sides = _checked(left, -1, -1), _checked(right, -1, -1)
+    counts = _checked(workers, 1, 0), _checked(splits, 1, 0)
+    if None in sides or None in counts:
+        return None
+    return (*first[:3], options, *first[4:], float(scale or 0), float(softcap or 0), *sides, *others, *counts, limit)
 
 
-def _unseen() -> bool:
-    """Whether nothing but torch's dispatcher would see a call of this thread."""
-    return not (
-        current() is not None
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.is_autocast_enabled("cuda")
-        or forward_ad._current_level >= 0
-        or _loaded.watched()
-    )
+def _checked(number: Any, least: int, default: int) -> int | None:
+    """An integer that is at least ``least``, or ``default`` where none is given; None for one that is wrong."""
+    if number is None:
+        return default
+    return number if type(number) is int and number >= least else None

@@ -30,7 +30,8 @@ def limit() -> int:
     ValueError
         If TILESTREAM_WORKERS is no positive whole number.
     """
-    return tighter(_blocks.get(), _of_environment())
+    of_blocks, of_process = _blocks.get(), _of_environment()
+    return tighter(of_blocks, of_process) if of_blocks else of_process
 
 
 def tighter(one: int, other: int) -> int:
