@@ -11,7 +11,6 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
-from tilestream.launch.observe import Call, observe
 from tilestream.ops import attention_library as library
 from tilestream.ops import native
 from tilestream.ops.attention_operands import Settings, check_shapes
@@ -74,7 +73,8 @@ class AttentionRequest(NamedTuple):
         check_dense(_OP, _INSTEAD, tensors, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
         if self.out is not None and not torch.compiler.is_compiling() and self.out.is_neg():
             raise ValueError(f"{_OP}: out is a negated view; give a tensor of its own")
-        refuse_tangents(_OP, self.q, self.k, self.v, self.sinks, instead=_INSTEAD)
+        others = () if self.out is None else (self.q, self.k, self.v, self.sinks, self.out)
+        refuse_tangents(_OP, self.scale_q, self.scale_k, self.scale_v, *others)
         if self.layout not in LAYOUTS:
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
         if self.arrival is not None and self.block_table is not None:
@@ -89,18 +89,10 @@ def attend(r: AttentionRequest) -> Answer:
 
     What it launches on a GPU is observed, so that the native call path can make the next equal call.
     """
-    if torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor) or not r.q.is_cuda:
-        return _attend(r)
     waits = r.arrival is not None or r.deadline is not None
-    arguments = None if waits else native.wanted_attention(*r[:-2])
-    if arguments is None:
+    if waits or torch.compiler.is_compiling():
         return _attend(r)
-    with observe() as seen:
-        answer = _attend(r)
-    out, lse = answer if isinstance(answer, tuple) else (answer, None)
-    operands = dict(zip(r._fields, r[:11], strict=False))
-    native.remember(Call({**operands, "out": out, "lse": lse}), r.out is not None, seen, arguments)
-    return answer
+    return native.observed_attention(r[:-2], lambda: _attend(r))
 
 
 def _attend(r: AttentionRequest) -> Answer:
@@ -123,15 +115,16 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
         None if scale is None else _canonical_scale(name, scale, batch, y.shape[-2])
         for name, scale, y in (("scale_q", r.scale_q, q), ("scale_k", r.scale_k, k), ("scale_v", r.scale_v, v))
     )
-    sinks = None if r.sinks is None else r.sinks.to(torch.float32)
-    needs_gradient = torch.is_grad_enabled() and _check_gradients(r)
+    sinks = None if r.sinks is None else r.sinks.to(library.wide_dtype(q))
+    if torch.is_grad_enabled():
+        _check_gradients(r)
     s = Settings(
         is_causal, alignment, left, right,
         0.0 if r.softcap is None else _number("softcap", r.softcap, positive=True),
         1 / math.sqrt(q.shape[-1]) if r.scale is None else _number("scale", r.scale, positive=False),
         _most("max_seqlen_q", r.max_seqlen_q, r.cu_seqlens_q, "cu_seqlens_q"),
         _most("max_seqlen_k", r.max_seqlen_k, r.cu_seqlens_k, "cu_seqlens_k"),
-        r.layout, r.return_lse or needs_gradient, r.schedule, r.workers or 0, r.splits or 0,
+        r.layout, r.return_lse, r.schedule, r.workers or 0, r.splits or 0,
     )  # fmt: skip
     x = AttentionOperands(
         q, k, v, scale=s.scale, sinks=sinks, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v,
@@ -291,8 +284,8 @@ def _canonical_scale(name: str, scale: torch.Tensor, batch: int, heads: int) -> 
     )
 
 
-def _check_gradients(r: AttentionRequest) -> bool:
-    """Whether a gradient is asked for; raises where nothing computes it."""
+def _check_gradients(r: AttentionRequest) -> None:
+    """Raise where nothing computes a gradient that is asked for."""
     asked = [name for name, x in zip(r._fields, r[:11], strict=False) if x is not None and x.requires_grad]
     for name in asked:
         if name.startswith("scale_"):
@@ -311,4 +304,3 @@ def _check_gradients(r: AttentionRequest) -> bool:
             f"{_OP}: {asked[0]} requires a gradient and q is {r.q.dtype}; operands of 8 bits get none: use "
             "torch.no_grad()"
         )
-    return bool(asked)

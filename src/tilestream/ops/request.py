@@ -7,15 +7,18 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
-from tilestream.launch.observe import Call, observe
-from tilestream.ops import checks, inline, library, native
-from tilestream.ops.limit import limit
-from tilestream.ops.scales import canonical_scales
+from tilestream.ops import checks, library, native
+from tilestream.ops.gradients import Derivative, product_gradients, save_product
+from tilestream.ops.inline import PLAIN
+from tilestream.ops.limit import limit, worker_limit
+from tilestream.ops.scales import FP8_DTYPES, canonical_scales
+from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.runtime import shutdown
 
@@ -88,39 +91,85 @@ class Request(NamedTuple):
 def multiply(r: Request) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
 
-    What it launches on a GPU is observed, so that the native call path can make the next equal call.
+    The next equal call is launched natively, or on the CPU looked up.
     """
-    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor):
+    waits = r.arriving or r.publish is not None or r.deadline is not None
+    if waits or torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
         return _multiply(r)
-    if not r.a.is_cuda:
-        if r.arriving or r.publish is not None or r.deadline is not None:
-            return _multiply(r)
-        b = r.b.t() if r.op == "linear" and isinstance(r.b, torch.Tensor) else r.b
-        return inline.first_product(
-            r.op, (r.a, b, r.bias, r.residual, r.scale_a, r.scale_b, r.out),
-            (r.alpha, r.beta, r.activation, r.out_dtype, r.fast_accum), r.schedule, r.workers, lambda: _multiply(r),
-        )  # fmt: skip
-    arguments = _native_arguments(r)
-    if arguments is None:
-        return _multiply(r)
-    with observe() as seen:
-        result = _multiply(r)
-    operands = {
-        "a": r.a, "b": r.b, "out": result, "bias": r.bias, "residual": r.residual, "scale_a": r.scale_a,
-        "scale_b": r.scale_b,
-    }  # fmt: skip
-    native.remember(Call(operands, (float(r.alpha), float(r.beta))), r.out is not None, seen, arguments)
-    return result
-
-
-def _native_arguments(r: Request) -> tuple[Any, ...] | None:
-    """What the native call path would be asked for this call; None if it is none for that path."""
-    if r.arriving or r.publish is not None or r.deadline is not None or not isinstance(r.b, torch.Tensor):
-        return None
-    return native.wanted(
+    if _is_seen_by_autograd_alone(r):
+        return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
+    call = (
         r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
         r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
     )  # fmt: skip
+    return native.observed(call, lambda: _multiply(r))
+
+
+class _Product(Derivative):
+    """A product of plain tensors and its gradients, whose products are made as calls of their own are.
+
+    The formulas are those of the registered ops, whose kernels for autograd would cost more than the launches do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, r: Request) -> torch.Tensor:
+        output = native.product(
+            r.op, a, b.t() if r.op == "linear" else b, None, bias, None, 1.0, 1.0, r.activation, r.out_dtype, None,
+            None, r.fast_accum, r.schedule, r.workers,
+        )  # fmt: skip
+        if output is None:
+            output = multiply(r)
+        if output._is_view():  # which could not be changed in place
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
+        save_product(ctx, (a, b, bias, None, 1.0, 1.0, *how), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None,) * 4 if grad is None else product_gradients(ctx, grad, _launch)
+
+
+def _is_seen_by_autograd_alone(r: Request) -> bool:
+    """Whether a gradient is asked for of a product of plain tensors, and nothing else has to see the call."""
+    a, b, bias = r.a, r.b, r.bias
+    return bool(
+        torch.is_grad_enabled()
+        and r.out is None and r.residual is None and r.scale_a is None and r.scale_b is None
+        and not r.arriving and r.publish is None and r.deadline is None
+        and type(a) in PLAIN and type(b) in PLAIN and (bias is None or type(bias) in PLAIN)
+        and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
+        and (a.is_cuda or a.is_cpu) and not a.is_nested and not b.is_nested
+        and (a.dim() >= b.dim() == 2 or (a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]))
+        and a.dtype not in FP8_DTYPES
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not torch._C._is_any_autocast_enabled()
+        and forward_ad._current_level < 0
+    )  # fmt: skip
+
+
+def _launch(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: None, alpha: float, beta: float,
+    activation: str, out_dtype: torch.dtype | None, schedule: str, workers: int, scale_a: None, scale_b: None,
+    fast_accum: bool, bound: int,
+) -> torch.Tensor:  # fmt: skip
+    """``tilestream::gemm`` as a call of its own, for operands of `_Product`."""
+    if bound and bound != limits.limit():  # a thread of torch's own, which knows nothing of blocks around the call
+        with worker_limit(bound):
+            return _launch(
+                a, b, bias, residual, alpha, beta, activation, out_dtype, schedule, workers, scale_a, scale_b,
+                fast_accum, 0,
+            )  # fmt: skip
+    of_call = None if activation == "none" else activation, out_dtype, scale_a, scale_b, fast_accum
+    made = native.product("matmul", a, b, None, bias, residual, alpha, beta, *of_call, schedule, workers or None)
+    if made is None:
+        made = multiply(Request(
+            "matmul", a, b, None, bias, residual, alpha, beta, *of_call[:2], schedule=schedule, workers=workers or None,
+            scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum,
+        ))  # fmt: skip
+    return made
 
 
 def _multiply(r: Request) -> torch.Tensor:
@@ -129,7 +178,8 @@ def _multiply(r: Request) -> torch.Tensor:
     checks.check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=r.scale_a, scale_b=r.scale_b)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
-    checks.refuse_tangents(op, a, b, r.bias, r.residual, r.scale_a, r.scale_b)
+    others = () if out is None and r.publish is None else (a, b, r.bias, r.residual, out)
+    checks.refuse_tangents(op, r.scale_a, r.scale_b, *others)
     if torch.is_grad_enabled():
         checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b)
     a, b = checks.autocast(op, r.arriving, a, b)
