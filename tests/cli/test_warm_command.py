@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 
 from tilestream.cli import warm
 from tilestream.core.gpu_specs import named
-from tilestream.launch import kernel_cache
-from tilestream.ops.warm import Attention, Gemm
+from tilestream_tools.warm import kernel_cache
+from tilestream_tools.warm.calls import Attention, Gemm
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "torch_dtype": "bfloat16"}
 
@@ -17,7 +17,7 @@ CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
     """A cache of this test's own, in which "compiling" a call writes a kernel of its key."""
-    from tilestream.ops import warm as calls
+    from tilestream_tools.warm import calls
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(kernel_cache.triton_cache, "triton_key", lambda: "this Triton")
@@ -74,7 +74,7 @@ def test_kernels_are_carried_to_another_cache(cli, compiled, tmp_path, monkeypat
 
 
 def test_a_kernel_that_is_not_there_after_compiling_is_a_failure(cli, compiled, monkeypatch):
-    monkeypatch.setattr("tilestream.ops.warm.compile_call", lambda call, device: None)
+    monkeypatch.setattr("tilestream_tools.warm.calls.compile_call", lambda call, device: None)
     result = cli("warm", "--gemm", "8,16,24", "--device", "h100", "--jobs", 1)
     assert result.exit_code == 1
     assert "1 of 1 kernels are not in" in result.stderr

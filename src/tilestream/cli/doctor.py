@@ -78,7 +78,7 @@ def _kernels() -> Iterator[tuple[str, str]]:
     """What is warm: where Triton's cache is, and this package's kernels in it, by what they were compiled for."""
     if importlib.util.find_spec("triton") is None:
         return
-    from tilestream.launch import kernel_cache
+    from tilestream_tools.warm import kernel_cache
 
     yield "cache", str(kernel_cache.folder())
     kinds: dict[tuple[str, str], list[kernel_cache.CachedKernel]] = {}

@@ -15,7 +15,7 @@ from tilestream.cli import ui
 from tilestream.core.device import DeviceProperties, cpu_properties
 
 if TYPE_CHECKING:
-    from tilestream.ops.warm import Call
+    from tilestream_tools.warm.calls import Call
 
 
 def warm(
@@ -60,7 +60,7 @@ def warm(
     if save_device is not None:
         save_device.write_text(json.dumps(dataclasses.asdict(gpu("cuda")), indent=1) + "\n", encoding="utf-8")
     if source is not None:
-        from tilestream.launch import kernel_cache
+        from tilestream_tools.warm import kernel_cache
 
         new, count = kernel_cache.unpack(source)
         typer.echo(f"{source}: {count} kernels, {new} of them new in {kernel_cache.folder()}")
@@ -99,7 +99,7 @@ def described(
     dtype: str | None,
 ) -> "list[Call]":  # fmt: skip
     """The calls that the options describe."""
-    from tilestream.ops.warm import of_model, parse
+    from tilestream_tools.warm.calls import of_model, parse
 
     found = [parse("gemm", text) for text in gemms] + [parse("attention", text) for text in attentions]
     for line in [] if shapes is None else shapes.read_text(encoding="utf-8").splitlines():
@@ -129,8 +129,8 @@ def compile_all(calls: "list[Call]", device: DeviceProperties, jobs: int, to: Pa
     """Compile what the calls launch and is not cached, in ``jobs`` processes; copy all of it to ``to``."""
     from rich.progress import Progress
 
-    from tilestream.launch import kernel_cache
-    from tilestream.ops.warm import compile_call, kernels_of
+    from tilestream_tools.warm import kernel_cache
+    from tilestream_tools.warm.calls import compile_call, kernels_of
 
     if to is not None and to.exists():
         raise FileExistsError(f"--to {to}: it exists already")

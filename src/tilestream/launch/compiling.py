@@ -155,7 +155,7 @@ def target_of(arch: str) -> GPUTarget:
 def ahead(arch: str) -> Iterator[None]:
     """In this block and thread, launches compile their kernels for a GPU of this arch, and launch nothing.
 
-    Their operands are on the meta device: see `tilestream.ops.ahead`.
+    Their operands are on the meta device: see `tilestream_tools.warm.ahead`.
     """
     # A device of its own: Triton keeps nothing of this block for later ones.
     with _standing_in(_StandIn(target_of(arch), f"ahead of {arch}, {next(_blocks)}"), True):

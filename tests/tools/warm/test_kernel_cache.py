@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from triton.runtime.cache import FileCacheManager
 
-from tilestream.launch import kernel_cache
+from tilestream_tools.warm import kernel_cache
 
 HOMES = ("A" * 8, "B" * 8)
 

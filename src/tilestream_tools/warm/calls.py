@@ -11,11 +11,11 @@ import torch
 from triton import AsyncCompileMode
 
 from tilestream.core.device import DeviceProperties
-from tilestream.ops.ahead import ahead
 from tilestream.ops.attention import attention
 from tilestream.ops.matmul import linear, matmul
 from tilestream.ops.request import ACTIVATIONS
 from tilestream.plan.problem import dtype_name
+from tilestream_tools.warm.ahead import ahead
 
 LAYOUTS = ("linear", "nn", "nt", "tn", "tt")
 SCALES = ("none", "tensor", "row")
