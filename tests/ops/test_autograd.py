@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from test_matmul import FORMS
+from torch.utils.checkpoint import checkpoint
 
 import tilestream as ts
 from error_rule import ACTIVATIONS, check_gradient, nans, rand
 from streaming import Feeder
+from tilestream.launch.cache import launch_cache
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -141,6 +145,74 @@ def test_a_kept_operand_that_is_changed_before_backward_is_noticed():
     a.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         answer.sum().backward()
+
+
+#: A product by the public op and by the registered one, whose derivatives are two.
+BY = {
+    "public": lambda x, w, activation: ts.linear(x, w, activation=activation),
+    "registered": lambda x, w, activation: torch.ops.tilestream.gemm(
+        x, w.t(), None, None, 1.0, 1.0, activation or "none", None, "auto", 0
+    ),
+}
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_checkpoint_has_the_gradients_of_the_call(activation, by):
+    """A checkpoint that is not reentrant lets each saved tensor be read once."""
+    x, w = leaves(rand(35, 40), rand(37, 40))
+
+    def gradients(call):
+        return torch.autograd.grad(call(x, w, activation).sum(), (x, w))
+
+    straight = gradients(BY[by])
+    again = gradients(lambda *a: checkpoint(BY[by], *a, use_reentrant=False))
+    assert all(torch.equal(one, other) for one, other in zip(straight, again, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_gradients_of_a_batch_of_gradients(activation, count):
+    x, w = leaves(rand(2, 5, 8), rand(7, 8))
+    y = ts.linear(x, w, activation=activation)
+    grads = rand(count, *y.shape)
+    launch_cache.clear()
+    for _ in range(2):  # not known at first; then calls of one gradient are, which have the batch's shapes
+        batched = torch.autograd.grad(y, (x, w), grads, is_grads_batched=True, retain_graph=True)
+        alone = [torch.autograd.grad(y, (x, w), grad, retain_graph=True) for grad in grads]
+        for i, one in enumerate(batched):
+            torch.testing.assert_close(one, torch.stack([of_call[i] for of_call in alone]))
+
+
+def test_a_bad_factor_is_refused_with_a_gradient_too():
+    a, b = leaves(rand(6, 8), rand(8, 7))
+    for beta in (1.0, 1.0, "x"):
+        with pytest.raises(TypeError, match="mm: beta='x'; it is a number") if beta == "x" else nullcontext():
+            ts.mm(a, b, beta=beta)
+
+
+#: Calls whose result the public op, or the look-up of an equal call, sees in another shape than the kernel.
+RESHAPED = {
+    "mm": lambda x: ts.mm(x[0], x[1].t()),
+    "one batch": lambda x: ts.bmm(x[:1], x[:1].mT),
+    "rows": lambda x: ts.linear(x, x[0]),
+    "vector": lambda x: ts.matmul(x, x[0, 0]),
+    "bshd": lambda x: ts.attention(x[None], x[None], x[None]),
+    "bhsd": lambda x: ts.attention(x[None], x[None], x[None], layout="bhsd"),
+}
+
+
+@pytest.mark.parametrize("name", RESHAPED)
+def test_a_result_of_no_grad_can_be_changed_where_gradients_are_asked_for(name):
+    """As torch's own: it is no view, or autograd would refuse."""
+    x, factor = rand(3, 4, 8), torch.ones((), requires_grad=True)
+    for _ in range(3):
+        with torch.no_grad():
+            result = RESHAPED[name](x)
+        kept = result.clone()
+        result.mul_(factor).sum().backward()
+        torch.testing.assert_close(factor.grad, kept.sum())
+        factor.grad = None
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic", "stream_k"])

@@ -86,11 +86,11 @@ def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.T
 
     In torch's layout: a column-major matrix has a column-major gradient, so the weight of a linear a contiguous one.
     """
-    a, b, *_, scale_a, scale_b = ctx.saved_tensors
+    a, b, *_, scale_a, scale_b = saved = ctx.saved_tensors  # once: checkpointing has each of them read no second time
     alpha, beta, _, schedule, workers, _, worker_limit = ctx.numbers
     _, bias_dtype, residual_dtype = ctx.dtypes
     needs_a, needs_b, needs_bias, needs_residual = ctx.needs_input_grad[:4]
-    grad = _through_activation(ctx, grad, gemm)
+    grad = _through_activation(ctx, saved, grad, gemm)
     how = None, None, alpha, 1.0, "none", None, schedule, workers, None, None, True, worker_limit
     grad_a = grad_b = grad_bias = grad_residual = None
     if needs_a or needs_b:
@@ -116,7 +116,7 @@ def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.T
 
 def product_tangent(ctx: Any, tangents: Sequence[torch.Tensor | None], gemm: Gemm) -> torch.Tensor:
     """The tangent of the output, from those of a, b, bias and residual."""
-    a, b, *_, scale_a, scale_b = ctx.saved_tensors
+    a, b, *_, scale_a, scale_b = saved = ctx.saved_tensors
     alpha, beta, _, schedule, workers, *others = ctx.numbers
     of_a, of_b, of_bias, of_residual = tangents[:4]
     wide = _wide(a)
@@ -131,15 +131,15 @@ def product_tangent(ctx: Any, tangents: Sequence[torch.Tensor | None], gemm: Gem
         found = found if of_bias is None else found + of_bias
         found = found if of_residual is None or beta == 0 else found + beta * of_residual
     assert found is not None
-    return _through_activation(ctx, found, gemm).to(ctx.dtypes[0])
+    return _through_activation(ctx, saved, found, gemm).to(ctx.dtypes[0])
 
 
-def _through_activation(ctx: Any, change: torch.Tensor, gemm: Gemm) -> torch.Tensor:
+def _through_activation(ctx: Any, saved: Sequence[Any], change: torch.Tensor, gemm: Gemm) -> torch.Tensor:
     """A gradient, or a tangent, times the slope of the activation."""
     alpha, beta, activation, schedule, workers, *others = ctx.numbers
     if activation == "none":
         return change
-    a, b, output, bias, residual, scale_a, scale_b = ctx.saved_tensors
+    a, b, output, bias, residual, scale_a, scale_b = saved
     if activation == "relu":
         return torch.ops.aten.threshold_backward(change.to(output.dtype), output, 0)  # type: ignore[no-any-return]
     wide = _wide(a)

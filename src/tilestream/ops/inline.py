@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from tilestream.core.operands import Epilogue, GemmOperands
@@ -21,7 +22,7 @@ from tilestream.kernels.cpu import gemm
 from tilestream.kernels.cpu.attention import FlashCall, flash
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.observe import observe
-from tilestream.ops.operands import span
+from tilestream.ops.operands import span, untracked
 from tilestream.plan.limit import limit
 from tilestream.runtime import shutdown
 from tilestream.runtime.workspace import workspace
@@ -62,13 +63,14 @@ class _Views(NamedTuple):
 
     @classmethod
     def of(cls, given: _Tensors, seen: _Tensors) -> _Views | None:
-        """Those of a call; None where the kernel saw a copy."""
+        """Those of a call; None where the kernel saw a copy, or where a tensor has no address."""
         views: list[tuple[int, _Layout]] = []
         unread = tuple(i for i, x in enumerate(seen) if x is None and given[i] is not None)
         for i, (mine, x) in enumerate(zip(given, seen, strict=True)):
             if mine is None or x is None:
                 continue
-            if x.data_ptr() != mine.data_ptr() or x.dtype != mine.dtype:
+            # All calls of a block of ``is_grads_batched`` are one tensor, without a storage.
+            if is_legacy_batchedtensor(mine) or x.data_ptr() != mine.data_ptr() or x.dtype != mine.dtype:
                 return None
             if x.shape != mine.shape or x.stride() != mine.stride():
                 views.append((i, (x.shape, x.stride())))
@@ -134,7 +136,10 @@ class _Product(NamedTuple):
                 raise
         if given[-1] is not None:
             return given[-1]
-        return made if self.shape is None else made.view(self.shape)
+        if self.shape is None:
+            return made
+        with untracked():
+            return made.view(self.shape)
 
     def _with_epilogue(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
@@ -266,7 +271,8 @@ class _Attention(NamedTuple):
                 if into is not None:
                     into.copy_(out)
                 elif self.made is None:
-                    result = out.transpose(1, 2)
+                    with untracked():
+                        result = out.transpose(1, 2)
                 else:
                     shape, (seen, stride) = self.made
                     result = q.new_empty(shape)

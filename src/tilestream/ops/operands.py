@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from tilestream.arrival.flat import FlatArrival
@@ -72,6 +74,25 @@ def epilogue_of(
 def _check_device(name: str, tensor: torch.Tensor, out: torch.Tensor) -> None:
     if tensor.device != out.device:
         raise ValueError(f"{name}: on {tensor.device}, the output on {out.device}; they are on one device")
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def untracked() -> AbstractContextManager[None]:
+    """A block in which autograd takes a view for a tensor of its own: the last view of a tensor that nothing else sees.
+
+    A view that is made in `torch.no_grad` could not be changed in place where gradients are asked for.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_VIEWS)
+
+
+def made_fresh() -> AbstractContextManager[object]:
+    """`untracked` for a result of the registered ops, unless its derivative may have saved it."""
+    tracked = torch.compiler.is_compiling() or torch.is_grad_enabled()
+    return nullcontext() if tracked else untracked()
 
 
 # Overlap --------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tilestream.ops import checks, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.limit import limit, worker_limit
-from tilestream.ops.operands import Overlap
+from tilestream.ops.operands import Overlap, made_fresh
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales
 from tilestream.ops.sharding import is_dtensor, refuse_dtensors
 from tilestream.plan import limit as limits
@@ -124,13 +124,11 @@ class _Product(Derivative):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, r: Request) -> torch.Tensor:
         output = native.product(
-            r.op, a, b.t() if r.op == "linear" else b, None, bias, None, 1.0, 1.0, r.activation, r.out_dtype, None,
-            None, r.fast_accum, r.schedule, r.workers,
+            r.op, a, b.t() if r.op == "linear" else b, None, bias, None, r.alpha, r.beta, r.activation, r.out_dtype,
+            None, None, r.fast_accum, r.schedule, r.workers,
         )  # fmt: skip
         if output is None:
             output = multiply(r)
-        if output._is_view():  # which could not be changed in place
-            output = torch.ops.aten._unsafe_view(output, output.shape)
         how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
         save_product(ctx, (a, b, bias, None, 1.0, 1.0, *how), output)
         return output
@@ -245,7 +243,8 @@ def _multiply(r: Request) -> torch.Tensor:
         except Overlap as error:
             raise Overlap(f"{op}: {error.what}", r.name(error.read)) from None
     if out is None:
-        return result.reshape(shape)
+        with made_fresh():
+            return result.reshape(shape)
     return out.copy_(result.reshape(shape)) if copied else out
 
 
