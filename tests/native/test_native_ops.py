@@ -168,6 +168,30 @@ def test_so_is_that_of_a_registered_op(python_calls, driver, monkeypatch, call):
     assert len(python_calls) == 3, "a public op's call is another one"
 
 
+def test_a_public_op_whose_registered_op_was_called_before_is_native(python_calls, driver, monkeypatch):
+    """The launch of the registered op inside is observed, and not left to its own recipe."""
+
+    def run(out: torch.Tensor, fresh: bool, kind: str, args: tuple, *others: tuple) -> None:
+        python_calls.append(args)
+        x = Matmul(0, args[0], args[1])
+        launch = Launch(driver, x)
+        launch.issue(x, out)
+        observation().launches.append(launch)
+
+    def through(r: request.Request) -> torch.Tensor:
+        return library.gemm_op(r.a, r.b, None, None, 1.0, 1.0, "none", None, "auto", 0)
+
+    monkeypatch.setattr(library, "_run", run)
+    monkeypatch.setattr(request, "_multiply", through)
+    for op in (ts.mm, ts.matmul):
+        for _ in range(3):
+            op(A, B)
+    library.gemm_op(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0)
+    library.gemm_op(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0)
+    assert len(python_calls) == 3
+    assert len(driver.launches()) == 8
+
+
 def test_no_two_of_these_calls_are_taken_for_each_other(python_calls):
     for call in CALLS.values():
         call()

@@ -177,12 +177,3 @@ def test_out_is_its_own():
         ts.attention(**tensors(q=q, v=torch.zeros(2, 9, 2, 8), out=q))
     with pytest.raises(ValueError, match="several elements share a place"):
         ts.attention(**tensors(out=torch.zeros(1, 1, 1, 16).expand(2, 6, 4, 16)))
-
-
-def test_no_forward_mode():
-    import torch.autograd.forward_ad as forward
-
-    with forward.dual_level():
-        q = forward.make_dual(torch.zeros(2, 6, 4, 8), torch.ones(2, 6, 4, 8))
-        with pytest.raises(NotImplementedError, match=r"attention: no forward-mode derivative; use torch\.nn"):
-            ts.attention(**tensors(q=q))

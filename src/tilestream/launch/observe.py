@@ -62,13 +62,9 @@ def observation() -> Observation | None:
 
 @contextlib.contextmanager
 def observe() -> Iterator[Observation]:
-    """Observe the launches of this block; so does a block around it."""
-    around, _here.observation = _here.observation, Observation()
-    seen = _here.observation
+    """Observe the launches of this block."""
+    before, _here.observation = _here.observation, Observation()
     try:
-        yield seen
+        yield _here.observation
     finally:
-        _here.observation = around
-        if around is not None:
-            around.launches += seen.launches
-            around.issued += seen.issued
+        _here.observation = before

@@ -18,6 +18,7 @@ from tilestream.ops.checks import MOST, autocast, check_dense, check_waiting, re
 from tilestream.ops.limit import limit
 from tilestream.ops.request import clear_signals
 from tilestream.ops.scales import check_scale_dtype
+from tilestream.ops.sharding import is_dtensor, refuse_dtensors
 from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
 from tilestream.plan.attention_problem import ATTENTION_DTYPES, LAYOUTS, Alignment, AttentionLayout
 from tilestream.runtime import shutdown
@@ -73,9 +74,12 @@ class AttentionRequest(NamedTuple):
         check_dense(_OP, _INSTEAD, tensors, 3, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
         if self.out is not None and not torch.compiler.is_compiling() and self.out.is_neg():
             raise ValueError(f"{_OP}: out is a negated view; give a tensor of its own")
-        refuse_tangents(_OP, self.q, self.k, self.v, self.sinks, instead=_INSTEAD)
+        others = () if self.out is None else (self.q, self.k, self.v, self.sinks, self.out)
+        refuse_tangents(_OP, self.scale_q, self.scale_k, self.scale_v, *others)
         if self.layout not in LAYOUTS:
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+        if self.arrival is not None:
+            refuse_dtensors(_OP, q=self.q, k=self.k, v=self.v, out=self.out)
         if self.arrival is not None and self.block_table is not None:
             raise ValueError(
                 f"{_OP}: arrival= with block_table=; keys in pages arrive in no order of rows: wait for them before "
@@ -114,15 +118,16 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
         None if scale is None else _canonical_scale(name, scale, batch, y.shape[-2])
         for name, scale, y in (("scale_q", r.scale_q, q), ("scale_k", r.scale_k, k), ("scale_v", r.scale_v, v))
     )
-    sinks = None if r.sinks is None else r.sinks.to(torch.float32)
-    needs_gradient = torch.is_grad_enabled() and _check_gradients(r)
+    sinks = None if r.sinks is None else r.sinks.to(library.wide_dtype(q))
+    if torch.is_grad_enabled():
+        _check_gradients(r)
     s = Settings(
         is_causal, alignment, left, right,
         0.0 if r.softcap is None else _number("softcap", r.softcap, positive=True),
         1 / math.sqrt(max(q.shape[-1], 1)) if r.scale is None else _number("scale", r.scale, positive=False),
         _most("max_seqlen_q", r.max_seqlen_q, r.cu_seqlens_q, "cu_seqlens_q"),
         _most("max_seqlen_k", r.max_seqlen_k, r.cu_seqlens_k, "cu_seqlens_k"),
-        r.layout, r.return_lse or needs_gradient, r.schedule, r.workers or 0, r.splits or 0,
+        r.layout, r.return_lse, r.schedule, r.workers or 0, r.splits or 0,
     )  # fmt: skip
     x = AttentionOperands(
         q, k, v, scale=s.scale, sinks=sinks, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v,
@@ -152,7 +157,11 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
         flat = FlatArrival.of(r.arrival)
         late = (flat.words, flat.ints, check_deadline(r.deadline))
     out, lse = x.out, x.lse
-    if r.out is None:
+    if r.out is not None and is_dtensor(r.out):  # it has placements of its own
+        library.check_outputs(x, s)
+        made, lse = library.attention_op(*x.inputs, *s, limit())
+        out.copy_(made)
+    elif r.out is None:
         out, lse = (library.attention_arriving_op if late else library.attention_op)(*x.inputs, *s, *late, limit())
     else:
         (library.attention_arriving_out_op if late else library.attention_out_op)(
@@ -285,8 +294,8 @@ def _canonical_scale(name: str, scale: torch.Tensor, batch: int, heads: int) -> 
     )
 
 
-def _check_gradients(r: AttentionRequest) -> bool:
-    """Whether a gradient is asked for; raises where nothing computes it."""
+def _check_gradients(r: AttentionRequest) -> None:
+    """Raise where nothing computes a gradient that is asked for."""
     asked = [name for name, x in zip(r._fields, r[:11], strict=False) if x is not None and x.requires_grad]
     for name in asked:
         if name.startswith("scale_"):
@@ -305,4 +314,3 @@ def _check_gradients(r: AttentionRequest) -> bool:
             f"{_OP}: {asked[0]} requires a gradient and q is {r.q.dtype}; operands of 8 bits get none: use "
             "torch.no_grad()"
         )
-    return bool(asked)

@@ -136,15 +136,19 @@ def refuse_gradients(
             )
 
 
-def refuse_tangents(op: str, *tensors: torch.Tensor | None, instead: str = "") -> None:
-    """Raise for forward-mode AD, which would otherwise pass through a registered op without a derivative, unseen."""
-    if forward_ad._current_level < 0:
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"{op}: no forward-mode derivative; use {instead or torch_op(op)} there, or reverse mode"
-            )
+def refuse_tangents(op: str, *tensors: torch.Tensor | None) -> None:
+    """Raise for a tensor with a tangent, where nothing computes its forward-mode derivative."""
+    if forward_ad._current_level >= 0:
+        refuse_given(op, *(None if x is None else forward_ad.unpack_dual(x).tangent for x in tensors))
+
+
+def refuse_given(op: str, *tangents: torch.Tensor | None) -> None:
+    """Raise for a tangent that is given."""
+    if any(tangent is not None for tangent in tangents):
+        raise NotImplementedError(
+            f"{op}: scales, out= and publish= have no forward-mode derivative; multiply by the scale outside, or leave "
+            "out= and publish= away"
+        )
 
 
 def autocast(op: str, arriving: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

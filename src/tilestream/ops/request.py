@@ -7,15 +7,20 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
 from tilestream.ops import checks, library, native
-from tilestream.ops.limit import limit
+from tilestream.ops.gradients import Derivative, product_gradients, save_product
+from tilestream.ops.inline import PLAIN
+from tilestream.ops.limit import limit, worker_limit
 from tilestream.ops.operands import Overlap
-from tilestream.ops.scales import canonical_scales
+from tilestream.ops.scales import FP8_DTYPES, canonical_scales
+from tilestream.ops.sharding import is_dtensor, refuse_dtensors
+from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.runtime import shutdown
 
@@ -69,6 +74,8 @@ class Request(NamedTuple):
                 op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
                 publish=self.publish,
             )  # fmt: skip
+        if arriving or self.publish is not None:
+            refuse_dtensors(op, a=self.a, b=self.b, out=self.out)
         if self.publish is not None:
             check_publish(op, self.schedule, arriving)
 
@@ -99,11 +106,80 @@ def multiply(r: Request) -> torch.Tensor:
     waits = r.arriving or r.publish is not None or r.deadline is not None
     if waits or torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
         return _multiply(r)
+    if _is_seen_by_autograd_alone(r):
+        return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
     call = (
         r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
         r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
     )  # fmt: skip
     return native.observed(call, lambda: _multiply(r))
+
+
+class _Product(Derivative):
+    """A product of plain tensors and its gradients, whose products are made as calls of their own are.
+
+    The formulas are those of the registered ops, whose kernels for autograd would cost more than the launches do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, r: Request) -> torch.Tensor:
+        output = native.product(
+            r.op, a, b.t() if r.op == "linear" else b, None, bias, None, 1.0, 1.0, r.activation, r.out_dtype, None,
+            None, r.fast_accum, r.schedule, r.workers,
+        )  # fmt: skip
+        if output is None:
+            output = multiply(r)
+        if output._is_view():  # which could not be changed in place
+            output = torch.ops.aten._unsafe_view(output, output.shape)
+        how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
+        save_product(ctx, (a, b, bias, None, 1.0, 1.0, *how), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None,) * 4 if grad is None else product_gradients(ctx, grad, _launch)
+
+
+def _is_seen_by_autograd_alone(r: Request) -> bool:
+    """Whether a gradient is asked for of a product of plain tensors, and nothing else has to see the call."""
+    a, b, bias = r.a, r.b, r.bias
+    return bool(
+        torch.is_grad_enabled()
+        and r.out is None and r.residual is None and r.scale_a is None and r.scale_b is None
+        and not r.arriving and r.publish is None and r.deadline is None
+        and type(a) in PLAIN and type(b) in PLAIN and (bias is None or type(bias) in PLAIN)
+        and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
+        and (a.is_cuda or a.is_cpu) and not a.is_nested and not b.is_nested
+        and (a.dim() >= b.dim() == 2 or (a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]))
+        and a.dtype not in FP8_DTYPES
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not torch._C._is_any_autocast_enabled()
+        and forward_ad._current_level < 0
+    )  # fmt: skip
+
+
+def _launch(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: None, alpha: float, beta: float,
+    activation: str, out_dtype: torch.dtype | None, schedule: str, workers: int, scale_a: None, scale_b: None,
+    fast_accum: bool, bound: int,
+) -> torch.Tensor:  # fmt: skip
+    """``tilestream::gemm`` as a call of its own, for operands of `_Product`."""
+    if bound and bound != limits.limit():  # a thread of torch's own, which knows nothing of blocks around the call
+        with worker_limit(bound):
+            return _launch(
+                a, b, bias, residual, alpha, beta, activation, out_dtype, schedule, workers, scale_a, scale_b,
+                fast_accum, 0,
+            )  # fmt: skip
+    of_call = None if activation == "none" else activation, out_dtype, scale_a, scale_b, fast_accum
+    made = native.product("matmul", a, b, None, bias, residual, alpha, beta, *of_call, schedule, workers or None)
+    if made is None:
+        made = multiply(Request(
+            "matmul", a, b, None, bias, residual, alpha, beta, *of_call[:2], schedule=schedule, workers=workers or None,
+            scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum,
+        ))  # fmt: skip
+    return made
 
 
 def _multiply(r: Request) -> torch.Tensor:
@@ -116,7 +192,8 @@ def _multiply(r: Request) -> torch.Tensor:
     })  # fmt: skip
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"{op}: {of_a} has {a.dim()} and {of_b} {b.dim()} dimensions; both have at least 1")
-    checks.refuse_tangents(op, a, b, r.bias, r.residual, r.scale_a, r.scale_b)
+    others = () if out is None and r.publish is None else (a, b, r.bias, r.residual, out)
+    checks.refuse_tangents(op, r.scale_a, r.scale_b, *others)
     if torch.is_grad_enabled():
         checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b, names=names)
     a, b = checks.autocast(op, r.arriving, a, b)
@@ -139,9 +216,10 @@ def _multiply(r: Request) -> torch.Tensor:
     if out is not None:
         _check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
     resized = out is not None and tuple(out.shape) != shape
+    copied = out is not None and is_dtensor(out)  # whose views need placements that it may not have
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
-    into = None if out is None or resized else out.view(full)
+    into = None if out is None or resized or copied else out.view(full)
     if folded and into is not None:  # rows of a column-major out are not one dimension, but its batches may be
         folded = _as_one(into, len(full) - 1) or not _as_one(into, len(full) - 2)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
@@ -166,7 +244,9 @@ def _multiply(r: Request) -> torch.Tensor:
                 result = _call(r, canonical, into, operands, optional)
         except Overlap as error:
             raise Overlap(f"{op}: {error.what}", r.name(error.read)) from None
-    return out if out is not None else result.reshape(shape)
+    if out is None:
+        return result.reshape(shape)
+    return out.copy_(result.reshape(shape)) if copied else out
 
 
 def _call(
@@ -260,8 +340,8 @@ def _check_out(r: Request, out: torch.Tensor, shape: tuple[int, ...], dtype: tor
         raise ValueError(f"{r.op}: out is a negated view; give a tensor of its own")
     if tuple(out.shape) != shape:
         told = f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}"
-        if torch.compiler.is_compiling():
-            raise ValueError(f"{told}, and a compiled function resizes no output")
+        if torch.compiler.is_compiling() or is_dtensor(out):
+            raise ValueError(f"{told}, and no output is resized in a compiled function, nor a DTensor")
         if out.numel():
             raise ValueError(f"{told}: give an out of that shape, or one of no elements, which is resized")
     if out.dtype != dtype:
