@@ -12,7 +12,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_library as library
-from tilestream.ops import native
+from tilestream.ops import inline, native
 from tilestream.ops.attention_operands import Settings, check_shapes
 from tilestream.ops.checks import MOST, autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
@@ -90,12 +90,18 @@ class AttentionRequest(NamedTuple):
 def attend(r: AttentionRequest) -> Answer:
     """The attention that a request asks for, through the registered ops.
 
-    What it launches on a GPU is observed, so that the native call path can make the next equal call.
+    The next equal call is launched natively, or on the CPU looked up.
     """
     waits = r.arrival is not None or r.deadline is not None
-    if waits or torch.compiler.is_compiling():
+    if waits or torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor):
         return _attend(r)
-    return native.observed_attention(r[:-2], lambda: _attend(r))
+    if r.q.is_cuda:
+        return native.observed_attention(r[:-2], lambda: _attend(r))
+    if any(x is not None for x in (*r[3:11], r.window, r.softcap, r.max_seqlen_q, r.max_seqlen_k, r.workers, r.splits)):
+        return _attend(r)
+    return inline.first_attention(
+        (r.q, r.k, r.v, r.out), (r.layout, r.causal, r.scale, r.return_lse, r.schedule), lambda: _attend(r)
+    )
 
 
 def _attend(r: AttentionRequest) -> Answer:
