@@ -185,8 +185,15 @@ def attention(
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
     extension = _loaded.extension
-    if is_compiling() or extension is None or _is_seen(q, k, out, v):
+    if is_compiling():
         return None
+    if extension is None or _is_seen(q, k, out, v):
+        if not (
+            sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is window
+            is softcap is max_seqlen_q is max_seqlen_k is workers is splits is None
+        ):  # fmt: skip
+            return None
+        return inline.attention(q, k, v, out, layout, causal, scale, return_lse, schedule)
     arguments: tuple[Any, ...] | None
     plain = (
         sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is None
