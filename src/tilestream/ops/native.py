@@ -1,7 +1,8 @@
-"""Calls of the matmul ops and of attention that the native call path may know: see `tilestream.launch.native`.
+"""Calls of the matmul ops, of attention and of its merge that the native call path may know.
 
-`product` and `attention` ask it first. They do not ask where something between the caller and the kernel has to see the
-call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those calls go through the registered ops.
+See `tilestream.launch.native`. `product`, `attention` and `merge` ask it first. They do not ask where something between
+the caller and the kernel has to see the call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those
+calls go through the registered ops.
 """
 
 from __future__ import annotations
@@ -184,6 +185,24 @@ def attention(
     return made if lse is None else (made, lse)
 
 
+def merge(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, layout: str
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The answer of `tilestream.merge_attention`, launched by the extension; None for a call that goes Python's way.
+
+    Parameters and errors as of `attention`.
+    """
+    extension = _loaded.extension
+    if is_compiling() or extension is None or _is_seen(o_a, o_b, lse_a, lse_b):
+        return None
+    check_device(o_a.get_device())
+    try:
+        out, lse = extension.try_merge_attention(o_a, lse_a, o_b, lse_b, _LAYOUTS[layout])
+    except (KeyError, RuntimeError, TypeError):
+        return None  # as in `product`
+    return None if out is None else (out, lse)
+
+
 def wanted(op: str, a: Any, b: Any, out: Any, bias: Any, *others: Any) -> tuple[Any, ...] | None:
     """What the extension would be asked for a call with the parameters of `product`; None if it is none for it."""
     # Asked before anything is loaded: a tensor that only looks like a GPU's needs no Triton.
@@ -206,6 +225,15 @@ def wanted_attention(
     )
 
 
+def wanted_merge(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, layout: str
+) -> tuple[Any, ...] | None:
+    """As `wanted`, for a call of `merge` that is right."""
+    if not o_a.is_cuda or _load() is None or _is_seen(o_a, o_b, lse_a, lse_b) or _is_seen_by_torch():
+        return None
+    return o_a, lse_a, o_b, lse_b, _LAYOUTS[layout]
+
+
 def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ...]) -> None:
     """Have the extension make the next equal call.
 
@@ -216,7 +244,7 @@ def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ..
     seen
         What was observed of this call.
     arguments
-        What `wanted`, or `wanted_attention`, said.
+        What `wanted`, `wanted_attention` or `wanted_merge` said.
     """
     result = call.operands["out"]
     if _loaded.extension is not None and seen.launches and result is not None:
