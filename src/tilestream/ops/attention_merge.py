@@ -80,7 +80,7 @@ def _shares(lse_a: torch.Tensor, lse_b: torch.Tensor) -> tuple[torch.Tensor, tor
 def _weigh(o: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """A part times its share. A part without a share does not count, whatever is in it."""
     share = share.unsqueeze(-1)
-    return torch.where(share == 0, 0.0, o * share)
+    return (o * share).masked_fill(share == 0, 0.0)  # with the part's strides, which `where` would not give it
 
 
 # The registered op ----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple[tor
 
 def _seen(o: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """A part in its share's precision; 0 where it has no share."""
-    return torch.where(share.unsqueeze(-1) == 0, 0.0, o.to(torch.promote_types(o.dtype, share.dtype)))
+    return o.to(torch.promote_types(o.dtype, share.dtype)).masked_fill(share.unsqueeze(-1) == 0, 0.0)
 
 
 torch.library.register_autograd(f"tilestream::{_NAME}", _backward, setup_context=_setup_context, lib=library)
