@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # Test processes. Most tests are pure Python and use one core each; 0 runs them in one process, to debug.
 JOBS ?= 2
+# That `make wheel` builds for. A compiler for another kind than this machine's: Debian's g++-aarch64-linux-gnu, or
+# CXX_aarch64="..." (CXX_x86_64).
+MACHINES ?= x86_64 aarch64
 # Passed on: make demo ARGS="...", make test ARGS="-k pivot".
 ARGS ?=
 
@@ -30,8 +33,15 @@ demo: $(VENV)/.stamp-cli ## Run the demonstration on this machine: make demo ARG
 native: $(VENV)/.stamp-dev ## Build the native call path (csrc/) for this source tree; needs a C++20 compiler.
 	$(BIN)/python -m tilestream.launch.native_build
 
-wheel: $(VENV)/.stamp-dev ## Build a wheel with the native call path into dist/, for this machine's kind of Linux.
-	TILESTREAM_BUILD_NATIVE=1 $(PIP) wheel --no-deps --no-build-isolation -w dist .
+wheel: $(VENV)/.stamp-dev ## Build wheels with the native call path into dist/, for each kind of Linux with a compiler here.
+	@for machine in $(MACHINES); do \
+		if found=`$(BIN)/python -m tilestream.launch.native_build $$machine 2>&1`; then \
+			echo "$$found"; \
+			TILESTREAM_BUILD_NATIVE=$$machine $(PIP) wheel --no-deps --no-build-isolation -w dist . || exit 1; \
+		else \
+			echo "left out: $$machine: $$found"; [ $$machine != `uname -m` ] || exit 1; \
+		fi; \
+	done
 
 test: $(VENV)/.stamp-dev ## Run the quick tests: no GPU needed, minutes at most.
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist worksteal $(ARGS)

@@ -1,13 +1,13 @@
 """Build hook: a wheel holds the native call path (csrc/) if it can be compiled here, and goes without it otherwise.
 
-``TILESTREAM_BUILD_NATIVE=0`` leaves it out. With ``TILESTREAM_BUILD_NATIVE=1`` a build without it fails.
+``TILESTREAM_BUILD_NATIVE=0`` leaves it out. With ``TILESTREAM_BUILD_NATIVE=1`` a build without it fails;
+``TILESTREAM_BUILD_NATIVE=aarch64`` (or ``x86_64``) builds a wheel for that kind of machine, or fails.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,17 +26,20 @@ class NativeHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build it; an editable install uses what ``make native`` puts into the source tree."""
-        asked = os.environ.get(ENVIRONMENT, "")
-        if asked not in ("", "0", "1"):
-            raise ValueError(f"{ENVIRONMENT}={asked}: must be 0 (without), 1 (required), or unset (if it can be built)")
+        asked, native_build = os.environ.get(ENVIRONMENT, ""), _native_build(Path(self.root))
+        if asked not in ("", "0", "1", *native_build.MACHINES):
+            raise ValueError(
+                f"{ENVIRONMENT}={asked}: must be 0 (without), 1 (required), {' or '.join(native_build.MACHINES)} "
+                "(required, for such machines), or unset (if it can be built)"
+            )
         if version == "editable" or asked == "0":
             return
-        native_build = _native_build(Path(self.root))
+        machine = asked if asked in native_build.MACHINES else native_build.MACHINE
         self.folder = tempfile.TemporaryDirectory()
         library = Path(self.folder.name) / native_build.LIBRARY.name
         why = "not on Linux"
         if sys.platform == "linux":
-            why = native_build.build(library, "-s", torch=_torch(native_build))
+            why = native_build.build(library, "-s", torch=_torch(native_build), machine=machine)
         if why and asked:
             raise RuntimeError(f"the native call path cannot be built: {why}")
         if why:
@@ -44,7 +47,7 @@ class NativeHook(BuildHookInterface[Any]):
             return
         build_data["force_include"][str(library)] = f"tilestream/_native/{library.name}"
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{native_build.platform_tag(library.read_bytes(), platform.machine())}"
+        build_data["tag"] = f"py3-none-{native_build.platform_tag(library.read_bytes(), machine)}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Delete what was built."""

@@ -5,6 +5,8 @@
 namespace tilestream {
 namespace {
 
+constexpr int kNotSupported = 801;  // hipErrorNotSupported
+
 Driver found;
 
 template <typename Function>
@@ -13,22 +15,46 @@ bool look_up(void* library, const char* name, Function*& function) {
   return function != nullptr;
 }
 
+// The launch that Triton makes on HIP.
+int (*launch_module)(
+    void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+    unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra) = nullptr;
+
+int launch_by_hip(const LaunchConfig* config, void* function, void** parameters, void** extra) {
+  if (config->attribute_count != 0) return kNotSupported;
+  const auto &grid = config->grid, &block = config->block;
+  return launch_module(
+      function, grid[0], grid[1], grid[2], block[0], block[1], block[2], config->shared_bytes, config->stream,
+      parameters, extra);
+}
+
+bool look_up_cuda(void* library, Driver& made) {
+  look_up(library, "cuCtxGetId", made.context_id);
+  return look_up(library, "cuLaunchKernelEx", made.launch) &&
+         look_up(library, "cuTensorMapEncodeTiled", made.encode_tiled) &&
+         look_up(library, "cuCtxGetDevice", made.context_device) &&
+         look_up(library, "cuStreamIsCapturing", made.stream_is_capturing);
+}
+
+bool look_up_hip(void* library, Driver& made) {
+  made.launch = launch_by_hip;
+  return look_up(library, "hipGetDevice", made.context_device) &&
+         look_up(library, "hipStreamIsCapturing", made.stream_is_capturing);
+}
+
 }  // namespace
 
 const Driver& driver() { return found; }
 
 std::string open_driver(const char* driver_library, const char* torch_library) {
-  void* cuda = dlopen(driver_library, RTLD_NOW);
-  if (cuda == nullptr) return std::string("no driver: ") + dlerror();
+  void* gpu = dlopen(driver_library, RTLD_NOW);
+  if (gpu == nullptr) return std::string("no driver: ") + dlerror();
   void* torch = dlopen(torch_library, RTLD_NOW);
-  if (torch == nullptr) return std::string("no CUDA build of torch: ") + dlerror();
+  if (torch == nullptr) return std::string("no GPU build of torch: ") + dlerror();
   Driver made;
-  look_up(cuda, "cuCtxGetId", made.context_id);
-  const bool complete = look_up(cuda, "cuLaunchKernelEx", made.launch) &&
-                        look_up(cuda, "cuTensorMapEncodeTiled", made.encode_tiled) &&
-                        look_up(cuda, "cuCtxGetDevice", made.context_device) &&
-                        look_up(cuda, "cuStreamIsCapturing", made.stream_is_capturing) &&
-                        look_up(torch, "aoti_torch_get_current_cuda_stream", made.current_stream);
+  const bool is_hip = look_up(gpu, "hipModuleLaunchKernel", launch_module);
+  const bool complete = (is_hip ? look_up_hip(gpu, made) : look_up_cuda(gpu, made)) &&
+                        look_up(torch, "aoti_torch_get_current_cuda_stream", made.current_stream);  // HIP's, too
   if (!complete) return std::string("a function is missing: ") + dlerror();
   found = made;
   return "";

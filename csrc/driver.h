@@ -1,4 +1,5 @@
-// CUDA's driver, found at run time: the few functions that a launch needs, without CUDA's headers or libraries.
+// The GPU's driver, CUDA's or HIP's, found at run time: the few functions that a launch needs, without headers or
+// libraries of either.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@ namespace tilestream {
 
 constexpr int kSuccess = 0;
 
-// As `CUlaunchConfig` and `CUlaunchAttribute` of cuda.h, whose layouts are the driver's ABI.
+// As `CUlaunchConfig` and `CUlaunchAttribute` of cuda.h, whose layouts are the ABI of CUDA's driver.
 struct LaunchAttribute {
   uint32_t id;
   uint32_t padding;
@@ -35,9 +36,9 @@ struct Driver {
   int (*encode_tiled)(
       TensorMapBytes*, int element_type, uint32_t rank, void* address, const uint64_t* extents, const uint64_t* strides,
       const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int promotion,
-      int fill) = nullptr;
+      int fill) = nullptr;  // null for HIP, which has no tensor maps
   int (*context_device)(int*) = nullptr;
-  int (*context_id)(void* context, unsigned long long*) = nullptr;  // null before CUDA 12
+  int (*context_id)(void* context, unsigned long long*) = nullptr;  // null before CUDA 12, and for HIP
   int (*stream_is_capturing)(void* stream, int*) = nullptr;
   int32_t (*current_stream)(int32_t device, void**) = nullptr;  // torch's own
 };
@@ -45,7 +46,8 @@ struct Driver {
 // The functions found by `open_driver`; all null before.
 const Driver& driver();
 
-// Look the functions up in the driver's library and in torch's. Returns why one is missing; empty if none is.
+// Look the functions up in the driver's library and in torch's GPU library. The driver is HIP's if its library has
+// HIP's launch. Returns why a function is missing; empty if none is.
 std::string open_driver(const char* driver_library, const char* torch_library);
 
 // The number of this thread's context, which no other context ever has; 0 if the driver numbers none. False if the

@@ -103,7 +103,10 @@ Kernel::Kernel(Reader& reader, bool counts) {
       case Kind::kTensorMap:
         slot.index = reader.count(kOperands + Workspace::kRegions - 1);
         slot.behind = reader.next();
-        if (slot.kind == Kind::kTensorMap) slot.map = read_tensor_map(reader);
+        if (slot.kind == Kind::kTensorMap) {
+          if (driver().encode_tiled == nullptr) refuse("a parameter is a tensor map, which the driver does not have");
+          slot.map = read_tensor_map(reader);
+        }
         break;
       default:
         refuse("a kind of parameter is unknown");

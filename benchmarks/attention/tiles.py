@@ -51,7 +51,7 @@ def launched_as(made: Candidates, backend: str = "hopper") -> Callable[[Shape], 
 
 def variants(
     run: Run, what: str = "variants", lengths: Sequence[int] = (512, 2048, 16384),
-    kinds: Sequence[str] = ("turns", "apart"),
+    kinds: Sequence[str] = ("ordered", "unordered"),
 ) -> None:  # fmt: skip
     def made(problem: Any, device: Any) -> Iterable[tuple[str, AttentionCandidate]]:
         for variant in kinds:
@@ -63,7 +63,7 @@ def variants(
 
 
 def blocks(run: Run) -> None:
-    variants(run, "blocks", (512, 1024, 2048), ("apart",))
+    variants(run, "blocks", (512, 1024, 2048), ("unordered",))
 
 
 def portable(run: Run) -> None:

@@ -32,12 +32,12 @@ def report(channel: Channel, signals, chunk: int) -> None:
     channel.records[at] = number + 1
 
 
-def read(slot: torch.Tensor, apart: LocalRows | None) -> torch.Tensor:
+def read(slot: torch.Tensor, local: LocalRows | None) -> torch.Tensor:
     """The rows that a kernel reads: those of the slot, and the own ones where they stand apart."""
     rows = slot.clone()
-    if apart is not None:
-        batches = rows.view(-1, apart.period, rows.shape[-1])
-        batches[:, apart.first : apart.first + apart.height] = apart.rows.view(len(batches), apart.height, -1)
+    if local is not None:
+        batches = rows.view(-1, local.period, rows.shape[-1])
+        batches[:, local.first : local.first + local.height] = local.rows.view(len(batches), local.height, -1)
     return rows
 
 
@@ -67,11 +67,11 @@ class GatherRank(Rank):
 
     def call(
         self, shards: Shards, gathered: torch.Tensor | None = None, *, strided=False, ways=("push",), fails=False,
-        scales: torch.Tensor | None = None, apart=True, products=1, loads=lambda: None,
+        scales: torch.Tensor | None = None, local=True, products=1, loads=lambda: None,
     ) -> None:  # fmt: skip
         """Issue the next call.
 
-        ``ways``: of each call in turn. ``apart``: whether the kernel reads the own rows where they stand. ``products``:
+        ``ways``: of each call in turn. ``local``: whether the kernel reads the own rows where they stand. ``products``:
         how many kernels read them. ``loads``: what the host does before it launches the kernel.
         """
         calling = self.calling
@@ -83,8 +83,8 @@ class GatherRank(Rank):
             if fails:
                 raise RuntimeError("out of memory")
             signals = arrival._signals
-            words = [signals.use(apart) for _ in range(products)][-1]
-            own = signals.local_rows if apart else None
+            words = [signals.use(local) for _ in range(products)][-1]
+            own = signals.local_rows if local else None
 
             def ended() -> bool:
                 found = words.words.tolist()

@@ -31,7 +31,7 @@ SHARDS = {
 PAIR = SHARDS[2][0]
 #: The ways of consecutive calls' shards, repeated.
 WAYS = st.lists(st.sampled_from(dispatch.WAYS), min_size=1, max_size=3)
-HOW = st.fixed_dictionaries({"strided": st.booleans(), "ways": WAYS, "apart": st.booleans()})
+HOW = st.fixed_dictionaries({"strided": st.booleans(), "ways": WAYS, "local": st.booleans()})
 
 
 @given(data=st.data(), size=st.sampled_from((2, 3)))
@@ -159,7 +159,7 @@ def test_pushes_overlap_the_copy_into_the_own_slot_unless_the_shard_is_strided()
     with world(2) as (_, (first, _)):
         for strided in (False, True):
             before = first.side.done
-            first.call(PAIR, strided=strided, apart=False)
+            first.call(PAIR, strided=strided, local=False)
             first.calling.run(1)
             first.side.run()
             assert (first.side.done > before) == (not strided)
@@ -187,7 +187,7 @@ def test_a_shard_is_copied_once_for_all_launches_that_read_it_in_the_slot(monkey
     with world(2) as (cuda, ranks):
         copied, copy = [], copy_engines.copy
         monkeypatch.setattr(copy_engines, "copy", lambda to, source: (copied.append(to), copy(to, source)))
-        call_all(ranks, shards, apart=False, products=products)
+        call_all(ranks, shards, local=False, products=products)
         assert len(copied) == len(ranks) * shards.batches
         cuda.run()
         check_results(ranks, 1)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+#: The native call path on AMD GPUs, where it is used only if it is asked for: these tests are to show that it works.
+os.environ.setdefault("TILESTREAM_NATIVE_HIP", "1")
+
 
 def pytest_collection_modifyitems(items):
     here = str(Path(__file__).parent)
@@ -57,6 +60,29 @@ def nothing_reported():
     yield
     torch.cuda.synchronize()
     ts.check()
+
+
+@pytest.fixture(params=["native", "python"])
+def way(request, monkeypatch):
+    """Which way public ops are launched.
+
+    ``native``: a call that waits for nothing is made twice, so that the second, equal one is the extension's; the first
+    writes into an output of its own. ``python``: the extension is not used.
+    """
+    from gpu_runs import twice
+
+    import tilestream as ts
+    from tilestream.launch.native import extension, why_not
+    from tilestream.ops import native
+
+    native._load()
+    if request.param == "python":
+        monkeypatch.setattr(native._loaded, "extension", None)
+        return
+    if extension() is None:
+        pytest.skip(f"no native call path: {why_not()}")
+    for op in ("matmul", "mm", "bmm", "addmm", "linear", "attention"):
+        monkeypatch.setattr(ts, op, twice(getattr(ts, op)))
 
 
 @pytest.fixture(params=["static", "dynamic", "stream_k"])

@@ -23,7 +23,7 @@ class AttentionCase(NamedTuple):
     keys: tuple[int, ...]
     features: str = "full"
     how: str = "dense"
-    variant: str = "apart"
+    variant: str = "unordered"
     shares: int = 1
     dtype: str = "bfloat16"
 
@@ -61,7 +61,7 @@ class AttentionCase(NamedTuple):
 #: More items than the item ring has slots and than there are queries of, more blocks than stages.
 CASES = {
     "attention": AttentionCase(200, (200,)),
-    "attention in turns": AttentionCase(130, (200,), "causal", variant="turns"),
+    "attention in turns": AttentionCase(130, (200,), "causal", variant="ordered"),
     "attention, pages of 8": AttentionCase(130, (150, 77), how="paged"),
     "attention in shares": AttentionCase(100, (300,), shares=2),
     "attention in 8 bits": AttentionCase(130, (200,), "causal", dtype="float8_e4m3fn"),

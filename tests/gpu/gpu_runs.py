@@ -23,6 +23,7 @@ from tilestream.ops.attention_operands import Settings
 from tilestream.plan.plan import Plan
 from tilestream.runtime import device_workspace as workspaces
 from tilestream.runtime.properties import cuda_properties
+from tilestream.trace.record import current
 
 ON_NVIDIA = torch.cuda.is_available() and torch.version.hip is None
 ON_HOPPER = ON_NVIDIA and torch.cuda.get_device_capability() == (9, 0)
@@ -117,6 +118,34 @@ def asked(call: Call) -> tuple[AttentionOperands, Settings]:
     poison(operands.out)
     poison(operands.lse)
     return operands, settings
+
+
+def twice(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A public op that makes each call twice, the first into an output of its own that lies as the given one does.
+
+    Calls that wait for something, are compiled or recorded are made once.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        waits = any(options.get(name) is not None for name in ("arrival", "weight_arrival", "publish", "deadline"))
+        if not (waits or torch.compiler.is_compiling() or current() is not None):
+            first, out = dict(options), options.get("out")
+            if isinstance(out, torch.Tensor):
+                first["out"] = _like(out)
+                if options.get("residual") is out:
+                    first["residual"] = first["out"]
+            op(*args, **first)
+        return op(*args, **options)
+
+    return call
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of NaN with the strides of ``x``, as far from a multiple of 16 bytes."""
+    offset = x.data_ptr() % 16 // x.element_size()
+    room = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    store = poison(torch.empty(offset + room, dtype=x.dtype, device=x.device))
+    return store.as_strided(x.shape, x.stride(), offset)
 
 
 @contextlib.contextmanager

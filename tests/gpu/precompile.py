@@ -47,11 +47,11 @@ STAND_IN = DeviceProperties(
 
 
 class Job(NamedTuple):
-    """A launch of a GEMM or of attention; ``apart``: rows of A that stand apart."""
+    """A launch of a GEMM or of attention; ``local_rows``: rows of A that the rank holds itself."""
 
     plan: Any
     layout: Any
-    apart: int | None = None
+    local_rows: int | None = None
 
     @property
     def attends(self) -> bool:
@@ -62,7 +62,7 @@ class Job(NamedTuple):
         if self.attends:
             return attention.attend, *attention.fill(self.plan, self.layout)
         if self.plan.backend == "hopper":
-            return hopper.gemm, *hopper.fill(self.plan, self.layout, apart=self.apart)
+            return hopper.gemm, *hopper.fill(self.plan, self.layout, local_rows=self.local_rows)
         filled, options = portable_arguments(self.plan, self.layout, self.plan.problem.aligned)
         return portable_gemm, options, filled
 
@@ -134,7 +134,7 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job]:
 def gathered(
     device: DeviceProperties, world: int, rows: int, n: int, k: int, chunks: int, layout: str = "nt"
 ) -> Iterator[Job]:
-    """What a gather of so many rows a rank launches: the own rows in the slot, and apart."""
+    """What a gather of so many rows a rank launches: the own rows in the slot, and as local rows."""
     from tilestream.distributed.shards import Shards
 
     shards = Shards(1, world, rows, k, min(chunks, rows))
@@ -144,7 +144,7 @@ def gathered(
     if made.plan.backend != "hopper":
         return
     if Arguments(made.plan, made.layout).local_tiles(rows, rows, world * rows) is not None:
-        yield made._replace(apart=rows)
+        yield made._replace(local_rows=rows)
 
 
 def of_attention(device: DeviceProperties) -> Iterator[Job]:
@@ -152,7 +152,7 @@ def of_attention(device: DeviceProperties) -> Iterator[Job]:
     from benchmarks.attention import fp8
     from benchmarks.attention.bench import SHAPES, problem_of_shape
 
-    for shape, variant in itertools.product(SHAPES, ("turns", "apart")):
+    for shape, variant in itertools.product(SHAPES, ("ordered", "unordered")):
         problem, layout = problem_of_shape(shape)
         for found in hopper_attention.candidates(problem, device, device.workers, kind="dynamic", variant=variant):
             yield Job(of_candidate(problem, device, "hopper", found, "a benchmark's", ()), layout)

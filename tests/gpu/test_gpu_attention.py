@@ -28,6 +28,8 @@ from tilestream.plan.attention_planner import plan_attention
 from tilestream.runtime.properties import cuda_properties
 from tilestream.trace import LaunchTrace, faults, record
 
+pytestmark = pytest.mark.usefixtures("way")
+
 BACKENDS = ["portable", "hopper"] if ON_HOPPER else ["portable"]
 if torch.version.hip is not None:
     BACKENDS = ["portable", "cdna"]

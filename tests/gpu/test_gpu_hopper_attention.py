@@ -38,7 +38,7 @@ CASES |= {f"8 bits, {name}": replace(CASES[name], dtype=E4M3) for name in ("pack
 
 
 def launches(
-    x: AttentionOperands, settings: Settings, kind: str = "dynamic", variant: str = "apart"
+    x: AttentionOperands, settings: Settings, kind: str = "dynamic", variant: str = "unordered"
 ) -> Iterator[HopperAttentionLaunch]:
     """One for each tile."""
     device, problem = cuda_properties(torch.cuda.current_device()), problem_of(x, settings)
@@ -50,7 +50,7 @@ def launches(
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("variant", ["ordered", "unordered"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_tile(name, variant, kind):
     call = call_of(CASES[name], "cuda")

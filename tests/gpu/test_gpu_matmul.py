@@ -11,6 +11,8 @@ import tilestream as ts
 import tilestream.ops  # registers torch.ops.tilestream
 from error_rule import Maths, check
 
+pytestmark = pytest.mark.usefixtures("way")
+
 
 @pytest.fixture
 def tf32():
@@ -23,10 +25,16 @@ def tf32():
 def run(case: Case) -> None:
     operands, (out, around) = case.operands("cuda"), case.output("cuda")
     a, b, bias, residual, scale_a, scale_b = operands.values()
-    torch.ops.tilestream.gemm_out(
-        a, b, bias, residual, case.alpha, case.beta, case.activation or "none", case.out_dtype, case.schedule,
-        case.workers or 0, out, scale_a, scale_b, case.fast_accum,
-    )  # fmt: skip
+    if case.alpha == 1:
+        ts.matmul(
+            **operands, out=out, beta=case.beta, activation=case.activation, out_dtype=case.out_dtype,
+            use_fast_accum=case.fast_accum, schedule=case.schedule, workers=case.workers,
+        )  # fmt: skip
+    else:  # which no public op has with all else
+        torch.ops.tilestream.gemm_out(
+            a, b, bias, residual, case.alpha, case.beta, case.activation or "none", case.out_dtype, case.schedule,
+            case.workers or 0, out, scale_a, scale_b, case.fast_accum,
+        )  # fmt: skip
     check(out, case.maths(operands))
     check_untouched(out, around)
 

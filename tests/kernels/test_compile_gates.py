@@ -153,7 +153,7 @@ def test_sums_are_multiplied_by_what_is_theirs(change, right):
 # Seeded faults --------------------------------------------------------------------------------------------------------
 
 HOPPER_GEMM = ("hopper gemm", "cooperative 128x256 bfloat16 plain nt")
-HOPPER_ATTENTION = ("hopper attention", "64-64 full turns 3x128")
+HOPPER_ATTENTION = ("hopper attention", "64-64 full ordered 3x128")
 CDNA_GEMM = ("cdna gemm", "gfx942 128x128 direct bfloat16 plain nt")
 #: Gate and case, what is changed in it (see `gates.engine.Seed`), and the rules that are broken.
 SEEDS = {

@@ -353,12 +353,10 @@ def test_an_exception_in_the_blas(monkeypatch):
 def test_an_exception_in_an_inline_call_leaves_no_old_numbers(monkeypatch):
     a, b, out = rand(4, 10, K), rand(4, K, 9), torch.zeros(4, 10, 9)
     assert ts.plan(10, 9, K, batch=4).variant == "inline"
-    real = GemmBody.compute
-    monkeypatch.setattr(GemmBody, "compute", lambda self, item: real(self, item) if item.batch == 0 else 1 / 0)
+    monkeypatch.setattr(torch, "bmm", lambda *operands, **more: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ts.bmm(a, b, out=out)
-    check(out[0], Maths(a[0], b[0]))
-    assert out[1:].isnan().all()
+    assert out.isnan().all()
 
 
 @pytest.mark.usefixtures("_both_ways_to_pin")

@@ -178,7 +178,7 @@ class Dtype(NamedTuple):
 class TensorMap(NamedTuple):
     dtype: Dtype
     shape: list[int]
-    apart: bool = False
+    local: bool = False
 
     @property
     def block_type(self) -> TensorMap:
@@ -225,19 +225,19 @@ class Kernel:
 
     ``counted``: the answers to looks and counts. ``edits``: what is changed in the text.
     ``over``: at which item the launch is; None: nothing arrives, and there is no gate. ``ordered``: the K steps of each
-    item, where they are taken in arrival order; else 0. ``copies``: what the kernel copies itself. ``apart``: the first
+    item, where they are taken in arrival order; else 0. ``copies``: what the kernel copies itself. ``local``: the first
     row tile that stands apart, how many do, and of how many.
     """
 
     def __init__(
         self, shape: Shape, items: list[WorkItem], counted: tuple[int, ...] = (), split: bool = False,
         edits: tuple[Edit, ...] = (), over: int | None = None, swapped: bool = False,
-        ordered: int = 0, copies: str = "none", apart: tuple[int, int, int] = (0, 0, 1),
+        ordered: int = 0, copies: str = "none", local: tuple[int, int, int] = (0, 0, 1),
     ) -> None:  # fmt: skip
         self.shape, self.ring, self.items, self.counted = shape, shape.ring, items, counted
         self.over, self.swapped, self.ordered, self.split = over, swapped, ordered, split
-        first, tiles, period = apart
-        self.apart = [tile for tile in range(99) if first <= tile % period < first + tiles]
+        first, tiles, period = local
+        self.local = [tile for tile in range(99) if first <= tile % period < first + tiles]
         self.log: list[Any] = []
         self.copies: list[tuple[Any, ...]] = []
         self.nbytes = 0
@@ -304,7 +304,7 @@ class Kernel:
         )  # fmt: skip
         given |= {
             "x_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K]), "C": self.config,
-            "local_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K], apart=True),
+            "local_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K], local=True),
             "local_first": first, "local_tiles": tiles, "local_period": period,
             "out_map": TensorMap(Dtype("out", 16), [self.half_rows, shape.strip]),
             "rows": EXTENTS[0], "columns": EXTENTS[1],
@@ -398,8 +398,8 @@ class Kernel:
             self.log.append(load)
         x_tile, y_tile = (self.item.pn, self.item.pm) if self.swapped else (self.item.pm, self.item.pn)
         if name == "x":
-            assert tensor_map.apart == (x_tile in self.apart)
-            x_tile = self.apart.index(x_tile) if tensor_map.apart else x_tile
+            assert tensor_map.local == (x_tile in self.local)
+            x_tile = self.local.index(x_tile) if tensor_map.local else x_tile
         row = x_tile * ROWS + half * self.half_rows
         if name != "x":
             row = y_tile * self.shape.columns + sum(self.shape.widths[: self.parts.index(name)])
@@ -785,7 +785,7 @@ GATED_SHAPES = [
     for depth, promoted, strips, parts in ((2, False, 0, (64,)), (3, False, 3, (64, 32)), (1, True, 2, (64, 64)))
 ]
 #: Row tiles that stand apart: first, how many, of how many; of several batches, too.
-APART = ((0, 2, 4), (2, 2, 6), (1, 1, 3), (1, 2, 3))
+LOCAL_ROWS = ((0, 2, 4), (2, 2, 6), (1, 1, 3), (1, 2, 3))
 
 
 @pytest.mark.parametrize("shape", GATED_SHAPES, ids=str)
@@ -819,12 +819,12 @@ def test_copies_are_made_once_before_the_warps_part_and_change_nothing_behind(co
         assert [given[1].signals for given in kernel.copied] == ([] if copies == "none" else [f"of {copies}"])
 
 
-@pytest.mark.parametrize("apart", APART)
-def test_rows_that_stand_apart_are_loaded_from_there(apart):
+@pytest.mark.parametrize("local", LOCAL_ROWS)
+def test_rows_that_stand_apart_are_loaded_from_there(local):
     items = items_of(SCRIPTS[-1])
     for shape in GATED_SHAPES:
-        kernel = compared(shape, items, over=NEVER, apart=apart, math_loops=False)
-        assert any(item.pm in kernel.apart for item in items)
+        kernel = compared(shape, items, over=NEVER, local=local, math_loops=False)
+        assert any(item.pm in kernel.local for item in items)
 
 
 @pytest.mark.parametrize("out_size", [2, 4])
@@ -847,8 +847,8 @@ def differs(edits: tuple[Edit, ...]) -> bool:
         for shape in CHANGED_SHAPES:
             compared(shape, items, edits=edits)
             compared(shape, in_parts(), (0, 1), split=True, edits=edits)
-        for apart in APART:
-            compared(GATED_SHAPES[0], items, edits=edits, over=NEVER, apart=apart, math_loops=False)
+        for local in LOCAL_ROWS:
+            compared(GATED_SHAPES[0], items, edits=edits, over=NEVER, local=local, math_loops=False)
         for shape, over, swapped in itertools.product(GATED_SHAPES, (ALREADY, 1, NEVER), (False, True)):
             compared(shape, items, edits=edits, over=over, swapped=swapped, math_loops=not swapped)
     except AssertionError:

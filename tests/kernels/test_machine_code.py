@@ -23,7 +23,7 @@ GATE = Path(__file__).parent / "machine_code.py"
 RECORD = json.loads(GATE.with_suffix(".json").read_text(encoding="utf-8"))
 INSTALLED = installed.__version__.partition("+")[0]
 SAMPLE = (
-    "sm_90a hopper gemm single 64x64 bfloat16 arriving nt", "sm_90a hopper attention 128-128 causal apart 2x128",
+    "sm_90a hopper gemm single 64x64 bfloat16 arriving nt", "sm_90a hopper attention 128-128 causal unordered 2x128",
     "sm_90a portable gemm bfloat16 64x64 arriving nt", "gfx942 portable attention bfloat16 128 128x64 worst",
     "gfx950 cdna gemm 32x64 direct bfloat16 arriving nt", "gfx942 cdna attention 128-128 256x32 staged causal",
 )  # fmt: skip

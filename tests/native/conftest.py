@@ -28,19 +28,23 @@ AS_CPU = "-DTILESTREAM_DEVICE_KEY=CPU", "-DTILESTREAM_AUTOCAST_KEY=AutocastCPU"
 FAKE = Path(__file__).parent / "fake_driver.cpp"
 
 
-def built(folder: Path) -> tuple[Path, Path]:
-    """The extension and the fake driver, built once for all test processes of a source."""
-    texts = [path.read_bytes() for path in (*sorted(native_build.SOURCES[1].iterdir()), FAKE)]
+def built(folder: Path) -> tuple[Path, Path, Path]:
+    """The extension, the fake driver, and one of HIP, built once for all test processes of a source."""
+    files = (*sorted(native_build.SOURCES[1].iterdir()), native_build.HERE, FAKE)
+    texts = [path.read_bytes() for path in files]
     sanitized = ["-g", f"-fsanitize={SANITIZER}"] if SANITIZER else []
     digest = hashlib.sha256(b"".join([f"{torch.__version__}{SANITIZER}".encode(), *texts])).hexdigest()[:16]
     library, driver = folder / f"libtilestream_native_{digest}.so", folder / f"libfake_driver_{digest}.so"
+    hip = folder / digest / "libamdhip64.so"  # the name by which Triton knows it
     with FileLock(folder / "lock"):
-        if not driver.exists():
+        if not hip.exists():
             failed = native_build.build(library, *AS_CPU, "-O1", "-Werror", *sanitized)
             assert not failed, failed
             flags = "-O1", "-std=c++20", "-fPIC", "-shared", "-Wall", "-Wextra"
-            subprocess.run([native_build.compiler(), *flags, *sanitized, FAKE, "-o", driver], check=True)
-    return library, driver
+            hip.parent.mkdir(exist_ok=True)
+            for made, more in ((driver, []), (hip, ["-DFAKE_HIP"])):
+                subprocess.run([*native_build.compiler(), *flags, *sanitized, *more, FAKE, "-o", made], check=True)
+    return library, driver, hip
 
 
 class Driver:
@@ -80,7 +84,10 @@ class Driver:
 
 
 @pytest.fixture(scope="session")
-def libraries() -> tuple[Path, Path]:
+def libraries() -> tuple[Path, Path, Path]:
+    if given := os.environ.get("TILESTREAM_TEST_LIBRARIES"):  # test_native_torches.py: built under another torch
+        library, cuda, hip = map(Path, given.split(os.pathsep))
+        return library, cuda, hip
     if why := native_build.why_not(native_build.torch_folder()):
         pytest.skip(why)
     if native.extension() is not None:
@@ -92,7 +99,7 @@ def libraries() -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def loaded(libraries) -> native.Extension:
-    library, driver = libraries
+    library, driver, _ = libraries
     return native.Extension(library, str(driver), str(driver))
 
 

@@ -1,8 +1,10 @@
-// A CUDA driver for tests without one: it records what is launched, and launches nothing.
+// A GPU's driver for tests without one: it records what is launched, and launches nothing. CUDA's, or, with FAKE_HIP,
+// HIP's, in which Triton's own launcher finds what it needs, too.
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 namespace {
@@ -34,6 +36,33 @@ template <typename T>
 void append(std::vector<unsigned char>& bytes, const T* values, size_t count) {
   const auto* first = reinterpret_cast<const unsigned char*>(values);
   bytes.insert(bytes.end(), first, first + count * sizeof(T));
+}
+
+int record(const Config* config, void* function, void** parameters) {
+  if (!has_context) return 201;
+  if (launch_code || !recording) return launch_code;
+  if (left == 0) return 700;
+  if (left > 0) left--;
+  std::lock_guard lock(mutex);
+  std::vector<unsigned char> bytes;
+  append(bytes, config->grid, 7);
+  append(bytes, &config->stream, 1);
+  append(bytes, &config->count, 1);
+  append(bytes, config->attributes, config->count);
+  const auto& sizes = sizes_of[function];
+  for (size_t i = 0; i < sizes.size(); i++) append(bytes, static_cast<unsigned char*>(parameters[i]), sizes[i]);
+  launches.push_back(std::move(bytes));
+  return 0;
+}
+
+int device_of_thread(int* found) {
+  *found = device;
+  return has_context ? 0 : 201;
+}
+
+int capture_of(void*, int* status) {
+  *status = capturing;
+  return 0;
 }
 
 }  // namespace
@@ -72,23 +101,41 @@ void fake_forget() {
   launches.clear();
 }
 
-// The driver's own functions, and torch's.
+int32_t aoti_torch_get_current_cuda_stream(int32_t, void** found) {
+  *found = stream;
+  return 0;
+}
+
+#ifdef FAKE_HIP
+
+int hipModuleLaunchKernel(
+    void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+    unsigned block_z, unsigned shared, void* on, void** parameters, void**) {
+  const Config config{{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared, on, nullptr, 0};
+  return record(&config, function, parameters);
+}
+
+int hipGetDevice(int* found) { return device_of_thread(found); }
+
+int hipStreamIsCapturing(void* of, int* status) { return capture_of(of, status); }
+
+int hipDriverGetVersion(int* version) {
+  *version = 70000000;
+  return 0;
+}
+
+int unused() { return 0; }
+
+int hipGetProcAddress(const char* name, void** found, int, uint64_t, int*) {
+  const bool launch = std::string_view(name) == "hipModuleLaunchKernel";
+  *found = launch ? reinterpret_cast<void*>(hipModuleLaunchKernel) : reinterpret_cast<void*>(unused);
+  return 0;
+}
+
+#else
 
 int cuLaunchKernelEx(const Config* config, void* function, void** parameters, void**) {
-  if (!has_context) return 201;
-  if (launch_code || !recording) return launch_code;
-  if (left == 0) return 700;
-  if (left > 0) left--;
-  std::lock_guard lock(mutex);
-  std::vector<unsigned char> bytes;
-  append(bytes, config->grid, 7);
-  append(bytes, &config->stream, 1);
-  append(bytes, &config->count, 1);
-  append(bytes, config->attributes, config->count);
-  const auto& sizes = sizes_of[function];
-  for (size_t i = 0; i < sizes.size(); i++) append(bytes, static_cast<unsigned char*>(parameters[i]), sizes[i]);
-  launches.push_back(std::move(bytes));
-  return 0;
+  return record(config, function, parameters);
 }
 
 // All that it was told, told apart by position: enough to compare two maps.
@@ -108,29 +155,20 @@ int cuTensorMapEncodeTiled(
   return 0;
 }
 
-int cuCtxGetDevice(int* found) {
-  *found = device;
-  return has_context ? 0 : 201;
-}
+int cuCtxGetDevice(int* found) { return device_of_thread(found); }
 
 int cuCtxGetId(void*, unsigned long long* number) {
   *number = context;
   return has_context ? 0 : 201;
 }
 
-int cuStreamIsCapturing(void*, int* status) {
-  *status = capturing;
-  return 0;
-}
+int cuStreamIsCapturing(void* of, int* status) { return capture_of(of, status); }
 
 int cuDriverGetVersion(int* version) {
   *version = 13000;
   return 0;
 }
 
-int32_t aoti_torch_get_current_cuda_stream(int32_t, void** found) {
-  *found = stream;
-  return 0;
-}
+#endif
 
 }  // extern "C"

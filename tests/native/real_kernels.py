@@ -1,12 +1,14 @@
-"""Real kernels, compiled for an H100 without one: does the extension give the driver what Python's launch gives it?
+"""Real kernels, compiled without their GPU: does the extension give the driver what Python's launch gives it?
 
-A process of its own, because Triton's driver is replaced for good. ``real_kernels.py LIBRARY FAKE_DRIVER NAME...``
-prints a line a case: its name, the bytes that were compared, and "equal".
+For an H100; and for an MI300X, where Triton's own launcher, over the same driver, is compared, too. A process of its
+own, because Triton's driver is replaced for good. ``real_kernels.py TARGET LIBRARY FAKE_DRIVER NAME...`` prints a line
+a case: its name, the bytes that were compared, and "equal".
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import triton
 from stand_ins import CPU_INDEX, Attention, Matmul, Merge
+from triton.backends.amd.driver import HIPLauncher, HIPUtils
 
 from conftest import Driver
 from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands, MergeOperands
 from tilestream.launch import launcher, native, tensor_map
+from tilestream.launch.cdna.launch import GemmLaunch as CdnaLaunch
 from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
-from tilestream.launch.launch import Kernel
+from tilestream.launch.launch import Kernel, address
 from tilestream.launch.observe import Call, observation, observe
 from tilestream.launch.portable.arguments import Layout
 from tilestream.launch.portable.attention_launch import PairLaunch
@@ -35,13 +39,15 @@ from tilestream.plan.attention_planner import plan_attention
 from tilestream_tools.isa.build import TARGETS, NoGpu
 
 BF16 = torch.bfloat16
+#: By the target that kernels are compiled for.
+DEVICES = {"sm_90a": "h100", "gfx942": "mi300x"}
 
 
 def strides(x: torch.Tensor) -> tuple[int, int, int]:
     return (x.stride(0) if x.dim() == 3 else 0, *x.stride()[-2:])
 
 
-def case(backend: str, schedule: str, epilogue: bool, m: int, n: int, k: int) -> tuple[Any, Matmul]:
+def case(target: str, backend: str, schedule: str, epilogue: bool, m: int, n: int, k: int) -> tuple[Any, Matmul]:
     """A launch, and the call that it is of."""
     a, b = torch.zeros(m, k, dtype=BF16), torch.zeros(n, k, dtype=BF16).T
     out = torch.zeros(m, n, dtype=BF16)
@@ -56,10 +62,12 @@ def case(backend: str, schedule: str, epilogue: bool, m: int, n: int, k: int) ->
         epilogue, "none", (0, 1) if epilogue else (0, 0), (0, 1) if epilogue else (0, 0),
     )  # fmt: skip
     plan = make_plan(
-        m, n, k, dtype="bfloat16", device="h100", backend=backend, schedule=schedule,
+        m, n, k, dtype="bfloat16", device=DEVICES[target], backend=backend, schedule=schedule,
         scales="row" if epilogue else "none",
     )  # fmt: skip
-    return (HopperLaunch(plan, layout) if backend == "hopper" else PortableLaunch(plan, layout)), x
+    if backend == "cdna":
+        return CdnaLaunch(plan, layout, (True, True)), x
+    return (HopperLaunch if backend == "hopper" else PortableLaunch)(plan, layout), x
 
 
 CASES = {
@@ -68,6 +76,8 @@ CASES = {
     "hopper, few rows": ("hopper", "dynamic", True, 16, 4096, 1024),
     "portable, dynamic": ("portable", "dynamic", False, 1024, 1024, 256),
     "portable, stream-K, epilogue": ("portable", "stream_k", True, 1152, 1152, 4096),
+    "cdna, dynamic": ("cdna", "dynamic", False, 1024, 1024, 256),
+    "cdna, stream-K, epilogue": ("cdna", "stream_k", True, 1152, 1152, 4096),
 }
 
 
@@ -77,12 +87,14 @@ ATTENTION_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hopper, attention, split": ("hopper", {"queries": 1, "keys": 8192, "splits": 4, "sinks": True}),
     "portable, attention, paged": ("portable", {"paged": True}),
     "portable, attention, packed": ("portable", {"packed": True}),
+    "cdna, attention, packed, lse": ("cdna", {"packed": True, "lse": True}),
+    "cdna, attention": ("cdna", {"causal": True}),
 }
 
 
 def attention_case(
-    backend: str, queries: int = 512, keys: int = 512, packed: bool = False, paged: bool = False, lse: bool = False,
-    sinks: bool = False, causal: bool = False, splits: int = 0,
+    target: str, backend: str, queries: int = 512, keys: int = 512, packed: bool = False, paged: bool = False,
+    lse: bool = False, sinks: bool = False, causal: bool = False, splits: int = 0,
 ) -> tuple[Any, AttentionOperands, Attention]:  # fmt: skip
     """A launch, its operands, and the call that it is of."""
     first = (2 * queries,) if packed else (2, queries)
@@ -100,15 +112,20 @@ def attention_case(
         q, k, v, out, 0.125, sums, x.sinks, None, None, None, x.cu_seqlens_q, x.cu_seqlens_k, x.block_table, x.seqlens_k
     )
     s = Settings(causal, "bottom_right", -1, -1, 0.0, 0.125, return_lse=lse, splits=splits)
-    device = device_properties("h100")
+    device = device_properties(DEVICES[target])
     problem = replace(problem_of(operands, s, None), no_tma="")
     plan = plan_attention(problem, None, "auto", device=device, splits=splits or None, backend=backend)
     return attention_gpu.launch_of(plan, attention_gpu.layout_of(operands)), operands, x
 
 
+#: What Triton's own launcher is to launch once more: kernels, their grids and all of their arguments.
+by_triton: list[tuple[Any, tuple[int, int, int], list[Any]]] = []
+
+
 def compared(extension: native.Extension, driver: Driver, launch: Any, operands: Any, call: Call, x: Any) -> int:
     """Bytes of a launch that are equal; ``x``: the arguments of the extension's op."""
     extension._words.clear()  # counted from 0 again
+    by_triton.clear()
     with observe() as seen:
         launch(operands)
     assert seen.issued, "nothing was launched"
@@ -141,16 +158,26 @@ def compared(extension: native.Extension, driver: Driver, launch: Any, operands:
         }
     for (python, _), values in zip(seen.issued, given, strict=True):
         python(0, *[there.get(name, moved.get(value, value)) for name, value in values])
-    launched = driver.launches()
-    by_extension, by_python = launched[: len(given)], launched[len(given) :]
-    for one, other in zip(by_extension, by_python, strict=True):
+    for kernel, grid, filled in by_triton:
+        signature = kernel.src.signature.items()
+        varies = [name == "base" or str(type_).startswith("*") for name, type_ in signature]
+        again = [
+            there.get(name, moved.get(value, value)) if varying else value
+            for (name, _), varying, value in zip(signature, varies, filled, strict=True)
+        ]
+        kernel.run(*grid, 0, kernel.function, kernel.packed_metadata, None, None, None, *again)
+    launched, count = driver.launches(), len(given)
+    assert len(launched) == 2 * count + len(by_triton)
+    assert len(by_triton) in (0, count)
+    for i, other in enumerate(launched[count:]):
+        one = launched[i % count]
         different = [i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]]
-        assert not different, (different, [(p.name, p.size) for p in seen.issued[0][0].parameters])
-    return sum(map(len, by_extension))
+        assert not different, (different, [(p.name, p.size) for p in seen.issued[i % count][0].parameters])
+    return sum(map(len, launched[:count]))
 
 
-def compared_matmul(extension: native.Extension, driver: Driver, name: str) -> int:
-    launch, x = case(*CASES[name])
+def compared_matmul(extension: native.Extension, driver: Driver, target: str, name: str) -> int:
+    launch, x = case(target, *CASES[name])
     out = torch.zeros(x.a.shape[0], x.b.shape[1], dtype=BF16)
     operands = GemmOperands(x.a, x.b, out, Epilogue(x.alpha, x.bias, x.residual, x.beta, "none", x.scale_a, x.scale_b))
     fields = ("a", "b", "bias", "residual", "scale_a", "scale_b")
@@ -158,14 +185,14 @@ def compared_matmul(extension: native.Extension, driver: Driver, name: str) -> i
     return compared(extension, driver, launch, operands, call, x)
 
 
-def compared_attention(extension: native.Extension, driver: Driver, name: str) -> int:
+def compared_attention(extension: native.Extension, driver: Driver, target: str, name: str) -> int:
     backend, options = ATTENTION_CASES[name]
-    launch, operands, x = attention_case(backend, **options)
+    launch, operands, x = attention_case(target, backend, **options)
     given = {field: tensor for field, tensor in operands._asdict().items() if field != "scale"}
     return compared(extension, driver, launch, operands, Call(given), x)
 
 
-def compared_merge(extension: native.Extension, driver: Driver, name: str) -> int:
+def compared_merge(extension: native.Extension, driver: Driver, target: str, name: str) -> int:
     """As `tilestream.ops.attention_merge` has it: the kernel's log-sum-exps are views of the caller's."""
     packed, heads_first = "packed" in name, "heads first" in name
     shape = (100, 8, 64) if packed else (2, 8, 50, 64) if heads_first else (2, 50, 8, 64)
@@ -179,18 +206,30 @@ def compared_merge(extension: native.Extension, driver: Driver, name: str) -> in
 
 
 def main() -> None:
-    library, fake, *names = sys.argv[1:]
-    triton.runtime.driver.set_active(NoGpu(TARGETS["sm_90a"]))
+    target, library, fake, *names = sys.argv[1:]
+    active = NoGpu(TARGETS[target])
+    triton.runtime.driver.set_active(active)
+    hip = TARGETS[target].backend == "hip"
+    if hip:
+        os.environ["TRITON_LIBHIP_PATH"] = fake
+        active.utils = HIPUtils()
     handles = iter(range(0x1000, 0x10000, 0x10))
-    compiled = triton.compiler.CompiledKernel
-    compiled._init_handles = lambda kernel: setattr(kernel, "function", kernel.function or next(handles))
+
+    def init_handles(kernel: Any) -> None:
+        kernel.function = kernel.function or next(handles)
+        if hip:
+            kernel._run = HIPLauncher(kernel.src, kernel.metadata)
+
+    triton.compiler.CompiledKernel._init_handles = init_handles
 
     def load_first(kernel: Kernel, stream: int, filled: Any) -> None:
         """`Kernel.__call__`, where nothing can be launched."""
         kernel.load(filled)
-        made = native.issued(kernel._compiled, kernel._grid, [getattr(x, "data_ptr", lambda x=x: x)() for x in filled])
+        values = [address(x) for x in filled]
+        if hip:
+            by_triton.append((kernel._compiled, kernel._grid, values))
         if (seen := observation()) is not None:
-            seen.issued.append(made)
+            seen.issued.append(native.issued(kernel._compiled, kernel._grid, values))
 
     Kernel.__call__ = load_first
     cdll = ctypes.CDLL(fake)
@@ -201,13 +240,13 @@ def main() -> None:
         return found
 
     for module in (launcher, tensor_map):
-        module.cuda_function = function
+        module.cuda_function = module.hip_function = function
     driver = Driver(Path(fake))
     driver.thread()
     extension = native.Extension(Path(library), fake, fake)
     for name in names:
         made = compared_matmul if name in CASES else compared_merge if "merge" in name else compared_attention
-        print(name, made(extension, driver, name), "equal", flush=True)
+        print(name, made(extension, driver, target, name), "equal", flush=True)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ def kernel(
         metadata=SimpleNamespace(
             num_ctas=1,
             num_warps=12,
+            warp_size=32,
             shared=1000,
             launch_pdl=True,
             launch_cooperative_grid=False,

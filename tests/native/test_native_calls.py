@@ -7,6 +7,7 @@ import resource
 import struct
 import subprocess
 import sys
+import sysconfig
 import threading
 import weakref
 from pathlib import Path
@@ -249,6 +250,28 @@ def test_a_recipe_is_checked(extension, driver, change, message):
     assert len(extension) == 0
 
 
+def test_a_driver_of_hip_takes_no_tensor_maps_and_no_attributes(extension, driver, libraries):
+    x = call()
+    launch = Launch(driver, x)
+    with observe() as seen:
+        launch.issue(x, out := result_of(x))
+        seen.launches.append(launch)
+    made = recipe_of(seen, Call({"a": x.a, "b": x.b, "out": out}, (1.0, 1.0)))
+    assert extension.remember_matmul(made, out, False, *x)
+    cuda, hip = str(libraries[1]), str(libraries[2])
+    assert extension._library.tilestream_open(hip.encode(), hip.encode()) is None
+    try:
+        (on_hip := type(driver)(libraries[2])).thread()
+        with pytest.raises((ValueError, RuntimeError), match="a tensor map, which the driver does not have"):
+            extension.remember_matmul(made, out, False, *x)
+        y = attention_call()
+        assert remember_attention(extension, AttentionLaunch(driver, y), y)  # a programmatic launch
+        assert extension.try_attention(*y) == (None, None)
+        assert not on_hip.launches()
+    finally:
+        assert extension._library.tilestream_open(cuda.encode(), cuda.encode()) is None
+
+
 def test_a_block_observes_its_own_thread_only():
     with observe() as outer:
         other = []
@@ -280,9 +303,11 @@ def test_a_launch_that_fails_takes_no_tickets(extension, driver):
     launch = Launch(driver, x, COUNTS)
     remember(extension, launch, x)
     driver.forget()
-    for state in ({"launch": 700}, {"encode": 1}, {"capturing": True}):
+    states = ({"launch": 700}, {"encode": 1}, {"capturing": True})
+    calls = [x._replace(a=x.a.clone(), b=x.b.clone()) for _ in states]  # at addresses whose maps nothing remembers
+    for state, other in zip(states, calls, strict=True):
         driver.state(**state)
-        assert extension.try_matmul(*x._replace(a=torch.empty_like(x.a), b=x.b.clone())) is None, state
+        assert extension.try_matmul(*other) is None, state
     driver.state()
     extension.try_matmul(*x)
     assert [base_of(one, launch) for one in driver.launches()] == [0]
@@ -700,7 +725,7 @@ def test_memory_does_not_grow_with_calls(extension, driver):
 
 @pytest.mark.parametrize(
     ("cuda", "ours", "message"),
-    [("libnone.so.9", None, "no driver"), (None, "libnone.so.9", "no CUDA build"), ("libc.so.6", None, "is missing")],
+    [("libnone.so.9", None, "no driver"), (None, "libnone.so.9", "no GPU build"), ("libc.so.6", None, "is missing")],
 )
 def test_a_driver_that_is_missing_is_named(loaded, libraries, cuda, ours, message):
     fake = str(libraries[1])
@@ -725,6 +750,15 @@ def test_why_there_is_no_extension_is_said(monkeypatch, tmp_path):
         there.touch()
         monkeypatch.setattr(native.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
         assert why(TILESTREAM_NATIVE=str(there)) == "this torch is built without CUDA"
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        assert why() == "it has not run on an AMD GPU yet: TILESTREAM_NATIVE_HIP=1 switches it on"
+        (tmp_path / "torch" / "lib").mkdir(parents=True)
+        (tmp_path / "torch" / "lib" / "libtorch_hip.so").touch()
+        monkeypatch.setattr(native, "hip_library", lambda: "libamdhip64.so")
+        opened = []
+        monkeypatch.setattr(native, "Extension", lambda *given: opened.append(given))
+        why(TILESTREAM_NATIVE_HIP="1")
+        assert opened == [(there, "libamdhip64.so", str(tmp_path / "torch" / "lib" / "libtorch_hip.so"))]
     finally:
         native.load.cache_clear()
 
@@ -736,28 +770,39 @@ MORE = ["hopper, stream-K, epilogue", "hopper, few rows", "portable, stream-K, e
 ATTENTION = ["hopper, attention, packed, lse", "hopper, attention, split", "portable, attention, paged"]
 MORE_ATTENTION = ["hopper, attention", "portable, attention, packed"]
 MERGE = ["merge, dense", "merge, packed", "merge, heads first"]
+AMD = ["portable, dynamic", "cdna, dynamic", "cdna, attention, packed, lse", *MERGE[:1]]
+MORE_AMD = [
+    "portable, stream-K, epilogue", "cdna, stream-K, epilogue", "cdna, attention", "portable, attention, paged",
+    "portable, attention, packed",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("target", "names"),
     [
-        REAL,
-        pytest.param(MORE, marks=pytest.mark.slow),
-        ATTENTION,
-        pytest.param(MORE_ATTENTION, marks=pytest.mark.slow),
-        MERGE,
+        ("sm_90a", REAL), ("sm_90a", ATTENTION), ("sm_90a", MERGE), ("gfx942", AMD),
+        *[
+            pytest.param(target, names, marks=pytest.mark.slow)
+            for target, names in (("sm_90a", MORE), ("sm_90a", MORE_ATTENTION), ("gfx942", MORE_AMD))
+        ],
     ],
-    ids=["plain", "with an epilogue", "attention of several kernels", "attention", "merge"],
-)
-def test_a_real_kernel_is_given_what_python_gives_it(libraries, names):
+    ids=["plain", "attention of several kernels", "merge", "AMD", "with an epilogue", "attention", "more of AMD"],
+)  # fmt: skip
+def test_a_real_kernel_is_given_what_python_gives_it(libraries, target, names):
+    """On AMD, also what Triton's own launcher gives it."""
+    library, cuda, hip = libraries
+    if target == "gfx942" and not Path(sysconfig.get_path("include"), "Python.h").exists():
+        pytest.skip("needs Python's headers: Triton builds its launcher")
     done = subprocess.run(
-        [sys.executable, Path(__file__).parent / "real_kernels.py", *libraries, *names],
+        [
+            sys.executable, Path(__file__).parent / "real_kernels.py", target, library,
+            hip if target == "gfx942" else cuda, *names,
+        ],
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [line.split(",")[0] for line in done.stdout.splitlines() if line.endswith(" equal")] == [
-        name.split(",")[0] for name in names
-    ]
+    told = [line for line in done.stdout.splitlines() if line.endswith(" equal")]
+    assert [line.rsplit(" ", 2)[0] for line in told] == names

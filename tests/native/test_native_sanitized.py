@@ -27,7 +27,7 @@ LEFT_OUT = "not memory_does_not_grow and not a_real_kernel"
 
 def path_of(library: str) -> Path:
     """Where the compiler has it; a relative path if it has none."""
-    asked = [native_build.compiler(), f"-print-file-name={library}"]
+    asked = [*native_build.compiler(), f"-print-file-name={library}"]
     return Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
 
 

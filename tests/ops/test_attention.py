@@ -145,6 +145,24 @@ def test_out_is_written_in_place_and_nothing_beside_it():
     swapped = {name: x.transpose(1, 2) for name, x in call.tensors.items()}
     assert ts.attention(**swapped, layout="bhsd", out=into) is into
     call.check(into.transpose(1, 2), None)
+    apart = torch.full((1, 20, 4, 32), math.nan)  # columns of a head that do not lie side by side
+    with torch.inference_mode():
+        turned = torch.full((16, 4, 1, 20), math.nan).permute(2, 3, 1, 0)
+    for out in (apart[..., ::2], turned):
+        answer, lse = ts.attention(**call.tensors, out=out, return_lse=True)
+        assert answer is out
+        call.check(out, lse)
+    assert apart[..., 1::2].isnan().all()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_out_of_no_elements_is_resized(layout):
+    call = call_of(Case((20,), (33,), (4, 2)))
+    given = call.tensors if layout == "bshd" else {name: x.transpose(1, 2) for name, x in call.tensors.items()}
+    out = torch.empty(0, 7)
+    assert ts.attention(**given, layout=layout, out=out) is out
+    assert out.is_contiguous()
+    call.check(out if layout == "bshd" else out.transpose(1, 2), None)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2), (1, 0, 2), (2, 5, 0)], ids=str)

@@ -111,6 +111,13 @@ CASES = {
     "deadline": (tensors(deadline=-1.0), ValueError, "deadline=-1"),
     "out's shape": (tensors(out=torch.zeros(2, 6, 4, 8)), ValueError, r"out has shape .*; the result has \[2, 6, 4, 1"),
     "out's dtype": (tensors(out=torch.zeros(2, 6, 4, 16).half()), TypeError, r"out is torch\.float16, the result"),
+    "out negated": (
+        tensors(out=torch._neg_view(torch.zeros(2, 6, 4, 16))), ValueError, "attention: out is a negated view",
+    ),
+    "out arrives": (
+        tensors(out=torch.zeros(2, 6, 16, 4).mT, arrival=ts.Arrival.uniform(9, 2)), ValueError,
+        r"out has strides \[384, 64, 1, 4\]; with arrival= it is written in place.*whose last stride is 1, and copy it",
+    ),
     "pages arrive": (
         paged(arrival=ts.Arrival.uniform(4, 5)), ValueError,
         "arrival= with block_table=; keys in pages arrive in no order of rows",
@@ -141,6 +148,17 @@ def test_no_gradient_of_what_has_none():
         ts.attention(**tensors(scale_k=torch.ones(2, requires_grad=True)))
     with pytest.raises(RuntimeError, match="out= has no gradient"):
         ts.attention(**tensors(q=q, out=torch.zeros(2, 6, 4, 16)))
+
+
+def test_out_of_no_elements_is_resized_where_all_else_is_right():
+    out = torch.empty(0)
+    with pytest.raises(ValueError, match="k has 2 sequences, q has 3"):
+        ts.attention(**tensors(q=torch.zeros(3, 6, 4, 8), out=out))
+    with pytest.raises(TypeError, match=r"out is torch\.float16, the result torch\.float32"):
+        ts.attention(**tensors(out=out.half()))
+    assert out.shape == (0,)
+    assert ts.attention(**tensors(out=out)) is out
+    assert out.shape == (2, 6, 4, 16)
 
 
 def test_out_is_its_own():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -60,12 +62,116 @@ def test_batched_outputs():
     check(ts.matmul(a[0], b[0, :, 0], out=vector, workers=2), Maths(a[0], b[0, :, 0]))
 
 
-def test_leading_dimensions_that_are_not_one():
+#: Ways a [2, 3, 18, 20] output may lie: the whole buffer, and the view of it that is passed.
+BATCHED = {
+    "column-major": lambda: (whole := nans(2, 3, 20, 18), whole.mT),
+    "rows apart": lambda: (whole := nans(2, 3, 36, 20), whole[:, :, ::2]),
+    "batches exchanged": lambda: (whole := nans(3, 2, 18, 20), whole.transpose(0, 1)),
+    "reversed": lambda: (whole := nans(20, 18, 3, 2), whole.permute(3, 2, 1, 0)),
+    "every other batch": lambda: (whole := nans(2, 6, 18, 21), whole[:, 1::2, :, 1:]),
+}
+
+
+@pytest.mark.parametrize("how", HOW[:2], ids=str)
+@pytest.mark.parametrize("form", ["matmul", "linear", "vector"])
+@pytest.mark.parametrize("layout", BATCHED)
+def test_batched_layouts(layout, form, how):
+    a, b, bias, residual = rand(2, 3, 18, K), rand(2, 3, K, 20), rand(20), rand(18, 20)
+    whole, out = BATCHED[layout]()
+    if form == "linear":  # one matrix for all batches: rows of all of them, where the output allows it
+        b = b[0, 0]
+        maths = Maths(a, b, bias, residual.expand(2, 3, 18, 20), activation="relu")
+        result = ts.linear(a, b.t(), bias, residual=residual, activation="relu", out=out, **how)
+    elif form == "matmul":
+        maths = Maths(a, b, bias, residual.expand(2, 3, 18, 20), activation="relu")
+        result = ts.matmul(a, b, bias=bias, residual=residual, activation="relu", out=out, **how)
+    else:
+        out, maths = out[..., 3], Maths(a, b[0, 0, :, 0])
+        result = ts.matmul(a, b[0, 0, :, 0], out=out, **how)
+    assert result is out
+    check(out, maths)
+    assert outside(whole, out).isnan().all(), "written outside the output"
+
+
+def test_strided_outputs_are_still_checked_for_overlap():
+    a, b, biases = rand(2, 3, 18, K), rand(K, 20), rand(3, 2, 18, 20)
+    for name, tensor in {"a": a, "bias": biases}.items():
+        shared = tensor.reshape(-1)[: biases.numel()].view(3, 2, 18, 20).transpose(0, 1)
+        before = shared.clone()
+        with pytest.raises(ValueError, match=rf"out: overlaps {name} in memory"):
+            ts.matmul(a, b, bias=biases[2, 1, 7], out=shared)
+        assert torch.equal(shared, before)
+    into = rand(3, 2, 18, 20).transpose(0, 1)  # the residual may be the output, however it lies
+    maths = Maths(a, b, None, into.clone(), beta=0.5)
+    check(ts.matmul(a, b, residual=into, beta=0.5, out=into, workers=2), maths)
+
+
+def test_strided_outputs_of_inference_mode():
+    a, b = rand(2, 3, 18, K), rand(K, 20)
+    with torch.inference_mode():
+        out = nans(3, 2, 18, 20).transpose(0, 1)
+    ts.matmul(a, b, out=out)
+    check(out, Maths(a, b))
+
+
+@pytest.mark.parametrize("how", ["arrival", "publish"])
+def test_what_arrives_or_is_published_is_written_in_place(how):
     a, b = rand(2, 3, 18, K), rand(2, 3, K, 20)
     with pytest.raises(
-        ValueError, match=r"out: stride \(.*\) for shape \[2, 3, 18, 20\]: its leading dimensions cannot be seen as one"
+        ValueError,
+        match=r"out: stride \(.*\) for shape \[2, 3, 18, 20\]: its leading dimensions cannot be seen as one, and with "
+        r"arrival= or publish= it is written in place; give a contiguous output and copy it",
     ):
-        ts.matmul(a, b, out=nans(3, 2, 18, 20).transpose(0, 1))
+        ts.matmul(a, b, out=nans(3, 2, 18, 20).transpose(0, 1), **{how: ts.Arrival.uniform(18, 6)})
+    chunks = ts.Arrival.uniform(18, 6)
+    for chunk in range(6):
+        chunks.signal(chunk)
+    whole, out = BATCHED["column-major"]()
+    check(ts.matmul(a, b[0, 0], out=out, arrival=chunks, workers=2), Maths(a, b[0, 0]))
+    assert not whole.isnan().any()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, N), (3, 0, 7)], ids=str)
+@pytest.mark.parametrize("op", ["mm", "bmm", "matmul", "vector", "addmm", "linear"])
+def test_an_output_of_no_elements_is_resized(op, shape):
+    a, b, bias, residual = rand(2, M, K), rand(2, K, N), rand(N), rand(M, N)
+    call, maths = {
+        "mm": (lambda out: ts.mm(a[0], b[0], out=out), Maths(a[0], b[0])),
+        "bmm": (lambda out: ts.bmm(a, b, out=out, workers=2), Maths(a, b)),
+        "matmul": (lambda out: ts.matmul(a, b[0], out=out), Maths(a, b[0])),
+        "vector": (lambda out: ts.matmul(a[0, 0], b, out=out), Maths(a[0, 0], b)),
+        "addmm": (lambda out: ts.addmm(residual, a[0], b[0], out=out), Maths(a[0], b[0], None, residual)),
+        "linear": (lambda out: ts.linear(a, b[0].t(), bias, out=out), Maths(a, b[0], bias)),
+    }[op]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of outputs that have elements only
+        out = torch.empty(shape)
+        assert call(out) is out
+    check(out, maths)
+    assert out.is_contiguous()
+
+
+def test_an_output_is_resized_where_all_else_is_right():
+    out = torch.empty(0)
+    for bad in ({"bias": rand(N + 1)}, {"scale_a": torch.ones(3)}, {"out_dtype": torch.float16}):
+        with pytest.raises((ValueError, TypeError)):
+            ts.matmul(rand(M, K), rand(K, N), out=out, **bad)
+        assert out.shape == (0,)
+    a = rand(M, M)
+    with pytest.raises(ValueError, match="out: overlaps a in memory"):
+        ts.matmul(a, rand(M, M), out=a[:0])
+    chunks = ts.Arrival.uniform(M, 1)
+    chunks.signal(0)
+    check(ts.matmul(a, rand(M, N, seed=2), out=out, arrival=chunks), Maths(a, rand(M, N, seed=2)))
+
+
+def test_a_compiled_function_resizes_nothing():
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(a, b, out):
+        return ts.matmul(a, b, out=out)
+
+    with pytest.raises(Exception, match=r"out has shape \[0\]; the result has .*a compiled function resizes no output"):
+        compiled(rand(M, K), rand(K, N), torch.empty(0))
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
@@ -75,8 +181,6 @@ def test_residual_is_out(how, activation, batch):
     for dtype in (torch.float32, torch.float16):
         a, b = rand(*batch, M, K, dtype=dtype), rand(*batch, K, N, dtype=dtype)
         for out in (rand(*batch, M, N, dtype=dtype, seed=3), rand(*batch, N, M, dtype=dtype, seed=3).mT):
-            if batch and not out.is_contiguous():
-                continue  # leading dimensions that cannot be seen as one
             maths = Maths(a, b, None, out.clone(), beta=0.5, activation=activation)
             assert ts.matmul(a, b, residual=out, out=out, beta=0.5, activation=activation, **how) is out
             check(out, maths)
@@ -108,7 +212,10 @@ def test_residual_overlaps_out_elsewhere(kind, how):
 REFUSED = {
     "shape": (lambda: {"out": nans(N, M)}, ValueError, rf"out has shape \[{N}, {M}\]; the result has \[{M}, {N}\]"),
     "a batch": (lambda: {"out": nans(1, M, N)}, ValueError, rf"out has shape \[1, {M}, {N}\]"),
-    "empty": (lambda: {"out": torch.empty(0)}, ValueError, r"out has shape \[0\]"),
+    "one element": (
+        lambda: {"out": torch.empty(1)}, ValueError,
+        r"out has shape \[1\]; the result has .*: give an out of that shape, or one of no elements, which is resized",
+    ),
     "dtype": (
         lambda: {"out": nans(M, N, dtype=torch.float16)}, TypeError,
         r"out is torch.float16, the result torch.float32; pass out_dtype=torch.float16",

@@ -45,7 +45,7 @@ def test_8_bits_have_room_for_values_twice(dims, more):
     block = made.stages * made.block[1]
     assert of_wide - bytes_ == (256 - line) * (block + 2 * 64 * queries) - block * columns - 512
     assert bytes_ <= H100.shared
-    math, *others = policy.NARROW_REGISTERS
+    math, *others = policy.REGISTERS_8BIT
     assert 2 * math + sum(others) <= 512, "16 warps of 128 registers a thread"
 
 
@@ -167,7 +167,7 @@ def test_of_64_columns_the_tile_that_was_measured_faster(length, causal, device)
     three = not causal or length >= 2048
     made = tokens_16k(length, 64, device, causal)
     assert made.block == (192 if three else 128, 128)
-    assert made.variant == ("turns" if three else "apart")
+    assert made.variant == ("ordered" if three else "unordered")
 
 
 @at_both_clocks
@@ -217,7 +217,7 @@ def test_sides_are_no_wider_than_all_keys():
 
 
 def test_sums_of_256_columns_are_multiplied_in_turns():
-    for dim, variant in ((128, "apart"), (256, "turns")):
+    for dim, variant in ((128, "unordered"), (256, "ordered")):
         assert plan(AttentionProblem(4, 8, 8, 4096, 4096, dim, causal=True)).variant == variant
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import struct
@@ -276,7 +277,7 @@ def test_parameters_that_are_not_known(kernel, stub):
         ({"ptx": ptx.replace("every(", "every(\n\t.param .u64 more,", 1)}, "where its signature"),
         ({"ptx": ptx.replace(".param .u8 ", ".param .texref ")}, "of a kind unknown here"),
         ({"ptx": ""}, "no entry every"),
-        ({"amdgcn": ""}, "not CUDA's"),
+        ({"spv": ""}, "neither CUDA's nor HIP's"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             Launcher(kernel, (1, 1, 1), ARGUMENTS)
@@ -319,3 +320,103 @@ def test_a_fresh_thread_is_given_the_devices_context(launch, stub, monkeypatch):
     monkeypatch.setattr(module, "bind_context", lambda: stub.set("fails", 0))
     launch(0, *VARYING)
     assert [sent(one) for one in stub.launches] == [expected()] * 2
+
+
+# HIP ------------------------------------------------------------------------------------------------------------------
+
+HSA_ARGUMENT = """      - .offset:         {offset}
+        .size:           {size}
+        .value_kind:     {kind}
+"""
+HSA = """
+amdhsa.kernels:
+  - .agpr_count:     0
+    .args:
+{arguments}    .group_segment_fixed_size: 0
+    .name:           work
+    .symbol:         work.kd
+amdhsa.target:   amdgcn-amd-amdhsa--gfx942
+"""
+
+
+def hip_kernel(signature: dict[str, str] | None = None, sizes=(8, 4, 8, 8), **metadata) -> SimpleNamespace:
+    """What Triton has compiled for gfx942, as far as a launcher looks at it."""
+    kinds = [*["by_value"] * len(sizes), "hidden_block_count_x"]
+    declared = [
+        HSA_ARGUMENT.format(offset=8 * i, size=size, kind=kind)
+        for i, (size, kind) in enumerate(zip((*sizes, 4), kinds, strict=True))
+    ]
+    plain = {"num_ctas": 1, "num_warps": 4, "warp_size": 64, "shared": 512, "launch_cooperative_grid": False}
+    return SimpleNamespace(
+        name="work",
+        asm={"amdgcn": HSA.format(arguments="".join(declared))},
+        function=0xF00D,
+        _init_handles=lambda: None,
+        metadata=SimpleNamespace(**plain | {"profile_scratch_size": 0, "tensordesc_meta": []} | metadata),
+        src=SimpleNamespace(
+            signature=signature or {"words": "*fp32", "none": "constexpr", "count": "i32"}, attrs={}, constants={}
+        ),
+    )
+
+
+@pytest.fixture
+def hip_launches(monkeypatch) -> list[tuple]:
+    """What HIP was given: function, grid, block, shared memory, stream; and the bytes of the parameters."""
+    launches = []
+
+    def launch(function, *given):
+        *config, addresses, extra = given
+        pointers = ctypes.cast(addresses, ctypes.POINTER(ctypes.c_void_p))
+        sizes = (8, 4, 8, 8)
+        launches.append(
+            (function.value, *config, b"".join(ctypes.string_at(pointers[i], n) for i, n in enumerate(sizes)))
+        )
+        return 0 if extra is None and config[-1] != 0xBAD else 1
+
+    def found(name, *arguments):
+        assert (name, len(arguments)) == ("hipModuleLaunchKernel", 11)
+        return launch
+
+    monkeypatch.setattr(module, "hip_function", found)
+    monkeypatch.setattr(module, "error_name", str)
+    return launches
+
+
+def test_hip_is_given_the_parameters_and_blocks_of_its_warps(hip_launches):
+    launch = Launcher(hip_kernel(), (7, 2, 1), (VARIES, None, 32))
+    launch(0xAB0, WORDS)
+    assert hip_launches == [(0xF00D, 7, 2, 1, 256, 1, 1, 512, 0xAB0, struct.pack("<QiQQ", WORDS, 32, 0, 0))]
+    assert launch.head() == [0xF00D, 7, 2, 1, 256, 1, 1, 512, 0], "no attributes"
+    with pytest.raises(RuntimeError, match="the driver did not launch work: 1"):
+        launch(0xBAD, WORDS)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"num_ctas": 2}, "has a cluster of 2: launch it through Triton"),
+        ({"launch_cooperative_grid": True}, "has a cooperative grid: launch it through Triton"),
+        ({"profile_scratch_size": 8}, "has scratch memory"),
+        ({"sizes": (8, 8, 8, 8)}, r"parameters of \[8, 8, 8, 8\] bytes, where its signature .* \[8, 4, 8, 8\]"),
+        ({"signature": {"words": "*fp32", "none": "constexpr", "count": "bf16"}}, "of type bf16, which only Triton"),
+        (
+            {
+                "signature": {"words": "tensordesc<bf16[64, 64]>", "none": "constexpr", "count": "i32"},
+                "tensordesc_meta": [{"elem_bits": 16, "block_size": [64, 64]}],
+            },
+            "descriptor words was compiled to something that only Triton passes",
+        ),
+    ],
+)
+def test_kernels_that_only_triton_launches_on_hip(hip_launches, how, message):
+    kernel = hip_kernel(**how)
+    first = FLAT if "tensordesc_meta" in how else VARIES
+    with pytest.raises(NotImplementedError, match=message):
+        Launcher(kernel, (1, 1, 1), (first, None, 32))
+
+
+def test_hsa_metadata_of_another_kernel(hip_launches):
+    kernel = hip_kernel()
+    kernel.name = "other"
+    with pytest.raises(NotImplementedError, match="not of the one kernel other"):
+        Launcher(kernel, (1, 1, 1), (VARIES, None, 32))

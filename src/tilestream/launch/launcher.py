@@ -1,4 +1,4 @@
-"""Launching a compiled kernel through CUDA's driver itself, with as little of the host's time as that takes.
+"""Launching a compiled kernel through the GPU's driver itself, with as little of the host's time as that takes.
 
 Triton's own launch parses its arguments anew each time, and makes each descriptor anew. Here what a kernel's launches
 have in common is laid out once; a launch packs what differs into one place and calls the driver, without the GIL. With
@@ -7,7 +7,8 @@ kernel's `run` 4.6 (one CPU, a driver that does nothing).
 
 The kernel's parameters, in Triton 3.6 to 3.9: its arguments in order, without those that were compiled in (constexprs,
 None, an integer specialised to 1); a descriptor is its tensor map, the shape as int32 and the strides as int64; then
-the addresses of two scratch memories. Their sizes are compared to what the kernel's PTX declares.
+the addresses of two scratch memories. Their sizes are compared to what the kernel's PTX declares, or its HSA metadata.
+On HIP a kernel has no descriptors, no clusters and no launch attributes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import ctypes
 import functools
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import triton
 
 from tilestream.launch import tensor_map
 from tilestream.launch.observe import observation
-from tilestream.runtime.driver import INVALID_CONTEXT, bind_context, cuda_function, error_name
+from tilestream.runtime.driver import INVALID_CONTEXT, bind_context, cuda_function, error_name, hip_function
 
 #: Tensor maps that a launcher remembers for each descriptor: 128 bytes each.
 _REMEMBERED_MAPS = 1024
@@ -36,9 +37,12 @@ _FORMATS = {
 _ELEM_TYPES = {8: 10, 9: 8, 10: 9}
 _FLOAT32 = 7
 _PTX_PARAMETER = re.compile(r"\.param\s+(\.align\s+\d+\s+)?\.[bsuf](?P<bits>\d+)\s[^\[]*(\[(?P<count>\d+)\])?")
+_HSA_PARAMETER = re.compile(r"\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)")
 _MAP_ALIGNMENT = 64
 #: CUlaunchConfig: grid, block and shared memory; then stream, attributes and their number, which each launch packs.
 _CONFIG_HEAD, _CONFIG_TAIL = struct.Struct("=7I4x"), struct.Struct("=QQI4x")
+#: What HIP is given of it: grid, block, shared memory, stream.
+_HIP_CONFIG = struct.Struct("=7I4xQ")
 #: CUlaunchAttribute, of which three integers at most are used.
 _ATTRIBUTE = struct.Struct("=I4x3I52x")  # the number of the attribute, then its value
 _COOPERATIVE, _CLUSTER_DIMENSION, _CLUSTER_POLICY, _PROGRAMMATIC = 2, 4, 5, 6
@@ -130,8 +134,8 @@ class Launcher:
     Raises
     ------
     NotImplementedError
-        If only Triton can launch this kernel: it has scratch memory, a large cluster, or parameters that are passed
-        otherwise than is known here.
+        If only Triton can launch this kernel: it has scratch memory, a large cluster (on HIP, any, or a cooperative
+        grid), or parameters that are passed otherwise than is known here.
     ValueError, TypeError
         If the arguments are not this kernel's: their number; a number that its type does not hold; what varies, or is
         another, and was compiled in or taken to be a multiple of 16; a tensor that no tensor map describes.
@@ -147,7 +151,7 @@ class Launcher:
         self._kernel, self._grid, self._arguments = kernel, grid, tuple(arguments)
         #: All parameters of the kernel, in its order.
         self.parameters = tuple(parameters)
-        self._issue = cuda_function("cuLaunchKernelEx", *[ctypes.c_void_p] * 4)
+        self._issue = _hip_launch() if _is_hip(kernel) else cuda_function("cuLaunchKernelEx", *[ctypes.c_void_p] * 4)
         self._function = ctypes.c_void_p(kernel.function)
         self._attributes = _attributes(kernel.metadata)
         self._constant = (ctypes.addressof(self._attributes), len(self._attributes) // _ATTRIBUTE.size)
@@ -163,7 +167,7 @@ class Launcher:
         self._template = bytearray(-(-end // 8) * 8)
         _CONFIG_HEAD.pack_into(
             self._template, 0, grid[0] * kernel.metadata.num_ctas, *grid[1:],
-            32 * kernel.metadata.num_warps, 1, 1, kernel.metadata.shared,
+            kernel.metadata.warp_size * kernel.metadata.num_warps, 1, 1, kernel.metadata.shared,
         )  # fmt: skip
         for parameter, offset in zip(fixed, fixed_offsets, strict=True):
             self._template[offset : offset + parameter.size] = parameter.packed()
@@ -262,6 +266,23 @@ class Launcher:
         return _Frame(memory, start + _CONFIG_HEAD.size, *where, view)
 
 
+def _is_hip(kernel: Any) -> bool:
+    return "amdgcn" in kernel.asm
+
+
+def _hip_launch() -> Callable[..., int]:
+    """HIP's launch, called as CUDA's."""
+    launch = hip_function(
+        "hipModuleLaunchKernel", ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3
+    )  # fmt: skip
+
+    def issue(config: ctypes.c_void_p, function: ctypes.c_void_p, parameters: ctypes.c_void_p, extra: None) -> int:
+        head = _HIP_CONFIG.unpack(ctypes.string_at(config, _HIP_CONFIG.size))
+        return launch(function, *head, parameters, extra)
+
+    return issue
+
+
 def _varies(argument: Any) -> bool:
     return argument is VARIES or isinstance(argument, Descriptor)
 
@@ -335,7 +356,7 @@ def _leaves(path: tuple[int, ...], types: tuple[Any, ...], values: Any) -> Itera
 
 def _tensor(name: str, given: Descriptor, metadata: dict[str, Any] | None) -> tensor_map.TensorMap:
     """What the kernel takes its descriptor to be."""
-    if metadata is None or metadata.get("fp4_padded") or metadata.get("is_im2col"):
+    if metadata is None or "elem_type" not in metadata or metadata.get("fp4_padded") or metadata.get("is_im2col"):
         raise NotImplementedError(f"descriptor {name} was compiled to something that only Triton passes: {metadata}")
     elem_type = _ELEM_TYPES.get(metadata["elem_type"], metadata["elem_type"])
     if given.tf32:
@@ -353,14 +374,21 @@ def _tensor(name: str, given: Descriptor, metadata: dict[str, Any] | None) -> te
 
 def _check(kernel: Any, parameters: Sequence[_Parameter]) -> None:
     """Whether this kernel is launched as is known here."""
-    metadata, reasons = kernel.metadata, []
-    if "ptx" not in kernel.asm:
-        raise NotImplementedError(f"{kernel.name} is not CUDA's: launch it through Triton")
-    if metadata.global_scratch_size or metadata.profile_scratch_size:
+    metadata, hip, reasons = kernel.metadata, _is_hip(kernel), []
+    if not hip and "ptx" not in kernel.asm:
+        raise NotImplementedError(f"{kernel.name} is neither CUDA's nor HIP's: launch it through Triton")
+    if getattr(metadata, "global_scratch_size", 0) or metadata.profile_scratch_size:
         reasons.append("scratch memory")
-    if metadata.num_ctas > _LARGEST_CLUSTER:
+    if metadata.num_ctas > (1 if hip else _LARGEST_CLUSTER):
         reasons.append(f"a cluster of {metadata.num_ctas}")
-    declared, known = ptx_parameter_sizes(kernel.asm["ptx"], kernel.name), [parameter.size for parameter in parameters]
+    if hip and metadata.launch_cooperative_grid:
+        reasons.append("a cooperative grid")
+    known = [parameter.size for parameter in parameters]
+    declared = (
+        hsa_parameter_sizes(kernel.asm["amdgcn"], kernel.name)
+        if hip
+        else ptx_parameter_sizes(kernel.asm["ptx"], kernel.name)
+    )
     if declared != known:
         reasons.append(f"parameters of {declared} bytes, where its signature and Triton 3.6 to 3.9 would make {known}")
     if reasons:
@@ -381,10 +409,18 @@ def ptx_parameter_sizes(ptx: str, entry: str) -> list[int]:
     return sizes
 
 
+def hsa_parameter_sizes(assembly: str, entry: str) -> list[int]:
+    """Bytes of each parameter of a kernel, as the metadata of its AMD assembly declare them; none that HIP fills in."""
+    kernels = assembly.partition("amdhsa.kernels:")[2]
+    if re.findall(r"^    \.name:\s+(\S+)", kernels, re.MULTILINE) != [entry]:
+        raise NotImplementedError(f"the assembly's metadata are not of the one kernel {entry}")
+    return [int(size) for size, kind in _HSA_PARAMETER.findall(kernels) if not kind.startswith("hidden_")]
+
+
 def _attributes(metadata: Any) -> ctypes.Array[ctypes.c_char]:
     """The attributes that Triton launches such a kernel with."""
     found = []
-    if metadata.launch_pdl:
+    if getattr(metadata, "launch_pdl", False):
         found.append((_PROGRAMMATIC, 1, 0, 0))
     if metadata.launch_cooperative_grid:
         found.append((_COOPERATIVE, 1, 0, 0))

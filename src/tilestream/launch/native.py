@@ -26,11 +26,14 @@ import torch
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.observe import PRODUCTS, Call, Observation
+from tilestream.runtime.driver.hip import library as hip_library
 
 logger = logging.getLogger(__name__)
 
 #: 0: the extension is not used. Any other value: the path of its library.
 ENVIRONMENT = "TILESTREAM_NATIVE"
+#: 1: it is used on AMD GPUs, too.
+HIP_ENVIRONMENT = "TILESTREAM_NATIVE_HIP"
 LIBRARY = "libtilestream_native.so"
 #: Where `make native` and the wheel put it: beside the package's own files.
 FOLDER = Path(__file__).resolve().parents[1] / "_native"
@@ -50,8 +53,8 @@ REGIONS = ("counters", "counts", "partials", "starts", "order")
 #: Pointers of the kernels that are operands, by whether a GEMM kernel's rows are B's columns (``swap_ab``).
 _NAMES = {
     swapped: {
-        "a": "a", "b": "b", "x_map": second, "y_map": first, "y_map_1": first, "y_map_2": first, "out_map": "out",
-        "out": "out", "bias": "bias", "residual": "residual",
+        "a": "a", "b": "b", "x": "a", "y": "b", "x_map": second, "y_map": first, "y_map_1": first, "y_map_2": first,
+        "out_map": "out", "out": "out", "bias": "bias", "residual": "residual",
         "row_scale": f"scale_{second}", "column_scale": f"scale_{first}",
         **{name: name for name in (*_ATTENTION, *_MERGED)}, "q_map": "q", "k_map": "k", "v_map": "v",
     }
@@ -302,16 +305,17 @@ def load() -> Extension | str:
     asked = os.environ.get(ENVIRONMENT, "")
     if asked == "0":
         return f"{ENVIRONMENT}=0"
-    if torch.version.hip is not None:
-        return "it knows CUDA's driver, and not HIP's"
+    hip = torch.version.hip is not None
+    if hip and os.environ.get(HIP_ENVIRONMENT) != "1":
+        return f"it has not run on an AMD GPU yet: {HIP_ENVIRONMENT}=1 switches it on"
     library = Path(asked) if asked else FOLDER / LIBRARY
     if not library.exists():
         return f"{library} is not there: `python -m tilestream.launch.native_build` builds it, with a C++ compiler"
-    torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    torch_library = Path(torch.__file__).parent / "lib" / f"libtorch_{'hip' if hip else 'cuda'}.so"
     if not torch_library.exists():
         return "this torch is built without CUDA"
     try:
-        return Extension(library, "libcuda.so.1", str(torch_library))
+        return Extension(library, hip_library() if hip else "libcuda.so.1", str(torch_library))
     except (OSError, RuntimeError) as error:
         return f"{library}: {error}"
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 
-#: The public ops of a product, as csrc/ops.cpp numbers them.
-PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear")
+#: The public ops of a product, and the registered op that compiled graphs call, as csrc/ops.cpp numbers them.
+PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear", "gemm")
 
 
 class Call(NamedTuple):
@@ -37,7 +37,7 @@ class Observation:
     Attributes
     ----------
     launches
-        Each `tilestream.launch.launch.Launch` that was called.
+        Each `tilestream.launch.launch.Launch` that was called; on the CPU, the operands of each inline call.
     issued
         Each kernel that went to the driver: its `tilestream.launch.launcher.Launcher`, and what varied. None for a
         kernel that only Triton can launch.

@@ -89,7 +89,9 @@ def attention(
         Also the log of the sum of each row's exponentials, the sink's too: natural, float32, ``[B, Hq, Sq]``, packed
         ``[T, Hq]``.
     out
-        Where to write the result. No gradient flows through it.
+        Where to write the result; of its dtype, and of its shape with any strides, or of no elements: then it is
+        resized, as torch does. Where the last stride is not 1 the result is computed apart and copied, which
+        ``arrival`` excludes. No gradient flows through it.
     deadline, workers, schedule
         As for `tilestream.matmul`; the schedule is ``"static"``, ``"dynamic"`` or ``"auto"``.
     splits

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
-from tilestream.ops import attention_gpu
+from tilestream.launch.observe import observation
+from tilestream.ops import attention_gpu, native
 from tilestream.ops.attention_backward import gradients
 from tilestream.ops.attention_execute import execute
 from tilestream.ops.attention_operands import Settings, check_shapes
@@ -75,7 +76,7 @@ def _outputs(x: AttentionOperands, s: Settings) -> Pair:
     return out, x.q.new_empty(lse_shape(x) if s.return_lse else (0,), dtype=wide_dtype(x.q))
 
 
-def _as_given(shape: Sequence[int], s: Settings) -> list[int]:
+def as_given(shape: Sequence[int], s: Settings) -> list[int]:
     """An output's shape as the caller has it: in "bhsd" the op is given a view."""
     return [shape[i] for i in (0, 2, 1, 3)] if s.layout == "bhsd" and len(shape) == 4 else list(shape)
 
@@ -84,15 +85,16 @@ def _check_outputs(x: AttentionOperands, s: Settings) -> None:
     """Raise unless the outputs that are given fit the operands, and those fit together."""
     check_shapes("attention", x)
     out, lse, shape, dtype = x.out, x.lse, (*x.q.shape[:-1], x.v.shape[-1]), result_dtype(x.q)
-    if tuple(out.shape) != shape:
-        found, wanted = (_as_given(x, s) for x in (out.shape, shape))
-        raise ValueError(f"attention: out has shape {found}; the result has {wanted}")
     if out.dtype != dtype:
         raise TypeError(f"attention: out is {out.dtype}, the result {dtype}")
+    if tuple(out.shape) != shape:
+        found, wanted = (as_given(x, s) for x in (out.shape, shape))
+        raise ValueError(
+            f"attention: out has shape {found}; the result has {wanted}: give an out of that shape, or one of no "
+            "elements, which is resized"
+        )
     if out.device != x.q.device:
         raise ValueError(f"out: on {out.device}, the operands on {x.q.device}; they are on one device")
-    if out.numel() and out.stride(-1) != 1:
-        raise ValueError(f"out: strides {list(out.stride())}; a head's columns lie side by side")
     if (lse is not None) != s.return_lse or (lse is not None and tuple(lse.shape) != lse_shape(x)):
         raise ValueError(f"lse: given with return_lse=True, and only with it, of shape {list(lse_shape(x))}")
     if lse is not None and (lse.dtype != wide_dtype(x.q) or lse.device != x.q.device):
@@ -119,22 +121,44 @@ def _define(name: str) -> None:
     arriving, into = "_arriving" in name, name.endswith("_out")
     end = _NUM_COMMON + _NUM_ARRIVING * arriving
 
-    def real(*args: Any) -> Pair | None:
+    def run(*args: Any) -> Pair | None:
         x, s = _split(args, *(args[end : end + 2] if into else ()))
-        made = None
+        made, apart = None, False
         if into:
             _check_outputs(x, s)
+            apart = x.out.numel() > 0 and x.out.stride(-1) != 1  # kernels write a head's columns side by side
+            if apart and arriving:
+                raise ValueError(
+                    f"attention: out has strides {as_given(x.out.stride(), s)}; with arrival= it is written in place, "
+                    "a head's columns side by side: give one whose last stride is 1, and copy it"
+                )
             read = dict(zip(_INPUTS, x.inputs, strict=True))
             refuse_shared(x.out, **read)
             if x.lse is not None:
                 refuse_shared(x.lse, "lse", **read)
         else:
             made = _outputs(x, s)
-        out, lse = made or (x.out, x.lse)
+        out, lse = made or (x.out.new_empty(x.out.shape) if apart else x.out, x.lse)
         _run(x, s, out, lse if s.return_lse else None, args[_NUM_COMMON:end], *args[end + 2 * into :])
-        if into:
-            torch._C._increment_version([y for y in (out, lse) if y is not None])  # kernels' writes are unknown to it
+        if apart:
+            with torch.inference_mode():  # the output may be an inference tensor
+                x.out.copy_(out)
+        if into:  # autograd knows nothing of what a kernel writes
+            torch._C._increment_version([y for y in (x.out, x.lse) if y is not None])
         return made
+
+    def real(*args: Any) -> Pair | None:
+        worker_limit = args[end] if len(args) > end else 0
+        by_graph = not into and not arriving and observation() is None  # and not by a public op, which is observed
+        if not by_graph or not args[0].is_cuda or worker_limit not in (0, limits.limit()):
+            return run(*args)
+        s = Settings(*args[len(_INPUTS) : _NUM_COMMON])
+        call = (
+            *args[: len(_INPUTS)], None, s.layout, s.causal and s.alignment,
+            None if s.left == s.right == -1 else (s.left, s.right), s.softcap or None, s.scale, s.max_seqlen_q or None,
+            s.max_seqlen_k or None, s.return_lse, s.workers or None, s.schedule, s.splits or None,
+        )  # fmt: skip
+        return native.attention_op(call, lambda: run(*args))
 
     def fake(*args: Any) -> Pair | None:
         if not into:

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 
 from tilestream.core.operands import MergeOperands
 from tilestream.launch.cache import launch_cache, signature
-from tilestream.launch.observe import Call, observe
 from tilestream.ops import native
+from tilestream.ops.inline import PLAIN
 from tilestream.ops.library import library
 from tilestream.runtime.channel import check_device
 
@@ -36,18 +36,12 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
     if torch.compiler.is_compiling():
         return _join(formula, o_a, lse_a, o_b, lse_b, layout)
     if (
-        any(type(x) not in native.PLAIN for x in (o_a, lse_a, o_b, lse_b)) or forward_ad._current_level >= 0
+        any(type(x) not in PLAIN for x in (o_a, lse_a, o_b, lse_b)) or forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):  # fmt: skip
         return _join(formula, o_a, lse_a, o_b, lse_b, layout)
-    arguments = native.wanted_merge(o_a, lse_a, o_b, lse_b, layout)
-    if arguments is None:
-        return _join(merge_attention_op, o_a, lse_a, o_b, lse_b, layout)
-    with observe() as seen:
-        out, lse = _join(merge_attention_op, o_a, lse_a, o_b, lse_b, layout)
-    operands = {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b, "out": out, "lse": lse}
-    native.remember(Call(operands), False, seen, arguments)
-    return out, lse
+    call = o_a, lse_a, o_b, lse_b, layout
+    return native.observed_merge(call, lambda: _join(merge_attention_op, *call))
 
 
 def _join(

@@ -11,10 +11,9 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
-from tilestream.launch.observe import Call, observe
 from tilestream.ops import attention_library as library
 from tilestream.ops import native
-from tilestream.ops.attention_operands import Settings
+from tilestream.ops.attention_operands import Settings, check_shapes
 from tilestream.ops.checks import autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
 from tilestream.ops.request import clear_signals
@@ -72,6 +71,8 @@ class AttentionRequest(NamedTuple):
         check_splits(f"{_OP}: ", self.splits)
         tensors = dict(zip(self._fields, self[:12], strict=False))
         check_dense(_OP, _INSTEAD, tensors, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
+        if self.out is not None and not torch.compiler.is_compiling() and self.out.is_neg():
+            raise ValueError(f"{_OP}: out is a negated view; give a tensor of its own")
         refuse_tangents(_OP, self.q, self.k, self.v, self.sinks, instead=_INSTEAD)
         if self.layout not in LAYOUTS:
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
@@ -87,18 +88,10 @@ def attend(r: AttentionRequest) -> Answer:
 
     What it launches on a GPU is observed, so that the native call path can make the next equal call.
     """
-    if torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor) or not r.q.is_cuda:
-        return _attend(r)
     waits = r.arrival is not None or r.deadline is not None
-    arguments = None if waits else native.wanted_attention(*r[:-2])
-    if arguments is None:
+    if waits or torch.compiler.is_compiling():
         return _attend(r)
-    with observe() as seen:
-        answer = _attend(r)
-    out, lse = answer if isinstance(answer, tuple) else (answer, None)
-    operands = dict(zip(r._fields, r[:11], strict=False))
-    native.remember(Call({**operands, "out": out, "lse": lse}), r.out is not None, seen, arguments)
-    return answer
+    return native.observed_attention(r[:-2], lambda: _attend(r))
 
 
 def _attend(r: AttentionRequest) -> Answer:
@@ -137,8 +130,19 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
     )  # fmt: skip
     if r.out is None:
         return x, s
+    _resize(r.out, x, s)
     lse = q.new_empty(library.lse_shape(x), dtype=library.wide_dtype(q)) if s.return_lse else None
     return x._replace(out=_outermost(r, r.out), lse=lse), s
+
+
+def _resize(out: torch.Tensor, x: AttentionOperands, s: Settings) -> None:
+    """Give an output of no elements the result's shape, as torch's ops do. The registered op refuses other shapes."""
+    shape = library.as_given((*x.q.shape[:-1], x.v.shape[-1]), s)
+    if list(out.shape) == shape or torch.compiler.is_compiling() or out.numel():
+        return
+    check_shapes(_OP, x)
+    if out.dtype == library.result_dtype(x.q):
+        out.resize_(shape)
 
 
 def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
@@ -156,7 +160,7 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
         )
     clear_signals(*late[:1])
     out = _outermost(r, out) if r.out is None else r.out
-    return (out, lse) if r.return_lse else out
+    return (out, lse) if r.return_lse and lse is not None else out
 
 
 def _outermost(r: AttentionRequest, out: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,10 @@ from tilestream.core.errors import NO_ITEM, ArrivalTimeout
 from tilestream.core.gate import Needs
 from tilestream.core.operands import GemmOperands
 from tilestream.core.schedule import Schedule
-from tilestream.kernels.cpu.gemm import GemmBody
+from tilestream.kernels.cpu.gemm import GemmBody, InlineBody, whole
 from tilestream.launch.cpu.launch import Body, Launch
 from tilestream.launch.cpu.publish import Publisher
+from tilestream.launch.observe import observation
 from tilestream.ops import gpu
 from tilestream.ops.operands import epilogue_of, problem_of, refuse_overlap
 from tilestream.ops.scales import canonical_scales
@@ -64,6 +65,12 @@ def run(
 
 
 def _execute(plan: Plan, x: GemmOperands, awaited: Awaited | None, op: str, publisher: Publisher | None = None) -> None:
+    if plan.variant == "inline":
+        x = whole(x)
+        if (seen := observation()) is not None:
+            seen.launches.append(x)
+        launch(op, plan, None, lambda scratch: InlineBody(x, scratch), awaited)
+        return
     a, b, out, epilogue = x
     if a.dim() == 2:
         a, b, out = a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0)

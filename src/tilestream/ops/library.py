@@ -11,6 +11,7 @@ Defined by ``torch.library.Library`` and not by the ``custom_op`` decorator, whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.core.operands import GemmOperands
-from tilestream.ops import execute, gpu
+from tilestream.launch.observe import observation
+from tilestream.ops import execute, gpu, native
 from tilestream.ops.checks import check_pair, refuse_gradients
 from tilestream.ops.operands import epilogue_of, refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE
@@ -92,8 +94,10 @@ def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> 
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    """Raise unless ``out`` has the result's dtype, and its shape, of which the first may be split into several."""
     shape, dtype = (*a.shape[:-1], b.shape[-1]), result_dtype(a, out_dtype)
-    if tuple(out.shape) != shape:
+    first = out.dim() - len(shape) + 1
+    if first < 1 or (math.prod(out.shape[:first]), *out.shape[first:]) != shape:
         raise ValueError(f"out: shape {list(out.shape)}; the result has {list(shape)}")
     if out.dtype != dtype:
         raise TypeError(f"out: dtype {out.dtype}; the result is {dtype}: pass out_dtype={out.dtype} to have it so")
@@ -107,10 +111,12 @@ def _run(
     scale_a, scale_b, fast_accum, worker_limit = (*optional, *_DEFAULTS[len(optional) :])
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
-    epilogue = epilogue_of(out, alpha, bias, residual, beta, activation, scale_a, scale_b)
-    x = GemmOperands(a, b, out, epilogue)
+    into = out if fresh or out.dim() == a.dim() else _merged(out, (*a.shape[:-1], b.shape[-1]), kind)
+    epilogue = epilogue_of(into, alpha, bias, residual, beta, activation, scale_a, scale_b)
+    x = GemmOperands(a, b, into, epilogue)
+    copied = into.data_ptr() != out.data_ptr()
     if not fresh:
-        refuse_overlap(x)
+        refuse_overlap(x._replace(out=out) if copied else x)
     rows = columns = publishes = None
     deadline, op = DEFAULT_DEADLINE, "matmul"
     if kind == "_arriving":
@@ -131,19 +137,54 @@ def _run(
         from tilestream.ops import publish as publishing
 
         publishing.publish(x, publishes, how, op)
+    if copied:
+        with torch.inference_mode():  # the output may be an inference tensor
+            out.copy_(into.view(out.shape))
+
+
+def _merged(out: torch.Tensor, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+    """``out`` in canonical form: a view of it; a tensor of its own, to be copied, where its strides allow no view."""
+    try:
+        return out.view(shape)
+    except RuntimeError:
+        if kind:
+            raise ValueError(
+                f"out: stride {out.stride()} for shape {list(out.shape)}: its leading dimensions cannot be seen as "
+                "one, and with arrival= or publish= it is written in place; give a contiguous output and copy it"
+            ) from None
+        return out.new_empty(shape)
 
 
 def _define(kind: str, into: bool) -> None:
     """Register an op of a kind of `_LATE`; ``into``: one that writes into its argument."""
     end = _NUM_COMMON + _LATE[kind].count(",")
 
-    def real(*args: Any) -> torch.Tensor | None:
+    def run(*args: Any) -> torch.Tensor:
         made = fake(*args)
-        out = args[end] if made is None else made
+        out: torch.Tensor = args[end] if made is None else made
         _run(out, not into, kind, args[:_NUM_COMMON], args[_NUM_COMMON:end], args[end + into :])
-        if into:
-            torch._C._increment_version((out,))  # a kernel's writes are unknown to autograd
-        return made
+        if into:  # autograd knows nothing of what a kernel writes
+            torch._C._increment_version((out,))
+        return out
+
+    def real(*args: Any) -> torch.Tensor | None:
+        if kind or not args[0].is_cuda or observation() is not None:
+            made = run(*args)
+        else:
+            # The graphs of a compiler call this op: an equal call is launched natively, as one of a public op is.
+            a, b, bias, residual, alpha, beta, activation, out_dtype, schedule, workers = args[:_NUM_COMMON]
+            out, optional = args[end] if into else None, args[end + into :]
+            scale_a, scale_b, fast_accum, worker_limit = (*optional, *_DEFAULTS[len(optional) :])
+            call = (
+                "gemm", a, b, out, bias, residual, alpha, beta, None if activation == "none" else activation, out_dtype,
+                scale_a, scale_b, fast_accum, schedule, workers or None,
+            )  # fmt: skip
+            if worker_limit in (0, limits.limit()):
+                found = native.product(*call)
+                made = native.observed(call, lambda: run(*args)) if found is None else found
+            else:
+                made = run(*args)
+        return None if into else made
 
     def fake(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor | None:
         if not into:

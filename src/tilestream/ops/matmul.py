@@ -42,8 +42,10 @@ def matmul(
         ``torch.backends.cuda.matmul`` allows that; on Hopper it is at its fastest where K is the contiguous dimension
         of both, as of a row-major ``a`` and the transpose of a Linear's weight.
     out
-        Where to write the result; of its shape and dtype, any strides whose leading dimensions can be seen as one. No
-        gradient flows through it.
+        Where to write the result; of its dtype, and of its shape with any strides, or of no elements: then it is
+        resized, as torch does. Kernels write in place what is a view of one matrix or of one batch of matrices, each of
+        any strides; another output is computed apart and copied, which ``arrival`` and ``publish`` exclude. No gradient
+        flows through it.
     bias
         ``[N]``, added to each row.
     residual

@@ -7,8 +7,9 @@ calls go through the registered ops.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import is_grad_enabled
@@ -17,7 +18,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tilestream.core.operands import ACTIVATIONS
-from tilestream.launch.observe import PRODUCTS, Call, Observation
+from tilestream.launch.observe import PRODUCTS, Call, Observation, observe
+from tilestream.ops import inline
+from tilestream.ops.inline import PLAIN
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
 from tilestream.plan.attention_problem import LAYOUTS
@@ -39,10 +42,15 @@ _SCHEDULE, _DTYPE, _SLOW_ACCUM, _TF32 = 4, 8, 16, 17
 _LAYOUTS: dict[object, int] = {name: i for i, name in enumerate(LAYOUTS)}
 _DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left": 2}
 #: Where each of attention's stands: a diagonal above 2 layouts, the rest above 4 diagonals.
-_DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER = 1, 3, 4, 5, 6
+_DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER, _CANONICAL = 1, 3, 4, 5, 6, 10
+#: The tensors of `attention`, in order.
+_INPUTS = (
+    "q", "k", "v", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k",
+)  # fmt: skip
 _NUMBERS = (float, int)
-#: Types whose address and strides say all of a tensor.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 
 
 class _Loaded:
@@ -85,7 +93,7 @@ def product(
     schedule: str = "auto",
     workers: int | None = None,
 ) -> torch.Tensor | None:
-    """The result, launched by the extension; None for a call that goes Python's way.
+    """The result, launched by the extension, or looked up on the CPU; None for a call that is checked first.
 
     Parameters
     ----------
@@ -98,12 +106,17 @@ def product(
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
     extension = _loaded.extension
-    if is_compiling() or extension is None or _is_seen(a, b, out, bias):
+    if is_compiling():
         return None
+    if extension is None or _is_seen(a, b, out, bias):
+        return inline.product(
+            op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule,
+            workers,
+        )  # fmt: skip
     arguments: tuple[Any, ...] | None = a, b, bias
     call, into = extension.try_plain[op], extension.try_plain_out[op]
     if not (
-        residual is scale_a is scale_b is activation is out_dtype is workers is None
+        residual is scale_a is scale_b is None and activation is None and out_dtype is None and workers is None
         and schedule == "auto" and type(alpha) is type(beta) is float and alpha == beta == 1.0 and fast_accum is True
         and a.dtype is not torch.float32 and not limits.limit()
     ):  # fmt: skip
@@ -185,9 +198,7 @@ def attention(
     return made if lse is None else (made, lse)
 
 
-def merge(
-    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, layout: str
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, layout: str) -> Pair | None:
     """The answer of `tilestream.merge_attention`, launched by the extension; None for a call that goes Python's way.
 
     Parameters and errors as of `attention`.
@@ -203,10 +214,93 @@ def merge(
     return None if out is None else (out, lse)
 
 
+def observed(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make a call Python's way, and have the extension, on the CPU `inline`, make the next equal one.
+
+    Parameters
+    ----------
+    call
+        The arguments of `product`, which has not made it.
+    run
+        Makes it.
+    """
+    if not call[1].is_cuda:
+        return inline.first_product(call, run)
+    arguments = wanted(*call)
+    if arguments is None:
+        return run()
+    with observe() as seen:
+        result = run()
+    _, a, b, out, bias, residual, alpha, beta, _, _, scale_a, scale_b, *_ = call
+    operands = {
+        "a": a, "b": b, "out": result, "bias": bias, "residual": residual, "scale_a": scale_a, "scale_b": scale_b,
+    }  # fmt: skip
+    remember(Call(operands, (float(alpha), float(beta))), out is not None, seen, arguments)
+    return result
+
+
+def observed_attention(call: tuple[Any, ...], run: Callable[[], T], canonical: bool = False) -> T:
+    """As `observed`: a call of `attention`, or of the registered op, whose operands are ``canonical``."""
+    arguments = wanted_attention(*call)
+    if arguments is None:
+        return run()
+    with observe() as seen:
+        answer = run()
+    outputs: Any = answer if isinstance(answer, tuple) else (answer, None)
+    operands = dict(zip((*_INPUTS, "out", "lse"), (*call[: len(_INPUTS)], *outputs), strict=True))
+    arguments = _of_op(arguments) if canonical else arguments
+    remember(Call(operands), call[len(_INPUTS)] is not None, seen, arguments)
+    return answer
+
+
+def observed_merge(call: tuple[Any, ...], run: Callable[[], Pair]) -> Pair:
+    """As `observed`: a call of `merge`, which is right."""
+    o_a, lse_a, o_b, lse_b, layout = call
+    if not o_a.is_cuda or _load() is None or _is_seen(o_a, o_b, lse_a, lse_b) or _is_seen_by_torch():
+        return run()
+    with observe() as seen:
+        out, lse = run()
+    operands = {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b, "out": out, "lse": lse}
+    remember(Call(operands), False, seen, (*call[:4], _LAYOUTS[layout]))
+    return out, lse
+
+
+def attention_op(call: tuple[Any, ...], run: Callable[[], Pair | None]) -> Pair | None:
+    """The answer of the registered op, which compiled graphs call: launched by the extension where it can.
+
+    Parameters
+    ----------
+    call
+        As of `attention`, without an output, and with heads behind rows.
+    run
+        Makes it Python's way.
+    """
+    q, k, v = call[:3]
+    extension = _loaded.extension
+    if extension is not None and not _is_seen(q, k, None, v):
+        others = call[3 : len(_INPUTS)], call[len(_INPUTS) + 1 :]
+        arguments = _attention_arguments(q, k, v, *others[0], *others[1])
+        if arguments is not None:
+            check_device(q.get_device())
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, OverflowError):  # as in `product`
+                out, lse = extension.try_attention(*_of_op(arguments))
+                if out is not None and lse is not None:
+                    return out, lse
+    return observed_attention(call, run, canonical=True)
+
+
+def _of_op(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of the extension's op, marked as those of the registered op."""
+    q, k, v, options, *others = arguments
+    return q, k, v, options | 1 << _CANONICAL, *others
+
+
 def wanted(op: str, a: Any, b: Any, out: Any, bias: Any, *others: Any) -> tuple[Any, ...] | None:
     """What the extension would be asked for a call with the parameters of `product`; None if it is none for it."""
     # Asked before anything is loaded: a tensor that only looks like a GPU's needs no Triton.
-    if op not in _OPS or type(a) not in PLAIN or type(b) not in PLAIN or _load() is None or _is_seen(a, b, out, bias):
+    if op not in _OPS or type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cuda:
+        return None
+    if _load() is None or _is_seen(a, b, out, bias):
         return None
     return None if _is_seen_by_torch() else _arguments(op, a, b, bias, *others)
 
@@ -216,22 +310,11 @@ def wanted_attention(
     block_table: Any, seqlens_k: Any, out: Any, *others: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """What the extension would be asked for a call with the parameters of `attention`; None if it is none for it."""
-    if type(q) not in PLAIN or type(k) not in PLAIN or _load() is None or _is_seen(q, k, out, v):
-        return None
-    if _is_seen_by_torch():
+    if type(q) not in PLAIN or not q.is_cuda or _load() is None or _is_seen(q, k, out, v) or _is_seen_by_torch():
         return None
     return _attention_arguments(
         q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, *others
     )
-
-
-def wanted_merge(
-    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, layout: str
-) -> tuple[Any, ...] | None:
-    """As `wanted`, for a call of `merge` that is right."""
-    if not o_a.is_cuda or _load() is None or _is_seen(o_a, o_b, lse_a, lse_b) or _is_seen_by_torch():
-        return None
-    return o_a, lse_a, o_b, lse_b, _LAYOUTS[layout]
 
 
 def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ...]) -> None:
@@ -244,7 +327,7 @@ def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ..
     seen
         What was observed of this call.
     arguments
-        What `wanted`, `wanted_attention` or `wanted_merge` said.
+        Of the extension's op.
     """
     result = call.operands["out"]
     if _loaded.extension is not None and seen.launches and result is not None:

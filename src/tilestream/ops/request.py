@@ -12,7 +12,6 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
-from tilestream.launch.observe import Call, observe
 from tilestream.ops import checks, library, native
 from tilestream.ops.limit import limit
 from tilestream.ops.scales import canonical_scales
@@ -88,31 +87,16 @@ class Request(NamedTuple):
 def multiply(r: Request) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
 
-    What it launches on a GPU is observed, so that the native call path can make the next equal call.
+    The next equal call is launched natively, or on the CPU looked up.
     """
-    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not r.a.is_cuda:
+    waits = r.arriving or r.publish is not None or r.deadline is not None
+    if waits or torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
         return _multiply(r)
-    arguments = _native_arguments(r)
-    if arguments is None:
-        return _multiply(r)
-    with observe() as seen:
-        result = _multiply(r)
-    operands = {
-        "a": r.a, "b": r.b, "out": result, "bias": r.bias, "residual": r.residual, "scale_a": r.scale_a,
-        "scale_b": r.scale_b,
-    }  # fmt: skip
-    native.remember(Call(operands, (float(r.alpha), float(r.beta))), r.out is not None, seen, arguments)
-    return result
-
-
-def _native_arguments(r: Request) -> tuple[Any, ...] | None:
-    """What the native call path would be asked for this call; None if it is none for that path."""
-    if r.arriving or r.publish is not None or r.deadline is not None or not isinstance(r.b, torch.Tensor):
-        return None
-    return native.wanted(
+    call = (
         r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
         r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
     )  # fmt: skip
+    return native.observed(call, lambda: _multiply(r))
 
 
 def _multiply(r: Request) -> torch.Tensor:
@@ -142,32 +126,42 @@ def _multiply(r: Request) -> torch.Tensor:
     residual = None if r.residual is None else _expand(op, r.residual, shape, full)
     if out is not None:
         _check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
+    resized = out is not None and tuple(out.shape) != shape
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
+    into = None if out is None or resized else out.view(full)
+    if folded and into is not None:  # rows of a column-major out are not one dimension, but its batches may be
+        folded = _as_one(into, len(full) - 1) or not _as_one(into, len(full) - 2)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
     scales = canonical_scales(op, r.scale_a, r.scale_b, full[:-1], () if folded else batch, canonical)
     if folded:
         a = a.reshape(canonical[0], a.shape[-1])
     elif len(full) > 2:
         a, b = _batched(op, "a", a, batch, r.arrival), _batched(op, "b", b, batch, None)
+    if resized:
+        assert out is not None
+        into = out.resize_(shape).view(full)
     operands = (
         a, b, r.bias, None if residual is None else residual.reshape(canonical), float(r.alpha), float(r.beta),
         r.activation or "none", r.out_dtype, r.schedule, r.workers or 0,
     )  # fmt: skip
     optional = (*scales, r.fast_accum, limit())
     if torch.compiler.is_compiling():
-        result = _call(r, canonical, operands, optional)
+        result = _call(r, canonical, into, operands, optional)
     else:
         with shutdown.call():
-            result = _call(r, canonical, operands, optional)
+            result = _call(r, canonical, into, operands, optional)
     return out if out is not None else result.reshape(shape)
 
 
 def _call(
-    r: Request, canonical: tuple[int, ...], operands: tuple[Any, ...], optional: tuple[object, ...]
-) -> torch.Tensor:
-    """Call the registered op with arguments in canonical form: its first ones, and those that it may leave out."""
-    into = None if r.out is None else _view(r.out, canonical)
+    r: Request, canonical: tuple[int, ...], into: torch.Tensor | None, operands: tuple[Any, ...],
+    optional: tuple[object, ...],
+) -> torch.Tensor:  # fmt: skip
+    """Call the registered op with arguments in canonical form: its first ones, and those that it may leave out.
+
+    ``into`` is the caller's output, ``[..., M, N]``.
+    """
     result: torch.Tensor
     if r.publish is not None:
         a, flat = operands[0], FlatArrival.of(r.publish)
@@ -217,16 +211,6 @@ def _batch(op: str, of_a: torch.Size, of_b: torch.Size) -> torch.Size:
     return both
 
 
-def _view(out: torch.Tensor, canonical: tuple[int, ...]) -> torch.Tensor:
-    try:
-        return out.view(canonical)
-    except RuntimeError:
-        raise ValueError(
-            f"out: stride {out.stride()} for shape {list(out.shape)}: its leading dimensions cannot be seen as one; "
-            "give a contiguous output and copy it"
-        ) from None
-
-
 def _as_one(x: torch.Tensor, dims: int) -> bool:
     """Whether ``x``'s first ``dims`` dimensions can be seen as one without a copy, which would read too early."""
     steps = [(x.shape[i], x.stride(i)) for i in range(dims) if x.shape[i] != 1]
@@ -259,7 +243,11 @@ def _check_out(r: Request, out: torch.Tensor, shape: tuple[int, ...], dtype: tor
     if not torch.compiler.is_compiling() and out.is_neg():
         raise ValueError(f"{r.op}: out is a negated view; give a tensor of its own")
     if tuple(out.shape) != shape:
-        raise ValueError(f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}")
+        told = f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}"
+        if torch.compiler.is_compiling():
+            raise ValueError(f"{told}, and a compiled function resizes no output")
+        if out.numel():
+            raise ValueError(f"{told}: give an out of that shape, or one of no elements, which is resized")
     if out.dtype != dtype:
         raise TypeError(f"{r.op}: out is {out.dtype}, the result {dtype}; pass out_dtype={out.dtype} to have it so")
     if r.needs_gradient(out):

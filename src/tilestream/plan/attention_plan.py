@@ -21,8 +21,8 @@ from tilestream.plan.roofline import Floor
 class AttentionCandidate:
     """A way to run a problem, and what the device's cost model expects of it."""
 
-    #: ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`. Hopper: ``turns`` or
-    #: ``apart``, whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or
+    #: ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`. Hopper: ``ordered`` or
+    #: ``unordered``, whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or
     #: ``staged``, whether copies go past the registers or through them.
     variant: str
     block: tuple[int, int]  # ``(block_m, block_n)``: rows of a tile, and keys of a block

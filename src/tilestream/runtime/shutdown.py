@@ -11,11 +11,10 @@ from Python 3.14 on: it would else abort in torch code of its caller's, even whe
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
+import time
 import weakref
-from collections.abc import Iterator
 from typing import Protocol
 
 from tilestream.core.errors import TilestreamError
@@ -32,8 +31,8 @@ class Stoppable(Protocol):
 
 
 _exiting = threading.Event()
-_changed = threading.Condition()
-_calls = 0
+#: The calls that are under way.
+_inside: set[call] = set()
 _running: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 
 
@@ -50,28 +49,29 @@ def register(stoppable: Stoppable) -> None:
     _running.add(stoppable)
 
 
-@contextlib.contextmanager
-def call() -> Iterator[None]:
+class call:  # noqa: N801 -- read as `with shutdown.call():`
     """Around a call of an op: at exit, threads inside one are waited for.
+
+    Without a lock, which would cost a call on the CPU more than a small product: a thread enters and then looks whether
+    the interpreter exits; `_stop_all` says so and then looks who is inside.
 
     Raises
     ------
     TilestreamError
         If the interpreter exits already. A daemon thread sleeps instead.
     """
-    global _calls
-    with _changed:
-        exiting = _exiting.is_set()
-        _calls += not exiting
-    if exiting:
-        _stay_if_left_behind()
-        raise TilestreamError("the interpreter exits; nothing is launched any more")
-    try:
-        yield
-    finally:
-        with _changed:
-            _calls -= 1
-            _changed.notify_all()
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _inside.add(self)
+        if _exiting.is_set():
+            _inside.discard(self)
+            _stay_if_left_behind()
+            raise TilestreamError("the interpreter exits; nothing is launched any more")
+
+    def __exit__(self, *error: object) -> None:
+        _inside.discard(self)
         if _exiting.is_set():
             _stay_if_left_behind()
 
@@ -83,19 +83,14 @@ def _stay_if_left_behind() -> None:
 
 
 def _stop_all() -> None:
-    with _changed:
-        _exiting.set()
+    _exiting.set()
     for stoppable in list(_running):
         stoppable.stop_at_exit(GRACE_SECONDS)
-    with _changed:
-        _changed.wait_for(lambda: not _calls, GRACE_SECONDS)
-
-
-def _after_fork() -> None:
-    global _changed, _calls
-    _changed, _calls = threading.Condition(), 0  # the parent's other threads are not here
+    end = time.perf_counter() + GRACE_SECONDS
+    while _inside and time.perf_counter() < end:
+        time.sleep(1e-3)
 
 
 atexit.register(_stop_all)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_inside.clear)  # the parent's other threads are not here

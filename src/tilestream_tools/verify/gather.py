@@ -80,7 +80,7 @@ class GatherCase(r.RanksCase):
         Whether shards are not in one piece.
     ways
         In which shards travel, call by call, and from the first on again.
-    apart
+    local
         Whether the kernel reads a shard that is pushed out of the caller's tensor there, too; else in the slot.
     brought
         Whether it is not copied there before the kernel's launch has asked for it, behind its signals.
@@ -93,7 +93,7 @@ class GatherCase(r.RanksCase):
     chunks: tuple[int, ...] = (1,)
     strided: bool = False
     ways: tuple[p.Way, ...] = ("push",)
-    apart: bool = False
+    local: bool = False
     brought: bool = False
     sets: int = p.SLOTS
     publish: Callable[[int, int, int, bool], r.Turn] = p.publish
@@ -118,7 +118,7 @@ class GatherCase(r.RanksCase):
 
     def reads_apart(self, epoch: int) -> bool:
         """Whether a call's kernel reads the own shard where the caller has it; it is not in the slot then."""
-        return self.apart and not self.from_slot(epoch)
+        return self.local and not self.from_slot(epoch)
 
     @property
     def words(self) -> int:
@@ -161,7 +161,7 @@ class GatherCase(r.RanksCase):
     def __str__(self) -> str:
         words = [self.of("/".join(map(str, self.chunks)))]
         words += ["strided"] if self.strided else []
-        words += ["own rows apart"] if self.apart else ["own rows brought"] if self.brought else []
+        words += ["own rows local"] if self.local else ["own rows brought"] if self.brought else []
         words += [f"by {'/'.join(self.ways)}"] if self.ways != ("push",) else []
         return ", ".join(words)
 

@@ -62,22 +62,22 @@ FP8_DIMS = DIMS[-2:]
 #: In both variants: turns are two barriers and two waits, whatever else there is.
 BOTH = ("causal", "worst", "fp8")
 QUICK = (
-    "128-128 causal apart 2x128", "64-64 full turns 3x128", "128-128 worst turns 2x64", "256-256 causal apart 2x64",
-    "128-128 arriving apart 2x128", "128-128 fp8 apart 2x128",
+    "128-128 causal unordered 2x128", "64-64 full ordered 3x128", "128-128 worst ordered 2x64",
+    "256-256 causal unordered 2x64", "128-128 arriving unordered 2x128", "128-128 fp8 unordered 2x128",
 )  # fmt: skip
 #: Compiled by the trace's gate alone: the variant that the plan does not take.
-_OTHER_VARIANT = ("128-128 arriving turns 2x128",)
+_OTHER_VARIANT = ("128-128 arriving ordered 2x128",)
 #: Bytes that are known to be spilled, by Triton and case: between a tile's loops, and in no loop over blocks. Nine
 #: other forms of the text spilled there as well, or with the log-sum-exp, or in other tiles.
-KNOWN = {("3.9.0", "64-64 alone turns 3x128"): 72}
+KNOWN = {("3.9.0", "64-64 alone ordered 3x128"): 72}
 
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
-    for dims, (how, more), variant in itertools.product(DIMS, HOWS.items(), ("turns", "apart")):
+    for dims, (how, more), variant in itertools.product(DIMS, HOWS.items(), ("ordered", "unordered")):
         base = {"batch": 8, "heads_q": 8, "heads_kv": 8, "seqlen_q": 1024, "seqlen_k": 1024, **more}
         splits = base.pop("splits", 1)
         p = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
-        if policy.refusal(p, DEVICE) or (dims in FP8_DIMS and not policy.is_narrow(p)):
+        if policy.refusal(p, DEVICE) or (dims in FP8_DIMS and not policy.is_8bit(p)):
             continue
         for found in policy.candidates(p, DEVICE, 132, kind="dynamic", variant=variant, splits=splits):
             consumers = found.block[0] // policy.ROWS
@@ -119,7 +119,7 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     plan, p, found = case.plan, case.plan.problem, Assembly(kernel, said)
     consumers, block = plan.block[0] // policy.ROWS, plan.block[1]
     columns, parts = policy.columns_of(p), policy.parts_of(p)
-    is_fp8, is_ordered, arriving = policy.is_narrow(p), plan.variant == "turns", p.keys is not None
+    is_fp8, is_ordered, arriving = policy.is_8bit(p), plan.variant == "ordered", p.keys is not None
     math, load = policy.registers(consumers, columns, block, arriving)
     # A page that holds less than a block is a copy of its own, and the compiler unrolls the loop over them. An item's
     # last block of values is copied at a place of its own, if the load warp has registers for that.
@@ -131,7 +131,7 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     # or of 512 where there are four partitions.
     registers = {256, 120, 504 - math - load, math, load} if consumers == 2 else {256, 80, math, load}
     if is_fp8:
-        registers = {256, 80, *policy.NARROW_REGISTERS}
+        registers = {256, 80, *policy.REGISTERS_8BIT}
         products = {f"m64n{block}k32.f32.e4m3.e4m3", f"m64n{columns}k16.f32.f16.f16"}
     stores = consumers * columns // (32 if plan.shares > 1 else 64)
     queries = policy.queries_of(p, consumers, block, plan.stages, plan.device.shared, plan.shares)

@@ -64,8 +64,8 @@ class How(NamedTuple):
         Whether chunks of the output are signalled.
     table, queues
         Whether the order is the caller's; queues that are shared.
-    apart
-        Whether some rows stand apart, as a rank's own rows do of what it gathers.
+    local
+        Whether the rank holds some rows itself.
     probe
         Whether the kernel notes what workers take, for tests.
     """
@@ -81,7 +81,7 @@ class How(NamedTuple):
     publishes: bool = False
     table: bool = False
     queues: int | None = None
-    apart: bool = False
+    local: bool = False
     probe: bool = False
 
 
@@ -105,7 +105,7 @@ HOWS = {
     "parted": How(("stream_k", "static"), publishes=True),
     "copied": How(rows=_uniform(_SIZE, 0, 16), in_order=True),
     "copied weight": How(columns=_ragged(_SIZE, 0, 2), in_order=True),
-    "apart": How(rows=_uniform(_SIZE), in_order=True, apart=True),
+    "local": How(rows=_uniform(_SIZE), in_order=True, local=True),
     "probed": How(probe=True),
     "full": How(full=True, batch=_BATCH),
 }
@@ -126,7 +126,7 @@ QUICK = (
     "cooperative 128x128 fp8 plain nt", "ping_pong 64x128 bfloat16 plain nn",
     "cooperative 128x128 fp8 precise plain nt",
     "ping_pong 64x128 swapped tf32 plain nt", "ping_pong 64x128 swapped bfloat16 across nt",
-    "single 64x64 bfloat16 worst nt", "cooperative 128x256 bfloat16 rows nt", "cooperative 128x192 bfloat16 apart nt",
+    "single 64x64 bfloat16 worst nt", "cooperative 128x256 bfloat16 rows nt", "cooperative 128x192 bfloat16 local nt",
     "ping_pong 64x128 swapped bfloat16 weight nt", "cooperative 128x128 bfloat16 copied nt",
     "single 64x64 bfloat16 copied weight nt", "single 64x32 bfloat16 split nt", "single 64x64 bfloat16 arriving nt",
     "cooperative 128x192 bfloat16 ordered nt", "single 64x16 swapped bfloat16 direct nt",
@@ -164,13 +164,13 @@ def _of_a_tile(tile: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
         for how in ("plain", "slim", *rest):
             yield inputs, how, "nt"
     if tile[:3] in _GATHERS:
-        yield "bfloat16", "apart", "nt"
+        yield "bfloat16", "local", "nt"
         if tile.columns == 256:
-            yield "bfloat16", "apart", "nn"
+            yield "bfloat16", "local", "nn"
     for how in ("plain", "slim", *(("worst", "split") if every_way else ())):
         yield "tf32", how, "nt"
     if every_way:
-        yield "fp8", "apart", "nt"
+        yield "fp8", "local", "nt"
         yield "float16", "wide", "nt"
         yield "fp8 mixed", "plain", "nt"
 
@@ -180,7 +180,7 @@ def _made(name: str, tile: Tile, swapped: bool, inputs: str, how: str, layout: s
     dtype, other, fast = INPUTS[inputs]
     slim, how = how.startswith("slim"), how.removeprefix("slim").strip() or "plain"
     made = HOWS[how]
-    if made.apart and swapped:  # of columns none stand apart
+    if made.local and swapped:  # of columns none stand apart
         return
     problem = Problem(
         _SIZE, _SIZE, _SIZE, made.batch, dtype, "bfloat16" if made.batch == 1 and inputs != "tf32" else "float32",
@@ -226,19 +226,24 @@ def _layout(how: How, layout: str) -> Layout:
 
 def source(case: Case, trace: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     _, how = case.how
-    more = {"trace": True} if trace else {"probe": how.probe, "apart": 512 if how.apart else None}
+    more = {"trace": True} if trace else {"probe": how.probe, "local_rows": 512 if how.local else None}
     options, filled = fill(case.plan, case.layout, **more)
     return gemm, filled, options
 
 
 def fill(
-    plan: Plan, layout: Layout, out_address: int = 0, probe: bool = False, trace: bool = False, apart: int | None = None
+    plan: Plan,
+    layout: Layout,
+    out_address: int = 0,
+    probe: bool = False,
+    trace: bool = False,
+    local_rows: int | None = None,
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """What `tilestream.launch.hopper.launch.GemmLaunch` has compiled: options, and arguments of no address.
 
-    ``out_address``: modulo 16. ``apart``: rows that stand apart.
+    ``out_address``: modulo 16. ``local_rows``: rows that the rank holds itself.
     """
-    arguments = Arguments(plan, layout, out_address % 16 == 0, probe, trace, apart)
+    arguments = Arguments(plan, layout, out_address % 16 == 0, probe, trace, local_rows)
     problem = plan.problem
     x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     parts = (
@@ -250,7 +255,7 @@ def fill(
     return arguments.options, fill_gemm(
         arguments, plan, layout, matrices, log=pointer("int64" if trace else "int32", trace or probe),
         capacity=1024 if probe else 0, publish=NO_PUBLISH if words is None else PublishArguments(words, words, 1),
-        copies=copy_arguments(plan), local=NO_LOCAL if apart is None else (3, 5, 8),
+        copies=copy_arguments(plan), local=NO_LOCAL if local_rows is None else (3, 5, 8),
     )  # fmt: skip
 
 

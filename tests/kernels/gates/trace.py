@@ -43,14 +43,14 @@ CASES = {
         "cooperative 128x128 bfloat16 worst nt",
     ),
     "hopper attention": (
-        "128-128 causal apart 2x128", "64-64 full turns 3x128", "128-128 arriving turns 2x128",
-        "256-256 worst turns 2x32",
+        "128-128 causal unordered 2x128", "64-64 full ordered 3x128", "128-128 arriving ordered 2x128",
+        "256-256 worst ordered 2x32",
     ),
 }  # fmt: skip
 QUICK = (
     "portable gemm bfloat16 64x64 plain nt", "portable attention bfloat16 128 128x64 causal",
     "hopper gemm single 64x64 bfloat16 worst nt", "hopper gemm single 64x32 bfloat16 arriving nt",
-    "hopper attention 128-128 causal apart 2x128",
+    "hopper attention 128-128 causal unordered 2x128",
 )  # fmt: skip
 
 

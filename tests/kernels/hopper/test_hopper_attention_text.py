@@ -286,13 +286,13 @@ def test_values_of_8_bits_in_shares(name):
     check(NARROW[name], plan=plan, seed=len(name))
 
 
-@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("variant", ["ordered", "unordered"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_consumers_in_any_order(variant, seed):
     check(given(400, 400, causal=True, window=(150, None)), variant=variant, seed=seed)
 
 
-@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("variant", ["ordered", "unordered"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("keys", [(700, 700), (300, 420), (420, 300), (70, 200), (37, 200)])
 def test_every_tile(keys, dim, variant):
@@ -536,7 +536,7 @@ def check_explored(
     return [pair for of_who in left for pair in of_who]
 
 
-@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("variant", ["ordered", "unordered"])
 @pytest.mark.parametrize("left", [200, None])
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("keys", [(700, 300), (700, 700)])
@@ -554,19 +554,19 @@ def test_loops_do_what_is_explored(keys, dim, left, variant):
     assert left is None or keys != (700, 700) or any(last and not first for first, last in omitted)
 
 
-@pytest.mark.parametrize("variant", ["turns", "apart"])
+@pytest.mark.parametrize("variant", ["ordered", "unordered"])
 @pytest.mark.parametrize("left", [200, None])
 def test_loops_do_what_is_explored_where_values_are_converted(left, variant):
     machines: list[Machine] = []
     run(given(700, 300, causal=True, window=(left, None), **E4M3), machines=machines, variant=variant)
     machine = machines[0]
-    assert (variant == "turns") == machine.config.ORDERED
+    assert (variant == "ordered") == machine.config.ORDERED
     assert 1 in machine.told
     assert max(machine.told) > 2
     check_explored(machine, own_of(machine.config), converting=True)
 
 
-@pytest.mark.parametrize("variant", ["apart", pytest.param("turns", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["unordered", pytest.param("ordered", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("over_at", [None, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 4))])
 @pytest.mark.parametrize("block", [128, 64])
 def test_loops_do_what_is_explored_where_keys_arrive(block, over_at, variant):

@@ -19,32 +19,47 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def apply(epilogue: Epilogue, acc: torch.Tensor, batch: int, rows: slice, cols: slice) -> None:
-    """Do ``epilogue`` in place to ``acc``, the accumulator of that tile."""
-    factor = scaling(epilogue, acc.dtype, batch, rows, cols)
+#: All of a tensor's extent.
+_ALL = slice(None)
+
+
+def part(e: Epilogue, batch: int, rows: slice, cols: slice) -> Epilogue:
+    """What a tile reads of an epilogue in canonical form."""
+    if e.bias is e.residual is e.scale_a is e.scale_b is None:
+        return e
+    return e._replace(
+        bias=None if e.bias is None else e.bias[cols],
+        residual=None if e.residual is None else e.residual[batch, rows, cols],
+        scale_a=_part_of_scale(e.scale_a, batch, rows, _ALL), scale_b=_part_of_scale(e.scale_b, batch, _ALL, cols),
+    )  # fmt: skip
+
+
+def _part_of_scale(scale: torch.Tensor | None, batch: int, rows: slice, cols: slice) -> torch.Tensor | None:
+    if scale is None or scale.numel() == 1:
+        return scale
+    return (scale if scale.dim() == 2 else scale[batch])[rows, cols]
+
+
+def apply(e: Epilogue, acc: torch.Tensor) -> None:
+    """Do ``e`` in place to an accumulator, which the tensors of ``e`` broadcast to."""
+    factor = _scaling(e, acc.dtype)
     if factor is not None:
         acc.mul_(factor)
-    if epilogue.bias is not None:
-        acc.add_(epilogue.bias[cols])
-    if epilogue.residual is not None:
+    if e.bias is not None:
+        acc.add_(e.bias)
+    if e.residual is not None:
         # add_ computes in acc's dtype: a 16-bit residual times beta is rounded once, at the very end.
-        acc.add_(epilogue.residual[batch, rows, cols], alpha=epilogue.beta)
-    _ACTIVATIONS[epilogue.activation](acc)
+        acc.add_(e.residual, alpha=e.beta)
+    _ACTIVATIONS[e.activation](acc)
 
 
-def scaling(
-    epilogue: Epilogue, dtype: torch.dtype, batch: int, rows: slice, cols: slice
-) -> torch.Tensor | float | None:
-    """``alpha * (scale_a * scale_b)`` for that tile, which it broadcasts to; None where that is 1."""
+def _scaling(e: Epilogue, dtype: torch.dtype) -> torch.Tensor | float | None:
+    """``alpha * (scale_a * scale_b)``; None where that is 1."""
     factor: torch.Tensor | None = None
-    for scale, part in ((epilogue.scale_a, (rows, slice(None))), (epilogue.scale_b, (slice(None), cols))):
-        if scale is None:
-            continue
-        if scale.numel() == 1:
-            mine = scale.reshape(())
-        else:
-            mine = (scale if scale.dim() == 2 else scale[batch])[part]
-        factor = mine.to(dtype) if factor is None else factor * mine.to(dtype)
+    for scale in (e.scale_a, e.scale_b):
+        if scale is not None:
+            mine = (scale.reshape(()) if scale.numel() == 1 else scale).to(dtype)
+            factor = mine if factor is None else factor * mine
     if factor is None:
-        return None if epilogue.alpha == 1.0 else epilogue.alpha
-    return factor if epilogue.alpha == 1.0 else factor * epilogue.alpha
+        return None if e.alpha == 1.0 else e.alpha
+    return factor if e.alpha == 1.0 else factor * e.alpha

@@ -4,6 +4,7 @@
 
     whole tile:      out[tile] = epilogue(A[rows] @ B[:, columns])
     part of a tile:  slot = A[rows, k range] @ B[k range, columns];   last one: out[tile] = epilogue(sum of slots)
+    inline:          out = epilogue(A @ B), of all batches in one BLAS call by the calling thread
 
 With everything arrived it reaches 0.92 to 1.0 of ``torch.mm`` with the same number of threads (2048^3, fp32: see
 ``benchmarks/results/``).
@@ -20,14 +21,129 @@ from collections.abc import Sequence
 import torch
 
 from tilestream.core.grid import WorkItem
-from tilestream.core.operands import Epilogue
+from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.convert import Scratch, widened
-from tilestream.kernels.cpu.epilogue import apply
+from tilestream.kernels.cpu.epilogue import apply, part
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products of operands in ``dtype`` are added up in where there is an epilogue."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def multiply(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, epilogue: Epilogue, dtype: torch.dtype,
+    scratch: Scratch | None,
+) -> torch.Tensor:  # fmt: skip
+    """``epilogue(a @ b)`` in ``dtype``, into ``out``, or a new tensor where that is None.
+
+    Parameters
+    ----------
+    a, b
+        ``[M, K]`` and ``[K, N]``, or ``[B, M, K]`` and ``[B, K, N]``, any strides.
+    epilogue
+        Its tensors broadcast to the result.
+    scratch
+        None where `needs_scratch` is False.
+    """
+    if epilogue.trivial and dtype == a.dtype:
+        return product(a, b, out)
+    wide = accumulator(a.dtype)
+    if dtype == wide and not _is_residual(out, epilogue):
+        acc = _accumulate(a, b, out, epilogue.alpha, wide, scratch)
+        apply(epilogue, acc)
+        return acc
+    assert scratch is not None, "an accumulator of its own needs scratch"
+    with scratch.borrow((*a.shape[:-1], b.shape[-1]), wide) as acc:
+        _accumulate(a, b, acc, epilogue.alpha, wide, scratch)
+        apply(epilogue, acc)
+        return acc.to(dtype) if out is None else out.copy_(acc)
+
+
+def needs_scratch(x: GemmOperands) -> bool:
+    """Whether `multiply` converts an operand, or has an accumulator apart from the output."""
+    if x.epilogue.trivial and x.out.dtype == x.a.dtype:
+        return False
+    wide = accumulator(x.a.dtype)
+    return x.a.dtype != wide or x.out.dtype != wide or _is_residual(x.out, x.epilogue)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """``a @ b`` of two matrices or of two batches of them, in their dtype."""
+    return torch.mm(a, b, out=out) if a.dim() == 2 else torch.bmm(a, b, out=out)
+
+
+def _is_residual(out: torch.Tensor | None, epilogue: Epilogue) -> bool:
+    """Whether the epilogue reads what an accumulator in ``out`` would overwrite.
+
+    A residual that is not the output itself does not overlap it: see `tilestream.ops.operands.refuse_overlap`.
+    """
+    return out is not None and epilogue.residual is not None and epilogue.residual.data_ptr() == out.data_ptr()
+
+
+def _accumulate(
+    a: torch.Tensor, b: torch.Tensor, into: torch.Tensor | None, alpha: float, dtype: torch.dtype,
+    scratch: Scratch | None,
+) -> torch.Tensor:  # fmt: skip
+    """The product in ``dtype``, into ``into`` or a new tensor; 0 where ``alpha`` is."""
+    if a.dtype == dtype and alpha:
+        return product(a, b, into)
+    if into is None:
+        into = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device="cpu")
+    if not alpha:
+        return into.zero_()  # as torch.addmm has it: what is not a number in the operands does not count
+    assert scratch is not None, "operands that are converted need scratch"
+    for one_a, one_b, one in zip(a, b, into, strict=True) if a.dim() == 3 else ((a, b, into),):
+        with widened(one_a, dtype, scratch) as wide_a, widened(one_b, dtype, scratch) as wide_b:
+            torch.mm(wide_a, wide_b, out=one)
+    return into
+
+
+class InlineBody:
+    """All of ``out = epilogue(a @ b)`` as one item: a `tilestream.launch.cpu.launch.Body`.
+
+    Parameters
+    ----------
+    x
+        What `whole` made.
+    """
+
+    def __init__(self, x: GemmOperands, scratch: Scratch) -> None:
+        self._x, self._scratch = x, scratch
+
+    def compute(self, item: WorkItem) -> None:
+        """See `Body`."""
+        x = self._x
+        multiply(x.a, x.b, x.out, x.epilogue, x.out.dtype, self._scratch)
+
+    def reduce(self, item: WorkItem, slots: Sequence[int]) -> None:
+        """See `Body`: the item is whole."""
+        raise AssertionError("a part of a tile, from a schedule that makes none")
+
+    def poison(self, item: WorkItem) -> None:
+        """See `Body`."""
+        self._x.out.fill_(float("nan"))
+
+
+def whole(x: GemmOperands) -> GemmOperands:
+    """Canonical operands as `multiply` takes them: without a batch where there is one, and without gradients."""
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()[0] if drops and tensor.dim() == 3 else tensor.detach()
+
+    def read(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else seen(tensor)
+
+    drops, e = x.a.dim() == 2 or x.a.shape[0] == 1, x.epilogue
+    return GemmOperands(
+        seen(x.a), seen(x.b), seen(x.out),
+        e._replace(bias=read(e.bias), residual=read(e.residual), scale_a=read(e.scale_a), scale_b=read(e.scale_b)),
+    )  # fmt: skip
 
 
 class GemmBody:
-    """Load, math and epilogue of ``out = epilogue(a @ b)``: a `tilestream.launch.cpu.launch.Body`.
+    """Load, math and epilogue of ``out = epilogue(a @ b)`` by tiles: a `tilestream.launch.cpu.launch.Body`.
 
     Parameters
     ----------
@@ -44,15 +160,9 @@ class GemmBody:
         self._a, self._b, self._out, self._epilogue = a.detach(), b.detach(), out.detach(), epilogue
         self._block_m, self._block_n, self._block_k = block
         self._workspace = workspace
-        self._acc_dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
-        self._plain = epilogue.trivial and out.dtype == a.dtype
-        # The accumulator may lie in the output only if the epilogue does not read what it would overwrite.
-        residual = epilogue.residual
-        apart = residual is None or residual.data_ptr() != out.data_ptr()  # else it is the output: see `refuse_overlap`
-        self._in_place = apart and out.dtype == self._acc_dtype
         self._slots: torch.Tensor | None = None
         if schedule.slots:
-            self._slots = workspace.slots(schedule.slots, self._block_m, self._block_n, self._acc_dtype)
+            self._slots = workspace.slots(schedule.slots, self._block_m, self._block_n, accumulator(a.dtype))
 
     def compute(self, item: WorkItem) -> None:
         """See `Body`."""
@@ -60,17 +170,10 @@ class GemmBody:
         a, b = self._a[item.batch, rows, depth], self._b[item.batch, depth, cols]
         out = self._out[item.batch, rows, cols]
         if item.parts > 1:
-            self._product(a, b, self._slot(item.slot, out))
-        elif self._plain:
-            torch.mm(a, b, out=out)
-        elif self._in_place:
-            self._product(a, b, out)
-            apply(self._epilogue, out, item.batch, rows, cols)
+            slot = self._slot(item.slot, out)
+            _accumulate(a, b, slot, self._epilogue.alpha, slot.dtype, self._workspace)
         else:
-            with self._workspace.borrow(out.shape, self._acc_dtype) as acc:
-                self._product(a, b, acc)
-                apply(self._epilogue, acc, item.batch, rows, cols)
-                out.copy_(acc)
+            multiply(a, b, out, part(self._epilogue, item.batch, rows, cols), out.dtype, self._workspace)
 
     def reduce(self, item: WorkItem, slots: Sequence[int]) -> None:
         """See `Body`."""
@@ -79,7 +182,7 @@ class GemmBody:
         acc = self._slot(slots[0], out)
         for slot in slots[1:]:
             acc += self._slot(slot, out)
-        apply(self._epilogue, acc, item.batch, rows, cols)
+        apply(part(self._epilogue, item.batch, rows, cols), acc)
         out.copy_(acc)
 
     def poison(self, item: WorkItem) -> None:
@@ -94,16 +197,6 @@ class GemmBody:
             slice(item.pn * self._block_n, (item.pn + 1) * self._block_n),
             slice(item.k_begin * self._block_k, item.k_end * self._block_k),
         )
-
-    def _product(self, a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> None:
-        if self._epilogue.alpha == 0:
-            into.zero_()  # as torch.addmm has it: what is not a number in the operands does not count
-            return
-        if a.dtype == into.dtype:
-            torch.mm(a, b, out=into)
-            return
-        with widened(a, into.dtype, self._workspace) as wide_a, widened(b, into.dtype, self._workspace) as wide_b:
-            torch.mm(wide_a, wide_b, out=into)
 
     def _slot(self, slot: int, tile: torch.Tensor) -> torch.Tensor:
         assert self._slots is not None, "a part of a tile without a place for its partial result"

@@ -9,11 +9,11 @@ from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy.hopper_attention import (
     BEYOND,
     LINE,
-    NARROW_REGISTERS,
+    REGISTERS_8BIT,
     ROWS,
     WIDTH_OF_VALUES,
     columns_of,
-    is_narrow,
+    is_8bit,
     leaves_out,
     out_buffers,
     parts_of,
@@ -79,8 +79,8 @@ class HopperAttentionArguments(AttentionArguments):
         plan, p, s = self.plan, self.plan.problem, self.layout
         math_registers, load_registers = registers(self._consumers, columns_of(p), plan.block[1], p.keys is not None)
         convert_registers = 0
-        if is_narrow(p):
-            math_registers, convert_registers, load_registers = NARROW_REGISTERS
+        if is_8bit(p):
+            math_registers, convert_registers, load_registers = REGISTERS_8BIT
         return HopperAttentionConfig(
             **self._fields(),
             CONSUMERS=self._consumers,
@@ -92,7 +92,7 @@ class HopperAttentionArguments(AttentionArguments):
             RAGGED_Q=self._ragged_q,
             RAGGED_K=self._ragged_k,
             OWN=leaves_out(p, self._consumers, plan.block[1], plan.pack),
-            ORDERED=plan.variant == "turns",
+            ORDERED=plan.variant == "ordered",
             CHAINED=self._chained,
             SCALED=p.scaled,
             SCALES=(*(s.scale_q or (0, 0)), *(s.scale_k or (0, 0)), *(s.scale_v or (0, 0))),

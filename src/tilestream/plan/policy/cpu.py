@@ -50,7 +50,8 @@ def candidates(
     """Every way the model knows, within what the caller forces."""
     if inline:
         block = (max(problem.m, 1), max(problem.n, 1), BLOCK_K)
-        schedule = Schedule("dynamic", _grid(problem, block))
+        # One item, of all batches: the BLAS takes them in one call.
+        schedule = Schedule("dynamic", Grid.of(problem.m, problem.n, problem.k, *block, batch=min(problem.batch, 1)))
         yield Candidate("inline", block, schedule, _inline_seconds(problem, device, workers))
     for block_m, block_n in [forced.tile] if forced.tile else _tiles(problem):
         block = (block_m, block_n, BLOCK_K)

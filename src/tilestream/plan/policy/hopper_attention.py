@@ -50,7 +50,7 @@ L2_BYTES, L2_BYTES_OF_FEW, L2_BYTES_OF_ALIKE = 24e6, 17e6, 4e6
 #: Keys that are few; and the share of a launch that is lost where such a group takes all of that room instead of half.
 FEW_KEYS, CROWDING = 1024, 0.02
 #: Whether consumers take turns at starting their multiplications.
-VARIANTS = ("turns", "apart")
+VARIANTS = ("ordered", "unordered")
 # Constants of the cost model: the units' rates, and a fit to runs on an H100, as section `variants` of
 # benchmarks/attention/tiles.py makes them: 41 tiles and shapes of 64, 128 and 256 columns, to 4.4 % (root of the
 # mean square). What was measured on an H200 since is 3 % faster than that on average, and 5 % off beside.
@@ -113,10 +113,10 @@ TILES = (
 #: Of a thread, where values have 8 bits: of math warps, of warps that convert values, of the load warp's group; 512 in
 #: all, the first four math warps' counted in. With 216 for the math warps Triton 3.6 and 3.9 spill at blocks of 128
 #: keys and columns; with 24 for the others, there.
-NARROW_REGISTERS = (224, 32, 32)
+REGISTERS_8BIT = (224, 32, 32)
 
 
-def is_narrow(problem: AttentionProblem) -> bool:
+def is_8bit(problem: AttentionProblem) -> bool:
     """Whether values have 8 bits: then four more warps convert them."""
     return ITEMSIZE[problem.dtype] == 1
 
@@ -141,7 +141,7 @@ def registers(consumers: int, columns: int, block: int, arriving: bool = False) 
 def width(problem: AttentionProblem) -> int:
     """Columns of a box of queries or keys: a line, or of 8 bits half of one, where that is all of a head."""
     columns = LINE // ITEMSIZE[problem.dtype]
-    return columns // 2 if is_narrow(problem) and problem.head_dim <= columns // 2 else columns
+    return columns // 2 if is_8bit(problem) and problem.head_dim <= columns // 2 else columns
 
 
 def parts_of(problem: AttentionProblem) -> int:
@@ -172,7 +172,7 @@ def variant_of(problem: AttentionProblem, consumers: int) -> str:
 
     With sums of 256 columns they are as fast or up to 4 % faster in turns (H200).
     """
-    return "turns" if consumers == 3 or columns_of(problem) > 128 else "apart"
+    return "ordered" if consumers == 3 or columns_of(problem) > 128 else "unordered"
 
 
 def leaves_out(problem: AttentionProblem, consumers: int, block: int, pack: int) -> bool:
@@ -211,7 +211,7 @@ def shared_bytes(
     rows = consumers * ROWS * (queries * keys + LINE * out_buffers(problem, shares))
     values = columns_of(problem) // WIDTH_OF_VALUES
     # As they come, and for barriers and scales.
-    converted = stages * block * columns_of(problem) + _BARRIER_BYTES // 2 if is_narrow(problem) else 0
+    converted = stages * block * columns_of(problem) + _BARRIER_BYTES // 2 if is_8bit(problem) else 0
     return rows + stages * block * (keys + LINE * values) + converted + _BARRIER_BYTES
 
 
@@ -265,11 +265,11 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
         return f"it multiplies {', '.join(DTYPES)}, not {p.dtype}"
     if p.keys is not None and columns_of(p) > 128:
         return f"keys arrive, and sums of {p.head_dim_v} columns leave no registers for a gate"
-    if p.scaled and not is_narrow(p):
+    if p.scaled and not is_8bit(p):
         return "q, k or v has scales, which it applies to 8 bits"
-    if p.keys is not None and is_narrow(p):
+    if p.keys is not None and is_8bit(p):
         return "keys arrive, and warps that convert values of 8 bits leave no registers for a gate"
-    if is_narrow(p) and max(p.head_dim, p.head_dim_v) > 128:
+    if is_8bit(p) and max(p.head_dim, p.head_dim_v) > 128:
         return (
             f"{max(p.head_dim, p.head_dim_v)} columns; in 8 bits it takes 128, which leave room for warps that convert "
             "values"
@@ -329,7 +329,7 @@ def candidates(
         if not tile.columns // 2 < max(columns, 64) <= tile.columns or tile.busy < _is_busy(problem):
             continue
         # Three leave the load warp 32 registers, and warps that convert values none.
-        if tile.consumers == 3 and (problem.keys is not None or is_narrow(problem)):
+        if tile.consumers == 3 and (problem.keys is not None or is_8bit(problem)):
             continue
         rows = tile.consumers * ROWS
         pack = packed_heads(problem, rows, ROWS)
@@ -370,7 +370,7 @@ def _are_few(problem: AttentionProblem, tile: Tile, pack: int) -> bool:
     They are where consumers leave out such blocks: few queries, whose heads are packed, have none. With 256 columns, 8
     bits, and keys that arrive they were not timed.
     """
-    timed = tile.columns <= 128 and not is_narrow(problem) and problem.keys is None
+    timed = tile.columns <= 128 and not is_8bit(problem) and problem.keys is None
     few = problem.right is not None and problem.seqlen_k <= FEW_KEYS
     return timed and few and problem.seqlen_q > tile.block and leaves_out(problem, tile.consumers, tile.block, pack)
 

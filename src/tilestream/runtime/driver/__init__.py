@@ -43,6 +43,11 @@ def cuda_function(name: str, *arguments: type) -> Callable[..., int]:
     return _function(False, name, arguments)
 
 
+def hip_function(name: str, *arguments: type) -> Callable[..., int]:
+    """As `cuda_function`, of HIP's runtime."""
+    return _function(True, name, arguments)
+
+
 def error_name(code: int) -> str:
     """The driver's name and description of an error: ``CUDA_ERROR_INVALID_VALUE (invalid argument)``."""
     return current().error_name(code)

@@ -1,0 +1,237 @@
+"""Equal calls on the CPU: what the checks and the plan of the first one decided is looked up, not worked out.
+
+A call whose plan is ``inline`` costs a multiple of its arithmetic where that is small: checks, torch's dispatcher, the
+plan, a workspace. `product` finds an earlier equal call by its key, and runs the kernel of such plans
+(`kernels.cpu.gemm.multiply`) as that call did: the bits are the same. Equal calls have operands of the same shapes,
+strides and dtypes, the same options, threads and limits. What can differ is looked at each time: whether the output
+overlaps what is read, and whether something between the caller and the kernel has to see the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.kernels.cpu import gemm
+from tilestream.launch.cache import launch_cache
+from tilestream.launch.observe import observe
+from tilestream.ops.operands import span
+from tilestream.plan.limit import limit
+from tilestream.runtime import shutdown
+from tilestream.runtime.workspace import workspace
+from tilestream.trace.record import current
+
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiler, _autocast = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
+_num_threads, _gradients = torch.get_num_threads, torch.is_grad_enabled
+#: Types whose address and strides say all of a tensor.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NUMBERS, _STRIDED = (float, int), torch.strided
+
+#: Shape and strides.
+_Layout = tuple[torch.Size, tuple[int, ...]]
+_Tensors = tuple[torch.Tensor | None, ...]
+
+
+class _Views(NamedTuple):
+    """How the kernel's operands lie in the caller's tensors, of which the output is the last.
+
+    Attributes
+    ----------
+    views
+        The place and layout of each tensor that the kernel sees otherwise than its caller.
+    unread
+        Places of tensors that the call does not read: a residual times 0.
+    spans
+        Bytes from the first to the last of the output, and of each tensor that it must not overlap; 0 for others.
+    """
+
+    views: tuple[tuple[int, _Layout], ...]
+    unread: tuple[int, ...]
+    spans: tuple[int, ...]
+
+    @classmethod
+    def of(cls, given: _Tensors, seen: _Tensors) -> _Views | None:
+        """Those of a call; None where the kernel saw a copy."""
+        views: list[tuple[int, _Layout]] = []
+        unread = tuple(i for i, x in enumerate(seen) if x is None and given[i] is not None)
+        for i, (mine, x) in enumerate(zip(given, seen, strict=True)):
+            if mine is None or x is None:
+                continue
+            if x.data_ptr() != mine.data_ptr() or x.dtype != mine.dtype:
+                return None
+            if x.shape != mine.shape or x.stride() != mine.stride():
+                views.append((i, (x.shape, x.stride())))
+        *read, out = given
+        # What is the output itself, a residual, has passed the checks of the first call.
+        spans = [0 if x is None or x is out or i in unread else span(x) for i, x in enumerate(read)]
+        return cls(tuple(views), unread, (0 if out is None else span(out), *spans))
+
+    def seen(self, given: _Tensors) -> _Tensors:
+        """The kernel's operands of an equal call."""
+        if not self.views and not self.unread:
+            return given
+        found: list[Any] = list(given)
+        for i, (shape, stride) in self.views:
+            found[i] = found[i].as_strided(shape, stride)
+        for i in self.unread:
+            found[i] = None
+        return tuple(found)
+
+    def may_meet(self, given: tuple[Any, ...]) -> bool:
+        """Whether the output may share memory with what is read: the checks of a first call look closer."""
+        begin = given[-1].data_ptr()
+        end = begin + self.spans[0]
+        for x, length in zip(given, self.spans[1:], strict=False):
+            if length and x.data_ptr() < end and begin < x.data_ptr() + length:
+                return True
+        return False
+
+
+class _Product(NamedTuple):
+    """What is left to do for an equal call of a matmul op."""
+
+    views: _Views
+    #: plain, scratch: whether there is no epilogue, and whether the kernel needs scratch.
+    plain: bool
+    scratch: bool
+    alpha: float
+    beta: float
+    activation: str
+    dtype: torch.dtype
+    shape: torch.Size | None  # of a new result, where it is not the kernel's
+
+    @classmethod
+    def of(cls, given: _Tensors, x: GemmOperands, result: torch.Tensor) -> _Product | None:
+        """What a call has decided; None where the kernel saw a copy."""
+        e, out = x.epilogue, None if given[-1] is None else x.out
+        views = _Views.of(given, (x.a, x.b, e.bias, e.residual, e.scale_a, e.scale_b, out))
+        if views is None:
+            return None
+        return cls(
+            views, e.trivial and x.out.dtype == x.a.dtype, gemm.needs_scratch(x), e.alpha, e.beta, e.activation,
+            x.out.dtype, None if result.shape == x.out.shape else result.shape,
+        )  # fmt: skip
+
+    def __call__(self, given: _Tensors) -> torch.Tensor:
+        seen: tuple[Any, ...] = self.views.seen(given)
+        with shutdown.call():
+            try:
+                made = gemm.product(seen[0], seen[1], seen[-1]) if self.plain else self._with_epilogue(*seen)
+            except BaseException:
+                if seen[-1] is not None:
+                    seen[-1].fill_(float("nan"))
+                raise
+        if given[-1] is not None:
+            return given[-1]
+        return made if self.shape is None else made.view(self.shape)
+
+    def _with_epilogue(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+        scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, out: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        e = Epilogue(self.alpha, bias, residual, self.beta, self.activation, scale_a, scale_b)
+        if not self.scratch:
+            return gemm.multiply(a, b, out, e, self.dtype, None)
+        with workspace() as scratch:
+            return gemm.multiply(a, b, out, e, self.dtype, scratch)
+
+
+def product(
+    op: str, a: Any, b: Any, out: Any, bias: Any, residual: Any, alpha: Any, beta: Any, activation: Any, out_dtype: Any,
+    scale_a: Any, scale_b: Any, fast_accum: Any, schedule: Any, workers: Any,
+) -> torch.Tensor | None:  # fmt: skip
+    """The result of a call equal to an earlier one; None for another. Parameters as of `tilestream.ops.native.product`.
+
+    They are not checked: there is a key only where a call with it has passed all checks.
+    """
+    given = (a, b, bias, residual, scale_a, scale_b, out)
+    key = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
+    try:
+        found: _Product | None = launch_cache.get(key)  # type: ignore[assignment]
+    except TypeError:  # an option that cannot be hashed
+        return None
+    if found is None or (out is not None and found.views.may_meet(given)):
+        return None
+    return found(given)
+
+
+def first_product(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make a call that `product` does not know, and remember what it decides if its plan is inline.
+
+    Parameters
+    ----------
+    call
+        The arguments of `product`.
+    run
+        Makes it, with all checks.
+    """
+    op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, *scales, fast_accum, schedule, workers = call
+    given = (a, b, bias, residual, *scales, out)
+    key = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
+    if key is None:
+        return run()
+    with observe() as observed:
+        result = run()
+    if len(observed.launches) == 1 and (found := _Product.of(given, observed.launches[0], result)) is not None:
+        launch_cache.insert(key, found)
+    return result
+
+
+def _key(
+    op: str, given: tuple[Any, ...], options: tuple[Any, ...], schedule: Any, workers: Any
+) -> tuple[object, ...] | None:
+    """What the checks and the plan of a call depend on.
+
+    None for a call that something else has to see, whose plan is never inline, or whose options may only equal valid
+    ones, as 1 equals True.
+    """
+    a, b, bias, residual, scale_a, scale_b, out = given
+    alpha, beta, _, _, fast_accum = options
+    if workers is not None or type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cpu or not _unseen():
+        return None
+    if type(schedule) is not str or schedule != "auto" or type(fast_accum) is not bool:
+        return None
+    if type(alpha) not in _NUMBERS or type(beta) not in _NUMBERS:
+        return None
+    gradients = _gradients()
+    try:
+        if not _is_dense(a, gradients) or not _is_dense(b, gradients):
+            return None
+        key = (
+            op, options, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, _num_threads(), limit(),
+        )  # fmt: skip
+        if bias is residual is scale_a is scale_b is out is None:
+            return key
+        more: list[object] = []
+        for x in (bias, residual, scale_a, scale_b, out):
+            if x is None:
+                more.append(None)
+            elif type(x) in PLAIN and _is_dense(x, gradients):
+                more += x.shape, x.stride(), x.dtype
+            else:
+                return None
+    except RuntimeError:  # a nested tensor has no shape
+        return None
+    if out is not None:
+        more += out is residual, out.is_neg()  # a residual may be the output
+    return *key, *more
+
+
+def _is_dense(x: torch.Tensor, gradients: bool) -> bool:
+    """Whether a tensor is a dense one on the CPU, of which no gradient is asked."""
+    return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad)
+
+
+def _unseen() -> bool:
+    """Whether nothing but the kernel would see a call of this thread."""
+    return not (
+        _dispatch_modes() or _function_modes() or _profiler() or _autocast()
+        or forward_ad._current_level >= 0
+        or _transform() is not None or _jit_trace() is not None or current() is not None
+    )  # fmt: skip
