@@ -82,7 +82,7 @@ class Launch:
         copies: Copies = "none",
     ) -> None:  # fmt: skip
         self.plan: Any = plan
-        self._schedule = self.plan.schedule if counts else None
+        self._schedule = plan.schedule if counts and plan is not None else None
         self._listed, self._floats, self._copies = listed, floats, copies
 
     def __call__(self, x: Any, awaited: Awaited | None = None, probe: Probe | SpanLog | None = None) -> None:

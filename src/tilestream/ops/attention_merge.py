@@ -72,9 +72,13 @@ def _shares(lse_a: torch.Tensor, lse_b: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _weigh(o: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """A part times its share. A part without a share does not count, whatever is in it."""
-    share = share.unsqueeze(-1)
-    return (o * share).masked_fill(share == 0, 0.0)  # with the part's strides, which `where` would not give it
+    """A part times its share."""
+    return _seen(o, share) * share.unsqueeze(-1)
+
+
+def _seen(o: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """A part; 0 where it has no share, whatever is in it: neither value nor gradient is NaN then."""
+    return o.masked_fill(share.unsqueeze(-1) == 0, 0.0)
 
 
 # The registered op ----------------------------------------------------------------------------------------------------
@@ -100,12 +104,12 @@ def _by_torch(*parts: torch.Tensor) -> Pair:
     return out, lse
 
 
-def _by_kernel(*parts: torch.Tensor) -> Pair:
+def _by_kernel(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> Pair:
     """The op on a GPU, on the current stream of the operands' device."""
-    x = MergeOperands(*parts, *_outputs(*parts))
+    x = MergeOperands(o_a, lse_a, o_b, lse_b, *_outputs(o_a, lse_a, o_b, lse_b))
     if not _is_for_kernel(x):
-        return _by_torch(*parts)
-    device = x.o_a.device
+        return _by_torch(*x[:4])
+    device = o_a.device
     check_device(device.index)
     key = signature(_NAME, x, None)
     launch: Any = launch_cache.get(key)
@@ -151,20 +155,16 @@ def _backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple[tor
     """
     o_a, lse_a, o_b, lse_b = ctx.saved_tensors
     share_a, share_b, _ = _shares(lse_a, lse_b)
-    between = 0.0
+    between: torch.Tensor | float = 0.0
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[3]:
-        difference = _seen(o_a, share_a) - _seen(o_b, share_b)
+        wide = torch.promote_types(o_a.dtype, share_a.dtype)
+        difference = _seen(o_a, share_a).to(wide) - _seen(o_b, share_b)
         between = share_a * share_b * (grad * difference).sum(-1)
     grads = (
         _weigh(grad, share_a), share_a * grad_lse + between, _weigh(grad, share_b), share_b * grad_lse - between
     )  # fmt: skip
     pairs = zip(grads, (o_a, lse_a, o_b, lse_b), ctx.needs_input_grad, strict=True)
     return tuple(made.to(x.dtype) if needed else None for made, x, needed in pairs)
-
-
-def _seen(o: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """A part in its share's precision; 0 where it has no share."""
-    return o.to(torch.promote_types(o.dtype, share.dtype)).masked_fill(share.unsqueeze(-1) == 0, 0.0)
 
 
 torch.library.register_autograd(f"tilestream::{_NAME}", _backward, setup_context=_setup_context, lib=library)
