@@ -83,7 +83,32 @@ def pairs(size: int) -> dict[str, Pair]:
     eager = {"torch": lambda x: F.linear(x, w, bias), "ours": lambda x: ts.linear(x, w, bias)}
     compiled = {name: torch.compile(call, fullgraph=True) for name, call in eager.items()}
     found["linear, torch.compile"] = Pair(lambda: compiled["torch"](a), lambda: compiled["ours"](a))
-    return found | attention_pairs(size)
+    return found | training_pairs(size) | attention_pairs(size)
+
+
+def training_pairs(size: int) -> dict[str, Pair]:
+    """A linear layer within a model, forward and backward: gradients of the input, the weight and the bias."""
+
+    def step(linear: Callable[..., torch.Tensor], *shape: int) -> Call:
+        leaves = [
+            torch.randn(*of, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for of in ((*shape, size), (size, size), (size,))
+        ]
+        grad = torch.randn(*shape, size, device="cuda", dtype=torch.bfloat16)
+
+        def call() -> None:
+            with torch.enable_grad():
+                linear(*leaves).backward(grad)
+            for leaf in leaves:
+                leaf.grad = None
+
+        return call
+
+    shapes = {"2-D": (size,), "3-D": (2, size // 2)}
+    return {
+        f"linear, {name}, forward + backward": Pair(step(F.linear, *shape), step(ts.linear, *shape))
+        for name, shape in shapes.items()
+    }
 
 
 def attention_pairs(size: int) -> dict[str, Pair]:
@@ -192,11 +217,11 @@ def main() -> None:
         raise SystemExit(f"no native call path: {why_not()}")
     native._load()
     found = measure(options.size, options.rounds)
-    print(f"{'us a call, warm (cold)':<24}{'torch':>18}{'native':>18}{'python':>18}{'native/torch':>18}")
+    print(f"{'us a call, warm (cold)':<34}{'torch':>18}{'native':>18}{'python':>18}{'native/torch':>18}")
     for name, ways in found.items():
         cells = "".join(f"{f'{one:.1f} ({other:.0f})':>18}" for one, other in ways.values())
         ratios = [ours / theirs for ours, theirs in zip(ways["native"], ways["torch"], strict=True)]
-        print(f"{name:<24}{cells}{f'{ratios[0]:.2f} ({ratios[1]:.2f})':>18}")
+        print(f"{name:<34}{cells}{f'{ratios[0]:.2f} ({ratios[1]:.2f})':>18}")
     if options.out:
         made = {
             "name": "host_calls", "device": torch.cuda.get_device_name(), "torch": torch.__version__,

@@ -4,27 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 import tilestream as ts
 from error_rule import Maths, check, rand
-
-
-def test_forward_mode_is_refused():
-    a, w, tangent = rand(3, 4), rand(4, 5), rand(3, 4)
-    with pytest.raises(NotImplementedError, match=r"matmul: no forward-mode derivative; use torch\.matmul there"):
-        torch.func.jvp(lambda x: ts.matmul(x, w), (a,), (tangent,))
-    for name, shape in {"bias": (5,), "scale_a": (3, 1)}.items():
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-            ts.matmul(a, w, **{name: forward_ad.make_dual(rand(*shape), rand(*shape))})
-    with forward_ad.dual_level():
-        check(ts.matmul(a, w), Maths(a, w))
-
-
-def test_reverse_mode_transforms_say_no_rather_than_something_wrong():
-    a, w = rand(3, 4), rand(4, 5)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda x: ts.matmul(x, w).sum())(a)
 
 
 @pytest.mark.parametrize("source", ["tensor", "iterator"])

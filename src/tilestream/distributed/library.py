@@ -14,7 +14,8 @@ from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.group_state import states_of, world_of
 from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
-from tilestream.ops.library import _activation_backward, _alone, gemm_op, library, result_dtype
+from tilestream.ops.gradients import through_activation
+from tilestream.ops.library import _alone, gemm_op, library, result_dtype
 from tilestream.ops.limit import worker_limit as limited
 
 # An empty bias means none: torch gives gradients to a list of tensors, not to a list of optional ones.
@@ -180,7 +181,7 @@ def _before_activation(
     before = _multiply(_rows(gathered), b, worker_limit, bias if bias.numel() else None, wide).view(grad.shape)
     if activation == "relu":
         return torch.ops.aten.threshold_backward(grad.to(wide), before, 0).to(grad.dtype)  # type: ignore[no-any-return]
-    return _activation_backward(activation, grad.to(wide), before).to(grad.dtype)
+    return through_activation(activation, grad.to(wide), before).to(grad.dtype)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

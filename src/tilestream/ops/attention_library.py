@@ -1,4 +1,4 @@
-"""The registered ops of attention: schemas, CPU, GPU and fake implementations, autograd, FLOP counts.
+"""The registered ops of attention: schemas, CPU, GPU and fake implementations, derivatives, batching, FLOP counts.
 
 As `tilestream.ops.library`: tensors and numbers only, heads behind rows (the other layout is a view, whose gradient is
 torch's own). Each gives the output and the log-sum-exp; the second is empty unless it is asked for.
@@ -17,9 +17,11 @@ from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadlin
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.observe import observation
 from tilestream.ops import attention_gpu, native
-from tilestream.ops.attention_backward import gradients
+from tilestream.ops.attention_backward import gradients, second, tangents
 from tilestream.ops.attention_execute import execute
 from tilestream.ops.attention_operands import Settings, check_shapes
+from tilestream.ops.checks import refuse_given
+from tilestream.ops.gradients import Derivative, below_autograd, derivative, save
 from tilestream.ops.library import library, register
 from tilestream.ops.operands import refuse_shared
 from tilestream.plan import limit as limits
@@ -81,7 +83,7 @@ def as_given(shape: Sequence[int], s: Settings) -> list[int]:
     return [shape[i] for i in (0, 2, 1, 3)] if s.layout == "bhsd" and len(shape) == 4 else list(shape)
 
 
-def _check_outputs(x: AttentionOperands, s: Settings) -> None:
+def check_outputs(x: AttentionOperands, s: Settings) -> None:
     """Raise unless the outputs that are given fit the operands, and those fit together."""
     check_shapes("attention", x)
     out, lse, shape, dtype = x.out, x.lse, (*x.q.shape[:-1], x.v.shape[-1]), result_dtype(x.q)
@@ -125,7 +127,7 @@ def _define(name: str) -> None:
         x, s = _split(args, *(args[end : end + 2] if into else ()))
         made, apart = None, False
         if into:
-            _check_outputs(x, s)
+            check_outputs(x, s)
             apart = x.out.numel() > 0 and x.out.stride(-1) != 1  # kernels write a head's columns side by side
             if apart and arriving:
                 raise ValueError(
@@ -163,7 +165,7 @@ def _define(name: str) -> None:
     def fake(*args: Any) -> Pair | None:
         if not into:
             return _outputs(*_split(args))
-        _check_outputs(*_split(args, *args[end : end + 2]))
+        check_outputs(*_split(args, *args[end : end + 2]))
         return None
 
     more = (_ARRIVING if arriving else "") + (_INTO if into else "")
@@ -180,7 +182,7 @@ attention_arriving_op = torch.ops.tilestream.attention_arriving.default
 attention_arriving_out_op = torch.ops.tilestream.attention_arriving_out.default
 
 
-# Autograd -----------------------------------------------------------------------------------------------------------
+# Derivatives and batching ---------------------------------------------------------------------------------------------
 
 
 def _real_backward(
@@ -192,14 +194,8 @@ def _real_backward(
 
 def _fake_backward(grad: Any, grad_lse: Any, out: Any, lse: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     q, k, v, sinks = args[:4]
-    of_sinks = q.new_empty((0,), dtype=torch.float32) if sinks is None else torch.empty_like(sinks)
-    return (*(x.new_empty(x.shape) for x in (q, k, v)), of_sinks)
-
-
-def _no_second(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError(
-        "attention: no second derivative; use torch.nn.functional.scaled_dot_product_attention with its math backend"
-    )
+    of_sinks = lse.new_empty((0,)) if sinks is None else torch.empty_like(sinks, dtype=lse.dtype)
+    return (*(torch.empty_like(x) for x in (q, k, v)), of_sinks)
 
 
 register(
@@ -210,34 +206,137 @@ register(
     _fake_backward,
 )
 attention_backward_op = torch.ops.tilestream.attention_backward.default
-torch.library.register_autograd("tilestream::attention_backward", _no_second, lib=library)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    ctx.settings, ctx.worker_limit = Settings(*inputs[len(_INPUTS) : _NUM_COMMON]), inputs[-1]
-    ctx.save_for_backward(*output, *inputs[: len(_INPUTS)])
-    if not ctx.settings.return_lse:
-        ctx.mark_non_differentiable(output[1])
+def _differentiate(op: Any) -> None:
+    """Register the derivative of an op that makes its outputs. Keys that arrive have when a derivative is taken."""
+
+    class Attention(Derivative):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Pair:
+            inputs, s = args[: len(_INPUTS)], Settings(*args[len(_INPUTS) : _NUM_COMMON])
+            _refuse_gradients(inputs)
+            # The gradients need the log-sum-exp. The caller sees what it asked for.
+            ctx.settings, ctx.shows_lse = s._replace(return_lse=True), s.return_lse
+            out, lse = below_autograd(op, *inputs, *ctx.settings, *args[_NUM_COMMON:])
+            kept = out, lse, *inputs
+            save(ctx, *kept)
+            if not s.return_lse:
+                lse = lse.new_empty((0,))
+                ctx.mark_non_differentiable(lse)
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+            out, *_ = kept = ctx.saved_tensors
+            grad = torch.zeros_like(out) if grad is None else grad
+            found = attention_backward_op(grad, grad_lse if ctx.shows_lse else None, *kept, *ctx.settings)
+            needs = ctx.needs_input_grad
+            needed = [x if need else None for x, need in zip(found, needs[:4], strict=True)]
+            if needed[3] is not None:
+                needed[3] = needed[3].to(kept[5].dtype)
+            return *needed, *[None] * (len(needs) - 4)
+
+        @staticmethod
+        def jvp(ctx: Any, *changes: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            refuse_given("attention", *changes[4:])
+            out, lse, *inputs = ctx.saved_tensors
+            of_out, of_lse = tangents(changes[:4], *_split((*inputs, *ctx.settings), out, lse))
+            return of_out.to(out.dtype), of_lse if ctx.shows_lse else None
+
+    derivative(library, op, Attention)
 
 
-def _backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
-    out, lse, *tensors = ctx.saved_tensors
-    s = ctx.settings
-    if not s.return_lse:  # the registered op, called by itself: what it did not give is worked out once more
-        s, grad_lse = s._replace(return_lse=True), None
-        _, lse = attention_op(*tensors, *s, ctx.worker_limit)
-    grads = attention_backward_op(grad, grad_lse, out, lse, *tensors, *s)
-    needed = [x if need else None for x, need in zip(grads, ctx.needs_input_grad[:4], strict=True)]
-    return *needed, *([None] * (_NUM_COMMON - 4 + 1))  # no gradient of the limit either
+def _refuse_gradients(inputs: Sequence[torch.Tensor | None]) -> None:
+    """Raise where nothing computes a gradient that is asked for."""
+    for name, tensor in zip(_INPUTS, inputs, strict=True):
+        if tensor is not None and tensor.requires_grad:
+            if name.startswith("scale_"):
+                raise RuntimeError(f"attention: {name} requires a gradient; scales get none: pass {name}.detach()")
+            if inputs[_INPUTS.index("block_table")] is not None or tensor.dtype == torch.float8_e4m3fn:
+                raise RuntimeError(
+                    f"attention: {name} requires a gradient; keys in pages, and operands of 8 bits, get none: gather "
+                    "or convert them first, or use torch.no_grad()"
+                )
 
 
-def _backward_arriving(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
-    # By now everything has arrived: the operands are ordinary tensors.
-    return *_backward(ctx, grad, grad_lse), *([None] * _NUM_ARRIVING)
+class _Backward(Derivative):
+    """The derivative of ``attention_backward``, whose ``out`` and ``lse`` count as functions of the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        ctx.numbers = args[4 + len(_INPUTS) :]
+        save(ctx, *args[: 4 + len(_INPUTS)])
+        return below_autograd(attention_backward_op, *args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *changes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        grad, grad_lse, out, lse, *inputs = ctx.saved_tensors
+        x, s = _split((*inputs, *ctx.numbers), out, lse)
+        of_grad, of_lse, *others = second(
+            grad, grad_lse, (*changes[:3], changes[3] if x.sinks is not None else None), x, s
+        )
+        found = (of_grad, None if grad_lse is None else of_lse, None, None, *others)
+        args = (grad, grad_lse, out, lse, *inputs[:4])
+        typed = [None if f is None or y is None else f.to(y.dtype) for f, y in zip(found, args, strict=True)]
+        return *typed, *[None] * (len(ctx.needs_input_grad) - len(typed))
+
+    @staticmethod
+    def jvp(ctx: Any, *changes: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        # Linear in the gradients; by the inputs a Hessian, which is symmetric: `second` multiplies by its transpose.
+        grad, grad_lse, out, lse, *inputs = ctx.saved_tensors
+        x, s = _split((*inputs, *ctx.numbers), out, lse)
+        found = list(second(grad, grad_lse, changes[4:8], x, s)[2:])
+        if changes[0] is not None or changes[1] is not None:
+            of_grad = torch.zeros_like(out) if changes[0] is None else changes[0]
+            more = attention_backward_op(of_grad, changes[1], out, lse, *inputs, *ctx.numbers)
+            found = [None if f is None else f + m for f, m in zip(found, more, strict=True)]
+        made = (x.q, x.k, x.v, lse)
+        return tuple(lse.new_empty((0,)) if f is None else f.to(y.dtype) for f, y in zip(found, made, strict=True))
 
 
-for _name, _formula in (("attention", _backward), ("attention_arriving", _backward_arriving)):
-    torch.library.register_autograd(f"tilestream::{_name}", _formula, setup_context=_setup_context, lib=library)
+for _op in (attention_op, attention_arriving_op):
+    _differentiate(_op)
+derivative(library, attention_backward_op, _Backward)
+
+
+def _batch(op: Any, num_first: int) -> None:
+    """Register how ``op``, with ``num_first`` tensors in front of the inputs, computes many calls at once.
+
+    Calls of dense sequences are one call of all their sequences. Others are computed one after the other: packed ones,
+    those with keys in pages, and what has something of its own for sinks.
+    """
+    tensors = num_first + len(_INPUTS)
+    sinks, pages = num_first + _INPUTS.index("sinks"), num_first + _INPUTS.index("block_table")
+    packed = num_first + _INPUTS.index("cu_seqlens_q")
+
+    def batched(info: Any, dims: Sequence[int | None], *args: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        count = info.batch_size
+        own_sinks = args[sinks] is not None and (num_first > 0 or dims[sinks] is not None)
+        if args[packed] is not None or args[pages] is not None or own_sinks:
+            own = [x if dim is None else x.movedim(dim, 0).contiguous() for x, dim in zip(args, dims, strict=True)]
+            calls = [op(*(x if dim is None else x[i] for x, dim in zip(own, dims, strict=True))) for i in range(count)]
+            return tuple(torch.stack(parts) for parts in zip(*calls, strict=True)), (0,) * len(calls[0])
+
+        def merged(i: int) -> torch.Tensor | None:
+            x: torch.Tensor | None = args[i]
+            dim = dims[i]
+            if x is None or i == sinks:
+                return x
+            x = x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
+            x = x.expand(count, *x.shape[1:]).flatten(0, 1)
+            return x.contiguous() if x.dim() == 1 else x  # a list has a stride of 1
+
+        made = op(*(merged(i) for i in range(tensors)), *args[tensors:])
+        # An output that is not asked for has one dimension, and no elements.
+        shown = [y if y.dim() == 1 else y.reshape(count, y.shape[0] // count, *y.shape[1:]) for y in made]
+        return tuple(shown), tuple(None if y.dim() == 1 else 0 for y in made)
+
+    torch.library.register_vmap(op.name(), batched, lib=library)
+
+
+_batch(attention_op, 0)
+_batch(attention_backward_op, 4)
 
 
 def _extents(shapes: Sequence[Any]) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The registered ops of matmul: schemas, CPU, GPU and fake implementations, autograd, FLOP counts.
+"""The registered ops of matmul: schemas, CPU, GPU and fake implementations, derivatives, batching, FLOP counts.
 
 ``tilestream::gemm``, and ``tilestream::gemm_arriving`` for operands that arrive, each with an ``out`` form; and
 ``tilestream::gemm_published_out``, which signals each chunk of the output's rows. They take tensors and numbers only:
@@ -22,9 +22,19 @@ from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadlin
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.observe import observation
 from tilestream.ops import execute, gpu, native
-from tilestream.ops.checks import check_pair, refuse_gradients
+from tilestream.ops.checks import check_pair, refuse_given, refuse_gradients
+from tilestream.ops.gradients import (
+    Derivative,
+    batched_product,
+    below_autograd,
+    derivative,
+    product_gradients,
+    product_tangent,
+    save_product,
+)
 from tilestream.ops.operands import epilogue_of, refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE
+from tilestream.ops.sharding import with_strategies
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
 from tilestream.plan.problem import dtype_name, result_name
@@ -39,7 +49,7 @@ def register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..
     library.define(name + schema, tags=_alone if alone else ())
     for device in ("CPU", "CUDA"):
         library.impl(name, real, device)
-    torch.library.register_fake(f"tilestream::{name}", fake, lib=library)
+    torch.library.register_fake(f"tilestream::{name}", with_strategies(name, fake), lib=library)
 
 
 # Arguments, in the schemas' order: the common ones; what arrives or is published; the output of an ``out`` form; those
@@ -215,68 +225,41 @@ gemm_published_out_op = torch.ops.tilestream.gemm_published_out.default
 clear_signals_op = torch.ops.tilestream.clear_signals.default
 
 
-# Autograd -----------------------------------------------------------------------------------------------------------
+# Derivatives ----------------------------------------------------------------------------------------------------------
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, bias, residual, alpha, beta, activation, _, schedule, workers, *others = inputs
-    scale_a, scale_b, ctx.fast_accum, ctx.worker_limit = others[-4:]
-    refuse_gradients("gemm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
-    # What the derivative of the activation needs: relu's is in the output; the others' input is computed once more
-    # in the backward pass, which costs a matmul and keeps no [M, N] tensor alive.
-    kept = (a, b, output if activation == "relu" else None)
-    again = (bias, residual) if activation not in ("none", "relu") else (None, None)
-    ctx.save_for_backward(*kept, *again, scale_a, scale_b)
-    ctx.alpha, ctx.beta, ctx.activation = alpha, beta, activation
-    ctx.schedule, ctx.workers = schedule, workers
-    ctx.bias = None if bias is None else bias.dtype
-    ctx.residual = None if residual is None else residual.dtype
+def _differentiate(op: Any) -> None:
+    """Register the derivative of an op that makes its output. What arrives has arrived when a derivative is taken."""
+
+    class Gemm(Derivative):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> torch.Tensor:
+            scale_a, scale_b, *_ = optional = args[-len(_DEFAULTS) :]
+            refuse_gradients("gemm", a=args[0], b=args[1], scale_a=scale_a, scale_b=scale_b)
+            output: torch.Tensor = below_autograd(op, *args)
+            save_product(ctx, (*args[:_NUM_COMMON], *optional), output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            found = () if grad is None else product_gradients(ctx, grad, gemm_op)
+            return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
+            refuse_given("gemm", *tangents[4:])
+            return product_tangent(ctx, tangents, gemm_op)
+
+    derivative(library, op, Gemm)
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    a, b, output, bias, residual, scale_a, scale_b = ctx.saved_tensors
-    how, plain = (ctx.schedule, ctx.workers), (None, None, True, ctx.worker_limit)
-    if ctx.activation == "relu":
-        grad = torch.ops.aten.threshold_backward(grad, output, 0)
-    elif ctx.activation != "none":
-        wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-        scaled = (scale_a, scale_b, ctx.fast_accum, ctx.worker_limit)
-        before = gemm_op(a, b, bias, residual, ctx.alpha, ctx.beta, "none", wide, *how, *scaled)
-        grad = _activation_backward(ctx.activation, grad.to(wide), before)
-    grad_a = grad_b = grad_bias = grad_residual = None
-    if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-        product = grad
-        for scale in (scale_a, scale_b):  # of operands that have more than 8 bits
-            product = product if scale is None else product * scale
-        narrow = product.to(a.dtype)
-        if ctx.needs_input_grad[0]:
-            grad_a = gemm_op(narrow, b.mT, None, None, ctx.alpha, 1.0, "none", None, *how, *plain)
-        if ctx.needs_input_grad[1]:
-            grad_b = gemm_op(a.mT, narrow, None, None, ctx.alpha, 1.0, "none", None, *how, *plain)
-    if ctx.bias is not None and ctx.needs_input_grad[2]:
-        grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
-    if ctx.residual is not None and ctx.needs_input_grad[3]:
-        grad_residual = (ctx.beta * grad).to(ctx.residual)
-    return grad_a, grad_b, grad_bias, grad_residual, *([None] * 10)
+def _batched(info: Any, dims: Sequence[int | None], *args: Any) -> tuple[torch.Tensor, int]:
+    return batched_product(info.batch_size, dims, gemm_op, *args, *_DEFAULTS[len(args) - _NUM_COMMON :]), 0
 
 
-def _backward_arriving(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    # By now everything has arrived: the operands are ordinary tensors.
-    return *_backward(ctx, grad), *([None] * _LATE["_arriving"].count(","))
-
-
-def _activation_backward(activation: str, grad: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    if activation == "silu":
-        # In plain operations: aten::silu_backward has no derivative of its own.
-        gate = torch.sigmoid(before)
-        return grad * gate * (1 + before * (1 - gate))
-    approximate = "tanh" if activation == "gelu_tanh" else "none"
-    result: torch.Tensor = torch.ops.aten.gelu_backward(grad, before, approximate=approximate)
-    return result
-
-
-for _name, _formula in (("gemm", _backward), ("gemm_arriving", _backward_arriving)):
-    torch.library.register_autograd(f"tilestream::{_name}", _formula, setup_context=_setup_context, lib=library)
+for _op in (gemm_op, gemm_arriving_op):
+    _differentiate(_op)
+torch.library.register_vmap("tilestream::gemm", _batched, lib=library)
 
 
 @register_flop_formula([
