@@ -33,14 +33,12 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
 
     What it launches on a GPU is observed, so that the native call path can make the next equal call.
     """
-    if torch.compiler.is_compiling():
-        return _join(formula, o_a, lse_a, o_b, lse_b, layout)
+    call = o_a, lse_a, o_b, lse_b, layout
     if (
-        any(type(x) not in PLAIN for x in (o_a, lse_a, o_b, lse_b)) or forward_ad._current_level >= 0
+        torch.compiler.is_compiling() or any(type(x) not in PLAIN for x in call[:4]) or forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):  # fmt: skip
-        return _join(formula, o_a, lse_a, o_b, lse_b, layout)
-    call = o_a, lse_a, o_b, lse_b, layout
+        return _join(formula, *call)
     return native.observed_merge(call, lambda: _join(merge_attention_op, *call))
 
 
