@@ -112,6 +112,15 @@ def test_empty_ones(shape):
     assert torch.equal(logs, lse + math.log(2))
 
 
+@pytest.mark.parametrize("rows", [(), (5,), (2, 2, 5, 3)])
+def test_the_op_takes_any_number_of_rows(rows):
+    o_a, o_b, lse_a, lse_b = rand(*rows, 8, seed=1), rand(*rows, 8, seed=2), rand(*rows, seed=3), rand(*rows, seed=4)
+    out, lse = merge_attention_op(o_a, lse_a, o_b, lse_b)
+    torch.testing.assert_close(lse, torch.logaddexp(lse_a, lse_b))
+    share = torch.sigmoid(lse_a - lse_b).unsqueeze(-1)
+    torch.testing.assert_close(out, share * o_a + (1 - share) * o_b)
+
+
 def test_strides_are_those_of_the_first_part():
     o, lse = torch.zeros(2, 3, 5, 8).transpose(1, 2), torch.zeros(2, 5, 3).transpose(1, 2)
     out, logs = ts.merge_attention(o, lse, o.contiguous(), lse.contiguous())
@@ -290,6 +299,10 @@ def operands(dtype: torch.dtype = torch.float16, shape: tuple[int, ...] = (2, 5,
 )
 def test_what_the_kernel_takes(x, takes):
     assert attention_merge._is_for_kernel(x) is takes
+
+
+def test_a_gpu_has_an_implementation_of_its_own():
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("tilestream::merge_attention", "CUDA")
 
 
 def test_a_launch_is_kept_for_equal_calls(monkeypatch):
