@@ -366,7 +366,7 @@ def test_a_limit_and_a_gradient_are_as_by_python(python_calls):
     for _ in range(2):
         ts.mm(a, weight).sum().backward()
     assert weight.grad is not None
-    assert len(python_calls) == 5
+    assert len(python_calls) == 4, "the product is native; the gradient's is, from the second one on"
 
 
 def test_compiled_functions_are_as_by_python():

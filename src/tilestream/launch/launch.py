@@ -19,6 +19,7 @@ from tilestream.core.copy_items import NO_COPIES, CopyArguments
 from tilestream.core.error_record import op_number
 from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.device.schedule import RECORD
+from tilestream.launch import compiling
 from tilestream.launch.gate import NO_GATE, GateArguments, chunk_table, queue_table
 from tilestream.launch.launcher import watched
 from tilestream.launch.native import issued
@@ -215,10 +216,13 @@ class Kernel:
 
     def __call__(self, stream: int, filled: Sequence[Any]) -> None:
         """Launch with all arguments, of which tensors have gone through `take`."""
+        if self._compiled is None:
+            self.compile(filled)
         compiled = self._compiled
         if compiled is None:
-            kernel = self._function[self._grid](*filled, **self._options)
-            self._compiled = None if INTERPRETED else kernel
+            self._function[self._grid](*filled, **self._options)
+        elif compiling.is_ahead():
+            return
         elif watched():
             compiled[self._grid](*filled, stream=stream)
         else:
@@ -229,10 +233,16 @@ class Kernel:
             values = [address(value) for value in filled]
             seen.issued.append(None if self._compiled is None else issued(self._compiled, self._grid, values))
 
+    def compile(self, filled: Sequence[Any]) -> None:
+        """Have the kernel compiled before the first launch, for arguments like these."""
+        if self._compiled is None and not INTERPRETED:
+            self._compiled = compiling.compiled(self._function, filled, self._options)
+
     def load(self, filled: Sequence[Any]) -> None:
         """Have the kernel on the device before the first launch, for arguments like these."""
-        if self._compiled is None and not INTERPRETED:
-            self._compiled = self._function.warmup(*filled, grid=self._grid, **self._options)
+        self.compile(filled)
+        if self._compiled is not None and not compiling.is_ahead():
+            _ = self._compiled.run  # what Triton loads it for
 
 
 def address(x: Any) -> Any:
