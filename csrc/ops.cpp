@@ -321,8 +321,8 @@ struct Declined<kOp> {
 #define PLAIN_SCHEMA "Tensor a, Tensor b, Tensor? bias=None"
 #define PLAIN_ATTENTION_SCHEMA "Tensor q, Tensor k, Tensor v, int options=0"
 
-// The public ops of a product, which check differently, as `tilestream.ops.native` numbers them.
-#define EACH_PUBLIC_OP(X) X(matmul, 0) X(mm, 1) X(bmm, 2) X(addmm, 3) X(linear, 4)
+// The public ops of a product, and the registered op that compiled graphs call: they check differently.
+#define EACH_PUBLIC_OP(X) X(matmul, 0) X(mm, 1) X(bmm, 2) X(addmm, 3) X(linear, 4) X(gemm, 5)
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilestream, m) {
 #define DEFINE_PLAIN(op, number)                              \

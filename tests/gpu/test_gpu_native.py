@@ -14,7 +14,7 @@ from gpu_runs import ON_HOPPER, randn
 
 import tilestream as ts
 from tilestream.launch.native import Extension, extension, why_not
-from tilestream.ops import attention_request, native, request
+from tilestream.ops import attention_library, attention_request, library, native, request
 
 if extension() is None:
     pytest.skip(f"no native call path: {why_not()}", allow_module_level=True)
@@ -363,3 +363,23 @@ def test_a_written_output_is_another_version(python_calls):
             versions.append(out._version)
         assert versions == sorted(set(versions))
     assert python_calls == ["mm", "attention"]
+
+
+def test_the_ops_of_a_compiled_graph_are_native(monkeypatch):
+    by_python = []
+    for module in (library, attention_library):
+        inner = module._run
+        monkeypatch.setattr(module, "_run", lambda *args, inner=inner: (by_python.append(args), inner(*args)))
+
+    def block(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        y = ts.linear(x, w, bias, activation="relu").view(2, 64, 2, 64)
+        return ts.attention(y, y, y, causal=True)
+
+    x, w, bias = half(2, 64, 128), half(128, 128), half(128)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        answers = [compiled(x, w, bias) for _ in range(3)]
+        assert len(by_python) == 2
+        x.normal_()
+        assert torch.equal(bits(compiled(x, w, bias)), bits(block(x, w, bias)))
+        assert all(torch.equal(bits(one), bits(answers[0])) for one in answers)

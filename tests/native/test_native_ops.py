@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilestream as ts
 from tilestream.launch.observe import observation
-from tilestream.ops import attention_request, native, request
+from tilestream.ops import attention_library, attention_request, library, native, request
+from tilestream.ops.attention_operands import Settings
 from tilestream.trace.record import record
 
 BF16 = torch.bfloat16
@@ -121,6 +122,74 @@ def test_the_second_equal_call_is_launched_natively(python_calls, driver, call):
     assert len(python_calls) == 1
     assert (second.shape, second.dtype, second.stride()) == (first.shape, first.dtype, first.stride())
     assert len(driver.launches()) == 2
+
+
+REGISTERED = {
+    "gemm": lambda: library.gemm_op(A, B, BIAS, None, 1.0, 1.0, "relu", None, "auto", 0),
+    "gemm, out=": lambda: library.gemm_out_op(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0, OUT),
+    "gemm, workers": lambda: library.gemm_op(A, B, None, OUT, 0.5, 2.0, "none", None, "static", 3),
+    "attention": lambda: attention_library.attention_op(Q, K, V, *[None] * 8, *NUMBERS),
+    "attention, lse": lambda: attention_library.attention_op(Q, K, V, *[None] * 8, *NUMBERS._replace(return_lse=True)),
+    "attention, behind": lambda: attention_library.attention_op(Q, K, V, *[None] * 8, *NUMBERS._replace(layout="bhsd")),
+}
+NUMBERS = Settings(True, "top_left", -1, -1, 0.0, 0.25)
+
+
+@pytest.mark.parametrize("call", REGISTERED.values(), ids=REGISTERED)
+def test_so_is_that_of_a_registered_op(python_calls, driver, monkeypatch, call):
+    """As compiled graphs call it."""
+
+    def run(out: torch.Tensor, fresh: bool, kind: str, args: tuple, late: tuple, optional: tuple) -> None:
+        a, b, bias, residual, alpha, beta, *_ = args
+        x = Matmul(0, a, b, bias, residual, *optional[:2], alpha=alpha, beta=beta)
+        launched(Launch(driver, x), x, out)
+
+    def attend(x, s: Settings, out: torch.Tensor, lse: torch.Tensor | None, *others) -> None:
+        given = Attention(**dict(zip(attention_library._INPUTS, x.inputs, strict=True)))
+        launched(AttentionLaunch(driver, given, lse is not None), given, out, lse)
+
+    def launched(launch, x, *outputs) -> None:
+        python_calls.append(x)
+        launch.issue(x, *outputs)
+        observation().launches.append(launch)
+
+    monkeypatch.setattr(library, "_run", run)
+    monkeypatch.setattr(attention_library, "_run", attend)
+    first, second = call(), call()
+    assert len(python_calls) == 1
+    assert len(driver.launches()) == 2
+    for one, other in zip(
+        *(answer if isinstance(answer, tuple) else (answer,) for answer in (first, second)), strict=True
+    ):
+        assert (one is None) == (other is None)
+        assert one is None or (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+    ts.mm(A, B)
+    ts.attention(Q, K, V, causal="top_left")
+    assert len(python_calls) == 3, "a public op's call is another one"
+
+
+def test_a_public_op_whose_registered_op_was_called_before_is_native(python_calls, driver, monkeypatch):
+    """The launch of the registered op inside is observed, and not left to its own recipe."""
+
+    def run(out: torch.Tensor, fresh: bool, kind: str, args: tuple, *others: tuple) -> None:
+        python_calls.append(args)
+        x = Matmul(0, args[0], args[1])
+        launch = Launch(driver, x)
+        launch.issue(x, out)
+        observation().launches.append(launch)
+
+    def through(r: request.Request) -> torch.Tensor:
+        return library.gemm_op(r.a, r.b, None, None, 1.0, 1.0, "none", None, "auto", 0)
+
+    monkeypatch.setattr(library, "_run", run)
+    monkeypatch.setattr(request, "_multiply", through)
+    for op in (ts.mm, ts.matmul):
+        for _ in range(3):
+            op(A, B)
+    library.gemm_op(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0)
+    library.gemm_op(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0)
+    assert len(python_calls) == 3
+    assert len(driver.launches()) == 8
 
 
 def test_no_two_of_these_calls_are_taken_for_each_other(python_calls):

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 
-#: The public ops of a product, as csrc/ops.cpp numbers them.
-PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear")
+#: The public ops of a product, and the registered op that compiled graphs call, as csrc/ops.cpp numbers them.
+PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear", "gemm")
 
 
 class Call(NamedTuple):

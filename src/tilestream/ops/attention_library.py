@@ -15,7 +15,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
-from tilestream.ops import attention_gpu
+from tilestream.launch.observe import observation
+from tilestream.ops import attention_gpu, native
 from tilestream.ops.attention_backward import gradients, second, tangents
 from tilestream.ops.attention_execute import execute
 from tilestream.ops.attention_operands import Settings, check_shapes
@@ -122,7 +123,7 @@ def _define(name: str) -> None:
     arriving, into = "_arriving" in name, name.endswith("_out")
     end = _NUM_COMMON + _NUM_ARRIVING * arriving
 
-    def real(*args: Any) -> Pair | None:
+    def run(*args: Any) -> Pair | None:
         x, s = _split(args, *(args[end : end + 2] if into else ()))
         made, apart = None, False
         if into:
@@ -147,6 +148,19 @@ def _define(name: str) -> None:
         if into:  # autograd knows nothing of what a kernel writes
             torch._C._increment_version([y for y in (x.out, x.lse) if y is not None])
         return made
+
+    def real(*args: Any) -> Pair | None:
+        worker_limit = args[end] if len(args) > end else 0
+        by_graph = not into and not arriving and observation() is None  # and not by a public op, which is observed
+        if not by_graph or not args[0].is_cuda or worker_limit not in (0, limits.limit()):
+            return run(*args)
+        s = Settings(*args[len(_INPUTS) : _NUM_COMMON])
+        call = (
+            *args[: len(_INPUTS)], None, s.layout, s.causal and s.alignment,
+            None if s.left == s.right == -1 else (s.left, s.right), s.softcap or None, s.scale, s.max_seqlen_q or None,
+            s.max_seqlen_k or None, s.return_lse, s.workers or None, s.schedule, s.splits or None,
+        )  # fmt: skip
+        return native.attention_op(call, lambda: run(*args))
 
     def fake(*args: Any) -> Pair | None:
         if not into:

@@ -11,7 +11,6 @@ import torch
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
-from tilestream.launch.observe import Call, observe
 from tilestream.ops import attention_library as library
 from tilestream.ops import native
 from tilestream.ops.attention_operands import Settings, check_shapes
@@ -90,18 +89,10 @@ def attend(r: AttentionRequest) -> Answer:
 
     What it launches on a GPU is observed, so that the native call path can make the next equal call.
     """
-    if torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor) or not r.q.is_cuda:
-        return _attend(r)
     waits = r.arrival is not None or r.deadline is not None
-    arguments = None if waits else native.wanted_attention(*r[:-2])
-    if arguments is None:
+    if waits or torch.compiler.is_compiling():
         return _attend(r)
-    with observe() as seen:
-        answer = _attend(r)
-    out, lse = answer if isinstance(answer, tuple) else (answer, None)
-    operands = dict(zip(r._fields, r[:11], strict=False))
-    native.remember(Call({**operands, "out": out, "lse": lse}), r.out is not None, seen, arguments)
-    return answer
+    return native.observed_attention(r[:-2], lambda: _attend(r))
 
 
 def _attend(r: AttentionRequest) -> Answer:

@@ -161,26 +161,23 @@ def product(
     return found(given)
 
 
-def first_product(
-    op: str, given: _Tensors, options: tuple[Any, ...], schedule: str, workers: int | None,
-    call: Callable[[], torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
-    """Make a call on the CPU that `product` does not know, and remember what it decides if its plan is inline.
+def first_product(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make a call that `product` does not know, and remember what it decides if its plan is inline.
 
     Parameters
     ----------
-    given
-        The caller's a, b, bias, residual, scale_a, scale_b and out; of ``linear``, the weight for b.
-    options
-        alpha, beta, activation, out_dtype and fast_accum.
     call
+        The arguments of `product`.
+    run
         Makes it, with all checks.
     """
-    key = _key(op, given, options, schedule, workers)
+    op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, *scales, fast_accum, schedule, workers = call
+    given = (a, b, bias, residual, *scales, out)
+    key = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
     if key is None:
-        return call()
+        return run()
     with observe() as observed:
-        result = call()
+        result = run()
     if len(observed.launches) == 1 and (found := _Product.of(given, observed.launches[0], result)) is not None:
         launch_cache.insert(key, found)
     return result

@@ -6,8 +6,9 @@ call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import is_grad_enabled
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tilestream.core.operands import ACTIVATIONS
-from tilestream.launch.observe import PRODUCTS, Call, Observation
+from tilestream.launch.observe import PRODUCTS, Call, Observation, observe
 from tilestream.ops import inline
 from tilestream.ops.inline import PLAIN
 from tilestream.plan import limit as limits
@@ -40,8 +41,15 @@ _SCHEDULE, _DTYPE, _SLOW_ACCUM, _TF32 = 4, 8, 16, 17
 _LAYOUTS: dict[object, int] = {name: i for i, name in enumerate(LAYOUTS)}
 _DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left": 2}
 #: Where each of attention's stands: a diagonal above 2 layouts, the rest above 4 diagonals.
-_DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER = 1, 3, 4, 5, 6
+_DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER, _CANONICAL = 1, 3, 4, 5, 6, 10
+#: The tensors of `attention`, in order.
+_INPUTS = (
+    "q", "k", "v", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k",
+)  # fmt: skip
 _NUMBERS = (float, int)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 
 
 class _Loaded:
@@ -189,10 +197,81 @@ def attention(
     return made if lse is None else (made, lse)
 
 
+def observed(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make a call Python's way, and have the extension, on the CPU `inline`, make the next equal one.
+
+    Parameters
+    ----------
+    call
+        The arguments of `product`, which has not made it.
+    run
+        Makes it.
+    """
+    if not call[1].is_cuda:
+        return inline.first_product(call, run)
+    arguments = wanted(*call)
+    if arguments is None:
+        return run()
+    with observe() as seen:
+        result = run()
+    _, a, b, out, bias, residual, alpha, beta, _, _, scale_a, scale_b, *_ = call
+    operands = {
+        "a": a, "b": b, "out": result, "bias": bias, "residual": residual, "scale_a": scale_a, "scale_b": scale_b,
+    }  # fmt: skip
+    remember(Call(operands, (float(alpha), float(beta))), out is not None, seen, arguments)
+    return result
+
+
+def observed_attention(call: tuple[Any, ...], run: Callable[[], T], canonical: bool = False) -> T:
+    """As `observed`: a call of `attention`, or of the registered op, whose operands are ``canonical``."""
+    arguments = wanted_attention(*call)
+    if arguments is None:
+        return run()
+    with observe() as seen:
+        answer = run()
+    outputs: Any = answer if isinstance(answer, tuple) else (answer, None)
+    operands = dict(zip((*_INPUTS, "out", "lse"), (*call[: len(_INPUTS)], *outputs), strict=True))
+    arguments = _of_op(arguments) if canonical else arguments
+    remember(Call(operands), call[len(_INPUTS)] is not None, seen, arguments)
+    return answer
+
+
+def attention_op(call: tuple[Any, ...], run: Callable[[], Pair | None]) -> Pair | None:
+    """The answer of the registered op, which compiled graphs call: launched by the extension where it can.
+
+    Parameters
+    ----------
+    call
+        As of `attention`, without an output, and with heads behind rows.
+    run
+        Makes it Python's way.
+    """
+    q, k, v = call[:3]
+    extension = _loaded.extension
+    if extension is not None and not _is_seen(q, k, None, v):
+        others = call[3 : len(_INPUTS)], call[len(_INPUTS) + 1 :]
+        arguments = _attention_arguments(q, k, v, *others[0], *others[1])
+        if arguments is not None:
+            check_device(q.get_device())
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, OverflowError):  # as in `product`
+                out, lse = extension.try_attention(*_of_op(arguments))
+                if out is not None and lse is not None:
+                    return out, lse
+    return observed_attention(call, run, canonical=True)
+
+
+def _of_op(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of the extension's op, marked as those of the registered op."""
+    q, k, v, options, *others = arguments
+    return q, k, v, options | 1 << _CANONICAL, *others
+
+
 def wanted(op: str, a: Any, b: Any, out: Any, bias: Any, *others: Any) -> tuple[Any, ...] | None:
     """What the extension would be asked for a call with the parameters of `product`; None if it is none for it."""
     # Asked before anything is loaded: a tensor that only looks like a GPU's needs no Triton.
-    if op not in _OPS or type(a) not in PLAIN or type(b) not in PLAIN or _load() is None or _is_seen(a, b, out, bias):
+    if op not in _OPS or type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cuda:
+        return None
+    if _load() is None or _is_seen(a, b, out, bias):
         return None
     return None if _is_seen_by_torch() else _arguments(op, a, b, bias, *others)
 
@@ -202,9 +281,7 @@ def wanted_attention(
     block_table: Any, seqlens_k: Any, out: Any, *others: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """What the extension would be asked for a call with the parameters of `attention`; None if it is none for it."""
-    if type(q) not in PLAIN or type(k) not in PLAIN or _load() is None or _is_seen(q, k, out, v):
-        return None
-    if _is_seen_by_torch():
+    if type(q) not in PLAIN or not q.is_cuda or _load() is None or _is_seen(q, k, out, v) or _is_seen_by_torch():
         return None
     return _attention_arguments(
         q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, *others

@@ -13,8 +13,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
-from tilestream.launch.observe import Call, observe
-from tilestream.ops import checks, inline, library, native
+from tilestream.ops import checks, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.limit import limit, worker_limit
@@ -92,31 +91,22 @@ class Request(NamedTuple):
 def multiply(r: Request) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
 
-    What it launches on a GPU is observed, so that the native call path can make the next equal call.
+    The next equal call is launched natively, or on the CPU looked up.
     """
-    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor):
+    waits = r.arriving or r.publish is not None or r.deadline is not None
+    if waits or torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
         return _multiply(r)
     if _is_seen_by_autograd_alone(r):
         return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
-    if not r.a.is_cuda:
-        if r.arriving or r.publish is not None or r.deadline is not None:
-            return _multiply(r)
-        b = r.b.t() if r.op == "linear" and isinstance(r.b, torch.Tensor) else r.b
-        return inline.first_product(
-            r.op, (r.a, b, r.bias, r.residual, r.scale_a, r.scale_b, r.out),
-            (r.alpha, r.beta, r.activation, r.out_dtype, r.fast_accum), r.schedule, r.workers, lambda: _multiply(r),
-        )  # fmt: skip
-    arguments = _native_arguments(r)
-    if arguments is None:
-        return _multiply(r)
-    with observe() as seen:
-        result = _multiply(r)
-    operands = {
-        "a": r.a, "b": r.b, "out": result, "bias": r.bias, "residual": r.residual, "scale_a": r.scale_a,
-        "scale_b": r.scale_b,
-    }  # fmt: skip
-    native.remember(Call(operands, (float(r.alpha), float(r.beta))), r.out is not None, seen, arguments)
-    return result
+    return native.observed(_call_of(r), lambda: _multiply(r))
+
+
+def _call_of(r: Request) -> tuple[Any, ...]:
+    """The arguments of `tilestream.ops.native.product`."""
+    return (
+        r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
+        r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
+    )  # fmt: skip
 
 
 class _Product(Derivative):
@@ -127,12 +117,10 @@ class _Product(Derivative):
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, r: Request) -> torch.Tensor:
-        output = native.product(
-            r.op, a, b.t() if r.op == "linear" else b, None, bias, None, 1.0, 1.0, r.activation, r.out_dtype, None,
-            None, r.fast_accum, r.schedule, r.workers,
-        )  # fmt: skip
+        call = _call_of(r)
+        output = native.product(*call)
         if output is None:
-            output = multiply(r)
+            output = native.observed(call, lambda: _multiply(r))
         if output._is_view():  # which could not be changed in place
             output = torch.ops.aten._unsafe_view(output, output.shape)
         how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
@@ -145,12 +133,14 @@ class _Product(Derivative):
 
 
 def _is_seen_by_autograd_alone(r: Request) -> bool:
-    """Whether a gradient is asked for of a product of plain tensors, and nothing else has to see the call."""
+    """Whether the gradient of a product of plain tensors is asked for, and nothing else has to see the call.
+
+    Of a call that waits for nothing.
+    """
     a, b, bias = r.a, r.b, r.bias
     return bool(
         torch.is_grad_enabled()
         and r.out is None and r.residual is None and r.scale_a is None and r.scale_b is None
-        and not r.arriving and r.publish is None and r.deadline is None
         and type(a) in PLAIN and type(b) in PLAIN and (bias is None or type(bias) in PLAIN)
         and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
         and (a.is_cuda or a.is_cpu) and not a.is_nested and not b.is_nested
@@ -184,16 +174,6 @@ def _launch(
             scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum,
         ))  # fmt: skip
     return made
-
-
-def _native_arguments(r: Request) -> tuple[Any, ...] | None:
-    """What the native call path would be asked for this call; None if it is none for that path."""
-    if r.arriving or r.publish is not None or r.deadline is not None or not isinstance(r.b, torch.Tensor):
-        return None
-    return native.wanted(
-        r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
-        r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
-    )  # fmt: skip
 
 
 def _multiply(r: Request) -> torch.Tensor:
