@@ -17,12 +17,16 @@ EXPORT const char* tilestream_open(const char* driver_library, const char* torch
   return why.empty() ? nullptr : why.c_str();
 }
 
-EXPORT void tilestream_clear() { tilestream::clear_table(); }
+EXPORT void tilestream_clear() {
+  if (!tilestream::is_forked()) tilestream::clear_table();
+}
 
-EXPORT int64_t tilestream_size() { return static_cast<int64_t>(tilestream::table_size()); }
+EXPORT int64_t tilestream_size() {
+  return tilestream::is_forked() ? 0 : static_cast<int64_t>(tilestream::table_size());
+}
 
 EXPORT void tilestream_set_capacity(int64_t entries) {
-  tilestream::set_table_capacity(entries < 1 ? 1 : static_cast<size_t>(entries));
+  if (!tilestream::is_forked()) tilestream::set_table_capacity(entries < 1 ? 1 : static_cast<size_t>(entries));
 }
 
 // The number of the thread's current context of a device; -1 if it has none.

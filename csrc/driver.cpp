@@ -1,6 +1,7 @@
 #include "driver.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 namespace tilestream {
 namespace {
@@ -8,6 +9,7 @@ namespace {
 constexpr int kNotSupported = 801;  // hipErrorNotSupported
 
 Driver found;
+bool forked = false;
 
 template <typename Function>
 bool look_up(void* library, const char* name, Function*& function) {
@@ -57,10 +59,14 @@ std::string open_driver(const char* driver_library, const char* torch_library) {
                         look_up(torch, "aoti_torch_get_current_cuda_stream", made.current_stream);  // HIP's, too
   if (!complete) return std::string("a function is missing: ") + dlerror();
   found = made;
+  [[maybe_unused]] static const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   return "";
 }
 
+bool is_forked() { return forked; }
+
 bool context_of(int32_t device, int64_t* number) {
+  if (forked) return false;
   // A context has one device, and its number is no other's: the driver is asked for the device once.
   static thread_local unsigned long long asked = 0;
   static thread_local int of_asked = -1;

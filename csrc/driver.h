@@ -50,8 +50,12 @@ const Driver& driver();
 // HIP's launch. Returns why a function is missing; empty if none is.
 std::string open_driver(const char* driver_library, const char* torch_library);
 
+// Whether this process was forked from one with a driver. CUDA cannot be used here, and threads of the parent may hold
+// this library's locks for ever: nothing is launched, and no lock is taken.
+bool is_forked();
+
 // The number of this thread's context, which no other context ever has; 0 if the driver numbers none. False if the
-// thread has no context, or one of another device.
+// thread has no context, or one of another device; and in a forked process.
 bool context_of(int32_t device, int64_t* number);
 
 }  // namespace tilestream

@@ -76,7 +76,12 @@ def pairs(size: int) -> dict[str, Pair]:
             found[f"fp8, {name}"] = Pair(
                 lambda of=of: torch._scaled_mm(a8, w8.t(), **of, **kind), lambda of=of: ts.linear(a8, w8, **of)
             )
-<<<<<<< HEAD
+    found["linear, inference_mode"] = Pair(
+        torch.inference_mode()(lambda: F.linear(a, w, bias)), torch.inference_mode()(lambda: ts.linear(a, w, bias))
+    )
+    eager = {"torch": lambda x: F.linear(x, w, bias), "ours": lambda x: ts.linear(x, w, bias)}
+    compiled = {name: torch.compile(call, fullgraph=True) for name, call in eager.items()}
+    found["linear, torch.compile"] = Pair(lambda: compiled["torch"](a), lambda: compiled["ours"](a))
     return found | training_pairs(size) | attention_pairs(size)
 
 
@@ -103,15 +108,6 @@ def training_pairs(size: int) -> dict[str, Pair]:
         f"linear, {name}, forward + backward": Pair(step(F.linear, *shape), step(ts.linear, *shape))
         for name, shape in shapes.items()
     }
-=======
-    found["linear, inference_mode"] = Pair(
-        torch.inference_mode()(lambda: F.linear(a, w, bias)), torch.inference_mode()(lambda: ts.linear(a, w, bias))
-    )
-    eager = {"torch": lambda x: F.linear(x, w, bias), "ours": lambda x: ts.linear(x, w, bias)}
-    compiled = {name: torch.compile(call, fullgraph=True) for name, call in eager.items()}
-    found["linear, torch.compile"] = Pair(lambda: compiled["torch"](a), lambda: compiled["ours"](a))
-    return found | attention_pairs(size)
->>>>>>> main
 
 
 def attention_pairs(size: int) -> dict[str, Pair]:

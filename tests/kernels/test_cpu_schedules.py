@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections import Counter
 
@@ -49,6 +50,25 @@ def test_invariant_1_every_worker_count_computes_each_tile_once(schedule, worker
             check(run(plan, a, b), Maths(a, b))
         assert set(done.values()) == {1}
         assert {(i.tile, i.part) for i in plan.schedule.items()} == set(done)
+
+
+@pytest.mark.parametrize(("schedule", "items"), [("static", 12), ("dynamic", 12), ("stream_k", 108)])
+def test_workers_that_would_find_no_item_are_not_started(schedule, items, monkeypatch):
+    started, start = [], threading.Thread.start
+
+    def counted(self):
+        started.append(self.name)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    a, b = rand(50, 70), rand(70, 33)  # 12 tiles, 9 K steps
+    with no_thread_left():
+        check(ts.matmul(a, b, workers=4000, schedule=schedule), Maths(a, b))
+    assert len(started) == items
+    q = rand(1, 20, 2, 16)
+    started.clear()
+    assert ts.attention(q, q, q, workers=4000).isfinite().all()
+    assert 0 < len(started) < 100
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

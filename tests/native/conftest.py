@@ -83,6 +83,22 @@ class Driver:
         self.library.fake_forget()
 
 
+def use(path: Path) -> Driver:
+    """Have Python's launcher use the fake driver, for the whole process."""
+    made = Driver(path)
+
+    def function(name: str, *arguments: type):
+        found = getattr(ctypes.CDLL(str(path)), name)
+        found.argtypes = arguments
+        return found
+
+    for module in (launcher, tensor_map):
+        module.cuda_function = module.hip_function = function
+        module.error_name = str
+    tensor_map._driver_version = lambda: 13000
+    return made
+
+
 @pytest.fixture(scope="session")
 def libraries() -> tuple[Path, Path, Path]:
     if given := os.environ.get("TILESTREAM_TEST_LIBRARIES"):  # test_native_torches.py: built under another torch
@@ -106,17 +122,11 @@ def loaded(libraries) -> native.Extension:
 @pytest.fixture
 def driver(libraries, monkeypatch) -> Driver:
     """The fake driver, at first with one context, one stream, nothing captured; Python's launcher uses it, too."""
-    made = Driver(libraries[1])
-
-    def function(name: str, *arguments: type):
-        found = getattr(ctypes.CDLL(str(libraries[1])), name)
-        found.argtypes = arguments
-        return found
-
     for module in (launcher, tensor_map):
-        monkeypatch.setattr(module, "cuda_function", function)
-        monkeypatch.setattr(module, "error_name", str)
-    monkeypatch.setattr(tensor_map, "_driver_version", lambda: 13000)
+        for name in ("cuda_function", "hip_function", "error_name"):
+            monkeypatch.setattr(module, name, None, raising=False)
+    monkeypatch.setattr(tensor_map, "_driver_version", None)
+    made = use(libraries[1])
     made.thread()
     made.state()
     made.forget()

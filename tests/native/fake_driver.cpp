@@ -1,10 +1,13 @@
 // A GPU's driver for tests without one: it records what is launched, and launches nothing. CUDA's, or, with FAKE_HIP,
 // HIP's, in which Triton's own launcher finds what it needs, too.
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -22,11 +25,12 @@ struct Config {
 };
 
 // Per thread, as a GPU's driver has them: a fresh thread has no context.
-thread_local int device = 0, has_context = 1;
+thread_local int device = 0, has_context = 0;
 thread_local unsigned long long context = 1;
 thread_local void* stream = nullptr;
 int capturing = 0, launch_code = 0, encode_code = 0, recording = 1;
 int left = -1;  // launches until all are refused; negative: none is
+std::atomic<int> holds{0}, held{0};  // whether launches are held back; how many are
 
 std::mutex mutex;
 std::map<void*, std::vector<int64_t>> sizes_of;     // of a function's parameters
@@ -40,6 +44,8 @@ void append(std::vector<unsigned char>& bytes, const T* values, size_t count) {
 
 int record(const Config* config, void* function, void** parameters) {
   if (!has_context) return 201;
+  for (held++; holds;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  held--;
   if (launch_code || !recording) return launch_code;
   if (left == 0) return 700;
   if (left > 0) left--;
@@ -83,6 +89,10 @@ void fake_state(int is_capturing, int launches_return, int encodes_return, int r
 }
 
 void fake_refuse_after(int launches_left) { left = launches_left; }
+
+void fake_block(int launches) { holds = launches; }
+
+int fake_blocked() { return holds ? held.load() : 0; }
 
 int64_t fake_launches() {
   std::lock_guard lock(mutex);

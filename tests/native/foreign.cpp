@@ -28,6 +28,9 @@ int main(int, char** arguments) {
   auto* give = found<int32_t(int32_t, void*, void* const*, const int64_t*)>("tilestream_give_workspace");
   if (open("libnone.so", driver) == nullptr || context(0) != -1) return 2;
   if (const char* why = open(driver, driver)) return std::fprintf(stderr, "%s\n", why), 3;
+  if (context(0) != -1) return 4;  // a fresh thread
+  library = dlopen(driver, RTLD_NOW);
+  found<void(int, int, unsigned long long, void*)>("fake_thread")(0, 1, 1, nullptr);
   if (context(0) != 1 || context(1) != -1) return 4;
   void* const addresses[5] = {};
   const int64_t sizes[4] = {8, 4, 16, 0};

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import random
 import resource
 import struct
 import subprocess
@@ -30,7 +32,7 @@ from stand_ins import (
 )
 
 from tilestream.core.operands import Epilogue, GemmOperands
-from tilestream.launch import native
+from tilestream.launch import launcher, native
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.native import Unfit, recipe_of
 from tilestream.launch.observe import Call, Observation, observation, observe
@@ -647,6 +649,91 @@ def test_memory_does_not_grow_with_calls(extension, driver):
 
     before = calls(2000)
     assert calls(4000) - before < 2048, "kilobytes"
+
+
+def test_a_fresh_thread_has_no_context_until_python_binds_one(extension, driver, monkeypatch):
+    x, found = call(), []
+    launch = Launch(driver, x)
+    remember(extension, launch, x)
+    monkeypatch.setattr(launcher, "bind_context", driver.thread)
+
+    def work() -> None:
+        found.append(extension.try_matmul(*x))
+        launch.issue(x, result_of(x))
+        found.append(extension.try_matmul(*x))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [one is not None for one in found] == [False, True]
+
+
+def resident() -> int:
+    """Kilobytes of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
+
+
+@pytest.mark.parametrize("calls", [10**5, pytest.param(10**6, marks=pytest.mark.slow)])
+def test_threads_with_changing_shapes_fill_no_memory(extension, driver, calls):
+    """Most calls are of a few shapes; each other one is new, and makes a full table begin anew."""
+    few, many, threads, capacity = 24, 200, 8, 32
+    shapes = [call(m=8 + i) for i in range(few + many)]
+    launches = [Launch(driver, x) for x in shapes]
+    extension.set_capacity(capacity)
+    driver.state(records=False)
+    native, sizes, failed = [0] * threads, [], []
+
+    def work(number: int, count: int) -> None:
+        driver.thread()
+        draw = random.Random(number)
+        try:
+            for i in range(count):
+                at = draw.randrange(few) if i % 50 else few + draw.randrange(many)
+                if extension.try_matmul(*shapes[at]) is not None:
+                    native[number] += 1
+                else:
+                    remember(extension, launches[at], shapes[at])
+                    sizes.append(len(extension))
+        except Exception as error:
+            failed.append(error)
+
+    def run(count: int) -> int:
+        made = [threading.Thread(target=work, args=(i, count // threads)) for i in range(threads)]
+        for thread in made:
+            thread.start()
+        for thread in made:
+            thread.join()
+        gc.collect()
+        return resident()
+
+    before = run(calls // 5)
+    grown = run(calls) - before
+    assert not failed
+    assert sum(native) > calls // 2
+    assert max(sizes) <= capacity
+    if not os.environ.get("TILESTREAM_TEST_SANITIZER"):  # which holds freed memory back
+        assert grown < 4096, "kilobytes"
+
+
+# Ends -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scenario", "also"),
+    [
+        ("at_exit", ["refused", "refused"]), ("threads_at_exit", []), ("blocked_at_exit", ["returned"]), ("forked", []),
+        ("without_driver", []),
+    ],
+)  # fmt: skip
+def test_an_end_of_a_process(libraries, scenario, also):
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parent / "ends.py", *libraries[:2], scenario],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["well", *also], "")
 
 
 # Loading --------------------------------------------------------------------------------------------------------------

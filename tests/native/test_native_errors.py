@@ -178,8 +178,7 @@ def test_a_wrong_call_is_refused_as_without_the_extension(on_gpu, extension, dri
     # On a GPU the contents of lists are the kernel's: such calls are right there.
     wrong = {name: found for name, found in expected.items() if found[0]}
     assert len(wrong) >= len(WRONG) - 12, sorted(set(WRONG) - set(wrong))
-    launched = [name.split(",")[0] for name, (_, count) in wrong.items() if count]
-    assert launched == ["the registered op's gradient"], "autograd stands behind that op"
+    assert not [name for name, (_, launches) in wrong.items() if launches]
     monkeypatch.setattr(native._loaded, "extension", extension)
     neighbours = [less for call in WRONG.values() for less in with_less(call, monkeypatch)]
     for call in (*RIGHT.values(), *neighbours):

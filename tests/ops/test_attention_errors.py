@@ -49,6 +49,16 @@ CASES = {
         tensors(k=torch.zeros(2, 9, 8, 2).transpose(2, 3)), ValueError,
         r"k has strides .*; a head's columns lie side by side: k\.contiguous\(\)",
     ),
+    "None": (tensors(k=None), TypeError, r"attention: k is a NoneType; it is a torch\.Tensor"),
+    "no columns": (
+        {name: torch.zeros(1, 3, 1, 0) for name in "qkv"}, ValueError, "q has 0 columns a head; a head has a multiple",
+    ),
+    "wide window": (
+        tensors(window=(2**70, 0)), ValueError,
+        r"window=\(1180591620717411303424, 0\); a side is a whole number of keys, not negative and at most 2\*\*30",
+    ),
+    "long bound": (packed(max_seqlen_q=2**70), ValueError, r"max_seqlen_q=1180591620717411303424; .* at most 2\*\*30"),
+    "too many workers": (tensors(workers=2**70), ValueError, r"workers=1180591620717411303424; it is a positive whole"),
     "layout": (tensors(layout="sbhd"), ValueError, "layout='sbhd'; it is one of bshd, bhsd"),
     "many heads": (
         {name: torch.zeros(1, 8, 512, 64) for name in "qkv"}, ValueError,

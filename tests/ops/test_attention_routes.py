@@ -43,7 +43,7 @@ def test_torchs_function_in_the_block(shapes, is_causal, scale, taken):
     q, k = (rand(*shape) for shape in shapes)
     how = {"is_causal": is_causal, "scale": scale, "enable_gqa": shapes[0][-3] != shapes[1][-3]}
     expected = sdpa(q, k, k, **how)
-    with ts.use_attention():
+    with ts.use_attention(cpu=True):
         mine = F.scaled_dot_product_attention(q, k, k, **how)
     torch.testing.assert_close(mine, expected)
     assert len(taken) == 1
@@ -69,7 +69,7 @@ def test_what_goes_to_torch_and_why(name, taken, caplog):
     if make.get("turned"):
         q = q.transpose(-1, -2).contiguous().transpose(-1, -2)
     q.requires_grad_(make.get("gradient", False))
-    with ts.use_attention(), caplog.at_level(logging.INFO, "tilestream"):
+    with ts.use_attention(cpu=True), caplog.at_level(logging.INFO, "tilestream"):
         for _ in range(3):
             assert F.scaled_dot_product_attention(q, q, q, **how).shape == q.shape
     assert not taken
@@ -79,9 +79,19 @@ def test_what_goes_to_torch_and_why(name, taken, caplog):
         raise AssertionError(lines[0])
 
 
+def test_the_cpu_is_left_alone_and_why(taken, caplog):
+    q = rand(1, 2, 9, 16)
+    with ts.use_attention(), caplog.at_level(logging.INFO, "tilestream"):
+        for _ in range(2):
+            assert torch.equal(F.scaled_dot_product_attention(q, q, q), sdpa(q, q, q))
+    assert not taken
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "goes to torch: on the CPU tilestream.attention runs torch's own kernel" in line
+
+
 def test_gradients_for_those_who_ask(taken):
     q = rand(1, 2, 9, 16).requires_grad_()
-    with ts.use_attention(gradients=True):
+    with ts.use_attention(gradients=True, cpu=True):
         F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum().backward()
     mine, q.grad = q.grad, None
     sdpa(q, q, q, is_causal=True).square().sum().backward()

@@ -11,9 +11,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilestream as ts
-from error_rule import Maths, check, nans, rand
+from error_rule import Maths, check, nans, passes, rand
+from tilestream.kernels.cpu import attention
 from tilestream.launch.cache import launch_cache
-from tilestream.ops import inline, request
+from tilestream.ops import attention_request, inline, request
 
 M, K, N = 6, 16, 10
 SCALES = {"scale_a": torch.rand(M, 1) + 0.5, "scale_b": torch.rand(1, N) + 0.5}
@@ -22,8 +23,9 @@ SCALES = {"scale_a": torch.rand(M, 1) + 0.5, "scale_b": torch.rand(1, N) + 0.5}
 @pytest.fixture
 def checked(monkeypatch):
     """Whether calls went through their checks, in order; nothing is known at the beginning."""
-    seen, real = [], request._multiply
-    monkeypatch.setattr(request, "_multiply", lambda r: (seen.append(r.op), real(r))[1])
+    seen, multiply, attend = [], request._multiply, attention_request._attend
+    monkeypatch.setattr(request, "_multiply", lambda r: (seen.append(r.op), multiply(r))[1])
+    monkeypatch.setattr(attention_request, "_attend", lambda r: (seen.append("attention"), attend(r))[1])
     launch_cache.clear()
     return seen
 
@@ -284,6 +286,15 @@ def test_what_is_copied_or_done_by_workers_is_checked_each_time(checked):
     assert len(checked) == 4
 
 
+def test_an_output_of_no_elements_is_resized_each_time(checked):
+    x, w = rand(2, M, K), rand(N, K)
+    for _ in range(2):
+        check(ts.linear(x, w, out=torch.empty(0)), Maths(x, w.t()))
+        q = rand(1, 9, 2, 16)
+        assert torch.equal(ts.attention(q, q, q, out=torch.empty(0)), ts.attention(q, q, q))
+    assert checked == ["linear", "attention", "attention", "linear", "attention"]
+
+
 def test_no_operand_is_kept_alive(checked):
     import weakref
 
@@ -293,3 +304,169 @@ def test_no_operand_is_kept_alive(checked):
     del a
     assert alive() is None
     assert len(launch_cache) == 1
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def heads(*shape, dtype=torch.float32):
+    return rand(*shape, dtype=dtype)
+
+
+#: q, k and the options of calls that torch's kernel computes as a whole; "bshd" unless another layout is given.
+ATTENTION = {
+    "square": ((2, 20, 4, 16), (2, 20, 4, 16), {}),
+    "causal": ((2, 20, 4, 16), (2, 20, 4, 16), {"causal": True}),
+    "shared heads": ((1, 20, 4, 16), (1, 20, 2, 16), {"causal": True}),
+    "shared heads, two sequences": ((2, 20, 4, 16), (2, 20, 2, 16), {}),
+    "more keys": ((1, 9, 2, 16), (1, 40, 2, 16), {"scale": 0.3}),
+    "top left, more keys": ((1, 9, 2, 16), (1, 40, 2, 16), {"causal": "top_left"}),
+    "top left, more queries": ((1, 40, 2, 16), (1, 9, 2, 16), {"causal": "top_left"}),
+    "top left, one query": ((2, 1, 2, 16), (2, 40, 2, 16), {"causal": "top_left"}),
+    "one query": ((2, 1, 2, 16), (2, 40, 2, 16), {"causal": True}),
+    "bhsd": ((2, 4, 20, 16), (2, 4, 20, 16), {"layout": "bhsd", "causal": True}),
+    "bhsd, shared heads": ((1, 4, 20, 16), (1, 1, 20, 16), {"layout": "bhsd"}),
+}
+
+
+def expected(q, k, v, dtype, layout="bshd", causal=False, scale=None):
+    """Output in the caller's layout, and log-sum-exp ``[B, H, S]``, in torch's operations."""
+    q, k, v = (x.to(dtype) if layout == "bhsd" else x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        shift = 0 if causal == "top_left" else k.shape[2] - q.shape[2]
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(shift + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    out = scores.softmax(-1) @ v
+    return out if layout == "bhsd" else out.transpose(1, 2), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["new", "out="])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_equal_attention_is_looked_up_and_has_the_same_bits(name, dtype, into, checked):
+    of_q, of_k, options = ATTENTION[name]
+    q, k, v = heads(*of_q, dtype=dtype), heads(*of_k, dtype=dtype), rand(*of_k, dtype=dtype, seed=7)
+    out = {"out": nans(*of_q, dtype=dtype)} if into else {}
+    fine, by_torch = (expected(q, k, v, kind, **options) for kind in (torch.float64, dtype))
+
+    def call(**more):
+        if into:
+            out["out"].fill_(float("nan"))
+        return ts.attention(q, k, v, **options, **out, **more)
+
+    alone, (both, lse) = call().clone(), call(return_lse=True)
+    both, strides = both.clone(), (both.stride(), lse.stride())
+    if dtype == torch.float64:  # the reference is no finer
+        torch.testing.assert_close((alone, lse), fine, rtol=1e-13, atol=1e-14)
+    else:
+        assert passes(alone, fine[0], by_torch[0])
+        assert passes(lse, fine[1], by_torch[1].to(lse.dtype))
+    assert torch.equal(alone, both)
+    with ts.trace.record() as recorder:
+        assert torch.equal(call(), alone), "a recording sees other bits"
+    assert [launch.tiles_done for launch in recorder.launches] == [1]
+    before = len(checked)
+    for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+        if mode is torch.inference_mode and into:
+            continue
+        with mode():
+            again, (both_again, lse_again) = call(), call(return_lse=True)
+        assert torch.equal(again, alone)
+        assert torch.equal(both_again, alone)
+        assert torch.equal(lse_again, lse)
+        assert (both_again.stride(), lse_again.stride()) == strides
+    # Heads that share keys are a call of the kernel a sequence: looked up where there is one.
+    known = name != "shared heads, two sequences"
+    assert (len(checked) == before) == known
+
+
+UNLIKE_TORCH = {
+    "a window": {"window": (3, 3)}, "a soft cap": {"softcap": 2.0}, "sinks": {"sinks": torch.zeros(2)},
+    "workers": {"workers": 2}, "a schedule": {"schedule": "static"}, "lengths": {"seqlens_k": torch.tensor([5]).int()},
+    "a diagonal": {"causal": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNLIKE_TORCH)
+def test_what_torchs_kernel_does_not_compute_is_not_asked_of_it(name, checked):
+    q, k = heads(1, 9, 2, 16), heads(1, 40, 2, 16)
+    plain = ts.attention(q, k, k)
+    with ts.trace.record() as recorder:
+        made = ts.attention(q, k, k, **UNLIKE_TORCH[name])
+    assert "torch" not in recorder.launches[0].label
+    assert torch.allclose(made, plain, rtol=1e-5, atol=1e-6) == (name in ("workers", "a schedule"))
+    ts.attention(q, k, k, **UNLIKE_TORCH[name])
+    assert len(checked) == 3
+
+
+BAD_ATTENTION = {
+    "return_lse": (lambda q: ts.attention(q, q, q, deadline=1.0), "without arrival=; nothing is waited for"),
+    "causal": (lambda q: ts.attention(q, q, q, causal=["top_left"]), r"causal=\['top_left'\]; it is False"),
+    "scale": (lambda q: ts.attention(q, q, q, scale=True), "scale=True; it is a number"),
+    "layout": (lambda q: ts.attention(q, q, q, layout="hbsd"), "layout='hbsd'; it is one of"),
+    "workers": (lambda q: ts.attention(q, q, q, workers=1.0), "workers=1.0; it is a positive whole number"),
+    "dtype": (lambda q: ts.attention(q, q.double(), q), "they have one dtype"),
+    "sparse": (lambda q: ts.attention(q.to_sparse(), q, q), "attention: q has layout torch.sparse_coo"),
+    "overlap": (lambda q: ts.attention(q, q, q, out=q), "out: overlaps q in memory"),
+    "strides": (lambda q: ts.attention(q, q.mT.contiguous().mT, q), "a head's columns lie side by side"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ATTENTION)
+def test_bad_attention_is_refused_after_good_ones(name, checked):
+    q = heads(1, 20, 2, 16)
+    for good in ({}, {"scale": 1.0}, {"causal": "top_left"}, {"out": torch.zeros_like(q)}):
+        ts.attention(q, q, q, **good)
+    call, message = BAD_ATTENTION[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(q)
+
+
+def test_attention_that_wants_a_gradient_has_it(checked):
+    q = heads(1, 20, 2, 16)
+    ts.attention(q, q, q)
+    mine = q.clone().requires_grad_()
+    ts.attention(mine, q, q).sum().backward()
+    theirs = q.clone().requires_grad_()
+    expected(theirs, q, q, torch.float32)[0].sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad)
+    assert len(checked) == 2
+
+
+def test_a_failure_of_torchs_kernel_leaves_no_old_numbers(checked, monkeypatch):
+    q, out = heads(1, 20, 2, 16), torch.zeros(1, 20, 2, 16)
+    ts.attention(q, q, q, out=out)
+    for module in (inline, attention):
+        monkeypatch.setattr(module, "flash", lambda *operands: 1 / 0)
+    for how in (contextlib.nullcontext, ts.trace.record):
+        out.zero_()
+        with how(), pytest.raises(ZeroDivisionError):
+            ts.attention(q, q, q, out=out)
+        assert out.isnan().all()
+    assert checked == ["attention"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (700, 0), "sinks": torch.zeros(2)}], ids=str)
+def test_a_tile_has_the_same_bits_on_any_number_of_workers(options, dtype):
+    q, k = heads(1, 300, 2, 16, dtype=dtype), heads(1, 1100, 1, 16, dtype=dtype)
+    made = [ts.attention(q, k, k, workers=workers, return_lse=True, **options) for workers in (1, 2, 3)]
+    for out, lse in made[1:]:
+        assert torch.equal(out, made[0][0])
+        assert torch.equal(lse, made[0][1])
+    if not options:
+        fine, by_torch = (expected(q, k, k, kind) for kind in (torch.float64, dtype))
+        assert passes(made[0][0], fine[0], by_torch[0])
+
+
+def test_keys_by_the_thousand_are_given_to_the_kernel_in_stretches(monkeypatch):
+    q, k, v = heads(1, 5, 1, 16), heads(1, 1700, 1, 16), rand(1, 1700, 1, 16, seed=3)
+    lengths, real = [], attention.flash
+    monkeypatch.setattr(attention, "FLASH_KEYS", 1024)
+    monkeypatch.setattr(attention, "flash", lambda q, k, *more: (lengths.append(k.shape[2]), real(q, k, *more))[1])
+    made = ts.attention(q, k, v, workers=1)
+    assert lengths == [1024, 512], "the last 164 keys fill no block"
+    fine, by_torch = (expected(q, k, v, kind) for kind in (torch.float64, torch.float32))
+    assert passes(made, fine[0], by_torch[0])

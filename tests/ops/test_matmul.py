@@ -131,6 +131,17 @@ def test_a_negated_view():
     check(ts.matmul(a, a, workers=2), Maths(a.resolve_neg(), a.resolve_neg()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_negated_views_beside_equal_calls(dtype):
+    x, weight, bias = rand(8, 3, dtype=dtype), rand(4, 3, dtype=dtype), rand(4, dtype=dtype)
+    for which in ("", "x", "weight", "bias"):  # the first call is not negated
+        given = {name: t.clone() for name, t in (("x", x), ("weight", weight), ("bias", bias))}
+        if which:
+            given[which] = torch._neg_view(given[which])
+        true = {name: t.resolve_neg() for name, t in given.items()}
+        check(ts.linear(**given), Maths(true["x"], true["weight"].t(), true["bias"]))
+
+
 @pytest.mark.parametrize("workers", [*range(1, 9), 40])
 @pytest.mark.parametrize("schedule", ["static", "dynamic", "stream_k"])
 def test_schedules_and_workers(schedule, workers):

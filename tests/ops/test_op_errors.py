@@ -42,7 +42,27 @@ BAD = [
     ("bias dtype", lambda: ts.matmul(A, B, bias=torch.ones(4, dtype=torch.int64)), TypeError, r"matmul: bias: dtype: torch.int64"),
     ("residual shape", lambda: ts.matmul(A, B, residual=rand(6, 5)), ValueError, r"matmul: residual has shape \[6, 5\]; it broadcasts to the result's \[6, 4\]"),
     ("residual too large", lambda: ts.matmul(A, B, residual=rand(2, 6, 4)), ValueError, r"matmul: residual has shape \[2, 6, 4\]"),
-    ("residual number", lambda: ts.addmm(1.0, A, B), TypeError, r"addmm: residual is a float"),
+    ("residual number", lambda: ts.addmm(1.0, A, B), TypeError, r"addmm: input is a float"),
+    ("no input", lambda: ts.addmm(None, A, B), TypeError, r"addmm: input is a NoneType; it is a torch.Tensor"),
+    ("no matrix", lambda: ts.addmm(rand(6, 4), A, None), TypeError, r"addmm: b is a NoneType; it is a torch.Tensor"),
+    ("no a", lambda: ts.matmul(None, B), TypeError, r"matmul: a is a NoneType; it is a torch.Tensor"),
+    ("no b", lambda: ts.matmul(A, None), TypeError, r"matmul: b is a NoneType; it is a torch.Tensor"),
+    ("no x", lambda: ts.linear(None, B.t()), TypeError, r"linear: x is a NoneType; it is a torch.Tensor"),
+    ("no weight", lambda: ts.linear(A, None), TypeError, r"linear: weight is a NoneType; it is a torch.Tensor"),
+    ("weight's K", lambda: ts.linear(A, rand(4, 7)), ValueError, r"linear: x \[6, 5\] and weight \[4, 7\] differ in K: 5 columns of x, 7 columns of weight"),
+    ("weight's vector", lambda: ts.linear(A[0], rand(7)), ValueError, r"linear: x \[5\] and weight \[7\] differ in K"),
+    ("weight's dtype", lambda: ts.linear(A, B.t().double()), TypeError, r"linear: x is torch.float32, weight is torch.float64; they have one dtype"),
+    ("weight is sparse", lambda: ts.linear(A, B.t().to_sparse()), TypeError, r"linear: weight has layout torch.sparse_coo; dense tensors are multiplied: weight.to_dense\(\), or torch.nn.functional.linear"),
+    ("integers of x", lambda: ts.linear(A.int(), B.t()), TypeError, r"linear: x: dtype: torch.int32"),
+    ("a scalar x", lambda: ts.linear(torch.tensor(1.0), B.t()), ValueError, r"linear: x has 0 and weight 2 dimensions; both have at least 1"),
+    ("x arrives in pieces", lambda: ts.linear(rand(3, 2, 6, 5).transpose(0, 1), B.t(), arrival=ts.Arrival.uniform(6, 6)), ValueError, r"linear: x \[2, 3, 6, 5\] arrives and would have to be copied"),
+    ("input's shape", lambda: ts.addmm(rand(6, 5), A, B), ValueError, r"addmm: input has shape \[6, 5\]; it broadcasts to the result's \[6, 4\]"),
+    ("input's dtype", lambda: ts.addmm(rand(6, 4).int(), A, B), TypeError, r"addmm: input: dtype: torch.int32"),
+    ("out is x", lambda: ts.linear(x := rand(4, 4), rand(4, 4), out=x), ValueError, r"linear: out: overlaps x in memory"),
+    ("out is the weight", lambda: ts.linear(rand(4, 4), w := rand(4, 4), out=w), ValueError, r"linear: out: overlaps weight in memory"),
+    ("out is a part of the input", lambda: ts.addmm((y := rand(7, 4))[1:], A, B, out=y[:-1]), ValueError, r"addmm: out: overlaps input in memory"),
+    ("gradient of an 8-bit weight", lambda: ts.linear(A8, wanting(B8.t())), RuntimeError, r"linear: weight is torch.float8_e4m3fn and requires a gradient"),
+    ("too many workers", lambda: ts.matmul(A, B, workers=2**70), ValueError, r"workers=1180591620717411303424; it is a positive whole number, at most 2\*\*30"),
     ("activation", lambda: ts.matmul(A, B, activation="tanh"), ValueError, r"matmul: activation='tanh'; it is None or one of relu, gelu, gelu_tanh, silu"),
     ("schedule", lambda: ts.matmul(A, B, schedule="greedy"), ValueError, r"matmul: schedule='greedy'; it is one of auto, static, dynamic, stream_k"),
     ("no workers", lambda: ts.matmul(A, B, workers=0), ValueError, r"matmul: workers=0; it is a positive"),
@@ -142,11 +162,12 @@ OPS = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_elsewhere_raise_with_the_way_out(op):
+    name = {"linear": "x"}.get(op, "a")
     with FakeTensorMode():
         a, b = torch.empty(6, 5, device="xpu"), torch.empty(5, 4, device="xpu")
         with pytest.raises(
             NotImplementedError,
-            match=rf"{op}: a is on xpu:0; .* the CPU and on CUDA and ROCm GPUs: use torch\.\S*{op} there, or a\.cpu\(\)",
+            match=rf"{op}: {name} is on xpu:0; .* and ROCm GPUs: use torch\.\S*{op} there, or {name}\.cpu\(\)",
         ):
             OPS[op](a, b)
 

@@ -12,6 +12,7 @@ from tilestream.core.attention import diagonal, seen_keys
 from tilestream.plan.attention_plan import packed_heads
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.policy.cpu_attention import unlike_torch
 
 
 def test_pairs_are_those_that_the_masks_leave():
@@ -27,6 +28,37 @@ def test_pairs_are_those_that_the_masks_leave():
         )
         assert problem.pairs == 2 * sum(end - begin for begin, end in seen)
         assert problem.operations == 2 * 4 * problem.pairs * 16
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""), ({"causal": True}, ""), ({"seqlen_k": 9, "causal": "top_left"}, ""), ({"seqlen_k": 9}, ""),
+        ({"seqlen_q": 1, "causal": True}, ""), ({"return_lse": True, "heads_kv": 1}, ""),
+        ({"seqlen_k": 9, "causal": True}, "a diagonal that ends in the last corner"),
+        ({"window": (3, None)}, "a window"), ({"softcap": 2.0}, "a soft cap"), ({"sinks": True}, "sinks"),
+        ({"head_dim_v": 32}, "values of other columns than keys"), ({"dtype": "float8_e4m3fn"}, "of float8_e4m3fn"),
+        ({"page_size": 16}, "keys in pages"), ({"batch": 0}, "nothing to compute"),
+        ({"seqlen_k": 0}, "nothing to compute"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_torchs_kernel_is_taken_where_it_computes_the_same(change, why):
+    made = ts.attention_plan(
+        **{"seqlen_q": 64, "heads_q": 2, "head_dim": 16, "dtype": "float32", **change}, workers=None
+    )
+    assert unlike_torch(made.problem) == why
+    assert (made.variant == "torch") == (not why)
+    assert ("torch's flash attention for CPUs, one call for all heads" in made.explain()) == (not why)
+    if not why:
+        assert (made.label, made.schedule.grid.tiles) == ("cpu inline, by torch's kernel", 1)
+
+
+@pytest.mark.parametrize(
+    "forced", [{"workers": 1}, {"schedule": "static"}, {"arrival": ts.Arrival.uniform(32, 2)}], ids=str
+)
+def test_torchs_kernel_is_not_taken_where_workers_are_asked_for(forced):
+    assert ts.attention_plan(64, heads_q=2, head_dim=16, **forced).variant == "workers"
 
 
 def test_bytes():

@@ -10,7 +10,8 @@ from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival
 from tilestream.core.gate import RowGate
 from tilestream.core.grid import WorkItem
 from tilestream.core.operands import AttentionOperands
-from tilestream.kernels.cpu.attention import AttentionBody, SequenceRows, Tiles, seen_by
+from tilestream.kernels.cpu.attention import AttentionBody, SequenceRows, Tiles, WholeBody, flash_calls, seen_by
+from tilestream.launch.observe import observation
 from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.ops.execute import launch
 from tilestream.plan.attention_plan import AttentionPlan
@@ -29,12 +30,18 @@ def execute(
     ArrivalTimeout
         If a chunk did not arrive in time; what was not computed is NaN.
     """
-    sequences = sequences_of(x, s)
     plan = plan_attention(
         problem_of(x, s, keys), s.workers or None, s.schedule, torch.get_num_threads(), limit=limit,
         splits=s.splits or None,
     )  # fmt: skip
-    tiles = Tiles(plan, sequences)
+    if plan.variant == "torch":
+        p = plan.problem
+        calls = flash_calls(x, p.causal and (p.alignment == "top_left" or p.seqlen_q > 1))  # one row: the last
+        if (seen := observation()) is not None:
+            seen.launches += calls
+        launch("attention", plan, None, lambda scratch: WholeBody(x, calls), None)
+        return
+    tiles = Tiles(plan, sequences_of(x, s))
     gate = None if keys is None else _gate(plan, tiles)
     awaited = Awaited.of(keys, None, deadline, "attention", x.q.device)
     launch("attention", plan, gate, lambda scratch: AttentionBody(plan, x, tiles, scratch), awaited)

@@ -83,7 +83,7 @@ def as_given(shape: Sequence[int], s: Settings) -> list[int]:
     return [shape[i] for i in (0, 2, 1, 3)] if s.layout == "bhsd" and len(shape) == 4 else list(shape)
 
 
-def _check_outputs(x: AttentionOperands, s: Settings) -> None:
+def check_outputs(x: AttentionOperands, s: Settings) -> None:
     """Raise unless the outputs that are given fit the operands, and those fit together."""
     check_shapes("attention", x)
     out, lse, shape, dtype = x.out, x.lse, (*x.q.shape[:-1], x.v.shape[-1]), result_dtype(x.q)
@@ -127,7 +127,7 @@ def _define(name: str) -> None:
         x, s = _split(args, *(args[end : end + 2] if into else ()))
         made, apart = None, False
         if into:
-            _check_outputs(x, s)
+            check_outputs(x, s)
             apart = x.out.numel() > 0 and x.out.stride(-1) != 1  # kernels write a head's columns side by side
             if apart and arriving:
                 raise ValueError(
@@ -165,7 +165,7 @@ def _define(name: str) -> None:
     def fake(*args: Any) -> Pair | None:
         if not into:
             return _outputs(*_split(args))
-        _check_outputs(*_split(args, *args[end : end + 2]))
+        check_outputs(*_split(args, *args[end : end + 2]))
         return None
 
     more = (_ARRIVING if arriving else "") + (_INTO if into else "")

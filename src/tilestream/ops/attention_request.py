@@ -12,12 +12,13 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_library as library
-from tilestream.ops import native
+from tilestream.ops import inline, native
 from tilestream.ops.attention_operands import Settings, check_shapes
-from tilestream.ops.checks import autocast, check_dense, check_waiting, refuse_tangents
+from tilestream.ops.checks import MOST, autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
 from tilestream.ops.request import clear_signals
 from tilestream.ops.scales import check_scale_dtype
+from tilestream.ops.sharding import is_dtensor, refuse_dtensors
 from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
 from tilestream.plan.attention_problem import ATTENTION_DTYPES, LAYOUTS, Alignment, AttentionLayout
 from tilestream.runtime import shutdown
@@ -70,13 +71,15 @@ class AttentionRequest(NamedTuple):
             raise ValueError(f"{_OP}: schedule={self.schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
         check_splits(f"{_OP}: ", self.splits)
         tensors = dict(zip(self._fields, self[:12], strict=False))
-        check_dense(_OP, _INSTEAD, tensors, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
+        check_dense(_OP, _INSTEAD, tensors, 3, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
         if self.out is not None and not torch.compiler.is_compiling() and self.out.is_neg():
             raise ValueError(f"{_OP}: out is a negated view; give a tensor of its own")
         others = () if self.out is None else (self.q, self.k, self.v, self.sinks, self.out)
         refuse_tangents(_OP, self.scale_q, self.scale_k, self.scale_v, *others)
         if self.layout not in LAYOUTS:
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+        if self.arrival is not None:
+            refuse_dtensors(_OP, q=self.q, k=self.k, v=self.v, out=self.out)
         if self.arrival is not None and self.block_table is not None:
             raise ValueError(
                 f"{_OP}: arrival= with block_table=; keys in pages arrive in no order of rows: wait for them before "
@@ -87,12 +90,18 @@ class AttentionRequest(NamedTuple):
 def attend(r: AttentionRequest) -> Answer:
     """The attention that a request asks for, through the registered ops.
 
-    What it launches on a GPU is observed, so that the native call path can make the next equal call.
+    The next equal call is launched natively, or on the CPU looked up.
     """
     waits = r.arrival is not None or r.deadline is not None
-    if waits or torch.compiler.is_compiling():
+    if waits or torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor):
         return _attend(r)
-    return native.observed_attention(r[:-2], lambda: _attend(r))
+    if r.q.is_cuda:
+        return native.observed_attention(r[:-2], lambda: _attend(r))
+    if any(x is not None for x in (*r[3:11], r.window, r.softcap, r.max_seqlen_q, r.max_seqlen_k, r.workers, r.splits)):
+        return _attend(r)
+    return inline.first_attention(
+        (r.q, r.k, r.v, r.out), (r.layout, r.causal, r.scale, r.return_lse, r.schedule), lambda: _attend(r)
+    )
 
 
 def _attend(r: AttentionRequest) -> Answer:
@@ -121,7 +130,7 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
     s = Settings(
         is_causal, alignment, left, right,
         0.0 if r.softcap is None else _number("softcap", r.softcap, positive=True),
-        1 / math.sqrt(q.shape[-1]) if r.scale is None else _number("scale", r.scale, positive=False),
+        1 / math.sqrt(max(q.shape[-1], 1)) if r.scale is None else _number("scale", r.scale, positive=False),
         _most("max_seqlen_q", r.max_seqlen_q, r.cu_seqlens_q, "cu_seqlens_q"),
         _most("max_seqlen_k", r.max_seqlen_k, r.cu_seqlens_k, "cu_seqlens_k"),
         r.layout, r.return_lse, r.schedule, r.workers or 0, r.splits or 0,
@@ -154,7 +163,11 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
         flat = FlatArrival.of(r.arrival)
         late = (flat.words, flat.ints, check_deadline(r.deadline))
     out, lse = x.out, x.lse
-    if r.out is None:
+    if r.out is not None and is_dtensor(r.out):  # it has placements of its own
+        library.check_outputs(x, s)
+        made, lse = library.attention_op(*x.inputs, *s, limit())
+        out.copy_(made)
+    elif r.out is None:
         out, lse = (library.attention_arriving_op if late else library.attention_op)(*x.inputs, *s, *late, limit())
     else:
         (library.attention_arriving_out_op if late else library.attention_out_op)(
@@ -207,9 +220,10 @@ def _window(window: object) -> tuple[int, int]:
     if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
         raise ValueError(f"{_OP}: window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
     left, right = (-1 if side is None else side for side in window)
-    if not (_is_whole(left) and _is_whole(right) and left >= -1 and right >= -1):
+    if not all(_is_whole(side) and -1 <= side <= MOST for side in (left, right)):
         raise ValueError(
-            f"{_OP}: window={tuple(window)!r}; a side is a whole number of keys, not negative, or None (or -1) for all"
+            f"{_OP}: window={tuple(window)!r}; a side is a whole number of keys, not negative and at most 2**30, or "
+            "None (or -1) for all"
         )
     return left, right
 
@@ -234,8 +248,10 @@ def _most(name: str, value: object, packed: torch.Tensor | None, lengths: str) -
         return 0
     if packed is None:
         raise ValueError(f"{_OP}: {name}={value} without {lengths}=; it belongs to packed sequences: leave it away")
-    if not _is_whole(value) or value < 0:
-        raise ValueError(f"{_OP}: {name}={value!r}; it is a whole number of rows, not negative, or None")
+    if not _is_whole(value) or not 0 <= value <= MOST:
+        raise ValueError(
+            f"{_OP}: {name}={value!r}; it is a whole number of rows, not negative and at most 2**30, or None"
+        )
     return value
 
 

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 #: Dtypes that torch's function takes, too.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ON_CPU = (
+    "on the CPU tilestream.attention runs torch's own kernel, which is no faster from here: use_attention(cpu=True) "
+    "has it all the same"
+)
 _DEVICES, _KINDS = ("cpu", "cuda"), (torch.Tensor, torch.nn.Parameter)
 
 
@@ -36,18 +40,22 @@ class use_attention(TorchFunctionMode):  # noqa: N801
     ----------
     gradients
         Whether calls that need a gradient come here too: the backward pass is right, but not fast.
+    cpu
+        Whether calls on the CPU come here too. `tilestream.attention` runs torch's own kernel there, and looks a call
+        up first: a call of 64 rows and 2 heads takes 1.2 times as long, through this block 1.6 times
+        (``benchmarks/results/cpu/calls.json``).
 
     Examples
     --------
     >>> q = torch.ones(1, 2, 16, 8)
-    >>> with use_attention():
+    >>> with use_attention(cpu=True):
     ...     torch.nn.functional.scaled_dot_product_attention(q, q, q).shape
     torch.Size([1, 2, 16, 8])
     """
 
-    def __init__(self, *, gradients: bool = False) -> None:
+    def __init__(self, *, gradients: bool = False, cpu: bool = False) -> None:
         super().__init__()
-        self._gradients = gradients
+        self._gradients, self._cpu = gradients, cpu
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,7 +64,8 @@ class use_attention(TorchFunctionMode):  # noqa: N801
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         call = _arguments(*args, **(kwargs or {}))
-        if why := _refusal(call, self._gradients):
+        why = "" if self._cpu or call["query"].device.type != "cpu" else _ON_CPU
+        if why or (why := _refusal(call, self._gradients)):
             _say_once("scaled_dot_product_attention", why)
             return func(*args, **(kwargs or {}))
         q, k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (call["query"], call["key"], call["value"]))

@@ -13,14 +13,19 @@ from tilestream.arrival.flat import check_deadline
 from tilestream.core.dtypes import are_a_pair, dtype_name, pairs_text
 from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
 
+#: Largest number of workers, and of keys or rows that an option names: half of what 31 bits count, so that a place and
+#: a width can be added.
+MOST = 2**30
 #: Devices that an op takes: those of the backends (ROCm's GPUs are "cuda" to torch), and the one that computes nothing.
 _DEVICES = ("cpu", "cuda", "meta")
 
 
 def check_waiting(op: str, workers: object, deadline: float | None, **arrivals: object) -> None:
     """Raise for a number of workers, arrivals or a deadline that are none."""
-    if workers is not None and (not isinstance(workers, int) or workers < 1):
-        raise ValueError(f"{op}: workers={workers!r}; it is a positive whole number, or None for the device's own")
+    if workers is not None and (not isinstance(workers, int) or not 1 <= workers <= MOST):
+        raise ValueError(
+            f"{op}: workers={workers!r}; it is a positive whole number, at most 2**30, or None for the device's own"
+        )
     for name, arrival in arrivals.items():
         if arrival is not None and not isinstance(arrival, Arrival):
             raise TypeError(
@@ -43,6 +48,7 @@ def check_dense(
     op: str,
     instead: str,
     tensors: Mapping[str, Any],
+    required: int,
     check_dtype: Callable[[str, str, torch.Tensor], None],
     dense: str,
     nested: str = "",
@@ -53,14 +59,16 @@ def check_dense(
     ----------
     instead
         What computes on other devices.
+    required
+        How many of the tensors, the first ones, must be given; another may be None.
     check_dtype
         Raises for a dtype that a tensor of this op and name may not have.
     dense, nested
         What to do with a tensor ``{name}`` that is not dense, or is nested.
     """
     device: torch.device | None = None
-    for name, tensor in tensors.items():
-        if tensor is None:
+    for number, (name, tensor) in enumerate(tensors.items()):
+        if tensor is None and number >= required:
             continue
         if not isinstance(tensor, torch.Tensor):
             check_tensors(op, **{name: tensor})
@@ -78,34 +86,44 @@ def check_dense(
         device = tensor.device
 
 
-def check_operands(op: str, **tensors: torch.Tensor | None) -> None:
-    """`check_dense` for the tensors of a matmul."""
-    instead = "torch.nn.functional.linear" if op == "linear" else f"torch.{op}"
-    check_dense(op, instead, tensors, _check_dtype, f"dense tensors are multiplied: {{name}}.to_dense(), or torch.{op}")
+def torch_op(op: str) -> str:
+    """Torch's op of the same name."""
+    return "torch.nn.functional.linear" if op == "linear" else f"torch.{op}"
 
 
-def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
-    if name in ("scale_a", "scale_b"):
-        check_scale_dtype(op, name, tensor)
-        return
-    try:
-        dtype_name(tensor.dtype)
-    except TypeError as error:
-        raise TypeError(f"{op}: {name}: {error}") from None
-    if tensor.dtype in FP8_DTYPES and name not in ("a", "b"):
-        raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")
+def check_operands(op: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """`check_dense` for the tensors of a matmul by the caller's names, of which the operands are the first two."""
+    operands = tuple(tensors)[:2]
+
+    def check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
+        if name in ("scale_a", "scale_b"):
+            check_scale_dtype(op, name, tensor)
+            return
+        try:
+            dtype_name(tensor.dtype)
+        except TypeError as error:
+            raise TypeError(f"{op}: {name}: {error}") from None
+        if tensor.dtype in FP8_DTYPES and name not in operands:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")
+
+    instead = torch_op(op)
+    check_dense(
+        op, instead, tensors, 2, check_dtype, f"dense tensors are multiplied: {{name}}.to_dense(), or {instead}"
+    )
 
 
-def check_pair(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+def check_pair(op: str, a: torch.Tensor, b: torch.Tensor, names: tuple[str, str] = ("a", "b")) -> None:
     """Raise unless the operands have one dtype that is multiplied, or two of 8 bits of one kind."""
     if not are_a_pair(str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")):
-        raise TypeError(f"{op}: a is {a.dtype}, b is {b.dtype}; {pairs_text()}")
+        raise TypeError(f"{op}: {names[0]} is {a.dtype}, {names[1]} is {b.dtype}; {pairs_text()}")
     dtype_name(a.dtype)
 
 
-def refuse_gradients(op: str, *, a: object, b: object, scale_a: object, scale_b: object) -> None:
+def refuse_gradients(
+    op: str, *, a: object, b: object, scale_a: object, scale_b: object, names: tuple[str, str] = ("a", "b")
+) -> None:
     """Raise for a gradient that nothing computes: that of operands of 8 bits, and of scales."""
-    for name, tensor in (("a", a), ("b", b)):
+    for name, tensor in zip(names, (a, b), strict=True):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.dtype in FP8_DTYPES:
             raise RuntimeError(
                 f"{op}: {name} is {tensor.dtype} and requires a gradient; operands of 8 bits get none: pass "

@@ -103,7 +103,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Perform a plan's schedule, in the calling thread or by workers of its own."""
     end = time.perf_counter() + (0.0 if awaited is None else awaited.deadline)
-    recorder, inline = current_recorder(), plan.variant == "inline"
+    recorder, inline = current_recorder(), plan.variant != "workers"
     if plan.schedule.grid.tiles:
         with workspace() as scratch:
             body = body_of(scratch)

@@ -1,22 +1,24 @@
 """Equal calls on the CPU: what the checks and the plan of the first one decided is looked up, not worked out.
 
 A call whose plan is ``inline`` costs a multiple of its arithmetic where that is small: checks, torch's dispatcher, the
-plan, a workspace. `product` finds an earlier equal call by its key, and runs the kernel of such plans
-(`kernels.cpu.gemm.multiply`) as that call did: the bits are the same. Equal calls have operands of the same shapes,
-strides and dtypes, the same options, threads and limits. What can differ is looked at each time: whether the output
-overlaps what is read, and whether something between the caller and the kernel has to see the call.
+plan, a workspace. `product` and `attention` find an earlier equal call by its key, and run the kernel of such plans
+(`kernels.cpu.gemm.multiply`, `kernels.cpu.attention.flash`) as that call did: the bits are the same. Equal calls have
+operands of the same shapes, strides and dtypes, the same options, threads and limits. What can differ is looked at each
+time: whether the output overlaps what is read, and whether something between the caller and the kernel has to see the
+call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.cpu import gemm
+from tilestream.kernels.cpu.attention import FlashCall, flash
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.observe import observe
 from tilestream.ops.operands import span
@@ -36,6 +38,9 @@ _NUMBERS, _STRIDED = (float, int), torch.strided
 #: Shape and strides.
 _Layout = tuple[torch.Size, tuple[int, ...]]
 _Tensors = tuple[torch.Tensor | None, ...]
+#: An output of attention; with its log-sum-exp where that is asked for.
+Answer = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_ALL_TENSORS, _CAUSAL = (torch.Tensor,) * 3, (bool, str)
 
 
 class _Views(NamedTuple):
@@ -178,8 +183,11 @@ def first_product(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> tor
         return run()
     with observe() as observed:
         result = run()
-    if len(observed.launches) == 1 and (found := _Product.of(given, observed.launches[0], result)) is not None:
-        launch_cache.insert(key, found)
+    after = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
+    if len(observed.launches) == 1 and after == key:  # else out was resized
+        found = _Product.of(given, observed.launches[0], result)
+        if found is not None:
+            launch_cache.insert(key, found)
     return result
 
 
@@ -219,13 +227,131 @@ def _key(
     except RuntimeError:  # a nested tensor has no shape
         return None
     if out is not None:
-        more += out is residual, out.is_neg()  # a residual may be the output
+        if not out.numel():  # it may have to be resized
+            return None
+        more.append(out is residual)  # a residual may be the output
     return *key, *more
 
 
+class _Attention(NamedTuple):
+    """What is left to do for an equal call of attention by torch's kernel."""
+
+    views: _Views
+    causal: bool
+    scale: float
+    return_lse: bool
+    #: made: shape, and the kernel's view, of a new output; None where the kernel's own, turned, is the result.
+    made: tuple[torch.Size, _Layout] | None
+    lse: torch.Size
+
+    @classmethod
+    def of(cls, given: _Tensors, call: FlashCall, answer: Answer) -> _Attention | None:
+        """What a call has decided; None where the kernel saw a copy."""
+        result, lse = answer if isinstance(answer, tuple) else (answer, None)
+        out = call.out
+        views = _Views.of(given, (call.q, call.k, call.v, None if given[-1] is None else out))
+        if views is None:
+            return None
+        turned = result.shape == out.transpose(1, 2).shape and result.stride() == out.transpose(1, 2).stride()
+        own = turned and out.dim() == 4 and out.transpose(1, 2).is_contiguous()
+        made = None if own else (result.shape, (out.shape, out.stride()))
+        return cls(views, call.causal, call.scale, lse is not None, made, torch.Size() if lse is None else lse.shape)
+
+    def __call__(self, given: _Tensors) -> Answer:
+        q, k, v, into = cast("tuple[Any, ...]", self.views.seen(given))
+        result = given[-1]
+        with shutdown.call():
+            try:
+                out, lse = flash(q, k, v, self.causal, self.scale)
+                if into is not None:
+                    into.copy_(out)
+                elif self.made is None:
+                    result = out.transpose(1, 2)
+                else:
+                    shape, (seen, stride) = self.made
+                    result = q.new_empty(shape)
+                    result.as_strided(seen, stride).copy_(out)
+            except BaseException:
+                if into is not None:
+                    into.fill_(float("nan"))
+                raise
+        assert result is not None
+        return (result, lse.new_empty(self.lse).copy_(lse.reshape(self.lse))) if self.return_lse else result
+
+
+def attention(
+    q: Any, k: Any, v: Any, out: Any, layout: Any, causal: Any, scale: Any, return_lse: Any, schedule: Any
+) -> Answer | None:
+    """The answer of a call equal to an earlier one; None for another. Not checked, as `product`; nothing else given."""
+    given = (q, k, v, out)
+    try:
+        found: _Attention | None = launch_cache.get(  # type: ignore[assignment]
+            _key_of_attention(given, layout, causal, scale, return_lse, schedule)
+        )
+    except TypeError:  # an option that cannot be hashed
+        return None
+    if found is None or (out is not None and found.views.may_meet(given)):
+        return None
+    return found(given)
+
+
+def first_attention(given: _Tensors, options: tuple[Any, ...], call: Callable[[], Answer]) -> Answer:
+    """Make a call on the CPU that `attention` does not know, and remember it if it is one call of torch's kernel.
+
+    Parameters
+    ----------
+    given
+        The caller's q, k, v and out; nothing else is given.
+    options
+        layout, causal, scale, return_lse and schedule.
+    """
+    key = _key_of_attention(given, *options)
+    if key is None:
+        return call()
+    with observe() as observed:
+        answer = call()
+    if len(observed.launches) == 1 and _key_of_attention(given, *options) == key:  # else out was resized
+        found = _Attention.of(given, observed.launches[0], answer)
+        if found is not None:
+            launch_cache.insert(key, found)
+    return answer
+
+
+def _key_of_attention(
+    given: tuple[Any, ...], layout: Any, causal: Any, scale: Any, return_lse: Any, schedule: Any
+) -> tuple[object, ...] | None:
+    """As `_key`."""
+    q, k, v, out = given
+    kinds = type(q), type(k), type(v)
+    if not (kinds == _ALL_TENSORS or all(kind in PLAIN for kind in kinds)) or not _unseen():
+        return None
+    if type(return_lse) is not bool or (scale is not None and type(scale) not in _NUMBERS):
+        return None
+    if type(causal) not in _CAUSAL or type(schedule) is not str or schedule != "auto":
+        return None
+    gradients = _gradients()
+    try:
+        if not (_is_dense(q, gradients) and _is_dense(k, gradients) and _is_dense(v, gradients)):
+            return None
+        key = (
+            "attention inline", layout, causal, scale, return_lse, q.shape, q.stride(), q.dtype, k.shape, k.stride(),
+            k.dtype, v.shape, v.stride(), v.dtype, _num_threads(), limit(),
+        )  # fmt: skip
+        if out is None:
+            return key
+        if type(out) not in PLAIN or not _is_dense(out, gradients):
+            return None
+        return *key, out.shape, out.stride(), out.dtype, out.is_neg()
+    except RuntimeError:  # a nested tensor has no shape
+        return None
+
+
 def _is_dense(x: torch.Tensor, gradients: bool) -> bool:
-    """Whether a tensor is a dense one on the CPU, of which no gradient is asked."""
-    return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad)
+    """Whether a tensor is a dense one on the CPU, of which no gradient is asked.
+
+    Not a negated view: torch's dispatcher resolves it, and its own copy to another dtype does not.
+    """
+    return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad) and not x.is_neg()
 
 
 def _unseen() -> bool:

@@ -34,6 +34,7 @@ from tilestream.ops.gradients import (
 )
 from tilestream.ops.operands import epilogue_of, refuse_overlap
 from tilestream.ops.scales import FP8_DTYPES, FP8_RESULT_DTYPE
+from tilestream.ops.sharding import with_strategies
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
 from tilestream.plan.problem import dtype_name, result_name
@@ -48,7 +49,7 @@ def register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..
     library.define(name + schema, tags=_alone if alone else ())
     for device in ("CPU", "CUDA"):
         library.impl(name, real, device)
-    torch.library.register_fake(f"tilestream::{name}", fake, lib=library)
+    torch.library.register_fake(f"tilestream::{name}", with_strategies(name, fake), lib=library)
 
 
 # Arguments, in the schemas' order: the common ones; what arrives or is published; the output of an ``out`` form; those

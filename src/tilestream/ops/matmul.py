@@ -79,7 +79,7 @@ def matmul(
         the last.
     workers
         Workers to use; None: ``torch.get_num_threads()``, on a GPU one an SM. No more than `tilestream.worker_limit`
-        and TILESTREAM_WORKERS allow.
+        and TILESTREAM_WORKERS allow; on the CPU, no more threads than there are items.
     deadline
         Seconds from the call's start (on a GPU: from the kernel's) after which it stops waiting; default 30. One bound
         for all waits together: a stream that takes longer needs a longer deadline.
@@ -207,14 +207,15 @@ def addmm(
     ValueError
         If ``a`` or ``b`` is no matrix.
     """
-    if arrival is None and deadline is None:
+    if arrival is None and deadline is None and input is not None:
         made = native.product(
             "addmm", a, b, out, None, input, alpha, beta, activation, out_dtype, None, None, True, schedule, workers
         )  # fmt: skip
         if made is not None:
             return made
+    check_tensors("addmm", input=input, a=a, b=b)
     for name, tensor in (("a", a), ("b", b)):
-        if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
+        if tensor.dim() != 2:
             raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
     return multiply(Request(
         "addmm", a, b, residual=input, beta=beta, alpha=alpha, out=out, activation=activation, out_dtype=out_dtype,

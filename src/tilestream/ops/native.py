@@ -7,7 +7,11 @@ call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,6 +27,7 @@ from tilestream.ops.inline import PLAIN
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
 from tilestream.plan.attention_problem import LAYOUTS
+from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32
 from tilestream.trace.record import current
@@ -59,6 +64,13 @@ class _Loaded:
     extension: Extension | None = None
     watched: Callable[[], bool]
 
+    def stop_at_exit(self, timeout: float) -> None:
+        """Have no thread call the extension any more, and wait for those that do: see `tilestream.runtime.shutdown`."""
+        self.extension = None
+        end = time.monotonic() + timeout
+        while _is_called_elsewhere() and time.monotonic() < end:
+            time.sleep(0.001)
+
 
 _loaded = _Loaded()
 
@@ -72,7 +84,20 @@ def _load() -> Extension | None:
         _loaded.watched = watched
         _loaded.extension = extension()
         _loaded.asked = True
+        if _loaded.extension is not None:
+            shutdown.register(_loaded)
     return _loaded.extension
+
+
+def _is_called_elsewhere() -> bool:
+    """Whether another thread is in a function of this file, and so maybe in the extension."""
+    for thread, top in sys._current_frames().items():
+        frame: FrameType | None = top
+        while frame is not None and thread != threading.get_ident():
+            if frame.f_code.co_filename == __file__:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def product(
@@ -160,8 +185,15 @@ def attention(
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
     extension = _loaded.extension
-    if is_compiling() or extension is None or _is_seen(q, k, out, v):
+    if is_compiling():
         return None
+    if extension is None or _is_seen(q, k, out, v):
+        if not (
+            sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is window
+            is softcap is max_seqlen_q is max_seqlen_k is workers is splits is None
+        ):  # fmt: skip
+            return None
+        return inline.attention(q, k, v, out, layout, causal, scale, return_lse, schedule)
     arguments: tuple[Any, ...] | None
     plain = (
         sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is None

@@ -89,6 +89,14 @@ def refuse_overlap(x: GemmOperands) -> None:
     refuse_shared(out, **read)
 
 
+class Overlap(ValueError):
+    """An output shares memory with what is read: their names."""
+
+    def __init__(self, what: str, read: str) -> None:
+        super().__init__(f"{what}: overlaps {read} in memory; give an output of its own")
+        self.what, self.read = what, read
+
+
 def refuse_shared(out: torch.Tensor, what: str = "out", /, **read: torch.Tensor | None) -> None:
     """Raise `ValueError` if an output shares memory with itself, or with what is read."""
     if not out.numel():
@@ -100,7 +108,7 @@ def refuse_shared(out: torch.Tensor, what: str = "out", /, **read: torch.Tensor 
         )
     for name, tensor in read.items():
         if tensor is not None and tensor.numel() and _may_meet(tensor, out):
-            raise ValueError(f"{what}: overlaps {name} in memory; give an output of its own")
+            raise Overlap(what, name)
 
 
 def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -17,13 +17,17 @@ from tilestream.ops import checks, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.limit import limit, worker_limit
+from tilestream.ops.operands import Overlap
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales
+from tilestream.ops.sharding import is_dtensor, refuse_dtensors
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.runtime import shutdown
 
 #: Public names of the activations.
 ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
+#: What the public ops call their tensors, where it is not what `Request` calls them.
+_NAMES = {"linear": {"a": "x", "b": "weight"}, "addmm": {"residual": "input"}}
 
 
 class Request(NamedTuple):
@@ -70,8 +74,14 @@ class Request(NamedTuple):
                 op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
                 publish=self.publish,
             )  # fmt: skip
+        if arriving or self.publish is not None:
+            refuse_dtensors(op, a=self.a, b=self.b, out=self.out)
         if self.publish is not None:
             check_publish(op, self.schedule, arriving)
+
+    def name(self, field: str) -> str:
+        """What the caller calls a tensor of the request."""
+        return _NAMES.get(self.op, {}).get(field, field)
 
     @property
     def arriving(self) -> bool:
@@ -179,35 +189,41 @@ def _launch(
 def _multiply(r: Request) -> torch.Tensor:
     r.check()
     op, a, b, out = r.op, r.a, r.b, r.out
-    checks.check_operands(op, a=a, b=b, bias=r.bias, residual=r.residual, out=out, scale_a=r.scale_a, scale_b=r.scale_b)
+    names = of_a, of_b = r.name("a"), r.name("b")
+    checks.check_operands(op, {
+        of_a: a, of_b: b, "bias": r.bias, r.name("residual"): r.residual, "out": out, "scale_a": r.scale_a,
+        "scale_b": r.scale_b,
+    })  # fmt: skip
     if a.dim() == 0 or b.dim() == 0:
-        raise ValueError(f"{op}: a has {a.dim()} and b {b.dim()} dimensions; both have at least 1")
+        raise ValueError(f"{op}: {of_a} has {a.dim()} and {of_b} {b.dim()} dimensions; both have at least 1")
     others = () if out is None and r.publish is None else (a, b, r.bias, r.residual, out)
     checks.refuse_tangents(op, r.scale_a, r.scale_b, *others)
     if torch.is_grad_enabled():
-        checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b)
+        checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b, names=names)
     a, b = checks.autocast(op, r.arriving, a, b)
-    checks.check_pair(op, a, b)
+    checks.check_pair(op, a, b, names)
     # The result's dimensions: of a vector, its one row or column goes.
     rows, columns = a.shape[-2:-1], b.shape[-1:] if b.dim() > 1 else ()
     a = a if rows else a.unsqueeze(0)
     b = b if columns else b.unsqueeze(1)
     if a.shape[-1] != b.shape[-2]:
+        shape_b, lines = (r.b.t().shape, "columns") if op == "linear" else (r.b.shape, "rows")
         raise ValueError(
-            f"{op}: a {list(a.shape)} and b {list(b.shape)} differ in K: {a.shape[-1]} columns of a, {b.shape[-2]} "
-            "rows of b"
+            f"{op}: {of_a} {list(r.a.shape)} and {of_b} {list(shape_b)} differ in K: {a.shape[-1]} columns of {of_a}, "
+            f"{b.shape[-2]} {lines} of {of_b}"
         )
     batch = _batch(op, a.shape[:-2], b.shape[:-2])
     full, shape = (*batch, a.shape[-2], b.shape[-1]), (*batch, *rows, *columns)
     if r.bias is not None and tuple(r.bias.shape) != (full[-1],):
         raise ValueError(f"{op}: bias has shape {list(r.bias.shape)}; it has one element a column: [{full[-1]}]")
-    residual = None if r.residual is None else _expand(op, r.residual, shape, full)
+    residual = None if r.residual is None else _expand(r, r.residual, shape, full)
     if out is not None:
         _check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
     resized = out is not None and tuple(out.shape) != shape
+    copied = out is not None and is_dtensor(out)  # whose views need placements that it may not have
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
-    into = None if out is None or resized else out.view(full)
+    into = None if out is None or resized or copied else out.view(full)
     if folded and into is not None:  # rows of a column-major out are not one dimension, but its batches may be
         folded = _as_one(into, len(full) - 1) or not _as_one(into, len(full) - 2)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
@@ -215,7 +231,7 @@ def _multiply(r: Request) -> torch.Tensor:
     if folded:
         a = a.reshape(canonical[0], a.shape[-1])
     elif len(full) > 2:
-        a, b = _batched(op, "a", a, batch, r.arrival), _batched(op, "b", b, batch, None)
+        a, b = _batched(op, of_a, a, batch, r.arrival), _batched(op, of_b, b, batch, None)
     if resized:
         assert out is not None
         into = out.resize_(shape).view(full)
@@ -227,9 +243,14 @@ def _multiply(r: Request) -> torch.Tensor:
     if torch.compiler.is_compiling():
         result = _call(r, canonical, into, operands, optional)
     else:
-        with shutdown.call():
-            result = _call(r, canonical, into, operands, optional)
-    return out if out is not None else result.reshape(shape)
+        try:
+            with shutdown.call():
+                result = _call(r, canonical, into, operands, optional)
+        except Overlap as error:
+            raise Overlap(f"{op}: {error.what}", r.name(error.read)) from None
+    if out is None:
+        return result.reshape(shape)
+    return out.copy_(result.reshape(shape)) if copied else out
 
 
 def _call(
@@ -308,12 +329,13 @@ def _batched(op: str, name: str, x: torch.Tensor, batch: torch.Size, arrival: Ar
     return x.expand(*batch, *x.shape[-2:]).reshape(count, *x.shape[-2:])
 
 
-def _expand(op: str, residual: torch.Tensor, shape: tuple[int, ...], full: tuple[int, ...]) -> torch.Tensor:
+def _expand(r: Request, residual: torch.Tensor, shape: tuple[int, ...], full: tuple[int, ...]) -> torch.Tensor:
     try:
         return residual.expand(shape).reshape(full)
     except RuntimeError:
         raise ValueError(
-            f"{op}: residual has shape {list(residual.shape)}; it broadcasts to the result's {list(shape)}"
+            f"{r.op}: {r.name('residual')} has shape {list(residual.shape)}; it broadcasts to the result's "
+            f"{list(shape)}"
         ) from None
 
 

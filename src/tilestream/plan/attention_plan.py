@@ -21,9 +21,10 @@ from tilestream.plan.roofline import Floor
 class AttentionCandidate:
     """A way to run a problem, and what the device's cost model expects of it."""
 
-    #: ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`. Hopper: ``ordered`` or
-    #: ``unordered``, whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or
-    #: ``staged``, whether copies go past the registers or through them.
+    #: ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`; ``torch``: inline, by one
+    #: call of torch's own kernel, see `tilestream.plan.policy.cpu_attention`. Hopper: ``ordered`` or ``unordered``,
+    #: whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or ``staged``,
+    #: whether copies go past the registers or through them.
     variant: str
     block: tuple[int, int]  # ``(block_m, block_n)``: rows of a tile, and keys of a block
     #: Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
@@ -78,8 +79,8 @@ class AttentionPlan(AttentionCandidate):
     @property
     def label(self) -> str:
         """The plan in a line."""
-        if self.variant == "inline":
-            return f"{self.backend} inline"
+        if self.variant in ("inline", "torch"):
+            return f"{self.backend} inline" + ", by torch's kernel" * (self.variant == "torch")
         packed = f" of {self.pack} heads" if self.pack > 1 else ""
         return (
             f"{self.backend} {self.schedule.kind}, {self.workers} workers, {self.block[0]} query rows{packed} x "
@@ -164,7 +165,9 @@ def _mask(p: AttentionProblem) -> str:
 
 def _schedule(plan: AttentionPlan) -> Iterator[tuple[str, str]]:
     schedule, grid = plan.schedule, plan.schedule.grid
-    if plan.variant == "inline":
+    if plan.variant == "torch":
+        yield "kernel", "torch's flash attention for CPUs, one call for all heads"
+    if plan.variant in ("inline", "torch"):
         return
     heads, each = "heads", ""
     if plan.pack > 1:

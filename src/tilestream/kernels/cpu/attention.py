@@ -10,7 +10,11 @@
     out = acc / total;  lse = row_max + log(total)
 
 The online softmax (Milakov, Gimelshein, 2018) as FlashAttention has it (Dao et al., 2022): memory is a block of scores
-a worker, whatever the lengths. All of it in float32, float64 for float64.
+a worker, whatever the lengths. All of it in float32, float64 for float64. The blocks that each row sees whole are left
+to torch's own kernel for CPUs (`flash`) where there is no cap: it keeps scores in a core's cache, and takes 0.65 of the
+time. What it gives for a stretch of keys joins the softmax as one score, its log-sum-exp, and one value.
+
+A call that torch's kernel computes as a whole is one item: `WholeBody`.
 """
 
 from __future__ import annotations
@@ -28,6 +32,79 @@ from tilestream.core.integers import cdiv
 from tilestream.core.operands import AttentionOperands
 from tilestream.core.raster import longest_first
 from tilestream.kernels.cpu.convert import Scratch, widened
+
+#: Keys that `flash` is given at a time: those of other dtypes, and of pages, are copied first.
+FLASH_KEYS = 4096
+
+
+def flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention ``[B, H, S, D]`` and its log-sum-exp ``[B, H, S]`` by torch's own kernel for CPUs.
+
+    Each last stride is 1, there is a key, and the columns of keys and values are as many. ``causal``: from the first
+    key on. The output lies as ``[B, S, H, D]``. Its bits depend on no number of threads. The log-sum-exp of a row all
+    of whose scores have overflowed to -inf is 0.
+    """
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+class FlashCall(NamedTuple):
+    """Operands of a call of `flash`, and where its answer goes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    causal: bool
+    scale: float
+
+    def run(self) -> None:
+        """Make the call."""
+        out, lse = flash(self.q, self.k, self.v, self.causal, self.scale)
+        self.out.copy_(out)
+        if self.lse is not None:
+            self.lse.copy_(lse)
+
+
+def flash_calls(x: AttentionOperands, causal: bool) -> list[FlashCall]:
+    """The calls that compute dense attention: one, or where heads share keys, one a sequence, without a copy."""
+    q, k, v, out = (y.transpose(1, 2) for y in (x.q, x.k, x.v, x.out))
+    heads, shared = q.shape[1], k.shape[1]
+    if heads == shared:
+        return [FlashCall(q, k, v, out, x.lse, causal, x.scale)]
+    of_q, of_k = (shared, heads // shared), (-1, heads // shared, -1, -1)
+    return [
+        FlashCall(
+            q[i].unflatten(0, of_q), k[i].unsqueeze(1).expand(of_k), v[i].unsqueeze(1).expand(of_k),
+            out[i].unflatten(0, of_q), None if x.lse is None else x.lse[i].unflatten(0, of_q), causal, x.scale,
+        )
+        for i in range(q.shape[0])
+    ]  # fmt: skip
+
+
+class WholeBody:
+    """All of a call that `flash` computes, as one item: a `tilestream.launch.cpu.launch.Body`."""
+
+    def __init__(self, x: AttentionOperands, calls: list[FlashCall]) -> None:
+        self._x, self._calls = x, calls
+
+    def compute(self, item: WorkItem) -> None:
+        """See `tilestream.launch.cpu.launch.Body`."""
+        for call in self._calls:
+            call.run()
+
+    def reduce(self, item: WorkItem, slots: Sequence[int]) -> None:
+        """See `tilestream.launch.cpu.launch.Body`: the item is whole."""
+        raise AssertionError("a part of a tile, from a schedule that makes none")
+
+    def poison(self, item: WorkItem) -> None:
+        """See `tilestream.launch.cpu.launch.Body`."""
+        self._x.out.fill_(float("nan"))
+        if self._x.lse is not None:
+            self._x.lse.fill_(float("nan"))
 
 
 class SequenceRows(NamedTuple):
@@ -131,7 +208,17 @@ class AttentionBody:
             widened(self._queries(x.q, tile), wide, self._workspace) as q,
             self._workspace.borrow((rows, block_n), wide) as block_of_scores,
         ):
-            for block in range(seen.begin, seen.end):
+            blocks: Sequence[int] = range(seen.begin, seen.end)
+            if not plan.problem.softcap and x.k.shape[-1] == x.v.shape[-1]:
+                for begin in range(seen.plain_begin * block_n, seen.plain_end * block_n, FLASH_KEYS):
+                    end = min(begin + FLASH_KEYS, seen.plain_end * block_n)
+                    with (
+                        widened(self._keys(x.k, tile, head, begin, end), wide, self._workspace) as k,
+                        widened(self._keys(x.v, tile, head, begin, end), wide, self._workspace) as v,
+                    ):
+                        _join(*flash(q[None, None], k[None, None], v[None, None], False, factor), row_max, total, acc)
+                blocks = [*range(seen.begin, seen.plain_begin), *range(seen.plain_end, seen.end)]
+            for block in blocks:
                 # No key that no row sees: what has not arrived, or lies behind the last one, may be NaN.
                 begin, end = max(block * block_n, seen.low), min((block + 1) * block_n, seen.high)
                 scores = block_of_scores[:, : end - begin]
@@ -199,11 +286,27 @@ class AttentionBody:
 
 def _add(scores: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor, total: torch.Tensor, acc: torch.Tensor) -> None:
     """A step of the online softmax, in place."""
-    new = torch.maximum(row_max, scores.amax(1, keepdim=True))
+    base = _rescale(scores.amax(1, keepdim=True), row_max, total, acc)
+    torch.exp(scores.sub_(base), out=scores)
+    total.add_(scores.sum(1, keepdim=True))
+    acc.addmm_(scores, v)
+
+
+def _join(out: torch.Tensor, lse: torch.Tensor, row_max: torch.Tensor, total: torch.Tensor, acc: torch.Tensor) -> None:
+    """The same for keys whose attention and log-sum-exp are known: they count as one key."""
+    score = lse.reshape(row_max.shape)
+    weight = torch.exp(score - _rescale(score, row_max, total, acc))
+    total.add_(weight)
+    acc.addcmul_(out.reshape(acc.shape), weight)
+
+
+def _rescale(new: torch.Tensor, row_max: torch.Tensor, total: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    """Count what there is from the maximum of scores that is now known, which is returned."""
+    new = torch.maximum(row_max, new)
     # Of a row that has seen nothing yet: exp(-inf - 0), not exp(-inf + inf).
     base = torch.where(new == float("-inf"), 0.0, new)
     factor = torch.exp(row_max - base)
-    torch.exp(scores.sub_(base), out=scores)
-    total.mul_(factor).add_(scores.sum(1, keepdim=True))
-    acc.mul_(factor).addmm_(scores, v)
+    total.mul_(factor)
+    acc.mul_(factor)
     row_max.copy_(new)
+    return base

@@ -43,7 +43,10 @@ def _values(dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def widened(x: torch.Tensor, dtype: torch.dtype, workspace: Scratch) -> Iterator[torch.Tensor]:
-    """``x`` ``[rows, columns]``, any strides, in ``dtype`` for the length of the block; laid out as ``x`` is."""
+    """``x`` ``[rows, columns]`` in ``dtype`` for the length of the block: itself, or a copy laid out as it is."""
+    if x.dtype == dtype:
+        yield x
+        return
     if x.dtype not in _FP8:
         with workspace.borrow(x.shape, dtype) as into:
             yield into.copy_(x)

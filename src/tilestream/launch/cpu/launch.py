@@ -76,7 +76,9 @@ class Launch:
         self._chunks = chunks_of(schedule, gate) if gate is not None and schedule.split == "chunks" else ()
         self._seconds, self._deadline = 0.0 if awaited is None else awaited.deadline, 0.0
         self._threads = threads
-        self._pinning = Pinning(schedule.workers)
+        # Workers that find an item: these do all of them (invariant 1), and no others are started.
+        self._count = min(schedule.workers, max(1, schedule.full_tiles + schedule.num_shares))
+        self._pinning = Pinning(self._count)
         self._changed = threading.Condition()  # guards the next three
         self._closed, self._inside, self._left = False, 0, 0
         self._abort = threading.Event()
@@ -131,7 +133,7 @@ class Launch:
     def _start_and_join(self) -> None:
         threads = [
             threading.Thread(target=self._thread, args=(w,), name=f"tilestream-worker-{w}", daemon=True)
-            for w in range(self._schedule.workers)
+            for w in range(self._count)
         ]
         try:
             with self._pinning.starting():

@@ -1,12 +1,18 @@
-"""The CPU's policy for attention: tiles of one query block and head on the workers, or all in the calling thread."""
+"""The CPU's policy for attention: tiles of one query block and head on the workers, or all in the calling thread.
+
+Where torch's own kernel for CPUs computes the same function, ``torch`` is that kernel, called once for all heads: its
+products and its softmax share a cache, which BLAS calls from Python cannot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from tilestream.core.device import DeviceProperties
+from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
-from tilestream.core.schedule import Kind
+from tilestream.core.order import Raster
+from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.attention_plan import AttentionCandidate, schedule_of
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy.cpu import INLINE_SECONDS, START_SECONDS, WORKER_SECONDS
@@ -15,6 +21,8 @@ from tilestream.plan.policy.cpu import INLINE_SECONDS, START_SECONDS, WORKER_SEC
 BLOCK = (128, 512)
 #: Share of the nominal peak that products and exponentials together reach.
 EFFICIENCY = 0.2
+#: The same of torch's own kernel.
+TORCH_EFFICIENCY = 0.3
 #: Seconds of Python a block of keys, and a tile.
 BLOCK_SECONDS, TILE_SECONDS = 60e-6, 60e-6
 #: Heads that are taken together: what they share is in the third-level cache.
@@ -28,9 +36,31 @@ def candidates(
     schedule, alone = (schedule_of(problem, BLOCK[0], 1, GROUP, kind, count) for count in (workers, 1))
     tiles, rate = schedule.grid.tiles, device.peak(problem.dtype, 1) * EFFICIENCY
     blocks = tiles * (TILE_SECONDS + cdiv(max(problem.seqlen_k, 1), BLOCK[1]) * BLOCK_SECONDS)
+    if problem.keys is None and not forced and not unlike_torch(problem):
+        seconds = problem.operations / (device.peak(problem.dtype, workers) * TORCH_EFFICIENCY)
+        yield AttentionCandidate("torch", BLOCK, whole(problem, kind), INLINE_SECONDS + seconds)
     if problem.keys is None and not forced:
         together = device.peak(problem.dtype, workers) * EFFICIENCY
         yield AttentionCandidate("inline", BLOCK, alone, INLINE_SECONDS + (problem.operations / together + blocks))
     waves = cdiv(tiles, workers) / max(tiles, 1)
     shared = waves * (problem.operations / rate + blocks)
     yield AttentionCandidate("workers", BLOCK, schedule, START_SECONDS + WORKER_SECONDS * workers + shared)
+
+
+def unlike_torch(problem: AttentionProblem) -> str:
+    """What of the problem torch's own kernel for CPUs does not compute; empty where it computes all of it."""
+    p = problem
+    square = p.seqlen_q == p.seqlen_k or p.alignment == "top_left"
+    reasons = {
+        f"of {p.dtype}": p.dtype == "float8_e4m3fn", "packed sequences": p.varlen, "keys in pages": p.page_size,
+        "lengths of keys": p.lengths, "a soft cap": p.softcap, "sinks": p.sinks, "scales of heads": p.scaled,
+        "a window": p.window != (None, None), "values of other columns than keys": p.head_dim != p.head_dim_v,
+        "a diagonal that ends in the last corner": p.causal and not square and p.seqlen_q != 1,
+        "nothing to compute": not (p.seqlen_k and p.rows and p.heads_q),
+    }  # fmt: skip
+    return next((what for what, there in reasons.items() if there), "")
+
+
+def whole(problem: AttentionProblem, kind: Kind) -> Schedule:
+    """One item: all heads of all sequences."""
+    return Schedule(kind, Grid(1, 1, 1), Raster("longest_first", group=1), 1)
