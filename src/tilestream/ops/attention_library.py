@@ -71,10 +71,11 @@ def _outputs(x: AttentionOperands, s: Settings) -> Pair:
     check_shapes("attention", x)
     *rows, heads, _ = x.q.shape
     dtype = result_dtype(x.q)
-    if s.layout == "bhsd":
-        out = x.q.new_empty((rows[0], heads, rows[1], x.v.shape[-1]), dtype=dtype).transpose(1, 2)
+    shape = (*rows, heads, x.v.shape[-1])
+    if s.layout == "bhsd":  # no view: those are not changed in place, nor have tangents, where an op made them
+        out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype, device=x.q.device)
     else:
-        out = x.q.new_empty((*rows, heads, x.v.shape[-1]), dtype=dtype)
+        out = x.q.new_empty(shape, dtype=dtype)
     return out, x.q.new_empty(lse_shape(x) if s.return_lse else (0,), dtype=wide_dtype(x.q))
 
 
