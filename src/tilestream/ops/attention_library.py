@@ -326,7 +326,7 @@ def _batch(op: Any, num_first: int) -> None:
                 return x
             x = x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
             x = x.expand(count, *x.shape[1:]).flatten(0, 1)
-            return x.contiguous() if x.dim() == 1 else x  # a list has a stride of 1
+            return x if x.stride(-1) == 1 else x.contiguous()  # columns of a head, and lists, lie side by side
 
         made = op(*(merged(i) for i in range(tensors)), *args[tensors:])
         # An output that is not asked for has one dimension, and no elements.
