@@ -45,4 +45,24 @@ def first_call(data: Data) -> list[str]:
     return [said, table(["step", "whose", "before, s", "now, s"], [*rows, ["all", "", *total]])]
 
 
-SECTIONS = {"matmul": matmul, "stream": stream, "first_call": first_call}
+def calls(data: Data) -> list[str]:
+    return [NOTES("calls", where=where(data)), _beside_torch(data, ".2f", {"tilestream": "ratio"})]
+
+
+def attention(data: Data) -> list[str]:
+    ratios = {"tilestream": "ratio", "use_attention": "by use_attention(cpu=True), ratio"}
+    return [NOTES("attention", where=where(data)), _beside_torch(data, ".0f", ratios)]
+
+
+def _beside_torch(data: Data, form: str, ratios: dict[str, str]) -> str:
+    """A line a call and number of threads."""
+    rows = [
+        row | {"call": f"{row['name']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"} for row in data["rows"]
+    ]
+    shown = {said: f"{{ratios[{way}]:.2f}}" for way, said in ratios.items()}
+    return columns(rows, {"call": "{call}", **of("us", ("torch", "tilestream"), form, ", us"), **shown})
+
+
+SECTIONS = {
+    "matmul": matmul, "calls": calls, "calls_attention": attention, "stream": stream, "first_call": first_call,
+}  # fmt: skip

@@ -6,6 +6,8 @@ What computes imports torch, and is imported on first use; schedules, plans and 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tilestream import distributed, schedule, trace
@@ -14,6 +16,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.core.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
 from tilestream.plan import Plan, attention_plan, plan
 from tilestream.plan.hooks import register as _register
+from tilestream.runtime.collector import paused as _collector_paused
 from tilestream.runtime.shutdown import call as _inside_at_exit
 
 if TYPE_CHECKING:
@@ -100,11 +103,21 @@ def _allows_tf32() -> bool:
 _register(run_plan=_run_plan, cuda_properties=_cuda_properties, allows_tf32=_allows_tf32)
 
 
+def _prepare() -> None:
+    """Where a GPU is used already: begin what its first launch waits for."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized() and importlib.util.find_spec("triton") is not None:
+        from tilestream.launch.compiling import prepare
+
+        prepare()
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'tilestream' has no attribute {name!r}")
-    with _inside_at_exit():  # a thread that imports torch's modules is inside its C++ code, too
+    with _inside_at_exit(), _collector_paused():  # a thread that imports torch's modules is inside its C++ code, too
         value = getattr(importlib.import_module(_LAZY[name]), name)
+        _prepare()
     globals()[name] = value
     return value
 

@@ -15,7 +15,8 @@ import pytest
 
 from tilestream.launch import native_build
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 LIBRARY = "tilestream/_native/libtilestream_native.so"
 #: A kind of machine that wheels are made for, and this is none of.
 OTHER = next(machine for machine in native_build.MACHINES if machine != native_build.MACHINE)
@@ -164,30 +165,52 @@ def cross_built(folder: Path) -> Path:
     return library
 
 
-@pytest.mark.slow
-def test_the_library_of_another_kind_of_machine_runs_in_an_emulator(libraries, tmp_path):
-    """It is loaded beside stand-ins of torch's functions, and finds a driver; `foreign.cpp` says what it is asked."""
-    emulator, library = shutil.which(f"qemu-{OTHER}"), cross_built(tmp_path)
-    if emulator is None:
-        pytest.skip(f"needs qemu-{OTHER} (Debian's qemu-user)")
-    here, cxx = Path(__file__).parent, native_build.compiler(OTHER)
+def compiled(machine: str, *arguments: str | Path) -> None:
     flags = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    torch = tmp_path / "torch.cpp"
+    subprocess.run([*native_build.compiler(machine), *flags, *arguments], check=True)
+
+
+@pytest.fixture
+def emulator(tmp_path) -> list[str | Path]:
+    """How a program of the other kind of machine is run; its libraries are in ``tmp_path``."""
+    found = shutil.which(f"qemu-{OTHER}")
+    if found is None or not native_build.compiler(OTHER):
+        pytest.skip(f"needs qemu-{OTHER} (Debian's qemu-user) and a compiler for {OTHER}")
+    return [found, "-L", f"/usr/{OTHER}-linux-gnu", "-E", f"LD_LIBRARY_PATH={tmp_path}"]
+
+
+@pytest.mark.slow
+def test_the_library_of_another_kind_of_machine_is_loaded_in_an_emulator(emulator, tmp_path):
+    """Beside stand-ins of torch's functions; it finds a driver. `foreign.cpp` says what it is asked."""
+    library, torch = cross_built(tmp_path), tmp_path / "torch.cpp"
     torch.write_text(
         "\n".join(f'extern "C" int {name}() {{ return 0; }}' for name in undefined(library) if STABLE.fullmatch(name))
     )
-    for command in (
-        [*flags, "-shared", "-Wl,-soname,libtorch_cpu.so", torch, "-o", tmp_path / "libtorch_cpu.so"],
-        [*flags, "-shared", here / "fake_driver.cpp", "-o", tmp_path / "libfake.so"],
-        [*flags, here / "foreign.cpp", "-o", tmp_path / "foreign", "-ldl"],
-    ):
-        subprocess.run([*cxx, *command], check=True)
+    compiled(OTHER, "-shared", "-Wl,-soname,libtorch_cpu.so", torch, "-o", tmp_path / "libtorch_cpu.so")
+    compiled(OTHER, "-shared", HERE / "fake_driver.cpp", "-o", tmp_path / "libfake.so")
+    compiled(OTHER, HERE / "foreign.cpp", "-o", tmp_path / "foreign", "-ldl")
     done = subprocess.run(
-        [emulator, "-L", f"/usr/{OTHER}-linux-gnu", "-E", f"LD_LIBRARY_PATH={tmp_path}", tmp_path / "foreign", library,
-         tmp_path / "libfake.so"],
+        [*emulator, tmp_path / "foreign", library, tmp_path / "libfake.so"],
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "found, given, cleared\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_another_kind_of_machine_gives_the_driver_the_same_bytes(libraries, emulator, tmp_path):
+    sources = [path for path in native_build.sources() if path.name not in ("ops.cpp", "control.cpp")]
+    told = {}
+    for machine, run in ((native_build.MACHINE, []), (OTHER, emulator)):
+        program, fake = tmp_path / f"issue_{machine}", tmp_path / f"libfake_{machine}.so"
+        compiled(machine, HERE / "issue.cpp", *sources, "-o", program, "-ldl")
+        compiled(machine, "-shared", HERE / "fake_driver.cpp", "-o", fake)
+        done = subprocess.run([*run, program, fake], capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        told[machine] = done.stdout.splitlines()
+    first, second = told[native_build.MACHINE]
+    assert first != second
+    assert len(first) == len(second) > 2 * 200
+    assert told[OTHER] == [first, second]
 
 
 @pytest.mark.parametrize(

@@ -171,11 +171,28 @@ def test_the_graph_of_make_fx_holds_one_op():
     check(graph(x, y), Maths(x, y, activation="relu"))
 
 
-def test_first_calls_import_neither_sympy_nor_dtensor():
-    """Each takes a second, of each process that calls anything."""
+def test_first_calls_on_the_cpu_import_nothing_large():
+    """Sympy takes a second, of each process that calls anything; Triton 0.2."""
     code = (
         "import sys, torch; there = set(sys.modules); import tilestream as ts; x = torch.ones(2, 8, 8)\n"
         "ts.mm(x[0], x[0]); ts.linear(x, x[0]); ts.bmm(x, x); ts.attention(x[None], x[None], x[None])\n"
-        "assert not {'sympy', 'torch.distributed.tensor'} & (sys.modules.keys() - there)"
+        "large = {'sympy', 'triton', 'torch._dynamo', 'torch.utils.flop_counter', 'torch.distributed.tensor'}\n"
+        "assert not large & (set(sys.modules) - there), large & (set(sys.modules) - there)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["", "from torch.utils.flop_counter import FlopCounterMode", "ts.mm(x, x)",
+     "ts.mm(x, x); import importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"],
+)  # fmt: skip
+def test_flops_are_counted_whenever_the_counter_is_imported(before):
+    code = (
+        f"import sys, torch, tilestream as ts; x = torch.ones(4, 4); {before}\nts.mm\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "with FlopCounterMode(display=False) as counter: ts.mm(x, x)\n"
+        "assert counter.get_total_flops() == 128, counter.get_total_flops()\n"
+        "assert not [one for one in sys.meta_path if type(one).__module__.startswith('tilestream')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

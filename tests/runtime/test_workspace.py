@@ -17,7 +17,7 @@ from error_rule import Maths, check, rand
 from streaming import run_together
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.runtime import workspace as module
-from tilestream.runtime.device_workspace import LINE, DeviceWorkspace, captured_words, words_of
+from tilestream.runtime.device_workspace import LINE, DeviceWorkspace, captured_words, device_workspace, words_of
 from tilestream.runtime.workspace import Counter, Workspace, workspace
 from tilestream.schedule import Grid, Schedule
 
@@ -63,6 +63,12 @@ def test_a_gpus_workspace_grows_is_kept_and_counts_on():
 
 
 # Counters -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_compiled_ahead_has_words_of_no_other_launch():
+    meta = torch.device("meta")
+    assert device_workspace(meta, 0) is not device_workspace(meta, 0)
+    assert device_workspace(torch.device("cpu"), 0) is device_workspace(torch.device("cpu"), 0)
 
 
 def test_a_counter_counts_from_the_base():

@@ -1,4 +1,4 @@
-"""The command line: ``tilestream demo | verify | plan | isa | sweep | trace | tune | doctor``.
+"""The command line: ``tilestream demo | verify | plan | isa | sweep | trace | tune | warm | doctor``.
 
 Needs the extra ``cli``. A command imports torch only when it computes something, so ``--help`` is quick.
 """

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tilestream._version import __version__
-from tilestream.cli import demo, doctor, isa, plan, sweep, trace, tune, ui, verify
+from tilestream.cli import demo, doctor, isa, plan, sweep, trace, tune, ui, verify, warm
 
 app = typer.Typer(
     name="tilestream",
@@ -38,5 +38,15 @@ def options(
     ui.state.debug = debug
 
 
-for command in (demo.demo, verify.verify, plan.plan, isa.isa, sweep.sweep, trace.trace, tune.tune, doctor.doctor):
+for command in (
+    demo.demo,
+    verify.verify,
+    plan.plan,
+    isa.isa,
+    sweep.sweep,
+    trace.trace,
+    tune.tune,
+    warm.warm,
+    doctor.doctor,
+):
     app.command()(ui.guarded(command))

@@ -1,9 +1,10 @@
-"""``tilestream doctor``: versions and hardware found, backends that can run, extras that are missing."""
+"""``tilestream doctor``: versions and hardware found, backends that can run, kernels that are warm, missing extras."""
 
 import importlib.metadata
 import importlib.util
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     )
     yield "backends", [(name, backend(name)) for name in BACKENDS]
     yield "host", [("native calls", _native())]
+    yield "kernels", list(_kernels())
     yield "extras", [(name, _extra(needs, use)) for name, needs, use in EXTRAS]
 
 
@@ -70,6 +72,26 @@ def _native() -> str:
 
     why = why_not()
     return f"no: {why}" if why else "yes"
+
+
+def _kernels() -> Iterator[tuple[str, str]]:
+    """What is warm: where Triton's cache is, and this package's kernels in it, by what they were compiled for."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from tilestream_tools.warm import kernel_cache
+
+    yield "cache", str(kernel_cache.folder())
+    kinds: dict[tuple[str, str], list[kernel_cache.CachedKernel]] = {}
+    for kernel in kernel_cache.kernels():
+        kinds.setdefault((kernel.arch, kernel.triton), []).append(kernel)
+    here = _version("triton")
+    for (arch, triton), found in sorted(kinds.items()):
+        names = Counter(kernel.name for kernel in found)
+        said = ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
+        other = "" if triton == here else ", which is not installed"
+        yield arch, f"{said}: {ui.size(sum(kernel.size for kernel in found))}, of Triton {triton}{other}"
+    if not kinds:
+        yield "warm", "nothing: a first call compiles, or `tilestream warm` does"
 
 
 def backend(name: str) -> str:

@@ -266,6 +266,16 @@ class Launcher:
         return _Frame(memory, start + _CONFIG_HEAD.size, *where, view)
 
 
+class NoLauncher(Launcher):
+    """Launches nothing: of a kernel compiled ahead, see `tilestream.launch.compiling`."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __call__(self, stream: int, *varying: Any) -> None:
+        """Nothing."""
+
+
 def _is_hip(kernel: Any) -> bool:
     return "amdgcn" in kernel.asm
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilestream.arrival.flat import Awaited, FlatArrival
+from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops.attention_operands import Settings, problem_of
@@ -51,8 +52,19 @@ def find(x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, lim
     return launch  # type: ignore[no-any-return]
 
 
-def _make(x: AttentionOperands, s: Settings, keys: FlatArrival | None, limit: int) -> Launch:
-    device = cuda_properties(x.q.device.index)
+def compile_ahead(x: AttentionOperands, s: Settings, limit: int, device: DeviceProperties) -> None:
+    """As `tilestream.ops.gpu.compile_ahead`."""
+    _make(x, s, None, limit, device)(x)
+
+
+def _make(
+    x: AttentionOperands, s: Settings, keys: FlatArrival | None, limit: int, device: DeviceProperties | None = None
+) -> Launch:
+    # Triton is imported when a GPU computes something, not before.
+    from tilestream.launch import compiling
+
+    compiling.prepare()
+    device = device or cuda_properties(x.q.device.index)
     tf32 = x.q.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32()
     layout, problem = layout_of(x), problem_of(x, s, keys, tf32=tf32)
     no_tma = refuse_strides(problem, layout.q, layout.k, layout.v, layout.out, x.out.data_ptr() % 16)
@@ -65,7 +77,6 @@ def _make(x: AttentionOperands, s: Settings, keys: FlatArrival | None, limit: in
 
 def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True) -> Launch:
     """The launch of a plan's backend. ``aligned``: whether the output's address is a multiple of 16."""
-    # Triton is imported when a GPU computes something, not before.
     if plan.backend == "cdna":
         from tilestream.launch.cdna.attention_launch import CdnaAttentionLaunch
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
+from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.observe import observation
 from tilestream.ops import attention_gpu, native
@@ -21,6 +21,7 @@ from tilestream.ops.attention_backward import gradients, second, tangents
 from tilestream.ops.attention_execute import execute
 from tilestream.ops.attention_operands import Settings, check_shapes
 from tilestream.ops.checks import refuse_given
+from tilestream.ops.flops import register_flop_formula
 from tilestream.ops.gradients import Derivative, below_autograd, derivative, save
 from tilestream.ops.library import library, register
 from tilestream.ops.operands import refuse_shared
@@ -104,6 +105,22 @@ def check_outputs(x: AttentionOperands, s: Settings) -> None:
         raise ValueError(f"lse: {lse.dtype} on {lse.device}; it is {wide_dtype(x.q)} on {x.q.device}")
 
 
+def _launched(
+    x: AttentionOperands, out: torch.Tensor, lse: torch.Tensor | None, worker_limit: int = 0
+) -> tuple[AttentionOperands, int]:
+    """What a launch is given, and what bounds its workers."""
+    x = AttentionOperands(x.q.detach(), x.k.detach(), x.v.detach(), out, x.scale, lse, *x[6:])
+    # A compiled function's argument knows of the blocks inside it, this thread of those around it.
+    return x, limits.tighter(worker_limit, limits.limit())
+
+
+def compile_ahead(args: Sequence[Any], made: Pair, device: DeviceProperties) -> None:
+    """Compile what `attention_op`, called with ``args``, would launch on ``device`` for the outputs ``made``."""
+    x, s = _split(args)
+    x, bound = _launched(x, made[0], made[1] if s.return_lse else None, *args[_NUM_COMMON:])
+    attention_gpu.compile_ahead(x, s, bound, device)
+
+
 def _run(
     x: AttentionOperands, s: Settings, out: torch.Tensor, lse: torch.Tensor | None, late: Sequence[Any],
     worker_limit: int = 0,
@@ -113,9 +130,7 @@ def _run(
     if late:
         words, ints, seconds = late
         keys, deadline = FlatArrival.from_ints(ints, words), check_deadline(seconds)
-    x = AttentionOperands(x.q.detach(), x.k.detach(), x.v.detach(), out, x.scale, lse, *x[6:])
-    # A compiled function's argument knows of the blocks inside it, this thread of those around it.
-    bound = limits.tighter(worker_limit, limits.limit())
+    x, bound = _launched(x, out, lse, worker_limit)
     (attention_gpu.run if out.is_cuda else execute)(x, s, keys, deadline, bound)
 
 

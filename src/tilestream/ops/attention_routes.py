@@ -42,8 +42,8 @@ class use_attention(TorchFunctionMode):  # noqa: N801
         Whether calls that need a gradient come here too: the backward pass is right, but not fast.
     cpu
         Whether calls on the CPU come here too. `tilestream.attention` runs torch's own kernel there, and looks a call
-        up first: a call of 64 rows and 2 heads takes 1.2 times as long, through this block 1.6 times
-        (``benchmarks/results/cpu/calls.json``).
+        up first: a call of 64 rows and 2 heads takes 1.25 times as long, through this block 1.75 times
+        (``benchmarks/results/cpu/calls_attention.json``).
 
     Examples
     --------

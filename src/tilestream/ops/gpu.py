@@ -14,6 +14,7 @@ import torch
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival
 from tilestream.core.chunks import Incoming
+from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops.operands import problem_of
@@ -117,11 +118,19 @@ def find(
     return launch  # type: ignore[no-any-return]
 
 
+def compile_ahead(x: GemmOperands, how: How, device: DeviceProperties) -> None:
+    """Compile what a launch on ``device`` would launch, in a block of `tilestream.launch.compiling.ahead`."""
+    _make(x, how, device=device)(x)
+
+
 def _make(
     x: GemmOperands, how: How, plan: Plan | None = None, rows: FlatArrival | None = None,
-    columns: FlatArrival | None = None, publishes: Incoming | None = None,
+    columns: FlatArrival | None = None, publishes: Incoming | None = None, device: DeviceProperties | None = None,
 ) -> GemmLaunch:  # fmt: skip
     # Triton is imported when a GPU computes something, not before.
+    from tilestream.launch import compiling
+
+    compiling.prepare()
     from tilestream.launch.gemm_arguments import Layout, is_aligned
 
     a, b, out, epilogue = x
@@ -137,7 +146,7 @@ def _make(
     ]  # fmt: skip
     no_tma = _no_tma(a, b, layout)
     if plan is None:
-        device = cuda_properties(a.device.index)
+        device = device or cuda_properties(a.device.index)
         problem = replace(
             problem_of(x, rows, columns, publishes),
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),

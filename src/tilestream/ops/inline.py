@@ -341,7 +341,7 @@ def _key_of_attention(
             return key
         if type(out) not in PLAIN or not _is_dense(out, gradients):
             return None
-        return *key, out.shape, out.stride(), out.dtype, out.is_neg()
+        return *key, out.shape, out.stride(), out.dtype
     except RuntimeError:  # a nested tensor has no shape
         return None
 

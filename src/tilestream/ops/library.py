@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
+from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.observe import observation
 from tilestream.ops import execute, gpu, native
 from tilestream.ops.checks import check_pair, refuse_given, refuse_gradients
+from tilestream.ops.flops import register_flop_formula
 from tilestream.ops.gradients import (
     Derivative,
     batched_product,
@@ -113,17 +114,30 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
         raise TypeError(f"out: dtype {out.dtype}; the result is {dtype}: pass out_dtype={out.dtype} to have it so")
 
 
-def _run(
-    out: torch.Tensor, fresh: bool, kind: str, args: tuple[Any, ...], late: tuple[Any, ...], optional: tuple[Any, ...]
-) -> None:
-    """What every op does; ``fresh``: the output was made for this call."""
+def _canonical(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> tuple[GemmOperands, gpu.How]:
+    """What a launch is told, of the arguments that all ops have: the common ones, and those with defaults."""
     a, b, bias, residual, alpha, beta, activation, _, schedule, workers = args
     scale_a, scale_b, fast_accum, worker_limit = (*optional, *_DEFAULTS[len(optional) :])
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
+    epilogue = epilogue_of(out, alpha, bias, residual, beta, activation, scale_a, scale_b)
+    # A compiled function's argument knows of the blocks inside it, this thread of those around it.
+    how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
+    return GemmOperands(a, b, out, epilogue), how
+
+
+def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProperties) -> None:
+    """Compile what `gemm_op`, called with ``args``, would launch on ``device`` for the output ``out``."""
+    gpu.compile_ahead(*_canonical(out, args[:_NUM_COMMON], args[_NUM_COMMON:]), device)
+
+
+def _run(
+    out: torch.Tensor, fresh: bool, kind: str, args: tuple[Any, ...], late: tuple[Any, ...], optional: tuple[Any, ...]
+) -> None:
+    """What every op does; ``fresh``: the output was made for this call."""
+    a, b = args[:2]
     into = out if fresh or out.dim() == a.dim() else _merged(out, (*a.shape[:-1], b.shape[-1]), kind)
-    epilogue = epilogue_of(into, alpha, bias, residual, beta, activation, scale_a, scale_b)
-    x = GemmOperands(a, b, into, epilogue)
+    x, how = _canonical(into, args, optional)
     copied = into.data_ptr() != out.data_ptr()
     if not fresh:
         refuse_overlap(x._replace(out=out) if copied else x)
@@ -137,8 +151,6 @@ def _run(
     elif kind == "_published":
         signals, publish, op = late
         publishes = FlatArrival.from_ints(publish, signals)
-    # A compiled function's argument knows of the blocks inside it, this thread of those around it.
-    how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
     if not out.is_cuda:
         execute.run(x, how, rows, columns, publishes, deadline, op)
     elif publishes is None:

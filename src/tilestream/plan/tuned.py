@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +67,8 @@ def problem_key(problem: Problem) -> str:
 
 def device_key(device: DeviceProperties) -> str:
     """A device, and the versions that compile its kernels."""
+    from importlib.metadata import PackageNotFoundError, version  # 15 ms, which imports need not take
+
     try:
         triton = version("triton")
     except PackageNotFoundError:

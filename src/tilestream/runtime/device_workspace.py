@@ -124,6 +124,8 @@ def device_workspace(device: torch.device, stream: int) -> DeviceWorkspace:
 
     The default streams of two contexts have one handle, and run beside each other: so the context counts there.
     """
+    if device.type == "meta":  # nothing runs there, and the words have no memory: see `tilestream.launch.compiling`
+        return DeviceWorkspace(device)
     key = (device.index, stream, 0 if stream else context_id())
     found = _workspaces.get(key)
     if found is None:

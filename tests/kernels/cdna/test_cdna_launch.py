@@ -34,20 +34,18 @@ from tilestream.runtime.device_workspace import Words
 
 
 class Recorder:
-    """Stands for a kernel: compiled at the first launch, launched directly from then on."""
+    """Stands for a kernel: compiled for the first launch, launched directly."""
 
     def __init__(self):
-        self.launches = []
+        self.launches, self.options = [], None
 
-    def __getitem__(self, grid):
-        def launch(*filled, **options):
-            self.launches.append((grid, filled, options))
-            return SimpleNamespace(
-                run=lambda x, y, z, stream, function, metadata, *rest: self.launches.append(((x, y, z), rest[3:], {})),
-                function=0, packed_metadata=(),
-            )  # fmt: skip
-
-        return launch
+    def warmup(self, *filled, grid, **options):
+        assert self.options is None, "it is compiled once"
+        self.options = options
+        return SimpleNamespace(
+            run=lambda x, y, z, stream, function, metadata, *rest: self.launches.append(((x, y, z), rest[3:])),
+            function=0, packed_metadata=(),
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def words(size=64):
 
 def check_relaunch(first, second, *tensors):
     """From the second launch on: addresses, and nothing else changed."""
-    (grid, filled, _), (again, direct, _) = first, second
+    (grid, filled), (again, direct) = first, second
     assert grid == again
     assert direct[: len(tensors)] == tuple(tensor.data_ptr() for tensor in tensors)
     assert not any(isinstance(one, torch.Tensor) for one in direct)
@@ -104,7 +102,7 @@ def test_what_gemm_is_launched_with(recorder):
     launch = _make(x, How(), chosen)
     for _ in range(2):
         launch.issue(0, x, own, None, None)
-    grid, filled, options = recorder.launches[0]
+    (grid, filled), options = recorder.launches[0], recorder.options
     assert grid == (chosen.workers, 1, 1)
     assert options == {"num_warps": 4, "waves_per_eu": 2}
     given = dict(zip(gemm.arg_names, filled, strict=True))
@@ -159,7 +157,7 @@ def test_what_attention_is_launched_with(recorder):
     launch = launch_of(chosen, layout_of(x))
     for _ in range(2):
         launch.issue(0, x, own)
-    grid, filled, options = recorder.launches[0]
+    (grid, filled), options = recorder.launches[0], recorder.options
     assert grid == (chosen.workers, 1, 1)
     assert options == {"num_warps": chosen.warps, "waves_per_eu": max(1, chosen.warps // 4)}
     given = dict(zip(attend.arg_names, filled, strict=True))

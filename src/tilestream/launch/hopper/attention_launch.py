@@ -10,10 +10,11 @@ from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.hopper.attention import attend
 from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
+from tilestream.launch.compiling import compiled, is_ahead, side_by_side
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.launch.hopper.launch import described_by
 from tilestream.launch.launch import Launch, Probe, address
-from tilestream.launch.launcher import VARIES, Descriptor, Launcher
+from tilestream.launch.launcher import VARIES, Descriptor, Launcher, NoLauncher
 from tilestream.launch.portable.attention_launch import KeyGateLaunch, ListLaunch, MergeLaunch, given_to
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
@@ -40,30 +41,32 @@ class HopperAttentionLaunch(Launch):
         self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
         """As `Launch.issue`."""
+        shares = None
+        whole = x
         if words.partials is not None and self._floats:
             shares = self._merge.scratch(words.partials)
-            self._merge.load(shares, x)  # before what may wait is launched
             # A sink counts once: where shares are joined.
-            self._attend(stream, x._replace(out=shares[0], lse=shares[1], sinks=None), words, awaited, probe)
-            self._merge(stream, shares, x)
-        else:
-            self._attend(stream, x, words, awaited, probe)
-
-    def _attend(
-        self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
-    ) -> None:
+            x = x._replace(out=shares[0], lse=shares[1], sinks=None)
         gate = self._gate(x.q.device, awaited)
-        given = given_to(x, self._list(stream, x, words), words.counters if self._counts else None, probe)
+        given = given_to(x, words.listed, words.counters if self._counts else None, probe)
         made = self._made[probe is not None]
         scales = made.scales(x.scale)
         launcher = self._launchers.get(probe is not None)
         if launcher is None:
-            launcher = self._launchers[probe is not None] = self._compiled(made, given, scales, gate)
+            merges = () if shares is None else (lambda: self._merge.compile(shares, whole),)
+            launcher = self._launchers[probe is not None] = side_by_side(
+                lambda: self._compiled(made, given, scales, gate), lambda: self._list.compile(x, words), *merges
+            )
+        if shares is not None:
+            self._merge.load(shares, whole)  # before what may wait is launched
+        self._list(stream, x, words)
         arriving = () if awaited is None else [address(one) for one in gate if one is not None]
         launcher(
             stream, *[tensor.data_ptr() for tensor in given if tensor is not None], words.base, words.reset, *scales,
             *arriving,
         )  # fmt: skip
+        if shares is not None:
+            self._merge(stream, shares, whole)
 
     def _compiled(
         self, made: HopperAttentionArguments, given: tuple[torch.Tensor | None, ...], scales: tuple[float, float],
@@ -71,11 +74,13 @@ class HopperAttentionLaunch(Launch):
     ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
         maps, pack = (made.q, made.k, made.v, made.out), made.pack(attend)
-        grid = (self.plan.schedule.workers, 1, 1)
         described = [described_by(m, x.dtype) for m, x in zip(maps, given[:4], strict=True) if x is not None]
-        kernel = attend.warmup(*pack((*described, *given[4:], 0, 0, *scales), gate), grid=grid, **made.options)
+        kernel = compiled(attend, pack((*described, *given[4:], 0, 0, *scales), gate), made.options)
+        if is_ahead():
+            return NoLauncher()
         varying: list[Any] = [Descriptor(m.shape, m.strides) for m in maps]
         varying += [None if tensor is None else VARIES for tensor in given[4:]]
         if gate is not NO_KEY_GATE:
             gate = KeyGate._make(None if one is None else VARIES for one in gate)
+        grid = (self.plan.schedule.workers, 1, 1)
         return Launcher(kernel, grid, pack((*varying, VARIES, VARIES, VARIES, VARIES), gate))

@@ -13,12 +13,12 @@ from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
 from tilestream.core.operands import GemmOperands
 from tilestream.kernels.hopper.gemm import gemm
-from tilestream.launch import launch
+from tilestream.launch import compiling, launch
 from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.launch.gemm_arguments import NO_LOCAL, Layout, LocalTiles
 from tilestream.launch.hopper.arguments import Arguments, Map
 from tilestream.launch.launch import Probe
-from tilestream.launch.launcher import VARIES, Descriptor, Launcher
+from tilestream.launch.launcher import VARIES, Descriptor, Launcher, NoLauncher
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import Words
@@ -122,8 +122,9 @@ class GemmLaunch(launch.GemmLaunch):
         filled = arguments.fill(
             (*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate, publish, copies
         )
-        grid = (self.plan.schedule.workers, 1, 1)
-        kernel = gemm.warmup(*filled, grid=grid, **arguments.options)
+        kernel = compiling.compiled(gemm, filled, arguments.options)
+        if compiling.is_ahead():
+            return NoLauncher()
         problem = self.plan.problem
         promotion = _FAR if min(problem.m, problem.n) <= _FEW else 128
         last = len(maps) - 1
@@ -143,7 +144,7 @@ class GemmLaunch(launch.GemmLaunch):
             publish = PublishArguments(VARIES, VARIES, VARIES)
         tiles = NO_LOCAL if local is None else (VARIES, VARIES, VARIES)
         filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, tiles)
-        return Launcher(kernel, grid, filled)
+        return Launcher(kernel, (self.plan.schedule.workers, 1, 1), filled)
 
 
 def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:

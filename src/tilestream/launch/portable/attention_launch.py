@@ -8,18 +8,17 @@ import torch
 
 from tilestream.arrival.flat import Awaited
 from tilestream.core.integers import cdiv
-from tilestream.core.operands import AttentionOperands
+from tilestream.core.operands import AttentionOperands, MergeOperands
 from tilestream.kernels.device.varlen import PLACED, list_sequences
-from tilestream.kernels.portable.attention import attention
-from tilestream.kernels.portable.attention_merge import merge_shares
+from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
 from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.launch import Kernel, Launch, Probe, Table, bounds_of, records_of
-from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
+from tilestream.launch.portable.attention_arguments import AttentionArguments, padded, pair_arguments
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
 
-#: Shares that a program which joins them reads at a time, and its warps.
+#: Shares that a program which joins them reads at a time; warps of a program that joins anything.
 TOGETHER, MERGE_WARPS = 16, 4
 
 
@@ -39,15 +38,21 @@ class ListLaunch:
         self._numbers = (p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_k, packs, plan.positions)
         self._kernel = Kernel(list_sequences, (cdiv(p.batch + 1, PLACED.value), 1, 1))
 
-    def __call__(
-        self, stream: int, x: AttentionOperands, words: Words
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def __call__(self, stream: int, x: AttentionOperands, words: Words) -> tuple[torch.Tensor, torch.Tensor] | None:
         """``(starts, order)``, which a launch on ``stream`` will find made; None where there is no list."""
         if words.listed is None:
-            return None, None
-        lists = self._kernel.take((x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, *words.listed))
-        self._kernel(stream, (*lists, *self._numbers))
+            return None
+        self._kernel(stream, self._filled(x, words))
         return words.listed
+
+    def compile(self, x: AttentionOperands, words: Words) -> None:
+        """Have the kernel compiled, for operands as a call gives them."""
+        if words.listed is not None:
+            self._kernel.compile(self._filled(x, words))
+
+    def _filled(self, x: AttentionOperands, words: Words) -> tuple[Any, ...]:
+        lists = x.cu_seqlens_q, x.cu_seqlens_k, x.seqlens_k, *(words.listed or ())
+        return (*self._kernel.take(lists), *self._numbers)
 
 
 class MergeLaunch:
@@ -74,6 +79,10 @@ class MergeLaunch:
         """Where shares put their outputs and log-sum-exps, of a launch's partials."""
         return partials, partials[self._sums_at :]
 
+    def compile(self, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> None:
+        """Have the kernel compiled, for operands as a call gives them."""
+        self._kernel.compile(self._filled(shares, x))
+
     def load(self, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> None:
         """Have the kernel on the device, for operands as a call gives them.
 
@@ -89,6 +98,27 @@ class MergeLaunch:
 
     def _filled(self, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> tuple[Any, ...]:
         return (*self._kernel.take((*shares, x.out, x.lse, x.sinks)), *self._numbers, *self._constants)
+
+
+class PairLaunch(Launch):
+    """Joins two attentions of one layout: of three or four dimensions, not empty, the last stride 1."""
+
+    def __init__(self, x: MergeOperands) -> None:
+        super().__init__(None, counts=False)
+        extents = (1, *x.lse.shape)[-3:]
+
+        def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+            """Of rows; 0 of an extent of 1, whose stride may be anything."""
+            pairs = zip(x.lse.shape, tensor.stride(), strict=False)
+            return (0, *(0 if extent == 1 else stride for extent, stride in pairs))[-3:]
+
+        outputs, sums = map(strides, (x.o_a, x.o_b, x.out)), map(strides, (x.lse_a, x.lse_b, x.lse))
+        grid, self._numbers = pair_arguments(extents, x.out.shape[-1], [*outputs], [*sums])
+        self._kernel = Kernel(merge_pair, grid, {"num_warps": MERGE_WARPS})
+
+    def issue(self, stream: int, x: MergeOperands, *_: Any) -> None:
+        """As `Launch.issue`."""
+        self._kernel(stream, (*self._kernel.take(x), *self._numbers))
 
 
 class KeyGateLaunch:
@@ -111,13 +141,13 @@ class KeyGateLaunch:
 
 
 def given_to(
-    x: AttentionOperands, listed: tuple[torch.Tensor | None, torch.Tensor | None], counters: torch.Tensor | None,
+    x: AttentionOperands, listed: tuple[torch.Tensor, torch.Tensor] | None, counters: torch.Tensor | None,
     probe: Probe | SpanLog | None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """What a kernel is given, in the order of `tilestream.launch.attention_arguments.GIVEN`, up to ``log``."""
     return (
         x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
-        x.seqlens_k, x.block_table, *listed, counters, None if probe is None else probe.words,
+        x.seqlens_k, x.block_table, *(listed or (None, None)), counters, None if probe is None else probe.words,
     )  # fmt: skip
 
 
@@ -125,6 +155,9 @@ class AttentionLaunch(Launch):
     """The portable attention for one plan, one layout of the operands and one alignment of their addresses."""
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
+        # The other backends take lists and shares from this module, and do without the kernel.
+        from tilestream.kernels.portable.attention import attention
+
         made = {traced: AttentionArguments(plan, layout, traced) for traced in (False, True)}
         self._arguments = made[False]
         self._packs = {traced: one.pack(attention) for traced, one in made.items()}

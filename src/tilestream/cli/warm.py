@@ -1,0 +1,164 @@
+"""``tilestream warm``: compile ahead what a model, or calls of some shapes, will launch; carry it to other machines."""
+
+import dataclasses
+import json
+import multiprocessing
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilestream.cli import ui
+from tilestream.core.device import DeviceProperties, cpu_properties
+
+if TYPE_CHECKING:
+    from tilestream_tools.warm.calls import Call
+
+
+def warm(
+    model: Annotated[
+        Path | None, typer.Argument(help="A model: its config.json (Hugging Face), or the folder that has it.")
+    ] = None,
+    gemm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="M,N,K, then any of a dtype, linear|nn|nt|tn|tt, bias, an activation, scales=tensor|row; repeatable."
+        ),
+    ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(help="B,S,H,Hkv,D, then any of a dtype, causal, lse, bhsd, keys=N; repeatable."),
+    ] = None,
+    shapes: Annotated[
+        Path | None, typer.Option(help="A file with a line a call: 'gemm M,N,K...' or 'attention B,S,H,Hkv,D...'.")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Of a model: rows of its linear layers, and prompts.")] = "1,16,512,4096",
+    keys: Annotated[str, typer.Option(help="Of a model: keys that one query sees, in decoding.")] = "",
+    dtype: Annotated[str | None, typer.Option(help="Of a model; default: its configuration's.")] = None,
+    device: Annotated[
+        str, typer.Option(help="cuda; a GPU that need not be here, as h100; or a file of --save-device.")
+    ] = "cuda",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="Copy the kernels into a new folder, or a .tar or .tar.gz, for --from.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Copy the kernels of such a folder or tar into this machine's cache.")
+    ] = None,
+    save_device: Annotated[
+        Path | None, typer.Option(help="Write this machine's GPU, as its driver describes it, to a JSON file.")
+    ] = None,
+) -> None:
+    """Compile kernels into Triton's cache, so that first calls find them.
+
+    Without a GPU, too: --device says for which. A named GPU is planned for as its data sheet says; a file that
+    --save-device wrote on the machine itself has its own clocks, and so its own plans.
+    """
+    if save_device is not None:
+        save_device.write_text(json.dumps(dataclasses.asdict(gpu("cuda")), indent=1) + "\n", encoding="utf-8")
+    if source is not None:
+        from tilestream_tools.warm import kernel_cache
+
+        new, count = kernel_cache.unpack(source)
+        typer.echo(f"{source}: {count} kernels, {new} of them new in {kernel_cache.folder()}")
+    calls = described(model, gemm or (), attention or (), shapes, tokens, keys, dtype)
+    if calls:
+        compile_all(calls, gpu(device), jobs or cpu_properties().workers, to)
+    elif to is not None or (source is None and save_device is None):
+        raise ValueError("nothing to compile: give a model, --gemm, --attention or --shapes")
+
+
+def gpu(device: str) -> DeviceProperties:
+    """The GPU's properties: of this machine, by name, or from a file.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        If it is no GPU, or there is none.
+    """
+    from tilestream.plan.api import device_properties
+
+    if not device.endswith(".json"):
+        found = device_properties(device)
+        if found.backend == "cpu":
+            raise ValueError(f"--device {device}: nothing is compiled for a CPU; name a GPU")
+        return found
+    saved = json.loads(Path(device).read_text(encoding="utf-8"))
+    try:
+        pairs = {name: tuple((kind, rate) for kind, rate in saved[name]) for name in ("tensor", "sustained")}
+        return DeviceProperties(**{**saved, **pairs})
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"--device {device}: no file of --save-device") from None
+
+
+def described(
+    model: Path | None, gemms: Sequence[str], attentions: Sequence[str], shapes: Path | None, tokens: str, keys: str,
+    dtype: str | None,
+) -> "list[Call]":  # fmt: skip
+    """The calls that the options describe."""
+    from tilestream_tools.warm.calls import of_model, parse
+
+    found = [parse("gemm", text) for text in gemms] + [parse("attention", text) for text in attentions]
+    for line in [] if shapes is None else shapes.read_text(encoding="utf-8").splitlines():
+        kind, _, text = line.partition("#")[0].strip().partition(" ")
+        if kind and kind not in ("gemm", "attention"):
+            raise ValueError(f"{shapes}: {line!r}; a line is 'gemm M,N,K...' or 'attention B,S,H,Hkv,D...'")
+        found += [parse(kind, text.strip())] if kind else []
+    if model is not None:
+        path = model / "config.json" if model.is_dir() else model
+        try:
+            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: no configuration: {error}") from None
+        found += of_model(config, counts("--tokens", tokens), counts("--keys", keys), dtype)
+    return found
+
+
+def counts(option: str, text: str) -> list[int]:
+    """``"1,16"`` -> ``[1, 16]``."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"{option} {text}: give positive whole numbers, as 1,16,512")
+    return [int(word) for word in words]
+
+
+def compile_all(calls: "list[Call]", device: DeviceProperties, jobs: int, to: Path | None) -> None:
+    """Compile what the calls launch and is not cached, in ``jobs`` processes; copy all of it to ``to``."""
+    from rich.progress import Progress
+
+    from tilestream_tools.warm import kernel_cache
+    from tilestream_tools.warm.calls import compile_call, kernels_of
+
+    if to is not None and to.exists():
+        raise FileExistsError(f"--to {to}: it exists already")
+    begin = time.perf_counter()
+    keys = kernels_of(calls, device)
+    missing = [key for key in keys if not kernel_cache.is_cached(key)]
+    waiting = list(dict.fromkeys(keys[key] for key in missing))  # a call may launch several kernels
+    with Progress(console=ui.console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling", total=len(waiting))
+        if len(waiting) == 1 or jobs == 1:
+            for call in waiting:
+                compile_call(call, device)
+                progress.advance(task)
+        elif waiting:
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(min(jobs, len(waiting)), mp_context=spawn) as pool:
+                for done in as_completed([pool.submit(compile_call, call, device) for call in waiting]):
+                    done.result()
+                    progress.advance(task)
+    seconds = time.perf_counter() - begin
+    left = [key for key in keys if not kernel_cache.is_cached(key)]
+    if left:
+        ui.fail(f"{len(left)} of {len(keys)} kernels are not in {kernel_cache.folder()} after they were compiled", 1)
+    typer.echo(
+        f"{device.name}: {len(calls)} calls launch {len(keys)} kernels, of which {len(missing)} were compiled in "
+        f"{seconds:.1f} s, and {len(keys) - len(missing)} found in {kernel_cache.folder()}"
+    )
+    if to is not None:
+        homes = {kernel_cache.home(key) for key in keys}
+        count = kernel_cache.pack(to, [kernel for kernel in kernel_cache.kernels() if kernel.folder in homes])
+        typer.echo(f"{to}: {count} kernels; there: tilestream warm --from {to.name}")

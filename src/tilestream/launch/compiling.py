@@ -1,0 +1,278 @@
+"""Compiling kernels: for this process's GPU, or ahead for one that need not be here.
+
+The first launch on a machine waits for three things: Triton hashes its own library (460 MB); a C compiler builds its
+driver module; the kernel is compiled. `prepare` begins the first two in threads, and `compiled` needs no driver, only
+its target. What was hashed is kept beside Triton's cache, under the sizes and times of the files that it depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import cache as triton_cache
+from triton.runtime import driver as triton_driver
+
+from tilestream.kernels.device.jit import INTERPRETED
+from tilestream.runtime import collector
+
+
+class _Here(threading.local):
+    #: What Triton's driver is taken to be in this thread; None: what it is.
+    driver: _StandIn | None = None
+    #: Whether this thread compiles ahead: see `ahead`.
+    is_ahead = False
+
+
+_here = _Here()
+T = TypeVar("T")
+_blocks = itertools.count()
+_making_driver, _making_key = threading.RLock(), threading.Lock()
+
+
+# The driver -----------------------------------------------------------------------------------------------------------
+
+
+class _StandIn:
+    """As much of Triton's driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget, device: int | str) -> None:
+        self._target, self._device = target, device
+
+    def get_current_device(self) -> int | str:
+        """What Triton keeps compiled kernels by."""
+        return self._device
+
+    def get_current_stream(self, device: object = None) -> int:
+        """None is launched on."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return self._target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(triton_driver.default, name)
+
+
+class _Drivers(type(triton_driver)):  # type: ignore[misc]
+    """Triton's holder of its driver: a thread may have a stand-in, and two threads do not both make the driver."""
+
+    @property
+    def active(self) -> Any:
+        if _here.driver is not None:
+            return _here.driver
+        if self._active is not None:
+            return self._active
+        with _making_driver:
+            return super().active
+
+
+triton_driver.__class__ = _Drivers
+
+
+@contextlib.contextmanager
+def _standing_in(driver: _StandIn | None, is_ahead: bool) -> Iterator[None]:
+    before, _here.driver, _here.is_ahead = (_here.driver, _here.is_ahead), driver, is_ahead
+    try:
+        yield
+    finally:
+        _here.driver, _here.is_ahead = before
+
+
+def _present() -> _StandIn | None:
+    """A stand-in for the driver of this process's GPU until that is made; None where Triton's own is to be asked."""
+    if _here.driver is not None or triton_driver._active is not None or torch.version.hip is not None:
+        return _here.driver
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return _StandIn(GPUTarget("cuda", 10 * major + minor, 32), torch.cuda.current_device())
+
+
+# Compiling ------------------------------------------------------------------------------------------------------------
+
+
+def compiled(function: Any, filled: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The compiled kernel, or the one found in Triton's cache, for such arguments. It is not on the device yet.
+
+    Parameters
+    ----------
+    function
+        A ``triton.jit`` or ``gluon.jit`` function.
+    filled, options
+        Its arguments, as for a launch, and how it is compiled.
+    """
+    _hash_once()
+    with collector.paused(), _standing_in(_present(), _here.is_ahead):
+        _seed_hash(function)
+        return function.warmup(*filled, grid=(1,), **options)
+
+
+def side_by_side(first: Callable[[], T], *others: Callable[[], object]) -> T:
+    """What ``first`` returns, done in this thread; the others in threads as this one. What fails is raised.
+
+    Triton's compiler holds the GIL in its front end, and releases it in LLVM and while it waits for the assembler.
+    """
+    driver, is_ahead, context = _here.driver, _here.is_ahead, contextvars.copy_context()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run(step: Callable[[], object]) -> None:
+        with contextlib.nullcontext() if device is None else torch.cuda.device(device), _standing_in(driver, is_ahead):
+            context.copy().run(step)
+
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        begun = [pool.submit(run, step) for step in others]
+        made = first()
+        for one in begun:
+            one.result()
+    return made
+
+
+def target_of(arch: str) -> GPUTarget:
+    """The target of `tilestream.core.device.DeviceProperties.arch`: ``sm_90``, ``gfx942``."""
+    return GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+
+
+@contextlib.contextmanager
+def ahead(arch: str) -> Iterator[None]:
+    """In this block and thread, launches compile their kernels for a GPU of this arch, and launch nothing.
+
+    Their operands are on the meta device: see `tilestream_tools.warm.ahead`.
+    """
+    # A device of its own: Triton keeps nothing of this block for later ones.
+    with _standing_in(_StandIn(target_of(arch), f"ahead of {arch}, {next(_blocks)}"), True):
+        yield
+
+
+def is_ahead() -> bool:
+    """Whether this thread is in a block of `ahead`: a launch that has its kernel is done."""
+    return _here.is_ahead
+
+
+# What a first launch waits for ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def prepare() -> None:
+    """Begin what the first launch of this process waits for, each in a thread. What fails there fails later, too."""
+
+    def quietly(step: Callable[[], object]) -> None:
+        with contextlib.suppress(Exception):
+            step()
+
+    if not INTERPRETED and torch.cuda.is_available():
+        _hash_once()
+        for step in (triton_cache.triton_key, lambda: triton_driver.active):
+            threading.Thread(target=quietly, args=(step,), name="tilestream prepares").start()
+
+
+@functools.cache
+def _hash_once() -> None:
+    """Have Triton's key of itself remembered from process to process."""
+    own = getattr(triton_cache, "triton_key", None)
+    if own is None:
+        return
+
+    @functools.cache
+    def triton_key() -> str:
+        with _making_key:
+            return remembered("triton", own)
+
+    def locked() -> str:
+        return triton_key()
+
+    triton_cache.triton_key = locked
+
+
+def _seed_hash(function: Any) -> None:
+    """Give a kernel the hash that Triton would find by parsing all functions that it reaches, if it is remembered."""
+    if getattr(function, "hash", "") is None:
+        with _making_key:
+            name = f"{function.__module__}.{function.__name__} {_text_digest(function)}"
+            function.hash = remembered(name, lambda: str(function.cache_key))
+
+
+def _text_digest(function: Any) -> str:
+    """A digest of a kernel's text as it is in this process: of all functions and constants that it reaches.
+
+    It reaches more than Triton hashes: each name that is looked up anywhere in a function counts, in the function's
+    module and in the modules that it names. Of Triton's own functions the name will do: `_stamp` knows their files.
+    """
+    said, seen, reached = [], {id(function)}, [function]
+    while reached:
+        one = reached.pop()
+        said.append(f"{one.__module__}:{one.starting_line_number} {one.src}")
+        names = sorted(_names(one.fn.__code__))
+        closure = inspect.getclosurevars(one.fn).nonlocals if one.fn.__closure__ else {}
+        values = {name: closure.get(name, one.__globals__.get(name)) for name in names}
+        for name, module in list(values.items()):
+            if isinstance(module, ModuleType):
+                values |= {f"{name}.{inner}": getattr(module, inner, None) for inner in names}
+        defaults = (*(one.fn.__defaults__ or ()), *(one.fn.__kwdefaults__ or {}).values())
+        for key, value in (*values.items(), *enumerate(defaults)):
+            if not hasattr(value, "starting_line_number"):
+                # Of a constant the value counts; constexprs can be called, too.
+                named = isinstance(value, ModuleType) or (callable(value) and not isinstance(value, tl.constexpr))
+                said.append(f"{key} {getattr(value, '__qualname__', '') if named else repr(value)}")
+            elif not value.__module__.startswith("triton.") and id(value) not in seen:
+                seen.add(id(value))
+                reached.append(value)
+            else:
+                said.append(f"{key} {value.__module__}.{value.__name__}")
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that a function looks up, with those of the functions and comprehensions inside it."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return {*code.co_names, *code.co_freevars}.union(*map(_names, inner))
+
+
+def remembered(name: str, make: Callable[[], str]) -> str:
+    """What ``make`` returns, as long as no file of Triton changes: its value of an earlier process, if there is one."""
+    path = Path(triton.knobs.cache.dir) / "tilestream" / f"{_stamp()}.json"
+    try:
+        known: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found := known.get(name), str):
+            return found
+    except (OSError, ValueError, AttributeError):
+        known = {}
+    made = make()
+    with contextlib.suppress(OSError):  # a cache that cannot be written: the next process hashes again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            what = name.partition(" ")[0]  # of which one value is kept
+            json.dump({key: old for key, old in known.items() if key.partition(" ")[0] != what} | {name: made}, file)
+        Path(file.name).replace(path)
+    return made
+
+
+@functools.cache
+def _stamp() -> str:
+    """A digest of the names, sizes and times of Triton's files, and of the versions of it and of Python.
+
+    Of times the last change of the inode counts, too: a copy that keeps the time of modification has another.
+    """
+    said, root = [triton.__version__, sys.version], Path(triton.__file__).resolve().parent
+    for path in sorted((*root.rglob("*.py"), *(root / "_C").glob("*.so"))):
+        status = path.stat()
+        said.append(f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]

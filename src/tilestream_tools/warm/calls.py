@@ -1,0 +1,216 @@
+"""What `tilestream warm` compiles: calls by their shapes, or by a model's configuration; the kernels they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton import AsyncCompileMode
+
+from tilestream.core.device import DeviceProperties
+from tilestream.ops.attention import attention
+from tilestream.ops.matmul import linear, matmul
+from tilestream.ops.request import ACTIVATIONS
+from tilestream.plan.problem import dtype_name
+from tilestream_tools.warm.ahead import ahead
+
+LAYOUTS = ("linear", "nn", "nt", "tn", "tt")
+SCALES = ("none", "tensor", "row")
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A product ``[m, k] @ [k, n]``.
+
+    Attributes
+    ----------
+    layout
+        ``"linear"``: of a weight ``[n, k]``; else as for `tilestream.plan`.
+    scales
+        ``"none"``, ``"tensor"`` or ``"row"``: see `tilestream.plan`.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+    layout: str = "linear"
+    bias: bool = False
+    activation: str | None = None
+    scales: str = "none"
+
+    def __call__(self) -> None:
+        """Make the call, on the meta device."""
+        m, n, k = self.m, self.n, self.k
+        wide = "bfloat16" if self.dtype.startswith("float8") else self.dtype
+        sizes = {"none": None, "tensor": ((1,), (1,)), "row": ((m, 1), (1, n))}[self.scales]
+        how: dict[str, Any] = {
+            "bias": _meta(wide, n) if self.bias else None,
+            "activation": self.activation,
+            "scale_a": None if sizes is None else _meta("float32", *sizes[0]),
+            "scale_b": None if sizes is None else _meta("float32", *sizes[1]),
+        }
+        if self.layout == "linear":
+            linear(_meta(self.dtype, m, k), _meta(self.dtype, n, k), **how)
+            return
+        a = _meta(self.dtype, m, k) if self.layout[0] == "n" else _meta(self.dtype, k, m).t()
+        b = _meta(self.dtype, k, n) if self.layout[1] == "n" else _meta(self.dtype, n, k).t()
+        matmul(a, b, **how)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of ``rows`` queries of each sequence to ``keys`` keys (0: as many); ``layout`` as for `attention`."""
+
+    batch: int
+    rows: int
+    heads: int
+    heads_kv: int
+    columns: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    keys: int = 0
+    lse: bool = False
+    layout: str = "bshd"
+
+    def __call__(self) -> None:
+        """Make the call, on the meta device; ``"bhsd"`` as models do: views of what their projections give."""
+        q = _meta(self.dtype, self.batch, self.rows, self.heads, self.columns)
+        k = _meta(self.dtype, self.batch, self.keys or self.rows, self.heads_kv, self.columns)
+        q, k = (q.transpose(1, 2), k.transpose(1, 2)) if self.layout == "bhsd" else (q, k)
+        causal: Any = "top_left" if self.causal and self.layout == "bhsd" else self.causal
+        attention(q, k, k, causal=causal, return_lse=self.lse, layout=self.layout)  # type: ignore[call-overload]
+
+
+Call = Gemm | Attention
+
+
+def _meta(dtype: str, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def parse(kind: str, text: str) -> Call:
+    """A call by its kind and shape: ``("gemm", "512,4096,4096,float16,bias")``.
+
+    Parameters
+    ----------
+    kind
+        ``"gemm"``: ``M,N,K``, then any of a dtype, a layout, ``bias``, an activation, ``scales=tensor|row``.
+        ``"attention"``: ``B,S,H,Hkv,D``, then any of a dtype, ``causal``, ``lse``, ``bhsd``, ``keys=N``.
+
+    Raises
+    ------
+    ValueError
+        If it is no such text.
+    """
+    kinds: dict[str, tuple[int, type[Any]]] = {"gemm": (3, Gemm), "attention": (5, Attention)}
+    count, made = kinds[kind]
+    extents, words = text.split(",")[:count], text.split(",")[count:]
+    if len(extents) < count or not all(one.strip().isdecimal() and int(one) for one in extents):
+        form = "M,N,K" if kind == "gemm" else "B,S,H,Hkv,D"
+        raise ValueError(f"{kind} {text}: give {form}, positive whole numbers")
+    fields: dict[str, Any] = {}
+    for word in map(str.strip, words):
+        name, _, value = word.partition("=")
+        if kind == "gemm" and word in LAYOUTS:
+            fields["layout"] = word
+        elif kind == "gemm" and word in ACTIVATIONS:
+            fields["activation"] = word
+        elif kind == "gemm" and name == "scales" and value in SCALES:
+            fields["scales"] = value
+        elif (kind, word) == ("gemm", "bias") or (kind == "attention" and word in ("causal", "lse")):
+            fields[word] = True
+        elif (kind, word) == ("attention", "bhsd"):
+            fields["layout"] = word
+        elif (kind, name) == ("attention", "keys") and value.isdecimal() and int(value):
+            fields["keys"] = int(value)
+        else:
+            try:
+                fields["dtype"] = dtype_name(word)
+            except TypeError:
+                raise ValueError(f"{kind} {text}: {word!r} is neither a dtype nor an option of {kind}") from None
+    call: Call = made(*map(int, extents), **fields)
+    return call
+
+
+def of_model(
+    config: Mapping[str, Any], tokens: Sequence[int], keys: Sequence[int] = (), dtype: str | None = None
+) -> list[Call]:
+    """The linear layers and the attention of a decoder, by its Hugging Face configuration.
+
+    Parameters
+    ----------
+    tokens
+        Rows of the linear layers, and (beyond 1) queries of a prompt's attention.
+    keys
+        Keys that one query of a sequence sees: the attention of decoding.
+    dtype
+        None: the configuration's.
+
+    Raises
+    ------
+    ValueError
+        If it does not say how wide the model is.
+    """
+    config = config.get("text_config", config)
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads")
+    missing = [name for name in needed if not isinstance(config.get(name), int)]
+    if missing:
+        raise ValueError(
+            f"the configuration has no {', '.join(missing)}: describe its layers by --gemm and --attention"
+        )
+    hidden, inner, heads = (config[name] for name in needed)
+    heads_kv = config.get("num_key_value_heads") or heads
+    columns = config.get("head_dim") or hidden // heads
+    dtype = dtype or str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    # Qwen2 has a bias of these three whatever its configuration says.
+    qkv_bias = bool(config.get("attention_bias")) or str(config.get("model_type", "")).startswith("qwen2")
+    mlp_bias = bool(config.get("mlp_bias"))
+    weights = {
+        (heads * columns, hidden, qkv_bias),
+        (heads_kv * columns, hidden, qkv_bias),
+        (hidden, heads * columns, bool(config.get("attention_bias"))),
+        (inner, hidden, mlp_bias),
+        (hidden, inner, mlp_bias),
+    }
+    if isinstance(config.get("vocab_size"), int):
+        weights.add((config["vocab_size"], hidden, False))
+    found: list[Call] = [Gemm(m, n, k, dtype, bias=bias) for m in tokens for n, k, bias in sorted(weights)]
+    shape = (heads, heads_kv, columns, dtype)
+    for layout in ("bshd", "bhsd"):
+        found += [Attention(1, rows, *shape, causal=True, layout=layout) for rows in tokens if rows > 1]
+        found += [Attention(1, 1, *shape, keys=count, layout=layout) for count in keys]
+    return found
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+class _Declined(Executor):
+    """Compiles nothing: what Triton would have compiled is known by its key."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """A future that has failed."""
+        future: Future[Any] = Future()
+        future.set_exception(RuntimeError("not compiled"))
+        return future
+
+
+def kernels_of(calls: Iterable[Call], device: DeviceProperties) -> dict[str, Call]:
+    """The kernels that calls launch on a device: their keys in Triton's cache, each with the first call of it."""
+    found: dict[str, Call] = {}
+    with AsyncCompileMode(_Declined(), ignore_errors=True) as mode, ahead(device), torch.no_grad():
+        for call in calls:
+            call()
+            for key in mode.future_kernels:
+                found.setdefault(key, call)
+    return found
+
+
+def compile_call(call: Call, device: DeviceProperties) -> None:
+    """Compile what a call launches on a device, into Triton's cache."""
+    with ahead(device), torch.no_grad():
+        call()

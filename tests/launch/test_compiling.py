@@ -1,0 +1,306 @@
+"""What compiling waits for: Triton's driver, its hash of itself, and the hashes of kernels. Nothing is compiled."""
+
+from __future__ import annotations
+
+import contextvars
+import importlib.util
+import json
+import linecache
+import os
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from tilestream.kernels.device.varlen import list_sequences
+from tilestream.kernels.hopper.attention import attend
+from tilestream.kernels.hopper.gemm import gemm
+from tilestream.kernels.portable.attention_merge import merge_shares
+from tilestream.launch import compiling
+
+SM_90 = GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """Where hashes are remembered: in a cache of this test's own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return tmp_path / "tilestream" / f"{compiling._stamp()}.json"
+
+
+# The driver -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_compiles_ahead_sees_the_target_and_no_other_thread_does():
+    seen = []
+    with compiling.ahead("sm_90"):
+        assert compiling.is_ahead()
+        assert triton.runtime.driver.active.get_current_target() == SM_90
+        thread = threading.Thread(target=lambda: seen.append((compiling.is_ahead(), compiling._here.driver)))
+        thread.start()
+        thread.join()
+        with compiling.ahead("gfx942"):
+            assert triton.runtime.driver.active.get_current_target() == GPUTarget("hip", "gfx942", 64)
+        assert triton.runtime.driver.active.get_current_target() == SM_90
+    assert seen == [(False, None)]
+    assert not compiling.is_ahead()
+
+
+def test_blocks_share_no_compiled_kernels():
+    devices = []
+    for _ in range(2):
+        with compiling.ahead("sm_90"):
+            devices.append(triton.runtime.driver.active.get_current_device())
+    assert devices[0] != devices[1]
+
+
+def test_two_threads_make_one_driver(monkeypatch):
+    made = []
+
+    def make():
+        time.sleep(0.05)
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(sys.modules["triton.runtime.driver"], "_create_driver", make)
+    monkeypatch.setattr(triton.runtime.driver, "_default", None)
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    seen = []
+    threads = [threading.Thread(target=lambda: seen.append(triton.runtime.driver.active)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == made * 4
+
+
+def test_a_gpu_here_is_compiled_for_before_its_driver_is_made(monkeypatch):
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    monkeypatch.setattr(compiling.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compiling.torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(compiling.torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(compiling, "_seed_hash", lambda function: None)
+
+    def warmup(*filled, grid, **options):
+        active = triton.runtime.driver.active
+        return active.get_current_target(), active.get_current_device(), filled, options
+
+    compiled = compiling.compiled(SimpleNamespace(warmup=warmup), (1, 2), {"num_warps": 4})
+    assert compiled == (SM_90, 3, (1, 2), {"num_warps": 4})
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(
+        get_current_target=lambda: "the driver's", get_current_device=lambda: 5
+    ))  # fmt: skip
+    assert compiling.compiled(SimpleNamespace(warmup=warmup), (), {})[:2] == ("the driver's", 5)
+
+
+def test_steps_side_by_side_are_done_as_by_their_caller():
+    setting = contextvars.ContextVar("setting", default="the default")
+    setting.set("the caller's")
+    seen, both = [], threading.Barrier(3)
+
+    def step():
+        both.wait(10)  # all of them at a time
+        seen.append((triton.runtime.driver.active.get_current_target(), compiling.is_ahead(), setting.get()))
+
+    with compiling.ahead("sm_90"):
+        assert compiling.side_by_side(lambda: both.wait(10) is not None, step, step)
+    assert seen == [(SM_90, True, "the caller's")] * 2
+
+
+def test_a_step_that_fails_beside_others_is_raised():
+    def fails():
+        raise KeyError("the step's")
+
+    with pytest.raises(KeyError, match="the step's"):
+        compiling.side_by_side(lambda: None, lambda: None, fails)
+
+
+# What is remembered ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A Triton of a few files."""
+    files = {"__init__.py": "1", "compiler/code.py": "2", "_C/libtriton.so": "3", "_C/notes.txt": "4"}
+    for name, text in files.items():
+        (tmp_path / "triton" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "triton" / name).write_text(text)
+    there = SimpleNamespace(__version__="3.7.1", __file__=str(tmp_path / "triton" / "__init__.py"))
+    monkeypatch.setattr(compiling, "triton", there)
+    return tmp_path / "triton"
+
+
+def stamp() -> str:
+    return compiling._stamp.__wrapped__()
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "compiler/code.py", "_C/libtriton.so"])
+def test_a_file_that_changes_is_another_stamp(package, name):
+    before, path = stamp(), package / name
+    assert stamp() == before
+    times = path.stat()
+    path.write_text("9")  # as long, and of the same time of modification
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_mtime_ns == times.st_mtime_ns
+    assert stamp() != before
+
+
+def test_a_file_more_or_less_and_another_version_are_other_stamps(package, monkeypatch):
+    stamps = [stamp()]
+    (package / "compiler" / "new.py").write_text("")
+    stamps.append(stamp())
+    (package / "compiler" / "code.py").unlink()
+    stamps.append(stamp())
+    compiling.triton.__version__ = "3.7.2"
+    stamps.append(stamp())
+    monkeypatch.setattr(compiling.sys, "version", "another Python")
+    stamps.append(stamp())
+    assert len(set(stamps)) == 5
+    (package / "_C" / "notes.txt").write_text("no code")
+    assert stamp() == stamps[-1]
+
+
+def test_a_value_is_made_once_for_all_processes(memory):
+    assert compiling.remembered("a", lambda: "1") == "1"
+    assert compiling.remembered("a", lambda: pytest.fail("made again")) == "1"
+    assert compiling.remembered("b", lambda: "2") == "2"
+    assert json.loads(memory.read_text()) == {"a": "1", "b": "2"}
+
+
+def test_of_a_kernel_only_the_last_text_is_remembered(memory):
+    for text in ("kernel old", "another old", "kernel new"):
+        compiling.remembered(text, lambda: "hash")
+    assert set(json.loads(memory.read_text())) == {"kernel new", "another old"}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '"text"', '{"a": 1}'])
+def test_a_spoiled_memory_is_made_anew(memory, content):
+    memory.parent.mkdir()
+    memory.write_text(content)
+    assert compiling.remembered("a", lambda: "made") == "made"
+    assert json.loads(memory.read_text())["a"] == "made"
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    assert compiling.remembered("a", lambda: "made") == "made"
+
+
+def test_triton_asks_the_memory_for_its_key(memory):
+    compiling._hash_once()
+    assert triton.runtime.cache.triton_key() == sys.modules["triton.runtime.cache"].triton_key()
+    assert triton.runtime.cache.triton_key().startswith(triton.__version__)
+
+
+# Hashes of kernels ----------------------------------------------------------------------------------------------------
+
+HELPER = """
+import triton
+
+@triton.jit
+def helper(x):
+    return x * 3
+"""
+KERNEL = """
+import triton
+import triton.language as tl
+import helper_of_a_test as tools
+
+WIDTH: tl.constexpr = tl.constexpr(4)
+OTHER: tl.constexpr = tl.constexpr(5)
+
+@triton.jit
+def inner(x):
+    return x + WIDTH
+
+@triton.jit
+def outer(p):
+    tl.store(p, tools.helper(inner(tl.load(p))))
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """The kernel ``outer`` of a text, with ``edits`` (old, new), each loaded from the same files."""
+
+    def load(*edits: tuple[str, str]):
+        for name, text in (("helper_of_a_test", HELPER), ("kernel_of_a_test", KERNEL)):
+            for old, new in edits:
+                text = text.replace(old, new)
+            (tmp_path / f"{name}.py").write_text(text)
+            importlib.invalidate_caches()
+            linecache.checkcache()
+            spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+            module = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, name, module)
+            spec.loader.exec_module(module)
+        return module.outer
+
+    return load
+
+
+def test_equal_text_has_one_digest(load):
+    assert compiling._text_digest(load()) == compiling._text_digest(load())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x + WIDTH", "x - WIDTH"),
+        ("x * 3", "x * 4"),
+        ("constexpr(4)", "constexpr(8)"),
+        ("tl.load(p)", "tl.load(p + 1)"),
+        ("x + WIDTH", "x + OTHER"),
+        ("\n@triton.jit\ndef outer", "\n\n@triton.jit\ndef outer"),  # Triton hashes the line, too
+    ],
+)
+def test_what_a_kernel_reaches_is_in_its_digest(load, old, new):
+    before = compiling._text_digest(load())
+    changed = load((old, new))
+    assert compiling._text_digest(changed) != before
+    assert changed.cache_key != load().cache_key
+
+
+def test_a_constant_that_is_changed_in_this_process_is_in_the_digest(load):
+    kernel = load()
+    before = compiling._text_digest(kernel)
+    kernel.__globals__["WIDTH"] = triton.language.constexpr(16)
+    assert compiling._text_digest(kernel) != before
+
+
+def test_a_remembered_hash_is_triton_s_own(load, memory, monkeypatch):
+    first, second, own = load(), load(), load()
+    compiling._seed_hash(first)
+    assert first.hash == own.cache_key
+    monkeypatch.setattr(JITFunction, "cache_key", property(lambda self: pytest.fail("parsed again")))
+    compiling._seed_hash(second)
+    assert second.hash == first.hash
+
+
+@pytest.mark.parametrize("kernel", [gemm, attend, list_sequences, merge_shares], ids=lambda kernel: kernel.__name__)
+def test_every_function_that_triton_hashes_is_in_the_digest(kernel, monkeypatch):
+    functions = [
+        one
+        for name, module in list(sys.modules.items())
+        if name.startswith(("tilestream.kernels", "tilestream.core"))
+        for one in vars(module).values()
+        if hasattr(one, "starting_line_number") and hasattr(one, "hash")
+    ]
+    functions = list({id(one): one for one in functions}.values())
+    for one in functions:
+        monkeypatch.setattr(one, "hash", None)
+    assert kernel.cache_key
+    reached = [one for one in functions if one.hash is not None and not one.__module__.startswith("triton.")]
+    assert kernel in reached
+    before = compiling._text_digest(kernel)
+    for one in reached:
+        with monkeypatch.context() as patch:
+            patch.setattr(one, "_src", one.src + "\n")
+            assert compiling._text_digest(kernel) != before, one.__name__
+    assert compiling._text_digest(kernel) == before

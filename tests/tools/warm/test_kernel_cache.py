@@ -1,0 +1,104 @@
+"""This package's kernels in Triton's cache: listed, packed, and brought into another."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from triton.runtime.cache import FileCacheManager
+
+from tilestream_tools.warm import kernel_cache
+
+HOMES = ("A" * 8, "B" * 8)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of two kernels of this package, one of somebody else's, and one that is being written."""
+    monkeypatch.setattr(kernel_cache.triton_cache, "triton_key", lambda: "this Triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    for home, name, backend, arch in ((HOMES[0], "gemm", "cuda", 90), (HOMES[1], "attend", "hip", "gfx942")):
+        put(home, name, {"target": {"backend": backend, "arch": arch}, "triton_version": "3.7.1"})
+    put("C" * 8, "other", {"target": {"backend": "cuda", "arch": 90}, "triton_version": "3.7.1"}, "/other/kernels.py")
+    put("D" * 8, "gemm", {})
+    return tmp_path / "cache"
+
+
+def put(home: str, name: str, metadata: dict, source: str = "/site-packages/tilestream/kernels/hopper/gemm.py") -> None:
+    manager = FileCacheManager(home)
+    texts = {f"{name}.source": f'loc("{source}":1:2)', f"{name}.cubin": "code", f"{name}.json": json.dumps(metadata)}
+    manager.put_group(f"{name}.json", {one: manager.put(text, one) for one, text in texts.items()})
+
+
+def test_kernels_of_this_package_are_listed(cache):
+    found = list(kernel_cache.kernels())
+    assert [(one.folder, one.name, one.arch, one.triton) for one in found] == [
+        (cache / HOMES[0], "gemm", "sm_90", "3.7.1"), (cache / HOMES[1], "attend", "gfx942", "3.7.1")
+    ]  # fmt: skip
+    assert found[0].size == sum(path.stat().st_size for path in (cache / HOMES[0]).iterdir())
+
+
+@pytest.mark.parametrize("name", ["pack", "deep/pack", "pack.tar", "pack.tar.gz", "pack.tgz"])
+def test_a_pack_is_found_by_triton_in_another_cache(cache, tmp_path, monkeypatch, name):
+    (tmp_path / "deep").mkdir()
+    pack = tmp_path / name
+    assert kernel_cache.pack(pack, kernel_cache.kernels()) == 2
+    there = tmp_path / "there"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(there))
+    assert kernel_cache.unpack(pack) == (2, 2)
+    group = FileCacheManager(HOMES[0]).get_group("gemm.json")
+    assert set(group) == {"gemm.source", "gemm.cubin", "gemm.json"}
+    assert {Path(path).parent for path in group.values()} == {there / HOMES[0]}
+    assert Path(group["gemm.cubin"]).read_text() == "code"
+    assert [one.name for one in kernel_cache.kernels()] == ["gemm", "attend"]
+    assert kernel_cache.unpack(pack) == (0, 2)
+
+
+def test_a_pack_replaces_nothing(cache, tmp_path):
+    for name in ("pack", "pack.tar"):
+        kernel_cache.pack(tmp_path / name, kernel_cache.kernels())
+        with pytest.raises(FileExistsError):
+            kernel_cache.pack(tmp_path / name, ())
+
+
+@pytest.mark.parametrize("what", ["tilestream", "triton", "python", "triton's files"])
+def test_a_pack_of_other_versions_is_refused(cache, tmp_path, what):
+    kernel_cache.pack(tmp_path / "pack", kernel_cache.kernels())
+    manifest = tmp_path / "pack" / "tilestream.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {what: "another"}))
+    with pytest.raises(ValueError, match=f"of {what} another, here .*Triton would find none of its kernels"):
+        kernel_cache.unpack(tmp_path / "pack")
+
+
+def test_what_is_no_pack_is_refused(cache, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty: no pack of kernels; `tilestream warm --to` makes one"):
+        kernel_cache.unpack(tmp_path / "empty")
+    (tmp_path / "text.tar").write_text("no tar")
+    with pytest.raises(ValueError, match=r"text\.tar: neither a folder nor a tar"):
+        kernel_cache.unpack(tmp_path / "text.tar")
+    with pytest.raises(FileNotFoundError):
+        kernel_cache.unpack(tmp_path / "nowhere.tar")
+
+
+@pytest.mark.parametrize("member", ["../evil.json", "/etc/evil.json", "AAAA/../../evil.json", "evil.json"])
+def test_a_pack_writes_into_folders_of_kernels_only(cache, tmp_path, member):
+    kernel_cache.pack(tmp_path / "pack.tar", kernel_cache.kernels())
+    with tarfile.open(tmp_path / "pack.tar", "a") as tar:
+        tar.add(__file__, member)
+        found = tar.getnames()[-1]
+    with pytest.raises(ValueError, match=f"'{found}' is no file of a kernel"):
+        kernel_cache.unpack(tmp_path / "pack.tar")
+    assert not list(tmp_path.rglob("evil.json"))
+
+
+def test_a_kernel_is_cached_once_its_index_is_written(cache):
+    home = kernel_cache.home("a key")
+    assert home.parent == cache
+    home.mkdir()
+    (home / "gemm.json").write_text("{}")
+    assert not kernel_cache.is_cached("a key")
+    (home / "__grp__gemm.json").write_text("{}")
+    assert kernel_cache.is_cached("a key")
