@@ -199,6 +199,7 @@ RESHAPED = {
     "vector": lambda x: ts.matmul(x, x[0, 0]),
     "bshd": lambda x: ts.attention(x[None], x[None], x[None]),
     "bhsd": lambda x: ts.attention(x[None], x[None], x[None], layout="bhsd"),
+    "merge": lambda x: ts.merge_attention(*[x[None], x[None, ..., 0].mT] * 2)[1],
 }
 
 

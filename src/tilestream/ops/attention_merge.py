@@ -16,6 +16,7 @@ from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops import native
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.library import library
+from tilestream.ops.operands import made_fresh
 from tilestream.runtime.channel import check_device
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -49,7 +50,8 @@ def _join(
     if layout == "bhsd" or o_a.dim() == 3:
         return op(o_a, lse_a, o_b, lse_b)  # type: ignore[no-any-return]
     out, lse = op(o_a, lse_a.transpose(1, 2), o_b, lse_b.transpose(1, 2))
-    return out, lse.transpose(1, 2)
+    with made_fresh():
+        return out, lse.transpose(1, 2)
 
 
 def formula(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> Pair:
