@@ -3,6 +3,8 @@
 The first launch on a machine waits for three things: Triton hashes its own library (460 MB); a C compiler builds its
 driver module; the kernel is compiled. `prepare` begins the first two in threads, and `compiled` needs no driver, only
 its target. What was hashed is kept beside Triton's cache, under the sizes and times of the files that it depends on.
+
+Triton is changed for this package's kernels alone: other threads see its own driver, and other kernels its own hash.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -39,12 +42,24 @@ class _Here(threading.local):
     driver: _StandIn | None = None
     #: Whether this thread compiles ahead: see `ahead`.
     is_ahead = False
+    #: Whether this thread is in `compiled`.
+    compiles = False
 
 
 _here = _Here()
 T = TypeVar("T")
 _blocks = itertools.count()
 _making_driver, _making_key = threading.RLock(), threading.Lock()
+
+
+def _in_forked_child() -> None:
+    """The thread that held a lock is not in the child."""
+    global _making_driver, _making_key
+    _making_driver, _making_key = threading.RLock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 # The driver -----------------------------------------------------------------------------------------------------------
@@ -120,10 +135,14 @@ def compiled(function: Any, filled: Sequence[Any], options: dict[str, Any]) -> A
     filled, options
         Its arguments, as for a launch, and how it is compiled.
     """
-    _hash_once()
+    _remember_key()
     with collector.paused(), _standing_in(_present(), _here.is_ahead):
         _seed_hash(function)
-        return function.warmup(*filled, grid=(1,), **options)
+        outer, _here.compiles = _here.compiles, True
+        try:
+            return function.warmup(*filled, grid=(1,), **options)
+        finally:
+            _here.compiles = outer
 
 
 def side_by_side(first: Callable[[], T], *others: Callable[[], object]) -> T:
@@ -179,27 +198,34 @@ def prepare() -> None:
             step()
 
     if not INTERPRETED and torch.cuda.is_available():
-        _hash_once()
-        for step in (triton_cache.triton_key, lambda: triton_driver.active):
-            threading.Thread(target=quietly, args=(step,), name="tilestream prepares").start()
+        for step in (_triton_key, lambda: triton_driver.active):
+            with contextlib.suppress(RuntimeError):  # the interpreter exits: no thread begins any more
+                threading.Thread(target=quietly, args=(step,), name="tilestream prepares").start()
+
+
+_hash_triton: Callable[[], str] = triton_cache.triton_key
 
 
 @functools.cache
-def _hash_once() -> None:
-    """Have Triton's key of itself remembered from process to process."""
-    own = getattr(triton_cache, "triton_key", None)
-    if own is None:
-        return
+def _known_key() -> str:
+    return remembered("triton", _hash_triton)
 
-    @functools.cache
+
+def _triton_key() -> str:
+    """Triton's key of itself, which is remembered from process to process."""
+    with _making_key:
+        return _known_key()
+
+
+@functools.cache
+def _remember_key() -> None:
+    """Have `compiled` take the remembered key. All else that asks Triton for its key gets what Triton hashes."""
+
+    @functools.wraps(_hash_triton)
     def triton_key() -> str:
-        with _making_key:
-            return remembered("triton", own)
+        return _triton_key() if _here.compiles else _hash_triton()
 
-    def locked() -> str:
-        return triton_key()
-
-    triton_cache.triton_key = locked
+    triton_cache.triton_key = triton_key
 
 
 def _seed_hash(function: Any) -> None:
@@ -219,7 +245,7 @@ def _text_digest(function: Any) -> str:
     said, seen, reached = [], {id(function)}, [function]
     while reached:
         one = reached.pop()
-        said.append(f"{one.__module__}:{one.starting_line_number} {one.src}")
+        said.append(f"{one.__module__}:{one.starting_line_number} {getattr(one, 'noinline', False)} {one.src}")
         names = sorted(_names(one.fn.__code__))
         closure = inspect.getclosurevars(one.fn).nonlocals if one.fn.__closure__ else {}
         values = {name: closure.get(name, one.__globals__.get(name)) for name in names}
@@ -272,7 +298,21 @@ def _stamp() -> str:
     Of times the last change of the inode counts, too: a copy that keeps the time of modification has another.
     """
     said, root = [triton.__version__, sys.version], Path(triton.__file__).resolve().parent
-    for path in sorted((*root.rglob("*.py"), *(root / "_C").glob("*.so"))):
-        status = path.stat()
+    for path in sorted(_code_within(root)):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # an editor's lock is a link to nothing
+            continue
         said.append(f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
     return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+
+
+def _code_within(root: Path) -> Iterator[Path]:
+    """Python and shared objects. In a source tree of Triton the backends are links to folders outside of it."""
+    seen = set()
+    for folder, inner, names in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            inner.clear()
+            continue
+        seen.add(real)
+        yield from (Path(folder, name) for name in names if name.endswith((".py", ".so")))
