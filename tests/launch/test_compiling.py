@@ -127,6 +127,18 @@ def test_a_gpu_here_is_compiled_for_before_its_driver_is_made(monkeypatch):
     assert compiling.compiled(SimpleNamespace(warmup=warmup), (), {})[:2] == ("the driver's", 5)
 
 
+def test_a_triton_that_holds_its_driver_otherwise_is_left_alone(monkeypatch):
+    assert compiling._can_stand_in(compiling._Drivers.__bases__[0]())
+    assert not compiling._can_stand_in(SimpleNamespace(active=None, _active=None))
+    assert not compiling._can_stand_in(type("Holder", (), {"active": property(lambda self: None)})())
+    monkeypatch.setattr(compiling, "_STANDS_IN", False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    monkeypatch.setattr(compiling.torch.cuda, "is_available", lambda: pytest.fail("asked"))
+    assert compiling._present() is None
+    with pytest.raises(NotImplementedError, match="compiles for the GPU that is here alone"), compiling.ahead("sm_90"):
+        pass
+
+
 def test_steps_side_by_side_are_done_as_by_their_caller():
     setting = contextvars.ContextVar("setting", default="the default")
     setting.set("the caller's")

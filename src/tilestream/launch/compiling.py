@@ -100,7 +100,14 @@ class _Drivers(type(triton_driver)):  # type: ignore[misc]
             return super().active
 
 
-triton_driver.__class__ = _Drivers
+def _can_stand_in(holder: object) -> bool:
+    """Whether a holder is of the kind that `_Drivers` extends: a later Triton may have another, which is left alone."""
+    return isinstance(getattr(type(holder), "active", None), property) and hasattr(holder, "_active")
+
+
+_STANDS_IN = _can_stand_in(triton_driver)
+if _STANDS_IN:
+    triton_driver.__class__ = _Drivers
 
 
 @contextlib.contextmanager
@@ -114,7 +121,7 @@ def _standing_in(driver: _StandIn | None, is_ahead: bool) -> Iterator[None]:
 
 def _present() -> _StandIn | None:
     """A stand-in for the driver of this process's GPU until that is made; None where Triton's own is to be asked."""
-    if _here.driver is not None or triton_driver._active is not None or torch.version.hip is not None:
+    if not _STANDS_IN or _here.driver is not None or triton_driver._active is not None or torch.version.hip is not None:
         return _here.driver
     if not torch.cuda.is_available():
         return None
@@ -175,7 +182,16 @@ def ahead(arch: str) -> Iterator[None]:
     """In this block and thread, launches compile their kernels for a GPU of this arch, and launch nothing.
 
     Their operands are on the meta device: see `tilestream_tools.warm.ahead`.
+
+    Raises
+    ------
+    NotImplementedError
+        With a Triton that holds its driver in another way.
     """
+    if not _STANDS_IN:
+        raise NotImplementedError(
+            f"Triton {triton.__version__} compiles for the GPU that is here alone; 3.6 does ahead"
+        )
     # A device of its own: Triton keeps nothing of this block for later ones.
     with _standing_in(_StandIn(target_of(arch), f"ahead of {arch}, {next(_blocks)}"), True):
         yield
@@ -203,11 +219,12 @@ def prepare() -> None:
                 threading.Thread(target=quietly, args=(step,), name="tilestream prepares").start()
 
 
-_hash_triton: Callable[[], str] = triton_cache.triton_key
+_hash_triton: Callable[[], str] | None = getattr(triton_cache, "triton_key", None)
 
 
 @functools.cache
 def _known_key() -> str:
+    assert _hash_triton is not None
     return remembered("triton", _hash_triton)
 
 
@@ -220,10 +237,13 @@ def _triton_key() -> str:
 @functools.cache
 def _remember_key() -> None:
     """Have `compiled` take the remembered key. All else that asks Triton for its key gets what Triton hashes."""
+    own = _hash_triton
+    if own is None:
+        return
 
-    @functools.wraps(_hash_triton)
+    @functools.wraps(own)
     def triton_key() -> str:
-        return _triton_key() if _here.compiles else _hash_triton()
+        return _triton_key() if _here.compiles else own()
 
     triton_cache.triton_key = triton_key
 
