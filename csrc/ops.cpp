@@ -115,6 +115,24 @@ struct Attention {
   bool may_be(Operand, bool) const { return false; }
 };
 
+// The join of two attentions, likewise.
+struct Merge {
+  Tensor o_a, lse_a, o_b, lse_b;
+  int64_t layout;
+
+  static constexpr int64_t kOp = -2;
+
+  const Tensor& first() const { return o_a; }
+
+  std::array<int64_t, 2> numbers() const { return {kOp, layout}; }
+
+  std::array<double, Given::kFactors> factors() const { return {}; }
+
+  std::array<Read, 4> reads() const { return {{{kOA, &o_a}, {kLseA, &lse_a}, {kOB, &o_b}, {kLseB, &lse_b}}}; }
+
+  bool may_be(Operand, bool) const { return false; }
+};
+
 void add_tensor(Key& key, const Tensor& x, const void* address) {
   const auto sizes = x.sizes();
   const bool aligned = reinterpret_cast<uint64_t>(address) % kAlignment == 0;
@@ -297,6 +315,19 @@ bool remember_attention(
   return remember(recipe, result, pointer_to(lse), into, ATTENTION_ARGUMENTS);
 }
 
+std::tuple<std::optional<Tensor>, std::optional<Tensor>> try_merge_attention(
+    Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, int64_t layout) {
+  Made made = launch(Merge{std::move(o_a), std::move(lse_a), std::move(o_b), std::move(lse_b), layout}, nullptr);
+  return {std::move(made.out), std::move(made.lse)};
+}
+
+bool remember_merge_attention(
+    std::vector<int64_t> recipe, Tensor result, Tensor lse, Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b,
+    int64_t layout) {
+  const Merge merge{std::move(o_a), std::move(lse_a), std::move(o_b), std::move(lse_b), layout};
+  return remember(recipe, result, &lse, false, merge);
+}
+
 // An op that makes nothing, whatever it is given.
 template <auto kOp>
 struct Declined;
@@ -318,6 +349,7 @@ struct Declined<kOp> {
   "Tensor? block_table=None, Tensor? seqlens_k=None, int max_seqlen_q=-1, int max_seqlen_k=-1, float scale=0, "      \
   "float softcap=0, int left=-1, int right=-1, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "     \
   "Tensor? scale_v=None, int workers=0, int splits=0, int limit=0"
+#define MERGE_SCHEMA "Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, int layout"
 #define PLAIN_SCHEMA "Tensor a, Tensor b, Tensor? bias=None"
 #define PLAIN_ATTENTION_SCHEMA "Tensor q, Tensor k, Tensor v, int options=0"
 
@@ -337,6 +369,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilestream, m) {
   m.def("try_attention(" ATTENTION_SCHEMA ") -> (Tensor?, Tensor?)");
   m.def("try_attention_out(Tensor(a!) out, " ATTENTION_SCHEMA ") -> (bool, Tensor?)");
   m.def("remember_attention(int[] recipe, Tensor result, Tensor? lse, bool into, " ATTENTION_SCHEMA ") -> bool");
+  m.def("try_merge_attention(" MERGE_SCHEMA ") -> (Tensor?, Tensor?)");
+  m.def("remember_merge_attention(int[] recipe, Tensor result, Tensor lse, " MERGE_SCHEMA ") -> bool");
 }
 
 #define CALLED(...) TORCH_BOX(&tilestream::__VA_ARGS__)
@@ -364,6 +398,8 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
   m.impl("try_attention", CALLED(try_attention));
   m.impl("try_attention_out", CALLED(try_attention_out));
   m.impl("remember_attention", CALLED(remember_attention));
+  m.impl("try_merge_attention", CALLED(try_merge_attention));
+  m.impl("remember_merge_attention", CALLED(remember_merge_attention));
 }
 
 // Where something between the caller and the kernel has to see a call, the call is Python's.
@@ -376,6 +412,7 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
     m.impl("try_plain_attention_out", DECLINED(try_plain_attention_out)); \
     m.impl("try_attention", DECLINED(try_attention));                \
     m.impl("try_attention_out", DECLINED(try_attention_out));        \
+    m.impl("try_merge_attention", DECLINED(try_merge_attention));    \
   }
 
 DECLINE_AT(Python)  // a dispatch mode, or a tensor subclass

@@ -19,6 +19,7 @@ class Reader;
 enum Operand : int {
   kA, kB, kOut, kBias, kResidual, kScaleA, kScaleB,
   kQ, kK, kV, kLse, kSinks, kScaleQ, kScaleK, kScaleV, kCuSeqlensQ, kCuSeqlensK, kBlockTable, kSeqlensK,
+  kOA, kLseA, kOB, kLseB,
   kOperands
 };
 

@@ -12,6 +12,7 @@ its time on, with the filled cache, and is not part of the record. ``--device cp
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import statistics
@@ -52,7 +53,11 @@ def main() -> None:
     }
     for name, row in medians.items():
         print(f"{name:<24}", *(f"{what} {seconds:.3f}" for what, seconds in row.items()), sep="  ")
-    record = {"device": device_name(given.device), "seconds": medians, "samples": samples}
+    record = {
+        "name": "first_calls", "device": device_name(given.device), "torch": importlib.metadata.version("torch"),
+        "commit": os.environ.get("COMMIT", ""), "date": time.strftime("%Y-%m-%d"), "seconds": medians,
+        "samples": samples,
+    }  # fmt: skip
     if given.out is not None:
         given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -5,7 +5,8 @@
 
 A round times every call of a pair in turn: torch's, this package's by the native call path, and by Python alone.
 *Warm*: `BATCH` calls without a wait, the GPU idle when they begin. *Cold*: one call after the host's caches were swept.
-The figures are medians over the rounds. ``linear`` with an activation is compared to the two ops that do the same.
+The figures are medians over the rounds. ``linear`` with an activation is compared to the two ops that do the same, and
+``merge_attention`` to ``torch.logaddexp`` and two scaled adds.
 """
 
 from __future__ import annotations
@@ -127,6 +128,14 @@ def attention_pairs(size: int) -> dict[str, Pair]:
     lengths = torch.full((2,), size, device="cuda", dtype=torch.int32)
     out = torch.empty_like(rows)
 
+    lse_a, lse_b = (torch.randn(2, size, heads, device="cuda") for _ in range(2))
+    of_heads = lse_a.transpose(1, 2), lse_b.transpose(1, 2)
+
+    def merged() -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.logaddexp(lse_a, lse_b)
+        share_a, share_b = torch.exp(lse_a - lse).unsqueeze(-1), torch.exp(lse_b - lse).unsqueeze(-1)
+        return (rows * share_a + out * share_b).to(rows.dtype), lse
+
     def dense() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v)
 
@@ -146,6 +155,7 @@ def attention_pairs(size: int) -> dict[str, Pair]:
         "attention, paged": Pair(
             dense, lambda: ts.attention(rows, pages, pages, block_table=table, seqlens_k=lengths)
         ),
+        "merge_attention": Pair(merged, lambda: ts.merge_attention(rows, of_heads[0], out, of_heads[1])),
     }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ HANDED_OUT = {"static": "static", "queue": "one queue", "queues": "a queue each"
 def page(results: Path) -> list[str]:
     found = {name: records(results, "portable_gemm" if name == "portable" else f"gemm_{name}") for name in SECTIONS}
     found["host calls"] = native_calls(results)
+    found["first calls"] = [load(path) for path in paths(results, "first_calls.json")]
     for data in found["suite"]:
         data["counters"] = _of_device(results, "gemm_counters", data)
     for data in found["quack"]:
@@ -262,6 +263,13 @@ def host_calls(data: Data) -> list[str]:
     ]
 
 
+def first_calls(data: Data) -> list[str]:
+    steps = next(iter(data["seconds"].values()))
+    rows = [[name, *(f"{row[step]:.2f}" for step in steps)] for name, row in data["seconds"].items()]
+    rounds = len(next(iter(data["samples"].values())))
+    return [NOTES("first calls record", **data, rounds=rounds), table(["first call of a process", *steps], rows)]
+
+
 def queues(data: Data) -> list[str]:
     """How tiles are handed out to workers: each way with the raster's group that suits it best on an idle device."""
     rows = []
@@ -305,6 +313,6 @@ def portable(data: Data) -> list[str]:
 
 SECTIONS = {
     "suite": suite, "quack": quack, "fp8": fp8, "epilogue": epilogue, "search": search, "host": host,
-    "host calls": host_calls,
+    "host calls": host_calls, "first calls": first_calls,
     "queues": queues, "cluster": cluster, "portable": portable,
 }  # fmt: skip

@@ -19,9 +19,11 @@ from torch.nn import functional as F  # noqa: N812
 
 import tilestream as ts
 from attention_maths import FEATURES, MIXES, Call, Case, call_of, replace
+from error_rule import passes
 from tilestream.core.schedule import Schedule
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import attention_gpu
+from tilestream.ops.attention_merge import formula, merge_attention_op
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.runtime.properties import cuda_properties
 from tilestream.trace import LaunchTrace, faults, record
@@ -456,3 +458,53 @@ def test_quick_a_trace_says_who_waited_for_which_chunk(backend):
     assert sum(span.end - span.begin for span in waits) > 1e-4
     chunks = {span.chunk for span in trace.spans}
     assert min(chunks) < 5 <= max(chunks), "of either sequence's first keys"
+
+
+# Two attentions joined ------------------------------------------------------------------------------------------------
+
+
+def two(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Random parts; some rows of each saw nothing, and are NaN."""
+    parts = []
+    for share in (0.3, 0.5):
+        o, lse = torch.randn(shape, device="cuda", dtype=dtype), 5 * torch.randn(shape[:-1], device="cuda")
+        nothing = torch.rand(shape[:-1], device="cuda") < share
+        parts += [o.masked_fill_(nothing[..., None], float("nan")), lse.masked_fill_(nothing, float("-inf"))]
+    return tuple(parts)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("shape", [(2, 577, 6, 128), (1, 1, 32, 64), (3, 65, 2, 40), (2, 33, 3, 320), (8193, 16, 72)])
+def test_quick_two_attentions_are_joined(shape, dtype):
+    x = two(shape, dtype)
+    (out, lse), (by_torch, logs) = merge_attention_op(*x), formula(*x)
+    finer, finer_logs = formula(*(one.double() for one in x))
+    assert passes(out, finer, by_torch)
+    assert torch.equal(lse == float("-inf"), finer_logs == float("-inf"))
+    assert passes(*(one.clamp_min(-99) for one in (lse, finer_logs, logs)))
+
+
+def test_quick_two_attentions_of_views_are_joined_with_gradients():
+    for layout in ("bshd", "bhsd"):
+        o_a, lse_a, o_b, lse_b = two((2, 6, 65, 64), F32)
+        x = [o_a.transpose(1, 2)[..., :40], lse_a, o_b.transpose(1, 2)[..., 24:], lse_b]
+        x = [o_a[..., 1:41], lse_a, o_b[..., :40], lse_b] if layout == "bhsd" else x
+        grads = []
+        for wide in (False, True):
+            leaves = [(one.double() if wide else one).detach().requires_grad_() for one in x]
+            out, lse = ts.merge_attention(*leaves, layout=layout)
+            (out.square().sum() + lse.masked_fill(lse == float("-inf"), 0).sum()).backward()
+            grads.append([out, *(one.grad for one in leaves)])
+        for mine, finer in zip(*grads, strict=True):
+            torch.testing.assert_close(mine.double(), finer, rtol=1e-4, atol=1e-4)
+
+
+def test_two_attentions_of_more_than_2_to_the_31_elements_are_joined():
+    if torch.cuda.get_device_properties(0).total_memory < 30e9:
+        pytest.skip("needs 20 GB of the GPU's memory")
+    x = two((2**20 + 9, 16, 128), BF16)
+    out, lse = merge_attention_op(*x)
+    for rows in (slice(0, 99), slice(2**20 - 50, None)):
+        found = formula(*(one[rows] for one in x))
+        torch.testing.assert_close(out[rows], found[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse[rows], found[1])

@@ -14,7 +14,7 @@ from gpu_runs import ON_HOPPER, randn
 
 import tilestream as ts
 from tilestream.launch.native import Extension, extension, why_not
-from tilestream.ops import attention_library, attention_request, library, native, request
+from tilestream.ops import attention_library, attention_merge, attention_request, library, native, request
 
 if extension() is None:
     pytest.skip(f"no native call path: {why_not()}", allow_module_level=True)
@@ -52,6 +52,14 @@ def python_calls(monkeypatch) -> list[str]:
         made.append("attention")
         return attended(r)
 
+    merge_op = attention_merge.merge_attention_op
+
+    def noted_merge(*x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append("merge_attention")
+        answer: tuple[torch.Tensor, torch.Tensor] = merge_op(*x)
+        return answer
+
+    monkeypatch.setattr(attention_merge, "merge_attention_op", noted_merge)
     monkeypatch.setattr(request, "_multiply", noted)
     monkeypatch.setattr(attention_request, "_attend", noted_attention)
     return made
@@ -186,6 +194,40 @@ def test_the_bits_of_attention_are_those_of_pythons_way(python_calls, name):
         assert len(python_calls) == 1, "the second equal call is native"
 
 
+def merge_call(name: str) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """A merge whose operands are made once."""
+    o, lse, part = half(2, 5, 96, 8, 128), randn(2, 5, 8, 96, dtype=torch.float32), slice(None)
+    lse[0, 0, 3] = lse[:, 1, 5] = float("-inf")
+    o[0, 0, :, 3] = float("nan")
+    options = {}
+    if name == "heads first":
+        o, options = o.transpose(2, 3), {"layout": "bhsd"}
+    elif name == "packed":
+        o, lse = o[:, 0], lse[:, 0].transpose(1, 2)
+    elif name == "of columns":
+        part = slice(3, 75)
+    a, b = o[0][..., part], o[1][..., part]
+    if name == "mixed":
+        b = b.float()
+    return lambda: ts.merge_attention(a, lse[0], b, lse[1], **options)
+
+
+def merge_output(name: str) -> Callable[[], torch.Tensor]:
+    """The same, and its output alone."""
+    call = merge_call(name)
+    return lambda: call()[0]
+
+
+@pytest.mark.parametrize("name", ["rows first", "heads first", "packed", "of columns", "mixed"])
+def test_the_bits_of_a_merge_are_those_of_pythons_way(python_calls, name):
+    call = merge_call(name)
+    expected = by_python(lambda: joined(call()))
+    python_calls.clear()
+    for _ in range(4):
+        assert torch.equal(joined(call()), expected)
+    assert python_calls == ["merge_attention"], "the second equal call is native"
+
+
 @pytest.mark.parametrize("name", ["packed", "split", "dynamic"])
 def test_launches_of_attention_take_turns_on_one_stream(name):
     """Native ones and Python's, each with lists, counters and shares of its own."""
@@ -270,7 +312,8 @@ def test_threads_on_one_stream_and_a_fresh_thread(name):
 @pytest.mark.parametrize(
     ("maker", "name"),
     [(made, name) for name in ("mm, static", "mm, dynamic", "mm, stream-K", "mm, out=")]
-    + [(attention_call, name) for name in ("dense", "packed", "split")],
+    + [(attention_call, name) for name in ("dense", "packed", "split")]
+    + [(merge_output, "rows first")],
 )
 def test_a_graph_is_replayed_between_native_launches(maker, name):
     call = maker(name)

@@ -18,17 +18,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import triton
-from stand_ins import CPU_INDEX, Attention, Matmul
+from stand_ins import CPU_INDEX, Attention, Matmul, Merge
 from triton.backends.amd.driver import HIPLauncher, HIPUtils
 
 from conftest import Driver
-from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands
+from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands, MergeOperands
 from tilestream.launch import launcher, native, tensor_map
 from tilestream.launch.cdna.launch import GemmLaunch as CdnaLaunch
 from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
 from tilestream.launch.launch import Kernel, address
 from tilestream.launch.observe import Call, observation, observe
 from tilestream.launch.portable.arguments import Layout
+from tilestream.launch.portable.attention_launch import PairLaunch
 from tilestream.launch.portable.launch import GemmLaunch as PortableLaunch
 from tilestream.ops import attention_gpu
 from tilestream.ops.attention_operands import Settings, problem_of
@@ -133,7 +134,10 @@ def compared(extension: native.Extension, driver: Driver, launch: Any, operands:
         driver.function(python._function.value, [parameter.size for parameter in python.parameters])
     assert extension.remember(seen, call, 0, False, tuple(x)), native.recipe_of(seen, call)
     driver.forget()
-    fresh = extension.try_attention(*x) if isinstance(x, Attention) else (extension.try_matmul(*x), None)
+    if isinstance(x, Matmul):
+        fresh = extension.try_matmul(*x), None
+    else:
+        fresh = (extension.try_attention if isinstance(x, Attention) else extension.try_merge_attention)(*x)
     assert fresh[0] is not None
     results = call.operands["out"], call.operands.get("lse")
     moved = {old.data_ptr(): new.data_ptr() for old, new in zip(results, fresh, strict=True) if old is not None}
@@ -188,6 +192,19 @@ def compared_attention(extension: native.Extension, driver: Driver, target: str,
     return compared(extension, driver, launch, operands, Call(given), x)
 
 
+def compared_merge(extension: native.Extension, driver: Driver, target: str, name: str) -> int:
+    """As `tilestream.ops.attention_merge` has it: the kernel's log-sum-exps are views of the caller's."""
+    packed, heads_first = "packed" in name, "heads first" in name
+    shape = (100, 8, 64) if packed else (2, 8, 50, 64) if heads_first else (2, 50, 8, 64)
+    o_a, o_b, out = (torch.zeros(shape, dtype=BF16) for _ in range(3))
+    lse_a, lse_b, lse = (torch.zeros((100, 8) if packed else (2, 8, 50)) for _ in range(3))
+    in_rows = [x if packed or heads_first else x.transpose(1, 2) for x in (lse_a, lse_b, lse)]
+    operands = MergeOperands(o_a, in_rows[0], o_b, in_rows[1], out, in_rows[2])
+    call = Call({"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b, "out": out, "lse": lse})
+    x = Merge(o_a, lse_a, o_b, lse_b, int(heads_first))
+    return compared(extension, driver, PairLaunch(operands), operands, call, x)
+
+
 def main() -> None:
     target, library, fake, *names = sys.argv[1:]
     active = NoGpu(TARGETS[target])
@@ -228,7 +245,7 @@ def main() -> None:
     driver.thread()
     extension = native.Extension(Path(library), fake, fake)
     for name in names:
-        made = compared_matmul if name in CASES else compared_attention
+        made = compared_matmul if name in CASES else compared_merge if "merge" in name else compared_attention
         print(name, made(extension, driver, target, name), "equal", flush=True)
 
 

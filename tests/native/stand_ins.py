@@ -79,6 +79,27 @@ def attention_call(**more: Any) -> Attention:
     return Attention(q, k, torch.zeros_like(k))._replace(**more)
 
 
+class Merge(NamedTuple):
+    """A call of `try_merge_attention`, with its arguments' names."""
+
+    o_a: Any
+    lse_a: Any
+    o_b: Any
+    lse_b: Any
+    layout: int = 0
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The operands, by name."""
+        return dict(zip(self._fields[:4], self[:4], strict=True))
+
+
+def merge_call(**more: Any) -> Merge:
+    """Two sequences of eight queries, four heads."""
+    o, lse = torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16), torch.zeros(2, 4, 8)
+    return Merge(o, lse, torch.zeros_like(o), torch.zeros_like(lse))._replace(**more)
+
+
 def kernel(
     driver: Any, signature: dict[str, str], constants: dict[tuple[int, ...], Any], boxes: list[list[int]]
 ) -> Any:
@@ -190,7 +211,7 @@ def remember(
 
 
 class AttentionLaunch:
-    """An attention launch of one or two kernels: pointers for all that is given.
+    """A launch of attention, of one or two kernels, or of a merge: pointers for all that is given.
 
     Parameters
     ----------
@@ -198,21 +219,21 @@ class AttentionLaunch:
         Whether a kernel in front makes a list, which is found in the workspace.
     """
 
-    def __init__(self, driver: Any, x: Attention, lse: bool = False, listed: bool = False) -> None:
+    def __init__(self, driver: Any, x: Attention | Merge, lse: bool = False, listed: bool = False) -> None:
         self.plan, self.needs = SimpleNamespace(), (TICKETS if listed else 0, 8 * listed, 0, 0, 4 * listed)
         self._base, self._words = 0, torch.zeros(3, 1024)
         self._names = [name for name, tensor in x.tensors.items() if tensor is not None] + ["out"] + ["lse"] * lse
         lists = ["starts", "order"] if listed else []
         self._launchers = []
         for names in ([["cu_seqlens_q", *lists]] if listed else []) + [[*self._names, *lists, *["counters"] * listed]]:
-            numbers = {"base": "i64", "reset": "i32", "scale": "fp32"} if "out" in names else {}
+            numbers = {"base": "i64", "reset": "i32", "scale": "fp32"} if "q" in names else {}
             signature = {**dict.fromkeys(names, "*bf16"), **numbers, "C": "constexpr"}
             given = [VARIES] * (len(names) + len(numbers)) + [None]
             self._launchers.append(
                 (names, bool(numbers), Launcher(kernel(driver, signature, {}, []), (7, 1, 1), given))
             )
 
-    def issue(self, x: Attention, out: torch.Tensor, lse: torch.Tensor | None = None, **moved: int) -> None:
+    def issue(self, x: Attention | Merge, out: torch.Tensor, lse: torch.Tensor | None = None, /, **moved: int) -> None:
         """Launch by Python; ``moved``: addresses of operands that are not where the caller has them."""
         tensors = {**x.tensors, "out": out, "lse": lse}
         address = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
@@ -233,3 +254,12 @@ def remember_attention(
         launch.issue(x, result, lse, **moved)
         seen.launches.append(launch)
     return extension.remember(seen, Call({**x.tensors, "out": result, "lse": lse}), 0, out is not None, tuple(x))
+
+
+def remember_merge(extension: Extension, launch: AttentionLaunch, x: Merge, **moved: int) -> bool:
+    """As `remember`."""
+    out, lse = torch.zeros_like(x.o_a), torch.zeros_like(x.lse_a)
+    with observe() as seen:
+        launch.issue(x, out, lse, **moved)
+        seen.launches.append(launch)
+    return extension.remember(seen, Call({**x.tensors, "out": out, "lse": lse}), 0, False, tuple(x))

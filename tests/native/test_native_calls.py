@@ -26,8 +26,10 @@ from stand_ins import (
     Matmul,
     attention_call,
     call,
+    merge_call,
     remember,
     remember_attention,
+    remember_merge,
     result_of,
 )
 
@@ -558,6 +560,75 @@ def test_a_launch_with_a_list_is_not_captured(extension, driver):
     assert extension.try_attention(*x) == (None, None)
 
 
+# The merge of two attentions ------------------------------------------------------------------------------------------
+
+
+def test_an_equal_merge_gives_the_driver_what_python_gave_it(extension, driver):
+    first, other = merge_call(), merge_call()
+    launch = AttentionLaunch(driver, first, lse=True)
+    assert remember_merge(extension, launch, first)
+    driver.forget()
+    out, lse = extension.try_merge_attention(*other)
+    for made, like in ((out, first.o_a), (lse, first.lse_a)):
+        assert (made.shape, made.dtype, made.stride()) == (like.shape, like.dtype, like.stride())
+    launch.issue(other, out, lse)
+    launches = driver.launches()
+    assert len(launches) == 2
+    assert launches[0] == launches[1]
+    assert not {one.data_ptr() for one in (out, lse)} & {one.data_ptr() for one in other.tensors.values()}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layout": 1}, {"o_a": torch.zeros(2, 8, 4, 16)}, {"lse_a": torch.zeros(2, 4, 8, dtype=torch.bfloat16)},
+        {"o_b": torch.zeros(2, 8, 4, 8, dtype=torch.bfloat16)}, {"lse_b": torch.zeros(2, 8, 4).transpose(1, 2)},
+        {"o_a": torch.zeros(2, 4, 8, 16, dtype=torch.bfloat16).transpose(1, 2)},
+        {"o_b": torch.zeros(1025, dtype=torch.bfloat16)[1:].view(2, 8, 4, 16)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_merge_is_not_found(extension, driver, other):
+    x = merge_call()
+    assert remember_merge(extension, AttentionLaunch(driver, x, lse=True), x)
+    assert extension.try_merge_attention(*x)[0] is not None
+    assert extension.try_merge_attention(*x._replace(**other)) == (None, None)
+
+
+def test_a_merge_is_not_taken_for_another_op(extension, driver):
+    """Of the same tensors: attention of q, k and v has no fourth, and another number of its op."""
+    x, y = merge_call(), attention_call()
+    remember_merge(extension, AttentionLaunch(driver, x, lse=True), x)
+    remember_attention(extension, AttentionLaunch(driver, y), y)
+    assert len(extension) == 2
+
+
+@pytest.mark.parametrize("operand", [*merge_call().tensors, "out", "lse"])
+def test_an_operand_of_a_merge_that_was_copied_first_has_no_recipe(extension, driver, operand):
+    x = merge_call()
+    launch, elsewhere = AttentionLaunch(driver, x, lse=True), torch.zeros(64)
+    assert not remember_merge(extension, launch, x, **{operand: elsewhere.data_ptr()})
+    assert remember_merge(extension, launch, x), "an equal launch whose operands were not copied has one"
+
+
+def test_a_merge_may_be_of_one_attention_with_itself(extension, driver):
+    x = merge_call()
+    same = x._replace(o_b=x.o_a, lse_b=x.lse_a)
+    assert remember_merge(extension, AttentionLaunch(driver, same, lse=True), same)
+    driver.forget()
+    assert extension.try_merge_attention(*x)[0] is not None
+    assert struct.pack("<Q", x.o_b.data_ptr()) in driver.launches()[0]
+
+
+def test_a_merge_is_captured_and_what_the_driver_refuses_is_pythons(extension, driver):
+    x = merge_call()
+    remember_merge(extension, AttentionLaunch(driver, x, lse=True), x)
+    driver.state(capturing=True)
+    assert extension.try_merge_attention(*x)[0] is not None
+    driver.state(launch=700)
+    assert extension.try_merge_attention(*x) == (None, None)
+
+
 # Threads, bounds, life ------------------------------------------------------------------------------------------------
 
 
@@ -785,7 +856,8 @@ REAL = ["hopper, static", "portable, dynamic"]
 MORE = ["hopper, stream-K, epilogue", "hopper, few rows", "portable, stream-K, epilogue"]
 ATTENTION = ["hopper, attention, packed, lse", "hopper, attention, split", "portable, attention, paged"]
 MORE_ATTENTION = ["hopper, attention", "portable, attention, packed"]
-AMD = ["portable, dynamic", "cdna, dynamic", "cdna, attention, packed, lse"]
+MERGE = ["merge, dense", "merge, packed", "merge, heads first"]
+AMD = ["portable, dynamic", "cdna, dynamic", "cdna, attention, packed, lse", *MERGE[:1]]
 MORE_AMD = [
     "portable, stream-K, epilogue", "cdna, stream-K, epilogue", "cdna, attention", "portable, attention, paged",
     "portable, attention, packed",
@@ -795,13 +867,13 @@ MORE_AMD = [
 @pytest.mark.parametrize(
     ("target", "names"),
     [
-        ("sm_90a", REAL), ("sm_90a", ATTENTION), ("gfx942", AMD),
+        ("sm_90a", REAL), ("sm_90a", ATTENTION), ("sm_90a", MERGE), ("gfx942", AMD),
         *[
             pytest.param(target, names, marks=pytest.mark.slow)
             for target, names in (("sm_90a", MORE), ("sm_90a", MORE_ATTENTION), ("gfx942", MORE_AMD))
         ],
     ],
-    ids=["plain", "attention of several kernels", "AMD", "with an epilogue", "attention", "more of AMD"],
+    ids=["plain", "attention of several kernels", "merge", "AMD", "with an epilogue", "attention", "more of AMD"],
 )  # fmt: skip
 def test_a_real_kernel_is_given_what_python_gives_it(libraries, target, names):
     """On AMD, also what Triton's own launcher gives it."""

@@ -6,12 +6,12 @@ import contextlib
 
 import pytest
 import torch
-from stand_ins import Attention, AttentionLaunch, Launch, Matmul
+from stand_ins import Attention, AttentionLaunch, Launch, Matmul, Merge
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilestream as ts
 from tilestream.launch.observe import observation
-from tilestream.ops import attention_library, attention_request, library, native, request
+from tilestream.ops import attention_library, attention_merge, attention_request, library, native, request
 from tilestream.ops.attention_operands import Settings
 from tilestream.trace.record import record
 
@@ -58,6 +58,17 @@ def python_calls(extension, driver, monkeypatch) -> list[object]:
         observed(launch)
         return out if lse is None else (out, lse)
 
+    def merged(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> tuple:
+        """The registered op, which is given log-sum-exps in the order of the outputs' rows."""
+        made.append("merge")
+        out, lse = torch.zeros_like(o_a), torch.zeros_like(lse_a)
+        x = Merge(o_a, lse_a, o_b, lse_b)
+        launch = AttentionLaunch(driver, x, lse=True)
+        launch.issue(x, out, lse)
+        observed(launch)
+        return out, lse
+
+    monkeypatch.setattr(attention_merge, "merge_attention_op", merged)
     monkeypatch.setattr(request, "_multiply", multiplied)
     monkeypatch.setattr(attention_request, "_attend", attended)
     monkeypatch.setattr(native._loaded, "asked", True)
@@ -72,6 +83,7 @@ def python_calls(extension, driver, monkeypatch) -> list[object]:
 
 Q, K, V, SINKS, HEADS = zeros(2, 8, 4, 16), zeros(2, 8, 2, 16), zeros(2, 8, 2, 16), torch.zeros(4), torch.ones(2)
 ENDS, ROWS, PAGES = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 4)))
+LSE = torch.zeros(2, 4, 8)
 CALLS = {
     "mm": lambda: ts.mm(A, B),
     "mm, bias": lambda: ts.mm(A, B, bias=BIAS),
@@ -112,6 +124,11 @@ CALLS = {
     "attention, workers": lambda: ts.attention(Q, K, V, workers=3),
     "attention, splits": lambda: ts.attention(Q, K, V, splits=3),
     "attention, schedule": lambda: ts.attention(Q, K, V, schedule="static"),
+    "merge": lambda: ts.merge_attention(Q, LSE, Q, LSE)[0],
+    "merge, [B, H, S, D]": lambda: ts.merge_attention(Q, torch.zeros(2, 8, 4), Q, torch.zeros(2, 8, 4), layout="bhsd")[
+        0
+    ],
+    "merge, packed": lambda: ts.merge_attention(Q[0], LSE[0].t(), Q[0], LSE[0].t())[0],
 }
 
 
@@ -227,6 +244,43 @@ def test_the_log_sum_exp_is_given_natively(python_calls):
     assert fourth[0] is into
 
 
+def test_the_log_sum_exp_of_a_merge_is_given_natively(python_calls):
+    first, second = ts.merge_attention(Q, LSE, Q, LSE), ts.merge_attention(Q, LSE, Q, LSE)
+    assert len(python_calls) == 1
+    assert all(lse.shape == (2, 4, 8) and lse.stride() == LSE.stride() for _, lse in (first, second))
+    assert second[1].data_ptr() != first[1].data_ptr()
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_gradient_of_a_merge_is_for_torch(python_calls, which):
+    tensors = [Q, LSE, Q, LSE]
+    for _ in range(2):
+        ts.merge_attention(*tensors)
+    assert len(python_calls) == 1
+    tensors[which] = tensors[which].clone().requires_grad_()
+    ts.merge_attention(*tensors)
+    assert len(python_calls) == 2
+    with torch.no_grad():
+        ts.merge_attention(*tensors)
+    assert len(python_calls) == 2
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_merge_of_another_type_is_of_torchs_operations(python_calls, which):
+    tensors = [Q, LSE, Q, LSE]
+    ts.merge_attention(*tensors)
+    tensors[which] = tensors[which].as_subclass(Other)
+    assert isinstance(ts.merge_attention(*tensors)[0], Other)
+    assert len(python_calls) == 1
+
+
+@pytest.mark.parametrize("layout", ["sbhd", [], None])
+def test_a_layout_of_a_merge_that_may_be_wrong_is_checked_by_python(python_calls, layout):
+    ts.merge_attention(Q, LSE, Q, LSE)
+    with pytest.raises(ValueError, match="merge_attention: layout="):
+        ts.merge_attention(Q, LSE, Q, LSE, layout=layout)
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v", "sinks", "out"])
 def test_a_gradient_of_attention_is_for_torch(python_calls, which):
     tensors = {"q": Q, "k": K, "v": V, "sinks": SINKS} | ({"out": zeros(2, 8, 4, 16)} if which == "out" else {})
@@ -261,6 +315,7 @@ def test_a_block_that_has_to_see_a_call_sees_it(python_calls, around):
     ts.mm(A, B, activation="relu")
     ts.attention(Q, K, V)
     ts.attention(Q, K, V, sinks=SINKS)
+    ts.merge_attention(Q, LSE, Q, LSE)
     with around():
         for _ in range(2):
             ts.mm(A, B)
@@ -268,7 +323,10 @@ def test_a_block_that_has_to_see_a_call_sees_it(python_calls, around):
             ts.mm(A, B, activation="relu")
             ts.attention(Q, K, V)
             ts.attention(Q, K, V, sinks=SINKS)
-    assert len(python_calls) == 14
+        merges = python_calls.count("merge")
+        ts.merge_attention(Q, LSE, Q, LSE)
+        assert python_calls.count("merge") - merges == (around is not torch.autograd.forward_ad.dual_level)
+    assert len(python_calls) - python_calls.count("merge") == 14
 
 
 @pytest.mark.parametrize(

@@ -223,56 +223,6 @@ def test_scales_of_one_element_of_heads_and_of_sequences():
         call.check(ts.attention(q, k, v, scale_q=of_q, scale_k=of_k), None)
 
 
-# merge_attention ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("cut", [0, 1, 17, 33])
-def test_two_parts_of_the_keys_make_the_whole(cut, layout):
-    call = call_of(Case((20,), (33,), (4, 2)))
-    q, k, v = (call.tensors[name] for name in "qkv")
-    rows = (lambda x: x.transpose(1, 2)) if layout == "bhsd" else (lambda x: x)
-    parts = [
-        ts.attention(rows(q), rows(k[:, part]), rows(v[:, part]), layout=layout, return_lse=True)
-        for part in (slice(0, cut), slice(cut, None))
-    ]
-    out, lse = ts.merge_attention(*parts[0], *parts[1], layout=layout)
-    call.check(rows(out), lse)
-
-
-def test_merge_of_packed_ones_and_of_what_saw_nothing():
-    o, lse = torch.randn(7, 2, 16), torch.randn(7, 2)
-    void, nothing = torch.full_like(o, math.nan), torch.full_like(lse, -math.inf)
-    out, logs = ts.merge_attention(o, lse, void, nothing)
-    assert torch.equal(out, o)
-    assert torch.equal(logs, lse)
-    out, logs = ts.merge_attention(void, nothing, void, nothing)
-    assert not out.any()
-    assert torch.equal(logs, nothing)
-
-
-def test_merge_has_gradients():
-    o = [torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    lse = [torch.randn(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    assert torch.autograd.gradcheck(ts.merge_attention, (o[0], lse[0], o[1], lse[1]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"o_a": None}, "o_a is a NoneType; it is a torch.Tensor"),
-        ({"layout": "hsbd"}, "layout='hsbd'; it is one of bshd, bhsd"),
-        ({"o_b": torch.zeros(1, 5, 2, 4)}, r"o_a \[1, 3, 2, 4\] and o_b \[1, 5, 2, 4\]; they are alike"),
-        ({"lse_b": torch.zeros(1, 3, 2)}, r"lse_b has shape \[1, 3, 2\]; of such outputs it is \[1, 2, 3\]"),
-    ],
-)
-def test_merge_refuses(change, message):
-    o, lse = torch.zeros(1, 3, 2, 4), torch.zeros(1, 2, 3)
-    given = {"o_a": o, "lse_a": lse, "o_b": o, "lse_b": lse, **change}
-    with pytest.raises((ValueError, TypeError), match=message):
-        ts.merge_attention(**given)
-
-
 def test_the_shapes_of_an_output_are_told_as_the_caller_has_them():
     q, k, v = (torch.randn(2, 4, 7, 32) for _ in range(3))
     with pytest.raises(ValueError, match=r"out has shape \[7\]; the result has \[2, 4, 7, 32\]"):

@@ -20,6 +20,7 @@ def test_an_import_of_the_counter_in_another_thread_is_waited_for(tmp_path, monk
     (tmp_path / "counter_of_a_test.py").write_text(COUNTER)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(flops, "_COUNTER", "counter_of_a_test")
+    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, flops._Finder)])
     importing = threading.Thread(target=importlib.import_module, args=("counter_of_a_test",))
     importing.start()
     while not hasattr(sys.modules.get("counter_of_a_test"), "going_on"):

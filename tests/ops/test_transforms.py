@@ -391,7 +391,7 @@ def test_plain_products_are_launched_natively_both_ways(monkeypatch):
         return ACTIVATIONS[activation](y if bias is None else y + bias).to(others[0])
 
     monkeypatch.setattr(request.native, "product", product)
-    monkeypatch.setattr(request, "multiply", None)
+    monkeypatch.setattr(request.native, "observed", None)
     x, w, bias = (y.requires_grad_() for y in made((2, 3, 4), (5, 4), (5,)))
     with ts.worker_limit(3):
         y = request._Product.apply(x, w.t(), bias, request.Request("linear", x, w.t(), bias=bias, activation="silu"))
@@ -431,11 +431,10 @@ def test_what_is_plain():
     with FakeTensorMode():
         assert not is_plain(of(a, b))
     func.vmap(lambda x: (is_plain(of(a, b)) and pytest.fail("a transform is active"), x)[1])(a)
-    arrival, nested = ts.Arrival.uniform(3, 1), torch.nested.nested_tensor([rand(3, 4)]).requires_grad_()
+    nested = torch.nested.nested_tensor([rand(3, 4)]).requires_grad_()
     for r in (
         of(a, rand(4, 5)), of(a[0], b), of(a, b, out=rand(3, 5)), of(a, b, residual=rand(3, 5)),
-        of(a, b, scale_a=torch.ones(())), of(a, b, scale_b=torch.ones(())), of(a, b, arrival=arrival),
-        of(a, b, weight_arrival=arrival), of(a, b, publish=arrival), of(a, b, deadline=1.0), of(c[:1].mT, c, bias=b[0]),
+        of(a, b, scale_a=torch.ones(())), of(a, b, scale_b=torch.ones(())), of(c[:1].mT, c, bias=b[0]),
         of(a.to(torch.float8_e4m3fn), b), of(a.as_subclass(Own), b), of(a.to("meta"), b), of(nested, nested),
         of(a, None), of(c[None], c, bias=b[0]),
     ):  # fmt: skip

@@ -98,3 +98,17 @@ class AttentionOperands(NamedTuple):
         if self.block_table is not None:
             return self.block_table.shape[1] * self.k.shape[1]
         return self.k.shape[0] if self.cu_seqlens_k is not None else self.k.shape[1]
+
+
+class MergeOperands(NamedTuple):
+    """Two attentions of the same queries to different keys, and what they are joined into.
+
+    Rows are those of one attention; each tensor has strides of its own, and columns lie side by side.
+    """
+
+    o_a: torch.Tensor  # ``[B, S, H, D]``, ``[B, H, S, D]`` or ``[T, H, D]``, as are `o_b` and `out`
+    lse_a: torch.Tensor  # that shape without D, as are `lse_b` and `lse`
+    o_b: torch.Tensor
+    lse_b: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor

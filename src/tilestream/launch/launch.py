@@ -63,6 +63,8 @@ class Launch:
 
     Parameters
     ----------
+    plan
+        None for a launch that needs none: it counts nothing, and waits for nothing.
     counts
         Whether the launch works on words: counters, partial results, lists.
     listed
@@ -77,10 +79,11 @@ class Launch:
     refuses = ""
 
     def __init__(
-        self, plan: Plan | AttentionPlan, counts: bool, listed: int = 0, floats: int = 0, copies: Copies = "none"
-    ) -> None:
+        self, plan: Plan | AttentionPlan | None, counts: bool, listed: int = 0, floats: int = 0,
+        copies: Copies = "none",
+    ) -> None:  # fmt: skip
         self.plan: Any = plan
-        self._schedule = plan.schedule if counts else None
+        self._schedule = plan.schedule if counts and plan is not None else None
         self._listed, self._floats, self._copies = listed, floats, copies
 
     def __call__(self, x: Any, awaited: Awaited | None = None, probe: Probe | SpanLog | None = None) -> None:
@@ -89,7 +92,7 @@ class Launch:
         Parameters
         ----------
         x
-            `GemmOperands`, or `AttentionOperands`.
+            `GemmOperands`, `AttentionOperands`, or `MergeOperands`.
         awaited
             What arrives, if and only if the plan is for such.
         probe
@@ -97,17 +100,17 @@ class Launch:
         """
         if awaited is not None and self.refuses:
             raise ValueError(self.refuses)
-        device, schedule, block = x[0].device, self._schedule, self.plan.block
+        device, schedule = x[0].device, self._schedule
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
         if schedule is None:
             self._issue(stream, x, NO_WORDS, awaited, probe)
         elif device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            words = captured_words(device, schedule, block, self._listed, self._floats)
+            words = captured_words(device, schedule, self.plan.block, self._listed, self._floats)
             self._issue(stream, x, words, awaited, probe)
         else:
             workspace = device_workspace(device, stream)
             with workspace.lock:
-                words = workspace.open(schedule, block, self._listed, self._floats)
+                words = workspace.open(schedule, self.plan.block, self._listed, self._floats)
                 self._issue(stream, x, words, awaited, probe)
         if (seen := observation()) is not None:
             seen.launches.append(self)
@@ -118,9 +121,10 @@ class Launch:
 
         All are 0 where it uses none.
         """
-        schedule, block = self._schedule, self.plan.block
+        schedule = self._schedule
         if schedule is None:
             return 0, 0, 0, 0, 0
+        block = self.plan.block
         partials = max(self._floats, schedule.slots * block[0] * block[1])
         return schedule.most_tickets, words_of(schedule), 2 * schedule.slots, partials, self._listed
 

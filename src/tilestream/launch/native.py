@@ -44,8 +44,9 @@ _ATTENTION = (
     "q", "k", "v", "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table",
     "seqlens_k",
 )  # fmt: skip
+_MERGED = ("o_a", "lse_a", "o_b", "lse_b")
 #: The order of `Operand` in csrc/recipe.h.
-OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b", *_ATTENTION)
+OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b", *_ATTENTION, *_MERGED)
 FACTORS = ("alpha", "beta")
 #: The order of `Workspace.addresses`, which stand behind the operands' addresses.
 REGIONS = ("counters", "counts", "partials", "starts", "order")
@@ -55,7 +56,7 @@ _NAMES = {
         "a": "a", "b": "b", "x": "a", "y": "b", "x_map": second, "y_map": first, "y_map_1": first, "y_map_2": first,
         "out_map": "out", "out": "out", "bias": "bias", "residual": "residual",
         "row_scale": f"scale_{second}", "column_scale": f"scale_{first}",
-        **{name: name for name in _ATTENTION}, "q_map": "q", "k_map": "k", "v_map": "v",
+        **{name: name for name in (*_ATTENTION, *_MERGED)}, "q_map": "q", "k_map": "k", "v_map": "v",
     }
     for swapped, first, second in ((False, "b", "a"), (True, "a", "b"))
 }  # fmt: skip
@@ -213,6 +214,8 @@ class Extension:
         self.try_plain_attention_out = ops.try_plain_attention_out.default._op
         self.try_attention, self.try_attention_out = ops.try_attention.default._op, ops.try_attention_out.default._op
         self.remember_attention = ops.remember_attention.default._op
+        self.try_merge_attention = ops.try_merge_attention.default._op
+        self.remember_merge_attention = ops.remember_merge_attention.default._op
         self._lock = threading.Lock()
         #: The words of each stream, by device, stream and context: the library has their addresses.
         self._words: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
@@ -231,7 +234,7 @@ class Extension:
         into
             Whether the caller gave the output.
         arguments
-            Of `try_matmul`, or of `try_attention`.
+            Of `try_matmul`, of `try_attention`, or of `try_merge_attention`.
         """
         if len(seen.launches) != 1 or seen.launches[0] in self._unfit:
             return False
@@ -240,6 +243,8 @@ class Extension:
             recipe = recipe_of(seen, call)
             if "q" in call.operands:
                 kept = bool(self.remember_attention(recipe, result, call.operands["lse"], into, *arguments))
+            elif "o_a" in call.operands:
+                kept = bool(self.remember_merge_attention(recipe, result, call.operands["lse"], *arguments))
             else:
                 kept = bool(self.remember_matmul(recipe, result, into, *arguments))
         except (Unfit, RuntimeError, ValueError) as error:

@@ -8,6 +8,7 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.ops import native
+from tilestream.ops.attention_merge import merge
 from tilestream.ops.attention_request import Answer, AttentionRequest, Causal, Window, attend
 from tilestream.ops.checks import check_tensors
 from tilestream.plan.attention_problem import LAYOUTS, AttentionLayout
@@ -169,7 +170,14 @@ def merge_attention(
     Raises
     ------
     ValueError
-        If shapes do not fit.
+        If shapes do not fit, or devices differ.
+    ArrivalTimeout, Exception
+        What an earlier launch on this GPU has reported: see `tilestream.check`.
+
+    Notes
+    -----
+    On a GPU one kernel reads both parts once, of float16, bfloat16 and float32, and any strides whose last is 1. Other
+    dtypes and layouts, and what `torch.compile` and `torch.func` trace, are computed by torch's operations.
 
     Examples
     --------
@@ -180,6 +188,9 @@ def merge_attention(
     >>> torch.allclose(out, attention(q, k, v), atol=1e-5)
     True
     """
+    made = native.merge(o_a, lse_a, o_b, lse_b, layout)
+    if made is not None:
+        return made
     check_tensors("merge_attention", o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
     if layout not in LAYOUTS:
         raise ValueError(f"merge_attention: layout={layout!r}; it is one of {', '.join(LAYOUTS)}")
@@ -193,15 +204,4 @@ def merge_attention(
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tuple(lse.shape) != rows:
             raise ValueError(f"merge_attention: {name} has shape {list(lse.shape)}; of such outputs it is {list(rows)}")
-    nothing = float("-inf")
-    top = torch.maximum(lse_a, lse_b)
-    base = torch.where(top == nothing, 0.0, top)
-    weights = [torch.exp(lse - base) for lse in (lse_a, lse_b)]
-    total = weights[0] + weights[1]
-    whole = torch.where(total == 0, 1.0, total)  # where none is, so that neither value nor gradient is NaN
-    lse = torch.where(total == 0, nothing, base + torch.log(whole))
-    parts = []
-    for o, weight in zip((o_a, o_b), weights, strict=True):
-        share = (weight / whole).transpose(1, 2) if swapped else weight / whole
-        parts.append(torch.where(share.unsqueeze(-1) == 0, 0.0, o * share.unsqueeze(-1)))
-    return (parts[0] + parts[1]).to(o_a.dtype), lse.to(lse_a.dtype)
+    return merge(o_a, lse_a, o_b, lse_b, layout)

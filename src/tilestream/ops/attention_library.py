@@ -72,10 +72,11 @@ def _outputs(x: AttentionOperands, s: Settings) -> Pair:
     check_shapes("attention", x)
     *rows, heads, _ = x.q.shape
     dtype = result_dtype(x.q)
-    if s.layout == "bhsd":
-        out = x.q.new_empty((rows[0], heads, rows[1], x.v.shape[-1]), dtype=dtype).transpose(1, 2)
+    shape = (*rows, heads, x.v.shape[-1])
+    if s.layout == "bhsd":  # no view: those are not changed in place, nor have tangents, where an op made them
+        out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype, device=x.q.device)
     else:
-        out = x.q.new_empty((*rows, heads, x.v.shape[-1]), dtype=dtype)
+        out = x.q.new_empty(shape, dtype=dtype)
     return out, x.q.new_empty(lse_shape(x) if s.return_lse else (0,), dtype=wide_dtype(x.q))
 
 
@@ -340,7 +341,7 @@ def _batch(op: Any, num_first: int) -> None:
                 return x
             x = x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
             x = x.expand(count, *x.shape[1:]).flatten(0, 1)
-            return x.contiguous() if x.dim() == 1 else x  # a list has a stride of 1
+            return x if x.stride(-1) == 1 else x.contiguous()  # columns of a head, and lists, lie side by side
 
         made = op(*(merged(i) for i in range(tensors)), *args[tensors:])
         # An output that is not asked for has one dimension, and no elements.

@@ -1,7 +1,8 @@
-"""Calls of the matmul ops and of attention that the native call path may know: see `tilestream.launch.native`.
+"""Calls of the matmul ops, of attention and of its merge that the native call path may know.
 
-`product` and `attention` ask it first. They do not ask where something between the caller and the kernel has to see the
-call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those calls go through the registered ops.
+See `tilestream.launch.native`. `product`, `attention` and `merge` ask it first. They do not ask where something between
+the caller and the kernel has to see the call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those
+calls go through the registered ops.
 """
 
 from __future__ import annotations
@@ -229,6 +230,22 @@ def attention(
     return made if lse is None else (made, lse)
 
 
+def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, layout: str) -> Pair | None:
+    """The answer of `tilestream.merge_attention`, launched by the extension; None for a call that goes Python's way.
+
+    Parameters and errors as of `attention`.
+    """
+    extension = _loaded.extension
+    if is_compiling() or extension is None or _is_seen(o_a, o_b, lse_a, lse_b):
+        return None
+    check_device(o_a.get_device())
+    try:
+        out, lse = extension.try_merge_attention(o_a, lse_a, o_b, lse_b, _LAYOUTS[layout])
+    except (KeyError, RuntimeError, TypeError):
+        return None  # as in `product`
+    return None if out is None else (out, lse)
+
+
 def observed(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Make a call Python's way, and have the extension, on the CPU `inline`, make the next equal one.
 
@@ -266,6 +283,18 @@ def observed_attention(call: tuple[Any, ...], run: Callable[[], T], canonical: b
     arguments = _of_op(arguments) if canonical else arguments
     remember(Call(operands), call[len(_INPUTS)] is not None, seen, arguments)
     return answer
+
+
+def observed_merge(call: tuple[Any, ...], run: Callable[[], Pair]) -> Pair:
+    """As `observed`: a call of `merge`, which is right."""
+    o_a, lse_a, o_b, lse_b, layout = call
+    if not o_a.is_cuda or _load() is None or _is_seen(o_a, o_b, lse_a, lse_b) or _is_seen_by_torch():
+        return run()
+    with observe() as seen:
+        out, lse = run()
+    operands = {"o_a": o_a, "lse_a": lse_a, "o_b": o_b, "lse_b": lse_b, "out": out, "lse": lse}
+    remember(Call(operands), False, seen, (*call[:4], _LAYOUTS[layout]))
+    return out, lse
 
 
 def attention_op(call: tuple[Any, ...], run: Callable[[], Pair | None]) -> Pair | None:
@@ -330,7 +359,7 @@ def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ..
     seen
         What was observed of this call.
     arguments
-        What `wanted`, or `wanted_attention`, said.
+        Of the extension's op.
     """
     result = call.operands["out"]
     if _loaded.extension is not None and seen.launches and result is not None:

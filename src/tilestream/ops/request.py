@@ -108,11 +108,15 @@ def multiply(r: Request) -> torch.Tensor:
         return _multiply(r)
     if _is_seen_by_autograd_alone(r):
         return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
-    call = (
+    return native.observed(_call_of(r), lambda: _multiply(r))
+
+
+def _call_of(r: Request) -> tuple[Any, ...]:
+    """The arguments of `tilestream.ops.native.product`."""
+    return (
         r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
         r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
     )  # fmt: skip
-    return native.observed(call, lambda: _multiply(r))
 
 
 class _Product(Derivative):
@@ -123,12 +127,10 @@ class _Product(Derivative):
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, r: Request) -> torch.Tensor:
-        output = native.product(
-            r.op, a, b.t() if r.op == "linear" else b, None, bias, None, 1.0, 1.0, r.activation, r.out_dtype, None,
-            None, r.fast_accum, r.schedule, r.workers,
-        )  # fmt: skip
+        call = _call_of(r)
+        output = native.product(*call)
         if output is None:
-            output = multiply(r)
+            output = native.observed(call, lambda: _multiply(r))
         if output._is_view():  # which could not be changed in place
             output = torch.ops.aten._unsafe_view(output, output.shape)
         how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
@@ -141,12 +143,14 @@ class _Product(Derivative):
 
 
 def _is_seen_by_autograd_alone(r: Request) -> bool:
-    """Whether a gradient is asked for of a product of plain tensors, and nothing else has to see the call."""
+    """Whether the gradient of a product of plain tensors is asked for, and nothing else has to see the call.
+
+    Of a call that waits for nothing.
+    """
     a, b, bias = r.a, r.b, r.bias
     return bool(
         torch.is_grad_enabled()
         and r.out is None and r.residual is None and r.scale_a is None and r.scale_b is None
-        and not r.arriving and r.publish is None and r.deadline is None
         and type(a) in PLAIN and type(b) in PLAIN and (bias is None or type(bias) in PLAIN)
         and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
         and (a.is_cuda or a.is_cpu) and not a.is_nested and not b.is_nested
@@ -340,8 +344,8 @@ def _check_out(r: Request, out: torch.Tensor, shape: tuple[int, ...], dtype: tor
         raise ValueError(f"{r.op}: out is a negated view; give a tensor of its own")
     if tuple(out.shape) != shape:
         told = f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}"
-        if torch.compiler.is_compiling():
-            raise ValueError(f"{told}, and a compiled function resizes no output")
+        if torch.compiler.is_compiling() or is_dtensor(out):
+            raise ValueError(f"{told}, and no output is resized in a compiled function, nor a DTensor")
         if out.numel():
             raise ValueError(f"{told}: give an out of that shape, or one of no elements, which is resized")
     if out.dtype != dtype:

@@ -150,12 +150,20 @@ def _strategy(schema: Any, given: Mapping[str, Any], words: _Words) -> Any:
     made: Any = expand_to_full_mesh_op_strategy(
         schema.get_mesh_from_args(), schema, list(_rules(words, tensors)), input_index=len(words.results)
     )
+    given_specs = [x.strategies[0].output_spec for x in tensors.values()]
+    made.strategies = [one for one in made.strategies if not any(map(_mixes, given_specs, one.input_specs))]
     if words.aligned is not None:
         name, letter = words.aligned
         at, dim = list(tensors).index(name), words.inputs[name].index(letter)
         extent = tensors[name].shape[dim]
         made.strategies = [one for one in made.strategies if extent % _parts(one.input_specs[at], dim) == 0]
     return made
+
+
+def _mixes(given: Any, wanted: Any) -> bool:
+    """Whether a sum over ranks would become a mean, or the reverse: some versions of DTensor take one for the other."""
+    pairs = zip(given.placements, wanted.placements, strict=True)
+    return any(p.is_partial() and q.is_partial() and p != q for p, q in pairs)
 
 
 def _rules(words: _Words, tensors: Mapping[str, Any]) -> Iterator[list[Any]]:

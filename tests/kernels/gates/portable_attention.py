@@ -1,12 +1,14 @@
 """The compile gate of the portable attention: each row of `tilestream.plan.policy.portable_attention.TILES`.
 
 By columns of a head and dtype, with what `HOWS` says: each part of the kernel is in one of them, and the ones that need
-most registers are. Beside it the launch before a packed call, and the one behind a call in shares.
+most registers are. Beside it the launch before a packed call, the one behind a call in shares, and the one that joins
+two attentions.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +17,9 @@ from gates.portable_gemm import common_rules
 from tilestream.core.chunks import Chunks
 from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.portable.attention import attention
-from tilestream.kernels.portable.attention_merge import merge_shares
+from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
 from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
-from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
+from tilestream.launch.portable.attention_arguments import AttentionArguments, padded, pair_arguments
 from tilestream.launch.portable.attention_launch import MERGE_WARPS, TOGETHER
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
@@ -47,9 +49,12 @@ DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 COLUMNS = (64, 128, 256)
 #: Columns of shares that are joined.
 SHARES = (8, 64, 80, 128, 256)
+#: Columns and dtypes of two attentions that are joined; 320: in two strips.
+PAIRS = tuple(itertools.product((*SHARES, 320), ("bfloat16", "float32")))
 QUICK = (
     "bfloat16 128 128x64 worst", "bfloat16 128 128x64 worst: the list", "gfx942 float8_e4m3fn 128 64x32 causal",
     "gfx950 float8_e4m3fn 128 128x64 causal", "sm_90a float8_e4m3fn 128 128x64 causal", "merge of 128 columns",
+    "pair of 128 columns bfloat16",
 )  # fmt: skip
 #: What AMD's compiler spills at most, in Triton 3.7: a row's worth of what is worked out before the loops.
 AMD_SPILLS = {"vgpr_spill_count": 8, "private_segment_fixed_size": 32}
@@ -58,7 +63,10 @@ AMD_SPILLS = {"vgpr_spill_count": 8, "private_segment_fixed_size": 32}
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
     for arch, columns in itertools.product(DEVICES, SHARES):
         if is_wanted(arch, f"merge of {columns} columns"):
-            yield Case(arch, f"merge of {columns} columns", None, None, columns)
+            yield Case(arch, f"merge of {columns} columns", None, None, (merge_source, columns))
+    for arch, (columns, dtype) in itertools.product(DEVICES, PAIRS):
+        if is_wanted(arch, f"pair of {columns} columns {dtype}"):
+            yield Case(arch, f"pair of {columns} columns {dtype}", None, None, (pair_source, columns, dtype))
     for (arch, device), dtype, columns, how in itertools.product(DEVICES.items(), DTYPES, COLUMNS, HOWS):
         if dtype == "float16" and how != "causal":  # the same instructions but one
             continue
@@ -83,7 +91,8 @@ def layout_of(p: AttentionProblem) -> AttentionLayout:
 
 def source(case: Case, trace: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if case.plan is None:
-        return merge_source(case.how)
+        make, *how = case.how
+        return make(*how)
     if case.name.endswith(": the list"):
         return list_source(case.plan)
     return attention_source(case.plan, case.layout, trace)
@@ -129,5 +138,25 @@ def merge_source(columns: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return merge_shares, (*given, *numbers), {"num_warps": MERGE_WARPS}
 
 
+def pair_source(columns: int, dtype: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The launch that joins two attentions ``[2, 4096, 32, columns]``."""
+    given = (pointer(dtype), pointer("float32", address=4)) * 3
+    outputs, sums = (4096 * 32 * columns, 32 * columns, columns), (32 * 4096, 1, 4096)
+    _, numbers = pair_arguments((2, 4096, 32), columns, (outputs,) * 3, (sums,) * 3)
+    return merge_pair, (*given, *numbers), {"num_warps": MERGE_WARPS}
+
+
+#: What moves 16 bytes of a thread, by the kind of assembly.
+WIDE = {
+    "ptx": re.compile(r"(ld|st)\.global\S*\.v4\.b32"), "amdgcn": re.compile(r"(global|buffer)_(load|store)_dwordx4")
+}  # fmt: skip
+
+
 def rules(case: Case, kernel: Any, said: str) -> Rules:
-    return common_rules(case, kernel, said, {} if case.arch == "sm_90a" else AMD_SPILLS)
+    found = common_rules(case, kernel, said, {} if case.arch == "sm_90a" else AMD_SPILLS)
+    if case.name.startswith("pair"):
+        text, wide = next((kernel.asm[kind], wide) for kind, wide in WIDE.items() if kind in kernel.asm)
+        # Of each part and of the output: 8 elements of a lane of 64, 16 of one of 32.
+        bytes_of_lane = (16 if case.arch == "sm_90a" else 8) * (4 if case.name.endswith("float32") else 2)
+        found["accesses of 16 bytes"] = (len(wide.findall(text)), 3 * bytes_of_lane // 16)
+    return found

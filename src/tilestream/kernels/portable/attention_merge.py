@@ -1,14 +1,16 @@
-"""Shares of keys joined: a second, small kernel behind the one that computes them.
+"""Attentions of the same queries to different keys, joined.
 
-Where there are fewer tiles than workers, a tile's keys are split into shares. A share is a work item with an output and
-a log-sum-exp of its own in scratch, float32. This kernel adds them, always in the same order::
+The formula, of any number of parts::
 
-    top = max over shares of lse;  weight = exp(lse - top)
+    top = max over parts of lse;  weight = exp(lse - top)
     out = sum of weight * out / (sum of weight + exp(sink - top));  lse = top + ln (that sum)
 
-So it gives the same bits each run, and no worker waits for another. Stream-K's rule, in which the last of a tile's
-workers adds, would save the launch of 2 to 3 us, but cost each consumer of the Hopper kernel registers for the loop
-that adds. Where keys are split the kernel is bound by reading them, and the shares are in L2.
+`merge_pair` joins two attentions of a caller. `merge_shares` joins the shares of a split: where there are fewer tiles
+than workers, a tile's keys are split into shares, and a share is a work item with an output and a log-sum-exp of its
+own in scratch, float32. `merge_shares` runs behind the kernel that computes them, and adds them always in the same
+order. So it gives the same bits each run, and no worker waits for another. Stream-K's rule, in which the last of a
+tile's workers adds, would save the launch of 2 to 3 us, but cost each consumer of the Hopper kernel registers for the
+loop that adds. Where keys are split the kernel is bound by reading them, and the shares are in L2.
 
 Source of the split: Dao et al., "Flash-Decoding" (2023).
 """
@@ -20,6 +22,30 @@ import triton.language as tl
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def base_of(top):
+    """What is subtracted before exponentials are taken: the largest log-sum-exp; 0 where no key is seen."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def weight_of(logs, base):
+    """``exp(logs - base)``."""
+    return tl.exp2((logs - base) * _LOG2_E)
+
+
+@triton.jit
+def divisor_of(total):
+    """What weights are divided by: their sum; 1 where no key is seen, and all weights are 0."""
+    return tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def lse_of(total, base):
+    """The log-sum-exp of all parts, of the sum of their weights."""
+    return tl.where(total == 0.0, float("-inf"), base + _LN_2 * tl.log2(divisor_of(total)))
 
 
 @triton.jit(
@@ -56,27 +82,87 @@ def merge_shares(
         share = first + some
         logs = tl.load(sums + share.to(tl.int64) * rows + row, mask=share < shares, other=float("-inf"))
         top = tl.maximum(top, tl.max(logs, 0))
-    base = tl.where(top == float("-inf"), 0.0, top)
+    base = base_of(top)
     total = tl.cast(0.0, tl.float32)
     if sinks is not None:
-        total = tl.exp2((tl.load(sinks + head) - base) * _LOG2_E)
+        total = weight_of(tl.load(sinks + head), base)
     acc = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, shares, TOGETHER):
         share = first + some
         lies = share.to(tl.int64) * rows + row
         logs = tl.load(sums + lies, mask=share < shares, other=float("-inf"))
-        weight = tl.exp2((logs - base) * _LOG2_E)
+        weight = weight_of(logs, base)
         part = tl.load(
             partials + (lies[:, None] * DV + column[None, :]), mask=(share < shares)[:, None] & (column < DV)[None, :],
             other=0.0,
         )  # fmt: skip
         acc += tl.sum(weight[:, None] * part, 0)
         total += tl.sum(weight, 0)
-    whole = tl.where(total == 0.0, 1.0, total)
+    whole = divisor_of(total)
     position = row // heads % positions
     sequence = (row // heads // positions).to(tl.int64)
     out_at = out + (sequence * ob + position.to(tl.int64) * os + head.to(tl.int64) * oh)
     tl.store(out_at + column, (acc / whole).to(out.dtype.element_ty), mask=column < DV)
     if lse is not None:
-        logs = tl.where(total == 0.0, float("-inf"), base + _LN_2 * tl.log2(whole))
+        logs = lse_of(total, base)
         tl.store(lse + (sequence * lb + position.to(tl.int64) * ls + head.to(tl.int64) * lh), logs)
+
+
+@triton.jit
+def offsets_of(row, middle, last, s0, s1, s2):
+    """Where rows of ``[first, middle, last]`` begin, by the strides of these extents: 64 bits."""
+    i, j, k = row // last // middle, row // last % middle, row % last
+    return i.to(tl.int64) * s0 + j.to(tl.int64) * s1 + k.to(tl.int64) * s2
+
+
+@triton.jit
+def weigh(o_at, share, mask):
+    """A part's elements times its share. A part without a share does not count, whatever is in it."""
+    part = tl.load(o_at, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(share == 0.0, 0.0, share * part)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "rows", "middle", "last", "a0", "a1", "a2", "b0", "b1", "b2", "o0", "o1", "o2", "la0", "la1", "la2", "lb0",
+        "lb1", "lb2", "lo0", "lo1", "lo2",
+    ),
+    do_not_specialize_on_alignment=("lse_a", "lse_b", "lse"),
+)  # fmt: skip
+def merge_pair(
+    o_a, lse_a, o_b, lse_b, out, lse, rows, middle, last, a0, a1, a2, b0, b1, b2, o0, o1, o2, la0, la1, la2,
+    lb0, lb1, lb2, lo0, lo1, lo2, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Join two attentions: a program a block of rows and of columns, float32 in between.
+
+    Parameters
+    ----------
+    o_a, o_b, out
+        ``[first, middle, last, DV]`` by the strides of the first three, in units of ALIGN elements; the fourth is 1.
+    lse_a, lse_b, lse
+        ``[first, middle, last]``, by their strides.
+    rows
+        ``first * middle * last``.
+    ALIGN
+        So the compiler knows what offsets are multiples of, and moves as much at once.
+    """
+    STRIPS: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
+    row = tl.program_id(0) // STRIPS * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % STRIPS * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = row < rows
+    mask = inside[:, None] & (column < DV)
+    logs_a = tl.load(lse_a + offsets_of(row, middle, last, la0, la1, la2), mask=inside, other=0.0).to(tl.float32)
+    logs_b = tl.load(lse_b + offsets_of(row, middle, last, lb0, lb1, lb2), mask=inside, other=0.0).to(tl.float32)
+    base = base_of(tl.maximum(logs_a, logs_b))
+    weight_a, weight_b = weight_of(logs_a, base), weight_of(logs_b, base)
+    total = weight_a + weight_b
+    whole = divisor_of(total)
+    a_at = o_a + ((ALIGN * offsets_of(row, middle, last, a0, a1, a2))[:, None] + column)
+    b_at = o_b + ((ALIGN * offsets_of(row, middle, last, b0, b1, b2))[:, None] + column)
+    acc = weigh(a_at, (weight_a / whole)[:, None], mask) + weigh(b_at, (weight_b / whole)[:, None], mask)
+    out_at = out + ((ALIGN * offsets_of(row, middle, last, o0, o1, o2))[:, None] + column)
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=mask)
+    # All programs of a row have the same bits; one of them writes.
+    lse_at = lse + offsets_of(row, middle, last, lo0, lo1, lo2)
+    logs = lse_of(total, base).to(lse.dtype.element_ty)
+    tl.store(lse_at, logs, mask=inside & (tl.program_id(0) % STRIPS == 0))

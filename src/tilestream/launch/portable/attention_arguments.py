@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tilestream.core.integers import cdiv
 from tilestream.kernels.attention_config import PortableAttentionConfig
 from tilestream.launch import attention_arguments
 from tilestream.launch.attention_arguments import AttentionLayout, Strides
@@ -13,6 +19,8 @@ from tilestream.plan.problem import ITEMSIZE
 _INT31 = 2**31
 #: Columns of a head that the matrix units take at least.
 _LEAST_COLUMNS = 16
+#: Elements of a program that joins two attentions, 16 bytes of 16-bit ones a lane of AMD's; and its columns at most.
+_PAIR, _PAIR_COLUMNS = 2048, 256
 
 
 class AttentionArguments(attention_arguments.AttentionArguments):
@@ -52,3 +60,24 @@ def _alignment(dtype: str, *strides: Strides) -> int:
     """Elements of 16 bytes where strides are multiples of that, else 1. Of addresses Triton finds out by itself."""
     elements = 16 // ITEMSIZE[dtype]
     return elements if all(stride % elements == 0 for each in strides for stride in each) else 1
+
+
+def pair_arguments(
+    extents: Sequence[int], columns: int, outputs: Sequence[tuple[int, ...]], sums: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
+    """The grid of `tilestream.kernels.portable.attention_merge.merge_pair`, and its arguments behind the pointers.
+
+    Parameters
+    ----------
+    extents
+        Three, of rows.
+    outputs, sums
+        Strides of the rows of ``o_a``, ``o_b`` and ``out``, and of ``lse_a``, ``lse_b`` and ``lse``.
+    """
+    rows, width = math.prod(extents), padded(min(columns, _PAIR_COLUMNS))
+    block = _PAIR // width
+    strides = [*itertools.chain(*outputs)]
+    align = math.gcd(8, *strides)
+    steps = (stride // align for stride in strides)
+    numbers = (rows, *extents[1:], *steps, *itertools.chain(*sums), columns, block, width, align)
+    return (cdiv(rows, block) * cdiv(columns, width), 1, 1), numbers

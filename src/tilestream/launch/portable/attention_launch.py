@@ -8,17 +8,17 @@ import torch
 
 from tilestream.arrival.flat import Awaited
 from tilestream.core.integers import cdiv
-from tilestream.core.operands import AttentionOperands
+from tilestream.core.operands import AttentionOperands, MergeOperands
 from tilestream.kernels.device.varlen import PLACED, list_sequences
-from tilestream.kernels.portable.attention_merge import merge_shares
+from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
 from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.launch import Kernel, Launch, Probe, Table, bounds_of, records_of
-from tilestream.launch.portable.attention_arguments import AttentionArguments, padded
+from tilestream.launch.portable.attention_arguments import AttentionArguments, padded, pair_arguments
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
 
-#: Shares that a program which joins them reads at a time, and its warps.
+#: Shares that a program which joins them reads at a time; warps of a program that joins anything.
 TOGETHER, MERGE_WARPS = 16, 4
 
 
@@ -98,6 +98,27 @@ class MergeLaunch:
 
     def _filled(self, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> tuple[Any, ...]:
         return (*self._kernel.take((*shares, x.out, x.lse, x.sinks)), *self._numbers, *self._constants)
+
+
+class PairLaunch(Launch):
+    """Joins two attentions of one layout: of three or four dimensions, not empty, the last stride 1."""
+
+    def __init__(self, x: MergeOperands) -> None:
+        super().__init__(None, counts=False)
+        extents = (1, *x.lse.shape)[-3:]
+
+        def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+            """Of rows; 0 of an extent of 1, whose stride may be anything."""
+            pairs = zip(x.lse.shape, tensor.stride(), strict=False)
+            return (0, *(0 if extent == 1 else stride for extent, stride in pairs))[-3:]
+
+        outputs, sums = map(strides, (x.o_a, x.o_b, x.out)), map(strides, (x.lse_a, x.lse_b, x.lse))
+        grid, self._numbers = pair_arguments(extents, x.out.shape[-1], [*outputs], [*sums])
+        self._kernel = Kernel(merge_pair, grid, {"num_warps": MERGE_WARPS})
+
+    def issue(self, stream: int, x: MergeOperands, *_: Any) -> None:
+        """As `Launch.issue`."""
+        self._kernel(stream, (*self._kernel.take(x), *self._numbers))
 
 
 class KeyGateLaunch:
