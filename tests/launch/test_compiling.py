@@ -346,6 +346,20 @@ def test_a_remembered_hash_is_triton_s_own(load, memory, monkeypatch):
     assert second.hash == first.hash
 
 
+def test_a_hash_is_forgotten_when_a_file_of_the_package_changes(load, memory, tmp_path):
+    kernel, again = load(), load()
+    compiling._package_stamp.cache_clear()
+    compiling._seed_hash(kernel)
+    (remembered,) = json.loads(memory.read_text())
+    (tmp_path / "that_no_digest_reaches.py").write_text("1")
+    compiling._package_stamp.cache_clear()
+    compiling._seed_hash(again)
+    (other,) = json.loads(memory.read_text())
+    assert other.split()[:2] == remembered.split()[:2]
+    assert other != remembered
+    compiling._package_stamp.cache_clear()
+
+
 @pytest.mark.parametrize("kernel", [gemm, attend, list_sequences, merge_shares], ids=lambda kernel: kernel.__name__)
 def test_every_function_that_triton_hashes_is_in_the_digest(kernel, monkeypatch):
     functions = [

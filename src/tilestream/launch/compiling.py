@@ -252,7 +252,8 @@ def _seed_hash(function: Any) -> None:
     """Give a kernel the hash that Triton would find by parsing all functions that it reaches, if it is remembered."""
     if getattr(function, "hash", "") is None:
         with _making_key:
-            name = f"{function.__module__}.{function.__name__} {_text_digest(function)}"
+            package = _package_stamp(function.__module__.partition(".")[0])
+            name = f"{function.__module__}.{function.__name__} {_text_digest(function)} {package}"
             function.hash = remembered(name, lambda: str(function.cache_key))
 
 
@@ -317,14 +318,27 @@ def _stamp() -> str:
 
     Of times the last change of the inode counts, too: a copy that keeps the time of modification has another.
     """
-    said, root = [triton.__version__, sys.version], Path(triton.__file__).resolve().parent
+    said = [triton.__version__, sys.version, _files_of(Path(triton.__file__).resolve().parent)]
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+
+
+def _files_of(root: Path) -> str:
+    """Names, sizes and times of the files of code within a folder."""
+    said = []
     for path in sorted(_code_within(root)):
         try:
             status = path.stat()
         except FileNotFoundError:  # an editor's lock is a link to nothing
             continue
         said.append(f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+    return "\n".join(said)
+
+
+@functools.cache
+def _package_stamp(name: str) -> str:
+    """A digest of the same of a package's or a module's folder."""
+    where = Path(str(sys.modules[name].__file__)).resolve().parent
+    return hashlib.sha256(_files_of(where).encode()).hexdigest()[:32]
 
 
 def _code_within(root: Path) -> Iterator[Path]:
