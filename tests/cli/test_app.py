@@ -72,6 +72,7 @@ LATE = ArrivalTimeout("matmul", 0, 3, "tile 1", 1.0, 1.0)
         (OSError("odd"), 2, "odd"),
         (EOFError(), 2, "EOFError"),
         (ImportError("pip install it"), 2, "pip install it"),
+        (ModuleNotFoundError("No module named 'triton'", name="triton"), 2, "triton is missing: pip install triton"),
         (ModuleNotFoundError("No module named 'y'", name="y"), 2, "y is missing: pip install 'tilestream[cli]'"),
         (NotImplementedError("device='cuda'"), 2, "device='cuda'"),
         (LATE, 1, str(LATE)),

@@ -116,6 +116,8 @@ def test_a_gpu_s_properties_are_carried_in_a_file(cli, tmp_path, monkeypatch):
         (("--gemm", "8,16,24", "--device", "b100"), "device='b100'"),
         (("--gemm", "8,16,24", "--device", "{text}"), "no file of --save-device"),
         (("--gemm", "8,16,24", "--device", "nowhere.json"), "nowhere.json: No such file"),
+        (("--gemm", "8,16,24", "--device", "{broken}"), "no file of --save-device"),
+        (("--shapes", "{binary}"), "no text"),
         (("--shapes", "{text}"), "a line is 'gemm M,N,K...' or 'attention"),
         (("--from", "nowhere.tar"), "nowhere.tar: No such file"),
         (("nowhere",), "nowhere: No such file"),
@@ -132,7 +134,14 @@ def test_bad_input_is_one_line_and_status_2(cli, compiled, tmp_path, arguments, 
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "folder").mkdir()
-    names = {"text": "text.json", "broken": "broken.json", "config": "config.json", "folder": "folder"}
+    (tmp_path / "binary").write_bytes(b"\xff")
+    names = {
+        "binary": "binary",
+        "text": "text.json",
+        "broken": "broken.json",
+        "config": "config.json",
+        "folder": "folder",
+    }
     paths = {name: tmp_path / path for name, path in names.items()}
     result = cli("warm", *(str(one).format(**paths) for one in arguments))
     assert result.exit_code == 2

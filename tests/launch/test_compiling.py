@@ -79,6 +79,35 @@ def test_two_threads_make_one_driver(monkeypatch):
     assert seen == made * 4
 
 
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent():
+    held, end = threading.Event(), threading.Event()
+
+    def hold():
+        with compiling._making_driver, compiling._making_key:
+            held.set()
+            end.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+    if not (child := os.fork()):
+        os._exit(0 if compiling._making_driver.acquire(timeout=5) and compiling._making_key.acquire(timeout=5) else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    end.set()
+    thread.join()
+    assert status == 0
+
+
+def test_nothing_is_prepared_while_the_interpreter_exits(monkeypatch):
+    def start(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(compiling.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compiling.threading.Thread, "start", start)
+    compiling.prepare.__wrapped__()
+
+
 def test_a_gpu_here_is_compiled_for_before_its_driver_is_made(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", None)
     monkeypatch.setattr(compiling.torch.cuda, "is_available", lambda: True)
@@ -96,6 +125,18 @@ def test_a_gpu_here_is_compiled_for_before_its_driver_is_made(monkeypatch):
         get_current_target=lambda: "the driver's", get_current_device=lambda: 5
     ))  # fmt: skip
     assert compiling.compiled(SimpleNamespace(warmup=warmup), (), {})[:2] == ("the driver's", 5)
+
+
+def test_a_triton_that_holds_its_driver_otherwise_is_left_alone(monkeypatch):
+    assert compiling._can_stand_in(compiling._Drivers.__bases__[0]())
+    assert not compiling._can_stand_in(SimpleNamespace(active=None, _active=None))
+    assert not compiling._can_stand_in(type("Holder", (), {"active": property(lambda self: None)})())
+    monkeypatch.setattr(compiling, "_STANDS_IN", False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    monkeypatch.setattr(compiling.torch.cuda, "is_available", lambda: pytest.fail("asked"))
+    assert compiling._present() is None
+    with pytest.raises(NotImplementedError, match="compiles for the GPU that is here alone"), compiling.ahead("sm_90"):
+        pass
 
 
 def test_steps_side_by_side_are_done_as_by_their_caller():
@@ -150,6 +191,18 @@ def test_a_file_that_changes_is_another_stamp(package, name):
     assert stamp() != before
 
 
+def test_files_behind_links_are_of_the_stamp(package, tmp_path):
+    (tmp_path / "third_party").mkdir()
+    (tmp_path / "third_party" / "compiler.py").write_text("1")  # as in an editable build of Triton
+    (tmp_path / "third_party" / "again").symlink_to(tmp_path / "third_party")
+    (package / "backends").mkdir()
+    (package / "backends" / "nvidia").symlink_to(tmp_path / "third_party")
+    (package / "compiler" / ".#code.py").symlink_to("nowhere")  # an editor's lock
+    before = stamp()
+    (tmp_path / "third_party" / "compiler.py").write_text("22")
+    assert stamp() != before
+
+
 def test_a_file_more_or_less_and_another_version_are_other_stamps(package, monkeypatch):
     stamps = [stamp()]
     (package / "compiler" / "new.py").write_text("")
@@ -192,10 +245,19 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     assert compiling.remembered("a", lambda: "made") == "made"
 
 
-def test_triton_asks_the_memory_for_its_key(memory):
-    compiling._hash_once()
-    assert triton.runtime.cache.triton_key() == sys.modules["triton.runtime.cache"].triton_key()
-    assert triton.runtime.cache.triton_key().startswith(triton.__version__)
+def test_only_compiled_takes_the_remembered_key(memory):
+    compiling._remember_key()
+    assert triton.runtime.cache.triton_key() == compiling._hash_triton()
+    assert not memory.exists()  # other kernels have the key that Triton hashes, whatever is remembered
+    asked = SimpleNamespace(hash="seeded", warmup=lambda grid: triton.runtime.cache.triton_key())
+    compiling._known_key.cache_clear()
+    assert compiling.compiled(asked, (), {}) == compiling._hash_triton()
+    assert json.loads(memory.read_text())["triton"] == compiling._hash_triton()
+    memory.write_text('{"triton": "of an earlier process"}')
+    compiling._known_key.cache_clear()
+    assert compiling.compiled(asked, (), {}) == "of an earlier process"
+    assert triton.runtime.cache.triton_key() == compiling._hash_triton()
+    compiling._known_key.cache_clear()
 
 
 # Hashes of kernels ----------------------------------------------------------------------------------------------------
@@ -257,6 +319,7 @@ def test_equal_text_has_one_digest(load):
         ("constexpr(4)", "constexpr(8)"),
         ("tl.load(p)", "tl.load(p + 1)"),
         ("x + WIDTH", "x + OTHER"),
+        ("@triton.jit\ndef inner", "@triton.jit(noinline=True)\ndef inner"),
         ("\n@triton.jit\ndef outer", "\n\n@triton.jit\ndef outer"),  # Triton hashes the line, too
     ],
 )
@@ -281,6 +344,20 @@ def test_a_remembered_hash_is_triton_s_own(load, memory, monkeypatch):
     monkeypatch.setattr(JITFunction, "cache_key", property(lambda self: pytest.fail("parsed again")))
     compiling._seed_hash(second)
     assert second.hash == first.hash
+
+
+def test_a_hash_is_forgotten_when_a_file_of_the_package_changes(load, memory, tmp_path):
+    kernel, again = load(), load()
+    compiling._package_stamp.cache_clear()
+    compiling._seed_hash(kernel)
+    (remembered,) = json.loads(memory.read_text())
+    (tmp_path / "that_no_digest_reaches.py").write_text("1")
+    compiling._package_stamp.cache_clear()
+    compiling._seed_hash(again)
+    (other,) = json.loads(memory.read_text())
+    assert other.split()[:2] == remembered.split()[:2]
+    assert other != remembered
+    compiling._package_stamp.cache_clear()
 
 
 @pytest.mark.parametrize("kernel", [gemm, attend, list_sequences, merge_shares], ids=lambda kernel: kernel.__name__)

@@ -822,6 +822,8 @@ def test_a_driver_that_is_missing_is_named(loaded, libraries, cuda, ours, messag
 
 
 def test_why_there_is_no_extension_is_said(monkeypatch, tmp_path):
+    monkeypatch.delenv(native.HIP_ENVIRONMENT, raising=False)  # the GPU tests set it
+
     def why(**environment: str) -> str:
         native.load.cache_clear()
         for name, value in environment.items():

@@ -320,6 +320,7 @@ ATTENTION = {
     "shared heads": ((1, 20, 4, 16), (1, 20, 2, 16), {"causal": True}),
     "shared heads, two sequences": ((2, 20, 4, 16), (2, 20, 2, 16), {}),
     "more keys": ((1, 9, 2, 16), (1, 40, 2, 16), {"scale": 0.3}),
+    "scale below 0": ((1, 9, 2, 16), (1, 40, 2, 16), {"scale": -0.5}),
     "top left, more keys": ((1, 9, 2, 16), (1, 40, 2, 16), {"causal": "top_left"}),
     "top left, more queries": ((1, 40, 2, 16), (1, 9, 2, 16), {"causal": "top_left"}),
     "top left, one query": ((2, 1, 2, 16), (2, 40, 2, 16), {"causal": "top_left"}),
@@ -342,6 +343,16 @@ def expected(q, k, v, dtype, layout="bshd", causal=False, scale=None):
         scores = scores.masked_fill(hidden, -torch.inf)
     out = scores.softmax(-1) @ v
     return out if layout == "bhsd" else out.transpose(1, 2), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("causal", [True, "top_left"])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_is_not_positive_leaves_the_mask_as_it_is(scale, causal):
+    q, k, v = (heads(2, 20, 4, 16, dtype=torch.float64) + i for i in range(3))
+    out, lse = ts.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+    right, right_lse = expected(q, k, v, torch.float64, causal=causal, scale=scale)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(lse, right_lse, check_dtype=False)
 
 
 @pytest.mark.parametrize("into", [False, True], ids=["new", "out="])

@@ -152,7 +152,7 @@ def test_what_is_just_within_it_takes(name, change, device):
 
 @pytest.mark.parametrize(
     ("name", "device", "variants"),
-    [("hopper attention", H100, "turns, apart"), ("cdna attention", MI355X, "direct, staged")],
+    [("hopper attention", H100, "ordered, unordered"), ("cdna attention", MI355X, "direct, staged")],
 )
 def test_attention_refuses_a_variant_that_there_is_not(name, device, variants):
     policy = KERNELS[name].policy

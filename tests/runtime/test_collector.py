@@ -1,6 +1,7 @@
 """Blocks in which no garbage is collected."""
 
 import gc
+import os
 import threading
 
 import pytest
@@ -54,3 +55,38 @@ def test_a_block_of_another_thread_holds_on():
     end.set()
     thread.join()
     assert gc.isenabled()
+
+
+def in_child(step):
+    """What ``step`` returns in a forked process, as a status of at most 127."""
+    if not (child := os.fork()):
+        os._exit(step())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def collects():
+    before = gc.isenabled()
+    with collector.paused():
+        inside = gc.isenabled()
+    return 4 * before + 2 * inside + gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
+def test_a_block_of_another_thread_is_not_in_a_forked_child():
+    began, end = threading.Event(), threading.Event()
+
+    def hold():
+        with collector.paused():
+            began.set()
+            end.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert began.wait(10)
+    statuses = [in_child(collects)]
+    with collector.paused():
+        statuses.append(in_child(collects))  # the block of the thread that forks is
+    end.set()
+    thread.join()
+    assert statuses == [0b101, 0]

@@ -77,6 +77,7 @@ def _native() -> str:
 def _kernels() -> Iterator[tuple[str, str]]:
     """What is warm: where Triton's cache is, and this package's kernels in it, by what they were compiled for."""
     if importlib.util.find_spec("triton") is None:
+        yield "warm", "nothing: triton is not installed"
         return
     from tilestream_tools.warm import kernel_cache
 

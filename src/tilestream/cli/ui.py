@@ -70,7 +70,8 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         if (error.name or "").startswith("tilestream_tools"):
             return "this command needs the package tilestream_tools, which tilestream installs: reinstall tilestream"
-        return f"{error.name} is missing: pip install 'tilestream[cli]'"
+        package = "triton" if error.name == "triton" else "'tilestream[cli]'"
+        return f"{error.name} is missing: pip install {package}"
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -86,8 +86,9 @@ def gpu(device: str) -> DeviceProperties:
         if found.backend == "cpu":
             raise ValueError(f"--device {device}: nothing is compiled for a CPU; name a GPU")
         return found
-    saved = json.loads(Path(device).read_text(encoding="utf-8"))
+    text = Path(device).read_bytes()
     try:
+        saved = json.loads(text)
         pairs = {name: tuple((kind, rate) for kind, rate in saved[name]) for name in ("tensor", "sustained")}
         return DeviceProperties(**{**saved, **pairs})
     except (KeyError, TypeError, ValueError):
@@ -102,7 +103,11 @@ def described(
     from tilestream_tools.warm.calls import of_model, parse
 
     found = [parse("gemm", text) for text in gemms] + [parse("attention", text) for text in attentions]
-    for line in [] if shapes is None else shapes.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = [] if shapes is None else shapes.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--shapes {shapes}: no text: {error}") from None
+    for line in lines:
         kind, _, text = line.partition("#")[0].strip().partition(" ")
         if kind and kind not in ("gemm", "attention"):
             raise ValueError(f"{shapes}: {line!r}; a line is 'gemm M,N,K...' or 'attention B,S,H,Hkv,D...'")

@@ -3,6 +3,8 @@
 The first launch on a machine waits for three things: Triton hashes its own library (460 MB); a C compiler builds its
 driver module; the kernel is compiled. `prepare` begins the first two in threads, and `compiled` needs no driver, only
 its target. What was hashed is kept beside Triton's cache, under the sizes and times of the files that it depends on.
+
+Triton is changed for this package's kernels alone: other threads see its own driver, and other kernels its own hash.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -39,12 +42,24 @@ class _Here(threading.local):
     driver: _StandIn | None = None
     #: Whether this thread compiles ahead: see `ahead`.
     is_ahead = False
+    #: Whether this thread is in `compiled`.
+    compiles = False
 
 
 _here = _Here()
 T = TypeVar("T")
 _blocks = itertools.count()
 _making_driver, _making_key = threading.RLock(), threading.Lock()
+
+
+def _in_forked_child() -> None:
+    """The thread that held a lock is not in the child."""
+    global _making_driver, _making_key
+    _making_driver, _making_key = threading.RLock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 # The driver -----------------------------------------------------------------------------------------------------------
@@ -85,7 +100,14 @@ class _Drivers(type(triton_driver)):  # type: ignore[misc]
             return super().active
 
 
-triton_driver.__class__ = _Drivers
+def _can_stand_in(holder: object) -> bool:
+    """Whether a holder is of the kind that `_Drivers` extends: a later Triton may have another, which is left alone."""
+    return isinstance(getattr(type(holder), "active", None), property) and hasattr(holder, "_active")
+
+
+_STANDS_IN = _can_stand_in(triton_driver)
+if _STANDS_IN:
+    triton_driver.__class__ = _Drivers
 
 
 @contextlib.contextmanager
@@ -99,7 +121,7 @@ def _standing_in(driver: _StandIn | None, is_ahead: bool) -> Iterator[None]:
 
 def _present() -> _StandIn | None:
     """A stand-in for the driver of this process's GPU until that is made; None where Triton's own is to be asked."""
-    if _here.driver is not None or triton_driver._active is not None or torch.version.hip is not None:
+    if not _STANDS_IN or _here.driver is not None or triton_driver._active is not None or torch.version.hip is not None:
         return _here.driver
     if not torch.cuda.is_available():
         return None
@@ -120,10 +142,14 @@ def compiled(function: Any, filled: Sequence[Any], options: dict[str, Any]) -> A
     filled, options
         Its arguments, as for a launch, and how it is compiled.
     """
-    _hash_once()
+    _remember_key()
     with collector.paused(), _standing_in(_present(), _here.is_ahead):
         _seed_hash(function)
-        return function.warmup(*filled, grid=(1,), **options)
+        outer, _here.compiles = _here.compiles, True
+        try:
+            return function.warmup(*filled, grid=(1,), **options)
+        finally:
+            _here.compiles = outer
 
 
 def side_by_side(first: Callable[[], T], *others: Callable[[], object]) -> T:
@@ -156,7 +182,16 @@ def ahead(arch: str) -> Iterator[None]:
     """In this block and thread, launches compile their kernels for a GPU of this arch, and launch nothing.
 
     Their operands are on the meta device: see `tilestream_tools.warm.ahead`.
+
+    Raises
+    ------
+    NotImplementedError
+        With a Triton that holds its driver in another way.
     """
+    if not _STANDS_IN:
+        raise NotImplementedError(
+            f"Triton {triton.__version__} compiles for the GPU that is here alone; 3.6 does ahead"
+        )
     # A device of its own: Triton keeps nothing of this block for later ones.
     with _standing_in(_StandIn(target_of(arch), f"ahead of {arch}, {next(_blocks)}"), True):
         yield
@@ -179,34 +214,46 @@ def prepare() -> None:
             step()
 
     if not INTERPRETED and torch.cuda.is_available():
-        _hash_once()
-        for step in (triton_cache.triton_key, lambda: triton_driver.active):
-            threading.Thread(target=quietly, args=(step,), name="tilestream prepares").start()
+        for step in (_triton_key, lambda: triton_driver.active):
+            with contextlib.suppress(RuntimeError):  # the interpreter exits: no thread begins any more
+                threading.Thread(target=quietly, args=(step,), name="tilestream prepares").start()
+
+
+_hash_triton: Callable[[], str] | None = getattr(triton_cache, "triton_key", None)
 
 
 @functools.cache
-def _hash_once() -> None:
-    """Have Triton's key of itself remembered from process to process."""
-    own = getattr(triton_cache, "triton_key", None)
+def _known_key() -> str:
+    assert _hash_triton is not None
+    return remembered("triton", _hash_triton)
+
+
+def _triton_key() -> str:
+    """Triton's key of itself, which is remembered from process to process."""
+    with _making_key:
+        return _known_key()
+
+
+@functools.cache
+def _remember_key() -> None:
+    """Have `compiled` take the remembered key. All else that asks Triton for its key gets what Triton hashes."""
+    own = _hash_triton
     if own is None:
         return
 
-    @functools.cache
+    @functools.wraps(own)
     def triton_key() -> str:
-        with _making_key:
-            return remembered("triton", own)
+        return _triton_key() if _here.compiles else own()
 
-    def locked() -> str:
-        return triton_key()
-
-    triton_cache.triton_key = locked
+    triton_cache.triton_key = triton_key
 
 
 def _seed_hash(function: Any) -> None:
     """Give a kernel the hash that Triton would find by parsing all functions that it reaches, if it is remembered."""
     if getattr(function, "hash", "") is None:
         with _making_key:
-            name = f"{function.__module__}.{function.__name__} {_text_digest(function)}"
+            package = _package_stamp(function.__module__.partition(".")[0])
+            name = f"{function.__module__}.{function.__name__} {_text_digest(function)} {package}"
             function.hash = remembered(name, lambda: str(function.cache_key))
 
 
@@ -219,7 +266,7 @@ def _text_digest(function: Any) -> str:
     said, seen, reached = [], {id(function)}, [function]
     while reached:
         one = reached.pop()
-        said.append(f"{one.__module__}:{one.starting_line_number} {one.src}")
+        said.append(f"{one.__module__}:{one.starting_line_number} {getattr(one, 'noinline', False)} {one.src}")
         names = sorted(_names(one.fn.__code__))
         closure = inspect.getclosurevars(one.fn).nonlocals if one.fn.__closure__ else {}
         values = {name: closure.get(name, one.__globals__.get(name)) for name in names}
@@ -271,8 +318,35 @@ def _stamp() -> str:
 
     Of times the last change of the inode counts, too: a copy that keeps the time of modification has another.
     """
-    said, root = [triton.__version__, sys.version], Path(triton.__file__).resolve().parent
-    for path in sorted((*root.rglob("*.py"), *(root / "_C").glob("*.so"))):
-        status = path.stat()
-        said.append(f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+    said = [triton.__version__, sys.version, _files_of(Path(triton.__file__).resolve().parent)]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+
+
+def _files_of(root: Path) -> str:
+    """Names, sizes and times of the files of code within a folder."""
+    said = []
+    for path in sorted(_code_within(root)):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # an editor's lock is a link to nothing
+            continue
+        said.append(f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+    return "\n".join(said)
+
+
+@functools.cache
+def _package_stamp(name: str) -> str:
+    """A digest of the same of a package's or a module's folder."""
+    where = Path(str(sys.modules[name].__file__)).resolve().parent
+    return hashlib.sha256(_files_of(where).encode()).hexdigest()[:32]
+
+
+def _code_within(root: Path) -> Iterator[Path]:
+    """Python and shared objects. In a source tree of Triton the backends are links to folders outside of it."""
+    seen = set()
+    for folder, inner, names in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            inner.clear()
+            continue
+        seen.add(real)
+        yield from (Path(folder, name) for name in names if name.endswith((".py", ".so")))

@@ -5,6 +5,7 @@ The counter imports Triton, which a process that counts nothing, on a CPU, has n
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -21,7 +22,8 @@ def register_flop_formula(ops: Any) -> Callable[[Callable[..., int]], Callable[.
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         if _COUNTER in sys.modules:
-            sys.modules[_COUNTER].register_flop_formula(ops)(formula)
+            # Not from sys.modules: another thread may be in the middle of importing it, which is waited for.
+            importlib.import_module(_COUNTER).register_flop_formula(ops)(formula)
         else:
             _formulas.append((ops, formula))
         return formula

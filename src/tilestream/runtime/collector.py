@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
 _lock = threading.Lock()
 _depth = 0  # blocks that are open, of all threads
 _was_enabled = False
+_here = threading.local()  # its depth: blocks that are open in this thread
 
 
 @contextlib.contextmanager
@@ -25,10 +27,25 @@ def paused() -> Iterator[None]:
             _was_enabled = gc.isenabled()
             gc.disable()
         _depth += 1
+        _here.depth = getattr(_here, "depth", 0) + 1
     try:
         yield
     finally:
         with _lock:
             _depth -= 1
+            _here.depth -= 1
             if _depth == 0 and _was_enabled:
                 gc.enable()
+
+
+def _in_forked_child() -> None:
+    """Of the parent's threads, and the blocks open in them, the child has the one that forked."""
+    global _lock, _depth
+    _lock, blocks = threading.Lock(), _depth
+    _depth = getattr(_here, "depth", 0)
+    if blocks and not _depth and _was_enabled:
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)

@@ -153,19 +153,35 @@ def of_model(
     Raises
     ------
     ValueError
-        If it does not say how wide the model is.
+        If it does not say how wide the model is, or what it says is no size or no dtype.
     """
-    config = config.get("text_config", config)
+    if not isinstance(config, Mapping):
+        raise ValueError("the configuration is no JSON object")
+    config = config.get("text_config") or config
     needed = ("hidden_size", "intermediate_size", "num_attention_heads")
-    missing = [name for name in needed if not isinstance(config.get(name), int)]
-    if missing:
+    if missing := [name for name in needed if config.get(name) is None]:
         raise ValueError(
             f"the configuration has no {', '.join(missing)}: describe its layers by --gemm and --attention"
         )
+    for name in (*needed, "num_key_value_heads", "head_dim", "vocab_size"):
+        if (size := config.get(name)) is not None and (type(size) is not int or size < 1):
+            raise ValueError(
+                f"the configuration's {name} is {size!r}, and no positive whole number: describe its layers by --gemm "
+                "and --attention"
+            )
     hidden, inner, heads = (config[name] for name in needed)
     heads_kv = config.get("num_key_value_heads") or heads
+    if heads % heads_kv:
+        raise ValueError(f"the configuration's num_key_value_heads {heads_kv} does not divide its {heads} heads")
     columns = config.get("head_dim") or hidden // heads
-    dtype = dtype or str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    if dtype is None:
+        whose, dtype = "the configuration's dtype", str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    else:
+        whose = "--dtype"
+    try:
+        dtype = dtype_name(dtype.removeprefix("torch."))
+    except TypeError:
+        raise ValueError(f"{whose} {dtype} is none that is multiplied: give --dtype bfloat16") from None
     # Qwen2 has a bias of these three whatever its configuration says.
     qkv_bias = bool(config.get("attention_bias")) or str(config.get("model_type", "")).startswith("qwen2")
     mlp_bias = bool(config.get("mlp_bias"))

@@ -14,6 +14,7 @@ import platform
 import re
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +60,7 @@ def kernels(within: Path | None = None) -> Iterator[CachedKernel]:
             arch = f"sm_{target['arch']}" if target["backend"] == "cuda" else str(target["arch"])
             size = sum(one.stat().st_size for one in where.iterdir())
             yield CachedKernel(where, name, arch, metadata["triton_version"], size)
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             continue  # it is being written, or has been removed
 
 
@@ -92,12 +93,14 @@ def pack(to: Path, found: Iterable[CachedKernel]) -> int:
     FileExistsError
         If there is such a file or folder already.
     """
-    files = {_MANIFEST: json.dumps(made_by(), indent=1).encode()}
+    files: dict[str, bytes] = {}
     kernels_of_pack = list(found)
     for kernel in kernels_of_pack:
         for one in kernel.folder.iterdir():
             if one.is_file() and not one.name.startswith(_INDEX):
                 files[f"{kernel.folder.name}/{one.name}"] = one.read_bytes()
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    files[_MANIFEST] = json.dumps({**made_by(), "files": digests}, indent=1).encode()
     if to.name.endswith(_TARS):
         with tarfile.open(to, "x:" if to.suffix == ".tar" else "x:gz") as tar:
             for name, data in files.items():
@@ -118,12 +121,13 @@ def unpack(source: Path) -> tuple[int, int]:
     Raises
     ------
     ValueError
-        If it is no pack, or one made with other versions: nothing of it would be found.
+        If it is no pack, one that is damaged, or one made with other versions: nothing of it would be found.
     """
     files = _files_of(source)
     try:
         by, here = json.loads(files.pop(_MANIFEST)), made_by()
-    except (KeyError, ValueError):
+        digests: dict[str, str] = by["files"]
+    except (KeyError, TypeError, ValueError):
         raise ValueError(f"{source}: no pack of kernels; `tilestream warm --to` makes one") from None
     other = [f"{what} {by.get(what)}, here {here[what]}" for what in here if by.get(what) != here[what]]
     if other:
@@ -134,9 +138,12 @@ def unpack(source: Path) -> tuple[int, int]:
             raise ValueError(f"{source}: {name!r} is no file of a kernel")
         where, _, inner = name.partition("/")
         homes.setdefault(where, {})[inner] = data
+    damaged = [name for name in digests if hashlib.sha256(files.get(name, b"")).hexdigest() != digests[name]]
+    if damaged or len(files) != len(digests):
+        raise ValueError(f"{source}: damaged: {', '.join(damaged[:3]) or 'a file too many'}: copy it again")
     new = 0
     for where, members in homes.items():
-        (name,) = [inner for inner in members if inner.endswith(".json")]
+        name = next(inner for inner in members if inner.endswith(".json"))
         place = folder() / where
         if (place / f"{_INDEX}{name}").exists():
             continue
@@ -156,7 +163,7 @@ def _files_of(source: Path) -> dict[str, bytes]:
         with tarfile.open(source) as tar:
             members = ((one.name, tar.extractfile(one)) for one in tar.getmembers() if one.isfile())
             return {name: file.read() for name, file in members if file is not None}
-    except tarfile.TarError as error:
+    except (tarfile.TarError, EOFError, zlib.error) as error:
         raise ValueError(f"{source}: neither a folder nor a tar: {error}") from None
 
 

@@ -83,6 +83,51 @@ def test_what_is_no_pack_is_refused(cache, tmp_path):
         kernel_cache.unpack(tmp_path / "nowhere.tar")
 
 
+def spoil_code(pack):
+    (pack / HOMES[0] / "gemm.cubin").write_text("c0de")
+
+
+def lose_metadata(pack):
+    (pack / HOMES[0] / "gemm.json").unlink()
+
+
+def add_a_kernel(pack):
+    (pack / HOMES[0] / "more.cubin").write_text("code")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (spoil_code, f"damaged: {HOMES[0]}/gemm.cubin: copy it again"),
+        (lose_metadata, f"damaged: {HOMES[0]}/gemm.json: copy it again"),
+        (add_a_kernel, "damaged: a file too many"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_damaged_pack_is_refused(cache, tmp_path, monkeypatch, damage, says):
+    pack = tmp_path / "pack"
+    kernel_cache.pack(pack, kernel_cache.kernels())
+    damage(pack)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "there"))
+    with pytest.raises(ValueError, match=says):
+        kernel_cache.unpack(pack)
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_tar_that_was_cut_is_refused(cache, tmp_path):
+    kernel_cache.pack(tmp_path / "pack.tgz", kernel_cache.kernels())
+    whole = (tmp_path / "pack.tgz").read_bytes()
+    (tmp_path / "cut.tgz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"cut\.tgz: neither a folder nor a tar"):
+        kernel_cache.unpack(tmp_path / "cut.tgz")
+
+
+@pytest.mark.parametrize("metadata", ["[]", '{"target": null}'])
+def test_a_kernel_of_other_metadata_is_left_out(cache, metadata):
+    (cache / HOMES[0] / "gemm.json").write_text(metadata)
+    assert [one.name for one in kernel_cache.kernels()] == ["attend"]
+
+
 @pytest.mark.parametrize("member", ["../evil.json", "/etc/evil.json", "AAAA/../../evil.json", "evil.json"])
 def test_a_pack_writes_into_folders_of_kernels_only(cache, tmp_path, member):
     kernel_cache.pack(tmp_path / "pack.tar", kernel_cache.kernels())

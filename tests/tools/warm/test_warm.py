@@ -93,6 +93,34 @@ def test_a_configuration_without_widths_is_refused():
         of_model({"intermediate_size": 8}, (1,))
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ([], "the configuration is no JSON object"),
+        (LLAMA | {"hidden_size": -4}, "the configuration's hidden_size is -4, and no positive whole number"),
+        (LLAMA | {"hidden_size": True}, "hidden_size is True"),
+        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        (LLAMA | {"num_key_value_heads": "8"}, "num_key_value_heads is '8'"),
+        (LLAMA | {"num_key_value_heads": [8, 4]}, "num_key_value_heads is "),
+        (LLAMA | {"head_dim": 12.5}, "head_dim is 12.5"),
+        (LLAMA | {"vocab_size": 0}, "vocab_size is 0"),
+        (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide its 32 heads"),
+        (LLAMA | {"torch_dtype": "auto"}, "the configuration's dtype auto is none that is multiplied"),
+    ],
+)
+def test_a_configuration_that_is_no_model_s_is_refused(config, says):
+    with pytest.raises(ValueError, match=says):
+        of_model(config, (1,))
+
+
+def test_a_model_s_dtype_is_one_that_is_multiplied():
+    assert {call.dtype for call in of_model(LLAMA | {"torch_dtype": "torch.float32", "text_config": None}, (1,))} == {
+        "float32"
+    }
+    with pytest.raises(ValueError, match="--dtype fp16 is none that is multiplied: give --dtype bfloat16"):
+        of_model(LLAMA, (1,), dtype="fp16")
+
+
 def test_calls_of_equal_kernels_are_one_and_nothing_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     calls = [Gemm(4096, 4096, 4096), Gemm(4096, 4096, 8192), Gemm(16, 4096, 4096), Attention(1, 1, 8, 8, 64, keys=8192)]

@@ -56,6 +56,7 @@ def unlike_torch(problem: AttentionProblem) -> str:
         "lengths of keys": p.lengths, "a soft cap": p.softcap, "sinks": p.sinks, "scales of heads": p.scaled,
         "a window": p.window != (None, None), "values of other columns than keys": p.head_dim != p.head_dim_v,
         "a diagonal that ends in the last corner": p.causal and not square and p.seqlen_q != 1,
+        "a diagonal and a scale that is not positive": p.causal and not p.positive,  # it scales the mask, too
         "nothing to compute": not (p.seqlen_k and p.rows and p.heads_q),
     }  # fmt: skip
     return next((what for what, there in reasons.items() if there), "")
