@@ -325,8 +325,6 @@ ATTENTION = {
     "top left, more queries": ((1, 40, 2, 16), (1, 9, 2, 16), {"causal": "top_left"}),
     "top left, one query": ((2, 1, 2, 16), (2, 40, 2, 16), {"causal": "top_left"}),
     "one query": ((2, 1, 2, 16), (2, 40, 2, 16), {"causal": True}),
-    "causal, a scale below 0": ((2, 20, 4, 16), (2, 20, 4, 16), {"causal": True, "scale": -0.3}),
-    "causal, a scale of 0": ((2, 20, 4, 16), (2, 20, 4, 16), {"causal": True, "scale": 0.0}),
     "bhsd": ((2, 4, 20, 16), (2, 4, 20, 16), {"layout": "bhsd", "causal": True}),
     "bhsd, shared heads": ((1, 4, 20, 16), (1, 1, 20, 16), {"layout": "bhsd"}),
 }

@@ -46,8 +46,6 @@ def flash(
     key on. The output lies as ``[B, S, H, D]``. Its bits depend on no number of threads. The log-sum-exp of a row all
     of whose scores have overflowed to -inf is 0.
     """
-    if causal and scale <= 0:  # it masks with -inf before it scales: NaN, or what is masked counts
-        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
     out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
