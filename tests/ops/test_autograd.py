@@ -216,6 +216,16 @@ def test_a_result_of_no_grad_can_be_changed_where_gradients_are_asked_for(name):
         factor.grad = None
 
 
+@pytest.mark.parametrize("name", ["mm", "one batch", "rows", "vector"])
+def test_so_can_a_compiled_products(name):
+    x, factor = rand(3, 4, 8), torch.ones((), requires_grad=True)
+    with torch.no_grad():
+        result = torch.compile(RESHAPED[name], backend="eager", fullgraph=True)(x)
+    kept = result.clone()
+    result.mul_(factor).sum().backward()
+    torch.testing.assert_close(factor.grad, kept.sum())
+
+
 @pytest.mark.parametrize("schedule", ["static", "dynamic", "stream_k"])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_arrival_then_backward(schedule, activation):

@@ -247,6 +247,8 @@ def _multiply(r: Request) -> torch.Tensor:
         except Overlap as error:
             raise Overlap(f"{op}: {error.what}", r.name(error.read)) from None
     if out is None:
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            return torch.ops.aten._unsafe_view(result, shape)  # what `made_fresh` is in a graph
         with made_fresh():
             return result.reshape(shape)
     return out.copy_(result.reshape(shape)) if copied else out
