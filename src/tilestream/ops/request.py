@@ -248,7 +248,8 @@ def _multiply(r: Request) -> torch.Tensor:
             raise Overlap(f"{op}: {error.what}", r.name(error.read)) from None
     if out is None:
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            return torch.ops.aten._unsafe_view(result, shape)  # what `made_fresh` is in a graph
+            apart: torch.Tensor = torch.ops.aten._unsafe_view(result, shape)  # what `made_fresh` is in a graph
+            return apart
         with made_fresh():
             return result.reshape(shape)
     return out.copy_(result.reshape(shape)) if copied else out
