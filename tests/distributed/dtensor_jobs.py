@@ -226,6 +226,20 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(x)))
 
 
+def infers(rank, world):
+    """In inference mode, of tensors that were made outside of it."""
+    mesh = init_device_mesh("cpu", (world,))
+    x, w, q = random(0, (2, 4, 6)), random(1, (8, 6)), random(2, (2, 4, 2, 8))
+    dx, dw, dt = (distribute(y, mesh, of) for y, of in ((x, "S0"), (w, "R"), (w.t().contiguous(), "R")))
+    dq = distribute(q, mesh, "S0")
+    with torch.inference_mode():
+        assert_equal("linear", [ts.linear(dx, dw)], [x @ w.t()])
+        assert_equal("matmul", [ts.matmul(dx, dt)], [x @ w.t()])
+        for layout in ("bshd", "bhsd"):
+            assert_equal(layout, [ts.attention(dq, dq, dq, layout=layout)], [ts.attention(q, q, q, layout=layout)])
+    return True
+
+
 def attention_of_torch(q, k, v):
     """In operations that DTensor shards by heads on the CPU."""
     q, k, v = (y.transpose(1, 2) for y in (q, k, v))

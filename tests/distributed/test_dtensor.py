@@ -150,6 +150,10 @@ def test_outputs_of_any_placements_are_written_and_chunks_refused(ranks):
         assert said[6].endswith("no output is resized in a compiled function, nor a DTensor")
 
 
+def test_inference_mode_is_no_obstacle(ranks):
+    assert all(ranks.run(2, jobs.infers))
+
+
 @pytest.mark.parametrize(
     ("mesh", "how"), [((2,), "tp"), ((2,), "sequence tp"), ((2,), "fsdp"), ((2, 2), "fsdp tp")],
     ids=lambda x: x if isinstance(x, str) else name_of(x),

@@ -19,7 +19,7 @@ from tilestream.ops.limit import limit
 from tilestream.ops.operands import made_fresh
 from tilestream.ops.request import clear_signals
 from tilestream.ops.scales import check_scale_dtype
-from tilestream.ops.sharding import is_dtensor, refuse_dtensors
+from tilestream.ops.sharding import dtensor_views, is_dtensor, refuse_dtensors
 from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
 from tilestream.plan.attention_problem import ATTENTION_DTYPES, LAYOUTS, Alignment, AttentionLayout
 from tilestream.runtime import shutdown
@@ -96,13 +96,15 @@ def attend(r: AttentionRequest) -> Answer:
     waits = r.arrival is not None or r.deadline is not None
     if waits or torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor):
         return _attend(r)
-    if r.q.is_cuda:
-        return native.observed_attention(r[:-2], lambda: _attend(r))
-    if any(x is not None for x in (*r[3:11], r.window, r.softcap, r.max_seqlen_q, r.max_seqlen_k, r.workers, r.splits)):
-        return _attend(r)
-    return inline.first_attention(
-        (r.q, r.k, r.v, r.out), (r.layout, r.causal, r.scale, r.return_lse, r.schedule), lambda: _attend(r)
-    )
+    others = (*r[3:11], r.window, r.softcap, r.max_seqlen_q, r.max_seqlen_k, r.workers, r.splits)
+    with dtensor_views(r.q):
+        if r.q.is_cuda:
+            return native.observed_attention(r[:-2], lambda: _attend(r))
+        if any(x is not None for x in others):
+            return _attend(r)
+        return inline.first_attention(
+            (r.q, r.k, r.v, r.out), (r.layout, r.causal, r.scale, r.return_lse, r.schedule), lambda: _attend(r)
+        )
 
 
 def _attend(r: AttentionRequest) -> Answer:

@@ -19,7 +19,7 @@ from tilestream.ops.inline import PLAIN
 from tilestream.ops.limit import limit, worker_limit
 from tilestream.ops.operands import Overlap, made_fresh
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales
-from tilestream.ops.sharding import is_dtensor, refuse_dtensors
+from tilestream.ops.sharding import dtensor_views, is_dtensor, refuse_dtensors
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES, check_publish
 from tilestream.runtime import shutdown
@@ -108,7 +108,8 @@ def multiply(r: Request) -> torch.Tensor:
         return _multiply(r)
     if _is_seen_by_autograd_alone(r):
         return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
-    return native.observed(_call_of(r), lambda: _multiply(r))
+    with dtensor_views(r.a, r.b):
+        return native.observed(_call_of(r), lambda: _multiply(r))
 
 
 def _call_of(r: Request) -> tuple[Any, ...]:

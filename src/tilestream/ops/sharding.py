@@ -17,9 +17,12 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+
+from tilestream.ops.operands import untracked
 
 _DTENSOR = "torch.distributed.tensor"
 
@@ -98,6 +101,11 @@ def is_dtensor(x: object) -> bool:
     """Whether ``x`` is a DTensor; without importing it."""
     module = sys.modules.get(_DTENSOR)
     return module is not None and isinstance(x, module.DTensor)
+
+
+def dtensor_views(*tensors: object) -> AbstractContextManager[None]:
+    """A block in which DTensors have views in inference mode, too; torch's own ops make theirs below autograd."""
+    return untracked() if torch.is_inference_mode_enabled() and any(map(is_dtensor, tensors)) else nullcontext()
 
 
 def refuse_dtensors(op: str, **tensors: object) -> None:
