@@ -105,7 +105,9 @@ def is_dtensor(x: object) -> bool:
 
 def dtensor_views(*tensors: object) -> AbstractContextManager[None]:
     """A block in which DTensors have views in inference mode, too; torch's own ops make theirs below autograd."""
-    return untracked() if torch.is_inference_mode_enabled() and any(map(is_dtensor, tensors)) else nullcontext()
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return untracked() if any(map(is_dtensor, tensors)) else nullcontext()
 
 
 def refuse_dtensors(op: str, **tensors: object) -> None:
