@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from tilestream.core.gate import Gate, chunks_of
 from tilestream.core.grid import WorkItem
 from tilestream.plan.plan import Plan
-from tilestream.plan.problem import Incoming
 
 
 class GateArguments(NamedTuple):
@@ -64,11 +63,6 @@ class PublishArguments(NamedTuple):
 
 
 NO_PUBLISH = PublishArguments()
-
-
-def chunk_kind(incoming: Incoming | None) -> str:
-    """How an operand arrives: ``"none"``, in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
-    return "none" if incoming is None else "uniform" if incoming.chunks.rows_per_chunk else "ragged"
 
 
 def chunk_numbers(plan: Plan) -> dict[str, int]:
