@@ -1,6 +1,6 @@
 """The native call path on a GPU: Python's bits, on any stream and thread, in graphs, one launch behind another.
 
-Needs the extension: ``python -m tilestream.launch.native_build``, on any machine, puts it into the source tree.
+Needs the extension: ``python -m tilestream_tools.native_build``, on any machine, puts it into the source tree.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from tilestream.core.error_record import op_number
 from tilestream.core.gate import Gate, chunks_of
 from tilestream.core.grid import WorkItem
 from tilestream.plan.plan import Plan
-from tilestream.plan.problem import Incoming
 
 #: The longest deadline that a kernel can count to in nanoseconds: 30 years.
 LONGEST_SECONDS = 1e9
@@ -73,11 +72,6 @@ class PublishArguments(NamedTuple):
 
 
 NO_PUBLISH = PublishArguments()
-
-
-def chunk_kind(incoming: Incoming | None) -> str:
-    """How an operand arrives: ``"none"``, in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
-    return "none" if incoming is None else "uniform" if incoming.chunks.rows_per_chunk else "ragged"
 
 
 def chunk_numbers(plan: Plan) -> dict[str, int]:
