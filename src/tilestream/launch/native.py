@@ -4,7 +4,7 @@ A call that torch's dispatcher brings to the extension's op is looked up there b
 alignment of the operands, options, the context. If it is not found, the op says so, and the call goes Python's way,
 observed (`tilestream.launch.observe`). `remember` then makes a *recipe* of what was launched: the kernels, the constant
 parameters of each, and where each other parameter comes from. A recipe is made only if it reproduces every parameter
-that was observed; a call with anything else (a table, a gate, a second launch) goes Python's way always.
+that was observed; a call with anything else (copies that the kernel makes, a second launch) goes Python's way always.
 
 The extension needs no CUDA to build and is optional: `extension` is None without it, and `why_not` says why.
 """
