@@ -157,7 +157,7 @@ class GatherQueue(CallQueue):
         recorder, events = Recorder(slot), self._events[slot]
         recorder.add(Record(CALLING, events.kernel.cuda_event))
         recorder.add(Record(self._side.cuda_stream, events.side.cuda_event))
-        awaits = {gather.AwaitSide: lambda op: recorder.add(WaitEvent(CALLING, events.side.cuda_event))}
+        awaits: Handlers = {gather.AwaitSide: lambda op: recorder.add(WaitEvent(CALLING, events.side.cuda_event))}
         recorder.run(gather.finish(recorder.epoch), awaits)
         recorder.add(Record(CALLING, events.end.cuda_event))
         return recorder.program()

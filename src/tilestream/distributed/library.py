@@ -11,7 +11,7 @@ import torch
 
 from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_scatter
 from tilestream.distributed.dispatch import Form, Op
-from tilestream.distributed.group_state import states_of, world_of
+from tilestream.distributed.group_state import Group, GroupState, known_state, states_of, world_of
 from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.ops.gradients import through_activation
@@ -50,6 +50,29 @@ def _deadline(seconds: float) -> float | None:
     return None if seconds < 0 else seconds
 
 
+def gather(states: list[GroupState], request: Request) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """All ranks' rows and the products; ``states``: of one group, or of the internode and the intranode group."""
+    if len(states) == 1:
+        return all_gather.run(states[0], request)
+    return hierarchy.all_gather_matmul(NodeMesh(*states), request)
+
+
+def scatter(states: list[GroupState], request: Request) -> torch.Tensor:
+    """The sum's part of this rank; ``states`` as of `gather`."""
+    if len(states) == 1:
+        return reduce_scatter.run(states[0], request)
+    return hierarchy.matmul_reduce_scatter(NodeMesh(*states), request)
+
+
+def known(group: Group, request: Request | None) -> list[GroupState] | None:
+    """The states for a call that needs no dispatcher and is equal to an earlier one; None for any other call."""
+    state = None if request is None else known_state(group)
+    if request is None or state is None:
+        return None
+    key = request.key(state)
+    return None if state.decided(key if request.op != ALL_REDUCE else (key,)) is None else [state]
+
+
 def _all_gather_matmul(
     a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str,
     bias: Sequence[torch.Tensor], activation: Sequence[str], scale_a: torch.Tensor | None,
@@ -60,11 +83,8 @@ def _all_gather_matmul(
         GATHER, a_shard, b, [x if x.numel() else None for x in bias], activation, scale_a, scale_b, gather_dim, "sum",
         out_dtype, fast_accum, return_a, form, _deadline(deadline),
     )  # fmt: skip
-    states = states_of(GATHER, group)
     with _limited(worker_limit):
-        if len(states) == 1:
-            return all_gather.run(states[0], request)
-        return hierarchy.all_gather_matmul(NodeMesh(*states), request)
+        return gather(states_of(GATHER, group), request)
 
 
 def _sum_request(
@@ -83,11 +103,8 @@ def _matmul_reduce_scatter(
 ) -> torch.Tensor:
     *of_request, worker_limit = options
     request = _sum_request(REDUCE_SCATTER, a, b, scatter_dim, reduce_op, *of_request)
-    states = states_of(REDUCE_SCATTER, group)
     with _limited(worker_limit):
-        if len(states) == 1:
-            return reduce_scatter.run(states[0], request)
-        return hierarchy.matmul_reduce_scatter(NodeMesh(*states), request)
+        return scatter(states_of(REDUCE_SCATTER, group), request)
 
 
 def _matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: str, *options: Any) -> torch.Tensor:

@@ -48,7 +48,8 @@ class Recorder:
 
     def epoch_of(self, op: Any) -> Slot:
         """The epoch that an operation of the text names, as a value of the issue."""
-        return EPOCH + (op.epoch - self.epoch)
+        found: Slot = EPOCH + (op.epoch - self.epoch)
+        return found
 
     def run(self, text: Operations, handlers: Handlers) -> None:
         """Record all operations of a protocol whose answers decide nothing."""
