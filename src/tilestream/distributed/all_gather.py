@@ -66,14 +66,19 @@ class _Decided(NamedTuple):
 
 
 def run(
-    state: GroupState, request: Request, into: Sequence[torch.Tensor] = ()
+    state: GroupState, request: Request, into: Sequence[torch.Tensor] = (), key: object = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """All ranks' rows (empty unless ``return_a``), and the products.
 
-    ``into``: the products' memory, ``[rows of all ranks, N]`` each; if empty, it is allocated.
+    Parameters
+    ----------
+    into
+        The products' memory, ``[rows of all ranks, N]`` each; if empty, it is allocated.
+    key
+        Of the request, if the caller has it.
     """
     request.begin(state)
-    key, seconds, a = request.key(state), request.seconds(state), request.a
+    key, seconds, a = key or request.key(state), request.seconds(state), request.a
     found: _Decided | None = state.decided(key)
     planned = plan_of(state, request) if found is None else found.plan
     with request.running(state):

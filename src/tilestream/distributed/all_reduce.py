@@ -64,11 +64,20 @@ class _Decided(NamedTuple):
     library: bool
 
 
-def run(states: list[GroupState], request: Request) -> torch.Tensor:
-    """The sum. ``states``: of one group; or of the internode and the intranode group, where it is summed first."""
+def run(states: list[GroupState], request: Request, key: object = None) -> torch.Tensor:
+    """The sum.
+
+    Parameters
+    ----------
+    states
+        Of one group; or of the internode and the intranode group, where it is summed first.
+    key
+        Of the request in one group, if the caller has it.
+    """
     request.begin(*states)
     a, b, inner_first = request.a, request.b, states[::-1]
-    key = tuple(request.key(state) for state in states)
+    if key is None:
+        key = request.key(states[0]) if len(states) == 1 else tuple(request.key(state) for state in states)
     found: _Decided | None = states[0].decided(key)
     with request.running():
         if found is None:

@@ -13,11 +13,9 @@ from tilestream.distributed.dispatch import Form
 from tilestream.distributed.group_state import Group, GroupState, groups_of, name_of, state_of
 from tilestream.distributed.library import (
     all_gather_matmul_op,
-    gather,
     known,
     matmul_all_reduce_op,
     matmul_reduce_scatter_op,
-    scatter,
 )
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.request import (
@@ -106,9 +104,9 @@ def all_gather_matmul(
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "return_a": return_a, "form": form, "deadline": deadline,
     }  # fmt: skip
     request = given_request(GATHER, a_shard, b, **given)
-    if request is not None and (states := known(group, request)):
+    if request is not None and (found := known(group, request)):
         with untracked():
-            gathered, outs = gather(states, request)
+            gathered, outs = all_gather.run(found.state, request, key=found.key)
     else:
         request = check_request(GATHER, a_shard, b, **given)
         biases = [request.a.new_empty(0) if x is None else x for x in request.biases]
@@ -187,9 +185,9 @@ def matmul_reduce_scatter(
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
     }  # fmt: skip
     request = given_request(REDUCE_SCATTER, a, b, **given)
-    if request is not None and (states := known(group, request)):
+    if request is not None and (found := known(group, request)):
         with untracked():
-            return scatter(states, request)
+            return reduce_scatter.run(found.state, request, found.key)
     request = check_request(REDUCE_SCATTER, a, b, **given)
     result: torch.Tensor = matmul_reduce_scatter_op(
         request.a, request.b, request.dim, reduce_op, name_of(REDUCE_SCATTER, group), bias, scale_a, scale_b, out_dtype,
@@ -269,9 +267,9 @@ def matmul_all_reduce(
         "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
     }  # fmt: skip
     request = given_request(ALL_REDUCE, a, b, **given)
-    if request is not None and (states := known(group, request)):
+    if request is not None and (found := known(group, request)):
         with untracked():
-            return all_reduce.run(states, request)
+            return all_reduce.run([found.state], request, found.key)
     request = check_request(ALL_REDUCE, a, b, **given)
     result: torch.Tensor = matmul_all_reduce_op(
         request.a, request.b, reduce_op, name_of(ALL_REDUCE, group), bias, scale_a, scale_b, out_dtype, use_fast_accum,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,27 +50,20 @@ def _deadline(seconds: float) -> float | None:
     return None if seconds < 0 else seconds
 
 
-def gather(states: list[GroupState], request: Request) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """All ranks' rows and the products; ``states``: of one group, or of the internode and the intranode group."""
-    if len(states) == 1:
-        return all_gather.run(states[0], request)
-    return hierarchy.all_gather_matmul(NodeMesh(*states), request)
+class Known(NamedTuple):
+    """Where an equal call has been made, and the key of what it has decided."""
+
+    state: GroupState
+    key: tuple[object, ...]
 
 
-def scatter(states: list[GroupState], request: Request) -> torch.Tensor:
-    """The sum's part of this rank; ``states`` as of `gather`."""
-    if len(states) == 1:
-        return reduce_scatter.run(states[0], request)
-    return hierarchy.matmul_reduce_scatter(NodeMesh(*states), request)
-
-
-def known(group: Group, request: Request | None) -> list[GroupState] | None:
-    """The states for a call that needs no dispatcher and is equal to an earlier one; None for any other call."""
+def known(group: Group, request: Request | None) -> Known | None:
+    """Of a call that needs no dispatcher and is equal to an earlier one; None for any other."""
     state = None if request is None else known_state(group)
     if request is None or state is None:
         return None
     key = request.key(state)
-    return None if state.decided(key if request.op != ALL_REDUCE else (key,)) is None else [state]
+    return None if state.decided(key) is None else Known(state, key)
 
 
 def _all_gather_matmul(
@@ -84,7 +77,10 @@ def _all_gather_matmul(
         out_dtype, fast_accum, return_a, form, _deadline(deadline),
     )  # fmt: skip
     with _limited(worker_limit):
-        return gather(states_of(GATHER, group), request)
+        states = states_of(GATHER, group)
+        if len(states) == 1:
+            return all_gather.run(states[0], request)
+        return hierarchy.all_gather_matmul(NodeMesh(*states), request)
 
 
 def _sum_request(
@@ -104,7 +100,10 @@ def _matmul_reduce_scatter(
     *of_request, worker_limit = options
     request = _sum_request(REDUCE_SCATTER, a, b, scatter_dim, reduce_op, *of_request)
     with _limited(worker_limit):
-        return scatter(states_of(REDUCE_SCATTER, group), request)
+        states = states_of(REDUCE_SCATTER, group)
+        if len(states) == 1:
+            return reduce_scatter.run(states[0], request)
+        return hierarchy.matmul_reduce_scatter(NodeMesh(*states), request)
 
 
 def _matmul_all_reduce(a: torch.Tensor, b: torch.Tensor, reduce_op: str, group: str, *options: Any) -> torch.Tensor:

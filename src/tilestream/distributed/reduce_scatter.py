@@ -57,10 +57,10 @@ class _Decided(NamedTuple):
     dtype: torch.dtype
 
 
-def run(state: GroupState, request: Request) -> torch.Tensor:
-    """The sum over all ranks: this rank's part."""
+def run(state: GroupState, request: Request, key: object = None) -> torch.Tensor:
+    """The sum over all ranks: this rank's part. ``key``: of the request, if the caller has it."""
     request.begin(state)
-    key, seconds, a, b = request.key(state), request.seconds(state), request.a, request.b
+    key, seconds, a, b = key or request.key(state), request.seconds(state), request.a, request.b
     found: _Decided | None = state.decided(key)
     if found is None:
         dtype = travel_dtype(request)
