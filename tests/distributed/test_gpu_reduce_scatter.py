@@ -49,6 +49,9 @@ class Publication:
 class SumRank(Rank):
     """A rank whose calls add up products."""
 
+    def between(self, what: str) -> None:
+        """Its host launches a kernel, or the sum."""
+
     def expected(self, call: int) -> torch.Tensor:
         return torch.stack([self.part(r, call) for r in range(self.world)]).sum(0)
 
@@ -86,6 +89,7 @@ class ScatterRank(SumRank):
         number = len(self.shapes)
 
         def kernel(out, publication, epoch, rows_per_chunk, pivot):
+            self.between("kernel")
             values = self.product(self.rank, number).view(shards.total, shards.width)
             chunks = shards.total // rows_per_chunk
             for i in range(chunks):
@@ -95,6 +99,7 @@ class ScatterRank(SumRank):
                 calling.give(lambda chunk=chunk: publication.words.__setitem__(chunk, epoch))
 
         def issue_sum(whole, void, epoch):
+            self.between("sum")
             parts = [whole[:, r] if r == self.rank else received[r] for r in range(self.world)]
             calling.give(lambda: self.add(number, parts, void, epoch))
 
@@ -131,10 +136,12 @@ class AllReduceRank(SumRank):
         number = len(self.shapes)
 
         def multiply(out):
+            self.between("kernel")
             calling.give(lambda: out.fill_(float("nan")))  # it is being written
             calling.give(lambda: out.copy_(self.part(self.rank, number)))
 
         def issue_sum(addresses, void, epoch):
+            self.between("sum")
             parts: list[torch.Tensor] = []
 
             def read(at: int) -> None:
