@@ -132,10 +132,10 @@ def expected_gather(queue, epoch, calling, shards, rows, scales, way, gathered):
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("ways", [("push",), ("pull",), ("push", "pull")], ids="-".join)
 @pytest.mark.parametrize("shards", [Shards(1, 2, 3, 2, parts=2), Shards(2, 3, 4, 1, parts=2)], ids=str)
-def test_gathers_are_issued_as_their_protocol_says(monkeypatch, shards, ways, strided, scaled, return_a):
+def test_gathers_are_issued_as_their_protocol_says(shards, ways, strided, scaled, return_a):
     assert set(ways) <= set(dispatch.WAYS)
     shape = (shards.batches, shards.rows, 1)
-    with gathering_world(shards.world) as (cuda, ranks):
+    with gathering_world(shards.world) as (cuda, ranks), pytest.MonkeyPatch.context() as patch:
         first = ranks[-1]
         scales, gathered = torch.rand(shape) if scaled else None, torch.empty(shards.shape) if return_a else None
         for number in range(CALLS):
@@ -143,7 +143,7 @@ def test_gathers_are_issued_as_their_protocol_says(monkeypatch, shards, ways, st
                 rank.call(shards, strided=strided, ways=ways, scales=scales)
             with logging(first) as log:
                 launch = functools.partial(log.append, ("kernel",))
-                monkeypatch.setattr(copy_engines, "take_out", lambda *_, log=log: log.append(("take out",)))
+                patch.setattr(copy_engines, "take_out", lambda *_, log=log: log.append(("take out",)))
                 first.call(shards, gathered, strided=strided, ways=ways, scales=scales, products=2, loads=launch)
                 issued = list(log)
             calling, way = first.calling_streams[0].cuda_stream, ways[number % len(ways)]

@@ -237,8 +237,8 @@ def _gather(
     moved = _Moved.of(a, gather_dim)
     group = _count_gather(handle, "fused_all_gather_matmul", a, bs, gather_dim, group_name, moved)
     result: Any = all_gather_matmul(moved.first(a), list(bs), gather_dim=moved.to, group=group, return_a=return_A)
-    gathered, outs = result if return_A else (None, result)
-    return None if gathered is None else moved.back(gathered), [moved.back(out) for out in outs]
+    whole, products = result if return_A else (None, result)
+    return None if whole is None else moved.back(whole), [moved.back(out) for out in products]
 
 
 def _scaled_gather(

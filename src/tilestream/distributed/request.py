@@ -210,8 +210,8 @@ def given_request(
         return None
     names = [x or "none" for x in activations]
     return Request(
-        op, a, bs, biases, names, scale_a, scales_b, dim % a.dim(), reduce_op, out_dtype, fast_accum, return_a, form,
-        deadline,
+        op, a, bs, biases, names, scale_a, scales_b, dim % a.dim(), reduce_op, out_dtype, fast_accum, return_a,
+        cast("Form", form), deadline,
     )  # fmt: skip
 
 
