@@ -34,7 +34,7 @@ def find() -> tuple[Path, str, str] | str:
         return f"it has not run on an AMD GPU yet: {HIP_ENVIRONMENT}=1 switches it on"
     path = Path(asked) if asked else FOLDER / LIBRARY
     if not path.exists():
-        return f"{path} is not there: `python -m tilestream.launch.native_build` builds it, with a C++ compiler"
+        return f"{path} is not there: `python -m tilestream_tools.native_build` builds it, with a C++ compiler"
     torch_library = Path(torch.__file__).parent / "lib" / f"libtorch_{'hip' if hip else 'cuda'}.so"
     if not torch_library.exists():
         return "this torch is built without CUDA"
