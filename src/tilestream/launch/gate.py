@@ -10,9 +10,13 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
+from tilestream.core.error_record import op_number
 from tilestream.core.gate import Gate, chunks_of
 from tilestream.core.grid import WorkItem
 from tilestream.plan.plan import Plan
+
+#: The longest deadline that a kernel can count to in nanoseconds: 30 years.
+LONGEST_SECONDS = 1e9
 
 
 class GateArguments(NamedTuple):
@@ -49,6 +53,11 @@ class GateArguments(NamedTuple):
 
 
 NO_GATE = GateArguments()
+
+
+def bounds_of(deadline: float, op: str) -> tuple[int, int]:
+    """Nanoseconds that a gate may wait, of a deadline in seconds; and the number of the op."""
+    return int(1e9 * min(deadline, LONGEST_SECONDS)), op_number(op)
 
 
 class PublishArguments(NamedTuple):
