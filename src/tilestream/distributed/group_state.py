@@ -62,6 +62,7 @@ class GroupState:
         #: Plans made so far, by everything that they depend on.
         self.plans: dict[object, DistributedPlan] = {}
         self._decided: dict[object, Any] = {}
+        self._backends: dict[str, str] = {}
         self._broken: str | None = None
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -93,10 +94,13 @@ class GroupState:
 
     def backend(self, device: str) -> str:
         """The backend for tensors on ``device``: ``"gloo"``, ``"nccl"``; empty if there is none."""
-        try:
-            return str(self.group._get_backend(torch.device(device)).name())
-        except RuntimeError:
-            return ""
+        found = self._backends.get(device)
+        if found is None:
+            try:
+                found = self._backends[device] = str(self.group._get_backend(torch.device(device)).name())
+            except RuntimeError:
+                return ""
+        return found
 
     def timeout(self, device: str) -> float:
         """Seconds after which the group's own collectives on ``device`` give up: the default deadline."""

@@ -108,12 +108,10 @@ class Request(NamedTuple):
             "bias": self.biases[i], "activation": activation, "out_dtype": self.out_dtype, "scale_a": self.scale_a,
             "scale_b": self.scales_b[i], "fast_accum": self.fast_accum, **changes,
         }  # fmt: skip
-        multiply = functools.partial(matmul.multiply, matmul.Request(self.op, a, self.bs[i], **of_call))
-        if of_call.get("arrival") is not None:
-            return multiply()
-        call = ("matmul", a, self.bs[i], *(of_call.get(name, default) for name, default in _PLAIN_PRODUCT))
-        made = native.product(*call)
-        return native.observed(call, multiply) if made is None else made
+        b, made = self.bs[i], None
+        if of_call.get("arrival") is None:
+            made = native.product("matmul", a, b, *[of_call.get(name, default) for name, default in _PLAIN_PRODUCT])
+        return matmul.multiply(matmul.Request(self.op, a, b, **of_call)) if made is None else made
 
     def rehearse(self, rows: int, k: int, gathers_scales: bool = False) -> list[torch.dtype]:
         """Raise what the matmuls of ``[rows, k]`` would raise; returns the dtypes of their results.
