@@ -14,7 +14,7 @@ from gpu_runs import ON_HOPPER, randn
 
 import tilestream as ts
 from tilestream.launch.native import Extension, extension, why_not
-from tilestream.ops import attention_library, attention_merge, attention_request, library, native, request
+from tilestream.ops import attention_library, attention_merge, attention_request, checks, library, native, request
 
 if extension() is None:
     pytest.skip(f"no native call path: {why_not()}", allow_module_level=True)
@@ -426,3 +426,31 @@ def test_the_ops_of_a_compiled_graph_are_native(monkeypatch):
         x.normal_()
         assert torch.equal(bits(compiled(x, w, bias)), bits(block(x, w, bias)))
         assert all(torch.equal(bits(one), bits(answers[0])) for one in answers)
+
+
+def test_calls_under_autocast_are_native_and_as_by_python(python_calls):
+    x, w, bias, q = randn(2, 64, 128), randn(96, 128), randn(96), randn(2, 64, 4, 64)
+    calls = (lambda: ts.linear(x, w, bias), lambda: ts.bmm(x, x.mT), lambda: ts.attention(q, q, q))
+    for call in calls:
+        with torch.autocast("cuda", BF16):
+            expected = by_python(call)
+            python_calls.clear()
+            for _ in range(3):
+                assert torch.equal(bits(call()), bits(expected))
+        assert expected.dtype == BF16
+        assert len(python_calls) == 1, "the second equal call is native"
+
+
+def test_autocast_converts_a_weight_once_a_block():
+    w = randn(96, 128).requires_grad_()
+    with torch.autocast("cuda", BF16):
+        first, second = (checks.autocast("mm", False, w)[0] for _ in range(2))
+        assert (first.dtype, first.shape, first.stride()) == (BF16, w.shape, w.stride())
+        assert first.data_ptr() == second.data_ptr()
+        torch.clear_autocast_cache()
+        assert checks.autocast("mm", False, w)[0].data_ptr() != first.data_ptr()
+    for _ in range(2):
+        with torch.autocast("cuda", BF16):
+            ts.linear(randn(64, 128), w).sum().backward()
+    assert w.grad is not None
+    assert (w.grad.dtype, w.grad.stride()) == (torch.float32, w.stride())

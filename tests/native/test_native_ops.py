@@ -37,7 +37,8 @@ def python_calls(extension, driver, monkeypatch) -> list[object]:
 
     def multiplied(r: request.Request) -> torch.Tensor:
         made.append(r)
-        b = r.b if r.b.dim() > 1 else r.b[:, None]
+        b = r.b.t() if r.op == "linear" else r.b
+        b = b if b.dim() > 1 else b[:, None]
         shape = (*r.a.shape[:-1], b.shape[-1])
         out = torch.zeros(shape, dtype=r.out_dtype or r.a.dtype) if r.out is None else r.out
         x = Matmul(0, r.a.reshape(-1, r.a.shape[-1]), b.reshape(r.a.shape[-1], -1), r.bias, r.residual)
@@ -305,11 +306,9 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "around",
-    [
-        Mode, record, torch.autograd.forward_ad.dual_level, lambda: torch.autocast("cpu", BF16),
-    ],
-    ids=["a mode", "a recording", "forward AD", "autocast"],
-)  # fmt: skip
+    [Mode, record, torch.autograd.forward_ad.dual_level],
+    ids=["a mode", "a recording", "forward AD"],
+)
 def test_a_block_that_has_to_see_a_call_sees_it(python_calls, around):
     ts.mm(A, B)
     ts.mm(A, B, activation="relu")
@@ -327,6 +326,37 @@ def test_a_block_that_has_to_see_a_call_sees_it(python_calls, around):
         ts.merge_attention(Q, LSE, Q, LSE)
         assert python_calls.count("merge") - merges == (around is not torch.autograd.forward_ad.dual_level)
     assert len(python_calls) - python_calls.count("merge") == 14
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_autocast_sees_a_call_and_has_it_launched_natively(python_calls, driver, monkeypatch, call, dtype):
+    """Operands of autocast's dtype are launched as they are, others in that dtype."""
+    stray = torch.set_autocast_dtype, "cuda", torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", BF16)  # whose operands need no look at their device
+    try:
+        with torch.autocast("cpu", dtype):
+            first, second = call(), call()
+    finally:
+        stray[0](*stray[1:])
+    assert len(python_calls) == 1
+    assert len(driver.launches()) == 2
+    assert (second.shape, second.dtype, second.stride()) == (first.shape, first.dtype, first.stride())
+    outside = call()
+    assert len(python_calls) == 1 + (dtype != BF16 and python_calls[0] != "merge")
+    assert outside.dtype == BF16
+
+
+def test_gradients_under_autocast_are_of_native_calls(python_calls, driver):
+    x, w, bias = (torch.zeros(*shape, requires_grad=True) for shape in ((2, 8, 64), (32, 64), (32,)))
+    for _ in range(2):
+        with torch.autocast("cpu", BF16):
+            y = ts.linear(x, w, bias)
+        y.backward(torch.zeros_like(y))
+        assert y.dtype == BF16
+        assert [leaf.grad.dtype for leaf in (x, w, bias)] == [torch.float32] * 3
+    assert len(python_calls) == 3
+    assert len(driver.launches()) == 6
 
 
 @pytest.mark.parametrize(

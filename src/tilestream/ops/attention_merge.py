@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from tilestream.core.operands import MergeOperands
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops import native
+from tilestream.ops.checks import below_autocast
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.library import library
 from tilestream.ops.operands import made_fresh
@@ -40,6 +41,9 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):  # fmt: skip
         return _join(formula, *call)
+    if torch._C._is_any_autocast_enabled():  # which converts nothing here
+        with below_autocast():
+            return merge(*call)
     return native.observed_merge(call, lambda: _join(merge_attention_op, *call))
 
 

@@ -14,7 +14,7 @@ from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_library as library
 from tilestream.ops import inline, native
 from tilestream.ops.attention_operands import Settings, check_shapes
-from tilestream.ops.checks import MOST, autocast, check_dense, check_waiting, refuse_tangents
+from tilestream.ops.checks import MOST, autocast, below_autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import made_fresh
 from tilestream.ops.request import clear_signals
@@ -96,6 +96,12 @@ def attend(r: AttentionRequest) -> Answer:
     waits = r.arrival is not None or r.deadline is not None
     if waits or torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor):
         return _attend(r)
+    if torch._C._is_any_autocast_enabled() and isinstance(r.k, torch.Tensor) and isinstance(r.v, torch.Tensor):
+        q, k, v = autocast(_OP, False, r.q, r.k, r.v)
+        r = r._replace(q=q, k=k, v=v)
+        with below_autocast():
+            made = native.attention(*r[:-2])
+            return attend(r) if made is None else made
     others = (*r[3:11], r.window, r.softcap, r.max_seqlen_q, r.max_seqlen_k, r.workers, r.splits)
     with dtensor_views(r.q):
         if r.q.is_cuda:

@@ -67,18 +67,18 @@ def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
 Gemm = Callable[..., torch.Tensor]
 
 
-def save_product(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
-    """Save what the derivatives of ``tilestream::gemm`` need.
+def save_product(ctx: Any, inputs: Sequence[Any], output: torch.Tensor, is_weight: bool = False) -> None:
+    """Save what the derivatives of ``tilestream::gemm`` need; ``is_weight``: b is the weight of a linear, ``[N, K]``.
 
     Of the activation's derivative: relu's is in the output; the others' input is computed once more, which costs a
     matmul and keeps no ``[M, N]`` tensor alive.
     """
     a, b, bias, residual, alpha, beta, activation, _, schedule, workers, scale_a, scale_b, *others = inputs
     again = (bias, residual) if activation not in ("none", "relu") else (None, None)
-    kept = a, b, output if activation == "relu" else None, *again, scale_a, scale_b
-    save(ctx, *kept)
+    save(ctx, a, b, output if activation == "relu" else None, *again, scale_a, scale_b)
     ctx.numbers = alpha, beta, activation, schedule, workers, *others
-    ctx.dtypes = output.dtype, *(None if x is None else x.dtype for x in (bias, residual))
+    ctx.dtypes = output.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype
+    ctx.is_weight = is_weight
 
 
 def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.Tensor | None, ...]:
@@ -87,28 +87,35 @@ def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.T
     In torch's layout: a column-major matrix has a column-major gradient, so the weight of a linear a contiguous one.
     """
     a, b, *_, scale_a, scale_b = saved = ctx.saved_tensors  # once: checkpointing has each of them read no second time
-    alpha, beta, _, schedule, workers, _, worker_limit = ctx.numbers
+    alpha, beta, activation, schedule, workers, _, worker_limit = ctx.numbers
     _, bias_dtype, residual_dtype = ctx.dtypes
-    needs_a, needs_b, needs_bias, needs_residual = ctx.needs_input_grad[:4]
-    grad = _through_activation(ctx, saved, grad, gemm)
+    needs_a, needs_b, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+    if activation != "none":
+        grad = _through_activation(ctx, saved, grad, gemm)
     how = None, None, alpha, 1.0, "none", None, schedule, workers, None, None, True, worker_limit
+    shape, folded = a.shape, grad
+    if len(shape) > b.dim():  # leading dimensions are rows
+        rows = shape[:-1].numel()
+        a, folded = a.reshape(rows, shape[-1]), grad.reshape(rows, grad.shape[-1])
     grad_a = grad_b = grad_bias = grad_residual = None
     if needs_a or needs_b:
-        product, shape = grad, a.shape
+        product = folded
         for scale in (scale_a, scale_b):  # of operands that have more than 8 bits
             product = product if scale is None else product * scale
         if product.dtype != a.dtype:
             product = product.to(a.dtype)
-        if a.dim() > b.dim():  # leading dimensions are rows
-            rows = shape[:-1].numel()
-            a, product = a.reshape(rows, shape[-1]), product.reshape(rows, b.shape[-1])
+        weight = b if ctx.is_weight else b.mT
         if needs_a:
-            grad_a = gemm(b, product.mT, *how).mT if _is_column_major(a) else gemm(product, b.mT, *how)
+            grad_a = gemm(weight.mT, product.mT, *how).mT if _is_column_major(a) else gemm(product, weight, *how)
             grad_a = grad_a if grad_a.dim() == len(shape) else grad_a.view(shape)
-        if needs_b:
-            grad_b = gemm(product.mT, a, *how).mT if _is_column_major(b) else gemm(a.mT, product, *how)
+        if needs_b and weight.dim() == 2 and weight.stride() == (weight.shape[1], 1):
+            grad_weight = gemm(product.mT, a, *how)
+            grad_b = grad_weight if ctx.is_weight else grad_weight.mT
+        elif needs_b:
+            grad_b = gemm(a.mT, product, *how)
+            grad_b = grad_b.mT if ctx.is_weight else grad_b
     if needs_bias:
-        grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1)), dtype=bias_dtype)
+        grad_bias = folded.sum(dim=0 if folded.dim() == 2 else (0, 1), dtype=bias_dtype)
     if needs_residual:
         grad_residual = (grad if beta == 1 else beta * grad).to(residual_dtype)
     return grad_a, grad_b, grad_bias, grad_residual
@@ -143,6 +150,7 @@ def _through_activation(ctx: Any, saved: Sequence[Any], change: torch.Tensor, ge
     if activation == "relu":
         return torch.ops.aten.threshold_backward(change.to(output.dtype), output, 0)  # type: ignore[no-any-return]
     wide = _wide(a)
+    b = b.mT if ctx.is_weight else b
     before = gemm(
         a, b, bias, residual, alpha, beta, "none", wide, schedule, workers, scale_a, scale_b, *others
     )  # fmt: skip
