@@ -146,6 +146,14 @@ REGISTERED = {
     "gemm": lambda: library.gemm_op(A, B, BIAS, None, 1.0, 1.0, "relu", None, "auto", 0),
     "gemm, out=": lambda: library.gemm_out_op(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0, OUT),
     "gemm, workers": lambda: library.gemm_op(A, B, None, OUT, 0.5, 2.0, "none", None, "static", 3),
+    "gemm of a graph": lambda: library.gemm_forward_op(A, B, BIAS, "relu"),
+    "gemm of a graph, plain": lambda: library.gemm_forward_op(A, B, None, "none"),
+    "attention of a graph": lambda: attention_library.attention_forward_op(
+        Q, K, V, True, "top_left", 0.5, "bhsd", True
+    ),
+    "attention of a graph, plain": lambda: attention_library.attention_forward_op(
+        Q, K, V, False, "bottom_right", 0.25, "bshd", False
+    ),
     "attention": lambda: attention_library.attention_op(Q, K, V, *[None] * 8, *NUMBERS),
     "attention, lse": lambda: attention_library.attention_op(Q, K, V, *[None] * 8, *NUMBERS._replace(return_lse=True)),
     "attention, behind": lambda: attention_library.attention_op(Q, K, V, *[None] * 8, *NUMBERS._replace(layout="bhsd")),

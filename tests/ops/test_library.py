@@ -14,7 +14,7 @@ import tilestream as ts
 import tilestream.ops  # the package itself imports them on first use
 from error_rule import Maths, check, nans, rand
 
-gemm = torch.ops.tilestream.gemm.default
+gemm, forward = torch.ops.tilestream.gemm.default, torch.ops.tilestream.gemm_forward.default
 gemm_out = torch.ops.tilestream.gemm_out.default
 arriving = torch.ops.tilestream.gemm_arriving.default
 arriving_out = torch.ops.tilestream.gemm_arriving_out.default
@@ -77,6 +77,14 @@ def opcheck(op, args):
 def test_opcheck_gemm(sample):
     first, last = operands(**SAMPLES[sample])
     opcheck(gemm, (*first, *last))
+
+
+@pytest.mark.parametrize("sample", ["plain", "bias", "batches"])
+def test_opcheck_gemm_forward(sample):
+    (a, b, bias, *_), _ = operands(**SAMPLES[sample] | {"gradients": False})
+    opcheck(forward, (a, b, bias, "gelu"))
+    close = torch.testing.assert_close
+    close(forward(a, b, bias, "gelu"), gemm(a, b, bias, None, 1.0, 1.0, "gelu", None, "auto", 0))
 
 
 SCALED = [sample for sample in SAMPLES if "scales" in sample]

@@ -17,7 +17,7 @@ from tilestream.ops import native
 from tilestream.ops.checks import below_autocast
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.library import library
-from tilestream.ops.operands import made_fresh
+from tilestream.ops.operands import made_fresh, unviewed
 from tilestream.runtime.channel import check_device
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -55,7 +55,7 @@ def _join(
         return op(o_a, lse_a, o_b, lse_b)  # type: ignore[no-any-return]
     out, lse = op(o_a, lse_a.transpose(1, 2), o_b, lse_b.transpose(1, 2))
     with made_fresh():
-        return out, lse.transpose(1, 2)
+        return out, unviewed(lse.transpose(1, 2))
 
 
 def formula(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> Pair:

@@ -16,7 +16,7 @@ from tilestream.ops import inline, native
 from tilestream.ops.attention_operands import Settings, check_shapes
 from tilestream.ops.checks import MOST, autocast, below_autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
-from tilestream.ops.operands import made_fresh
+from tilestream.ops.operands import made_fresh, unviewed
 from tilestream.ops.request import clear_signals
 from tilestream.ops.scales import check_scale_dtype
 from tilestream.ops.sharding import dtensor_views, is_dtensor, refuse_dtensors
@@ -187,7 +187,7 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
         out = r.out
     else:
         with made_fresh():
-            out = _outermost(r, out)
+            out = unviewed(_outermost(r, out))
     return (out, lse) if r.return_lse and lse is not None else out
 
 

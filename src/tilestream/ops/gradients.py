@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -18,14 +19,28 @@ from torch.autograd.function import _SingleLevelFunction
 Derivative = _SingleLevelFunction
 
 
-def derivative(library: torch.library.Library, op: Any, function: type[Any]) -> None:
-    """Register the derivative of ``op``: a subclass of `Derivative` whose ``forward`` calls `below_autograd`."""
+#: By op: its call that a compiler's graph makes in place of a call with some arguments; None for other arguments.
+InGraphs = Callable[..., tuple[Any, ...] | None]
+_in_graphs: dict[Any, InGraphs] = {}
+
+
+def derivative(
+    library: torch.library.Library, op: Any, function: type[Any], in_graphs: InGraphs | None = None
+) -> None:  # fmt: skip
+    """Register the derivative of ``op``: a subclass of `Derivative` whose ``forward`` calls `below_autograd`.
+
+    ``in_graphs``: of arguments, another op without a derivative that does the same, and its own few arguments. Graphs
+    of a compiler, which have taken the derivative, call that: a kernel for autograd in Python, and each argument, costs
+    the host as much as a launch.
+    """
+    if in_graphs is not None:
+        _in_graphs[op] = in_graphs
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
 
     def kernel(*args: Any) -> Any:
         if not _is_asked_for(args):
             with torch._C._AutoDispatchBelowAutograd():
-                return op(*args)
+                return _call(op, args)
         args += defaults[len(args) :]  # the dispatcher has left them out
         if torch._C._functorch.peek_interpreter_stack() is None:
             return function.apply(*args)
@@ -35,6 +50,16 @@ def derivative(library: torch.library.Library, op: Any, function: type[Any]) -> 
             return function.apply(*args)
 
     library.impl(op._opname, kernel, "Autograd")
+
+
+def _call(op: Any, args: tuple[Any, ...]) -> Any:
+    """Call ``op``, or another where torch.compile traces; not where torch.export does, whose graph may be trained."""
+    traced = type(args[0]) is FunctionalTensor and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if traced and op in _in_graphs:
+        found = _in_graphs[op](*args)
+        if found is not None:
+            return found[0](*found[1:])
+    return op(*args)
 
 
 def _is_asked_for(args: Sequence[Any]) -> bool:
@@ -47,7 +72,7 @@ def below_autograd(op: Any, *args: Any) -> Any:
     """Call an op in the ``forward`` of its derivative."""
     with torch._C._AutoDispatchBelowAutograd():
         if torch._C._functorch.peek_interpreter_stack() is None:
-            return op(*args)
+            return _call(op, args)
         # Derivatives are off in a ``forward``: those of the transforms around this one are to be taken.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return op(*args)

@@ -132,9 +132,9 @@ def product(
     ArrivalTimeout, Exception
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
-    extension = _loaded.extension
-    if is_compiling():
+    if is_compiling():  # first: what is read before it, a compiled function would be guarded by
         return None
+    extension = _loaded.extension
     if extension is None or _is_seen(a, b, out, bias):
         return inline.product(
             op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule,
@@ -192,9 +192,9 @@ def attention(
     ArrivalTimeout, Exception
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
-    extension = _loaded.extension
-    if is_compiling():
+    if is_compiling():  # first: what is read before it, a compiled function would be guarded by
         return None
+    extension = _loaded.extension
     if extension is None or _is_seen(q, k, out, v):
         if not (
             sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is window
@@ -248,8 +248,10 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
 
     Parameters and errors as of `attention`.
     """
+    if is_compiling():
+        return None
     extension = _loaded.extension
-    if is_compiling() or extension is None or _is_seen(o_a, o_b, lse_a, lse_b):
+    if extension is None or _is_seen(o_a, o_b, lse_a, lse_b):
         return None
     if _is_autocast_enabled():  # which converts nothing here
         with below_autocast():

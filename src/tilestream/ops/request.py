@@ -17,7 +17,7 @@ from tilestream.ops import checks, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.limit import limit, worker_limit
-from tilestream.ops.operands import Overlap, made_fresh
+from tilestream.ops.operands import Overlap, made_fresh, unviewed
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales
 from tilestream.ops.sharding import dtensor_views, is_dtensor, refuse_dtensors
 from tilestream.plan import limit as limits
@@ -252,11 +252,8 @@ def _multiply(r: Request) -> torch.Tensor:
         except Overlap as error:
             raise Overlap(f"{op}: {error.what}", r.name(error.read)) from None
     if out is None:
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            apart: torch.Tensor = torch.ops.aten._unsafe_view(result, shape)  # what `made_fresh` is in a graph
-            return apart
         with made_fresh():
-            return result.reshape(shape)
+            return unviewed(result.reshape(shape))
     return out.copy_(result.reshape(shape)) if copied else out
 
 
