@@ -378,6 +378,14 @@ def test_compiled_functions_are_as_by_python():
         torch.testing.assert_close(compiled(a, b), expected + 1)
 
 
+def test_operands_of_a_factor_of_0_are_not_read():
+    a, b, c = half(64, 128), half(128, 96), half(64, 96)
+    a[3, 5] = b[7, 2] = float("nan")
+    for alpha in (2.0, 0.0, 0.0):
+        assert torch.equal(ts.addmm(c, a, b, alpha=alpha).isnan(), torch.addmm(c, a, b, alpha=alpha).isnan())
+    torch.testing.assert_close(ts.addmm(c, a, b, alpha=0, beta=2.0), 2 * c)
+
+
 def test_memory_stays_as_it_is_over_many_shapes(recipes):
     recipes.set_capacity(64)
     try:

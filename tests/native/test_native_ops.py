@@ -385,6 +385,13 @@ def test_what_has_to_see_a_call_sees_it(python_calls, see):
     assert len(python_calls) == 2
 
 
+def test_a_factor_of_0_is_not_another_factor(python_calls):
+    """With it the operands are not read, whatever is in them."""
+    for alpha in (0.5, 2.0, 0, 0.0, 0.5):
+        ts.addmm(OUT, A, B, alpha=alpha)
+    assert [r.alpha for r in python_calls] == [0.5, 0, 0.0]
+
+
 def test_a_written_output_is_another_version(python_calls):
     for _ in range(2):
         before = OUT._version

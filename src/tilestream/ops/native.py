@@ -440,7 +440,7 @@ def _arguments(
         options = _ACTIVATIONS[activation] | _SCHEDULES[schedule] << _SCHEDULE | _DTYPES[out_dtype] << _DTYPE
     except (KeyError, TypeError):
         return None
-    if type(alpha) not in _NUMBERS or type(beta) not in _NUMBERS or type(fast_accum) is not bool:
+    if type(alpha) not in _NUMBERS or type(beta) not in _NUMBERS or type(fast_accum) is not bool or alpha == 0:
         return None
     if workers is not None and (type(workers) is not int or workers < 1):
         return None

@@ -121,7 +121,8 @@ def multiply(r: Request) -> torch.Tensor:
         a, b = checks.autocast(r.op, False, r.a, r.b)
         r = r._replace(a=a, b=b)
         with checks.below_autocast():
-            made = native.product(*r[:_NUM_NATIVE])
+            call: tuple[Any, ...] = r[:_NUM_NATIVE]
+            made = native.product(*call)
             return multiply(r) if made is None else made
     if _is_seen_by_autograd_alone(r):
         return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
@@ -137,7 +138,7 @@ class _Product(Derivative):
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, r: Request) -> torch.Tensor:
-        call = r[:_NUM_NATIVE]
+        call: tuple[Any, ...] = r[:_NUM_NATIVE]
         output = native.product(*call)
         if output is None:
             output = native.observed(call, lambda: _multiply(r))
