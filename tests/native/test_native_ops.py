@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -161,9 +163,9 @@ REGISTERED = {
 NUMBERS = Settings(True, "top_left", -1, -1, 0.0, 0.25)
 
 
-@pytest.mark.parametrize("call", REGISTERED.values(), ids=REGISTERED)
-def test_so_is_that_of_a_registered_op(python_calls, driver, monkeypatch, call):
-    """As compiled graphs call it."""
+@pytest.fixture
+def registered(python_calls, driver, monkeypatch) -> None:
+    """The registered ops have stand-ins for their launches, too."""
 
     def run(out: torch.Tensor, fresh: bool, kind: str, args: tuple, late: tuple, optional: tuple) -> None:
         a, b, bias, residual, alpha, beta, *_ = args
@@ -181,6 +183,11 @@ def test_so_is_that_of_a_registered_op(python_calls, driver, monkeypatch, call):
 
     monkeypatch.setattr(library, "_run", run)
     monkeypatch.setattr(attention_library, "_run", attend)
+
+
+@pytest.mark.parametrize("call", REGISTERED.values(), ids=REGISTERED)
+def test_so_is_that_of_a_registered_op(python_calls, registered, driver, call):
+    """As compiled graphs call it."""
     first, second = call(), call()
     assert len(python_calls) == 1
     assert len(driver.launches()) == 2
@@ -216,6 +223,46 @@ def test_a_public_op_whose_registered_op_was_called_before_is_native(python_call
     library.gemm_op(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0)
     assert len(python_calls) == 3
     assert len(driver.launches()) == 8
+
+
+def steps(call: Callable[[], object]) -> int:
+    """Functions that Python calls for a call that has been made before: its own, and torch's."""
+    counted = []
+    call()
+    call()
+    sys.setprofile(lambda frame, event, argument: counted.append(event) if event in ("call", "c_call") else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(counted)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mode_without_gradients_takes_no_more_steps(python_calls, call, mode):
+    eager = steps(call)
+    with mode():
+        assert steps(call) <= eager
+    assert len(python_calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "graphs"),
+    [
+        (lambda: ts.linear(A, W, BIAS, activation="relu"), lambda: library.gemm_forward_op(A, W.t(), BIAS, "relu")),
+        (
+            lambda: ts.attention(Q, K, V, causal=True, return_lse=True),
+            lambda: attention_library.attention_forward_op(Q, K, V, True, "bottom_right", 0.25, "bshd", True),
+        ),
+    ],
+    ids=["linear", "attention"],
+)
+def test_a_graphs_op_takes_few_more_steps_than_the_public_one(registered, call, graphs):
+    public = steps(call)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert steps(graphs) <= public + 8
 
 
 def test_no_two_of_these_calls_are_taken_for_each_other(python_calls):
