@@ -16,7 +16,7 @@ from gpu_runs import ON_HOPPER, randn
 import tilestream as ts
 from tilestream.arrival.device import LocalRows
 from tilestream.launch.native import Extension, extension, why_not
-from tilestream.ops import attention_library, attention_merge, attention_request, library, native, request
+from tilestream.ops import attention_library, attention_merge, attention_request, checks, library, native, request
 
 if extension() is None:
     pytest.skip(f"no native call path: {why_not()}", allow_module_level=True)
@@ -380,6 +380,14 @@ def test_compiled_functions_are_as_by_python():
         torch.testing.assert_close(compiled(a, b), expected + 1)
 
 
+def test_operands_of_a_factor_of_0_are_not_read():
+    a, b, c = half(64, 128), half(128, 96), half(64, 96)
+    a[3, 5] = b[7, 2] = float("nan")
+    for alpha in (2.0, 0.0, 0.0):
+        assert torch.equal(ts.addmm(c, a, b, alpha=alpha).isnan(), torch.addmm(c, a, b, alpha=alpha).isnan())
+    torch.testing.assert_close(ts.addmm(c, a, b, alpha=0, beta=2.0), 2 * c)
+
+
 def test_memory_stays_as_it_is_over_many_shapes(recipes):
     recipes.set_capacity(64)
     try:
@@ -428,6 +436,34 @@ def test_the_ops_of_a_compiled_graph_are_native(monkeypatch):
         x.normal_()
         assert torch.equal(bits(compiled(x, w, bias)), bits(block(x, w, bias)))
         assert all(torch.equal(bits(one), bits(answers[0])) for one in answers)
+
+
+def test_calls_under_autocast_are_native_and_as_by_python(python_calls):
+    x, w, bias, q = randn(2, 64, 128), randn(96, 128), randn(96), randn(2, 64, 4, 64)
+    calls = (lambda: ts.linear(x, w, bias), lambda: ts.bmm(x, x.mT), lambda: ts.attention(q, q, q))
+    for call in calls:
+        with torch.autocast("cuda", BF16):
+            expected = by_python(call)
+            python_calls.clear()
+            for _ in range(3):
+                assert torch.equal(bits(call()), bits(expected))
+        assert expected.dtype == BF16
+        assert len(python_calls) == 1, "the second equal call is native"
+
+
+def test_autocast_converts_a_weight_once_a_block():
+    w = randn(96, 128).requires_grad_()
+    with torch.autocast("cuda", BF16):
+        first, second = (checks.autocast("mm", False, w)[0] for _ in range(2))
+        assert (first.dtype, first.shape, first.stride()) == (BF16, w.shape, w.stride())
+        assert first.data_ptr() == second.data_ptr()
+        torch.clear_autocast_cache()
+        assert checks.autocast("mm", False, w)[0].data_ptr() != first.data_ptr()
+    for _ in range(2):
+        with torch.autocast("cuda", BF16):
+            ts.linear(randn(64, 128), w).sum().backward()
+    assert w.grad is not None
+    assert (w.grad.dtype, w.grad.stride()) == (torch.float32, w.stride())
 
 
 # What arrives ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -37,7 +39,8 @@ def python_calls(extension, driver, monkeypatch) -> list[object]:
 
     def multiplied(r: request.Request) -> torch.Tensor:
         made.append(r)
-        b = r.b if r.b.dim() > 1 else r.b[:, None]
+        b = r.b.t() if r.op == "linear" else r.b
+        b = b if b.dim() > 1 else b[:, None]
         shape = (*r.a.shape[:-1], b.shape[-1])
         out = torch.zeros(shape, dtype=r.out_dtype or r.a.dtype) if r.out is None else r.out
         x = Matmul(0, r.a.reshape(-1, r.a.shape[-1]), b.reshape(r.a.shape[-1], -1), r.bias, r.residual)
@@ -145,6 +148,14 @@ REGISTERED = {
     "gemm": lambda: library.gemm_op(A, B, BIAS, None, 1.0, 1.0, "relu", None, "auto", 0),
     "gemm, out=": lambda: library.gemm_out_op(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0, OUT),
     "gemm, workers": lambda: library.gemm_op(A, B, None, OUT, 0.5, 2.0, "none", None, "static", 3),
+    "gemm of a graph": lambda: library.gemm_forward_op(A, B, BIAS, "relu"),
+    "gemm of a graph, plain": lambda: library.gemm_forward_op(A, B, None, "none"),
+    "attention of a graph": lambda: attention_library.attention_forward_op(
+        Q, K, V, True, "top_left", 0.5, "bhsd", True
+    ),
+    "attention of a graph, plain": lambda: attention_library.attention_forward_op(
+        Q, K, V, False, "bottom_right", 0.25, "bshd", False
+    ),
     "attention": lambda: attention_library.attention_op(Q, K, V, *[None] * 8, *NUMBERS),
     "attention, lse": lambda: attention_library.attention_op(Q, K, V, *[None] * 8, *NUMBERS._replace(return_lse=True)),
     "attention, behind": lambda: attention_library.attention_op(Q, K, V, *[None] * 8, *NUMBERS._replace(layout="bhsd")),
@@ -152,9 +163,9 @@ REGISTERED = {
 NUMBERS = Settings(True, "top_left", -1, -1, 0.0, 0.25)
 
 
-@pytest.mark.parametrize("call", REGISTERED.values(), ids=REGISTERED)
-def test_so_is_that_of_a_registered_op(python_calls, driver, monkeypatch, call):
-    """As compiled graphs call it."""
+@pytest.fixture
+def registered(python_calls, driver, monkeypatch) -> None:
+    """The registered ops have stand-ins for their launches, too."""
 
     def run(out: torch.Tensor, fresh: bool, kind: str, args: tuple, late: tuple, optional: tuple) -> None:
         a, b, bias, residual, alpha, beta, *_ = args
@@ -172,6 +183,11 @@ def test_so_is_that_of_a_registered_op(python_calls, driver, monkeypatch, call):
 
     monkeypatch.setattr(library, "_run", run)
     monkeypatch.setattr(attention_library, "_run", attend)
+
+
+@pytest.mark.parametrize("call", REGISTERED.values(), ids=REGISTERED)
+def test_so_is_that_of_a_registered_op(python_calls, registered, driver, call):
+    """As compiled graphs call it."""
     first, second = call(), call()
     assert len(python_calls) == 1
     assert len(driver.launches()) == 2
@@ -207,6 +223,46 @@ def test_a_public_op_whose_registered_op_was_called_before_is_native(python_call
     library.gemm_op(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0)
     assert len(python_calls) == 3
     assert len(driver.launches()) == 8
+
+
+def steps(call: Callable[[], object]) -> int:
+    """Functions that Python calls for a call that has been made before: its own, and torch's."""
+    counted = []
+    call()
+    call()
+    sys.setprofile(lambda frame, event, argument: counted.append(event) if event in ("call", "c_call") else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(counted)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mode_without_gradients_takes_no_more_steps(python_calls, call, mode):
+    eager = steps(call)
+    with mode():
+        assert steps(call) <= eager
+    assert len(python_calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "graphs"),
+    [
+        (lambda: ts.linear(A, W, BIAS, activation="relu"), lambda: library.gemm_forward_op(A, W.t(), BIAS, "relu")),
+        (
+            lambda: ts.attention(Q, K, V, causal=True, return_lse=True),
+            lambda: attention_library.attention_forward_op(Q, K, V, True, "bottom_right", 0.25, "bshd", True),
+        ),
+    ],
+    ids=["linear", "attention"],
+)
+def test_a_graphs_op_takes_few_more_steps_than_the_public_one(registered, call, graphs):
+    public = steps(call)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert steps(graphs) <= public + 8
 
 
 def test_no_two_of_these_calls_are_taken_for_each_other(python_calls):
@@ -305,11 +361,9 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "around",
-    [
-        Mode, record, torch.autograd.forward_ad.dual_level, lambda: torch.autocast("cpu", BF16),
-    ],
-    ids=["a mode", "a recording", "forward AD", "autocast"],
-)  # fmt: skip
+    [Mode, record, torch.autograd.forward_ad.dual_level],
+    ids=["a mode", "a recording", "forward AD"],
+)
 def test_a_block_that_has_to_see_a_call_sees_it(python_calls, around):
     ts.mm(A, B)
     ts.mm(A, B, activation="relu")
@@ -329,6 +383,37 @@ def test_a_block_that_has_to_see_a_call_sees_it(python_calls, around):
     assert len(python_calls) - python_calls.count("merge") == 14
 
 
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_autocast_sees_a_call_and_has_it_launched_natively(python_calls, driver, monkeypatch, call, dtype):
+    """Operands of autocast's dtype are launched as they are, others in that dtype."""
+    stray = torch.set_autocast_dtype, "cuda", torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", BF16)  # whose operands need no look at their device
+    try:
+        with torch.autocast("cpu", dtype):
+            first, second = call(), call()
+    finally:
+        stray[0](*stray[1:])
+    assert len(python_calls) == 1
+    assert len(driver.launches()) == 2
+    assert (second.shape, second.dtype, second.stride()) == (first.shape, first.dtype, first.stride())
+    outside = call()
+    assert len(python_calls) == 1 + (dtype != BF16 and python_calls[0] != "merge")
+    assert outside.dtype == BF16
+
+
+def test_gradients_under_autocast_are_of_native_calls(python_calls, driver):
+    x, w, bias = (torch.zeros(*shape, requires_grad=True) for shape in ((2, 8, 64), (32, 64), (32,)))
+    for _ in range(2):
+        with torch.autocast("cpu", BF16):
+            y = ts.linear(x, w, bias)
+        y.backward(torch.zeros_like(y))
+        assert y.dtype == BF16
+        assert [leaf.grad.dtype for leaf in (x, w, bias)] == [torch.float32] * 3
+    assert len(python_calls) == 3
+    assert len(driver.launches()) == 6
+
+
 @pytest.mark.parametrize(
     "see",
     [
@@ -345,6 +430,13 @@ def test_what_has_to_see_a_call_sees_it(python_calls, see):
     ts.mm(A, B)
     see()
     assert len(python_calls) == 2
+
+
+def test_a_factor_of_0_is_not_another_factor(python_calls):
+    """With it the operands are not read, whatever is in them."""
+    for alpha in (0.5, 2.0, 0, 0.0, 0.5):
+        ts.addmm(OUT, A, B, alpha=alpha)
+    assert [r.alpha for r in python_calls] == [0.5, 0, 0.0]
 
 
 def test_a_written_output_is_another_version(python_calls):

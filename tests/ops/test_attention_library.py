@@ -48,6 +48,18 @@ def test_opcheck(name):
     torch.library.opcheck(ops.attention_backward.default, (torch.ones_like(out), None, out, lse, *args))
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_opcheck_forward(layout):
+    q, k, v = arguments(CASES["dense"])[:3]
+    numbers = (True, "top_left", 0.3, layout, True)
+    torch.library.opcheck(ops.attention_forward.default, (q, k, v, *numbers))
+    s = Settings(True, "top_left", -1, -1, 0.0, 0.3, layout=layout, return_lse=True)
+    full = ops.attention(q, k, v, *[None] * 8, *s)
+    for one, other in zip(ops.attention_forward(q, k, v, *numbers), full, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+
+
 @pytest.mark.parametrize("name", ["dense", "paged"])
 def test_opcheck_out(name):
     args = arguments(CASES[name])

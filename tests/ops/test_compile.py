@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tilestream as ts
 from error_rule import Maths, check, check_gradient, nans, rand
 from streaming import Feeder, late
+from tilestream.ops import native
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -141,6 +142,78 @@ def test_a_bad_argument_is_an_error_under_compile_too():
     compiled = torch.compile(lambda x, w: ts.matmul(x, w, activation="tanh"), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="activation"):
         compiled(rand(9, 16), rand(16, 6))
+
+
+#: Calls, and the ops that graphs of them call: few arguments and no derivative, where nothing else is asked for.
+IN_GRAPHS = {
+    "linear": (lambda x, w: ts.linear(x, w), ["gemm_forward"]),
+    "linear, activation": (lambda x, w: ts.linear(x, w, w[:, 0], activation="relu"), ["gemm_forward"]),
+    "addmm": (lambda x, w: ts.addmm(w[:, 0], x, w.t()), ["gemm"]),
+    "alpha": (lambda x, w: ts.addmm(w[:, 0], x, w.t(), beta=0, alpha=2.0), ["gemm"]),
+    "out_dtype": (lambda x, w: ts.mm(x, w.t(), out_dtype=torch.bfloat16), ["gemm"]),
+    "scale": (lambda x, w: ts.mm(x, w.t(), scale_a=w[:1, :1]), ["gemm"]),
+    "schedule": (lambda x, w: ts.mm(x, w.t(), schedule="static"), ["gemm"]),
+    "workers": (lambda x, w: ts.mm(x, w.t(), workers=1), ["gemm"]),
+    "limit": (lambda x, w: limited(x, w), ["gemm"]),
+    "attention": (lambda x, w: ts.attention(*[x.view(1, 3, 2, 8)] * 3, causal=True), ["attention_forward"]),
+    "lse": (
+        lambda x, w: ts.attention(*[x.view(1, 3, 2, 8)] * 3, layout="bhsd", return_lse=True, scale=2)[1],
+        ["attention_forward"],
+    ),
+    "window": (lambda x, w: ts.attention(*[x.view(1, 3, 2, 8)] * 3, window=(1, 1)), ["attention"]),
+    "sinks": (lambda x, w: ts.attention(*[x.view(1, 3, 2, 8)] * 3, sinks=w[0, :2]), ["attention"]),
+}
+
+
+def limited(x, w):
+    with ts.worker_limit(1):
+        return ts.linear(x, w)
+
+
+@pytest.mark.parametrize("name", IN_GRAPHS)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_op_of_a_graph_is_the_one_that_costs_least(name, gradients):
+    call, expected = IN_GRAPHS[name]
+    graphs: list[list[str]] = []
+
+    def noted(graph, inputs):
+        graphs.append([node.target._opname for node in graph.graph.nodes if "tilestream" in str(node.target)])
+        return graph
+
+    x, w = rand(3, 16).requires_grad_(gradients), rand(6, 16)
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=noted)
+    with torch.set_grad_enabled(gradients):
+        answer = torch.compile(call, fullgraph=True, backend=backend)(x, w)
+        torch.testing.assert_close(answer, call(x, w))
+    assert graphs[0] == expected
+    if gradients:
+        grad = torch.autograd.grad(answer.sum(), x)[0]
+        torch.testing.assert_close(grad, torch.autograd.grad(call(x, w).sum(), x)[0])
+
+
+def test_a_graph_that_is_exported_can_be_trained():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(rand(6, 16))
+
+        def forward(self, x):
+            return ts.linear(x, self.w)
+
+    module = Model()
+    exported = torch.export.export(module, (rand(9, 16),)).run_decompositions().module()
+    exported(x := rand(9, 16)).sum().backward()
+    torch.testing.assert_close(exported.w.grad, x.sum(0).expand(6, 16))
+
+
+def test_the_extension_that_is_loaded_later_compiles_nothing_anew(monkeypatch):
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda x: (ts.mm(x, x), ts.attention(*[x[None, None]] * 3)), backend=counter)
+    x = rand(8, 8)
+    for found in (None, object()):
+        monkeypatch.setattr(native._loaded, "extension", found)
+        compiled(x)
+    assert counter.frame_count == 1
 
 
 def test_export():

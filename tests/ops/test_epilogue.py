@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -121,6 +122,60 @@ def test_autocast_gradients_come_back_in_the_operands_dtype():
         answer = ts.linear(a, b.t(), rand(37), activation="gelu")
     answer.sum().backward()
     assert (a.grad.dtype, b.grad.dtype) == (torch.float32, torch.float32)
+
+
+#: Ops that autocast converts for, and the same in torch.
+UNDER_AUTOCAST = {
+    "mm": (ts.mm, torch.mm, ((35, 40), (40, 37))),
+    "matmul": (ts.matmul, torch.matmul, ((2, 35, 40), (40, 37))),
+    "bmm": (ts.bmm, torch.bmm, ((3, 35, 40), (3, 40, 37))),
+    "addmm": (ts.addmm, torch.addmm, ((37,), (35, 40), (40, 37))),
+    "linear": (ts.linear, torch.nn.functional.linear, ((2, 35, 40), (37, 40), (37,))),
+    "attention": (
+        functools.partial(ts.attention, layout="bhsd"), torch.nn.functional.scaled_dot_product_attention,
+        ((2, 4, 9, 16),) * 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_is_torchs(name, dtypes, dtype):
+    """Results and gradients, of operands of one dtype and of two; an equal call is another time the same."""
+    op, by_torch, shapes = UNDER_AUTOCAST[name]
+    given = [rand(*shape, dtype=dtypes[i > 0], seed=i) for i, shape in enumerate(shapes)]
+
+    def answers(f):
+        leaves = [x.clone().requires_grad_() for x in given]
+        with torch.autocast("cpu", dtype):
+            y = f(*leaves)
+            with torch.no_grad():
+                plain = f(*leaves)
+        y.sum().backward()
+        return [y, plain, *(x.grad for x in leaves)]
+
+    theirs = answers(by_torch)
+    for _ in range(3):
+        for x, y in zip(answers(op), theirs, strict=True):
+            assert (x.dtype, x.stride()) == (y.dtype, y.stride())
+            torch.testing.assert_close(x, y, rtol=0.05, atol=0.1)
+
+
+def test_autocast_refuses_what_torch_refuses():
+    a, b = rand(35, 40), torch.ones(40, 37, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match=r"mm: b: dtype: torch.int64"):
+            ts.mm(a, b)
+        with pytest.raises(TypeError, match=r"mm: a is torch.bfloat16, b is torch.float64"):
+            ts.mm(a, rand(40, 37).double())
+
+
+def test_torch_has_the_op_that_converts_a_weight():
+    """On a GPU, where tests/gpu shows that it is converted once a block."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::einsum", "AutocastCUDA")
+    x = rand(4, 4)
+    assert torch.ops.aten.einsum.default("...->...", [x]).data_ptr() == x.data_ptr()
 
 
 def test_autocast_does_not_convert_what_has_not_arrived():

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilestream as ts
 import tilestream.ops  # the package itself imports them on first use
 from error_rule import Maths, check, nans, rand
+from tilestream.ops import library
 
-gemm = torch.ops.tilestream.gemm.default
+gemm, forward = torch.ops.tilestream.gemm.default, torch.ops.tilestream.gemm_forward.default
 gemm_out = torch.ops.tilestream.gemm_out.default
 arriving = torch.ops.tilestream.gemm_arriving.default
 arriving_out = torch.ops.tilestream.gemm_arriving_out.default
@@ -77,6 +78,25 @@ def opcheck(op, args):
 def test_opcheck_gemm(sample):
     first, last = operands(**SAMPLES[sample])
     opcheck(gemm, (*first, *last))
+
+
+@pytest.mark.parametrize("sample", ["plain", "bias", "batches"])
+def test_opcheck_gemm_forward(sample):
+    (a, b, bias, *_), _ = operands(**SAMPLES[sample] | {"gradients": False})
+    opcheck(forward, (a, b, bias, "gelu"))
+    close = torch.testing.assert_close
+    close(forward(a, b, bias, "gelu"), gemm(a, b, bias, None, 1.0, 1.0, "gelu", None, "auto", 0))
+
+
+def test_a_gpu_is_given_no_operands_times_0(monkeypatch):
+    """CPU kernels look at the factor; those of GPUs multiply by it."""
+    given = []
+    monkeypatch.setattr(library.gpu, "run", lambda x, *how: given.append((tuple(x.a.shape), tuple(x.b.shape))))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", torch.Tensor.is_cpu)
+    first, _ = operands(**SAMPLES["plain"])
+    for alpha in (0.5, 0.0):
+        library._run(rand(9, 7), True, "", (*first[:4], alpha, *first[5:]), (), ())
+    assert given == [((9, 6), (6, 7)), ((9, 0), (0, 7))]
 
 
 SCALED = [sample for sample in SAMPLES if "scales" in sample]

@@ -41,10 +41,18 @@ _SETTINGS = (
 _ARRIVING = ", Tensor? key_signals, SymInt[] key_arrival, float deadline"
 _NUM_ARRIVING = 3
 _INTO = ", Tensor(a!) out, Tensor(b!)? lse"
+# Of ``attention_forward``, which graphs call as `tilestream.ops.library` says.
+_OF_GRAPHS = "bool causal, str alignment, float scale, str layout, bool return_lse"
 _INPUTS = (*AttentionOperands._fields[:3], *AttentionOperands._fields[6:])
+_OTHERS = (None,) * (len(_INPUTS) - 3)
 _NUM_COMMON = len(_INPUTS) + len(Settings._fields)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _settings(causal: bool, alignment: Any, scale: float, layout: Any, return_lse: bool) -> Settings:
+    """Those of ``attention_forward``."""
+    return Settings(causal, alignment, -1, -1, 0.0, scale, layout=layout, return_lse=return_lse)
 
 
 def _split(args: Sequence[Any], out: Any = None, lse: torch.Tensor | None = None) -> tuple[AttentionOperands, Settings]:
@@ -178,12 +186,32 @@ def _define(name: str) -> None:
         )  # fmt: skip
         return native.attention_op(call, lambda: run(*args))
 
+    def forward(
+        q: Any, k: Any, v: Any, causal: bool, alignment: str, scale: float, layout: str, return_lse: bool
+    ) -> Pair | None:  # fmt: skip
+        def by_python() -> Pair | None:
+            return run(q, k, v, *_OTHERS, *_settings(causal, alignment, scale, layout, return_lse))
+
+        if not q.is_cuda or observation() is not None:
+            return by_python()
+        own_scale = None if scale == 1 / math.sqrt(max(q.shape[-1], 1)) else scale  # fewer arguments
+        call = (
+            q, k, v, *_OTHERS, None, layout, causal and alignment, None, None, own_scale, None, None, return_lse, None,
+            "auto", None,
+        )  # fmt: skip
+        return native.attention_op(call, by_python)
+
     def fake(*args: Any) -> Pair | None:
         if not into:
             return _outputs(*_split(args))
         check_outputs(*_split(args, *args[end : end + 2]))
         return None
 
+    if not arriving and not into:
+        register(
+            "attention_forward", f"(Tensor q, Tensor k, Tensor v, {_OF_GRAPHS}) -> (Tensor, Tensor)", forward,
+            lambda q, k, v, *of_graphs: _outputs(AttentionOperands(q, k, v), _settings(*of_graphs)),
+        )  # fmt: skip
     more = (_ARRIVING if arriving else "") + (_INTO if into else "")
     result = "()" if into else "(Tensor, Tensor)"
     register(name, f"({_TENSORS}, {_SETTINGS}{more}, int worker_limit=0) -> {result}", real, fake, alone=arriving)
@@ -193,6 +221,7 @@ for _name in ("attention", "attention_out", "attention_arriving", "attention_arr
     _define(_name)
 
 attention_op = torch.ops.tilestream.attention.default
+attention_forward_op = torch.ops.tilestream.attention_forward.default
 attention_out_op = torch.ops.tilestream.attention_out.default
 attention_arriving_op = torch.ops.tilestream.attention_arriving.default
 attention_arriving_out_op = torch.ops.tilestream.attention_arriving_out.default
@@ -260,7 +289,18 @@ def _differentiate(op: Any) -> None:
             of_out, of_lse = tangents(changes[:4], *_split((*inputs, *ctx.settings), out, lse))
             return of_out.to(out.dtype), of_lse if ctx.shows_lse else None
 
-    derivative(library, op, Attention)
+    derivative(library, op, Attention, _in_graphs if op is attention_op else None)
+
+
+def _in_graphs(*args: Any) -> tuple[Any, ...] | None:
+    """See `tilestream.ops.gradients.derivative`."""
+    (q, k, v, *others), s = args[: len(_INPUTS)], Settings(*args[len(_INPUTS) : _NUM_COMMON])
+    given = s.causal, s.alignment, s.scale, s.layout, s.return_lse
+    if any(x is not None for x in others) or any(args[_NUM_COMMON:]) or type(s.scale) is not float:
+        return None
+    if any(type(number) is not int for number in (s.left, s.right, s.max_seqlen_q, s.max_seqlen_k)):
+        return None
+    return (attention_forward_op, q, k, v, *given) if s == _settings(*given) else None
 
 
 def _refuse_gradients(inputs: Sequence[torch.Tensor | None]) -> None:
@@ -374,6 +414,11 @@ def _extents(shapes: Sequence[Any]) -> tuple[int, int, int]:
 def _flops(*shapes: Any, **kwargs: Any) -> int:
     scores, columns, columns_v = _extents(shapes)
     return 2 * scores * (columns + columns_v)
+
+
+@register_flop_formula(torch.ops.tilestream.attention_forward)
+def _forward_flops(*shapes: Any, **kwargs: Any) -> int:
+    return _flops(*shapes[:3], *_OTHERS)
 
 
 @register_flop_formula(torch.ops.tilestream.attention_backward)

@@ -14,9 +14,10 @@ from torch.autograd import forward_ad
 from tilestream.core.operands import MergeOperands
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops import native
+from tilestream.ops.checks import below_autocast
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.library import library
-from tilestream.ops.operands import made_fresh
+from tilestream.ops.operands import made_fresh, unviewed
 from tilestream.runtime.channel import check_device
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -40,6 +41,9 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):  # fmt: skip
         return _join(formula, *call)
+    if torch._C._is_any_autocast_enabled():  # which converts nothing here
+        with below_autocast():
+            return merge(*call)
     return native.observed_merge(call, lambda: _join(merge_attention_op, *call))
 
 
@@ -51,7 +55,7 @@ def _join(
         return op(o_a, lse_a, o_b, lse_b)  # type: ignore[no-any-return]
     out, lse = op(o_a, lse_a.transpose(1, 2), o_b, lse_b.transpose(1, 2))
     with made_fresh():
-        return out, lse.transpose(1, 2)
+        return out, unviewed(lse.transpose(1, 2))
 
 
 def formula(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> Pair:

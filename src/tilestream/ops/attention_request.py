@@ -14,9 +14,9 @@ from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_library as library
 from tilestream.ops import gated, inline, native
 from tilestream.ops.attention_operands import Settings, check_shapes
-from tilestream.ops.checks import MOST, autocast, check_dense, check_waiting, refuse_tangents
+from tilestream.ops.checks import MOST, autocast, below_autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
-from tilestream.ops.operands import made_fresh
+from tilestream.ops.operands import made_fresh, unviewed
 from tilestream.ops.request import clear_signals
 from tilestream.ops.scales import check_scale_dtype
 from tilestream.ops.sharding import dtensor_views, is_dtensor, refuse_dtensors
@@ -100,6 +100,12 @@ def attend(r: AttentionRequest) -> Answer:
         if r.q.is_cuda:
             gate = gated.Gate.of(_OP, r.q.get_device(), r.arrival, None, None, r.deadline)
         return gated.attention(r[:-2], gate, lambda: _attend(r))
+    if torch._C._is_any_autocast_enabled() and isinstance(r.k, torch.Tensor) and isinstance(r.v, torch.Tensor):
+        q, k, v = autocast(_OP, False, r.q, r.k, r.v)
+        r = r._replace(q=q, k=k, v=v)
+        with below_autocast():
+            made = native.attention(*r[:-2])
+            return attend(r) if made is None else made
     others = (*r[3:11], r.window, r.softcap, r.max_seqlen_q, r.max_seqlen_k, r.workers, r.splits)
     with dtensor_views(r.q):
         if r.q.is_cuda:
@@ -185,7 +191,7 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
         out = r.out
     else:
         with made_fresh():
-            out = _outermost(r, out)
+            out = unviewed(_outermost(r, out))
     return (out, lse) if r.return_lse and lse is not None else out
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -151,19 +154,38 @@ def refuse_given(op: str, *tangents: torch.Tensor | None) -> None:
         )
 
 
+#: What autocast sees calls by, on any device.
+_AUTOCAST = functools.reduce(
+    operator.or_,
+    (torch._C.DispatchKeySet(key) for name, key in torch._C.DispatchKey.__members__.items() if "Autocast" in name),
+)
+
+
+def below_autocast() -> AbstractContextManager[None]:
+    """A block that autocast does not see: of a call whose operands have its dtype."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
 def autocast(op: str, arriving: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The operands in autocast's dtype where autocast is on, as ``torch.matmul`` has it."""
-    kind = tensors[0].device.type
+    kind: str = tensors[0].device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors
     if any(tensor.dtype in FP8_DTYPES for tensor in tensors):
         return tensors  # the caller has chosen them, and scales that belong to them
     dtype = torch.get_autocast_dtype(kind)
-    if all(tensor.dtype == dtype or tensor.dtype == torch.float64 for tensor in tensors):
-        return tensors
-    if arriving:
+    converted = [x.dtype not in (dtype, torch.float64) and x.is_floating_point() for x in tensors]
+    if arriving and any(converted):
         raise ValueError(
             f"{op}: autocast would convert an operand that has not arrived yet; stream it in as {dtype}, or leave "
             "autocast"
         )
-    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+    return tuple(_cast(x, kind, dtype) if differs else x for x, differs in zip(tensors, converted, strict=True))
+
+
+def _cast(x: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """An operand in autocast's dtype; of a weight, the copy that torch keeps until the outermost block ends."""
+    if torch.compiler.is_compiling() or kind == "cpu" or not (x.is_leaf and x.requires_grad):
+        return x.to(dtype)
+    # Of torch's ops that autocast converts for on a GPU, one that returns the converted operand itself, as a view.
+    return torch.ops.aten.einsum.default("...->...", [x])  # type: ignore[no-any-return]

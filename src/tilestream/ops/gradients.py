@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -18,14 +19,28 @@ from torch.autograd.function import _SingleLevelFunction
 Derivative = _SingleLevelFunction
 
 
-def derivative(library: torch.library.Library, op: Any, function: type[Any]) -> None:
-    """Register the derivative of ``op``: a subclass of `Derivative` whose ``forward`` calls `below_autograd`."""
+#: By op: its call that a compiler's graph makes in place of a call with some arguments; None for other arguments.
+InGraphs = Callable[..., tuple[Any, ...] | None]
+_in_graphs: dict[Any, InGraphs] = {}
+
+
+def derivative(
+    library: torch.library.Library, op: Any, function: type[Any], in_graphs: InGraphs | None = None
+) -> None:  # fmt: skip
+    """Register the derivative of ``op``: a subclass of `Derivative` whose ``forward`` calls `below_autograd`.
+
+    ``in_graphs``: of arguments, another op without a derivative that does the same, and its own few arguments. Graphs
+    of a compiler, which have taken the derivative, call that: a kernel for autograd in Python, and each argument, costs
+    the host as much as a launch.
+    """
+    if in_graphs is not None:
+        _in_graphs[op] = in_graphs
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
 
     def kernel(*args: Any) -> Any:
         if not _is_asked_for(args):
             with torch._C._AutoDispatchBelowAutograd():
-                return op(*args)
+                return _call(op, args)
         args += defaults[len(args) :]  # the dispatcher has left them out
         if torch._C._functorch.peek_interpreter_stack() is None:
             return function.apply(*args)
@@ -35,6 +50,16 @@ def derivative(library: torch.library.Library, op: Any, function: type[Any]) -> 
             return function.apply(*args)
 
     library.impl(op._opname, kernel, "Autograd")
+
+
+def _call(op: Any, args: tuple[Any, ...]) -> Any:
+    """Call ``op``, or another where torch.compile traces; not where torch.export does, whose graph may be trained."""
+    traced = type(args[0]) is FunctionalTensor and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if traced and op in _in_graphs:
+        found = _in_graphs[op](*args)
+        if found is not None:
+            return found[0](*found[1:])
+    return op(*args)
 
 
 def _is_asked_for(args: Sequence[Any]) -> bool:
@@ -47,7 +72,7 @@ def below_autograd(op: Any, *args: Any) -> Any:
     """Call an op in the ``forward`` of its derivative."""
     with torch._C._AutoDispatchBelowAutograd():
         if torch._C._functorch.peek_interpreter_stack() is None:
-            return op(*args)
+            return _call(op, args)
         # Derivatives are off in a ``forward``: those of the transforms around this one are to be taken.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return op(*args)
@@ -67,18 +92,18 @@ def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
 Gemm = Callable[..., torch.Tensor]
 
 
-def save_product(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
-    """Save what the derivatives of ``tilestream::gemm`` need.
+def save_product(ctx: Any, inputs: Sequence[Any], output: torch.Tensor, is_weight: bool = False) -> None:
+    """Save what the derivatives of ``tilestream::gemm`` need; ``is_weight``: b is the weight of a linear, ``[N, K]``.
 
     Of the activation's derivative: relu's is in the output; the others' input is computed once more, which costs a
     matmul and keeps no ``[M, N]`` tensor alive.
     """
     a, b, bias, residual, alpha, beta, activation, _, schedule, workers, scale_a, scale_b, *others = inputs
     again = (bias, residual) if activation not in ("none", "relu") else (None, None)
-    kept = a, b, output if activation == "relu" else None, *again, scale_a, scale_b
-    save(ctx, *kept)
+    save(ctx, a, b, output if activation == "relu" else None, *again, scale_a, scale_b)
     ctx.numbers = alpha, beta, activation, schedule, workers, *others
-    ctx.dtypes = output.dtype, *(None if x is None else x.dtype for x in (bias, residual))
+    ctx.dtypes = output.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype
+    ctx.is_weight = is_weight
 
 
 def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.Tensor | None, ...]:
@@ -87,28 +112,35 @@ def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.T
     In torch's layout: a column-major matrix has a column-major gradient, so the weight of a linear a contiguous one.
     """
     a, b, *_, scale_a, scale_b = saved = ctx.saved_tensors  # once: checkpointing has each of them read no second time
-    alpha, beta, _, schedule, workers, _, worker_limit = ctx.numbers
+    alpha, beta, activation, schedule, workers, _, worker_limit = ctx.numbers
     _, bias_dtype, residual_dtype = ctx.dtypes
-    needs_a, needs_b, needs_bias, needs_residual = ctx.needs_input_grad[:4]
-    grad = _through_activation(ctx, saved, grad, gemm)
+    needs_a, needs_b, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+    if activation != "none":
+        grad = _through_activation(ctx, saved, grad, gemm)
     how = None, None, alpha, 1.0, "none", None, schedule, workers, None, None, True, worker_limit
+    shape, folded = a.shape, grad
+    if len(shape) > b.dim():  # leading dimensions are rows
+        rows = shape[:-1].numel()
+        a, folded = a.reshape(rows, shape[-1]), grad.reshape(rows, grad.shape[-1])
     grad_a = grad_b = grad_bias = grad_residual = None
     if needs_a or needs_b:
-        product, shape = grad, a.shape
+        product = folded
         for scale in (scale_a, scale_b):  # of operands that have more than 8 bits
             product = product if scale is None else product * scale
         if product.dtype != a.dtype:
             product = product.to(a.dtype)
-        if a.dim() > b.dim():  # leading dimensions are rows
-            rows = shape[:-1].numel()
-            a, product = a.reshape(rows, shape[-1]), product.reshape(rows, b.shape[-1])
+        weight = b if ctx.is_weight else b.mT
         if needs_a:
-            grad_a = gemm(b, product.mT, *how).mT if _is_column_major(a) else gemm(product, b.mT, *how)
+            grad_a = gemm(weight.mT, product.mT, *how).mT if _is_column_major(a) else gemm(product, weight, *how)
             grad_a = grad_a if grad_a.dim() == len(shape) else grad_a.view(shape)
-        if needs_b:
-            grad_b = gemm(product.mT, a, *how).mT if _is_column_major(b) else gemm(a.mT, product, *how)
+        if needs_b and weight.dim() == 2 and weight.stride() == (weight.shape[1], 1):
+            grad_weight = gemm(product.mT, a, *how)
+            grad_b = grad_weight if ctx.is_weight else grad_weight.mT
+        elif needs_b:
+            grad_b = gemm(a.mT, product, *how)
+            grad_b = grad_b.mT if ctx.is_weight else grad_b
     if needs_bias:
-        grad_bias = grad.sum(dim=tuple(range(grad.dim() - 1)), dtype=bias_dtype)
+        grad_bias = folded.sum(dim=0 if folded.dim() == 2 else (0, 1), dtype=bias_dtype)
     if needs_residual:
         grad_residual = (grad if beta == 1 else beta * grad).to(residual_dtype)
     return grad_a, grad_b, grad_bias, grad_residual
@@ -143,6 +175,7 @@ def _through_activation(ctx: Any, saved: Sequence[Any], change: torch.Tensor, ge
     if activation == "relu":
         return torch.ops.aten.threshold_backward(change.to(output.dtype), output, 0)  # type: ignore[no-any-return]
     wide = _wide(a)
+    b = b.mT if ctx.is_weight else b
     before = gemm(
         a, b, bias, residual, alpha, beta, "none", wide, schedule, workers, scale_a, scale_b, *others
     )  # fmt: skip

@@ -6,6 +6,9 @@ an `Arrival` travels as a list of integers (`FlatArrival`) beside its signal wor
 [K, N]`` or ``[B, M, K] @ [B, K, N]``. The public ops make views of torch's other forms, and the views have torch's own
 gradients.
 
+Compiled graphs call ``tilestream::gemm_forward`` where nothing but a bias and an activation is asked for: it has no
+derivative and few arguments, which cost the host as much as the launch.
+
 Defined by ``torch.library.Library`` and not by the ``custom_op`` decorator, which costs three times as much a call.
 """
 
@@ -154,6 +157,8 @@ def _run(
     if not out.is_cuda:
         execute.run(x, how, rows, columns, publishes, deadline, op)
     elif publishes is None:
+        if x.epilogue.alpha == 0 and not kind:  # not read, as torch has it: kernels would multiply NaN by 0
+            x = x._replace(a=a[..., :0], b=b[..., :0, :])
         gpu.run(x, how, None, rows, columns, deadline, op)
     else:
         from tilestream.ops import publish as publishing
@@ -214,6 +219,17 @@ def _define(kind: str, into: bool) -> None:
         _check_out(others[end - 2], a, b, others[5])
         return None
 
+    def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor | None:
+        if a.is_cuda and observation() is None:
+            asked = None if activation == "none" else activation
+            made = native.product("gemm", a, b, None, bias, activation=asked)
+            if made is not None:
+                return made
+        return real(a, b, bias, None, 1.0, 1.0, activation, None, "auto", 0)
+
+    if not kind and not into:
+        of_graphs = "(Tensor a, Tensor b, Tensor? bias, str activation) -> Tensor"
+        register("gemm_forward", of_graphs, forward, lambda a, b, bias, activation: _output(a, b, None))
     name, out, result = ("_out", ", Tensor(a!) out", "()") if into else ("", "", "Tensor")
     schema = f"({_COMMON}{_LATE[kind]}{out}{_OPTIONAL}) -> {result}"
     register(f"gemm{kind}{name}", schema, real, fake, alone=bool(kind))
@@ -230,6 +246,7 @@ library.define("clear_signals(Tensor(a!) signals) -> ()")
 library.impl("clear_signals", _clear_signals, "CompositeExplicitAutograd")
 
 gemm_op = torch.ops.tilestream.gemm.default
+gemm_forward_op = torch.ops.tilestream.gemm_forward.default
 gemm_out_op = torch.ops.tilestream.gemm_out.default
 gemm_arriving_op = torch.ops.tilestream.gemm_arriving.default
 gemm_arriving_out_op = torch.ops.tilestream.gemm_arriving_out.default
@@ -262,7 +279,20 @@ def _differentiate(op: Any) -> None:
             refuse_given("gemm", *tangents[4:])
             return product_tangent(ctx, tangents, gemm_op)
 
-    derivative(library, op, Gemm)
+    derivative(library, op, Gemm, _in_graphs if op is gemm_op else None)
+
+
+def _in_graphs(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, alpha: float,
+    beta: float, activation: str, *others: Any,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """See `tilestream.ops.gradients.derivative`."""
+    others += _DEFAULTS[len(others) - 3 :]
+    if residual is not None or others != (None, "auto", 0, *_DEFAULTS):
+        return None
+    if type(alpha) is not float or type(beta) is not float or alpha != 1.0:
+        return None
+    return gemm_forward_op, a, b, bias, activation
 
 
 def _batched(info: Any, dims: Sequence[int | None], *args: Any) -> tuple[torch.Tensor, int]:
@@ -276,7 +306,9 @@ torch.library.register_vmap("tilestream::gemm", _batched, lib=library)
 
 @register_flop_formula([
     op.overloadpacket
-    for op in (gemm_op, gemm_out_op, gemm_arriving_op, gemm_arriving_out_op, gemm_published_out_op)
+    for op in (
+        gemm_op, gemm_forward_op, gemm_out_op, gemm_arriving_op, gemm_arriving_out_op, gemm_published_out_op
+    )
 ])  # fmt: skip
 def _flops(a_shape: Sequence[int], b_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
     flops = 2 * b_shape[-1]

@@ -8,7 +8,6 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.ops import native
 from tilestream.ops.checks import check_tensors
 from tilestream.ops.request import Request, multiply
-from tilestream.ops.sharding import dtensor_views
 
 
 def matmul(
@@ -264,10 +263,8 @@ def linear(
             return made
     if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
         raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
-    with dtensor_views(weight):
-        transposed = weight.t() if isinstance(weight, torch.Tensor) else weight
     return multiply(Request(
-        "linear", x, transposed, out=out, bias=bias, residual=residual, beta=beta, activation=activation,
+        "linear", x, weight, out=out, bias=bias, residual=residual, beta=beta, activation=activation,
         out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, arrival=arrival,
         weight_arrival=weight_arrival, publish=publish, schedule=schedule, workers=workers, deadline=deadline,
     ))  # fmt: skip

@@ -24,6 +24,7 @@ from torch.compiler import is_compiling
 from tilestream.core.operands import ACTIVATIONS
 from tilestream.launch.observe import PRODUCTS, Call, Observation, observe
 from tilestream.ops import inline
+from tilestream.ops.checks import autocast, below_autocast
 from tilestream.ops.inline import PLAIN
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
@@ -54,6 +55,7 @@ INPUTS = (
     "q", "k", "v", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k",
 )  # fmt: skip
 _NUMBERS = (float, int)
+_is_autocast_enabled, _autocast_dtype = torch._C._is_any_autocast_enabled, torch.get_autocast_dtype
 #: What the extension raises: nothing was launched. What is wrong (no memory, say) is wrong Python's way, too, which
 #: says what.
 REFUSALS = (RuntimeError, TypeError, ValueError, OverflowError)
@@ -141,14 +143,19 @@ def product(
     ArrivalTimeout, Exception
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
-    extension = _loaded.extension
-    if is_compiling():
+    if is_compiling():  # first: what is read before it, a compiled function would be guarded by
         return None
+    extension = _loaded.extension
     if extension is None or _is_seen(a, b, out, bias):
         return inline.product(
             op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule,
             workers,
         )  # fmt: skip
+    if _is_autocast_enabled():
+        others = residual, alpha, beta, activation, out_dtype, scale_a, scale_b, fast_accum, schedule, workers
+        a, b = _converted(op, a, b)
+        with below_autocast():
+            return product(op, a, b, out, bias, *others)
     arguments: tuple[Any, ...] | None = a, b, bias
     call, into = extension.try_plain[op], extension.try_plain_out[op]
     if not (
@@ -196,9 +203,9 @@ def attention(
     ArrivalTimeout, Exception
         What an earlier launch on this device has reported: see `tilestream.check`.
     """
-    extension = _loaded.extension
-    if is_compiling():
+    if is_compiling():  # first: what is read before it, a compiled function would be guarded by
         return None
+    extension = _loaded.extension
     if extension is None or _is_seen(q, k, out, v):
         if not (
             sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is window
@@ -206,6 +213,12 @@ def attention(
         ):  # fmt: skip
             return None
         return inline.attention(q, k, v, out, layout, causal, scale, return_lse, schedule)
+    if _is_autocast_enabled():
+        others = scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, layout, causal
+        more = window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule, splits
+        q, k, v = _converted("attention", q, k, v)
+        with below_autocast():
+            return attention(q, k, v, sinks, *others, *more)
     arguments: tuple[Any, ...] | None
     plain = (
         sinks is scale_q is scale_k is scale_v is cu_seqlens_q is cu_seqlens_k is block_table is seqlens_k is None
@@ -246,15 +259,29 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
 
     Parameters and errors as of `attention`.
     """
-    extension = _loaded.extension
-    if is_compiling() or extension is None or _is_seen(o_a, o_b, lse_a, lse_b):
+    if is_compiling():
         return None
+    extension = _loaded.extension
+    if extension is None or _is_seen(o_a, o_b, lse_a, lse_b):
+        return None
+    if _is_autocast_enabled():  # which converts nothing here
+        with below_autocast():
+            return merge(o_a, lse_a, o_b, lse_b, layout)
     check_device(o_a.get_device())
     try:
         out, lse = extension.try_merge_attention(o_a, lse_a, o_b, lse_b, _LAYOUTS[layout])
     except (KeyError, *REFUSALS):
         return None
     return None if out is None else (out, lse)
+
+
+def _converted(op: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operands of a call under autocast."""
+    dtype = _autocast_dtype("cuda")
+    for x in tensors:
+        if x.dtype is not dtype:
+            return autocast(op, False, *tensors)
+    return tensors
 
 
 def observed(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -428,7 +455,7 @@ def _arguments(
         options = _ACTIVATIONS[activation] | _SCHEDULES[schedule] << _SCHEDULE | _DTYPES[out_dtype] << _DTYPE
     except (KeyError, TypeError):
         return None
-    if type(alpha) not in _NUMBERS or type(beta) not in _NUMBERS or type(fast_accum) is not bool:
+    if type(alpha) not in _NUMBERS or type(beta) not in _NUMBERS or type(fast_accum) is not bool or alpha == 0:
         return None
     if workers is not None and (type(workers) is not int or workers < 1):
         return None

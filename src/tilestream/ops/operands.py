@@ -95,6 +95,12 @@ def made_fresh() -> AbstractContextManager[object]:
     return nullcontext() if tracked else untracked()
 
 
+def unviewed(x: torch.Tensor) -> torch.Tensor:
+    """What `made_fresh` makes of a view, in a graph of torch.compile, which sees no such block: no view."""
+    is_graph = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    return torch.ops.aten._unsafe_view(x, x.shape) if is_graph else x
+
+
 # Overlap --------------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from tilestream.ops import checks, gated, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.limit import limit, worker_limit
-from tilestream.ops.operands import Overlap, made_fresh
+from tilestream.ops.operands import Overlap, made_fresh, unviewed
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales
 from tilestream.ops.sharding import dtensor_views, is_dtensor, refuse_dtensors
 from tilestream.plan import limit as limits
@@ -27,15 +27,26 @@ from tilestream.runtime import shutdown
 
 #: Public names of the activations.
 ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
+#: How many fields of a `Request` are arguments of `tilestream.ops.native.product`.
+_NUM_NATIVE = 15
 #: What the public ops call their tensors, where it is not what `Request` calls them.
 _NAMES = {"linear": {"a": "x", "b": "weight"}, "addmm": {"residual": "input"}}
+
+
+# What else may have to see a call of plain tensors.
+_is_grad_enabled, _dispatch_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
+_transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+#: What `_launch` is told of a product alone: behind its operands.
+_PLAINLY = (None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, 0)
 
 
 class Request(NamedTuple):
     """A call of any matmul op: the operands and all options. `multiply` validates it once and runs it."""
 
+    # First what `tilestream.ops.native.product` takes, in its order.
     op: str  # the public op's name, for messages
-    #: a, b: the operands, with torch.matmul's rules for dimensions.
+    #: a, b: the operands, with torch.matmul's rules for dimensions; of ``linear``, b is the weight.
     a: torch.Tensor
     b: torch.Tensor
     out: torch.Tensor | None = None
@@ -45,15 +56,15 @@ class Request(NamedTuple):
     beta: float = 1.0
     activation: str | None = None
     out_dtype: torch.dtype | None = None
-    arrival: Arrival | None = None
-    weight_arrival: Arrival | None = None
-    publish: Arrival | None = None
-    schedule: str = "auto"
-    workers: int | None = None
-    deadline: float | None = None
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
     fast_accum: bool = True
+    schedule: str = "auto"
+    workers: int | None = None
+    arrival: Arrival | None = None
+    weight_arrival: Arrival | None = None
+    publish: Arrival | None = None
+    deadline: float | None = None
 
     def check(self) -> None:
         """Raise for options that are wrong whatever the operands are."""
@@ -111,6 +122,12 @@ def multiply(r: Request) -> torch.Tensor:
         if r.a.is_cuda:
             gate = gated.Gate.of(r.op, r.a.get_device(), r.arrival, r.weight_arrival, r.publish, r.deadline)
         return gated.product(_call_of(r), gate, lambda: _multiply(r))
+    if _is_autocast_enabled():
+        a, b = checks.autocast(r.op, False, r.a, r.b)
+        r = r._replace(a=a, b=b)
+        with checks.below_autocast():
+            made = native.product(*_call_of(r))
+            return multiply(r) if made is None else made
     if _is_seen_by_autograd_alone(r):
         return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
     with dtensor_views(r.a, r.b):
@@ -119,11 +136,8 @@ def multiply(r: Request) -> torch.Tensor:
 
 def _call_of(r: Request) -> tuple[Any, ...]:
     """The arguments of `tilestream.ops.native.product`; of a collective's product, which is checked, as of a matmul."""
-    op, b = (r.op if r.op in PRODUCTS else "matmul"), r.b.t() if r.op == "linear" else r.b
-    return (
-        op, r.a, b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation, r.out_dtype, r.scale_a, r.scale_b,
-        r.fast_accum, r.schedule, r.workers,
-    )  # fmt: skip
+    call: tuple[Any, ...] = r[:_NUM_NATIVE]
+    return call if r.op in PRODUCTS else ("matmul", *call[1:])
 
 
 class _Product(Derivative):
@@ -139,7 +153,7 @@ class _Product(Derivative):
         if output is None:
             output = native.observed(call, lambda: _multiply(r))
         how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
-        save_product(ctx, (a, b, bias, None, 1.0, 1.0, *how), output)
+        save_product(ctx, (a, b, bias, None, 1.0, 1.0, *how), output, is_weight=r.op == "linear")
         return output
 
     @staticmethod
@@ -152,43 +166,38 @@ def _is_seen_by_autograd_alone(r: Request) -> bool:
 
     Of a call that waits for nothing.
     """
-    a, b, bias = r.a, r.b, r.bias
-    return bool(
-        torch.is_grad_enabled()
-        and r.out is None and r.residual is None and r.scale_a is None and r.scale_b is None
-        and type(a) in PLAIN and type(b) in PLAIN and (bias is None or type(bias) in PLAIN)
-        and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
-        and (a.is_cuda or a.is_cpu) and not a.is_nested and not b.is_nested
-        and (a.dim() >= b.dim() == 2 or (a.dim() == b.dim() == 3 and a.shape[0] == b.shape[0]))
-        and a.dtype not in FP8_DTYPES
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and not torch._C._is_any_autocast_enabled()
-        and forward_ad._current_level < 0
-    )  # fmt: skip
+    _, a, b, out, bias, residual, *_ = r
+    if not _is_grad_enabled() or out is not None or residual is not None:
+        return False
+    if type(a) not in PLAIN or type(b) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
+        return False
+    if not (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        return False
+    if r.scale_a is not None or r.scale_b is not None:
+        return False
+    if not (a.is_cuda or a.is_cpu) or a.is_nested or b.is_nested or a.dtype in FP8_DTYPES:
+        return False
+    dims = b.dim()
+    if not (a.dim() >= dims == 2 or (a.dim() == dims == 3 and a.shape[0] == b.shape[0])):
+        return False
+    return not _dispatch_modes() and _transform() is None and _jit_trace() is None and forward_ad._current_level < 0
 
 
-def _launch(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: None, alpha: float, beta: float,
-    activation: str, out_dtype: torch.dtype | None, schedule: str, workers: int, scale_a: None, scale_b: None,
-    fast_accum: bool, bound: int,
-) -> torch.Tensor:  # fmt: skip
+def _launch(a: torch.Tensor, b: torch.Tensor, *how: Any) -> torch.Tensor:
     """``tilestream::gemm`` as a call of its own, for operands of `_Product`."""
+    if how == _PLAINLY:
+        made = native.product("matmul", a, b)
+        return multiply(Request("matmul", a, b)) if made is None else made
+    bias, residual, alpha, beta, activation, out_dtype, schedule, workers, scale_a, scale_b, fast_accum, bound = how
     if bound and bound != limits.limit():  # a thread of torch's own, which knows nothing of blocks around the call
         with worker_limit(bound):
-            return _launch(
-                a, b, bias, residual, alpha, beta, activation, out_dtype, schedule, workers, scale_a, scale_b,
-                fast_accum, 0,
-            )  # fmt: skip
-    of_call = None if activation == "none" else activation, out_dtype, scale_a, scale_b, fast_accum
-    made = native.product("matmul", a, b, None, bias, residual, alpha, beta, *of_call, schedule, workers or None)
-    if made is None:
-        made = multiply(Request(
-            "matmul", a, b, None, bias, residual, alpha, beta, *of_call[:2], schedule=schedule, workers=workers or None,
-            scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum,
-        ))  # fmt: skip
-    return made
+            return _launch(a, b, *how[:-1], 0)
+    call = (
+        "matmul", a, b, None, bias, residual, alpha, beta, None if activation == "none" else activation, out_dtype,
+        scale_a, scale_b, fast_accum, schedule, workers or None,
+    )  # fmt: skip
+    made = native.product(*call)
+    return multiply(Request(*call)) if made is None else made
 
 
 def _multiply(r: Request) -> torch.Tensor:
@@ -207,15 +216,15 @@ def _multiply(r: Request) -> torch.Tensor:
         checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b, names=names)
     a, b = checks.autocast(op, r.arriving, a, b)
     checks.check_pair(op, a, b, names)
+    b = b.t() if op == "linear" else b
     # The result's dimensions: of a vector, its one row or column goes.
     rows, columns = a.shape[-2:-1], b.shape[-1:] if b.dim() > 1 else ()
     a = a if rows else a.unsqueeze(0)
     b = b if columns else b.unsqueeze(1)
     if a.shape[-1] != b.shape[-2]:
-        shape_b, lines = (r.b.t().shape, "columns") if op == "linear" else (r.b.shape, "rows")
         raise ValueError(
-            f"{op}: {of_a} {list(r.a.shape)} and {of_b} {list(shape_b)} differ in K: {a.shape[-1]} columns of {of_a}, "
-            f"{b.shape[-2]} {lines} of {of_b}"
+            f"{op}: {of_a} {list(r.a.shape)} and {of_b} {list(r.b.shape)} differ in K: {a.shape[-1]} columns of "
+            f"{of_a}, {b.shape[-2]} {'columns' if op == 'linear' else 'rows'} of {of_b}"
         )
     batch = _batch(op, a.shape[:-2], b.shape[:-2])
     full, shape = (*batch, a.shape[-2], b.shape[-1]), (*batch, *rows, *columns)
@@ -254,11 +263,8 @@ def _multiply(r: Request) -> torch.Tensor:
         except Overlap as error:
             raise Overlap(f"{op}: {error.what}", r.name(error.read)) from None
     if out is None:
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            apart: torch.Tensor = torch.ops.aten._unsafe_view(result, shape)  # what `made_fresh` is in a graph
-            return apart
         with made_fresh():
-            return result.reshape(shape)
+            return unviewed(result.reshape(shape))
     return out.copy_(result.reshape(shape)) if copied else out
 
 
