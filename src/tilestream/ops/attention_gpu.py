@@ -48,7 +48,8 @@ def find(x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, lim
     key = signature("attention", tensors, (s, None if keys is None else keys.chunking), limit)
     launch: Any = launch_cache.get(key)
     if launch is None:
-        launch = launch_cache.insert(key, _make(x, s, keys, limit))
+        generation = launch_cache.generation
+        launch = launch_cache.insert(key, _make(x, s, keys, limit), generation)
     return launch  # type: ignore[no-any-return]
 
 

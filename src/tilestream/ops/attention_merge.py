@@ -117,7 +117,8 @@ def _by_kernel(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b:
         # Triton is imported when a GPU computes something, not before.
         from tilestream.launch.portable.attention_launch import PairLaunch
 
-        launch = launch_cache.insert(key, PairLaunch(x))
+        generation = launch_cache.generation
+        launch = launch_cache.insert(key, PairLaunch(x), generation)
     with torch.cuda.device(device):
         launch(x)
     return x.out, x.lse

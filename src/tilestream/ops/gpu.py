@@ -114,7 +114,8 @@ def find(
     key = signature("gemm", tensors, settings, how.limit)
     launch: Any = launch_cache.get(key)
     if launch is None:
-        launch = launch_cache.insert(key, _make(x, how, plan, rows, columns, publishes))
+        generation = launch_cache.generation
+        launch = launch_cache.insert(key, _make(x, how, plan, rows, columns, publishes), generation)
     return launch  # type: ignore[no-any-return]
 
 
