@@ -20,7 +20,7 @@ from tilestream.ops import attention_gpu, native
 from tilestream.ops.attention_backward import gradients, second, tangents
 from tilestream.ops.attention_execute import execute
 from tilestream.ops.attention_operands import Settings, check_shapes
-from tilestream.ops.checks import refuse_given
+from tilestream.ops.checks import check_written, refuse_given
 from tilestream.ops.flops import register_flop_formula
 from tilestream.ops.gradients import Derivative, below_autograd, derivative, save
 from tilestream.ops.library import library, register
@@ -144,6 +144,7 @@ def _define(name: str) -> None:
         made, apart = None, False
         if into:
             check_outputs(x, s)
+            check_written("attention", x.out)
             apart = x.out.numel() > 0 and x.out.stride(-1) != 1  # kernels write a head's columns side by side
             if apart and arriving:
                 raise ValueError(

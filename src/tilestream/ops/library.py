@@ -22,7 +22,7 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.observe import observation
 from tilestream.ops import execute, gpu, native
-from tilestream.ops.checks import check_pair, refuse_given, refuse_gradients
+from tilestream.ops.checks import check_pair, check_written, refuse_given, refuse_gradients
 from tilestream.ops.flops import register_flop_formula
 from tilestream.ops.gradients import (
     Derivative,
@@ -184,6 +184,8 @@ def _define(kind: str, into: bool) -> None:
     def run(*args: Any) -> torch.Tensor:
         made = fake(*args)
         out: torch.Tensor = args[end] if made is None else made
+        if into:
+            check_written("gemm", out)
         _run(out, not into, kind, args[:_NUM_COMMON], args[_NUM_COMMON:end], args[end + into :])
         if into:  # autograd knows nothing of what a kernel writes
             torch._C._increment_version((out,))

@@ -95,6 +95,11 @@ def made_fresh() -> AbstractContextManager[object]:
     return nullcontext() if tracked else untracked()
 
 
+def is_frozen(out: torch.Tensor) -> bool:
+    """Whether torch has no one write a tensor here: it was made in inference mode, and this is outside of it."""
+    return out.is_inference() and not torch.is_inference_mode_enabled()
+
+
 # Overlap --------------------------------------------------------------------------------------------------------------
 
 
