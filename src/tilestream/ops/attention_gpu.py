@@ -15,6 +15,7 @@ from tilestream.ops.attention_operands import Settings, problem_of
 from tilestream.ops.gpu import issue
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy.hopper_attention import refuse_strides
+from tilestream.runtime import collector
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties
 
@@ -49,7 +50,8 @@ def find(x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, lim
     launch: Any = launch_cache.get(key)
     if launch is None:
         generation = launch_cache.generation
-        launch = launch_cache.insert(key, _make(x, s, keys, limit), generation)
+        with collector.paused():  # the first one imports the kernels
+            launch = launch_cache.insert(key, _make(x, s, keys, limit), generation)
     return launch  # type: ignore[no-any-return]
 
 

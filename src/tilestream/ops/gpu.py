@@ -21,6 +21,7 @@ from tilestream.ops.operands import problem_of
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import tma
 from tilestream.plan.planner import plan_problem
+from tilestream.runtime import collector
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties
 from tilestream.trace.record import current
@@ -115,7 +116,8 @@ def find(
     launch: Any = launch_cache.get(key)
     if launch is None:
         generation = launch_cache.generation
-        launch = launch_cache.insert(key, _make(x, how, plan, rows, columns, publishes), generation)
+        with collector.paused():  # the first one imports the kernels
+            launch = launch_cache.insert(key, _make(x, how, plan, rows, columns, publishes), generation)
     return launch  # type: ignore[no-any-return]
 
 
