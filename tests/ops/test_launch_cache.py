@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -100,6 +101,15 @@ def test_nothing_is_cleared_while_something_is_kept():
         known["kept"] = 1
     thread.join()
     assert not known
+
+
+@pytest.mark.parametrize(("module", "find"), [("gpu", "find_gemm"), ("attention_gpu", "find_attention")])
+def test_no_collection_begins_while_a_launch_is_made(units, monkeypatch, module, find):
+    """The first one imports the kernels, which set off a collection of 0.1 s."""
+    of = {"gpu": gpu, "attention_gpu": attention_gpu}[module]
+    monkeypatch.setattr(of, "_make", lambda *args: gc.isenabled())
+    assert globals()[find]() is False
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(("module", "find"), [("gpu", "find_gemm"), ("attention_gpu", "find_attention")])

@@ -351,7 +351,6 @@ def test_a_launch_is_kept_for_equal_calls(monkeypatch):
         ({"lse_b": torch.nested.nested_tensor([torch.zeros(2, 3)])}, "lse_b is nested; tensors are dense"),
         ({"o_b": torch.zeros(1, 3, 2, 4).int()}, "o_b is torch.int32; it is of a floating-point dtype of 16 bits or"),
         ({"o_a": torch.zeros(1, 3, 2, 4).to(torch.float8_e4m3fn)}, "o_a is torch.float8_e4m3fn; it is of a floating"),
-        ({"lse_a": torch.quantize_per_tensor(torch.zeros(1, 2, 3), 0.1, 0, torch.qint8)}, "lse_a is torch.qint8, a qu"),
     ],
 )
 def test_refuses(change, message):
