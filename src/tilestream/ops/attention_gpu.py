@@ -12,7 +12,7 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops.attention_operands import Settings, problem_of
-from tilestream.ops.gpu import issue
+from tilestream.ops.gpu import awaited_ahead, issue
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy.hopper_attention import refuse_strides
 from tilestream.runtime import collector
@@ -55,9 +55,11 @@ def find(x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, lim
     return launch  # type: ignore[no-any-return]
 
 
-def compile_ahead(x: AttentionOperands, s: Settings, limit: int, device: DeviceProperties) -> None:
+def compile_ahead(
+    x: AttentionOperands, s: Settings, limit: int, device: DeviceProperties, keys: FlatArrival | None = None
+) -> None:
     """As `tilestream.ops.gpu.compile_ahead`."""
-    _make(x, s, None, limit, device)(x)
+    _make(x, s, keys, limit, device)(x, awaited_ahead(keys))
 
 
 def _make(

@@ -114,11 +114,14 @@ def _launched(
     return x, limits.tighter(worker_limit, limits.limit())
 
 
-def compile_ahead(args: Sequence[Any], made: Pair, device: DeviceProperties) -> None:
-    """Compile what `attention_op`, called with ``args``, would launch on ``device`` for the outputs ``made``."""
+def compile_ahead(args: Sequence[Any], made: Pair, device: DeviceProperties, arriving: bool = False) -> None:
+    """Compile what `attention_op`, or `attention_arriving_op`, called with ``args``, would launch for ``made``."""
+    end = _NUM_COMMON + _NUM_ARRIVING * arriving
+    late: Sequence[Any] = args[_NUM_COMMON:end] or (None, ())
+    words, ints, *_ = late
     x, s = _split(args)
-    x, bound = _launched(x, made[0], made[1] if s.return_lse else None, *args[_NUM_COMMON:])
-    attention_gpu.compile_ahead(x, s, bound, device)
+    x, bound = _launched(x, made[0], made[1] if s.return_lse else None, *args[end:])
+    attention_gpu.compile_ahead(x, s, bound, device, FlatArrival.from_ints(ints, words))
 
 
 def _run(

@@ -126,9 +126,15 @@ def _canonical(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ..
     return GemmOperands(a, b, out, epilogue), how
 
 
-def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProperties) -> None:
-    """Compile what `gemm_op`, called with ``args``, would launch on ``device`` for the output ``out``."""
-    gpu.compile_ahead(*_canonical(out, args[:_NUM_COMMON], args[_NUM_COMMON:]), device)
+def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProperties, arriving: bool = False) -> None:
+    """Compile what `gemm_op`, or `gemm_arriving_op`, called with ``args``, would launch on ``device`` for ``out``."""
+    end = _NUM_COMMON + (_LATE["_arriving"].count(",") if arriving else 0)
+    late: tuple[Any, ...] = args[_NUM_COMMON:end] or (None, (), None, ())
+    row_words, rows, column_words, columns, *_ = late
+    gpu.compile_ahead(
+        *_canonical(out, args[:_NUM_COMMON], args[end:]), device, FlatArrival.from_ints(rows, row_words),
+        FlatArrival.from_ints(columns, column_words),
+    )  # fmt: skip
 
 
 def _run(

@@ -501,7 +501,7 @@ def _attention_arguments(
 
 def _is_number(x: Any) -> bool:
     """Whether a number of Python or NumPy. A bool is for the checks: it is one of a product, and none of attention."""
-    return type(x) in _NUMBERS or (isinstance(x, Real) and type(x) is not bool)
+    return type(x) in _NUMBERS or (isinstance(x, Real) and not isinstance(x, bool))
 
 
 def _checked(number: Any, least: int, default: int) -> int | None:
