@@ -46,7 +46,18 @@ EXPORT int32_t tilestream_give_workspace(
   if (tilestream::driver().launch == nullptr || !tilestream::context_of(device, &context)) return 0;
   std::array<void*, tilestream::Workspace::kRegions> regions;
   std::copy_n(addresses, regions.size(), regions.begin());
-  tilestream::give_workspace(device, stream, context, regions, {0, sizes[0], sizes[1], sizes[2], sizes[3]});
+  tilestream::give_workspace({device, stream, context}, regions, {0, sizes[0], sizes[1], sizes[2], sizes[3]});
+  return 1;
+}
+
+// Take its words back from the stream that used them longest ago: its device, handle and context. False if none is left
+// but default streams' and those that are launched on now. The caller frees what it has allocated on that stream.
+EXPORT int32_t tilestream_take_workspace(int64_t* place) {
+  tilestream::StreamKey taken;
+  if (tilestream::is_forked() || !tilestream::take_oldest_workspace(&taken)) return 0;
+  place[0] = std::get<0>(taken);
+  place[1] = reinterpret_cast<int64_t>(std::get<1>(taken));
+  place[2] = std::get<2>(taken);
   return 1;
 }
 

@@ -207,7 +207,7 @@ bool Recipe::issue(Given& given, int32_t device, int64_t context) const {
   if (!need_.any()) return launch_all();
   int capturing = 0;  // a captured launch has words of its own: `tilestream.runtime.device_workspace.captured_words`
   if (driver().stream_is_capturing(stream, &capturing) != kSuccess || capturing != 0) return false;
-  Workspace* workspace = find_workspace(device, stream, context);
+  const std::shared_ptr<Workspace> workspace = find_workspace({device, stream, context});
   if (workspace == nullptr) return false;
   std::lock_guard lock(workspace->mutex);
   if (!workspace->holds(need_)) return false;

@@ -5,8 +5,11 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <tuple>
 
 namespace tilestream {
 
@@ -28,16 +31,23 @@ struct Workspace {
   std::array<void*, kRegions> addresses{};
   WorkspaceNeed size;
   int64_t base = 0;
+  std::atomic<uint64_t> used = 0;  // when it was used last: of two workspaces the later has the higher number
 
   bool holds(const WorkspaceNeed& need) const;
 };
 
-// The workspace of a stream; null if Python has given none.
-Workspace* find_workspace(int32_t device, void* stream, int64_t context);
+// Device, stream, context.
+using StreamKey = std::tuple<int32_t, void*, int64_t>;
+
+// The workspace of a stream, from now on the one used last; null if Python has given none.
+std::shared_ptr<Workspace> find_workspace(const StreamKey& key);
 
 // Give a stream words, of which counters and counts are zero, in place of those that it had.
 void give_workspace(
-    int32_t device, void* stream, int64_t context, const std::array<void*, Workspace::kRegions>& addresses,
-    const WorkspaceNeed& size);
+    const StreamKey& key, const std::array<void*, Workspace::kRegions>& addresses, const WorkspaceNeed& size);
+
+// Take its words back from the stream that used them longest ago, so that Python can free them: no later launch gets
+// them. Default streams keep theirs, and so does a stream that a thread is launching on now. False if there is no other.
+bool take_oldest_workspace(StreamKey* key);
 
 }  // namespace tilestream

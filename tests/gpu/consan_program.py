@@ -49,7 +49,7 @@ def descriptor(made: Any, tensor: Any) -> Any:
     """What Triton launches with for a map."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from tilestream.launch.hopper.launch import described_by
+    from tilestream.launch.hopper.maps import described_by
 
     if made is None:
         return None

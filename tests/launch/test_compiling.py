@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import contextvars
+import hashlib
 import importlib.util
 import json
 import linecache
 import os
+import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import triton
@@ -245,6 +249,75 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     assert compiling.remembered("a", lambda: "made") == "made"
 
 
+def test_triton_s_key_is_known_without_reading_its_library(monkeypatch):
+    """From what the installer has noted: 4 ms in place of 300. Equal to Triton's own, whatever that hashes besides."""
+    own, read, opener = compiling._hash_triton, [], Path.open
+    assert own is not None
+    monkeypatch.setattr(compiling, "_WRITTEN_WITHIN", 10**18)  # another link to the file changes its inode
+    monkeypatch.setattr(Path, "open", lambda path, *how, **more: read.append(path.name) or opener(path, *how, **more))
+    key = compiling._key_by_record(own)
+    if key is None:
+        pytest.skip("Triton was not installed from a wheel, or has changed since")
+    assert "cache.py" in read, "its sources are read"
+    assert not [name for name in read if name.startswith("libtriton")]
+    monkeypatch.undo()
+    assert key == own()
+
+
+@pytest.fixture
+def installed(package, monkeypatch):
+    """A Triton of a few files, of which the installer has noted the digests; and a key as Triton makes it."""
+    library = package / "_C" / "libtriton.so"
+    note = package.parent / "triton-3.7.1.dist-info" / "RECORD"
+    note.parent.mkdir()
+    digest = base64.urlsafe_b64encode(hashlib.sha256(b"3").digest()).decode().rstrip("=")
+    note.write_text(f"triton/__init__.py,,\ntriton/_C/libtriton.so,sha256={digest},1\n")
+    monkeypatch.setitem(sys.modules, "triton._C.libtriton", SimpleNamespace(__file__=str(library)))
+    path = str(library)
+
+    def own() -> str:
+        with open(LIBRARY, "rb") as file:  # noqa: F821, PTH123 -- as Triton does
+            return "3.7.1" + hashlib.sha256(file.read()).hexdigest()
+
+    return library, note, FunctionType(own.__code__, {**own.__globals__, "LIBRARY": path})
+
+
+def test_a_noted_digest_stands_for_the_library(installed):
+    library, _, own = installed
+    assert compiling._key_by_record(own) == own() == "3.7.1" + hashlib.sha256(b"3").hexdigest()
+    assert compiling._noted_digest(library.parent / "notes.txt") is None, "of which nothing is noted"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda library, note: library.write_text("33"),
+        lambda library, note: os.utime(library, ns=(0, note.stat().st_mtime_ns + 1)),
+        lambda library, note: note.unlink(),
+        lambda library, note: note.write_text("triton/_C/libtriton.so,,\n"),
+        lambda library, note: note.write_text("no note"),
+        lambda library, note: library.unlink(),
+    ],
+    ids=["of another size", "newer than the note", "no note", "no digest", "another note", "no library"],
+)
+def test_a_library_that_may_have_changed_is_hashed(installed, change):
+    library, note, own = installed
+    change(library, note)
+    os.utime(note.parent)
+    assert compiling._key_by_record(own) is None
+
+
+def test_a_library_whose_inode_changed_long_after_the_note_is_hashed(installed, monkeypatch):
+    _, _, own = installed
+    monkeypatch.setattr(compiling, "_WRITTEN_WITHIN", -(10**18))
+    assert compiling._key_by_record(own) is None
+
+
+def test_a_triton_that_hashes_otherwise_hashes(installed):
+    assert compiling._key_by_record(lambda: "no digest of the library") is None
+    assert compiling._key_by_record(lambda: hashlib.sha256(b"").hexdigest()) is None
+
+
 def test_only_compiled_takes_the_remembered_key(memory):
     compiling._remember_key()
     assert triton.runtime.cache.triton_key() == compiling._hash_triton()
@@ -381,3 +454,24 @@ def test_every_function_that_triton_hashes_is_in_the_digest(kernel, monkeypatch)
             patch.setattr(one, "_src", one.src + "\n")
             assert compiling._text_digest(kernel) != before, one.__name__
     assert compiling._text_digest(kernel) == before
+
+
+# Imports --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "without"),
+    [
+        ("tilestream.launch.hopper.attention_launch", ("hopper.gemm", "hopper.multiply", "portable.gemm", "cdna")),
+        ("tilestream.launch.hopper.launch", ("hopper.attention", "portable", "cdna")),
+        ("tilestream.launch.portable.launch", ("hopper", "portable.attention", "cdna")),
+        ("tilestream.launch.portable.attention_launch", ("hopper", "portable.gemm", "cdna")),
+    ],
+)
+def test_a_first_launch_imports_the_kernels_of_its_own(module, without):
+    """Each of a kernel's functions costs 0.2 ms to import: Triton parses the text around it."""
+    code = f"import {module}, sys; print(*(name for name in sys.modules if name.startswith('tilestream.kernels.')))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert said
+    folders = [f"tilestream.kernels.{name}" for name in without]
+    assert not [name for name in said for folder in folders if name == folder or name.startswith(f"{folder}.")]

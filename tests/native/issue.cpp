@@ -50,7 +50,7 @@ int main(int, char** arguments) {
   of<void(void*, const int64_t*, int64_t)>(fake, "fake_function")(at(kFunction), kSizes, std::size(kSizes));
   const Recipe recipe(kInts);
   const std::array<void*, Workspace::kRegions> words = {at(0x100), at(0x200), at(0x300), at(0x400), at(0x500)};
-  give_workspace(0, at(0x77), 5, words, {0, 8, 4, 16, 0});
+  give_workspace({0, at(0x77), 5}, words, {0, 8, 4, 16, 0});
   for (int i = 0; i < 2; i++) {
     Given given;
     given.addresses[kA] = at(0x7f0000000040 + 512 * i);

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -368,6 +369,98 @@ def test_words_grow_and_larger_ones_serve_smaller_launches(extension, driver):
     assert extension._words[extension._place(CPU_INDEX, 0)] is kept
 
 
+def test_words_are_kept_for_the_streams_that_launched_last(extension, driver):
+    """Endless streams of others: words are freed from 65 streams on, those that were used longest ago first."""
+    x = call()
+    launch, addresses = Launch(driver, x, COUNTS), set()
+    driver.thread(stream=0)
+    remember(extension, launch, x)
+    count = 5 * native.MOST_STREAMS
+    for stream in range(8, 8 * count, 8):
+        driver.thread(stream=stream)
+        remember(extension, launch, x, stream=stream)
+        assert extension.try_matmul(*x) is not None
+        assert len(extension._words) <= native.MOST_STREAMS
+        addresses.add(extension._words[extension._place(CPU_INDEX, stream)][0].data_ptr())
+        driver.thread(stream=8)  # stays in use
+        assert extension.try_matmul(*x) is not None
+    assert len(addresses) < count - 1, "freed memory is used again"
+    streams = {place[1] for place in extension._words}
+    assert streams == {0, 8, *range(8 * (count - native.MOST_STREAMS + 2), 8 * count, 8)}
+    driver.thread(stream=16)
+    assert extension.try_matmul(*x) is None, "its words were freed"
+    remember(extension, launch, x, stream=16)
+    driver.forget()
+    assert extension.try_matmul(*x) is not None
+    assert base_of(driver.launches()[0], launch) == 0, "fresh words"
+
+
+def test_no_words_are_taken_from_a_stream_that_is_launched_on(extension, driver):
+    """The thread is in the driver, which makes it wait: no other stream waits for it, and its words stay."""
+    x = call()
+    launch = Launch(driver, x, COUNTS)
+    driver.thread(stream=8)
+    remember(extension, launch, x, stream=8)
+
+    def work() -> None:
+        driver.thread(stream=8)
+        done.append(extension.try_matmul(*x) is not None)
+
+    done, thread = [], threading.Thread(target=work)
+    driver.library.fake_block(1)
+    thread.start()
+    while driver.library.fake_blocked() == 0:
+        time.sleep(0.001)
+    place, taken = (native.ctypes.c_int64 * 3)(), set()
+    while extension._library.tilestream_take_workspace(place):
+        taken.add(place[1])
+    driver.library.fake_block(0)
+    thread.join()
+    assert done == [True]
+    assert 8 not in taken
+    assert extension._library.tilestream_take_workspace(place)
+    assert list(place) == [CPU_INDEX, 8, 1]
+    driver.thread(stream=8)
+    assert extension.try_matmul(*x) is None, "no words are left"
+
+
+def test_threads_on_one_stream_go_on_while_words_are_taken(extension, driver):
+    """Each launch counts from a base of its own, or is Python's; streams come and go beside it."""
+    x, threads, each = call(), 4, 150
+    launch, failed = Launch(driver, x, COUNTS), []
+    driver.thread(stream=8)
+    remember(extension, launch, x, stream=8)
+    driver.forget()
+
+    def work() -> None:
+        driver.thread(stream=8)
+        for _ in range(each):
+            if extension.try_matmul(*x) is None:
+                extension._give_words(torch.device("cpu"), 8, COUNTS[1:])
+
+    def others() -> None:
+        try:
+            for stream in range(16, 16 + 8 * 4 * native.MOST_STREAMS, 8):
+                driver.thread(stream=stream)
+                extension._give_words(torch.device("cpu"), stream, COUNTS[1:])
+        except Exception as error:
+            failed.append(error)
+
+    running = [*(threading.Thread(target=work) for _ in range(threads)), threading.Thread(target=others)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not failed
+    launched = [(parameters(one)[: -16 - 4 * 4 - 8], base_of(one, launch)) for one in driver.launches()]
+    bases: dict[int, list[int]] = {}
+    for one, base in launched:
+        bases.setdefault(struct.unpack_from("<Q", one, len(one) - 8)[0], []).append(base)
+    for counters, found in bases.items():
+        runs = [found[i] for i in range(1, len(found)) if found[i] not in (0, found[i - 1] + TICKETS)]
+        assert not runs, f"words at {counters:#x} counted from {found}"
+
+
 # Overlap --------------------------------------------------------------------------------------------------------------
 
 
@@ -691,6 +784,21 @@ def test_clearing_forgets_all(extension, driver, cleared):
     (extension if cleared == "extension" else launch_cache).clear()
     assert len(extension) == 0
     assert extension.try_matmul(*x) is None
+
+
+def test_a_recipe_that_was_made_before_a_clearing_is_not_kept(extension, driver):
+    """What decides the launch may have changed between it and `remember`, in another thread."""
+    x = call()
+    launch, result = Launch(driver, x), result_of(x)
+    with observe() as seen:
+        launch.issue(x, result)
+        seen.launches.append(launch)
+    operands = {"a": x.a, "b": x.b, "out": result, "bias": None, "residual": None, "scale_a": None, "scale_b": None}
+    launch_cache.clear()
+    assert not extension.remember(seen, Call(operands, (1.0, 1.0)), 0, False, tuple(x))
+    assert extension.try_matmul(*x) is None
+    assert remember(extension, launch, x), "the next call's is"
+    assert extension.try_matmul(*x) is not None
 
 
 def test_no_tensor_of_a_caller_is_kept(extension, driver):

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from stand_ins import Attention, AttentionLaunch, Launch, Matmul, Merge
@@ -445,6 +446,30 @@ def test_a_written_output_is_another_version(python_calls):
         ts.mm(A, B, out=OUT)
     assert len(python_calls) == 1
     assert OUT._version > before
+
+
+def test_an_output_of_inference_mode_is_written_there_alone(python_calls, driver):
+    with torch.inference_mode():
+        out, heads = zeros(16, 32), zeros(2, 8, 4, 16)
+        for _ in range(2):
+            ts.mm(A, B, out=out)
+            ts.attention(Q, K, V, out=heads)
+    assert len(python_calls) == 2
+    ts.mm(A, B, out=out)
+    with pytest.raises(RuntimeError, match="out: Inplace update to inference tensor outside InferenceMode"):
+        ts.attention(Q, K, V, out=heads)
+    assert len(python_calls) == 3, "Python refuses it; of a product this fixture leaves the checks out"
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_native(python_calls, driver, number):
+    for _ in range(2):
+        ts.addmm(OUT, A, B, alpha=number(2), beta=number(3))
+        ts.attention(Q, K, V, scale=number(1), softcap=number(30))
+    assert len(python_calls) == 2
+    ts.addmm(OUT, A, B, alpha=2.0, beta=3.0)
+    ts.attention(Q, K, V, scale=1.0, softcap=30.0)
+    assert len(python_calls) == 2, "the same key"
 
 
 def test_a_limit_is_a_part_of_the_key(python_calls):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -112,6 +113,13 @@ def test_lists_of_any_lengths(lengths, data):
     run(case)
 
 
+def test_scale_and_soft_cap_are_numbers_of_numpy_too():
+    q, k, v = torch.randn(1, 5, 2, 8), torch.randn(1, 7, 2, 8), torch.randn(1, 7, 2, 8)
+    for number in (np.float32, np.float64, np.float16):
+        expected = ts.attention(q, k, v, scale=0.25, softcap=2.0)
+        assert torch.equal(ts.attention(q, k, v, scale=number(0.25), softcap=number(2)), expected)
+
+
 def test_layout_bhsd():
     call = call_of(Case((20,), (33, 33), (4, 2), features="causal"))
     swapped = {name: x.transpose(1, 2) for name, x in call.tensors.items()}
@@ -146,13 +154,16 @@ def test_out_is_written_in_place_and_nothing_beside_it():
     assert ts.attention(**swapped, layout="bhsd", out=into) is into
     call.check(into.transpose(1, 2), None)
     apart = torch.full((1, 20, 4, 32), math.nan)  # columns of a head that do not lie side by side
-    with torch.inference_mode():
-        turned = torch.full((16, 4, 1, 20), math.nan).permute(2, 3, 1, 0)
+    turned = torch.full((16, 4, 1, 20), math.nan).permute(2, 3, 1, 0)
     for out in (apart[..., ::2], turned):
         answer, lse = ts.attention(**call.tensors, out=out, return_lse=True)
         assert answer is out
         call.check(out, lse)
     assert apart[..., 1::2].isnan().all()
+    with torch.inference_mode():
+        for out in (torch.full((1, 20, 4, 16), math.nan), torch.full((16, 4, 1, 20), math.nan).permute(2, 3, 1, 0)):
+            ts.attention(**call.tensors, out=out)
+            call.check(out, None)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

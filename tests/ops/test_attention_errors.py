@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import tilestream as ts
+
+with torch.inference_mode():
+    FROZEN = torch.zeros(2, 6, 4, 16)
 
 
 def tensors(**change):
@@ -75,6 +79,10 @@ CASES = {
     "softcap": (tensors(softcap=0.0), ValueError, r"softcap=0\.0; it is finite and positive, or None"),
     "scale": (tensors(scale=float("nan")), ValueError, "scale=nan; it is finite, or None"),
     "scale of no number": (tensors(scale="1"), TypeError, "scale='1'; it is a number, or None"),
+    "scale is a bool": (tensors(scale=True), TypeError, "scale=True; it is a number, or None"),
+    "softcap is an array": (tensors(softcap=np.array(2.0)), TypeError, r"softcap=array\(2\.\); it is a number"),
+    "return_lse is a number": (tensors(return_lse=1), TypeError, "attention: return_lse=1; it is True or False"),
+    "return_lse of NumPy": (tensors(return_lse=np.True_), TypeError, r"return_lse=\S*True_?; it is True or False"),
     "scales": (tensors(scale_q=torch.zeros(3)), ValueError, r"scale_q has shape \[3\]; it has one element"),
     "scales' dtype": (tensors(scale_k=torch.zeros(2).half()), TypeError, r"scale_k is torch\.float16; scales are"),
     "sinks": (tensors(sinks=torch.zeros(2)), ValueError, r"sinks has shape \[2\]; it is \[4\]"),
@@ -124,6 +132,14 @@ CASES = {
     "out negated": (
         tensors(out=torch._neg_view(torch.zeros(2, 6, 4, 16))), ValueError, "attention: out is a negated view",
     ),
+    "out of inference mode": (
+        tensors(out=FROZEN), RuntimeError, "attention: out: Inplace update to inference tensor outside InferenceMode",
+    ),
+    "out quantized": (
+        tensors(out=torch.quantize_per_tensor(torch.zeros(2, 6, 4, 16), 0.1, 0, torch.qint8)), TypeError,
+        r"out is torch.qint8, a quantized tensor: out.dequantize\(\)",
+    ),
+    "sparse": (tensors(q=torch.zeros(2, 6, 4, 8).to_sparse()), TypeError, "q has layout torch.sparse_coo; tensors are"),
     "out arrives": (
         tensors(out=torch.zeros(2, 6, 16, 4).mT, arrival=ts.Arrival.uniform(9, 2)), ValueError,
         r"out has strides \[384, 64, 1, 4\]; with arrival= it is written in place.*whose last stride is 1, and copy it",

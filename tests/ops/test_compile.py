@@ -216,6 +216,51 @@ def test_the_extension_that_is_loaded_later_compiles_nothing_anew(monkeypatch):
     assert counter.frame_count == 1
 
 
+class Decoder(torch.nn.Module):
+    """Products and attention, one behind the other, of any number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = torch.nn.Parameter(rand(24, 16)), torch.nn.Parameter(rand(24))
+
+    def forward(self, x):
+        y = ts.linear(x, self.weight, self.bias, activation="relu")
+        heads = y.view(1, -1, 3, 8)
+        return ts.attention(heads, heads, heads, causal=True), ts.addmm(self.bias, y, self.weight @ self.weight.t())
+
+
+def exported_decoder(module: Decoder):
+    rows = torch.export.Dim("rows", min=2, max=64)
+    with torch.no_grad():
+        return torch.export.export(module, (rand(10, 16),), dynamic_shapes={"x": {0: rows}})
+
+
+def test_an_exported_model_has_the_registered_ops():
+    module = Decoder()
+    exported = exported_decoder(module)
+    ops = [str(node.target) for node in exported.graph.nodes if "tilestream" in str(node.target)]
+    assert ops == ["tilestream.gemm.default", "tilestream.attention.default", "tilestream.gemm.default"]
+    for rows in (10, 7, 33):
+        x = rand(rows, 16)
+        with torch.no_grad():
+            assert all(map(torch.equal, exported.module()(x), module(x)))
+
+
+@pytest.mark.slow  # a compiler of C++ takes 20 s
+@pytest.mark.timeout(600)
+def test_a_package_of_aot_inductor_runs(tmp_path):
+    module = Decoder()
+    package = torch._inductor.aoti_compile_and_package(
+        exported_decoder(module), package_path=str(tmp_path / "decoder.pt2")
+    )
+    run = torch._inductor.aoti_load_package(package)
+    for rows in (10, 7, 33):
+        x = rand(rows, 16)
+        with torch.no_grad():
+            for found, expected in zip(run(x), module(x), strict=True):
+                torch.testing.assert_close(found, expected)
+
+
 def test_export():
     class Model(torch.nn.Module):
         def __init__(self):

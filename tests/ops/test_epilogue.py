@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,6 +91,33 @@ def test_addmm_is_torchs(beta, alpha, dtype):
         answer = ts.addmm(addend, a, b, beta=beta, alpha=alpha, workers=2)
         check(answer, maths)
         assert answer.shape == torch.addmm(addend, a, b, beta=beta, alpha=alpha).shape
+
+
+@pytest.mark.parametrize("number", [np.float16, np.float32, np.float64, np.int64, np.uint8, int, bool])
+def test_factors_are_numbers_of_numpy_too(number):
+    """As torch's own: a bool is 0 or 1."""
+    a, b, addend, two = rand(20, 8), rand(8, 20), rand(20, 20), number(2)
+    maths = Maths(a, b, None, addend, alpha=float(two), beta=float(two))
+    assert torch.allclose(torch.addmm(addend, a, b, alpha=two, beta=two), maths.by_torch())
+    for answer in (
+        ts.addmm(addend, a, b, alpha=two, beta=two), ts.addmm(addend, a, b, alpha=two, beta=two),
+        ts.plan(20, 20, 8).run(a, b, residual=addend, alpha=two, beta=two),
+    ):  # fmt: skip
+        check(answer, maths)
+
+
+def test_a_plan_takes_numbers_alone():
+    plan, x = ts.plan(4, 4, 4), torch.ones(4, 4)
+    with pytest.raises(TypeError, match=r"plan.run: alpha='x'; it is a number"):
+        plan.run(x, x, alpha="x")
+    with pytest.raises(TypeError, match=r"plan.run: beta=None; it is a number"):
+        plan.run(x, x, residual=x, beta=None)
+    with pytest.raises(TypeError, match=r"plan\.run: b has layout torch\.sparse_coo; tensors are dense"):
+        plan.run(x, x.to_sparse())
+    with torch.inference_mode():
+        out = torch.zeros(4, 4)
+    with pytest.raises(RuntimeError, match=r"plan\.run: out: Inplace update to inference tensor outside InferenceMode"):
+        plan.run(x, x, out=out)
 
 
 def test_addmm_with_alpha_0_and_nothing_to_add_up():
@@ -200,11 +228,20 @@ def test_inference_mode_and_no_grad():
             check(out, Maths(a, b))
 
 
-def test_an_output_made_in_inference_mode_is_written_outside_it():
+@pytest.mark.parametrize("how", [{}, {"workers": 2}, {"arrival": None}, {"publish": None}], ids=str)
+def test_an_output_made_in_inference_mode_is_written_in_it_alone(how):
+    """As torch has it. Worker threads write it, too."""
     a, b = rand(35, 40), rand(40, 37)
+    how = {name: value or ts.Arrival.uniform(35, 1) for name, value in how.items()}
+    if "arrival" in how:
+        how["arrival"].signal(0)
     with torch.inference_mode():
         out = nans(35, 37)
-    check(ts.matmul(a, b, out=out, workers=2), Maths(a, b))
+        check(ts.matmul(a, b, out=out, **how), Maths(a, b))
+        written = out.clone()
+    with pytest.raises(RuntimeError, match="matmul: out: Inplace update to inference tensor outside InferenceMode"):
+        ts.matmul(a + 1, b, out=out, **how)
+    assert torch.equal(out, written)
 
 
 def test_the_default_device_and_dtype_do_not_matter():

@@ -13,8 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilestream as ts
 from error_rule import Maths, check, nans, passes, rand
 from tilestream.kernels.cpu import attention
+from tilestream.launch import cache
 from tilestream.launch.cache import launch_cache
 from tilestream.ops import attention_request, inline, request
+from tilestream.ops.inline import inline_cache
 
 M, K, N = 6, 16, 10
 SCALES = {"scale_a": torch.rand(M, 1) + 0.5, "scale_b": torch.rand(1, N) + 0.5}
@@ -249,7 +251,7 @@ def test_an_output_of_inference_mode_is_written_there_only(checked):
         check(out, Maths(A, B))
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
         ts.matmul(A, B, out=out)
-    assert len(checked) == 1
+    assert len(checked) == 2, "refused by the checks"
 
 
 @pytest.mark.parametrize("how", ["threads", "environment"])
@@ -303,7 +305,19 @@ def test_no_operand_is_kept_alive(checked):
     alive = weakref.ref(a)
     del a
     assert alive() is None
-    assert len(launch_cache) == 1
+    assert len(inline_cache) == 1
+
+
+def test_shapes_of_the_cpu_leave_the_launches_of_gpus(checked, monkeypatch):
+    """8,192 shapes of the CPU emptied the cache of both: the next call of a GPU planned and compiled anew."""
+    monkeypatch.setattr(cache, "_MOST", 4)
+    launch_cache.insert("a launch on a GPU", "compiled", launch_cache.generation)
+    for n in range(1, 8):
+        ts.matmul(torch.ones(2, 3), torch.ones(3, n))
+        assert len(inline_cache) <= 4
+    assert launch_cache.get("a launch on a GPU") == "compiled"
+    launch_cache.clear()
+    assert not inline_cache, "what is cleared by hand is cleared everywhere"
 
 
 # Attention ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+
 import pytest
 import torch
 
@@ -71,9 +74,53 @@ def test_so_are_the_settings_of_the_process(units, monkeypatch):
 def test_the_cache_does_not_grow_for_ever(monkeypatch):
     monkeypatch.setattr(cache, "_MOST", 3)
     known = cache.LaunchCache()
-    assert [known.insert(("op", i), i) for i in range(7)] == [*range(7)]
+    assert [known.insert(("op", i), i, known.generation) for i in range(7)] == [*range(7)]
     assert list(known) == [("op", 6)]
     assert known.of("op") == [6]
+
+
+def test_what_was_decided_before_a_clearing_is_not_kept():
+    known = cache.LaunchCache()
+    generation = known.generation
+    known.clear()
+    assert known.insert("stale", 1, generation) == 1, "this call goes on with it"
+    assert not known
+    with known.unless_cleared_since(generation) as may_keep:
+        assert not may_keep
+    known.insert("new", 2, known.generation)
+    assert known == {"new": 2}
+
+
+def test_nothing_is_cleared_while_something_is_kept():
+    known, cleared = cache.LaunchCache(), threading.Event()
+    thread = threading.Thread(target=lambda: (known.clear(), cleared.set()))
+    with known.unless_cleared_since(0) as may_keep:
+        assert may_keep
+        thread.start()
+        assert not cleared.wait(0.05)
+        known["kept"] = 1
+    thread.join()
+    assert not known
+
+
+@pytest.mark.parametrize(("module", "find"), [("gpu", "find_gemm"), ("attention_gpu", "find_attention")])
+def test_no_collection_begins_while_a_launch_is_made(units, monkeypatch, module, find):
+    """The first one imports the kernels, which set off a collection of 0.1 s."""
+    of = {"gpu": gpu, "attention_gpu": attention_gpu}[module]
+    monkeypatch.setattr(of, "_make", lambda *args: gc.isenabled())
+    assert globals()[find]() is False
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("module", "find"), [("gpu", "find_gemm"), ("attention_gpu", "find_attention")])
+def test_a_launch_that_was_planned_before_a_clearing_is_not_kept(units, monkeypatch, module, find):
+    """Another thread clears the cache while this one plans: with what was true before."""
+    of = {"gpu": gpu, "attention_gpu": attention_gpu}[module]
+    monkeypatch.setattr(of, "_make", lambda *args: of.launch_cache.clear() or "stale")
+    assert globals()[find]() == "stale"
+    assert not of.launch_cache
+    monkeypatch.setattr(of, "_make", lambda *args: "fresh")
+    assert globals()[find]() == globals()[find]() == "fresh"
 
 
 # Launches by canonical operands ---------------------------------------------------------------------------------------

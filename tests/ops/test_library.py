@@ -135,6 +135,19 @@ def test_opcheck_gemm_arriving(sample, own_words):
         opcheck(arriving_out, (*plain, words, ints(row), None, [], 5.0, "mm", out))
 
 
+@pytest.mark.parametrize("own_words", [False, True])
+def test_opcheck_gemm_published(own_words):
+    first, last = operands(**SAMPLES["plain"] | {"gradients": False})
+    words = torch.zeros(-(-first[0].shape[0] // 4), dtype=torch.int32) if own_words else None
+    published = ts.Arrival.uniform(4, -(-first[0].shape[0] // 4), signals=words)
+    out = torch.zeros(first[0].shape[0], 7)
+    # Not those that call the op more than once: a chunk is published once.
+    torch.library.opcheck(
+        torch.ops.tilestream.gemm_published_out.default, (*first, words, ints(published), "mm", out, *last),
+        test_utils=("test_autograd_registration", "test_schema"),
+    )  # fmt: skip
+
+
 def test_opcheck_clear_signals():
     torch.library.opcheck(clear, (torch.ones(4, dtype=torch.int32),))
     words = torch.ones(4, dtype=torch.int32)

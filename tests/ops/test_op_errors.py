@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +20,11 @@ E4M3 = FP8[0]
 A, B = rand(6, 5), rand(5, 4)
 A8, B8 = rand(6, 5, dtype=E4M3), rand(5, 4, dtype=E4M3)
 ROW, COLUMN = torch.ones(6, 1), torch.ones(1, 4)
+with warnings.catch_warnings():  # torch is to give them up
+    warnings.simplefilter("ignore")
+    QUANTIZED = torch.quantize_per_tensor(A, 0.1, 0, torch.qint8)
+with torch.inference_mode():
+    FROZEN = torch.zeros(6, 4)
 gemm = torch.ops.tilestream.gemm.default
 
 
@@ -91,10 +99,23 @@ BAD = [
     ("unknown option", lambda: ts.matmul(A, B, block=3), TypeError, r"block"),
     ("nested", lambda: ts.matmul(torch.nested.nested_tensor([rand(2, 3), rand(4, 3)]), rand(3, 4)), TypeError, r"a is nested"),
     ("out negated", lambda: ts.matmul(A, B, out=torch._neg_view(rand(6, 4))), ValueError, r"matmul: out is a negated view"),
+    ("nested weight", lambda: ts.linear(A, torch.nested.nested_tensor([rand(2, 5), rand(4, 5)])), TypeError, r"linear: weight is nested; dense tensors are multiplied"),
+    ("jagged weight", lambda: ts.linear(A, torch.nested.nested_tensor([rand(2, 5)], layout=torch.jagged)), TypeError, r"linear: weight is nested"),
+    ("compressed rows", lambda: ts.matmul(A.to_sparse_csr(), B), TypeError, r"matmul: a has layout torch.sparse_csr; dense tensors are multiplied: a.to_dense\(\)"),
+    ("a tensor of oneDNN", lambda: ts.addmm(rand(6, 4).to_mkldnn(), A, B), TypeError, r"addmm: input has layout torch._mkldnn; .*input.to_dense\(\)"),
+    ("quantized", lambda: ts.matmul(QUANTIZED, B), TypeError, r"matmul: a is torch.qint8, a quantized tensor: a.dequantize\(\)"),
+    ("quantized weight", lambda: ts.linear(rand(4, 5), QUANTIZED), TypeError, r"linear: weight is torch.qint8, a quantized tensor"),
+    ("quantized out", lambda: ts.mm(rand(6, 4), rand(4, 5), out=QUANTIZED), TypeError, r"mm: out is torch.qint8, a quantized tensor"),
+    ("out of inference mode", lambda: ts.mm(A, B, out=FROZEN), RuntimeError, r"mm: out: Inplace update to inference tensor outside InferenceMode is not allowed; give an out that was made outside"),
+    ("out of inference mode, fp8", lambda: ts.mm(A8, B8, scale_a=ROW, out_dtype=torch.float32, out=FROZEN), RuntimeError, r"mm: out: Inplace update to inference tensor outside"),
+    ("the registered op's out of inference mode", lambda: torch.ops.tilestream.gemm_out(A, B, None, None, 1.0, 1.0, "none", None, "auto", 0, FROZEN), RuntimeError, r"gemm: out: Inplace update to inference tensor outside"),
     # Wrong in type: the message still names the argument and the rule.
     ("workers is a string", lambda: ts.matmul(A, B, workers="2"), ValueError, r"workers='2'; it is a positive"),
     ("workers is no whole number", lambda: ts.matmul(A, B, workers=2.5), ValueError, r"workers=2\.5; it is a positive"),
     ("beta is a string", lambda: ts.matmul(A, B, residual=rand(6, 4), beta="x"), TypeError, r"beta='x'; it is a number"),
+    ("alpha is complex", lambda: ts.addmm(rand(6, 4), A, B, alpha=2j), TypeError, r"alpha=2j; it is a number"),
+    ("beta is a tensor", lambda: ts.mm(A, B, residual=rand(6, 4), beta=torch.tensor(2.0)), TypeError, r"beta=tensor\(2\.\); it is a number"),
+    ("beta is an array", lambda: ts.mm(A, B, residual=rand(6, 4), beta=np.array(2.0)), TypeError, r"beta=array\(2\.\); it is a number"),
     ("alpha is None", lambda: ts.addmm(rand(6, 4), A, B, alpha=None), TypeError, r"alpha=None; it is a number"),
     ("out_dtype is a string", lambda: ts.matmul(A, B, out_dtype="float32"), TypeError, r"out_dtype='float32'; it is a torch.dtype"),
     ("deadline is a string", lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(3, 2), deadline="1"), ValueError, r"deadline='1'; it is a positive"),
@@ -160,14 +181,15 @@ OPS = {
 }
 
 
+@pytest.mark.parametrize("device", ["xpu", "mps"])
 @pytest.mark.parametrize("op", OPS)
-def test_tensors_elsewhere_raise_with_the_way_out(op):
+def test_tensors_elsewhere_raise_with_the_way_out(op, device):
     name = {"linear": "x"}.get(op, "a")
     with FakeTensorMode():
-        a, b = torch.empty(6, 5, device="xpu"), torch.empty(5, 4, device="xpu")
+        a, b = torch.empty(6, 5, device=device), torch.empty(5, 4, device=device)
         with pytest.raises(
             NotImplementedError,
-            match=rf"{op}: {name} is on xpu:0; .* and ROCm GPUs: use torch\.\S*{op} there, or {name}\.cpu\(\)",
+            match=rf"{op}: {name} is on {device}:0; .* and ROCm GPUs: use torch\.\S*{op} there, or {name}\.cpu\(\)",
         ):
             OPS[op](a, b)
 

@@ -232,6 +232,65 @@ def test_what_has_no_forward_mode_derivative_says_so():
     torch.testing.assert_close(tangent, torch.where(a @ w > 0, a @ w, 0.0))
 
 
+def arrived(rows: int) -> ts.Arrival:
+    arrival = ts.Arrival.uniform(rows, 1)
+    arrival.signal(0)
+    return arrival
+
+
+X, B, Q = made((8, 4), (4, 5), (1, 3, 2, 8))
+#: The operand that arrives, a call of it, and torch's formula.
+ARRIVING = {
+    "rows": (X, lambda x: ts.matmul(x, B, activation="silu", arrival=arrived(8)), lambda x: F.silu(x @ B)),
+    "a weight": (B.t(), lambda w: ts.linear(X, w, weight_arrival=arrived(5)), lambda w: X @ w.t()),
+    "keys": (
+        Q, lambda k: ts.attention(Q, k, Q, arrival=arrived(3)), lambda k: attention_by_torch(Q[0], k[0], Q[0])[0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("x", "op", "formula"), ARRIVING.values(), ids=ARRIVING)
+def test_what_arrives_has_a_tangent(x, op, formula):
+    tangent = torch.rand_like(x)
+    _, expected = func.jvp(formula, (x,), (tangent,))
+    close(func.jvp(op, (x,), (tangent,))[1].reshape(expected.shape), expected)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(op(forward_ad.make_dual(x, tangent))).tangent
+    assert found is not None
+    close(found.reshape(expected.shape), expected)
+
+
+#: Calls of operands ``[8, 4]`` and ``[4, 5]`` without a forward-mode derivative.
+WITHOUT_TANGENT = {
+    "publish=": (
+        lambda a, b: ts.matmul(a, b, publish=ts.Arrival.uniform(8, 1)),
+        "matmul: scales, out= and publish= have no forward-mode derivative",
+    ),
+    "plan.run": (
+        lambda a, b: ts.plan(8, 5, 4, dtype="float64").run(a, b),
+        "plan.run: it has no forward-mode derivative; use tilestream.matmul",
+    ),
+    **{
+        op: (
+            lambda a, b, op=op: getattr(ts.distributed, op)(a, b),
+            f"{op}: it has no forward-mode derivative; gather, or sum, by torch.distributed's functional collectives",
+        )
+        for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("op", "message"), WITHOUT_TANGENT.values(), ids=WITHOUT_TANGENT)
+def test_what_has_no_tangent_is_refused_in_both_forms_of_forward_mode(op, message, which):
+    """Before anything is looked at that needs a process group."""
+    x = [X, B]
+    with pytest.raises(NotImplementedError, match=message), forward_ad.dual_level():
+        op(*(forward_ad.make_dual(y, y) if i == which else y for i, y in enumerate(x)))
+    with pytest.raises(NotImplementedError, match=message):
+        func.jvp(lambda y: op(*(y if i == which else z for i, z in enumerate(x))), (x[which],), (x[which],))
+
+
 def test_registered_attention_refuses_gradients_that_nothing_computes():
     pages, table = rand(4, 4, 2, 8), torch.zeros(1, 2, dtype=torch.int32)
     q, keys = rand(1, 3, 2, 8).requires_grad_(), torch.ones(1, dtype=torch.int32)

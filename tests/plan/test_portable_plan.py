@@ -13,7 +13,8 @@ from made_up import H100, HZ, MI300X, MI355X, reason
 import tilestream
 from tilestream import Arrival
 from tilestream.launch.gemm_arguments import Layout, is_aligned
-from tilestream.launch.portable.arguments import Arguments, options
+from tilestream.launch.portable.arguments import Arguments
+from tilestream.launch.portable.options import options
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan import plan_problem as any_plan_problem
 from tilestream.plan.policy.portable import CDNA, TILES, converts, fp8_units, tiles

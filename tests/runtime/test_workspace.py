@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import tilestream as ts
 from error_rule import Maths, check, rand
 from streaming import run_together
 from tilestream.kernels.cpu.gemm import GemmBody
+from tilestream.runtime import device_workspace as device_workspaces
 from tilestream.runtime import workspace as module
 from tilestream.runtime.device_workspace import LINE, DeviceWorkspace, captured_words, device_workspace, words_of
 from tilestream.runtime.workspace import Counter, Workspace, workspace
@@ -60,6 +62,40 @@ def test_a_gpus_workspace_grows_is_kept_and_counts_on():
     assert again._replace(base=0) == grown._replace(base=0), "the same tensors"
     bases = (0, small.most_tickets, small.most_tickets + large.most_tickets)
     assert (first.base, grown.base, again.base) == bases
+
+
+def test_workspaces_are_kept_for_the_streams_that_were_used_last(monkeypatch):
+    """Endless streams of others: a bounded number of workspaces, and always those of the default streams."""
+    kept = {}
+    monkeypatch.setattr(device_workspaces, "_workspaces", kept)
+    monkeypatch.setattr(device_workspaces, "context_id", lambda: 7)
+    cpu, split = torch.device("cpu"), schedule("stream_k", workers=7)
+    default, often = device_workspace(cpu, 0), device_workspace(cpu, 1)
+    for stream in range(2, 10 * device_workspaces.MOST_STREAMS):
+        words = device_workspace(cpu, stream).open(split, (16, 32))
+        freed = weakref.ref(words.counters)
+        assert device_workspace(cpu, 1) is often
+    del words
+    assert len(kept) == device_workspaces.MOST_STREAMS
+    assert device_workspace(cpu, 0) is default
+    del kept[(None, stream, 0)]
+    assert freed() is None, "nothing else holds the words"
+
+
+def test_a_workspace_that_was_let_go_of_serves_the_thread_that_has_it(monkeypatch):
+    """Its launch goes on, and the next one on that stream counts with words of its own."""
+    monkeypatch.setattr(device_workspaces, "_workspaces", {})
+    cpu, plan = torch.device("cpu"), schedule()
+    held = device_workspace(cpu, 1)
+    first = held.open(plan, (16, 32))
+    for stream in range(2, 2 + device_workspaces.MOST_STREAMS):
+        device_workspace(cpu, stream)
+    other = device_workspace(cpu, 1)
+    assert other is not held
+    words = other.open(plan, (16, 32))
+    assert words.base == first.base == 0
+    assert words.counters.data_ptr() != first.counters.data_ptr()
+    assert held.open(plan, (16, 32)).base == plan.most_tickets
 
 
 # Counters -------------------------------------------------------------------------------------------------------------

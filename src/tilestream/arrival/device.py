@@ -30,6 +30,18 @@ class GateWords(NamedTuple):
     key: int  # what an error record knows the signals by
 
 
+class SignalsAhead:
+    """Stands in for the `DeviceSignals` of an operand on the meta device, where a launch compiles and does not wait."""
+
+    local_rows = None
+
+    @staticmethod
+    def use(local_rows: bool = False) -> GateWords:
+        """As `DeviceSignals.use`."""
+        words = torch.empty(1, dtype=torch.int32, device="meta")
+        return GateWords(words, words, 1, 0)
+
+
 class LocalRows(NamedTuple):
     """Rows of an arriving operand that this GPU has already, in another tensor, where a launch may read them."""
 

@@ -20,7 +20,7 @@ from tilestream.distributed.dispatch import FORMS, Form, Op, on_trial
 from tilestream.distributed.group_state import GroupState
 from tilestream.ops import native
 from tilestream.ops import request as matmul
-from tilestream.ops.checks import autocast
+from tilestream.ops.checks import autocast, refuse_tangents
 from tilestream.ops.inline import PLAIN, unseen
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime import shutdown
@@ -242,6 +242,11 @@ def check_request(
     if reduce_op not in REDUCE_OPS:
         raise ValueError(f"{op}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
     _check_devices(op, a, b=bs, bias=biases, scale_a=[scale_a], scale_b=scales_b)
+    refuse_tangents(
+        op, a, *bs, *biases, scale_a, *scales_b,
+        why="it has no forward-mode derivative; gather, or sum, by torch.distributed's functional collectives, and "
+        "multiply by tilestream.matmul",
+    )  # fmt: skip
     a, *bs = autocast(op, False, a, *bs)
     return Request(
         op, a, bs, biases, activations, scale_a, scales_b, dim, reduce_op, out_dtype, fast_accum, return_a,

@@ -6,7 +6,10 @@ operands up. Equal calls are found before that, by the native call path: see `ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,23 +30,43 @@ class LaunchCache(dict[object, object]):
     ----------
     followers
         Called when it is cleared: what else was decided then is to be forgotten, too.
+    generation
+        How often it has been cleared. What was decided in an earlier generation is not kept.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.followers: list[Callable[[], None]] = []
+        self.generation = 0
+        self._make_lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._make_lock)
+
+    def _make_lock(self) -> None:
+        """The lock; a new one in a forked process, where the thread that held it is not."""
+        self._lock = threading.RLock()
 
     def clear(self) -> None:
         """Forget all."""
-        super().clear()
-        for forget in self.followers:
-            forget()
+        with self._lock:
+            self.generation += 1
+            super().clear()
+            for forget in self.followers:
+                forget()
 
-    def insert(self, key: object, found: T) -> T:
-        """Keep ``found``, and return it."""
-        if len(self) >= _MOST:
-            self.clear()
-        self[key] = found
+    @contextlib.contextmanager
+    def unless_cleared_since(self, generation: int) -> Iterator[bool]:
+        """Whether what was decided in a generation may be kept: in this block nothing is cleared."""
+        with self._lock:
+            yield generation == self.generation
+
+    def insert(self, key: object, found: T, generation: int) -> T:
+        """Keep ``found`` if it was decided in the present generation, and return it."""
+        with self.unless_cleared_since(generation) as may_keep:
+            if may_keep:
+                if len(self) >= _MOST:
+                    self.clear()
+                self[key] = found
         return found
 
     def of(self, op: str) -> list[Any]:

@@ -1,19 +1,23 @@
 """Compiling kernels: for this process's GPU, or ahead for one that need not be here.
 
-The first launch on a machine waits for three things: Triton hashes its own library (460 MB); a C compiler builds its
-driver module; the kernel is compiled. `prepare` begins the first two in threads, and `compiled` needs no driver, only
-its target. What was hashed is kept beside Triton's cache, under the sizes and times of the files that it depends on.
+The first launch on a machine waits for three things: Triton hashes its own library (460 MB), of which the installer
+has noted the digest; a C compiler builds its driver module; the kernel is compiled. `prepare` begins the first two in
+threads, and `compiled` needs no driver, only its target. What was hashed is kept beside Triton's cache, under the sizes
+and times of the files that it depends on.
 
 Triton is changed for this package's kernels alone: other threads see its own driver, and other kernels its own hash.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import contextvars
+import csv
 import functools
 import hashlib
 import inspect
+import io
 import itertools
 import json
 import os
@@ -23,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +53,8 @@ class _Here(threading.local):
 _here = _Here()
 T = TypeVar("T")
 _blocks = itertools.count()
+#: Nanoseconds, an hour: an installer, or the unpacking of an image, writes all files of a package within it.
+_WRITTEN_WITHIN = 3600 * 10**9
 _making_driver, _making_key = threading.RLock(), threading.Lock()
 
 
@@ -225,7 +231,49 @@ _hash_triton: Callable[[], str] | None = getattr(triton_cache, "triton_key", Non
 @functools.cache
 def _known_key() -> str:
     assert _hash_triton is not None
-    return remembered("triton", _hash_triton)
+    own = _hash_triton
+    return remembered("triton", lambda: _key_by_record(own) or own())
+
+
+def _key_by_record(own: Callable[[], str]) -> str | None:
+    """Triton's key of itself, without reading its library: the installer has noted the digest of that.
+
+    Triton's own function is run, on a stand-in for the library, whose digest is then replaced. None where nothing is
+    noted, where the library has changed since, or where Triton hashes otherwise.
+    """
+    library = Path(getattr(sys.modules.get("triton._C.libtriton"), "__file__", None) or "").resolve()
+    noted = _noted_digest(library)
+    function = inspect.unwrap(own)
+    if noted is None or not isinstance(function, FunctionType) or function.__closure__ is not None:
+        return None
+    stand_in = os.urandom(64)
+
+    def opened(path: Any, *how: Any, **more: Any) -> Any:
+        there = Path(path)
+        return io.BytesIO(stand_in) if there.resolve() == library else there.open(*how, **more)
+
+    key = FunctionType(function.__code__, {**function.__globals__, "open": opened})()
+    digest = hashlib.sha256(stand_in).hexdigest()
+    return key.replace(digest, noted) if isinstance(key, str) and key.count(digest) == 1 else None
+
+
+def _noted_digest(path: Path) -> str | None:
+    """The SHA-256 of an installed file, in hexadecimal, as its installer has noted it; None if it may have changed.
+
+    It has not if its size is the noted one, its contents are no newer than the note, and its inode hardly is.
+    """
+    root = Path(triton.__file__).resolve().parents[1]
+    with contextlib.suppress(OSError, ValueError):
+        status, name = path.stat(), path.relative_to(root).as_posix()
+        for record in root.glob("*.dist-info/RECORD"):
+            noted, late = record.stat(), status.st_ctime_ns - _WRITTEN_WITHIN
+            if "triton" not in record.parent.name or status.st_mtime_ns > noted.st_mtime_ns or late > noted.st_ctime_ns:
+                continue
+            with record.open(encoding="utf-8", newline="") as file:
+                for row in csv.reader(file):
+                    if row[:1] == [name] and row[1].startswith("sha256=") and row[2] == str(status.st_size):
+                        return base64.urlsafe_b64decode(row[1].removeprefix("sha256=") + "==").hex()
+    return None
 
 
 def _triton_key() -> str:

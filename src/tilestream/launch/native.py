@@ -25,6 +25,7 @@ import torch
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.observe import PRODUCTS, WORDS, Call, Observation
+from tilestream.runtime.device_workspace import MOST_STREAMS
 from tilestream.runtime.extension import find, open_library
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ class Extension:
         found.tilestream_size.restype = found.tilestream_context.restype = ctypes.c_int64
         found.tilestream_context.argtypes = (ctypes.c_int32,)
         found.tilestream_set_capacity.argtypes = (ctypes.c_int64,)
+        found.tilestream_take_workspace.argtypes = (ctypes.POINTER(ctypes.c_int64),)
         found.tilestream_give_workspace.argtypes = (
             ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64),
         )  # fmt: skip
@@ -258,14 +260,17 @@ class Extension:
         launch, result = seen.launches[0], call.operands["out"]
         try:
             recipe = recipe_of(seen, call)
-            if "q" in call.operands:
-                keep = self.remember_gated_attention if call.words else self.remember_attention
-                kept = bool(keep(recipe, result, call.operands["lse"], into, *arguments))
-            elif "o_a" in call.operands:
-                kept = bool(self.remember_merge_attention(recipe, result, call.operands["lse"], *arguments))
-            else:
-                keep = self.remember_gated_matmul if call.words else self.remember_matmul
-                kept = bool(keep(recipe, result, into, *arguments))
+            with launch_cache.unless_cleared_since(seen.generation) as may_keep:
+                if not may_keep:
+                    return False
+                if "q" in call.operands:
+                    keep = self.remember_gated_attention if call.words else self.remember_attention
+                    kept = bool(keep(recipe, result, call.operands["lse"], into, *arguments))
+                elif "o_a" in call.operands:
+                    kept = bool(self.remember_merge_attention(recipe, result, call.operands["lse"], *arguments))
+                else:
+                    keep = self.remember_gated_matmul if call.words else self.remember_matmul
+                    kept = bool(keep(recipe, result, into, *arguments))
         except (Unfit, RuntimeError, ValueError) as error:
             logger.debug("no recipe: %s", error)
             if not isinstance(error, Moved):
@@ -303,7 +308,8 @@ class Extension:
         """Have the stream's workspace hold so many counters, counts, partials, and elements of either half of a list.
 
         They are this path's own, beside those of `tilestream.runtime.device_workspace`: launches of one stream run one
-        after the other, whichever words they count with.
+        after the other, whichever words they count with. What is freed here was allocated on the stream that it served:
+        torch's allocator gives it to later work of that stream alone.
         """
         index = -1 if device.index is None else device.index  # -1: torch's index of the CPU
         place = self._place(index, stream)
@@ -323,6 +329,9 @@ class Extension:
             addresses = (ctypes.c_void_p * len(made))(*[one.data_ptr() for one in made])
             if self._library.tilestream_give_workspace(index, stream, addresses, (ctypes.c_int64 * 4)(*most)):
                 self._words[place] = made
+            oldest = (ctypes.c_int64 * 3)()
+            while len(self._words) > MOST_STREAMS and self._library.tilestream_take_workspace(oldest):
+                self._words.pop((oldest[0], oldest[1], oldest[2]), None)
 
 
 @functools.cache

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tilestream.launch.cache import launch_cache
+
 if TYPE_CHECKING:
     import torch
 
@@ -51,9 +53,12 @@ class Observation:
     issued
         Each kernel that went to the driver: its `tilestream.launch.launcher.Launcher`, and what varied. None for a
         kernel that only Triton can launch.
+    generation
+        Of the launch cache, before anything was looked up.
     """
 
     def __init__(self) -> None:
+        self.generation = launch_cache.generation
         self.launches: list[Any] = []
         self.issued: list[tuple[Any, tuple[Any, ...]] | None] = []
 

@@ -10,7 +10,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.ops import native
 from tilestream.ops.attention_merge import merge
 from tilestream.ops.attention_request import Answer, AttentionRequest, Causal, Window, attend
-from tilestream.ops.checks import check_tensors
+from tilestream.ops.checks import check_strided, check_tensors
 from tilestream.plan.attention_problem import LAYOUTS, AttentionLayout
 
 
@@ -192,6 +192,13 @@ def merge_attention(
     if made is not None:
         return made
     check_tensors("merge_attention", o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
+    for name, x in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
+        check_strided("merge_attention", name, x, "tensors are dense")
+        if not x.is_floating_point() or x.element_size() < 2:
+            raise TypeError(
+                f"merge_attention: {name} is {x.dtype}; it is of a floating-point dtype of 16 bits or more, as "
+                "attention gives it"
+            )
     if layout not in LAYOUTS:
         raise ValueError(f"merge_attention: layout={layout!r}; it is one of {', '.join(LAYOUTS)}")
     if o_a.shape != o_b.shape or o_a.dim() not in (3, 4):

@@ -12,9 +12,10 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops.attention_operands import Settings, problem_of
-from tilestream.ops.gpu import issue
+from tilestream.ops.gpu import awaited_ahead, issue
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.policy.hopper_attention import refuse_strides
+from tilestream.runtime import collector
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties
 
@@ -48,13 +49,17 @@ def find(x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, lim
     key = signature("attention", tensors, (s, None if keys is None else keys.chunking), limit)
     launch: Any = launch_cache.get(key)
     if launch is None:
-        launch = launch_cache.insert(key, _make(x, s, keys, limit))
+        generation = launch_cache.generation
+        with collector.paused():  # the first one imports the kernels
+            launch = launch_cache.insert(key, _make(x, s, keys, limit), generation)
     return launch  # type: ignore[no-any-return]
 
 
-def compile_ahead(x: AttentionOperands, s: Settings, limit: int, device: DeviceProperties) -> None:
+def compile_ahead(
+    x: AttentionOperands, s: Settings, limit: int, device: DeviceProperties, keys: FlatArrival | None = None
+) -> None:
     """As `tilestream.ops.gpu.compile_ahead`."""
-    _make(x, s, None, limit, device)(x)
+    _make(x, s, keys, limit, device)(x, awaited_ahead(keys))
 
 
 def _make(

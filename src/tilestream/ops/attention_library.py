@@ -20,7 +20,7 @@ from tilestream.ops import attention_gpu, native
 from tilestream.ops.attention_backward import gradients, second, tangents
 from tilestream.ops.attention_execute import execute
 from tilestream.ops.attention_operands import Settings, check_shapes
-from tilestream.ops.checks import refuse_given
+from tilestream.ops.checks import check_written, refuse_given
 from tilestream.ops.flops import register_flop_formula
 from tilestream.ops.gradients import Derivative, below_autograd, derivative, save
 from tilestream.ops.library import library, register
@@ -122,11 +122,14 @@ def _launched(
     return x, limits.tighter(worker_limit, limits.limit())
 
 
-def compile_ahead(args: Sequence[Any], made: Pair, device: DeviceProperties) -> None:
-    """Compile what `attention_op`, called with ``args``, would launch on ``device`` for the outputs ``made``."""
+def compile_ahead(args: Sequence[Any], made: Pair, device: DeviceProperties, arriving: bool = False) -> None:
+    """Compile what `attention_op`, or `attention_arriving_op`, called with ``args``, would launch for ``made``."""
+    end = _NUM_COMMON + _NUM_ARRIVING * arriving
+    late: Sequence[Any] = args[_NUM_COMMON:end] or (None, ())
+    words, ints, *_ = late
     x, s = _split(args)
-    x, bound = _launched(x, made[0], made[1] if s.return_lse else None, *args[_NUM_COMMON:])
-    attention_gpu.compile_ahead(x, s, bound, device)
+    x, bound = _launched(x, made[0], made[1] if s.return_lse else None, *args[end:])
+    attention_gpu.compile_ahead(x, s, bound, device, FlatArrival.from_ints(ints, words))
 
 
 def _run(
@@ -152,6 +155,7 @@ def _define(name: str) -> None:
         made, apart = None, False
         if into:
             check_outputs(x, s)
+            check_written("attention", x.out)
             apart = x.out.numel() > 0 and x.out.stride(-1) != 1  # kernels write a head's columns side by side
             if apart and arriving:
                 raise ValueError(

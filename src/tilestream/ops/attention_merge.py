@@ -18,6 +18,7 @@ from tilestream.ops.checks import below_autocast
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.library import library
 from tilestream.ops.operands import made_fresh, unviewed
+from tilestream.runtime import collector
 from tilestream.runtime.channel import check_device
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -118,10 +119,12 @@ def _by_kernel(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b:
     key = signature(_NAME, x, None)
     launch: Any = launch_cache.get(key)
     if launch is None:
-        # Triton is imported when a GPU computes something, not before.
-        from tilestream.launch.portable.attention_launch import PairLaunch
+        generation = launch_cache.generation
+        with collector.paused():
+            # Triton is imported when a GPU computes something, not before.
+            from tilestream.launch.portable.attention_launch import PairLaunch
 
-        launch = launch_cache.insert(key, PairLaunch(x))
+            launch = launch_cache.insert(key, PairLaunch(x), generation)
     with torch.cuda.device(device):
         launch(x)
     return x.out, x.lse

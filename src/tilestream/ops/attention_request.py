@@ -14,7 +14,16 @@ from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_library as library
 from tilestream.ops import gated, inline, native
 from tilestream.ops.attention_operands import Settings, check_shapes
-from tilestream.ops.checks import MOST, autocast, below_autocast, check_dense, check_waiting, refuse_tangents
+from tilestream.ops.checks import (
+    MOST,
+    as_number,
+    autocast,
+    below_autocast,
+    check_dense,
+    check_waiting,
+    check_written,
+    refuse_tangents,
+)
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import made_fresh, unviewed
 from tilestream.ops.request import clear_signals
@@ -73,8 +82,10 @@ class AttentionRequest(NamedTuple):
         check_splits(f"{_OP}: ", self.splits)
         tensors = dict(zip(self._fields, self[:12], strict=False))
         check_dense(_OP, _INSTEAD, tensors, 3, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
-        if self.out is not None and not torch.compiler.is_compiling() and self.out.is_neg():
-            raise ValueError(f"{_OP}: out is a negated view; give a tensor of its own")
+        if not isinstance(self.return_lse, bool):
+            raise TypeError(f"{_OP}: return_lse={self.return_lse!r}; it is True or False")
+        if self.out is not None:
+            check_written(_OP, self.out)
         others = () if self.out is None else (self.q, self.k, self.v, self.sinks, self.out)
         refuse_tangents(_OP, self.scale_q, self.scale_k, self.scale_v, *others)
         if self.layout not in LAYOUTS:
@@ -252,11 +263,12 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 def _number(name: str, value: object, *, positive: bool) -> float:
     """A finite number; ``positive`` where only such will do."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    number = None if isinstance(value, bool) else as_number(value)
+    if number is None:
         raise TypeError(f"{_OP}: {name}={value!r}; it is a number, or None")
-    if not math.isfinite(value) or (positive and value <= 0):
+    if not math.isfinite(number) or (positive and number <= 0):
         raise ValueError(f"{_OP}: {name}={value}; it is finite{' and positive' if positive else ''}, or None")
-    return float(value)
+    return number
 
 
 def _most(name: str, value: object, packed: torch.Tensor | None, lengths: str) -> int:

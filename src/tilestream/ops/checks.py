@@ -6,6 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd import forward_ad
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import check_deadline
 from tilestream.core.dtypes import are_a_pair, dtype_name, pairs_text
+from tilestream.ops.operands import is_frozen
 from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
 
 #: Largest number of workers, and of keys or rows that an option names: half of what 31 bits count, so that a place and
@@ -80,13 +82,20 @@ def check_dense(
                 f"{op}: {name} is on {tensor.device}; this version computes on the CPU and on CUDA and ROCm GPUs: use "
                 f"{instead} there, or {name}.cpu()"
             )
-        if tensor.layout != torch.strided or tensor.is_nested:
-            what = f"is nested{nested}" if tensor.is_nested else f"has layout {tensor.layout}"
-            raise TypeError(f"{op}: {name} {what}; {dense.format(name=name)}")
+        check_strided(op, name, tensor, dense, nested)
         check_dtype(op, name, tensor)
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, the others on {device}; all are on one device")
         device = tensor.device
+
+
+def check_strided(op: str, name: str, tensor: torch.Tensor, dense: str, nested: str = "") -> None:
+    """Raise for a tensor that strides do not describe. The texts are those of `check_dense`."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        what = f"is nested{nested}" if tensor.is_nested else f"has layout {tensor.layout}"
+        raise TypeError(f"{op}: {name} {what}; {dense.format(name=name)}")
+    if tensor.is_quantized:
+        raise TypeError(f"{op}: {name} is {tensor.dtype}, a quantized tensor: {name}.dequantize()")
 
 
 def torch_op(op: str) -> str:
@@ -139,18 +148,35 @@ def refuse_gradients(
             )
 
 
-def refuse_tangents(op: str, *tensors: torch.Tensor | None) -> None:
+#: What has no forward-mode derivative in most ops, and the way out.
+_NO_TANGENT = (
+    "scales, out= and publish= have no forward-mode derivative; multiply by the scale outside, or leave out= and "
+    "publish= away"
+)
+
+
+def refuse_tangents(op: str, *tensors: torch.Tensor | None, why: str = _NO_TANGENT) -> None:
     """Raise for a tensor with a tangent, where nothing computes its forward-mode derivative."""
     if forward_ad._current_level >= 0:
-        refuse_given(op, *(None if x is None else forward_ad.unpack_dual(x).tangent for x in tensors))
+        refuse_given(op, *(None if x is None else forward_ad.unpack_dual(x).tangent for x in tensors), why=why)
 
 
-def refuse_given(op: str, *tangents: torch.Tensor | None) -> None:
+def refuse_given(op: str, *tangents: torch.Tensor | None, why: str = _NO_TANGENT) -> None:
     """Raise for a tangent that is given."""
     if any(tangent is not None for tangent in tangents):
-        raise NotImplementedError(
-            f"{op}: scales, out= and publish= have no forward-mode derivative; multiply by the scale outside, or leave "
-            "out= and publish= away"
+        raise NotImplementedError(f"{op}: {why}")
+
+
+def check_written(op: str, out: torch.Tensor) -> None:
+    """Raise for an output that nothing may write, or that no kernel can."""
+    if torch.compiler.is_compiling():
+        return
+    if out.is_neg():
+        raise ValueError(f"{op}: out is a negated view; give a tensor of its own")
+    if is_frozen(out):
+        raise RuntimeError(
+            f"{op}: out: Inplace update to inference tensor outside InferenceMode is not allowed; give an out that was "
+            "made outside of torch.inference_mode(), or call inside of it"
         )
 
 
@@ -164,6 +190,11 @@ _AUTOCAST = functools.reduce(
 def below_autocast() -> AbstractContextManager[None]:
     """A block that autocast does not see: of a call whose operands have its dtype."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+def as_number(value: object) -> float | None:
+    """A number of Python or NumPy as a float; None for what is none."""
+    return float(value) if isinstance(value, int | float | Real) else None
 
 
 def autocast(op: str, arriving: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -24,6 +24,7 @@ from tilestream.launch.cpu.launch import Body, Launch
 from tilestream.launch.cpu.publish import Publisher
 from tilestream.launch.observe import observation
 from tilestream.ops import gpu
+from tilestream.ops.checks import as_number, check_strided, check_written, refuse_tangents
 from tilestream.ops.operands import epilogue_of, problem_of, refuse_overlap
 from tilestream.ops.scales import canonical_scales
 from tilestream.plan import limit as limits
@@ -175,6 +176,16 @@ def run_plan(
     for name, given in (("a", a), ("b", b), *optional.items()):
         if not isinstance(given, torch.Tensor) and (given is not None or name in ("a", "b")):
             raise TypeError(f"{name} is a {type(given).__name__}; it is a torch.Tensor")
+        if given is not None:
+            check_strided(op, name, given, "tensors are dense")
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        if as_number(factor) is None:
+            raise TypeError(f"{op}: {name}={factor!r}; it is a number")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, *optional.values())):
+        raise RuntimeError(
+            "plan.run: has no autograd, and an operand requires a gradient; use tilestream.matmul, or torch.no_grad()"
+        )
+    refuse_tangents(op, a, b, *optional.values(), why="it has no forward-mode derivative; use tilestream.matmul")
     _check_limit(plan)
     if problem.publishes is not None:
         raise ValueError(
@@ -189,6 +200,7 @@ def run_plan(
     shapes = [(*batch, *of) for of in ((problem.m, problem.k), (problem.k, problem.n), (problem.m, problem.n))]
     if out is None:
         out = torch.empty(shapes[2], dtype=dtypes[2], device=device)
+    check_written(op, out)
     for name, tensor, expected, dtype in zip(("a", "b", "out"), (a, b, out), shapes, dtypes, strict=True):
         if tuple(tensor.shape) != expected or tensor.dtype != dtype or tensor.device != device:
             raise ValueError(
@@ -196,7 +208,7 @@ def run_plan(
                 f"{dtype} on {device}"
             )
     scales = canonical_scales(op, scale_a, scale_b, a.shape[:-1], b.shape[:-2], out.shape)
-    epilogue = epilogue_of(out, alpha, bias, residual, beta, activation or "none", *scales)
+    epilogue = epilogue_of(out, float(alpha), bias, residual, float(beta), activation or "none", *scales)
     if SCALES.index(epilogue.scales) > SCALES.index(problem.scales):
         raise ValueError(
             f"scale_a, scale_b: for scales={epilogue.scales!r}, the plan is for scales={problem.scales!r}; make a plan "
@@ -204,10 +216,6 @@ def run_plan(
         )
     x = GemmOperands(a, b, out, epilogue)
     refuse_overlap(x)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, out, *optional.values())):
-        raise RuntimeError(
-            "plan.run: has no autograd, and an operand requires a gradient; use tilestream.matmul, or torch.no_grad()"
-        )
     rows, columns = (None if one is None else FlatArrival.of(one) for one in (arrival, weight_arrival))
     if rows is not None or columns is not None or plan.gate is not None:
         _check_chunks(plan, x, rows, columns)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tilestream.arrival.device import SignalsAhead
 from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival
 from tilestream.core.chunks import Incoming
 from tilestream.core.device import DeviceProperties
@@ -21,6 +22,7 @@ from tilestream.ops.operands import problem_of
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import tma
 from tilestream.plan.planner import plan_problem
+from tilestream.runtime import collector
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties
 from tilestream.trace.record import current
@@ -114,13 +116,25 @@ def find(
     key = signature("gemm", tensors, settings, how.limit)
     launch: Any = launch_cache.get(key)
     if launch is None:
-        launch = launch_cache.insert(key, _make(x, how, plan, rows, columns, publishes))
+        generation = launch_cache.generation
+        with collector.paused():  # the first one imports the kernels
+            launch = launch_cache.insert(key, _make(x, how, plan, rows, columns, publishes), generation)
     return launch  # type: ignore[no-any-return]
 
 
-def compile_ahead(x: GemmOperands, how: How, device: DeviceProperties) -> None:
+def compile_ahead(
+    x: GemmOperands, how: How, device: DeviceProperties, rows: FlatArrival | None = None,
+    columns: FlatArrival | None = None,
+) -> None:  # fmt: skip
     """Compile what a launch on ``device`` would launch, in a block of `tilestream.launch.compiling.ahead`."""
-    _make(x, how, device=device)(x)
+    _make(x, how, None, rows, columns, device=device)(x, awaited_ahead(rows, columns))
+
+
+def awaited_ahead(rows: FlatArrival | None, columns: FlatArrival | None = None) -> Awaited | None:
+    """What a launch that is compiled ahead is told of operands that will arrive."""
+    if rows is None and columns is None:
+        return None
+    return Awaited(None if rows is None else SignalsAhead(), None if columns is None else SignalsAhead())
 
 
 def _make(

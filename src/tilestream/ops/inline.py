@@ -20,9 +20,9 @@ from torch.autograd import forward_ad
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.cpu import gemm
 from tilestream.kernels.cpu.attention import FlashCall, flash
-from tilestream.launch.cache import launch_cache
+from tilestream.launch.cache import LaunchCache, launch_cache
 from tilestream.launch.observe import observe
-from tilestream.ops.operands import span, untracked
+from tilestream.ops.operands import is_frozen, span, untracked
 from tilestream.plan.limit import limit
 from tilestream.runtime import shutdown
 from tilestream.runtime.workspace import workspace
@@ -42,6 +42,10 @@ _Tensors = tuple[torch.Tensor | None, ...]
 #: An output of attention; with its log-sum-exp where that is asked for.
 Answer = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _ALL_TENSORS, _CAUSAL = (torch.Tensor,) * 3, (bool, str)
+
+#: Apart from GPUs' launches, which cost seconds to make again: shapes of the CPU alone do not empty their cache.
+inline_cache = LaunchCache()
+launch_cache.followers.append(inline_cache.clear)
 
 
 class _Views(NamedTuple):
@@ -163,7 +167,7 @@ def product(
     given = (a, b, bias, residual, scale_a, scale_b, out)
     key = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
     try:
-        found: _Product | None = launch_cache.get(key)  # type: ignore[assignment]
+        found: _Product | None = inline_cache.get(key)  # type: ignore[assignment]
     except TypeError:  # an option that cannot be hashed
         return None
     if found is None or (out is not None and found.views.may_meet(given)):
@@ -186,13 +190,14 @@ def first_product(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> tor
     key = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
     if key is None:
         return run()
+    generation = inline_cache.generation
     with observe() as observed:
         result = run()
     after = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
     if len(observed.launches) == 1 and after == key:  # else out was resized
         found = _Product.of(given, observed.launches[0], result)
         if found is not None:
-            launch_cache.insert(key, found)
+            inline_cache.insert(key, found, generation)
     return result
 
 
@@ -232,7 +237,7 @@ def _key(
     except RuntimeError:  # a nested tensor has no shape
         return None
     if out is not None:
-        if not out.numel():  # it may have to be resized
+        if not out.numel() or is_frozen(out):  # it may have to be resized, or is refused
             return None
         more.append(out is residual)  # a residual may be the output
     return *key, *more
@@ -291,7 +296,7 @@ def attention(
     """The answer of a call equal to an earlier one; None for another. Not checked, as `product`; nothing else given."""
     given = (q, k, v, out)
     try:
-        found: _Attention | None = launch_cache.get(  # type: ignore[assignment]
+        found: _Attention | None = inline_cache.get(  # type: ignore[assignment]
             _key_of_attention(given, layout, causal, scale, return_lse, schedule)
         )
     except TypeError:  # an option that cannot be hashed
@@ -314,12 +319,13 @@ def first_attention(given: _Tensors, options: tuple[Any, ...], call: Callable[[]
     key = _key_of_attention(given, *options)
     if key is None:
         return call()
+    generation = inline_cache.generation
     with observe() as observed:
         answer = call()
     if len(observed.launches) == 1 and _key_of_attention(given, *options) == key:  # else out was resized
         found = _Attention.of(given, observed.launches[0], answer)
         if found is not None:
-            launch_cache.insert(key, found)
+            inline_cache.insert(key, found, generation)
     return answer
 
 
@@ -345,7 +351,7 @@ def _key_of_attention(
         )  # fmt: skip
         if out is None:
             return key
-        if type(out) not in PLAIN or not _is_dense(out, gradients):
+        if type(out) not in PLAIN or not _is_dense(out, gradients) or is_frozen(out):
             return None
         return *key, out.shape, out.stride(), out.dtype
     except RuntimeError:  # a nested tensor has no shape

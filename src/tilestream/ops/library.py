@@ -25,7 +25,7 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.observe import observation
 from tilestream.ops import execute, gpu, native
-from tilestream.ops.checks import check_pair, refuse_given, refuse_gradients
+from tilestream.ops.checks import check_pair, check_written, refuse_given, refuse_gradients
 from tilestream.ops.flops import register_flop_formula
 from tilestream.ops.gradients import (
     Derivative,
@@ -129,9 +129,15 @@ def _canonical(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ..
     return GemmOperands(a, b, out, epilogue), how
 
 
-def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProperties) -> None:
-    """Compile what `gemm_op`, called with ``args``, would launch on ``device`` for the output ``out``."""
-    gpu.compile_ahead(*_canonical(out, args[:_NUM_COMMON], args[_NUM_COMMON:]), device)
+def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProperties, arriving: bool = False) -> None:
+    """Compile what `gemm_op`, or `gemm_arriving_op`, called with ``args``, would launch on ``device`` for ``out``."""
+    end = _NUM_COMMON + (_LATE["_arriving"].count(",") if arriving else 0)
+    late: tuple[Any, ...] = args[_NUM_COMMON:end] or (None, (), None, ())
+    row_words, rows, column_words, columns, *_ = late
+    gpu.compile_ahead(
+        *_canonical(out, args[:_NUM_COMMON], args[end:]), device, FlatArrival.from_ints(rows, row_words),
+        FlatArrival.from_ints(columns, column_words),
+    )  # fmt: skip
 
 
 def _run(
@@ -189,6 +195,8 @@ def _define(kind: str, into: bool) -> None:
     def run(*args: Any) -> torch.Tensor:
         made = fake(*args)
         out: torch.Tensor = args[end] if made is None else made
+        if into:
+            check_written("gemm", out)
         _run(out, not into, kind, args[:_NUM_COMMON], args[_NUM_COMMON:end], args[end + into :])
         if into:  # autograd knows nothing of what a kernel writes
             torch._C._increment_version((out,))

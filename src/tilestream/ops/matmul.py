@@ -6,7 +6,7 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.ops import native
-from tilestream.ops.checks import check_tensors
+from tilestream.ops.checks import check_operands, check_tensors
 from tilestream.ops.request import Request, multiply
 
 
@@ -261,6 +261,8 @@ def linear(
         )  # fmt: skip
         if made is not None:
             return made
+    if isinstance(weight, torch.Tensor) and weight.is_nested:  # which has no transposed one
+        check_operands("linear", {"x": x, "weight": weight})
     if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
         raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
     return multiply(Request(

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from numbers import Real
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,7 @@ from tilestream.launch.observe import PRODUCTS, Call, Observation, observe
 from tilestream.ops import inline
 from tilestream.ops.checks import autocast, below_autocast
 from tilestream.ops.inline import PLAIN
+from tilestream.ops.operands import is_frozen
 from tilestream.plan import limit as limits
 from tilestream.plan.api import SCHEDULES
 from tilestream.plan.attention_problem import LAYOUTS
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from tilestream.launch.native import Extension
 
 _OPS = {name: i for i, name in enumerate(PRODUCTS)}
-_OPS.update(dict.fromkeys(("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"), _OPS["matmul"]))
 _ACTIVATIONS: dict[object, int] = {None: 0, **{name: i for i, name in enumerate(ACTIVATIONS) if i}}
 _SCHEDULES: dict[object, int] = {"auto": 0, **{name: i for i, name in enumerate(SCHEDULES, 1) if name != "auto"}}
 _DTYPES: dict[object, int] = {
@@ -412,7 +413,8 @@ def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ..
 def _is_seen(a: Any, b: Any, out: Any, third: Any) -> bool:
     """Whether something above torch's dispatcher has to see a call: a gradient, a recorder, a profiler of Triton's.
 
-    ``third``: a tensor or None, as ``out``. The dispatcher has the extension decline what else has to be seen.
+    ``third``: a tensor or None, as ``out``, which may be one that is refused. The dispatcher has the extension decline
+    what else has to be seen.
     """
     if type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cuda:
         return True
@@ -424,6 +426,8 @@ def _is_seen(a: Any, b: Any, out: Any, third: Any) -> bool:
         if out is not None and (type(out) not in PLAIN or out.requires_grad):
             return True
     elif (third is not None and type(third) not in PLAIN) or (out is not None and type(out) not in PLAIN):
+        return True
+    if out is not None and is_frozen(out):
         return True
     return forward_ad._current_level >= 0 or current() is not None or _loaded.watched()
 
@@ -455,7 +459,7 @@ def _arguments(
         options = _ACTIVATIONS[activation] | _SCHEDULES[schedule] << _SCHEDULE | _DTYPES[out_dtype] << _DTYPE
     except (KeyError, TypeError):
         return None
-    if type(alpha) not in _NUMBERS or type(beta) not in _NUMBERS or type(fast_accum) is not bool or alpha == 0:
+    if not (_is_number(alpha) and _is_number(beta)) or type(fast_accum) is not bool or alpha == 0:
         return None
     if workers is not None and (type(workers) is not int or workers < 1):
         return None
@@ -512,13 +516,18 @@ def _attention_arguments(
     left, right = (None, None) if window is None else window
     if scale is not None:
         options |= 1 << _SCALED
-    if any(number is not None and type(number) not in _NUMBERS for number in (scale, softcap)) or softcap == 0:
+    if any(number is not None and not _is_number(number) for number in (scale, softcap)) or softcap == 0:
         return None
     sides = _checked(left, -1, -1), _checked(right, -1, -1)
     counts = _checked(workers, 1, 0), _checked(splits, 1, 0)
     if None in sides or None in counts:
         return None
     return (*first[:3], options, *first[4:], float(scale or 0), float(softcap or 0), *sides, *others, *counts, limit)
+
+
+def _is_number(x: Any) -> bool:
+    """Whether a number of Python or NumPy. A bool is for the checks: it is one of a product, and none of attention."""
+    return type(x) in _NUMBERS or (isinstance(x, Real) and not isinstance(x, bool))
 
 
 def _checked(number: Any, least: int, default: int) -> int | None:

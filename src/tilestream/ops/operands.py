@@ -101,6 +101,11 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(x, x.shape) if is_graph else x
 
 
+def is_frozen(out: torch.Tensor) -> bool:
+    """Whether torch has no one write a tensor here: it was made in inference mode, and this is outside of it."""
+    return out.is_inference() and not torch.is_inference_mode_enabled()
+
+
 # Overlap --------------------------------------------------------------------------------------------------------------
 
 

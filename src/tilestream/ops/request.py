@@ -74,7 +74,7 @@ class Request(NamedTuple):
         if self.schedule not in SCHEDULES:
             raise ValueError(f"{op}: schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
         for name, factor in (("alpha", self.alpha), ("beta", self.beta)):
-            if not isinstance(factor, int | float):
+            if checks.as_number(factor) is None:
                 raise TypeError(f"{op}: {name}={factor!r}; it is a number")
         if self.out_dtype is not None and not isinstance(self.out_dtype, torch.dtype):
             raise TypeError(f"{op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
@@ -355,8 +355,7 @@ def _expand(r: Request, residual: torch.Tensor, shape: tuple[int, ...], full: tu
 
 
 def _check_out(r: Request, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if not torch.compiler.is_compiling() and out.is_neg():
-        raise ValueError(f"{r.op}: out is a negated view; give a tensor of its own")
+    checks.check_written(r.op, out)
     if tuple(out.shape) != shape:
         told = f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}"
         if torch.compiler.is_compiling() or is_dtensor(out):

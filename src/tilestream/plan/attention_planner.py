@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import get_args
 
 from tilestream.core.chunks import Arriving
@@ -193,7 +194,8 @@ def attention_plan(
                 f"window={window!r}; a side is a whole number of keys, not negative, or None (or -1) for all"
             )
     if softcap is not None:
-        if not isinstance(softcap, int | float) or isinstance(softcap, bool):
+        number: object = softcap
+        if not isinstance(number, int | float | Real) or isinstance(number, bool):
             raise TypeError(f"softcap={softcap!r}; it is a number, or None for none")
         if not math.isfinite(softcap) or softcap < 0:
             raise ValueError(f"softcap={softcap!r}; it is finite and positive, or None for none")

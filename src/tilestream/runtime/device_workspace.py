@@ -2,7 +2,9 @@
 
 Invariants 4 and 8. An eager launch uses the workspace of its (device, stream), whose launches run one after the other.
 Counters are never cleared: each launch counts from a base past what the launch before can have reached. Buffers grow
-when a larger problem comes, and are then kept.
+when a larger problem comes, and are then kept: of the `MOST_STREAMS` streams that were used last, and of default
+streams. Others' buffers go back to torch's allocator. They were allocated on the stream that they served, and the
+allocator gives them to later work of that stream alone: so nothing has to be waited for, and the stream may be gone.
 
 A captured launch is replayed in any order with eager ones and with other graphs, so it gets words of its own, which its
 last worker restores. They are cut from a slab that was zeroed when the device's first workspace was made: zeroed under
@@ -12,6 +14,7 @@ captured) or it is used up.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +26,8 @@ from tilestream.runtime.driver import context_id
 
 #: 8-byte words from one counter to the next; `tilestream.kernels.device.schedule.LINE` says why.
 LINE = 16
+#: Streams whose workspaces are kept: far more than a program uses side by side.
+MOST_STREAMS = 64
 #: 8-byte words of the slab: 2 MiB, about five thousand captured launches of one queue, or 120 of a queue a worker.
 _SLAB = 2**18
 
@@ -59,6 +64,7 @@ class DeviceWorkspace:
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
+        self.used = 0  # when it was used last, in `_uses`
         self._device = device
         self._base = 0
         self._counters: torch.Tensor | None = None
@@ -115,6 +121,7 @@ class _Slab:
 
 
 _lock = threading.Lock()
+_uses = itertools.count()
 _workspaces: dict[tuple[int | None, int, int], DeviceWorkspace] = {}
 _slabs: dict[int | None, _Slab] = {}
 
@@ -131,9 +138,23 @@ def device_workspace(device: torch.device, stream: int) -> DeviceWorkspace:
     if found is None:
         with _lock:
             found = _workspaces.setdefault(key, DeviceWorkspace(device))
+            found.used = next(_uses)
+            if len(_workspaces) > MOST_STREAMS:
+                _let_go_of_oldest()
             if device.index not in _slabs:
                 _slabs[device.index] = _Slab(device)
+    found.used = next(_uses)
     return found
+
+
+def _let_go_of_oldest() -> None:
+    """Forget the workspace that was used longest ago. A thread that has it still may launch with it: see the module.
+
+    Default streams keep theirs: torch's allocator takes those of all contexts for one stream.
+    """
+    streams = [key for key in _workspaces if key[1]]
+    if streams:
+        del _workspaces[min(streams, key=lambda key: _workspaces[key].used)]
 
 
 def captured_words(

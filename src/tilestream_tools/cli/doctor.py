@@ -93,6 +93,7 @@ def _kernels() -> Iterator[tuple[str, str]]:
         yield arch, f"{said}: {ui.size(sum(kernel.size for kernel in found))}, of Triton {triton}{other}"
     if not kinds:
         yield "warm", "nothing: a first call compiles, or `tilestream warm` does"
+    yield "not warmed", "ragged or published chunks, copies by the kernel: their first calls compile"
 
 
 def backend(name: str) -> str:

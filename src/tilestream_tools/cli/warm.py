@@ -25,12 +25,13 @@ def warm(
     gemm: Annotated[
         list[str] | None,
         typer.Option(
-            help="M,N,K, then any of a dtype, linear|nn|nt|tn|tt, bias, an activation, scales=tensor|row; repeatable."
+            help="M,N,K, then any of a dtype, linear|nn|nt|tn|tt, bias, an activation, scales=tensor|row, backward, "
+            "chunk=N (rows that arrive at a time); repeatable."
         ),
     ] = None,
     attention: Annotated[
         list[str] | None,
-        typer.Option(help="B,S,H,Hkv,D, then any of a dtype, causal, lse, bhsd, keys=N; repeatable."),
+        typer.Option(help="B,S,H,Hkv,D, then any of a dtype, causal, lse, bhsd, keys=N, chunk=N; repeatable."),
     ] = None,
     shapes: Annotated[
         Path | None, typer.Option(help="A file with a line a call: 'gemm M,N,K...' or 'attention B,S,H,Hkv,D...'.")
@@ -38,6 +39,9 @@ def warm(
     tokens: Annotated[str, typer.Option(help="Of a model: rows of its linear layers, and prompts.")] = "1,16,512,4096",
     keys: Annotated[str, typer.Option(help="Of a model: keys that one query sees, in decoding.")] = "",
     dtype: Annotated[str | None, typer.Option(help="Of a model; default: its configuration's.")] = None,
+    backward: Annotated[
+        bool, typer.Option(help="Of a model: the gradients of its linear layers, too. Attention's are torch's.")
+    ] = False,
     device: Annotated[
         str, typer.Option(help="cuda; a GPU that need not be here, as h100; or a file of --save-device.")
     ] = "cuda",
@@ -64,7 +68,7 @@ def warm(
 
         new, count = kernel_cache.unpack(source)
         typer.echo(f"{source}: {count} kernels, {new} of them new in {kernel_cache.folder()}")
-    calls = described(model, gemm or (), attention or (), shapes, tokens, keys, dtype)
+    calls = described(model, gemm or (), attention or (), shapes, tokens, keys, dtype, backward)
     if calls:
         compile_all(calls, gpu(device), jobs or cpu_properties().workers, to)
     elif to is not None or (source is None and save_device is None):
@@ -97,7 +101,7 @@ def gpu(device: str) -> DeviceProperties:
 
 def described(
     model: Path | None, gemms: Sequence[str], attentions: Sequence[str], shapes: Path | None, tokens: str, keys: str,
-    dtype: str | None,
+    dtype: str | None, backward: bool = False,
 ) -> "list[Call]":  # fmt: skip
     """The calls that the options describe."""
     from tilestream_tools.warm.calls import of_model, parse
@@ -118,7 +122,7 @@ def described(
             config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path}: no configuration: {error}") from None
-        found += of_model(config, counts("--tokens", tokens), counts("--keys", keys), dtype)
+        found += of_model(config, counts("--tokens", tokens), counts("--keys", keys), dtype, backward)
     return found
 
 

@@ -355,7 +355,7 @@ def hopper_gemm(question: Question) -> Source:
 
     from tilestream.kernels.hopper.gemm import gemm
     from tilestream.launch.hopper.arguments import Arguments
-    from tilestream.launch.hopper.launch import described_by
+    from tilestream.launch.hopper.maps import described_by
 
     plan = plan_problem(
         question.problem, None, question.schedule, question.tile, device=question.device, backend="hopper",

@@ -26,10 +26,11 @@ class _Ahead(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = op(*args, **(kwargs or {}))
-        if op is library.gemm_op and made.numel():
-            library.compile_ahead(args, made, self._device)
-        elif op is attention_library.attention_op and made[0].numel():
-            attention_library.compile_ahead(args, made, self._device)
+        if op in (library.gemm_op, library.gemm_arriving_op) and made.numel():
+            library.compile_ahead(args, made, self._device, op is library.gemm_arriving_op)
+        elif op in (attention_library.attention_op, attention_library.attention_arriving_op) and made[0].numel():
+            arriving = op is attention_library.attention_arriving_op
+            attention_library.compile_ahead(args, made, self._device, arriving)
         return made
 
 
@@ -37,8 +38,8 @@ class _Ahead(TorchDispatchMode):
 def ahead(device: DeviceProperties) -> Iterator[None]:
     """In this block and thread, the ops' calls on the meta device compile their kernels for ``device``.
 
-    Calls that an arrival is part of, and those that write into a given tensor, compile nothing: the former are other
-    kernels, the latter the kernels of calls without ``out=``, where ``out`` is contiguous.
+    Calls with ``arrival=`` compile the kernels of an arrival whose copies others make. Those that write into a given
+    tensor compile nothing: a contiguous ``out=`` has the kernels of a call without it.
 
     Parameters
     ----------

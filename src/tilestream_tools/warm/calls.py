@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from triton import AsyncCompileMode
 
+from tilestream.arrival.arrival import Arrival
 from tilestream.core.device import DeviceProperties
 from tilestream.ops.attention import attention
 from tilestream.ops.matmul import linear, matmul
@@ -31,6 +32,10 @@ class Gemm:
         ``"linear"``: of a weight ``[n, k]``; else as for `tilestream.plan`.
     scales
         ``"none"``, ``"tensor"`` or ``"row"``: see `tilestream.plan`.
+    chunk
+        Rows of A that arrive at a time; 0: all are there.
+    backward
+        Whether the products of the gradients of A and of B are compiled, too.
     """
 
     m: int
@@ -41,10 +46,22 @@ class Gemm:
     bias: bool = False
     activation: str | None = None
     scales: str = "none"
+    chunk: int = 0
+    backward: bool = False
 
     def __call__(self) -> None:
-        """Make the call, on the meta device."""
+        """Make the call, on the meta device; with ``backward`` the backward pass, too."""
         m, n, k = self.m, self.n, self.k
+        a = _meta(self.dtype, m, k) if self.layout in ("linear", "nn", "nt") else _meta(self.dtype, k, m).t()
+        b = _meta(self.dtype, k, n) if self.layout in ("nn", "tn") else _meta(self.dtype, n, k).t()
+        operands = [x.requires_grad_(self.backward) for x in (a, b)]
+        with torch.set_grad_enabled(self.backward):
+            made = self._product(*operands)
+        if self.backward:
+            torch.autograd.grad(made, operands, torch.empty_like(made))
+
+    def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        m, n = self.m, self.n
         wide = "bfloat16" if self.dtype.startswith("float8") else self.dtype
         sizes = {"none": None, "tensor": ((1,), (1,)), "row": ((m, 1), (1, n))}[self.scales]
         how: dict[str, Any] = {
@@ -52,18 +69,17 @@ class Gemm:
             "activation": self.activation,
             "scale_a": None if sizes is None else _meta("float32", *sizes[0]),
             "scale_b": None if sizes is None else _meta("float32", *sizes[1]),
+            "arrival": _arrival(m, self.chunk),
         }
-        if self.layout == "linear":
-            linear(_meta(self.dtype, m, k), _meta(self.dtype, n, k), **how)
-            return
-        a = _meta(self.dtype, m, k) if self.layout[0] == "n" else _meta(self.dtype, k, m).t()
-        b = _meta(self.dtype, k, n) if self.layout[1] == "n" else _meta(self.dtype, n, k).t()
-        matmul(a, b, **how)
+        return linear(a, b.t(), **how) if self.layout == "linear" else matmul(a, b, **how)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of ``rows`` queries of each sequence to ``keys`` keys (0: as many); ``layout`` as for `attention`."""
+    """Attention of ``rows`` queries of each sequence to ``keys`` keys (0: as many); ``layout`` as for `attention`.
+
+    ``chunk``: rows of the keys of all sequences that arrive at a time; 0: all are there.
+    """
 
     batch: int
     rows: int
@@ -75,6 +91,7 @@ class Attention:
     keys: int = 0
     lse: bool = False
     layout: str = "bshd"
+    chunk: int = 0
 
     def __call__(self) -> None:
         """Make the call, on the meta device; ``"bhsd"`` as models do: views of what their projections give."""
@@ -82,7 +99,10 @@ class Attention:
         k = _meta(self.dtype, self.batch, self.keys or self.rows, self.heads_kv, self.columns)
         q, k = (q.transpose(1, 2), k.transpose(1, 2)) if self.layout == "bhsd" else (q, k)
         causal: Any = "top_left" if self.causal and self.layout == "bhsd" else self.causal
-        attention(q, k, k, causal=causal, return_lse=self.lse, layout=self.layout)  # type: ignore[call-overload]
+        attention(  # type: ignore[call-overload]
+            q, k, k, causal=causal, return_lse=self.lse, layout=self.layout,
+            arrival=_arrival(self.batch * (self.keys or self.rows), self.chunk),
+        )  # fmt: skip
 
 
 Call = Gemm | Attention
@@ -92,14 +112,19 @@ def _meta(dtype: str, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
+def _arrival(rows: int, chunk: int) -> Arrival | None:
+    return Arrival.uniform(chunk, -(-rows // chunk)) if chunk else None
+
+
 def parse(kind: str, text: str) -> Call:
     """A call by its kind and shape: ``("gemm", "512,4096,4096,float16,bias")``.
 
     Parameters
     ----------
     kind
-        ``"gemm"``: ``M,N,K``, then any of a dtype, a layout, ``bias``, an activation, ``scales=tensor|row``.
-        ``"attention"``: ``B,S,H,Hkv,D``, then any of a dtype, ``causal``, ``lse``, ``bhsd``, ``keys=N``.
+        ``"gemm"``: ``M,N,K``, then any of a dtype, a layout, ``bias``, an activation, ``scales=tensor|row``,
+        ``backward``. ``"attention"``: ``B,S,H,Hkv,D``, then any of a dtype, ``causal``, ``lse``, ``bhsd``, ``keys=N``.
+        Of either, ``chunk=N``: rows (of all keys) that arrive at a time.
 
     Raises
     ------
@@ -121,24 +146,27 @@ def parse(kind: str, text: str) -> Call:
             fields["activation"] = word
         elif kind == "gemm" and name == "scales" and value in SCALES:
             fields["scales"] = value
-        elif (kind, word) == ("gemm", "bias") or (kind == "attention" and word in ("causal", "lse")):
+        elif (kind == "gemm" and word in ("bias", "backward")) or (kind == "attention" and word in ("causal", "lse")):
             fields[word] = True
         elif (kind, word) == ("attention", "bhsd"):
             fields["layout"] = word
-        elif (kind, name) == ("attention", "keys") and value.isdecimal() and int(value):
-            fields["keys"] = int(value)
+        elif (name == "chunk" or (kind, name) == ("attention", "keys")) and value.isdecimal() and int(value):
+            fields[name] = int(value)
         else:
             try:
                 fields["dtype"] = dtype_name(word)
             except TypeError:
                 raise ValueError(f"{kind} {text}: {word!r} is neither a dtype nor an option of {kind}") from None
     call: Call = made(*map(int, extents), **fields)
+    if isinstance(call, Gemm) and call.backward and (call.dtype.startswith("float8") or call.scales != "none"):
+        raise ValueError(f"{kind} {text}: operands of 8 bits and scales get no gradient: leave backward away")
     return call
 
 
 def of_model(
-    config: Mapping[str, Any], tokens: Sequence[int], keys: Sequence[int] = (), dtype: str | None = None
-) -> list[Call]:
+    config: Mapping[str, Any], tokens: Sequence[int], keys: Sequence[int] = (), dtype: str | None = None,
+    backward: bool = False,
+) -> list[Call]:  # fmt: skip
     """The linear layers and the attention of a decoder, by its Hugging Face configuration.
 
     Parameters
@@ -149,6 +177,8 @@ def of_model(
         Keys that one query of a sequence sees: the attention of decoding.
     dtype
         None: the configuration's.
+    backward
+        As of `Gemm`, of each linear layer. Attention's backward pass is in torch's own operations.
 
     Raises
     ------
@@ -194,7 +224,9 @@ def of_model(
     }
     if isinstance(config.get("vocab_size"), int):
         weights.add((config["vocab_size"], hidden, False))
-    found: list[Call] = [Gemm(m, n, k, dtype, bias=bias) for m in tokens for n, k, bias in sorted(weights)]
+    found: list[Call] = [
+        Gemm(m, n, k, dtype, bias=bias, backward=backward) for m in tokens for n, k, bias in sorted(weights)
+    ]
     shape = (heads, heads_kv, columns, dtype)
     for layout in ("bshd", "bhsd"):
         found += [Attention(1, rows, *shape, causal=True, layout=layout) for rows in tokens if rows > 1]

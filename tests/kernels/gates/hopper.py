@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gates.engine import Rules
 from tilestream.core.device import DeviceProperties
-from tilestream.launch.hopper.arguments import Map
+from tilestream.launch.hopper.maps import Map
 from tilestream_tools.isa import sass
 from tilestream_tools.isa.build import TARGETS, NoGpu, Pointer
 
@@ -31,7 +31,7 @@ def no_gpu() -> None:
 
 
 def described(made: Map | None, dtype: str) -> TensorDescriptor | None:
-    """`tilestream.launch.hopper.launch.described_by`, without torch."""
+    """`tilestream.launch.hopper.maps.described_by`, without torch."""
     if made is None:
         return None
     element = _TYPES[dtype]

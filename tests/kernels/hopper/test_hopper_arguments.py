@@ -24,8 +24,9 @@ from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch.gate import GateArguments
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.hopper import launch as launching
-from tilestream.launch.hopper.arguments import Arguments, Map
-from tilestream.launch.hopper.launch import GemmLaunch, described_by
+from tilestream.launch.hopper.arguments import Arguments
+from tilestream.launch.hopper.launch import GemmLaunch
+from tilestream.launch.hopper.maps import Map, described_by
 from tilestream.launch.launch import Probe
 from tilestream.launch.launcher import VARIES, Descriptor
 from tilestream.launch.trace import SpanLog

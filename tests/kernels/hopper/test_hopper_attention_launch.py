@@ -21,9 +21,9 @@ from tilestream.kernels.hopper.attention import attend
 from tilestream.kernels.portable import attention as portable_kernel
 from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.hopper import attention_launch as launching
-from tilestream.launch.hopper.arguments import Map
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
+from tilestream.launch.hopper.maps import Map
 from tilestream.launch.launcher import VARIES, Descriptor
 from tilestream.launch.portable import attention_launch as portable
 from tilestream.launch.trace import SpanLog

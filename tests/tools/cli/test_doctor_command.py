@@ -14,6 +14,11 @@ def test_names_what_is_here(cli):
         assert what in result.stdout
 
 
+def test_says_what_no_call_can_have_warm(cli):
+    pytest.importorskip("triton")
+    assert "ragged or published chunks, copies by the kernel" in " ".join(cli("doctor").stdout.split())
+
+
 def test_every_backend_says_whether_it_runs_and_why_not():
     told = {name: doctor.backend(name) for name in doctor.BACKENDS}
     assert told["cpu"].startswith("yes")

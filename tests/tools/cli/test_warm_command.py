@@ -89,6 +89,13 @@ def test_a_model_is_its_configuration_or_its_folder(cli, compiled, tmp_path, nam
     assert Attention(1, 1, 4, 4, 16, keys=32) in compiled
 
 
+@pytest.mark.parametrize("options", [(), ("--backward",)])
+def test_a_model_s_backward_passes(cli, tmp_path, compiled, options):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert cli("warm", tmp_path, "--tokens", "8", "--device", "h100", "--jobs", 1, *options).exit_code == 0
+    assert {call.backward for call in compiled if isinstance(call, Gemm)} == {bool(options)}
+
+
 def test_a_file_of_shapes(tmp_path):
     path = tmp_path / "shapes.txt"
     path.write_text("# of a test\n\ngemm 8,16,24,bias   # with one\nattention 1,8,2,2,64\n")

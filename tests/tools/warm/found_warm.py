@@ -12,6 +12,9 @@ import sys
 import torch
 import triton
 
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.device import GateWords, SignalsAhead
+from tilestream.arrival.flat import Awaited, FlatArrival
 from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands
 from tilestream.launch.hopper import attention_launch as hopper_attention
@@ -38,11 +41,48 @@ def attention(rows: int, keys: int, causal: bool) -> None:
     attention_gpu.find(operands, settings)(operands)
 
 
+def gradients() -> None:
+    """A backward pass on the GPU makes each product as a call of its own."""
+    x, weight, grad = (torch.zeros(*shape, dtype=BF16) for shape in ((256, 128), (512, 128), (256, 512)))
+    for a, b in ((x, weight.t()), (grad, weight), (grad.t(), x)):
+        operands = GemmOperands(a, b, torch.zeros(a.shape[0], b.shape[1], dtype=BF16), Epilogue())
+        gpu.find(operands, gpu.How())(operands)
+
+
+class Signals(SignalsAhead):
+    """Words on the CPU, as operands are here."""
+
+    @staticmethod
+    def use(local_rows: bool = False) -> GateWords:
+        words = torch.zeros(8, dtype=torch.int32)
+        return GateWords(words, words[1:], 1, 0)
+
+
+def arriving(rows: int, chunk: int) -> FlatArrival:
+    return FlatArrival.of(Arrival.uniform(chunk, rows // chunk))
+
+
+def late_rows() -> None:
+    a, b = torch.zeros(256, 128, dtype=BF16), torch.zeros(512, 128, dtype=BF16).t()
+    operands = GemmOperands(a, b, torch.zeros(256, 512, dtype=BF16), Epilogue())
+    gpu.find(operands, gpu.How(), rows=arriving(256, 64))(operands, Awaited(Signals()))
+
+
+def late_keys() -> None:
+    q = torch.zeros(1, 256, 8, 64, dtype=BF16)
+    operands = AttentionOperands(q, q, q, torch.zeros_like(q), 0.125)
+    settings = Settings(True, "bottom_right", -1, -1, 0.0, 0.125)
+    attention_gpu.find(operands, settings, arriving(256, 64))(operands, Awaited(Signals()))
+
+
 CALLS = {
     "gemm 256,512,128,bias": lambda: linear(256, 512, 128, bias=True),
     "gemm 64,48,40,float32": lambda: linear(64, 48, 40, FP32),
     "attention 1,256,8,8,64,causal": lambda: attention(256, 256, causal=True),
     "attention 1,1,8,8,64,keys=8192": lambda: attention(1, 8192, causal=False),
+    "gemm 256,512,128,backward": gradients,
+    "gemm 256,512,128,chunk=64": late_rows,
+    "attention 1,256,8,8,64,causal,chunk=64": late_keys,
 }
 
 

@@ -31,6 +31,8 @@ LLAMA = {
         ("gemm", "512,4096,1024", Gemm(512, 4096, 1024)),
         ("gemm", "5, 6, 7, float16, tn, bias, gelu", Gemm(5, 6, 7, "float16", "tn", True, "gelu")),
         ("gemm", "5,6,7,float8_e4m3fn,scales=row", Gemm(5, 6, 7, "float8_e4m3fn", scales="row")),
+        ("gemm", "512,6,7,chunk=128,backward", Gemm(512, 6, 7, chunk=128, backward=True)),
+        ("attention", "1,512,32,8,128,chunk=64", Attention(1, 512, 32, 8, 128, chunk=64)),
         ("attention", "1,512,32,8,128", Attention(1, 512, 32, 8, 128)),
         (
             "attention", "1,1,32,8,128,float16,causal,lse,bhsd,keys=4096",
@@ -49,6 +51,10 @@ def test_a_call_by_its_shape(kind, text, call):
         ("gemm", "5,6,0", "give M,N,K"),
         ("gemm", "5,6,x", "give M,N,K"),
         ("gemm", "5,6,7,causal", "'causal' is neither a dtype nor an option of gemm"),
+        ("gemm", "5,6,7,chunk=0", "'chunk=0' is neither"),
+        ("gemm", "5,6,7,float8_e4m3fn,backward", "operands of 8 bits and scales get no gradient: leave backward away"),
+        ("gemm", "5,6,7,scales=row,backward", "operands of 8 bits and scales get no gradient"),
+        ("attention", "1,512,32,8,128,backward", "'backward' is neither"),
         ("gemm", "5,6,7,scales=none of these", "scales=none of these"),
         ("attention", "1,512,32,8", "attention 1,512,32,8: give B,S,H,Hkv,D"),
         ("attention", "1,512,32,8,128,bias", "'bias' is neither a dtype nor an option of attention"),
@@ -132,6 +138,35 @@ def test_calls_of_equal_kernels_are_one_and_nothing_is_compiled(tmp_path, monkey
     assert list(kernels_of(calls[:1], named("mi300x"))) != list(found)[:1]
 
 
+@pytest.mark.parametrize("layout", ["linear", "nn", "tt"])
+def test_a_backward_pass_has_the_kernels_of_the_gradients_products(tmp_path, monkeypatch, layout):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    forward, both = (Gemm(512, 1024, 256, layout=layout, backward=backward) for backward in (False, True))
+    there = {"linear": ("nt", "nn", "tn"), "nn": ("nn", "nt", "tn"), "tt": ("tt", "tt", "tt")}[layout]
+    (made,), found = kernels_of([forward], H100), list(kernels_of([both], H100))
+    assert found[0] == made
+    assert len(found) > 1, there
+    if layout == "linear":
+        # dX = dY [512, 1024] @ W [1024, 256], and dW = dY^T @ X: [1024, 512] @ [512, 256].
+        products = Gemm(512, 256, 1024, layout="nn"), Gemm(1024, 256, 512, layout="tn")
+        assert set(found) == {made, *kernels_of(products, H100)}
+
+
+def test_a_model_s_backward_passes():
+    assert {call.backward for call in of_model(LLAMA, (16,), backward=True) if isinstance(call, Gemm)} == {True}
+
+
+def test_what_arrives_has_kernels_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for there, arriving in (
+        (Gemm(512, 1024, 256), Gemm(512, 1024, 256, chunk=128)),
+        (Attention(1, 512, 8, 8, 64), Attention(1, 512, 8, 8, 64, chunk=128)),
+    ):
+        without, with_gate = (set(kernels_of([call], H100)) for call in (there, arriving))
+        assert with_gate - without
+        assert without - with_gate
+
+
 def test_calls_ahead_answer_as_on_the_meta_device():
     with ahead(H100):
         empty = ts.linear(torch.empty(0, 8, device="meta"), torch.empty(4, 8, device="meta"))
@@ -147,12 +182,14 @@ def test_a_launch_finds_what_was_compiled_ahead(tmp_path):
         [sys.executable, "-c", code, "warm", "--shapes", shapes, "--device", "h100", "--jobs", "1"],
         env=settings, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert "4 calls launch 5 kernels, of which 5 were compiled" in " ".join(warm.stdout.split())
+    assert "7 calls launch 10 kernels, of which 10 were compiled" in " ".join(warm.stdout.split())
     run = subprocess.run(
         [sys.executable, Path(__file__).parent / "found_warm.py", *CALLS], env=settings, capture_output=True, text=True,
         check=True,
     )  # fmt: skip
     launched = [json.loads(line) for line in run.stdout.splitlines()]
     names = [[name for name, _ in one["kernels"]] for one in launched]
-    assert names == [["gemm"], ["gemm"], ["attend"], ["attend", "merge_shares"]]
+    assert names == [
+        ["gemm"], ["gemm"], ["attend"], ["attend", "merge_shares"], ["gemm"] * 3, ["gemm"], ["attend"],
+    ]  # fmt: skip
     assert all(found for one in launched for _, found in one["kernels"]), launched

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch.gemm_arguments import GemmArguments, Layout, LocalTiles
+from tilestream.launch.hopper.maps import Map
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.hopper import MOST_PARTS, rs_tail, widest, widths
 from tilestream.plan.problem import ITEMSIZE
@@ -21,15 +22,6 @@ _DIRECT, _WIDE_STRIP = 2048, 16
 #: Whether launches may begin before the kernel ahead has ended. Not one that waits for chunks: its workers would hold
 #: SMs while that kernel still needs them.
 _CHAINED = True
-
-
-class Map(NamedTuple):
-    """What a tensor map is made of, but for the address."""
-
-    #: shape, strides: in elements, outermost first; the last stride is 1.
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]  # what one copy brings
 
 
 class Operand(NamedTuple):

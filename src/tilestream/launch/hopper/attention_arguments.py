@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilestream.kernels.attention_config import HopperAttentionConfig
 from tilestream.launch.attention_arguments import AttentionArguments, AttentionLayout, share_layout
-from tilestream.launch.hopper.arguments import Map
+from tilestream.launch.hopper.maps import Map
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import ITEMSIZE

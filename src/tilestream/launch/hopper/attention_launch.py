@@ -12,7 +12,7 @@ from tilestream.kernels.hopper.attention import attend
 from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
 from tilestream.launch.compiling import compiled, is_ahead, side_by_side
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
-from tilestream.launch.hopper.launch import described_by
+from tilestream.launch.hopper.maps import described_by
 from tilestream.launch.launch import Launch, Probe, address
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher, NoLauncher
 from tilestream.launch.portable.attention_launch import KeyGateLaunch, ListLaunch, MergeLaunch, given_to

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
@@ -16,31 +13,16 @@ from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch import compiling, launch
 from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.launch.gemm_arguments import NO_LOCAL, Layout, LocalTiles
-from tilestream.launch.hopper.arguments import Arguments, Map
+from tilestream.launch.hopper.arguments import Arguments
+from tilestream.launch.hopper.maps import described_by
 from tilestream.launch.launch import Probe
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher, NoLauncher
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import Words
 
-_TYPES = {
-    "bfloat16": gl.bfloat16, "float16": gl.float16, "float32": gl.float32, "float8_e4m3fn": gl.float8e4nv,
-    "float8_e5m2": gl.float8e5,
-}  # fmt: skip
 #: With so few rows or columns the other operand is read once and as fast as memory gives it: larger reads are better.
 _FEW, _FAR = 64, 256
-
-
-class AlignedNull:
-    """Stands in for a tensor where a kernel is compiled: an aligned address of 0."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    @staticmethod
-    def data_ptr() -> int:
-        """An address that is a multiple of everything."""
-        return 0
 
 
 class GemmLaunch(launch.GemmLaunch):
@@ -145,14 +127,3 @@ class GemmLaunch(launch.GemmLaunch):
         tiles = NO_LOCAL if local is None else (VARIES, VARIES, VARIES)
         filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, tiles)
         return Launcher(kernel, (self.plan.schedule.workers, 1, 1), filled)
-
-
-def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:
-    """A descriptor as a kernel is compiled for it: its box, and how that lies in shared memory."""
-    element = _TYPES[str(dtype).removeprefix("torch.")]
-    rows = math.prod(made.box[:-1])
-    swizzle = gl.NVMMASharedLayout.get_default_for([rows, made.box[-1]], element).swizzle_byte_width
-    layout = gl.NVMMASharedLayout(swizzle, element.primitive_bitwidth, len(made.box))
-    rank = len(made.box)
-    strides = [256] * (rank - 2) + [16, 1]  # as the shape, of no matter to the compiler
-    return TensorDescriptor(AlignedNull(dtype), [16] * rank, strides, list(made.box), layout)

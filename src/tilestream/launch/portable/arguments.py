@@ -7,17 +7,13 @@ from typing import Any
 from tilestream.kernels.config import PortableConfig
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
-from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.launch.portable.options import options
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.portable import STRIP, converts
 
 _INT31 = 2**31
 #: Of K, at most, between two times that an accumulator of 8-bit products is emptied.
 _PRECISE_K = 128
-#: Registers that a thread can have, and an SM. A worker has an SM to itself, and may take them all: not told so, ptxas
-#: spills a few bytes, in one tile or another of each version, to get down to a count with which several workers fit.
-_MOST_REGISTERS = 255
-_SM_REGISTERS = 2**16
 
 
 class Arguments(GemmArguments):
@@ -60,9 +56,3 @@ class Arguments(GemmArguments):
             sum(max(extent - 1, 0) * stride for extent, stride in zip(extents, strides, strict=True)) >= _INT31
             for extents, strides in reached
         )
-
-
-def options(plan: Plan | AttentionPlan) -> dict[str, int]:
-    """How a portable kernel is compiled: a worker takes all the registers there are, where the compiler is told so."""
-    most = {"maxnreg": min(_MOST_REGISTERS, _SM_REGISTERS // (32 * plan.warps))}
-    return {"num_warps": plan.warps, "num_stages": plan.stages, **(most if plan.device.arch.startswith("sm_") else {})}

@@ -11,7 +11,7 @@ from tilestream.core.integers import cdiv
 from tilestream.kernels.attention_config import PortableAttentionConfig
 from tilestream.launch import attention_arguments
 from tilestream.launch.attention_arguments import AttentionLayout, Strides
-from tilestream.launch.portable.arguments import options
+from tilestream.launch.portable.options import options
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy.portable import has_fp8_units
 from tilestream.plan.problem import ITEMSIZE
