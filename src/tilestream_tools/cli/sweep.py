@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tilestream.core.dtypes import SHORT
 from tilestream_tools.cli import ui
 
 _BY = "neighbour: a kernel holds SMs; green: green contexts; nccl: beside a real collective; busy: cores (cpu)."
@@ -62,6 +63,7 @@ def sweep(
     known = ("neighbour", "green", "nccl") if backend == "gpu" else ("busy",)
     if by not in known:
         raise ValueError(f"--by {by}: with --backend {backend} it is one of {', '.join(known)}")
+    dtype = SHORT.get(dtype, dtype)
     if dtype not in suites.DTYPES:
         raise ValueError(f"--dtype {dtype}: it is one of {', '.join(suites.DTYPES)}")
     if shape:

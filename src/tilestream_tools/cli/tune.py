@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tilestream.core.dtypes import SHORT
 from tilestream_tools.cli import ui
 
 
@@ -29,6 +30,7 @@ def tune(
     from tilestream_tools.sweep.suite import Shape
     from tilestream_tools.sweep.tune import tune as measure
 
+    dtype = SHORT.get(dtype, dtype)
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"--dtype {dtype}: it is bfloat16 or float16")
     if layout not in ("nn", "nt", "tn", "tt"):
