@@ -1,8 +1,8 @@
 """The code blocks of a Markdown page, and how to run them.
 
-The words behind a fence's language say what becomes of its block. ``python`` runs, in one namespace a page; a block that
-begins with ``>>>`` is a doctest. ``python file=NAME`` is written into the page's folder. ``sh run`` is run there by bash.
-``gpu`` runs where there is a CUDA device, ``needs=PACKAGE`` where that is installed. ``fragment`` is compiled alone.
+The words behind a fence's language say what becomes of its block. ``python`` runs, in one namespace a page; where it
+begins with ``>>>`` it is a doctest. ``python file=NAME`` is written into the page's folder. ``sh run`` runs there in
+bash. ``gpu`` runs where there is a CUDA device, ``needs=PACKAGE`` where that is installed; a ``fragment`` is compiled.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(page, found[1], tuple(found[2].split()), found[3], line)
 
 
+def runs(block: Block) -> bool:
+    """Whether the block is run, on some machine."""
+    return "fragment" not in block.words and (block.language == "python" or "run" in block.words)
+
+
 def left_out(block: Block) -> str:
     """Why this machine cannot run the block; empty where it can."""
     import torch
@@ -70,7 +75,7 @@ def run_page(page: Path, folder: Path) -> tuple[int, list[str]]:
     ran, skipped = 0, []
     for block in blocks(page):
         file = block.word("file")
-        if "fragment" in block.words or not (block.language == "python" or "run" in block.words):
+        if not runs(block):
             continue
         if why := left_out(block):
             skipped.append(why)

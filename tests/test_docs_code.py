@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from markdown_code import blocks, run_page
+from markdown_code import blocks, run_page, runs
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 RUN = [DOCS / "start.md", *sorted((DOCS / "tutorials").glob("*.md")), *sorted((DOCS / "howto").glob("*.md"))]
-RUN = [page for page in RUN if any(block.language in ("python", "sh") for block in blocks(page))]
+RUN = [page for page in RUN if any(runs(block) for block in blocks(page))]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 

@@ -136,7 +136,11 @@ def test_plan_stays_a_function_beside_the_subpackage_of_that_name(when):
 
 
 def test_schedules_are_an_attribute_of_the_package():
-    run(sys.executable, "import tilestream as ts; assert ts.schedule.Grid and ts.schedule.take")
+    run(sys.executable, "import tilestream as ts; assert ts.schedule.Grid and ts.schedule.take_ready")
+
+
+def test_names_of_the_plan_package_are_attributes_of_the_function():
+    run(sys.executable, "import tilestream as ts; assert ts.plan.AttentionPlan and ts.plan.Plan is ts.Plan")
 
 
 def test_unknown_name_raises():

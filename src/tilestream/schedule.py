@@ -2,7 +2,7 @@
 
 from tilestream.core.grid import INT31, Grid, WorkItem
 from tilestream.core.order import Order, Raster, TileOrder, by_arrival, by_cost, table_raster
-from tilestream.core.schedule import Cursor, Kind, Peek, Ready, Schedule, Split, Take, take
+from tilestream.core.schedule import Cursor, Kind, Peek, Ready, Schedule, Split, Take, take, take_ready
 
 __all__ = [
     "INT31",
@@ -22,4 +22,5 @@ __all__ = [
     "by_cost",
     "table_raster",
     "take",
+    "take_ready",
 ]
