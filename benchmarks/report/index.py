@@ -35,7 +35,7 @@ def page(results: Path) -> list[str]:
 
 
 def short(results: Path) -> Iterator[str]:
-    """The gains, a line each, as the least and the most of the devices' means. Without its records a line is left out."""
+    """The gains, a line each: the least and the most of the devices' means. A line needs its records."""
     means: dict[str, list[str]] = {}
     for what, _, _, ratios, _ in gains(results):
         if ratios:

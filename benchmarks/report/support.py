@@ -131,7 +131,7 @@ def measured(results: Path) -> Iterator[list[str]]:
 def refused() -> Iterator[str]:
     """What the planners say of what they refuse."""
     calls: dict[str, Callable[[], object]] = {
-        "an unknown device": lambda: ts.plan(64, 64, 64, device="tpu"),
+        "a device without a backend": lambda: ts.plan(64, 64, 64, device="mps"),
         "integers": lambda: ts.plan(64, 64, 64, dtype="int8"),
         "a head of 260 columns": lambda: ts.attention_plan(64, heads_q=1, head_dim=260),
         "the CDNA kernel in float32": lambda: ts.plan(64, 64, 64, dtype="float32", device="mi300x", backend="cdna"),
