@@ -21,7 +21,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo native wheel test test-all lint format docs clean
+.PHONY: help demo native wheel test test-all lint format docs links clean
 .NOTPARALLEL:
 
 help: ## Show this list.
@@ -61,8 +61,11 @@ format: $(VENV)/.stamp-dev ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
-docs: $(VENV)/.stamp-docs ## Build the documentation into docs/_build/html.
+docs: $(VENV)/.stamp-docs ## Build the documentation into docs/_build/html; a missing page, anchor or name is an error.
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
+links: $(VENV)/.stamp-docs ## Look up every address on the documentation's pages; needs the network.
+	$(BIN)/python -m sphinx -q -b linkcheck docs docs/_build/links
 
 clean: ## Remove everything that make made, .venv too.
 	rm -rf $(VENV) docs/_build build dist src/tilestream/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,13 +1,19 @@
-"""Build hook: a wheel holds the native call path (csrc/) if it can be compiled here, and goes without it otherwise.
+"""Build hooks: the native call path, and the README as an index page shows it.
+
+A wheel holds the native call path (csrc/) if it can be compiled here, and goes without it otherwise.
 
 ``TILESTREAM_BUILD_NATIVE=0`` leaves it out. With ``TILESTREAM_BUILD_NATIVE=1`` a build without it fails;
 ``TILESTREAM_BUILD_NATIVE=aarch64`` (or ``x86_64``) builds a wheel for that kind of machine, or fails.
+
+``TILESTREAM_HOME_URL`` is the repository's address: the README's links and pictures become absolute, at the version's
+tag. Without it they are left out, because an index page cannot follow them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,8 +22,10 @@ from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 ENVIRONMENT = "TILESTREAM_BUILD_NATIVE"
+HOME = "TILESTREAM_HOME_URL"
 PRINT_TORCH = "import importlib.util as u; found = u.find_spec('torch'); print(found.origin if found else '', end='')"
 
 
@@ -53,6 +61,36 @@ class NativeHook(BuildHookInterface[Any]):
         """Delete what was built."""
         if hasattr(self, "folder"):
             self.folder.cleanup()
+
+
+class ReadmeHook(MetadataHookInterface):
+    """The README, and where the repository has an address, the project's addresses."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Fill in the dynamic fields."""
+        root, home = Path(self.root), os.environ.get(HOME, "").rstrip("/")
+        version = re.search(r'"(.+)"', (root / "src/tilestream/_version.py").read_text(encoding="utf-8"))
+        assert version is not None
+        text = index_page((root / "README.md").read_text(encoding="utf-8"), home, f"v{version[1]}")
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+        if home:
+            metadata["urls"] = {
+                "Homepage": home, "Documentation": f"{home}/tree/main/docs", "Issues": f"{home}/issues",
+                "Changelog": f"{home}/blob/main/CHANGELOG.md",
+            }  # fmt: skip
+
+
+def index_page(text: str, home: str, tag: str) -> str:
+    """A README whose relative links lead to ``home`` at ``tag``; without ``home``, one that has none."""
+
+    def picture(found: re.Match[str]) -> str:
+        return f"![{found[1]}]({home}/raw/{tag}/{found[2]})" if home else ""
+
+    def link(found: re.Match[str]) -> str:
+        return f"[{found[1]}]({home}/blob/{tag}/{found[2]})" if home else found[1]
+
+    relative = r"\((?!\w+://|#)([^)\s]+)\)"
+    return re.sub(rf"(?<!!)\[([^\]]*)\]{relative}", link, re.sub(rf"!\[([^\]]*)\]{relative}", picture, text))
 
 
 def _native_build(root: Path) -> ModuleType:

@@ -28,7 +28,8 @@ import tilestream as ts
 from tilestream.arrival.files import drop_from_page_cache, find_matrix
 from tilestream.plan.problem import FP8
 from tilestream_tools.cli.doctor import available_memory, backend
-from tilestream_tools.cli.ui import milliseconds, one_line, size
+from tilestream_tools.cli.ui import one_line
+from tilestream_tools.units import milliseconds, size
 
 #: The default inputs: float32 in a file for the CPU, bfloat16 in pinned memory for a GPU; 256 MiB each.
 FILE_SHAPE = (16384, 4096)
@@ -72,7 +73,7 @@ def demo(
         raise ValueError(f"--cache-dir {cache_dir}: it holds the file that the CPU reads; a GPU's input is made anew")
     # Fail before minutes are spent, not when the results are written.
     if not gpu:
-        out_dir.mkdir(parents=True, exist_ok=True)
+        writable_folder(out_dir)
     if json_path is not None and not json_path.parent.is_dir():
         raise ValueError(f"--json {json_path}: there is no folder {json_path.parent}")
     options = {"schedule": schedule, "workers": workers}
@@ -91,7 +92,7 @@ def demo(
             bench = Bench(stream, options, file=path)
         with stream:
             timings, error = bench.measure(n, repeats)
-            files = {} if gpu else bench.draw(out_dir)
+            files = {} if gpu else bench.draw(out_dir)  # makes the folder: a run that failed leaves none behind
             report(bench, origin, timings, error, files)
             if json_path is not None:
                 found = figures(bench, timings, error)
@@ -99,6 +100,15 @@ def demo(
     except torch.OutOfMemoryError as problem:
         raise ValueError(f"too little GPU memory: give smaller --rows, --k or --n ({one_line(problem)})") from None
     return error.right
+
+
+def writable_folder(folder: Path) -> None:
+    """Raise `OSError` where ``folder`` cannot be made or written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 def uses_gpu(device: str, *, file: bool) -> bool:
@@ -335,6 +345,7 @@ class Bench:
             self.seconds("streamed")
         launch = recorder.launches[-1]
         launch.started = {0: self.stream.started}
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             timeline = str(ts.trace.draw(launch, folder / "timeline.png"))
         except ImportError as error:

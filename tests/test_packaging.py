@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.resources
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -136,7 +138,11 @@ def test_plan_stays_a_function_beside_the_subpackage_of_that_name(when):
 
 
 def test_schedules_are_an_attribute_of_the_package():
-    run(sys.executable, "import tilestream as ts; assert ts.schedule.Grid and ts.schedule.take")
+    run(sys.executable, "import tilestream as ts; assert ts.schedule.Grid and ts.schedule.take_ready")
+
+
+def test_names_of_the_plan_package_are_attributes_of_the_function():
+    run(sys.executable, "import tilestream as ts; assert ts.plan.AttentionPlan and ts.plan.Plan is ts.Plan")
 
 
 def test_unknown_name_raises():
@@ -166,6 +172,70 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
     assert names == {p.relative_to(SRC).as_posix() for p in package} | sources | {"tilestream_tools/examples/demo.py"}
     assert "tilestream/py.typed" in names
     assert wheel.endswith("-py3-none-any.whl")
+
+
+@pytest.fixture
+def hooks():
+    """The build hooks' module."""
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_and_pictures_work_on_an_index_page(hooks):
+    text = (ROOT / "README.md").read_text()
+    home = "https://example.org/tilestream"
+    links = re.findall(r"\]\(([^)]+)\)", hooks.index_page(text, home, "v1"))
+    assert len(links) > 5
+    assert all(link.startswith("https://") for link in links)
+    assert any(link == f"{home}/raw/v1/docs/images/demo.png" for link in links)
+    assert any(link == f"{home}/blob/v1/docs/start.md" for link in links)
+    without = hooks.index_page(text, "", "v1")
+    assert "](docs/" not in without
+    assert "![" not in without
+    assert hooks.index_page("[a](https://b.org) ![c](d.png) [e](f.md)", "", "v1") == "[a](https://b.org)  e"
+
+
+def test_the_metadata_has_what_an_index_page_shows(hooks, monkeypatch):
+    metadata = pytest.importorskip("hatchling.metadata.core").ProjectMetadata
+    manager = pytest.importorskip("hatchling.plugin.manager").PluginManager()
+    monkeypatch.setenv(hooks.HOME, "https://example.org/tilestream/")
+    found = metadata(str(ROOT), manager).core
+    assert found.urls["Homepage"] == "https://example.org/tilestream"
+    assert found.readme.startswith("# tilestream")
+    assert found.authors
+    assert len(found.description) < 200
+    classifiers = pytest.importorskip("trove_classifiers").classifiers
+    assert set(found.classifiers) <= classifiers
+
+
+def test_sdist_has_no_records_and_no_pictures(tmp_path, monkeypatch):
+    builder = pytest.importorskip("hatchling.builders.sdist").SdistBuilder(str(ROOT))
+    (sdist,) = builder.build(directory=str(tmp_path))
+    with tarfile.open(sdist) as tar:
+        names = {member.name.partition("/")[2]: member.size for member in tar.getmembers()}
+    assert not [name for name in names if name.startswith("benchmarks/results/") or name.endswith(".png")]
+    wanted = {
+        "src/tilestream/__init__.py",
+        "csrc/ops.cpp",
+        "hatch_build.py",
+        "examples/demo.py",
+        "README.md",
+        "LICENSE",
+    }
+    assert wanted <= set(names)
+    assert Path(sdist).stat().st_size < 2_500_000
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.stem)
+def test_workflows_and_templates_are_yaml_and_run_what_is_there(path):
+    text = path.read_text()
+    yaml = pytest.importorskip("yaml")
+    assert isinstance(yaml.safe_load(text), dict)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= set(targets)
 
 
 def test_no_tracked_file_names_a_path_of_some_machine():

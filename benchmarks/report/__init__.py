@@ -6,5 +6,6 @@ from benchmarks.core.section import Section
 
 SECTIONS = {
     "pages": Section("report.pages:main", "docs/performance, and its plots; --check", tool=True),
+    "support": Section("report.support:main", "docs/support.md; --check", tool=True),
     "schedule_pictures": Section("report.schedule_pictures:main", "the pictures of docs/scheduling.md", tool=True),
 }

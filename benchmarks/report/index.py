@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +27,23 @@ def page(results: Path) -> list[str]:
             means[device] = f"{geomean(ratios):.3f} ({min(ratios):.3f})"
     devices = sorted({device for means in rows.values() for device in means}, key=lambda name: (" x " in name, name))
     lines = [[*row, *(means.get(device, "") for device in devices)] for row, means in rows.items()]
-    gained = [NOTES("page"), *([table(["", "beside", *devices], lines)] if lines else [])]
-    return [*gained, NOTES("when not"), "\n".join([*behind(results), NOTES("not amd")]), NOTES("reading"),
-            NOTES("pages")]  # fmt: skip
+    compared = [NOTES("table"), table(["", "beside", *devices], lines), NOTES("pictures")] if lines else []
+    gained = "\n".join(short(results))
+    behind_peers = "\n".join([*behind(results), NOTES("not amd")])
+    head = [NOTES("page"), *([gained] if gained else []), NOTES("when not"), behind_peers]
+    return [*head, *compared, NOTES("reading"), NOTES("pages")]
+
+
+def short(results: Path) -> Iterator[str]:
+    """The gains, a line each: the least and the most of the devices' means. A line needs its records."""
+    means: dict[str, list[str]] = {}
+    for what, _, _, ratios, _ in gains(results):
+        if ratios:
+            means.setdefault(what, []).append(f"{geomean(ratios):.2f}")
+    figures = {what: " to ".join(sorted({min(found), max(found)})) for what, found in means.items()}
+    for part in ("arriving", "shared", "collective", "attention", "alone"):
+        with contextlib.suppress(KeyError):
+            yield NOTES(f"gain {part}", **figures)
 
 
 def device_of(data: Data) -> str:
@@ -103,9 +118,10 @@ def behind(results: Path) -> Iterator[str]:
     ]
     if calls:
         yield NOTES("not small", figures=", ".join(calls))
-    natives = {device_of(data): gemm.behind_torch(data) for data in gemm.native_calls(results)}
-    if more := [f"{device}: {calls}" for device, calls in natives.items() if calls]:
-        yield NOTES("not native", figures=". ".join(more))
+    natives = {device_of(data): [row["ratio"]["warm"] for row in data["rows"]] for data in gemm.native_calls(results)}
+    for device, ratios in natives.items():
+        if slower := [ratio for ratio in ratios if ratio > 1]:
+            yield NOTES("not native", slower=len(slower), calls=len(ratios), most=max(slower), device=device)
 
 
 def two_shot(data: Data) -> float:

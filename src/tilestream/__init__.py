@@ -72,6 +72,9 @@ def _allows_tf32() -> bool:
     return allows_tf32()
 
 
+# `tilestream.plan` is the function; what else the subpackage of that name has is an attribute of it.
+_package = sys.modules["tilestream.plan"]
+vars(plan).update({name: getattr(_package, name) for name in _package.__all__ if name != "plan"})
 _register(run_plan=_run_plan, cuda_properties=_cuda_properties, allows_tf32=_allows_tf32)
 
 

@@ -2,9 +2,9 @@
 
 from tilestream.core.grid import INT31, Grid, WorkItem
 from tilestream.core.order import Order, Raster, TileOrder, by_arrival, by_cost, table_raster
-from tilestream.core.schedule import Cursor, Kind, Peek, Ready, Schedule, Split, Take, take
+from tilestream.core.schedule import Cursor, Kind, Peek, Ready, Schedule, Split, Take, take, take_ready
 
 __all__ = [
     "INT31", "Cursor", "Grid", "Kind", "Order", "Peek", "Raster", "Ready", "Schedule", "Split", "Take", "TileOrder",
-    "WorkItem", "by_arrival", "by_cost", "table_raster", "take",
+    "WorkItem", "by_arrival", "by_cost", "table_raster", "take", "take_ready",
 ]  # fmt: skip

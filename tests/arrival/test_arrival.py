@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import threading
 
@@ -212,3 +214,9 @@ def test_what_signals_were_made_by_is_final(name):
     arrival = Arrival.uniform(4, 3)
     with pytest.raises(AttributeError, match=f"^Arrival: {name} is final: its signals were made by it"):
         setattr(arrival, name, 2)
+
+
+@pytest.mark.parametrize("through", [pickle.dumps, copy.deepcopy])
+def test_an_arrival_that_is_pickled_says_why_not(through):
+    with pytest.raises(TypeError, match=r"words in this process's memory: send num_chunks, rows_per_chunk"):
+        through(Arrival.uniform(4, 2))

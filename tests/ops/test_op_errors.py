@@ -41,6 +41,7 @@ BAD = [
     ("dtypes", lambda: ts.matmul(A, B.double()), TypeError, r"matmul: a is torch.float32, b is torch.float64; they have one dtype"),
     ("integers", lambda: ts.matmul(A.int(), B.int()), TypeError, r"matmul: a: dtype: torch.int32; tilestream multiplies float16, bfloat16, float32, float64"),
     ("complex", lambda: ts.matmul(A, B.to(torch.complex64)), TypeError, r"matmul: b: dtype: torch.complex64"),
+    ("NumPy", lambda: ts.matmul(A.numpy(), B), TypeError, r"matmul: a is a NumPy array; it is a torch.Tensor: torch.from_numpy\(a\)"),
     ("no tensor", lambda: ts.matmul([[1.0]], B), TypeError, r"matmul: a is a list; it is a torch.Tensor"),
     ("sparse", lambda: ts.matmul(A, B.to_sparse()), TypeError, r"matmul: b has layout torch.sparse_coo; dense tensors are multiplied: b.to_dense\(\)"),
     ("two devices", lambda: ts.matmul(A, B.to("meta")), ValueError, r"matmul: b is on meta, the others on cpu; all are on one device"),

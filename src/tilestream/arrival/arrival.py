@@ -246,6 +246,15 @@ class Arrival:
         chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds, "publish", "the result")
         return Incoming(chunks, self.pivot, own_words=self.signals is not None)
 
+    def __copy__(self) -> Arrival:
+        return self  # its attributes are final, and its signals are one
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(
+            "Arrival: it is not pickled, since its signals are words in this process's memory: send num_chunks, "
+            "rows_per_chunk, bounds and pivot, make an Arrival of them there, and signal it there"
+        )
+
     def __repr__(self) -> str:
         shape = f"rows_per_chunk={self.rows_per_chunk}" if self.rows_per_chunk else "ragged"
         # On a GPU it is not asked how many have arrived: that would wait for the device.

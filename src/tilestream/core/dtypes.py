@@ -13,12 +13,19 @@ FP8 = (*OCP, *FNUZ)
 FP8_RESULT = "bfloat16"
 #: Bytes of each dtype that a matmul takes.
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, **dict.fromkeys(FP8, 1)}
+#: Short names, as people type them.
+SHORT = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
+    "float": "float32", "fp64": "float64", "f64": "float64", "double": "float64", "fp8": "float8_e4m3fn",
+    "e4m3": "float8_e4m3fn", "e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2", "e4m3fnuz": "float8_e4m3fnuz",
+    "e5m2fnuz": "float8_e5m2fnuz",
+}  # fmt: skip
 #: What the products are scaled by: nothing, one factor, or a factor for each row of A and each column of B.
 Scales = Literal["none", "tensor", "row"]
 
 
 def dtype_name(dtype: object) -> str:
-    """``torch.bfloat16`` or ``"bfloat16"`` -> ``"bfloat16"``, checked.
+    """``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"`` -> ``"bfloat16"``, checked.
 
     Raises
     ------
@@ -26,11 +33,13 @@ def dtype_name(dtype: object) -> str:
         If it is none that a matmul takes.
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in ITEMSIZE:
+    if name in ITEMSIZE:
+        return name
+    if name not in SHORT:
         raise TypeError(
             f"dtype: {dtype}; tilestream multiplies {', '.join(ITEMSIZE)}: convert first, or use torch.matmul"
         )
-    return name
+    return SHORT[name]
 
 
 def are_a_pair(a: str, b: str) -> bool:

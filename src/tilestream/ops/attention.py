@@ -48,7 +48,10 @@ def attention(
     return_lse: bool = False, out: torch.Tensor | None = None, deadline: float | None = None,
     workers: int | None = None, schedule: str = "auto", splits: int | None = None,
 ) -> Answer:  # fmt: skip
-    """``softmax(mask(scale * q @ k^T)) @ v``, a head at a time.
+    """``softmax(mask(scale * q @ k^T)) @ v``, a head at a time; by default of ``[batch, rows, heads, head dim]``.
+
+    That is FlashAttention's layout. ``F.scaled_dot_product_attention`` has ``[batch, heads, rows, head dim]``, which is
+    ``layout="bhsd"`` here.
 
     Parameters
     ----------

@@ -46,7 +46,9 @@ def check_tensors(op: str, **tensors: object) -> None:
     """Raise `TypeError` for an argument that is no tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; it is a torch.Tensor")
+            kind = type(tensor).__name__
+            array = f": torch.from_numpy({name})" if kind == "ndarray" else ""
+            raise TypeError(f"{op}: {name} is {'a NumPy array' if array else f'a {kind}'}; it is a torch.Tensor{array}")
 
 
 def check_dense(

@@ -25,6 +25,8 @@ from tilestream.plan.problem import FP8, Problem, Scales, dtype_name, result_nam
 
 #: What a caller may ask for as ``schedule=``.
 SCHEDULES = ("auto", *get_args(Kind))
+#: Torch's devices for which there is no backend.
+OTHER_DEVICES = ("hpu", "ipu", "lazy", "maia", "meta", "mps", "mtia", "privateuseone", "vulkan", "xla", "xpu")
 #: What a caller may ask for as ``scales=``.
 SCALES: tuple[Scales, ...] = get_args(Scales)
 
@@ -252,7 +254,15 @@ def _uses_tf32(device: object, properties: DeviceProperties) -> bool:
 
 
 def device_properties(device: object) -> DeviceProperties:
-    """The properties of a device as `plan` takes it; `NotImplementedError` if there is no backend for it."""
+    """The properties of a device as `plan` takes it.
+
+    Raises
+    ------
+    NotImplementedError
+        If it is one of torch's for which there is no backend.
+    ValueError
+        If there is no such device.
+    """
     if isinstance(device, DeviceProperties):
         return device
     kind, colon, index = str(device).partition(":")
@@ -264,9 +274,13 @@ def device_properties(device: object) -> DeviceProperties:
         return hooks.cuda_properties(int(index) if index else None)
     if (found := named(str(device))) is not None:
         return found
-    raise NotImplementedError(
-        f"device={str(device)!r}: this version has backends for the CPU and for CUDA and ROCm GPUs; use "
-        f"torch.matmul there. Without the device there are plans for {', '.join(GPU_SPECS)}"
+    if kind in OTHER_DEVICES:
+        raise NotImplementedError(
+            f"device={str(device)!r}: there are backends for the CPU and for CUDA and ROCm GPUs; use torch.matmul there"
+        )
+    raise ValueError(
+        f"device={str(device)!r} is no device that is known: give 'cpu', 'cuda', 'cuda:1', a DeviceProperties, or, for "
+        f"a plan without the GPU, one of {', '.join(GPU_SPECS)}"
     )
 
 

@@ -13,7 +13,7 @@ from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.candidate import Refusal
-from tilestream.plan.explain import table
+from tilestream.plan.explain import number, table
 from tilestream.plan.roofline import Floor
 
 
@@ -142,7 +142,7 @@ def explain(plan: AttentionPlan) -> str:
     shape = f"{p.batch} x {p.heads_q} heads ({p.heads_kv} of keys), {p.seqlen_q} x {p.seqlen_k}{longest}"
     columns = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"({p.head_dim}, {p.head_dim_v})"
     chosen = [("keys", _keys(p)), ("mask", _mask(p)), *_schedule(plan), ("arrival", _arrival(p))]
-    work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB"
+    work = f"{number(floor.operations / 1e9)} GFLOP, {number(floor.bytes / 1e6)} MB"
     return table(f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}", plan, chosen, work, [])
 
 

@@ -16,7 +16,7 @@ from tilestream.plan.api import checked_extents, default_workers, device_propert
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.candidate import Refusal
-from tilestream.plan.explain import log
+from tilestream.plan.explain import log, number
 from tilestream.plan.limit import limit as current_limit
 from tilestream.plan.limit import workers_of
 from tilestream.plan.planner import NAMES, fast_or_portable
@@ -87,7 +87,7 @@ def plan_attention(
     if others:
         other = others[0]
         tile = f"{other.block[0]} query rows x {other.block[1]} keys"
-        costs = f"the cost model expects {other.predicted * 1e3:.3g} ms, not {best.predicted * 1e3:.3g} ms"
+        costs = f"the cost model expects {number(other.predicted * 1e3)} ms, not {number(best.predicted * 1e3)} ms"
         refused += (Refusal(other.variant if other.variant != best.variant else tile, costs),)
     if splits is not None and best.shares != splits:
         unsplit = f"the {'CPU' if name == 'cpu' else name} kernel takes a tile's keys one after the other"

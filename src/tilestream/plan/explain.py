@@ -10,6 +10,11 @@ logger = logging.getLogger(__name__)
 Lines = list[tuple[str, str]]
 
 
+def number(x: float) -> str:
+    """Three digits at least, and no exponent: ``16,100``, ``98.3``, ``0.0123``."""
+    return f"{x:,.0f}" if x >= 999.5 else f"{x:.3g}" if x >= 1e-3 else f"{x:.6f}"
+
+
 def table(head: str, plan: Any, chosen: Lines, floor: str, remarks: Lines) -> str:
     """A plan as lines: where it runs, what was chosen, the floor, remarks, and what was refused.
 
@@ -20,8 +25,8 @@ def table(head: str, plan: Any, chosen: Lines, floor: str, remarks: Lines) -> st
         ("device", f"{device.name}, {device.workers} workers ({device.source})"),
         ("backend", f"{plan.backend}, variant {plan.variant}: {plan.why}"),
         *chosen,
-        ("floor", f"{floor}: {bound.seconds * 1e3:.3g} ms, bound by {bound.binds}"),
-        ("expected", f"{plan.predicted * 1e3:.3g} ms by the cost model, with everything arrived"),
+        ("floor", f"{floor}: {number(bound.seconds * 1e3)} ms, bound by {bound.binds}"),
+        ("expected", f"{number(plan.predicted * 1e3)} ms by the cost model, with everything arrived"),
         *remarks,
         *(("refused", f"{refusal.what}: {refusal.why}") for refusal in plan.refused),
     ]

@@ -10,7 +10,7 @@ from tilestream.core.chunks import Arriving, Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gate import Gate
 from tilestream.plan.candidate import Candidate, Refusal
-from tilestream.plan.explain import table
+from tilestream.plan.explain import number, table
 from tilestream.plan.hooks import hooks
 from tilestream.plan.problem import Problem, gate_of
 from tilestream.plan.roofline import Floor
@@ -168,7 +168,7 @@ def explain(plan: Plan) -> str:
     scaled = {"none": "", "tensor": ", one scale each", "row": ", a scale a row and column"}[problem.scales]
     promoted = ", added up in float32 every 128 of K" if problem.promoted and not on_amd else ""
     dtypes = (a if a == b else f"{a} x {b}") + scaled + promoted
-    work = f"{floor.operations / 1e9:.3g} GFLOP, {floor.bytes / 1e6:.3g} MB, {floor.intensity:.3g} FLOP/B"
+    work = f"{number(floor.operations / 1e9)} GFLOP, {number(floor.bytes / 1e6)} MB, {number(floor.intensity)} FLOP/B"
     return table(
         f"matmul {shape}, {dtypes} -> {problem.out_dtype}", plan, [*_schedule(plan), *_arrivals(plan)], work,
         [("checked", "compiled and checked, not run on an AMD GPU yet")] if on_amd else [],

@@ -13,7 +13,7 @@ from tilestream.core.schedule import Kind
 from tilestream.plan import experimental, tuned
 from tilestream.plan.arrival_order import in_arrival_order
 from tilestream.plan.candidate import Asked, Candidate, Forced, Refusal
-from tilestream.plan.explain import log
+from tilestream.plan.explain import log, number
 from tilestream.plan.limit import workers_of
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy import cdna_tiles, cpu, hopper, portable
@@ -299,4 +299,5 @@ class Choice:
         return self._costs(fastest(ways), best.schedule.kind)
 
     def _costs(self, other: Candidate, name: str) -> str:
-        return f"the cost model expects {other.predicted * 1e3:.3g} ms, {name} {self.best.predicted * 1e3:.3g} ms"
+        theirs, best = number(other.predicted * 1e3), number(self.best.predicted * 1e3)
+        return f"the cost model expects {theirs} ms, {name} {best} ms"

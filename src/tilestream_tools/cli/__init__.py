@@ -1,6 +1,7 @@
 """The command line: ``tilestream demo | verify | plan | isa | sweep | trace | tune | warm | doctor``.
 
-Needs the extra ``cli``. A command imports torch only when it computes something, so ``--help`` is quick.
+Needs the extra ``cli``, but for ``doctor``. A command imports torch only when it computes something, so ``--help`` is
+quick.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
+        if sys.argv[1:2] == ["doctor"] and set(sys.argv[2:]) <= {"--json"}:
+            from tilestream_tools.cli.doctor import doctor
+
+            doctor("--json" in sys.argv)
+            return
         name = error.name or str(error)
         print(f"tilestream: the command line needs {name}: pip install 'tilestream[cli]'", file=sys.stderr)
         raise SystemExit(2) from None

@@ -14,7 +14,6 @@ app = typer.Typer(
     help="Matmuls that start before their input is there: the demonstration, the checker, and plans.",
     epilog="Bad input ends with one line and status 2; a wrong answer or a violation with status 1.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,6 +37,11 @@ def options(
     ui.state.debug = debug
 
 
+def _doctor(as_json: ui.Json = False) -> None:
+    """Print versions, this machine, the backends that can run, and the extras: what a bug report should hold."""
+    doctor.doctor(as_json)
+
+
 for command in (
     demo.demo,
     verify.verify,
@@ -47,6 +51,6 @@ for command in (
     trace.trace,
     tune.tune,
     warm.warm,
-    doctor.doctor,
 ):
     app.command()(ui.guarded(command))
+app.command("doctor")(_doctor)

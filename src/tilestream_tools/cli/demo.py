@@ -1,7 +1,9 @@
 """``tilestream demo``: the options of ``examples/demo.py``, which is installed with the package and runs here."""
 
+import contextlib
 import importlib.util
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -48,7 +50,9 @@ def demo(
     cache_dir: Annotated[
         Path | None, typer.Option(help="CPU: where the demonstration's own file is kept; default: ~/.cache/tilestream.")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures here; -: to standard output, all else to stderr.")
+    ] = None,
 ) -> None:
     """Multiply a matrix while it is still on its way: from the disk, or from the host's memory to a GPU.
 
@@ -56,9 +60,15 @@ def demo(
     float64; on a CPU, draws which worker did which tile when. The default input has 256 MiB; for a CPU it is a file,
     written once.
     """
-    right = example("demo").demo(
-        device, input, tensor, n, rows, k, repeats, rows_per_chunk, workers, schedule, out_dir, cache_dir, json_path
-    )
+    options = (device, input, tensor, n, rows, k, repeats, rows_per_chunk, workers, schedule, out_dir, cache_dir)
+    if json_path != Path("-"):
+        right = example("demo").demo(*options, json_path)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "figures.json"
+            with contextlib.redirect_stdout(sys.stderr):
+                right = example("demo").demo(*options, file)
+            typer.echo(file.read_text(encoding="utf-8"), nl=False)
     if not right:
         ui.fail("the streamed answer is wrong", ui.FAILED)
 

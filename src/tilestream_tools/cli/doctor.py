@@ -1,7 +1,11 @@
-"""``tilestream doctor``: versions and hardware found, backends that can run, kernels that are warm, missing extras."""
+"""``tilestream doctor``: versions and hardware found, backends that can run, kernels that are warm, missing extras.
+
+It runs after a plain install, too: neither typer nor rich is imported here.
+"""
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 from collections import Counter
@@ -10,7 +14,7 @@ from pathlib import Path
 
 from tilestream._version import __version__
 from tilestream.plan.experimental import opt_in
-from tilestream_tools.cli import ui
+from tilestream_tools.units import size
 
 #: Extras of the package, and what each is for.
 EXTRAS = (
@@ -21,14 +25,15 @@ EXTRAS = (
 BACKENDS = ("hopper", "cdna", "portable", "cpu")
 
 
-def doctor() -> None:
+def doctor(as_json: bool = False) -> None:
     """Print versions, this machine, the backends that can run, and the extras: what a bug report should hold."""
-    console = ui.console()
+    if as_json:
+        print(json.dumps({title: dict(rows) for title, rows in sections()}))
+        return
     for title, rows in sections():
-        console.print(f"[bold]{title}[/bold]")
+        print(title)
         for name, value in rows:
-            console.print(f"  {name:<13}", end="", markup=False)
-            console.print(value, markup=False)
+            print(f"  {name:<13}{value}")
 
 
 def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -90,7 +95,7 @@ def _kernels() -> Iterator[tuple[str, str]]:
         names = Counter(kernel.name for kernel in found)
         said = ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
         other = "" if triton == here else ", which is not installed"
-        yield arch, f"{said}: {ui.size(sum(kernel.size for kernel in found))}, of Triton {triton}{other}"
+        yield arch, f"{said}: {size(sum(kernel.size for kernel in found))}, of Triton {triton}{other}"
     if not kinds:
         yield "warm", "nothing: a first call compiles, or `tilestream warm` does"
     yield "not warmed", "ragged or published chunks, copies by the kernel: their first calls compile"
@@ -156,7 +161,7 @@ def available_memory() -> int | None:
 
 def _memory() -> str:
     here = available_memory()
-    return "unknown" if here is None else f"{ui.size(here)} available"
+    return "unknown" if here is None else f"{size(here)} available"
 
 
 def _files() -> str:

@@ -1,12 +1,14 @@
 """``tilestream isa``: compile a kernel for a GPU that need not be here, and report on its machine code."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilestream_tools.cli import ui
+from tilestream_tools.units import size
 
 if TYPE_CHECKING:
     from tilestream_tools.isa.report import Report
@@ -18,7 +20,9 @@ def isa(
     kernel: Annotated[
         str | None, typer.Argument(help="A kernel's name, or a file of AMDGCN assembly; none: list the kernels.")
     ] = None,
-    arch: Annotated[str, typer.Option(help="gfx942, gfx950 or sm_90a.")] = "gfx942",
+    arch: Annotated[
+        str | None, typer.Option(help="gfx942, gfx950 or sm_90a; default: the first that the kernel has.")
+    ] = None,
     m: Annotated[int, typer.Option(min=1, help="Rows of A; attention's queries.")] = 8192,
     n: Annotated[int, typer.Option(min=1, help="Columns of B; attention's keys.")] = 8192,
     k: Annotated[
@@ -36,7 +40,7 @@ def isa(
     ] = None,
     warps: Annotated[int | None, typer.Option(min=1, help="A file's: waves of a work group.")] = None,
     lds: Annotated[int | None, typer.Option(min=0, help="A file's: bytes of LDS given at launch.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    as_json: ui.Json = False,
 ) -> None:
     """Compile a kernel without a GPU, and report on its machine code.
 
@@ -49,7 +53,8 @@ def isa(
 
     if kernel is None:
         for name, entry in kernels.KERNELS.items():
-            typer.echo(f"{name:<16} {', '.join(entry.archs):<24} {entry.what}")
+            typer.echo(f"{name:<18} {', '.join(entry.archs):<24} {entry.what}")
+        ui.found(kernels={name: {"archs": entry.archs, "what": entry.what} for name, entry in kernels.KERNELS.items()})
         return
     latency = memory_cycles or MEMORY_CYCLES
     if kernel not in kernels.KERNELS and Path(kernel).is_file():
@@ -58,12 +63,20 @@ def isa(
     else:
         known = kernels.KERNELS.get(kernel)
         deep = k or (known.k if known else kernels.Question.k)
-        question = kernels.Question(arch, m, n, deep, dtype, layout, parsed_tile(tile), schedule, stages)
+        question = kernels.Question(
+            arch or (known.archs[0] if known else ""),
+            m,
+            n,
+            deep,
+            dtype,
+            layout,
+            parsed_tile(tile),
+            schedule,
+            stages,
+        )
         made = report.of(kernel, question, latency)
-    if json:
-        typer.echo(made.to_json())
-    else:
-        show(made)
+    ui.found(**asdict(made))
+    show(made)
 
 
 def show(made: "Report") -> None:
@@ -86,7 +99,7 @@ def _sections(made: "Report") -> Iterator[tuple[str, list[Row]]]:
     on_amd, by = bool(made.occupancy), made.occupancy or {}
     resources: list[Row] = [(key.upper() if on_amd else key, x) for key, x in made.registers.items()]
     resources += [(key.replace("_", " "), x) for key, x in made.spilled.items()]
-    resources += [("LDS" if on_amd else "shared memory", ui.size(made.shared)), ("warps", made.warps)]
+    resources += [("LDS" if on_amd else "shared memory", size(made.shared)), ("warps", made.warps)]
     yield "resources", [*resources, *([("stages", made.stages)] if made.stages else [])]
     if on_amd:
         bounds = ", ".join(f"{by['by_' + name]} by {name}" for name in ("registers", "lds", "sgprs"))

@@ -1,8 +1,14 @@
 """``tilestream plan``: the plan of a matmul for this machine, or for a GPU that is not here, and its reasons."""
 
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from tilestream_tools.cli import ui
+
+if TYPE_CHECKING:
+    from tilestream.plan import Plan
 
 
 def plan(
@@ -14,7 +20,7 @@ def plan(
         str,
         typer.Option(
             help="float32, float64, bfloat16, float16, float8_e4m3fn or float8_e5m2; on AMD also float8_e4m3fnuz or "
-            "float8_e5m2fnuz."
+            "float8_e5m2fnuz. Short names, such as bf16, are understood."
         ),
     ] = "float32",
     device: Annotated[
@@ -30,6 +36,7 @@ def plan(
     chunks: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in so many chunks.")] = None,
     rows_per_chunk: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in chunks of so many.")] = None,
     pivot: Annotated[int, typer.Option(min=0, help="The chunk that arrives first.")] = 0,
+    as_json: ui.Json = False,
 ) -> None:
     """Print the plan of a matmul, A [M, K] @ B [K, N]: what was chosen, what was refused and why, and the floor."""
     import tilestream as ts
@@ -44,11 +51,26 @@ def plan(
         arrival = ts.Arrival.uniform(rows_per_chunk, chunks or -(-rows // rows_per_chunk), pivot)
     elif pivot:
         raise ValueError(f"--pivot {pivot}: give --chunks or --rows-per-chunk too")
-    found = ts.plan(
+    made = ts.plan(
         m, n, k, batch=batch, dtype=dtype, device=device, layout=layout, workers=workers, schedule=schedule,
         tile=parsed_tile(tile), arrival=arrival, backend=backend, variant=variant, stages=stages,
     )  # fmt: skip
-    typer.echo(found.explain())
+    ui.found(**facts(made))
+    typer.echo(made.explain())
+
+
+def facts(plan: "Plan") -> dict[str, Any]:
+    """A plan as JSON has it: times in seconds, rates and extents as they are."""
+    problem, schedule, floor = plan.problem, plan.schedule, plan.floor
+    return {
+        "problem": {name: getattr(problem, name) for name in ("m", "n", "k", "batch", "dtype", "out_dtype")},
+        "device": plan.device.name, "backend": plan.backend, "variant": plan.variant, "why": plan.why,
+        "tile": list(plan.tile), "schedule": schedule.kind, "workers": plan.workers, "queues": schedule.queues,
+        "raster": {"order": schedule.raster.order, "group": schedule.raster.group},
+        "floor": {**asdict(floor), "seconds": floor.seconds, "binds": floor.binds},
+        "predicted_seconds": plan.predicted,
+        "refused": [{"what": one.what, "why": one.why} for one in plan.refused],
+    }  # fmt: skip
 
 
 def parsed_tile(text: str | None) -> tuple[int, int] | None:

@@ -1,11 +1,13 @@
 """``tilestream sweep``: throughput while another program holds a part of the device."""
 
 import functools
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tilestream.core.dtypes import SHORT
 from tilestream_tools.cli import ui
 
 _BY = "neighbour: a kernel holds SMs; green: green contexts; nccl: beside a real collective; busy: cores (cpu)."
@@ -35,6 +37,7 @@ def sweep(
         float, typer.Option(min=0, help="With nccl: microseconds that the collective is ahead of the matmul.")
     ] = 20.0,
     out: Annotated[Path, typer.Option(help="The record, .json; CSV and PNG beside it.")] = Path("sweep.json"),
+    as_json: ui.Json = False,
 ) -> None:
     """Measure schedules and peers while a part of the device is taken away.
 
@@ -50,6 +53,7 @@ def sweep(
         if not plot:
             raise ValueError("--plot: name the records to draw")
         _draw([(path.stem, record.read(path)) for path in plot], out.with_suffix(".png"))
+        ui.found(picture=str(out.with_suffix(".png")))
         return
     if plot:
         raise ValueError(f"{plot[0]}: records are named for --plot")
@@ -62,6 +66,7 @@ def sweep(
     known = ("neighbour", "green", "nccl") if backend == "gpu" else ("busy",)
     if by not in known:
         raise ValueError(f"--by {by}: with --backend {backend} it is one of {', '.join(known)}")
+    dtype = SHORT.get(dtype, dtype)
     if dtype not in suites.DTYPES:
         raise ValueError(f"--dtype {dtype}: it is one of {', '.join(suites.DTYPES)}")
     if shape:
@@ -103,6 +108,7 @@ def sweep(
         if ui.state.debug:
             raise
         ui.fail(ui.one_line(error), ui.FAILED)
+    ui.found(record=str(out), about=made.about, points=[asdict(point) for point in made.points], refused=made.refused)
     for refused in made.refused:
         show(f"refused: {refused}")
     if not made.points:

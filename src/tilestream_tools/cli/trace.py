@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tilestream_tools.cli import ui
+from tilestream_tools.units import milliseconds
 
 
 def trace(
@@ -14,6 +15,7 @@ def trace(
     launch: Annotated[int | None, typer.Option(min=0, help="Which launch to draw, from 0; default: the last.")] = None,
     width: Annotated[int, typer.Option(min=400, help="Pixels.")] = 1600,
     height: Annotated[int | None, typer.Option(min=250, help="Pixels; default: by the number of rows.")] = None,
+    as_json: ui.Json = False,
 ) -> None:
     """Print what each worker did in a saved trace, and with --png draw the timeline."""
     from rich import box
@@ -26,21 +28,25 @@ def trace(
         raise ValueError(f"--launch {launch}: the trace has {len(launches)}, counted from 0")
     if not launches:
         raise ValueError(f"{file}: the trace holds no launch")
-    console = ui.console()
+    console, told = ui.console(), []
     for index, one in enumerate(launches):
         total = max(one.end - one.begin, 0.0)
         console.print(f"launch {index}: {one.op}, {one.label}: {one.tiles_done} of {one.tiles} tiles", markup=False)
         table = Table(box=box.SIMPLE_HEAD)
         for name in ("worker", "tiles", "parts", "busy ms", "waited ms", "busy"):
             table.add_column(name, justify="right")
+        workers = []
         for worker, spans in enumerate(one.by_worker):
             busy = sum(span.end - span.begin for span in spans if span.kind != "wait")
             waited = sum(span.end - span.begin for span in spans if span.kind == "wait")
             counts = [sum(span.kind == kind for span in spans) for kind in ("tile", "part")]
             share = f"{busy / total:.0%}" if total else "-"
-            times = (ui.milliseconds(busy), ui.milliseconds(waited))
+            workers.append({"tiles": counts[0], "parts": counts[1], "busy_seconds": busy, "waited_seconds": waited})
+            times = (milliseconds(busy), milliseconds(waited))
             table.add_row(str(worker), *map(str, counts), *times, share)
         console.print(table)
+        told.append({"op": one.op, "label": one.label, "tiles": one.tiles, "seconds": total, "workers": workers})
+    ui.found(launches=told)
     if png is not None:
         from tilestream_tools.trace.draw import default_size, draw
 

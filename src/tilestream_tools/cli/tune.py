@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tilestream.core.dtypes import SHORT
 from tilestream_tools.cli import ui
 
 
@@ -15,6 +16,7 @@ def tune(
     within: Annotated[
         float, typer.Option(min=1.0, help="Only plans expected to take no more than so many times the best.")
     ] = 1.2,
+    as_json: ui.Json = False,
 ) -> None:
     """Measure the plans that the cost model thinks likely, and keep the fastest.
 
@@ -29,6 +31,7 @@ def tune(
     from tilestream_tools.sweep.suite import Shape
     from tilestream_tools.sweep.tune import tune as measure
 
+    dtype = SHORT.get(dtype, dtype)
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"--dtype {dtype}: it is bfloat16 or float16")
     if layout not in ("nn", "nt", "tn", "tt"):
@@ -41,14 +44,16 @@ def tune(
         device = run.device_of("gpu")
     except NotImplementedError:
         raise ValueError("there is no GPU here: tune where the plans will run") from None
-    clock, wrong = GpuClock(), 0
+    clock, wrong, told = GpuClock(), 0, {}
     show = functools.partial(ui.console().print, markup=False)
     for one in shapes:
         found = measure(one.m, one.n, one.k, getattr(torch, dtype), layout, device, clock, within, show)
         wrong += len(found.wrong)
         gain = found.model_seconds / found.seconds
         verdict = "the cost model's choice" if found.plan is found.model else f"{gain:.3f} x the cost model's choice"
+        told[str(one)] = {**found.entry(), "plan": found.plan.label, "wrong": found.wrong}
         show(f"{one}: {1e6 * found.seconds:.4g} us, {verdict}, of {found.plans} plans: {found.plan.label}")
     show(f"kept in {path}")
+    ui.found(kept=str(path), tuned=told)
     if wrong:
         ui.fail(f"{wrong} plans gave no right answer, and were left out", ui.FAILED)

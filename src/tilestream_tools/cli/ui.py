@@ -1,12 +1,13 @@
-"""What the commands share: consoles, errors in one line, numbers as text."""
+"""What commands share: the console, errors on a line, the exit status, and answers as JSON."""
 
-from __future__ import annotations
-
+import contextlib
 import functools
+import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -14,6 +15,9 @@ from rich.console import Console
 from tilestream.core.errors import TilestreamError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+#: The option of every command that answers with JSON; `found` collects the answer.
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, all else on stderr.")]
 
 BAD_INPUT, FAILED = 2, 1
 #: Width of what goes to a file or a pipe: rich's own 80 would break the lines of `Plan.explain`.
@@ -25,9 +29,31 @@ class State:
     """Options that come before the command."""
 
     debug: bool = False
+    #: What the command has found, for ``--json``.
+    answer: dict[str, Any] = field(default_factory=dict)
 
 
 state = State()
+
+
+def found(**facts: Any) -> None:
+    """Add to what ``--json`` prints at the command's end."""
+    state.answer.update(facts)
+
+
+@contextlib.contextmanager
+def answering(as_json: bool) -> Iterator[None]:
+    """With ``as_json``, standard output gets what was `found`, and nothing else."""
+    state.answer = {}
+    if not as_json:
+        yield
+        return
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if state.answer:
+            typer.echo(json.dumps(state.answer, default=str))
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -40,18 +66,19 @@ def console(*, stderr: bool = False) -> Console:
 def guarded(command: Command) -> Command:
     """Report errors of the input as one line on stderr and status 2, a failed launch as status 1.
 
-    With ``--debug`` the exception is raised. Other exceptions are bugs, and are always raised.
+    With ``--debug`` the traceback comes before that line. Other exceptions are bugs, and are always raised.
     """
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> Any:
         try:
-            return command(*args, **options)
+            with answering(options.get("as_json") is True):
+                return command(*args, **options)
         except BrokenPipeError:
             raise  # `tilestream ... | head`: the reader has closed the pipe
         except (TilestreamError, ValueError, TypeError, OSError, EOFError, ImportError, NotImplementedError) as error:
             if state.debug:
-                raise
+                traceback.print_exc()
             fail(one_line(error), FAILED if isinstance(error, TilestreamError) else BAD_INPUT)
 
     return run  # type: ignore[return-value]
@@ -71,17 +98,3 @@ def one_line(error: BaseException) -> str:
         package = "triton" if error.name == "triton" else "'tilestream[cli]'"
         return f"{error.name} is missing: pip install {package}"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def size(count: float) -> str:
-    """Bytes in the largest unit that fits."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
-
-
-def milliseconds(seconds: float) -> str:
-    """A time, always in ms so that times compare at a glance."""
-    return f"{seconds * 1e3:.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.3f}"

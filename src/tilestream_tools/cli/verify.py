@@ -28,6 +28,7 @@ def verify(
             "may be repeated."
         ),
     ] = None,
+    as_json: ui.Json = False,
 ) -> None:
     """Check the protocols through every interleaving.
 
@@ -65,6 +66,13 @@ def _sweep(console: Console, quick: bool, jobs: int, models: list[str] | None) -
             f"{largest.states:,} states: {largest.configuration}",
         )  # fmt: skip
     console.print(table)
+    ui.found(
+        level=level, holds=report.ok, states=report.states, seconds=report.seconds,
+        configurations=[
+            {"model": one.model, "configuration": one.configuration, "states": one.states, "seconds": one.seconds,
+             "violation": None if one.violation is None else str(one.violation)} for one in report.results
+        ],
+    )  # fmt: skip
     for violation in report.violations:
         console.print(str(violation), markup=False, soft_wrap=True)
         console.print()

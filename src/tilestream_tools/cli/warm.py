@@ -55,6 +55,7 @@ def warm(
     save_device: Annotated[
         Path | None, typer.Option(help="Write this machine's GPU, as its driver describes it, to a JSON file.")
     ] = None,
+    as_json: ui.Json = False,
 ) -> None:
     """Compile kernels into Triton's cache, so that first calls find them.
 
@@ -67,6 +68,7 @@ def warm(
         from tilestream_tools.warm import kernel_cache
 
         new, count = kernel_cache.unpack(source)
+        ui.found(brought={"kernels": count, "new": new})
         typer.echo(f"{source}: {count} kernels, {new} of them new in {kernel_cache.folder()}")
     calls = described(model, gemm or (), attention or (), shapes, tokens, keys, dtype, backward)
     if calls:
@@ -163,6 +165,10 @@ def compile_all(calls: "list[Call]", device: DeviceProperties, jobs: int, to: Pa
     left = [key for key in keys if not kernel_cache.is_cached(key)]
     if left:
         ui.fail(f"{len(left)} of {len(keys)} kernels are not in {kernel_cache.folder()} after they were compiled", 1)
+    ui.found(
+        device=device.name, calls=len(calls), kernels=len(keys), compiled=len(missing), seconds=seconds,
+        cache=str(kernel_cache.folder()),
+    )  # fmt: skip
     typer.echo(
         f"{device.name}: {len(calls)} calls launch {len(keys)} kernels, of which {len(missing)} were compiled in "
         f"{seconds:.1f} s, and {len(keys) - len(missing)} found in {kernel_cache.folder()}"
@@ -170,4 +176,5 @@ def compile_all(calls: "list[Call]", device: DeviceProperties, jobs: int, to: Pa
     if to is not None:
         homes = {kernel_cache.home(key) for key in keys}
         count = kernel_cache.pack(to, [kernel for kernel in kernel_cache.kernels() if kernel.folder in homes])
+        ui.found(packed={"to": str(to), "kernels": count})
         typer.echo(f"{to}: {count} kernels; there: tilestream warm --from {to.name}")

@@ -6,8 +6,9 @@ the function is imported on demand. A kernel outside this package joins by `regi
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,16 +18,15 @@ from tilestream.core.schedule import Kind
 from tilestream.plan.attention_plan import of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.policy import cdna_attention as attention_policy
 from tilestream.plan.problem import FP8, Incoming, Problem, dtype_name, result_name
 from tilestream.plan.tma import refuse_contiguous
 
 if TYPE_CHECKING:
     from tilestream.core.copy_items import CopyArguments
-    from tilestream.launch.attention_arguments import AttentionArguments, KeyGate
+    from tilestream.launch.attention_arguments import AttentionArguments, AttentionLayout, KeyGate
     from tilestream.launch.gate import GateArguments
     from tilestream.launch.gemm_arguments import Layout
-    from tilestream.plan.attention_plan import AttentionPlan
+    from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan
     from tilestream.plan.plan import Plan
     from tilestream_tools.isa.build import Pointer
 
@@ -152,6 +152,12 @@ KERNELS: dict[str, Entry] = {
         128,
     ),
     "hopper-gemm": Entry(("sm_90a",), f"{__name__}:hopper_gemm", "Gluon: TMA, warp specialisation, wgmma"),
+    "portable-attention": Entry(
+        ("sm_90a", "gfx942", "gfx950"), f"{__name__}:portable_attention", "Triton, any GPU; M queries, N keys", 128
+    ),
+    "hopper-attention": Entry(
+        ("sm_90a",), f"{__name__}:hopper_attention", "Gluon: TMA, warp specialisation; M queries, N keys", 128
+    ),
 }
 
 
@@ -315,26 +321,26 @@ def cdna_gemm(question: Question) -> Source:
 ATTENTION_HEADS = (16, 16)
 
 
-def cdna_attention(question: Question) -> Source:
-    """CDNA's attention as its plan would launch it, of whole sequences without a mask.
+def attention_of(
+    question: Question, backend: str, candidates: Callable[..., Iterable[AttentionCandidate]], **scaled: bool
+) -> tuple[AttentionPlan, AttentionLayout]:
+    """The plan and the layout of whole sequences without a mask.
 
     Raises
     ------
     ValueError
-        If it has no such tile, or there is no such problem.
+        If the kernel has no such tile, or there is no such problem.
     """
-    from tilestream.kernels.cdna.attention import attend
     from tilestream.launch.attention_arguments import AttentionLayout
-    from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 
     device, (batch, heads) = question.device, ATTENTION_HEADS
     problem = AttentionProblem(
-        batch, heads, heads, question.m, question.n, question.k, dtype=dtype_name(question.dtype)
+        batch, heads, heads, question.m, question.n, question.k, dtype=dtype_name(question.dtype), **scaled
     )
     kind: Kind = "static" if question.schedule == "static" else "dynamic"
     found = [
         one
-        for one in attention_policy.candidates(problem, device, device.workers, kind=kind)
+        for one in candidates(problem, device, device.workers, kind=kind)
         if question.tile in (None, one.block) and question.stages in (None, one.stages)
     ]
     if not found:
@@ -342,10 +348,50 @@ def cdna_attention(question: Question) -> Source:
             f"tile={question.tile}, stages={question.stages}; it has no such tile for {question.k} columns"
         )
     best = min(found, key=lambda one: one.predicted)
-    plan = of_candidate(problem, device, "cdna", best, "asked for", ())
+    plan = of_candidate(problem, device, backend, best, "asked for", ())
     q, k = ((rows * heads * question.k, heads * question.k, question.k) for rows in (question.m, question.n))
-    arguments = CdnaAttentionArguments(plan, AttentionLayout(q, k, k, q))
+    return plan, AttentionLayout(q, k, k, q)
+
+
+def cdna_attention(question: Question) -> Source:
+    """CDNA's attention as its plan would launch it: see `attention_of`."""
+    from tilestream.kernels.cdna.attention import attend
+    from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
+    from tilestream.plan.policy.cdna_attention import candidates
+
+    plan, layout = attention_of(question, "cdna", candidates)
+    arguments = CdnaAttentionArguments(plan, layout)
     filled = arguments.pack(attend)(*attention_operands(arguments))
+    return Source(attend, filled, arguments.options, plan.warps, plan)
+
+
+def portable_attention(question: Question) -> Source:
+    """The portable attention as its plan would launch it: see `attention_of`."""
+    from tilestream.kernels.portable.attention import attention
+    from tilestream.launch.portable.attention_arguments import AttentionArguments
+    from tilestream.plan.policy.portable_attention import candidates
+
+    plan, layout = attention_of(question, "portable", candidates)
+    arguments = AttentionArguments(plan, layout)
+    filled = arguments.pack(attention)(*attention_operands(arguments))
+    return Source(attention, filled, arguments.options, plan.warps, plan)
+
+
+def hopper_attention(question: Question) -> Source:
+    """Hopper's attention as its plan would launch it: see `attention_of`."""
+    import torch
+
+    from tilestream.kernels.hopper.attention import attend
+    from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
+    from tilestream.launch.hopper.maps import described_by
+    from tilestream.plan.policy.hopper_attention import candidates
+
+    plan, layout = attention_of(question, "hopper", functools.partial(candidates, splits=1))
+    arguments, dtype = HopperAttentionArguments(plan, layout), getattr(torch, plan.problem.dtype)
+    out = getattr(torch, plan.problem.out_dtype)
+    maps = [described_by(made, dtype) for made in (arguments.q, arguments.k, arguments.v)]
+    maps.append(None if arguments.out is None else described_by(arguments.out, out))
+    filled = arguments.pack(attend)(*attention_operands(arguments, maps))
     return Source(attend, filled, arguments.options, plan.warps, plan)
 
 

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import tilestream
 from tilestream.core.errors import ArrivalTimeout
 from tilestream_tools import cli as package
 
-COMMANDS = ("demo", "verify", "plan", "isa", "sweep", "trace", "tune", "doctor")
+COMMANDS = ("demo", "verify", "plan", "isa", "sweep", "trace", "tune", "warm", "doctor")
 
 
 def python(code, *arguments):
@@ -43,6 +44,47 @@ def test_torch_is_not_imported_before_something_is_computed(arguments):
     )
     assert done.stderr == "False\n"
     assert done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_answers_with_json(cli, command):
+    assert "--json" in cli(command, "--help").output
+
+
+def test_with_json_standard_output_is_one_object(cli):
+    result = cli("plan", 64, 32, 16, "--json")
+    found = json.loads(result.stdout)
+    assert (found["problem"]["m"], found["backend"], found["floor"]["binds"]) == (64, "cpu", "bytes")
+    assert result.stderr == tilestream.plan(64, 32, 16).explain() + "\n"
+
+
+def test_an_error_leaves_standard_output_empty(cli):
+    result = cli("plan", 64, 32, 16, "--tile", "x", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+def test_as_a_module():
+    run = subprocess.run(
+        [sys.executable, "-m", "tilestream", "plan", "64", "64", "64", "--dtype", "bf16"], capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == tilestream.plan(64, 64, 64, dtype="bfloat16").explain() + "\n"
+
+
+def test_completion_can_be_installed(cli):
+    assert "--install-completion" in cli("--help").output
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_doctor_needs_no_extra(missing, more):
+    done = python(
+        f"import sys\nsys.modules[{missing!r}] = None\nfrom tilestream_tools.cli import main\nmain()", "doctor", *more
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    versions = json.loads(done.stdout)["versions"]["tilestream"] if more else done.stdout
+    assert tilestream.__version__ in versions
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -88,9 +130,10 @@ def test_what_is_wrong_is_one_line_and_with_debug_a_traceback(cli, monkeypatch, 
     result = cli("plan", 4, 4, 4)
     assert (result.exit_code, result.stderr, result.stdout) == (status, f"tilestream: {line}\n", "")
     assert isinstance(result.exception, SystemExit)
-    assert cli("--debug", "plan", 4, 4, 4).exception is error or type(error) is EOFError, (
-        "which click turns into an exit"
-    )
+    debugged = cli("--debug", "plan", 4, 4, 4)
+    assert (debugged.exit_code, debugged.stdout) == (status, "")
+    assert debugged.stderr.startswith("Traceback (most recent call last):")
+    assert debugged.stderr.endswith(f"tilestream: {line}\n")
 
 
 def test_a_bug_keeps_its_traceback(cli, monkeypatch):

@@ -348,6 +348,17 @@ def test_bad_options_are_status_2(demo, gpu, safetensors, monkeypatch, arguments
     assert_refused(demo(*arguments), says)
 
 
+def test_a_run_that_fails_leaves_no_folder_behind(cli, tmp_path):
+    assert cli("demo", "--out-dir", tmp_path / "out", "--input", tmp_path / "nope.npy").exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_to_standard_output(demo, safetensors):
+    result = demo("--input", safetensors, "--tensor", "acts", "--n", 16, "--json", "-")
+    assert json.loads(result.stdout)["answer"]["right"] is True
+    assert "answer right" in result.stderr
+
+
 def test_an_out_dir_that_cannot_be_made_is_said_first(cli, tmp_path, safetensors):
     (tmp_path / "file").write_text("")
     result = cli("demo", "--out-dir", tmp_path / "file", "--input", safetensors)

@@ -42,6 +42,21 @@ def test_json_is_one_line(cli, file):
     assert found["cycles"]["binds"] in ("MFMA", "LDS", "L2")
 
 
+def test_a_kernel_is_compiled_for_its_own_arch_by_default(cli, monkeypatch):
+    asked = {}
+
+    def of(name, question, latency):
+        asked[name] = question.arch
+        raise ValueError("enough")
+
+    monkeypatch.setattr("tilestream_tools.isa.report.of", of)
+    for name in KERNELS:
+        cli("isa", name)
+    assert asked == {name: entry.archs[0] for name, entry in KERNELS.items()}
+    cli("isa", "portable-gemm", "--arch", "gfx950")
+    assert asked["portable-gemm"] == "gfx950"
+
+
 def test_what_it_does_not_know(cli, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("hello")

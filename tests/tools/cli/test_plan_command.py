@@ -14,6 +14,17 @@ def test_dtype_and_batch(cli):
     assert "3 x [64, 64] @ [64, 64], bfloat16" in output
 
 
+@pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("half", "float16"), ("e4m3", "float8_e4m3fn")])
+def test_short_dtypes(cli, short, name):
+    assert f", {name} ->" in cli("plan", 64, 64, 64, "--dtype", short).stdout
+
+
+def test_large_numbers_have_no_exponent(cli):
+    output = cli("plan", 20000, 20000, 20000, "--device", "h100", "--dtype", "bf16").stdout
+    assert "16,000 GFLOP" in output
+    assert "e+0" not in output
+
+
 def test_a_gpu_that_is_not_here(cli):
     output = cli("plan", 8192, 8192, 8192, "--dtype", "bfloat16", "--layout", "nt", "--device", "mi300x").stdout
     asked = {"dtype": "bfloat16", "layout": "nt", "device": "mi300x"}
@@ -40,6 +51,8 @@ def test_pivot(cli):
     [
         ([4, 4, 4, "--schedule", "best"], "schedule='best'"),
         ([4, 4, 4, "--dtype", "int8"], "int8"),
+        ([4, 4, 4, "--device", "a100"], "no device that is known"),
+        ([4, 4, 4, "--device", "mps"], "use torch.matmul there"),
         ([4, 4, 4, "--tile", "64"], "--tile 64"),
         ([4, 4, 4, "--tile", "0x64"], "tile"),
         ([4, 4, 4, "--pivot", 1], "--pivot 1"),

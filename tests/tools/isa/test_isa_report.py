@@ -96,6 +96,14 @@ def test_what_cannot_be_compiled_says_why(name, question, error, message):
         kernels.source(name, question)
 
 
+@pytest.mark.parametrize(("name", "shape"), [("hopper-attention", "m64n128k16"), ("portable-attention", "m64n64k16")])
+def test_attention_of_whole_sequences_is_compiled(name, shape):
+    made = report.of(name, Question("sm_90a", 1024, 1024, 128))
+    assert (made.arch, made.tile[0], made.spilled["bytes"]) == ("sm_90a", 128, 0)
+    assert shape in made.loop["mfma"]
+    assert "query rows" in made.plan
+
+
 def test_errors_come_back_from_the_other_process():
     with pytest.raises(NotImplementedError, match="to which the same bits are other numbers"):
         of("portable-gemm", Question("sm_90a", dtype="float8_e4m3fnuz"), timeout=100)

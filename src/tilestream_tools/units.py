@@ -1,0 +1,17 @@
+"""Numbers with units, as people read them."""
+
+from __future__ import annotations
+
+
+def size(count: float) -> str:
+    """Bytes in the largest unit that fits."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def milliseconds(seconds: float) -> str:
+    """A time, always in ms so that times compare at a glance."""
+    return f"{seconds * 1e3:.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.3f}"
