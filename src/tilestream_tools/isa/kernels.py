@@ -322,7 +322,7 @@ ATTENTION_HEADS = (16, 16)
 
 
 def attention_of(
-    question: Question, backend: str, candidates: Callable[..., Iterable[AttentionCandidate]], **scaled: bool
+    question: Question, backend: str, candidates: Callable[..., Iterable[AttentionCandidate]], **scaled: Any
 ) -> tuple[AttentionPlan, AttentionLayout]:
     """The plan and the layout of whole sequences without a mask.
 
