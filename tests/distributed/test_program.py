@@ -16,10 +16,11 @@ from test_gpu_reduce_scatter import LONG, AllReduceRank, ScatterRank
 from test_gpu_reduce_scatter import world as summing_world
 
 from tilestream.core.protocols import gather, one_shot, reduce_scatter
-from tilestream.distributed import copy_engines, dispatch
+from tilestream.distributed import copy_engines, dispatch, program
 from tilestream.distributed.program import no_op, run_protocol
 from tilestream.distributed.shards import Shards
 from tilestream.runtime import driver
+from tilestream.runtime.sequence import Write
 
 #: Of `tilestream.runtime.driver`; and events are recorded, by it or by torch.
 FUNCTIONS = ("stream_write", "stream_wait", "copy_across", "copy_in", "wait_event")
@@ -151,6 +152,19 @@ def test_gathers_are_issued_as_their_protocol_says(shards, ways, strided, scaled
             assert issued == expected_gather(first.queue, number + 1, calling, *given), f"call {number + 1}"
             cuda.run()
         assert len(first.results) == CALLS
+
+
+def test_more_operations_than_a_sequence_has_are_several():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "MOST_OPERATIONS", 2)
+        recorder = program.Recorder(1)
+        for number in range(5):
+            recorder.add(Write(program.CALLING, number, program.EPOCH))
+        recorder.host("multiply")
+        recorder.add(Write(program.CALLING, 5, program.EPOCH))
+    *sequences, name, last = recorder.program()
+    assert [len(one) for one in (*sequences, last)] == [2, 2, 1, 1]
+    assert name == "multiply"
 
 
 def around_a_sum(queue, log, calling, number):
