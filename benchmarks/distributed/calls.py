@@ -54,7 +54,7 @@ def gathers(m: int, n: int, k: int, world: int) -> tuple[Forms, torch.Tensor]:
         "ours": lambda: tsd.all_gather_matmul(a, w, deadline=DEADLINE),
         "ours unfused": lambda: tsd.all_gather_matmul(a, w, form="unfused", deadline=DEADLINE),
         "nccl + mm": nccl,
-        "torch fused": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [w], 0, name, return_A=False)[1][0],
+        "torch fused": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [w], 0, name)[1][0],
     }, exact
 
 

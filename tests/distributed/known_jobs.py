@@ -120,6 +120,7 @@ def refuses(rank, world):
 
     for _ in range(2):
         call(gather_dim=0)
+        call(b=[b, b], bias=[whole[0, :6].clone()] * 2)
     wrong = [
         ({"gather_dim": False}, "ValueError: all_gather_matmul: gather_dim=False"),
         ({"gather_dim": 2}, "ValueError: all_gather_matmul: gather_dim=2"),
@@ -127,7 +128,8 @@ def refuses(rank, world):
         ({"form": ["unfused"]}, "ValueError: all_gather_matmul: form=['unfused']"), ({"form": "no"}, "form='no'"),
         ({"group": "tp"}, "TypeError: all_gather_matmul: group is a str"),
         ({"b": b.to("meta")}, "ValueError: all_gather_matmul: b is on meta"),
-        ({"b": b.double()}, "a is torch.float32, b is torch.float64"), ({"b": [b], "bias": []}, "bias: 0 for 1 b"),
+        ({"b": [b, b], "bias": whole[0, :6].clone()}, "bias: 1 for 2 b"), ({"b": [b], "bias": []}, "bias: 0 for 1 b"),
+        ({"b": b.double()}, "a is torch.float32, b is torch.float64"),
         ({"b": b.t()}, "differ in K"), ({"a": mine[:, :4]}, "differ in K"), ({"activation": "no"}, "activation='no'"),
         ({"activation": [["relu"]]}, "activation="), ({"bias": random(3, 5)}, "bias has shape [5]"),
         ({"a": mine.to_sparse()}, ""), ({"out_dtype": [torch.float32]}, ""),

@@ -16,10 +16,12 @@ from test_gpu_reduce_scatter import LONG, AllReduceRank, ScatterRank
 from test_gpu_reduce_scatter import world as summing_world
 
 from tilestream.core.protocols import gather, one_shot, reduce_scatter
-from tilestream.distributed import copy_engines, dispatch
+from tilestream.distributed import copy_engines, dispatch, gpu_reduce_scatter, program
+from tilestream.distributed import one_shot as one_shot_call
 from tilestream.distributed.program import no_op, run_protocol
 from tilestream.distributed.shards import Shards
 from tilestream.runtime import driver
+from tilestream.runtime.sequence import Write
 
 #: Of `tilestream.runtime.driver`; and events are recorded, by it or by torch.
 FUNCTIONS = ("stream_write", "stream_wait", "copy_across", "copy_in", "wait_event")
@@ -151,6 +153,43 @@ def test_gathers_are_issued_as_their_protocol_says(shards, ways, strided, scaled
             assert issued == expected_gather(first.queue, number + 1, calling, *given), f"call {number + 1}"
             cuda.run()
         assert len(first.results) == CALLS
+
+
+@pytest.mark.parametrize("kind", ["gather", ScatterRank, AllReduceRank])
+def test_events_and_streams_are_kept(kind):
+    """And what a call gives the driver is recorded once a slot."""
+    a_world = gathering_world(2) if kind == "gather" else summing_world(kind, 2)
+    shape = Shards(1, 2, 3, 2) if kind == "gather" else kind.shapes_of[2][0]
+    with a_world as (cuda, ranks, *_), pytest.MonkeyPatch.context() as patch:
+        made = []
+        init = torch.cuda.Event.__init__
+        patch.setattr(torch.cuda.Event, "__init__", lambda event: (made.append(event), init(event))[1])
+        for number in range(CALLS):
+            if number == gather.SLOTS:  # from here on each slot has been used
+                made.clear()
+                streams = len(cuda.streams)
+                patch.setattr(program, "Recorder", None)
+                for module in (copy_engines, gpu_reduce_scatter, one_shot_call):
+                    patch.setattr(module, "Recorder", None)
+            for rank in ranks:
+                rank.call(shape) if kind == "gather" else rank.call(shape, LONG)
+            cuda.run()
+        assert not made
+        assert len(cuda.streams) == streams
+        assert all(len(rank.results) == CALLS for rank in ranks)
+
+
+def test_more_operations_than_a_sequence_has_are_several():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "MOST_OPERATIONS", 2)
+        recorder = program.Recorder(1)
+        for number in range(5):
+            recorder.add(Write(program.CALLING, number, program.EPOCH))
+        recorder.host("multiply")
+        recorder.add(Write(program.CALLING, 5, program.EPOCH))
+    *sequences, name, last = recorder.program()
+    assert [len(one) for one in (*sequences, last)] == [2, 2, 1, 1]
+    assert name == "multiply"
 
 
 def around_a_sum(queue, log, calling, number):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tilestream.core.protocols.gather import SLOTS, Operations
-from tilestream.runtime.sequence import Operation, Sequence, Slot
+from tilestream.runtime.sequence import MOST_OPERATIONS, Operation, Sequence, Slot
 
 #: What performs, or records, each operation of a protocol, by its type.
 Handlers = dict[type, Callable[[Any], Any]]
@@ -39,6 +39,8 @@ class Recorder:
 
     def add(self, operation: Operation) -> None:
         """Record an operation of the driver."""
+        if len(self._operations) == MOST_OPERATIONS:
+            self._close()
         self._operations.append(operation)
 
     def host(self, name: str) -> None:

@@ -186,11 +186,13 @@ def given_request(
     If an equal call has been made, by `Request.key`, they are right. Something may have to see a call between the
     caller and the kernel: autograd, a mode, a subclass of tensors, a transform, a compiler, autocast, a profiler.
     """
+    if is_compiling():
+        return None
     bs = [b] if type(b) in PLAIN else b
-    if type(bs) not in _LISTS or type(a) not in PLAIN or type(dim) is not int or is_compiling():
+    if type(bs) not in _LISTS or type(a) not in PLAIN or type(dim) is not int:
         return None
     count = len(bs)
-    biases, scales_b = ([x] * count if x is None or type(x) in PLAIN else x for x in (bias, scale_b))
+    biases, scales_b = ([x] * count if x is None else [x] if type(x) in PLAIN else x for x in (bias, scale_b))
     activations = [activation] * count if activation is None or type(activation) is str else activation
     if any(type(x) not in _LISTS or len(x) != count for x in (biases, scales_b, activations)):
         return None
