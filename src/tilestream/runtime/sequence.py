@@ -37,7 +37,7 @@ MOST_OPERATIONS, MOST_SLOTS = 1 << 16, 1 << 12
 class Slot(NamedTuple):
     """Value number ``index`` of an issue, plus a constant."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     plus: int = 0
 
     def __add__(self, more: int) -> Slot:  # type: ignore[override]
