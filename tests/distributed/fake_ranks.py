@@ -213,7 +213,7 @@ def patch_driver(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> Clock:
         cuda.streams[stream].give(Until(lambda: ctypes.c_int32.from_address(address).value >= value))
 
     clock, driver = Clock(cuda), {"stream_write": write, "stream_wait": wait}
-    driver |= {"copy_across": cuda._copy, "copy_in": cuda._copy}
+    driver |= {"copy_across": cuda.driver.copy_across, "copy_in": cuda.driver.copy_in}
     for module in (call_queue, copy_engines, gpu_reduce_scatter, one_shot):
         for name, does in {**driver, "time": clock}.items():
             if hasattr(module, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -12,14 +13,17 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
+from tilestream.arrival import lanes
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
+from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Job, Source, file_source, iterator_source, row_count, tensor_source
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
+from tilestream.runtime.streams import on_device
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
@@ -70,6 +74,10 @@ class _Filling:
             self.join(None)
             raise
 
+    def halt(self) -> None:
+        """Have the threads end after the chunks that they are at."""
+        self.stop.set()
+
     def stop_at_exit(self, timeout: float) -> None:
         """See `tilestream.runtime.shutdown`."""
         self.stop.set()
@@ -99,8 +107,6 @@ class _Filling:
     def _run(self) -> None:
         cpu = time.thread_time()
         try:
-            if not self._source.readers and self._land_all():
-                return
             while (claim := self._claim()) is not None:
                 step, job = claim
                 job()
@@ -117,10 +123,6 @@ class _Filling:
                 if not self._running:
                     self._landing.end()
                     self._source.close()  # a stream that is not closed keeps no file open
-
-    def _land_all(self) -> bool:
-        with self._landing.issuing():
-            return self._landing.land_all(self._chunks, self._order, self._arrival._signals)
 
     def _claim(self) -> tuple[int, Job] | None:
         with self._lock:
@@ -145,6 +147,27 @@ class _Filling:
             last = self._signalled == self._chunks.count
         if last:
             self._source.end()
+
+
+class _Issued:
+    """A filling whose copies and signals were all issued when it began."""
+
+    cpu_seconds, issued = 0.0, True
+
+    def __init__(self, landing: Landing) -> None:
+        self._landing = landing
+
+    @property
+    def done(self) -> bool:
+        """Whether the copies are done."""
+        return self._landing.settled(0.0)
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the copies; whether they are done."""
+        return self._landing.settled(timeout)
+
+    def halt(self) -> None:
+        """Nothing is left to be stopped."""
 
 
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
@@ -184,9 +207,25 @@ class Stream:
 
     def _begin(self) -> None:
         self.started = time.perf_counter()
-        self._filling = None
-        if self._copies is None:
+        self._filling: _Filling | _Issued | None = None
+        if self._copies is not None:
+            return
+        if self._source.readers or not self._fill():
+            if isinstance(self._landing, DeviceLanding):
+                cast("DeviceSignals", self.arrival._signals).retire()  # launches on the lane before
             self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing)
+
+    def _fill(self) -> bool:
+        """Issue all at once, where the source's rows can be copied from where they are; whether they can."""
+        signals = self.arrival._signals
+        try:
+            if not self._landing.fill(self._chunks, self.arrival.pivot, signals):
+                return False
+        except Exception as error:  # the call that waits for the rest shall see it
+            cast("DeviceSignals", signals).retire()
+            self.arrival.fail(error)
+        self._filling = _Issued(self._landing)
+        return True
 
     @property
     def cpu_seconds(self) -> float:
@@ -261,7 +300,10 @@ class Stream:
                 "at each replay, without it; else capture copies of your own, and arrival.signal() behind each"
             )
         self._source.rewind()
-        self.arrival.advance()
+        if isinstance(self._filling, _Issued):
+            cast("DeviceSignals", self.arrival._signals).advance_at_once()
+        else:
+            self.arrival.advance()
         if self._copies is not None:
             self._copies.begin()
         self._begin()
@@ -274,7 +316,7 @@ class Stream:
         """
         if self._filling is None:
             return self._copies is None or self._copies.pending or self._joined(timeout)
-        self._filling.stop.set()
+        self._filling.halt()
         return self._filling.join(timeout)
 
     def __enter__(self) -> Stream:
@@ -370,15 +412,30 @@ def stream_in(
             "tensors"
         )
     try:
-        for name, value in {"tensor": tensor, "shape": shape, "dtype": dtype, "direct": direct}.items():
+        for name, value in (("tensor", tensor), ("shape", shape), ("dtype", dtype), ("direct", direct)):
             if value is not None and name not in made.takes:
                 raise ValueError(f"stream_in: {name}={value!r} means nothing for {made.describe()}")
-        arrival = _arrival(made.tensor, rows_per_chunk, bounds, pivot, target)
-        landing = None if target.type == "cpu" else DeviceLanding(made.tensor, target)
-        return Stream(arrival, made, landing, copies == "kernel")
+        of = made.tensor
+        arrival = _chunked(
+            row_count(of), of.shape[-1] * of.element_size(), rows_per_chunk, None if bounds is None else tuple(bounds),
+            pivot, target.type != "cpu",
+        )  # fmt: skip
+        if target.type == "cpu":
+            return Stream(arrival.with_signals(Signals(arrival.num_chunks)), made)
+        return _onto(target, made, arrival, copies == "kernel")
     except BaseException:
         made.close()
         raise
+
+
+def _onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool) -> Stream:
+    """A stream to a GPU, in chunks as of ``chunked``."""
+    from tilestream.arrival.device import DeviceSignals
+
+    with on_device(device):
+        lane = lanes.take(chunked.num_chunks, device, torch._C._cuda_getCurrentRawStream(device.index))
+        signals = DeviceSignals(chunked.num_chunks, device, lane=lane)
+        return Stream(chunked.with_signals(signals), source, DeviceLanding(source.tensor, device, lane), by_kernel)
 
 
 def _target(source: Streamable, device: str | torch.device | None) -> torch.device:
@@ -400,21 +457,22 @@ def _target(source: Streamable, device: str | torch.device | None) -> torch.devi
     return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _arrival(
-    tensor: torch.Tensor, rows_per_chunk: int | None, bounds: Sequence[int] | None, pivot: int, target: torch.device
+@functools.lru_cache(maxsize=256)
+def _chunked(
+    rows: int, row_bytes: int, rows_per_chunk: int | None, bounds: tuple[int, ...] | None, pivot: int, on_gpu: bool
 ) -> Arrival:
+    """The chunks, checked; its signals are not used."""
     if bounds is not None:
         if rows_per_chunk is not None:
             raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
-        return Arrival.ragged(bounds, pivot, device=target)
-    rows = row_count(tensor)
+        return Arrival.ragged(bounds, pivot)
     if rows_per_chunk is None:
-        rows_per_chunk = default_rows_per_chunk(rows, tensor.shape[-1] * tensor.element_size())
-        if target.type != "cpu" and rows_per_chunk > GPU_ROWS:
+        rows_per_chunk = default_rows_per_chunk(rows, row_bytes)
+        if on_gpu and rows_per_chunk > GPU_ROWS:
             rows_per_chunk = GPU_ROWS * math.ceil(rows_per_chunk / GPU_ROWS)
     elif rows_per_chunk < 1:
         raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk}; a chunk has at least one row")
-    return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot, device=target)
+    return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot)
 
 
 def default_rows_per_chunk(rows: int, row_bytes: int) -> int:
