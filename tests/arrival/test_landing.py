@@ -23,7 +23,7 @@ from tilestream.arrival import lanes
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import Landing
 from tilestream.arrival.sources import as_rows, file_source, iterator_source, tensor_source
-from tilestream.arrival.stream import Stream
+from tilestream.arrival.stream import Stream, open_streams
 from tilestream.core.chunks import Chunks
 from tilestream.core.error_record import FAILED, Record
 from tilestream.core.errors import ProducerStopped
@@ -325,7 +325,8 @@ class TestLanes:
         del x
         y = on_gpu(failing(), Chunks.uniform(6, 2))
         assert y._landing._lane is lane
-        y._filling.join(LONG)
+        for thread in y._filling.threads:
+            thread.join(LONG)
         launch = y.arrival._signals.use()
         for stream in reversed(cuda.streams):
             stream.run()
@@ -413,6 +414,47 @@ class TestDevice:
             assert second._landing.stream is not copies, "it is still at work"
             cuda.run()
         assert torch.equal(kept, matrix(6))
+
+
+class TestFilled:
+    """Whether an op that is issued now, and waits for nothing, would find all rows."""
+
+    def test_where_a_launch_in_front_waits_for_them_and_when_they_have_come(self, cuda):
+        x, reader, other = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2)), cuda.stream(), cuda.stream()
+        for _ in range(2):
+            assert list(open_streams) == [x.tensor.data_ptr()]
+            assert not x.is_filled_here
+            with cuda.on(reader):
+                x.arrival._signals.use()
+                assert x.is_filled_here
+            with cuda.on(other):
+                assert not x.is_filled_here
+            with cuda.capture():
+                assert x.is_filled_here, "a replay comes when the graph's owner says so"
+            cuda.run()
+            assert x.is_filled_here
+            assert not open_streams
+            with cuda.on(reader):
+                x.restart()  # the launch there waits for the epoch before
+                assert not x.is_filled_here
+        del x
+        assert not open_streams
+
+    @pytest.mark.parametrize("fed", ["by a thread", "at once"])
+    def test_never_where_the_producer_has_failed(self, cuda, fed):
+        x = on_gpu(failing() if fed == "by a thread" else pinned(cuda, matrix(6)), Chunks.uniform(6, 2))
+        x._filling.join(None)  # runs the streams
+        x.arrival.fail(OSError("gone"))
+        cuda.run()
+        assert x.done
+        assert not x.is_filled_here
+
+    def test_not_before_a_kernel_has_taken_the_copies(self, cuda):
+        x = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2), by_kernel=True)
+        cuda.run()
+        assert not x.is_filled_here
+        x.wait()
+        assert x.is_filled_here
 
 
 class TestErrors:

@@ -214,6 +214,11 @@ class DeviceWords(Signals):
         self._issued = [epoch] * self.count
         self._last = [Last(stream.cuda_stream, end)] * self.count
 
+    @property
+    def awaited_here(self) -> bool:
+        """Whether a launch on the current stream waits for the present epoch."""
+        return self._waiting.get(torch._C._cuda_getCurrentRawStream(self._device.index)) == self.epoch
+
     # Epochs --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> int:

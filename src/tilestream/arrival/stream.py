@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
@@ -37,6 +38,10 @@ GPU_ROWS = 256
 
 #: What `stream_in` takes.
 Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
+
+
+#: Streams that may not have filled their tensors yet, by the address of the tensor's memory.
+open_streams: dict[int, weakref.ref[Stream]] = {}
 
 
 class _Filling:
@@ -179,7 +184,9 @@ def _countdown(timeout: float | None) -> Callable[[], float | None]:
 class Stream:
     """A tensor that is being filled, and the arrival that says how far it is. Made by `stream_in`.
 
-    A context manager: leaving it stops the producer. `restart` fills the same tensor once more.
+    A context manager: leaving it stops the producer. `restart` fills the same tensor once more. `tilestream.matmul` and
+    its kin take the stream itself as the operand that arrives. Its tensor without its arrival they refuse, before
+    anything is launched, until it is filled.
 
     Attributes
     ----------
@@ -198,6 +205,8 @@ class Stream:
         self.tensor = self._landing.tensor
         self.arrival = arrival
         arrival._signals.streamed = True
+        self._memory = self.tensor.untyped_storage().data_ptr()
+        self._self = weakref.ref(self)
         self._chunks = arrival.chunks(row_count(self.tensor))
         self._copies: KernelCopies | None = None
         if by_kernel and self.tensor.numel():
@@ -205,8 +214,19 @@ class Stream:
             cast("DeviceSignals", arrival._signals).copies = self._copies
         self._begin()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_self"):
+            self._shut()
+
+    def _shut(self) -> None:
+        """It is open no more."""
+        if open_streams.get(self._memory) is self._self:
+            open_streams.pop(self._memory, None)
+
     def _begin(self) -> None:
         self.started = time.perf_counter()
+        if self._memory:
+            open_streams[self._memory] = self._self
         self._filling: _Filling | _Issued | None = None
         if self._copies is not None:
             return
@@ -236,6 +256,20 @@ class Stream:
     def done(self) -> bool:
         """Whether the producer has ended."""
         return self._joined(0.0) if self._filling is None else self._filling.done
+
+    @property
+    def is_filled_here(self) -> bool:
+        """Whether what is issued now finds every row: all have come, or a launch in front of it waits for them."""
+        signals = self.arrival._signals
+        if isinstance(self._landing, DeviceLanding):
+            if torch.cuda.is_current_stream_capturing() or cast("DeviceSignals", signals).awaited_here:
+                return True
+            filled = self.done and signals.error(signals.epoch) is None
+        else:
+            filled = all(signals.state())
+        if filled:
+            self._shut()
+        return filled
 
     def _joined(self, timeout: float | None) -> bool:
         """Wait until what was begun has ended, at most ``timeout`` seconds; whether it has."""
@@ -275,6 +309,7 @@ class Stream:
             raise error
         if self.tensor.is_cuda:
             check_device(self.tensor.device.index)
+        self._shut()
         return self.tensor
 
     def restart(self) -> None:
@@ -317,7 +352,10 @@ class Stream:
         if self._filling is None:
             return self._copies is None or self._copies.pending or self._joined(timeout)
         self._filling.halt()
-        return self._filling.join(timeout)
+        ended = self._filling.join(timeout)
+        if ended:
+            self._shut()
+        return ended
 
     def __enter__(self) -> Stream:
         return self
@@ -377,7 +415,7 @@ def stream_in(
     Returns
     -------
     Stream
-        Its ``tensor`` and its ``arrival`` go to ``ts.matmul``.
+        It goes to ``ts.matmul``, or its ``tensor`` and its ``arrival`` do.
 
     Raises
     ------
@@ -388,7 +426,7 @@ def stream_in(
     Examples
     --------
     >>> with ts.stream_in("activations.safetensors", tensor="x") as x:  # doctest: +SKIP
-    ...     y = ts.matmul(x.tensor, w, arrival=x.arrival)
+    ...     y = ts.matmul(x, w)
     """
     if copies not in ("engine", "kernel"):
         raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
