@@ -68,6 +68,8 @@ class DeviceWords(Signals):
     """
 
     _lane: Lane | None = None
+    #: Whether a graph knows our words.
+    _in_graph_too = False
 
     def __init__(
         self, count: int, device: torch.device, words: torch.Tensor | None = None, lane: Lane | None = None
@@ -104,6 +106,7 @@ class DeviceWords(Signals):
             lane.users |= self._users
             lane.leave(
                 self._error is None
+                and not self._in_graph_too
                 and len(lane.users) <= _MOST_USERS
                 and self._issued.count(self.epoch) == self.count
                 and all(last is not None and last.stream == lane.handle for last in self._last)
@@ -124,6 +127,7 @@ class DeviceWords(Signals):
     def _keep(self, *tensors: torch.Tensor) -> None:
         """A graph that is being captured knows these by address."""
         _captured_stores.extend(tensors)
+        self._in_graph_too = True
 
     # Producers -----------------------------------------------------------------------------------------------------
 

@@ -167,7 +167,8 @@ class DeviceLanding(Landing):
 
     def end(self) -> None:
         """See `Landing`."""
-        self._lane.landed.record(self.stream.cuda_stream)
+        with on_device(self._device):
+            self._lane.landed.record(self._lane.handle)
 
     def offer(self, chunks: Chunks, pivot: int) -> KernelCopies:
         """The copies, for a kernel to make: they are made here if none does.

@@ -22,6 +22,7 @@ from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Job, Source, file_source, iterator_source, row_count, tensor_source
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
+from tilestream.core.schedule import MOST_QUEUES
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.streams import on_device
@@ -33,8 +34,14 @@ if TYPE_CHECKING:
 #: Default size of a chunk of a file or a tensor: large enough for a disk's full speed, small enough to start early.
 CHUNK_BYTES = 8 * 2**20
 
-#: On a GPU a default chunk is a multiple of this many rows: a whole number of tiles, so that none reads two chunks.
-GPU_ROWS = 256
+#: On a GPU a default chunk is a multiple of the first of these that leaves chunks enough: whole tiles, mostly, so that
+#: none reads two chunks.
+_STEPS = (256, 128, 64, 32, 16)
+
+#: Bytes a second that one copy brings from pinned memory over PCIe 5.0 (16 lanes), and seconds for which the link idles
+#: between two chunks, at the signal. benchmarks/results/h100/stream.json: 268 MB (134 MB) take 4.84 ms (2.42) in one
+#: copy, and 5.25 ms (2.69) in 32 (16) chunks, of which some 0.1 ms were the host's, before the first.
+LINK_BYTES, CHUNK_SECONDS = 55e9, 10e-6
 
 #: What `stream_in` takes.
 Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
@@ -396,7 +403,8 @@ def stream_in(
     tensor
         File: the tensor's name, needed where the file holds several matrices.
     rows_per_chunk, bounds
-        How rows are divided into chunks: uniform, or ragged (see `Arrival`). Default: uniform, about 8 MiB a chunk.
+        How rows are divided into chunks: uniform, or ragged (see `Arrival`). Default: uniform, about 8 MiB a chunk; to
+        a GPU as few as the size is worth, between one and 32.
     pivot
         The chunk that is delivered first, and that the matmul starts from.
     shape, dtype
@@ -454,10 +462,13 @@ def stream_in(
             if value is not None and name not in made.takes:
                 raise ValueError(f"stream_in: {name}={value!r} means nothing for {made.describe()}")
         of = made.tensor
-        arrival = _chunked(
-            row_count(of), of.shape[-1] * of.element_size(), rows_per_chunk, None if bounds is None else tuple(bounds),
-            pivot, target.type != "cpu",
-        )  # fmt: skip
+        if bounds is None:
+            row_bytes = of.shape[-1] * of.element_size()
+            arrival = _uniform(row_count(of), row_bytes, rows_per_chunk, pivot, target.type != "cpu")
+        elif rows_per_chunk is None:
+            arrival = Arrival.ragged(bounds, pivot)
+        else:
+            raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
         if target.type == "cpu":
             return Stream(arrival.with_signals(Signals(arrival.num_chunks)), made)
         return _onto(target, made, arrival, copies == "kernel")
@@ -495,19 +506,11 @@ def _target(source: Streamable, device: str | torch.device | None) -> torch.devi
     return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-@functools.lru_cache(maxsize=256)
-def _chunked(
-    rows: int, row_bytes: int, rows_per_chunk: int | None, bounds: tuple[int, ...] | None, pivot: int, on_gpu: bool
-) -> Arrival:
-    """The chunks, checked; its signals are not used."""
-    if bounds is not None:
-        if rows_per_chunk is not None:
-            raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
-        return Arrival.ragged(bounds, pivot)
+@functools.lru_cache(maxsize=256, typed=True)
+def _uniform(rows: int, row_bytes: int, rows_per_chunk: int | None, pivot: int, on_gpu: bool) -> Arrival:
+    """Uniform chunks, checked; the signals are not used."""
     if rows_per_chunk is None:
-        rows_per_chunk = default_rows_per_chunk(rows, row_bytes)
-        if on_gpu and rows_per_chunk > GPU_ROWS:
-            rows_per_chunk = GPU_ROWS * math.ceil(rows_per_chunk / GPU_ROWS)
+        rows_per_chunk = (gpu_rows_per_chunk if on_gpu else default_rows_per_chunk)(rows, row_bytes)
     elif rows_per_chunk < 1:
         raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk}; a chunk has at least one row")
     return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot)
@@ -517,3 +520,25 @@ def default_rows_per_chunk(rows: int, row_bytes: int) -> int:
     """Rows of a chunk of about `CHUNK_BYTES`; between 4 and 1024 chunks where there are rows enough."""
     count = math.ceil(rows * row_bytes / CHUNK_BYTES)
     return max(1, math.ceil(rows / min(max(count, 4), 1024)))
+
+
+def gpu_rows_per_chunk(rows: int, row_bytes: int) -> int:
+    """Rows of a chunk to a GPU: as few chunks as the size is worth.
+
+    A chunk costs the link `CHUNK_SECONDS`. The last one's tiles begin when all else is there, and at worst (a matmul as
+    fast as the link) take as long as its copy. So ``n`` chunks of ``t`` seconds in all cost about
+    ``n * CHUNK_SECONDS + t / n`` beside the copy itself, least for ``n = sqrt(t / CHUNK_SECONDS)``.
+    """
+    if not rows * row_bytes:
+        return max(rows, 1)
+    seconds = rows * row_bytes / LINK_BYTES
+    # With more queues than there are, tiles would be taken in the raster's order.
+    count = min(max(1.0, math.sqrt(seconds / CHUNK_SECONDS)), MOST_QUEUES)
+    step = next(step for step in (*_STEPS, 1) if step * count <= rows)
+
+    def cost(per: int) -> float:
+        return math.ceil(rows / per) * CHUNK_SECONDS + seconds * per / rows
+
+    above = step * math.ceil(rows / count / step)
+    fitting = [per for per in (above - step, above) if per and math.ceil(rows / per) <= MOST_QUEUES]
+    return min(min(fitting, key=cost), rows)
