@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 #: Default size of a chunk of a file or a tensor: large enough for a disk's full speed, small enough to start early.
 CHUNK_BYTES = 8 * 2**20
 
-#: On a GPU a default chunk is a multiple of the first of these that leaves chunks enough: whole tiles, mostly, so that
-#: none reads two chunks.
-_STEPS = (256, 128, 64, 32, 16)
+#: On a GPU a default chunk is a multiple of this many rows: a whole number of tiles, so that none reads two chunks. Of a
+#: smaller power of two where there are too few rows.
+GPU_ROWS = 256
 
 #: Bytes a second that one copy brings from pinned memory over PCIe 5.0 (16 lanes), and seconds for which the link idles
 #: between two chunks, at the signal. benchmarks/results/h100/stream.json: 268 MB (134 MB) take 4.84 ms (2.42) in one
@@ -533,8 +533,8 @@ def gpu_rows_per_chunk(rows: int, row_bytes: int) -> int:
         return max(rows, 1)
     seconds = rows * row_bytes / LINK_BYTES
     # With more queues than there are, tiles would be taken in the raster's order.
-    count = min(max(1.0, math.sqrt(seconds / CHUNK_SECONDS)), MOST_QUEUES)
-    step = next(step for step in (*_STEPS, 1) if step * count <= rows)
+    count = min(max(1.0, math.sqrt(seconds / CHUNK_SECONDS)), MOST_QUEUES, rows)
+    step = min(GPU_ROWS, 1 << int(rows / count).bit_length() - 1)
 
     def cost(per: int) -> float:
         return math.ceil(rows / per) * CHUNK_SECONDS + seconds * per / rows
