@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 #: Default size of a chunk of a file or a tensor: large enough for a disk's full speed, small enough to start early.
 CHUNK_BYTES = 8 * 2**20
 
-#: On a GPU a default chunk is a multiple of this many rows: a whole number of tiles, so that none reads two chunks. Of a
-#: smaller power of two where there are too few rows.
+#: On a GPU a default chunk is a multiple of this many rows, whole tiles, so that none reads two chunks; or of a smaller
+#: power of two, where there are too few rows.
 GPU_ROWS = 256
 
 #: Bytes a second that one copy brings from pinned memory over PCIe 5.0 (16 lanes), and seconds for which the link idles
