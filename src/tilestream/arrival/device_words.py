@@ -181,7 +181,8 @@ class DeviceWords(Signals):
         self._settle(stream)
         for last in {last for last in self._last if last is not None and last.stream != stream.cuda_stream}:
             last.hold(stream)
-        return self._eager.data_ptr()
+        address: int = self._eager.data_ptr()
+        return address
 
     def end_row(self, chunks: Sequence[int], stream: torch.cuda.Stream, event: torch.cuda.Event | Event) -> None:
         """Signals of these chunks were issued there, and ``event`` was recorded behind them."""

@@ -132,7 +132,7 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 3, 4, 8])
     """
-    if not is_compiling() and (open_streams or Stream in (type(q), type(k), type(v))):
+    if isinstance(q, Stream) or isinstance(k, Stream) or isinstance(v, Stream) or (not is_compiling() and open_streams):
         streamed.refuse("attention", q=q)
         streamed.refuse_keys("attention", arrival is None, k=k, v=v)
     if arrival is None and deadline is None:

@@ -1,7 +1,7 @@
 """Operands that are a `tilestream.Stream`, and tensors that one is still filling.
 
-An op asks only where there is an open stream, or where an operand is one:
-``if not is_compiling() and (open_streams or type(a) is Stream ...)``.
+An op asks only where an operand is one, or where one is open. It does not look for open ones while torch compiles,
+which would compile anew for each.
 """
 
 from __future__ import annotations
