@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from strategies import chunkings
-from tilestream.arrival import lanes
+from tilestream.arrival import landing, lanes
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import Landing
 from tilestream.arrival.sources import as_rows, file_source, iterator_source, tensor_source
@@ -360,6 +360,20 @@ class TestLanes:
         del y
         assert len(copied) == 1, "none where nothing is under way"
 
+    def test_a_source_that_is_dropped_in_a_capture_is_kept_until_the_next_filling(self, cuda, monkeypatch):
+        monkeypatch.setattr(landing, "_kept", [])
+        x = self.stream(cuda)
+        source = weakref.ref(x._source.tensor)
+        cuda._pinned.clear()
+        with cuda.capture() as graph:
+            del x
+            gc.collect()
+        assert source() is not None
+        assert graph.work == []
+        cuda.run()
+        self.stream(cuda)
+        assert source() is None
+
 
 class TestDevice:
     @pytest.fixture
@@ -455,6 +469,11 @@ class TestFilled:
         assert not x.is_filled_here
         x.wait()
         assert x.is_filled_here
+        x.restart()
+        assert not x.is_filled_here
+        with cuda.capture(), x.arrival._signals.copying():
+            x.arrival._signals.take_copies(4)
+        assert x.is_filled_here, "by the replays"
 
 
 class TestErrors:

@@ -15,7 +15,17 @@ import torch
 from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.lanes import Lane, event_on
 from tilestream.arrival.sources import as_rows
-from tilestream.runtime.sequence import CopyIn, Operation, Record, Sequence, SequenceError, Slot, WaitEvent, Write
+from tilestream.runtime.sequence import (
+    CopyIn,
+    Event,
+    Operation,
+    Record,
+    Sequence,
+    SequenceError,
+    Slot,
+    WaitEvent,
+    Write,
+)
 from tilestream.runtime.streams import on_device
 
 if TYPE_CHECKING:
@@ -25,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Seconds for which the host looks again at once: a sleep of any length takes a tenth of a millisecond or more.
 _SPIN_SECONDS = 0.02
+#: Sources that were dropped while a graph was captured, and the events behind their copies: until the next filling.
+_kept: list[tuple[torch.Tensor, Event]] = []
 
 
 class Landing:
@@ -109,15 +121,18 @@ class DeviceLanding(Landing):
 
     def __del__(self) -> None:
         """Have torch's allocator of pinned memory keep the source for copies under way: it knows of torch's alone."""
-        if not getattr(self, "_in_place", False) or sys.is_finalizing() or self._lane.landed.query():
+        if not getattr(self, "_in_place", False) or sys.is_finalizing():
             return
+        landed = self._lane.landed
         try:
-            with torch.cuda.stream(self.stream), torch.inference_mode():
-                torch.empty(1, dtype=self._host.dtype, device=self._device).copy_(
-                    self._host.view(-1)[:1], non_blocking=True
-                )
-        except BaseException:  # no memory for one element
-            self._lane.landed.synchronize()
+            if torch.cuda.is_current_stream_capturing():  # which an event that is asked for would end
+                _kept.append((self._host, landed))
+            elif not landed.query():
+                with torch.cuda.stream(self.stream), torch.inference_mode():
+                    mark = torch.empty(1, dtype=self._host.dtype, device=self._device)
+                    mark.copy_(self._host.view(-1)[:1], non_blocking=True)
+        except Exception:  # no memory for one element
+            landed.synchronize()
 
     @property
     def how(self) -> str:
@@ -145,6 +160,8 @@ class DeviceLanding(Landing):
         """See `Landing`. Where the driver refuses, what was issued is signalled, and the rest is not."""
         if not self._in_place:
             return False
+        if _kept:
+            _kept[:] = [(source, landed) for source, landed in _kept if not landed.query()]
         lane, signals = self._lane, cast("DeviceSignals", signals)
         operations, signalled = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size())
         words = signals.begin_row(self.stream)

@@ -269,8 +269,9 @@ class Stream:
         """Whether what is issued now finds every row: all have come, or a launch in front of it waits for them."""
         signals = self.arrival._signals
         if isinstance(self._landing, DeviceLanding):
-            if torch.cuda.is_current_stream_capturing() or cast("DeviceSignals", signals).awaited_here:
-                return True
+            in_graphs = self._copies is not None and self._copies.captured
+            if in_graphs or torch.cuda.is_current_stream_capturing() or cast("DeviceSignals", signals).awaited_here:
+                return True  # what a replay brings is for the owner of the graph to say
             filled = self.done and signals.error(signals.epoch) is None
         else:
             filled = all(signals.state())
