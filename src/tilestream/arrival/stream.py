@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast, final
 
 import torch
 
@@ -188,6 +188,7 @@ def _countdown(timeout: float | None) -> Callable[[], float | None]:
     return lambda: None if timeout is None else max(0.0, end - time.perf_counter())
 
 
+@final
 class Stream:
     """A tensor that is being filled, and the arrival that says how far it is. Made by `stream_in`.
 

@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_compiling
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.stream import Stream, open_streams
+from tilestream.arrival.stream import open_streams
 from tilestream.ops import native, streamed
 from tilestream.ops.attention_merge import merge
 from tilestream.ops.attention_request import Answer, AttentionRequest, Causal, Window, attend
@@ -132,7 +132,7 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 3, 4, 8])
     """
-    if isinstance(q, Stream) or isinstance(k, Stream) or isinstance(v, Stream) or (not is_compiling() and open_streams):
+    if not is_compiling() and open_streams:
         streamed.refuse("attention", q=q)
         streamed.refuse_keys("attention", arrival is None, k=k, v=v)
     if arrival is None and deadline is None:

@@ -113,7 +113,7 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
-    if isinstance(a, Stream) or isinstance(b, Stream) or (not is_compiling() and open_streams):
+    if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("matmul", "a", a, "arrival", arrival)
         streamed.refuse("matmul", b=b, bias=bias, residual=residual)
     if arrival is None and publish is None and deadline is None:
@@ -144,7 +144,7 @@ def mm(
     ValueError
         If an operand is no matrix.
     """
-    if isinstance(a, Stream) or isinstance(b, Stream) or (not is_compiling() and open_streams):
+    if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("mm", "a", a, "arrival", arrival)
         streamed.refuse("mm", b=b, bias=bias, residual=residual)
     if arrival is None and deadline is None:
@@ -176,7 +176,7 @@ def bmm(
     ValueError
         If an operand has not three dimensions, or they differ in batches.
     """
-    if isinstance(a, Stream) or isinstance(b, Stream) or (not is_compiling() and open_streams):
+    if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("bmm", "a", a, "arrival", arrival)
         streamed.refuse("bmm", b=b, bias=bias, residual=residual)
     if arrival is None and deadline is None:
@@ -219,7 +219,7 @@ def addmm(
     ValueError
         If ``a`` or ``b`` is no matrix.
     """
-    if isinstance(a, Stream) or isinstance(b, Stream) or (not is_compiling() and open_streams):
+    if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("addmm", "a", a, "arrival", arrival)
         streamed.refuse("addmm", b=b, input=input)
     if arrival is None and deadline is None and input is not None:
@@ -271,7 +271,7 @@ def linear(
     """
     if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
         scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
-    if isinstance(x, Stream) or isinstance(weight, Stream) or (not is_compiling() and open_streams):
+    if type(x) is Stream or type(weight) is Stream or (not is_compiling() and open_streams):
         x, arrival = streamed.operand("linear", "x", x, "arrival", arrival)
         weight, weight_arrival = streamed.operand("linear", "weight", weight, "weight_arrival", weight_arrival)
         streamed.refuse("linear", bias=bias, residual=residual)

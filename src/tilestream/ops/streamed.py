@@ -1,7 +1,7 @@
 """Operands that are a `tilestream.Stream`, and tensors that one is still filling.
 
-An op asks only where an operand is one, or where one is open. It does not look for open ones while torch compiles,
-which would compile anew for each.
+An op asks only where its operand is one (by ``type``: a tensor is slow to say what it is an instance of), or where one
+is open. It does not look for open ones while torch compiles, which would compile anew for each.
 """
 
 from __future__ import annotations
