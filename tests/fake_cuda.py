@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilestream.arrival import device, device_words, landing, publishing
-from tilestream.runtime import streams
+from tilestream.arrival import device, device_words, landing, lanes, publishing
+from tilestream.runtime import driver, sequence, streams
 
 #: The "device" of what is really in the CPU's memory.
 DEVICE = torch.device("cpu")
@@ -114,6 +114,58 @@ class Graph:
             stream.give(work)
 
 
+class Driver:
+    """What this package asks of a driver, as work of a stream."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._events: list[tuple[Stream, int] | None] = []
+        #: The functions that were called, by name.
+        self.calls: list[str] = []
+
+    def stream_write(self, stream: int, address: int, value: int) -> None:
+        self._give("stream_write", stream, lambda: setattr(ctypes.c_int32.from_address(address), "value", value))
+
+    def stream_wait(self, stream: int, address: int, value: int) -> None:
+        self._give("stream_wait", stream, Until(lambda: ctypes.c_int32.from_address(address).value >= value))
+
+    def copy_in(self, stream: int, to: int, source: int, size: int) -> None:
+        self._give("copy_in", stream, lambda: ctypes.memmove(to, source, size))
+
+    copy_across = copy_in
+
+    def create_event(self) -> int:
+        self._events.append(None)
+        return len(self._events) - 1
+
+    def destroy_event(self, event: int) -> None:
+        pass
+
+    def record_event(self, stream: int, event: int) -> None:
+        self.calls.append("record_event")
+        here = self._cuda.streams[stream]
+        self._events[event] = here, here.issued
+
+    def wait_event(self, stream: int, event: int) -> None:
+        at = self._events[event]
+        if at is not None:
+            self._give("wait_event", stream, at)
+
+    def has_come(self, event: int) -> bool:
+        at = self._events[event]
+        return self._cuda.over or at is None or at[0].done >= at[1]
+
+    def await_event(self, event: int) -> None:
+        if self._cuda.over:
+            return
+        self._cuda.run()
+        assert self.has_come(event), "waits for ever"
+
+    def _give(self, name: str, stream: int, work: Any) -> None:
+        self.calls.append(name)
+        self._cuda.streams[stream].give(work)
+
+
 class FakeCuda:
     """The device: its streams, the one that is current in each thread, the capture under way, and pinned memory."""
 
@@ -137,30 +189,26 @@ class FakeCuda:
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self._record(x, stream))
         patch.setattr(torch.Tensor, "is_pinned", lambda x: _storage(x) in map(_storage, self._pinned))
-        patch.setattr(device_words, "stream_write", self._write)
-        patch.setattr(publishing, "stream_wait", self._wait)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: self.current.cuda_stream, raising=False)
+        patch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+        #: What is asked of the driver.
+        self.driver = Driver(self)
+        patch.setattr(driver, "current", lambda: self.driver)
+        patch.setattr(sequence, "library", lambda: None)
+        landing.filling.cache_clear()
         for module in (device, publishing):
             patch.setattr(module, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)
+        patch.setattr(lanes, "_idle", {})
         for module in (device, device_words):
             patch.setattr(module, "zero", lambda words: self.current.give(words.zero_))
         patch.setattr(device_words, "_captured_stores", [])
         patch.setattr(device.DeviceSignals, "_failed", {})
-        patch.setattr(landing, "copy_in", self._copy)
         patch.setattr(streams, "create_stream", lambda: self.stream().cuda_stream)
         patch.setattr(streams, "_idle", {})
 
     def _record(self, x: torch.Tensor, stream: Stream) -> None:
         """As torch's allocator does: the memory is not freed while the stream may have work for it; here, never."""
         self._recorded[_storage(x), stream.cuda_stream] = x.untyped_storage()
-
-    def _write(self, stream: int, address: int, value: int) -> None:
-        self.streams[stream].give(lambda: setattr(ctypes.c_int32.from_address(address), "value", value))
-
-    def _wait(self, stream: int, address: int, value: int) -> None:
-        self.streams[stream].give(Until(lambda: ctypes.c_int32.from_address(address).value >= value))
-
-    def _copy(self, stream: int, to: int, source: int, size: int) -> None:
-        self.streams[stream].give(lambda: ctypes.memmove(to, source, size))
 
     @property
     def current(self) -> Stream:

@@ -10,5 +10,13 @@ _signals = partial(Section, seconds=120, usual=True, nvidia="TMA and its fence; 
 SECTIONS = {
     "order": _signals("arrival.signals:order", "whether TMA reads what a signal announces, with and without the fence"),
     "polling": _signals("arrival.signals:polling", "the power and the time that waiting workers cost"),
+    "host_to_device": Section(
+        "arrival.host_to_device:host_to_device",
+        "a pinned tensor and its matmul beside the same by hand, two clocks",
+        120,
+    ),
+    "chunk_cost": Section(
+        "arrival.host_to_device:chunk_cost", "what a chunk costs the link, by what stands between two copies", 20
+    ),
     "stream": Section("arrival.stream:stream", "a matmul whose input is copied to the GPU while it runs", 300),
 }

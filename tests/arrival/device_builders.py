@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fake_cuda import DEVICE, FakeCuda
+from tilestream.arrival import lanes
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import DeviceSignals, GateWords
 from tilestream.arrival.landing import DeviceLanding
@@ -49,8 +50,8 @@ def pinned(cuda: FakeCuda, x: torch.Tensor) -> Source:
 
 def on_gpu(source: Source, chunks: Chunks, pivot: int = 0, fill: float = math.nan, by_kernel: bool = False) -> Stream:
     """As `stream_in` does it for a GPU: here, a fake one. The tensor is ``fill`` before the rows land."""
-    arrival = Arrival.ragged(chunks.bounds, pivot)
-    arrival._signals = DeviceSignals(chunks.count, DEVICE)
-    landing = DeviceLanding(source.tensor, DEVICE)
+    lane = lanes.take(chunks.count, DEVICE, torch.cuda.current_stream().cuda_stream)
+    arrival = Arrival.ragged(chunks.bounds, pivot).with_signals(DeviceSignals(chunks.count, DEVICE, lane=lane))
+    landing = DeviceLanding(source.tensor, DEVICE, lane)
     landing.tensor.fill_(fill)
     return Stream(arrival, source, landing, by_kernel)

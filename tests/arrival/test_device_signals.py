@@ -19,6 +19,7 @@ from tilestream.arrival import device_words
 from tilestream.arrival.device import DeviceSignals, PeerSignals
 from tilestream.core.error_record import EXPIRED, FAILED, Record
 from tilestream.core.errors import ProducerStopped
+from tilestream.runtime import driver
 
 GONE = OSError("the disk is gone")
 
@@ -30,11 +31,10 @@ def signal_on(cuda: FakeCuda, stream: Stream, signals: DeviceSignals, *chunks: i
 
 
 def in_row(cuda: FakeCuda, stream: Stream, signals: DeviceSignals, *chunks: int) -> None:
-    with cuda.on(stream):
-        write, end = signals.set_in_row(sorted(chunks))
-        for chunk in chunks:
-            write(chunk)
-        end()
+    address = signals.begin_row(stream)
+    for chunk in chunks:
+        driver.stream_write(stream.cuda_stream, address + 4 * chunk, signals.epoch)
+    signals.end_row(chunks, stream, device_words.event_on(stream))
 
 
 def failed(key: int, epoch: int = 1, why: int = FAILED) -> Record:
@@ -160,9 +160,7 @@ class TestTwoStreams:
     def test_a_row_that_ends_early_is_known_of(self, cuda):
         signals, stream = make(), cuda.stream()
         launch = signals.use()
-        with cuda.on(stream):
-            write, _ = signals.set_in_row(range(3))
-            write(1)
+        in_row(cuda, stream, signals, 1)
         signals.fail(GONE)
         cuda.run()
         assert seen(launch) == ["failed", "here", "failed"]

@@ -19,7 +19,7 @@ import torch
 from device_builders import on_gpu, pinned, refused
 
 from fake_cuda import FakeCuda, Until
-from tilestream.arrival import kernel_copies, landing
+from tilestream.arrival import kernel_copies
 from tilestream.arrival.device import DeviceSignals, GateWords
 from tilestream.arrival.flat import Awaited
 from tilestream.arrival.sources import tensor_source
@@ -99,7 +99,8 @@ def not_fit() -> RuntimeError:
 
 class TestOnceAnEpoch:
     def test_nothing_happens_before_there_is_a_reader_and_the_first_launch_copies(self, cuda, x):
-        assert all(stream.query() for stream in cuda.streams)
+        cuda.run()
+        assert x.tensor.isnan().all()
         assert not x.done
         assert "by the kernel that reads it first" in x.explain()
         first, second = launch(cuda, x)[0], launch(cuda, x)[0]
@@ -227,16 +228,16 @@ class TestByTheEngine:
     @pytest.mark.parametrize("who", ["engine", "kernel"])
     def test_copies_that_it_failed_to_begin_are_still_to_be_made(self, cuda, x, monkeypatch, issued, who):
         """After ``issued`` copies the driver raises. The next copies come behind those."""
-        left = [issued]
+        left, copy = [issued], cuda.driver.copy_in
 
         def copy_in(*how):
             if not left[0]:
                 raise RuntimeError("CUDA error: out of memory")
             left[0] -= 1
-            cuda._copy(*how)
+            copy(*how)
 
         with monkeypatch.context() as patch:
-            patch.setattr(landing, "copy_in", copy_in)
+            patch.setattr(cuda.driver, "copy_in", copy_in)
             with pytest.raises(RuntimeError, match="out of memory"):
                 x.wait(0.01)
         assert not x.done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import threading
 import weakref
 from dataclasses import replace
@@ -11,21 +12,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from device_builders import on_gpu, pinned
+from device_builders import on_gpu, pinned, seen, there
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from strategies import chunkings
+from tilestream.arrival import landing, lanes
 from tilestream.arrival.files import RangeReader, find_matrix
-from tilestream.arrival.landing import DeviceLanding, Landing
+from tilestream.arrival.landing import Landing
 from tilestream.arrival.sources import as_rows, file_source, iterator_source, tensor_source
-from tilestream.arrival.stream import Stream
+from tilestream.arrival.stream import Stream, open_streams
 from tilestream.core.chunks import Chunks
 from tilestream.core.error_record import FAILED, Record
 from tilestream.core.errors import ProducerStopped
 from tilestream.runtime import channel as channels
+from tilestream.runtime import streams as streams_module
 from tilestream.runtime.channel import Channel
 
 LONG = 30.0
@@ -189,14 +192,187 @@ class TestRows:
 
     @pytest.mark.parametrize("bounds", [(0, 0, 4, 6), (0, 4, 6, 6), (0, 0, 0, 6, 6, 6), (0, 0, 0), (0, 2, 2, 6)])
     @pytest.mark.parametrize("pivot", [0, 1])
-    def test_the_last_copy_is_torchs_so_that_its_allocator_knows_of_the_source(self, cuda, monkeypatch, bounds, pivot):
-        landed, land = [], DeviceLanding.land
-        monkeypatch.setattr(DeviceLanding, "land", lambda *a: (landed.append(a[1:]), land(*a)))
+    def test_all_is_issued_by_one_sequence_and_nothing_else(self, cuda, bounds, pivot):
+        """A copy for each chunk with rows, a signal for each chunk: between what orders them, and the event behind."""
+        chunks = len(bounds) - 1
         stream = on_gpu(pinned(cuda, matrix(bounds[-1])), Chunks(bounds), pivot)
-        order = [(pivot + step) % (len(bounds) - 1) for step in range(len(bounds) - 1)]
-        with_rows = [bounds[c : c + 2] for c in order if bounds[c] < bounds[c + 1]]
-        assert landed == with_rows[-1:]
-        stream.wait()
+        for _ in range(2):
+            asked = []
+            for step in range(chunks):
+                chunk = (pivot + step) % chunks
+                asked += ["copy_in"] * (bounds[chunk] < bounds[chunk + 1]) + ["stream_write"]
+            assert cuda.driver.calls == ["record_event", "wait_event", *asked, "record_event"]
+            stream.wait()
+            cuda.driver.calls.clear()
+            stream.restart()
+
+    @pytest.mark.parametrize("done", range(9))
+    def test_where_the_driver_refuses_what_was_issued_is_there_and_the_rest_has_failed(self, cuda, monkeypatch, done):
+        left = [done]
+
+        def limited(function):
+            def call(*how):
+                left[0] -= 1
+                if left[0] == -1:
+                    raise RuntimeError("CUDA error: out of memory")
+                function(*how)
+
+            return call
+
+        x = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2), 1)
+        x.wait()
+        x.tensor.fill_(math.nan)
+        with monkeypatch.context() as patch:
+            for name in ("record_event", "wait_event", "copy_in", "stream_write"):
+                patch.setattr(cuda.driver, name, limited(getattr(cuda.driver, name)))
+            x.restart()
+            launch = x.arrival._signals.use()
+        order = [1, 2, 0][: max(0, (done - 2) // 2)]
+        cuda.run()
+        assert there(launch) == sorted(order)
+        assert [state for state in seen(launch) if state != "here"] == ["failed"] * (3 - len(order))
+        for chunk in order:
+            assert torch.equal(x.tensor[2 * chunk : 2 * chunk + 2], matrix(6)[2 * chunk : 2 * chunk + 2])
+        with pytest.raises(RuntimeError, match=rf"out of memory; this is operation {done} of 9"):
+            x.wait()
+        x.restart()
+        assert torch.equal(x.wait(), matrix(6))
+
+
+class TestLanes:
+    def stream(self, cuda, rows=6, per=2, source=None):
+        source = matrix(rows) + cuda.driver.calls.count("copy_in") if source is None else source
+        return on_gpu(pinned(cuda, source), Chunks.uniform(rows, per))
+
+    def test_a_stream_takes_the_lane_that_one_before_has_left(self, cuda):
+        x = self.stream(cuda)
+        lane, epoch = x._landing._lane, x.arrival.epoch
+        x.wait()
+        del x
+        made = len(cuda.streams)
+        y = self.stream(cuda)
+        assert y._landing._lane is lane
+        assert y.arrival.epoch == epoch + 1
+        assert torch.equal(y.wait(), y._source.tensor)
+        assert len(cuda.streams) == made
+        other = self.stream(cuda, per=3)  # of two chunks
+        assert other._landing._lane is not lane
+
+    def test_while_the_copies_are_under_way_it_is_taken_behind_the_same_stream_alone(self, cuda):
+        x, elsewhere = self.stream(cuda), cuda.stream()
+        lane = x._landing._lane
+        kept = x.tensor, x._source.tensor
+        del x
+        with cuda.on(elsewhere):
+            y = self.stream(cuda)
+        assert y._landing._lane is not lane
+        z = self.stream(cuda)
+        assert z._landing._lane is lane
+        cuda.run()
+        assert torch.equal(*kept)
+        assert torch.equal(y.tensor, y._source.tensor)
+        assert torch.equal(z.tensor, z._source.tensor)
+
+    @settings(max_examples=60)
+    @given(data=st.data())
+    def test_a_launch_of_an_earlier_stream_finds_its_own_chunks_in_any_order(self, data):
+        """Streams one after the other on one lane; their launches run late, and look at what they were told."""
+        with fake_cuda() as cuda:
+            readers = [cuda.streams[0], cuda.stream(), cuda.stream()]
+            launches = []
+            for _ in range(data.draw(st.integers(1, 5))):
+                x = self.stream(cuda, source=torch.rand(6, 4))
+                source, tensor, launch = x._source.tensor, x.tensor, None
+                if data.draw(st.booleans()):
+                    with cuda.on(data.draw(st.sampled_from(readers))):
+                        launch = x.arrival._signals.use()
+                launches.append((source, tensor.fill_(math.nan), launch))
+                if data.draw(st.booleans()):
+                    x.restart()
+                del x
+                for _ in range(data.draw(st.integers(0, 4))):
+                    data.draw(st.sampled_from(cuda.streams)).run(data.draw(st.integers(1, 5)))
+                    for rows, landed, told in launches:
+                        for chunk in [] if told is None else there(told):
+                            here = slice(2 * chunk, 2 * chunk + 2)
+                            assert torch.equal(landed[here], rows[here]), "signalled before it was copied"
+            cuda.run()
+            assert all(told is None or len(there(told)) == 3 for _, _, told in launches)
+            assert all(torch.equal(rows, landed) for rows, landed, _ in launches)
+
+    @pytest.mark.parametrize("spoilt", ["failed", "signalled elsewhere", "missing"])
+    def test_a_lane_whose_last_epoch_is_not_whole_is_dropped(self, cuda, spoilt):
+        x = self.stream(cuda)
+        x.wait()
+        lane = x._landing._lane
+        if spoilt == "failed":
+            x.arrival.fail(OSError("gone"))
+        else:
+            x.arrival.advance()
+            for chunk in range(3 if spoilt == "signalled elsewhere" else 0):
+                x.arrival.signal(chunk)
+        del x
+        assert self.stream(cuda)._landing._lane is not lane
+
+    def test_an_iterators_failure_is_told_though_launches_of_the_lanes_last_stream_still_look(self, cuda):
+        reader = cuda.stream()
+        x = self.stream(cuda)
+        with cuda.on(reader):
+            earlier = x.arrival._signals.use()
+            found = []
+            reader.give(lambda: found.extend(there(earlier)))
+        lane = x._landing._lane
+        del x
+        y = on_gpu(failing(), Chunks.uniform(6, 2))
+        assert y._landing._lane is lane
+        for thread in y._filling.threads:
+            thread.join(LONG)
+        launch = y.arrival._signals.use()
+        for stream in reversed(cuda.streams):
+            stream.run()
+        cuda.run()
+        assert found == [0, 1, 2]
+        assert seen(launch) == ["here", "failed", "failed"]
+
+    def test_at_most_so_many_wait(self, cuda):
+        streams = [self.stream(cuda) for _ in range(12)]
+        cuda.run()
+        del streams
+        gc.collect()
+        (idle,) = lanes._idle.values()
+        assert len(idle) == 8
+        assert sum(one in cuda.streams for given in streams_module._idle.values() for one in given) == 4, (
+            "the others' streams were given back"
+        )
+
+    def test_the_source_outlives_a_dropped_stream_by_a_copy_of_torchs(self, cuda, monkeypatch):
+        copied, copy = [], torch.Tensor.copy_
+        monkeypatch.setattr(
+            torch.Tensor, "copy_",
+            lambda to, other, non_blocking=False: copied.append((other.data_ptr(), cuda.current)) or copy(to, other),
+        )  # fmt: skip
+        x = self.stream(cuda)
+        source, lane = x._source.tensor.data_ptr(), x._landing._lane
+        del x
+        assert copied == [(source, lane.stream)], "behind the copies that read it"
+        y = self.stream(cuda)
+        y.wait()
+        del y
+        assert len(copied) == 1, "none where nothing is under way"
+
+    def test_a_source_that_is_dropped_in_a_capture_is_kept_until_the_next_filling(self, cuda, monkeypatch):
+        monkeypatch.setattr(landing, "_kept", [])
+        x = self.stream(cuda)
+        source = weakref.ref(x._source.tensor)
+        cuda._pinned.clear()
+        with cuda.capture() as graph:
+            del x
+            gc.collect()
+        assert source() is not None
+        assert graph.work == []
+        cuda.run()
+        self.stream(cuda)
+        assert source() is None
 
 
 class TestDevice:
@@ -248,10 +424,56 @@ class TestDevice:
         del x
         gc.collect()
         assert gone() is None
-        with on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2)) as second:
+        with cuda.on(cuda.stream()), on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2)) as second:
             assert second._landing.stream is not copies, "it is still at work"
             cuda.run()
         assert torch.equal(kept, matrix(6))
+
+
+class TestFilled:
+    """Whether an op that is issued now, and waits for nothing, would find all rows."""
+
+    def test_where_a_launch_in_front_waits_for_them_and_when_they_have_come(self, cuda):
+        x, reader, other = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2)), cuda.stream(), cuda.stream()
+        for _ in range(2):
+            assert list(open_streams) == [x.tensor.data_ptr()]
+            assert not x.is_filled_here
+            with cuda.on(reader):
+                x.arrival._signals.use()
+                assert x.is_filled_here
+            with cuda.on(other):
+                assert not x.is_filled_here
+            with cuda.capture():
+                assert x.is_filled_here, "a replay comes when the graph's owner says so"
+            cuda.run()
+            assert x.is_filled_here
+            assert not open_streams
+            with cuda.on(reader):
+                x.restart()  # the launch there waits for the epoch before
+                assert not x.is_filled_here
+        del x
+        assert not open_streams
+
+    @pytest.mark.parametrize("fed", ["by a thread", "at once"])
+    def test_never_where_the_producer_has_failed(self, cuda, fed):
+        x = on_gpu(failing() if fed == "by a thread" else pinned(cuda, matrix(6)), Chunks.uniform(6, 2))
+        x._filling.join(None)  # runs the streams
+        x.arrival.fail(OSError("gone"))
+        cuda.run()
+        assert x.done
+        assert not x.is_filled_here
+
+    def test_not_before_a_kernel_has_taken_the_copies(self, cuda):
+        x = on_gpu(pinned(cuda, matrix(6)), Chunks.uniform(6, 2), by_kernel=True)
+        cuda.run()
+        assert not x.is_filled_here
+        x.wait()
+        assert x.is_filled_here
+        x.restart()
+        assert not x.is_filled_here
+        with cuda.capture(), x.arrival._signals.copying():
+            x.arrival._signals.take_copies(4)
+        assert x.is_filled_here, "by the replays"
 
 
 class TestErrors:

@@ -23,7 +23,15 @@ from strategies import chunkings
 from tilestream.arrival import Outcome, Signals
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.sources import Source, file_source
-from tilestream.arrival.stream import CHUNK_BYTES, Stream, default_rows_per_chunk, stream_in
+from tilestream.arrival.stream import (
+    CHUNK_BYTES,
+    CHUNK_SECONDS,
+    LINK_BYTES,
+    Stream,
+    default_rows_per_chunk,
+    gpu_rows_per_chunk,
+    stream_in,
+)
 
 LONG = 30.0
 F32 = torch.float32
@@ -556,6 +564,38 @@ def test_default_chunks_are_four_to_1024(rows, row_bytes):
     assert 1 <= size <= rows
     assert -(-rows // size) <= 1024
     assert -(-rows // size) >= min(rows, 3), "four, or three where the rounding up leaves the last without rows"
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "expected"),
+    [
+        (16384, 16384, 768),  # 268 MB, 4.9 ms: 22 chunks
+        (8192, 16384, 512),  # 134 MB: 16
+        (65536, 8192, 2048),  # 537 MB, at the bound of 32
+        (4096, 8192, 512),  # 34 MB, 0.6 ms: 8
+        (4096, 28672, 256),
+        (1 << 20, 1 << 16, 1 << 15),  # 69 GB: still 32
+        (1024, 1024, 512),  # 1 MB, 19 us: two
+        (128, 1 << 20, 8),  # few rows, and long: 16
+        (0, 8, 1), (5, 0, 5), (1, 1 << 30, 1),
+    ],
+)  # fmt: skip
+def test_default_chunks_to_a_gpu_are_as_few_as_the_size_is_worth(rows, row_bytes, expected):
+    assert gpu_rows_per_chunk(rows, row_bytes) == expected
+
+
+@given(st.integers(1, 10**7), st.integers(1, 10**6))
+def test_default_chunks_to_a_gpu_cost_little_more_than_the_best_number_of_them(rows, row_bytes):
+    size, seconds = gpu_rows_per_chunk(rows, row_bytes), rows * row_bytes / LINK_BYTES
+    assert 1 <= size <= rows
+    assert -(-rows // size) <= 32
+
+    def cost(per: int) -> float:
+        return -(-rows // per) * CHUNK_SECONDS + seconds * per / rows
+
+    best = min(cost(-(-rows // count)) for count in range(1, min(rows, 32) + 1))
+    # A multiple of 256 is never more than a half off, where there are rows for two chunks.
+    assert cost(size) <= 1.5 * best + CHUNK_SECONDS
 
 
 def test_the_public_name_is_this_one():

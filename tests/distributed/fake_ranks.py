@@ -224,7 +224,8 @@ def patch_driver(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> Clock:
             events.append(self)
 
     performed = {
-        "stream_write": write, "stream_wait": wait, "copy_across": cuda._copy, "copy_in": cuda._copy,
+        "stream_write": write, "stream_wait": wait, "copy_across": cuda.driver.copy_across,
+        "copy_in": cuda.driver.copy_in,
         "record_event": lambda stream, event: events[event].record(cuda.streams[stream]),
         "wait_event": lambda stream, event: cuda.streams[stream].wait_event(events[event]),
     }  # fmt: skip

@@ -107,7 +107,6 @@ def test_where_the_kernel_publishes_a_reader_waits_for_the_pivot_chunk(cuda, lau
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_a_sums_product_is_published_by_the_kernel_or_a_launch_a_chunk(cuda, launches, monkeypatch, by_kernel):
     told, stream, publication = [], cuda.stream(), module.Publication(4, DEVICE)
-    monkeypatch.setattr(module, "stream_write", cuda._write)
     if by_kernel:
         monkeypatch.setattr(module.gpu, "find", lambda *args, **how: told.append(how) or told.append)
     a, b, out = rand(50, 8), rand(8, 6), nans(50, 6)

@@ -11,38 +11,45 @@ anything until `reset` (invariant 6).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from tilestream.arrival.lanes import Lane, Words, event_on
 from tilestream.arrival.signals import Signals
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import stream_write
+from tilestream.runtime.sequence import Event
 from tilestream.runtime.streams import aside
 
 #: Words that captured launches and signals know by address: a graph may live for ever.
 _captured_stores: list[torch.Tensor] = []
 
 
-class _Last(NamedTuple):
+#: Streams that launches on a lane were issued on: with more it is dropped.
+_MOST_USERS = 32
+
+
+class Last(NamedTuple):
     """Where a chunk was last signalled, and the moment after it."""
 
     stream: int
-    event: torch.cuda.Event
+    event: torch.cuda.Event | Event
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Have ``stream`` wait for that moment."""
+        if isinstance(self.event, Event):
+            self.event.hold(stream.cuda_stream)
+        else:
+            stream.wait_event(self.event)
 
 
 def zero(words: torch.Tensor) -> None:
     """Zero them, on the current stream."""
     with torch.inference_mode():  # words made in that mode are changed in no other
         words.zero_()
-
-
-def event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind what ``stream`` was given so far."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
 
 
 class DeviceWords(Signals):
@@ -56,9 +63,17 @@ class DeviceWords(Signals):
         The GPU.
     words
         The caller's own ``int32[count]`` there; None for ours.
+    lane
+        Whose words they are, where a `tilestream.Stream` signals them; the epochs go on from its last.
     """
 
-    def __init__(self, count: int, device: torch.device, words: torch.Tensor | None = None) -> None:
+    _lane: Lane | None = None
+    #: Whether a graph knows our words.
+    _in_graph_too = False
+
+    def __init__(
+        self, count: int, device: torch.device, words: torch.Tensor | None = None, lane: Lane | None = None
+    ) -> None:
         super().__init__(count)
         self.device, self.self_reset = str(device), words is not None
         self._device = device
@@ -69,21 +84,33 @@ class DeviceWords(Signals):
             )
         channel(device)  # what a launch reports to, made while nothing is captured
         self._theirs = words
-        size = 0 if words is not None else count
-        with torch.inference_mode(False):
-            self._store = torch.zeros(2 * size + 1, dtype=torch.int32, device=device)
-        self._eager, captured, self._quarantine = self._store.split([size, size, 1])
+        own = Words(0 if words is not None else count, device) if lane is None else lane.words
+        self._store, self._eager, self._quarantine = own.store, own.eager, own.quarantine
         #: Words that are 0 or not: a caller's own, else those of captured launches.
-        self._flags = captured if words is None else words
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream()
-            self._zeroed = event_on(stream)
-            self._streams = {stream.cuda_stream}
+        self._flags = own.captured if words is None else words
+        self._zeroed, self._streams = own.zeroed, own.streams
         self._issued = [0] * count
-        self._last: list[_Last | None] = [None] * count
+        self._last: list[Last | None] = [None] * count
         self._waiting: dict[int, int] = {}  # by stream: the epoch that its last launch waits for
         self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's eager launches
         self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
+        if lane is not None:
+            self._lane, self.epoch, self._users = lane, lane.epoch + 1, dict(lane.users)
+            self._last = [Last(lane.handle, lane.landed)] * count
+
+    def __del__(self) -> None:
+        """Leave the lane. The garbage collector may call this in any thread."""
+        lane = self._lane
+        if lane is not None and not sys.is_finalizing():
+            lane.epoch = self.epoch
+            lane.users |= self._users
+            lane.leave(
+                self._error is None
+                and not self._in_graph_too
+                and len(lane.users) <= _MOST_USERS
+                and self._issued.count(self.epoch) == self.count
+                and all(last is not None and last.stream == lane.handle for last in self._last)
+            )
 
     def _settle(self, stream: torch.cuda.Stream) -> None:
         """Before ``stream`` first touches our words: they are zeroed by then, and its use of them is known to torch."""
@@ -100,6 +127,7 @@ class DeviceWords(Signals):
     def _keep(self, *tensors: torch.Tensor) -> None:
         """A graph that is being captured knows these by address."""
         _captured_stores.extend(tensors)
+        self._in_graph_too = True
 
     # Producers -----------------------------------------------------------------------------------------------------
 
@@ -148,25 +176,22 @@ class DeviceWords(Signals):
         self._keep(self._flags)
         self._write(stream, self._flags, chunk, 1)
 
-    def set_in_row(self, order: Sequence[int]) -> tuple[Callable[[int], None], Callable[[], None]]:
-        """`set` for all of these chunks of the present epoch, on the stream that is current now, at less cost.
-
-        Returns
-        -------
-        write, end
-            ``write(chunk)`` issues a signal; ``end()`` comes after the last.
-        """
-        stream, now = torch.cuda.current_stream(self._device), self.epoch
+    def begin_row(self, stream: torch.cuda.Stream) -> int:
+        """Signals of the present epoch are about to be issued on ``stream`` by a sequence. The address of the words."""
         self._settle(stream)
-        for chunk in order:
-            self._follow(chunk, stream)
-        handle, address, issued = stream.cuda_stream, self._eager.data_ptr(), self._issued
+        for last in {last for last in self._last if last is not None and last.stream != stream.cuda_stream}:
+            last.hold(stream)
+        address: int = self._eager.data_ptr()
+        return address
 
-        def write(chunk: int) -> None:
-            issued[chunk] = now
-            stream_write(handle, address + 4 * chunk, now)
-
-        return write, lambda: self._wrote(order, stream)
+    def end_row(self, chunks: Sequence[int], stream: torch.cuda.Stream, event: torch.cuda.Event | Event) -> None:
+        """Signals of these chunks were issued there, and ``event`` was recorded behind them."""
+        last = Last(stream.cuda_stream, event)
+        if len(chunks) == self.count:
+            self._issued, self._last = [self.epoch] * self.count, [last] * self.count
+            return
+        for chunk in chunks:
+            self._issued[chunk], self._last[chunk] = self.epoch, last
 
     @staticmethod
     def _write(stream: torch.cuda.Stream, words: torch.Tensor, chunk: int, value: int) -> None:
@@ -174,7 +199,7 @@ class DeviceWords(Signals):
 
     def _wrote(self, chunks: Iterable[int], stream: torch.cuda.Stream) -> None:
         """Signals of these chunks were issued on ``stream``."""
-        last = _Last(stream.cuda_stream, event_on(stream))
+        last = Last(stream.cuda_stream, event_on(stream))
         for chunk in chunks:
             self._last[chunk] = last
 
@@ -182,7 +207,7 @@ class DeviceWords(Signals):
         """Come after an earlier epoch's signal of this chunk, which would take the word back if it came later."""
         last = self._last[chunk]
         if last is not None and last.stream != stream.cuda_stream:
-            stream.wait_event(last.event)
+            last.hold(stream)
 
     def _fail_chunks(self, chunks: Iterable[int], stream: torch.cuda.Stream) -> None:
         """Signal that these will not come in the present epoch."""
@@ -192,7 +217,12 @@ class DeviceWords(Signals):
     def _signalled_by_launch(self, stream: torch.cuda.Stream, end: torch.cuda.Event, epoch: int) -> None:
         """A launch on ``stream`` that signals all chunks of an epoch was issued; ``end`` is behind it."""
         self._issued = [epoch] * self.count
-        self._last = [_Last(stream.cuda_stream, end)] * self.count
+        self._last = [Last(stream.cuda_stream, end)] * self.count
+
+    @property
+    def awaited_here(self) -> bool:
+        """Whether a launch on the current stream waits for the present epoch."""
+        return self._waiting.get(torch._C._cuda_getCurrentRawStream(self._device.index)) == self.epoch
 
     # Epochs --------------------------------------------------------------------------------------------------------
 
@@ -204,6 +234,16 @@ class DeviceWords(Signals):
                 self._wipe()
             self.epoch += 1
             return self.epoch
+
+    def advance_at_once(self) -> None:
+        """As `advance`, where all signals are issued before anything else is; `retire` follows where that fails."""
+        with self._bell:
+            self.epoch += 1
+
+    def retire(self) -> None:
+        """The launches so far are over for `fail`, which comes behind them."""
+        with self._bell:
+            self._retire()
 
     def clear(self) -> None:
         """Nothing to do: the launch that has seen all signals zeroes a caller's own words."""
@@ -235,13 +275,14 @@ class DeviceWords(Signals):
 
     def _come_behind_all(self, stream: torch.cuda.Stream) -> None:
         """Behind the launches that wait for earlier epochs, and behind all signals that were issued."""
-        for event in (*self._signal_ends(stream), *self._over.values()):
+        for last in self._signal_ends(stream):
+            last.hold(stream)
+        for event in self._over.values():
             stream.wait_event(event)
 
-    def _signal_ends(self, stream: torch.cuda.Stream) -> frozenset[torch.cuda.Event]:
-        """Behind the signals that were issued on other streams."""
-        others = (last for last in self._last if last is not None and last.stream != stream.cuda_stream)
-        return frozenset(last.event for last in others)
+    def _signal_ends(self, stream: torch.cuda.Stream) -> frozenset[Last]:
+        """The signals that were issued on other streams."""
+        return frozenset(last for last in self._last if last is not None and last.stream != stream.cuda_stream)
 
     # Looking -------------------------------------------------------------------------------------------------------
 

@@ -157,6 +157,11 @@ class KernelCopies:
             return None
         return "engine" if self._taker is None else "kernel"
 
+    @property
+    def captured(self) -> bool:
+        """Whether a graph makes them, too, at each replay."""
+        return self._graph is not None
+
     def signals_in(self, graph: int) -> torch.Tensor | None:
         """The signals, ``int32[chunks]``, of the launch of this graph that makes the copies; None where none does."""
         return self._graph[1] if self._graph is not None and self._graph[0] == graph else None

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from tilestream.arrival.kernel_copies import KernelCopies
+from tilestream.arrival.lanes import Lane, event_on
 from tilestream.arrival.sources import as_rows
-from tilestream.runtime.driver import copy_in
-from tilestream.runtime.streams import lend_to
+from tilestream.runtime.sequence import (
+    CopyIn,
+    Event,
+    Operation,
+    Record,
+    Sequence,
+    SequenceError,
+    Slot,
+    WaitEvent,
+    Write,
+)
+from tilestream.runtime.streams import on_device
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
     from tilestream.arrival.signals import Signals
     from tilestream.core.chunks import Chunks
+
+#: Seconds for which the host looks again at once: a sleep of any length takes a tenth of a millisecond or more.
+_SPIN_SECONDS = 0.02
+#: Sources that were dropped while a graph was captured, and the events behind their copies: until the next filling.
+_kept: list[tuple[torch.Tensor, Event]] = []
 
 
 class Landing:
@@ -28,14 +46,15 @@ class Landing:
     ----------
     tensor
         What the stream fills.
-    how
-        For people; empty where nothing happens here.
     """
-
-    how = ""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+
+    @property
+    def how(self) -> str:
+        """For people; empty where nothing happens here."""
+        return ""
 
     def begin(self) -> None:
         """A filling begins; called by the thread that begins it."""
@@ -47,8 +66,8 @@ class Landing:
     def land(self, begin: int, end: int) -> None:
         """Rows [begin, end) have been brought."""
 
-    def land_all(self, chunks: Chunks, order: Sequence[int], signals: Signals) -> bool:
-        """All rows are there: land and signal them all, in this order of their chunks. False: nothing was done."""
+    def fill(self, chunks: Chunks, pivot: int, signals: Signals) -> bool:
+        """All rows are there: land and signal them all, from the pivot's chunk on. False: nothing was done."""
         return False
 
     def end(self) -> None:
@@ -59,6 +78,26 @@ class Landing:
         return True
 
 
+@functools.lru_cache(maxsize=64)
+def filling(chunks: Chunks, pivot: int, row_bytes: int) -> tuple[Sequence, tuple[int, ...]]:
+    """The copies and signals of a filling as one sequence; how many operations go before each chunk's signal is behind.
+
+    Its slots: the stream that it comes behind, the lane's, where the rows go, where they are, the words, the epoch, and
+    the lane's events.
+    """
+    behind, lane, to, source, words, epoch, ready, landed = map(Slot, range(8))
+    operations: list[Operation] = [Record(behind, ready), WaitEvent(lane, ready)]
+    signalled = []
+    for step in range(chunks.count):
+        chunk = (pivot + step) % chunks.count
+        begin, end = (row_bytes * row for row in chunks.range_of(chunk))
+        if begin < end:
+            operations.append(CopyIn(lane, to + begin, source + begin, end - begin))
+        operations.append(Write(lane, words + 4 * chunk, epoch))
+        signalled.append(len(operations))
+    return Sequence(8, [*operations, Record(lane, landed)]), tuple(signalled)
+
+
 class DeviceLanding(Landing):
     """Rows go on to a GPU, by its copy engine, in the order of a stream of their own.
 
@@ -66,22 +105,47 @@ class DeviceLanding(Landing):
     copies overwrite the tensor behind what the stream that was current when the filling began was given to read it.
     """
 
-    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
-        with torch.inference_mode(False):
+    def __init__(self, host: torch.Tensor, device: torch.device, lane: Lane) -> None:
+        inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+        with inference:
             super().__init__(torch.empty(host.shape, dtype=host.dtype, device=device))
         self._host = host
         self._device = device
-        self.stream = lend_to(self, device)
-        self._landed = torch.cuda.Event()
+        self._lane = lane
+        self.stream = lane.stream
+        self._is_pinned = host.is_pinned()
+        #: Whether the driver copies the rows from where they are, without torch.
+        self._in_place = self._is_pinned and host.is_contiguous()
         # Freed, the memory is not handed out again before the copies into it are done (invariant 9).
         self.tensor.record_stream(self.stream)
-        self.how = f"copied to {device}" + ("" if host.is_pinned() else " from memory that is not pinned")
+
+    def __del__(self) -> None:
+        """Have torch's allocator of pinned memory keep the source for copies under way: it knows of torch's alone."""
+        if not getattr(self, "_in_place", False) or sys.is_finalizing():
+            return
+        landed = self._lane.landed
+        try:
+            if torch.cuda.is_current_stream_capturing():  # which an event that is asked for would end
+                _kept.append((self._host, landed))
+            elif not landed.query():
+                with torch.cuda.stream(self.stream), torch.inference_mode():
+                    mark = torch.empty(1, dtype=self._host.dtype, device=self._device)
+                    mark.copy_(self._host.view(-1)[:1], non_blocking=True)
+        except Exception:  # no memory for one element
+            landed.synchronize()
+
+    @property
+    def how(self) -> str:
+        """See `Landing`."""
+        return f"copied to {self._device}" + ("" if self._is_pinned else " from memory that is not pinned")
 
     def begin(self) -> None:
         """See `Landing`."""
         # Once a filling: where rows are no view of the source, this is a copy of it.
         self._rows = as_rows(self._host)
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self._device)
+        self._lane.behind = current.cuda_stream
+        self.stream.wait_stream(current)
 
     def issuing(self) -> AbstractContextManager[object]:
         """See `Landing`."""
@@ -92,31 +156,36 @@ class DeviceLanding(Landing):
         with torch.inference_mode():
             as_rows(self.tensor)[begin:end].copy_(self._rows[begin:end], non_blocking=True)
 
-    def land_all(self, chunks: Chunks, order: Sequence[int], signals: Signals) -> bool:
-        """See `Landing`.
-
-        Copies go to the driver without torch, which would take longer to issue one than a small chunk takes to copy.
-        The last one is torch's, so that its allocator knows until when the source is in use (invariant 9).
-        """
-        if not self._rows.is_contiguous() or not self._rows.is_pinned():
+    def fill(self, chunks: Chunks, pivot: int, signals: Signals) -> bool:
+        """See `Landing`. Where the driver refuses, what was issued is signalled, and the rest is not."""
+        if not self._in_place:
             return False
-        to, source, stream = self.tensor.data_ptr(), self._rows.data_ptr(), self.stream.cuda_stream
-        size = self._rows.shape[1] * self._rows.element_size()
-        signal, signalled = cast("DeviceSignals", signals).set_in_row(order)
-        last = next((chunk for chunk in reversed(order) if chunks.bounds[chunk] < chunks.bounds[chunk + 1]), -1)
-        for chunk in order:
-            begin, end = chunks.range_of(chunk)
-            if chunk == last:
-                self.land(begin, end)
-            elif begin < end:
-                copy_in(stream, to + begin * size, source + begin * size, (end - begin) * size)
-            signal(chunk)
-        signalled()
+        if _kept:
+            _kept[:] = [(source, landed) for source, landed in _kept if not landed.query()]
+        lane, signals = self._lane, cast("DeviceSignals", signals)
+        operations, signalled = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size())
+        words = signals.begin_row(self.stream)
+        lane.behind = behind = torch._C._cuda_getCurrentRawStream(self._device.index)
+        to, source = self.tensor.data_ptr(), self._host.data_ptr()
+        try:
+            with on_device(self._device):
+                operations.issue(
+                    behind, lane.handle, to, source, words, signals.epoch, lane.ready.handle, lane.landed.handle
+                )
+        except SequenceError as error:
+            count = bisect_right(signalled, error.done)
+            signals.end_row(
+                [(pivot + step) % chunks.count for step in range(count)], self.stream, event_on(self.stream)
+            )
+            lane.landed.record(lane.handle)
+            raise
+        signals.end_row(range(chunks.count), self.stream, lane.landed)
         return True
 
     def end(self) -> None:
         """See `Landing`."""
-        self._landed.record(self.stream)
+        with on_device(self._device):
+            self._lane.landed.record(self._lane.handle)
 
     def offer(self, chunks: Chunks, pivot: int) -> KernelCopies:
         """The copies, for a kernel to make: they are made here if none does.
@@ -139,29 +208,27 @@ class DeviceLanding(Landing):
                 f"stream_in: copies='kernel' of a source that begins at address {rows.data_ptr():#x}; a kernel copies "
                 "from a multiple of 16 on: source.clone().pin_memory(), or copies='engine'"
             )
-        order = [(pivot + step) % chunks.count for step in range(chunks.count)]
 
         def by_engine(signals: Signals) -> torch.cuda.Event:
-            self.begin()
             try:
-                with self.issuing():
-                    self.land_all(chunks, order, signals)
+                self.fill(chunks, pivot, signals)
             except BaseException:
                 torch.cuda.current_stream(self._device).wait_stream(self.stream)
                 raise
-            self.end()
-            return self._landed
+            return event_on(self.stream)
 
         return KernelCopies(rows, as_rows(self.tensor), chunks, pivot, by_engine, self.stream)
 
     def settled(self, timeout: float | None) -> bool:
         """See `Landing`."""
+        landed = self._lane.landed
         if timeout is None:
-            self._landed.synchronize()
+            landed.synchronize()
             return True
-        end = time.perf_counter() + timeout
-        while not self._landed.query():
-            if time.perf_counter() >= end:
+        begun = time.perf_counter()
+        while not landed.query():
+            waited = time.perf_counter() - begun
+            if waited >= timeout:
                 return False
-            time.sleep(0.0002)
+            time.sleep(0.0 if waited < _SPIN_SECONDS else 0.0002)
         return True

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from tilestream.arrival.device_words import DeviceWords, event_on
+from tilestream.arrival.device_words import DeviceWords, Last
+from tilestream.arrival.lanes import Lane, event_on
 from tilestream.runtime.driver import capture_id, stream_wait
 
 
@@ -55,8 +56,10 @@ class Publishing(DeviceWords):
     #: The stream of one that is being issued.
     _underway: torch.cuda.Stream | None = None
 
-    def __init__(self, count: int, device: torch.device, words: torch.Tensor | None = None) -> None:
-        super().__init__(count, device, words)
+    def __init__(
+        self, count: int, device: torch.device, words: torch.Tensor | None = None, lane: Lane | None = None
+    ) -> None:
+        super().__init__(count, device, words, lane)
         self._captures: set[int] = set()  # of launches that wait
 
     def publish(self) -> PublishWords:
@@ -167,10 +170,10 @@ class Publishing(DeviceWords):
         if stream is not None and self._theirs is not None:
             self._published = _Published(self.epoch, stream.cuda_stream, event_on(stream))
 
-    def _signal_ends(self, stream: torch.cuda.Stream) -> frozenset[torch.cuda.Event]:
+    def _signal_ends(self, stream: torch.cuda.Stream) -> frozenset[Last]:
         """The matmul's end, too."""
-        ends = super()._signal_ends(stream)
-        return ends if self._published is None else ends | {self._published.end}
+        ends, found = super()._signal_ends(stream), self._published
+        return ends if found is None else ends | {Last(found.stream, found.end)}
 
     def _come_behind_matmul(self, stream: torch.cuda.Stream) -> None:
         """Before a launch on ``stream`` that reads what a matmul of this GPU publishes: it has begun by then.

@@ -71,7 +71,8 @@ def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
         )
     if source.dim() < 2:
         raise ValueError(f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions")
-    source = source.detach()
+    if source.requires_grad:
+        source = source.detach()
     what = f"a CPU tensor {list(source.shape)} {str(source.dtype)[6:]}"
     if onward:
         return Source(source, lambda: what, lambda begin, end: _nothing, readers=0 if source.is_pinned() else 1)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast, final
 
 import torch
 
+from tilestream.arrival import lanes
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
+from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Job, Source, file_source, iterator_source, row_count, tensor_source
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
+from tilestream.core.schedule import MOST_QUEUES
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
+from tilestream.runtime.streams import on_device
 
 if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
@@ -28,11 +34,21 @@ if TYPE_CHECKING:
 #: Default size of a chunk of a file or a tensor: large enough for a disk's full speed, small enough to start early.
 CHUNK_BYTES = 8 * 2**20
 
-#: On a GPU a default chunk is a multiple of this many rows: a whole number of tiles, so that none reads two chunks.
+#: On a GPU a default chunk is a multiple of this many rows, whole tiles, so that none reads two chunks; or of a smaller
+#: power of two, where there are too few rows.
 GPU_ROWS = 256
+
+#: Bytes a second that one copy brings from pinned memory over PCIe 5.0 (16 lanes), and seconds for which the link idles
+#: between two chunks, at the signal. benchmarks/results/h100/stream.json: 268 MB (134 MB) take 4.84 ms (2.42) in one
+#: copy, and 5.25 ms (2.69) in 32 (16) chunks, of which some 0.1 ms were the host's, before the first.
+LINK_BYTES, CHUNK_SECONDS = 55e9, 10e-6
 
 #: What `stream_in` takes.
 Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
+
+
+#: Streams that may not have filled their tensors yet, by the address of the tensor's memory.
+open_streams: dict[int, weakref.ref[Stream]] = {}
 
 
 class _Filling:
@@ -70,6 +86,10 @@ class _Filling:
             self.join(None)
             raise
 
+    def halt(self) -> None:
+        """Have the threads end after the chunks that they are at."""
+        self.stop.set()
+
     def stop_at_exit(self, timeout: float) -> None:
         """See `tilestream.runtime.shutdown`."""
         self.stop.set()
@@ -99,8 +119,6 @@ class _Filling:
     def _run(self) -> None:
         cpu = time.thread_time()
         try:
-            if not self._source.readers and self._land_all():
-                return
             while (claim := self._claim()) is not None:
                 step, job = claim
                 job()
@@ -117,10 +135,6 @@ class _Filling:
                 if not self._running:
                     self._landing.end()
                     self._source.close()  # a stream that is not closed keeps no file open
-
-    def _land_all(self) -> bool:
-        with self._landing.issuing():
-            return self._landing.land_all(self._chunks, self._order, self._arrival._signals)
 
     def _claim(self) -> tuple[int, Job] | None:
         with self._lock:
@@ -147,16 +161,40 @@ class _Filling:
             self._source.end()
 
 
+class _Issued:
+    """A filling whose copies and signals were all issued when it began."""
+
+    cpu_seconds, issued = 0.0, True
+
+    def __init__(self, landing: Landing) -> None:
+        self._landing = landing
+
+    @property
+    def done(self) -> bool:
+        """Whether the copies are done."""
+        return self._landing.settled(0.0)
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the copies; whether they are done."""
+        return self._landing.settled(timeout)
+
+    def halt(self) -> None:
+        """Nothing is left to be stopped."""
+
+
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
     """What is left of ``timeout`` seconds, at each call; None where there is no bound."""
     end = time.perf_counter() + (timeout or 0.0)
     return lambda: None if timeout is None else max(0.0, end - time.perf_counter())
 
 
+@final
 class Stream:
     """A tensor that is being filled, and the arrival that says how far it is. Made by `stream_in`.
 
-    A context manager: leaving it stops the producer. `restart` fills the same tensor once more.
+    A context manager: leaving it stops the producer. `restart` fills the same tensor once more. `tilestream.matmul` and
+    its kin take the stream itself as the operand that arrives. Its tensor without its arrival they refuse, before
+    anything is launched, until it is filled.
 
     Attributes
     ----------
@@ -175,6 +213,8 @@ class Stream:
         self.tensor = self._landing.tensor
         self.arrival = arrival
         arrival._signals.streamed = True
+        self._memory = self.tensor.untyped_storage().data_ptr()
+        self._self = weakref.ref(self)
         self._chunks = arrival.chunks(row_count(self.tensor))
         self._copies: KernelCopies | None = None
         if by_kernel and self.tensor.numel():
@@ -182,11 +222,38 @@ class Stream:
             cast("DeviceSignals", arrival._signals).copies = self._copies
         self._begin()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_self"):
+            self._shut()
+
+    def _shut(self) -> None:
+        """It is open no more."""
+        if open_streams.get(self._memory) is self._self:
+            open_streams.pop(self._memory, None)
+
     def _begin(self) -> None:
         self.started = time.perf_counter()
-        self._filling = None
-        if self._copies is None:
+        if self._memory:
+            open_streams[self._memory] = self._self
+        self._filling: _Filling | _Issued | None = None
+        if self._copies is not None:
+            return
+        if self._source.readers or not self._fill():
+            if isinstance(self._landing, DeviceLanding):
+                cast("DeviceSignals", self.arrival._signals).retire()  # launches on the lane before
             self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing)
+
+    def _fill(self) -> bool:
+        """Issue all at once, where the source's rows can be copied from where they are; whether they can."""
+        signals = self.arrival._signals
+        try:
+            if not self._landing.fill(self._chunks, self.arrival.pivot, signals):
+                return False
+        except Exception as error:  # the call that waits for the rest shall see it
+            cast("DeviceSignals", signals).retire()
+            self.arrival.fail(error)
+        self._filling = _Issued(self._landing)
+        return True
 
     @property
     def cpu_seconds(self) -> float:
@@ -197,6 +264,21 @@ class Stream:
     def done(self) -> bool:
         """Whether the producer has ended."""
         return self._joined(0.0) if self._filling is None else self._filling.done
+
+    @property
+    def is_filled_here(self) -> bool:
+        """Whether what is issued now finds every row: all have come, or a launch in front of it waits for them."""
+        signals = self.arrival._signals
+        if isinstance(self._landing, DeviceLanding):
+            in_graphs = self._copies is not None and self._copies.captured
+            if in_graphs or torch.cuda.is_current_stream_capturing() or cast("DeviceSignals", signals).awaited_here:
+                return True  # what a replay brings is for the owner of the graph to say
+            filled = self.done and signals.error(signals.epoch) is None
+        else:
+            filled = all(signals.state())
+        if filled:
+            self._shut()
+        return filled
 
     def _joined(self, timeout: float | None) -> bool:
         """Wait until what was begun has ended, at most ``timeout`` seconds; whether it has."""
@@ -236,6 +318,7 @@ class Stream:
             raise error
         if self.tensor.is_cuda:
             check_device(self.tensor.device.index)
+        self._shut()
         return self.tensor
 
     def restart(self) -> None:
@@ -261,7 +344,10 @@ class Stream:
                 "at each replay, without it; else capture copies of your own, and arrival.signal() behind each"
             )
         self._source.rewind()
-        self.arrival.advance()
+        if isinstance(self._filling, _Issued):
+            cast("DeviceSignals", self.arrival._signals).advance_at_once()
+        else:
+            self.arrival.advance()
         if self._copies is not None:
             self._copies.begin()
         self._begin()
@@ -274,8 +360,11 @@ class Stream:
         """
         if self._filling is None:
             return self._copies is None or self._copies.pending or self._joined(timeout)
-        self._filling.stop.set()
-        return self._filling.join(timeout)
+        self._filling.halt()
+        ended = self._filling.join(timeout)
+        if ended:
+            self._shut()
+        return ended
 
     def __enter__(self) -> Stream:
         return self
@@ -316,7 +405,8 @@ def stream_in(
     tensor
         File: the tensor's name, needed where the file holds several matrices.
     rows_per_chunk, bounds
-        How rows are divided into chunks: uniform, or ragged (see `Arrival`). Default: uniform, about 8 MiB a chunk.
+        How rows are divided into chunks: uniform, or ragged (see `Arrival`). Default: uniform, about 8 MiB a chunk; to
+        a GPU as few as the size is worth, between one and 32.
     pivot
         The chunk that is delivered first, and that the matmul starts from.
     shape, dtype
@@ -335,7 +425,7 @@ def stream_in(
     Returns
     -------
     Stream
-        Its ``tensor`` and its ``arrival`` go to ``ts.matmul``.
+        It goes to ``ts.matmul``, or its ``tensor`` and its ``arrival`` do.
 
     Raises
     ------
@@ -346,7 +436,7 @@ def stream_in(
     Examples
     --------
     >>> with ts.stream_in("activations.safetensors", tensor="x") as x:  # doctest: +SKIP
-    ...     y = ts.matmul(x.tensor, w, arrival=x.arrival)
+    ...     y = ts.matmul(x, w)
     """
     if copies not in ("engine", "kernel"):
         raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
@@ -370,15 +460,33 @@ def stream_in(
             "tensors"
         )
     try:
-        for name, value in {"tensor": tensor, "shape": shape, "dtype": dtype, "direct": direct}.items():
+        for name, value in (("tensor", tensor), ("shape", shape), ("dtype", dtype), ("direct", direct)):
             if value is not None and name not in made.takes:
                 raise ValueError(f"stream_in: {name}={value!r} means nothing for {made.describe()}")
-        arrival = _arrival(made.tensor, rows_per_chunk, bounds, pivot, target)
-        landing = None if target.type == "cpu" else DeviceLanding(made.tensor, target)
-        return Stream(arrival, made, landing, copies == "kernel")
+        of = made.tensor
+        if bounds is None:
+            row_bytes = of.shape[-1] * of.element_size()
+            arrival = _uniform(row_count(of), row_bytes, rows_per_chunk, pivot, target.type != "cpu")
+        elif rows_per_chunk is None:
+            arrival = Arrival.ragged(bounds, pivot)
+        else:
+            raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
+        if target.type == "cpu":
+            return Stream(arrival.with_signals(Signals(arrival.num_chunks)), made)
+        return _onto(target, made, arrival, copies == "kernel")
     except BaseException:
         made.close()
         raise
+
+
+def _onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool) -> Stream:
+    """A stream to a GPU, in chunks as of ``chunked``."""
+    from tilestream.arrival.device import DeviceSignals
+
+    with on_device(device):
+        lane = lanes.take(chunked.num_chunks, device, torch._C._cuda_getCurrentRawStream(device.index))
+        signals = DeviceSignals(chunked.num_chunks, device, lane=lane)
+        return Stream(chunked.with_signals(signals), source, DeviceLanding(source.tensor, device, lane), by_kernel)
 
 
 def _target(source: Streamable, device: str | torch.device | None) -> torch.device:
@@ -400,24 +508,39 @@ def _target(source: Streamable, device: str | torch.device | None) -> torch.devi
     return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _arrival(
-    tensor: torch.Tensor, rows_per_chunk: int | None, bounds: Sequence[int] | None, pivot: int, target: torch.device
-) -> Arrival:
-    if bounds is not None:
-        if rows_per_chunk is not None:
-            raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
-        return Arrival.ragged(bounds, pivot, device=target)
-    rows = row_count(tensor)
+@functools.lru_cache(maxsize=256, typed=True)
+def _uniform(rows: int, row_bytes: int, rows_per_chunk: int | None, pivot: int, on_gpu: bool) -> Arrival:
+    """Uniform chunks, checked; the signals are not used."""
     if rows_per_chunk is None:
-        rows_per_chunk = default_rows_per_chunk(rows, tensor.shape[-1] * tensor.element_size())
-        if target.type != "cpu" and rows_per_chunk > GPU_ROWS:
-            rows_per_chunk = GPU_ROWS * math.ceil(rows_per_chunk / GPU_ROWS)
+        rows_per_chunk = (gpu_rows_per_chunk if on_gpu else default_rows_per_chunk)(rows, row_bytes)
     elif rows_per_chunk < 1:
         raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk}; a chunk has at least one row")
-    return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot, device=target)
+    return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot)
 
 
 def default_rows_per_chunk(rows: int, row_bytes: int) -> int:
     """Rows of a chunk of about `CHUNK_BYTES`; between 4 and 1024 chunks where there are rows enough."""
     count = math.ceil(rows * row_bytes / CHUNK_BYTES)
     return max(1, math.ceil(rows / min(max(count, 4), 1024)))
+
+
+def gpu_rows_per_chunk(rows: int, row_bytes: int) -> int:
+    """Rows of a chunk to a GPU: as few chunks as the size is worth.
+
+    A chunk costs the link `CHUNK_SECONDS`. The last one's tiles begin when all else is there, and at worst (a matmul as
+    fast as the link) take as long as its copy. So ``n`` chunks of ``t`` seconds in all cost about
+    ``n * CHUNK_SECONDS + t / n`` beside the copy itself, least for ``n = sqrt(t / CHUNK_SECONDS)``.
+    """
+    if not rows * row_bytes:
+        return max(rows, 1)
+    seconds = rows * row_bytes / LINK_BYTES
+    # With more queues than there are, tiles would be taken in the raster's order.
+    count = min(max(1.0, math.sqrt(seconds / CHUNK_SECONDS)), MOST_QUEUES, rows)
+    step = min(GPU_ROWS, 1 << int(rows / count).bit_length() - 1)
+
+    def cost(per: int) -> float:
+        return math.ceil(rows / per) * CHUNK_SECONDS + seconds * per / rows
+
+    above = step * math.ceil(rows / count / step)
+    fitting = [per for per in (above - step, above) if per and math.ceil(rows / per) <= MOST_QUEUES]
+    return min(min(fitting, key=cost), rows)

@@ -6,6 +6,7 @@ host knows.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,13 +138,14 @@ class Arriving(Protocol):
         """How the chunks of an output of ``rows`` rows are signalled."""
 
 
+@functools.lru_cache(maxsize=256)
 def chunks_of(
-    rows: int, num_chunks: int, rows_per_chunk: int, bounds: Sequence[int], argument: str = "arrival",
+    rows: int, num_chunks: int, rows_per_chunk: int, bounds: tuple[int, ...], argument: str = "arrival",
     whose: str = "the input",
 ) -> Chunks:  # fmt: skip
     """The chunks described by an arrival's integers, checked against the rows that they are of."""
     if not rows_per_chunk:
-        chunks = Chunks(tuple(bounds))
+        chunks = Chunks(bounds)
         if chunks.rows != rows:
             raise ValueError(
                 f"{argument}: its bounds end at row {chunks.rows}, {whose} has {rows} rows; the last bound is the "

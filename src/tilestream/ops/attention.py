@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
+from torch.compiler import is_compiling
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.ops import native
+from tilestream.arrival.stream import open_streams
+from tilestream.ops import native, streamed
 from tilestream.ops.attention_merge import merge
 from tilestream.ops.attention_request import Answer, AttentionRequest, Causal, Window, attend
 from tilestream.ops.checks import check_strided, check_tensors
@@ -133,6 +135,9 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 3, 4, 8])
     """
+    if not is_compiling() and open_streams:
+        streamed.refuse("attention", q=q)
+        streamed.refuse_keys("attention", arrival is None, k=k, v=v)
     if arrival is None and deadline is None:
         made = native.attention(
             q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, layout,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.ops import native
+from tilestream.arrival.stream import Stream, open_streams
+from tilestream.ops import native, streamed
 from tilestream.ops.checks import check_operands, check_tensors
 from tilestream.ops.request import Request, multiply
 
 
 def matmul(
-    a: torch.Tensor,
+    a: torch.Tensor | Stream,
     b: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
@@ -65,9 +67,9 @@ def matmul(
         Whether Hopper's tensor cores may accumulate products of 8-bit operands in less than float32. False: partial
         sums go to float32 at least every 128 of K, which is slower. No effect elsewhere.
     arrival
-        How ``a``'s rows come in, where they are not there yet: chunks and signals. ``a``'s leading dimensions count as
-        rows (an ``a`` expanded over the batches of ``b`` has the rows of one batch). Each tile is computed as soon as
-        the chunks it reads are signalled.
+        How ``a``'s rows come in, where they are not there yet: chunks and signals. A `tilestream.Stream` may be given
+        as ``a`` itself, and brings its own. ``a``'s leading dimensions count as rows (an ``a`` expanded over the
+        batches of ``b`` has the rows of one batch). Each tile is computed as soon as the chunks it reads are signalled.
     publish
         Chunks of the result's rows (leading dimensions count), each signalled when it is complete. A call that gets the
         same `Arrival` as ``arrival=``, on another stream or in another thread, begins before this call has ended; issue
@@ -110,6 +112,9 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
+    if type(a) is Stream or (not is_compiling() and open_streams):
+        a, arrival = streamed.operand("matmul", "a", a, "arrival", arrival)
+        streamed.refuse("matmul", b=b, bias=bias, residual=residual)
     if arrival is None and publish is None and deadline is None:
         made = native.product(
             "matmul", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
@@ -125,7 +130,7 @@ def matmul(
 
 
 def mm(
-    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    a: torch.Tensor | Stream, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
     out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
@@ -138,6 +143,9 @@ def mm(
     ValueError
         If an operand is no matrix.
     """
+    if type(a) is Stream or (not is_compiling() and open_streams):
+        a, arrival = streamed.operand("mm", "a", a, "arrival", arrival)
+        streamed.refuse("mm", b=b, bias=bias, residual=residual)
     if arrival is None and deadline is None:
         made = native.product(
             "mm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
@@ -154,7 +162,7 @@ def mm(
 
 
 def bmm(
-    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    a: torch.Tensor | Stream, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
     out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
@@ -167,6 +175,9 @@ def bmm(
     ValueError
         If an operand has not three dimensions, or they differ in batches.
     """
+    if type(a) is Stream or (not is_compiling() and open_streams):
+        a, arrival = streamed.operand("bmm", "a", a, "arrival", arrival)
+        streamed.refuse("bmm", b=b, bias=bias, residual=residual)
     if arrival is None and deadline is None:
         made = native.product(
             "bmm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
@@ -185,7 +196,7 @@ def bmm(
 
 
 def addmm(
-    input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1,
+    input: torch.Tensor, a: torch.Tensor | Stream, b: torch.Tensor, *, beta: float = 1, alpha: float = 1,
     out: torch.Tensor | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
     arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -207,6 +218,9 @@ def addmm(
     ValueError
         If ``a`` or ``b`` is no matrix.
     """
+    if type(a) is Stream or (not is_compiling() and open_streams):
+        a, arrival = streamed.operand("addmm", "a", a, "arrival", arrival)
+        streamed.refuse("addmm", b=b, input=input)
     if arrival is None and deadline is None and input is not None:
         made = native.product(
             "addmm", a, b, out, None, input, alpha, beta, activation, out_dtype, None, None, True, schedule, workers
@@ -224,9 +238,10 @@ def addmm(
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
-    out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
+    x: torch.Tensor | Stream, weight: torch.Tensor | Stream, bias: torch.Tensor | None = None, *,
+    out: torch.Tensor | None = None, residual: torch.Tensor | None = None, beta: float = 1.0,
+    activation: str | None = None, out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True, arrival: Arrival | None = None, weight_arrival: Arrival | None = None,
     publish: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -241,7 +256,8 @@ def linear(
     bias
         ``[N]``.
     weight_arrival
-        How ``weight``'s rows come in: a weight that is still being copied from the host or read from a file.
+        How ``weight``'s rows come in: a weight that is still being copied from the host or read from a file. A
+        `tilestream.Stream` may be given as ``weight`` itself.
     scale_b
         float32: one element, or one a row of ``weight``: ``[N]``, ``[N, 1]`` or ``[1, N]``.
     out, residual, beta, activation, out_dtype, scale_a, use_fast_accum, arrival, publish, schedule, workers, deadline
@@ -254,6 +270,10 @@ def linear(
     """
     if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
         scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
+    if type(x) is Stream or type(weight) is Stream or (not is_compiling() and open_streams):
+        x, arrival = streamed.operand("linear", "x", x, "arrival", arrival)
+        weight, weight_arrival = streamed.operand("linear", "weight", weight, "weight_arrival", weight_arrival)
+        streamed.refuse("linear", bias=bias, residual=residual)
     if arrival is None and weight_arrival is None and publish is None and deadline is None:
         made = native.product(
             "linear", x, weight, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b,

@@ -48,27 +48,28 @@ class Event:
     """An event of the current device, recorded again and again. As torch's, which is made anew for each record."""
 
     def __init__(self) -> None:
-        self.handle = driver.create_event()
+        self._driver = driver.current()
+        self.handle = self._driver.create_event()
 
     def __del__(self) -> None:
         if hasattr(self, "handle") and not sys.is_finalizing():
-            driver.destroy_event(self.handle)
+            self._driver.destroy_event(self.handle)
 
     def query(self) -> bool:
         """Whether it has come, as it was recorded last; True before it was recorded."""
-        return driver.has_come(self.handle)
+        return self._driver.has_come(self.handle)
 
     def synchronize(self) -> None:
         """Wait until it has come."""
-        driver.await_event(self.handle)
+        self._driver.await_event(self.handle)
 
     def record(self, stream: int) -> None:
         """Record it behind what the stream of this handle was given so far."""
-        driver.record_event(stream, self.handle)
+        self._driver.record_event(stream, self.handle)
 
     def hold(self, stream: int) -> None:
         """Have the stream of this handle wait for it."""
-        driver.wait_event(stream, self.handle)
+        self._driver.wait_event(stream, self.handle)
 
 
 #: What an operation is told: a constant, or a value of the issue. Streams are handles.

@@ -46,6 +46,12 @@ def lend_to(borrower: object, device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make ``device`` the current one, where it is not."""
+    here = torch.cuda.current_device() == device.index
+    return contextlib.nullcontext() if here else torch.cuda.device(device)
+
+
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """Make an idle stream of our own the current one, for the length of the block."""

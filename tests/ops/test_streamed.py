@@ -1,0 +1,235 @@
+"""Streams as operands, and the arrival that was forgotten."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import re
+import threading
+
+import pytest
+import torch
+
+import tilestream as ts
+from tilestream.arrival import stream as streams
+
+ROWS, K, N = 12, 8, 6
+
+
+@pytest.fixture(autouse=True)
+def none_is_open():
+    gc.collect()
+    assert not streams.open_streams
+    yield
+    gc.collect()
+    assert not streams.open_streams
+
+
+@pytest.fixture
+def source():
+    """A generator of blocks of rows that stops before its second block until it is let go on; the rows; the go."""
+    rows, go = torch.randn(ROWS, K), threading.Event()
+
+    def blocks():
+        yield rows[:4]
+        assert go.wait(30)
+        yield rows[4:]
+
+    yield blocks(), rows, go
+    go.set()
+
+
+def streaming(source, **shape) -> ts.Stream:
+    return ts.stream_in(source[0], shape=shape.get("shape", (ROWS, K)), dtype=torch.float32, rows_per_chunk=4)
+
+
+def refused(error, message):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+B, WEIGHT, BIAS, INPUT = torch.randn(K, N), torch.randn(N, K), torch.randn(N), torch.randn(ROWS, N)
+OPS = {
+    "matmul": (lambda x, **more: ts.matmul(x, B, **more), lambda x: x @ B),
+    "mm": (lambda x, **more: ts.mm(x, B, **more), lambda x: x @ B),
+    "addmm": (lambda x, **more: ts.addmm(INPUT, x, B, **more), lambda x: INPUT + x @ B),
+    "linear": (lambda x, **more: ts.linear(x, WEIGHT, BIAS, **more), lambda x: x @ WEIGHT.T + BIAS),
+    "bmm": (lambda x, **more: ts.bmm(x, B.expand(3, K, N), **more), lambda x: x @ B),
+}
+
+
+def shape_for(op: str) -> dict[str, tuple[int, ...]]:
+    return {"shape": (3, ROWS // 3, K)} if op == "bmm" else {}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_stream_is_the_operand_that_arrives(source, op):
+    call, expected = OPS[op]
+    _, rows, go = source
+    with streaming(source, **shape_for(op)) as x:
+        threading.Timer(0.02, go.set).start()
+        made = call(x)
+        torch.testing.assert_close(made, expected(rows.view(x.tensor.shape)))
+        torch.testing.assert_close(call(x, arrival=x.arrival), made)
+    torch.testing.assert_close(call(x), made)  # filled, and closed
+
+
+@pytest.mark.parametrize("whose", ["x", "weight", "both"])
+def test_a_weight_is_a_stream(whose):
+    x, weight = torch.randn(ROWS, K), torch.randn(N, K)
+    with ts.stream_in(x, rows_per_chunk=4) as left, ts.stream_in(weight, rows_per_chunk=2) as right:
+        made = ts.linear(left if whose != "weight" else x, right if whose != "x" else weight, BIAS)
+    torch.testing.assert_close(made, x @ weight.T + BIAS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_its_tensor_without_its_arrival_is_refused_until_it_is_filled(source, op):
+    call, expected = OPS[op]
+    _, rows, go = source
+    name = "x" if op == "linear" else "a"
+    with streaming(source, **shape_for(op)) as x:
+        with refused(
+            ValueError,
+            f"{op}: {name} is a tensor that ts.stream_in is still filling; give the Stream itself in its place, or "
+            "arrival=stream.arrival, or wait until it is filled: stream.wait()",
+        ):
+            call(x.tensor)
+        go.set()
+        x.wait()
+        torch.testing.assert_close(call(x.tensor), expected(rows.view(x.tensor.shape)))
+
+
+@pytest.mark.parametrize(
+    ("view", "whose"), [*itertools.product(["rows", "transposed", "a column", "detached", "alias"], ["a", "b"])]
+)
+def test_so_are_views_of_it(source, view, whose):
+    _, _, go = source
+    with streaming(source) as x:
+        views = {
+            "rows": x.tensor[2:6], "transposed": x.tensor.T, "a column": x.tensor[:, :1], "detached": x.tensor.detach(),
+            "alias": x.tensor.view(ROWS, K),
+        }  # fmt: skip
+        y = views[view]
+        with pytest.raises(ValueError, match=f"matmul: {whose} is a tensor that ts.stream_in is still filling"):
+            ts.matmul(y, torch.ones(y.shape[1], 2)) if whose == "a" else ts.matmul(torch.ones(2, y.shape[0]), y)
+        go.set()
+        x.wait()
+        assert not ts.matmul(y, torch.ones(y.shape[1], 2)).isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: ts.matmul(torch.ones(2, ROWS), x), "b"),
+        (lambda x: ts.mm(torch.ones(2, ROWS), x), "b"),
+        (lambda x: ts.addmm(x, torch.ones(ROWS, 2), torch.ones(2, K)), "input"),
+        (lambda x: ts.matmul(torch.ones(ROWS, 2), torch.ones(2, K), residual=x), "residual"),
+        (lambda x: ts.linear(torch.ones(2, 3), torch.ones(K, 3), x[0] if isinstance(x, torch.Tensor) else x), "bias"),
+    ],
+)
+def test_operands_that_do_not_arrive(source, call, name):
+    op = {"b": "(matmul|mm)", "input": "addmm", "residual": "matmul", "bias": "linear"}[name]
+    with streaming(source) as x:
+        with pytest.raises(
+            ValueError,
+            match=rf"^{op}: {name} is a tensor that ts.stream_in is still filling, and {name} does not arrive; wait "
+            rf"until it is filled: stream.wait\(\)$",
+        ):
+            call(x.tensor)
+        with pytest.raises(
+            TypeError, match=rf"^{op}: {name} is a Stream, and {name} does not arrive; wait for it: stream.wait\(\)$"
+        ):
+            call(x)
+        source[2].set()
+        x.wait()
+        call(x.tensor)
+
+
+def test_a_weight_that_was_forgotten_is_named_as_the_caller_names_it(source):
+    with (
+        streaming(source) as x,
+        pytest.raises(ValueError, match=r"linear: weight is .* or weight_arrival=stream\.arrival"),
+    ):
+        ts.linear(torch.ones(2, K), x.tensor)
+
+
+def test_another_streams_arrival_is_refused(source):
+    other = ts.Arrival.uniform(4, 3)
+    with streaming(source) as x:
+        for call in (lambda: ts.matmul(x, B, arrival=other), lambda: ts.mm(x, B, arrival=other)):
+            with pytest.raises(ValueError, match="a is a Stream, and arrival= is another's; leave arrival= away"):
+                call()
+
+
+def test_keys_and_values_arrive_together(source):
+    q = torch.randn(1, 3, 1, K)
+    with streaming(source, shape=(1, ROWS, 1, K)) as x:
+        v = torch.randn(1, ROWS, 1, K)
+        for k in (x.tensor, x.tensor[:, :4]):
+            other = v[:, : k.shape[1]]
+            for name, operands in {"q": (k, v, v), "k": (q, k, other), "v": (q, other, k)}.items():
+                with pytest.raises(ValueError, match=f"attention: {name} is a tensor that ts.stream_in is still fill"):
+                    ts.attention(*operands)
+        with refused(
+            TypeError,
+            "attention: k is a Stream; keys and values arrive together: give their tensors, and the arrival= of both",
+        ):
+            ts.attention(q, x, x)
+        source[2].set()
+        made = ts.attention(q, x.tensor, x.tensor, arrival=x.arrival)
+        torch.testing.assert_close(made, ts.attention(q, x.tensor, x.tensor))
+
+
+class TestOpen:
+    """A stream is open from its beginning until it is filled, closed or gone; `restart` opens it again."""
+
+    def test_until_it_is_filled_and_again_after_restart(self):
+        x = ts.stream_in(torch.randn(ROWS, K), rows_per_chunk=4)
+        assert list(streams.open_streams) == [x.tensor.data_ptr()]
+        x.wait()
+        assert not streams.open_streams
+        x.restart()
+        assert streams.open_streams
+        x._filling.join(30)
+        assert ts.matmul(x.tensor, B).shape == (ROWS, N), "seen to be filled by the call that asks"
+        assert not streams.open_streams
+
+    def test_until_it_is_gone(self, source):
+        x = streaming(source)
+        other = torch.randn(ROWS, K)
+        ts.matmul(other, B)  # in other memory
+        source[2].set()
+        x._filling.join(30)
+        del x
+        gc.collect()
+        assert not streams.open_streams
+
+    def test_until_it_is_closed(self, source):
+        with streaming(source) as x:
+            source[2].set()
+        assert not streams.open_streams
+        assert x.tensor.shape == (ROWS, K)
+
+    def test_an_empty_one_is_none(self):
+        x = ts.stream_in(torch.empty(0, K))
+        assert not streams.open_streams
+        assert ts.matmul(x, B).shape == (0, N)
+
+    def test_a_producer_that_has_failed_has_filled_nothing(self):
+        def blocks():
+            yield torch.zeros(4, K)
+            raise OSError("the disk is gone")
+
+        x = ts.stream_in(blocks(), shape=(ROWS, K), dtype=torch.float32, rows_per_chunk=4)
+        x._filling.join(30)
+        with pytest.raises(ValueError, match="is still filling"):
+            ts.matmul(x.tensor, B)
+        with pytest.raises(OSError, match="the disk is gone"):
+            ts.matmul(x, B)
+
+    def test_tensors_without_memory_are_none_of_a_stream(self, source):
+        with streaming(source) as x:
+            assert torch.func.vmap(lambda a: ts.matmul(a, B))(torch.ones(2, 3, K)).shape == (2, 3, N)
+            assert ts.matmul(torch.ones(3, K, device="meta"), torch.ones(K, 2, device="meta")).shape == (3, 2)
+            source[2].set()
+            assert not math.isnan(float(x.wait().sum()))
