@@ -129,7 +129,7 @@ def multiply(r: Request) -> torch.Tensor:
             made = native.product(*call)
             return multiply(r) if made is None else made
     if _is_seen_by_autograd_alone(r):
-        return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
+        return _Product.apply(r.a, r.b, r.bias, r.residual, r)  # type: ignore[attr-defined, no-any-return]
     with dtensor_views(r.a, r.b):
         return native.observed(r[:_NUM_NATIVE], lambda: _multiply(r))
 
@@ -141,18 +141,20 @@ class _Product(Derivative):
     """
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, r: Request) -> torch.Tensor:
+    def forward(
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, r: Request
+    ) -> torch.Tensor:  # fmt: skip
         call: tuple[Any, ...] = r[:_NUM_NATIVE]
         output = native.product(*call)
         if output is None:
             output = native.observed(call, lambda: _multiply(r))
         how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
-        save_product(ctx, (a, b, bias, None, 1.0, 1.0, *how), output, is_weight=r.op == "linear")
+        save_product(ctx, (a, b, bias, residual, float(r.alpha), float(r.beta), *how), output, is_weight=r.op == "linear")
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None,) * 4 if grad is None else product_gradients(ctx, grad, _launch)
+        return (None,) * 5 if grad is None else (*product_gradients(ctx, grad, _launch), None)
 
 
 def _is_seen_by_autograd_alone(r: Request) -> bool:
@@ -161,13 +163,20 @@ def _is_seen_by_autograd_alone(r: Request) -> bool:
     Of a call that waits for nothing.
     """
     _, a, b, out, bias, residual, *_ = r
-    if not _is_grad_enabled() or out is not None or residual is not None:
+    if not _is_grad_enabled() or out is not None or r.scale_a is not None or r.scale_b is not None:
         return False
     if type(a) not in PLAIN or type(b) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return False
-    if not (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        return False
-    if r.scale_a is not None or r.scale_b is not None:
+    wants = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
+    if residual is not None:  # of the result's shape: torch sums up the gradient of another
+        if type(residual) not in PLAIN or residual.is_nested:
+            return False
+        if type(r.alpha) not in (float, int) or type(r.beta) not in (float, int):
+            return False
+        if residual.shape != (*a.shape[:-1], b.shape[0 if r.op == "linear" else -1]):
+            return False
+        wants = wants or residual.requires_grad
+    if not wants:
         return False
     if not (a.is_cuda or a.is_cpu) or a.is_nested or b.is_nested or a.dtype in FP8_DTYPES:
         return False
