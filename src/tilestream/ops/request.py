@@ -13,6 +13,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
+from tilestream.launch.observe import PRODUCTS
 from tilestream.ops import checks, gated, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
@@ -120,18 +121,22 @@ def multiply(r: Request) -> torch.Tensor:
         gate = None
         if r.a.is_cuda:
             gate = gated.Gate.of(r.op, r.a.get_device(), r.arrival, r.weight_arrival, r.publish, r.deadline)
-        return gated.product(r[:_NUM_NATIVE], gate, lambda: _multiply(r))
+        return gated.product(_call_of(r), gate, lambda: _multiply(r))
     if _is_autocast_enabled():
         a, b = checks.autocast(r.op, False, r.a, r.b)
         r = r._replace(a=a, b=b)
         with checks.below_autocast():
-            call: tuple[Any, ...] = r[:_NUM_NATIVE]
-            made = native.product(*call)
+            made = native.product(*_call_of(r))
             return multiply(r) if made is None else made
     if _is_seen_by_autograd_alone(r):
         return _Product.apply(r.a, r.b, r.bias, r.residual, r)  # type: ignore[attr-defined, no-any-return]
     with dtensor_views(r.a, r.b):
-        return native.observed(r[:_NUM_NATIVE], lambda: _multiply(r))
+        return native.observed(_call_of(r), lambda: _multiply(r))
+
+
+def _call_of(r: Request) -> tuple[Any, ...]:
+    """The arguments of `tilestream.ops.native.product`; of a collective's product, which is checked, as of a matmul."""
+    return r[:_NUM_NATIVE] if r.op in PRODUCTS else ("matmul", *r[1:_NUM_NATIVE])
 
 
 class _Product(Derivative):
@@ -144,12 +149,14 @@ class _Product(Derivative):
     def forward(
         ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, r: Request
     ) -> torch.Tensor:  # fmt: skip
-        call: tuple[Any, ...] = r[:_NUM_NATIVE]
+        call = _call_of(r)
         output = native.product(*call)
         if output is None:
             output = native.observed(call, lambda: _multiply(r))
         how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
-        save_product(ctx, (a, b, bias, residual, float(r.alpha), float(r.beta), *how), output, is_weight=r.op == "linear")
+        save_product(
+            ctx, (a, b, bias, residual, float(r.alpha), float(r.beta), *how), output, is_weight=r.op == "linear"
+        )
         return output
 
     @staticmethod
