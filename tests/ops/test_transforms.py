@@ -449,8 +449,8 @@ def test_what_is_plain():
     nested = torch.nested.nested_tensor([rand(3, 4)]).requires_grad_()
     for r in (
         of(a, rand(4, 5)), of(a[0], b), of(a, b, out=rand(3, 5)), of(a, b, residual=rand(5)),
-        of(a, b, residual=rand(3, 5), beta=True), of(a, b, residual=rand(3, 5).as_subclass(Own)), of(a, b, residual=1.0),
-        of(a, rand(4, 5), residual=rand(3, 5)),
+        of(a, b, residual=rand(3, 5), beta=True), of(a, b, residual=rand(3, 5).as_subclass(Own)),
+        of(a, rand(4, 5), residual=rand(3, 5)), of(a, b, residual=1.0),
         of(a, b, scale_a=torch.ones(())), of(a, b, scale_b=torch.ones(())), of(c[:1].mT, c, bias=b[0]),
         of(a.to(torch.float8_e4m3fn), b), of(a.as_subclass(Own), b), of(a.to("meta"), b), of(nested, nested),
         of(a, None), of(c[None], c, bias=b[0]),
