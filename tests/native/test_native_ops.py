@@ -173,7 +173,7 @@ def registered(python_calls, driver, monkeypatch) -> None:
         launched(Launch(driver, x), x, out)
 
     def attend(x, s: Settings, out: torch.Tensor, lse: torch.Tensor | None, *others) -> None:
-        given = Attention(**dict(zip(attention_library._INPUTS, x.inputs, strict=True)))
+        given = Attention(**dict(zip(attention_library._INPUTS, x.inputs(), strict=True)))
         launched(AttentionLaunch(driver, given, lse is not None), given, out, lse)
 
     def launched(launch, x, *outputs) -> None:

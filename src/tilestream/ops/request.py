@@ -80,7 +80,7 @@ class Request(NamedTuple):
             raise TypeError(f"{op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
         if not isinstance(self.fast_accum, bool):
             raise TypeError(f"{op}: use_fast_accum={self.fast_accum!r}; it is True or False")
-        arriving = self.arriving
+        arriving = self.arrives()
         if arriving or self.publish is not None or self.workers is not None or self.deadline is not None:
             checks.check_waiting(
                 op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
@@ -95,9 +95,8 @@ class Request(NamedTuple):
         """What the caller calls a tensor of the request."""
         return _NAMES.get(self.op, {}).get(field, field)
 
-    @property
-    def arriving(self) -> bool:
-        """Whether an operand arrives."""
+    def arrives(self) -> bool:
+        """Whether an operand arrives. No property: torch 2.10's compiler follows none of a named tuple."""
         return self.arrival is not None or self.weight_arrival is not None
 
     def epilogue(self, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Epilogue:
@@ -117,7 +116,7 @@ def multiply(r: Request) -> torch.Tensor:
     """
     if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
         return _multiply(r)
-    if r.arriving or r.publish is not None or r.deadline is not None:
+    if r.arrives() or r.publish is not None or r.deadline is not None:
         gate = None
         if r.a.is_cuda:
             gate = gated.Gate.of(r.op, r.a.get_device(), r.arrival, r.weight_arrival, r.publish, r.deadline)
@@ -224,7 +223,7 @@ def _multiply(r: Request) -> torch.Tensor:
     checks.refuse_tangents(op, r.scale_a, r.scale_b, *others)
     if torch.is_grad_enabled():
         checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b, names=names)
-    a, b = checks.autocast(op, r.arriving, a, b)
+    a, b = checks.autocast(op, r.arrives(), a, b)
     checks.check_pair(op, a, b, names)
     b = b.t() if op == "linear" else b
     # The result's dimensions: of a vector, its one row or column goes.
@@ -246,7 +245,7 @@ def _multiply(r: Request) -> torch.Tensor:
     resized = out is not None and tuple(out.shape) != shape
     copied = out is not None and is_dtensor(out)  # whose views need placements that it may not have
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
-    folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
+    folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arrives())
     into = None if out is None or resized or copied else out.view(full)
     if folded and into is not None:  # rows of a column-major out are not one dimension, but its batches may be
         folded = _as_one(into, len(full) - 1) or not _as_one(into, len(full) - 2)
@@ -300,7 +299,7 @@ def _call(
         return result
     late: tuple[Any, ...] = ()
     words: list[torch.Tensor | None] = []
-    if r.arriving:
+    if r.arrives():
         flats = [None if one is None else FlatArrival.of(one) for one in (r.arrival, r.weight_arrival)]
         words = [None if flat is None else flat.words for flat in flats]
         ints = [[] if flat is None else flat.ints for flat in flats]
