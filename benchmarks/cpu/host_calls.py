@@ -1,17 +1,19 @@
 """What a call costs the host beside torch's own op, on a GPU: microseconds, warm and cold, in one process.
 
     python -m tilestream_tools.native_build   # on any machine; the library is found in the source tree
-    python benchmarks/cpu/host_calls.py [--size 256] [--rounds 9] [--out RECORD.json]
+    python benchmarks/cpu/host_calls.py [--size 256] [--rounds 7] [--only NAME] [--out RECORD.json]
 
 A round times every call of a pair in turn: torch's, this package's by the native call path, and by Python alone.
 *Warm*: `BATCH` calls without a wait, the GPU idle when they begin. *Cold*: one call after the host's caches were swept.
 The figures are medians over the rounds. ``linear`` with an activation is compared to the two ops that do the same, and
-``merge_attention`` to ``torch.logaddexp`` and two scaled adds.
+``merge_attention`` to ``torch.logaddexp`` and two scaled adds. Under torch.compile both are compiled, by themselves; a
+call in inference mode stands beside torch's there, and its eager row says what the mode costs. About 140 seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -28,7 +30,7 @@ from tilestream.launch.native import extension, why_not
 from tilestream.ops import native
 
 #: Calls between two synchronisations: few enough that the queue of launches never fills.
-BATCH, BATCHES, COLD = 64, 8, 12
+BATCH, BATCHES, COLD = 64, 8, 8
 #: Bytes that sweep the host's caches.
 SWEPT = 64 << 20
 
@@ -40,6 +42,8 @@ class Pair(NamedTuple):
 
     torch: Call
     ours: Call
+    #: The block that calls are made in.
+    within: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
 def pairs(size: int) -> dict[str, Pair]:
@@ -77,13 +81,39 @@ def pairs(size: int) -> dict[str, Pair]:
             found[f"fp8, {name}"] = Pair(
                 lambda of=of: torch._scaled_mm(a8, w8.t(), **of, **kind), lambda of=of: ts.linear(a8, w8, **of)
             )
-    found["linear, inference_mode"] = Pair(
-        torch.inference_mode()(lambda: F.linear(a, w, bias)), torch.inference_mode()(lambda: ts.linear(a, w, bias))
+    weight = w.float().requires_grad_()
+    found |= {
+        "linear, autocast": Pair(
+            lambda: F.linear(a, w, bias), lambda: ts.linear(a, w, bias), lambda: torch.autocast("cuda", torch.bfloat16)
+        ),
+        "linear, autocast, float32 weight": Pair(
+            lambda: F.linear(a, weight, bias), lambda: ts.linear(a, weight, bias),
+            lambda: torch.autocast("cuda", torch.bfloat16),
+        ),
+    }  # fmt: skip
+    found |= attention_pairs(size)
+    for name in ("mm", "linear, 2-D, bias", "attention, dense"):
+        found[f"{name}, inference_mode"] = found[name]._replace(within=torch.inference_mode)
+    return found | compiled_pairs(size) | training_pairs(size)
+
+
+def compiled_pairs(size: int) -> dict[str, Pair]:
+    """Functions of one call, compiled."""
+    a, w, bias = (
+        torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((size, size),) * 2 + ((size,),)
     )
-    eager = {"torch": lambda x: F.linear(x, w, bias), "ours": lambda x: ts.linear(x, w, bias)}
-    compiled = {name: torch.compile(call, fullgraph=True) for name, call in eager.items()}
-    found["linear, torch.compile"] = Pair(lambda: compiled["torch"](a), lambda: compiled["ours"](a))
-    return found | training_pairs(size) | attention_pairs(size)
+    q = torch.randn(2, 8, size, 64, device="cuda", dtype=torch.bfloat16)
+    calls: dict[str, tuple[Call, Call]] = {
+        "mm": (lambda: torch.mm(a, w), lambda: ts.mm(a, w)),
+        "linear": (lambda: F.linear(a, w, bias), lambda: ts.linear(a, w, bias)),
+        "attention": (
+            lambda: F.scaled_dot_product_attention(q, q, q), lambda: ts.attention(q, q, q, layout="bhsd")
+        ),
+    }  # fmt: skip
+    return {
+        f"{name}, torch.compile": Pair(*(torch.compile(call, fullgraph=True) for call in both))
+        for name, both in calls.items()
+    }
 
 
 def training_pairs(size: int) -> dict[str, Pair]:
@@ -185,19 +215,20 @@ def cold(call: Call, swept: torch.Tensor) -> float:
     return statistics.median(found)
 
 
-def measure(size: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """``[warm, cold]`` by call and by way."""
+def measure(size: int, rounds: int, only: str) -> dict[str, dict[str, list[float]]]:
+    """``[warm, cold]`` by call and by way; ``only``: of the calls that have it in their names."""
     library, swept = extension(), torch.empty(SWEPT, dtype=torch.uint8)
     samples: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    cases = pairs(size)
+    cases = {name: pair for name, pair in pairs(size).items() if only in name}
     with torch.no_grad():
         for _ in range(rounds):
             for name, pair in cases.items():
                 for way, call in (("torch", pair.torch), ("native", pair.ours), ("python", pair.ours)):
                     native._loaded.extension = library if way == "native" else None
-                    for _ in range(8):
-                        call()
-                    samples.setdefault(name, {}).setdefault(way, []).append((warm(call), cold(call, swept)))
+                    with pair.within():
+                        for _ in range(8):
+                            call()
+                        samples.setdefault(name, {}).setdefault(way, []).append((warm(call), cold(call, swept)))
     native._loaded.extension = library
 
     def medians(found: list[tuple[float, float]]) -> list[float]:
@@ -210,13 +241,14 @@ def main() -> None:
     """Measure, print, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="measure the calls that have this in their names")
     parser.add_argument("--out", type=Path, help="record of the medians")
     options = parser.parse_args()
     if extension() is None:
         raise SystemExit(f"no native call path: {why_not()}")
     native._load()
-    found = measure(options.size, options.rounds)
+    found = measure(options.size, options.rounds, options.only)
     print(f"{'us a call, warm (cold)':<34}{'torch':>18}{'native':>18}{'python':>18}{'native/torch':>18}")
     for name, ways in found.items():
         cells = "".join(f"{f'{one:.1f} ({other:.0f})':>18}" for one, other in ways.values())

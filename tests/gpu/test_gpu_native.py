@@ -371,6 +371,22 @@ def test_a_limit_and_a_gradient_are_as_by_python(python_calls):
     assert len(python_calls) == 4, "the product is native; the gradient's is, from the second one on"
 
 
+@pytest.mark.parametrize("shape", [(256,), (2, 128)], ids=["2-D", "3-D"])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_training_a_linear_is_native_from_the_second_step_on(python_calls, shape, activation):
+    leaves = [x.requires_grad_() for x in (half(*shape, 256), half(256, 256), half(256))]
+    grad = half(*shape, 256)
+    steps = []
+    for _ in range(4):
+        python_calls.clear()
+        y = ts.linear(*leaves, activation=activation)
+        steps.append((y, *torch.autograd.grad(y, leaves, grad), list(python_calls)))
+    assert len(steps[0][-1]) >= 3, "the product and two of its gradient"
+    assert [step[-1] for step in steps[1:]] == [[]] * 3
+    for step in steps[1:]:
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(step[:-1], steps[0][:-1], strict=True))
+
+
 def test_compiled_functions_are_as_by_python():
     a, b = half(512, 256), half(256, 384)
     ts.mm(a, b)

@@ -54,6 +54,7 @@ def test_the_library_runs_under_other_torches(libraries, name, torch):
     ).stdout
     assert version.startswith(OLDEST) or name == "newest", version
     tests = [Path(__file__).with_name(f"test_native_{subject}.py") for subject in ("calls", "errors", "ops")]
+    tests.append(ROOT / "tests" / "ops" / "test_compile.py")  # what a compiler follows differs most
     given = os.pathsep.join(map(str, libraries))
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "TRITON_"))}
     done = subprocess.run(

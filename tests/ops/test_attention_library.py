@@ -28,7 +28,7 @@ CASES = {
 def arguments(case: Case, *, gradients: bool = False, return_lse: bool = True) -> tuple:
     call = call_of(case)
     sinks = call.options.get("sinks")
-    inputs = AttentionOperands(**call.tensors, sinks=None if sinks is None else sinks.float()).inputs
+    inputs = AttentionOperands(**call.tensors, sinks=None if sinks is None else sinks.float()).inputs()
     if gradients:
         inputs = [x.requires_grad_() if x is not None and i < 4 else x for i, x in enumerate(inputs)]
     left = call.options.get("window", (None, None))[0]

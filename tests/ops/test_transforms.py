@@ -395,20 +395,26 @@ PLAIN = {
     "batches": ((2, 3, 4), (2, 4, 5), {"bias": True}),
     "relu": ((2, 3, 4), (4, 5), {"bias": True, "activation": "relu"}),
     "gelu": ((2, 3, 4), (4, 5), {"bias": True, "activation": "gelu"}),
+    "residual": ((2, 3, 4), (4, 5), {"bias": True, "residual": True}),
+    "factors": ((2, 3, 4), (2, 4, 5), {"bias": True, "residual": True, "alpha": 0.5, "beta": -2.0}),
+    "factors, gelu": ((3, 4), (4, 5), {"bias": True, "residual": True, "alpha": 3.0, "activation": "gelu"}),
     "how": ((3, 4), (4, 5), {"activation": "silu", "schedule": "stream_k", "workers": 2}),
 }
 
 
 def plain(shape_a, shape_b, options, dtype=torch.float64):
     a, b, bias = (rand(*shape, dtype=dtype, seed=i) for i, shape in enumerate((shape_a, shape_b, shape_b[-1:])))
-    leaves = [x.requires_grad_() for x in ((a, b, bias) if "bias" in options else (a, b))]
+    given = [a, b, *[bias] * ("bias" in options), *[(a @ b).sin()] * ("residual" in options)]
+    leaves = [x.requires_grad_() for x in given]
 
-    def call(a, b, bias=None):
-        r = request.Request("matmul", a, b, **options | {"bias": bias})
-        return request._Product.apply(a, b, bias, r)
+    def call(a, b, bias=None, residual=None):
+        r = request.Request("matmul", a, b, **options | {"bias": bias, "residual": residual})
+        assert request._is_seen_by_autograd_alone(r)
+        return request._Product.apply(a, b, bias, residual, r)
 
-    def by_torch(a, b, bias=None):
-        product = a @ b if bias is None else a @ b + bias
+    def by_torch(a, b, bias=None, residual=None):
+        product = options.get("alpha", 1) * (a @ b) + (0 if bias is None else bias)
+        product = product if residual is None else product + options.get("beta", 1) * residual
         return ACTIVATIONS[options.get("activation")](product)
 
     return call, by_torch, leaves
@@ -453,7 +459,7 @@ def test_plain_products_are_launched_natively_both_ways(monkeypatch):
     monkeypatch.setattr(request.native, "observed", None)
     x, w, bias = (y.requires_grad_() for y in made((2, 3, 4), (5, 4), (5,)))
     with ts.worker_limit(3):
-        y = request._Product.apply(x, w, bias, request.Request("linear", x, w, bias=bias, activation="silu"))
+        y = request._Product.apply(x, w, bias, None, request.Request("linear", x, w, bias=bias, activation="silu"))
     y.sum().backward()
     assert asked == [
         ("linear", (2, 3, 4), (5, 4), "silu", 3),
@@ -463,12 +469,13 @@ def test_plain_products_are_launched_natively_both_ways(monkeypatch):
     ]
     assert w.grad.is_contiguous()
     asked.clear()
-    request._Product.apply(x, w, None, request.Request("linear", x, w)).sum().backward()
+    request._Product.apply(x, w, None, None, request.Request("linear", x, w)).sum().backward()
     assert [shapes for _, *shapes, activation, bound in asked if activation is None and not bound] == [
         [(2, 3, 4), (5, 4)], [(6, 5), (5, 4)], [(5, 6), (6, 4)],
     ]  # fmt: skip
     w.grad = None
-    request._Product.apply(x, w, bias, request.Request("linear", x, w, bias=bias, activation="silu")).sum().backward()
+    r = request.Request("linear", x, w, bias=bias, activation="silu")
+    request._Product.apply(x, w, bias, None, r).sum().backward()
     close(w.grad, torch.autograd.grad(F.silu(F.linear(x, w, bias)).sum(), w)[0])
 
 
@@ -486,6 +493,9 @@ def test_what_is_plain():
         of(b.mT, a.mT),
         of(a, c[0], bias=rand(5).requires_grad_()),
         of(c.mT, c, bias=b[0]),
+        of(a, b, residual=rand(3, 5), beta=2),
+        of(a, b.detach(), residual=rand(3, 5).requires_grad_(), alpha=0.5),
+        functools.partial(request.Request, "linear")(a, rand(5, 4), residual=rand(3, 5).requires_grad_()),
     ):
         assert is_plain(r)
     with torch.no_grad():
@@ -497,7 +507,9 @@ def test_what_is_plain():
     func.vmap(lambda x: (is_plain(of(a, b)) and pytest.fail("a transform is active"), x)[1])(a)
     nested = torch.nested.nested_tensor([rand(3, 4)]).requires_grad_()
     for r in (
-        of(a, rand(4, 5)), of(a[0], b), of(a, b, out=rand(3, 5)), of(a, b, residual=rand(3, 5)),
+        of(a, rand(4, 5)), of(a[0], b), of(a, b, out=rand(3, 5)), of(a, b, residual=rand(5)),
+        of(a, b, residual=rand(3, 5), beta=True), of(a, b, residual=rand(3, 5).as_subclass(Own)),
+        of(a, rand(4, 5), residual=rand(3, 5)), of(a, b, residual=1.0),
         of(a, b, scale_a=torch.ones(())), of(a, b, scale_b=torch.ones(())), of(c[:1].mT, c, bias=b[0]),
         of(a.to(torch.float8_e4m3fn), b), of(a.as_subclass(Own), b), of(a.to("meta"), b), of(nested, nested),
         of(a, None), of(c[None], c, bias=b[0]),

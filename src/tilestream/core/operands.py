@@ -82,9 +82,11 @@ class AttentionOperands(NamedTuple):
     block_table: torch.Tensor | None = None  # int32 ``[B, n]``: the pages of a sequence, in order
     seqlens_k: torch.Tensor | None = None  # int32 ``[B]``: keys of a sequence, where they are not all of its rows
 
-    @property
     def inputs(self) -> tuple[torch.Tensor | None, ...]:
-        """What is read: q, k, v, and the tensors from the sinks on, as the registered ops take them."""
+        """What is read: q, k, v, and the tensors from the sinks on, as the registered ops take them.
+
+        No property: torch 2.10's compiler follows none of a named tuple.
+        """
         return (*self[:3], *self[6:])
 
     @property

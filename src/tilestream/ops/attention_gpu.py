@@ -45,7 +45,7 @@ def run(x: AttentionOperands, s: Settings, keys: FlatArrival | None, deadline: f
 
 def find(x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, limit: int = 0) -> Launch:
     """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
-    tensors = (*x.inputs, x.out, x.lse)
+    tensors = (*x.inputs(), x.out, x.lse)
     key = signature("attention", tensors, (s, None if keys is None else keys.chunking), limit)
     launch: Any = launch_cache.get(key)
     if launch is None:

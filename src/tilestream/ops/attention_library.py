@@ -162,7 +162,7 @@ def _define(name: str) -> None:
                     f"attention: out has strides {as_given(x.out.stride(), s)}; with arrival= it is written in place, "
                     "a head's columns side by side: give one whose last stride is 1, and copy it"
                 )
-            read = dict(zip(_INPUTS, x.inputs, strict=True))
+            read = dict(zip(_INPUTS, x.inputs(), strict=True))
             refuse_shared(x.out, **read)
             if x.lse is not None:
                 refuse_shared(x.lse, "lse", **read)

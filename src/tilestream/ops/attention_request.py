@@ -189,13 +189,13 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
     out, lse = x.out, x.lse
     if r.out is not None and is_dtensor(r.out):  # it has placements of its own
         library.check_outputs(x, s)
-        made, lse = library.attention_op(*x.inputs, *s, limit())
+        made, lse = library.attention_op(*x.inputs(), *s, limit())
         out.copy_(made)
     elif r.out is None:
-        out, lse = (library.attention_arriving_op if late else library.attention_op)(*x.inputs, *s, *late, limit())
+        out, lse = (library.attention_arriving_op if late else library.attention_op)(*x.inputs(), *s, *late, limit())
     else:
         (library.attention_arriving_out_op if late else library.attention_out_op)(
-            *x.inputs, *s, *late, out, lse, limit()
+            *x.inputs(), *s, *late, out, lse, limit()
         )
     clear_signals(*late[:1])
     if r.out is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -54,8 +55,9 @@ def derivative(
 
 def _call(op: Any, args: tuple[Any, ...]) -> Any:
     """Call ``op``, or another where torch.compile traces; not where torch.export does, whose graph may be trained."""
-    traced = type(args[0]) is FunctionalTensor and torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    if traced and op in _in_graphs:
+    # Not `torch.compiler.is_compiling`, which torch 2.10 denies where it traces below its own compiler.
+    traced = type(args[0]) is FunctionalTensor and TracingContext.try_get() is not None
+    if traced and op in _in_graphs and not torch.compiler.is_exporting():
         found = _in_graphs[op](*args)
         if found is not None:
             return found[0](*found[1:])

@@ -10,10 +10,13 @@ import torch
 from tilestream.plan import limit as limits
 
 
-class _traced:  # noqa: N801
+class _Traced:
     """The limit of the blocks inside the function that is being compiled: the compiler follows no ContextVar."""
 
     limit = 0
+
+
+_traced = _Traced()  # not the class: torch 2.10's compiler sets no attribute of a class
 
 
 class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`

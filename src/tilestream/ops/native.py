@@ -1,8 +1,8 @@
 """Calls of the matmul ops, of attention and of its merge that the native call path may know.
 
 See `tilestream.launch.native`. `product`, `attention` and `merge` ask it first. They do not ask where something between
-the caller and the kernel has to see the call: a gradient, autocast, a mode, a transform, a compiler, a recording. Those
-calls go through the registered ops.
+the caller and the kernel has to see the call: a gradient, a mode, a transform, a compiler, a recording. Those calls go
+through the registered ops. Under autocast they ask with converted operands, below autocast.
 """
 
 from __future__ import annotations

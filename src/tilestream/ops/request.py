@@ -80,7 +80,7 @@ class Request(NamedTuple):
             raise TypeError(f"{op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
         if not isinstance(self.fast_accum, bool):
             raise TypeError(f"{op}: use_fast_accum={self.fast_accum!r}; it is True or False")
-        arriving = self.arriving
+        arriving = self.arrives()
         if arriving or self.publish is not None or self.workers is not None or self.deadline is not None:
             checks.check_waiting(
                 op, self.workers, self.deadline, arrival=self.arrival, weight_arrival=self.weight_arrival,
@@ -95,9 +95,8 @@ class Request(NamedTuple):
         """What the caller calls a tensor of the request."""
         return _NAMES.get(self.op, {}).get(field, field)
 
-    @property
-    def arriving(self) -> bool:
-        """Whether an operand arrives."""
+    def arrives(self) -> bool:
+        """Whether an operand arrives. No property: torch 2.10's compiler follows none of a named tuple."""
         return self.arrival is not None or self.weight_arrival is not None
 
     def epilogue(self, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Epilogue:
@@ -117,7 +116,7 @@ def multiply(r: Request) -> torch.Tensor:
     """
     if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
         return _multiply(r)
-    if r.arriving or r.publish is not None or r.deadline is not None:
+    if r.arrives() or r.publish is not None or r.deadline is not None:
         gate = None
         if r.a.is_cuda:
             gate = gated.Gate.of(r.op, r.a.get_device(), r.arrival, r.weight_arrival, r.publish, r.deadline)
@@ -129,15 +128,14 @@ def multiply(r: Request) -> torch.Tensor:
             made = native.product(*_call_of(r))
             return multiply(r) if made is None else made
     if _is_seen_by_autograd_alone(r):
-        return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
+        return _Product.apply(r.a, r.b, r.bias, r.residual, r)  # type: ignore[attr-defined, no-any-return]
     with dtensor_views(r.a, r.b):
         return native.observed(_call_of(r), lambda: _multiply(r))
 
 
 def _call_of(r: Request) -> tuple[Any, ...]:
     """The arguments of `tilestream.ops.native.product`; of a collective's product, which is checked, as of a matmul."""
-    call: tuple[Any, ...] = r[:_NUM_NATIVE]
-    return call if r.op in PRODUCTS else ("matmul", *call[1:])
+    return r[:_NUM_NATIVE] if r.op in PRODUCTS else ("matmul", *r[1:_NUM_NATIVE])
 
 
 class _Product(Derivative):
@@ -147,18 +145,22 @@ class _Product(Derivative):
     """
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, r: Request) -> torch.Tensor:
+    def forward(
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, r: Request
+    ) -> torch.Tensor:  # fmt: skip
         call = _call_of(r)
         output = native.product(*call)
         if output is None:
             output = native.observed(call, lambda: _multiply(r))
         how = r.activation or "none", r.out_dtype, r.schedule, r.workers or 0, None, None, r.fast_accum, limits.limit()
-        save_product(ctx, (a, b, bias, None, 1.0, 1.0, *how), output, is_weight=r.op == "linear")
+        save_product(
+            ctx, (a, b, bias, residual, float(r.alpha), float(r.beta), *how), output, is_weight=r.op == "linear"
+        )
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None,) * 4 if grad is None else product_gradients(ctx, grad, _launch)
+        return (None,) * 5 if grad is None else (*product_gradients(ctx, grad, _launch), None)
 
 
 def _is_seen_by_autograd_alone(r: Request) -> bool:
@@ -167,13 +169,20 @@ def _is_seen_by_autograd_alone(r: Request) -> bool:
     Of a call that waits for nothing.
     """
     _, a, b, out, bias, residual, *_ = r
-    if not _is_grad_enabled() or out is not None or residual is not None:
+    if not _is_grad_enabled() or out is not None or r.scale_a is not None or r.scale_b is not None:
         return False
     if type(a) not in PLAIN or type(b) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return False
-    if not (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        return False
-    if r.scale_a is not None or r.scale_b is not None:
+    wants = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
+    if residual is not None:  # of the result's shape: torch sums up the gradient of another
+        if type(residual) not in PLAIN or residual.is_nested:
+            return False
+        if type(r.alpha) not in (float, int) or type(r.beta) not in (float, int):
+            return False
+        if residual.shape != (*a.shape[:-1], b.shape[0 if r.op == "linear" else -1]):
+            return False
+        wants = wants or residual.requires_grad
+    if not wants:
         return False
     if not (a.is_cuda or a.is_cpu) or a.is_nested or b.is_nested or a.dtype in FP8_DTYPES:
         return False
@@ -214,7 +223,7 @@ def _multiply(r: Request) -> torch.Tensor:
     checks.refuse_tangents(op, r.scale_a, r.scale_b, *others)
     if torch.is_grad_enabled():
         checks.refuse_gradients(op, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b, names=names)
-    a, b = checks.autocast(op, r.arriving, a, b)
+    a, b = checks.autocast(op, r.arrives(), a, b)
     checks.check_pair(op, a, b, names)
     b = b.t() if op == "linear" else b
     # The result's dimensions: of a vector, its one row or column goes.
@@ -236,7 +245,7 @@ def _multiply(r: Request) -> torch.Tensor:
     resized = out is not None and tuple(out.shape) != shape
     copied = out is not None and is_dtensor(out)  # whose views need placements that it may not have
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
-    folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arriving)
+    folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arrives())
     into = None if out is None or resized or copied else out.view(full)
     if folded and into is not None:  # rows of a column-major out are not one dimension, but its batches may be
         folded = _as_one(into, len(full) - 1) or not _as_one(into, len(full) - 2)
@@ -290,7 +299,7 @@ def _call(
         return result
     late: tuple[Any, ...] = ()
     words: list[torch.Tensor | None] = []
-    if r.arriving:
+    if r.arrives():
         flats = [None if one is None else FlatArrival.of(one) for one in (r.arrival, r.weight_arrival)]
         words = [None if flat is None else flat.words for flat in flats]
         ints = [[] if flat is None else flat.ints for flat in flats]
