@@ -5,9 +5,13 @@ Needs the extension: ``python -m tilestream_tools.native_build``, on any machine
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,9 @@ import tilestream as ts
 from tilestream.arrival.device import LocalRows
 from tilestream.launch.native import Extension, extension, why_not
 from tilestream.ops import attention_library, attention_merge, attention_request, checks, library, native, request
+from tilestream.runtime import device_workspace as device_workspaces
+from tilestream.runtime.device_workspace import MOST_STREAMS
+from tilestream.runtime.driver import create_stream
 
 if extension() is None:
     pytest.skip(f"no native call path: {why_not()}", allow_module_level=True)
@@ -285,6 +292,53 @@ def test_streams_do_not_share_words(python_calls, name):
     torch.cuda.synchronize()
     assert all(torch.equal(bits(one), bits(expected)) for one in found)
     assert len(python_calls) == 1 + len(streams)
+
+
+@pytest.mark.parametrize("name", ["mm, dynamic", "mm, stream-K"])
+def test_endless_streams_of_others_share_the_words_of_few(recipes, name):
+    """Streams that torch did not make: words are kept for those that launched last, and freed ones do no harm."""
+    call = made(name)
+    expected = by_python(call)
+    streams = [torch.cuda.ExternalStream(create_stream()) for _ in range(3 * MOST_STREAMS)]
+    torch.cuda.synchronize()
+    found, allocated = [], []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            found += [call() for _ in range(3)]
+        allocated.append(torch.cuda.memory_allocated())
+    torch.cuda.synchronize()
+    assert all(torch.equal(bits(one), bits(expected)) for one in found)
+    assert len(recipes._words) <= MOST_STREAMS + 1
+    assert len(device_workspaces._workspaces) <= MOST_STREAMS + 1
+    results = 3 * MOST_STREAMS * max(2**20, 512 * -(-found[0].nbytes // 512))  # which this test holds
+    assert allocated[-1] - allocated[2 * MOST_STREAMS] < results
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_ops_are_right_without_the_extension():
+    """The op tests of this folder run natively; here they do without."""
+    files = [str(Path(__file__).with_name(f"test_gpu_{name}.py")) for name in ("matmul", "attention", "launches")]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu and not slow", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "TILESTREAM_NATIVE": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert " passed" in run.stdout
+
+
+def test_an_output_of_inference_mode_is_refused_outside_of_it(recipes):
+    a, b, q = half(64, 64), half(64, 64), half(1, 64, 2, 64)
+    with torch.inference_mode():
+        out, heads = torch.zeros_like(a), torch.zeros_like(q)
+        for _ in range(2):
+            ts.mm(a, b, out=out)
+            ts.attention(q, q, q, out=heads)
+        before = out.clone(), heads.clone()
+    for call in (lambda: ts.mm(a + 1, b, out=out), lambda: ts.attention(q, q, q + 1, out=heads)):
+        with pytest.raises(RuntimeError, match="out: Inplace update to inference tensor outside InferenceMode"):
+            call()
+    assert all(map(torch.equal, before, (out, heads)))
 
 
 @pytest.mark.parametrize("name", ["mm, dynamic", "mm, stream-K", "linear, 3-D, bias"])

@@ -113,8 +113,8 @@ def test_strided_outputs_of_inference_mode():
     a, b = rand(2, 3, 18, K), rand(K, 20)
     with torch.inference_mode():
         out = nans(3, 2, 18, 20).transpose(0, 1)
-    ts.matmul(a, b, out=out)
-    check(out, Maths(a, b))
+        ts.matmul(a, b, out=out)
+        check(out, Maths(a, b))
 
 
 @pytest.mark.parametrize("how", ["arrival", "publish"])
