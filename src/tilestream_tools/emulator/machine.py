@@ -128,6 +128,8 @@ class Wave:
         """Wait until at most so many are under way. Scalar loads land in any order: only a wait for all covers one."""
         if left and any(one.is_scalar for one in queue):
             return
+        if len(queue) > left:
+            self.machine.waited.add(self.pc - 1)
         while len(queue) > left:
             one = queue.popleft()
             one.go()
@@ -229,7 +231,9 @@ class Machine:
         self.skew, self.quantum, self.limit, self.nanoseconds, self.host = skew, quantum, limit, nanoseconds, host
         self.random = random.Random(seed)
         self.executed = 0
+        #: visited, waited: the instructions that were executed; of these, the waits that had something to wait for.
         self.visited: set[int] = set()
+        self.waited: set[int] = set()
 
     @property
     def clock(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,7 +127,7 @@ def _refused(text: str) -> Act:
     return act
 
 
-def unknown_of(examples: Iterator[tuple[str, str, str]]) -> dict[str, str]:
+def unknown_of(examples: Iterable[tuple[str, str, str]]) -> dict[str, str]:
     """Of instructions ``(arch, mnemonic, operands)``: by mnemonic, one that the emulator does not know, and why."""
     unknown: dict[str, str] = {}
     for arch, mnemonic, operands in examples:

@@ -56,6 +56,8 @@ from tilestream_tools.isa.build import build
 
 #: Words of 8 bytes from one counter to the next.
 _LINE = 16
+#: What the counters of a launch begin with.
+BASE = 1000
 #: The epoch and the key of what arrives, and the op of a record.
 EPOCH, KEY, OP = 3, 7, 5
 
@@ -258,14 +260,17 @@ class Gemm:
         arrives = self.arriving
         x = o.of(a if arrives is None else torch.full_like(a, math.nan), "A")
         out = o.of(nans(self.m, self.n, dtype=like.dtype), "the output")
+        assert self.schedule != "stream_k" or s.slots, "no tile is split: take another number of workers"
         takes_tickets = s.kind != "static" or plan.gate is not None
-        counters = o.zeros(torch.int64, (s.queues + 2) * _LINE, "the counters") if takes_tickets else None
+        # What earlier launches left in the counters is at most the number that this launch counts from.
+        left = torch.arange((s.queues + 2) * _LINE) * 37 % (BASE + 1)
+        counters = o.of(left, "the counters") if takes_tickets else None
         scaled = self.dtype.itemsize == 1
         operands = (
             x, o.of(b, "B"), out, o.of(maths.bias, "the bias"), o.of(maths.residual, "the residual"),
             o.of(maths.scale_a, "A's scale") if scaled else None, o.of(maths.scale_b, "B's scale") if scaled else None,
             o.nans(s.slots, *plan.block[:2], name="partial sums"), o.zeros(torch.int32, s.slots, "counts"), counters,
-            None, None, 0, 0, maths.alpha, maths.beta if self.epilogue else 0.0,
+            None, None, BASE, 0, maths.alpha, maths.beta if self.epilogue else 0.0,
         )  # fmt: skip
         arguments = (Arguments if self.backend == "portable" else CdnaArguments)(plan, self.strides)
         gate, more = (NO_GATE, {}) if arrives is None else self._arrival(o, plan, arrives)
@@ -275,7 +280,7 @@ class Gemm:
         if self.built is None:
             kernel = portable_gemm if self.backend == "portable" else cdna_gemm
             self.built = Built(kernel, arguments.options, self.arch)
-        host = None if arrives is None or arrives.copies else Producer(arrives, a, x, gate.row_signals)
+        host = None if arrives is None or arrives.copies else Producer(arrives, a, x, gate)
         machine = self.built.launch(filled, o.memory, self.workers, dies=self.dies, host=host, **how)
         found = answer(out, like)
         if arrives is None or not (arrives.lost or arrives.failed is not None):
@@ -283,7 +288,9 @@ class Gemm:
             if arrives is not None:
                 assert not gate.claims.numpy()[0], "a record of a launch that lost nothing"
         else:
-            self._check_loss(found, maths, arrives, gate)
+            self._check_loss(found, maths, arrives, host.record)
+        if arrives is not None and arrives.copies:
+            assert not more["copies"].words.numpy().any(), "the copies' words are not restored"
         if s.slots:
             assert not operands[8].numpy().any(), "counts are not restored"
         return machine
@@ -311,7 +318,7 @@ class Gemm:
         words = o.zeros(torch.int32, 2 + arrives.chunks.count, "the copies' counts")
         return CopyArguments(source, target, table, words, plan.copiers)
 
-    def _check_loss(self, found: torch.Tensor, maths: Maths, arrives: Arriving, gate: GateArguments) -> None:
+    def _check_loss(self, found: torch.Tensor, maths: Maths, arrives: Arriving, record: list[int]) -> None:
         """What was lost is NaN, as far as tiles of it; what came is right or NaN; the record names a chunk of it."""
         gone = {*arrives.lost, *(() if arrives.failed is None else (arrives.failed,))}
         bounds = arrives.bounds
@@ -320,7 +327,7 @@ class Gemm:
         rows = ~found.isnan().any(1)
         if rows.any():
             check(found[rows], replace(maths, a=maths.a[rows]))
-        number, state, op, _, operand, chunk, key, epoch = gate.records.numpy()[:8].tolist()
+        number, state, op, _, operand, chunk, key, epoch = record[:8]
         assert (number, op, operand, key, epoch) == (1, OP, 0, KEY, EPOCH), "the record"
         assert state == (3 if arrives.failed is None else 4), f"the record's state is {state}"
         assert chunk in gone, f"the record names chunk {chunk}"
@@ -335,21 +342,30 @@ def _view(tensor: Tensor, dtype: str) -> Tensor:
 
 
 class Producer:
-    """Writes chunks and signals while a kernel runs, as a copy engine does: data, then the signal."""
+    """The host while a kernel runs: writes chunks and signals, and reads the record.
 
-    def __init__(self, arrives: Arriving, a: torch.Tensor, x: Tensor, signals: Tensor) -> None:
+    Attributes
+    ----------
+    record
+        What the record has at the moment when its number is first seen; it has to be complete then.
+    """
+
+    def __init__(self, arrives: Arriving, a: torch.Tensor, x: Tensor, gate: GateArguments) -> None:
         order = arrives.order or tuple(range(arrives.chunks.count))
         self._left = [chunk for chunk in order if chunk not in arrives.lost]
-        self._arrives, self._rows, self._x, self._signals, self._sent = arrives, bits(a), x, signals, 0
+        self._arrives, self._rows, self._x, self._gate, self._sent = arrives, bits(a), x, gate, 0
+        self.record = [0] * FIELDS
 
     def __call__(self, machine: Machine) -> None:
+        if not self.record[0]:
+            self.record = self._gate.records.numpy()[:FIELDS].tolist()
         while self._left and machine.executed >= self._arrives.every * (self._sent + 1):
             chunk = self._left.pop(0)
             begin, end = self._arrives.bounds[chunk : chunk + 2]
             epoch = -EPOCH if chunk == self._arrives.failed else EPOCH
             if epoch > 0 and end > begin:
                 self._x.write(self._rows[begin:end], begin)
-            self._signals.write(np.array([epoch], np.int32), chunk)
+            self._gate.row_signals.write(np.array([epoch], np.int32), chunk)
             self._sent += 1
 
 

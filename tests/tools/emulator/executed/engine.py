@@ -1,0 +1,71 @@
+"""Execute cases on the emulator, and print what came of each, a JSON object a line.
+
+``quick`` or ``all``, or a part of names; ``--seeds N`` orders of each ``--landing late,random,early``. ``faults`` seeds
+``--seeds N`` faults of each kind instead, ``undrained`` takes the drain out of each hand-over: see `executed.faults`.
+``--record FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts into docs/amd.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from executed.cases import Case, cases
+
+
+def chosen(what: str) -> Iterator[Case]:
+    """Those of the sample, all of them, or those with this in their names."""
+    for case in cases():
+        full = f"{case.arch} {case.kernel}: {case.name}"
+        if what == "all" or (what == "quick" and case.quick) or what in full:
+            yield case
+
+
+def row(case: Case, seeds: int, landings: tuple[str, ...]) -> dict[str, Any]:
+    """A case under several orders: how many are right, and what the first wrong one had."""
+    problem, right, wrong, executed, began = case.make(), 0, "", 0, time.process_time()
+    orders = [(landing, seed) for seed in range(seeds) for landing in landings]
+    for landing, seed in orders:
+        try:
+            executed += problem.run(landing=landing, seed=seed).executed
+            right += 1
+        except Exception as error:
+            wrong = wrong or f"{landing} {seed}: {type(error).__name__}: {error}"[:600]
+    return {
+        "kernel": case.kernel, "name": case.name, "arch": case.arch, "orders": len(orders), "right": right,
+        "wrong": wrong, "instructions": executed, "seconds": round(time.process_time() - began, 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--landing", default="late,random")
+    parser.add_argument("--record", type=Path)
+    given = parser.parse_args()
+    rows = []
+    if given.what == "faults":
+        from executed import faults
+
+        rows = faults.table(list(faults.tried(given.seeds)))
+        print("\n".join(map(json.dumps, rows)))
+    if given.what == "undrained":
+        from executed import faults
+
+        rows = [faults.undrained(*names) for names in faults.HAND_OVERS]
+        print("\n".join(map(json.dumps, rows)))
+    for case in chosen(given.what):
+        rows.append(row(case, given.seeds, tuple(given.landing.split(","))))
+        print(json.dumps(rows[-1]), flush=True)
+    if given.record:
+        record = json.loads(given.record.read_text(encoding="utf-8")) if given.record.exists() else {}
+        what = "faults" if given.what == "faults" else "cases"
+        record |= {"triton": triton.__version__.partition("+")[0], what: rows}
+        given.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
