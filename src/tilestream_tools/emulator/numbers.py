@@ -294,7 +294,8 @@ def to_fp8(x: Array, kind: str, fnuz: bool) -> Array:
     below, above = size - finite[i - 1], finite[i] - size
     up = (below > above) | ((below == above) & (codes[i] % 2 == 0))
     code = np.where(up, codes[i], codes[i - 1])
-    too_large = size >= finite[-1] + (finite[-1] - finite[-2]) / 2
+    halfway = finite[-1] + (finite[-1] - finite[-2]) / 2
+    too_large = (size > halfway) | ((size == halfway) & (codes[-1] % 2 == 1))
     beyond = 0x80 if fnuz else 0x7C if kind == "bf8" else 0x7F
     code = np.where(np.isnan(x), 0x80 if fnuz else 0x7F, np.where(too_large, beyond, code))
     unsigned = fnuz & ((code == 0) | (code == 0x80))  # of a zero and of NaN there is one each
