@@ -10,6 +10,7 @@ fills it; barriers that never open; no end after ``limit`` instructions.
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -230,7 +231,8 @@ class Machine:
         self.memory, self.landing, self.stale, self.lds_in_order = memory, landing, stale, lds_in_order
         self.skew, self.quantum, self.limit, self.nanoseconds, self.host = skew, quantum, limit, nanoseconds, host
         self.random = random.Random(seed)
-        self.executed = 0
+        #: executed, seconds: instructions, and processor time.
+        self.executed, self.seconds = 0, 0.0
         #: visited, waited: the instructions that were executed; of these, the waits that had something to wait for.
         self.visited: set[int] = set()
         self.waited: set[int] = set()
@@ -249,7 +251,7 @@ class Machine:
             Naming the workgroup, the wave, the line and the instruction.
         """
         dies = [Die(self.memory, self.stale) for _ in range(grid.dies)]
-        left = deque(range(grid.groups))
+        left, began = deque(range(grid.groups)), time.process_time()
         live: list[Wave] = []
         with np.errstate(all="ignore"):
             while left or live:
@@ -258,6 +260,7 @@ class Machine:
                 self._turn(live, steps)
         for die in dies:
             die.write_back()
+        self.seconds += time.process_time() - began
 
     def _start(self, number: int, dies: list[Die], grid: Grid) -> list[Wave]:
         xcc = number % len(dies)

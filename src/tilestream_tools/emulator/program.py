@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -68,8 +69,9 @@ class Program:
         return self.kernel.fields["user_sgpr_count"]
 
 
+@functools.lru_cache(8)
 def decode(text: str) -> Program:
-    """What Triton writes as ``amdgcn``.
+    """What Triton writes as ``amdgcn``; the same text gives the same object.
 
     Raises
     ------

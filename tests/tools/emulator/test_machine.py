@@ -18,7 +18,7 @@ kernel:
 \t\t.amdhsa_kernarg_size 16
 \t.end_amdhsa_kernel
 """
-#: s9: the workgroup's number; s[2:3]: the address of the words; v1: a lane's offset in them; v2: a lane's number, of all waves.
+#: s9: the workgroup's number; s[2:3]: the words' address; v1: a lane's offset in them; v2: its number, of all waves'.
 BEGIN = """s_mov_b32 s9, s2
 s_load_dwordx2 s[2:3], s[0:1], 0x0
 v_mov_b32_e32 v2, v0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,17 @@ def chosen(what: str) -> Iterator[Case]:
 
 def row(case: Case, seeds: int, landings: tuple[str, ...]) -> dict[str, Any]:
     """A case under several orders: how many are right, and what the first wrong one had."""
-    problem, right, wrong, executed, began = case.make(), 0, "", 0, time.process_time()
+    problem, right, wrong, executed, seconds = case.make(), 0, "", 0, 0.0
     orders = [(landing, seed) for seed in range(seeds) for landing in landings]
     for landing, seed in orders:
         try:
-            executed += problem.run(landing=landing, seed=seed).executed
-            right += 1
+            machine = problem.run(landing=landing, seed=seed)
+            executed, seconds, right = executed + machine.executed, seconds + machine.seconds, right + 1
         except Exception as error:
             wrong = wrong or f"{landing} {seed}: {type(error).__name__}: {error}"[:600]
     return {
         "kernel": case.kernel, "name": case.name, "arch": case.arch, "orders": len(orders), "right": right,
-        "wrong": wrong, "instructions": executed, "seconds": round(time.process_time() - began, 1),
+        "wrong": wrong, "instructions": executed, "seconds": round(seconds, 2),
     }  # fmt: skip
 
 
@@ -65,7 +64,15 @@ def main() -> None:
         rows.append(row(case, given.seeds, tuple(given.landing.split(","))))
         print(json.dumps(rows[-1]), flush=True)
     if given.record:
-        record = json.loads(given.record.read_text(encoding="utf-8")) if given.record.exists() else {}
-        what = "faults" if given.what == "faults" else "cases"
-        record |= {"triton": triton.__version__.partition("+")[0], what: rows}
-        given.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write(given.record, rows, given.what == "faults")
+
+
+def write(file: Path, rows: list[dict[str, Any]], are_faults: bool) -> None:
+    """Put rows into a record, in place of those of their kind; a line each."""
+    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "faults": []}
+    record |= {"faults" if are_faults else "rows": rows, "triton": triton.__version__.partition("+")[0]}
+    parts = [f' "triton": {json.dumps(record["triton"])}']
+    for name in ("rows", "faults"):
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in record[name])
+        parts.append(f' "{name}": [\n{lines}\n ]')
+    file.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")

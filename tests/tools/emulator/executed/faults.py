@@ -21,7 +21,7 @@ ORDERS = (("late", 1), ("random", 2), ("random", 3), ("late", 4), ("early", 5), 
 #: What faults are seeded into: the architecture, and kernels and names of cases.
 BASES = (
     "gfx942 portable GEMM, gated: chunks out of order", "gfx950 portable GEMM, stream-K: two dies",
-    "gfx950 portable GEMM, gated: a chunk is lost", "gfx942 portable GEMM, copied: one piece a chunk",
+    "gfx950 portable GEMM, gated: a chunk is lost", "gfx942 portable GEMM, copied: arrival order, two dies",
     "gfx950 cdna GEMM, stream-K: 128x128, two dies", "gfx942 cdna attention: causal, bfloat16",
     "gfx950 portable attention: causal, bfloat16",
 )  # fmt: skip
