@@ -50,9 +50,9 @@ class Tensor:
         """What it holds."""
         return self._memory.read(self.address, self._like)
 
-    def write(self, array: Array, first: int = 0) -> None:
-        """Write rows from ``first`` on, as a host or a copy engine does."""
-        self._memory.write(self.address + first * self._like[:1].nbytes, array)
+    def write(self, array: Array, offset: int = 0) -> None:
+        """Write bytes from ``offset`` on, as a host or a copy engine does."""
+        self._memory.write(self.address + offset, array)
 
 
 class _Dtype(str):

@@ -55,6 +55,13 @@ _PORTABLE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("gated", "stream-K", "gfx950", {
         "schedule": "stream_k", "workers": 4, "dies": 2, "arriving": Arriving(_UNIFORM, (1, 2, 0))}),
     ("gated", "static", "", {"arriving": Arriving(_UNIFORM, (2, 1, 0)), "dies": 2}),
+    ("captured", "queues", "gfx950", {"schedule": "dynamic", "queues": 2, "captured": True, "dies": 2}),
+    ("captured", "stream-K", "", {"schedule": "stream_k", "workers": 4, "captured": True}),
+    ("captured", "gated", "", {
+        "schedule": "dynamic", "captured": True, "dies": 2, "arriving": Arriving(_UNIFORM, (2, 0, 1))}),
+    ("captured", "a chunk is lost", "", {
+        "schedule": "dynamic", "captured": True,
+        "arriving": Arriving(_UNIFORM, (2, 0, 1), lost=(1,), allowed=300_000)}),
     ("copied", "arrival order, two dies", "gfx942", {
         "schedule": "dynamic", "k": 512, "dies": 2, "arriving": Arriving(_UNIFORM, in_order=True, copies=2)}),
     ("copied", "one piece a chunk", "", {
@@ -90,6 +97,14 @@ _ATTENTION: tuple[tuple[str, tuple[tuple[str, str], ...], Call], ...] = (
     ("a negative scale", (), Call((64,), (100,), (2, 1), (64, 64), "scale")),
     ("unequal columns", (), Call((70,), (90,), (2, 1), (40, 64), "causal")),
 )  # fmt: skip
+#: Attention with keys that arrive: name, architecture of the sample, the call, how they arrive.
+_ARRIVING: tuple[tuple[str, str, Call, Arriving], ...] = (
+    ("chunks out of order", "gfx942", Call((64,), (192,), (2, 1), (64, 64), "causal"), Arriving(_UNIFORM, (1, 0, 2))),
+    ("ragged, two sequences", "", Call((64,), (96, 96), (2, 1), (64, 64), "causal"),
+        Arriving((0, 5, 5, 100, 192), (3, 1, 0, 2))),
+    ("a chunk is lost", "gfx950", Call((64,), (192,), (2, 1), (64, 64)),
+        Arriving(_UNIFORM, (2, 0, 1), lost=(1,), allowed=300_000)),
+)  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
@@ -109,6 +124,14 @@ def cases() -> Iterator[Case]:
             name = what + str(how["dtype"]).removeprefix("torch.")
             quick = "gfx950" if not dtype and not what else ""
             yield _gemm(backend, "8 bits", name, arch, quick, extents | how)
+    for arch, (name, quick, call, arriving) in itertools.product(ARCHS, _ARRIVING):
+        yield Case(
+            "portable attention, gated", name, arch,
+            functools.partial(
+                Attention, "portable", arch, dataclasses.replace(call, dtype=_BF16), dies=2, arriving=arriving
+            ),
+            quick == arch,
+        )  # fmt: skip
     for arch, backend, (name, quick, call), dtype in itertools.product(
         ARCHS, ("portable", "cdna"), _ATTENTION, (_BF16, _F16, _F32, torch.float8_e4m3fn)
     ):

@@ -2,6 +2,7 @@
 
 ``quick`` or ``all``, or a part of names; ``--seeds N`` orders of each ``--landing late,random,early``. ``faults`` seeds
 ``--seeds N`` faults of each kind instead, ``undrained`` takes the drain out of each hand-over: see `executed.faults`.
+``elementwise`` compares single operations with numpy: see `executed.elementwise`.
 ``--record FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts into docs/amd.md.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import triton
 
-from executed.cases import Case, cases
+from executed.cases import ARCHS, Case, cases
 
 
 def chosen(what: str) -> Iterator[Case]:
@@ -59,6 +60,11 @@ def main() -> None:
         from executed import faults
 
         rows = [faults.undrained(*names) for names in faults.HAND_OVERS]
+        print("\n".join(map(json.dumps, rows)))
+    if given.what == "elementwise":
+        from executed import elementwise
+
+        rows = [row for arch in ARCHS for row in elementwise.rows(arch)]
         print("\n".join(map(json.dumps, rows)))
     for case in chosen(given.what):
         rows.append(row(case, given.seeds, tuple(given.landing.split(","))))

@@ -156,6 +156,8 @@ class Gemm:
         ``n``, ``t``: of A row by row or column by column, of B likewise.
     epilogue
         Whether there are alpha, a bias, beta times a residual, and an activation; float32 comes out.
+    captured
+        Whether the launch owns its words, as one of a captured graph does, and restores them.
     """
 
     backend: str
@@ -175,6 +177,7 @@ class Gemm:
     arriving: Arriving | None = None
     b_dtype: torch.dtype | None = None
     stages: int = 0
+    captured: bool = False
     built: Built | None = field(default=None, init=False)
 
     @functools.cached_property
@@ -263,14 +266,15 @@ class Gemm:
         assert self.schedule != "stream_k" or s.slots, "no tile is split: take another number of workers"
         takes_tickets = s.kind != "static" or plan.gate is not None
         # What earlier launches left in the counters is at most the number that this launch counts from.
-        left = torch.arange((s.queues + 2) * _LINE) * 37 % (BASE + 1)
+        base = 0 if self.captured else BASE
+        left = torch.arange((s.queues + 2) * _LINE) * 37 % (base + 1)
         counters = o.of(left, "the counters") if takes_tickets else None
         scaled = self.dtype.itemsize == 1
         operands = (
             x, o.of(b, "B"), out, o.of(maths.bias, "the bias"), o.of(maths.residual, "the residual"),
             o.of(maths.scale_a, "A's scale") if scaled else None, o.of(maths.scale_b, "B's scale") if scaled else None,
             o.nans(s.slots, *plan.block[:2], name="partial sums"), o.zeros(torch.int32, s.slots, "counts"), counters,
-            None, None, BASE, 0, maths.alpha, maths.beta if self.epilogue else 0.0,
+            None, None, base, int(self.captured), maths.alpha, maths.beta if self.epilogue else 0.0,
         )  # fmt: skip
         arguments = (Arguments if self.backend == "portable" else CdnaArguments)(plan, self.strides)
         gate, more = (NO_GATE, {}) if arrives is None else self._arrival(o, plan, arrives)
@@ -280,7 +284,7 @@ class Gemm:
         if self.built is None:
             kernel = portable_gemm if self.backend == "portable" else cdna_gemm
             self.built = Built(kernel, arguments.options, self.arch)
-        host = None if arrives is None or arrives.copies else Producer(arrives, a, x, gate)
+        host = None if arrives is None or arrives.copies else Producer(arrives, [(x, a)], gate)
         machine = self.built.launch(filled, o.memory, self.workers, dies=self.dies, host=host, **how)
         found = answer(out, like)
         if arrives is None or not (arrives.lost or arrives.failed is not None):
@@ -288,9 +292,11 @@ class Gemm:
             if arrives is not None:
                 assert not gate.claims.numpy()[0], "a record of a launch that lost nothing"
         else:
-            self._check_loss(found, maths, arrives, host.record)
+            self._check_loss(found, maths, arrives, host)
         if arrives is not None and arrives.copies:
             assert not more["copies"].words.numpy().any(), "the copies' words are not restored"
+        if self.captured:
+            assert not counters.numpy().any(), "the words are not restored"
         if s.slots:
             assert not operands[8].numpy().any(), "counts are not restored"
         return machine
@@ -318,7 +324,7 @@ class Gemm:
         words = o.zeros(torch.int32, 2 + arrives.chunks.count, "the copies' counts")
         return CopyArguments(source, target, table, words, plan.copiers)
 
-    def _check_loss(self, found: torch.Tensor, maths: Maths, arrives: Arriving, record: list[int]) -> None:
+    def _check_loss(self, found: torch.Tensor, maths: Maths, arrives: Arriving, host: Producer) -> None:
         """What was lost is NaN, as far as tiles of it; what came is right or NaN; the record names a chunk of it."""
         gone = {*arrives.lost, *(() if arrives.failed is None else (arrives.failed,))}
         bounds = arrives.bounds
@@ -327,10 +333,7 @@ class Gemm:
         rows = ~found.isnan().any(1)
         if rows.any():
             check(found[rows], replace(maths, a=maths.a[rows]))
-        number, state, op, _, operand, chunk, key, epoch = record[:8]
-        assert (number, op, operand, key, epoch) == (1, OP, 0, KEY, EPOCH), "the record"
-        assert state == (3 if arrives.failed is None else 4), f"the record's state is {state}"
-        assert chunk in gone, f"the record names chunk {chunk}"
+        host.check_record()
 
 
 def _view(tensor: Tensor, dtype: str) -> Tensor:
@@ -344,29 +347,46 @@ def _view(tensor: Tensor, dtype: str) -> Tensor:
 class Producer:
     """The host while a kernel runs: writes chunks and signals, and reads the record.
 
+    Parameters
+    ----------
+    operands
+        What arrives: where it is in the kernel's memory, and what it is. Rows are those of `Arriving`.
+    gate
+        Where signals and records are: a `GateArguments` or a `KeyGate`.
+
     Attributes
     ----------
     record
         What the record has at the moment when its number is first seen; it has to be complete then.
     """
 
-    def __init__(self, arrives: Arriving, a: torch.Tensor, x: Tensor, gate: GateArguments) -> None:
+    def __init__(self, arrives: Arriving, operands: Sequence[tuple[Tensor, torch.Tensor]], gate: Any) -> None:
         order = arrives.order or tuple(range(arrives.chunks.count))
         self._left = [chunk for chunk in order if chunk not in arrives.lost]
-        self._arrives, self._rows, self._x, self._gate, self._sent = arrives, bits(a), x, gate, 0
+        self._arrives, self._sent, self._records = arrives, 0, gate.records
+        self._signals = gate.signals if isinstance(gate, KeyGate) else gate.row_signals
+        self._operands = [(to, bits(x).view(np.uint8).reshape(arrives.bounds[-1], -1)) for to, x in operands]
         self.record = [0] * FIELDS
 
     def __call__(self, machine: Machine) -> None:
         if not self.record[0]:
-            self.record = self._gate.records.numpy()[:FIELDS].tolist()
+            self.record = self._records.numpy()[:FIELDS].tolist()
         while self._left and machine.executed >= self._arrives.every * (self._sent + 1):
             chunk = self._left.pop(0)
             begin, end = self._arrives.bounds[chunk : chunk + 2]
             epoch = -EPOCH if chunk == self._arrives.failed else EPOCH
-            if epoch > 0 and end > begin:
-                self._x.write(self._rows[begin:end], begin)
-            self._gate.row_signals.write(np.array([epoch], np.int32), chunk)
+            for to, rows in self._operands if epoch > 0 else ():
+                to.write(rows[begin:end], begin * rows.shape[1])
+            self._signals.write(np.array([epoch], np.int32), 4 * chunk)
             self._sent += 1
+
+    def check_record(self) -> None:
+        """Assert that the record names a chunk that was lost, and all else that it should."""
+        gone = {*self._arrives.lost, self._arrives.failed} - {None}
+        number, state, op, _, operand, chunk, key, epoch = self.record[:8]
+        assert (number, op, operand, key, epoch) == (1, OP, 0, KEY, EPOCH), f"the record: {self.record}"
+        assert state == (3 if self._arrives.failed is None else 4), f"the record's state is {state}"
+        assert chunk in gone, f"the record names chunk {chunk}"
 
 
 @dataclass
@@ -377,6 +397,8 @@ class Attention:
     ----------
     pick
         Which of the candidates; of CDNA's, tiles that do the problem.
+    arriving
+        How the rows of keys and values of all sequences arrive.
     """
 
     backend: str
@@ -386,6 +408,7 @@ class Attention:
     kind: str = "dynamic"
     workers: int = 3
     dies: int = 1
+    arriving: Arriving | None = None
     built: Built | None = field(default=None, init=False)
     lister: Built | None = field(default=None, init=False)
 
@@ -410,6 +433,7 @@ class Attention:
             page_size=call.page if call.how.endswith("paged") else 0,
             pages=tensors["k"].shape[0] if call.how.endswith("paged") else 0, lengths="seqlens_k" in tensors,
             return_lse=True, scaled=call.dtype.itemsize == 1, positive=features.get("scale", 1.0) > 0,
+            keys=None if self.arriving is None else Incoming(self.arriving.chunks),
         )  # fmt: skip
 
     @functools.cached_property
@@ -446,6 +470,9 @@ class Attention:
         out = nans(*shape, dtype=out_dtype)
         lse = nans(*(shape[:-1] if p.varlen else (shape[0], shape[2], shape[1])))
         at = {name: o.of(x, name) for name, x in tensors.items() if name != "block_table"}
+        arrives = self.arriving
+        if arrives is not None:
+            at |= {name: o.of(torch.full_like(tensors[name], math.nan), name) for name in "kv"}
         at["block_table"] = o.of(tensors.get("block_table"), "block_table")
         to, logs = o.of(out, "the output"), o.of(lse, "the log-sum-exp", 4)
         sinks = o.of(self.numbers.options.get("sinks"), "sinks", 4)
@@ -455,7 +482,7 @@ class Attention:
         made = (AttentionArguments if self.backend == "portable" else CdnaAttentionArguments)(plan, layout)
         listed = self._list(o, plan, at, how) if p.varlen else (None, None)
         counters = o.zeros(torch.int64, (plan.schedule.queues + 2) * _LINE, "the counters")
-        takes_tickets = plan.schedule.kind != "static"
+        takes_tickets = plan.schedule.kind != "static" or arrives is not None
         scale = self.numbers.options.get("scale") or 1 / math.sqrt(self.call.dims[0])
         given = (
             at["q"], at["k"], at["v"], to, logs, sinks, *(at.get(f"scale_{x}") for x in "qkv"), at.get("cu_seqlens_q"),
@@ -463,13 +490,27 @@ class Attention:
             counters if takes_tickets else None, None, 0, 0, *made.scales(scale),
         )  # fmt: skip
         kernel = attention if self.backend == "portable" else attend
-        gate: tuple[KeyGate, ...] = (NO_KEY_GATE,) if self.backend == "portable" else ()
-        filled = made.pack(kernel)(given, *gate)
+        gate = NO_KEY_GATE if arrives is None else self._arrival(o, arrives)
+        host = None if arrives is None else Producer(arrives, [(at[name], tensors[name]) for name in "kv"], gate)
+        filled = made.pack(kernel)(given, *((gate,) if self.backend == "portable" else ()))
         if self.built is None:
             self.built = Built(kernel, made.options, self.arch)
-        machine = self.built.launch(filled, o.memory, self.workers, dies=self.dies, **how)
-        self.numbers.check(answer(to, out), answer(logs, lse))
+        machine = self.built.launch(filled, o.memory, self.workers, dies=self.dies, host=host, **how)
+        if host is not None and arrives.lost:
+            assert len(self.call.keys) == 1, "of one sequence every row sees what is lost"
+            assert answer(to, out).isnan().all(), "rows whose keys are lost are not NaN"
+            host.check_record()
+        else:
+            self.numbers.check(answer(to, out), answer(logs, lse))
         return machine
+
+    def _arrival(self, o: Operands, arrives: Arriving) -> KeyGate:
+        bounds = None if arrives.chunks.rows_per_chunk else torch.tensor(arrives.bounds, dtype=torch.int32)
+        return KeyGate(
+            o.zeros(torch.int32, arrives.chunks.count, "signals"), o.zeros(torch.int32, 1, "the quarantine"),
+            o.of(bounds, "the chunks' bounds"), o.zeros(torch.int64, FIELDS * RECORDS, "records"),
+            o.zeros(torch.int64, 2 * _LINE, "claims"), EPOCH, KEY, arrives.allowed, OP,
+        )  # fmt: skip
 
     def _list(self, o: Operands, plan: AttentionPlan, at: dict[str, Any], how: dict[str, Any]) -> tuple[Any, Any]:
         """The launch before a packed call."""
