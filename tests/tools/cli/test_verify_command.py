@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 
 from tilestream_tools import verify as checker
@@ -70,12 +68,3 @@ def test_a_violation_is_printed_with_its_counterexample_and_status_1(cli, monkey
 def test_an_unknown_model_and_no_process_are_status_2(cli, options, says):
     result = cli("verify", *options)
     assert (result.exit_code, says in result.stderr) == (2, True)
-
-
-def test_missing_tools_are_named(cli, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tilestream_tools", None)
-    result = cli("verify", "--quick")
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "tilestream: this command needs the package tilestream_tools, which tilestream installs: reinstall tilestream\n"
-    )
