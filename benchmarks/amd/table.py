@@ -1,5 +1,4 @@
-"""The tables of ``docs/amd.md``: what the compiler made of each kernel for AMD, what was executed on the emulator, and
-what others publish.
+"""The tables of ``docs/amd.md``: what the compiler made for AMD, what the emulator executed, and what others publish.
 
 python benchmarks/run.py amd table record            # compiles, no GPU: benchmarks/results/amd/isa.json
 python benchmarks/run.py amd table render            # puts the tables into docs/amd.md

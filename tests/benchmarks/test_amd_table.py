@@ -99,5 +99,5 @@ def test_no_peer_is_above_the_peak():
 
 
 def test_a_page_without_the_marks(data):
-    with pytest.raises(ValueError, match=r"amd\.md has no lines <!-- ours"):
+    with pytest.raises(ValueError, match=r"amd\.md has no lines <!-- executed"):
         amd.page("# a page", data)

@@ -19,14 +19,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from tilestream_tools.emulator.memory import Die, Fault, Memory, Shared, Unit
-from tilestream_tools.emulator.numbers import F32, LANES, MASK32, MASK64, U32, Array, to_lanes
-from tilestream_tools.emulator.operands import EXEC, SCALARS
+from tilestream_tools.emulator.numbers import LANES, MASK32, U32, Array
+from tilestream_tools.emulator.registers import SCALARS, Registers
 
 #: When loads and stores land: at once; when a wait covers them; at a moment that the seed decides.
 Landing = Literal["early", "late", "random"]
-#: What a vector register holds that nothing has written: a NaN.
-UNWRITTEN = 0x7FC0DEAD
-_ALL = np.ones(LANES, np.bool_)
 
 
 class Pending:
@@ -63,16 +60,11 @@ class Group:
                 wave.state, wave.epoch = "ready", wave.epoch + 1
 
 
-class Wave:
-    """A wave: 64 lanes, their registers, and what it waits for.
+class Wave(Registers):
+    """A wave: its registers, where it is, and what it waits for.
 
     Attributes
     ----------
-    s, v
-        Scalar registers, and vector registers ``[512, 64]``; accumulators are those from 256 on. ``f`` is ``v`` as
-        float32.
-    on
-        The lanes that EXEC has; None: all of them.
     vector, other
         What the counters ``vmcnt`` and ``lgkmcnt`` count, oldest first.
     pending
@@ -82,37 +74,15 @@ class Wave:
     """
 
     def __init__(self, index: int, group: Group, machine: Machine) -> None:
+        super().__init__()
         self.index, self.group, self.machine = index, group, machine
-        self.s = [0] * 128
-        self.v = np.full((512, LANES), UNWRITTEN, U32)
-        self.f: Array = self.v.view(F32)
-        self.scc, self.pc, self.epoch = 0, 0, 0
+        self.pc, self.epoch = 0, 0
         self.state: Literal["ready", "barrier", "done"] = "ready"
         self.speed = 1.0
         self.vector: deque[Pending] = deque()
         self.other: deque[Pending] = deque()
         self.pending: dict[int, Pending] = {}
         self.scratch: dict[int, Array] = {}
-        self.on: Array | None = None
-        self.s[EXEC] = self.s[EXEC + 1] = MASK32
-        self.exec = MASK64
-
-    def exec_changed(self) -> None:
-        """EXEC was written."""
-        self.exec = self.s[EXEC] | self.s[EXEC + 1] << 32
-        self.on = None if self.exec == MASK64 else to_lanes(self.exec)
-
-    @property
-    def lanes(self) -> Array:
-        """The lanes that are on."""
-        return _ALL if self.on is None else self.on
-
-    def put(self, register: int, value: Array) -> None:
-        """Write a vector register in the lanes that are on."""
-        if self.on is None:
-            self.v[register] = value
-        else:
-            np.copyto(self.v[register], value, where=self.on)
 
     def issue(self, queue: deque[Pending], one: Pending) -> None:
         """Count an access until a wait covers it; some of them land now."""

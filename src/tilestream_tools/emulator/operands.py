@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,19 +28,10 @@ from tilestream_tools.emulator.numbers import (
     to_lanes,
     to_mask,
 )  # fmt: skip
+from tilestream_tools.emulator.registers import ACCUMULATORS, EXEC, M0, SCALARS, VCC, Registers
 
-if TYPE_CHECKING:
-    from tilestream_tools.emulator.machine import Wave
-
-Read = Callable[["Wave"], Array]
-Write = Callable[["Wave", Array], None]
-
-#: Numbers of the scalar registers that have names.
-VCC, M0, EXEC = 106, 124, 126
-#: AGPR n is vector register n + 256.
-ACCUMULATORS = 256
-#: A register's number in the set of those that an instruction touches: vector ones first, then scalar ones.
-SCALARS = 512
+Read = Callable[[Registers], Array]
+Write = Callable[[Registers, Array], None]
 
 _NAMED = {
     "vcc": (VCC, 2), "vcc_lo": (VCC, 1), "vcc_hi": (VCC + 1, 1), "m0": (M0, 1), "exec": (EXEC, 2),
@@ -191,11 +182,11 @@ def source(o: Operand, kind: str, select: tuple[int, int] | None = None) -> Read
         shift, width = U32(select[0]), select[1]
         field, keep, whole = raw, U32((1 << width) - 1), o.sign_extended
 
-        def raw(w: Wave) -> Array:
+        def raw(w: Registers) -> Array:
             x = field(w) >> shift & keep
             return extended(x, width) if whole else x
 
-    def get(w: Wave) -> Array:
+    def get(w: Registers) -> Array:
         x = raw(w)
         return (x.astype(U16) if size == 2 else x).view(as_type)
 
@@ -222,7 +213,7 @@ def target(o: Operand, kind: str, select: tuple[int, int] | None = None, keeps: 
     n, size = o.index, np.dtype(KINDS[kind]).itemsize
     if size == 8:
 
-        def put64(w: Wave, x: Array) -> None:
+        def put64(w: Registers, x: Array) -> None:
             bits = np.atleast_1d(x).view(U64)
             w.put(n, bits.astype(U32))
             w.put(n + 1, (bits >> U64(32)).astype(U32))
@@ -233,7 +224,7 @@ def target(o: Operand, kind: str, select: tuple[int, int] | None = None, keeps: 
     shift, width = select or (0, 16)
     keep = U32(MASK32 ^ ((1 << width) - 1) << shift) if select and keeps else U32(0)
 
-    def put_part(w: Wave, x: Array) -> None:
+    def put_part(w: Registers, x: Array) -> None:
         x = np.atleast_1d(x)
         bits = x.view(U16).astype(U32) if size == 2 else x.view(U32) & U32((1 << width) - 1)
         w.put(n, bits << U32(shift) | (w.v[n] & keep))
@@ -254,7 +245,7 @@ def mask_target(o: Operand) -> Write:
     """Where a comparison's answers go: a mask in scalar registers, 0 for the lanes that are off."""
     put = scalar_target(o, True)
 
-    def act(w: Wave, lanes: Array) -> None:
+    def act(w: Registers, lanes: Array) -> None:
         lanes = np.broadcast_to(lanes, 64)
         put(w, to_mask(lanes if w.on is None else lanes & w.on))
 
@@ -264,7 +255,7 @@ def mask_target(o: Operand) -> Write:
 # Scalar instructions --------------------------------------------------------------------------------------------------
 
 
-def scalar(o: Operand, is_wide: bool = False) -> Callable[[Wave], int]:
+def scalar(o: Operand, is_wide: bool = False) -> Callable[[Registers], int]:
     """A source of a scalar instruction, as an unsigned number."""
     n = o.index
     if o.file == "s":
@@ -277,13 +268,13 @@ def scalar(o: Operand, is_wide: bool = False) -> Callable[[Wave], int]:
     raise Unknown(f"operand {o.text}")
 
 
-def scalar_target(o: Operand, is_wide: bool = False) -> Callable[[Wave, int], None]:
+def scalar_target(o: Operand, is_wide: bool = False) -> Callable[[Registers, int], None]:
     """Where the result of a scalar instruction goes, without the bits that do not fit."""
     n = o.index
     if o.file != "s":
         raise Unknown(f"a scalar result in {o.text}")
 
-    def put(w: Wave, x: int) -> None:
+    def put(w: Registers, x: int) -> None:
         w.s[n] = x & MASK32
         if is_wide:
             w.s[n + 1] = x >> 32 & MASK32

@@ -10,7 +10,8 @@ import numpy as np
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.machine import Act, Pending, Wave
 from tilestream_tools.emulator.numbers import I64, MASK32, MASK64, U32, signed
-from tilestream_tools.emulator.operands import SCALARS, VCC, Operand, Unknown, scalar, scalar_target
+from tilestream_tools.emulator.operands import Operand, Unknown, scalar, scalar_target
+from tilestream_tools.emulator.registers import SCALARS, VCC
 
 #: Of unsigned numbers, and the flag SCC, which stays if the second result is None.
 Arithmetic = Callable[[int, int, int], "tuple[int, bool | None]"]

@@ -34,7 +34,6 @@ from tilestream_tools.emulator.numbers import (
     wide,
 )  # fmt: skip
 from tilestream_tools.emulator.operands import (
-    VCC,
     Operand,
     Read,
     Unknown,
@@ -47,6 +46,7 @@ from tilestream_tools.emulator.operands import (
     source,
     target,
 )  # fmt: skip
+from tilestream_tools.emulator.registers import VCC
 
 Function = Callable[..., Array]
 _FIFTEEN = U16(15)

@@ -10,10 +10,11 @@ import numpy as np
 
 from tilestream_tools.emulator.instructions.lds import put_loaded, registers_of, stored
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
-from tilestream_tools.emulator.machine import UNWRITTEN, Act, Pending, Wave
+from tilestream_tools.emulator.machine import Act, Pending, Wave
 from tilestream_tools.emulator.memory import Fault
 from tilestream_tools.emulator.numbers import I64, LANES, MASK32, U32, Array, signed
-from tilestream_tools.emulator.operands import M0, Operand, Unknown, scalar
+from tilestream_tools.emulator.operands import Operand, Unknown, scalar
+from tilestream_tools.emulator.registers import M0, UNWRITTEN
 
 #: Bytes of an access, by what the name ends in, and the kind of a load of fewer than four.
 _SIZES = {
