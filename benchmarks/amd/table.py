@@ -1,8 +1,11 @@
-"""The tables of ``docs/amd.md``: what the compiler made of each kernel for AMD, and what others publish.
+"""The tables of ``docs/amd.md``: what the compiler made for AMD, what the emulator executed, and what others publish.
 
 python benchmarks/run.py amd table record            # compiles, no GPU: benchmarks/results/amd/isa.json
 python benchmarks/run.py amd table render            # puts the tables into docs/amd.md
 python benchmarks/run.py amd table render --check    # status 1 if the page is not what the records say
+
+What was executed is recorded by ``python tests/tools/emulator/executed all --seeds 3 --landing late,random,early
+--record benchmarks/results/amd/emulated.json``, and the same with ``faults --seeds 8``.
 """
 
 from __future__ import annotations
@@ -20,9 +23,14 @@ NOTES = Notes("amd")
 RECORD = RESULTS / "amd" / "isa.json"
 #: What others publish, measured: devices as `tilestream.core.gpu_specs` names them.
 PUBLISHED = RESULTS / "amd" / "published.json"
+#: What was executed on the emulator: `tests/tools/emulator/executed`.
+EMULATED = RESULTS / "amd" / "emulated.json"
 PAGE = DOCS / "amd.md"
 #: The text between these lines of the page is made here.
-MARKS = {name: (f"<!-- {name}: made by run.py amd table -->", f"<!-- end of {name} -->") for name in ("ours", "theirs")}
+MARKS = {
+    name: (f"<!-- {name}: made by run.py amd table -->", f"<!-- end of {name} -->")
+    for name in ("executed", "faults", "ours", "theirs")
+}
 
 
 # The record -----------------------------------------------------------------------------------------------------------
@@ -100,6 +108,33 @@ def _counted(row: Row) -> Row:
     }  # fmt: skip
 
 
+def executed() -> str:
+    """By kernel and architecture: the cases, and how many of their orders were right."""
+    record = load(EMULATED)
+    rows = []
+    for kernel, arch in dict.fromkeys((row["kernel"], row["arch"]) for row in record["rows"]):
+        of_it = [row for row in record["rows"] if (row["kernel"], row["arch"]) == (kernel, arch)]
+        sums = {key: sum(row[key] for row in of_it) for key in ("orders", "right", "instructions")}
+        rows.append({"kernel": kernel, "arch": arch, "cases": "; ".join(row["name"] for row in of_it), **sums})
+    figures = {key: sum(row[key] for row in record["rows"]) for key in ("instructions", "seconds", "orders", "right")}
+    rate = figures["instructions"] / figures["seconds"]
+    about_it = NOTES("executed", **record, **figures, count=len(record["rows"]), rate=rate)
+    return about_it + "\n\n" + columns(rows, {
+        "kernel": "{kernel}", "arch": "{arch}", "cases": "{cases}", "orders": "{orders}", "right": "{right}",
+        "instructions": "{instructions:,}",
+    })  # fmt: skip
+
+
+def faults() -> str:
+    """By kind: the faults that were seeded into machine code, and those that were found."""
+    rows = load(EMULATED)["faults"]
+    tried, found = (sum(row[key] for row in rows) for key in ("tried", "found"))
+    heads = ("tried", "found", "by a check", "by numbers", "by no end")
+    return NOTES("faults", tried=tried, found=found) + "\n\n" + columns(
+        rows, {"fault": "{fault}", **{head: f"{{{head}}}" for head in heads}}
+    )  # fmt: skip
+
+
 def theirs() -> str:
     from tilestream.core.gpu_specs import named
 
@@ -118,7 +153,8 @@ def theirs() -> str:
 
 def page(text: str, data: Data) -> str:
     """The page with its tables made again."""
-    for name, made in (("ours", ours(data)), ("theirs", theirs())):
+    tables = {"executed": executed(), "faults": faults(), "ours": ours(data), "theirs": theirs()}
+    for name, made in tables.items():
         begin, end = MARKS[name]
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"{PAGE.name} has no lines {begin} and {end}")

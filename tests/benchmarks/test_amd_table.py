@@ -1,4 +1,4 @@
-"""The page on AMD: its tables are the record's, and it says that nothing was run."""
+"""The page on AMD: its tables are the record's, and it says that nothing was run on a GPU."""
 
 from __future__ import annotations
 
@@ -29,10 +29,17 @@ def test_the_tables_are_made_from_the_record(data, monkeypatch, tmp_path):
     assert changed.read_text() == text
 
 
-def test_the_page_says_that_nothing_was_run(data):
-    assert amd.PAGE.read_text().splitlines()[0] == "# AMD: compiled and checked, not run"
+def test_the_page_says_that_nothing_was_run_on_a_gpu(data):
+    assert amd.PAGE.read_text().splitlines()[0] == "# AMD: executed on an emulator, not on a GPU"
     assert data["run"] is False
     assert "**not run**" in amd.ours(data)
+
+
+def test_what_was_executed_is_right_on_both_architectures():
+    record = json.loads(amd.EMULATED.read_text(encoding="utf-8"))
+    assert {row["arch"] for row in record["rows"]} == {"gfx942", "gfx950"}
+    assert all(row["right"] == row["orders"] == 9 and row["instructions"] for row in record["rows"])
+    assert all(row["found"] + len(row["missed"]) == row["tried"] for row in record["faults"])
 
 
 def test_the_plans_efficiencies_are_the_records(data):
@@ -92,5 +99,5 @@ def test_no_peer_is_above_the_peak():
 
 
 def test_a_page_without_the_marks(data):
-    with pytest.raises(ValueError, match=r"amd\.md has no lines <!-- ours"):
+    with pytest.raises(ValueError, match=r"amd\.md has no lines <!-- executed"):
         amd.page("# a page", data)

@@ -1,4 +1,6 @@
-"""The compile gates (`gates`): every kernel compiles with no GPU, and keeps the rules of its gate. AMD code is not run.
+"""The compile gates (`gates`): every kernel compiles with no GPU, and keeps the rules of its gate.
+
+The emulator knows each instruction of AMD's: `tests/tools/emulator` executes kernels on it.
 
 The quick tier takes a sample of each gate through the Triton that is installed. The slow one takes every case through
 Triton 3.6, 3.7 and 3.9: see `tritons`.
@@ -22,6 +24,7 @@ from gates.cdna_attention import known
 from gates.hopper_attention import rescales_lazily
 
 from releases import release
+from tilestream_tools.emulator.program import unknown_of
 from tritons import TRITONS, gate_rows, processes, triton
 
 GATES = Path(__file__).parent / "gates"
@@ -64,6 +67,7 @@ def check(found: list[dict], count: int) -> None:
     assert len(found) == len({(one["arch"], one["name"]) for one in found}) == count
     broken = [one for one in found if one["faults"]]
     assert not broken, f"{len(broken)} of {count}, such as {broken[:3]}"
+    assert unknown_of({(one["arch"], *form) for one in found for form in one["instructions"]}) == {}
 
 
 @pytest.mark.timeout(190)
@@ -92,6 +96,17 @@ def test_no_case_has_dropped_out(gate, tmp_path):
     assert Counter(one["arch"] for one in named) == COUNTS[gate]
     if gate == "hopper gemm":
         assert Counter(" ".join(one["name"].split()[:2]) for one in named) == TILES
+
+
+def test_an_instruction_that_the_emulator_does_not_know_is_named():
+    known = {("gfx942", "v_add_u32_e32", "v0, s1, v2"), ("gfx950", "s_waitcnt", "vmcnt(0)")}
+    unknown = {
+        ("gfx950", "v_dot2_f32_f16", "v0, v1, v2, v3"), ("gfx942", "v_add_f32_e64", "v0, v1, v2 mul:2"),
+        ("gfx942", "v_mfma_f32_4x4x4_16b_f16", "v[0:3], v[4:5], v[6:7], v[0:3]"),
+        ("gfx942", "v_mov_b32_e32", "v0, foo"),
+    }  # fmt: skip
+    assert unknown_of(known) == {}
+    assert unknown_of(known | unknown).keys() == {mnemonic for _, mnemonic, _ in unknown}
 
 
 @pytest.mark.timeout(110)

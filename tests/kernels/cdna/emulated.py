@@ -226,14 +226,15 @@ class Machine:
             zeros=lambda shape, dtype, _: Tensor(np.zeros(shape), dtype),
             minimum=self.minimum, maximum=lambda x, y: Int(max(x, y)), where=self.where,
             convert_layout=lambda x, _, assert_trivial: x, cast=lambda x, _: Int(x), load=self.load, store=self.store,
-            atomic_add=self.atomic_add, max_contiguous=self.contiguous, multiple_of=self.multiple,
+            max_contiguous=self.contiguous, multiple_of=self.multiple,
             allocate_shared_memory=lambda dtype, shape, _: Stages(dtype, shape),
             int8=INT8, int16=INT16, int32=INT32, int64=INT64, float32=FLOAT32,
         )  # fmt: skip
         self.names: dict[str, Any] = {
             "gl": gl, "range": range, **structs_of(structs),
             "tl": SimpleNamespace(
-                cast=lambda x, _: Int(x), where=self.where, load=self.load, int32=INT32, int64=INT64
+                cast=lambda x, _: Int(x), where=self.where, load=self.load, store=self.store,
+                atomic_add=self.atomic_add, debug_barrier=self.ignore, int32=INT32, int64=INT64,
             ),
             "float": float, "len": len, "min": min, "LINE": 16, "swizzled": self.swizzled,
             "after": self.after, "before": self.before, "neighbour": queues_.neighbour, "enter": self.ignore,

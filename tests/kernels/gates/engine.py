@@ -18,6 +18,7 @@ import functools
 import importlib
 import json
 import multiprocessing
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -30,6 +31,7 @@ from tilestream.core.gpu_specs import named
 from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.plan import Plan
+from tilestream_tools.isa import amdgcn
 from tilestream_tools.isa.build import Pointer, build
 from tilestream_tools.isa.kernels import DEVICES as NAMES
 from tilestream_tools.isa.kernels import gate_arguments, operands
@@ -114,10 +116,15 @@ class Seed(NamedTuple):
 
 
 def row(name: str, seed: Seed, case: Case) -> dict[str, Any]:
-    """A case compiled: how many rules there are, and its faults by rule."""
+    """A case compiled: how many rules there are, its faults by rule, and on AMD the instructions that it has."""
     gate, start = load(name), time.perf_counter()
+    instructions: list[list[str]] = []
     try:
-        rules = gate.rules_of(case) if hasattr(gate, "rules_of") else gate.rules(case, *seeded(gate, seed, case))
+        if hasattr(gate, "rules_of"):
+            rules = gate.rules_of(case)
+        else:
+            kernel, said = seeded(gate, seed, case)
+            rules, instructions = gate.rules(case, kernel, said), forms(kernel)
         count, found = len(rules), faults(rules)
     except Exception as error:
         while error.__cause__ is not None:
@@ -125,7 +132,18 @@ def row(name: str, seed: Seed, case: Case) -> dict[str, Any]:
         count, found = 0, {"error": [f"{type(error).__name__}: {error}"[-1500:], "none"]}
     seconds = round(time.perf_counter() - start, 1)
     fields = {"name": case.name, "arch": case.arch, "triton": VERSION}
-    return {**fields, "rules": count, "faults": found, "seconds": seconds}
+    return {**fields, "rules": count, "faults": found, "seconds": seconds, "instructions": instructions}
+
+
+def forms(kernel: Any) -> list[list[str]]:
+    """A mnemonic and operands of each form of AMD's instructions: registers and numbers make no difference."""
+    if "amdgcn" not in kernel.asm:
+        return []
+    found = {}
+    for one in amdgcn.parse(kernel.asm["amdgcn"]).instructions:
+        if one.kind != "branch":  # whose operand is a label
+            found[one.mnemonic, re.sub(r"[vsa]?(\d+|\[[\d:]+\])", "", one.operands)] = [one.mnemonic, one.operands]
+    return [*found.values()]
 
 
 def seeded(gate: ModuleType, seed: Seed, case: Case) -> tuple[Any, str]:

@@ -1,1 +1,1 @@
-"""Gluon on AMD CDNA: copies past the registers, inverse swizzle, MFMA. Compiled and checked, not run."""
+"""Gluon on AMD CDNA: copies past the registers, inverse swizzle, MFMA. Executed on an emulator only."""

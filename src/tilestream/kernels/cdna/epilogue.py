@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.core.structs import Region
-from tilestream.kernels.cdna.compat import barrier, buffer_load, buffer_store, opaque_zero
+from tilestream.kernels.cdna.compat import buffer_load, buffer_store, opaque_zero
 from tilestream.kernels.device.epilogue import finished
 
 
@@ -156,28 +156,6 @@ def in_strip(ROWS: gl.constexpr, STRIP: gl.constexpr, MATH: gl.constexpr):
     i = gl.arange(0, ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()
     j = gl.arange(0, STRIP, gl.SliceLayout(0, MATH))
     return i[:, None] * STRIP + j[None, :]
-
-
-@gluon.jit
-def drain():
-    """Wait until this warp's stores are in the cache that the XCD shares."""
-    gl.inline_asm_elementwise("s_waitcnt vmcnt(0)\n\ts_mov_b32 $0, 0", "=s", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def count_in(count, parts):
-    """Count a partial result that was stored; whether it was the last, which restores the count.
-
-    As the portable kernel's, but each warp first waits for its own stores: the release of the one lane that adds
-    speaks for what has left the other warps, and a barrier waits for no store.
-    """
-    drain()
-    barrier()
-    last = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
-    barrier()
-    if last:
-        gl.store(count, 0)
-    return last
 
 
 @gluon.jit

@@ -27,7 +27,7 @@ from triton.experimental.gluon import language as gl
 from tilestream.core import queues as queues_
 from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Progress, Strided, Vector, Words, Work
 from tilestream.kernels.cdna.compat import barrier, device, in_order, multiply_add, uniform
-from tilestream.kernels.cdna.epilogue import count_in, math_layout, reduce_partials, store_partial, store_tile
+from tilestream.kernels.cdna.epilogue import math_layout, reduce_partials, store_partial, store_tile
 from tilestream.kernels.cdna.ring import (
     after,
     before,
@@ -45,6 +45,7 @@ from tilestream.kernels.cdna.ring import (
 )
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item
 from tilestream.kernels.device.jit import entry
+from tilestream.kernels.device.schedule import count_in
 
 neighbour = device(queues_.neighbour)
 

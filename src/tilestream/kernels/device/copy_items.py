@@ -4,9 +4,9 @@ The whole worker copies, before it takes its first tile; a Hopper worker does so
 enough words a thread to keep enough bytes in flight (`tilestream.core.copy_items.block`). Loads bypass the first-level
 cache, since the source is read once; stores stay in L2, where the tiles find them.
 
-*Order* (invariant 7). A piece's stores precede its count, by a barrier and a release. The last piece's count acquires
-those of the others. The signal is a release at system scope. As with any producer, a reader acquires the signal, and
-fences before copies of the asynchronous proxy.
+*Order* (invariant 7). A piece's stores precede its count, by a drain, a barrier and a release (`count_in`). The last
+piece's count acquires those of the others. The signal is a release at system scope. As with any producer, a reader
+acquires the signal, and fences before copies of the asynchronous proxy.
 """
 
 from __future__ import annotations

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from tilestream.core import integers, queues, raster, stream_k
 from tilestream.core.structs import Cursor, Item
-from tilestream.kernels.device.jit import device
+from tilestream.kernels.device.jit import INTERPRETED, device
 
 cdiv = device(integers.cdiv)
 part_begin = device(integers.part_begin)
@@ -180,12 +181,34 @@ def count_out(work, words, base, workers):
 
 
 @triton.jit
+def _drain_on_device():
+    """Wait until each wave's own stores are in the cache that all compute units of its die share.
+
+    AMD only. A release waits for the stores of the wave that executes it, and a barrier waits for none.
+    On NVIDIA a release is cumulative: it covers all that the barrier before it ordered.
+    """
+    if not is_cuda():
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\n\ts_mov_b32 $0, 0", "=s", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+def _drain_on_host():
+    pass
+
+
+#: Comes before the barrier of each hand-over in which one lane publishes what all waves of a worker stored.
+drain = _drain_on_host if INTERPRETED else _drain_on_device
+
+
+@triton.jit
 def count_in(count, parts):
     """Count a part that this worker has stored, of so many; whether it was the last, which restores the count.
 
-    The barriers make one thread's add (a release at the device's scope, and an acquire) speak for the whole worker:
-    for its stores before, for its loads after.
+    `drain` and the barriers make one thread's add (a release at the device's scope, and an acquire) speak for the
+    whole worker: for its stores before, for its loads after.
     """
+    drain()
     tl.debug_barrier()
     last = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1
     tl.debug_barrier()

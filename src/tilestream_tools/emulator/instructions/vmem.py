@@ -1,0 +1,262 @@
+"""Vector memory: buffer, global and scratch accesses, loads straight to LDS, atomics, cache controls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from tilestream_tools.emulator.instructions.lds import put_loaded, registers_of, stored
+from tilestream_tools.emulator.instructions.table import Decoded, instruction
+from tilestream_tools.emulator.machine import Act, Pending, Wave
+from tilestream_tools.emulator.memory import Fault
+from tilestream_tools.emulator.numbers import I64, LANES, MASK32, U32, Array, signed
+from tilestream_tools.emulator.operands import Operand, Unknown, scalar
+from tilestream_tools.emulator.registers import M0, UNWRITTEN
+
+#: Bytes of an access, by what the name ends in, and the kind of a load of fewer than four.
+_SIZES = {
+    "ubyte": (1, "u8"), "sbyte": (1, "i8"), "byte": (1, ""), "ushort": (2, "u16"), "sshort": (2, "i16"),
+    "short": (2, "u16"), "dword": (4, ""), "dwordx2": (8, ""), "dwordx3": (12, ""), "dwordx4": (16, ""),
+}  # fmt: skip
+_NAMES = "|".join(_SIZES)
+_SCOPES = "sc0 sc1 nt"
+_SPACE = "(buffer|global|flat)"
+
+
+class Places(NamedTuple):
+    """Where the lanes of an access go.
+
+    Attributes
+    ----------
+    addresses
+        Of all lanes.
+    on
+        The lanes that access memory.
+    outside
+        The lanes that are on and past a buffer's end: their loads are 0, their stores nothing.
+    """
+
+    addresses: Array
+    on: Array
+    outside: Array
+
+
+_NONE = np.zeros(LANES, np.bool_)
+#: ``(wave, bytes) -> Places``.
+Where = Callable[[Wave, int], Places]
+
+
+def buffer_places(one: Decoded, operands: tuple[Operand, ...]) -> Where:
+    """Of a buffer: the base and the size of a resource, a lane's offset, a scalar one."""
+    (n, r), wave_offset = (o.index for o in operands[:2]), scalar(operands[2])
+    has_offset, offset = "offen" in one.modifiers, one.offset
+
+    def where(w: Wave, size: int) -> Places:
+        if w.s[r + 1] >> 16 & 0x3FFF:
+            raise Fault("a buffer with a stride is not emulated")
+        inside = (w.v[n].astype(I64) if has_offset else np.zeros(LANES, I64)) + offset
+        fits = inside + size <= w.s[r + 2]
+        base = (w.s[r] | (w.s[r + 1] & 0xFFFF) << 32) + wave_offset(w)
+        return Places(inside + base, w.lanes & fits, w.lanes & ~fits)
+
+    return where
+
+
+def global_places(one: Decoded, operands: tuple[Operand, ...]) -> Where:
+    """A lane's address, of 64 bits, or of 32 from a scalar base on."""
+    n, offset = operands[0].index, one.offset
+    if len(operands) > 1 and operands[1].file == "s":
+        base = scalar(operands[1], True)
+        return lambda w, size: Places(w.v[n].astype(I64) + (base(w) + offset), w.lanes, _NONE)
+    return lambda w, size: Places((w.v[n].astype(I64) | w.v[n + 1].astype(I64) << 32) + offset, w.lanes, _NONE)
+
+
+def places(one: Decoded, space: str, operands: tuple[Operand, ...]) -> Where:
+    """Of the operands behind the data."""
+    return (buffer_places if space == "buffer" else global_places)(one, operands)
+
+
+def is_device_scope(one: Decoded) -> bool:
+    """Whether an access is performed where all dies see it. ``sc0`` alone is the workgroup's scope."""
+    return "sc1" in one.modifiers
+
+
+@instruction(rf"{_SPACE}_load_({_NAMES})(_d16(?:_hi)?)?", f"offset offen lds {_SCOPES}")
+def _load(one: Decoded, found: re.Match[str]) -> Act:
+    (size, small), half = _SIZES[found[2]], found[3] or ""
+    if "lds" in one.modifiers:
+        return _to_lds(one, places(one, found[1], one.operands), size)
+    where, device = places(one, found[1], one.operands[1:]), is_device_scope(one)
+    to, registers = one.operands[0].index, registers_of(one.operands[0], max(1, size // 4))
+
+    def act(w: Wave) -> None:
+        at = where(w, size)
+        on, outside, unit = at.on.copy(), at.outside, w.group.unit
+        offsets = w.machine.memory.offsets(at.addresses[on], size)
+        is_cut = bool(outside.any())
+
+        def land() -> None:
+            if offsets.size:
+                put_loaded(w, to, unit.load(offsets, size, device), on, small, half)
+            if is_cut:
+                put_loaded(w, to, np.zeros((int(outside.sum()), size), np.uint8), outside, small, half)
+
+        w.issue(w.vector, Pending(land, registers, one.text))
+
+    return act
+
+
+@instruction(rf"(global)_load_lds_({_NAMES})", f"offset {_SCOPES}")
+def _load_to_lds(one: Decoded, found: re.Match[str]) -> Act:
+    return _to_lds(one, global_places(one, one.operands), _SIZES[found[2]][0])
+
+
+def _to_lds(one: Decoded, where: Where, size: int) -> Act:
+    """From memory past the registers: to M0's offset and the immediate one, the lanes side by side."""
+    device, offset = is_device_scope(one), one.offset
+
+    def act(w: Wave) -> None:
+        at = where(w, size)
+        if at.outside.any():
+            raise Fault("a copy to LDS from past a buffer's end")
+        unit, shared, index = w.group.unit, w.group.shared, w.index
+        source = w.machine.memory.offsets(at.addresses[at.on], size)
+        to = (w.s[M0] & 0x3FFFF) + offset + np.flatnonzero(at.on) * size
+        words = shared.begin(index, w.epoch, to, size, unit.load(source, size, device))
+        w.issue(w.vector, Pending(
+            lambda: shared.store(to, unit.load(source, size, device)), text=one.text,
+            end=lambda: shared.end(index, w.epoch, words, True),
+        ))  # fmt: skip
+
+    return act
+
+
+@instruction(rf"{_SPACE}_store_({_NAMES})(_d16_hi)?", f"offset offen {_SCOPES}")
+def _store(one: Decoded, found: re.Match[str]) -> Act:
+    size, is_high, device = _SIZES[found[2]][0], bool(found[3]), is_device_scope(one)
+    if found[1] == "buffer":
+        data, rest = one.operands[0].index, one.operands[1:]
+    else:
+        data, rest = one.operands[1].index, (one.operands[0], *one.operands[2:])
+    where = places(one, found[1], rest)
+
+    def act(w: Wave) -> None:
+        at = where(w, size)
+        offsets = w.machine.memory.offsets(at.addresses[at.on], size)
+        values, unit = stored(w, data, size, at.on, is_high), w.group.unit
+        w.issue(w.vector, Pending(lambda: unit.store(offsets, values, device), text=one.text))
+
+    return act
+
+
+_UPDATES: dict[str, Callable[[int, int, int], int]] = {
+    "add": lambda x, y, bits: x + y, "sub": lambda x, y, bits: x - y, "swap": lambda x, y, bits: y,
+    "and": lambda x, y, bits: x & y, "or": lambda x, y, bits: x | y, "xor": lambda x, y, bits: x ^ y,
+    "smax": lambda x, y, bits: max(signed(x, bits), signed(y, bits)),
+    "smin": lambda x, y, bits: min(signed(x, bits), signed(y, bits)),
+    "umax": lambda x, y, bits: max(x, y), "umin": lambda x, y, bits: min(x, y),
+}  # fmt: skip
+
+
+@instruction(rf"{_SPACE}_atomic_({'|'.join(_UPDATES)}|cmpswap)(_x2)?", f"offset offen {_SCOPES}")
+def _atomic(one: Decoded, found: re.Match[str]) -> Act:
+    """Lane by lane. ``sc0``: the number before comes back."""
+    words = 2 if found[3] else 1
+    returns, compares, operands = "sc0" in one.modifiers, found[2] == "cmpswap", one.operands
+    update = _UPDATES["swap" if compares else found[2]]
+    if found[1] == "buffer":
+        data, back, rest = operands[0], operands[0], operands[1:]
+    else:
+        back, operands = (operands[0], operands[1:]) if returns else (operands[1], operands)
+        data, rest = operands[1], (operands[0], *operands[2:])
+    where, n = places(one, found[1], rest), data.index
+
+    def number(w: Wave, register: int, lane: int) -> int:
+        return int(w.v[register, lane]) | (int(w.v[register + 1, lane]) << 32 if words == 2 else 0)
+
+    def act(w: Wave) -> None:
+        at = where(w, 4 * words)
+        lanes = np.flatnonzero(at.on)
+        offsets = w.machine.memory.offsets(at.addresses[lanes], 4 * words)
+        given = [(number(w, n, int(lane)), number(w, n + words, int(lane)) if compares else 0) for lane in lanes]
+        unit = w.group.unit
+
+        def land() -> None:
+            for lane, offset, (value, wanted) in zip(lanes, offsets.tolist(), given, strict=True):
+
+                def updated(x: int, value: int = value, wanted: int = wanted) -> int:
+                    return x if compares and x != wanted else update(x, value, 32 * words)
+
+                before = unit.atomic(offset, 4 * words, updated)
+                if returns:
+                    w.v[back.index, lane] = before & MASK32
+                    if words == 2:
+                        w.v[back.index + 1, lane] = before >> 32
+
+        w.issue(w.vector, Pending(land, registers_of(back, words) if returns else (), one.text))
+
+    return act
+
+
+@instruction("scratch_(load|store)_dword(?:x([234]))?", "offset")
+def _scratch(one: Decoded, found: re.Match[str]) -> Act:
+    """A lane's own memory, of registers that were spilled: at an immediate offset."""
+    (data,), others = ([o for o in one.operands if o.file == "v"], [o for o in one.operands if o.file != "v"])
+    if any(o.file != "off" for o in others):
+        raise Unknown(one.text)
+    count, first = int(found[2] or 1), one.offset // 4
+
+    def act(w: Wave) -> None:
+        lanes = w.lanes.copy()
+        slots = [w.scratch.setdefault(first + i, np.full(LANES, UNWRITTEN, U32)) for i in range(count)]
+        if found[1] == "load":
+
+            def load() -> None:
+                for i, slot in enumerate(slots):
+                    np.copyto(w.v[data.index + i], slot, where=lanes)
+
+            w.issue(w.vector, Pending(load, registers_of(data, count), one.text))
+            return
+        values = w.v[data.index : data.index + count].copy()
+
+        def store() -> None:
+            for slot, value in zip(slots, values, strict=True):
+                np.copyto(slot, value, where=lanes)
+
+        w.issue(w.vector, Pending(store, text=one.text))
+
+    return act
+
+
+# Cache controls -------------------------------------------------------------------------------------------------------
+
+
+def _nothing() -> None:
+    pass
+
+
+@instruction("buffer_wbl2", _SCOPES)
+def _write_back(one: Decoded, _: re.Match[str]) -> Act:
+    """At the device's scope or wider: what is dirty in the die's L2 by the time that it is performed goes to memory."""
+    device = is_device_scope(one)
+
+    def act(w: Wave) -> None:
+        die = w.group.unit.die
+        w.issue(w.vector, Pending(die.write_back if device else _nothing, text=one.text))
+
+    return act
+
+
+@instruction("buffer_inv", _SCOPES)
+def _invalidate(one: Decoded, _: re.Match[str]) -> Act:
+    """At the device's scope or wider: the compute unit's first level and the die's L2 forget what they have read."""
+    device = is_device_scope(one)
+
+    def act(w: Wave) -> None:
+        if device:
+            w.group.unit.invalidate()
+
+    return act

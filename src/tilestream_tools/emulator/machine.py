@@ -1,0 +1,294 @@
+"""What executes: waves, workgroups on compute units and dies, and the order in which they proceed.
+
+A seed decides which wave executes next and for how long, how fast each wave is, and when loads and stores land. An
+instruction is a function of a wave; one that returns true gives way to other waves.
+
+Faults, beside those of `tilestream_tools.emulator.memory`: a register that is used before a wait covers the load that
+fills it; barriers that never open; no end after ``limit`` instructions.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from tilestream_tools.emulator.memory import Die, Fault, Memory, Shared, Unit
+from tilestream_tools.emulator.numbers import LANES, MASK32, U32, Array
+from tilestream_tools.emulator.registers import SCALARS, Registers
+
+#: When loads and stores land: at once; when a wait covers them; at a moment that the seed decides.
+Landing = Literal["early", "late", "random"]
+
+
+class Pending:
+    """An access under way."""
+
+    __slots__ = ("end", "has_landed", "is_scalar", "land", "registers", "text")
+
+    def __init__(
+        self, land: Callable[[], None], registers: Iterable[int] = (), text: str = "", is_scalar: bool = False,
+        end: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.land, self.registers, self.text, self.is_scalar, self.end = land, registers, text, is_scalar, end
+        self.has_landed = False
+
+    def go(self) -> None:
+        """Land, unless it has."""
+        if not self.has_landed:
+            self.has_landed = True
+            self.land()
+
+
+class Group:
+    """A workgroup: its LDS, its compute unit, its waves."""
+
+    def __init__(self, number: int, xcc: int, unit: Unit, shared: Shared) -> None:
+        self.number, self.xcc, self.unit, self.shared = number, xcc, unit, shared
+        self.waves: list[Wave] = []
+
+    def open_barrier(self) -> None:
+        """Let the waves go on if all that have not ended are at the barrier."""
+        alive = [wave for wave in self.waves if wave.state != "done"]
+        if alive and all(wave.state == "barrier" for wave in alive):
+            for wave in alive:
+                wave.state, wave.epoch = "ready", wave.epoch + 1
+
+
+class Wave(Registers):
+    """A wave: its registers, where it is, and what it waits for.
+
+    Attributes
+    ----------
+    vector, other
+        What the counters ``vmcnt`` and ``lgkmcnt`` count, oldest first.
+    pending
+        By register, what fills it.
+    epoch
+        Barriers passed.
+    """
+
+    def __init__(self, index: int, group: Group, machine: Machine) -> None:
+        super().__init__()
+        self.index, self.group, self.machine = index, group, machine
+        self.pc, self.epoch = 0, 0
+        self.state: Literal["ready", "barrier", "done"] = "ready"
+        self.speed = 1.0
+        self.vector: deque[Pending] = deque()
+        self.other: deque[Pending] = deque()
+        self.pending: dict[int, Pending] = {}
+        self.scratch: dict[int, Array] = {}
+
+    def issue(self, queue: deque[Pending], one: Pending) -> None:
+        """Count an access until a wait covers it; some of them land now."""
+        queue.append(one)
+        for register in one.registers:
+            self.pending[register] = one
+        landing, chance = self.machine.landing, self.machine.random
+        if landing == "early" or (landing == "random" and chance.random() < 0.4):
+            count = len(queue) if landing == "early" else chance.randint(1, len(queue))
+            for each in list(queue)[:count]:
+                each.go()
+
+    def wait(self, queue: deque[Pending], left: int) -> None:
+        """Wait until at most so many are under way. Scalar loads land in any order: only a wait for all covers one."""
+        if left and any(one.is_scalar for one in queue):
+            return
+        if len(queue) > left:
+            self.machine.waited.add(self.pc - 1)
+        while len(queue) > left:
+            one = queue.popleft()
+            one.go()
+            for register in one.registers:
+                if self.pending.get(register) is one:
+                    del self.pending[register]
+            if one.end is not None:
+                one.end()
+
+    def finish(self) -> None:
+        """End; what is under way lands."""
+        self.wait(self.vector, 0)
+        self.wait(self.other, 0)
+        self.state = "done"
+
+
+#: What an instruction does to a wave; true: other waves may go on.
+Act = Callable[[Wave], "bool | None"]
+
+
+class Step(NamedTuple):
+    """A decoded instruction.
+
+    Attributes
+    ----------
+    registers
+        That it reads or writes: see `SCALARS`.
+    loads
+        Registers that it loads, which an earlier load of the same counter may be about to fill: both come in order.
+    counter
+        That counter's queue: ``"vector"``, ``"other"``; empty where it loads none.
+    """
+
+    act: Act
+    registers: frozenset[int]
+    loads: frozenset[int]
+    counter: str
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is launched.
+
+    Attributes
+    ----------
+    groups, waves, shared
+        Workgroups, waves of each, bytes of LDS of each.
+    arguments
+        The address of the kernel's arguments.
+    entry, preloaded, user_registers
+        Where a wave begins; dwords of the arguments that it has in registers; the register of the workgroup's number.
+    dies, resident
+        XCDs, over which the workgroups go round; workgroups at a time, all if 0.
+    """
+
+    groups: int
+    waves: int
+    shared: int
+    arguments: int
+    entry: int
+    preloaded: int
+    user_registers: int
+    dies: int = 1
+    resident: int = 0
+
+
+class Machine:
+    """Executes a grid.
+
+    Parameters
+    ----------
+    seed, landing
+        Of the order: see the module, and `Landing`.
+    stale
+        Whether caches begin with what memory holds at the launch.
+    lds_in_order
+        Whether LDS performs accesses in the order of their issue, across waves. Unset, a wave's read may be performed
+        after what another wave has written since, as long as no wait covers it.
+    skew
+        Waves differ in speed by up to ten to this power.
+    quantum
+        Instructions at a time of a wave, at most.
+    limit
+        Instructions in all.
+    nanoseconds
+        That pass with each instruction, by the device's clock.
+    host
+        Called between two turns, with this machine: it may write to memory.
+    """
+
+    def __init__(
+        self, memory: Memory, *, seed: int = 0, landing: Landing = "random", stale: bool = True,
+        lds_in_order: bool = False, skew: float = 1.0, quantum: int = 40, limit: int = 20_000_000,
+        nanoseconds: int = 10, host: Callable[[Machine], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.memory, self.landing, self.stale, self.lds_in_order = memory, landing, stale, lds_in_order
+        self.skew, self.quantum, self.limit, self.nanoseconds, self.host = skew, quantum, limit, nanoseconds, host
+        self.random = random.Random(seed)
+        #: executed, seconds: instructions, and processor time.
+        self.executed, self.seconds = 0, 0.0
+        #: visited, waited: the instructions that were executed; of these, the waits that had something to wait for.
+        self.visited: set[int] = set()
+        self.waited: set[int] = set()
+
+    @property
+    def clock(self) -> int:
+        """The device's constant clock: 100 MHz."""
+        return self.executed * self.nanoseconds // 10
+
+    def execute(self, steps: list[Step], grid: Grid) -> None:
+        """Run all workgroups to their end; then each die writes back.
+
+        Raises
+        ------
+        Fault
+            Naming the workgroup, the wave, the line and the instruction.
+        """
+        dies = [Die(self.memory, self.stale) for _ in range(grid.dies)]
+        left, began = deque(range(grid.groups)), time.process_time()
+        live: list[Wave] = []
+        with np.errstate(all="ignore"):
+            while left or live:
+                while left and (not grid.resident or len({w.group.number for w in live}) < grid.resident):
+                    live += self._start(left.popleft(), dies, grid)
+                self._turn(live, steps)
+        for die in dies:
+            die.write_back()
+        self.seconds += time.process_time() - began
+
+    def _start(self, number: int, dies: list[Die], grid: Grid) -> list[Wave]:
+        xcc = number % len(dies)
+        group = Group(number, xcc, Unit(dies[xcc], self.stale), Shared(grid.shared, grid.waves))
+        for index in range(grid.waves):
+            wave = Wave(index, group, self)
+            wave.s[0], wave.s[1] = grid.arguments & MASK32, grid.arguments >> 32
+            words = self.memory.read(grid.arguments, np.zeros(grid.preloaded, U32)).tolist()
+            wave.s[2 : 2 + grid.preloaded] = words
+            wave.s[grid.user_registers] = number
+            wave.v[0] = np.arange(LANES, dtype=U32) + U32(LANES * index)
+            wave.pc = grid.entry
+            wave.speed = 10 ** -self.random.uniform(0, self.skew)
+            group.waves.append(wave)
+        return group.waves
+
+    def _turn(self, live: list[Wave], steps: list[Step]) -> None:
+        """Let one wave go on for a while."""
+        ready = [wave for wave in live if wave.state == "ready"]
+        if not ready:
+            raise Fault(f"no wave can go on: {self._where(live, steps)}")
+        if self.executed > self.limit:
+            raise Fault(f"no end after {self.executed} instructions: {self._where(live, steps)}")
+        if self.host is not None:
+            self.host(self)
+        wave = self.random.choices(ready, [one.speed for one in ready])[0]
+        self._run(wave, self.random.randint(1, self.quantum), steps)
+        if wave.state != "ready":
+            if wave.state == "done":
+                live.remove(wave)
+            wave.group.open_barrier()
+
+    def _where(self, live: list[Wave], steps: list[Step]) -> str:
+        return ", ".join(f"{w.group.number}.{w.index} {w.state}, line {steps[w.pc].line}" for w in live)
+
+    def _run(self, wave: Wave, count: int, steps: list[Step]) -> None:
+        pending, visited = wave.pending, self.visited
+        for _ in range(count):
+            pc = wave.pc
+            step = steps[pc]
+            visited.add(pc)
+            try:
+                if pending and not step.registers.isdisjoint(pending):
+                    self._refuse_early_use(wave, step)
+                wave.pc = pc + 1
+                self.executed += 1
+                if step.act(wave):
+                    return
+            except Fault as fault:
+                where = f"workgroup {wave.group.number}, wave {wave.index}, line {step.line}: {step.text}"
+                raise Fault(f"{where}: {fault}") from None
+
+    def _refuse_early_use(self, wave: Wave, step: Step) -> None:
+        early = set(step.registers & wave.pending.keys())
+        if step.counter:
+            queue = getattr(wave, step.counter)
+            early = {n for n in early if n not in step.loads or wave.pending[n] not in queue}
+        if early:
+            n = min(early)
+            name = f"s{n - SCALARS}" if n >= SCALARS else f"v{n}"
+            raise Fault(f"{name} is used before a wait covers {wave.pending[n].text}")

@@ -1,0 +1,302 @@
+"""Arithmetic of the vector instructions, on arrays with one element a lane.
+
+What AMD's documents define exactly is exact here: integers, conversions, additions, products, fused multiply-adds,
+divisions' helpers. The transcendental functions, which hardware computes to an ulp, are rounded correctly from float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+LANES = 64
+U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
+I16, I32, I64 = np.int16, np.int32, np.int64
+F16, F32, F64 = np.float16, np.float32, np.float64
+MASK32, MASK64 = 0xFFFFFFFF, (1 << 64) - 1
+FIVE_BITS = U32(31)
+
+
+def signed(x: int, bits: int = 32) -> int:
+    """An unsigned number's bits, read as two's complement."""
+    return x - (1 << bits) if x >> (bits - 1) & 1 else x
+
+
+def to_lanes(value: int) -> Array:
+    """The bits of a 64-bit mask, a boolean a lane."""
+    return np.unpackbits(np.frombuffer(value.to_bytes(8, "little"), U8), bitorder="little").view(np.bool_)
+
+
+def to_mask(lanes: Array) -> int:
+    """A boolean a lane, as a 64-bit mask."""
+    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
+
+
+# Integers -------------------------------------------------------------------------------------------------------------
+
+
+def wide(x: Array) -> Array:
+    """32 bits in 64."""
+    return x.astype(U64)
+
+
+def low24(x: Array) -> Array:
+    """The lower 24 bits, as the 24-bit multiplications read them."""
+    return x & U32(0xFFFFFF)
+
+
+def low24_signed(x: Array) -> Array:
+    """The lower 24 bits, sign-extended."""
+    return extended(low24(x), 24)
+
+
+def extended(x: Array, bits: int) -> Array:
+    """The lower ``bits`` of unsigned numbers that have no more, sign-extended to 32."""
+    top = U32(1 << (bits - 1))
+    return (x ^ top) - top
+
+
+def extract(x: Array, offset: Array, width: Array) -> Array:
+    """A field of bits, zero-extended."""
+    return (x >> (offset & FIVE_BITS)) & ((U32(1) << (width & FIVE_BITS)) - U32(1))
+
+
+def extract_signed(x: Array, offset: Array, width: Array) -> Array:
+    """A field of bits, sign-extended."""
+    width = width & FIVE_BITS
+    top = np.where(width > 0, U32(1) << ((width - U32(1)) & FIVE_BITS), U32(0))
+    return (extract(x, offset, width) ^ top) - top
+
+
+def reversed_bits(x: Array) -> Array:
+    """Bit 0 becomes bit 31."""
+    octets = np.unpackbits(np.ascontiguousarray(x).view(U8), bitorder="little").reshape(-1, 32)
+    return np.packbits(octets[:, ::-1], axis=1, bitorder="little").view(U32)[:, 0]
+
+
+def leading_zeros(x: Array) -> Array:
+    """Zeros above the highest 1; all ones where there is none."""
+    return np.where(x == 0, U32(MASK32), U32(32) - np.frexp(x.astype(F64))[1].astype(U32))
+
+
+def trailing_zeros(x: Array) -> Array:
+    """Zeros below the lowest 1; all ones where there is none."""
+    return np.where(x == 0, U32(MASK32), np.bitwise_count((x & (~x + U32(1))) - U32(1)).astype(U32))
+
+
+def permuted_bytes(high: Array, low: Array, select: Array) -> Array:
+    """V_PERM_B32: each byte of ``select`` names a byte of ``high:low``, a sign, 0x00 (12) or 0xFF (above 12)."""
+    both = wide(high) << U64(32) | wide(low)
+    out = np.zeros(np.broadcast(high, low, select).shape, U32)
+    for i in range(4):
+        which = select >> U32(8 * i) & U32(0xFF)
+        byte = (both >> (U64(8) * wide(which & U32(7)))).astype(U32) & U32(0xFF)
+        sign_of = np.minimum(which - U32(8), U32(3))  # 8 to 11: the sign of each half
+        sign = (both >> (U64(16) * wide(sign_of) + U64(15))).astype(U32) & U32(1)
+        byte = np.where(which > 7, np.where(which > 12, 0xFF, np.where(which == 12, 0, sign * U32(0xFF))), byte)
+        out |= byte.astype(U32) << U32(8 * i)
+    return out
+
+
+def truth_table(table: int) -> Callable[[Array, Array, Array], Array]:
+    """V_BITOP3_B32: bit ``4a + 2b + c`` of the table is the result of the bits a, b, c."""
+
+    def of(a: Array, b: Array, c: Array) -> Array:
+        out = np.zeros(np.broadcast(a, b, c).shape, U32)
+        for i in range(8):
+            if table >> i & 1:
+                out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        return out
+
+    return of
+
+
+# Floating point -------------------------------------------------------------------------------------------------------
+
+
+def to_odd(exact: Array, error: Array) -> Array:
+    """Sums in float64, rounded to odd: rounding them once more gives what one rounding would have."""
+    inexact = (error != 0) & np.isfinite(exact)
+    if not inexact.any():
+        return exact
+    raw = np.atleast_1d(exact).view(I64)
+    step = np.where((error > 0) == (exact > 0), 1, -1)
+    return np.where(inexact & (raw & 1 == 0), raw + step, raw).view(F64)
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """Fused multiply-add of float32, rounded once: products are exact in float64."""
+    product, c = a.astype(F64) * b.astype(F64), c.astype(F64)
+    total = product + c
+    rest = total - product
+    return to_odd(total, (product - (total - rest)) + (c - rest)).astype(F32)
+
+
+def fma16(a: Array, b: Array, c: Array) -> Array:
+    """The same of float16; in float64 the sum is exact but for ties that lie 2**-30 away."""
+    return (a.astype(F64) * b.astype(F64) + c.astype(F64)).astype(F16)
+
+
+def in_float64(function: Callable[..., Any]) -> Callable[..., Array]:
+    """A function of float32 numbers, rounded from float64."""
+    return lambda *x: function(*(one.astype(F64) for one in x)).astype(F32)
+
+
+def exponent(x: Array) -> Array:
+    """The biased exponent of float32."""
+    return (x.view(U32) >> U32(23)).astype(I32) & 0xFF
+
+
+def mantissa(x: Array) -> Array:
+    """Of 0.5 to 1, with the sign; what is infinite or NaN stays."""
+    return np.where(np.isfinite(x), np.frexp(x)[0], x).astype(F32)
+
+
+def power(x: Array) -> Array:
+    """That of two which `mantissa` leaves; 0 of what is infinite or NaN."""
+    return np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(I32)
+
+
+def scaled(x: Array, by: Array | int) -> Array:
+    """``x * 2 ** by``, rounded once."""
+    return np.ldexp(x.astype(F64), np.clip(by, -400, 400)).astype(F32)
+
+
+def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
+    """V_DIV_SCALE_F32: ``x``, one of the two, scaled so that the division's steps stay normal; and the flag for it."""
+    x, b, c = np.broadcast_arrays(x, denominator, numerator, np.zeros(LANES, F32))[:3]
+    up, down = scaled(x, 64), scaled(x, -64)
+    quotient, inverse = c.astype(F64) / b.astype(F64), 1.0 / b.astype(F64)
+    small, tiny_inverse = (np.abs(quotient) < 2.0**-126) & (quotient != 0), np.abs(inverse) < 2.0**-126
+    if_b, if_c = (np.where(x.view(U32) == one.view(U32), up, x) for one in (b, c))
+    cases = [
+        ((c == 0) | (b == 0), np.full(LANES, np.nan, F32), False), (exponent(c) - exponent(b) >= 96, if_b, True),
+        ((exponent(b) == 0) & (b != 0), up, False), (tiny_inverse & small, if_b, True), (tiny_inverse, down, False),
+        (small, if_c, True), (exponent(c) <= 23, up, False),
+    ]  # fmt: skip
+    conditions = [condition for condition, _, _ in cases]
+    value = np.select(conditions, [value for _, value, _ in cases], x)
+    return value.astype(F32), np.select(conditions, [flag for _, _, flag in cases], False)
+
+
+def div_fmas(a: Array, b: Array, c: Array, flag: Array) -> Array:
+    """V_DIV_FMAS_F32: a fused multiply-add, and the scale of `div_scale` undone where it was flagged."""
+    found = fma(a, b, c)
+    return np.where(flag, scaled(found, np.where(exponent(c) > 127, 64, -64)), found)
+
+
+def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
+    """V_DIV_FIXUP_F32: a quotient, put right where an operand is 0, infinite or NaN."""
+    b, c, nan = denominator, numerator, F32(np.nan)
+    sign = np.signbit(b) ^ np.signbit(c)
+
+    def with_sign(x: Any) -> Array:
+        return np.where(sign, -x, x).astype(F32)
+
+    infinite, zero = with_sign(F32(np.inf)), with_sign(F32(0))
+    cases: list[tuple[Array, Any]] = [
+        (np.isnan(c), c), (np.isnan(b), b), ((b == 0) & (c == 0), nan), (np.isinf(b) & np.isinf(c), nan),
+        ((b == 0) | np.isinf(c), infinite), (np.isinf(b) | (c == 0), zero), (exponent(c) - exponent(b) < -150, zero),
+    ]  # fmt: skip
+    conditions = [condition for condition, _ in cases]
+    return np.select(conditions, [value for _, value in cases], with_sign(np.abs(quotient))).astype(F32)
+
+
+def float_class(x: Array) -> Array:
+    """V_CMP_CLASS_F32: the number of each value's class, the bit that a mask has for it."""
+    negative, fraction, top = np.signbit(x), x.view(U32) & U32(0x7FFFFF), exponent(x)
+    nan = (top == 255) & (fraction != 0)
+    cases: list[Array] = [nan & (fraction >> U32(22) == 0), nan, top == 255, (top == 0) & (fraction == 0), top == 0]
+    values: list[Any] = [0, 1, np.where(negative, 2, 9), np.where(negative, 5, 6), np.where(negative, 4, 7)]
+    return np.select(cases, values, np.where(negative, 3, 8)).astype(U32)
+
+
+def median(a: Array, b: Array, c: Array) -> Array:
+    """The middle one of three."""
+    return np.fmax(np.fmin(np.fmax(a, b), c), np.fmin(a, b))
+
+
+# Conversions ----------------------------------------------------------------------------------------------------------
+
+
+def to_u32(x: Array) -> Array:
+    """Truncated, saturated; NaN becomes 0."""
+    return np.where(np.isnan(x), 0, np.clip(np.trunc(x.astype(F64)), 0, 4294967295.0)).astype(U64).astype(U32)
+
+
+def to_i32(x: Array) -> Array:
+    """Truncated, saturated; NaN becomes 0."""
+    return (
+        np.where(np.isnan(x), 0, np.clip(np.trunc(x.astype(F64)), -2147483648.0, 2147483647.0)).astype(I64).astype(I32)
+    )
+
+
+def to_bf16(x: Array) -> Array:
+    """bfloat16's bits, to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x, F32).view(U32)
+    rounded = (bits + U32(0x7FFF) + (bits >> U32(16) & U32(1))) >> U32(16)
+    return np.where(np.isnan(x), (bits >> U32(16)) | U32(0x40), rounded).astype(U32)
+
+
+def from_bf16(bits: Array) -> Array:
+    """The float32 numbers of bfloat16's bits."""
+    return (bits.astype(U32) << U32(16)).view(F32)
+
+
+def to_f16_down(x: Array) -> Array:
+    """float16's bits, towards zero."""
+    near = x.astype(F16)
+    away = np.abs(near.astype(F64)) > np.abs(x.astype(F64))
+    return np.where(away, near.view(U16) - U16(1), near.view(U16)).astype(U32)
+
+
+@functools.cache
+def fp8_values(kind: str, fnuz: bool) -> Array:
+    """The float32 numbers of all 256 bytes.
+
+    Parameters
+    ----------
+    kind
+        ``"fp8"``: e4m3; ``"bf8"``: e5m2.
+    fnuz
+        gfx942's kinds, with one NaN and no infinity; else OCP's.
+    """
+    exponents = 4 if kind == "fp8" else 5
+    mantissas = 7 - exponents
+    code = np.arange(256)
+    exponent_, fraction = code >> mantissas & ((1 << exponents) - 1), code & ((1 << mantissas) - 1)
+    bias = (1 << (exponents - 1)) - (0 if fnuz else 1)
+    normal = np.ldexp(1 + fraction / (1 << mantissas), exponent_ - bias)
+    value = np.where(exponent_ == 0, np.ldexp(fraction / (1 << mantissas), 1 - bias), normal)
+    value = np.where(code >> 7 == 1, -value, value)
+    if fnuz:
+        value[0x80] = np.nan
+    elif kind == "fp8":
+        value[[0x7F, 0xFF]] = np.nan
+    else:
+        value[[0x7C, 0xFC]] = np.inf, -np.inf
+        value[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    return value.astype(F32)
+
+
+def to_fp8(x: Array, kind: str, fnuz: bool) -> Array:
+    """The bytes of float32 numbers, to nearest, ties to even; beyond the largest NaN, or e5m2's infinity."""
+    values = fp8_values(kind, fnuz)[:128]
+    codes = np.flatnonzero(np.isfinite(values))
+    finite, size = values[codes].astype(F64), np.abs(x.astype(F64))
+    i = np.clip(np.searchsorted(finite, size), 1, len(finite) - 1)
+    below, above = size - finite[i - 1], finite[i] - size
+    up = (below > above) | ((below == above) & (codes[i] % 2 == 0))
+    code = np.where(up, codes[i], codes[i - 1])
+    halfway = finite[-1] + (finite[-1] - finite[-2]) / 2
+    too_large = (size > halfway) | ((size == halfway) & (codes[-1] % 2 == 1))
+    beyond = 0x80 if fnuz else 0x7C if kind == "bf8" else 0x7F
+    code = np.where(np.isnan(x), 0x80 if fnuz else 0x7F, np.where(too_large, beyond, code))
+    unsigned = fnuz & ((code == 0) | (code == 0x80))  # of a zero and of NaN there is one each
+    return (code | np.where(np.signbit(x) & ~unsigned, 0x80, 0)).astype(U32)

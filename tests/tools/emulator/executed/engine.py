@@ -1,0 +1,84 @@
+"""Execute cases on the emulator, and print what came of each, a JSON object a line.
+
+``quick`` or ``all``, or a part of names; ``--seeds N`` orders of each ``--landing late,random,early``. ``faults`` seeds
+``--seeds N`` faults of each kind instead, ``undrained`` takes the drain out of each hand-over: see `executed.faults`.
+``elementwise`` compares single operations with numpy: see `executed.elementwise`.
+``--record FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts into docs/amd.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from executed.cases import ARCHS, Case, cases
+
+
+def chosen(what: str) -> Iterator[Case]:
+    """Those of the sample, all of them, or those with this in their names."""
+    for case in cases():
+        full = f"{case.arch} {case.kernel}: {case.name}"
+        if what == "all" or (what == "quick" and case.quick) or what in full:
+            yield case
+
+
+def row(case: Case, seeds: int, landings: tuple[str, ...]) -> dict[str, Any]:
+    """A case under several orders: how many are right, and what the first wrong one had."""
+    problem, right, wrong, executed, seconds = case.make(), 0, "", 0, 0.0
+    orders = [(landing, seed) for seed in range(seeds) for landing in landings]
+    for landing, seed in orders:
+        try:
+            machine = problem.run(landing=landing, seed=seed)
+            executed, seconds, right = executed + machine.executed, seconds + machine.seconds, right + 1
+        except Exception as error:
+            wrong = wrong or f"{landing} {seed}: {type(error).__name__}: {error}"[:600]
+    return {
+        "kernel": case.kernel, "name": case.name, "arch": case.arch, "orders": len(orders), "right": right,
+        "wrong": wrong, "instructions": executed, "seconds": round(seconds, 2),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--landing", default="late,random")
+    parser.add_argument("--record", type=Path)
+    given = parser.parse_args()
+    rows = []
+    if given.what == "faults":
+        from executed import faults
+
+        rows = faults.table(list(faults.tried(given.seeds)))
+        print("\n".join(map(json.dumps, rows)))
+    if given.what == "undrained":
+        from executed import faults
+
+        rows = [faults.undrained(*names) for names in faults.HAND_OVERS]
+        print("\n".join(map(json.dumps, rows)))
+    if given.what == "elementwise":
+        from executed import elementwise
+
+        rows = [row for arch in ARCHS for row in elementwise.rows(arch)]
+        print("\n".join(map(json.dumps, rows)))
+    for case in chosen(given.what):
+        rows.append(row(case, given.seeds, tuple(given.landing.split(","))))
+        print(json.dumps(rows[-1]), flush=True)
+    if given.record:
+        write(given.record, rows, given.what == "faults")
+
+
+def write(file: Path, rows: list[dict[str, Any]], are_faults: bool) -> None:
+    """Put rows into a record, in place of those of their kind; a line each."""
+    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "faults": []}
+    record |= {"faults" if are_faults else "rows": rows, "triton": triton.__version__.partition("+")[0]}
+    parts = [f' "triton": {json.dumps(record["triton"])}']
+    for name in ("rows", "faults"):
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in record[name])
+        parts.append(f' "{name}": [\n{lines}\n ]')
+    file.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")

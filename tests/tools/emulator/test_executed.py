@@ -1,0 +1,80 @@
+"""AMD's machine code, executed: kernels of the project on the emulator, by the error rule, under several orders.
+
+The quick tier runs a sample; the slow one all cases of `executed.cases`, and seeds faults into the machine code.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tritons import environment
+
+EXECUTED = Path(__file__).parent / "executed"
+#: Kinds of seeded faults that are always found, and the share that is found of all.
+ALWAYS = {
+    "a wait is deleted", "a poll never looks", "a store is deleted", "a matrix instruction is deleted",
+    "matrix operands are swapped", "a swizzle is another",
+}  # fmt: skip
+
+
+def executed(*arguments: str, cache: Path, seconds: float) -> list[dict]:
+    run = subprocess.run(
+        [sys.executable, EXECUTED, *arguments], env=environment(cache), capture_output=True, text=True,
+        timeout=seconds, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def check(rows: list[dict], count: int) -> None:
+    assert len(rows) == count
+    wrong = [row for row in rows if row["right"] != row["orders"] or not row["instructions"]]
+    assert not wrong, f"{len(wrong)} of {count}, such as {wrong[:3]}"
+
+
+@pytest.mark.timeout(600)
+def test_a_sample_is_right_when_loads_and_stores_land_late_and_at_random(tmp_path):
+    rows = executed("quick", cache=tmp_path, seconds=580)
+    check(rows, 24)
+    assert {(row["kernel"], row["arch"]) for row in rows} >= {
+        ("portable GEMM, stream-K", "gfx942"), ("portable GEMM, stream-K", "gfx950"),
+        ("portable GEMM, copied", "gfx942"), ("cdna GEMM, stream-K", "gfx950"), ("cdna attention", "gfx942"),
+        ("portable attention, gated", "gfx942"), ("portable GEMM, captured", "gfx950"),
+        ("cdna attention", "gfx950"), ("portable attention", "gfx942"), ("portable attention", "gfx950"),
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_single_operations_are_numpys(tmp_path):
+    rows = executed("elementwise", cache=tmp_path, seconds=280)
+    assert len({(row["arch"], row["operation"]) for row in rows}) == len(rows) == 2 * (26 + 28)
+    assert [row for row in rows if row["wrong"]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_case_is_right_in_every_order(tmp_path):
+    check(executed("all", "--seeds", "3", "--landing", "late,random,early", cache=tmp_path, seconds=3500), 128)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_seeded_faults_are_found(tmp_path):
+    rows = executed("faults", "--seeds", "8", cache=tmp_path, seconds=3500)
+    assert {row["fault"] for row in rows if row["found"] == row["tried"]} >= ALWAYS
+    assert sum(row["found"] for row in rows) >= 0.8 * sum(row["tried"] for row in rows) > 80
+
+
+@pytest.mark.timeout(600)
+def test_a_hand_over_without_its_drain_is_wrong(tmp_path):
+    """One lane's release covers no other wave's stores: as `tilestream.kernels.device.schedule.drain` says."""
+    rows = executed("undrained", cache=tmp_path, seconds=580)
+    assert len(rows) == 4
+    assert all(row["right"] == row["orders"] and row["undrained wrong"] > row["orders"] / 2 for row in rows), rows
