@@ -289,7 +289,7 @@ ATTENTION_HEADS = (16, 16)
 
 
 def attention_of(
-    question: Question, backend: str, candidates: Callable[..., Iterable[AttentionCandidate]], **scaled: bool
+    question: Question, backend: str, candidates: Callable[..., Iterable[AttentionCandidate]]
 ) -> tuple[AttentionPlan, AttentionLayout]:
     """The plan and the layout of whole sequences without a mask.
 
@@ -302,7 +302,7 @@ def attention_of(
 
     device, (batch, heads) = question.device, ATTENTION_HEADS
     problem = AttentionProblem(
-        batch, heads, heads, question.m, question.n, question.k, dtype=dtype_name(question.dtype), **scaled
+        batch, heads, heads, question.m, question.n, question.k, dtype=dtype_name(question.dtype)
     )
     kind: Kind = "static" if question.schedule == "static" else "dynamic"
     found = [
