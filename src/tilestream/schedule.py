@@ -5,22 +5,6 @@ from tilestream.core.order import Order, Raster, TileOrder, by_arrival, by_cost,
 from tilestream.core.schedule import Cursor, Kind, Peek, Ready, Schedule, Split, Take, take, take_ready
 
 __all__ = [
-    "INT31",
-    "Cursor",
-    "Grid",
-    "Kind",
-    "Order",
-    "Peek",
-    "Raster",
-    "Ready",
-    "Schedule",
-    "Split",
-    "Take",
-    "TileOrder",
-    "WorkItem",
-    "by_arrival",
-    "by_cost",
-    "table_raster",
-    "take",
-    "take_ready",
-]
+    "INT31", "Cursor", "Grid", "Kind", "Order", "Peek", "Raster", "Ready", "Schedule", "Split", "Take", "TileOrder",
+    "WorkItem", "by_arrival", "by_cost", "table_raster", "take", "take_ready",
+]  # fmt: skip
