@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tilestream.core.protocols.gather import Way
+from tilestream.plan.explain import number
 
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 Form = Literal["auto", "fused", "unfused"]
@@ -133,7 +134,7 @@ def decide(case: Case, form: Form = "auto") -> Decision:
         return Decision(False, 1, f"modelled: no rates of {case.device} are known")
     overlapped, unfused = costs[way], _seconds(case, rates)
     wins = overlapped < unfused
-    why = f"modelled: {overlapped * 1e3:.3g} ms fused, {unfused * 1e3:.3g} ms unfused ({rates['source']})"
+    why = f"modelled: {number(overlapped * 1e3)} ms fused, {number(unfused * 1e3)} ms unfused ({rates['source']})"
     return Decision(wins, chunks if wins else 1, why, way=way)
 
 

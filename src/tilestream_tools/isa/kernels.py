@@ -322,7 +322,7 @@ ATTENTION_HEADS = (16, 16)
 
 
 def attention_of(
-    question: Question, backend: str, candidates: Callable[..., Iterable[AttentionCandidate]], **scaled: Any
+    question: Question, backend: str, candidates: Callable[..., Iterable[AttentionCandidate]]
 ) -> tuple[AttentionPlan, AttentionLayout]:
     """The plan and the layout of whole sequences without a mask.
 
@@ -335,7 +335,7 @@ def attention_of(
 
     device, (batch, heads) = question.device, ATTENTION_HEADS
     problem = AttentionProblem(
-        batch, heads, heads, question.m, question.n, question.k, dtype=dtype_name(question.dtype), **scaled
+        batch, heads, heads, question.m, question.n, question.k, dtype=dtype_name(question.dtype)
     )
     kind: Kind = "static" if question.schedule == "static" else "dynamic"
     found = [
@@ -361,8 +361,7 @@ def cdna_attention(question: Question) -> Source:
 
     plan, layout = attention_of(question, "cdna", candidates)
     arguments = CdnaAttentionArguments(plan, layout)
-    filled = arguments.pack(attend)(*attention_operands(arguments))
-    return Source(attend, filled, arguments.options, plan.warps, plan)
+    return Source(attend, arguments.pack(attend)(*attention_operands(arguments)), arguments.options, plan.warps, plan)
 
 
 def portable_attention(question: Question) -> Source:
@@ -378,7 +377,7 @@ def portable_attention(question: Question) -> Source:
 
 
 def hopper_attention(question: Question) -> Source:
-    """Hopper's attention as its plan would launch it: see `attention_of`."""
+    """Hopper's attention as its plan would launch it, its keys in one share: see `attention_of`."""
     import torch
 
     from tilestream.kernels.hopper.attention import attend
@@ -387,11 +386,11 @@ def hopper_attention(question: Question) -> Source:
     from tilestream.plan.policy.hopper_attention import candidates
 
     plan, layout = attention_of(question, "hopper", functools.partial(candidates, splits=1))
-    arguments, dtype = HopperAttentionArguments(plan, layout), getattr(torch, plan.problem.dtype)
-    out = getattr(torch, plan.problem.out_dtype)
-    maps = [described_by(made, dtype) for made in (arguments.q, arguments.k, arguments.v)]
-    maps.append(None if arguments.out is None else described_by(arguments.out, out))
-    filled = arguments.pack(attend)(*attention_operands(arguments, maps))
+    arguments, problem = HopperAttentionArguments(plan, layout), plan.problem
+    kinds = ((arguments.q, problem.dtype), (arguments.k, problem.dtype), (arguments.v, problem.dtype),
+             (arguments.out, problem.out_dtype))  # fmt: skip
+    maps = [None if made is None else described_by(made, getattr(torch, dtype)) for made, dtype in kinds]
+    filled = arguments.pack(attend)(*attention_operands(arguments, maps, word=0))
     return Source(attend, filled, arguments.options, plan.warps, plan)
 
 
