@@ -15,6 +15,7 @@ from collections.abc import Collection
 import torch
 
 from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record
+from tilestream.core.forks import free_in_child
 from tilestream.runtime.device_workspace import LINE
 
 _Words = ctypes.c_int64 * (FIELDS * RECORDS)
@@ -44,7 +45,7 @@ class Channel:
         #: By the key of its signals: the newest record that was raised, and whose failure a posted error has told.
         self._newest_of: dict[int, int] = {}
         self._told: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
 
     @property
     def pending(self) -> bool:
@@ -139,7 +140,7 @@ class Channel:
             self._posted.append((error, key, since))
 
 
-_lock = threading.Lock()
+_lock = free_in_child(threading.Lock())
 _channels: dict[int | None, Channel] = {}
 
 
