@@ -31,11 +31,11 @@ demo: $(VENV)/.stamp-cli ## Run the demonstration on this machine: make demo ARG
 	$(BIN)/tilestream demo $(ARGS)
 
 native: $(VENV)/.stamp-dev ## Build the native call path (csrc/) for this source tree; needs a C++20 compiler.
-	$(BIN)/python -m tilestream.launch.native_build
+	$(BIN)/python -m tilestream_tools.native_build
 
 wheel: $(VENV)/.stamp-dev ## Build wheels with the native call path into dist/, for each kind of Linux with a compiler here.
 	@for machine in $(MACHINES); do \
-		if found=`$(BIN)/python -m tilestream.launch.native_build $$machine 2>&1`; then \
+		if found=`$(BIN)/python -m tilestream_tools.native_build $$machine 2>&1`; then \
 			echo "$$found"; \
 			TILESTREAM_BUILD_NATIVE=$$machine $(PIP) wheel --no-deps --no-build-isolation -w dist . || exit 1; \
 		else \

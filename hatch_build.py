@@ -56,8 +56,8 @@ class NativeHook(BuildHookInterface[Any]):
 
 
 def _native_build(root: Path) -> ModuleType:
-    """`tilestream.launch.native_build`, without the package."""
-    spec = importlib.util.spec_from_file_location("native_build", root / "src/tilestream/launch/native_build.py")
+    """`tilestream_tools.native_build`, without the package."""
+    spec = importlib.util.spec_from_file_location("native_build", root / "src/tilestream_tools/native_build.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -10,7 +10,9 @@
 #include <bit>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "launch_table.h"
@@ -71,7 +73,7 @@ struct Matmul {
     return {op, options, workers, limit, int64_t{alpha == 1.0}, int64_t{beta == 0.0}};
   }
 
-  std::array<double, Given::kFactors> factors() const { return {alpha, beta}; }
+  void give(Given& given) const { given.factors = {alpha, beta}; }
 
   std::array<Read, 6> reads() const {
     return {{{kA, &a}, {kB, &b}, {kBias, pointer_to(bias)}, {kResidual, pointer_to(residual)},
@@ -103,7 +105,7 @@ struct Attention {
             std::bit_cast<int64_t>(scale), std::bit_cast<int64_t>(softcap)};
   }
 
-  std::array<double, Given::kFactors> factors() const { return {}; }
+  void give(Given&) const {}
 
   std::array<Read, 11> reads() const {
     return {{{kQ, &q}, {kK, &k}, {kV, &v}, {kCuSeqlensQ, pointer_to(cu_seqlens_q)},
@@ -126,11 +128,44 @@ struct Merge {
 
   std::array<int64_t, 2> numbers() const { return {kOp, layout}; }
 
-  std::array<double, Given::kFactors> factors() const { return {}; }
+  void give(Given&) const {}
 
   std::array<Read, 4> reads() const { return {{{kOA, &o_a}, {kLseA, &lse_a}, {kOB, &o_b}, {kLseB, &lse_b}}}; }
 
   bool may_be(Operand, bool) const { return false; }
+};
+
+// A call of which an operand arrives, or whose rows are published.
+template <typename Op>
+struct Gated {
+  static constexpr int64_t kGated = 1 << 8;  // is added to the op's number
+  static constexpr size_t kChunkings = 4;
+  static constexpr size_t kNumbers = std::tuple_size_v<decltype(std::declval<Op>().numbers())>;
+
+  Op op;
+  std::vector<int64_t> chunking;  // numbers of the chunkings of rows, of columns, of what is published; of local rows
+  std::vector<int64_t> words;     // `kWords`, and the address of the local rows; empty where nothing is launched yet
+
+  const Tensor& first() const { return op.first(); }
+
+  std::array<int64_t, kNumbers + kChunkings> numbers() const {
+    if (chunking.size() != kChunkings) throw std::invalid_argument("a gated call has four numbers of chunkings");
+    std::array<int64_t, kNumbers + kChunkings> all;
+    std::ranges::copy(chunking, std::ranges::copy(op.numbers(), all.begin()).out);
+    all[0] += kGated;
+    return all;
+  }
+
+  void give(Given& given) const {
+    op.give(given);
+    if (words.empty()) return;
+    if (words.size() != kWords + 1) throw std::invalid_argument("a gated call has another number of words");
+    std::copy_n(words.begin(), kWords, given.words.begin());
+    given.addresses[kLocal] = reinterpret_cast<void*>(words.back());
+  }
+
+  auto reads() const { return op.reads(); }
+  bool may_be(Operand operand, bool same) const { return op.may_be(operand, same); }
 };
 
 void add_tensor(Key& key, const Tensor& x, const void* address) {
@@ -156,7 +191,7 @@ struct Call {
   bool read(const Op& x, const Tensor* out) {
     device = x.first().get_device_index();
     if (driver().launch == nullptr || !context_of(device, &context)) return false;
-    given.factors = x.factors();
+    x.give(given);
     key.add(context);
     for (const int64_t number : x.numbers()) key.add(number);
     for (const auto& [operand, tensor] : x.reads()) {
@@ -209,12 +244,19 @@ struct Made {
   std::optional<Tensor> out, lse;
 };
 
+// The entry of a call, which is read; null if the call is Python's.
+template <typename Op>
+std::shared_ptr<const Entry> find(const Op& x, const Tensor* out, Call& call) {
+  if (!call.read(x, out)) return nullptr;
+  auto entry = find_entry(call.key);
+  return entry != nullptr && out != nullptr && overlaps(x, *out, call.given) ? nullptr : entry;
+}
+
 template <typename Op>
 Made launch(const Op& x, const Tensor* out) {
   Call call;
-  if (!call.read(x, out)) return {};
-  const auto entry = find_entry(call.key);
-  if (entry == nullptr || (out != nullptr && overlaps(x, *out, call.given))) return {};
+  const auto entry = find(x, out, call);
+  if (entry == nullptr) return {};
   Made made;
   const auto fresh = [&](const Layout& layout, Operand operand) {
     Tensor tensor = allocate(layout, x.first(), call.device);
@@ -274,6 +316,34 @@ bool remember_matmul(std::vector<int64_t> recipe, Tensor result, bool into, MATM
   return remember(recipe, result, nullptr, into, MATMUL_ARGUMENTS);
 }
 
+// Whether an equal call is launched from here: 0, or 1; 2 if its kernel reads local rows where they are. What has to
+// come before a launch (waits of streams, say) is done only where one follows.
+template <typename Op>
+int64_t find_gated(const std::optional<Tensor>& out, Op op, std::vector<int64_t> chunking) {
+  Call call;
+  const auto entry = find(Gated<Op>{std::move(op), std::move(chunking), {}}, pointer_to(out), call);
+  return entry == nullptr ? 0 : entry->recipe->reads(kLocal) ? 2 : 1;
+}
+
+#define GATE_PARAMETERS std::vector<int64_t> chunking, std::vector<int64_t> words
+
+int64_t find_gated_matmul(std::optional<Tensor> out, std::vector<int64_t> chunking, MATMUL_PARAMETERS) {
+  return find_gated(out, MATMUL_ARGUMENTS, std::move(chunking));
+}
+
+std::optional<Tensor> try_gated_matmul(GATE_PARAMETERS, MATMUL_PARAMETERS) {
+  return launch(Gated<Matmul>{MATMUL_ARGUMENTS, std::move(chunking), std::move(words)}, nullptr).out;
+}
+
+bool try_gated_matmul_out(Tensor out, GATE_PARAMETERS, MATMUL_PARAMETERS) {
+  return launch(Gated<Matmul>{MATMUL_ARGUMENTS, std::move(chunking), std::move(words)}, &out).launched;
+}
+
+bool remember_gated_matmul(
+    std::vector<int64_t> recipe, Tensor result, bool into, std::vector<int64_t> chunking, MATMUL_PARAMETERS) {
+  return remember(recipe, result, nullptr, into, Gated<Matmul>{MATMUL_ARGUMENTS, std::move(chunking), {}});
+}
+
 #define ATTENTION_PARAMETERS                                                                                        \
   Tensor q, Tensor k, Tensor v, int64_t options, std::optional<Tensor> cu_seqlens_q,                                \
       std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> block_table, std::optional<Tensor> seqlens_k,       \
@@ -315,6 +385,27 @@ bool remember_attention(
   return remember(recipe, result, pointer_to(lse), into, ATTENTION_ARGUMENTS);
 }
 
+int64_t find_gated_attention(std::optional<Tensor> out, std::vector<int64_t> chunking, ATTENTION_PARAMETERS) {
+  return find_gated(out, ATTENTION_ARGUMENTS, std::move(chunking));
+}
+
+std::tuple<std::optional<Tensor>, std::optional<Tensor>> try_gated_attention(GATE_PARAMETERS, ATTENTION_PARAMETERS) {
+  Made made = launch(Gated<Attention>{ATTENTION_ARGUMENTS, std::move(chunking), std::move(words)}, nullptr);
+  return {std::move(made.out), std::move(made.lse)};
+}
+
+std::tuple<bool, std::optional<Tensor>> try_gated_attention_out(Tensor out, GATE_PARAMETERS, ATTENTION_PARAMETERS) {
+  Made made = launch(Gated<Attention>{ATTENTION_ARGUMENTS, std::move(chunking), std::move(words)}, &out);
+  return {made.launched, std::move(made.lse)};
+}
+
+bool remember_gated_attention(
+    std::vector<int64_t> recipe, Tensor result, std::optional<Tensor> lse, bool into, std::vector<int64_t> chunking,
+    ATTENTION_PARAMETERS) {
+  return remember(
+      recipe, result, pointer_to(lse), into, Gated<Attention>{ATTENTION_ARGUMENTS, std::move(chunking), {}});
+}
+
 std::tuple<std::optional<Tensor>, std::optional<Tensor>> try_merge_attention(
     Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, int64_t layout) {
   Made made = launch(Merge{std::move(o_a), std::move(lse_a), std::move(o_b), std::move(lse_b), layout}, nullptr);
@@ -349,6 +440,7 @@ struct Declined<kOp> {
   "Tensor? block_table=None, Tensor? seqlens_k=None, int max_seqlen_q=-1, int max_seqlen_k=-1, float scale=0, "      \
   "float softcap=0, int left=-1, int right=-1, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "     \
   "Tensor? scale_v=None, int workers=0, int splits=0, int limit=0"
+#define GATE_SCHEMA "int[] chunking, int[] words, "
 #define MERGE_SCHEMA "Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, int layout"
 #define PLAIN_SCHEMA "Tensor a, Tensor b, Tensor? bias=None"
 #define PLAIN_ATTENTION_SCHEMA "Tensor q, Tensor k, Tensor v, int options=0"
@@ -364,11 +456,21 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilestream, m) {
   m.def("try_matmul(" MATMUL_SCHEMA ") -> Tensor?");
   m.def("try_matmul_out(Tensor(a!) out, " MATMUL_SCHEMA ") -> bool");
   m.def("remember_matmul(int[] recipe, Tensor result, bool into, " MATMUL_SCHEMA ") -> bool");
+  m.def("find_gated_matmul(Tensor? out, int[] chunking, " MATMUL_SCHEMA ") -> int");
+  m.def("try_gated_matmul(" GATE_SCHEMA MATMUL_SCHEMA ") -> Tensor?");
+  m.def("try_gated_matmul_out(Tensor(a!) out, " GATE_SCHEMA MATMUL_SCHEMA ") -> bool");
+  m.def("remember_gated_matmul(int[] recipe, Tensor result, bool into, int[] chunking, " MATMUL_SCHEMA ") -> bool");
   m.def("try_plain_attention(" PLAIN_ATTENTION_SCHEMA ") -> Tensor?");
   m.def("try_plain_attention_out(Tensor(a!) out, " PLAIN_ATTENTION_SCHEMA ") -> bool");
   m.def("try_attention(" ATTENTION_SCHEMA ") -> (Tensor?, Tensor?)");
   m.def("try_attention_out(Tensor(a!) out, " ATTENTION_SCHEMA ") -> (bool, Tensor?)");
   m.def("remember_attention(int[] recipe, Tensor result, Tensor? lse, bool into, " ATTENTION_SCHEMA ") -> bool");
+  m.def("find_gated_attention(Tensor? out, int[] chunking, " ATTENTION_SCHEMA ") -> int");
+  m.def("try_gated_attention(" GATE_SCHEMA ATTENTION_SCHEMA ") -> (Tensor?, Tensor?)");
+  m.def("try_gated_attention_out(Tensor(a!) out, " GATE_SCHEMA ATTENTION_SCHEMA ") -> (bool, Tensor?)");
+  m.def(
+      "remember_gated_attention(int[] recipe, Tensor result, Tensor? lse, bool into, int[] chunking, " ATTENTION_SCHEMA
+      ") -> bool");
   m.def("try_merge_attention(" MERGE_SCHEMA ") -> (Tensor?, Tensor?)");
   m.def("remember_merge_attention(int[] recipe, Tensor result, Tensor lse, " MERGE_SCHEMA ") -> bool");
 }
@@ -393,11 +495,19 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
   m.impl("try_matmul", CALLED(try_matmul));
   m.impl("try_matmul_out", CALLED(try_matmul_out));
   m.impl("remember_matmul", CALLED(remember_matmul));
+  m.impl("find_gated_matmul", CALLED(find_gated_matmul));
+  m.impl("try_gated_matmul", CALLED(try_gated_matmul));
+  m.impl("try_gated_matmul_out", CALLED(try_gated_matmul_out));
+  m.impl("remember_gated_matmul", CALLED(remember_gated_matmul));
   m.impl("try_plain_attention", CALLED(try_plain_attention));
   m.impl("try_plain_attention_out", CALLED(try_plain_attention_out));
   m.impl("try_attention", CALLED(try_attention));
   m.impl("try_attention_out", CALLED(try_attention_out));
   m.impl("remember_attention", CALLED(remember_attention));
+  m.impl("find_gated_attention", CALLED(find_gated_attention));
+  m.impl("try_gated_attention", CALLED(try_gated_attention));
+  m.impl("try_gated_attention_out", CALLED(try_gated_attention_out));
+  m.impl("remember_gated_attention", CALLED(remember_gated_attention));
   m.impl("try_merge_attention", CALLED(try_merge_attention));
   m.impl("remember_merge_attention", CALLED(remember_merge_attention));
 }
@@ -408,10 +518,12 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
     EACH_PUBLIC_OP(PLAIN_DECLINED)                                   \
     m.impl("try_matmul", DECLINED(try_matmul));                      \
     m.impl("try_matmul_out", DECLINED(try_matmul_out));              \
+    m.impl("find_gated_matmul", DECLINED(find_gated_matmul));        \
     m.impl("try_plain_attention", DECLINED(try_plain_attention));         \
     m.impl("try_plain_attention_out", DECLINED(try_plain_attention_out)); \
     m.impl("try_attention", DECLINED(try_attention));                \
     m.impl("try_attention_out", DECLINED(try_attention_out));        \
+    m.impl("find_gated_attention", DECLINED(find_gated_attention));  \
     m.impl("try_merge_attention", DECLINED(try_merge_attention));    \
   }
 

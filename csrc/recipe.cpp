@@ -9,7 +9,7 @@
 namespace tilestream {
 namespace {
 
-constexpr int64_t kVersion = 2;
+constexpr int64_t kVersion = 3;
 constexpr size_t kMaxKernels = 4, kMaxParameters = 256;
 constexpr int kAttributeWords = sizeof(LaunchAttribute) / sizeof(int64_t);
 
@@ -99,6 +99,9 @@ Kernel::Kernel(Reader& reader, bool counts) {
       case Kind::kFactor:
         slot.index = reader.count(Given::kFactors - 1);
         break;
+      case Kind::kWord:
+        slot.index = reader.count(kWords - 1);
+        break;
       case Kind::kAddress:
       case Kind::kTensorMap:
         slot.index = reader.count(kOperands + Workspace::kRegions - 1);
@@ -136,6 +139,12 @@ bool Kernel::launch(const Given& given, void* stream) const {
   return driver().launch(&config, function_, addresses, nullptr) == kSuccess;
 }
 
+bool Kernel::reads(Operand operand) const {
+  return std::ranges::any_of(slots_, [&](const Slot& slot) {
+    return (slot.kind == Kind::kAddress || slot.kind == Kind::kTensorMap) && slot.index == static_cast<size_t>(operand);
+  });
+}
+
 bool Kernel::fill(const Slot& slot, const Given& given, std::byte* parameters) const {
   std::byte* const place = parameters + slot.offset;
   const auto put = [&](const auto& value) { std::memcpy(place, &value, sizeof value); };
@@ -158,6 +167,13 @@ bool Kernel::fill(const Slot& slot, const Given& given, std::byte* parameters) c
         put(given.factors[slot.index]);
       }
       break;
+    case Kind::kWord:
+      if (slot.size == 4) {
+        put(static_cast<int32_t>(given.words[slot.index]));
+      } else {
+        put(given.words[slot.index]);
+      }
+      break;
     case Kind::kTensorMap:
       return slot.map.encode(address(), reinterpret_cast<TensorMapBytes*>(place));
     case Kind::kConstant:
@@ -174,6 +190,10 @@ Recipe::Recipe(std::span<const int64_t> integers) {
   if (count == 0) refuse("it has no kernel");
   for (size_t i = 0; i < count; i++) kernels_.emplace_back(reader, need_.any());
   if (!reader.ended()) refuse("it is too long");
+}
+
+bool Recipe::reads(Operand operand) const {
+  return std::ranges::any_of(kernels_, [&](const Kernel& kernel) { return kernel.reads(operand); });
 }
 
 bool Recipe::issue(Given& given, int32_t device, int64_t context) const {

@@ -20,8 +20,13 @@ enum Operand : int {
   kA, kB, kOut, kBias, kResidual, kScaleA, kScaleB,
   kQ, kK, kV, kLse, kSinks, kScaleQ, kScaleK, kScaleV, kCuSeqlensQ, kCuSeqlensK, kBlockTable, kSeqlensK,
   kOA, kLseA, kOB, kLseB,
+  kLocal,  // rows of A that this GPU has already, outside of A
   kOperands
 };
+
+// What a launch is told of the chunks that it waits for or publishes and that differs from call to call, in the order of
+// `tilestream.launch.observe.WORDS`.
+constexpr int kWords = 13;
 
 // What a call gives.
 struct Given {
@@ -29,6 +34,7 @@ struct Given {
 
   std::array<void*, kOperands + Workspace::kRegions> addresses{};  // those of the workspace: `Recipe::issue`
   std::array<double, kFactors> factors{};
+  std::array<int64_t, kWords> words{};
   int64_t base = 0;  // that the counters start from
 };
 
@@ -43,15 +49,17 @@ class Kernel {
   // False if the driver refuses.
   bool launch(const Given& given, void* stream) const;
 
+  bool reads(Operand operand) const;
+
  private:
-  enum class Kind : int64_t { kConstant, kAddress, kBase, kFactor, kTensorMap };
+  enum class Kind : int64_t { kConstant, kAddress, kBase, kFactor, kTensorMap, kWord };
 
   // A parameter that each launch fills in.
   struct Slot {
     Kind kind;
     size_t offset;
     size_t size;
-    size_t index;    // which address or factor
+    size_t index;    // which address, factor or word
     int64_t behind;  // bytes that are added to an address
     TensorMap map;
   };
@@ -74,6 +82,9 @@ class Recipe {
   // Launch on torch's current stream of the device. False if Python has to do it: the stream has no words or is being
   // captured, or the driver refuses, and Python's own launch says why. Fills in what `given` has of the workspace.
   bool issue(Given& given, int32_t device, int64_t context) const;
+
+  // Whether a kernel is given the operand's address.
+  bool reads(Operand operand) const;
 
  private:
   WorkspaceNeed need_;

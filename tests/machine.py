@@ -1,4 +1,4 @@
-"""A machine for `tilestream.core.loop`: shared words in plain Python, and workers that step in any order.
+"""A machine for the loops of workers: shared words in plain Python, and workers that step in any order.
 
 Each worker stops before each operation; the driver picks the worker that goes on. So an interleaving is a list of
 choices, and a test can take them at random, unfairly, or all.
@@ -16,6 +16,7 @@ from tilestream.core.gate import Gate, See, Wait
 from tilestream.core.grid import WorkItem
 from tilestream.core.queues import next_base
 from tilestream.core.schedule import Peek, Ready, Schedule, Take
+from tilestream_tools.verify import gpu_loop
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Machine:
     reads
         ``item -> (operand, chunk)`` pairs it truly reads: an oracle of its own, not the gate.
     program
-        The protocol: what of `tilestream.core.loop` the workers run.
+        The protocol: what the workers run.
 
     Each K step counts 1, so a tile's result is its K steps; ``slots`` and ``tiles`` hold results, NaN for poison.
     ``arrived`` are the signals that are up.
@@ -172,46 +173,46 @@ class Machine:
                     log.computed_after_told.append(item)
                 self._hand_in(worker, operation, float(item.k_end - item.k_begin))
                 log.read_early += [(item, chunk) for chunk in self.reads(item) if chunk not in self.arrived]
-            case loop.Poison(item):
+            case gpu_loop.Poison(item):
                 log.poisoned.append((worker, item))
                 self._hand_in(worker, operation, float("nan"))
             case loop.Count(item):
                 return words.count(item)
-            case loop.Look(item):
+            case gpu_loop.Look(item):
                 return words.counts[item.tile]
-            case loop.Write(item):
+            case gpu_loop.Write(item):
                 log.written.append(item)
                 self.slots[item.slot] = self.held[worker]
-            case loop.Add(item):
+            case gpu_loop.Add(item):
                 words.counts[item.tile] += 1
                 return words.counts[item.tile] - 1
-            case loop.Restore(item):
+            case gpu_loop.Restore(item):
                 words.counts[item.tile] = 0
-            case loop.Reduce(item) | loop.ReducePartials(item):
+            case loop.Reduce(item) | gpu_loop.ReducePartials(item):
                 log.reduced.append(item)
-                if isinstance(operation, loop.ReducePartials):
+                if isinstance(operation, gpu_loop.ReducePartials):
                     self.slots[item.slot] = self.held.pop(worker)
                 first = item.slot - item.part
                 parts = range(first, first + item.parts)
                 self.tiles[item.tile] = sum(self.slots.pop(slot, float("nan")) for slot in parts)
-            case loop.Leave():
+            case gpu_loop.Leave():
                 self.exits += 1
                 return self.exits - 1
-            case loop.Quarantine():
+            case gpu_loop.Quarantine():
                 self.quarantined = True
-            case loop.Reset("signals"):
+            case gpu_loop.Reset("signals"):
                 self.arrived.clear()
-            case loop.Reset("counter", queue):
+            case gpu_loop.Reset("counter", queue):
                 words.raw[queue] = 0
-            case loop.Reset("exits"):
+            case gpu_loop.Reset("exits"):
                 self.exits = 0
-            case loop.Reset("abort"):
+            case gpu_loop.Reset("abort"):
                 self.aborted = False
             case _:
                 raise AssertionError(f"the machine does not know {operation!r}")
         return 0
 
-    def _hand_in(self, worker: int, done: loop.Compute | loop.Poison, result: float) -> None:
+    def _hand_in(self, worker: int, done: loop.Compute | gpu_loop.Poison, result: float) -> None:
         item = done.item
         if done.held:
             self.held[worker] = result

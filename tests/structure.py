@@ -24,7 +24,7 @@ BEFORE = ROOT / "docs" / "structure_before.json"
 LAYERS: dict[str, tuple[str, ...]] = {
     "core": (),
     "runtime": ("core",),
-    "trace": ("core",),
+    "trace": ("core", "tilestream_tools"),  # names that are looked up in the tools
     "arrival": ("core", "runtime"),
     "plan": ("core",),
     "kernels": ("core",),

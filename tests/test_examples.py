@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-#: The demo has its own tests, tests/cli/test_demo.py.
+#: The demo has its own tests, tests/tools/cli/test_demo.py.
 EXAMPLES = sorted(path for path in (Path(__file__).parent.parent / "examples").glob("*.py") if path.stem != "demo")
 
 

@@ -163,7 +163,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path, monkeypatch):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {p for p in SRC.rglob("*") if p.is_file() and not {"__pycache__", "_native"} & {*p.parts}}
     sources = {f"tilestream/_native/csrc/{p.name}" for p in (ROOT / "csrc").iterdir()}
-    assert names == {p.relative_to(SRC).as_posix() for p in package} | sources | {"tilestream/examples/demo.py"}
+    assert names == {p.relative_to(SRC).as_posix() for p in package} | sources | {"tilestream_tools/examples/demo.py"}
     assert "tilestream/py.typed" in names
     assert wheel.endswith("-py3-none-any.whl")
 

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
 
 def machine() -> dict[str, Any]:
     """The machine, its versions, and the plans of a few shapes."""
-    from tilestream.cli.doctor import BACKENDS, backend
+    from tilestream_tools.cli.doctor import BACKENDS, backend
 
     if not torch.cuda.is_available():
         return {"error": "torch sees no GPU here: nothing to check"}

@@ -1,6 +1,6 @@
 """What a call costs the host beside torch's own op, on a GPU: microseconds, warm and cold, in one process.
 
-    python -m tilestream.launch.native_build   # on any machine; the library is found in the source tree
+    python -m tilestream_tools.native_build   # on any machine; the library is found in the source tree
     python benchmarks/cpu/host_calls.py [--size 256] [--rounds 9] [--out RECORD.json]
 
 A round times every call of a pair in turn: torch's, this package's by the native call path, and by Python alone.

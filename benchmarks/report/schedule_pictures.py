@@ -13,9 +13,9 @@ from pathlib import Path
 
 from benchmarks.core.paths import IMAGES, RESULTS
 from tilestream.core.schedule import Cursor, Grid, Kind, Raster, Schedule, Take, WorkItem, take
-from tilestream.trace.draw import draw
-from tilestream.trace.perfetto import load
 from tilestream.trace.record import LaunchTrace, Span
+from tilestream_tools.trace.draw import draw
+from tilestream_tools.trace.perfetto import load
 
 #: static, then dynamic: [4096, 4096] @ [4096, 4096], bfloat16, while a neighbour held 16 of 132 SMs; commit 1a43393.
 TRACE = RESULTS / "h100" / "trace_beside.json.gz"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from benchmarks.core.paths import ROOT
 from benchmarks.core.records import Data, load, paths
 from tilestream.trace import LaunchTrace, draw
-from tilestream.trace.perfetto import load as load_trace
+from tilestream_tools.trace.perfetto import load as load_trace
 
 #: Pixels of a picture: across, of a worker's row, and of a lane.
 _WIDTH, _ROW, _LANE = 1100, 4, 26

@@ -1,1 +1,1 @@
-"""Tools beside the library: the checker of protocols, machine-code reports, sweeps. Installed with it."""
+"""Tools beside the library, installed with it: command line, checker, machine-code reports, drawings, sweeps."""

@@ -219,7 +219,7 @@ RULES = {
         "copies after an unread one", "expires",
     ),
     "what a failed one did issue is known": (
-        lambda patch: patch.setattr(Publishing, "_stopped", lambda self: setattr(self, "_underway", None)),
+        lambda patch: patch.setattr(Publishing, "stopped", lambda self: setattr(self, "_underway", None)),
         "one fails behind its launch", "wrong numbers",
     ),
     "a reader comes behind the matmul": (

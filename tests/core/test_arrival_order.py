@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from machine import Machine, all_of, done, unfair
 from strategies import seeds
 from tilestream.core.gate import chunks_of
-from tilestream.core.loop import work, work_through
+from tilestream.core.loop import work
 from tilestream.core.schedule import MOST_QUEUES, first_of
 from tilestream.schedule import Cursor, Grid, Ready, Schedule, Take
 from tilestream_tools.verify.arrival_order import ordered
+from tilestream_tools.verify.gpu_loop import work_through
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """``tilestream demo`` on a GPU: what it says and writes. No time is judged: the shapes are small.
 
-That it finds answers that are wrong, or launches that do not wait, is in ``tests/cli/test_demo.py``.
+That it finds answers that are wrong, or launches that do not wait, is in ``tests/tools/cli/test_demo.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ pytest.importorskip("rich", reason="the command line is an extra")
 
 from typer.testing import CliRunner
 
-from tilestream.cli.app import app
-from tilestream.cli.demo import example
+from tilestream_tools.cli.app import app
+from tilestream_tools.cli.demo import example
 
 SMALL = ("--rows", M, "--n", N, "--k", K, "--rows-per-chunk", 128, "--repeats", 2)
 pytestmark = pytest.mark.timeout(300)

@@ -1,6 +1,6 @@
 """The native call path on a GPU: Python's bits, on any stream and thread, in graphs, one launch behind another.
 
-Needs the extension: ``python -m tilestream.launch.native_build``, on any machine, puts it into the source tree.
+Needs the extension: ``python -m tilestream_tools.native_build``, on any machine, puts it into the source tree.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from gpu_runs import ON_HOPPER, randn
 
 import tilestream as ts
+from tilestream.arrival.device import LocalRows
 from tilestream.launch.native import Extension, extension, why_not
 from tilestream.ops import attention_library, attention_merge, attention_request, library, native, request
 
@@ -426,3 +427,146 @@ def test_the_ops_of_a_compiled_graph_are_native(monkeypatch):
         x.normal_()
         assert torch.equal(bits(compiled(x, w, bias)), bits(block(x, w, bias)))
         assert all(torch.equal(bits(one), bits(answers[0])) for one in answers)
+
+
+# What arrives ---------------------------------------------------------------------------------------------------------
+
+
+def signalled(count: int, rows: int = 0, bounds: tuple[int, ...] = (), pivot: int = 0, own: bool = False) -> ts.Arrival:
+    """An arrival on this GPU whose chunks are all there."""
+    words = torch.zeros(count, device="cuda", dtype=torch.int32) if own else None
+    made = ts.Arrival(count, rows_per_chunk=rows, bounds=bounds, pivot=pivot, signals=words, device="cuda")
+    return again(made)
+
+
+def again(arrival: ts.Arrival) -> ts.Arrival:
+    """The next epoch, all chunks there."""
+    arrival.advance()
+    for chunk in range(arrival.num_chunks):
+        arrival.signal(chunk)
+    return arrival
+
+
+def gated_call(name: str) -> Callable[[], torch.Tensor]:
+    """A call that waits, whose operands and arrivals are made once."""
+    a, b, w = half(1024, 256), half(256, 384), half(384, 256)
+    out, odd = torch.empty(1024, 384, device="cuda", dtype=BF16), half(1024, 257)[:, 1:]
+    q, k, v = half(2, 256, 8, 64), half(2, 512, 2, 64), half(2, 512, 2, 64)
+    uniform, ragged = signalled(8, 128), signalled(5, bounds=(0, 100, 100, 513, 700, 1024), pivot=3)
+    own, columns, keys = signalled(8, 128, own=True), signalled(4, 96), signalled(8, 128)
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "rows": lambda: ts.matmul(a, b, arrival=again(uniform)),
+        "rows, out=": lambda: ts.matmul(a, b, out=out, arrival=again(uniform), deadline=5),
+        "rows, ragged": lambda: ts.matmul(a, b, arrival=again(ragged)),
+        "rows, own words": lambda: ts.matmul(a, b, arrival=again(own)),
+        "rows, stream-K": lambda: ts.matmul(a, b, arrival=again(uniform), schedule="stream_k"),
+        "rows, portable": lambda: ts.matmul(odd, b, arrival=again(uniform)),
+        "rows, one epoch": lambda: ts.matmul(a, b, arrival=uniform),
+        "columns": lambda: ts.linear(a, w, weight_arrival=again(columns)),
+        "both": lambda: ts.linear(a, w, arrival=again(uniform), weight_arrival=again(columns)),
+        "keys": lambda: ts.attention(q, k, v, arrival=again(keys)),
+        "keys, causal, out=": lambda: ts.attention(q, k, v, causal=True, out=torch.empty_like(q), arrival=again(keys)),
+    }
+    return calls[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rows", "rows, out=", "rows, ragged", "rows, own words", "rows, stream-K", "rows, portable", "rows, one epoch",
+        "columns", "both", "keys", "keys, causal, out=",
+    ],
+)  # fmt: skip
+def test_the_bits_of_what_arrives_are_those_of_pythons_way(python_calls, name):
+    call = gated_call(name)
+    expected = by_python(call)
+    python_calls.clear()
+    for _ in range(6):
+        assert torch.equal(bits(call()), bits(expected))
+    assert len(python_calls) == 1, "the second equal call is native"
+
+
+@pytest.mark.parametrize("bounds", [(), (0, 100, 100, 513, 700, 1024)], ids=["uniform", "ragged"])
+def test_what_is_published_natively_is_read_natively(python_calls, bounds):
+    a, b, c, out = half(1024, 256), half(256, 256), half(256, 128), torch.empty(1024, 256, device="cuda", dtype=BF16)
+    count = len(bounds) - 1 if bounds else 8
+    arrival = ts.Arrival(count, rows_per_chunk=0 if bounds else 128, bounds=bounds, device="cuda")
+    reader = torch.cuda.Stream()
+
+    def pair() -> torch.Tensor:
+        arrival.advance()
+        out.fill_(float("nan"))
+        reader.wait_stream(torch.cuda.current_stream())
+        ts.matmul(a, b, out=out, publish=arrival)
+        with torch.cuda.stream(reader):
+            result = ts.matmul(out, c, arrival=arrival)
+        torch.cuda.current_stream().wait_stream(reader)
+        return result
+
+    expected = by_python(pair)
+    python_calls.clear()
+    for _ in range(20):
+        assert torch.equal(bits(pair()), bits(expected))
+    assert len(python_calls) == 2 * ON_HOPPER or not ON_HOPPER
+
+
+def test_a_chunk_that_is_late_and_one_that_never_comes(python_calls):
+    a, b = half(1024, 256), half(256, 384)
+    expected = ts.matmul(a, b)
+    arrival = signalled(8, 128)
+    ts.matmul(a, b, arrival=arrival)
+    side = torch.cuda.Stream()
+    python_calls.clear()
+    for late in (0, 7):
+        arrival.advance()
+        with torch.cuda.stream(side):
+            for chunk in range(8):
+                if chunk != late:
+                    arrival.signal(chunk)
+        result = ts.matmul(a, b, arrival=arrival)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10**6)
+            arrival.signal(late)
+        torch.cuda.synchronize()
+        assert torch.equal(bits(result), bits(expected))
+    arrival.advance()
+    with torch.cuda.stream(side):
+        for chunk in range(7):
+            arrival.signal(chunk)
+    result = ts.matmul(a, b, arrival=arrival, deadline=0.05)
+    torch.cuda.synchronize()
+    with pytest.raises(ts.ArrivalTimeout, match="chunk 7"):
+        ts.check()
+    assert torch.equal(bits(result[: 7 * 128]), bits(expected[: 7 * 128]))
+    assert result[7 * 128 :].isnan().all()
+    assert not python_calls
+
+
+@pytest.mark.parametrize("name", ["rows", "rows, stream-K", "keys"])
+def test_waiting_launches_take_turns_with_pythons_and_between_streams(name):
+    call = gated_call(name)
+    expected = by_python(call)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for i in range(40):
+        with torch.cuda.stream(streams[i % 2]):
+            streams[i % 2].wait_stream(streams[1 - i % 2])
+            assert torch.equal(bits(call() if i % 3 else by_python(call)), bits(expected))
+
+
+def test_rows_that_are_here_already_are_read_where_they_are(python_calls, monkeypatch):
+    if not ON_HOPPER:
+        pytest.skip("Hopper's kernel reads two places")
+    a, b = half(1024, 256), half(256, 384)
+    expected = ts.matmul(a, b)
+    gathered, arrival = a.clone(), signalled(8, 128)
+    gathered[256:512] = float("nan")
+    brought: list[int] = []
+    for turn in range(4):
+        mine = a[256:512].clone()
+        again(arrival)
+        arrival._signals.local_rows = LocalRows(mine, 256, 256, 1024, lambda turn=turn: brought.append(turn))
+        result = ts.matmul(gathered, b, arrival=arrival)
+        assert torch.equal(bits(result), bits(expected))
+        arrival._signals.local_rows = None
+    assert not brought
+    assert python_calls == ["matmul", "matmul"], "the plain one, and the first that waits"

@@ -137,7 +137,7 @@ def test_a_mutant_with_pools_that_no_worker_visits_is_caught(backend, data, monk
     """Without stealing, the tiles of queues that belong to no worker stay NaN."""
     Arguments = importlib.import_module(f"tilestream.launch.{backend}.arguments").Arguments
     made = Arguments._config
-    monkeypatch.setattr(Arguments, "_config", lambda *given: dataclasses.replace(made(*given), STEAL=False))
+    monkeypatch.setattr(Arguments, "_config", lambda *x, **logs: dataclasses.replace(made(*x, **logs), STEAL=False))
     # Not from the cache: another launch of this plan steals.
     planner.plan_problem.cache_clear()
     plan = plan_of(backend, "dynamic", 8, 3)

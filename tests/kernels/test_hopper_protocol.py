@@ -1,8 +1,8 @@
 """The Hopper kernel does, operation by operation, what the checker explores.
 
 The kernel's own text is run here, as plain Python, on stand-ins that write down what they are asked to do. What comes
-of it is compared with the operations of `tilestream_tools.verify.protocol` and of `tilestream.core.loop.fixup` for the
-same items. So whatever is changed in one of the texts, and not in the other, fails here.
+of it is compared with the operations of `tilestream_tools.verify.protocol` and of `gpu_loop.fixup` for the same items.
+So whatever is changed in one of the texts, and not in the other, fails here.
 
 With a gate the launch is over at some item, or not at all: the text up to the waits themselves is run, which are those
 of `tilestream.kernels.device.gate`, and the stand-ins answer for them.
@@ -27,21 +27,7 @@ from mutants import kernel_text
 from mutants.engine import Edit, at, replace
 from tilestream.core import chunks, ring, structs
 from tilestream.core.copy_items import CopyArguments
-from tilestream.core.loop import (
-    Add,
-    Announce,
-    Compute,
-    CountRows,
-    Landed,
-    Look,
-    ReducePartials,
-    Restore,
-    RestoreRows,
-    Share,
-    Write,
-    fixup,
-    publish,
-)
+from tilestream.core.loop import Announce, Compute, CountRows, Landed, RestoreRows, Share, publish
 from tilestream.core.structs import Cursor, Gate, Item, Passed, Progress, Ready, Watch, Words, Work
 from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.device import epilogue as formula_text
@@ -56,6 +42,7 @@ from tilestream.kernels.hopper import publish as publish_text
 from tilestream.kernels.hopper import queues as queues_text
 from tilestream.plan.policy.hopper import TILES, rs_tail, widths
 from tilestream.schedule import WorkItem
+from tilestream_tools.verify.gpu_loop import Add, Look, ReducePartials, Restore, Write, fixup
 from tilestream_tools.verify.protocol import (
     Acquired,
     Arrive,

@@ -15,27 +15,21 @@ from turns import operations
 from machine import Machine, all_of, done, every_interleaving, unfair
 from strategies import chunkings, rasters, seeds
 from tilestream.arrival import Chunks, Gate, See, Seen, Wait
-from tilestream.core.loop import (
+from tilestream.core.loop import Compute, Count, Poll, Reduce, WorkerState, store_and_count, work
+from tilestream.schedule import Cursor, Grid, Peek, Schedule, Take, WorkItem
+from tilestream_tools.verify.gpu_loop import (
     Add,
-    Compute,
-    Count,
     Leave,
     Look,
     Poison,
-    Poll,
     Quarantine,
-    Reduce,
     ReducePartials,
     Reset,
     Restore,
-    WorkerState,
     Write,
     fixup,
-    store_and_count,
-    work,
     work_through,
-)  # fmt: skip
-from tilestream.schedule import Cursor, Grid, Peek, Schedule, Take, WorkItem
+)
 
 resetting = partial(work_through, reset=True)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from mutants import table
 from mutants.engine import Edit, mutated
 from tilestream.core.chunks import Chunks
-from tilestream.core.loop import Poison, Poll
+from tilestream.core.loop import Count, Poll, Reduce
 from tilestream_tools.verify import copies, publish
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify.arrival_order import ordered
@@ -26,6 +26,7 @@ from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.faults import KINDS
 from tilestream_tools.verify.gather import GatherCase
+from tilestream_tools.verify.gpu_loop import Add, Poison
 from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.protocol import Ring
@@ -38,9 +39,9 @@ from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 
 CORE, VERIFY = "tilestream.core", "tilestream_tools.verify"
 MODULES = {
-    **{name: f"{CORE}.{name}" for name in ("copy_items", "gate", "loop", "schedule")},
+    **{name: f"{CORE}.{name}" for name in ("gate", "loop", "schedule")},
     **{name: f"{CORE}.protocols.{name}" for name in ("gather", "one_shot", "reduce_scatter")},
-    **{name: f"{VERIFY}.{name}" for name in ("attention_protocol", "copies", "product", "protocol")},
+    **{name: f"{VERIFY}.{name}" for name in ("attention_protocol", "copies", "gpu_loop", "product", "protocol")},
     **{name: f"{VERIFY}.{name}" for name in ("shared_attention", "shared_ring")},
 }
 
@@ -129,14 +130,15 @@ def _bug(row: table.Row) -> Bug:
 
 OPERATIONS = (
     ops.AwaitCount, ops.AwaitTile, ops.PollAbort, ops.ReduceNumbers, ops.SetCounter, ops.WaitAlone, ops.WaitForever,
-    Chunks, Poison,
+    Add, Chunks, Poison,
 )  # fmt: skip
 
 
 def _work(entry: str, role: str) -> Family:
     makes = {"arriving": _arriving, "not arriving": _not_arriving, "parts": _parts, "static": _static}
     makes |= {"reset": _reset, "queues of chunks": _queues, "drained": _drained}
-    return Family("workers", (f"{CORE}.loop:{entry}",), makes[role], OPERATIONS)
+    home = f"{VERIFY}.gpu_loop" if entry == "work_through" else f"{CORE}.loop"
+    return Family("workers", (f"{home}:{entry}",), makes[role], OPERATIONS)
 
 
 def gated(
@@ -215,7 +217,7 @@ def _fixup(_: str) -> Family:
             for workers, num_m, k, shares in sizes
         ]
 
-    return Family("workers", (f"{CORE}.loop:work_through", f"{CORE}.loop:fixup"), make)
+    return Family("workers", (f"{VERIFY}.gpu_loop:work_through", f"{VERIFY}.gpu_loop:fixup"), make, (Count, Reduce))
 
 
 # Models 2 to 5: rings -------------------------------------------------------------------------------------------------

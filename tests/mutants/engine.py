@@ -3,7 +3,7 @@
 An edit is a pattern and what is done to the place where it matches::
 
     at("tilestream.core.loop:store_and_count", replace("Count(item)", "Add(item)"))
-    at("tilestream.core.loop:fixup", delete("yield Write(item)"))
+    at("tilestream_tools.verify.gpu_loop:fixup", delete("yield Write(item)"))
 
 A pattern is Python text: one expression, or statements that follow each other in one block. In a pattern
 

@@ -5,7 +5,7 @@ A table has sections, and a section has bugs::
     == ring: load @protocol:load_turn                    family and role; where an edit is unless it says otherwise
     void item loaded: ring in use (expires=True)         name: found as (options of the family)
       A void item is handed on, and loaded all the same.
-        @loop:take_and_pass,leave x2 Poll() => PollAbort()
+        @gpu_loop:take_and_pass,leave x2 Poll() => PollAbort()
 
 Each line under the sentence is a part of an edit; its patterns are those of `mutants.engine`:
 

@@ -17,7 +17,8 @@ from filelock import FileLock
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    from tilestream.launch import launcher, native, native_build, tensor_map
+    from tilestream.launch import launcher, native, tensor_map
+    from tilestream_tools import native_build
 
 #: torch's index of the CPU, the "GPU" of these tests.
 CPU_INDEX = -1

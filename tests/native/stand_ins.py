@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -147,11 +148,15 @@ class Launch:
         As `tilestream.launch.launch.Launch.needs`; the kernel takes words if there are tickets.
     extra
         Further parameters that vary, and their values.
+    local
+        Rows that are read by a tensor map of their own.
     """
+
+    tables: Sequence[torch.Tensor] = ()
 
     def __init__(
         self, driver: Any, x: Matmul, needs: tuple[int, ...] = (0, 0, 0, 0, 0), swapped: bool = False,
-        extra: dict[str, int] | None = None,
+        extra: dict[str, int] | None = None, local: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.needs = SimpleNamespace(swap_ab=swapped), needs
         self._swapped, self._extra, self._base = swapped, extra or {}, 0
@@ -168,11 +173,14 @@ class Launch:
         words = {"partials": "*fp32", "counts": "*i32", "counters": "*i64"} if needs[0] else {}
         signature = {
             "x_map": "tensordesc<bf16>", "y_map": "tensordesc<bf16>", "out": "*bf16",
-            **dict.fromkeys(self._pointers, "*bf16"), **words, **dict.fromkeys(self._extra, "*i32"), "base": "i64",
-            "reset": "i32", "rows": "i32", "alpha": "fp32", "beta": "fp32", "C": "constexpr",
+            **dict.fromkeys(self._pointers, "*bf16"), **words, **{name: _type(name) for name in self._extra},
+            "base": "i64", "reset": "i32", "rows": "i32", "alpha": "fp32", "beta": "fp32", "C": "constexpr",
         }  # fmt: skip
-        compiled = kernel(driver, signature, {}, [[8, 64], [16, 64]])
-        maps = [Descriptor(tuple(one.shape), (one.stride(0) * 0 + 64, 1)) for one in (rows, columns)]
+        mapped = [rows, columns]
+        if local is not None:
+            mapped, signature = [local, *mapped], {"local_map": "tensordesc<bf16>", **signature}
+        compiled = kernel(driver, signature, {}, [[8, 64], [8, 64], [16, 64]][-len(mapped) :])
+        maps = [Descriptor(tuple(one.shape), (64, 1)) for one in mapped]
         varies = len(signature) - 4 - len(maps)
         given = [*maps, *[VARIES] * varies, rows.shape[0], VARIES, VARIES, None]
         self._launcher = Launcher(compiled, (7, 1, 1), given)
@@ -184,12 +192,21 @@ class Launch:
         first, second = ("b", "a") if self._swapped else ("a", "b")
         words = [one.data_ptr() for one in self._words] if self.needs[0] else []
         residual = x.residual is not None
+        local = [address["local"]] if "local" in address else []
+        extra = [moved.get(name, value) for name, value in self._extra.items()]
         self._launcher(
-            stream, address[first], address[second], out.data_ptr(),
-            *[address[field] for field in self._pointers.values()], *words, *self._extra.values(), self._base, 0,
-            x.alpha, x.beta if residual else 1.0,
+            stream, *local, address[first], address[second], out.data_ptr(),
+            *[address[field] for field in self._pointers.values()], *words, *extra, self._base, 0, x.alpha,
+            x.beta if residual else 1.0,
         )  # fmt: skip
         self._base += self.needs[0]
+
+
+def _type(name: str) -> str:
+    """The type of a kernel's parameter for what arrives."""
+    if name.endswith(("signals", "quarantine", "counts", "table", "records", "claims")):
+        return "*i32"
+    return "i64" if name == "allowed" else "i32"
 
 
 def result_of(x: Matmul) -> torch.Tensor:
@@ -217,20 +234,29 @@ class AttentionLaunch:
     ----------
     listed
         Whether a kernel in front makes a list, which is found in the workspace.
+    extra
+        As of `Launch`.
     """
 
-    def __init__(self, driver: Any, x: Attention | Merge, lse: bool = False, listed: bool = False) -> None:
+    tables: Sequence[torch.Tensor] = ()
+
+    def __init__(
+        self, driver: Any, x: Attention | Merge, lse: bool = False, listed: bool = False,
+        extra: dict[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self._extra = extra or {}
         self.plan, self.needs = SimpleNamespace(), (TICKETS if listed else 0, 8 * listed, 0, 0, 4 * listed)
         self._base, self._words = 0, torch.zeros(3, 1024)
         self._names = [name for name, tensor in x.tensors.items() if tensor is not None] + ["out"] + ["lse"] * lse
         lists = ["starts", "order"] if listed else []
         self._launchers = []
         for names in ([["cu_seqlens_q", *lists]] if listed else []) + [[*self._names, *lists, *["counters"] * listed]]:
-            numbers = {"base": "i64", "reset": "i32", "scale": "fp32"} if "q" in names else {}
+            numbers = {name: _type(name) for name in self._extra}
+            numbers |= {"base": "i64", "reset": "i32", "scale": "fp32"} if "q" in names else {}
             signature = {**dict.fromkeys(names, "*bf16"), **numbers, "C": "constexpr"}
             given = [VARIES] * (len(names) + len(numbers)) + [None]
             self._launchers.append(
-                (names, bool(numbers), Launcher(kernel(driver, signature, {}, []), (7, 1, 1), given))
+                (names, "base" in numbers, Launcher(kernel(driver, signature, {}, []), (7, 1, 1), given))
             )
 
     def issue(self, x: Attention | Merge, out: torch.Tensor, lse: torch.Tensor | None = None, /, **moved: int) -> None:
@@ -239,8 +265,9 @@ class AttentionLaunch:
         address = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
         address |= dict(zip(("counters", "starts", "order"), [one.data_ptr() for one in self._words], strict=True))
         address |= moved
+        extra = [moved.get(name, value) for name, value in self._extra.items()]
         for names, numbers, launcher in self._launchers:
-            launcher(0, *[address[name] for name in names], *([self._base, 0, x.scale] if numbers else []))
+            launcher(0, *[address[name] for name in names], *extra, *([self._base, 0, x.scale] if numbers else []))
         self._base += self.needs[0]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tilestream.launch import native_build
+from tilestream_tools import native_build
 
 #: The libraries that are loaded before Python, and how the sanitizer is kept to what concerns the extension. Python and
 #: torch are not compiled with it: Python keeps memory until its end, and torch's own threads look unordered to it.

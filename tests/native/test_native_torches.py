@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tilestream.launch import native_build
+from tilestream_tools import native_build
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tilestream" / "torches"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tilestream.launch import native_build
+from tilestream_tools import native_build
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

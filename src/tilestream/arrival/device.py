@@ -53,6 +53,11 @@ class DeviceSignals(Publishing):
     _failed: ClassVar[dict[int, DeviceSignals]] = {}
 
     @property
+    def index(self) -> int:
+        """The device's, as `torch.Tensor.get_device` says it."""
+        return -1 if self._device.index is None else self._device.index
+
+    @property
     def copied(self) -> int:
         """As of `Signals`."""
         return 0 if self.copies is None else self.copies.width
@@ -83,10 +88,18 @@ class DeviceSignals(Publishing):
             self.copies.follow(stream, self)
         if self._theirs is not None:
             self._theirs.record_stream(stream)
-        if captured or self._theirs is not None:
+        if captured:
             copied = None if self.copies is None else self.copies.signals_in(graph)
             return GateWords(self._flags if copied is None else copied, self._quarantine, 0, self.key)
-        self._waiting[stream.cuda_stream] = self.epoch
+        if self._theirs is None:
+            self._waiting[stream.cuda_stream] = self.epoch
+        return self.eager_words
+
+    @property
+    def eager_words(self) -> GateWords:
+        """What an eager launch of the present epoch is told."""
+        if self._theirs is not None:
+            return GateWords(self._theirs, self._quarantine, 0, self.key)
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
 
     def _enter_graph(self, graph: int) -> None:
@@ -139,7 +152,7 @@ class DeviceSignals(Publishing):
         But after the launches of earlier epochs, which may not have looked at those words yet.
         """
         with self._bell:
-            self._stopped()
+            self.stopped()
             super().fail(error, epoch)
             if self._theirs is not None or epoch not in (None, self.epoch):
                 return

@@ -100,13 +100,19 @@ class Publishing(DeviceWords):
             self._counts.record_stream(stream)
             if self._theirs is None:
                 self._come_behind_all(stream)
-                words = PublishWords(self._eager, self._counts, self.epoch)
             else:
                 self._retire()
                 self._wipe()
-                words = PublishWords(self._theirs, self._counts, 1)
             self._underway = stream
-            return words
+            return self.eager_publication
+
+    @property
+    def eager_publication(self) -> PublishWords:
+        """What an eager launch is told that signals the present epoch."""
+        assert self._counts is not None
+        if self._theirs is not None:
+            return PublishWords(self._theirs, self._counts, 1)
+        return PublishWords(self._eager, self._counts, self.epoch)
 
     def _known(self) -> bool:
         """Whether the matmul of this epoch was issued. Readers of a caller's own words have come behind it then."""
@@ -155,7 +161,7 @@ class Publishing(DeviceWords):
                     found = found._replace(first=(self._eager.data_ptr() + 4 * first, self.epoch))
             self._published = found
 
-    def _stopped(self) -> None:
+    def stopped(self) -> None:
         """The call that was issuing the matmul has failed. What it did issue still writes a caller's own words."""
         stream, self._underway = self._underway, None
         if stream is not None and self._theirs is not None:

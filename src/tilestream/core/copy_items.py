@@ -4,9 +4,9 @@ Copies from outside may not progress beside a kernel that waits for them: copy e
 one after the other, a graph may have to hold everything. Then the kernel copies itself. Its queue begins with *copy
 items*, each of which means: copy pieces until none is left. A **piece** is a part of a chunk.
 
-`copy_items` is the protocol of a worker before its first tile, a generator like `tilestream.schedule.take`.
-`piece_chunk` is a leaf in the sense of `tilestream.core.integers`; with that module's `part_begin` and `part_size`
-it gives the words of a ticket. `Pieces` is the host's description.
+`tilestream_tools.verify.copies.copy_items` is the protocol of a worker before its first tile. `piece_chunk` is a leaf
+in the sense of `tilestream.core.integers`; with that module's `part_begin` and `part_size` it gives the words of a
+ticket. `Pieces` is the host's description.
 
 Every wait ends (invariant 10): a worker that reaches a tile has found the copy items taken, so at least one running
 worker copies until no piece is left, and waits for nothing meanwhile. Any worker may be that one, and the workers need
@@ -15,9 +15,8 @@ not all run at the same time: pieces are tickets.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tilestream.core.chunks import Chunks
 from tilestream.core.grid import INT31
@@ -37,45 +36,6 @@ WORDS_A_THREAD = 16
 HEAD = 5
 #: Words that count, before those of the chunks: copy items that were taken, and pieces.
 COUNTERS = 2
-
-
-class Draw(NamedTuple):
-    """Add one to the count of copy items, or of pieces, that were taken (relaxed). Answer: the count before."""
-
-    what: Literal["items", "pieces"]
-
-
-class Copy(NamedTuple):
-    """Copy a piece: loads and stores of all the worker's threads."""
-
-    piece: int
-
-
-class OfChunk(NamedTuple):
-    """What an operation names: a chunk."""
-
-    chunk: int
-
-
-class CountPiece(OfChunk):
-    """A piece of a chunk is there: add one to the chunk's count (acquire and release). Answer: the count before."""
-
-
-class RestorePieces(OfChunk):
-    """Write 0 to the count of a chunk, plainly."""
-
-
-class Signal(OfChunk):
-    """Write a chunk's signal (release, at system scope)."""
-
-
-class Restore(NamedTuple):
-    """Write 0 to the count of copy items, or of pieces, plainly."""
-
-    what: Literal["items", "pieces"]
-
-
-CopyOperation = Draw | Copy | CountPiece | RestorePieces | Signal | Restore
 
 
 class CopyArguments(NamedTuple):
@@ -195,40 +155,3 @@ def vector(word_bytes: int) -> int:
 def block(warps: int, word_bytes: int) -> int:
     """Elements of a round."""
     return 32 * warps * WORDS_A_THREAD * vector(word_bytes)
-
-
-def copy_items(pieces: Pieces, copiers: int, workers: int) -> Generator[CopyOperation, int, None]:
-    """What a worker does before its first tile.
-
-    ::
-
-        number = add(copy items taken, 1);  the last worker of all: restore that count
-        number < copiers:                                   # a copy item: the first to run have one
-            until no piece is left:  piece = add(pieces taken, 1)
-                copy it; count it for its chunk
-                that was the chunk's last: restore the count; signal the chunk
-            the last copier to find none: restore the count of pieces
-
-    It waits for nothing, so it is done whatever becomes of the launch: where the deadline expires meanwhile, tiles
-    become NaN, but the operand is copied to its end, all counts are 0 again, and the next launch finds it there.
-
-    Parameters
-    ----------
-    copiers
-        Copy items, at most one a worker: each copier finds out once that no piece is left, so the last to do so is
-        known by its ticket.
-    """
-    number = yield Draw("items")
-    if number == workers - 1:
-        yield Restore("items")
-    if number < copiers:
-        ticket = yield Draw("pieces")
-        while ticket < pieces.count:
-            yield Copy(ticket)
-            chunk = pieces.chunk(ticket)
-            if (yield CountPiece(chunk)) == pieces.per_chunk - 1:
-                yield RestorePieces(chunk)
-                yield Signal(chunk)
-            ticket = yield Draw("pieces")
-        if ticket == pieces.count + copiers - 1:
-            yield Restore("pieces")

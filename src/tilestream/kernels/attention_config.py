@@ -1,13 +1,11 @@
-"""What attention's kernels are compiled for: one frozen value a kernel, ``C``, their only constexpr.
-
-The launches make it: `tilestream.launch.attention_arguments.AttentionArguments.config`.
-"""
+"""What attention's kernels are compiled for: one frozen value a kernel, ``C``, their only constexpr."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from tilestream.kernels.config import ScheduleConfig, Stage
+from tilestream.kernels.config import ScheduleConfig, Stage, chunk_kind
 
 #: Elements of 16 bits in a cell of CDNA's stages.
 _CELL = 8
@@ -49,6 +47,21 @@ class AttentionConfig(ScheduleConfig):
     def COLUMN_CHUNKS(self) -> str:
         """Values arrive as keys do."""
         return "none"
+
+    @staticmethod
+    def _shared(plan: Any, layout: Any) -> dict[str, Any]:
+        p = plan.problem
+        return {
+            **dict(zip(("ROWS", "BLOCK"), plan.block, strict=True)),
+            "PACK": plan.pack,
+            "PAGE": p.page_size,
+            "SPLIT_KEYS": plan.shares > 1,
+            "TOP_LEFT": p.alignment == "top_left",
+            "LEFT": p.left is not None,
+            "RIGHT": p.right is not None,
+            "CAPPED": p.softcap > 0,
+            "KEYS": chunk_kind(p.keys),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,18 @@
 """What is compiled into a kernel: one frozen dataclass, the kernel's only constexpr, which its texts call ``C``.
 
-Names are in capitals, as they are compile-time constants; derived ones are properties.
+Names are in capitals, as they are compile-time constants; derived ones are properties. `ScheduleConfig.of` makes every
+backend's of a plan and a layout.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tilestream.core.chunks import Incoming
+from tilestream.core.copy_items import block, vector
+
+Config = TypeVar("Config", bound="ScheduleConfig")
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,36 @@ class ScheduleConfig:
     ORDER: str = "grouped"
     TRANSPOSED: bool = False
     PROBE: bool = False  # whether each step of the schedule is written down, for tests
+
+    @classmethod
+    def of(cls: type[Config], plan: Any, layout: Any, **own: Any) -> Config:
+        """What a kernel is compiled with.
+
+        Parameters
+        ----------
+        plan, layout
+            A `tilestream.plan.Plan` or `AttentionPlan`, and the strides of its canonical operands.
+        own
+            Fields of the backend's kernel alone, and those that differ there.
+        """
+        schedule = plan.schedule
+        # With nothing to split, stream_k is a queue, and there are no slots.
+        kind = "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind
+        shared = {
+            "KIND": kind, "SPLIT": schedule.split, "STEAL": schedule.queues > 1, "ORDER": schedule.raster.order,
+            "TRANSPOSED": schedule.raster.transposed, **cls._shared(plan, layout),
+        }  # fmt: skip
+        return cls(**shared | own)
+
+    @staticmethod
+    def _shared(plan: Any, layout: Any) -> dict[str, Any]:
+        """Fields that all backends' kernels of an op have, but for the schedule's."""
+        raise NotImplementedError
+
+
+def chunk_kind(incoming: Incoming | None) -> str:
+    """How an operand arrives: ``"none"``, in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
+    return "none" if incoming is None else "uniform" if incoming.chunks.rows_per_chunk else "ragged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +91,24 @@ class GemmConfig(ScheduleConfig):
     def GATED(self) -> bool:
         """Whether an operand arrives."""
         return self.ROW_CHUNKS != "none" or self.COLUMN_CHUNKS != "none"
+
+    @staticmethod
+    def _shared(plan: Any, layout: Any) -> dict[str, Any]:
+        problem = plan.problem
+        copied = {"none": None, "rows": problem.rows, "columns": problem.columns}[plan.copies]
+        return {
+            **dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), plan.block, strict=True)),
+            "SCALED": layout.scaled,
+            "SCALES": problem.scales,
+            "BIAS": "none" if layout.bias is None else "columns",
+            "RESIDUAL": layout.residual is not None,
+            "ACTIVATION": layout.activation,
+            "ROW_CHUNKS": chunk_kind(problem.rows),
+            "COLUMN_CHUNKS": chunk_kind(problem.columns),
+            "COPIES": plan.copies,
+            "COPY_BLOCK": block(plan.warps, copied.copied) if copied else 1,
+            "COPY_VECTOR": vector(copied.copied) if copied else 1,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from tilestream.launch.gate import chunk_kind
 from tilestream.launch.pack import Pack, named
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.attention_problem import AttentionProblem
@@ -80,27 +79,6 @@ class AttentionArguments:
     def config(self) -> Any:
         """What is compiled in: the kernel's `tilestream.kernels.attention_config.AttentionConfig`."""
         raise NotImplementedError
-
-    def _fields(self) -> dict[str, Any]:
-        """Of that, what all backends share."""
-        plan, p, schedule = self.plan, self.plan.problem, self.plan.schedule
-        return {
-            "ROWS": plan.block[0],
-            "BLOCK": plan.block[1],
-            "PACK": plan.pack,
-            "KIND": schedule.kind,
-            "SPLIT": schedule.split,
-            "STEAL": schedule.queues > 1,
-            "ORDER": schedule.raster.order,
-            "PAGE": p.page_size,
-            "SPLIT_KEYS": plan.shares > 1,
-            "TOP_LEFT": p.alignment == "top_left",
-            "LEFT": p.left is not None,
-            "RIGHT": p.right is not None,
-            "CAPPED": p.softcap > 0,
-            "KEYS": chunk_kind(p.keys),
-            "TRACE": self._trace,
-        }
 
     def _numbers(self) -> dict[str, int]:
         """The numbers that a plan and a layout decide, by the names of entries."""

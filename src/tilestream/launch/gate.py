@@ -10,10 +10,13 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
+from tilestream.core.error_record import op_number
 from tilestream.core.gate import Gate, chunks_of
 from tilestream.core.grid import WorkItem
 from tilestream.plan.plan import Plan
-from tilestream.plan.problem import Incoming
+
+#: The longest deadline that a kernel can count to in nanoseconds: 30 years.
+LONGEST_SECONDS = 1e9
 
 
 class GateArguments(NamedTuple):
@@ -52,6 +55,11 @@ class GateArguments(NamedTuple):
 NO_GATE = GateArguments()
 
 
+def bounds_of(deadline: float, op: str) -> tuple[int, int]:
+    """Nanoseconds that a gate may wait, of a deadline in seconds; and the number of the op."""
+    return int(1e9 * min(deadline, LONGEST_SECONDS)), op_number(op)
+
+
 class PublishArguments(NamedTuple):
     """What a launch is told of the chunks of its output that it publishes: see `tilestream.kernels.hopper.publish`.
 
@@ -64,11 +72,6 @@ class PublishArguments(NamedTuple):
 
 
 NO_PUBLISH = PublishArguments()
-
-
-def chunk_kind(incoming: Incoming | None) -> str:
-    """How an operand arrives: ``"none"``, in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
-    return "none" if incoming is None else "uniform" if incoming.chunks.rows_per_chunk else "ragged"
 
 
 def chunk_numbers(plan: Plan) -> dict[str, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from tilestream.core.copy_items import NO_COPIES, CopyArguments, block, vector
+from tilestream.core.copy_items import NO_COPIES, CopyArguments
 from tilestream.core.schedule import Schedule
 from tilestream.core.structs import Work
-from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments, chunk_kind, chunk_numbers
+from tilestream.kernels.config import GemmConfig
+from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments, chunk_numbers
 from tilestream.launch.pack import Pack, named
 from tilestream.plan.plan import Plan
 
@@ -80,7 +81,7 @@ class GemmArguments:
 
     def __init__(self, plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> None:
         self.plan, self.layout = plan, layout
-        self.config = self._config(self._fields(probe, trace))
+        self.config: Any = self._config(PROBE=probe, TRACE=trace)
 
     def fill(
         self, operands: tuple[Any, ...], capacity: int = 0, gate: GateArguments = NO_GATE,
@@ -128,37 +129,9 @@ class GemmArguments:
             **named("stride_t", "bc", column_scale),
         }
 
-    def _config(self, fields: dict[str, Any]) -> Any:
-        """The kernel's `tilestream.kernels.config.GemmConfig`, of which ``fields`` are what all backends share."""
+    def _config(self, **logs: bool) -> GemmConfig:
+        """What is compiled in; ``logs``: ``PROBE`` and ``TRACE``."""
         raise NotImplementedError
-
-    def _fields(self, probe: bool, trace: bool) -> dict[str, Any]:
-        plan, problem, schedule, layout = self.plan, self.plan.problem, self.plan.schedule, self.layout
-        copied = {"none": None, "rows": problem.rows, "columns": problem.columns}[plan.copies]
-        block_m, block_n, block_k = plan.block
-        return {
-            # With nothing to split, stream_k is a queue, and there are no slots.
-            "KIND": "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind,
-            "SPLIT": schedule.split,
-            "STEAL": schedule.queues > 1,
-            "ORDER": schedule.raster.order,
-            "TRANSPOSED": schedule.raster.transposed,
-            "PROBE": probe,
-            "TRACE": trace,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "SCALED": layout.scaled,
-            "SCALES": problem.scales,
-            "BIAS": "none" if layout.bias is None else "columns",
-            "RESIDUAL": layout.residual is not None,
-            "ACTIVATION": layout.activation,
-            "ROW_CHUNKS": chunk_kind(problem.rows),
-            "COLUMN_CHUNKS": chunk_kind(problem.columns),
-            "COPIES": plan.copies,
-            "COPY_BLOCK": block(plan.warps, copied.copied) if copied else 1,
-            "COPY_VECTOR": vector(copied.copied) if copied else 1,
-        }
 
 
 def work_of(schedule: Schedule) -> Work:

@@ -16,11 +16,10 @@ import torch
 from tilestream.arrival.device import DeviceSignals
 from tilestream.arrival.flat import Awaited
 from tilestream.core.copy_items import NO_COPIES, CopyArguments
-from tilestream.core.error_record import op_number
 from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.kernels.device.schedule import RECORD
 from tilestream.launch import compiling
-from tilestream.launch.gate import NO_GATE, GateArguments, chunk_table, queue_table
+from tilestream.launch.gate import NO_GATE, GateArguments, bounds_of, chunk_table, queue_table
 from tilestream.launch.launcher import watched
 from tilestream.launch.native import issued
 from tilestream.launch.observe import observation
@@ -29,9 +28,6 @@ from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.plan import Copies, Plan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace, words_of
-
-#: The longest deadline that a kernel can count to in nanoseconds: 30 years.
-LONGEST_SECONDS = 1e9
 
 #: Tables of captured launches, which read or copy them at each replay: a graph may live for ever.
 _captured_tables: list[torch.Tensor] = []
@@ -128,6 +124,11 @@ class Launch:
         partials = max(self._floats, schedule.slots * block[0] * block[1])
         return schedule.most_tickets, words_of(schedule), 2 * schedule.slots, partials, self._listed
 
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """The tables that the launches so far have read."""
+        return []
+
     def _issue(self, stream: int, x: Any, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None) -> None:
         """`issue`, around which the operands whose copies are offered are locked.
 
@@ -169,6 +170,11 @@ class GemmLaunch(Launch):
                 "all of its workers do"
             )
 
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """As of `Launch`."""
+        return [one.there for one in (self.table, *self._chunks, self._queues) if one.there is not None]
+
     def copies(self, awaited: Awaited | None) -> CopyArguments:
         """What a launch on the current stream copies itself; asked before `gate`, which would have it copied."""
         signals = self._copied(awaited)
@@ -184,7 +190,8 @@ class GemmLaunch(Launch):
         )
         return GateArguments(
             rows[0], rows[1], self._chunks[0].on(device), columns[0], columns[1], self._chunks[1].on(device),
-            *records_of(device), self._queues.on(device), rows[2], rows[3], columns[2], columns[3], *bounds_of(awaited),
+            *records_of(device), self._queues.on(device), rows[2], rows[3], columns[2], columns[3],
+            *bounds_of(awaited.deadline, awaited.op),
         )  # fmt: skip
 
 
@@ -192,11 +199,6 @@ def records_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where a gate reports: the records and the claims of the device's error channel."""
     report = channel(device)
     return report.records, report.claims
-
-
-def bounds_of(awaited: Awaited) -> tuple[int, int]:
-    """Nanoseconds that a gate may wait, and the number of the op."""
-    return int(1e9 * min(awaited.deadline, LONGEST_SECONDS)), op_number(awaited.op)
 
 
 class Kernel:
@@ -255,23 +257,24 @@ class Table:
 
     def __init__(self, values: Sequence[int] | None) -> None:
         self._values = values
-        self._there: torch.Tensor | None = None
+        #: The table, once it is on the device.
+        self.there: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> torch.Tensor | None:
         """The table on ``device``, for the current stream."""
         if self._values is None:
             return None
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing and self._there is not None:
-            _captured_tables.append(self._there)
-        if self._there is None and capturing:
+        if capturing and self.there is not None:
+            _captured_tables.append(self.there)
+        if self.there is None and capturing:
             # A copy that is captured happens at each replay, and not before: it serves this launch only.
             source = torch.tensor(self._values, dtype=torch.int32, pin_memory=True, device="cpu")
             _captured_tables.append(source)
             return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source, non_blocking=True)
-        if self._there is None:
+        if self.there is None:
             with torch.inference_mode(False):
-                self._there = torch.tensor(self._values, dtype=torch.int32, device="cpu").to(device)
+                self.there = torch.tensor(self._values, dtype=torch.int32, device="cpu").to(device)
         elif device.type == "cuda":
-            self._there.record_stream(torch.cuda.current_stream(device))
-        return self._there
+            self.there.record_stream(torch.cuda.current_stream(device))
+        return self.there

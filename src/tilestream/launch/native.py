@@ -25,7 +25,7 @@ import torch
 
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
-from tilestream.launch.observe import PRODUCTS, Call, Observation
+from tilestream.launch.observe import PRODUCTS, WORDS, Call, Observation
 from tilestream.runtime.driver.hip import library as hip_library
 
 logger = logging.getLogger(__name__)
@@ -38,15 +38,15 @@ LIBRARY = "libtilestream_native.so"
 #: Where `make native` and the wheel put it: beside the package's own files.
 FOLDER = Path(__file__).resolve().parents[1] / "_native"
 
-_VERSION = 2
-_CONSTANT, _ADDRESS, _BASE, _FACTOR, _MAP = range(5)
+_VERSION = 3
+_CONSTANT, _ADDRESS, _BASE, _FACTOR, _MAP, _WORD = range(6)
 _ATTENTION = (
     "q", "k", "v", "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table",
     "seqlens_k",
 )  # fmt: skip
 _MERGED = ("o_a", "lse_a", "o_b", "lse_b")
 #: The order of `Operand` in csrc/recipe.h.
-OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b", *_ATTENTION, *_MERGED)
+OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b", *_ATTENTION, *_MERGED, "local")
 FACTORS = ("alpha", "beta")
 #: The order of `Workspace.addresses`, which stand behind the operands' addresses.
 REGIONS = ("counters", "counts", "partials", "starts", "order")
@@ -57,13 +57,22 @@ _NAMES = {
         "out_map": "out", "out": "out", "bias": "bias", "residual": "residual",
         "row_scale": f"scale_{second}", "column_scale": f"scale_{first}",
         **{name: name for name in (*_ATTENTION, *_MERGED)}, "q_map": "q", "k_map": "k", "v_map": "v",
+        "local_map": "local",
     }
     for swapped, first, second in ((False, "b", "a"), (True, "a", "b"))
 }  # fmt: skip
+#: Words, by the names that attention's kernels have for them.
+_WORD_OF = {
+    **{name: name for name in WORDS}, "signals": "row_signals", "quarantine": "row_quarantine", "epoch": "row_epoch",
+    "key": "row_key",
+}  # fmt: skip
 #: Numbers that differ from call to call. All pointers do.
-_VARYING = {*FACTORS, "base"}
-#: Numbers that differ from call to call for `Launcher`, and are constants of a recipe: a key decides them.
-_OF_KEYS = {"base", "reset", "scale", "softcap_scale"}
+_VARYING = {*FACTORS, *_WORD_OF, "base"}
+#: What differs from call to call for `Launcher`, and is constant in a recipe: a key decides it, or, of the device's
+#: error channel, it lasts as long as the process.
+_OF_KEYS = {
+    "base", "reset", "scale", "softcap_scale", "local_first", "local_tiles", "local_period", "records", "claims",
+}  # fmt: skip
 
 
 class Unfit(Exception):
@@ -115,8 +124,10 @@ def recipe_of(seen: Observation, call: Call) -> list[int]:
     filled = [_values(launcher, values) for launcher, values in kernels]
     partials = next((value for values in filled for one, value in values if one.name == "partials"), None)
     made = [_VERSION, *launch.needs, len(kernels)]
+    # Where a launch has words, `Extension` knows all its streams: it keeps the tables until those have read them.
+    tables = {table.data_ptr() for table in launch.tables} if any(launch.needs) else set()
     for (launcher, _), values in zip(kernels, filled, strict=True):
-        sources = _Sources(names, call, launch.needs, partials, {one.name for one, _ in values})
+        sources = _Sources(names, call, launch.needs, partials, tables, {one.name for one, _ in values})
         made += [*launcher.head(), len(values)]
         for parameter, value in values:
             made += [parameter.size, parameter.alignment, *sources.of(parameter, value)]
@@ -138,6 +149,8 @@ class _Sources(NamedTuple):
         The operands that pointers are, by the pointers' names.
     partials
         The address of the launch's partial results, where it has such.
+    tables
+        The addresses of the launch's tables that may be constant.
     read
         The kernel's parameters.
     """
@@ -146,6 +159,7 @@ class _Sources(NamedTuple):
     call: Call
     needs: tuple[int, ...]
     partials: int | None
+    tables: set[int]
     read: set[str]
 
     def of(self, parameter: Any, value: Any) -> list[int]:
@@ -165,7 +179,14 @@ class _Sources(NamedTuple):
             return [_FACTOR, FACTORS.index(name)]
         if name == "base" and any(self.needs):
             return [_BASE]
-        return constant if name in _OF_KEYS else [_ADDRESS, *self._address(name, value)]
+        if self.call.words and name in _WORD_OF:
+            word = _WORD_OF[name]
+            if value != self.call.words[word]:
+                raise Moved(f"parameter {name} is {value}, and the caller's {word} is {self.call.words[word]}")
+            return [_WORD, WORDS.index(word)]
+        if name in _OF_KEYS or value in self.tables or (name in _WORD_OF and parameter.format != "Q"):
+            return constant  # the last: of a kernel that waits for nothing
+        return [_ADDRESS, *self._address(name, value)]
 
     def _address(self, name: str, value: int) -> tuple[int, int]:
         """Of what an address is, and how many bytes it stands behind that."""
@@ -210,16 +231,28 @@ class Extension:
         self.try_plain_out = {op: getattr(ops.try_plain_out, op)._op for op in PRODUCTS}
         self.try_matmul, self.try_matmul_out = ops.try_matmul.default._op, ops.try_matmul_out.default._op
         self.remember_matmul = ops.remember_matmul.default._op
+        self.find_gated_matmul = ops.find_gated_matmul.default._op
+        self.try_gated_matmul = ops.try_gated_matmul.default._op
+        self.try_gated_matmul_out = ops.try_gated_matmul_out.default._op
+        self.remember_gated_matmul = ops.remember_gated_matmul.default._op
         self.try_plain_attention = ops.try_plain_attention.default._op
         self.try_plain_attention_out = ops.try_plain_attention_out.default._op
         self.try_attention, self.try_attention_out = ops.try_attention.default._op, ops.try_attention_out.default._op
         self.remember_attention = ops.remember_attention.default._op
+        self.find_gated_attention = ops.find_gated_attention.default._op
+        self.try_gated_attention = ops.try_gated_attention.default._op
+        self.try_gated_attention_out = ops.try_gated_attention_out.default._op
+        self.remember_gated_attention = ops.remember_gated_attention.default._op
         self.try_merge_attention = ops.try_merge_attention.default._op
         self.remember_merge_attention = ops.remember_merge_attention.default._op
         self._lock = threading.Lock()
         #: The words of each stream, by device, stream and context: the library has their addresses.
         self._words: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
         self._unfit: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Tables whose addresses recipes have, and those of the recipes that were forgotten last: a thread may be about
+        #: to launch one.
+        self._tables: list[torch.Tensor] = []
+        self._tables_before: list[torch.Tensor] = []
         launch_cache.followers.append(self.clear)
 
     def remember(
@@ -234,7 +267,8 @@ class Extension:
         into
             Whether the caller gave the output.
         arguments
-            Of `try_matmul`, of `try_attention`, or of `try_merge_attention`.
+            Of `try_matmul`, of `try_attention`, or of `try_merge_attention`; of `find_gated_matmul` or of
+            `find_gated_attention` behind the output.
         """
         if len(seen.launches) != 1 or seen.launches[0] in self._unfit:
             return False
@@ -242,11 +276,13 @@ class Extension:
         try:
             recipe = recipe_of(seen, call)
             if "q" in call.operands:
-                kept = bool(self.remember_attention(recipe, result, call.operands["lse"], into, *arguments))
+                keep = self.remember_gated_attention if call.words else self.remember_attention
+                kept = bool(keep(recipe, result, call.operands["lse"], into, *arguments))
             elif "o_a" in call.operands:
                 kept = bool(self.remember_merge_attention(recipe, result, call.operands["lse"], *arguments))
             else:
-                kept = bool(self.remember_matmul(recipe, result, into, *arguments))
+                keep = self.remember_gated_matmul if call.words else self.remember_matmul
+                kept = bool(keep(recipe, result, into, *arguments))
         except (Unfit, RuntimeError, ValueError) as error:
             logger.debug("no recipe: %s", error)
             if not isinstance(error, Moved):
@@ -255,11 +291,18 @@ class Extension:
         if kept and any(launch.needs):
             assert result is not None
             self._give_words(result.device, stream, launch.needs[1:])
+            with self._lock:
+                self._tables += launch.tables
         return kept
 
     def clear(self) -> None:
         """Forget all recipes: where what decides a plan has changed, and no key says so."""
         self._library.tilestream_clear()
+        with self._lock:
+            for table in self._tables_before:
+                for _, stream, _ in self._words:
+                    table.record_stream(torch.cuda.ExternalStream(stream, table.device))
+            self._tables_before, self._tables = self._tables, []
 
     def __len__(self) -> int:
         """How many recipes there are."""
@@ -310,7 +353,7 @@ def load() -> Extension | str:
         return f"it has not run on an AMD GPU yet: {HIP_ENVIRONMENT}=1 switches it on"
     library = Path(asked) if asked else FOLDER / LIBRARY
     if not library.exists():
-        return f"{library} is not there: `python -m tilestream.launch.native_build` builds it, with a C++ compiler"
+        return f"{library} is not there: `python -m tilestream_tools.native_build` builds it, with a C++ compiler"
     torch_library = Path(torch.__file__).parent / "lib" / f"libtorch_{'hip' if hip else 'cuda'}.so"
     if not torch_library.exists():
         return "this torch is built without CUDA"

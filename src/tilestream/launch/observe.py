@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
 
 #: The public ops of a product, and the registered op that compiled graphs call, as csrc/ops.cpp numbers them.
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear", "gemm")
+#: What a launch is told of chunks that it waits for or publishes and that differs from call to call, in the order of
+#: `Given::words` in csrc/recipe.h: see `tilestream.launch.gate`.
+WORDS = (
+    "row_signals", "row_quarantine", "column_signals", "column_quarantine", "row_epoch", "row_key", "column_epoch",
+    "column_key", "allowed", "op", "out_signals", "out_counts", "out_epoch",
+)  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -25,10 +32,13 @@ class Call(NamedTuple):
         that is not given.
     factors
         Alpha and beta, of a product.
+    words
+        By the names of `WORDS`: what the call waits for, and what it publishes; empty for neither.
     """
 
     operands: Mapping[str, torch.Tensor | None]
     factors: tuple[float, ...] = ()
+    words: Mapping[str, int] = MappingProxyType({})
 
 
 class Observation:

@@ -12,7 +12,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_library as library
-from tilestream.ops import inline, native
+from tilestream.ops import gated, inline, native
 from tilestream.ops.attention_operands import Settings, check_shapes
 from tilestream.ops.checks import MOST, autocast, check_dense, check_waiting, refuse_tangents
 from tilestream.ops.limit import limit
@@ -93,9 +93,13 @@ def attend(r: AttentionRequest) -> Answer:
 
     The next equal call is launched natively, or on the CPU looked up.
     """
-    waits = r.arrival is not None or r.deadline is not None
-    if waits or torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor):
+    if torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor):
         return _attend(r)
+    if r.arrival is not None or r.deadline is not None:
+        gate = None
+        if r.q.is_cuda:
+            gate = gated.Gate.of(_OP, r.q.get_device(), r.arrival, None, None, r.deadline)
+        return gated.attention(r[:-2], gate, lambda: _attend(r))
     others = (*r[3:11], r.window, r.softcap, r.max_seqlen_q, r.max_seqlen_k, r.workers, r.splits)
     with dtensor_views(r.q):
         if r.q.is_cuda:

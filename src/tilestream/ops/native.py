@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tilestream.launch.native import Extension
 
 _OPS = {name: i for i, name in enumerate(PRODUCTS)}
+_OPS.update(dict.fromkeys(("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"), _OPS["matmul"]))
 _ACTIVATIONS: dict[object, int] = {None: 0, **{name: i for i, name in enumerate(ACTIVATIONS) if i}}
 _SCHEDULES: dict[object, int] = {"auto": 0, **{name: i for i, name in enumerate(SCHEDULES, 1) if name != "auto"}}
 _DTYPES: dict[object, int] = {
@@ -49,10 +50,15 @@ _DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left
 #: Where each of attention's stands: a diagonal above 2 layouts, the rest above 4 diagonals.
 _DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER, _CANONICAL = 1, 3, 4, 5, 6, 10
 #: The tensors of `attention`, in order.
-_INPUTS = (
+INPUTS = (
     "q", "k", "v", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k",
 )  # fmt: skip
 _NUMBERS = (float, int)
+#: What the extension raises: nothing was launched. What is wrong (no memory, say) is wrong Python's way, too, which
+#: says what.
+REFUSALS = (RuntimeError, TypeError, ValueError, OverflowError)
+#: The files whose functions call the extension.
+FILES = {__file__}
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 T = TypeVar("T")
@@ -90,12 +96,17 @@ def _load() -> Extension | None:
     return _loaded.extension
 
 
+def loaded() -> Extension | None:
+    """The extension, once `wanted` or `wanted_attention` has loaded it."""
+    return _loaded.extension
+
+
 def _is_called_elsewhere() -> bool:
-    """Whether another thread is in a function of this file, and so maybe in the extension."""
+    """Whether another thread is in a function of `FILES`, and so maybe in the extension."""
     for thread, top in sys._current_frames().items():
         frame: FrameType | None = top
         while frame is not None and thread != threading.get_ident():
-            if frame.f_code.co_filename == __file__:
+            if frame.f_code.co_filename in FILES:
                 return True
             frame = frame.f_back
     return False
@@ -160,8 +171,8 @@ def product(
         if into(out, *arguments):
             _increment_version((out,))
             return out
-    except (RuntimeError, TypeError, ValueError, OverflowError):
-        pass  # nothing was launched; what is wrong (no memory, say) is wrong Python's way, too, which says what
+    except REFUSALS:
+        pass
     return None
 
 
@@ -223,8 +234,8 @@ def attention(
         else:
             launched, lse = extension.try_attention_out(out, *arguments)
             made = out if launched else None
-    except (RuntimeError, TypeError, ValueError, OverflowError):
-        return None  # as in `product`
+    except REFUSALS:
+        return None
     if made is not None and out is not None:
         _increment_version((out,))
     return made if lse is None else (made, lse)
@@ -241,8 +252,8 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
     check_device(o_a.get_device())
     try:
         out, lse = extension.try_merge_attention(o_a, lse_a, o_b, lse_b, _LAYOUTS[layout])
-    except (KeyError, RuntimeError, TypeError):
-        return None  # as in `product`
+    except (KeyError, *REFUSALS):
+        return None
     return None if out is None else (out, lse)
 
 
@@ -278,11 +289,15 @@ def observed_attention(call: tuple[Any, ...], run: Callable[[], T], canonical: b
         return run()
     with observe() as seen:
         answer = run()
-    outputs: Any = answer if isinstance(answer, tuple) else (answer, None)
-    operands = dict(zip((*_INPUTS, "out", "lse"), (*call[: len(_INPUTS)], *outputs), strict=True))
     arguments = _of_op(arguments) if canonical else arguments
-    remember(Call(operands), call[len(_INPUTS)] is not None, seen, arguments)
+    remember(Call(operands_of(call, answer)), call[len(INPUTS)] is not None, seen, arguments)
     return answer
+
+
+def operands_of(call: tuple[Any, ...], answer: Any) -> dict[str, torch.Tensor | None]:
+    """The operands of a call of `attention`, and what it has answered, by name."""
+    outputs = answer if isinstance(answer, tuple) else (answer, None)
+    return dict(zip((*INPUTS, "out", "lse"), (*call[: len(INPUTS)], *outputs), strict=True))
 
 
 def observed_merge(call: tuple[Any, ...], run: Callable[[], Pair]) -> Pair:
@@ -310,11 +325,11 @@ def attention_op(call: tuple[Any, ...], run: Callable[[], Pair | None]) -> Pair 
     q, k, v = call[:3]
     extension = _loaded.extension
     if extension is not None and not _is_seen(q, k, None, v):
-        others = call[3 : len(_INPUTS)], call[len(_INPUTS) + 1 :]
+        others = call[3 : len(INPUTS)], call[len(INPUTS) + 1 :]
         arguments = _attention_arguments(q, k, v, *others[0], *others[1])
         if arguments is not None:
             check_device(q.get_device())
-            with contextlib.suppress(RuntimeError, TypeError, ValueError, OverflowError):  # as in `product`
+            with contextlib.suppress(*REFUSALS):
                 out, lse = extension.try_attention(*_of_op(arguments))
                 if out is not None and lse is not None:
                     return out, lse

@@ -13,7 +13,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
-from tilestream.ops import checks, library, native
+from tilestream.ops import checks, gated, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.limit import limit, worker_limit
@@ -103,9 +103,13 @@ def multiply(r: Request) -> torch.Tensor:
 
     The next equal call is launched natively, or on the CPU looked up.
     """
-    waits = r.arriving or r.publish is not None or r.deadline is not None
-    if waits or torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
+    if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
         return _multiply(r)
+    if r.arriving or r.publish is not None or r.deadline is not None:
+        gate = None
+        if r.a.is_cuda:
+            gate = gated.Gate.of(r.op, r.a.get_device(), r.arrival, r.weight_arrival, r.publish, r.deadline)
+        return gated.product(_call_of(r), gate, lambda: _multiply(r))
     if _is_seen_by_autograd_alone(r):
         return _Product.apply(r.a, r.b, r.bias, r)  # type: ignore[attr-defined, no-any-return]
     with dtensor_views(r.a, r.b):

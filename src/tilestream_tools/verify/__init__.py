@@ -3,7 +3,7 @@
 It has nine models and explores every interleaving of each:
 
 1. `workers`: several workers on queues and gates, with a deadline that may expire and the drain after it. It runs
-   `tilestream.core.loop`, the text that the backends run: `work`, whose workers leave when the launch is over, and
+   `tilestream.core.loop`, the CPU backend's text: `work`, whose workers leave when the launch is over. And `gpu_loop`:
    `work_through`, whose workers store NaN until no item is left and whose last worker out resets the words. It covers
    both ways to store a tile's parts, `store_and_count` and `fixup`, and arrival order (`arrival_order`), in which no
    worker may wait while there is work.
@@ -22,7 +22,7 @@ It has nine models and explores every interleaving of each:
    models 1 and 2 still describe the worker.
 7. `sums`: ranks as in model 4 (`ranks`) that pull products and add them: `tilestream.core.protocols.reduce_scatter`. Of
    the kernel it assumes what model 6 shows: a chunk that is signalled is complete.
-8. `copies`: workers that copy the arriving operand themselves before their first tile (`tilestream.core.copy_items`).
+8. `copies`: workers that copy the arriving operand themselves before their first tile (`copies.copy_items`).
    Some start late, or never. For the tiles this means chunks that arrive, as in model 1. Model 1 also assumes that no
    signal comes after the last worker has left; that holds because copiers are workers.
 9. `one_shot`: ranks whose kernels add the contents of all ranks' slots (`tilestream.core.protocols.one_shot`). Giving

@@ -1,6 +1,6 @@
 """Model 8: workers that copy the arriving operand themselves, before their tiles.
 
-It explores `tilestream.core.copy_items.copy_items` over several launches; a launch begins when the one before has
+It explores `copy_items`, the protocol of the kernels, over several launches; a launch begins when the one before has
 ended. What a worker stores of a piece is in flight until it counts the piece. Then it takes tiles, one a chunk, in the
 order of the chunks, from one queue; each tile waits for its chunk's signal and reads the chunk. The deadline may expire
 at any gate whose chunk has not arrived: that sets the abort word, and the tiles of workers that are told so become NaN.
@@ -22,16 +22,52 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from tilestream.core.chunks import Chunks
-from tilestream.core.copy_items import Copy, CountPiece, Draw, Pieces, Restore, RestorePieces, Signal, copy_items
+from tilestream.core.copy_items import Pieces
 from tilestream.core.loop import Poll
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
 from tilestream_tools.verify.processes import Process
 
 Turn = Generator[Any, int, Any]
+
+
+class Draw(NamedTuple):
+    """Add one to the count of copy items, or of pieces, that were taken (relaxed). Answer: the count before."""
+
+    what: Literal["items", "pieces"]
+
+
+class Copy(NamedTuple):
+    """Copy a piece: loads and stores of all the worker's threads."""
+
+    piece: int
+
+
+class OfChunk(NamedTuple):
+    """What an operation names: a chunk."""
+
+    chunk: int
+
+
+class CountPiece(OfChunk):
+    """A piece of a chunk is there: add one to the chunk's count (acquire and release). Answer: the count before."""
+
+
+class RestorePieces(OfChunk):
+    """Write 0 to the count of a chunk, plainly."""
+
+
+class Signal(OfChunk):
+    """Write a chunk's signal (release, at system scope)."""
+
+
+class Restore(NamedTuple):
+    """Write 0 to the count of copy items, or of pieces, plainly."""
+
+    what: Literal["items", "pieces"]
 
 
 class AwaitLaunch(NamedTuple):
@@ -77,6 +113,43 @@ class Put(NamedTuple):
 
 #: ``(pieces, copiers, workers, worker)`` -> what a worker does before its tiles.
 Text = Callable[[Pieces, int, int, int], Generator[Any, int, None]]
+
+
+def copy_items(pieces: Pieces, copiers: int, workers: int) -> Generator[Any, int, None]:
+    """What a worker does before its first tile.
+
+    ::
+
+        number = add(copy items taken, 1);  the last worker of all: restore that count
+        number < copiers:                                   # a copy item: the first to run have one
+            until no piece is left:  piece = add(pieces taken, 1)
+                copy it; count it for its chunk
+                that was the chunk's last: restore the count; signal the chunk
+            the last copier to find none: restore the count of pieces
+
+    It waits for nothing, so it is done whatever becomes of the launch: where the deadline expires meanwhile, tiles
+    become NaN, but the operand is copied to its end, all counts are 0 again, and the next launch finds it there.
+
+    Parameters
+    ----------
+    copiers
+        Copy items, at most one a worker: each copier finds out once that no piece is left, so the last to do so is
+        known by its ticket.
+    """
+    number = yield Draw("items")
+    if number == workers - 1:
+        yield Restore("items")
+    if number < copiers:
+        ticket = yield Draw("pieces")
+        while ticket < pieces.count:
+            yield Copy(ticket)
+            chunk = pieces.chunk(ticket)
+            if (yield CountPiece(chunk)) == pieces.per_chunk - 1:
+                yield RestorePieces(chunk)
+                yield Signal(chunk)
+            ticket = yield Draw("pieces")
+        if ticket == pieces.count + copiers - 1:
+            yield Restore("pieces")
 
 
 def text(pieces: Pieces, copiers: int, workers: int, worker: int) -> Generator[Any, int, None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilestream.core.gate import See, Wait
-from tilestream.core.loop import Compute, Poison, Poll, Quarantine, Reduce, ReducePartials, Reset, Restore, Write
+from tilestream.core.loop import Compute, Poll, Reduce
 from tilestream.schedule import Peek, Ready, Take, WorkItem
+from tilestream_tools.verify.gpu_loop import Poison, Quarantine, ReducePartials, Reset, Restore, Write
 from tilestream_tools.verify.oracle import Oracle
 
 

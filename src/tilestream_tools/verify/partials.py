@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from tilestream.core import stream_k as stream_k_rules
-from tilestream.core.loop import ReducePartials
 from tilestream.schedule import Schedule, WorkItem
 from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.gpu_loop import ReducePartials
 from tilestream_tools.verify.model import Memory
 from tilestream_tools.verify.operations import ReduceNumbers
 

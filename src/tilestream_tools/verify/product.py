@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilestream.core.gate import Gate
-from tilestream.core.loop import Compute, Poison, WorkerState, fixup, leave, store_and_count, take_and_pass
+from tilestream.core.loop import Compute, WorkerState, store_and_count
 from tilestream.schedule import Schedule, WorkItem
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify import protocol as p
 from tilestream_tools.verify.barriers import STEPS, RingMemory
 from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.gpu_loop import Poison, fixup, leave, take_and_pass
 from tilestream_tools.verify.model import Memory, State
 from tilestream_tools.verify.processes import Process
 from tilestream_tools.verify.ring import RingModel, landings, say, say_item

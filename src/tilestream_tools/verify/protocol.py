@@ -143,7 +143,7 @@ class Epilogue(NamedTuple):
 class Fixup(NamedTuple):
     """Fixup a part of a tile. Answer: 1 if it was the last, and this consumer stores the tile.
 
-    What is behind it is `tilestream.core.loop.fixup`. To a worker's rings any answer may come.
+    What is behind it is `tilestream_tools.verify.gpu_loop.fixup`. To a worker's rings any answer may come.
     """
 
     item: WorkItem

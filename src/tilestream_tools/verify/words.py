@@ -26,25 +26,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, Protocol
 
 from tilestream.core.gate import Gate, See, Wait, chunks_of
-from tilestream.core.loop import (
-    Add,
-    Compute,
-    Count,
-    Leave,
-    Look,
-    Poison,
-    Poll,
-    Quarantine,
-    Reduce,
-    ReducePartials,
-    Reset,
-    Restore,
-    Write,
-)  # fmt: skip
+from tilestream.core.loop import Compute, Count, Poll, Reduce
 from tilestream.core.queues import next_base
 from tilestream.schedule import Peek, Ready, Schedule, Take, WorkItem
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.gpu_loop import Add, Leave, Look, Poison, Quarantine, ReducePartials, Reset, Restore, Write
 from tilestream_tools.verify.model import Memory, Model
 from tilestream_tools.verify.oracle import Oracle, expected_tiles
 from tilestream_tools.verify.partials import Partials
@@ -371,7 +358,7 @@ class Words(Model):
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def check_words(self, m: Memory) -> None:
-        """All have left, the last of them through `tilestream.core.loop.leave`: what the next launch finds."""
+        """All have left, the last of them through `gpu_loop.leave`: what the next launch finds."""
         counters = m[self.counter : self.partials.count]
         if any(counters):
             raise Fault("not reset", f"the queues' counters are {counters}")

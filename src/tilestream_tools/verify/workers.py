@@ -1,7 +1,7 @@
 """Model 1: workers x queues x gates x expiry and drain.
 
-Every worker runs a protocol that a backend runs, `tilestream.core.loop.work` or `work_through`, or another program
-given in its place. `tilestream_tools.verify.words` says what its operations mean on the words that workers share.
+Every worker runs a backend's protocol, `tilestream.core.loop.work` or `gpu_loop.work_through`, or another program given
+in its place. `tilestream_tools.verify.words` says what its operations mean on the words that workers share.
 
 Chunks arrive in any order, or never; each signal comes up with its chunk, once. The deadline may expire whenever a
 worker is blocked at a chunk that has not arrived: that sets the abort word, and the wait is answered 0. Only the
@@ -61,21 +61,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from tilestream.core.gate import Gate
-from tilestream.core.loop import (
-    Compute,
-    Poison,
-    Reduce,
-    ReducePartials,
-    WorkerState,
-    Write,
-    fixup,
-    work,
-    work_through,
-)  # fmt: skip
+from tilestream.core.loop import Compute, Reduce, WorkerState, work
 from tilestream.core.queues import home_queue
 from tilestream.schedule import Ready, Schedule
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.gpu_loop import Poison, ReducePartials, Write, fixup, work_through
 from tilestream_tools.verify.model import Memory, State
 from tilestream_tools.verify.processes import LEFT, Process
 from tilestream_tools.verify.words import WATCHES, Drain, Words

@@ -126,8 +126,7 @@ def launch(case: Case) -> Launch:
     if case.far:
         arguments.x, arguments.y = (o._replace(far=True) for o in (arguments.x, arguments.y))
         arguments.direct = False
-        fields = arguments._fields(probe=False, trace=False)
-        arguments.config = dataclasses.replace(arguments._config(fields), OFFSETS_64BIT=True)
+        arguments.config = dataclasses.replace(arguments._config(), OFFSETS_64BIT=True)
     at = {name: None if memory is None else memory.start for name, memory in extra.items()}
     slots = schedule.slots
     counts = Memory(np.zeros(slots), INT32)

@@ -57,7 +57,7 @@ def test_pools_that_nobody_visits_are_seen(monkeypatch):
     from tilestream.launch.portable.arguments import Arguments
 
     made = Arguments._config
-    monkeypatch.setattr(Arguments, "_config", lambda *given: replace(made(*given), STEAL=False))
+    monkeypatch.setattr(Arguments, "_config", lambda *given, **logs: replace(made(*given, **logs), STEAL=False))
     a, b = rand(70, 40), rand(40, 60)
     plan, out = plan_for(a, b, "dynamic", 3, queues=5), nan_like(a, b)
     found = faults(recorded("matmul", plan, lambda log: run(plan, a, b, out, probe=log)), plan.schedule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tilestream.core.loop import work_through
+from tilestream_tools.verify.gpu_loop import work_through
 from tilestream_tools.verify.report import explore
 
 

@@ -8,8 +8,8 @@ import pytest
 from exploring import explored, kind_of, named, split
 
 from mutants.checker import seeded_bugs
-from tilestream.core.loop import Add, Look, ReducePartials, Restore, Write
 from tilestream_tools.verify import sweep
+from tilestream_tools.verify.gpu_loop import Add, Look, ReducePartials, Restore, Write
 from tilestream_tools.verify.report import explore
 from tilestream_tools.verify.search import search
 from tilestream_tools.verify.sweep import matmul

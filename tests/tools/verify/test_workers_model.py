@@ -8,7 +8,8 @@ import pytest
 from exploring import explored, kind_of
 
 from mutants.checker import seeded_bugs
-from tilestream.core.loop import Leave, Poison, Poll, Quarantine, Reset, leave, work_through
+from tilestream.core.loop import Poll
+from tilestream_tools.verify.gpu_loop import Leave, Poison, Quarantine, Reset, leave, work_through
 from tilestream_tools.verify.oracle import Oracle
 from tilestream_tools.verify.report import explore
 from tilestream_tools.verify.search import search

@@ -142,7 +142,7 @@ def test_a_launch_finds_what_was_compiled_ahead(tmp_path):
     shapes = tmp_path / "shapes.txt"
     shapes.write_text("".join(f"{name}  # a comment\n" for name in CALLS) + "\n")
     settings = environment(tmp_path / "cache")
-    code = "from tilestream.cli import main; main()"
+    code = "from tilestream_tools.cli import main; main()"
     warm = subprocess.run(
         [sys.executable, "-c", code, "warm", "--shapes", shapes, "--device", "h100", "--jobs", "1"],
         env=settings, capture_output=True, text=True, check=True,

@@ -1,4 +1,4 @@
-"""Copy items on the device: `tilestream.core.copy_items.copy_items`, in the same steps.
+"""Copy items on the device: `tilestream_tools.verify.copies.copy_items`, in the same steps.
 
 The whole worker copies, before it takes its first tile; a Hopper worker does so before its warps part. A round has
 enough words a thread to keep enough bytes in flight (`tilestream.core.copy_items.block`). Loads bypass the first-level

@@ -19,8 +19,8 @@ epoch of 0 (captured launches, a caller's own words) any word but 0 will do, and
 least ``base + 1``. *Quarantine*: an expired launch may leave signals behind whose epoch is 0; the launches after it
 give NaN until the host has cleared the word.
 
-The protocol is `tilestream.core.loop.work_through` and `leave`, which the checker explores. The last worker out polls
-only chunks that no tile reads: the workers before it have polled the others.
+The protocol is `tilestream_tools.verify.gpu_loop.work_through` and `leave`. The last worker out polls only chunks that
+no tile reads: the workers before it have polled the others.
 """
 
 from __future__ import annotations

@@ -252,9 +252,9 @@ def fixup(accs, at, words, item, WHO: gl.constexpr, C: gl.constexpr):
     """Hand in a part of a tile; whether this consumer is the last contributor, which finishes the tile.
 
     The last contributor has its own part in its registers, and restores the count. It need not have written that part:
-    where the others have counted already, no other can be the last. That is the protocol of
-    `tilestream.core.loop.fixup`, which the checker explores. Each half of a tile is handed in by itself, so that no
-    consumer waits for the other.
+    where the others have counted already, no other can be the last. The protocol is
+    `tilestream_tools.verify.gpu_loop.fixup`. Each half of a tile is handed in by itself, so that no consumer waits for
+    the other.
 
     The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
     consumer: for its stores before, for its loads after.

@@ -130,15 +130,17 @@ class Arguments(GemmArguments):
         batches = {"stride_xb": self.layout.a[0], "stride_yb": self.layout.b[0]}
         return {**super()._numbers(), **batches, "stride_x": self.x.stride, "stride_y": self.y.stride}
 
-    def _config(self, fields: dict[str, Any]) -> CdnaConfig:
+    def _config(self, **logs: bool) -> CdnaConfig:
         plan, layout, x, y = self.plan, self.layout, self.x, self.y
         problem = plan.problem
         block_m, block_n, block_k = plan.block
         vector = CELL_BYTES // self.size
         lane = lane_bytes(self.tile, self.arch) // self.size if self.direct else vector
         piece = piece_of(block_m, block_n, plan.warps, instruction(self.arch, self.size))
-        return CdnaConfig(
-            **fields,
+        return CdnaConfig.of(
+            plan,
+            layout,
+            **logs,
             STAGES=self.tile.stages,
             STRIP=piece[1],
             STRIP_M=piece[0],

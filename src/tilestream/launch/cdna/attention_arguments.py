@@ -61,8 +61,11 @@ class CdnaAttentionArguments(AttentionArguments):
             lane = lane_bytes(rows, parts.width, tile.warps, arch) // 2 if self.direct else 0
             return Columns(parts.parts, parts.width, parts.rest, (how.vector, how.every, how.period), lane)
 
-        return CdnaAttentionConfig(
-            **self._fields() | {"ROWS": ROWS * plan.warps, "BLOCK": tile.block},
+        return CdnaAttentionConfig.of(
+            plan,
+            self.layout,
+            TRACE=self._trace,
+            ROWS=ROWS * plan.warps,
             STAGES=tile.stages,
             DIRECT=self.direct,
             Q=columns(keys, swizzle.q, tile.rows),

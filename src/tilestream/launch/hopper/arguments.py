@@ -122,17 +122,18 @@ class Arguments(GemmArguments):
         mine = {"x_batched": x, "y_batched": y, "out_per_chunk": per_chunk, "out_times": times}
         return super()._numbers() | mine
 
-    def _config(self, fields: dict[str, Any]) -> HopperConfig:
+    def _config(self, **logs: bool) -> HopperConfig:
         plan, problem = self.plan, self.plan.problem
-        fields["SCALES"] = "none" if problem.scales == "none" else "row"
-        if plan.swap_ab and fields["BIAS"] != "none":
-            fields["BIAS"] = "rows"
         wide = self._wide()
         strip = plan.strip
         if self.out is None:  # no C buffer, and registers are short
             strip = min(strip, _DIRECT * self._halves // self.rows, _WIDE_STRIP if wide else _DIRECT)
-        return HopperConfig(
-            **fields,
+        return HopperConfig.of(
+            plan,
+            self.layout,
+            **logs,
+            SCALES="none" if problem.scales == "none" else "row",
+            BIAS="none" if self.layout.bias is None else "rows" if plan.swap_ab else "columns",
             WIDTHS=self.widths,
             STAGES=plan.stages,
             STRIP=strip,

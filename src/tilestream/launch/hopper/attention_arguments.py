@@ -81,8 +81,10 @@ class HopperAttentionArguments(AttentionArguments):
         convert_registers = 0
         if is_8bit(p):
             math_registers, convert_registers, load_registers = REGISTERS_8BIT
-        return HopperAttentionConfig(
-            **self._fields(),
+        return HopperAttentionConfig.of(
+            plan,
+            s,
+            TRACE=self._trace,
             CONSUMERS=self._consumers,
             PARTS=parts_of(p),
             COLUMNS=columns_of(p),

@@ -30,14 +30,16 @@ class Arguments(GemmArguments):
         super().__init__(plan, layout, probe, trace)
         self.options = options(plan)
 
-    def _config(self, fields: dict[str, Any]) -> PortableConfig:
+    def _config(self, **logs: bool) -> PortableConfig:
         plan, problem, block_k = self.plan, self.plan.problem, self.plan.block[2]
         kinds = problem.dtypes if converts(problem.dtype, plan.device.arch) else ("", "")
         # The tensor cores' own accumulator of 8-bit products has fewer bits than float32: after so much of K it is
         # emptied into one that has them. None leaves it to Triton, which does not. AMD's is float32.
         empties = problem.fp8 and not problem.fast_accum and not plan.device.arch.startswith("gfx")
-        return PortableConfig(
-            **fields,
+        return PortableConfig.of(
+            plan,
+            self.layout,
+            **logs,
             STRIP=min(STRIP, plan.block[1]),
             OFFSETS_64BIT=self._wide(),
             EVEN_K=problem.k > 0 and problem.k % block_k == 0,

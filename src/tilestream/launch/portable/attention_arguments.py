@@ -36,8 +36,10 @@ class AttentionArguments(attention_arguments.AttentionArguments):
         scaled = any(strides is not None for strides in (layout.scale_q, layout.scale_k))
         # An offset inside a tile or a block leaves 31 bits in no tensor that is not a strange view.
         rows, tensors = max(plan.block), (layout.q, layout.out, layout.k, layout.v)
-        return PortableAttentionConfig(
-            **self._fields(),
+        return PortableAttentionConfig.of(
+            plan,
+            layout,
+            TRACE=self._trace,
             D=problem.head_dim,
             DV=problem.head_dim_v,
             BLOCK_D=padded(problem.head_dim),

@@ -12,7 +12,8 @@ from tilestream.core.operands import AttentionOperands, MergeOperands
 from tilestream.kernels.device.varlen import PLACED, list_sequences
 from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
 from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
-from tilestream.launch.launch import Kernel, Launch, Probe, Table, bounds_of, records_of
+from tilestream.launch.gate import bounds_of
+from tilestream.launch.launch import Kernel, Launch, Probe, Table, records_of
 from tilestream.launch.portable.attention_arguments import AttentionArguments, padded, pair_arguments
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
@@ -136,7 +137,7 @@ class KeyGateLaunch:
         words = awaited.rows.use()
         return KeyGate(
             words.words, words.quarantine, self._bounds.on(device), *records_of(device), words.epoch, words.key,
-            *bounds_of(awaited),
+            *bounds_of(awaited.deadline, awaited.op),
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tilestream.cli import ui
+from tilestream_tools.cli import ui
 
 
 def tune(

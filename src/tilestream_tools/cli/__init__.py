@@ -17,6 +17,6 @@ def main() -> None:
         name = error.name or str(error)
         print(f"tilestream: the command line needs {name}: pip install 'tilestream[cli]'", file=sys.stderr)
         raise SystemExit(2) from None
-    from tilestream.cli.app import app
+    from tilestream_tools.cli.app import app
 
     app(prog_name="tilestream")

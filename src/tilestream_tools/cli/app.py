@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tilestream._version import __version__
-from tilestream.cli import demo, doctor, isa, plan, sweep, trace, tune, ui, verify, warm
+from tilestream_tools.cli import demo, doctor, isa, plan, sweep, trace, tune, ui, verify, warm
 
 app = typer.Typer(
     name="tilestream",

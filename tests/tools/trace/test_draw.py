@@ -4,8 +4,8 @@ import sys
 import pytest
 from matplotlib.collections import PolyCollection
 
-from tilestream.trace.draw import default_size, draw, figure
 from tilestream.trace.record import LaunchTrace, Span
+from tilestream_tools.trace.draw import default_size, draw, figure
 
 
 class Drawn:

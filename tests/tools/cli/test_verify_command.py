@@ -82,7 +82,7 @@ def test_an_unknown_model_and_no_process_are_status_2(cli, options, says):
 @pytest.mark.parametrize("to", ["the terminal's processes", "the command"])
 def test_ctrl_c_ends_it_and_leaves_no_process(to):
     """Within a minute on any machine; a full sweep takes several."""
-    command = [sys.executable, "-c", "from tilestream.cli.app import app; app()", "verify", "--jobs", "2"]
+    command = [sys.executable, "-c", "from tilestream_tools.cli.app import app; app()", "verify", "--jobs", "2"]
     run = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
@@ -94,9 +94,8 @@ def test_ctrl_c_ends_it_and_leaves_no_process(to):
         end = time.monotonic() + 60
         out, err = run.communicate(timeout=60)
         assert (run.returncode, err) == (130, ""), out
-        while processes_of(
-            run.pid
-        ):  # those that were killed, and multiprocessing's own; those of the sweep take minutes
+        # Those that were killed, and multiprocessing's own, end soon; those of the sweep would take minutes.
+        while processes_of(run.pid):
             assert time.monotonic() < end, processes_of(run.pid)
             time.sleep(0.05)
     finally:
@@ -113,12 +112,3 @@ def processes_of(session: int) -> list[str]:
             if int(fields[2]) == session and state != "Z":
                 found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
     return found
-
-
-def test_missing_tools_are_named(cli, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tilestream_tools", None)
-    result = cli("verify", "--quick")
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "tilestream: this command needs the package tilestream_tools, which tilestream installs: reinstall tilestream\n"
-    )

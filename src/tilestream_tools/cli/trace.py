@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tilestream.cli import ui
+from tilestream_tools.cli import ui
 
 
 def trace(
@@ -19,7 +19,7 @@ def trace(
     from rich import box
     from rich.table import Table
 
-    from tilestream.trace import load
+    from tilestream_tools.trace.perfetto import load
 
     launches = load(file)
     if launch is not None and launch >= len(launches):
@@ -42,7 +42,7 @@ def trace(
             table.add_row(str(worker), *map(str, counts), *times, share)
         console.print(table)
     if png is not None:
-        from tilestream.trace.draw import default_size, draw
+        from tilestream_tools.trace.draw import default_size, draw
 
         chosen = launches[-1 if launch is None else launch]
         draw(chosen, png, size=(width, height or default_size(chosen)[1]))

@@ -68,8 +68,6 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, ModuleNotFoundError):
-        if (error.name or "").startswith("tilestream_tools"):
-            return "this command needs the package tilestream_tools, which tilestream installs: reinstall tilestream"
         package = "triton" if error.name == "triton" else "'tilestream[cli]'"
         return f"{error.name} is missing: pip install {package}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "isa"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "isa"))
 
 from loops import gemm, text
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilestream.cli import ui
 from tilestream.core.device import DeviceProperties, cpu_properties
+from tilestream_tools.cli import ui
 
 if TYPE_CHECKING:
     from tilestream_tools.warm.calls import Call

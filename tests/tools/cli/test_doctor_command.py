@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilestream
-from tilestream.cli import doctor
+from tilestream_tools.cli import doctor
 
 
 def test_names_what_is_here(cli):

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 import tilestream
-from tilestream import cli as package
 from tilestream.core.errors import ArrivalTimeout
+from tilestream_tools import cli as package
 
 COMMANDS = ("demo", "verify", "plan", "isa", "sweep", "trace", "tune", "doctor")
 
@@ -37,7 +37,7 @@ def test_unknown_command_is_status_2(cli):
 )
 def test_torch_is_not_imported_before_something_is_computed(arguments):
     done = python(
-        "import sys\nfrom tilestream.cli import main\n"
+        "import sys\nfrom tilestream_tools.cli import main\n"
         "try:\n    main()\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)",
         *arguments,
     )
@@ -47,7 +47,9 @@ def test_torch_is_not_imported_before_something_is_computed(arguments):
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_one_line_says_what_to_install(missing):
-    done = python(f"import sys\nsys.modules[{missing!r}] = None\nfrom tilestream.cli import main\nmain()", "--help")
+    done = python(
+        f"import sys\nsys.modules[{missing!r}] = None\nfrom tilestream_tools.cli import main\nmain()", "--help"
+    )
     assert done.returncode == 2
     assert done.stderr == f"tilestream: the command line needs {missing}: pip install 'tilestream[cli]'\n"
 

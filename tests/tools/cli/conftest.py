@@ -1,7 +1,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from tilestream.cli.app import app
+from tilestream_tools.cli.app import app
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tilestream._version import __version__
-from tilestream.cli import ui
 from tilestream.plan.experimental import opt_in
+from tilestream_tools.cli import ui
 
 #: Extras of the package, and what each is for.
 EXTRAS = (

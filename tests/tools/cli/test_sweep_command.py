@@ -131,7 +131,7 @@ def test_bad_input(cli, given, what):
 
 
 def test_numbers():
-    from tilestream.cli.sweep import numbers
+    from tilestream_tools.cli.sweep import numbers
 
     assert numbers("--taken", "0:12:4") == [0, 4, 8, 12]
     assert numbers("--taken", "4,8,64") == [4, 8, 64]

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tilestream.cli import warm
 from tilestream.core.gpu_specs import named
+from tilestream_tools.cli import warm
 from tilestream_tools.warm import kernel_cache
 from tilestream_tools.warm.calls import Attention, Gemm
 
@@ -56,7 +56,7 @@ def test_the_doctor_says_what_is_warm(cli, compiled, monkeypatch):
     (told,) = [line for line in lines if line.startswith("sm_90")]
     size = sum(one.size for one in kernel_cache.kernels())
     assert told == f"sm_90 2 gemm: {size} bytes, of Triton {kernel_cache.triton.__version__}"
-    monkeypatch.setattr("tilestream.cli.doctor._version", lambda name: "another")
+    monkeypatch.setattr("tilestream_tools.cli.doctor._version", lambda name: "another")
     assert ", which is not installed" in cli("doctor").stdout
 
 

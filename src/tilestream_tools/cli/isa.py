@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilestream.cli import ui
+from tilestream_tools.cli import ui
 
 if TYPE_CHECKING:
     from tilestream_tools.isa.report import Report
@@ -43,7 +43,7 @@ def isa(
     Registers, spills, LDS, occupancy; the main loop's instructions and waits; the time of an iteration by published
     rates, beside its floor. Compiled and read, not run.
     """
-    from tilestream.cli.plan import parsed_tile
+    from tilestream_tools.cli.plan import parsed_tile
     from tilestream_tools.isa import kernels, report
     from tilestream_tools.isa.rates import MEMORY_CYCLES
 

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tilestream.cli import ui
+from tilestream_tools.cli import ui
 
 #: Reports progress: what was just done, how many are done, and how many there are.
 Tell = Callable[[str, int, int], None]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tilestream.cli import ui
+from tilestream_tools.cli import ui
 
 _BY = "neighbour: a kernel holds SMs; green: green contexts; nccl: beside a real collective; busy: cores (cpu)."
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tilestream.cli import ui
+from tilestream_tools.cli import ui
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Where the example lies: in an installed package, and in a checkout.
@@ -65,7 +65,7 @@ def demo(
 
 def example(name: str) -> ModuleType:
     """The module of an example that is installed with the package."""
-    module = f"tilestream.examples.{name}"
+    module = f"tilestream_tools.examples.{name}"
     if module not in sys.modules:
         path = next((place / f"{name}.py" for place in _PLACES if (place / f"{name}.py").is_file()), None)
         if path is None:

@@ -1,4 +1,4 @@
-"""Building the native call path: ``python -m tilestream.launch.native_build``.
+"""Building the native call path: ``python -m tilestream_tools.native_build``.
 
 Needs a C++20 compiler and the headers of the torch that is installed, of which any build will do: the library has no
 CUDA in it, and runs under every torch from `OLDEST` on. The compiler is ``$CXX``, or c++, g++, clang++; for machines of
@@ -27,9 +27,9 @@ HERE = Path(__file__).resolve()
 MACHINE = platform.machine()
 MACHINES = ("x86_64", "aarch64")
 #: As in `tilestream.launch.native`, which imports Triton.
-LIBRARY = HERE.parents[1] / "_native" / "libtilestream_native.so"
+LIBRARY = HERE.parents[1] / "tilestream" / "_native" / "libtilestream_native.so"
 #: In an installed package, and in a source tree.
-SOURCES = (LIBRARY.parent / "csrc", HERE.parents[3] / "csrc")
+SOURCES = (LIBRARY.parent / "csrc", HERE.parents[2] / "csrc")
 #: -fvisibility: what is not exported cannot clash with other libraries.
 FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
 #: The newest GLIBCXX_3.4.N that distributions have beside their glibc 2.N.

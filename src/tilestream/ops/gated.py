@@ -1,0 +1,211 @@
+"""Calls that wait for what arrives, and products whose rows are published, launched by the extension.
+
+As `tilestream.ops.native` for calls that wait for nothing. A key has a number for each chunking. What differs from call
+to call (signals, epochs, the deadline) goes to the extension as integers. What comes before a launch (waits of streams,
+the beginning of a publication) is done once the extension has said that it knows the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch._C import _increment_version
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.device import DeviceSignals
+from tilestream.arrival.flat import DEFAULT_DEADLINE
+from tilestream.launch.gate import bounds_of
+from tilestream.launch.observe import WORDS, Call, observe
+from tilestream.ops import native
+from tilestream.runtime.channel import check_device
+
+native.FILES.add(__file__)
+
+#: By what decides a kernel: its number, which nothing else is ever given.
+_numbers: dict[tuple[object, ...], int] = {}
+_MOST_NUMBERS = 4096
+_next_number = itertools.count(1)
+#: The extension's answer for a call whose kernel reads local rows where they are.
+_READS_LOCAL = 2
+
+#: What a launch is told where nothing arrives and nothing is published.
+_NONE = {**dict.fromkeys(WORDS, 0), "row_epoch": 1, "column_epoch": 1, "out_epoch": 1}
+
+T = TypeVar("T")
+
+
+def _number(*what: object) -> int:
+    """A number for what decides a kernel beside a call's arguments."""
+    found = _numbers.get(what)
+    if found is None:
+        if len(_numbers) >= _MOST_NUMBERS:
+            _numbers.clear()
+        found = _numbers.setdefault(what, next(_next_number))
+    return found
+
+
+class Gate(NamedTuple):
+    """What a call on a GPU waits for, or publishes."""
+
+    #: rows, columns: signals of A's rows, or of attention's keys; of B's columns.
+    rows: DeviceSignals | None
+    columns: DeviceSignals | None
+    publish: DeviceSignals | None
+    #: Numbers of the chunkings of rows, of columns and of what is published; of the local rows.
+    chunking: list[int]
+    pivot: int  # of what is published
+    deadline: float
+    op: str
+
+    @classmethod
+    def of(
+        cls, op: str, device: int, rows: Arrival | None, columns: Arrival | None, publish: Arrival | None,
+        deadline: float | None,
+    ) -> Gate | None:  # fmt: skip
+        """The gate of a call; None for one that may be wrong, that waits for nothing, or whose kernel makes copies."""
+        if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
+            return None
+        if (rows is None and columns is None) == (publish is None) or (publish is not None and deadline is not None):
+            return None
+        signals: list[DeviceSignals | None] = []
+        chunking = []
+        for one in (rows, columns, publish):
+            if one is None:
+                signals.append(None)
+                chunking.append(0)
+                continue
+            found = one._signals if isinstance(one, Arrival) else None
+            if not isinstance(found, DeviceSignals) or found.index != device or found.copies is not None:
+                return None
+            signals.append(found)
+            chunking.append(_number(one.pivot, one.num_chunks, one.rows_per_chunk, one.bounds))
+        of_rows, of_columns, published = signals
+        local = None if of_rows is None else of_rows.local_rows
+        chunking.append(0 if local is None else _number(
+            local.rows.shape, local.rows.dtype, local.rows.data_ptr() % 16 == 0, *local[1:4]
+        ))  # fmt: skip
+        return cls(
+            of_rows, of_columns, published, chunking, 0 if publish is None else publish.pivot,
+            DEFAULT_DEADLINE if deadline is None else float(deadline), op,
+        )  # fmt: skip
+
+    def words(self) -> dict[str, int]:
+        """What an eager launch of the present epochs is told, by the names of `tilestream.launch.observe.WORDS`."""
+        words = dict(_NONE)
+        for operand, signals in (("row", self.rows), ("column", self.columns)):
+            if signals is not None:
+                gate = signals.eager_words
+                words[f"{operand}_signals"] = gate.words.data_ptr()
+                words[f"{operand}_quarantine"] = gate.quarantine.data_ptr()
+                words[f"{operand}_epoch"], words[f"{operand}_key"] = gate.epoch, gate.key
+        if self.publish is None:
+            words["allowed"], words["op"] = bounds_of(self.deadline, self.op)
+        else:
+            signal, counts, words["out_epoch"] = self.publish.eager_publication
+            words["out_signals"], words["out_counts"] = signal.data_ptr(), counts.data_ptr()
+        return words
+
+    @property
+    def local_rows(self) -> torch.Tensor | None:
+        """The local rows, where there are such."""
+        local = None if self.rows is None else self.rows.local_rows
+        return None if local is None else local.rows
+
+    def begin(self, found: int, of_rows: tuple[torch.Tensor, ...], of_columns: tuple[torch.Tensor, ...]) -> list[int]:
+        """Do what comes before a launch on the current stream; returns the words that the extension takes.
+
+        Parameters
+        ----------
+        found
+            The extension's answer; not 0.
+        of_rows, of_columns
+            What arrives: a matmul that fills it may have allocated it on its own stream.
+        """
+        check_device(of_rows[0].get_device())
+        for signals, operands in ((self.rows, of_rows), (self.columns, of_columns)):
+            if signals is not None:
+                if signals.by_matmul:
+                    for operand in operands:
+                        operand.record_stream(torch.cuda.current_stream(operand.device))
+                signals.use(local_rows=found == _READS_LOCAL and signals is self.rows)
+        if self.publish is not None:
+            self.publish.publish()
+        local = self.local_rows
+        return [*self.words().values(), 0 if local is None else local.data_ptr()]
+
+    def end(self, launched: bool) -> None:
+        """Do what comes behind the launch; or, where the extension has launched nothing, what a new attempt needs."""
+        if self.publish is not None:
+            if launched:
+                self.publish.published(self.pivot)
+            else:
+                self.publish.stopped()
+
+
+def product(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The product, launched by the extension; ``run`` makes it Python's way, and the extension the next equal one.
+
+    Parameters
+    ----------
+    call
+        As of `tilestream.ops.native.product`.
+    """
+    arguments = None if gate is None else native.wanted(*call)
+    extension = native.loaded()
+    if arguments is None or gate is None or extension is None:
+        return run()
+    _, a, b, out, bias, residual, alpha, beta, _, _, scale_a, scale_b, *_ = call
+    if found := extension.find_gated_matmul(out, gate.chunking, *arguments):
+        words = gate.begin(found, (a,), (b,))
+        made: torch.Tensor | None = None
+        with contextlib.suppress(*native.REFUSALS):
+            if out is None:
+                made = extension.try_gated_matmul(gate.chunking, words, *arguments)
+            elif extension.try_gated_matmul_out(out, gate.chunking, words, *arguments):
+                made = out
+                _increment_version((out,))
+        gate.end(made is not None)
+        if made is not None:
+            return made
+    with observe() as seen:
+        result = run()
+    if seen.launches:
+        operands = {
+            "a": a, "b": b, "out": result, "bias": bias, "residual": residual, "scale_a": scale_a, "scale_b": scale_b,
+            "local": gate.local_rows,
+        }  # fmt: skip
+        observed = Call(operands, (float(alpha), float(beta)), gate.words())
+        native.remember(observed, out is not None, seen, (gate.chunking, *arguments))
+    return result
+
+
+def attention(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], T]) -> T:
+    """As `product`: ``call`` as of `tilestream.ops.native.attention`, of keys and values that arrive."""
+    arguments = None if gate is None else native.wanted_attention(*call)
+    extension = native.loaded()
+    if arguments is None or gate is None or extension is None:
+        return run()
+    out = call[len(native.INPUTS)]
+    if found := extension.find_gated_attention(out, gate.chunking, *arguments):
+        words, made, lse = gate.begin(found, call[1:3], ()), None, None
+        with contextlib.suppress(*native.REFUSALS):
+            if out is None:
+                made, lse = extension.try_gated_attention(gate.chunking, words, *arguments)
+            else:
+                launched, lse = extension.try_gated_attention_out(out, gate.chunking, words, *arguments)
+                if launched:
+                    made = out
+                    _increment_version((out,))
+        if made is not None:
+            return made if lse is None else (made, lse)  # type: ignore[return-value]
+    with observe() as seen:
+        answer = run()
+    if seen.launches:
+        observed = Call(native.operands_of(call, answer), words=gate.words())
+        native.remember(observed, out is not None, seen, (gate.chunking, *arguments))
+    return answer

@@ -1,0 +1,1 @@
+"""Records of `tilestream.trace`: drawn, exported for Perfetto and loaded again, compared with their schedule."""

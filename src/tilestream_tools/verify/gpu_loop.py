@@ -1,0 +1,170 @@
+"""The loop of a GPU kernel's worker, as the checker explores it, in terms of `tilestream.core.loop`.
+
+The host does not look at a GPU's output before it is used. So a worker that finds the launch over does not leave as
+`tilestream.core.loop.work` does: it goes on taking items and stores NaN for them (invariant 5). Each item is taken
+once, computed or not, and stream-K's counts are restored as ever.
+
+There are two ways to store the parts of a tile; all contributors of a schedule use the same:
+
+- `store_and_count`: each writes its partial result and counts. The last to count adds them all.
+- `fixup`, of the Hopper kernel, which holds its product in registers: each reads the count first. The one that finds
+  all others counted is the last, and writes nothing. The last adds the others' partial results and its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, Literal, NamedTuple
+
+from tilestream.core.gate import Needs, See, Wait, pass_gate
+from tilestream.core.grid import WorkItem
+from tilestream.core.loop import Compute, OfItem, Poll, WorkerState, store_and_count
+from tilestream.core.schedule import Peek, Ready, Schedule, Take, take
+
+#: How an item is stored.
+Finish = Callable[[Any], Generator[Any, int, None]]
+
+
+class Poison(NamedTuple):
+    """Store NaN in place of an item's product: as `Compute`, without reading any operand."""
+
+    item: WorkItem
+    held: bool = False
+
+
+class Look(OfItem):
+    """Read the count of an item's tile (acquire). Answer: how many of its parts have been counted."""
+
+
+class Write(OfItem):
+    """Write the product that the worker holds into the item's slot: a partial result."""
+
+
+class Add(OfItem):
+    """As `Count`, and restore nothing. Answer: the count before."""
+
+
+class Restore(OfItem):
+    """Write 0 to the count of an item's tile, plainly."""
+
+
+class ReducePartials(OfItem):
+    """As `Reduce`, with the item's own part as the worker holds it: only the others' are read from their slots."""
+
+
+class Leave(NamedTuple):
+    """Add one to the exit count (acquire and release). Answer: how many had left before."""
+
+
+class Reset(NamedTuple):
+    """Write 0 to a word: the signals, all of them; the counter of a queue; the exit count; the abort word."""
+
+    word: Literal["signals", "counter", "exits", "abort"]
+    queue: int = 0
+
+
+class Quarantine(NamedTuple):
+    """Mark the signals as invalid: some are set, or may be set later (invariant 6).
+
+    Later launches are over from the beginning, until the host has waited for this launch's producers, zeroed the
+    signals and removed the mark.
+    """
+
+
+def work_through(
+    schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState, reset: bool = False,
+    finish: Finish | None = None,
+) -> Generator[Any, int, WorkerState | None]:  # fmt: skip
+    """As `work`, for a launch that always takes every item: None means STOP only.
+
+    The abort word is read for each item, after it was taken: so a worker computes at most its present item after the
+    launch has ended.
+
+    Parameters
+    ----------
+    reset
+        Whether the last worker out resets the words of this launch; see `leave`.
+    finish
+        How an item is stored: `store_and_count`, if None, or `fixup`.
+    """
+    finish = finish or store_and_count
+    item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
+    if item is None:
+        if reset:
+            yield from leave(schedule, gate)
+        return None
+    done: Any = Compute(item) if arrived else Poison(item)
+    yield from finish(done)
+    return after
+
+
+def take_and_pass(
+    schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState
+) -> Generator[Take | Peek | Ready | Poll | Wait, int, tuple[WorkItem | None, bool, WorkerState]]:
+    """The first half of `work_through`: an item, whether to compute or poison it, and the state after it.
+
+    With warp specialisation the load warp does this half, and the math warps the rest.
+    """
+    item, cursor = yield from take(schedule, worker, state.cursor)
+    arrived, seen = True, state.seen
+    if item is not None and gate is not None:
+        arrived = not (yield Poll())
+        if arrived:
+            arrived, seen = yield from pass_gate(gate, item, seen)
+    return item, arrived, WorkerState(cursor, seen)
+
+
+def fixup(done: Any) -> Generator[Any, int, None]:
+    """As `store_and_count`, by a worker that holds a part's product, and writes it only if another worker will read it.
+
+    ::
+
+        all others have counted:  this is the last, and only it reads its part
+        else:                     write the part; count: if all others have, this is the last after all
+        the last:                 restore the count; add the others' parts and its own
+
+    A worker that finds the others counted has not counted itself, so no other sees a full count: there is one last. It
+    restores the count before it reads the parts: no worker reads the count again in this launch, and the next launch,
+    which writes these slots again, begins when this one has ended.
+    """
+    item = done.item
+    if item.parts == 1:
+        yield done
+        return
+    yield done._replace(held=True)
+    last = (yield Look(item)) == item.parts - 1
+    if not last:
+        yield Write(item)
+        last = (yield Add(item)) == item.parts - 1
+    if last:
+        yield Restore(item)
+        yield ReducePartials(item)
+
+
+def leave(schedule: Schedule, gate: Needs | None) -> Generator[Leave | Poll | See | Reset | Quarantine, int, None]:
+    """Count a worker out; the last one out leaves the words as a launch has to find them (invariant 4).
+
+    ::
+
+        exits = add(exit count, 1);  others are still in:   nothing
+        the launch is not over:      see every chunk, those that no tile reads too
+        all have arrived:            zero the signals: none can come any more
+        else:                        quarantine: some may still come
+        zero the counters, the exit count and the abort word
+
+    The abort word, read after all others have left, says whether the launch is over. This worker's last answer does
+    not: the deadline may have expired at another's gate after this worker's last item. Nor do the signals: in
+    quarantine all may be set, and more may come. All workers must run.
+    """
+    if (yield Leave()) < schedule.workers - 1:
+        return
+    if gate is not None:
+        arrived = not (yield Poll())
+        for see in gate.every():
+            arrived = arrived and bool((yield see))
+        yield Reset("signals") if arrived else Quarantine()
+    for queue in range(schedule.queues):
+        yield Reset("counter", queue)
+    yield Reset("exits")
+    if gate is not None:
+        yield Reset("abort")
