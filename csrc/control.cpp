@@ -1,11 +1,13 @@
-// What Python calls through ctypes: `tilestream.launch.native`.
+// What Python calls through ctypes: `tilestream.launch.native`, `tilestream.runtime.sequence`.
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <exception>
 #include <string>
 
 #include "driver.h"
 #include "launch_table.h"
+#include "sequence.h"
 #include "workspace.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -47,3 +49,23 @@ EXPORT int32_t tilestream_give_workspace(
   tilestream::give_workspace(device, stream, context, regions, {0, sizes[0], sizes[1], sizes[2], sizes[3]});
   return 1;
 }
+
+// A sequence of `count` integers, to be freed; null, with `*why` valid until this thread's next call, if there is none.
+EXPORT void* tilestream_sequence_make(const int64_t* integers, int64_t count, const char** why) {
+  static thread_local std::string said;
+  try {
+    return new tilestream::Sequence({integers, static_cast<size_t>(count)});
+  } catch (const std::exception& error) {
+    said = error.what();
+    *why = said.c_str();
+    return nullptr;
+  }
+}
+
+// Issue the operations from `first` on: see `Sequence::issue`.
+EXPORT int64_t tilestream_sequence_issue(const void* sequence, const uint64_t* slots, int64_t first, int32_t* code) {
+  const auto& issued = *static_cast<const tilestream::Sequence*>(sequence);
+  return static_cast<int64_t>(issued.issue({slots, issued.slots()}, static_cast<size_t>(first), code));
+}
+
+EXPORT void tilestream_sequence_free(void* sequence) { delete static_cast<tilestream::Sequence*>(sequence); }

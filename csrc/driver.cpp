@@ -6,7 +6,9 @@
 namespace tilestream {
 namespace {
 
-constexpr int kNotSupported = 801;  // hipErrorNotSupported
+constexpr int kNotSupported = 801;        // hipErrorNotSupported
+constexpr int kCaptureUnsupported = 900;  // hipErrorStreamCaptureUnsupported
+constexpr unsigned kGreaterOrEqual = 0, kWholeWord = 0xFFFFFFFF;
 
 Driver found;
 bool forked = false;
@@ -28,6 +30,46 @@ int launch_by_hip(const LaunchConfig* config, void* function, void** parameters,
   return launch_module(
       function, grid[0], grid[1], grid[2], block[0], block[1], block[2], config->shared_bytes, config->stream,
       parameters, extra);
+}
+
+int (*hip_write)(void* stream, uint64_t address, uint32_t value, unsigned flags) = nullptr;
+int (*hip_wait)(void* stream, uint64_t address, uint32_t value, unsigned flags, uint32_t mask) = nullptr;
+
+// Under capture HIP writes at once, and not in the graph: refused.
+int refuse_capture(void* stream) {
+  int capturing = 0;
+  const int code = found.stream_is_capturing(stream, &capturing);
+  return code == kSuccess && capturing != 0 ? kCaptureUnsupported : code;
+}
+
+int write_by_hip(void* stream, uint64_t address, uint32_t value, unsigned flags) {
+  const int code = refuse_capture(stream);
+  return code == kSuccess ? hip_write(stream, address, value, flags) : code;
+}
+
+int wait_by_hip(void* stream, uint64_t address, uint32_t value, unsigned) {
+  const int code = refuse_capture(stream);
+  return code == kSuccess ? hip_wait(stream, address, value, kGreaterOrEqual, kWholeWord) : code;
+}
+
+// What sequences need; a driver without it still launches.
+bool look_up_sequences(void* library, bool is_hip, Driver& made) {
+  if (is_hip) {
+    made.write = write_by_hip;
+    made.wait = wait_by_hip;
+    return look_up(library, "hipMemcpyHtoDAsync", made.copy_in) &&
+           look_up(library, "hipMemcpyDtoDAsync", made.copy_across) &&
+           look_up(library, "hipStreamWriteValue32", hip_write) &&
+           look_up(library, "hipStreamWaitValue32", hip_wait) &&
+           look_up(library, "hipEventRecord", made.record_event) &&
+           look_up(library, "hipStreamWaitEvent", made.wait_event);
+  }
+  return look_up(library, "cuMemcpyHtoDAsync_v2", made.copy_in) &&
+         look_up(library, "cuMemcpyDtoDAsync_v2", made.copy_across) &&
+         look_up(library, "cuStreamWriteValue32_v2", made.write) &&
+         look_up(library, "cuStreamWaitValue32_v2", made.wait) &&
+         look_up(library, "cuEventRecord", made.record_event) &&
+         look_up(library, "cuStreamWaitEvent", made.wait_event);
 }
 
 bool look_up_cuda(void* library, Driver& made) {
@@ -58,6 +100,7 @@ std::string open_driver(const char* driver_library, const char* torch_library) {
   const bool complete = (is_hip ? look_up_hip(gpu, made) : look_up_cuda(gpu, made)) &&
                         look_up(torch, "aoti_torch_get_current_cuda_stream", made.current_stream);  // HIP's, too
   if (!complete) return std::string("a function is missing: ") + dlerror();
+  if (!look_up_sequences(gpu, is_hip, made)) made.wait_event = nullptr;
   found = made;
   [[maybe_unused]] static const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   return "";

@@ -1,7 +1,8 @@
-// The GPU's driver, CUDA's or HIP's, found at run time: the few functions that a launch needs, without headers or
-// libraries of either.
+// The GPU's driver, CUDA's or HIP's, found at run time: the few functions that launches and sequences need, without
+// headers or libraries of either.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -41,6 +42,15 @@ struct Driver {
   int (*context_id)(void* context, unsigned long long*) = nullptr;  // null before CUDA 12, and for HIP
   int (*stream_is_capturing)(void* stream, int*) = nullptr;
   int32_t (*current_stream)(int32_t device, void**) = nullptr;  // torch's own
+  // Of sequences.
+  int (*copy_in)(uint64_t to, const void* source, size_t size, void* stream) = nullptr;
+  int (*copy_across)(uint64_t to, uint64_t source, size_t size, void* stream) = nullptr;
+  int (*write)(void* stream, uint64_t address, uint32_t value, unsigned flags) = nullptr;
+  int (*wait)(void* stream, uint64_t address, uint32_t value, unsigned flags) = nullptr;  // until it is at least value
+  int (*record_event)(void* event, void* stream) = nullptr;
+  int (*wait_event)(void* stream, void* event, unsigned flags) = nullptr;  // null if one of these is missing
+
+  bool issues_sequences() const { return wait_event != nullptr; }
 };
 
 // The functions found by `open_driver`; all null before.

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve()
 #: The kind of this machine, and the kinds that wheels are made for.
 MACHINE = platform.machine()
 MACHINES = ("x86_64", "aarch64")
-#: As in `tilestream.launch.native`, which imports Triton.
+#: As in `tilestream.runtime.extension`, which imports torch.
 LIBRARY = HERE.parents[1] / "tilestream" / "_native" / "libtilestream_native.so"
 #: In an installed package, and in a source tree.
 SOURCES = (LIBRARY.parent / "csrc", HERE.parents[2] / "csrc")

@@ -6,6 +6,7 @@ Needs the extension: ``python -m tilestream_tools.native_build``, on any machine
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -507,7 +508,8 @@ def test_what_is_published_natively_is_read_natively(python_calls, bounds):
     python_calls.clear()
     for _ in range(20):
         assert torch.equal(bits(pair()), bits(expected))
-    assert len(python_calls) == 2 * ON_HOPPER or not ON_HOPPER
+    if ON_HOPPER and not bounds:  # else there is a launch a chunk
+        assert python_calls == ["matmul", "matmul"]
 
 
 def test_a_chunk_that_is_late_and_one_that_never_comes(python_calls):
@@ -524,8 +526,8 @@ def test_a_chunk_that_is_late_and_one_that_never_comes(python_calls):
                 if chunk != late:
                     arrival.signal(chunk)
         result = ts.matmul(a, b, arrival=arrival)
+        time.sleep(0.01)
         with torch.cuda.stream(side):
-            torch.cuda._sleep(10**6)
             arrival.signal(late)
         torch.cuda.synchronize()
         assert torch.equal(bits(result), bits(expected))

@@ -61,6 +61,38 @@ int record(const Config* config, void* function, void** parameters) {
   return 0;
 }
 
+// An operation of a sequence: its number in csrc/sequence.h, then its operands.
+struct Operation {
+  int64_t kind;
+  uint64_t operands[4];
+};
+
+std::vector<Operation> operations;
+int operations_left = -1;     // until all are refused; negative: none is
+int operation_code = 0;       // what a refused one answers
+uint64_t events = 0xE0;       // the newest event
+std::vector<uint64_t> destroyed;  // events
+
+int note(int64_t kind, uint64_t a, uint64_t b, uint64_t c = 0, uint64_t d = 0) {
+  if (!has_context) return 201;
+  std::lock_guard lock(mutex);
+  if (operations_left == 0) return operation_code;
+  if (operations_left > 0) operations_left--;
+  operations.push_back({kind, {a, b, c, d}});
+  return 0;
+}
+
+int make_event(void** made, unsigned flags) {
+  if (!has_context || flags != 2) return has_context ? 1 : 201;
+  *made = reinterpret_cast<void*>(++events);
+  return 0;
+}
+
+int destroy_event(uint64_t event) {
+  destroyed.push_back(event);
+  return 0;
+}
+
 int device_of_thread(int* found) {
   *found = device;
   return has_context ? 0 : 201;
@@ -109,7 +141,21 @@ int64_t fake_launch(int64_t i, unsigned char* bytes, int64_t room) {
 void fake_forget() {
   std::lock_guard lock(mutex);
   launches.clear();
+  operations.clear();
+  destroyed.clear();
+  operations_left = -1;
 }
+
+void fake_refuse_operations(int after, int code) { operations_left = after, operation_code = code; }
+
+int64_t fake_operations(Operation* found, int64_t room) {
+  std::lock_guard lock(mutex);
+  const auto count = static_cast<int64_t>(operations.size());
+  for (int64_t i = 0; i < count && i < room; i++) found[i] = operations[i];
+  return count;
+}
+
+int64_t fake_destroyed() { return static_cast<int64_t>(destroyed.size()); }
 
 int32_t aoti_torch_get_current_cuda_stream(int32_t, void** found) {
   *found = stream;
@@ -126,6 +172,39 @@ int hipModuleLaunchKernel(
 }
 
 int hipGetDevice(int* found) { return device_of_thread(found); }
+
+int hipMemcpyHtoDAsync(uint64_t to, uint64_t from, size_t size, uint64_t on) { return note(0, on, to, from, size); }
+
+int hipMemcpyDtoDAsync(uint64_t to, uint64_t from, size_t size, uint64_t on) { return note(1, on, to, from, size); }
+
+int hipStreamWriteValue32(uint64_t on, uint64_t address, uint32_t value, unsigned flags) {
+  return flags ? 1 : note(2, on, address, value);
+}
+
+int hipStreamWaitValue32(uint64_t on, uint64_t address, uint32_t value, unsigned flags, uint32_t mask) {
+  return flags || mask != 0xFFFFFFFF ? 1 : note(3, on, address, value);
+}
+
+int hipEventRecord(uint64_t event, uint64_t on) { return note(4, on, event); }
+
+int hipStreamWaitEvent(uint64_t on, uint64_t event, unsigned) { return note(5, on, event); }
+
+int hipEventCreateWithFlags(void** made, unsigned flags) { return make_event(made, flags); }
+
+int hipEventDestroy(uint64_t event) { return destroy_event(event); }
+
+int hipEventQuery(uint64_t) { return 600; }
+
+int hipEventSynchronize(uint64_t) { return 0; }
+
+const char* hipGetErrorName(int code) { return code == 700 ? "hipErrorIllegalAddress" : nullptr; }
+
+const char* hipGetErrorString(int code) { return code == 700 ? "an illegal memory access" : nullptr; }
+
+int hipStreamGetCaptureInfo_v2(uint64_t, int* status, unsigned long long* number, void*, void*, void*) {
+  *status = capturing, *number = capturing;
+  return 0;
+}
 
 int hipStreamIsCapturing(void* of, int* status) { return capture_of(of, status); }
 
@@ -162,6 +241,45 @@ int cuTensorMapEncodeTiled(
   for (const int value : {type, static_cast<int>(rank), interleave, swizzle, promotion, fill}) mix(value);
   for (uint32_t i = 0; i < rank; i++) mix(extents[i]), mix(box[i]), mix(steps[i]), mix(i + 1 < rank ? strides[i] : 0);
   map[2] = hash;
+  return 0;
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t to, uint64_t from, size_t size, uint64_t on) { return note(0, on, to, from, size); }
+
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, uint64_t on) { return note(1, on, to, from, size); }
+
+int cuStreamWriteValue32_v2(uint64_t on, uint64_t address, uint32_t value, unsigned flags) {
+  return flags ? 1 : note(2, on, address, value);
+}
+
+int cuStreamWaitValue32_v2(uint64_t on, uint64_t address, uint32_t value, unsigned flags) {
+  return flags ? 1 : note(3, on, address, value);
+}
+
+int cuEventRecord(uint64_t event, uint64_t on) { return note(4, on, event); }
+
+int cuStreamWaitEvent(uint64_t on, uint64_t event, unsigned) { return note(5, on, event); }
+
+int cuEventCreate(void** made, unsigned flags) { return make_event(made, flags); }
+
+int cuEventDestroy_v2(uint64_t event) { return destroy_event(event); }
+
+int cuEventQuery(uint64_t) { return 600; }
+
+int cuEventSynchronize(uint64_t) { return 0; }
+
+int cuGetErrorName(int code, const char** name) {
+  *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : nullptr;
+  return code == 700 ? 0 : 1;
+}
+
+int cuGetErrorString(int code, const char** text) {
+  *text = code == 700 ? "an illegal memory access" : nullptr;
+  return code == 700 ? 0 : 1;
+}
+
+int cuCtxGetCurrent(void** found) {
+  *found = has_context ? &device : nullptr;
   return 0;
 }
 

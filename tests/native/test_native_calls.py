@@ -39,6 +39,7 @@ from tilestream.launch.cache import launch_cache
 from tilestream.launch.native import Unfit, recipe_of
 from tilestream.launch.observe import Call, Observation, observation, observe
 from tilestream.ops.operands import refuse_overlap
+from tilestream.runtime import extension as library_of
 
 #: Bytes in front of the parameters: grid, block, shared memory; stream; attributes.
 HEAD, ATTRIBUTE = 28 + 8 + 4, 72
@@ -822,7 +823,7 @@ def test_a_driver_that_is_missing_is_named(loaded, libraries, cuda, ours, messag
 
 
 def test_why_there_is_no_extension_is_said(monkeypatch, tmp_path):
-    monkeypatch.delenv(native.HIP_ENVIRONMENT, raising=False)  # the GPU tests set it
+    monkeypatch.delenv(library_of.HIP_ENVIRONMENT, raising=False)  # the GPU tests set it
 
     def why(**environment: str) -> str:
         native.load.cache_clear()
@@ -837,13 +838,13 @@ def test_why_there_is_no_extension_is_said(monkeypatch, tmp_path):
         assert native.extension() is None
         there = tmp_path / "there.so"
         there.touch()
-        monkeypatch.setattr(native.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+        monkeypatch.setattr(library_of.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
         assert why(TILESTREAM_NATIVE=str(there)) == "this torch is built without CUDA"
         monkeypatch.setattr(torch.version, "hip", "7.0")
         assert why() == "it has not run on an AMD GPU yet: TILESTREAM_NATIVE_HIP=1 switches it on"
         (tmp_path / "torch" / "lib").mkdir(parents=True)
         (tmp_path / "torch" / "lib" / "libtorch_hip.so").touch()
-        monkeypatch.setattr(native, "hip_library", lambda: "libamdhip64.so")
+        monkeypatch.setattr(library_of, "hip_library", lambda: "libamdhip64.so")
         opened = []
         monkeypatch.setattr(native, "Extension", lambda *given: opened.append(given))
         why(TILESTREAM_NATIVE_HIP="1")

@@ -32,7 +32,8 @@ exec cp "{library}" "$2"
 OPEN = """
 import sys, tilestream
 from tilestream.launch import native
-library = native.FOLDER / native.LIBRARY
+from tilestream.runtime import extension
+library = extension.FOLDER / extension.LIBRARY
 assert str(library) == sys.argv[1], library
 assert "is not there" not in native.why_not(), native.why_not()
 native.Extension(library, sys.argv[2], sys.argv[2])

@@ -7,7 +7,7 @@ enum { MOST = 64 };
 typedef struct { int what; uint64_t stream, address; uint32_t value, flags, mask; } Call;
 
 Call calls[MOST];
-int count, fails, capturing;
+int count, fails, capturing, pending;
 
 static int note(int what, uint64_t stream, void *address, uint32_t value, uint32_t flags, uint32_t mask) {
     if (fails)
@@ -50,6 +50,27 @@ int hipStreamGetCaptureInfo_v2(uint64_t stream, int *status, unsigned long long 
     *id = capturing;
     return fails;
 }
+
+int hipStreamIsCapturing(uint64_t stream, int *status) {
+    *status = capturing ? 1 : 0;
+    return 0;
+}
+
+int hipEventCreateWithFlags(void **to, unsigned flags) {
+    *to = fails ? 0 : (void *)0xE0E0;
+    return note(5, 0, 0, 0, flags, 0);
+}
+
+int hipEventDestroy(void *event) { return note(6, 0, event, 0, 0, 0); }
+int hipEventRecord(void *event, uint64_t stream) { return note(7, stream, event, 0, 0, 0); }
+int hipStreamWaitEvent(uint64_t stream, void *event, unsigned flags) { return note(8, stream, event, 0, flags, 0); }
+
+int hipEventQuery(void *event) {
+    int code = note(9, 0, event, 0, 0, 0);
+    return code ? code : pending ? 600 : 0;
+}
+
+int hipEventSynchronize(void *event) { return note(10, 0, event, 0, 0, 0); }
 
 const char *hipGetErrorName(int code) { return code == 1 ? "hipErrorInvalidValue" : 0; }
 const char *hipGetErrorString(int code) { return code == 1 ? "invalid argument" : 0; }

@@ -18,7 +18,7 @@ from tilestream.runtime.driver import hip
 from tilestream.runtime.driver.cuda import Cuda
 from tilestream.runtime.driver.hip import Hip, loaded
 
-CREATE, WRITE, WAIT, COPY_IN, COPY_ACROSS = range(5)
+CREATE, WRITE, WAIT, COPY_IN, COPY_ACROSS, EVENT, DESTROY, RECORD, HOLD, QUERY, AWAIT = range(11)
 
 
 class _Call(ctypes.Structure):
@@ -60,7 +60,7 @@ def stub(built, monkeypatch):
     monkeypatch.setattr(driver, "library", lambda: str(built))
     driver._function.cache_clear()
     made = Stub(built)
-    for name in ("count", "fails", "capturing"):
+    for name in ("count", "fails", "capturing", "pending"):
         made.set(name, 0)
     yield made
     driver._function.cache_clear()
@@ -79,6 +79,13 @@ AT, FROM = ctypes.addressof(WORD), ctypes.addressof(SOURCE)
         (lambda: driver.copy_across(5, AT, FROM, 4), None, (COPY_ACROSS, 5, AT, 4, 0, 0)),
         # One that the default stream does not wait for.
         (lambda: driver.create_stream(), 0xB0B0, (CREATE, 0, 0, 0, 1, 0)),
+        # One that records no time.
+        (lambda: driver.create_event(), 0xE0E0, (EVENT, 0, 0, 0, 2, 0)),
+        (lambda: driver.destroy_event(0xE0), None, (DESTROY, 0, 0xE0, 0, 0, 0)),
+        (lambda: driver.record_event(5, 0xE0), None, (RECORD, 5, 0xE0, 0, 0, 0)),
+        (lambda: driver.wait_event(5, 0xE0), None, (HOLD, 5, 0xE0, 0, 0, 0)),
+        (lambda: driver.has_come(0xE0), True, (QUERY, 0, 0xE0, 0, 0, 0)),
+        (lambda: driver.await_event(0xE0), None, (AWAIT, 0, 0xE0, 0, 0, 0)),
         (lambda: driver.bind_context(), None, None),
         (lambda: (driver.context_id(), driver.context_sms()), (0, 0), None),
     ],
@@ -97,6 +104,19 @@ def test_captures_have_numbers(stub):
     assert driver.capture_id(1) == 42
 
 
+def test_an_event_is_waited_for_or_looked_at(stub):
+    stub.set("pending", 1)
+    assert not driver.has_come(0xE0)
+
+
+def test_nothing_is_written_at_once_that_was_to_be_captured(stub):
+    stub.set("capturing", 42)
+    for ask in (driver.stream_write, driver.stream_wait):
+        with pytest.raises(RuntimeError, match="is not captured: HIP makes it at once"):
+            ask(5, AT, 1)
+    assert stub.calls == []
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
@@ -106,6 +126,11 @@ def test_captures_have_numbers(stub):
         (lambda: driver.copy_across(0, 64, 64, 1), "refused the copy between devices: NAME"),
         (lambda: driver.create_stream(), "made no stream: NAME"),
         (lambda: driver.capture_id(0), "does not say what is captured: NAME"),
+        (lambda: driver.create_event(), "made no event: NAME"),
+        (lambda: driver.record_event(0, 64), "recorded no event: NAME"),
+        (lambda: driver.wait_event(0, 64), "refused the wait for an event: NAME"),
+        (lambda: driver.has_come(64), "does not say whether an event has come: NAME"),
+        (lambda: driver.await_event(64), "did not wait for an event: NAME"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("code", "name"), [(1, r"hipErrorInvalidValue \(invalid argument\)"), (999, "code 999")])
@@ -146,7 +171,7 @@ def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
 def test_both_do_all_that_the_module_offers():
     """Each function of `Driver` with the same arguments, and as a function of the module."""
     asked = {name: f for name, f in inspect.getmembers(driver.Driver, inspect.isfunction) if name[0] != "_"}
-    assert len(asked) == 11
+    assert len(asked) == 17
     for name, function in asked.items():
         parameters = list(inspect.signature(function).parameters)
         for made in (Cuda, Hip):

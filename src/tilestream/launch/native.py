@@ -4,7 +4,7 @@ A call that torch's dispatcher brings to the extension's op is looked up there b
 alignment of the operands, options, the context. If it is not found, the op says so, and the call goes Python's way,
 observed (`tilestream.launch.observe`). `remember` then makes a *recipe* of what was launched: the kernels, the constant
 parameters of each, and where each other parameter comes from. A recipe is made only if it reproduces every parameter
-that was observed; a call with anything else (a table, a gate, a second launch) goes Python's way always.
+that was observed; a call with anything else (copies that the kernel makes, a second launch) goes Python's way always.
 
 The extension needs no CUDA to build and is optional: `extension` is None without it, and `why_not` says why.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -26,17 +25,9 @@ import torch
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.observe import PRODUCTS, WORDS, Call, Observation
-from tilestream.runtime.driver.hip import library as hip_library
+from tilestream.runtime.extension import find, open_library
 
 logger = logging.getLogger(__name__)
-
-#: 0: the extension is not used. Any other value: the path of its library.
-ENVIRONMENT = "TILESTREAM_NATIVE"
-#: 1: it is used on AMD GPUs, too.
-HIP_ENVIRONMENT = "TILESTREAM_NATIVE_HIP"
-LIBRARY = "libtilestream_native.so"
-#: Where `make native` and the wheel put it: beside the package's own files.
-FOLDER = Path(__file__).resolve().parents[1] / "_native"
 
 _VERSION = 3
 _CONSTANT, _ADDRESS, _BASE, _FACTOR, _MAP, _WORD = range(6)
@@ -212,18 +203,13 @@ class Extension:
     """The loaded library: the ops of ``csrc/ops.cpp``, and what is kept for it."""
 
     def __init__(self, library: Path, driver: str, torch_library: str) -> None:
-        torch.ops.load_library(str(library))
-        self._library = found = ctypes.CDLL(str(library))
-        found.tilestream_open.restype = ctypes.c_char_p
+        self._library = found = open_library(library, driver, torch_library)
         found.tilestream_size.restype = found.tilestream_context.restype = ctypes.c_int64
         found.tilestream_context.argtypes = (ctypes.c_int32,)
         found.tilestream_set_capacity.argtypes = (ctypes.c_int64,)
         found.tilestream_give_workspace.argtypes = (
             ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64),
         )  # fmt: skip
-        why = found.tilestream_open(driver.encode(), torch_library.encode())
-        if why is not None:
-            raise OSError(why.decode())
         ops = torch.ops.tilestream
         # `_op`: an overload's own function, without the Python around it.
         #: By the public op: a product with no more than a bias, fresh and into an output.
@@ -232,16 +218,13 @@ class Extension:
         self.try_matmul, self.try_matmul_out = ops.try_matmul.default._op, ops.try_matmul_out.default._op
         self.remember_matmul = ops.remember_matmul.default._op
         self.find_gated_matmul = ops.find_gated_matmul.default._op
-        self.try_gated_matmul = ops.try_gated_matmul.default._op
-        self.try_gated_matmul_out = ops.try_gated_matmul_out.default._op
+        self.launch_found = ops.launch_found.default._op
         self.remember_gated_matmul = ops.remember_gated_matmul.default._op
         self.try_plain_attention = ops.try_plain_attention.default._op
         self.try_plain_attention_out = ops.try_plain_attention_out.default._op
         self.try_attention, self.try_attention_out = ops.try_attention.default._op, ops.try_attention_out.default._op
         self.remember_attention = ops.remember_attention.default._op
         self.find_gated_attention = ops.find_gated_attention.default._op
-        self.try_gated_attention = ops.try_gated_attention.default._op
-        self.try_gated_attention_out = ops.try_gated_attention_out.default._op
         self.remember_gated_attention = ops.remember_gated_attention.default._op
         self.try_merge_attention = ops.try_merge_attention.default._op
         self.remember_merge_attention = ops.remember_merge_attention.default._op
@@ -345,22 +328,13 @@ class Extension:
 @functools.cache
 def load() -> Extension | str:
     """The extension, or why there is none. The first call loads it; it makes no CUDA context."""
-    asked = os.environ.get(ENVIRONMENT, "")
-    if asked == "0":
-        return f"{ENVIRONMENT}=0"
-    hip = torch.version.hip is not None
-    if hip and os.environ.get(HIP_ENVIRONMENT) != "1":
-        return f"it has not run on an AMD GPU yet: {HIP_ENVIRONMENT}=1 switches it on"
-    library = Path(asked) if asked else FOLDER / LIBRARY
-    if not library.exists():
-        return f"{library} is not there: `python -m tilestream_tools.native_build` builds it, with a C++ compiler"
-    torch_library = Path(torch.__file__).parent / "lib" / f"libtorch_{'hip' if hip else 'cuda'}.so"
-    if not torch_library.exists():
-        return "this torch is built without CUDA"
+    found = find()
+    if isinstance(found, str):
+        return found
     try:
-        return Extension(library, hip_library() if hip else "libcuda.so.1", str(torch_library))
+        return Extension(*found)
     except (OSError, RuntimeError) as error:
-        return f"{library}: {error}"
+        return f"{found[0]}: {error}"
 
 
 def extension() -> Extension | None:

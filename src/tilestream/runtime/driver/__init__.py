@@ -1,4 +1,4 @@
-"""What this package asks of a GPU's driver itself: a stream of its own; copies, writes and waits in a stream's order.
+"""What this package asks of a GPU's driver itself: streams and events of its own; copies, writes and waits in order.
 
 Torch's build says whether that is CUDA's driver (`cuda`) or HIP's runtime (`hip`). No library is loaded, and no symbol
 looked up, before something is asked. Handles of streams are of the current device; addresses are mapped there. Where
@@ -103,6 +103,36 @@ def copy_across(stream: int, to: int, source: int, size: int) -> None:
     By a copy engine where one of them is another GPU's: no SM is needed. (HIP copies 16 KiB and less by a kernel.)
     """
     current().copy_across(stream, to, source, size)
+
+
+def create_event() -> int:
+    """The handle of a new event of the current device, which records no time. `destroy_event` lets go of it."""
+    return current().create_event()
+
+
+def destroy_event(event: int) -> None:
+    """Let go of an event, which may still be to come: streams that wait for it go on waiting."""
+    current().destroy_event(event)
+
+
+def record_event(stream: int, event: int) -> None:
+    """Move ``event`` behind what ``stream`` was given so far. Those who wait for it already wait as before."""
+    current().record_event(stream, event)
+
+
+def wait_event(stream: int, event: int) -> None:
+    """Hold ``stream`` until ``event`` has come, as it is recorded now; one that was never recorded has come."""
+    current().wait_event(stream, event)
+
+
+def has_come(event: int) -> bool:
+    """Whether ``event`` has come."""
+    return current().has_come(event)
+
+
+def await_event(event: int) -> None:
+    """Have the host wait until ``event`` has come."""
+    current().await_event(event)
 
 
 def map_host_memory(address: int, size: int) -> int:

@@ -17,6 +17,11 @@ _COPY_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_v
 #: A stream that does not wait for the legacy default stream, nor is waited for by it.
 _NON_BLOCKING = 1
 _CAPTURING = 1
+#: Of a new event: it records no time, which would cost a stream more.
+_NO_TIMING = 2
+#: What both drivers answer where an event has not come.
+_NOT_READY = 600
+_EVENT = (ctypes.c_void_p,)
 
 
 class Driver(ABC):
@@ -28,7 +33,7 @@ class Driver(ABC):
         Looks up a function of the driver's library.
     """
 
-    #: Names in the library of the functions that both drivers have: create, write, copy_in, copy_across, capture.
+    #: Names in the library of the functions that both drivers have.
     FUNCTIONS: ClassVar[Mapping[str, str]]
 
     def __init__(self, find: Find) -> None:
@@ -77,6 +82,48 @@ class Driver(ABC):
         code = self._find(self.FUNCTIONS["copy_across"], _COPY_ARGUMENTS)(to, source, size, stream)
         if code:
             raise self._failed(code, "refused the copy between devices")
+
+    def create_event(self) -> int:
+        """The handle of a new event, which records no time."""
+        self.bind_context()
+        handle = ctypes.c_void_p()
+        code = self._find(self.FUNCTIONS["create_event"], _CREATE_ARGUMENTS)(ctypes.byref(handle), _NO_TIMING)
+        if code or not handle.value:
+            raise self._failed(code, "made no event")
+        return handle.value
+
+    def destroy_event(self, event: int) -> None:
+        """Let go of an event, which may still be to come."""
+        self._find(self.FUNCTIONS["destroy_event"], _EVENT)(event)
+
+    def record_event(self, stream: int, event: int) -> None:
+        """Move the event behind what the stream was given so far."""
+        self.bind_context()
+        code = self._find(self.FUNCTIONS["record_event"], (ctypes.c_void_p, ctypes.c_void_p))(event, stream)
+        if code:
+            raise self._failed(code, "recorded no event")
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """Hold the stream until the event has come."""
+        self.bind_context()
+        code = self._find(self.FUNCTIONS["wait_event"], (*_EVENT, ctypes.c_void_p, ctypes.c_uint))(stream, event, 0)
+        if code:
+            raise self._failed(code, "refused the wait for an event")
+
+    def has_come(self, event: int) -> bool:
+        """Whether the event has come."""
+        self.bind_context()
+        code = self._find(self.FUNCTIONS["query_event"], _EVENT)(event)
+        if code not in (0, _NOT_READY):
+            raise self._failed(code, "does not say whether an event has come")
+        return not code
+
+    def await_event(self, event: int) -> None:
+        """Have the host wait until the event has come."""
+        self.bind_context()
+        code = self._find(self.FUNCTIONS["synchronize_event"], _EVENT)(event)
+        if code:
+            raise self._failed(code, "did not wait for an event")
 
     @abstractmethod
     def map_host_memory(self, address: int, size: int) -> int:

@@ -26,6 +26,12 @@ class Cuda(Driver):
         "copy_in": "cuMemcpyHtoDAsync_v2",
         "copy_across": "cuMemcpyDtoDAsync_v2",
         "capture": "cuStreamGetCaptureInfo_v2",
+        "create_event": "cuEventCreate",
+        "destroy_event": "cuEventDestroy_v2",
+        "record_event": "cuEventRecord",
+        "wait_event": "cuStreamWaitEvent",
+        "query_event": "cuEventQuery",
+        "synchronize_event": "cuEventSynchronize",
     }
 
     def error_name(self, code: int) -> str:

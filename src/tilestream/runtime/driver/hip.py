@@ -6,6 +6,7 @@ It differs from CUDA in this (AMD's sources, ROCclr and ``hipamd``, 2023 to 2026
   the GPU, which workers that wait for it must not hold: `tilestream.plan.policy.cdna.workers_beside_producers`.
 * A stream wait is such a kernel too, unless the word is signal memory (``hipMallocSignalMemory``), for which the
   command processor waits. It compares ``word & mask`` and the value as unsigned numbers, not cyclically.
+* Under capture both would happen at once, and not in the graph: refused.
 * Copies of more than 16 KiB go through the SDMA engines, smaller ones by a kernel.
 * A device has one context, and a thread begins with device 0: torch's device guard is what matters.
 """
@@ -52,6 +53,12 @@ class Hip(Driver):
         "copy_in": "hipMemcpyHtoDAsync",
         "copy_across": "hipMemcpyDtoDAsync",
         "capture": "hipStreamGetCaptureInfo_v2",
+        "create_event": "hipEventCreateWithFlags",
+        "destroy_event": "hipEventDestroy",
+        "record_event": "hipEventRecord",
+        "wait_event": "hipStreamWaitEvent",
+        "query_event": "hipEventQuery",
+        "synchronize_event": "hipEventSynchronize",
     }
 
     def error_name(self, code: int) -> str:
@@ -67,12 +74,25 @@ class Hip(Driver):
     def bind_context(self) -> None:
         """Nothing to do: every thread can use the device's one context."""
 
+    def stream_write(self, stream: int, address: int, value: int) -> None:
+        """Not under capture."""
+        self._refuse_capture(stream, "the stream write")
+        super().stream_write(stream, address, value)
+
     def stream_wait(self, stream: int, address: int, value: int) -> None:
-        """By a comparison of unsigned numbers."""
+        """By a comparison of unsigned numbers; not under capture."""
+        self._refuse_capture(stream, "the stream wait")
         wait = self._find("hipStreamWaitValue32", (*WRITE_ARGUMENTS, ctypes.c_uint32))
         code = wait(stream, address, value & WHOLE_WORD, _GTE, WHOLE_WORD)
         if code:
             raise self._failed(code, "refused the stream wait")
+
+    def _refuse_capture(self, stream: int, what: str) -> None:
+        status = ctypes.c_int()
+        arguments = (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+        code = self._find("hipStreamIsCapturing", arguments)(stream, ctypes.byref(status))
+        if code or status.value:
+            raise RuntimeError(f"{what} is not captured: HIP makes it at once, and not in the graph; issue it eagerly")
 
     def map_host_memory(self, address: int, size: int) -> int:
         """Never called: symmetric memory is CUDA's (`tilestream.distributed.symmetric.why_not`)."""

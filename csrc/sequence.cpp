@@ -1,0 +1,77 @@
+#include "sequence.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "driver.h"
+
+namespace tilestream {
+namespace {
+
+constexpr int64_t kVersion = 1;
+constexpr size_t kMaxOperations = 1 << 16, kMaxSlots = 1 << 12, kHead = 2, kIntegers = 9;
+
+[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(std::string("sequence: ") + why); }
+
+void* pointer(uint64_t value) { return reinterpret_cast<void*>(value); }
+
+}  // namespace
+
+Sequence::Sequence(std::span<const int64_t> integers) {
+  if (!driver().issues_sequences()) refuse("the driver lacks a function");
+  if (integers.size() < kHead || (integers.size() - kHead) % kIntegers != 0) refuse("another length");
+  if (integers[0] != kVersion) refuse("another version");
+  if (integers[1] < 0 || static_cast<uint64_t>(integers[1]) > kMaxSlots) refuse("too many slots");
+  slots_ = static_cast<size_t>(integers[1]);
+  const size_t count = (integers.size() - kHead) / kIntegers;
+  if (count > kMaxOperations) refuse("too many operations");
+  operations_.reserve(count);
+  for (auto left = integers.subspan(kHead); !left.empty(); left = left.subspan(kIntegers)) {
+    if (left[0] < 0 || left[0] > static_cast<int64_t>(Kind::kWaitEvent)) refuse("a kind of operation is unknown");
+    Operation made{static_cast<Kind>(left[0]), {}};
+    for (size_t i = 0; i < made.operands.size(); i++) {
+      const int64_t slot = left[1 + 2 * i];
+      if (slot >= integers[1]) refuse("an operand is of a slot that is not there");
+      made.operands[i] = {slot, static_cast<uint64_t>(left[2 + 2 * i])};
+    }
+    operations_.push_back(made);
+  }
+}
+
+size_t Sequence::issue(std::span<const uint64_t> slots, size_t first, int* code) const {
+  *code = kSuccess;
+  if (is_forked() || slots.size() != slots_) return first;
+  const Driver& gpu = driver();
+  for (size_t i = first; i < operations_.size(); i++) {
+    const Operation& operation = operations_[i];
+    const auto value = [&](size_t operand) {
+      const auto& [slot, constant] = operation.operands[operand];
+      return slot < 0 ? constant : slots[static_cast<size_t>(slot)] + constant;
+    };
+    void* const stream = pointer(value(0));
+    switch (operation.kind) {
+      case Kind::kCopyIn:
+        *code = gpu.copy_in(value(1), pointer(value(2)), value(3), stream);
+        break;
+      case Kind::kCopyAcross:
+        *code = gpu.copy_across(value(1), value(2), value(3), stream);
+        break;
+      case Kind::kWrite:
+        *code = gpu.write(stream, value(1), static_cast<uint32_t>(value(2)), 0);
+        break;
+      case Kind::kWait:
+        *code = gpu.wait(stream, value(1), static_cast<uint32_t>(value(2)), 0);
+        break;
+      case Kind::kRecord:
+        *code = gpu.record_event(pointer(value(1)), stream);
+        break;
+      case Kind::kWaitEvent:
+        *code = gpu.wait_event(stream, pointer(value(1)), 0);
+        break;
+    }
+    if (*code != kSuccess) return i;
+  }
+  return operations_.size();
+}
+
+}  // namespace tilestream

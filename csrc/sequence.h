@@ -1,0 +1,44 @@
+// A sequence: operations of the driver, one behind another, on several streams. Prepared once and issued often: its
+// operands are constants, or a value of the issue plus a constant.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace tilestream {
+
+class Sequence {
+ public:
+  // Throws std::invalid_argument. The integers are those of `tilestream.runtime.sequence`: the version, the number of
+  // slots, and for each operation its kind and four operands of two integers each: a slot, or -1, and a constant.
+  explicit Sequence(std::span<const int64_t> integers);
+
+  // Issue the operations from `first` on; returns the number of the first one that was not issued. That is the number
+  // of operations, or that of the one which the driver refuses, with `*code`. A captured stream takes them into its
+  // graph. A forked process issues nothing.
+  size_t issue(std::span<const uint64_t> slots, size_t first, int* code) const;
+
+  size_t size() const { return operations_.size(); }
+  size_t slots() const { return slots_; }
+
+ private:
+  enum class Kind : int64_t { kCopyIn, kCopyAcross, kWrite, kWait, kRecord, kWaitEvent };
+
+  struct Operand {
+    int64_t slot;  // negative: none
+    uint64_t constant;
+  };
+
+  struct Operation {
+    Kind kind;
+    std::array<Operand, 4> operands;
+  };
+
+  size_t slots_;
+  std::vector<Operation> operations_;
+};
+
+}  // namespace tilestream

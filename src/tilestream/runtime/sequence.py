@@ -1,0 +1,262 @@
+"""Sequences: copies, signals, waits and events of several streams, prepared once and issued by one native call.
+
+A driver's function costs the host microseconds, and the Python around it more. So what a shape decides (the order, the
+sizes, which stream) is prepared, and an issue gives what differs: addresses, streams, the epoch. Without the extension
+the same operations are issued one by one by `tilestream.runtime.driver`.
+
+>>> from tilestream.runtime.sequence import CopyIn, Sequence, Slot, Write
+>>> STREAM, TO, FROM, WORDS, EPOCH = map(Slot, range(5))
+>>> half = 1 << 20
+>>> filling = Sequence(5, [
+...     CopyIn(STREAM, TO, FROM, half), Write(STREAM, WORDS, EPOCH),
+...     CopyIn(STREAM, TO + half, FROM + half, half), Write(STREAM, WORDS + 4, EPOCH),
+... ])
+>>> filling.issue(stream, to, source, words, epoch)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tilestream.runtime import driver
+from tilestream.runtime.extension import library
+
+logger = logging.getLogger(__name__)
+
+#: Of csrc/sequence.cpp.
+_VERSION = 1
+_OPERANDS = 4
+#: Operations of a sequence, and its slots, at most.
+MOST_OPERATIONS, MOST_SLOTS = 1 << 16, 1 << 12
+
+
+class Slot(NamedTuple):
+    """Value number ``index`` of an issue, plus a constant."""
+
+    index: int  # type: ignore[assignment]
+    plus: int = 0
+
+    def __add__(self, more: int) -> Slot:  # type: ignore[override]
+        return Slot(self.index, self.plus + more)
+
+
+class Event:
+    """An event of the current device, recorded again and again. As torch's, which is made anew for each record."""
+
+    def __init__(self) -> None:
+        self.handle = driver.create_event()
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle") and not sys.is_finalizing():
+            driver.destroy_event(self.handle)
+
+    def query(self) -> bool:
+        """Whether it has come, as it was recorded last; True before it was recorded."""
+        return driver.has_come(self.handle)
+
+    def synchronize(self) -> None:
+        """Wait until it has come."""
+        driver.await_event(self.handle)
+
+    def record(self, stream: int) -> None:
+        """Record it behind what the stream of this handle was given so far."""
+        driver.record_event(stream, self.handle)
+
+    def hold(self, stream: int) -> None:
+        """Have the stream of this handle wait for it."""
+        driver.wait_event(stream, self.handle)
+
+
+#: What an operation is told: a constant, or a value of the issue. Streams are handles.
+Operand = int | Slot
+
+
+class CopyIn(NamedTuple):
+    """Copy ``size`` bytes from pinned memory to the device."""
+
+    stream: Operand
+    to: Operand
+    source: Operand
+    size: Operand
+
+
+class CopyAcross(NamedTuple):
+    """Copy ``size`` bytes inside a GPU, or between GPUs that this process has mapped."""
+
+    stream: Operand
+    to: Operand
+    source: Operand
+    size: Operand
+
+
+class Write(NamedTuple):
+    """Write the 32-bit word at ``address`` behind what the stream was given: see `tilestream.runtime.driver`."""
+
+    stream: Operand
+    address: Operand
+    value: Operand
+
+
+class Wait(NamedTuple):
+    """Hold the stream until the 32-bit word at ``address`` is at least ``value``, compared cyclically."""
+
+    stream: Operand
+    address: Operand
+    value: Operand
+
+
+class Record(NamedTuple):
+    """Record an event: one that the sequence keeps, or a handle."""
+
+    stream: Operand
+    event: Operand | Event
+
+
+class WaitEvent(NamedTuple):
+    """Hold the stream until an event has come."""
+
+    stream: Operand
+    event: Operand | Event
+
+
+Operation = CopyIn | CopyAcross | Write | Wait | Record | WaitEvent
+#: By number in csrc/sequence.h: the operation, and the function of `tilestream.runtime.driver` of the same operands.
+_KINDS: tuple[tuple[type, str], ...] = (
+    (CopyIn, "copy_in"), (CopyAcross, "copy_across"), (Write, "stream_write"), (Wait, "stream_wait"),
+    (Record, "record_event"), (WaitEvent, "wait_event"),
+)  # fmt: skip
+_NUMBERS = {kind: number for number, (kind, _) in enumerate(_KINDS)}
+
+
+class SequenceError(RuntimeError):
+    """The driver refused an operation.
+
+    Attributes
+    ----------
+    done : int
+        The number of the operation: all before it were issued, and none after it.
+    """
+
+    def __init__(self, message: str, done: int) -> None:
+        super().__init__(message)
+        self.done = done
+
+
+class Sequence:
+    """Operations in order, on any streams.
+
+    Parameters
+    ----------
+    slots
+        How many values an issue gives.
+    operations
+        In the order of issue.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an operation is none, names a slot that is not there, or copies nothing; or if there are too many.
+    """
+
+    def __init__(self, slots: int, operations: Iterable[Operation]) -> None:
+        self._operations = tuple(operations)
+        if not 0 <= slots <= MOST_SLOTS or len(self._operations) > MOST_OPERATIONS:
+            raise ValueError(
+                f"sequence: {slots} slots and {len(self._operations)} operations; there are at most {MOST_SLOTS} and "
+                f"{MOST_OPERATIONS}: make several sequences"
+            )
+        self._calls = [_checked(number, slots, one) for number, one in enumerate(self._operations)]
+        self._given = ctypes.c_uint64 * slots
+        self._slots = slots
+        self._library = library()
+        self._native = self._made()
+
+    def _made(self) -> int | None:
+        """The native sequence; None where there is no extension, or its driver lacks a function."""
+        if self._library is None:
+            return None
+        integers = [_VERSION, self._slots]
+        for kind, operands in self._calls:
+            integers.append(kind)
+            for slot, plus in (*operands, *((-1, 0),) * (_OPERANDS - len(operands))):
+                integers += slot, plus
+        make = self._library.tilestream_sequence_make
+        make.restype, why = ctypes.c_void_p, ctypes.c_char_p()
+        found: int | None = make((ctypes.c_int64 * len(integers))(*integers), len(integers), ctypes.byref(why))
+        if found is None and why.value:
+            logger.debug("no native sequence: %s", why.value.decode())
+        self._issue = self._library.tilestream_sequence_issue
+        self._issue.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+        self._issue.restype = ctypes.c_int64
+        return found
+
+    def __del__(self) -> None:
+        if getattr(self, "_native", None) is not None and self._library is not None:
+            self._library.tilestream_sequence_free(ctypes.c_void_p(self._native))
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def issue(self, *values: int) -> None:
+        """Issue all operations, without the GIL. The current device is that of the streams.
+
+        Parameters
+        ----------
+        values
+            One a slot: addresses, handles of streams and events, epochs. Numbers count modulo 2**64, written words
+            modulo 2**32.
+
+        Raises
+        ------
+        SequenceError
+            If the driver refuses an operation. Those before it are issued.
+        ValueError
+            If there are more or fewer values than slots.
+        """
+        if len(values) != self._slots:
+            raise ValueError(f"sequence: {len(values)} values for {self._slots} slots; give one a slot")
+        done = 0
+        if self._native is not None:
+            code = ctypes.c_int32()
+            done = self._issue(self._native, self._given(*values), 0, ctypes.addressof(code))
+        # What the library did not issue is asked of the driver once more: a thread may have had no context yet. Where
+        # the driver refuses again, its function says why.
+        for number in range(done, len(self._calls)):
+            kind, operands = self._calls[number]
+            function = getattr(driver, _KINDS[kind][1])
+            try:
+                function(*[plus if slot < 0 else values[slot] + plus for slot, plus in operands])
+            except RuntimeError as error:
+                raise SequenceError(
+                    f"{error}; this is operation {number} of {len(self)}, {_KINDS[kind][0].__name__}", number
+                ) from error
+
+
+def _checked(number: int, slots: int, operation: Operation) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """The operation's kind, and a slot (or -1) and a constant for each operand."""
+    kind = _NUMBERS.get(type(operation))
+    if kind is None:
+        raise TypeError(f"sequence: operation {number} is a {type(operation).__name__}; it is one of this module's")
+    made = []
+    for name, operand in zip(operation._fields, operation, strict=True):
+        if isinstance(operand, Event):
+            made.append((-1, operand.handle))
+        elif isinstance(operand, Slot):
+            if not 0 <= operand.index < slots:
+                raise ValueError(
+                    f"sequence: operation {number}, {type(operation).__name__}: {name} is of slot {operand.index}; "
+                    f"there are {slots} slots, from 0"
+                )
+            made.append((operand.index, operand.plus))
+        elif name == "size" and operand <= 0:
+            raise ValueError(
+                f"sequence: operation {number}, {type(operation).__name__}: size={operand}; a copy has at least one "
+                "byte: leave it out"
+            )
+        else:
+            made.append((-1, operand))
+    return kind, tuple(made)
