@@ -1,6 +1,6 @@
 """Draws mutants of the package, runs the tests closest to each, and writes down what they saw.
 
-    cd tests; python -m mutants.drawn [--count N] [--only REGEX] [--processes 2] [--seconds 600] [--again | --page | --holes]
+    cd tests; python -m mutants.drawn [--count N] [--only REGEX] [--processes 2] [--seconds 600] [--again] [--page]
 
 One mutant is a copy of ``src`` with one module changed, in front of all others on PYTHONPATH: so the processes that
 tests start run the mutant, too. It is killed if a test of `mutants.closest` fails or runs out of CPU time. The record,
