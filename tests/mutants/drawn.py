@@ -105,7 +105,11 @@ class _Modules(dict[str, str]):
 def holes() -> list[Hole]:
     """The table's holes; each edits one module."""
     rows = read("holes.txt", _Modules())
-    return [Hole(row.name, row.edits[0].module, row.edits, row.found) for row in rows]
+    found = []
+    for row in rows:
+        test = "::".join(filter(None, (row.found, row.options.get("only"))))
+        found.append(Hole(row.name, row.edits[0].module, row.edits, test))
+    return found
 
 
 # Running --------------------------------------------------------------------------------------------------------------
@@ -117,6 +121,13 @@ class Verdict(NamedTuple):
     how: str
     by: str
     seconds: float
+
+
+class _UnderWay(set[subprocess.Popen[bytes]]):
+    stop = False  # begin no more
+
+
+_under_way = _UnderWay()
 
 
 def _limited() -> None:
@@ -135,6 +146,7 @@ def _pytest(source: Path, tests: Sequence[str], interpreted: bool) -> tuple[int,
         run = subprocess.Popen(
             command, cwd=TESTS, env=environment, stdout=output, stderr=output, preexec_fn=_limited
         )  # fmt: skip
+        _under_way.add(run)
         try:
             status = run.wait(SECONDS)
         except subprocess.TimeoutExpired:
@@ -150,6 +162,21 @@ def _end_session(run: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(run.pid, signal.SIGKILL)
     run.wait()
+    _under_way.discard(run)
+
+
+@contextlib.contextmanager
+def _ending_what_runs() -> Iterator[None]:
+    """A block whose test runs end with it, by Ctrl-C and by SIGTERM, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    except BaseException:
+        _under_way.stop = True
+        for one in list(_under_way):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+        raise
 
 
 def judge(mutant: Mutant | Hole, tests: Sequence[str]) -> Verdict:
@@ -228,9 +255,10 @@ def run(chosen: Sequence[tuple[str, Mutant]], processes: int, seconds: float) ->
     record, end = read_record(), time.monotonic() + seconds
 
     def judged(group: str, mutant: Mutant) -> tuple[str, Mutant, Verdict | None]:
-        return group, mutant, judge(mutant, closest(mutant.module)) if time.monotonic() < end else None
+        begins = time.monotonic() < end and not _under_way.stop
+        return group, mutant, judge(mutant, closest(mutant.module)) if begins else None
 
-    with ThreadPoolExecutor(processes) as pool:
+    with ThreadPoolExecutor(processes) as pool, _ending_what_runs():
         futures = [pool.submit(judged, *one) for one in chosen]
         for done, future in enumerate(as_completed(futures), 1):
             group, mutant, verdict = future.result()
@@ -325,9 +353,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", action="store_true", help="judge nothing; write the page")
     given = parser.parse_args(arguments)
     if given.holes:
-        for hole in holes():
-            if re.search(given.only, f"{hole.name} {hole.module}"):
-                print(*judge(hole, [hole.test]), hole.name, flush=True)
+        with _ending_what_runs():
+            for hole in holes():
+                if re.search(given.only, f"{hole.name} {hole.module}"):
+                    print(*judge(hole, [hole.test]), hole.name, flush=True)
         return
     if not given.page:
         record = read_record()
