@@ -176,6 +176,27 @@ class TestTwoStreams:
             stream.run()
         assert there(launch) == [0, 1]
 
+    @given(order=st.lists(st.sampled_from("ab"), max_size=6), copied=st.booleans())
+    @settings(max_examples=60)
+    def test_a_later_epochs_signal_comes_after_an_earlier_ones(self, order, copied):
+        """Else the word would be taken back, and the launch of the later epoch would wait for ever."""
+        with fake_cuda() as cuda:
+            streams = {name: cuda.stream() for name in "ab"}
+            signals = make()
+            for name in "ab":
+                with cuda.on(streams[name]):
+                    if copied:
+                        cuda.current.give(lambda: None)
+                    signals.set(0)
+                if name == "a":
+                    signals.advance()
+            for name in order:
+                before = signals._eager[0].item()
+                streams[name].run(1)
+                assert signals._eager[0] >= before
+            cuda.run()
+            assert signals._eager[0] == 2
+
     def test_no_wait_is_issued_that_is_not_needed(self, cuda):
         signals, streams = make(1), [cuda.stream() for _ in range(3)]
         launch = signals.use()

@@ -30,6 +30,7 @@ _CHANGE_DETECTORS = (
 
 #: By the beginning of a module's name: the first row that fits has the test files that come first.
 _ALWAYS = """
+core.schedule: core/test_schedule.py core/test_coverage.py core/test_stream_k.py core/test_arrival_order.py
 kernels.device.gate: kernels/portable/test_portable_arrival.py
 kernels.device.items: kernels/portable/test_portable_order.py kernels/portable/test_portable_arrival.py
 kernels.device.schedule: kernels/portable/test_portable_order.py kernels/portable/test_portable_arrival.py
