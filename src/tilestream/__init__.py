@@ -35,49 +35,21 @@ if TYPE_CHECKING:
     from tilestream.ops.limit import worker_limit
     from tilestream.runtime.channel import check
 
-_LAZY = {
-    "Stream": "tilestream.arrival.stream",
-    "stream_in": "tilestream.arrival.stream",
-    "addmm": "tilestream.ops",
-    "attention": "tilestream.ops",
-    "bmm": "tilestream.ops",
-    "check": "tilestream.runtime.channel",
-    "linear": "tilestream.ops",
-    "matmul": "tilestream.ops",
-    "merge_attention": "tilestream.ops",
-    "mm": "tilestream.ops",
-    "register_attention": "tilestream.ops",
-    "use_attention": "tilestream.ops",
-    "worker_limit": "tilestream.ops.limit",
-}
+_MODULES = {
+    "tilestream.arrival.stream": ("Stream", "stream_in"),
+    "tilestream.ops": (
+        "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
+    ),
+    "tilestream.ops.limit": ("worker_limit",),
+    "tilestream.runtime.channel": ("check",),
+}  # fmt: skip
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Arrival",
-    "ArrivalTimeout",
-    "GroupBroken",
-    "Plan",
-    "ProducerStopped",
-    "Stream",
-    "TilestreamError",
-    "__version__",
-    "addmm",
-    "attention",
-    "attention_plan",
-    "bmm",
-    "check",
-    "distributed",
-    "linear",
-    "matmul",
-    "merge_attention",
-    "mm",
-    "plan",
-    "register_attention",
-    "schedule",
-    "stream_in",
-    "trace",
-    "use_attention",
-    "worker_limit",
-]
+    "Arrival", "ArrivalTimeout", "GroupBroken", "Plan", "ProducerStopped", "Stream", "TilestreamError", "__version__",
+    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "linear", "matmul", "merge_attention", "mm",
+    "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention", "worker_limit",
+]  # fmt: skip
 
 
 def _run_plan(*operands: Any, **options: Any) -> Any:

@@ -5,21 +5,6 @@ from tilestream.core.order import Order, Raster, TileOrder, by_arrival, by_cost,
 from tilestream.core.schedule import Cursor, Kind, Peek, Ready, Schedule, Split, Take, take
 
 __all__ = [
-    "INT31",
-    "Cursor",
-    "Grid",
-    "Kind",
-    "Order",
-    "Peek",
-    "Raster",
-    "Ready",
-    "Schedule",
-    "Split",
-    "Take",
-    "TileOrder",
-    "WorkItem",
-    "by_arrival",
-    "by_cost",
-    "table_raster",
-    "take",
-]
+    "INT31", "Cursor", "Grid", "Kind", "Order", "Peek", "Raster", "Ready", "Schedule", "Split", "Take", "TileOrder",
+    "WorkItem", "by_arrival", "by_cost", "table_raster", "take",
+]  # fmt: skip

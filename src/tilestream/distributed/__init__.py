@@ -30,18 +30,10 @@ _MODULES = {
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "AsyncTP",
-    "ColumnParallelLinear",
-    "GroupBroken",
-    "RowParallelLinear",
-    "all_gather_matmul",
-    "async_tp",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "plan_all_gather_matmul",
-    "plan_matmul_all_reduce",
+    "AsyncTP", "ColumnParallelLinear", "GroupBroken", "RowParallelLinear", "all_gather_matmul", "async_tp",
+    "matmul_all_reduce", "matmul_reduce_scatter", "plan_all_gather_matmul", "plan_matmul_all_reduce",
     "plan_matmul_reduce_scatter",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

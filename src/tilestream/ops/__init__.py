@@ -5,13 +5,5 @@ from tilestream.ops.attention_routes import register_attention, use_attention
 from tilestream.ops.matmul import addmm, bmm, linear, matmul, mm
 
 __all__ = [
-    "addmm",
-    "attention",
-    "bmm",
-    "linear",
-    "matmul",
-    "merge_attention",
-    "mm",
-    "register_attention",
-    "use_attention",
-]
+    "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
+]  # fmt: skip

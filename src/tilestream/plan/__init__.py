@@ -12,20 +12,7 @@ from tilestream.plan.problem import Incoming, Problem, dtype_name
 from tilestream.plan.roofline import Floor
 
 __all__ = [
-    "SCHEDULES",
-    "AttentionPlan",
-    "AttentionProblem",
-    "DeviceProperties",
-    "Floor",
-    "Incoming",
-    "Plan",
-    "Problem",
-    "Refusal",
-    "attention_plan",
-    "cpu_properties",
-    "dtype_name",
-    "plan",
-    "plan_attention",
-    "plan_problem",
+    "SCHEDULES", "AttentionPlan", "AttentionProblem", "DeviceProperties", "Floor", "Incoming", "Plan", "Problem",
+    "Refusal", "attention_plan", "cpu_properties", "dtype_name", "plan", "plan_attention", "plan_problem",
     "search_space",
-]
+]  # fmt: skip

@@ -20,20 +20,9 @@ from tilestream.core.dtypes import (
 from tilestream.core.gate import Gate
 
 __all__ = [
-    "FNUZ",
-    "FP8",
-    "FP8_RESULT",
-    "ITEMSIZE",
-    "OCP",
-    "Incoming",
-    "Problem",
-    "Scales",
-    "are_a_pair",
-    "dtype_name",
-    "gate_of",
-    "pairs_text",
-    "result_name",
-]
+    "FNUZ", "FP8", "FP8_RESULT", "ITEMSIZE", "OCP", "Incoming", "Problem", "Scales", "are_a_pair", "dtype_name",
+    "gate_of", "pairs_text", "result_name",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

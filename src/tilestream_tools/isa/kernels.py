@@ -23,10 +23,12 @@ from tilestream.plan.tma import refuse_contiguous
 
 if TYPE_CHECKING:
     from tilestream.core.copy_items import CopyArguments
+    from tilestream.launch.attention_arguments import AttentionArguments, KeyGate
     from tilestream.launch.gate import GateArguments
     from tilestream.launch.gemm_arguments import Layout
     from tilestream.plan.attention_plan import AttentionPlan
     from tilestream.plan.plan import Plan
+    from tilestream_tools.isa.build import Pointer
 
 #: The GPU that stands for an arch.
 DEVICES = {"sm_90a": "h100", "gfx942": "mi300x", "gfx950": "mi355x"}
@@ -210,54 +212,87 @@ def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[list[
         Whether the operands' addresses are multiples of 16.
     """
     from tilestream.launch.portable.arguments import Arguments
-    from tilestream_tools.isa.build import Pointer
 
     arguments = Arguments(plan, layout)
-    inputs = [Pointer(dtype, 0 if aligned else 2) for dtype in plan.problem.dtypes]
+    inputs = [pointer(dtype, address=0 if aligned else 2) for dtype in plan.problem.dtypes]
     filled = arguments.fill(operands(plan, layout, inputs), gate=gate_arguments(plan), copies=copy_arguments(plan))
     return filled, arguments.options
 
 
-def operands(plan: Plan, layout: Layout, inputs: Iterable[Any], scale_address: int = 4) -> tuple[Any, ...]:
-    """What a GEMM's launch is given for its operands and scratch: pointers, without addresses."""
+def pointer(dtype: str, is_given: object = True, address: int = 0) -> Pointer | None:
+    """An operand at an address that is this modulo 16; None where it is not given."""
     from tilestream_tools.isa.build import Pointer
 
+    return Pointer(dtype, address) if is_given else None
+
+
+def operands(
+    plan: Plan, layout: Layout, inputs: Iterable[Any], *, scale_address: int = 4, out_address: int = 0, log: Any = None
+) -> tuple[Any, ...]:  # fmt: skip
+    """What a GEMM's launch is given for its operands and scratch: pointers, without addresses."""
     problem, schedule = plan.problem, plan.schedule
     addend = "bfloat16" if problem.fp8 else problem.dtype
-    scale = None if problem.scales == "none" else Pointer("float32", scale_address)
-    takes_tickets = schedule.kind != "static" or plan.gate is not None
+    scale = pointer("float32", problem.scales != "none", scale_address)
     return (
-        *inputs, Pointer(problem.out_dtype), Pointer(addend) if layout.bias else None,
-        Pointer(addend) if layout.residual else None, scale, scale, Pointer("float32") if schedule.slots else None,
-        Pointer("int32") if schedule.slots else None, Pointer("int64") if takes_tickets else None, None, None, 0, 0,
-        1.5, 0.5,
+        *inputs, pointer(problem.out_dtype, address=out_address), pointer(addend, layout.bias is not None),
+        pointer(addend, layout.residual is not None), scale, scale, pointer("float32", schedule.slots),
+        pointer("int32", schedule.slots), pointer("int64", schedule.kind != "static" or plan.gate is not None),
+        pointer("int32", schedule.raster.table is not None), log, 0, 0, 1.5, 0.5,
     )  # fmt: skip
+
+
+def attention_operands(
+    arguments: AttentionArguments, matrices: Sequence[Any] = (), *, address: int = 0, word: int = 4, log: Any = None
+) -> tuple[tuple[Any, ...], KeyGate]:  # fmt: skip
+    """What attention's launch is given, without addresses, and what it is told of keys that arrive.
+
+    Parameters
+    ----------
+    matrices
+        q, k, v and the output; else pointers, the inputs at ``address`` modulo 16.
+    word
+        Where other operands lie, modulo 16.
+    """
+    from tilestream.launch.attention_arguments import NO_KEY_GATE, KeyGate
+
+    plan, p = arguments.plan, arguments.plan.problem
+    lengths = (p.varlen, p.tokens_k, p.lengths, p.page_size, p.varlen, p.varlen)
+    given = (
+        *(matrices or (*[pointer(p.dtype, address=address)] * 3, pointer(p.out_dtype))),
+        pointer("float32", p.return_lse or plan.shares > 1, word),
+        pointer("float32", p.sinks and plan.shares == 1, word), *[pointer("float32", p.scaled, word)] * 3,
+        *[pointer("int32", one, word) for one in lengths],
+        pointer("int64", plan.schedule.kind != "static" or p.keys is not None), log, 0, 0, *arguments.scales(0.125),
+    )  # fmt: skip
+    if p.keys is None:
+        return given, NO_KEY_GATE
+    words, records = pointer("int32", address=word), pointer("int64")
+    bounds = pointer("int32", not p.keys.chunks.rows_per_chunk, word)
+    return given, KeyGate(words, words, bounds, records, records, 2, 3, 4, 5)
 
 
 def copy_arguments(plan: Plan) -> CopyArguments:
     """What a launch would be told of the copies it makes, of no address."""
     from tilestream.core.copy_items import CopyArguments, word_dtype
-    from tilestream_tools.isa.build import Pointer
 
     incoming = {"none": None, "rows": plan.problem.rows, "columns": plan.problem.columns}[plan.copies]
     if incoming is None:
         return CopyArguments()
-    word = word_dtype(incoming.copied)
-    return CopyArguments(Pointer(word), Pointer(word), Pointer("int32"), Pointer("int32"), 1)
+    word, table = pointer(word_dtype(incoming.copied)), pointer("int32")
+    return CopyArguments(word, word, table, table, 1)
 
 
 def gate_arguments(plan: Plan) -> GateArguments:
     """What a launch would be told of what arrives, of no address and no alignment."""
     from tilestream.launch.gate import GateArguments
-    from tilestream_tools.isa.build import Pointer
 
     def words(incoming: Incoming | None) -> tuple[Any, Any, Any]:
         if incoming is None:
             return None, None, None
-        return Pointer("int32", 4), Pointer("int32", 4), None if incoming.chunks.rows_per_chunk else Pointer("int32")
+        signals = pointer("int32", address=4)
+        return signals, signals, pointer("int32", not incoming.chunks.rows_per_chunk)
 
-    channel = None if plan.gate is None else Pointer("int64")
-    queues = Pointer("int32") if plan.schedule.split == "chunks" else None
+    channel, queues = pointer("int64", plan.gate), pointer("int32", plan.schedule.split == "chunks")
     return GateArguments(*words(plan.problem.rows), *words(plan.problem.columns), channel, channel, queues)
 
 
@@ -265,7 +300,6 @@ def cdna_gemm(question: Question) -> Source:
     """The CDNA kernel as its plan would launch it."""
     from tilestream.kernels.cdna.gemm import gemm
     from tilestream.launch.cdna.arguments import Arguments
-    from tilestream_tools.isa.build import Pointer
 
     plan = plan_problem(
         question.problem, None, question.schedule, question.tile, device=question.device, backend="cdna",
@@ -273,7 +307,7 @@ def cdna_gemm(question: Question) -> Source:
     )  # fmt: skip
     layout = contiguous(question)
     arguments = Arguments(plan, layout)
-    filled = arguments.fill(operands(plan, layout, map(Pointer, plan.problem.dtypes)))
+    filled = arguments.fill(operands(plan, layout, map(pointer, plan.problem.dtypes)))
     return Source(gemm, filled, arguments.options, plan.warps, plan)
 
 
@@ -292,7 +326,6 @@ def cdna_attention(question: Question) -> Source:
     from tilestream.kernels.cdna.attention import attend
     from tilestream.launch.attention_arguments import AttentionLayout
     from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
-    from tilestream_tools.isa.build import Pointer
 
     device, (batch, heads) = question.device, ATTENTION_HEADS
     problem = AttentionProblem(
@@ -312,9 +345,7 @@ def cdna_attention(question: Question) -> Source:
     plan = of_candidate(problem, device, "cdna", best, "asked for", ())
     q, k = ((rows * heads * question.k, heads * question.k, question.k) for rows in (question.m, question.n))
     arguments = CdnaAttentionArguments(plan, AttentionLayout(q, k, k, q))
-    counters = None if kind == "static" else Pointer("int64")
-    given = (*[Pointer(problem.dtype)] * 4, *[None] * 11, counters, None)
-    filled = arguments.pack(attend)((*given, 0, 0, *arguments.scales(question.k**-0.5)))
+    filled = arguments.pack(attend)(*attention_operands(arguments))
     return Source(attend, filled, arguments.options, plan.warps, plan)
 
 

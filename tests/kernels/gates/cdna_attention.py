@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gates.cdna import DEVICES, loop_rules, spills, waits_then_barriers
-from gates.engine import Case, IsWanted, Rules, attention_layout, pointer, shared_memory
+from gates.engine import Case, IsWanted, Rules, attention_layout, shared_memory
 from tilestream.core.integers import cdiv
 from tilestream.kernels.cdna.attention import attend
 from tilestream.kernels.cdna.ring import fetch_layout
@@ -21,6 +21,7 @@ from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import cdna_attention as policy
 from tilestream.plan.policy.cdna_tiles import LANES
 from tilestream_tools.isa import amdgcn
+from tilestream_tools.isa.kernels import attention_operands
 
 #: What a problem has beside its extents.
 HOWS: dict[str, dict[str, Any]] = {
@@ -70,13 +71,8 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
 
 
 def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    p, made = case.plan.problem, CdnaAttentionArguments(case.plan, case.layout)
-    given = (
-        *[pointer(p.dtype)] * 4, pointer("float32", p.return_lse, 4), pointer("float32", p.sinks, 4), None, None, None,
-        *[pointer("int32", one, 4) for one in (p.varlen, p.tokens_k, p.lengths, p.page_size, p.varlen, p.varlen)],
-        pointer("int64"), None,
-    )  # fmt: skip
-    return attend, made.pack(attend)((*given, 0, 0, *made.scales(0.125))), made.options
+    made = CdnaAttentionArguments(case.plan, case.layout)
+    return attend, made.pack(attend)(*attention_operands(made)), made.options
 
 
 # What must be true of it ----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.plan import Plan
 from tilestream_tools.isa.build import Pointer, build
 from tilestream_tools.isa.kernels import DEVICES as NAMES
-from tilestream_tools.isa.kernels import gate_arguments
+from tilestream_tools.isa.kernels import gate_arguments, operands
 
 VERSION = triton.__version__.partition("+")[0]
 RELEASE = release(triton.__version__)
@@ -166,27 +166,14 @@ def main() -> None:
 # Arguments of no address ----------------------------------------------------------------------------------------------
 
 
-def pointer(dtype: str, is_given: object = True, address: int = 0) -> Pointer | None:
-    """An operand at an address that is this modulo 16; None where it is not given."""
-    return Pointer(dtype, address) if is_given else None
-
-
 def fill_gemm(
-    arguments: Any, plan: Plan, layout: Any, matrices: Sequence[Any] = (), *, address: int = 0,
+    arguments: Any, plan: Plan, layout: Any, maps: Sequence[Any] = (), *, address: int = 0, out_address: int = 0,
     log: Pointer | None = None, **more: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of a product. ``matrices``: A, B and the output; else pointers, the operands at ``address``."""
-    problem, schedule = plan.problem, plan.schedule
-    addend = "bfloat16" if problem.fp8 else problem.dtype
-    scale = pointer("float32", problem.scales != "none", 0 if matrices else 4)
-    operands = (
-        *(matrices or (*(Pointer(dtype, address) for dtype in problem.dtypes), Pointer(problem.out_dtype))),
-        pointer(addend, layout.bias is not None), pointer(addend, layout.residual is not None), scale, scale,
-        pointer("float32", schedule.slots), pointer("int32", schedule.slots),
-        pointer("int64", schedule.kind != "static" or plan.gate is not None),
-        pointer("int32", schedule.raster.table is not None), log, 0, 0, 1.5, 0.5,
-    )  # fmt: skip
-    return tuple(arguments.fill(operands, gate=gate_arguments(plan), **more))
+    """The arguments of a product. ``maps``: of A, B and the output; else pointers, the operands at ``address``."""
+    inputs = maps or [Pointer(dtype, address) for dtype in plan.problem.dtypes]
+    given = operands(plan, layout, inputs, scale_address=0 if maps else 4, out_address=out_address, log=log)
+    return tuple(arguments.fill(given, gate=gate_arguments(plan), **more))
 
 
 def attention_layout(p: AttentionProblem, table: int = 64) -> AttentionLayout:

@@ -10,17 +10,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gates.engine import RELEASE, SHARED, SLACK, VERSION, Case, IsWanted, Rules, attention_layout, pointer
+from gates.engine import RELEASE, SHARED, SLACK, VERSION, Case, IsWanted, Rules, attention_layout
 from gates.hopper import DEVICE, Assembly, described
 from tilestream.core.chunks import Chunks
 from tilestream.kernels.hopper.attention import attend
-from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import Incoming
 from tilestream_tools.isa import sass
+from tilestream_tools.isa.kernels import attention_operands, pointer
 
 _PACKED = {"varlen": True, "tokens_q": 8192, "tokens_k": 8192}
 _GROUPED = {"heads_q": 32, "heads_kv": 4, "seqlen_q": 16, "causal": True, "return_lse": True}
@@ -98,18 +99,8 @@ def fill(plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> t
     made, p = HopperAttentionArguments(plan, layout, trace), plan.problem
     stored = policy.share_dtype(p, plan.shares)
     maps = [described(m, stored if m is made.out else p.dtype) for m in (made.q, made.k, made.v, made.out)]
-    ints = pointer("int32")
-    given = (
-        pointer("float32", p.return_lse or plan.shares > 1), pointer("float32", p.sinks and plan.shares == 1),
-        *[pointer("float32", p.scaled)] * 3, pointer("int32", p.varlen), pointer("int32", p.tokens_k),
-        pointer("int32", p.lengths), pointer("int32", p.page_size), *[pointer("int32", p.varlen)] * 2,
-        pointer("int64", plan.schedule.kind != "static" or p.keys is not None), pointer("int64", trace),
-    )  # fmt: skip
-    gate = NO_KEY_GATE
-    if p.keys is not None:
-        bounds = pointer("int32", not p.keys.chunks.rows_per_chunk)
-        gate = KeyGate(ints, ints, bounds, pointer("int64"), pointer("int64"), 2, 3, 4, 5)
-    return made.options, made.pack(attend)((*maps, *given, 0, 0, *made.scales(0.125)), gate)
+    given = attention_operands(made, maps, word=0, log=pointer("int64", trace))
+    return made.options, made.pack(attend)(*given)
 
 
 # What must be true of it ----------------------------------------------------------------------------------------------

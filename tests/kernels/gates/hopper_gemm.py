@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gates.engine import RELEASE, Case, IsWanted, Rules, fill_gemm, pointer, shared_memory
+from gates.engine import RELEASE, Case, IsWanted, Rules, fill_gemm, shared_memory
 from gates.hopper import DEVICE, Assembly, described
 from tilestream.core.chunks import Chunks
 from tilestream.core.copy_items import WORDS_A_THREAD
@@ -28,7 +28,7 @@ from tilestream.plan.policy import hopper
 from tilestream.plan.policy.hopper import TILES, Tile
 from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem
 from tilestream_tools.isa import sass
-from tilestream_tools.isa.kernels import copy_arguments
+from tilestream_tools.isa.kernels import copy_arguments, pointer
 from tilestream_tools.verify.protocol import Ring
 
 _SIZE, _BATCH = 4096, 2
@@ -232,13 +232,9 @@ def source(case: Case, trace: bool = False) -> tuple[Any, tuple[Any, ...], dict[
 
 
 def fill(
-    plan: Plan,
-    layout: Layout,
-    out_address: int = 0,
-    probe: bool = False,
-    trace: bool = False,
+    plan: Plan, layout: Layout, out_address: int = 0, probe: bool = False, trace: bool = False,
     local_rows: int | None = None,
-) -> tuple[dict[str, Any], tuple[Any, ...]]:
+) -> tuple[dict[str, Any], tuple[Any, ...]]:  # fmt: skip
     """What `tilestream.launch.hopper.launch.GemmLaunch` has compiled: options, and arguments of no address.
 
     ``out_address``: modulo 16. ``local_rows``: rows that the rank holds itself.
@@ -250,12 +246,13 @@ def fill(
         (arguments.x, x), (arguments.local, x), *((part, y) for part in arguments.y),
         (arguments.out, problem.out_dtype),
     )  # fmt: skip
-    matrices = (*(described(*part) for part in parts), pointer(problem.out_dtype, address=out_address))
+    maps = [described(*part) for part in parts]
     words = pointer("int32", problem.publishes is not None, 4)
+    log = pointer("int64" if trace else "int32", trace or probe)
     return arguments.options, fill_gemm(
-        arguments, plan, layout, matrices, log=pointer("int64" if trace else "int32", trace or probe),
-        capacity=1024 if probe else 0, publish=NO_PUBLISH if words is None else PublishArguments(words, words, 1),
-        copies=copy_arguments(plan), local=NO_LOCAL if local_rows is None else (3, 5, 8),
+        arguments, plan, layout, maps, out_address=out_address, log=log, capacity=1024 if probe else 0,
+        publish=NO_PUBLISH if words is None else PublishArguments(words, words, 1), copies=copy_arguments(plan),
+        local=NO_LOCAL if local_rows is None else (3, 5, 8),
     )  # fmt: skip
 
 

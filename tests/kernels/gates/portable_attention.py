@@ -12,19 +12,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gates.engine import DEVICES, Case, IsWanted, Rules, attention_layout, pointer
+from gates.engine import DEVICES, Case, IsWanted, Rules, attention_layout
 from gates.portable_gemm import common_rules
 from tilestream.core.chunks import Chunks
 from tilestream.kernels.device.varlen import list_sequences
 from tilestream.kernels.portable.attention import attention
 from tilestream.kernels.portable.attention_merge import merge_pair, merge_shares
-from tilestream.launch.attention_arguments import NO_KEY_GATE, AttentionLayout, KeyGate
+from tilestream.launch.attention_arguments import AttentionLayout
 from tilestream.launch.portable.attention_arguments import AttentionArguments, padded, pair_arguments
 from tilestream.launch.portable.attention_launch import MERGE_WARPS, TOGETHER
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy.portable_attention import candidates
 from tilestream.plan.problem import Incoming
+from tilestream_tools.isa.kernels import attention_operands, pointer
 
 #: What a problem has beside its extents.
 HOWS: dict[str, dict[str, Any]] = {
@@ -102,33 +103,18 @@ def attention_source(
     plan: AttentionPlan, layout: AttentionLayout, trace: bool = False
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """What its launch has compiled."""
-    arguments, p = AttentionArguments(plan, layout, trace), plan.problem
-    at = 0 if p.aligned else 2
-    gate = NO_KEY_GATE
-    if p.keys is not None:
-        bounds = pointer("int32", not p.keys.chunks.rows_per_chunk, 4)
-        words = pointer("int32", address=4)
-        gate = KeyGate(words, words, bounds, pointer("int64"), pointer("int64"))
-    given = (
-        *[pointer(p.dtype, address=at)] * 3, pointer(p.out_dtype), pointer("float32", p.return_lse, 4),
-        pointer("float32", p.sinks, 4), *[pointer("float32", p.scaled, 4)] * 3, *_lengths(p),
-        *[pointer("int32", p.varlen, 4)] * 2,
-        pointer("int64", plan.schedule.kind != "static" or p.keys is not None), pointer("int64", trace),
-    )  # fmt: skip
-    filled = arguments.pack(attention)((*given, 0, 0, *arguments.scales(0.125)), gate)
-    return attention, filled, arguments.options
-
-
-def _lengths(p: AttentionProblem) -> tuple[Any, ...]:
-    """``cu_seqlens_q``, ``cu_seqlens_k``, ``seqlens_k``, ``block_table``."""
-    return tuple(pointer("int32", given, 4) for given in (p.varlen, p.tokens_k, p.lengths, p.page_size))
+    arguments = AttentionArguments(plan, layout, trace)
+    address = 0 if plan.problem.aligned else 2
+    given = attention_operands(arguments, address=address, log=pointer("int64", trace))
+    return attention, arguments.pack(attention)(*given), arguments.options
 
 
 def list_source(plan: AttentionPlan) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The launch before a packed call."""
     p = plan.problem
     numbers = (p.batch + 1, p.tokens_q, p.tokens_k, p.seqlen_k, p.heads_q, plan.positions)
-    return list_sequences, (*_lengths(p)[:3], pointer("int32"), pointer("int32"), *numbers), {}
+    lengths = (pointer("int32", given, 4) for given in (p.varlen, p.tokens_k, p.lengths))
+    return list_sequences, (*lengths, pointer("int32"), pointer("int32"), *numbers), {}
 
 
 def merge_source(columns: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

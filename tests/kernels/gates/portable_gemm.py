@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gates.engine import DEVICES, RELEASE, SHARED, Case, IsWanted, Rules, fill_gemm, pointer
+from gates.engine import DEVICES, RELEASE, SHARED, Case, IsWanted, Rules, fill_gemm
 from polling import polling_faults
 from tilestream.core.chunks import Chunks
 from tilestream.core.gate import arrival_order
@@ -31,7 +31,7 @@ from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy.portable import tiles
 from tilestream.plan.problem import FP8, Incoming, Problem, gate_of, result_name
 from tilestream_tools.isa import amdgcn, sass
-from tilestream_tools.isa.kernels import copy_arguments
+from tilestream_tools.isa.kernels import copy_arguments, pointer
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
 #: Kinds of schedules.

@@ -9,17 +9,7 @@ from tilestream.kernels.cdna.gemm import gemm
 from tilestream.kernels.config import CdnaConfig, Stage
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.plan.plan import Plan
-from tilestream.plan.policy.cdna_tiles import (
-    CELL_BYTES,
-    LANES,
-    READS_TRANSPOSED,
-    Tile,
-    instruction,
-    is_far,
-    lane_bytes,
-    spread,
-    stage_swizzle,
-)
+from tilestream.plan.policy import cdna_tiles
 from tilestream.plan.problem import ITEMSIZE
 
 _INT31 = 2**31
@@ -53,9 +43,9 @@ def operand(rows: int, block_k: int, row_stride: int, k_stride: int, size: int, 
         raise ValueError(f"an operand of strides {row_stride}, {k_stride}: neither is 1, and it is read in vectors")
     k_major = k_stride == 1
     stride = row_stride if k_major else k_stride
-    turned = not k_major and not READS_TRANSPOSED[arch]
-    made = stage_swizzle(rows, block_k, size, arch, k_major or turned)
-    far = is_far(rows, block_k, stride, size, k_major)
+    turned = not k_major and not cdna_tiles.READS_TRANSPOSED[arch]
+    made = cdna_tiles.stage_swizzle(rows, block_k, size, arch, k_major or turned)
+    far = cdna_tiles.is_far(rows, block_k, stride, size, k_major)
     return Operand(stride, k_major, turned, far, (made.vector, made.every, made.period))
 
 
@@ -76,11 +66,11 @@ def vector_columns(strides: tuple[int, ...] | None, columns: int, aligned: bool)
 
 def piece_of(block_m: int, block_n: int, warps: int, shape: tuple[int, int, int]) -> tuple[int, int]:
     """Rows and columns that are finished at a time: what few registers hold, cut first along the columns."""
-    down, across = spread(block_m, block_n, warps)
+    down, across = cdna_tiles.spread(block_m, block_n, warps)
     rows, columns = block_m, block_n
-    while rows * columns > _PIECE_REGISTERS * LANES * warps and columns > across * shape[1]:
+    while rows * columns > _PIECE_REGISTERS * cdna_tiles.LANES * warps and columns > across * shape[1]:
         columns //= 2
-    while rows * columns > _PIECE_REGISTERS * LANES * warps and rows > down * shape[0]:
+    while rows * columns > _PIECE_REGISTERS * cdna_tiles.LANES * warps and rows > down * shape[0]:
         rows //= 2
     return rows, columns
 
@@ -119,12 +109,12 @@ class Arguments(GemmArguments):
         self.options = {"num_warps": plan.warps, "waves_per_eu": 2}
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> cdna_tiles.Tile:
         """The plan's row of `tilestream.plan.policy.cdna_tiles.TILES`, or what would be one."""
         block_m, block_n, block_k = self.plan.block
         copies = "direct" if self.direct else "staged"
         stages = self.plan.stages
-        return Tile(block_m, block_n, block_k * self.size // 64, self.plan.warps, stages, copies, 1.0)
+        return cdna_tiles.Tile(block_m, block_n, block_k * self.size // 64, self.plan.warps, stages, copies, 1.0)
 
     def _numbers(self) -> dict[str, Any]:
         batches = {"stride_xb": self.layout.a[0], "stride_yb": self.layout.b[0]}
@@ -134,9 +124,9 @@ class Arguments(GemmArguments):
         plan, layout, x, y = self.plan, self.layout, self.x, self.y
         problem = plan.problem
         block_m, block_n, block_k = plan.block
-        vector = CELL_BYTES // self.size
-        lane = lane_bytes(self.tile, self.arch) // self.size if self.direct else vector
-        piece = piece_of(block_m, block_n, plan.warps, instruction(self.arch, self.size))
+        vector = cdna_tiles.CELL_BYTES // self.size
+        lane = cdna_tiles.lane_bytes(self.tile, self.arch) // self.size if self.direct else vector
+        piece = piece_of(block_m, block_n, plan.warps, cdna_tiles.instruction(self.arch, self.size))
         return CdnaConfig.of(
             plan,
             layout,
@@ -149,8 +139,8 @@ class Arguments(GemmArguments):
             Y=Stage(block_n, block_k, y.k_major, y.turned, y.swizzle, vector, lane, plan.warps, y.far),
             OFFSETS_64BIT=self._far_out(),
             VERSION=VERSION[self.arch],
-            SHAPE=instruction(self.arch, self.size),
-            ACROSS=spread(block_m, block_n, plan.warps),
+            SHAPE=cdna_tiles.instruction(self.arch, self.size),
+            ACROSS=cdna_tiles.spread(block_m, block_n, plan.warps),
             WIDTH=vector,
             FORMATS=formats(problem.dtypes, self.arch),
             XCDS=plan.device.xcds,

@@ -6,22 +6,7 @@ from tilestream.kernels.attention_config import HopperAttentionConfig
 from tilestream.launch.attention_arguments import AttentionArguments, AttentionLayout, share_layout
 from tilestream.launch.hopper.arguments import Map
 from tilestream.plan.attention_plan import AttentionPlan
-from tilestream.plan.policy.hopper_attention import (
-    BEYOND,
-    LINE,
-    REGISTERS_8BIT,
-    ROWS,
-    WIDTH_OF_VALUES,
-    columns_of,
-    is_8bit,
-    leaves_out,
-    out_buffers,
-    parts_of,
-    queries_of,
-    registers,
-    share_dtype,
-    width,
-)
+from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import ITEMSIZE
 
 #: Whether launches may begin before the kernel ahead has ended. Not with a gate: see `tilestream.kernels.hopper.gemm`.
@@ -46,19 +31,19 @@ class HopperAttentionArguments(AttentionArguments):
         p = plan.problem
         # What a share gives is float32, and lies elsewhere.
         super().__init__(plan, share_layout(p, layout) if plan.shares > 1 else layout, trace)
-        self._consumers = plan.block[0] // ROWS
+        self._consumers = plan.block[0] // policy.ROWS
         self._chained = _CHAINED and p.keys is None
         self._ragged_q = p.varlen
         self._ragged_k = bool(p.tokens_k or p.page_size or p.lengths)
-        wide = width(p)
+        wide = policy.width(p)
         high = min(plan.block[1], p.page_size or plan.block[1])
-        tile = ROWS // plan.pack, plan.pack
+        tile = policy.ROWS // plan.pack, plan.pack
         keys = p.batch, p.seqlen_k, p.heads_kv
         self.q = _map(layout.q, (p.batch, p.seqlen_q, p.heads_q), p.head_dim, (*tile, wide), self._ragged_q)
         self.k = _map(layout.k, keys, p.head_dim, (high, 1, wide), self._ragged_k)
-        self.v = _map(layout.v, keys, p.head_dim_v, (high, 1, WIDTH_OF_VALUES), self._ragged_k)
+        self.v = _map(layout.v, keys, p.head_dim_v, (high, 1, policy.WIDTH_OF_VALUES), self._ragged_k)
         out = plan.shares * p.batch, p.seqlen_q, p.heads_q
-        strip = LINE // ITEMSIZE[share_dtype(p, plan.shares)]
+        strip = policy.LINE // ITEMSIZE[policy.share_dtype(p, plan.shares)]
         self.out = _map(self.layout.out, out, p.head_dim_v, (*tile, strip), self._ragged_q)
         self.options = {"num_warps": plan.warps, "launch_pdl": self._chained}
 
@@ -77,23 +62,25 @@ class HopperAttentionArguments(AttentionArguments):
     def config(self) -> HopperAttentionConfig:
         """What is compiled in."""
         plan, p, s = self.plan, self.plan.problem, self.layout
-        math_registers, load_registers = registers(self._consumers, columns_of(p), plan.block[1], p.keys is not None)
+        math_registers, load_registers = policy.registers(
+            self._consumers, policy.columns_of(p), plan.block[1], p.keys is not None
+        )
         convert_registers = 0
-        if is_8bit(p):
-            math_registers, convert_registers, load_registers = REGISTERS_8BIT
+        if policy.is_8bit(p):
+            math_registers, convert_registers, load_registers = policy.REGISTERS_8BIT
         return HopperAttentionConfig.of(
             plan,
             s,
             TRACE=self._trace,
             CONSUMERS=self._consumers,
-            PARTS=parts_of(p),
-            COLUMNS=columns_of(p),
+            PARTS=policy.parts_of(p),
+            COLUMNS=policy.columns_of(p),
             STAGES=plan.stages,
-            QUERIES=queries_of(p, self._consumers, plan.block[1], plan.stages, plan.device.shared, plan.shares),
-            BUFFERS=out_buffers(p, plan.shares),
+            QUERIES=policy.queries_of(p, self._consumers, plan.block[1], plan.stages, plan.device.shared, plan.shares),
+            BUFFERS=policy.out_buffers(p, plan.shares),
             RAGGED_Q=self._ragged_q,
             RAGGED_K=self._ragged_k,
-            OWN=leaves_out(p, self._consumers, plan.block[1], plan.pack),
+            OWN=policy.leaves_out(p, self._consumers, plan.block[1], plan.pack),
             ORDERED=plan.variant == "ordered",
             CHAINED=self._chained,
             SCALED=p.scaled,
@@ -110,5 +97,5 @@ def _map(
     """The map of ``[sequence, row, head, column]``, or of what begins and ends at any row."""
     batch, row, head = strides
     if ragged:
-        return Map((_WRAP, _WRAP, BEYOND, extents[2], columns), (_AROUND - row, row, row, head, 1), (1, 1, *box))
+        return Map((_WRAP, _WRAP, policy.BEYOND, extents[2], columns), (_AROUND - row, row, row, head, 1), (1, 1, *box))
     return Map((*extents, columns), (batch, row, head, 1), (1, *box))
