@@ -78,6 +78,8 @@ plan.explain: plan/test_plan.py plan/test_refusals.py
 plan.hooks: plan/test_tuned.py plan/test_plan.py
 plan.raster: plan/test_plan.py plan/test_publishes.py
 runtime.driver.base: runtime/test_launcher.py runtime/test_hip.py
+runtime.extension: native/test_native_sequence.py native/test_native_calls.py
+runtime.sequence: native/test_native_sequence.py
 runtime.shutdown: test_exit.py
 """
 ALWAYS = {f"tilestream.{name}": tuple(files.split()) for name, files in (
