@@ -21,7 +21,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo native wheel test test-all lint format docs links clean
+.PHONY: help demo native wheel test test-all mutants lint format docs links clean
 .NOTPARALLEL:
 
 help: ## Show this list.
@@ -48,6 +48,9 @@ test: $(VENV)/.stamp-dev ## Run the quick tests: no GPU needed, minutes at most.
 
 test-all: $(VENV)/.stamp-dev ## Run every test that needs no GPU, the exhaustive ones too.
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(JOBS) --timeout 1800 $(ARGS)
+
+mutants: $(VENV)/.stamp-dev ## Judge mutants by the closest tests, from where the last run ended: make mutants ARGS="--seconds 3600".
+	cd tests && ../$(BIN)/python -m mutants.drawn --processes $(JOBS) $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## Check style, formatting, and types for every supported Python.
 	@failed=0; run() { echo "$$*"; "$$@" || failed=1; }; \

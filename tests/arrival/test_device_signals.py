@@ -6,6 +6,7 @@ What a real one does is in ``tests/gpu/test_gpu_arrival.py``.
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from fake_cuda import DEVICE, FakeCuda, Stream, fake_cuda
 from tilestream.arrival import device_words
 from tilestream.arrival.device import DeviceSignals, PeerSignals
+from tilestream.arrival.flat import Awaited
 from tilestream.core.error_record import EXPIRED, FAILED, Record
 from tilestream.core.errors import ProducerStopped
 from tilestream.runtime import driver
@@ -54,6 +56,37 @@ class TestEpochs:
         assert copied
         assert there(launch) == [1]
         assert signals.state() == [signals.arrived(chunk) for chunk in range(3)] == [False, True, False]
+
+    def test_a_gradient_is_void_where_a_chunk_has_not_come(self, cuda):
+        signals, other = make(), cuda.stream()
+        awaited = Awaited(signals, None, epochs=(1, 0))
+
+        def gradient() -> list[float]:
+            return awaited.void_if_late(torch.ones(2, dtype=torch.bfloat16)).tolist()
+
+        for chunk in range(3):
+            assert all(math.isnan(x) for x in gradient())
+            signals.set(chunk)
+            cuda.run()
+        assert gradient() == [1.0, 1.0]
+        signals.advance()
+        assert gradient() == [1.0, 1.0], "of its own epoch"
+        with cuda.on(other):
+            assert awaited._replace(epochs=(2, 0)).void_if_late(torch.ones(1)).isnan().all()
+        both = Awaited(signals, make(), epochs=(1, 1))
+        assert both.void_if_late(torch.ones(1)).isnan().all()
+
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_a_gradient_is_void_under_quarantine(self, cuda, captured):
+        """The words of a captured launch, and a caller's own, are zeroed by the launch that has seen them all."""
+        signals = make() if captured else make(words=own())
+        awaited = Awaited(signals, None, epochs=(0, 0) if captured else (1, 0))
+        assert awaited.void_if_late(torch.ones(1)).tolist() == [1.0]
+        signals._quarantine.fill_(1)
+        assert awaited.void_if_late(torch.ones(1)).isnan().all()
+        signals.reset()
+        cuda.run()
+        assert awaited.void_if_late(torch.ones(1)).tolist() == [1.0]
 
     @pytest.mark.parametrize("captured_first", [False, True])
     def test_the_words_are_zeroed_before_any_stream_touches_them(self, cuda, captured_first):
@@ -142,6 +175,27 @@ class TestTwoStreams:
         for stream in (new, old, new):
             stream.run()
         assert there(launch) == [0, 1]
+
+    @given(order=st.lists(st.sampled_from("ab"), max_size=6), copied=st.booleans())
+    @settings(max_examples=60)
+    def test_a_later_epochs_signal_comes_after_an_earlier_ones(self, order, copied):
+        """Else the word would be taken back, and the launch of the later epoch would wait for ever."""
+        with fake_cuda() as cuda:
+            streams = {name: cuda.stream() for name in "ab"}
+            signals = make()
+            for name in "ab":
+                with cuda.on(streams[name]):
+                    if copied:
+                        cuda.current.give(lambda: None)
+                    signals.set(0)
+                if name == "a":
+                    signals.advance()
+            for name in order:
+                before = signals._eager[0].item()
+                streams[name].run(1)
+                assert signals._eager[0] >= before
+            cuda.run()
+            assert signals._eager[0] == 2
 
     def test_no_wait_is_issued_that_is_not_needed(self, cuda):
         signals, streams = make(1), [cuda.stream() for _ in range(3)]

@@ -150,6 +150,31 @@ class TestSafetensors:
         with pytest.raises(FileNotFoundError, match=r"nowhere\.npy"):
             find_matrix(tmp_path / "nowhere.npy")
 
+    @pytest.mark.timeout(30)
+    def test_what_is_no_regular_file_is_refused_at_once(self, tmp_path):
+        with pytest.raises(IsADirectoryError):
+            find_matrix(tmp_path)
+        message = "no regular file; save it as one, or stream an iterable of its blocks: stream_in(blocks, shape=..., dtype=...)"
+        others = [Path("/dev/zero")] if Path("/dev/zero").exists() else []
+        if hasattr(os, "mkfifo"):
+            os.mkfifo(tmp_path / "fifo")  # it has no writer: opened in the plain way, it would be waited for
+            (tmp_path / "link").symlink_to(tmp_path / "fifo")
+            others += [tmp_path / "fifo", tmp_path / "link"]
+        for path in others:
+            with refused(ValueError, path, message):
+                find_matrix(path)
+
+    @pytest.mark.parametrize("shape", [[2**63, 0], [0, 2**64], [2**40, 2**40, 0], [2**61, 0]])
+    def test_a_shape_that_no_tensor_has_is_refused(self, tmp_path, shape):
+        path = raw_safetensors(tmp_path / "x", {"a": GOOD | {"shape": shape, "data_offsets": [0, 0]}})
+        message = f"tensor 'a' has shape {shape}; the strides of a tensor of that shape are 2^63 and more"
+        with refused(ValueError, path, message):
+            find_matrix(path)
+
+    def test_the_largest_empty_shape_is_taken(self, tmp_path):
+        path = raw_safetensors(tmp_path / "x", {"a": GOOD | {"shape": [2**60, 0], "data_offsets": [0, 0]}})
+        assert torch.empty(find_matrix(path).shape, dtype=torch.float32).shape == (2**60, 0)
+
 
 class TestNpy:
     UNREADABLE = "not a .npy file that can be read ("

@@ -532,15 +532,25 @@ class TestRefused:
             os.close(descriptor)
         assert left == []
 
-    def test_a_misaligned_tensor_in_a_file(self, tmp_path):
-        header = json.dumps({"x": {"dtype": "F32", "shape": [2, 2], "data_offsets": [1, 17]}}).encode()
-        header += b" " * (-len(header) % 8)
-        path = tmp_path / "x.safetensors"
-        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(17))
-        with pytest.raises(
-            ValueError, match=r"no multiple of its 4-byte elements; write it anew with the safetensors library"
-        ):
-            ts.stream_in(path)
+
+@pytest.mark.parametrize("direct", [None, True, False])
+@pytest.mark.parametrize("first", [1, 2, 3, 4095])
+def test_a_tensor_that_begins_at_any_byte_of_a_file(tmp_path, first, direct):
+    """The safetensors format allows it: the bytes are read to where elements are aligned."""
+    x = torch.randn(3000, 7)
+    header = json.dumps(
+        {"x": {"dtype": "F32", "shape": [3000, 7], "data_offsets": [first, first + 4 * 21000]}}
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    path = tmp_path / "x.safetensors"
+    data = bytes(range(256)) * 16
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data[:first] + x.numpy().tobytes() + data)
+    with ts.stream_in(path, rows_per_chunk=110, pivot=3, direct=direct) as stream:
+        assert torch.equal(stream.wait(20), x)
+        assert stream.tensor.data_ptr() % 4 == 0
+        assert re.search(r"through the page cache \(byte \d+ is no multiple of its elements' size\)", stream.explain())
+        stream.restart()
+        assert torch.equal(stream.wait(20), x)
 
 
 @pytest.mark.parametrize(

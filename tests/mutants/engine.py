@@ -116,7 +116,7 @@ class _Match(NamedTuple):
     names: dict[str, ast.AST]
 
 
-class _Text:
+class Text:
     """Text, its tree, and where a node begins and ends in it."""
 
     def __init__(self, text: str) -> None:
@@ -141,7 +141,7 @@ class _Text:
 
 
 def _edited(text: str, edit: Edit) -> str:
-    of = _Text(text)
+    of = Text(text)
     scopes = [_definition(of.tree, name) for name in edit.functions] or [of.tree]
     if edit.how == "body":
         return of.spliced([_placed(of, "replace", _statements(scope), edit.put, True) for scope in scopes])
@@ -162,7 +162,7 @@ def _statements(function: Any) -> list[ast.stmt]:
     return list(function.body[1:] if has_docstring else function.body)
 
 
-def _placed(of: _Text, how: str, nodes: Sequence[Any], new: str, statements: bool) -> tuple[int, int, str]:
+def _placed(of: Text, how: str, nodes: Sequence[Any], new: str, statements: bool) -> tuple[int, int, str]:
     begin, end = of.span(nodes)
     if not statements:
         return begin, end, new

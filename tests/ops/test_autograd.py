@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tilestream as ts
 from error_rule import ACTIVATIONS, check_gradient, nans, rand
 from streaming import Feeder
+from tilestream.arrival.flat import Awaited
 from tilestream.launch.cache import launch_cache
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -244,6 +245,37 @@ def test_arrival_then_backward(schedule, activation):
         ACTIVATIONS[activation](source.to(wide) @ w.t() + c).backward(rand(50, 37, seed=9).to(wide))
     check_gradient(weight.grad, exact[0].grad, theirs[0].grad)
     check_gradient(bias.grad, exact[1].grad, theirs[1].grad)
+
+
+class Late:
+    """What a launch on a GPU waited for, of which a chunk never came."""
+
+    def void_if_late(self, grad):
+        return grad * float("nan")
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_no_gradient_of_rows_that_never_came_is_a_number(activation, monkeypatch):
+    monkeypatch.setattr(Awaited, "for_gradient", lambda rows, columns, op, out: (rows and columns) and Late())
+    x, weight, bias = (rand(*shape).requires_grad_() for shape in ((8, 6), (5, 6), (5,)))
+    rows, columns = ts.Arrival.uniform(8, 1), ts.Arrival.uniform(5, 1)
+    rows.signal(0)
+    columns.signal(0)
+    y = ts.linear(x, weight, bias, activation=activation, arrival=rows, weight_arrival=columns)
+    y.sum().backward()
+    assert all(one.grad.isnan().all() for one in (x, weight, bias))
+    monkeypatch.undo()
+    (again,) = torch.autograd.grad(ts.linear(x, weight, bias, arrival=rows).sum(), x)
+    torch.testing.assert_close(again, weight.detach().sum(0).expand(8, 6))
+
+
+def test_no_gradient_of_keys_that_never_came_is_a_number(monkeypatch):
+    monkeypatch.setattr(Awaited, "for_gradient", lambda rows, columns, op, out: rows and Late())
+    q, k, v = (rand(1, 4, 2, 8).requires_grad_() for _ in range(3))
+    arrival = ts.Arrival.uniform(4, 1)
+    arrival.signal(0)
+    ts.attention(q, k, v, arrival=arrival).sum().backward()
+    assert all(one.grad.isnan().all() for one in (q, k, v))
 
 
 def test_backward_after_the_next_round_began_is_noticed():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -25,8 +28,13 @@ class Ring:
         self.channel = Channel(CPU)
         self.reports = 0
 
-    def report(self, why: int = EXPIRED, *, key: int = NOBODY, epoch: int = 1, **fields: int) -> None:
-        """As `tilestream.kernels.device.gate.end_launch` does it; its chunk is the report's number."""
+    def report(
+        self, why: int = EXPIRED, *, key: int = NOBODY, epoch: int = 1, meanwhile=lambda: None, **fields: int
+    ) -> None:
+        """As `tilestream.kernels.device.gate.end_launch` does it; its chunk is the report's number.
+
+        ``meanwhile``: happens before the record's number is written, which is last.
+        """
         number = self.reports
         self.reports += 1
         filled = {"chunk": number, "tile": 3, "batch": -1, "pm": 1, "pn": 2, "waited": 5 * 10**6, "allowed": 10**9}
@@ -35,6 +43,7 @@ class Ring:
         )
         words, at = self.channel.records, number % RECORDS * FIELDS
         words[at + 1 : at + 1 + len(record)] = torch.tensor(record)
+        meanwhile()
         words[at] = number + 1
 
     def take(self) -> int | None:
@@ -114,6 +123,58 @@ class TestRing:
 
         ring.channel._words = Late()
         assert ring.taken() == list(range(more, more + RECORDS))
+
+    def test_a_record_of_which_all_but_the_number_is_overwritten(self, ring, monkeypatch):
+        for _ in range(RECORDS):
+            ring.report()
+        went_on, found = threading.Event(), []
+        monkeypatch.setattr(module.time, "sleep", lambda _: went_on.set() or writer.join())
+
+        def meanwhile():
+            began.set()
+            assert went_on.wait(20), "the record is taken as it is"
+
+        began, writer = threading.Event(), threading.Thread(target=lambda: ring.report(meanwhile=meanwhile))
+        writer.start()
+        assert began.wait(20)
+        try:
+            found = ring.taken()
+        finally:
+            went_on.set()
+            writer.join()
+        assert found == list(range(1, RECORDS + 1))
+
+    @pytest.mark.parametrize("more", [1, 5, 2 * RECORDS + 3])
+    def test_how_many_were_lost_is_said_once(self, ring, more):
+        ring.report()
+        with pytest.raises(ArrivalTimeout):
+            ts.check()
+        for _ in range(RECORDS + more):
+            ring.report()
+        with (
+            pytest.warns(RuntimeWarning, match=rf"^tilestream: lost reports .*: {more}\."),
+            pytest.raises(ArrivalTimeout) as caught,
+        ):
+            ts.check()
+        assert caught.value.chunk == more + 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for chunk in range(more + 2, more + 1 + RECORDS):
+                with pytest.raises(ArrivalTimeout) as caught:
+                    ts.check()
+                assert caught.value.chunk == chunk
+            ts.check()
+
+    def test_a_warning_that_is_an_error_costs_no_report(self, ring):
+        for _ in range(RECORDS + 2):
+            ring.report()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning):
+                ts.check()
+            with pytest.raises(ArrivalTimeout) as caught:
+                ts.check()
+        assert caught.value.chunk == 2
 
     def test_a_number_that_was_claimed_and_not_written_yet(self, ring):
         ring.report()
@@ -228,6 +289,7 @@ class TestOneFailure:
         ts.check()
         assert told == [3, 3]
 
+    @pytest.mark.filterwarnings("ignore:tilestream. lost reports")
     def test_is_not_lost_behind_others(self, ring):
         ring.channel.post(self.HOSTS, key=3)
         for _ in range(RECORDS + 1):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import threading
-import time
 import weakref
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 
 import tilestream as ts
 from error_rule import Maths, check, rand
+from forked import forks, in_a_child
 from streaming import run_together
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.runtime import device_workspace as device_workspaces
@@ -260,31 +259,6 @@ def test_invariant_8_a_call_allocates_its_output_and_nothing_else(how):
 # Fork -----------------------------------------------------------------------------------------------------------------
 
 
-def in_a_child(task, seconds: float = 10.0) -> int:
-    """``task`` in a forked child; its exit status: 0 if it returned, 1 if it raised, -1 if it hung and was killed.
-
-    The child keeps to one intra-op thread: libgomp's own threads do not survive a fork, torch's matmul hangs there.
-    """
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            torch.set_num_threads(1)
-            task()
-            status = 0
-        finally:
-            os._exit(status)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -1
-
-
 def product() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Operands, and their product made and checked in the parent: a child compares with it and multiplies nothing."""
     a, b = rand(40, 24), rand(24, 40)
@@ -294,7 +268,7 @@ def product() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@forks
 @pytest.mark.usefixtures("small_tiles")
 class TestFork:
     @pytest.mark.usefixtures("pool")

@@ -295,6 +295,17 @@ class DeviceWords(Signals):
         """As of `Signals`, with one look at all."""
         return [self._there(word) for word in self._read()]
 
+    def void_if_late(self, epoch: int) -> torch.Tensor:
+        """A scalar on the GPU: 0, or NaN where a chunk that a launch of ``epoch`` missed has not come since.
+
+        It is computed on the current stream, behind that launch. ``epoch`` is 0 for a captured one.
+        """
+        with torch.cuda.device(self._device):
+            self._settle(torch.cuda.current_stream())
+            own_epochs = epoch != 0 and self._theirs is None
+            is_late = (self._eager < epoch).any() if own_epochs else self._quarantine[0] != 0
+            return torch.where(is_late, float("nan"), 0.0)
+
     def _there(self, word: int, epoch: int | None = None) -> bool:
         return word != 0 if self.self_reset else word >= (self.epoch if epoch is None else epoch)
 

@@ -15,13 +15,16 @@ import json
 import math
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 PAGE = 4096
+#: Opening a FIFO would wait for its writer.
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 
 #: safetensors' names of the dtypes that a matmul takes, with torch's name and bytes.
 _SAFETENSORS = {
@@ -61,20 +64,27 @@ def find_matrix(path: str | os.PathLike[str], tensor: str | None = None) -> Stor
     FileNotFoundError
         If there is no such file.
     ValueError
-        If the file is neither, is damaged, has no such tensor or more than one to choose from, or it is no matrix.
+        If the file is no regular one, is neither of these, is damaged, has no such tensor or more than one to choose
+        from, or the tensor is no matrix or of a shape that torch does not have.
     TypeError
         If the tensor's dtype is none that a matmul takes.
     """
     path = Path(path)
-    with path.open("rb") as file:
-        magic = file.read(8)
-    size = path.stat().st_size
-    if magic[:6] == b"\x93NUMPY":
-        found = _npy(path, tensor)
-    elif len(magic) == 8 and int.from_bytes(magic, "little") <= min(size - 8, _MAX_HEADER):
-        found = _safetensors(path, tensor)
-    else:
-        raise ValueError(f"{path}: neither a safetensors nor a .npy file (it begins with {magic!r})")
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READ)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(
+                f"{path}: no regular file; save it as one, or stream an iterable of its blocks: stream_in(blocks, "
+                "shape=..., dtype=...)"
+            )
+        magic, size = file.read(8), status.st_size
+        file.seek(0)
+        if magic[:6] == b"\x93NUMPY":
+            found = _npy(path, file, tensor)
+        elif len(magic) == 8 and int.from_bytes(magic, "little") <= min(size - 8, _MAX_HEADER):
+            found = _safetensors(path, file, tensor)
+        else:
+            raise ValueError(f"{path}: neither a safetensors nor a .npy file (it begins with {magic!r})")
     if len(found.shape) < 2:
         raise ValueError(
             f"{path}: tensor {found.name!r} has shape {list(found.shape)}; a matrix has at least 2 dimensions"
@@ -84,17 +94,20 @@ def find_matrix(path: str | os.PathLike[str], tensor: str | None = None) -> Stor
             f"{path}: tensor {found.name!r} should end at byte {found.offset + found.nbytes}, the file has {size}: "
             "it is cut off"
         )
+    if found.itemsize * math.prod(max(extent, 1) for extent in found.shape) >= 2**63:
+        raise ValueError(
+            f"{path}: tensor {found.name!r} has shape {list(found.shape)}; the strides of a tensor of that shape are "
+            "2^63 and more"
+        )
     return found
 
 
-def _safetensors(path: Path, tensor: str | None) -> StoredMatrix:
+def _safetensors(path: Path, file: BinaryIO, tensor: str | None) -> StoredMatrix:
     # The format (github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON header, the data. The
     # library maps the file and hands out tensors; what streams needs is where the bytes lie.
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length)
+    length = int.from_bytes(file.read(8), "little")
     try:
-        header = json.loads(text)
+        header = json.loads(file.read(length))
         entries = {name: _entry(entry) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: not a safetensors file: its header cannot be read ({error})") from None
@@ -127,7 +140,7 @@ def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     return dtype, shape, begin, end
 
 
-def _npy(path: Path, tensor: str | None) -> StoredMatrix:
+def _npy(path: Path, file: BinaryIO, tensor: str | None) -> StoredMatrix:
     try:
         from numpy.lib import format as npy
     except ImportError as error:
@@ -135,15 +148,14 @@ def _npy(path: Path, tensor: str | None) -> StoredMatrix:
     if tensor is not None:
         raise ValueError(f"{path}: tensor={tensor!r}; a .npy file holds one array without a name")
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    with path.open("rb") as file:
-        try:
-            version = npy.read_magic(file)
-            if version not in readers:
-                raise ValueError(f"version {version}; versions 1.0 and 2.0 are read")
-            shape, fortran, dtype = readers[version](file)
-        except Exception as error:  # numpy lets what its parser met with through
-            raise ValueError(f"{path}: not a .npy file that can be read ({error})") from None
-        offset = file.tell()
+    try:
+        version = npy.read_magic(file)
+        if version not in readers:
+            raise ValueError(f"version {version}; versions 1.0 and 2.0 are read")
+        shape, fortran, dtype = readers[version](file)
+    except Exception as error:  # numpy lets what its parser met with through
+        raise ValueError(f"{path}: not a .npy file that can be read ({error})") from None
+    offset = file.tell()
     if fortran:
         raise ValueError(
             f"{path}: column-major; rows arrive from a row-major array: np.save(numpy.ascontiguousarray(x))"
@@ -163,7 +175,7 @@ def drop_from_page_cache(path: str | os.PathLike[str]) -> bool:
     """Make the next read of the file come from the disk. False where the system has no way to ask for that."""
     if not hasattr(os, "posix_fadvise"):
         return False
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, _READ)
     try:
         os.fsync(fd)  # pages not yet written stay in the cache
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -193,7 +205,8 @@ class RangeReader:
 
     def __init__(self, matrix: StoredMatrix, direct: bool | None = None) -> None:
         self.matrix = matrix
-        self._shift = matrix.offset % PAGE
+        is_aligned = matrix.offset % matrix.itemsize == 0
+        self._shift = matrix.offset % PAGE if is_aligned else 0
         self._base = matrix.offset - self._shift  # file offset of the buffer's first byte
         self._end = self._shift + matrix.nbytes
         self._buffer = mmap.mmap(-1, PAGE * math.ceil(self._end / PAGE) + PAGE)
@@ -204,8 +217,10 @@ class RangeReader:
         self._whole: set[int] = set()  # pages at a range's first or last byte: read whole, with the range claimed first
         self._lock = threading.Lock()
         self._files: list[int] = []  # open descriptors; the last one is read from, others may still be in use
-        self._direct = direct is not False
+        self._direct = direct is not False and is_aligned
         self.how = "through the page cache (asked to)"
+        if not is_aligned:
+            self.how = f"through the page cache (byte {matrix.offset} is no multiple of its elements' size)"
         self._open()
 
     @property
@@ -216,7 +231,7 @@ class RangeReader:
     def _open(self) -> None:
         if self._direct:
             try:
-                self._files.append(os.open(self.matrix.path, os.O_RDONLY | os.O_DIRECT))
+                self._files.append(os.open(self.matrix.path, _READ | os.O_DIRECT))
                 self.how = "O_DIRECT: from the disk into place, past the page cache"
                 return
             except AttributeError:
@@ -225,7 +240,7 @@ class RangeReader:
                 name = errno.errorcode.get(error.errno or 0, str(error.errno))
                 reason = f"O_DIRECT refused by the file system: {name}"
             self._direct, self.how = False, f"through the page cache ({reason})"
-        self._files.append(os.open(self.matrix.path, os.O_RDONLY))
+        self._files.append(os.open(self.matrix.path, _READ))
 
     def again(self) -> None:
         """Forget what was read: the next epoch reads everything anew into the same buffer."""
@@ -274,6 +289,6 @@ class RangeReader:
         with self._lock:
             if self._direct:  # a read beside this one may have found out first
                 # In this order: reads take them the other way round.
-                self._files.append(os.open(self.matrix.path, os.O_RDONLY))
+                self._files.append(os.open(self.matrix.path, _READ))
                 self._direct = False
                 self.how = "through the page cache (the file system took O_DIRECT and then refused the read)"

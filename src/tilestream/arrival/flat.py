@@ -127,6 +127,23 @@ class Awaited(NamedTuple):
         epochs = (0 if rows is None else rows.epoch, 0 if columns is None else columns.epoch)
         return cls(of_rows, of_columns, deadline, op, epochs)
 
+    @classmethod
+    def for_gradient(
+        cls, rows: FlatArrival | None, columns: FlatArrival | None, op: str, out: torch.Tensor
+    ) -> Awaited | None:
+        """What `void_if_late` looks at: of a launch on a GPU. A launch on the CPU has raised where a chunk was late."""
+        if type(out) is not torch.Tensor or not out.is_cuda:
+            return None
+        found = cls.of(rows, columns, DEFAULT_DEADLINE, op, out.device)
+        captured = torch.cuda.is_current_stream_capturing()
+        return found._replace(epochs=(0, 0)) if found is not None and captured else found
+
+    def void_if_late(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient of the launch's output; NaN where rows that it is multiplied by have not come."""
+        for signals, epoch in zip((self.rows, self.columns), self.epochs, strict=True):
+            grad = grad if signals is None else grad + signals.void_if_late(epoch)
+        return grad
+
     @property
     def operands(self) -> tuple[tuple[Signals, int] | None, ...]:
         """By operand: its signals and their epoch; None where it does not arrive."""

@@ -19,6 +19,7 @@ from enum import Enum, auto
 
 from tilestream.core.error_record import sources
 from tilestream.core.errors import ProducerStopped
+from tilestream.core.forks import free_in_child
 
 #: Seconds between two polls of a caller's own signal words: at first, and at most.
 POLL_SECONDS = (0.0002, 0.004)
@@ -60,7 +61,7 @@ class Signals:
         #: Whether a `tilestream.Stream`, and nothing else, signals the chunks.
         self.streamed = False
         self._words: MutableSequence[int] = [0] * count if words is None else words
-        self._bell = threading.Condition()  # its lock may be taken again by the thread that holds it
+        self._bell = free_in_child(threading.Condition())  # its lock may be taken again by the thread that holds it
         self._error: tuple[int, BaseException] | None = None
         self._times: list[float | None] = [None] * count
         #: The epochs whose producer's exception was raised.

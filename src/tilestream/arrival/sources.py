@@ -41,12 +41,6 @@ def file_source(reader: RangeReader) -> Source:
     row_bytes = matrix.shape[-1] * matrix.itemsize
     if not matrix.nbytes:
         tensor = _destination(matrix.shape, dtype)
-    elif matrix.offset % matrix.itemsize:
-        reader.close()
-        raise ValueError(
-            f"{matrix.path}: tensor {matrix.name!r} begins at byte {matrix.offset}, no multiple of its "
-            f"{matrix.itemsize}-byte elements; write it anew with the safetensors library"
-        )
     else:
         with torch.inference_mode(False):
             tensor = torch.frombuffer(reader.data, dtype=dtype).view(matrix.shape)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout, ProducerStopped, TilestreamError, tile_name
+from tilestream.core.forks import free_in_child
 
 #: Words of a record, and how many the ring holds.
 FIELDS, RECORDS = 16, 64
@@ -21,7 +22,7 @@ EXPIRED, FAILED, QUARANTINED = 3, 4, 5
 
 #: The ops whose names a record can hold, by number.
 _OPS: dict[str, int] = {}
-_ops_lock = threading.Lock()
+_ops_lock = free_in_child(threading.Lock())
 
 
 def op_number(op: str) -> int:

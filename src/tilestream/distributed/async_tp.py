@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from tilestream.core.forks import free_in_child
 from tilestream.distributed import async_input
 from tilestream.distributed.api import (
     all_gather_matmul,
@@ -125,7 +126,7 @@ class AsyncTP:
 #: Why a reduce-scatter runs as torch's matmul, then the group's collective.
 _COLUMNS = "columns are scattered: a rank's part is no rows of the product, so it is done one after the other"
 
-_lock = threading.Lock()
+_lock = free_in_child(threading.Lock())
 _open: dict[str, AsyncTP] = {}
 _library: torch.library.Library | None = None
 _pass_before = False

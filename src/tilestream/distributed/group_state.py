@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilestream.core.errors import GroupBroken
+from tilestream.core.forks import free_in_child
 from tilestream.distributed.host_flags import GroupFlags
 from tilestream.distributed.plan import DistributedPlan
 
@@ -149,7 +150,7 @@ class GroupState:
             yield
 
 
-_lock = threading.Lock()
+_lock = free_in_child(threading.Lock())
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
 
 

@@ -37,6 +37,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import cache as triton_cache
 from triton.runtime import driver as triton_driver
 
+from tilestream.core.forks import free_in_child
 from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.runtime import collector
 
@@ -55,17 +56,7 @@ T = TypeVar("T")
 _blocks = itertools.count()
 #: Nanoseconds, an hour: an installer, or the unpacking of an image, writes all files of a package within it.
 _WRITTEN_WITHIN = 3600 * 10**9
-_making_driver, _making_key = threading.RLock(), threading.Lock()
-
-
-def _in_forked_child() -> None:
-    """The thread that held a lock is not in the child."""
-    global _making_driver, _making_key
-    _making_driver, _making_key = threading.RLock(), threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
+_making_driver, _making_key = free_in_child(threading.RLock()), free_in_child(threading.Lock())
 
 
 # The driver -----------------------------------------------------------------------------------------------------------

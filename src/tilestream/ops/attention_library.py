@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
+from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import AttentionOperands
 from tilestream.launch.observe import observation
@@ -258,7 +258,7 @@ attention_backward_op = torch.ops.tilestream.attention_backward.default
 
 
 def _differentiate(op: Any) -> None:
-    """Register the derivative of an op that makes its outputs. Keys that arrive have when a derivative is taken."""
+    """Register the derivative of an op that makes its outputs; NaN where keys that arrive have not come by then."""
 
     class Attention(Derivative):
         @staticmethod
@@ -270,6 +270,10 @@ def _differentiate(op: Any) -> None:
             out, lse = below_autograd(op, *inputs, *ctx.settings, *args[_NUM_COMMON:])
             kept = out, lse, *inputs
             save(ctx, *kept)
+            ctx.awaited = None
+            if op is attention_arriving_op:
+                words, keys, _ = args[_NUM_COMMON : _NUM_COMMON + _NUM_ARRIVING]
+                ctx.awaited = Awaited.for_gradient(FlatArrival.from_ints(keys, words), None, "attention", out)
             if not s.return_lse:
                 lse = lse.new_empty((0,))
                 ctx.mark_non_differentiable(lse)
@@ -279,6 +283,7 @@ def _differentiate(op: Any) -> None:
         def backward(ctx: Any, grad: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
             out, *_ = kept = ctx.saved_tensors
             grad = torch.zeros_like(out) if grad is None else grad
+            grad = grad if ctx.awaited is None else ctx.awaited.void_if_late(grad)
             found = attention_backward_op(grad, grad_lse if ctx.shows_lse else None, *kept, *ctx.settings)
             needs = ctx.needs_input_grad
             needed = [x if need else None for x, need in zip(found, needs[:4], strict=True)]
@@ -291,6 +296,7 @@ def _differentiate(op: Any) -> None:
             refuse_given("attention", *changes[4:])
             out, lse, *inputs = ctx.saved_tensors
             of_out, of_lse = tangents(changes[:4], *_split((*inputs, *ctx.settings), out, lse))
+            of_out = of_out if ctx.awaited is None else ctx.awaited.void_if_late(of_out)
             return of_out.to(out.dtype), of_lse if ctx.shows_lse else None
 
     derivative(library, op, Attention, _in_graphs if op is attention_op else None)

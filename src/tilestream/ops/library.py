@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival, check_deadline
+from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.observe import observation
@@ -266,7 +266,7 @@ clear_signals_op = torch.ops.tilestream.clear_signals.default
 
 
 def _differentiate(op: Any) -> None:
-    """Register the derivative of an op that makes its output. What arrives has arrived when a derivative is taken."""
+    """Register the derivative of an op that makes its output; NaN where what arrives has not come by then."""
 
     class Gemm(Derivative):
         @staticmethod
@@ -275,17 +275,24 @@ def _differentiate(op: Any) -> None:
             refuse_gradients("gemm", a=args[0], b=args[1], scale_a=scale_a, scale_b=scale_b)
             output: torch.Tensor = below_autograd(op, *args)
             save_product(ctx, (*args[:_NUM_COMMON], *optional), output)
+            ctx.awaited = None
+            if op is gemm_arriving_op:
+                row_words, rows, column_words, columns, _, name = args[_NUM_COMMON : -len(_DEFAULTS)]
+                flat = FlatArrival.from_ints(rows, row_words), FlatArrival.from_ints(columns, column_words)
+                ctx.awaited = Awaited.for_gradient(*flat, name, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            grad = grad if grad is None or ctx.awaited is None else ctx.awaited.void_if_late(grad)
             found = () if grad is None else product_gradients(ctx, grad, gemm_op)
             return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
             refuse_given("gemm", *tangents[4:])
-            return product_tangent(ctx, tangents, gemm_op)
+            found = product_tangent(ctx, tangents, gemm_op)
+            return found if ctx.awaited is None else ctx.awaited.void_if_late(found)
 
     derivative(library, op, Gemm, _in_graphs if op is gemm_op else None)
 

@@ -10,14 +10,20 @@ from __future__ import annotations
 import collections
 import ctypes
 import threading
+import time
+import warnings
 from collections.abc import Collection
 
 import torch
 
 from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record
+from tilestream.core.forks import free_in_child
 from tilestream.runtime.device_workspace import LINE
 
 _Words = ctypes.c_int64 * (FIELDS * RECORDS)
+
+#: Seconds between two reads of a record that a kernel may be overwriting, which takes microseconds.
+_SETTLED = 1e-3
 
 
 class Channel:
@@ -40,11 +46,12 @@ class Channel:
             torch.cuda.current_stream(device).synchronize()  # launches may be on any stream
         self._words = _Words.from_address(self.records.data_ptr())
         self._raised = 0
+        self._lost = 0  # records that were overwritten before they were read, since `check` last said so
         self._posted: collections.deque[tuple[BaseException, int | None, int]] = collections.deque()
         #: By the key of its signals: the newest record that was raised, and whose failure a posted error has told.
         self._newest_of: dict[int, int] = {}
         self._told: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
 
     @property
     def pending(self) -> bool:
@@ -54,21 +61,39 @@ class Channel:
     def take(self) -> tuple[int, Record] | None:
         """The oldest record that was not raised yet, and its number; None where there is none.
 
-        Where more than `RECORDS` have come since: the oldest of those that are left.
+        Where more than `RECORDS` have come since: the oldest of those that are left. A kernel writes a record's number
+        last. So an old record may have its old number and another's words; it is read twice where so many others are
+        unread that it may be the next to be overwritten.
         """
         with self._lock:
-            while True:
+            while (number := self._pass_lost()) > self._raised:
                 at = self._raised % RECORDS * FIELDS
-                number = self._words[at]
-                if number <= self._raised:
-                    return None
-                if number > self._raised + 1:  # overwritten: go on with the oldest that is left
-                    self._raised = number - RECORDS
-                    continue
-                record = Record(*self._words[at + 1 : at + 1 + len(Record._fields)])
-                if self._words[at] == number:  # else it was overwritten meanwhile
+                words = self._words[at : at + 1 + len(Record._fields)]
+                if self.newest >= number + RECORDS // 2:
+                    time.sleep(_SETTLED)
+                if words[0] == number and self._words[at : at + len(words)] == words:  # else it was overwritten
                     self._raised = number
-                    return number, record
+                    return number, Record(*words[1:])
+            return None
+
+    def _pass_lost(self) -> int:
+        """Pass over the records that were overwritten before they were read; the number in the next one's place."""
+        while (number := self._words[self._raised % RECORDS * FIELDS]) > self._raised + 1:
+            self._lost += number - RECORDS - self._raised
+            self._raised = number - RECORDS
+        return number
+
+    def _warn_of_lost(self) -> None:
+        with self._lock:
+            self._pass_lost()
+            lost, self._lost = self._lost, 0
+        if lost:
+            warnings.warn(
+                f"tilestream: lost reports of launches that gave up: {lost}. More than {RECORDS} came before one was "
+                "raised: call ts.check() more often",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     @property
     def newest(self) -> int:
@@ -99,6 +124,7 @@ class Channel:
     def check(self) -> None:
         """Raise the oldest record that was not raised yet; then what was posted."""
         while self.pending:
+            self._warn_of_lost()
             taken = self.take()
             error = None if taken is None else taken[1].error()
             if taken is not None and error is not None and self._is_news(*taken):
@@ -139,7 +165,7 @@ class Channel:
             self._posted.append((error, key, since))
 
 
-_lock = threading.Lock()
+_lock = free_in_child(threading.Lock())
 _channels: dict[int | None, Channel] = {}
 
 
@@ -167,7 +193,7 @@ def check() -> None:
     A launch on a GPU returns before it has run. If a chunk does not arrive before its deadline, what was not computed
     becomes NaN, the kernel ends, and it leaves a report, which is raised by the next call of an op on that device, or
     here. This looks at what was reported so far and waits for nothing: after ``torch.cuda.synchronize()`` it speaks for
-    all that was launched.
+    all that was launched. Of reports that were overwritten before they were raised, a `RuntimeWarning` says how many.
 
     Raises
     ------

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 from collections.abc import Iterator
 
-_lock = threading.Lock()
+from tilestream.core.forks import free_in_child, in_child
+
+_lock = free_in_child(threading.Lock())
 _depth = 0  # blocks that are open, of all threads
 _was_enabled = False
 _here = threading.local()  # its depth: blocks that are open in this thread
@@ -40,12 +41,11 @@ def paused() -> Iterator[None]:
 
 def _in_forked_child() -> None:
     """Of the parent's threads, and the blocks open in them, the child has the one that forked."""
-    global _lock, _depth
-    _lock, blocks = threading.Lock(), _depth
+    global _depth
+    blocks = _depth
     _depth = getattr(_here, "depth", 0)
     if blocks and not _depth and _was_enabled:
         gc.enable()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
+in_child(_in_forked_child)

@@ -11,13 +11,13 @@ from Python 3.14 on: it would else abort in torch code of its caller's, even whe
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
 import weakref
 from typing import Protocol
 
 from tilestream.core.errors import TilestreamError
+from tilestream.core.forks import in_child
 
 #: Seconds that each is waited for.
 GRACE_SECONDS = 5.0
@@ -92,5 +92,4 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_inside.clear)  # the parent's other threads are not here
+in_child(_inside.clear)  # the parent's other threads are not here

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 
 import torch
 
+from tilestream.core.forks import free_in_child
 from tilestream.runtime.driver import create_stream
 
 # Entered again by the thread that is inside: a borrower that the garbage collector finds there gives back.
-_lock = threading.RLock()
+_lock = free_in_child(threading.RLock())
 _idle: dict[int, list[torch.cuda.Stream]] = {}
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from tilestream.core.forks import in_child
 from tilestream.core.queues import next_base
 from tilestream.core.schedule import Schedule
 
@@ -134,8 +134,7 @@ def _after_fork() -> None:
     _pool = _Pool()  # the parent's lock may have been held, and its workspaces in use
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+in_child(_after_fork)
 
 
 @contextlib.contextmanager

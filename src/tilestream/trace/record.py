@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from tilestream.core.forks import free_in_child
+
 SpanKind = Literal["tile", "part", "reduce", "wait"]
 
 
@@ -128,7 +130,7 @@ class Recorder:
     launches: list[LaunchTrace] = field(default_factory=list)
     zeros: dict[Hashable, Zero] = field(default_factory=dict)  # for each device: see `Zero`
     _later: list[Callable[[], None]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=lambda: free_in_child(threading.Lock()))
 
     def begin(self, op: str, label: str, workers: int, tiles: int) -> LaunchTrace:
         """A new launch's record."""

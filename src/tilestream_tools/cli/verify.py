@@ -19,7 +19,7 @@ PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 def verify(
-    quick: Annotated[bool, typer.Option("--quick", help="A subset that takes under a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A subset: about 90 s of CPU time in all.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
     model: Annotated[
         list[str] | None,
@@ -33,7 +33,7 @@ def verify(
     """Check the protocols through every interleaving.
 
     Schedule, gate, rings and a gather's ranks, in growing sizes: takes minutes, with --quick less. A violation is
-    printed with the shortest way to it, and the status is 1.
+    printed with the shortest way to it, and the status is 1. Ctrl-C ends it and its processes, with status 130.
     """
     console = ui.console()
     if not _sweep(console, quick, jobs or _cores(), model):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -21,7 +23,10 @@ GATHER_LIMIT = 5_000
 
 @dataclass(frozen=True)
 class Result:
-    """One configuration explored: ``states`` of the search with reductions, and the violation, if there is one."""
+    """One configuration explored: ``states`` of the search with reductions, and the violation, if there is one.
+
+    ``seconds`` are of CPU time.
+    """
 
     model: str
     configuration: str
@@ -65,7 +70,7 @@ class Report:
             verdict = "every property holds" if all(r.violation is None for r in own) else "VIOLATED"
             lines.append(
                 f"{model:8} {len(own):4} configurations {sum(r.states for r in own):12,} states "
-                f"{sum(r.seconds for r in own):7.1f} s  {verdict}"
+                f"{sum(r.seconds for r in own):7.1f} CPU s  {verdict}"
             )
             lines.append(f"{'':8} largest: {most.states:,} states: {most.configuration}")
         lines += [str(violation) for violation in self.violations]
@@ -75,13 +80,13 @@ class Report:
 
 def explore(model: str, case: Case) -> Result:
     """Explore one configuration."""
-    began = time.perf_counter()
+    began = time.process_time()
     limit = GATHER_LIMIT if model in ("gather", "sums") else PLAIN_LIMIT
     try:
         violation, states = check(lambda reduce: case.build(reduce), str(case), limit)
     except NotAlikeError:  # the program depends on its worker's number: no workers are interchangeable
         violation, states = check(lambda reduce: case.build(reduce, symmetry=False), str(case), limit)
-    return Result(model, str(case), states, time.perf_counter() - began, violation)
+    return Result(model, str(case), states, time.process_time() - began, violation)
 
 
 def run(
@@ -96,7 +101,7 @@ def run(
     Parameters
     ----------
     level
-        ``"quick"`` (under a minute on one core) or ``"full"`` (minutes).
+        ``"quick"`` (about 90 s of one core) or ``"full"`` (minutes).
     progress
         Called after each configuration with its result, how many are done, and how many there are.
     models
@@ -116,27 +121,57 @@ def run(
     work = [(model, case) for model in models for case in configurations(model, level)]
     results: list[Result] = []
     failed: set[str] = set()
-    for done, result in enumerate(_explored(work, jobs, failed), 1):
-        if result is None or result.model in failed:
-            continue
-        results.append(result)
-        if result.violation is not None:
-            failed.add(result.model)
-        if progress is not None:
-            progress(result, done, len(work))
+    with contextlib.closing(_explored(work, jobs, failed)) as explored:
+        for done, result in enumerate(explored, 1):
+            if result is None or result.model in failed:
+                continue
+            results.append(result)
+            if result.violation is not None:
+                failed.add(result.model)
+            if progress is not None:
+                progress(result, done, len(work))
     return Report(level, tuple(results), time.perf_counter() - began)
 
 
-def _explored(work: Sequence[tuple[str, Case]], jobs: int, failed: set[str]) -> Iterator[Result | None]:
+def _explored(work: Sequence[tuple[str, Case]], jobs: int, failed: set[str]) -> Generator[Result | None, None, None]:
     """Each result in the order of ``work``; None for what came after a failure of its model."""
     if jobs == 1:
         for model, case in work:
             yield None if model in failed else explore(model, case)
         return
-    # Spawn: the caller may hold threads (torch's), which fork would copy half way.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(explore, model, case) for model, case in work]
+    with _processes(jobs) as pool:
+        with _interrupts_held():  # the processes inherit it: Ctrl-C is for their parent, which ends them
+            futures = [pool.submit(explore, model, case) for model, case in work]
         for (model, _), future in zip(work, futures, strict=True):
             if model in failed:
                 future.cancel()
             yield None if future.cancelled() else future.result()
+
+
+@contextlib.contextmanager
+def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes for the length of the block; where it ends by an exception they are killed, whatever they are at."""
+    others = set(multiprocessing.active_children())
+    # Spawn: the caller may hold threads (torch's), which fork would copy half way.
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool
+    except BaseException:  # KeyboardInterrupt, or the end of a generator that the caller has left
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """A block in which Ctrl-C waits; processes that begin in it take none."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

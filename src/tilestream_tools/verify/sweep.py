@@ -165,6 +165,10 @@ def workers(level: Level) -> Iterator[WorkersCase]:
     yield from _fixups(full)
     yield matmul("dynamic", 2, 2, batch=2, bounds=(0, 3, 5, 8), pivot=1)
     yield matmul("static", 3, 2, batch=2, bounds=(0, 3, 5, 8), pivot=2)
+    # Plans begin with the pivot's batch: the last of three, and the second, from which the order wraps around.
+    for kind, pivot in product(get_args(Kind), (1, 2)):
+        yield matmul(kind, 2, 2, batch=3, bounds=(0, 5, 9, 12), pivot=pivot, k=1 + (kind == "stream_k"), drain="reset")
+    yield matmul("dynamic", 2, 2, 2, batch=2, bounds=(0, 3, 5, 8), pivot=2, queues=2, split="columns")
     # 4 workers, 8 items, 3 chunks.
     for bounds in LAYOUTS[4] if full else LAYOUTS[4][1:2]:
         for pivot in range(3):

@@ -7,12 +7,17 @@ process of its own, by any Python that has the Triton that is meant, and needs n
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import types
 from pathlib import Path
 
 _TESTS = Path(__file__).parents[2]
-sys.path[:0] = [str(_TESTS), str(_TESTS.parent / "src")]
+sys.path.insert(0, str(_TESTS))
+# Where PYTHONPATH has the package, as of a mutant, that is meant.
+_given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+if not any(Path(folder, "tilestream").is_dir() for folder in _given):
+    sys.path.insert(1, str(_TESTS.parent / "src"))
 
 with contextlib.suppress(ImportError):
     import torch  # noqa: F401

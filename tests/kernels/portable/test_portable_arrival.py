@@ -5,6 +5,7 @@ Programs run one after the other there, so all signals are set before the launch
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -279,7 +280,8 @@ def test_more_expiries_than_the_ring_holds():
         voided(plan, a, b, incoming=awaited(Words(1), deadline=1e-6))
     raised = 0
     while channel(CPU).pending:
-        expired()
+        with nullcontext() if raised else pytest.warns(RuntimeWarning, match="lost reports .*: 3"):
+            expired()
         raised += 1
         assert raised <= RECORDS
     assert raised == RECORDS

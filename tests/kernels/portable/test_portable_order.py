@@ -93,6 +93,14 @@ def test_counters_are_never_cleared():
     assert LINE.value == workspaces.LINE
 
 
+def test_a_second_launch_counts_from_its_base():
+    """A worker looks at a victim's counter that its own worker has not raised yet: none of its tickets is taken."""
+    workspaces._workspaces.clear()
+    plan = make("dynamic", Raster("grouped", group=2), 3, 7, "columns")
+    for _ in range(2):
+        check_order(plan.schedule, probed(plan))
+
+
 def test_counters_are_a_cache_line_apart():
     """Two workers that take from two queues must not write to one line, of 128 bytes."""
     workspaces._workspaces.clear()

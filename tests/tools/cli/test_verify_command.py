@@ -1,3 +1,11 @@
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from tilestream_tools import verify as checker
@@ -68,3 +76,39 @@ def test_a_violation_is_printed_with_its_counterexample_and_status_1(cli, monkey
 def test_an_unknown_model_and_no_process_are_status_2(cli, options, says):
     result = cli("verify", *options)
     assert (result.exit_code, says in result.stderr) == (2, True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
+@pytest.mark.parametrize("to", ["the terminal's processes", "the command"])
+def test_ctrl_c_ends_it_and_leaves_no_process(to):
+    """Within a minute on any machine; a full sweep takes several."""
+    command = [sys.executable, "-c", "from tilestream_tools.cli.app import app; app()", "verify", "--jobs", "2"]
+    run = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    try:
+        while sum("spawn_main" in line for line in processes_of(run.pid)) < 2:
+            assert run.poll() is None
+            time.sleep(0.05)
+        (os.kill if to == "the command" else os.killpg)(run.pid, signal.SIGINT)
+        end = time.monotonic() + 60
+        out, err = run.communicate(timeout=60)
+        assert (run.returncode, err) == (130, ""), out
+        # Those that were killed, and multiprocessing's own, end soon; those of the sweep would take minutes.
+        while processes_of(run.pid):
+            assert time.monotonic() < end, processes_of(run.pid)
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+def processes_of(session: int) -> list[str]:
+    """The command lines of a session's processes."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, *fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == session and state != "Z":
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
+
 import pytest
 
 from mutants.checker import seeded_bugs
 from tilestream_tools import verify
 from tilestream_tools.verify import Report, Result, Violation
+from tilestream_tools.verify import report as reports
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.sweep import matmul
@@ -82,3 +86,22 @@ def test_configurations_read_as_sentences():
 def test_configurations_of_attention_read_as_sentences(how, says):
     case = str(AttentionCase(AttentionRing(2, **how), (0, 2)))
     assert case == f"attention, 2 consumers, {says}, 2 stages, queries of 1 items, 0 or 2 blocks an item"
+
+
+def test_seconds_are_cpu_time(monkeypatch):
+    """Of the process that explored: waiting, and other processes, do not count."""
+    times = iter([1.0, 4.5])
+    monkeypatch.setattr(reports.time, "process_time", lambda: next(times))
+    (case, *_) = verify.configurations("publish", "quick")
+    assert reports.explore("publish", case).seconds == 3.5
+
+
+@pytest.mark.timeout(60)
+def test_an_exception_ends_processes_whatever_they_are_at():
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KeyboardInterrupt), reports._processes(2) as pool:  # noqa: PT012
+        under_way = [pool.submit(time.sleep, 1e6) for _ in range(2)]
+        while not all(future.running() for future in under_way):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    assert set(multiprocessing.active_children()) == before

@@ -19,6 +19,11 @@ from tilestream_tools.verify.workers import WorkersCase
 
 #: Of these models the quick level takes long: it is swept in so many parts, of which one is among the quick tests.
 PARTS = {"workers": 3, "ring": 3, "product": 3}
+#: States that a model's quick level has at most, of some 45,000 a second: `tilestream verify --quick` says the time.
+MOST_STATES = {
+    "workers": 720_000, "ring": 1_450_000, "product": 740_000, "shared": 10_000, "attention": 670_000,
+    "gather": 110_000, "publish": 10_000, "sums": 20_000, "copies": 120_000, "reduce": 20_000,
+}  # fmt: skip
 SWEPT = [
     pytest.param(model, part, marks=pytest.mark.slow if part else ())
     for model in verify.MODELS
@@ -36,6 +41,7 @@ def test_quick_sweep_finds_no_violation(model, part, monkeypatch):
     assert len(report.results) == len(cases)
     assert seen[-1] == (len(cases), len(cases))
     assert all(result.states > 1 for result in report.results)
+    assert report.states <= MOST_STATES[model], "it takes longer than the command line says"
 
 
 @pytest.mark.slow
@@ -116,6 +122,72 @@ def test_products_are_of_two_workers_and_two_k_steps_or_three_parts():
     assert sum(c.workers.schedule.workers == 2 for c in cases) >= len(cases) - 1
 
 
+def ends(c):
+    """Whether a kernel of a case may expire, and whether a rank may be lost."""
+    return bool(c.expires), c.lost is not None
+
+
+def awaited(c):
+    return c.gate is not None and c.gate.rows is not None, c.gate is not None and c.gate.columns is not None
+
+
+def first_batch(c):
+    """The schedule's kind and its first batch, where rows of three batches arrive."""
+    return (c.schedule.kind, c.schedule.first_batch) if awaited(c)[0] and c.schedule.grid.batch == 3 else None
+
+
+KINDS = ("static", "dynamic", "stream_k")
+ONE, BOTH = (False, True), {(False, False), (True, False), (True, True)}
+#: Of each model: something of a case, and what of it the quick level must contain.
+CONTAINED = [
+    ("workers", lambda c: c.schedule.kind, {*KINDS}),
+    ("workers", lambda c: c.schedule.split, {"items", "columns", "rows", "chunks", "strides"}),
+    ("workers", lambda c: c.schedule.raster.order, {"row_major", "grouped", "chunk_major", "longest_first", "table"}),
+    ("workers", lambda c: c.drain, {"leave", "poison", "reset"}),
+    ("workers", awaited, {(False, False), (True, False), (False, True), (True, True)}),
+    ("workers", first_batch, {(kind, first) for kind in KINDS for first in (1, 2)}),
+    ("gather", lambda c: c.world, {2, 3}),
+    ("gather", lambda c: c.epochs, {1, 2, 3, 4, 5}),  # more than there are slots
+    ("gather", lambda c: c.streams, {1, 2}),
+    ("gather", lambda c: frozenset(map(c.way_of, range(1, c.epochs + 1))), {
+        frozenset({"push"}), frozenset({"pull"}), frozenset({"push", "pull"})
+    }),
+    ("gather", lambda c: (c.strided, c.local, c.brought), {
+        (False, False, False), (True, False, False), (False, True, False), (False, False, True)
+    }),
+    ("gather", lambda c: c.chunks, {(1,), (2,), (2, 1)}),
+    ("gather", ends, BOTH),
+    ("sums", lambda c: c.world, {2, 3}),
+    ("sums", lambda c: c.epochs, {1, 2, 3}),
+    ("sums", lambda c: c.streams, {1, 2}),
+    ("sums", lambda c: c.chunks, {1, 2}),
+    ("sums", ends, BOTH),
+    ("reduce", lambda c: c.world, {2, 3}),
+    ("reduce", lambda c: c.epochs, {1, 2, 3}),
+    ("reduce", ends, BOTH),
+    ("publish", lambda c: (c.block, c.per_chunk), {(1, 2), (2, 2), (2, 1), (1, 1)}),
+    ("publish", lambda c: c.columns, {1, 2}),
+    ("publish", lambda c: c.workers, {1, 2}),
+    ("copies", lambda c: (c.workers, c.copiers), {(w, n) for w in (1, 2, 3, 4) for n in range(1, w + 1)}),
+    ("copies", lambda c: (c.expires, c.reset), {(x, y) for x in ONE for y in ONE}),
+    ("copies", lambda c: c.pivot, {0, 1}),
+    ("copies", lambda c: bool(c.running), {*ONE}),
+    ("attention", lambda c: (c.ring.depth, c.ring.queries), {(1, 1), (2, 1), (2, 2)}),
+    ("attention", lambda c: (c.ring.ordered, c.ring.arriving, c.ring.converting), {
+        (False, False, False), (True, False, False), (False, True, False), (False, False, True), (True, False, True)
+    }),
+    ("attention", lambda c: c.ring.own, {"", "first", "both"}),
+    ("shared", lambda c: c.text.__name__, {"direct", "staged", "attend_direct", "attend_staged"}),
+    ("shared", lambda c: c.ring.depth, {1, 2, 3, 4}),
+    ("shared", lambda c: any(rest for _, rest in c.items), {*ONE}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "what", "contained"), CONTAINED)
+def test_the_quick_level_contains(model, what, contained):
+    assert set(map(what, verify.configurations(model, "quick"))) >= contained
+
+
 def test_sizes_grow():
     for model, kind in (
         ("workers", WorkersCase),
@@ -135,6 +207,15 @@ def test_sizes_grow():
     counts = [c.schedule.workers for c in sweep.workers("quick")]
     assert counts[0] == 1
     assert counts[-1] == 4
+    for model, size in (
+        ("ring", lambda c: c.ring.depth * c.ring.items),
+        ("gather", lambda c: (c.world, c.epochs, *c.chunks)),
+        ("sums", lambda c: (c.world, c.epochs, c.chunks)),
+        ("copies", lambda c: (c.workers, c.copiers)),
+    ):
+        sizes = [size(case) for case in verify.configurations(model, "quick")]
+        assert sizes[0] == min(sizes), "the smallest comes first"
+        assert model in ("gather", "sums") or sizes[-1] == max(sizes)
 
 
 @pytest.mark.parametrize(

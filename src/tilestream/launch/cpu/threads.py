@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+
+from tilestream.core.forks import free_in_child
 
 Setter = Callable[[int], None]
 
@@ -75,13 +76,4 @@ class Pinning:
                 torch.set_num_threads(before)
 
 
-_changing_default = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _changing_default
-    _changing_default = threading.Lock()  # another of the parent's threads may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_changing_default = free_in_child(threading.Lock())

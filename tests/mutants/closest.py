@@ -1,0 +1,155 @@
+"""Which tests are closest to a module: those of its name, and those that import it.
+
+``closest("tilestream.core.schedule")`` gives test files, the closest first. A test file is the closer to a module
+
+- if it is named after it (``test_schedule.py``; ``test_cdna_plan.py`` of ``plan/policy/cdna.py``);
+- if it names the module, as an import or in a string that it patches;
+- if a helper of the tests that it imports does (``fake_ranks``, ``interpreted``);
+- if it lies in the folder that mirrors the module's.
+
+`ALWAYS` adds what no name tells: kernels' text is run by machines that tests bind it to.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SRC, TESTS = ROOT / "src", ROOT / "tests"
+
+#: Test files of a module at most.
+MOST = 5
+#: Folders of tests that need a GPU, or are of something else.
+_OTHER = ("gpu", "mutants", "benchmarks", "torch_samples", "native")
+#: Tests that any change fails, since they compare machine code; or none, since they look at the tree.
+_CHANGE_DETECTORS = (
+    "test_machine_code.py", "test_structure.py", "test_packaging.py", "test_docs.py", "test_examples.py"
+)  # fmt: skip
+
+#: By the beginning of a module's name: the first row that fits has the test files that come first.
+_ALWAYS = """
+core.schedule: core/test_schedule.py core/test_coverage.py core/test_stream_k.py core/test_arrival_order.py
+kernels.device.gate: kernels/portable/test_portable_arrival.py
+kernels.device.items: kernels/portable/test_portable_order.py kernels/portable/test_portable_arrival.py
+kernels.device.schedule: kernels/portable/test_portable_order.py kernels/portable/test_portable_arrival.py
+kernels.device.arrival_order: kernels/portable/test_portable_order.py kernels/portable/test_portable_arrival.py
+kernels.device.queues: kernels/portable/test_portable_order.py
+kernels.device.copy_items: kernels/portable/test_portable_copy_items.py
+kernels.device.clock: kernels/portable/test_portable_arrival.py
+kernels.device.trace: kernels/portable/test_portable_trace.py
+kernels.device.epilogue: kernels/portable/test_portable_gemm.py kernels/cdna/test_cdna_numbers.py
+kernels.device.softmax: kernels/hopper/test_hopper_attention_text.py kernels/cdna/test_attention_numbers.py
+kernels.device.attention: kernels/hopper/test_hopper_attention_text.py kernels/cdna/test_attention_numbers.py
+kernels.device.varlen: kernels/portable/test_portable_attention.py kernels/cdna/test_attention_numbers.py
+kernels.hopper.attention: kernels/hopper/test_hopper_attention_text.py
+kernels.hopper: kernels/test_hopper_protocol.py kernels/test_compile_gates.py
+kernels.cdna.attention: kernels/cdna/test_attention_numbers.py
+kernels.cdna: kernels/cdna/test_cdna_numbers.py kernels/cdna/test_cdna_protocol.py
+kernels.portable.attention_merge: kernels/portable/test_attention_merge.py
+kernels.portable.attention: kernels/portable/test_portable_attention.py
+kernels.portable.add: kernels/portable/test_portable_add.py
+kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
+core.protocols: distributed/test_gpu_reduce_scatter.py distributed/test_copy_engines.py
+core.attention_structs: kernels/hopper/test_hopper_attention_text.py
+core.dtypes: plan/test_plan.py ops/test_matmul.py
+distributed.exchange: distributed/test_scenarios.py distributed/test_all_gather.py
+distributed.async_tp: distributed/test_async_input.py distributed/test_scenarios.py
+distributed.gloo: distributed/test_all_gather.py distributed/test_reduce_scatter.py
+distributed.api: distributed/test_all_gather.py distributed/test_reduce_scatter.py
+distributed.modules: distributed/test_all_gather.py distributed/test_reduce_scatter.py
+distributed.library: distributed/test_all_gather.py distributed/test_reduce_scatter.py
+launch.cpu.launch: kernels/test_cpu_failures.py kernels/test_cpu_schedules.py
+launch.observe: ops/test_inline.py ops/test_launch_cache.py
+launch.native: ops/test_inline.py ops/test_launch_cache.py
+launch.pack: kernels/hopper/test_hopper_arguments.py kernels/test_attention_arguments.py
+ops.attention_backward: ops/test_transforms.py ops/test_attention_library.py
+ops.attention_request: ops/test_attention.py ops/test_attention_errors.py
+ops.checks: ops/test_op_errors.py ops/test_attention_errors.py
+ops.gated: ops/test_op_arrival.py ops/test_matmul.py
+ops.gradients: ops/test_autograd.py ops/test_transforms.py
+ops.native: ops/test_inline.py ops/test_launch_cache.py
+ops.operands: ops/test_matmul.py ops/test_op_errors.py ops/test_op_arrival.py
+ops.request: ops/test_op_errors.py ops/test_launch_cache.py ops/test_matmul.py
+ops.scales: ops/test_fp8.py
+ops.sharding: distributed/test_dtensor.py
+plan.explain: plan/test_plan.py plan/test_refusals.py
+plan.hooks: plan/test_tuned.py plan/test_plan.py
+plan.raster: plan/test_plan.py plan/test_publishes.py
+runtime.driver.base: runtime/test_launcher.py runtime/test_hip.py
+runtime.extension: native/test_native_sequence.py native/test_native_calls.py
+runtime.sequence: native/test_native_sequence.py
+runtime.shutdown: test_exit.py
+"""
+ALWAYS = {f"tilestream.{name}": tuple(files.split()) for name, files in (
+    line.split(": ") for line in _ALWAYS.strip().splitlines()
+)}  # fmt: skip
+#: The same, behind what is closest.
+ALSO = {"tilestream_tools.verify": "mutants/test_checker.py", "tilestream.core.protocols": "mutants/test_checker.py"}
+
+
+def module_of(path: Path) -> str:
+    """The module of a file of `SRC`."""
+    return ".".join(path.relative_to(SRC).with_suffix("").parts)
+
+
+def path_of(module: str) -> Path:
+    """The inverse."""
+    return SRC / (module.replace(".", "/") + ".py")
+
+
+@functools.cache
+def _texts() -> dict[Path, str]:
+    """The text of every file of the tests."""
+    return {path: path.read_text(encoding="utf-8") for path in sorted(TESTS.rglob("*.py"))}
+
+
+@functools.cache
+def _test_files() -> tuple[Path, ...]:
+    return tuple(
+        path
+        for path in _texts()
+        if path.name.startswith("test_")
+        and path.relative_to(TESTS).parts[0] not in _OTHER
+        and path.name not in _CHANGE_DETECTORS
+    )
+
+
+def _names(text: str, module: str) -> bool:
+    """Whether a file's text imports or names a module."""
+    parent, _, name = module.rpartition(".")
+    imported = rf"from {re.escape(parent)} import [^\n]*\b{name}\b|from {re.escape(parent)} import \([^)]*\b{name}\b"
+    return bool(re.search(rf"\b{re.escape(module)}\b(?!\.\w+ import)|{imported}", text))
+
+
+@functools.cache
+def _helpers_that_name(module: str) -> frozenset[str]:
+    return frozenset(
+        path.stem
+        for path, text in _texts().items()
+        if not path.name.startswith("test_") and path.stem not in ("__init__", "conftest") and _names(text, module)
+    )
+
+
+def _closeness(path: Path, module: str) -> tuple[int, ...]:
+    text, parts = _texts()[path], module.split(".")
+    words, own = path.stem.removeprefix("test_").split("_"), parts[-1].split("_")
+    folders = path.relative_to(TESTS).parts[:-1]
+    is_named = 3 * (words == own) or 2 * (set(own) <= set(words) and set(words) <= {*own, *parts, "plan", "model"})
+    if (folders[:1] == ("tools",)) != (parts[0] == "tilestream_tools"):
+        is_named = 0
+    helper = any(re.search(rf"\b(from|import) {one}\b", text) for one in _helpers_that_name(module))
+    mirrored = 1 if folders and all(part in parts or part == "tools" for part in folders) else 0
+    score = is_named + 3 * _names(text, module) + 2 * helper
+    return (score + mirrored if score else 0, mirrored, -text.count("\nfrom tilestream"), -len(text))
+
+
+@functools.cache
+def closest(module: str) -> tuple[str, ...]:
+    """Test files, from `TESTS`, the closest first."""
+    first = next((files for name, files in ALWAYS.items() if module.startswith(name)), ())
+    ranked = sorted(((_closeness(path, module), path) for path in _test_files()), reverse=True)
+    found = [path.relative_to(TESTS).as_posix() for (score, *_), path in ranked if score > 0]
+    chosen = list(dict.fromkeys([*first, *found]))[: max(MOST, len(first))]
+    return (*chosen[:2], *(file for name, file in ALSO.items() if module.startswith(name)), *chosen[2:])
