@@ -144,7 +144,6 @@ struct Gated {
 
   Op op;
   std::vector<int64_t> chunking;  // numbers of the chunkings of rows, of columns, of what is published; of local rows
-  std::vector<int64_t> words;     // `kWords`, and the address of the local rows; empty where nothing is launched yet
 
   const Tensor& first() const { return op.first(); }
 
@@ -156,14 +155,7 @@ struct Gated {
     return all;
   }
 
-  void give(Given& given) const {
-    op.give(given);
-    if (words.empty()) return;
-    if (words.size() != kWords + 1) throw std::invalid_argument("a gated call has another number of words");
-    std::copy_n(words.begin(), kWords, given.words.begin());
-    given.addresses[kLocal] = reinterpret_cast<void*>(words.back());
-  }
-
+  void give(Given& given) const { op.give(given); }
   auto reads() const { return op.reads(); }
   bool may_be(Operand operand, bool same) const { return op.may_be(operand, same); }
 };
@@ -252,22 +244,62 @@ std::shared_ptr<const Entry> find(const Op& x, const Tensor* out, Call& call) {
   return entry != nullptr && out != nullptr && overlaps(x, *out, call.given) ? nullptr : entry;
 }
 
+// Launch what was found for a call, on the device of `like`; `into`: into the caller's output.
+Made launch_entry(const Entry& entry, Call& call, const Tensor& like, bool into) {
+  Made made;
+  const auto fresh = [&](const Layout& layout, Operand operand) {
+    Tensor tensor = allocate(layout, like, call.device);
+    call.given.addresses[operand] = tensor.mutable_data_ptr();
+    return tensor;
+  };
+  if (!into) made.out = fresh(entry.out, kOut);
+  if (entry.lse.has_value()) made.lse = fresh(*entry.lse, kLse);
+  if (!entry.recipe->issue(call.given, call.device, call.context)) return {};
+  made.launched = true;
+  return made;
+}
+
 template <typename Op>
 Made launch(const Op& x, const Tensor* out) {
   Call call;
   const auto entry = find(x, out, call);
-  if (entry == nullptr) return {};
-  Made made;
-  const auto fresh = [&](const Layout& layout, Operand operand) {
-    Tensor tensor = allocate(layout, x.first(), call.device);
-    call.given.addresses[operand] = tensor.mutable_data_ptr();
-    return tensor;
-  };
-  if (out == nullptr) made.out = fresh(entry->out, kOut);
-  if (entry->lse.has_value()) made.lse = fresh(*entry->lse, kLse);
-  if (!entry->recipe->issue(call.given, call.device, call.context)) return {};
-  made.launched = true;
-  return made;
+  return entry == nullptr ? Made{} : launch_entry(*entry, call, x.first(), out != nullptr);
+}
+
+// The gated call that this thread has found last.
+struct Found {
+  int64_t ticket = 0;
+  std::shared_ptr<const Entry> entry;
+  Call call;
+  bool into = false;
+};
+
+thread_local Found found;
+
+// A ticket for `launch_found` if an equal call is launched from here, else 0; odd if its kernel reads local rows where
+// they are. What has to come before a launch (waits of streams, say) is done only where one follows.
+template <typename Op>
+int64_t find_gated(const std::optional<Tensor>& out, Op op, std::vector<int64_t> chunking) {
+  found.call = {};
+  found.entry = find(Gated<Op>{std::move(op), std::move(chunking)}, pointer_to(out), found.call);
+  if (found.entry == nullptr) return 0;
+  found.into = out.has_value();
+  found.ticket += 2;
+  return found.ticket | int64_t{found.entry->recipe->reads(kLocal)};
+}
+
+// Launch it. `like` is one of its operands. `words`: `kWords`, and the address of the local rows. Nothing is launched if
+// the thread has found another call since.
+std::tuple<bool, std::optional<Tensor>, std::optional<Tensor>> launch_found(
+    Tensor like, int64_t ticket, std::vector<int64_t> words) {
+  const std::shared_ptr<const Entry> entry = std::move(found.entry);
+  found.entry = nullptr;
+  if (entry == nullptr || (ticket & ~int64_t{1}) != found.ticket) return {false, std::nullopt, std::nullopt};
+  if (words.size() != kWords + 1) throw std::invalid_argument("a gated call has another number of words");
+  std::copy_n(words.begin(), kWords, found.call.given.words.begin());
+  found.call.given.addresses[kLocal] = reinterpret_cast<void*>(words.back());
+  Made made = launch_entry(*entry, found.call, like, found.into);
+  return {made.launched, std::move(made.out), std::move(made.lse)};
 }
 
 template <typename Op>
@@ -316,32 +348,13 @@ bool remember_matmul(std::vector<int64_t> recipe, Tensor result, bool into, MATM
   return remember(recipe, result, nullptr, into, MATMUL_ARGUMENTS);
 }
 
-// Whether an equal call is launched from here: 0, or 1; 2 if its kernel reads local rows where they are. What has to
-// come before a launch (waits of streams, say) is done only where one follows.
-template <typename Op>
-int64_t find_gated(const std::optional<Tensor>& out, Op op, std::vector<int64_t> chunking) {
-  Call call;
-  const auto entry = find(Gated<Op>{std::move(op), std::move(chunking), {}}, pointer_to(out), call);
-  return entry == nullptr ? 0 : entry->recipe->reads(kLocal) ? 2 : 1;
-}
-
-#define GATE_PARAMETERS std::vector<int64_t> chunking, std::vector<int64_t> words
-
 int64_t find_gated_matmul(std::optional<Tensor> out, std::vector<int64_t> chunking, MATMUL_PARAMETERS) {
   return find_gated(out, MATMUL_ARGUMENTS, std::move(chunking));
 }
 
-std::optional<Tensor> try_gated_matmul(GATE_PARAMETERS, MATMUL_PARAMETERS) {
-  return launch(Gated<Matmul>{MATMUL_ARGUMENTS, std::move(chunking), std::move(words)}, nullptr).out;
-}
-
-bool try_gated_matmul_out(Tensor out, GATE_PARAMETERS, MATMUL_PARAMETERS) {
-  return launch(Gated<Matmul>{MATMUL_ARGUMENTS, std::move(chunking), std::move(words)}, &out).launched;
-}
-
 bool remember_gated_matmul(
     std::vector<int64_t> recipe, Tensor result, bool into, std::vector<int64_t> chunking, MATMUL_PARAMETERS) {
-  return remember(recipe, result, nullptr, into, Gated<Matmul>{MATMUL_ARGUMENTS, std::move(chunking), {}});
+  return remember(recipe, result, nullptr, into, Gated<Matmul>{MATMUL_ARGUMENTS, std::move(chunking)});
 }
 
 #define ATTENTION_PARAMETERS                                                                                        \
@@ -389,21 +402,11 @@ int64_t find_gated_attention(std::optional<Tensor> out, std::vector<int64_t> chu
   return find_gated(out, ATTENTION_ARGUMENTS, std::move(chunking));
 }
 
-std::tuple<std::optional<Tensor>, std::optional<Tensor>> try_gated_attention(GATE_PARAMETERS, ATTENTION_PARAMETERS) {
-  Made made = launch(Gated<Attention>{ATTENTION_ARGUMENTS, std::move(chunking), std::move(words)}, nullptr);
-  return {std::move(made.out), std::move(made.lse)};
-}
-
-std::tuple<bool, std::optional<Tensor>> try_gated_attention_out(Tensor out, GATE_PARAMETERS, ATTENTION_PARAMETERS) {
-  Made made = launch(Gated<Attention>{ATTENTION_ARGUMENTS, std::move(chunking), std::move(words)}, &out);
-  return {made.launched, std::move(made.lse)};
-}
-
 bool remember_gated_attention(
     std::vector<int64_t> recipe, Tensor result, std::optional<Tensor> lse, bool into, std::vector<int64_t> chunking,
     ATTENTION_PARAMETERS) {
   return remember(
-      recipe, result, pointer_to(lse), into, Gated<Attention>{ATTENTION_ARGUMENTS, std::move(chunking), {}});
+      recipe, result, pointer_to(lse), into, Gated<Attention>{ATTENTION_ARGUMENTS, std::move(chunking)});
 }
 
 std::tuple<std::optional<Tensor>, std::optional<Tensor>> try_merge_attention(
@@ -440,7 +443,6 @@ struct Declined<kOp> {
   "Tensor? block_table=None, Tensor? seqlens_k=None, int max_seqlen_q=-1, int max_seqlen_k=-1, float scale=0, "      \
   "float softcap=0, int left=-1, int right=-1, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "     \
   "Tensor? scale_v=None, int workers=0, int splits=0, int limit=0"
-#define GATE_SCHEMA "int[] chunking, int[] words, "
 #define MERGE_SCHEMA "Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, int layout"
 #define PLAIN_SCHEMA "Tensor a, Tensor b, Tensor? bias=None"
 #define PLAIN_ATTENTION_SCHEMA "Tensor q, Tensor k, Tensor v, int options=0"
@@ -457,8 +459,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilestream, m) {
   m.def("try_matmul_out(Tensor(a!) out, " MATMUL_SCHEMA ") -> bool");
   m.def("remember_matmul(int[] recipe, Tensor result, bool into, " MATMUL_SCHEMA ") -> bool");
   m.def("find_gated_matmul(Tensor? out, int[] chunking, " MATMUL_SCHEMA ") -> int");
-  m.def("try_gated_matmul(" GATE_SCHEMA MATMUL_SCHEMA ") -> Tensor?");
-  m.def("try_gated_matmul_out(Tensor(a!) out, " GATE_SCHEMA MATMUL_SCHEMA ") -> bool");
+  m.def("launch_found(Tensor like, int ticket, int[] words) -> (bool, Tensor?, Tensor?)");
   m.def("remember_gated_matmul(int[] recipe, Tensor result, bool into, int[] chunking, " MATMUL_SCHEMA ") -> bool");
   m.def("try_plain_attention(" PLAIN_ATTENTION_SCHEMA ") -> Tensor?");
   m.def("try_plain_attention_out(Tensor(a!) out, " PLAIN_ATTENTION_SCHEMA ") -> bool");
@@ -466,8 +467,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilestream, m) {
   m.def("try_attention_out(Tensor(a!) out, " ATTENTION_SCHEMA ") -> (bool, Tensor?)");
   m.def("remember_attention(int[] recipe, Tensor result, Tensor? lse, bool into, " ATTENTION_SCHEMA ") -> bool");
   m.def("find_gated_attention(Tensor? out, int[] chunking, " ATTENTION_SCHEMA ") -> int");
-  m.def("try_gated_attention(" GATE_SCHEMA ATTENTION_SCHEMA ") -> (Tensor?, Tensor?)");
-  m.def("try_gated_attention_out(Tensor(a!) out, " GATE_SCHEMA ATTENTION_SCHEMA ") -> (bool, Tensor?)");
   m.def(
       "remember_gated_attention(int[] recipe, Tensor result, Tensor? lse, bool into, int[] chunking, " ATTENTION_SCHEMA
       ") -> bool");
@@ -496,8 +495,7 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
   m.impl("try_matmul_out", CALLED(try_matmul_out));
   m.impl("remember_matmul", CALLED(remember_matmul));
   m.impl("find_gated_matmul", CALLED(find_gated_matmul));
-  m.impl("try_gated_matmul", CALLED(try_gated_matmul));
-  m.impl("try_gated_matmul_out", CALLED(try_gated_matmul_out));
+  m.impl("launch_found", CALLED(launch_found));
   m.impl("remember_gated_matmul", CALLED(remember_gated_matmul));
   m.impl("try_plain_attention", CALLED(try_plain_attention));
   m.impl("try_plain_attention_out", CALLED(try_plain_attention_out));
@@ -505,8 +503,6 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
   m.impl("try_attention_out", CALLED(try_attention_out));
   m.impl("remember_attention", CALLED(remember_attention));
   m.impl("find_gated_attention", CALLED(find_gated_attention));
-  m.impl("try_gated_attention", CALLED(try_gated_attention));
-  m.impl("try_gated_attention_out", CALLED(try_gated_attention_out));
   m.impl("remember_gated_attention", CALLED(remember_gated_attention));
   m.impl("try_merge_attention", CALLED(try_merge_attention));
   m.impl("remember_merge_attention", CALLED(remember_merge_attention));

@@ -14,7 +14,7 @@ import tilestream as ts
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tilestream.arrival.device import DeviceSignals, LocalRows
 from tilestream.core.error_record import op_number
-from tilestream.launch.observe import observation
+from tilestream.launch.observe import WORDS, observation
 from tilestream.ops import attention_request, gated, native, request
 
 BF16 = torch.bfloat16
@@ -142,10 +142,14 @@ def test_the_second_equal_call_is_launched_natively(python_calls, driver, call, 
 def words_of(arrival: ts.Arrival) -> dict[str, int]:
     """What a launch is told of signals, whatever it waits for or publishes."""
     signals = arrival._signals
-    waits = gated.Gate(signals, signals, None, [0] * 4, 0, 30.0, "matmul").words()
+
+    def told(*of: DeviceSignals | None) -> dict[str, int]:
+        return dict(zip(WORDS, gated.Gate(*of, [0] * 4, 0, 30.0, "matmul").words(), strict=True))
+
+    waits = told(signals, signals, None)
     words = {name: word for name, word in waits.items() if name not in ("allowed", "op")}
     if signals._counts is not None:
-        published = gated.Gate(None, None, signals, [0] * 4, 0, 30.0, "matmul").words()
+        published = told(None, None, signals)
         words |= {name: word for name, word in published.items() if name.startswith("out_")}
     return words
 
@@ -347,6 +351,22 @@ def test_a_block_that_has_to_see_a_call_sees_it(python_calls, around):
     with around():
         ts.matmul(A, B, arrival=arriving())
     assert len(python_calls) == 2
+
+
+def test_a_ticket_is_of_the_call_that_was_found_last(python_calls, extension):
+    """A signal's handler may have made a call of its own between looking a call up and launching it."""
+    ts.matmul(A, B, arrival=arriving())
+    gate = gated.Gate.of("matmul", -1, arriving(), None, None, None)
+    arguments = native.wanted("matmul", A, B, *[None] * 3, 1.0, 1.0, *[None] * 4, True, "auto", None)
+    first, second = (extension.find_gated_matmul(None, gate.chunking, *arguments) for _ in range(2))
+    words = [*gate.words(), 0]
+    assert extension.launch_found(A, first, words) == (False, None, None)
+    assert extension.launch_found(A, second, words) == (False, None, None), "once looked up, launched once"
+    third = extension.find_gated_matmul(None, gate.chunking, *arguments)
+    assert extension.launch_found(A, third, words)[1].shape == (16, 32)
+    assert extension.launch_found(A, third, words)[0] is False
+    with pytest.raises(ValueError, match="another number of words"):
+        extension.launch_found(A, extension.find_gated_matmul(None, gate.chunking, *arguments), words[1:])
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------

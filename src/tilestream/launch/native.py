@@ -4,7 +4,7 @@ A call that torch's dispatcher brings to the extension's op is looked up there b
 alignment of the operands, options, the context. If it is not found, the op says so, and the call goes Python's way,
 observed (`tilestream.launch.observe`). `remember` then makes a *recipe* of what was launched: the kernels, the constant
 parameters of each, and where each other parameter comes from. A recipe is made only if it reproduces every parameter
-that was observed; a call with anything else (a table, a gate, a second launch) goes Python's way always.
+that was observed; a call with anything else (copies that the kernel makes, a second launch) goes Python's way always.
 
 The extension needs no CUDA to build and is optional: `extension` is None without it, and `why_not` says why.
 """
@@ -218,16 +218,13 @@ class Extension:
         self.try_matmul, self.try_matmul_out = ops.try_matmul.default._op, ops.try_matmul_out.default._op
         self.remember_matmul = ops.remember_matmul.default._op
         self.find_gated_matmul = ops.find_gated_matmul.default._op
-        self.try_gated_matmul = ops.try_gated_matmul.default._op
-        self.try_gated_matmul_out = ops.try_gated_matmul_out.default._op
+        self.launch_found = ops.launch_found.default._op
         self.remember_gated_matmul = ops.remember_gated_matmul.default._op
         self.try_plain_attention = ops.try_plain_attention.default._op
         self.try_plain_attention_out = ops.try_plain_attention_out.default._op
         self.try_attention, self.try_attention_out = ops.try_attention.default._op, ops.try_attention_out.default._op
         self.remember_attention = ops.remember_attention.default._op
         self.find_gated_attention = ops.find_gated_attention.default._op
-        self.try_gated_attention = ops.try_gated_attention.default._op
-        self.try_gated_attention_out = ops.try_gated_attention_out.default._op
         self.remember_gated_attention = ops.remember_gated_attention.default._op
         self.try_merge_attention = ops.try_merge_attention.default._op
         self.remember_merge_attention = ops.remember_merge_attention.default._op

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch._C import _increment_version
@@ -24,17 +24,18 @@ from tilestream.launch.observe import WORDS, Call, observe
 from tilestream.ops import native
 from tilestream.runtime.channel import check_device
 
+if TYPE_CHECKING:
+    from tilestream.launch.native import Extension
+
 native.FILES.add(__file__)
 
 #: By what decides a kernel: its number, which nothing else is ever given.
 _numbers: dict[tuple[object, ...], int] = {}
 _MOST_NUMBERS = 4096
 _next_number = itertools.count(1)
-#: The extension's answer for a call whose kernel reads local rows where they are.
-_READS_LOCAL = 2
 
-#: What a launch is told where nothing arrives and nothing is published.
-_NONE = {**dict.fromkeys(WORDS, 0), "row_epoch": 1, "column_epoch": 1, "out_epoch": 1}
+#: What a launch is told of an operand that does not arrive, and of an output that is not published.
+_NO_SIGNALS, _NO_PUBLICATION = (None, None, 1, 0), (None, None, 1)
 
 T = TypeVar("T")
 
@@ -94,21 +95,15 @@ class Gate(NamedTuple):
             DEFAULT_DEADLINE if deadline is None else float(deadline), op,
         )  # fmt: skip
 
-    def words(self) -> dict[str, int]:
-        """What an eager launch of the present epochs is told, by the names of `tilestream.launch.observe.WORDS`."""
-        words = dict(_NONE)
-        for operand, signals in (("row", self.rows), ("column", self.columns)):
-            if signals is not None:
-                gate = signals.eager_words
-                words[f"{operand}_signals"] = gate.words.data_ptr()
-                words[f"{operand}_quarantine"] = gate.quarantine.data_ptr()
-                words[f"{operand}_epoch"], words[f"{operand}_key"] = gate.epoch, gate.key
-        if self.publish is None:
-            words["allowed"], words["op"] = bounds_of(self.deadline, self.op)
-        else:
-            signal, counts, words["out_epoch"] = self.publish.eager_publication
-            words["out_signals"], words["out_counts"] = signal.data_ptr(), counts.data_ptr()
-        return words
+    def words(self) -> list[int]:
+        """What an eager launch of the present epochs is told, in the order of `tilestream.launch.observe.WORDS`."""
+        rows = _NO_SIGNALS if self.rows is None else self.rows.eager_words
+        columns = _NO_SIGNALS if self.columns is None else self.columns.eager_words
+        published = _NO_PUBLICATION if self.publish is None else self.publish.eager_publication
+        bounds = bounds_of(self.deadline, self.op) if self.publish is None else (0, 0)
+        addresses = [0 if x is None else x.data_ptr() for x in (*rows[:2], *columns[:2])]
+        counted = [0 if x is None else x.data_ptr() for x in published[:2]]
+        return [*addresses, *rows[2:], *columns[2:], *bounds, *counted, published[2]]
 
     @property
     def local_rows(self) -> torch.Tensor | None:
@@ -116,35 +111,49 @@ class Gate(NamedTuple):
         local = None if self.rows is None else self.rows.local_rows
         return None if local is None else local.rows
 
-    def begin(self, found: int, of_rows: tuple[torch.Tensor, ...], of_columns: tuple[torch.Tensor, ...]) -> list[int]:
-        """Do what comes before a launch on the current stream; returns the words that the extension takes.
+    def launch(
+        self, extension: Extension, ticket: int, of_rows: tuple[torch.Tensor, ...], of_columns: tuple[torch.Tensor, ...]
+    ) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """Launch what the extension has found on the current stream: whether, a fresh output, the log-sum-exp.
 
         Parameters
         ----------
-        found
-            The extension's answer; not 0.
+        ticket
+            From the extension, odd if the kernel reads local rows where they are; 0 if nothing was found.
         of_rows, of_columns
             What arrives: a matmul that fills it may have allocated it on its own stream.
         """
+        nothing = False, None, None
+        if not ticket:
+            return nothing
         check_device(of_rows[0].get_device())
         for signals, operands in ((self.rows, of_rows), (self.columns, of_columns)):
             if signals is not None:
                 if signals.by_matmul:
                     for operand in operands:
                         operand.record_stream(torch.cuda.current_stream(operand.device))
-                signals.use(local_rows=found == _READS_LOCAL and signals is self.rows)
+                signals.use(local_rows=bool(ticket & 1) and signals is self.rows)
         if self.publish is not None:
             self.publish.publish()
         local = self.local_rows
-        return [*self.words().values(), 0 if local is None else local.data_ptr()]
-
-    def end(self, launched: bool) -> None:
-        """Do what comes behind the launch; or, where the extension has launched nothing, what a new attempt needs."""
+        words = [*self.words(), 0 if local is None else local.data_ptr()]
+        answer: tuple[bool, torch.Tensor | None, torch.Tensor | None] = nothing
+        with contextlib.suppress(*native.REFUSALS):
+            answer = extension.launch_found(of_rows[0], ticket, words)
         if self.publish is not None:
-            if launched:
+            if answer[0]:
                 self.publish.published(self.pivot)
             else:
                 self.publish.stopped()
+        return answer
+
+
+def _written(out: torch.Tensor | None, made: Any) -> torch.Tensor:
+    """The output that was launched: the caller's, which is another version now, or a fresh one."""
+    if out is None:
+        return made  # type: ignore[no-any-return]
+    _increment_version((out,))
+    return out
 
 
 def product(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -160,18 +169,9 @@ def product(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], torch.Te
     if arguments is None or gate is None or extension is None:
         return run()
     _, a, b, out, bias, residual, alpha, beta, _, _, scale_a, scale_b, *_ = call
-    if found := extension.find_gated_matmul(out, gate.chunking, *arguments):
-        words = gate.begin(found, (a,), (b,))
-        made: torch.Tensor | None = None
-        with contextlib.suppress(*native.REFUSALS):
-            if out is None:
-                made = extension.try_gated_matmul(gate.chunking, words, *arguments)
-            elif extension.try_gated_matmul_out(out, gate.chunking, words, *arguments):
-                made = out
-                _increment_version((out,))
-        gate.end(made is not None)
-        if made is not None:
-            return made
+    launched, made, _ = gate.launch(extension, extension.find_gated_matmul(out, gate.chunking, *arguments), (a,), (b,))
+    if launched:
+        return _written(out, made)
     with observe() as seen:
         result = run()
     if seen.launches:
@@ -179,7 +179,7 @@ def product(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], torch.Te
             "a": a, "b": b, "out": result, "bias": bias, "residual": residual, "scale_a": scale_a, "scale_b": scale_b,
             "local": gate.local_rows,
         }  # fmt: skip
-        observed = Call(operands, (float(alpha), float(beta)), gate.words())
+        observed = Call(operands, (float(alpha), float(beta)), dict(zip(WORDS, gate.words(), strict=True)))
         native.remember(observed, out is not None, seen, (gate.chunking, *arguments))
     return result
 
@@ -191,21 +191,14 @@ def attention(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], T]) ->
     if arguments is None or gate is None or extension is None:
         return run()
     out = call[len(native.INPUTS)]
-    if found := extension.find_gated_attention(out, gate.chunking, *arguments):
-        words, made, lse = gate.begin(found, call[1:3], ()), None, None
-        with contextlib.suppress(*native.REFUSALS):
-            if out is None:
-                made, lse = extension.try_gated_attention(gate.chunking, words, *arguments)
-            else:
-                launched, lse = extension.try_gated_attention_out(out, gate.chunking, words, *arguments)
-                if launched:
-                    made = out
-                    _increment_version((out,))
-        if made is not None:
-            return made if lse is None else (made, lse)  # type: ignore[return-value]
+    found = extension.find_gated_attention(out, gate.chunking, *arguments)
+    launched, made, lse = gate.launch(extension, found, call[1:3], ())
+    if launched:
+        written = _written(out, made)
+        return written if lse is None else (written, lse)  # type: ignore[return-value]
     with observe() as seen:
         answer = run()
     if seen.launches:
-        observed = Call(native.operands_of(call, answer), words=gate.words())
+        observed = Call(native.operands_of(call, answer), words=dict(zip(WORDS, gate.words(), strict=True)))
         native.remember(observed, out is not None, seen, (gate.chunking, *arguments))
     return answer
