@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from fake_cuda import DEVICE, FakeCuda, Until
 from tilestream.core.errors import GroupBroken
 from tilestream.core.protocols import gather
-from tilestream.distributed import call_queue, copy_engines, gpu_reduce_scatter, one_shot
+from tilestream.distributed import call_queue, copy_engines, gpu_reduce_scatter
 from tilestream.distributed.call_queue import CallQueue
 from tilestream.distributed.host_flags import LINE, RankFlags
+from tilestream.runtime import driver
 
 
 class Clock:
@@ -212,12 +213,26 @@ def patch_driver(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> Clock:
     def wait(stream: int, address: int, value: int) -> None:
         cuda.streams[stream].give(Until(lambda: ctypes.c_int32.from_address(address).value >= value))
 
-    clock, driver = Clock(cuda), {"stream_write": write, "stream_wait": wait}
-    driver |= {"copy_across": cuda._copy, "copy_in": cuda._copy}
-    for module in (call_queue, copy_engines, gpu_reduce_scatter, one_shot):
-        for name, does in {**driver, "time": clock}.items():
-            if hasattr(module, name):
-                patch.setattr(module, name, does)
+    clock, events = Clock(cuda), []
+
+    class Event(torch.cuda.Event):
+        """As torch's: sequences know it by a handle."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.cuda_event = len(events)
+            events.append(self)
+
+    performed = {
+        "stream_write": write, "stream_wait": wait, "copy_across": cuda._copy, "copy_in": cuda._copy,
+        "record_event": lambda stream, event: events[event].record(cuda.streams[stream]),
+        "wait_event": lambda stream, event: cuda.streams[stream].wait_event(events[event]),
+    }  # fmt: skip
+    for name, does in performed.items():
+        patch.setattr(driver, name, does)
+    patch.setattr(torch.cuda, "Event", Event)
+    for module in (call_queue, copy_engines, gpu_reduce_scatter):
+        patch.setattr(module, "time", clock)
     # Never lent: a queue of an earlier world, found by the garbage collector, would return its stream to this one.
     patch.setattr(call_queue, "lend_to", lambda borrower, device: cuda.stream())
     patch.setattr(call_queue, "POLL_SECONDS", 0.01)

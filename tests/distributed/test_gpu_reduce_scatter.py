@@ -29,7 +29,8 @@ from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue
 from tilestream.distributed.one_shot import AllReduceQueue
 from tilestream.distributed.request import REDUCE_SCATTER, Request
 from tilestream.distributed.shards import Shards
-from tilestream.kernels.portable import add
+from tilestream.launch.portable import add
+from tilestream.runtime import driver
 
 #: Patience that does not end in a test.
 LONG = 1e6
@@ -47,6 +48,9 @@ class Publication:
 
 class SumRank(Rank):
     """A rank whose calls add up products."""
+
+    def between(self, what: str) -> None:
+        """Its host launches a kernel, or the sum."""
 
     def expected(self, call: int) -> torch.Tensor:
         return torch.stack([self.part(r, call) for r in range(self.world)]).sum(0)
@@ -85,6 +89,7 @@ class ScatterRank(SumRank):
         number = len(self.shapes)
 
         def kernel(out, publication, epoch, rows_per_chunk, pivot):
+            self.between("kernel")
             values = self.product(self.rank, number).view(shards.total, shards.width)
             chunks = shards.total // rows_per_chunk
             for i in range(chunks):
@@ -94,6 +99,7 @@ class ScatterRank(SumRank):
                 calling.give(lambda chunk=chunk: publication.words.__setitem__(chunk, epoch))
 
         def issue_sum(whole, void, epoch):
+            self.between("sum")
             parts = [whole[:, r] if r == self.rank else received[r] for r in range(self.world)]
             calling.give(lambda: self.add(number, parts, void, epoch))
 
@@ -130,10 +136,12 @@ class AllReduceRank(SumRank):
         number = len(self.shapes)
 
         def multiply(out):
+            self.between("kernel")
             calling.give(lambda: out.fill_(float("nan")))  # it is being written
             calling.give(lambda: out.copy_(self.part(self.rank, number)))
 
         def issue_sum(addresses, void, epoch):
+            self.between("sum")
             parts: list[torch.Tensor] = []
 
             def read(at: int) -> None:
@@ -257,9 +265,8 @@ def test_the_peers_time_counts_from_the_end_of_the_kernel(kind):
     ],
 )  # fmt: skip
 def test_a_call_that_is_half_issued_breaks_the_group_and_leaves_nothing_stuck(monkeypatch, kind, what, waits):
-    module = gpu_reduce_scatter if kind is ScatterRank else one_shot
     with world(kind, 3) as (cuda, (first, second, third), posted):
-        original, calls = getattr(module, what), []
+        original, calls = getattr(driver, what), []
 
         def second_fails(*args) -> None:
             calls.append(args)
@@ -268,10 +275,10 @@ def test_a_call_that_is_half_issued_breaks_the_group_and_leaves_nothing_stuck(mo
             original(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(module, what, second_fails)
+            patch.setattr(driver, what, second_fails)
             with pytest.raises(RuntimeError, match="no driver"):
                 first.call(kind.shapes_of[3][0], LONG)
-        with pytest.raises(GroupBroken, match="on rank 0: RuntimeError: no driver"):
+        with pytest.raises(GroupBroken, match="on rank 0: SequenceError: no driver"):
             first.call(kind.shapes_of[3][0])
         assert second.queue.flags.aborted()
         assert third.queue.flags.aborted()
@@ -280,7 +287,7 @@ def test_a_call_that_is_half_issued_breaks_the_group_and_leaves_nothing_stuck(mo
         first.watch()
         cuda.run()
         assert first.idle, "at once: a peer of a broken group sends nothing"
-        assert not waits or "RuntimeError: no driver" in str(posted.pop()), "not that the peers' time is over"
+        assert not waits or "SequenceError: no driver" in str(posted.pop()), "not that the peers' time is over"
 
 
 @both
@@ -328,11 +335,13 @@ def test_a_bias_of_any_strides_is_made_contiguous(monkeypatch, kind):
     read = []
 
     class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, BIAS, **_: read.append((args[3 if kind is ScatterRank else 2], BIAS))
+        def take(self, values):
+            return values
 
-    for name in ("add_parts", "add_slots"):
-        monkeypatch.setattr(add, name, Kernel())
+        def __call__(self, stream, filled):
+            read.append((filled[3 if kind is ScatterRank else 2], filled[-2]))
+
+    monkeypatch.setattr(add, "_kernel", lambda *_: Kernel())
     monkeypatch.setattr(call_queue, "agree", lambda *args: None)
     whole = torch.arange(4.0)
     for bias in (whole[::2], whole.view(2, 2)[:, 1], whole[1:2].expand(2), whole[:2]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faults
 import jobs
+import known_jobs
 import node_jobs
 import pytest
 
@@ -14,7 +15,8 @@ SCENARIOS = [
     (2, jobs.autocasts), (2, jobs.forgets), (2, jobs.empties), (2, jobs.gradients, 0), (2, jobs.gradients, 1),
     (2, jobs.reduce_gradients), (2, jobs.fakes), (2, jobs.limits), (2, jobs.layers), (2, jobs.torch_ops),
     (4, node_jobs.overlaps, 2, FOLDER), (4, node_jobs.layers, 2), (2, node_jobs.meshes_of_one),
-    (3, node_jobs.exchanges),
+    (3, node_jobs.exchanges), (2, known_jobs.repeats, "fused"), (2, known_jobs.repeats, "unfused"),
+    (2, known_jobs.is_seen), (2, known_jobs.refuses),
 ]  # fmt: skip
 SLOW = [(2, jobs.compiles), (4, node_jobs.iterates, 2, 50)]
 

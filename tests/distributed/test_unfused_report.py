@@ -139,7 +139,7 @@ def test_a_collective_without_a_known_shape(group):
 def test_the_report_lists_them_behind_the_calls(group, monkeypatch):
     handle = AsyncTP(group.group_name)
     monkeypatch.setattr(module, "_open", {group.group_name: handle})
-    handle._count("fused_all_gather_matmul", "[8, 4]", "a test")
+    handle._count("fused_all_gather_matmul", torch.empty(8, 4), [torch.empty(4, 2)], 0, "a test")
     graph = traced(lambda x: gathered(x).relu(), X)
     seen = []
     look = UnfusedPass(module._report_unfused, before=seen.append)
@@ -147,7 +147,7 @@ def test_the_report_lists_them_behind_the_calls(group, monkeypatch):
     look(graph)
     assert seen == [graph, graph]
     assert [str(site) for site in handle.report()] == [
-        "fused_all_gather_matmul [8, 4]: 1 call, unfused: a test",
+        "fused_all_gather_matmul [8, 4] @ [4, 2], dim 0, float32: 1 call, unfused: a test",
         "all_gather_into_tensor [8, 4], float32: left in 2 places: no matmul reads what is gathered",
     ]
     monkeypatch.setattr(module, "_open", {})

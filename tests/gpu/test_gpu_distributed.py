@@ -203,6 +203,13 @@ def test_torchs_all_gather_of_an_input_that_arrives_runs_on_our_matmul(ranks):
     assert max(ranks.run(2, torch_tp_jobs.native, bound=120, seconds=60)) < 1e-2
 
 
+@unshared("torch's barrier wants the ranks to run at once")
+@pytest.mark.timeout(150)
+def test_a_gather_ends_where_torchs_native_op_hangs(ranks):
+    for errors in ranks.run(2, torch_tp_jobs.where_torch_hangs, bound=120, seconds=60):
+        assert max(errors) < 1e-2, errors
+
+
 @unshared("that pass wants NCCL")
 def test_what_torchs_compiler_fuses_of_the_patterns_of_its_tests(ranks):
     for said in ranks.run(2, torch_tp_jobs.patterns, bound=280, seconds=60):

@@ -46,6 +46,30 @@ def native(rank, world):
     return max(errors)
 
 
+def where_torch_hangs(rank, world):
+    """A shape at which torch's own native op never ends on two H200s (torch 2.11; killed after 110 s).
+
+    torch's op, and the one that it calls where ``TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP`` is set. Returns the errors.
+    """
+    from torch.distributed import _symmetric_memory as symmetric
+
+    name, errors = dist.group.WORLD.group_name, []
+    shards, b = [random(10 + r, 1536, 8192) for r in range(world)], random(5, 8192, 5120)
+    whole = torch.cat(shards)
+    exact = (whole.double() @ b.double()).to(BF16)
+    calls = (
+        lambda: torch.ops.symm_mem.fused_all_gather_matmul(shards[rank], [b], 0, name),
+        lambda: symmetric._fused_all_gather_matmul_native(shards[rank], b, name),
+    )
+    with tsd.async_tp():
+        for call, _ in itertools.product(calls, range(5)):
+            gathered, outs = call()
+            finish()
+            assert gathered.equal(whole)
+            errors.append(relative(outs[0] if isinstance(outs, list) else outs, exact))
+    return errors
+
+
 def patterns(rank, world):
     """The functions that torch's tests of its compiler's pass compile: each compiled on tilestream, against eager.
 

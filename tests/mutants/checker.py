@@ -30,6 +30,7 @@ from tilestream_tools.verify.gpu_loop import Add, Poison
 from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.protocol import Ring
+from tilestream_tools.verify.replay import ReplayCase
 from tilestream_tools.verify.report import Result, explore
 from tilestream_tools.verify.ring import RingCase
 from tilestream_tools.verify.shared_attention import OPERANDS
@@ -40,7 +41,7 @@ from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 CORE, VERIFY = "tilestream.core", "tilestream_tools.verify"
 MODULES = {
     **{name: f"{CORE}.{name}" for name in ("gate", "loop", "schedule")},
-    **{name: f"{CORE}.protocols.{name}" for name in ("gather", "one_shot", "reduce_scatter")},
+    **{name: f"{CORE}.protocols.{name}" for name in ("gather", "one_shot", "reduce_scatter", "replay")},
     **{name: f"{VERIFY}.{name}" for name in ("attention_protocol", "copies", "gpu_loop", "product", "protocol")},
     **{name: f"{VERIFY}.{name}" for name in ("shared_attention", "shared_ring")},
 }
@@ -102,7 +103,7 @@ def seeded_bugs() -> tuple[Bug, ...]:
     """All of them."""
     return tuple(
         _bug(row)
-        for file in ("workers.txt", "rings.txt", "warps.txt", "attention.txt", "copies.txt", "ranks.txt")
+        for file in ("workers.txt", "rings.txt", "warps.txt", "attention.txt", "copies.txt", "ranks.txt", "replays.txt")
         for row in table.read(file, MODULES)
     )
 
@@ -347,6 +348,14 @@ def _reduction(model: str, case: Any, homes: dict[str, str], roles: str) -> Fami
     return Family(model, tuple(f"{CORE}.protocols.{homes[role]}" for role in roles.split(", ")), make)
 
 
+def _replay(role: str) -> Family:
+    def make(text: Any, replays: int = 1, **more: Any) -> Any:
+        least = replays if "expires" in more else 1
+        return [ReplayCase(replays=n, **{role: text}, **more) for n in range(least, replays + 1)]
+
+    return Family("replay", (f"{CORE}.protocols.replay:{role}",), make)
+
+
 _SUM = {"watch": "gather:watch", **{role: f"reduce_scatter:{role}" for role in ("produce", "scatter", "add_up")}}
 _REDUCE = {"watch": "gather:watch", "reduce": "one_shot:reduce", "begin": "reduce_scatter:begin_sum"}
 
@@ -367,5 +376,6 @@ FAMILIES: dict[str, Callable[[str], Family]] = {
     "gather": partial(_gather, ()),
     "gather by pulling": partial(_gather, ("pull",)),
     "reduce-scatter": partial(_reduction, "sums", SumCase, _SUM),
+    "replay": _replay,
     "all-reduce": partial(_reduction, "reduce", OneShotCase, _REDUCE),
 }

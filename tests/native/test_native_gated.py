@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tilestream.arrival.device import DeviceSignals, LocalRows
 from tilestream.core.error_record import op_number
 from tilestream.launch.observe import WORDS, observation
-from tilestream.ops import attention_request, gated, native, request
+from tilestream.ops import attention_request, gated, native, publish, request
 
 BF16 = torch.bfloat16
 NEEDS = (TICKETS, 8, 4, 16, 0)
@@ -401,7 +402,35 @@ def test_an_address_that_is_no_tables_is_none_of_a_recipe(extension, driver):
 def test_a_chunkings_number_is_never_another_ones(monkeypatch):
     monkeypatch.setattr(gated, "_MOST_NUMBERS", 4)
     monkeypatch.setattr(gated, "_numbers", {})
-    seen = [gated._number(i) for i in range(10)] + [gated._number(0)]
+    seen = [gated.number(i) for i in range(10)] + [gated.number(0)]
     assert len(set(seen)) == len(seen)
-    assert gated._number(0) == seen[-1]
+    assert gated.number(0) == seen[-1]
     assert len(gated._numbers) <= 4
+
+
+def test_a_sums_product_is_launched_natively_with_its_epoch(python_calls, driver, monkeypatch):
+    """Whatever the device has reported: its call has begun, and peers wait for it. Another limit is another launch."""
+    publication, issued, out = publish.Publication(4, DEVICE), [], zeros(16, 32)
+
+    def issue(x, publishes, how, publication, epoch, op):
+        signals, counts, _ = publication.at(epoch)
+        extra = {"out_signals": signals.data_ptr(), "out_counts": counts.data_ptr(), "out_epoch": epoch}
+        launch = Launch(driver, Matmul(0, x.a, x.b), extra=extra)
+        launch.issue(Matmul(0, x.a, x.b), x.out)
+        if (seen := observation()) is not None:
+            seen.launches.append(launch)
+        issued.append(functools.partial(launch.issue, Matmul(0, x.a, x.b), x.out))
+        return ""
+
+    monkeypatch.setattr(publish, "_issue", issue)
+    monkeypatch.setattr(gated, "check_device", lambda index: pytest.fail("the call has begun"))
+    for epoch in (1, 2):
+        publish.matmul_published(A, B, out, publication, epoch, 4, 1)
+    assert len(issued) == 1
+    natively = driver.launches()[-1]
+    driver.forget()
+    issued[0](out_epoch=2)
+    assert driver.launches() == [natively]
+    publish.matmul_published(A, B, out, publication, 3, 4, 2)
+    publish.matmul_published(A, B, out, publication, 4, 4, 1, limit=8)
+    assert len(issued) == 3, "another pivot, and a limit that no block around this call has"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -57,21 +58,34 @@ def _products(request: Request, into: Sequence[torch.Tensor]) -> list[Product]:
     return [product(i, place) for i, place in enumerate(places)]
 
 
+class _Decided(NamedTuple):
+    """What equal calls have in common."""
+
+    plan: DistributedPlan
+    shards: Shards
+
+
 def run(
-    state: GroupState, request: Request, into: Sequence[torch.Tensor] = ()
+    state: GroupState, request: Request, into: Sequence[torch.Tensor] = (), key: object = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """All ranks' rows (empty unless ``return_a``), and the products.
 
-    ``into``: the products' memory, ``[rows of all ranks, N]`` each; if empty, it is allocated.
+    Parameters
+    ----------
+    into
+        The products' memory, ``[rows of all ranks, N]`` each; if empty, it is allocated.
+    key
+        Of the request, if the caller has it.
     """
     request.begin(state)
-    seconds, a = request.seconds(state), request.a
-    plan = plan_of(state, request)
+    key, seconds, a = key or request.key(state), request.seconds(state), request.a
+    found: _Decided | None = state.decided(key)
+    planned = plan_of(state, request) if found is None else found.plan
     with request.running(state):
-        plan = connected_plan(state, plan, a.device, functools.partial(plan_of, state, request))
-        shards = Shards.of(a.shape, request.dim, state.world, plan.chunks)
-        if request.cuts_last:  # gathered as whole shards, rank by rank
-            shards = Shards(1, state.world, math.prod(a.shape[:-1]), a.shape[-1])
+        if found is None:
+            plan = connected_plan(state, planned, a.device, functools.partial(plan_of, state, request))
+            found = state.decide(key, _Decided(plan, _shards_of(state, request, plan)))
+        plan, shards = found
         of_rows = None if request.cuts_last else request.scales_of_rows()
         scales = None if of_rows is None else of_rows.reshape(shards.batches, shards.rows, 1)
         shard = ScaledRows(a.reshape(shards.batches, shards.rows, shards.width), scales)
@@ -83,6 +97,13 @@ def run(
     shape = _gathered_shape(state, request)
     gathered = rows.view(shape) if request.return_a else a.new_empty(0)
     return gathered, [out.view(*shape[:-1], out.shape[-1]) for out in outs]
+
+
+def _shards_of(state: GroupState, request: Request, plan: DistributedPlan) -> Shards:
+    a = request.a
+    if request.cuts_last:  # gathered as whole shards, rank by rank
+        return Shards(1, state.world, math.prod(a.shape[:-1]), a.shape[-1])
+    return Shards.of(a.shape, request.dim, state.world, plan.chunks)
 
 
 def _gather_in_host_order(

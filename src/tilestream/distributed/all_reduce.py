@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,27 +45,50 @@ def sum_over(name: str, x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def run(states: list[GroupState], request: Request) -> torch.Tensor:
-    """The sum. ``states``: of one group; or of the internode and the intranode group, where it is summed first."""
+class _Decided(NamedTuple):
+    """What equal calls have in common.
+
+    Attributes
+    ----------
+    plans
+        Of each group, the innermost first: there it is summed first, so that each sum travels once between the nodes.
+    dtype, wide
+        Of the result, and of the sum.
+    library
+        Whether the product is torch's.
+    """
+
+    plans: tuple[DistributedPlan, ...]
+    dtype: torch.dtype
+    wide: torch.dtype
+    library: bool
+
+
+def run(states: list[GroupState], request: Request, key: object = None) -> torch.Tensor:
+    """The sum.
+
+    Parameters
+    ----------
+    states
+        Of one group; or of the internode and the intranode group, where it is summed first.
+    key
+        Of the request in one group, if the caller has it.
+    """
     request.begin(*states)
-    a, b, dtype = request.a, request.b, travel_dtype(request)
-    wide = dtype if a.is_cuda else torch.promote_types(dtype, torch.float32)
-    more: dict[str, Any] = {"nodes": len(states), "travels": str(dtype), "reduce_op": request.reduce_op}
+    a, b, inner_first = request.a, request.b, states[::-1]
+    if key is None:
+        key = request.key(states[0]) if len(states) == 1 else tuple(request.key(state) for state in states)
+    found: _Decided | None = states[0].decided(key)
     with request.running():
-        if len(states) == 1 and a.is_cuda:
+        if found is None:
+            found = states[0].decide(key, _decide(inner_first, request))
+        plans, dtype, wide, library = found
+        if plans[0].fused:
             (state,) = states
             with state.call():
-                make = functools.partial(plan_of, state, request, **more)
-                plan = connected_plan(state, make(), a.device, make)
-                if plan.fused:
-                    return matmul_reduce(state, plan, request, dtype)
-        inner_first = states[::-1]  # then each sum travels once between the nodes
-        plans = [plan_of(state, request, **more) for state in inner_first]
-        plain = request.scale_a is request.scale_b is None and dtype == a.dtype == b.dtype
-        if plain and a.is_cuda and plans[0].decision.library:
-            total = torch.matmul(a, b)
-        else:
-            total = request.product(a, bias=None, out_dtype=dtype).to(wide)
+                return matmul_reduce(state, plans[0], request, dtype)
+        total = torch.matmul(a, b) if library else request.product(a, bias=None, out_dtype=dtype)
+        total = total.to(wide)
         for state, plan in zip(inner_first, plans, strict=True):
             with state.call():
                 agree(state, plan, a.device)
@@ -75,3 +98,16 @@ def run(states: list[GroupState], request: Request) -> torch.Tensor:
         if request.bias is not None:
             total = total + request.bias
     return total.to(dtype)
+
+
+def _decide(inner_first: list[GroupState], request: Request) -> _Decided:
+    a, b, dtype = request.a, request.b, travel_dtype(request)
+    more: dict[str, Any] = {"nodes": len(inner_first), "travels": str(dtype), "reduce_op": request.reduce_op}
+    plans = [plan_of(state, request, **more) for state in inner_first]
+    if len(plans) == 1 and a.is_cuda:
+        (state,) = inner_first
+        with state.call():
+            plans[0] = connected_plan(state, plans[0], a.device, functools.partial(plan_of, state, request, **more))
+    plain = request.scale_a is request.scale_b is None and dtype == a.dtype == b.dtype
+    wide = dtype if a.is_cuda else torch.promote_types(dtype, torch.float32)
+    return _Decided(tuple(plans), dtype, wide, plain and a.is_cuda and plans[0].decision.library)

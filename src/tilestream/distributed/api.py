@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from tilestream.distributed import all_gather, all_reduce, reduce_scatter
 from tilestream.distributed.dispatch import Form
 from tilestream.distributed.group_state import Group, GroupState, groups_of, name_of, state_of
-from tilestream.distributed.library import all_gather_matmul_op, matmul_all_reduce_op, matmul_reduce_scatter_op
+from tilestream.distributed.library import (
+    all_gather_matmul_op,
+    known,
+    matmul_all_reduce_op,
+    matmul_reduce_scatter_op,
+)
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.request import (
     ALL_REDUCE,
@@ -20,8 +26,10 @@ from tilestream.distributed.request import (
     Request,
     Tensors,
     check_request,
+    given_request,
 )
 from tilestream.ops.limit import limit
+from tilestream.ops.operands import untracked
 
 
 def all_gather_matmul(
@@ -91,15 +99,21 @@ def all_gather_matmul(
     GroupBroken
         If a peer was lost, or a rank has given up waiting: by every later call with the group, on all its ranks.
     """
-    request = check_request(
-        GATHER, a_shard, b, dim=gather_dim, bias=bias, activation=activation, scale_a=scale_a, scale_b=scale_b,
-        out_dtype=out_dtype, fast_accum=use_fast_accum, return_a=return_a, form=form, deadline=deadline,
-    )  # fmt: skip
-    biases = [request.a.new_empty(0) if x is None else x for x in request.biases]
-    gathered, outs = all_gather_matmul_op(
-        request.a, request.bs, request.dim, name_of(GATHER, group), biases, request.activations, scale_a,
-        request.scales_b, out_dtype, use_fast_accum, return_a, form, _op_deadline(request), limit(),
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "dim": gather_dim, "bias": bias, "activation": activation, "scale_a": scale_a, "scale_b": scale_b,
+        "out_dtype": out_dtype, "fast_accum": use_fast_accum, "return_a": return_a, "form": form, "deadline": deadline,
+    }  # fmt: skip
+    request = given_request(GATHER, a_shard, b, **given)
+    if request is not None and (found := known(group, request)):
+        with untracked():
+            gathered, outs = all_gather.run(found.state, request, key=found.key)
+    else:
+        request = check_request(GATHER, a_shard, b, **given)
+        biases = [request.a.new_empty(0) if x is None else x for x in request.biases]
+        gathered, outs = all_gather_matmul_op(
+            request.a, request.bs, request.dim, name_of(GATHER, group), biases, request.activations, scale_a,
+            request.scales_b, out_dtype, use_fast_accum, return_a, form, _op_deadline(request), limit(),
+        )  # fmt: skip
     result = outs[0] if isinstance(b, torch.Tensor) else list(outs)
     return (gathered, result) if return_a else result
 
@@ -166,10 +180,15 @@ def matmul_reduce_scatter(
     ValueError, TypeError, ArrivalTimeout, GroupBroken
         As `all_gather_matmul`.
     """
-    request = check_request(
-        REDUCE_SCATTER, a, b, dim=scatter_dim, reduce_op=reduce_op, bias=bias, scale_a=scale_a, scale_b=scale_b,
-        out_dtype=out_dtype, fast_accum=use_fast_accum, form=form, deadline=deadline,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "dim": scatter_dim, "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
+        "out_dtype": out_dtype, "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
+    }  # fmt: skip
+    request = given_request(REDUCE_SCATTER, a, b, **given)
+    if request is not None and (found := known(group, request)):
+        with untracked():
+            return reduce_scatter.run(found.state, request, found.key)
+    request = check_request(REDUCE_SCATTER, a, b, **given)
     result: torch.Tensor = matmul_reduce_scatter_op(
         request.a, request.b, request.dim, reduce_op, name_of(REDUCE_SCATTER, group), bias, scale_a, scale_b, out_dtype,
         use_fast_accum, form, _op_deadline(request), limit(),
@@ -243,10 +262,15 @@ def matmul_all_reduce(
     ValueError, TypeError, ArrivalTimeout, GroupBroken
         As `all_gather_matmul`.
     """
-    request = check_request(
-        ALL_REDUCE, a, b, reduce_op=reduce_op, bias=bias, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype,
-        fast_accum=use_fast_accum, form=form, deadline=deadline,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "out_dtype": out_dtype,
+        "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
+    }  # fmt: skip
+    request = given_request(ALL_REDUCE, a, b, **given)
+    if request is not None and (found := known(group, request)):
+        with untracked():
+            return all_reduce.run([found.state], request, found.key)
+    request = check_request(ALL_REDUCE, a, b, **given)
     result: torch.Tensor = matmul_all_reduce_op(
         request.a, request.b, reduce_op, name_of(ALL_REDUCE, group), bias, scale_a, scale_b, out_dtype, use_fast_accum,
         form, _op_deadline(request), limit(),

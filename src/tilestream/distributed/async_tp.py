@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class AsyncTP:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._sites: dict[tuple[str, str], Site] = {}
+        self._sites: dict[tuple[object, ...], Site] = {}
         self._lock = threading.Lock()
 
     def report(self) -> list[Site]:
@@ -86,23 +86,25 @@ class AsyncTP:
     def close(self) -> None:
         """Give the group's calls back to torch.
 
-        Graphs that were compiled meanwhile call the ops by name, so they now run torch's. Those return another memory
-        layout if a dimension after the first is gathered, and such a graph raises: compile it again
-        (`torch._dynamo.reset`).
+        Graphs that were compiled meanwhile call the ops by name, so they now run torch's, with outputs of the same
+        strides.
         """
         _close(self._name, self)
 
-    def _count(self, op: str, what: str, plan: Callable[[], DistributedPlan] | str) -> None:
+    def _count(
+        self, op: str, a: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, plan: Callable[[], DistributedPlan] | str
+    ) -> None:
         """Count a call. ``plan`` makes its plan, or is the reason why it has none."""
+        key = op, a.shape, tuple(b.shape for b in bs), dim, a.dtype
         with self._lock:
-            site = self._sites.get((op, what))
+            site = self._sites.get(key)
             if site is None:
                 made = plan if isinstance(plan, str) else plan()
                 if isinstance(made, str):
                     fused, why = False, made
                 else:
                     fused, why = made.fused, "; ".join(x.why for x in made.refused) or made.decision.why
-                site = self._sites[op, what] = Site(op, what, 0, fused, why)
+                site = self._sites[key] = Site(op, _shapes(a, bs, dim), 0, fused, why)
             site.calls += 1
 
     def _count_unfused(self, found: UnfusedCollective) -> None:
@@ -221,6 +223,9 @@ def _shapes(a: torch.Tensor, bs: Sequence[torch.Tensor], dim: int) -> str:
 
 
 # The ops, with the arguments of torch's. Each returns NotImplemented for a call that it leaves to torch.
+#
+# torch gathers a dimension d before the last as the first of `movedim(d, 0)`, and gives A and the products as views of
+# that, whose strides a compiled graph asserts. Its compiler lays the shard out so that the moved one is contiguous.
 
 
 def _gather(
@@ -229,9 +234,11 @@ def _gather(
     if a.is_meta:
         gathered, outs = _empty_gathered(a, bs, gather_dim, group_name, [a.dtype] * len(bs))
         return gathered if return_A else None, outs
-    group = _count_gather(handle, "fused_all_gather_matmul", a, bs, gather_dim, group_name)
-    result: Any = all_gather_matmul(a, list(bs), gather_dim=gather_dim, group=group, return_a=return_A)
-    return result if return_A else (None, result)
+    moved = _Moved.of(a, gather_dim)
+    group = _count_gather(handle, "fused_all_gather_matmul", a, bs, gather_dim, group_name, moved)
+    result: Any = all_gather_matmul(moved.first(a), list(bs), gather_dim=moved.to, group=group, return_a=return_A)
+    whole, products = result if return_A else (None, result)
+    return None if whole is None else moved.back(whole), [moved.back(out) for out in products]
 
 
 def _scaled_gather(
@@ -251,18 +258,44 @@ def _scaled_gather(
     of_all_rows = _gathered_shape(a, gather_dim, group_name)[:-1]
     if a_scale.numel() > 1 and list(a_scale.shape[:-1]) == of_all_rows != rows:
         a_scale = a_scale.chunk(group.size(), gather_dim)[group.rank()]  # this rank's are gathered
-    _count_gather(handle, "fused_all_gather_scaled_matmul", a, bs, gather_dim, group_name, a_scale)
+    moved = _Moved.of(a, gather_dim)
+    if a_scale.dim() == a.dim() and a_scale.numel() > 1:
+        a_scale = moved.first(a_scale)
+    _count_gather(handle, "fused_all_gather_scaled_matmul", a, bs, gather_dim, group_name, moved, a_scale)
     each = list(zip(bs, biases, b_scales, dtypes, use_fast_accum, strict=True))
     alike = len({(dtype, fast) for *_, dtype, fast in each}) == 1
     outs: list[torch.Tensor] = []
     gathered = None
     for some in [each] if alike else [[one] for one in each]:
         gathered, out = all_gather_matmul(
-            a, [x[0] for x in some], gather_dim=gather_dim, group=group, bias=[x[1] for x in some], scale_a=a_scale,
-            scale_b=[x[2] for x in some], out_dtype=some[0][3], use_fast_accum=some[0][4], return_a=True,
+            moved.first(a), [x[0] for x in some], gather_dim=moved.to, group=group, bias=[x[1] for x in some],
+            scale_a=a_scale, scale_b=[x[2] for x in some], out_dtype=some[0][3], use_fast_accum=some[0][4],
+            return_a=True,
         )  # fmt: skip
         outs += out
-    return gathered, outs
+    return None if gathered is None else moved.back(gathered), [moved.back(out) for out in outs]
+
+
+class _Moved(NamedTuple):
+    """The dimension that is gathered, ``dim``, and the place to which it is moved for that: the first.
+
+    The last one, of which K is cut, stays.
+    """
+
+    dim: int
+    to: int
+
+    @classmethod
+    def of(cls, a: torch.Tensor, dim: int) -> _Moved:
+        return cls(dim, dim if dim % a.dim() == a.dim() - 1 else 0)
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` as it is gathered."""
+        return x if self.dim == self.to else x.movedim(self.dim, self.to)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """What is gathered, or a product of it, as torch gives it."""
+        return x if self.dim == self.to else x.movedim(self.to, self.dim)
 
 
 def _gathered_shape(a: torch.Tensor, dim: int, group_name: str) -> list[int]:
@@ -274,20 +307,23 @@ def _gathered_shape(a: torch.Tensor, dim: int, group_name: str) -> list[int]:
 def _empty_gathered(
     a: torch.Tensor, bs: list[torch.Tensor], dim: int, group_name: str, dtypes: Sequence[torch.dtype | None]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    shape = _gathered_shape(a, dim, group_name)
+    moved = _Moved.of(a, dim)
+    shape = _gathered_shape(moved.first(a), moved.to, group_name)
     outs = [a.new_empty((*shape[:-1], b.shape[1]), dtype=dtype) for b, dtype in zip(bs, dtypes, strict=True)]
-    return a.new_empty(shape), outs
+    return moved.back(a.new_empty(shape)), [moved.back(out) for out in outs]
 
 
 def _count_gather(
-    handle: AsyncTP, op: str, a: torch.Tensor, bs: list[torch.Tensor], dim: int, group_name: str,
+    handle: AsyncTP, op: str, a: torch.Tensor, bs: list[torch.Tensor], dim: int, group_name: str, moved: _Moved,
     scale_a: torch.Tensor | None = None,
 ) -> dist.ProcessGroup:  # fmt: skip
     """Count a call; returns its group."""
     group = resolve(group_name)
-    handle._count(
-        op, _shapes(a, bs, dim), lambda: plan_all_gather_matmul(a, bs, gather_dim=dim, group=group, scale_a=scale_a)
-    )
+
+    def plan() -> DistributedPlan:
+        return plan_all_gather_matmul(moved.first(a), bs, gather_dim=moved.to, group=group, scale_a=scale_a)
+
+    handle._count(op, a, bs, dim, plan)
     return group
 
 
@@ -331,12 +367,11 @@ def _scatter_rows(
         shape = [*rows.shape[:-1], b.shape[1]]
         shape[dim] //= group.size()
         return rows.new_empty(shape, dtype=options.get("out_dtype"))
-    shapes = _shapes(rows, [b], dim)
     if dim % rows.dim() == rows.dim() - 1:
-        handle._count(op, shapes, _COLUMNS)
+        handle._count(op, rows, [b], dim, _COLUMNS)
         columns: torch.Tensor = _torch_implementation(op, fused=False)(*given)
         return columns
-    handle._count(op, shapes, lambda: plan_matmul_reduce_scatter(rows, b, scatter_dim=dim, group=group))
+    handle._count(op, rows, [b], dim, lambda: plan_matmul_reduce_scatter(rows, b, scatter_dim=dim, group=group))
     reduction = cast(ReduceOp, reduce_op)  # checked by the op
     return matmul_reduce_scatter(rows, b, scatter_dim=dim, reduce_op=reduction, group=group, **options)
 

@@ -18,6 +18,7 @@ from tilestream.core.protocols import gather
 from tilestream.distributed.collective import agree, barrier
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.program import Handlers, run_protocol
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import channel
@@ -27,10 +28,23 @@ from tilestream.runtime.streams import lend_to
 POLL_SECONDS = 0.05
 #: Seconds that the driver gets to end a kernel before its deadline.
 _OVERRULE_SECONDS = 0.5
+#: Programs that a queue keeps: one for each form of a call and each slot.
+_MOST_PREPARED = 384
 
-#: What performs each operation of a protocol, by its type.
-Handlers = dict[type, Callable[[Any], Any]]
 Q = TypeVar("Q", bound="CallQueue")
+F = TypeVar("F")
+P = TypeVar("P")
+
+
+class SlotEvents(NamedTuple):
+    """The events of the calls in one slot, recorded anew by each: behind its kernel, its other streams, and all of it.
+
+    A call begins when the last but `SLOTS` is over, and so are its events.
+    """
+
+    kernel: torch.cuda.Event
+    side: torch.cuda.Event
+    end: torch.cuda.Event
 
 
 class IssuedCall(NamedTuple):
@@ -38,10 +52,9 @@ class IssuedCall(NamedTuple):
 
     epoch: int  # its epoch in the protocol
     overrule: Callable[[BaseException], None]  # tells the call that its missing chunks will not come
-    #: kernel, side, end: recorded behind its kernel, behind its other streams, and behind all of it.
+    #: kernel, side: recorded behind its kernel, and behind its other streams: see `SlotEvents`.
     kernel: torch.cuda.Event
     side: torch.cuda.Event
-    end: torch.cuda.Event
     flag_value: int  # a peer's flag is at least this once that peer has signalled all of this call
     #: Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
     peer_seconds: float = 0.0
@@ -68,9 +81,11 @@ class CallQueue:
         self._side = lend_to(self, device)
         self._epoch = 0
         self._calls: list[IssuedCall] = []
-        self._last: IssuedCall | None = None
         self._lock = threading.Lock()  # of `_calls`
-        self._posted = torch.cuda.Event()
+        self._posted = made_event()
+        self._events = [SlotEvents(made_event(), made_event(), made_event()) for _ in range(gather.SLOTS)]
+        #: By form and slot; by address, so of the present slots.
+        self._prepared: dict[object, Any] = {}
         self._watchdog = Watchdog(self)
 
     # The host ------------------------------------------------------------------------------------------------------
@@ -105,6 +120,8 @@ class CallQueue:
             state.check()
             raise AssertionError("the call was refused, but the group is not broken")
         self._epoch = epoch
+        with self._lock:  # the call that had this slot is over, and its events are recorded anew
+            self._calls = [call for call in self._calls if call.epoch > epoch - gather.SLOTS]
         return epoch
 
     def admit(self, epoch: int) -> int | None:
@@ -117,9 +134,13 @@ class CallQueue:
 
     def await_kernel(self, op: gather.AwaitKernel) -> None:
         """Wait for the kernels up to ``op.epoch``: they have deadlines, or wait for no peer."""
-        for call in self._under_way():
-            if call.epoch <= op.epoch:
-                call.kernel.synchronize()
+        for call in self._issued(op.epoch):
+            call.kernel.synchronize()
+
+    def _issued(self, epoch: int) -> list[IssuedCall]:
+        """The calls up to ``epoch`` that may be under way."""
+        with self._lock:
+            return [call for call in self._calls if call.epoch <= epoch]
 
     def _under_way(self) -> list[IssuedCall]:
         """Calls whose other streams have work left; the others are dropped."""
@@ -129,7 +150,6 @@ class CallQueue:
 
     def track(self, call: IssuedCall) -> None:
         """Watch a call that has been issued completely."""
-        self._last = call
         with self._lock:
             self._calls.append(call)
         self._watchdog.wake()
@@ -147,6 +167,7 @@ class CallQueue:
             return False
         self.drain()
         barrier(state, self.device)  # no rank writes to the old slots, or pulls from them
+        self._prepared.clear()
         memory.grow(max(size, memory.slot_bytes), max(chunks, memory.chunks))
         return True
 
@@ -156,16 +177,15 @@ class CallQueue:
             call.kernel.synchronize()
             call.side.synchronize()
 
-    def await_call(self, calling: torch.cuda.Stream) -> None:
-        """Make the calling stream wait for the previous call, which may have another calling stream."""
-        if self._last is not None:
-            calling.wait_event(self._last.end)
-            if self._last.side is not self._last.end:
-                calling.wait_event(self._last.side)
-
-    def post(self, calling: torch.cuda.Stream) -> None:
-        """Let the side stream begin when the calling stream is here."""
-        self._posted.record(calling)
+    def prepared(self, form: F, epoch: int, prepare: Callable[[F, int], P]) -> P:
+        """What was prepared for calls of this form in the epoch's slot; ``prepare(form, slot)`` makes it."""
+        key = form, epoch % gather.SLOTS
+        found: P | None = self._prepared.get(key)
+        if found is None:
+            if len(self._prepared) >= _MOST_PREPARED:
+                del self._prepared[next(iter(self._prepared))]
+            found = self._prepared[key] = prepare(*key)
+        return found
 
     # Giving up -----------------------------------------------------------------------------------------------------
 
@@ -253,7 +273,8 @@ class Watchdog:
 
     def wake(self) -> None:
         """A call has been issued."""
-        self._wake.set()
+        if not self._wake.is_set():  # else the thread has not begun to poll, or polls already
+            self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tilestream-watchdog", daemon=True)
             self._thread.start()
@@ -291,16 +312,8 @@ def _run_bounded(overrule: Callable[[], None]) -> None:
     thread.join(_OVERRULE_SECONDS)
 
 
-def run_protocol(text: gather.Operations, handlers: Handlers) -> int | None:
-    """Perform each operation that a protocol yields; returns what the protocol returns."""
-    try:
-        op = next(text)
-        while True:
-            op = text.send(handlers[type(op)](op))
-    except StopIteration as end:
-        result: int | None = end.value
-        return result
-
-
-def no_op(op: object) -> None:
-    """An operation that the order of its stream implies."""
+def made_event() -> torch.cuda.Event:
+    """An event that exists: torch makes one when it is first recorded."""
+    event = torch.cuda.Event()
+    event.record()
+    return event

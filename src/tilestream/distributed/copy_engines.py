@@ -7,9 +7,10 @@
                      pulled: set my flags; for each peer: wait for its flag; pull a chunk; signal it; the next
     watchdog:        when this rank or a peer has given up: sets abort flags, ends kernels and streams that wait
 
-The operations are those of `tilestream.core.protocols.gather`, which the checker explores; this module performs each on
-a GPU. Only the kernel needs an SM (invariant 10), and the copy of the own shard into the slot before it. No operation
-waits for one that is issued later, so the driver may run the streams in any order.
+The operations are those of `tilestream.core.protocols.gather`, which the checker explores; this module says what each
+is on a GPU, and records them (`tilestream.distributed.program`). Only the kernel needs an SM (invariant 10), and the
+copy of the own shard into the slot before it. No operation waits for one that is issued later, so the driver may run
+the streams in any order.
 
 A slot has room for all ranks' rows, each shard at its place, and the kernel reads it there. The own shard, if pushed,
 is read where the caller has it, by the kernel and by the copy engines; it is copied into the own slot only for a kernel
@@ -19,7 +20,6 @@ own slot, behind that copy. ``return_a`` copies all rows out of the slot, behind
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 import weakref
@@ -32,20 +32,64 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import LocalRows, PeerSignals
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather
-from tilestream.distributed.call_queue import CallQueue, Handlers, IssuedCall, no_op, run_protocol
+from tilestream.distributed.call_queue import CallQueue, IssuedCall
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.program import (
+    CALLING,
+    FIRST,
+    SECOND,
+    Handlers,
+    Program,
+    Recorder,
+    issue,
+    no_op,
+    run_protocol,
+)
 from tilestream.distributed.shards import Product, ScaledRows, Shards
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime.channel import channel
-from tilestream.runtime.driver import copy_across, stream_wait, stream_write
+from tilestream.runtime.sequence import CopyAcross, Operand, Record, Wait, WaitEvent, Write
 
 #: Arrivals that are kept, one for each shape and slot. More than calls under way: an expiry is found by its arrival.
 _MOST_ARRIVALS = 128
 #: Scales begin at a multiple of this many bytes in a slot.
 _ALIGN = 256
+_SCALE_BYTES = 4
 #: Seconds after the deadline that a launched kernel has to report its expiry itself.
 _LOADING = 0.25
+
+
+#: Where the caller's rows and scales are, as values of an issue.
+_ROWS, _SCALES = FIRST, SECOND
+
+
+class _Form(NamedTuple):
+    """What decides the operations of a call."""
+
+    shards: Shards
+    dtype: torch.dtype
+    scaled: bool
+    way: gather.Way
+    #: Whether the shard is sent from the own slot: it is pulled, or strided.
+    from_slot: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of all rows."""
+        return math.prod(self.shards.shape) * self.dtype.itemsize
+
+    @property
+    def fills(self) -> bool:
+        """Whether something is copied into the own slot before the call's kernel is there."""
+        return self.from_slot or self.scaled
+
+
+class _Prepared(NamedTuple):
+    """What calls of one form do in one slot; and that slot, as all ranks' rows with their scales behind them."""
+
+    program: Program
+    slot: ScaledRows
 
 
 class _Source(NamedTuple):
@@ -53,8 +97,20 @@ class _Source(NamedTuple):
 
     row_bytes: int
     at: int
-    address: int
+    address: Operand
     from_slot: bool
+
+
+class _Bring:
+    """Copies the own rows into the slot, once for all launches of a call that read them there."""
+
+    def __init__(self, place: Callable[[torch.Tensor, torch.Tensor], None], *rows: torch.Tensor) -> None:
+        self._place, self._rows, self._done = place, rows, False
+
+    def __call__(self) -> None:
+        if not self._done:
+            self._place(*self._rows)
+            self._done = True
 
 
 class _PendingIssue:
@@ -88,10 +144,23 @@ class GatherQueue(CallQueue):
     def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
         super().__init__(state, device, memory)
         self._arrivals: dict[tuple[Shards, int], Arrival] = {}
+        self._keys: set[int] = set()  # of their signals
+        self._nan: dict[torch.dtype, torch.Tensor] = {}
         self._heard = channel(device).newest
         #: Calls whose kernels were not all issued, with their deadlines in seconds.
         self._without_kernel: dict[int, tuple[PeerSignals, float]] = {}
         self._pending: _PendingIssue | None = None
+        #: By slot: what follows the kernel.
+        self._finish = [self._prepare_finish(slot) for slot in range(gather.SLOTS)]
+
+    def _prepare_finish(self, slot: int) -> Program:
+        recorder, events = Recorder(slot), self._events[slot]
+        recorder.add(Record(CALLING, events.kernel.cuda_event))
+        recorder.add(Record(self._side.cuda_stream, events.side.cuda_event))
+        awaits: Handlers = {gather.AwaitSide: lambda op: recorder.add(WaitEvent(CALLING, events.side.cuda_event))}
+        recorder.run(gather.finish(recorder.epoch), awaits)
+        recorder.add(Record(CALLING, events.end.cuda_event))
+        return recorder.program()
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
         """As of `CallQueue`; drops the arrivals of the old signals."""
@@ -99,6 +168,7 @@ class GatherQueue(CallQueue):
         if new:
             self._check_expired(None)  # while the keys of the old arrivals are known
             self._arrivals.clear()
+            self._keys = set()
         return new
 
     def arrival(self, shards: Shards, epoch: int) -> Arrival:
@@ -108,12 +178,14 @@ class GatherQueue(CallQueue):
         if found is None:
             if len(self._arrivals) >= _MOST_ARRIVALS:
                 del self._arrivals[next(iter(self._arrivals))]
+                self._keys = {kept.key for kept in self._arrivals.values()}
             found = shards.arrival(self._rank)
             words = self.memory.signals(epoch % gather.SLOTS)[: found.num_chunks]
             found._signals = PeerSignals(words, self.device)
             rank, queue = self._rank, weakref.ref(self)
             found._signals.whose = lambda chunk: (rank, f"rank {shards.rank_of(chunk)}'s part of a_shard")
             found._signals.gave_up = lambda: _abort_expired(queue())
+            self._keys = self._keys | {found.key}  # a new set: the watchdog may be reading the old one
         self._arrivals[key] = found  # at the end: the first entry is the least recently used
         _signals(found).begin(epoch)
         return found
@@ -137,29 +209,39 @@ class GatherQueue(CallQueue):
         way
             How the shards travel; the same on each rank.
         """
+        from_slot = way == "pull" or not shard.data.is_contiguous()
+        form = _Form(shards, shard.data.dtype, shard.scales is not None, way, from_slot)
         epoch, calling = self.begin(), torch.cuda.current_stream(self.device)
-        overrule: Callable[[BaseException], None] = no_op
+        handle, overrule = calling.cuda_stream, _nothing_to_overrule
         try:
             arrival = self.arrival(shards, epoch)
             signals = _signals(arrival)
             overrule = signals.overrule
-            slot = self._slot(self._rank, epoch % gather.SLOTS, shards, shard)
+            program, slot = self.prepared(form, epoch, self._prepare)
             if shard.scales is not None:  # few, and often one number that is expanded
                 shard = shard._replace(scales=shard.scales.contiguous())
-            for x in (*shard, *slot, gathered):
+            for x in shard:
                 if x is not None:  # memory is not reused before the side stream is waited for (invariant 9)
                     x.record_stream(calling)
-            from_slot = way == "pull" or not shard.data.is_contiguous()
             own = None if from_slot else self._local_rows(shards, shard.data, slot.data)
-            self._publish(epoch, shards, shard, slot, calling, from_slot)
-            if way == "pull":
+
+            def fill() -> None:
+                if from_slot:  # otherwise the rows stay apart, or `bring` copies them behind their signals
+                    self._place(slot.data, shard.data)
+                if shard.scales is not None and slot.scales is not None:
+                    self._place(slot.scales, shard.scales)
+
+            def await_peers() -> None:
                 self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
                 self._watchdog.wake()
+
             # Before the kernel: blocking launches (CUDA_LAUNCH_BLOCKING) wait for work that is already issued.
-            self._travel(epoch, shards, shard, slot, way)
+            scales = 0 if shard.scales is None else shard.scales.data_ptr()
+            values = handle, epoch, shard.data.data_ptr(), scales
+            issue(program, values, {"fill": fill, "await peers": await_peers})
         except BaseException as error:  # half a call: peers may wait for the rest
             self._abort_half_issued(error)
-            self._end(epoch, overrule, calling)  # so that the watchdog releases a side stream that waits
+            self._end(epoch, overrule, handle)  # so that the watchdog releases a side stream that waits
             raise
         self._without_kernel[epoch] = signals, seconds
         signals.local_rows = own
@@ -167,12 +249,12 @@ class GatherQueue(CallQueue):
             outs = compute(slot, arrival)
             del self._without_kernel[epoch]
             if gathered is not None:
-                take_out(gathered, slot.data, signals, shards)
+                take_out(gathered, slot.data, signals, shards, self._nan)
                 if own is not None:
                     self._place(gathered, shard.data)
         finally:  # without a kernel, too: the peers get their rows
             signals.local_rows = None  # drops the reference to the caller's tensor
-            missing = self._end(epoch, overrule, calling)
+            missing = self._end(epoch, overrule, handle)
         for rank in missing:
             for out in outs:
                 out.view(*shards.shape[:-1], out.shape[-1])[:, rank].fill_(math.nan)
@@ -182,58 +264,51 @@ class GatherQueue(CallQueue):
 
     def _local_rows(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> LocalRows:
         """The own rows where the caller has them; copied into the slot for a launch that reads them there."""
-
-        @functools.cache  # once, for all products of the call
-        def bring() -> None:
-            self._place(slot, mine)
-
         rows = shards.rows
         flat = mine.view(shards.batches * rows, shards.width)
-        return LocalRows(flat, self._rank * rows, rows, shards.world * rows, bring)
+        return LocalRows(flat, self._rank * rows, rows, shards.world * rows, _Bring(self._place, slot, mine))
 
     def _place(self, into: torch.Tensor, mine: torch.Tensor) -> None:
         """Copy the own rows to their place, each batch in one piece. Inside a GPU the driver copies by a kernel."""
         for place, source in zip(into[:, self._rank], mine, strict=True):
             copy(place, source)
 
-    def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: torch.cuda.Stream) -> list[int]:
+    def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: int) -> list[int]:
         """Issue what follows the kernel. Returns the ranks that were given up while the call was being issued."""
-        kernel, done = _record(calling), _record(self._side)
-        run_protocol(gather.finish(epoch), {gather.AwaitSide: lambda op: calling.wait_event(done)})
-        end = _record(calling)
-        self.track(IssuedCall(epoch, overrule, kernel, end, end, epoch))
+        slot = epoch % gather.SLOTS
+        issue(self._finish[slot], (calling, epoch, 0, 0), {})
+        events = self._events[slot]
+        self.track(IssuedCall(epoch, overrule, events.kernel, events.end, epoch))
         with self._lock:  # from here on the watchdog treats it as a call under way
             pending, self._pending = self._pending, None
         return [] if pending is None else pending.missing or []
 
-    def _publish(
-        self, epoch: int, shards: Shards, shard: ScaledRows, slot: ScaledRows, calling: torch.cuda.Stream,
-        from_slot: bool,
-    ) -> None:  # fmt: skip
-        own = [part.chunk for part in shards.of_rank(self._rank)]
+    def _prepare(self, form: _Form, slot: int) -> _Prepared:
+        """Record the calling stream's part before the kernel, then the side stream's."""
+        recorder, memory, shards = Recorder(slot), self.memory, form.shards
+        epoch, add = recorder.epoch, recorder.add
+        parts = [list(shards.of_rank(rank)) for rank in range(self._world)]
+        mine, side, posted = parts[self._rank], self._side.cuda_stream, self._posted.cuda_event
+        sources = list(self._sources(form, slot))
+        flag, epoch_of = self.flags.flag, recorder.epoch_of
 
-        def fill(op: gather.Fill) -> None:
-            if from_slot:  # otherwise the rows stay apart, or `bring` copies them behind their signals
-                self._place(slot.data, shard.data)
-            if shard.scales is not None and slot.scales is not None:
-                self._place(slot.scales, shard.scales)
+        def own_signal(stream: Operand) -> Callable[[gather.Signal], None]:
+            def signal(op: gather.Signal) -> None:
+                chunk = parts[op.rank][op.chunk].chunk
+                add(Write(stream, memory.signal(self._rank, op.slot, chunk), epoch_of(op)))
 
-        def signal(op: gather.Signal) -> None:
-            stream_write(calling.cuda_stream, self.memory.signal(self._rank, op.slot, own[op.chunk]), op.epoch)
+            return signal
 
-        handlers: Handlers = {
-            gather.AwaitCall: lambda op: self.await_call(calling),
-            gather.Post: lambda op: self.post(calling),
-            gather.Fill: fill,
+        publish: Handlers = {
+            gather.AwaitCall: lambda op: add(WaitEvent(CALLING, self._events[op.epoch % gather.SLOTS].end.cuda_event)),
+            gather.Post: lambda op: add(Record(CALLING, posted)),
+            gather.Fill: lambda op: recorder.host("fill") if form.fills else None,
             gather.Filled: no_op,
-            gather.Signal: signal,
+            gather.Signal: own_signal(CALLING),
         }
-        run_protocol(gather.publish(self._rank, len(own), epoch, from_slot), handlers)
-
-    def _travel(self, epoch: int, shards: Shards, shard: ScaledRows, slot: ScaledRows, way: gather.Way) -> None:
-        """The side stream's part."""
-        parts, memory = [list(shards.of_rank(rank)) for rank in range(self._world)], self.memory
-        mine, sources, handle = parts[self._rank], list(_sources(shard, slot)), self._side.cuda_stream
+        recorder.run(gather.publish(self._rank, len(mine), epoch, form.from_slot), publish)
+        if form.way == "pull":
+            recorder.host("await peers")
 
         def push(op: gather.Push) -> None:
             part, target = mine[op.chunk], memory.address(op.peer, op.slot)
@@ -241,44 +316,47 @@ class GatherQueue(CallQueue):
             for x in sources:
                 first = there if x.from_slot else part.batch * shards.rows + part.begin
                 to, source = target + x.at + there * x.row_bytes, x.address + first * x.row_bytes
-                copy_across(handle, to, source, rows * x.row_bytes)
+                add(CopyAcross(side, to, source, rows * x.row_bytes))
 
         def tell(op: gather.SignalPeer) -> None:
-            stream_write(handle, memory.signal(op.peer, op.slot, mine[op.chunk].chunk), op.epoch)
+            add(Write(side, memory.signal(op.peer, op.slot, mine[op.chunk].chunk), epoch_of(op)))
 
         def pull(op: gather.Pull) -> None:
             source, target = (memory.address(rank, op.slot) for rank in (op.peer, self._rank))
             first, rows = shards.place(op.peer, parts[op.peer][op.chunk])
             for x in sources:
                 at = x.at + first * x.row_bytes
-                copy_across(handle, target + at, source + at, rows * x.row_bytes)
+                add(CopyAcross(side, target + at, source + at, rows * x.row_bytes))
 
-        def signal(op: gather.Signal) -> None:
-            stream_write(handle, memory.signal(self._rank, op.slot, parts[op.rank][op.chunk].chunk), op.epoch)
-
-        handlers: Handlers = {
-            gather.AwaitPost: lambda op: self._side.wait_event(self._posted),
+        travel: Handlers = {
+            gather.AwaitPost: lambda op: add(WaitEvent(side, posted)),
             gather.Push: push,
             gather.Pushed: no_op,
             gather.SignalPeer: tell,
-            gather.Flag: lambda op: stream_write(handle, self.flags.flag(op.peer, self._rank), op.epoch),
-            gather.AwaitFlag: lambda op: stream_wait(handle, self.flags.flag(self._rank, op.peer), op.epoch),
+            gather.Flag: lambda op: add(Write(side, flag(op.peer, self._rank), epoch_of(op))),
+            gather.AwaitFlag: lambda op: add(Wait(side, flag(self._rank, op.peer), epoch_of(op))),
             gather.Pull: pull,
             gather.Pulled: no_op,
-            gather.Signal: signal,
-            gather.Done: no_op,  # `_end` records the event
+            gather.Signal: own_signal(side),
+            gather.Done: no_op,  # `_finish` records the event
         }
-        run_protocol(gather.side(self._rank, self._world, len(mine), epoch, way), handlers)
+        recorder.run(gather.side(self._rank, self._world, len(mine), epoch, form.way), travel)
+        return _Prepared(recorder.program(), self._slot(self._rank, slot, form))
 
-    def _slot(self, rank: int, slot: int, shards: Shards, like: ScaledRows) -> ScaledRows:
+    def _sources(self, form: _Form, slot: int) -> Iterator[_Source]:
+        """Rows and scales as they travel: the caller's, or the own slot's."""
+        address, row_bytes = self.memory.address(self._rank, slot), form.shards.width * form.dtype.itemsize
+        yield _Source(row_bytes, 0, address if form.from_slot else _ROWS, form.from_slot)
+        if form.scaled:
+            yield _Source(_SCALE_BYTES, _aligned(form.size), _SCALES, False)
+
+    def _slot(self, rank: int, slot: int, form: _Form) -> ScaledRows:
         """A slot as all ranks' rows, with their scales behind them."""
-        memory, of = self.memory.slot(rank, slot), like.data.dtype
-        size = math.prod(shards.shape) * of.itemsize
-        data = memory[:size].view(of).view(shards.shape)
-        if like.scales is None:
+        memory, shards, at = self.memory.slot(rank, slot), form.shards, _aligned(form.size)
+        data = memory[: form.size].view(form.dtype).view(shards.shape)
+        if not form.scaled:
             return ScaledRows(data, None)
-        at = _aligned(size)
-        scales = memory[at : at + 4 * shards.total].view(torch.float32)
+        scales = memory[at : at + _SCALE_BYTES * shards.total].view(torch.float32)
         return ScaledRows(data, scales.view(*shards.shape[:-1], 1))
 
     # The host, and giving up ---------------------------------------------------------------------------------------
@@ -343,7 +421,7 @@ class GatherQueue(CallQueue):
             self.flags.release(peer, pending.epoch)
 
     def _check_expired(self, op: object) -> int:
-        newest, expired = channel(self.device).heard(self._heard, {x.key for x in list(self._arrivals.values())})
+        newest, expired = channel(self.device).heard(self._heard, self._keys)
         if expired:
             self.abort_group(self.describe_expiry())
         self._heard = newest  # last: until the group is broken, host and watchdog each see the report
@@ -367,20 +445,8 @@ def _abort_expired(queue: GatherQueue | None) -> None:
         queue.abort_group(queue.describe_expiry())
 
 
-def _sources(shard: ScaledRows, slot: ScaledRows) -> Iterator[_Source]:
-    """Rows and scales as they travel."""
-    base = slot.data.data_ptr()
-    for mine, there in zip(shard, slot, strict=True):
-        if mine is not None and there is not None:
-            strided = not mine.is_contiguous()
-            address = (there if strided else mine).data_ptr()
-            yield _Source(mine.shape[-1] * mine.element_size(), there.data_ptr() - base, address, strided)
-
-
-def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+def _nothing_to_overrule(error: BaseException) -> None:
+    """Of a call that failed before it had signals."""
 
 
 def copy(to: torch.Tensor, source: torch.Tensor) -> None:
@@ -388,16 +454,28 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source)
 
 
-def take_out(into: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards) -> None:
-    """Copy the gathered rows out of their slot, on the current stream behind the kernel; NaN for missing chunks."""
+def take_out(
+    into: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards,
+    nans: dict[torch.dtype, torch.Tensor],
+) -> None:  # fmt: skip
+    """Copy the gathered rows out of their slot, on the current stream behind the kernel; NaN for missing chunks.
+
+    ``nans``: a NaN of each dtype, kept from call to call: each call begins behind the one that made it.
+    """
     words = signals.use(local_rows=True).words.view(shards.batches, shards.world, shards.parts, 1, 1)
     arrived = words >= signals.epoch  # computed by its own kernel, before the rows are read
     bits = _bits(into)
-    nan = into.view(bits).new_full((), torch.iinfo(bits).max)
+    nan = nans.get(bits)
+    if nan is None:
+        nan = nans[bits] = into.view(bits).new_full((), torch.iinfo(bits).max)
+    to, source = into.view(bits), gathered.view(bits)
+    if shards.rows % shards.parts == 0:  # chunks of one size
+        chunks = (shards.batches, shards.world, shards.parts, shards.rows // shards.parts, -1)
+        torch.where(arrived, source.view(chunks), nan, out=to.view(chunks))
+        return
     for i in range(shards.parts):
         rows = slice(shards.rows * i // shards.parts, shards.rows * (i + 1) // shards.parts)
-        to, source = (x.view(bits)[:, :, rows] for x in (into, gathered))
-        torch.where(arrived[:, :, i], source, nan, out=to)
+        torch.where(arrived[:, :, i], source[:, :, rows], nan, out=to[:, :, rows])
 
 
 def _bits(x: torch.Tensor) -> torch.dtype:
@@ -424,7 +502,7 @@ def gather_matmul(
     """
     device, x = shard.data.device, shard.data
     with torch.cuda.device(device):
-        size = _aligned(math.prod(shards.shape) * x.element_size()) + 4 * shards.total
+        size = _aligned(math.prod(shards.shape) * x.element_size()) + _SCALE_BYTES * shards.total
         queue = GatherQueue.of(state, plan, "a_shard", device, size, shards.chunks)
         gathered = x.new_empty(shards.shape) if return_a else None
 

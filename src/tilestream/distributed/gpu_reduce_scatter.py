@@ -6,8 +6,9 @@
     side stream:     for each step: my chunk is published: set my flag at its rank; wait for the peer's flag; pull
     watchdog:        releases the side stream when a peer has not come in time, and makes the sum NaN
 
-The operations are those of `tilestream.core.protocols.reduce_scatter`, which the checker explores; this module performs
-each on a GPU. Only the kernel, and the sum behind it, need an SM (invariant 10).
+The operations are those of `tilestream.core.protocols.reduce_scatter`, which the checker explores; this module says
+what each is on a GPU, and records them (`tilestream.distributed.program`). Only the kernel, and the sum behind it, need
+an SM (invariant 10).
 """
 
 from __future__ import annotations
@@ -16,24 +17,39 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from tilestream.core.errors import ArrivalTimeout
-from tilestream.core.protocols import gather, reduce_scatter
-from tilestream.distributed.call_queue import CallQueue, Handlers, IssuedCall, no_op, run_protocol
+from tilestream.core.protocols import gather, one_shot, reduce_scatter
+from tilestream.distributed.call_queue import CallQueue, IssuedCall, SlotEvents
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.program import (
+    CALLING,
+    FIRST,
+    SECOND,
+    Handlers,
+    Host,
+    Program,
+    Recorder,
+    issue,
+    no_op,
+    run_protocol,
+)
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
-from tilestream.runtime.driver import copy_across, copy_in, stream_wait, stream_write
+from tilestream.runtime.sequence import CopyAcross, CopyIn, Record, Wait, WaitEvent, Write
 
 #: Initial number of a publication's signals; it grows when more are needed.
 _CHUNKS = 64
 
+#: The value of every peer's flag before a call, and the address of what is pulled, as values of an issue.
+_BEFORE, _RECEIVED = FIRST, SECOND
 #: Polls after which a kernel that has ended before its side stream is taken to wait for a peer. With all chunks here,
 #: the side stream has only an event left to record.
 POLLS = 3
@@ -44,24 +60,48 @@ Product = Callable[[torch.Tensor, Publication, int, int, int], object]
 ReducePartials = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
-class CallEvents:
-    """The events of a call. Those that are missing when its issue fails are recorded at the end."""
+class SumForm(NamedTuple):
+    """What decides the operations of a call: its chunks, and bytes of a row."""
 
-    def __init__(self, call: IssuedCall, calling: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
-        self.call, self.calling = call, calling
-        self.recorded: list[torch.cuda.Event] = []
-        self._streams = ((call.kernel, calling), (call.side, side), (call.end, calling))
+    shards: Shards
+    row_bytes: int
 
-    def record(self, event: torch.cuda.Event) -> None:
-        """Record an event of the call in its stream."""
-        event.record(next(stream for x, stream in self._streams if x is event))
-        self.recorded.append(event)
 
-    def record_rest(self) -> None:
+class Issuing:
+    """A call while it is issued. Events that are missing when that fails are recorded by `recover`."""
+
+    def __init__(
+        self, queue: ReduceScatterQueue, epoch: int, flag_value: int, seconds: float,
+        calling: torch.cuda.Stream, side: torch.cuda.Stream,
+    ) -> None:  # fmt: skip
+        self._queue, self._calling, self._side = queue, calling, side
+        self._events = queue.events(epoch)
+        overrule = functools.partial(queue._overrule, epoch)
+        self._call = IssuedCall(epoch, overrule, self._events.kernel, self._events.side, flag_value, seconds)
+        self._has_kernel = self._tracked = False
+
+    def host(self, multiply: Callable[[], object], add: Callable[[], object]) -> Host:
+        """What the host does in a sum's program."""
+        return {"multiply": multiply, "kernel": self._record_kernel, "track": self._track, "add": add}
+
+    def _record_kernel(self) -> None:
+        self._events.kernel.record(self._calling)
+        self._has_kernel = True
+
+    def _track(self) -> None:
+        """Have the call watched, before its sum: a blocking launch (CUDA_LAUNCH_BLOCKING) waits for the peers."""
+        self._queue.track(self._call)
+        self._tracked = True
+
+    def recover(self) -> None:
         """Record the missing events. An event that is recorded again would wait behind a peer."""
-        for event, _ in self._streams:
-            if event not in self.recorded:
-                self.record(event)
+        if not self._has_kernel:
+            self._record_kernel()
+        if not self._tracked:
+            self._events.side.record(self._side)
+        self._events.end.record(self._calling)
+        if not self._tracked:
+            self._track()
 
 
 class ReduceScatterQueue(CallQueue):
@@ -106,90 +146,99 @@ class ReduceScatterQueue(CallQueue):
         if self._publication.chunks < shards.chunks:  # may raise, so before the call is counted
             self.drain()
             self._publication = self.make_publication(shards.chunks)
+            self._prepared.clear()
         epoch = self.begin()
-        before, calling = self._flag_value, torch.cuda.current_stream(self.device)
+        slot, before, calling = epoch % gather.SLOTS, self._flag_value, torch.cuda.current_stream(self.device)
         self._flag_value += shards.batches * shards.parts
-        events = CallEvents(self.call(epoch, self._flag_value, seconds), calling, self._side)
+        call = Issuing(self, epoch, self._flag_value, seconds, calling, self._side)
         try:
             for stream in (self._side, calling):
                 received.record_stream(stream)
-            product_of_all = self._slot(self._rank, epoch % gather.SLOTS, shards, dtype)
-            self._produce(epoch, shards, product_of_all, product, events)
-            self._scatter(epoch, shards, dtype, received, before, events)
-            self.track(events.call)  # before the sum: a blocking launch (CUDA_LAUNCH_BLOCKING) waits for the peers
-            handlers: Handlers = {
-                gather.AwaitSide: lambda op: calling.wait_event(events.call.side),
-                reduce_scatter.Sum: lambda op: reduce_partials(product_of_all, self.void(calling), epoch),
-                reduce_scatter.Summed: lambda op: events.record(events.call.end),
-            }
-            run_protocol(reduce_scatter.add_up(epoch), handlers)
+            whole = self._slot(self._rank, slot, shards, dtype)
+
+            def multiply() -> None:
+                out = whole.view(shards.total, shards.width)
+                pivot = (self._rank + 1) * shards.parts % shards.chunks
+                product(out, self._publication, epoch, shards.rows // shards.parts, pivot)
+
+            program = self.prepared(SumForm(shards, shards.width * dtype.itemsize), epoch, self._prepare)
+            host = call.host(multiply, lambda: reduce_partials(whole, self._void, epoch))
+            issue(program, (calling.cuda_stream, epoch, before, received.data_ptr()), host)
         except BaseException as error:
-            self.recover_half_issued(error, events)
+            self.recover_half_issued(error, call)
             raise
 
-    def void(self, calling: torch.cuda.Stream) -> torch.Tensor:
-        """The first void call, copied to the GPU behind the stream's waits."""
-        copy_in(calling.cuda_stream, self._void.data_ptr(), self.flags.void.data_ptr(), self._void.element_size())
-        return self._void
+    def events(self, epoch: int) -> SlotEvents:
+        """The events of a call."""
+        return self._events[epoch % gather.SLOTS]
 
-    def call(self, epoch: int, flag_value: int, peer_seconds: float) -> IssuedCall:
-        """A call that is about to be issued."""
-        kernel, side, end = (torch.cuda.Event() for _ in range(3))
-        overrule = functools.partial(self._overrule, epoch)
-        return IssuedCall(epoch, overrule, kernel, side, end, flag_value, peer_seconds)
-
-    def recover_half_issued(self, error: BaseException, events: CallEvents) -> None:
+    def recover_half_issued(self, error: BaseException, call: Issuing) -> None:
         """After a call was issued in part: abort the peers, and watch the streams, which may wait for them."""
         self._abort_half_issued(error)
-        untracked = events.call.side not in events.recorded
-        events.record_rest()
-        if untracked:
-            self.track(events.call)
+        call.recover()
 
-    def _produce(self, epoch: int, shards: Shards, into: torch.Tensor, product: Product, events: CallEvents) -> None:
-        calling = events.calling
+    def ends(self, recorder: Recorder) -> Handlers:
+        """The operations around the parts of a sum: behind the last call; and the sum, which is void or not."""
+        add, slot = recorder.add, recorder.epoch % gather.SLOTS
+
+        def await_call(op: gather.AwaitCall) -> None:
+            last = self.events(op.epoch)
+            for event in (last.end, last.side):
+                add(WaitEvent(CALLING, event.cuda_event))
+
+        def sum_(op: object) -> None:
+            # The first void call is copied to the GPU behind the stream's waits.
+            add(CopyIn(CALLING, self._void.data_ptr(), self.flags.void.data_ptr(), self._void.element_size()))
+            recorder.host("add")
+
+        def summed(op: object) -> None:
+            add(Record(CALLING, self._events[slot].end.cuda_event))
+
+        return {
+            gather.AwaitCall: await_call, reduce_scatter.Sum: sum_, one_shot.AddSlots: sum_,
+            reduce_scatter.Summed: summed, one_shot.Added: summed,
+        }  # fmt: skip
+
+    def _prepare(self, form: SumForm, slot: int) -> Program:
+        """Record a call."""
+        recorder, shards, side, posted = Recorder(slot), form.shards, self._side.cuda_stream, self._posted.cuda_event
+        add, epoch, of_sum = recorder.add, recorder.epoch, (self._rank, self._world, shards.batches, shards.parts)
+        mine, flag, address = list(shards.of_rank(self._rank)), self.flags.flag, self._publication.address
+        plane, side_event = shards.batches * shards.rows, self._events[slot].side.cuda_event
 
         def compute(op: reduce_scatter.Compute) -> None:
             if op.step == 0:  # one launch computes all chunks in this order, and publishes each
-                out = into.view(shards.total, shards.width)
-                pivot = (self._rank + 1) * shards.parts % shards.chunks
-                product(out, self._publication, op.epoch, shards.rows // shards.parts, pivot)
-
-        handlers: Handlers = {
-            gather.AwaitCall: lambda op: self.await_call(calling),
-            gather.Post: lambda op: self.post(calling),
-            reduce_scatter.Compute: compute, reduce_scatter.Computed: no_op, reduce_scatter.Publish: no_op,
-            reduce_scatter.Ended: lambda op: events.record(events.call.kernel),
-        }  # fmt: skip
-        run_protocol(reduce_scatter.produce(self._rank, self._world, shards.batches, shards.parts, epoch), handlers)
-
-    def _scatter(
-        self, epoch: int, shards: Shards, dtype: torch.dtype, received: torch.Tensor, before: int, events: CallEvents
-    ) -> None:
-        side, handle = self._side, self._side.cuda_stream
-        mine, flag, address = list(shards.of_rank(self._rank)), self.flags.flag, self._publication.address
-        row_bytes, plane, to = shards.width * dtype.itemsize, shards.batches * shards.rows, received.data_ptr()
+                recorder.host("multiply")
 
         def pull(op: reduce_scatter.PullPart) -> None:
             part = mine[reduce_scatter.sent(op.peer, self._world, shards.batches, shards.parts, op.step)[1]]
             first, rows = shards.place(self._rank, part)
             there = op.peer * plane + part.batch * shards.rows + part.begin
-            source = self.memory.address(op.peer, op.slot) + first * row_bytes
-            copy_across(handle, to + there * row_bytes, source, rows * row_bytes)
+            source = self.memory.address(op.peer, op.slot) + first * form.row_bytes
+            add(CopyAcross(side, _RECEIVED + there * form.row_bytes, source, rows * form.row_bytes))
 
         def published(op: reduce_scatter.AwaitPublished) -> None:
             chunk = ((self._rank + 1) * shards.parts + op.step) % shards.chunks
-            stream_wait(handle, address(chunk), op.epoch)
+            add(Wait(side, address(chunk), recorder.epoch_of(op)))
 
         handlers: Handlers = {
-            gather.AwaitPost: lambda op: side.wait_event(self._posted),
+            **self.ends(recorder),
+            gather.Post: lambda op: add(Record(CALLING, posted)),
+            reduce_scatter.Compute: compute, reduce_scatter.Computed: no_op, reduce_scatter.Publish: no_op,
+            reduce_scatter.Ended: lambda op: recorder.host("kernel"),
+            gather.AwaitPost: lambda op: add(WaitEvent(side, posted)),
             reduce_scatter.AwaitPublished: published,
-            reduce_scatter.FlagPart: lambda op: stream_write(handle, flag(op.peer, self._rank), before + op.parts),
-            reduce_scatter.AwaitPart: lambda op: stream_wait(handle, flag(self._rank, op.peer), before + op.parts),
+            reduce_scatter.FlagPart: lambda op: add(Write(side, flag(op.peer, self._rank), _BEFORE + op.parts)),
+            reduce_scatter.AwaitPart: lambda op: add(Wait(side, flag(self._rank, op.peer), _BEFORE + op.parts)),
             reduce_scatter.PullPart: pull, reduce_scatter.PulledPart: no_op,
-            gather.Done: lambda op: events.record(events.call.side),
+            gather.Done: lambda op: add(Record(side, side_event)),
+            gather.AwaitSide: lambda op: add(WaitEvent(CALLING, side_event)),
         }  # fmt: skip
-        run_protocol(reduce_scatter.scatter(self._rank, self._world, shards.batches, shards.parts, epoch), handlers)
+        recorder.run(reduce_scatter.produce(*of_sum, epoch), handlers)
+        recorder.run(reduce_scatter.scatter(*of_sum, epoch), handlers)
+        recorder.host("track")
+        recorder.run(reduce_scatter.add_up(epoch), handlers)
+        return recorder.program()
 
     def _slot(self, rank: int, slot: int, shards: Shards, dtype: torch.dtype) -> torch.Tensor:
         """A slot as a rank's product, ``[batches, world, rows, width]``."""
@@ -202,9 +251,8 @@ class ReduceScatterQueue(CallQueue):
         """As of `CallQueue`."""
 
         def await_side(op: gather.AwaitSide) -> None:
-            for call in self._under_way():
-                if call.epoch <= op.epoch:
-                    call.side.synchronize()  # bounded: the watchdog releases a stream that waits for a lost peer
+            for call in self._issued(op.epoch):
+                call.side.synchronize()  # bounded: the watchdog releases a stream that waits for a lost peer
 
         return run_protocol(reduce_scatter.begin_sum(epoch), {gather.AwaitSide: await_side, gather.Begin: self._begin})
 

@@ -21,10 +21,13 @@ from tilestream.distributed.host_flags import GroupFlags
 from tilestream.distributed.plan import DistributedPlan
 
 Q = TypeVar("Q")
+D = TypeVar("D")
 #: What ops take: a group (None: the default one), or a mesh; of two dimensions if the ranks are on several nodes.
 Group = dist.ProcessGroup | DeviceMesh | None
 #: Joins the names of a mesh's two groups.
 _NODE_SEPARATOR = " in each of "
+#: Equal calls whose decisions a group keeps.
+_MOST_DECIDED = 1024
 #: The largest group that the ops take. Larger groups are not in one NVLink domain, or not on one host.
 MOST_RANKS = 8
 
@@ -58,6 +61,8 @@ class GroupState:
         self.agreed: set[bytes] = set()
         #: Plans made so far, by everything that they depend on.
         self.plans: dict[object, DistributedPlan] = {}
+        self._decided: dict[object, Any] = {}
+        self._backends: dict[str, str] = {}
         self._broken: str | None = None
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -69,6 +74,17 @@ class GroupState:
             raise RuntimeError(f"process group {self.name!r} has been destroyed")
         return found
 
+    def decided(self, key: object) -> Any:
+        """What an earlier equal call has decided: see `tilestream.distributed.request.Request.key`."""
+        return self._decided.get(key)
+
+    def decide(self, key: object, decision: D) -> D:
+        """Keep what a call has decided, for equal ones; returns it."""
+        if len(self._decided) >= _MOST_DECIDED:
+            self._decided.clear()
+        self._decided[key] = decision
+        return decision
+
     def queue(self, kind: Callable[[GroupState, torch.device], Q], device: torch.device) -> Q:
         """The group's call queue of this class, made at the first call."""
         found: Q | None = self.queues.get(kind)
@@ -78,10 +94,13 @@ class GroupState:
 
     def backend(self, device: str) -> str:
         """The backend for tensors on ``device``: ``"gloo"``, ``"nccl"``; empty if there is none."""
-        try:
-            return str(self.group._get_backend(torch.device(device)).name())
-        except RuntimeError:
-            return ""
+        found = self._backends.get(device)
+        if found is None:
+            try:
+                found = self._backends[device] = str(self.group._get_backend(torch.device(device)).name())
+            except RuntimeError:
+                return ""
+        return found
 
     def timeout(self, device: str) -> float:
         """Seconds after which the group's own collectives on ``device`` give up: the default deadline."""
@@ -161,6 +180,14 @@ def state_of(op: str, group: dist.ProcessGroup | None) -> GroupState:
                 )
             state = _states[found] = GroupState(found)
     return state
+
+
+def known_state(group: Group) -> GroupState | None:
+    """The state of a group that `state_of` has taken; None for any other, and for several nodes."""
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    found = dist.group.WORLD if group is None else group
+    return _states.get(found) if isinstance(found, dist.ProcessGroup) and dist.is_initialized() else None
 
 
 def states_of(op: str, name: str) -> list[GroupState]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilestream.distributed import all_gather, all_reduce, hierarchy, reduce_scatter
 from tilestream.distributed.dispatch import Form, Op
-from tilestream.distributed.group_state import states_of, world_of
+from tilestream.distributed.group_state import Group, GroupState, known_state, states_of, world_of
 from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.ops.gradients import through_activation
@@ -50,6 +50,22 @@ def _deadline(seconds: float) -> float | None:
     return None if seconds < 0 else seconds
 
 
+class Known(NamedTuple):
+    """Where an equal call has been made, and the key of what it has decided."""
+
+    state: GroupState
+    key: tuple[object, ...]
+
+
+def known(group: Group, request: Request | None) -> Known | None:
+    """Of a call that needs no dispatcher and is equal to an earlier one; None for any other."""
+    state = None if request is None else known_state(group)
+    if request is None or state is None:
+        return None
+    key = request.key(state)
+    return None if state.decided(key) is None else Known(state, key)
+
+
 def _all_gather_matmul(
     a_shard: torch.Tensor, b: Sequence[torch.Tensor], gather_dim: int, group: str,
     bias: Sequence[torch.Tensor], activation: Sequence[str], scale_a: torch.Tensor | None,
@@ -60,8 +76,8 @@ def _all_gather_matmul(
         GATHER, a_shard, b, [x if x.numel() else None for x in bias], activation, scale_a, scale_b, gather_dim, "sum",
         out_dtype, fast_accum, return_a, form, _deadline(deadline),
     )  # fmt: skip
-    states = states_of(GATHER, group)
     with _limited(worker_limit):
+        states = states_of(GATHER, group)
         if len(states) == 1:
             return all_gather.run(states[0], request)
         return hierarchy.all_gather_matmul(NodeMesh(*states), request)
@@ -83,8 +99,8 @@ def _matmul_reduce_scatter(
 ) -> torch.Tensor:
     *of_request, worker_limit = options
     request = _sum_request(REDUCE_SCATTER, a, b, scatter_dim, reduce_op, *of_request)
-    states = states_of(REDUCE_SCATTER, group)
     with _limited(worker_limit):
+        states = states_of(REDUCE_SCATTER, group)
         if len(states) == 1:
             return reduce_scatter.run(states[0], request)
         return hierarchy.matmul_reduce_scatter(NodeMesh(*states), request)

@@ -5,8 +5,9 @@
     calling stream:  matmul -> slot; set my flag at each peer; wait for the peers' flags; read all slots, add
     watchdog:        releases the stream when a peer has not come in time, and makes the sum NaN
 
-The operations are those of `tilestream.core.protocols.one_shot`, which the checker explores. Streams synchronise by
-memory operations: waiting for a peer holds no SM (invariant 10).
+The operations are those of `tilestream.core.protocols.one_shot`, which the checker explores; this module says what each
+is on a GPU, and records them (`tilestream.distributed.program`). Streams synchronise by memory operations: waiting for
+a peer holds no SM (invariant 10).
 
 Measured as a hand-written prototype (2 x H200, benchmarks/results/h200/reduce_by_hand_x2.json): from 64 rows on
 1.04 to 1.31 times as fast as NCCL behind torch.mm; for fewer rows NCCL's kernel, without stream handshakes, is as fast.
@@ -21,13 +22,13 @@ from typing import cast
 import torch
 
 from tilestream.core.protocols import gather, one_shot
-from tilestream.distributed.call_queue import Handlers, run_protocol
-from tilestream.distributed.gpu_reduce_scatter import CallEvents, ReducePartials, ReduceScatterQueue
+from tilestream.distributed.gpu_reduce_scatter import Issuing, ReducePartials, ReduceScatterQueue
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.program import CALLING, Handlers, Program, Recorder, issue
 from tilestream.distributed.request import Request
 from tilestream.ops.publish import Publication
-from tilestream.runtime.driver import stream_wait, stream_write
+from tilestream.runtime.sequence import Record, Wait, Write
 
 #: ``product(out)`` issues the matmul into ``out``.
 Product = Callable[[torch.Tensor], object]
@@ -62,33 +63,38 @@ class AllReduceQueue(ReduceScatterQueue):
         addresses = self._slots()  # may raise, so before the call is counted: no peer has heard of it
         epoch = self.begin()
         calling = torch.cuda.current_stream(self.device)
-        handle, flag = calling.cuda_stream, self.flags.flag
-        call = self.call(epoch, epoch, seconds)
-        events = CallEvents(call, calling, calling)
+        slot, call = epoch % gather.SLOTS, Issuing(self, epoch, epoch, seconds, calling, calling)
 
-        def multiply(op: one_shot.Multiply) -> None:
+        def multiply() -> None:
             size = shape[0] * shape[1] * dtype.itemsize
-            product(self.memory.slot(self._rank, op.slot)[:size].view(dtype).view(shape))
+            product(self.memory.slot(self._rank, slot)[:size].view(dtype).view(shape))
 
-        def heard(op: one_shot.AllFlagged) -> None:
-            events.record(call.side)
-            self.track(call)  # before the sum: a blocking launch (CUDA_LAUNCH_BLOCKING) waits for the peers
+        host = call.host(multiply, lambda: reduce_partials(addresses[slot], self._void, epoch))
+        try:
+            issue(self.prepared(None, epoch, self._prepare_call), (calling.cuda_stream, epoch, 0, 0), host)
+        except BaseException as error:
+            self.recover_half_issued(error, call)
+            raise
+
+    def _prepare_call(self, form: None, slot: int) -> Program:
+        """Record a call; of any shape, because only the host's part depends on it."""
+        recorder, flag = Recorder(slot), self.flags.flag
+        add, epoch_of, side = recorder.add, recorder.epoch_of, self._events[slot].side.cuda_event
+
+        def all_flagged(op: one_shot.AllFlagged) -> None:
+            add(Record(CALLING, side))
+            recorder.host("track")
 
         handlers: Handlers = {
-            gather.AwaitCall: lambda op: self.await_call(calling),
-            one_shot.Multiply: multiply,
-            one_shot.Multiplied: lambda op: events.record(call.kernel),
-            one_shot.FlagPeer: lambda op: stream_write(handle, flag(op.peer, self._rank), op.epoch),
-            one_shot.AwaitPeer: lambda op: stream_wait(handle, flag(self._rank, op.peer), op.epoch),
-            one_shot.AllFlagged: heard,
-            one_shot.AddSlots: lambda op: reduce_partials(addresses[op.slot], self.void(calling), op.epoch),
-            one_shot.Added: lambda op: events.record(call.end),
+            **self.ends(recorder),
+            one_shot.Multiply: lambda op: recorder.host("multiply"),
+            one_shot.Multiplied: lambda op: recorder.host("kernel"),
+            one_shot.FlagPeer: lambda op: add(Write(CALLING, flag(op.peer, self._rank), epoch_of(op))),
+            one_shot.AwaitPeer: lambda op: add(Wait(CALLING, flag(self._rank, op.peer), epoch_of(op))),
+            one_shot.AllFlagged: all_flagged,
         }
-        try:
-            run_protocol(one_shot.reduce(self._rank, self._world, epoch), handlers)
-        except BaseException as error:
-            self.recover_half_issued(error, events)
-            raise
+        recorder.run(one_shot.reduce(self._rank, self._world, recorder.epoch), handlers)
+        return recorder.program()
 
     def _slots(self) -> torch.Tensor:
         """The addresses of every rank's slots, ``int64[SLOTS, world]``; new when the slots have grown."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -47,19 +48,35 @@ def plan_of(state: GroupState, request: Request, **more: object) -> DistributedP
     return make_plan(state, request, part_shape(request, state.world), a.shape[-1], agreed)
 
 
-def run(state: GroupState, request: Request) -> torch.Tensor:
-    """The sum over all ranks: this rank's part."""
+class _Decided(NamedTuple):
+    """What equal calls have in common: ``shape`` is of one rank's part of the result, ``dtype`` of what travels."""
+
+    plan: DistributedPlan
+    shards: Shards
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def run(state: GroupState, request: Request, key: object = None) -> torch.Tensor:
+    """The sum over all ranks: this rank's part. ``key``: of the request, if the caller has it."""
     request.begin(state)
-    seconds, a, b = request.seconds(state), request.a, request.b
-    dtype = travel_dtype(request)
-    make = functools.partial(plan_of, state, request, travels=str(dtype), reduce_op=request.reduce_op)
-    shape, plan = part_shape(request, state.world), make()
+    key, seconds, a, b = key or request.key(state), request.seconds(state), request.a, request.b
+    found: _Decided | None = state.decided(key)
+    if found is None:
+        dtype = travel_dtype(request)
+        make = functools.partial(plan_of, state, request, travels=str(dtype), reduce_op=request.reduce_op)
+        shape, plan = part_shape(request, state.world), make()
     rows = math.prod(a.shape[:-1])
-    of_a, of_b = canonical_scales(request.op, request.scale_a, request.scale_b, a.shape[:-1], (), (rows, b.shape[-1]))
-    request = request._replace(scale_a=of_a, scales_b=[of_b])
+    if request.scale_a is not None or request.scale_b is not None:
+        shape_of_all = (rows, b.shape[-1])
+        of_a, of_b = canonical_scales(request.op, request.scale_a, request.scale_b, a.shape[:-1], (), shape_of_all)
+        request = request._replace(scale_a=of_a, scales_b=[of_b])
     with request.running(state):
-        plan = connected_plan(state, plan, a.device, make)
-        shards = Shards.of(shape, request.dim, state.world, plan.chunks)
+        if found is None:
+            plan = connected_plan(state, plan, a.device, make)
+            shards = Shards.of(shape, request.dim, state.world, plan.chunks)
+            found = state.decide(key, _Decided(plan, shards, shape, dtype))
+        plan, shards, shape, dtype = found
         if plan.transport == "symmetric memory" and plan.fused:
             return _by_copy_engines(state, plan, shards, request, dtype, seconds).view(shape)
         if plan.transport == "gloo":
@@ -74,8 +91,9 @@ def run(state: GroupState, request: Request) -> torch.Tensor:
 
 def finish(request: Request, total: torch.Tensor, world: int, dtype: torch.dtype) -> torch.Tensor:
     """The average, if asked for, plus the bias, of a sum over all ranks."""
-    if request.reduce_op == "avg" or request.bias is not None:
-        total = total.to(wide_dtype(dtype))
+    if request.reduce_op != "avg" and request.bias is None:
+        return total.to(dtype)
+    total = total.to(wide_dtype(dtype))
     if request.reduce_op == "avg":
         total /= world
     if request.bias is not None:

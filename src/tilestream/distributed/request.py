@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
+from torch.compiler import is_compiling
 
 from tilestream.arrival.flat import check_deadline
-from tilestream.distributed.dispatch import FORMS, Form, Op
+from tilestream.distributed.dispatch import FORMS, Form, Op, on_trial
 from tilestream.distributed.group_state import GroupState
+from tilestream.ops import native
 from tilestream.ops import request as matmul
 from tilestream.ops.checks import autocast
+from tilestream.ops.inline import PLAIN, unseen
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
@@ -27,6 +31,14 @@ REDUCE_SCATTER: Op = "matmul_reduce_scatter"
 ALL_REDUCE: Op = "matmul_all_reduce"
 ReduceOp = Literal["sum", "avg"]
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
+
+_LISTS, _MAYBE_DTYPE = (list, tuple), (type(None), torch.dtype)
+#: The parameters of `native.product` behind the operands, of a plain product.
+_PLAIN_PRODUCT: tuple[tuple[str, object], ...] = (
+    ("out", None), ("bias", None), ("residual", None), ("alpha", 1.0), ("beta", 1.0), ("activation", None),
+    ("out_dtype", None), ("scale_a", None), ("scale_b", None), ("fast_accum", True), ("schedule", "auto"),
+    ("workers", None),
+)  # fmt: skip
 
 #: Shape and dtype.
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -79,14 +91,27 @@ class Request(NamedTuple):
         """Whether the last dimension of ``a`` is the one that is cut."""
         return self.dim == self.a.dim() - 1
 
+    def key(self, state: GroupState) -> tuple[object, ...]:
+        """What decides all of a call but its deadline: equal calls differ in contents and addresses alone."""
+        a = self.a
+        return (
+            self.op, _layout(a), tuple(map(_layout, self.bs)), tuple(map(_layout, self.biases)),
+            tuple(self.activations), _layout(self.scale_a), tuple(map(_layout, self.scales_b)), self.dim,
+            self.reduce_op, self.out_dtype, self.fast_accum, self.return_a, self.form, on_trial(), state.unreachable,
+            a.is_cuda and torch.cuda.is_current_stream_capturing(),
+        )  # fmt: skip
+
     def product(self, a: torch.Tensor, i: int = 0, **changes: Any) -> torch.Tensor:
         """``a @ bs[i]`` with the call's options, but for ``changes``."""
         activation = None if self.activations[i] == "none" else self.activations[i]
         of_call = {
             "bias": self.biases[i], "activation": activation, "out_dtype": self.out_dtype, "scale_a": self.scale_a,
-            "scale_b": self.scales_b[i], "fast_accum": self.fast_accum,
+            "scale_b": self.scales_b[i], "fast_accum": self.fast_accum, **changes,
         }  # fmt: skip
-        return matmul.multiply(matmul.Request(self.op, a, self.bs[i], **(of_call | changes)))
+        b, made = self.bs[i], None
+        if of_call.get("arrival") is None:
+            made = native.product("matmul", a, b, *[of_call.get(name, default) for name, default in _PLAIN_PRODUCT])
+        return matmul.multiply(matmul.Request(self.op, a, b, **of_call)) if made is None else made
 
     def rehearse(self, rows: int, k: int, gathers_scales: bool = False) -> list[torch.dtype]:
         """Raise what the matmuls of ``[rows, k]`` would raise; returns the dtypes of their results.
@@ -142,8 +167,50 @@ class Request(NamedTuple):
     def running(self, state: GroupState | None = None) -> Iterator[None]:
         """The context of a call: serialised in ``state``, without autograd and autocast."""
         call = contextlib.nullcontext() if state is None else state.call()
-        with shutdown.call(), call, torch.no_grad(), torch.autocast(self.a.device.type, enabled=False):
+        # To make a block of autocast costs more than to look whether one is needed.
+        autocasts = torch._C._is_any_autocast_enabled()
+        with (
+            shutdown.call(), call, torch.no_grad(),
+            torch.autocast(self.a.device.type, enabled=False) if autocasts else contextlib.nullcontext(),
+        ):  # fmt: skip
             yield
+
+
+def given_request(
+    op: Op, a: Any, b: Any, *, dim: Any = 0, reduce_op: Any = "sum", bias: Any = None, activation: Any = None,
+    scale_a: Any = None, scale_b: Any = None, out_dtype: Any = None, fast_accum: Any = True, return_a: Any = False,
+    form: Any = "auto", deadline: Any = None,
+) -> Request | None:  # fmt: skip
+    """The arguments as `check_request` would have them, not checked; None for a call that the registered op must see.
+
+    If an equal call has been made, by `Request.key`, they are right. Something may have to see a call between the
+    caller and the kernel: autograd, a mode, a subclass of tensors, a transform, a compiler, autocast, a profiler.
+    """
+    bs = [b] if type(b) in PLAIN else b
+    if type(bs) not in _LISTS or type(a) not in PLAIN or type(dim) is not int or is_compiling():
+        return None
+    count = len(bs)
+    biases, scales_b = ([x] * count if x is None or type(x) in PLAIN else x for x in (bias, scale_b))
+    activations = [activation] * count if activation is None or type(activation) is str else activation
+    if any(type(x) not in _LISTS or len(x) != count for x in (biases, scales_b, activations)):
+        return None
+    gradients = torch.is_grad_enabled()
+    for x in (a, *bs, *biases, *scales_b, scale_a):
+        if x is not None and (type(x) not in PLAIN or (gradients and x.requires_grad)):
+            return None
+    if type(fast_accum) is not bool or type(return_a) is not bool or not -a.dim() <= dim < a.dim():
+        return None
+    if type(form) is not str or type(reduce_op) is not str or type(out_dtype) not in _MAYBE_DTYPE:
+        return None
+    if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
+        return None
+    if not unseen() or any(x is not None and type(x) is not str for x in activations):
+        return None
+    names = [x or "none" for x in activations]
+    return Request(
+        op, a, bs, biases, names, scale_a, scales_b, dim % a.dim(), reduce_op, out_dtype, fast_accum, return_a,
+        cast("Form", form), deadline,
+    )  # fmt: skip
 
 
 def check_request(
@@ -227,6 +294,13 @@ def _check_devices(op: str, a: torch.Tensor, **others: Tensors) -> None:
                 raise TypeError(f"{op}: {name} is a {type(x).__name__}; it is a torch.Tensor or None")
             if x is not None and x.device != a.device:
                 raise ValueError(f"{op}: {name} is on {x.device}, a on {a.device}; all are on one device")
+
+
+def _layout(x: torch.Tensor | None) -> object:
+    """How a tensor lies in memory. Its dispatch keys tell a negated view, say, from what its memory holds."""
+    if x is None:
+        return None
+    return x.shape, x.stride(), x.dtype, x.device, torch._C._dispatch_keys(x).raw_repr()
 
 
 def _kind(x: torch.Tensor) -> Kind:

@@ -40,7 +40,7 @@ _NO_SIGNALS, _NO_PUBLICATION = (None, None, 1, 0), (None, None, 1)
 T = TypeVar("T")
 
 
-def _number(*what: object) -> int:
+def number(*what: object) -> int:
     """A number for what decides a kernel beside a call's arguments."""
     found = _numbers.get(what)
     if found is None:
@@ -62,6 +62,8 @@ class Gate(NamedTuple):
     pivot: int  # of what is published
     deadline: float
     op: str
+    #: Whether a launch raises what the device has reported; a call that has begun already does not.
+    checks: bool = True
 
     @classmethod
     def of(
@@ -84,10 +86,10 @@ class Gate(NamedTuple):
             if not isinstance(found, DeviceSignals) or found.index != device or found.copies is not None:
                 return None
             signals.append(found)
-            chunking.append(_number(one.pivot, one.num_chunks, one.rows_per_chunk, one.bounds))
+            chunking.append(number(one.pivot, one.num_chunks, one.rows_per_chunk, one.bounds))
         of_rows, of_columns, published = signals
         local = None if of_rows is None else of_rows.local_rows
-        chunking.append(0 if local is None else _number(
+        chunking.append(0 if local is None else number(
             local.rows.shape, local.rows.dtype, local.rows.data_ptr() % 16 == 0, *local[1:4]
         ))  # fmt: skip
         return cls(
@@ -126,7 +128,8 @@ class Gate(NamedTuple):
         nothing = False, None, None
         if not ticket:
             return nothing
-        check_device(of_rows[0].get_device())
+        if self.checks:
+            check_device(of_rows[0].get_device())
         for signals, operands in ((self.rows, of_rows), (self.columns, of_columns)):
             if signals is not None:
                 if signals.by_matmul:

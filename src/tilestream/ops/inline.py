@@ -206,7 +206,7 @@ def _key(
     """
     a, b, bias, residual, scale_a, scale_b, out = given
     alpha, beta, _, _, fast_accum = options
-    if workers is not None or type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cpu or not _unseen():
+    if workers is not None or type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cpu or not unseen():
         return None
     if type(schedule) is not str or schedule != "auto" or type(fast_accum) is not bool:
         return None
@@ -329,7 +329,7 @@ def _key_of_attention(
     """As `_key`."""
     q, k, v, out = given
     kinds = type(q), type(k), type(v)
-    if not (kinds == _ALL_TENSORS or all(kind in PLAIN for kind in kinds)) or not _unseen():
+    if not (kinds == _ALL_TENSORS or all(kind in PLAIN for kind in kinds)) or not unseen():
         return None
     if type(return_lse) is not bool or (scale is not None and type(scale) not in _NUMBERS):
         return None
@@ -360,7 +360,7 @@ def _is_dense(x: torch.Tensor, gradients: bool) -> bool:
     return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad) and not x.is_neg()
 
 
-def _unseen() -> bool:
+def unseen() -> bool:
     """Whether nothing but the kernel would see a call of this thread."""
     return not (
         _dispatch_modes() or _function_modes() or _profiler() or _autocast()

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from tilestream.arrival.flat import FlatArrival
+from tilestream.arrival.flat import DEFAULT_DEADLINE, FlatArrival
 from tilestream.core.chunks import Chunks
 from tilestream.core.operands import GemmOperands
 from tilestream.launch.gate import PublishArguments
-from tilestream.ops import gpu
+from tilestream.ops import gated, gpu
 from tilestream.ops.operands import epilogue_of
+from tilestream.plan import limit as limits
 from tilestream.plan.problem import Incoming
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.driver import stream_write
@@ -117,13 +118,47 @@ def matmul_published(
     chunks = Chunks.uniform(out.shape[0], rows_per_chunk)
     if chunks.count > publication.chunks:
         raise ValueError(f"{op}: {chunks.count} chunks to publish; there are signals for {publication.chunks}")
-    x = GemmOperands(a, b, out, epilogue_of(out, scale_a=scale_a, scale_b=scale_b))
-    publishes, how = Incoming(chunks, pivot), gpu.How(fast_accum=fast_accum, limit=limit)
+    why = ""
+
+    def issue() -> torch.Tensor:
+        nonlocal why
+        x = GemmOperands(a, b, out, epilogue_of(out, scale_a=scale_a, scale_b=scale_b))
+        publishes, how = Incoming(chunks, pivot), gpu.How(fast_accum=fast_accum, limit=limit)
+        why = _issue(x, publishes, how, publication, epoch, op)
+        return out
+
+    gate = None
+    if limit == limits.limit():
+        number = gated.number("a sum's", pivot, chunks.count, rows_per_chunk)
+        published = cast("DeviceSignals", _Epoch(publication.at(epoch)))
+        gate = gated.Gate(None, None, published, [0, 0, number, 0], pivot, DEFAULT_DEADLINE, op, checks=False)
+    call = "matmul", a, b, out, None, None, 1.0, 1.0, None, None, scale_a, scale_b, fast_accum, "auto", None
+    gated.product(call, gate, issue)
+    return why
+
+
+class _Epoch(NamedTuple):
+    """An epoch of a `Publication`, where a launch asks signals of an `Arrival`: nothing is done around the launch."""
+
+    eager_publication: PublishArguments
+
+    def publish(self) -> None:
+        """It begins."""
+
+    def published(self, first: int | None) -> None:
+        """It was issued."""
+
+    def stopped(self) -> None:
+        """It was not: Python issues it."""
+
+
+def _issue(x: GemmOperands, publishes: Incoming, how: gpu.How, publication: Publication, epoch: int, op: str) -> str:
+    """Issue a product that is published; returns why there is a launch a chunk."""
     launch, why = _kernel(x, publishes, how, op)
     if launch is not None:
         launch(_published(x, publication.at(epoch)))
         return ""
-    stream = torch.cuda.current_stream(a.device).cuda_stream
+    stream = torch.cuda.current_stream(x.a.device).cuda_stream
     for chunk in _chunk_by_chunk(x, publishes, how, op):
         stream_write(stream, publication.address(chunk), epoch)
     return why

@@ -13,6 +13,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
+from tilestream.launch.observe import PRODUCTS
 from tilestream.ops import checks, gated, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
@@ -117,10 +118,11 @@ def multiply(r: Request) -> torch.Tensor:
 
 
 def _call_of(r: Request) -> tuple[Any, ...]:
-    """The arguments of `tilestream.ops.native.product`."""
+    """The arguments of `tilestream.ops.native.product`; of a collective's product, which is checked, as of a matmul."""
+    op, b = (r.op if r.op in PRODUCTS else "matmul"), r.b.t() if r.op == "linear" else r.b
     return (
-        r.op, r.a, r.b.t() if r.op == "linear" else r.b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation,
-        r.out_dtype, r.scale_a, r.scale_b, r.fast_accum, r.schedule, r.workers,
+        op, r.a, b, r.out, r.bias, r.residual, r.alpha, r.beta, r.activation, r.out_dtype, r.scale_a, r.scale_b,
+        r.fast_accum, r.schedule, r.workers,
     )  # fmt: skip
 
 

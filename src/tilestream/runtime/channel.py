@@ -87,9 +87,9 @@ class Channel:
             ``upto``: the record to ask from the next time. One that is still being written may stand before others.
         """
         numbers = self._words[::FIELDS]
-        newer = {number: i * FIELDS for i, number in enumerate(numbers) if number > after}
-        if not newer:
+        if max(numbers) <= after:
             return after, False
+        newer = {number: i * FIELDS for i, number in enumerate(numbers) if number > after}
         upto = after
         while upto + 1 in newer:
             upto += 1

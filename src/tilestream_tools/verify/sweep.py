@@ -12,7 +12,7 @@ from tilestream.core.gate import Gate
 from tilestream.core.order import Order
 from tilestream.core.schedule import Kind, Split
 from tilestream.schedule import Grid, Raster, Schedule
-from tilestream_tools.verify import arrival_order, copies, one_shot
+from tilestream_tools.verify import arrival_order, copies, one_shot, replay
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.copies import CopyCase
@@ -21,6 +21,7 @@ from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.protocol import Consumers, Ring
 from tilestream_tools.verify.publish import PublishCase
+from tilestream_tools.verify.replay import ReplayCase
 from tilestream_tools.verify.ring import RingCase
 from tilestream_tools.verify.shared_attention import OPERANDS, attend_direct, attend_staged
 from tilestream_tools.verify.shared_ring import SharedCase, SharedRing, direct, staged
@@ -31,9 +32,11 @@ from tilestream_tools.verify.workers import Program, WorkersCase
 Level = Literal["quick", "full"]
 Case = (
     WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | SumCase | PublishCase | CopyCase
-    | OneShotCase
+    | OneShotCase | ReplayCase
 )  # fmt: skip
-MODELS = ("workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies", "reduce")
+MODELS = (
+    "workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies", "reduce", "replay",
+)  # fmt: skip
 
 #: What queues split where no chunk decides it: `tilestream_tools.verify.arrival_order` has the rest.
 SPLITS: tuple[Split, ...] = ("items", "columns", "rows")
@@ -129,6 +132,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(copies.configurations(level == "full"))
     if model == "reduce":
         return list(one_shot.configurations(level == "full"))
+    if model == "replay":
+        return list(replay.configurations(level == "full"))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 

@@ -12,6 +12,7 @@ from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.processes import LEFT, NotAlikeError
 from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.protocol import Ring
+from tilestream_tools.verify.replay import ReplayCase
 from tilestream_tools.verify.ring import RingCase
 from tilestream_tools.verify.search import search
 from tilestream_tools.verify.shared_ring import SharedCase, SharedRing, direct, staged
@@ -98,7 +99,7 @@ def test_sound_protocols_are_sound_either_way(case):
 @pytest.mark.parametrize("bug", seeded_bugs(), ids=lambda bug: bug.name)
 def test_seeded_bugs_are_found_or_not_at_the_same_sizes(bug, limit):
     # Of keys that arrive only the smallest are small enough.
-    ranks = bug.model in ("gather", "sums", "reduce")
+    ranks = bug.model in ("gather", "sums", "reduce", "replay")
     least = 1 if limit is FEW or ranks or bug.model == "attention" else 2
     compared = compare(bug, *limit) or compare(bug, MANY[0], least)
     if ranks and not compared:
@@ -128,6 +129,10 @@ def compare(bug, limit, most):
         GatherCase(epochs=2, strided=True),
         GatherCase(epochs=1, ways=("pull",)),
         GatherCase(epochs=1, expires=((0, 1),)),
+        ReplayCase(replays=2),
+        ReplayCase(replays=2, slots=(0, 1), chunks=2),
+        ReplayCase(replays=1, expires=((0, 1),)),
+        ReplayCase(replays=1, lost=1, expires=((0, 1),)),
         SumCase(epochs=1),
         OneShotCase(epochs=2),
         OneShotCase(epochs=1, expires=((0, 1),)),

@@ -12,6 +12,7 @@ from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.publish import PublishCase
+from tilestream_tools.verify.replay import ReplayCase
 from tilestream_tools.verify.ring import RingCase
 from tilestream_tools.verify.sums import SumCase
 from tilestream_tools.verify.workers import WorkersCase
@@ -125,6 +126,7 @@ def test_sizes_grow():
         ("publish", PublishCase),
         ("sums", SumCase),
         ("reduce", OneShotCase),
+        ("replay", ReplayCase),
         ("copies", CopyCase),
     ):
         cases = verify.configurations(model, "quick")
@@ -142,7 +144,7 @@ def test_sizes_grow():
         (
             lambda: verify.run("quick", models=["rings"]),
             "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums, copies, "
-            "reduce",
+            "reduce, replay",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],

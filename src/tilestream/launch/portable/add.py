@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from tilestream.kernels.portable import add
+from tilestream.launch.launch import Kernel
 
 
 def add_parts(
@@ -24,9 +28,9 @@ def add_parts(
     """
     (batches, rows, width), world = out.shape, len(received)
     plane = rows * width
-    add.add_parts[-(-plane // add.BLOCK), batches](
-        whole, received, out, bias, void, rank, epoch, batches, plane, width, divisor, WORLD=world,
-        BIAS=bias is not None, BLOCK=add.BLOCK,
+    _launch(
+        add.add_parts, (-(-plane // add.BLOCK), batches, 1), epoch,
+        (whole, received, out, bias, void, rank), (batches, plane, width, divisor, world, bias is not None, add.BLOCK),
     )  # fmt: skip
 
 
@@ -43,7 +47,27 @@ def add_slots(
     out, bias
         ``[rows, width]``, ``[width]``; contiguous.
     """
-    add.add_slots[-(-out.numel() // add.BLOCK),](
-        addresses, out, bias, void, epoch, out.numel(), out.shape[1], divisor, WORLD=len(addresses),
-        BIAS=bias is not None, BLOCK=add.BLOCK,
+    _launch(
+        add.add_slots, (-(-out.numel() // add.BLOCK), 1, 1), epoch, (addresses, out, bias, void),
+        (out.numel(), out.shape[1], divisor, len(addresses), bias is not None, add.BLOCK),
     )  # fmt: skip
+
+
+def _launch(
+    function: Any, grid: tuple[int, int, int], epoch: int, before: tuple[Any, ...], behind: tuple[Any, ...]
+) -> None:
+    """Launch on the current stream; ``before``, ``behind``: the arguments on either side of ``epoch``."""
+    device = before[0].device
+    kernel = _kernel(function, grid, device, tuple(map(_kind, before)), behind)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    kernel(stream, tuple(kernel.take((*before, epoch, *behind))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(function: Any, grid: tuple[int, int, int], *compiled_for: Any) -> Kernel:
+    return Kernel(function, grid)
+
+
+def _kind(x: Any) -> Any:
+    """What a kernel is compiled for: of a tensor, its dtype and alignment."""
+    return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x

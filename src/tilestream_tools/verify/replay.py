@@ -1,0 +1,355 @@
+"""Model 10: ranks that replay a captured gather, their two streams, over slots, signals, marks and counts.
+
+It explores `tilestream.core.protocols.replay`. No host takes part: each rank replays its graphs one behind another, and
+may be a call ahead, or behind, at any moment. A copy has a begin and an end, and any operation may come between. Before
+each replay the caller writes the next shard to the tensor that held the last one.
+
+The environment may end the patience of a wait (``expires``), and may remove a rank for good (``lost``). A rank that
+replays once more than the others (``more``) gives up in the end.
+
+Properties: a result that is no NaN was made of the complete rows of its own call. No rank is ever stuck for good. Where
+no patience has ended, every call is handed in; where one has, every remaining rank is told.
+
+Reductions, which are those of `tilestream_tools.verify.gather`: ends of copies and of reads are delayed, their begins
+and signals are eager, the waits for a rank's own streams are lazy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from tilestream.core.protocols import gather
+from tilestream.core.protocols import replay as p
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.model import Memory, Model, State
+from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, say
+
+Turn = Generator[Any, int, "int | None"]
+Text = Callable[[int, int, int, int, int], Turn]
+
+
+class Write(NamedTuple):
+    """The caller, on the calling stream: write the shard of ``replay`` to its tensor."""
+
+    replay: int
+
+
+@dataclass(frozen=True)
+class ReplayCase:
+    """One configuration of model 10.
+
+    Attributes
+    ----------
+    replays
+        Of each rank.
+    slots
+        Of the replays, from the first on again.
+    chunks
+        Of a shard.
+    expires
+        Where patience may end, as (rank, replay).
+    lost, more
+        Which rank may be lost; which one replays once more. None: none.
+    calling, side
+        The text.
+    """
+
+    world: int = 2
+    replays: int = 2
+    slots: tuple[int, ...] = (0,)
+    chunks: int = 1
+    expires: tuple[tuple[int, int], ...] = ()
+    lost: int | None = None
+    more: int | None = None
+    calling: Text = p.calling
+    side: Text = p.side
+
+    def build(self, reduce: bool = True, symmetry: bool = True) -> ReplayModel:
+        """The model of this configuration."""
+        return ReplayModel(self, reduce)
+
+    def replays_of(self, rank: int) -> int:
+        """How many a rank makes."""
+        return self.replays + (rank == self.more)
+
+    def slot_of(self, replay: int) -> int:
+        """The slot of a replay's call."""
+        return self.slots[(replay - 1) % len(self.slots)]
+
+    def turn(self, text: Text, rank: int, writes: bool, replay: int) -> Turn:
+        """A replay on one of a rank's streams."""
+        if writes:
+            yield Write(replay)
+        yield from text(rank, self.world, self.slot_of(replay), self.chunks, replay)
+        return replay + 1 if replay < self.replays_of(rank) else None
+
+    def __str__(self) -> str:
+        words = [f"{self.world} ranks, {self.chunks} chunks a shard, {self.replays} replays"]
+        words += [f"slots {'/'.join(map(str, self.slots))} in turn"] if self.slots != (0,) else []
+        words += [f"rank {rank} may give up in replay {replay}" for rank, replay in self.expires]
+        words += [f"rank {self.more} replays once more"] if self.more is not None else []
+        words += [f"rank {self.lost} may be lost"] if self.lost is not None else []
+        texts = ((self.calling, p.calling), (self.side, p.side))
+        return ", ".join([*words, *(text.__name__ for text, own in texts if text is not own)])
+
+
+def configurations(full: bool) -> Iterator[ReplayCase]:
+    """2 ranks, and 3 once. Full: more replays, chunks, patience that ends anywhere, and ranks lost."""
+    for replays in (1, 2, 3):
+        yield ReplayCase(replays=replays)
+    yield ReplayCase(replays=3, slots=(0, 1))
+    yield ReplayCase(replays=3, slots=(0, 1, 1))
+    yield ReplayCase(replays=2, chunks=2)
+    yield ReplayCase(world=3, replays=1)
+    yield ReplayCase(replays=2, expires=((0, 2),))
+    yield ReplayCase(replays=1, more=0, expires=((0, 2),))
+    yield ReplayCase(replays=1, lost=1, expires=((0, 1),))
+    if full:
+        yield ReplayCase(replays=5)
+        yield ReplayCase(replays=5, slots=(0, 1))
+        yield ReplayCase(replays=4, slots=(0, 1, 1), chunks=2)
+        yield ReplayCase(world=3, replays=2)
+        yield ReplayCase(replays=3, expires=((0, 1), (1, 2)))
+        yield ReplayCase(replays=3, chunks=2, expires=((0, 2),))
+        yield ReplayCase(replays=4, slots=(0, 1), expires=((0, 2), (1, 3)))
+        yield ReplayCase(replays=2, slots=(0, 1), more=1, expires=((1, 3),))
+        yield ReplayCase(replays=3, lost=1, expires=((0, 1), (0, 2), (0, 3)))
+        yield ReplayCase(replays=3, slots=(0, 1), lost=0, expires=((1, 1), (1, 2), (1, 3)))
+        yield ReplayCase(world=3, replays=1, expires=((0, 1),))
+
+
+class ReplayModel(Model):
+    """See the module. ``m`` has, behind the processes' local states, each rank's words: `sizes`."""
+
+    eager: ClassVar[frozenset[type]] = frozenset({
+        p.Mark, p.Push, p.SignalPeer, p.Fork, p.Joined, p.Read, p.Taken, gather.Break, gather.Abort,
+    })  # fmt: skip
+    delayed: frozenset[type] = frozenset({p.Pushed, p.ReadDone})
+    lazy: ClassVar[frozenset[type]] = frozenset({p.AwaitFork, p.AwaitJoin})
+    progress: ClassVar[frozenset[type]] = frozenset({p.Advance})
+
+    def __init__(self, case: ReplayCase, reduce: bool = True) -> None:
+        self.case = case
+        turns = []
+        for rank in range(case.world):
+            for role, text, writes in (("calling stream", case.calling, True), ("side stream", case.side, False)):
+                turn = functools.partial(case.turn, text, rank, writes)
+                turns.append(Process(f"rank {rank}'s {role}", turn, 1, (role, rank)))
+        self._base, self._size, self._offset = len(turns), 0, {}
+        for name, size in self.sizes().items():
+            self._offset[name] = self._size
+            self._size += size
+        super().__init__(turns, reduce)
+
+    def sizes(self) -> dict[str, int]:
+        """What a rank's memory holds.
+
+        Whether it is lost, broken, out of patience, has given up; replays begun, handed in, forked and joined, and the
+        call of the fork; the caller's tensor; what the push under way carries; the place that the kernel reads; whether
+        it has read what it should not. By slot: its count; by slot and peer: marks, taken; by slot, peer and chunk:
+        signals, rows.
+        """
+        slots, words = max(self.case.slots) + 1, self.case.world
+        return {
+            "dead": 1, "broken": 1, "late": 1, "gave up": 1, "begun": 1, "handed": 1, "forked": 1, "call": 1,
+            "joined": 1, "tensor": 1, "push": 1, "read": 1, "dirty": 1, "count": slots, "marks": slots * words,
+            "taken": slots * words, "signals": slots * words * self.case.chunks,
+            "rows": slots * words * self.case.chunks,
+        }  # fmt: skip
+
+    def at(self, rank: int, name: str, *index: int) -> int:
+        """Where a word of a rank is: of a slot; of a slot and a peer; of a slot, a peer and a chunk."""
+        sizes = (1, self.case.world, self.case.chunks)[: len(index)]
+        place = 0
+        for one, size in zip(index, sizes, strict=True):
+            place = place * size + one
+        return self._base + rank * self._size + self._offset[name] + place
+
+    def memory(self) -> Memory:
+        """As `Model.memory`."""
+        return [0] * (self._size * self.case.world)
+
+    def canonical(self, state: State) -> State:
+        """As `Model.canonical`: of a rank that is lost nothing matters."""
+        lost = self.case.lost
+        if lost is None or not state[self.at(lost, "dead")]:
+            return state
+        m = list(state)
+        m[2 * lost : 2 * lost + 2] = [LEFT] * 2
+        first = self._base + lost * self._size
+        m[first : first + self._size] = [0] * self._size
+        m[self.at(lost, "dead")] = 1
+        return tuple(m)
+
+    # Answers --------------------------------------------------------------------------------------------------------
+
+    def domain(self, op: Any, past: Any) -> Sequence[Any]:
+        """As `Model.domain`."""
+        if type(op) in (p.Advance, p.AwaitFork):
+            return range(1, self.case.replays + 2)
+        return (0, 1) if type(op) in (p.AwaitTaken, p.Gate, p.Intact) else (0,)
+
+    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
+        """As `Model.answers_of`: nothing is done by a rank that is lost."""
+        ask = self._asked.get(type(op))
+
+        def answers(pid: int, op: Any, m: Memory) -> Sequence[Any]:
+            rank = pid // 2
+            if m[self.at(rank, "dead")]:
+                return ()
+            return (0,) if ask is None else ask(self, rank, op, m)
+
+        return answers
+
+    def _advance_count(self, rank: int, op: p.Advance, m: Memory) -> Sequence[int]:
+        return (m[self.at(rank, "count", op.slot)] + 1,)
+
+    def _await_taken(self, rank: int, op: p.AwaitTaken, m: Memory) -> Sequence[int]:
+        return self._wait(rank, m[self.at(rank, "taken", op.slot, op.peer)] >= op.call, m)
+
+    def _gate(self, rank: int, op: p.Gate, m: Memory) -> Sequence[int]:
+        return self._wait(rank, m[self.at(rank, "signals", op.slot, op.peer, op.chunk)] >= op.call, m)
+
+    def _wait(self, rank: int, there: bool, m: Memory) -> Sequence[int]:
+        """A kernel's wait. What is there and what ends the wait are looked at one after the other: either may win."""
+        over = m[self.at(rank, "broken")] or m[self.at(rank, "late")]
+        return (*((1,) if there else ()), *((0,) if over else ()))
+
+    def _await_fork(self, rank: int, op: p.AwaitFork, m: Memory) -> Sequence[int]:
+        return (m[self.at(rank, "call")],) if m[self.at(rank, "forked")] >= op.replay else ()
+
+    def _await_join(self, rank: int, op: p.AwaitJoin, m: Memory) -> Sequence[int]:
+        return (0,) if m[self.at(rank, "joined")] >= op.replay else ()
+
+    def _intact(self, rank: int, op: p.Intact, m: Memory) -> Sequence[int]:
+        marks = (m[self.at(rank, "marks", op.slot, peer)] for peer in gather.peers(rank, self.case.world))
+        return (int(all(mark == op.call for mark in marks)),)
+
+    _asked: ClassVar[dict[type, Callable[..., Sequence[int]]]] = {
+        p.Advance: _advance_count, p.AwaitTaken: _await_taken, p.Gate: _gate, p.AwaitFork: _await_fork,
+        p.AwaitJoin: _await_join, p.Intact: _intact,
+    }  # fmt: skip
+
+    # What operations do ---------------------------------------------------------------------------------------------
+
+    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
+        """As `Model.performer_of`."""
+        done = self._does.get(type(op))
+        return None if done is None else lambda pid, op, answer, m: done(self, pid // 2, op, answer, m)
+
+    def _write_tensor(self, rank: int, op: Write, answer: int, m: Memory) -> None:
+        m[self.at(rank, "begun")] = m[self.at(rank, "tensor")] = op.replay
+        m[self.at(rank, "dirty")] = 0
+        if m[self.at(rank, "push")]:
+            m[self.at(rank, "push")] = OVERWRITTEN
+
+    def _count(self, rank: int, op: p.Advance, answer: int, m: Memory) -> None:
+        m[self.at(rank, "count", op.slot)] = answer
+
+    def _fork(self, rank: int, op: p.Fork, answer: int, m: Memory) -> None:
+        m[self.at(rank, "forked")], m[self.at(rank, "call")] = op.replay, op.call
+
+    def _joined(self, rank: int, op: p.Joined, answer: int, m: Memory) -> None:
+        m[self.at(rank, "joined")] = op.replay
+
+    def _mark(self, rank: int, op: p.Mark, answer: int, m: Memory) -> None:
+        m[self.at(op.peer, "marks", op.slot, rank)] = op.call
+
+    def _taken(self, rank: int, op: p.Taken, answer: int, m: Memory) -> None:
+        m[self.at(op.peer, "taken", op.slot, rank)] = op.call
+
+    def _write(self, rank: int, place: int, value: int, m: Memory) -> None:
+        """Write rows of ``rank``'s; what its kernel reads of them then is not what it should be."""
+        m[place] = value
+        if m[self.at(rank, "read")] == place:
+            m[self.at(rank, "dirty")] = m[self.at(rank, "dirty")] or OVERWRITTEN
+
+    def _push(self, rank: int, op: p.Push, answer: int, m: Memory) -> None:
+        m[self.at(rank, "push")] = m[self.at(rank, "tensor")]
+        self._write(op.peer, self.at(op.peer, "rows", op.slot, rank, op.chunk), TORN, m)
+
+    def _pushed(self, rank: int, op: p.Pushed, answer: int, m: Memory) -> None:
+        self._write(op.peer, self.at(op.peer, "rows", op.slot, rank, op.chunk), m[self.at(rank, "push")], m)
+        m[self.at(rank, "push")] = 0
+
+    def _signal(self, rank: int, op: p.SignalPeer, answer: int, m: Memory) -> None:
+        m[self.at(op.peer, "signals", op.slot, rank, op.chunk)] = op.call
+
+    def _read(self, rank: int, op: p.Read, answer: int, m: Memory) -> None:
+        place = self.at(rank, "rows", op.slot, op.peer, op.chunk)
+        m[self.at(rank, "read")] = place
+        value, due = m[place], m[self.at(rank, "begun")]
+        if value != due and not m[self.at(rank, "dirty")]:
+            m[self.at(rank, "dirty")] = OVERWRITTEN if value == OVERWRITTEN or value > due else TORN
+
+    def _read_done(self, rank: int, op: p.ReadDone, answer: int, m: Memory) -> None:
+        m[self.at(rank, "read")] = 0
+
+    def _hand_in(self, rank: int, op: p.HandIn, answer: int, m: Memory) -> None:
+        m[self.at(rank, "handed")] = op.replay
+        if dirty := m[self.at(rank, "dirty")]:
+            kind = "overwritten while read" if dirty == OVERWRITTEN else "read before arrival"
+            raise Fault(kind, f"rank {rank} hands in replay {op.replay}, made of rows of another call")
+
+    def _waited(self, rank: int, op: p.AwaitTaken | p.Gate, answer: int, m: Memory) -> None:
+        if answer:  # it came while the deadline passed
+            m[self.at(rank, "late")] = 0
+        elif not m[self.at(rank, "broken")]:
+            m[self.at(rank, "gave up")] = 1
+
+    def _break(self, rank: int, op: gather.Break, answer: int, m: Memory) -> None:
+        m[self.at(rank, "broken")] = 1
+
+    def _abort(self, rank: int, op: gather.Abort, answer: int, m: Memory) -> None:
+        m[self.at(op.peer, "broken")] = 1
+
+    _does: ClassVar[dict[type, Callable[..., None]]] = {
+        Write: _write_tensor, p.Advance: _count, p.Fork: _fork, p.Joined: _joined, p.Mark: _mark, p.Taken: _taken,
+        p.Push: _push, p.Pushed: _pushed, p.SignalPeer: _signal, p.Read: _read, p.ReadDone: _read_done,
+        p.HandIn: _hand_in, p.AwaitTaken: _waited, p.Gate: _waited, gather.Break: _break, gather.Abort: _abort,
+    }  # fmt: skip
+
+    # The world outside, and ends ------------------------------------------------------------------------------------
+
+    def environment(self, m: Memory) -> list[tuple[str, Memory]]:
+        """As `Model.environment`: patience ends at a wait, and a rank is lost."""
+        out: list[tuple[str, Memory]] = []
+        for rank in range(self.case.world):
+            if m[self.at(rank, "dead")]:
+                continue
+            op: Any = self.locals.op[m[2 * rank]]
+            late = (rank, m[self.at(rank, "begun")]) in self.case.expires and not m[self.at(rank, "late")]
+            if late and type(op) in (p.AwaitTaken, p.Gate):
+                n = m.copy()
+                n[self.at(rank, "late")] = 1
+                out.append((f"rank {rank} is out of patience", n))
+            if rank == self.case.lost:
+                n = m.copy()
+                n[self.at(rank, "dead")] = 1
+                out.append((f"rank {rank} is lost", n))
+        return out
+
+    def at_rest(self, m: Memory) -> None:
+        """As `Model.at_rest`."""
+        alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
+        here = [pid for rank in alive for pid in (2 * rank, 2 * rank + 1) if m[pid] != LEFT]
+        if here:
+            if not self.environment(m):
+                stuck = (f"{self.processes[pid].name} at {say(self.locals.op[m[pid]])}" for pid in here)
+                raise Fault("deadlock", "; ".join(stuck))
+            return
+        gave_up = [rank for rank in alive if m[self.at(rank, "gave up")]]
+        for rank in alive:
+            if gave_up and not m[self.at(rank, "broken")]:
+                raise Fault("not told", f"rank {gave_up[0]} has given up, and rank {rank} does not know")
+            if (not gave_up or not self.case.expires) and m[self.at(rank, "handed")] < self.case.replays_of(rank):
+                raise Fault("missing work", f"rank {rank} has handed in {m[self.at(rank, 'handed')]} replays")
+
+    def tell(self, pid: int, op: Any, answer: Any) -> str:
+        """As `Model.tell`."""
+        after = f" -> {answer}" if len(self.domain(op, None)) > 1 else ""
+        return f"{self.processes[pid].name}: {say(op)}{after}"
