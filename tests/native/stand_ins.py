@@ -11,7 +11,7 @@ import torch
 
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
 from tilestream.launch.native import Extension
-from tilestream.launch.observe import Call, observe
+from tilestream.launch.observe import Call, Observation, observe
 
 #: torch's index of the CPU, the "GPU" of these tests.
 CPU_INDEX = -1
@@ -36,6 +36,16 @@ class Matmul(NamedTuple):
     options: int = 0
     workers: int = 0
     limit: int = 0
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The operands, by name."""
+        return dict(zip(self._fields[1:7], self[1:7], strict=True))
+
+    @property
+    def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Fresh outputs."""
+        return torch.zeros(*self.a.shape[:-1], self.b.shape[-1], dtype=self.a.dtype), None
 
 
 def call(m: int = 16, n: int = 32, k: int = 64, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Matmul:
@@ -73,6 +83,11 @@ class Attention(NamedTuple):
         """The operands, by name."""
         return {name: getattr(self, name) for name in (*self._fields[:3], *self._fields[4:8], *self._fields[14:18])}
 
+    @property
+    def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Fresh outputs."""
+        return torch.zeros_like(self.q), None
+
 
 def attention_call(**more: Any) -> Attention:
     """Two sequences of eight queries and eight keys, four heads over two."""
@@ -93,6 +108,11 @@ class Merge(NamedTuple):
     def tensors(self) -> dict[str, Any]:
         """The operands, by name."""
         return dict(zip(self._fields[:4], self[:4], strict=True))
+
+    @property
+    def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Fresh outputs."""
+        return torch.zeros_like(self.o_a), torch.zeros_like(self.lse_a)
 
 
 def merge_call(**more: Any) -> Merge:
@@ -185,9 +205,11 @@ class Launch:
         given = [*maps, *[VARIES] * varies, rows.shape[0], VARIES, VARIES, None]
         self._launcher = Launcher(compiled, (7, 1, 1), given)
 
-    def issue(self, x: Matmul, out: torch.Tensor, stream: int = 0, **moved: int) -> None:
+    def issue(
+        self, x: Matmul, out: torch.Tensor, _: torch.Tensor | None = None, /, stream: int = 0, **moved: int
+    ) -> None:  # fmt: skip
         """Launch by Python; ``moved``: addresses of operands that are not where the caller has them."""
-        address = {name: tensor.data_ptr() for name, tensor in x._asdict().items() if isinstance(tensor, torch.Tensor)}
+        address = {name: tensor.data_ptr() for name, tensor in x.tensors.items() if tensor is not None}
         address |= moved
         first, second = ("b", "a") if self._swapped else ("a", "b")
         words = [one.data_ptr() for one in self._words] if self.needs[0] else []
@@ -207,24 +229,6 @@ def _type(name: str) -> str:
     if name.endswith(("signals", "quarantine", "counts", "table", "records", "claims")):
         return "*i32"
     return "i64" if name == "allowed" else "i32"
-
-
-def result_of(x: Matmul) -> torch.Tensor:
-    return torch.zeros(*x.a.shape[:-1], x.b.shape[-1], dtype=x.a.dtype)
-
-
-def remember(
-    extension: Extension, launch: Launch, x: Matmul, out: torch.Tensor | None = None, stream: int = 0, **moved: int
-) -> bool:  # fmt: skip
-    """Launch by Python, observed, and have the extension keep the recipe."""
-    result = result_of(x) if out is None else out
-    with observe() as seen:
-        launch.issue(x, result, stream, **moved)
-        seen.launches.append(launch)
-    operands = {name: getattr(x, name) for name in ("a", "b", "bias", "residual", "scale_a", "scale_b")}
-    return extension.remember(
-        seen, Call({**operands, "out": result}, (x.alpha, x.beta)), stream, out is not None, tuple(x)
-    )  # fmt: skip
 
 
 class AttentionLaunch:
@@ -259,7 +263,9 @@ class AttentionLaunch:
                 (names, "base" in numbers, Launcher(kernel(driver, signature, {}, []), (7, 1, 1), given))
             )
 
-    def issue(self, x: Attention | Merge, out: torch.Tensor, lse: torch.Tensor | None = None, /, **moved: int) -> None:
+    def issue(
+        self, x: Attention | Merge, out: torch.Tensor, lse: torch.Tensor | None = None, /, stream: int = 0, **moved: int
+    ) -> None:  # fmt: skip
         """Launch by Python; ``moved``: addresses of operands that are not where the caller has them."""
         tensors = {**x.tensors, "out": out, "lse": lse}
         address = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
@@ -267,26 +273,35 @@ class AttentionLaunch:
         address |= moved
         extra = [moved.get(name, value) for name, value in self._extra.items()]
         for names, numbers, launcher in self._launchers:
-            launcher(0, *[address[name] for name in names], *extra, *([self._base, 0, x.scale] if numbers else []))
+            launcher(stream, *[address[name] for name in names], *extra, *([self._base, 0, x.scale] if numbers else []))
         self._base += self.needs[0]
 
 
-def remember_attention(
-    extension: Extension, launch: AttentionLaunch, x: Attention, out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None, **moved: int,
+def observed(
+    launch: Launch | AttentionLaunch, x: Matmul | Attention | Merge, out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None, /, stream: int = 0, **moved: int,
+) -> tuple[Observation, Call]:  # fmt: skip
+    """Launch by Python, observed."""
+    fresh, sums = x.results
+    out, lse = fresh if out is None else out, sums if lse is None else lse
+    with observe() as seen:
+        launch.issue(x, out, lse, stream=stream, **moved)
+        seen.launches.append(launch)
+    factors = (x.alpha, x.beta) if isinstance(x, Matmul) else (1.0, 1.0)
+    return seen, Call({**x.tensors, "out": out, "lse": lse}, factors)
+
+
+def remember(
+    extension: Extension, launch: Launch | AttentionLaunch, x: Matmul | Attention | Merge,
+    out: torch.Tensor | None = None, lse: torch.Tensor | None = None, /, stream: int = 0, **moved: int,
 ) -> bool:  # fmt: skip
-    """As `remember`."""
-    result = torch.zeros_like(x.q) if out is None else out
-    with observe() as seen:
-        launch.issue(x, result, lse, **moved)
-        seen.launches.append(launch)
-    return extension.remember(seen, Call({**x.tensors, "out": result, "lse": lse}), 0, out is not None, tuple(x))
+    """Launch by Python, observed, and have the extension keep the recipe."""
+    seen, made = observed(launch, x, out, lse, stream=stream, **moved)
+    return extension.remember(seen, made, stream, out is not None, tuple(x))
 
 
-def remember_merge(extension: Extension, launch: AttentionLaunch, x: Merge, **moved: int) -> bool:
-    """As `remember`."""
-    out, lse = torch.zeros_like(x.o_a), torch.zeros_like(x.lse_a)
-    with observe() as seen:
-        launch.issue(x, out, lse, **moved)
-        seen.launches.append(launch)
-    return extension.remember(seen, Call({**x.tensors, "out": out, "lse": lse}), 0, False, tuple(x))
+def tried(extension: Extension, x: Matmul | Attention | Merge, out: torch.Tensor | None = None) -> tuple[Any, Any]:
+    """What a native call gives for the output and for the log-sum-exp."""
+    name = {Matmul: "matmul", Attention: "attention", Merge: "merge_attention"}[type(x)]
+    found = getattr(extension, f"try_{name}")(*x) if out is None else getattr(extension, f"try_{name}_out")(out, *x)
+    return found if isinstance(found, tuple) else (found, None)

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -22,16 +23,17 @@ from hypothesis import HealthCheck, given, settings
 from stand_ins import (
     CPU_INDEX,
     TICKETS,
+    Attention,
     AttentionLaunch,
     Launch,
     Matmul,
+    Merge,
     attention_call,
     call,
     merge_call,
+    observed,
     remember,
-    remember_attention,
-    remember_merge,
-    result_of,
+    tried,
 )
 
 from tilestream.core.operands import Epilogue, GemmOperands
@@ -67,10 +69,34 @@ def aligned_at(offset: int, *shape: int, dtype=torch.bfloat16) -> torch.Tensor:
     return room[first : first + count].view(shape)
 
 
-def base_of(launched: bytes, launch: Launch) -> int:
-    """The launch's base: behind it come reset, rows, alpha, beta and the scratch memories."""
+def base_of(launched: bytes, launch: Launch | AttentionLaunch) -> int:
+    """The launch's base: behind it come reset, rows, alpha, beta (or: reset, scale) and the scratch memories."""
     assert launch.needs[0]
-    return struct.unpack_from("<q", launched, len(launched) - 16 - 4 * 4 - 8)[0]
+    behind = 4 if isinstance(launch, Launch) else 2
+    return struct.unpack_from("<q", launched, len(launched) - 16 - 4 * behind - 8)[0]
+
+
+def ints(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32)
+
+
+def full_attention(**more) -> Attention:
+    """A call with every operand, whether or not they fit together: Python would have refused it."""
+    return attention_call(
+        options=5, cu_seqlens_q=ints(3), cu_seqlens_k=ints(3), block_table=ints(4).view(2, 2), seqlens_k=ints(2),
+        sinks=torch.zeros(4), scale_q=torch.ones(4), scale_k=torch.ones(2), scale_v=torch.ones(2), scale=0.25,
+        softcap=30.0, left=4, right=0, max_seqlen_q=8, max_seqlen_k=8, workers=3, splits=2, limit=5,
+    )._replace(**more)  # fmt: skip
+
+
+def launch_of(driver: Any, x: Matmul | Attention | Merge, **how) -> Launch | AttentionLaunch:
+    if isinstance(x, Matmul):
+        return Launch(driver, x, **how)
+    return AttentionLaunch(driver, x, **{"lse": isinstance(x, Merge), **how})
+
+
+#: A call of each op, with every operand.
+FULL = {"product": full, "attention": full_attention, "merge": merge_call}
 
 
 # What is launched -----------------------------------------------------------------------------------------------------
@@ -114,14 +140,26 @@ def test_the_launch_is_on_the_current_stream_with_the_attributes_of_the_kernel(e
     assert struct.unpack_from("<II", launched, HEAD) == (6, 0), "programmatic stream serialization"
 
 
-def test_an_output_that_is_given_is_written(extension, driver):
-    x, out = full(), torch.zeros(16, 32, dtype=torch.bfloat16)
-    remember(extension, Launch(driver, x), x, out)
-    assert extension.try_matmul(*x) is None, "another call: its output is fresh"
+@pytest.mark.parametrize(
+    ("made", "lse"), [(full, None), (attention_call, None), (attention_call, torch.zeros(2, 4, 8))],
+    ids=["product", "attention", "log-sum-exp too"],
+)  # fmt: skip
+def test_an_output_that_is_given_is_written(extension, driver, made, lse):
+    x = made()
+    out = x.results[0]
+    remember(extension, launch_of(driver, x, **{} if lse is None else {"lse": True}), x, out, lse)
+    assert tried(extension, x) == (None, None), "another call: its output is fresh"
     other = torch.zeros_like(out)
     driver.forget()
-    assert extension.try_matmul_out(other, *x) is True
+    launched, sums = tried(extension, x, other)
+    assert launched is True
+    assert (sums is None) is (lse is None)
     assert struct.pack("<Q", other.data_ptr()) in driver.launches()[0]
+
+
+def test_an_output_of_other_strides_is_another_call(extension, driver):
+    x = full()
+    remember(extension, Launch(driver, x), x, torch.zeros(16, 32, dtype=torch.bfloat16))
     assert extension.try_matmul_out(torch.zeros(16, 64, dtype=torch.bfloat16)[:, :32], *x) is False
 
 
@@ -129,24 +167,47 @@ def test_an_output_that_is_given_is_written(extension, driver):
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("made", "other"),
     [
-        {"op": 1}, {"options": 1}, {"workers": 5}, {"limit": 5}, {"alpha": 1.0}, {"beta": 0.0}, {"bias": None},
-        {"residual": None}, {"scale_a": None}, {"scale_b": None},
-        {"a": torch.zeros(8, 64, dtype=torch.bfloat16)}, {"a": torch.zeros(16, 64, dtype=torch.float16)},
-        {"a": torch.zeros(1, 16, 64, dtype=torch.bfloat16)}, {"a": torch.zeros(64, 16, dtype=torch.bfloat16).T},
-        {"a": aligned_at(2, 16, 64)}, {"b": torch.zeros(32, 64, dtype=torch.bfloat16).T},
-        {"b": aligned_at(8, 64, 32)}, {"bias": aligned_at(2, 32)}, {"scale_a": torch.ones(1)},
+        *[(full, other) for other in (
+            {"op": 1}, {"options": 1}, {"workers": 5}, {"limit": 5}, {"alpha": 1.0}, {"beta": 0.0}, {"bias": None},
+            {"residual": None}, {"scale_a": None}, {"scale_b": None},
+            {"a": torch.zeros(8, 64, dtype=torch.bfloat16)}, {"a": torch.zeros(16, 64, dtype=torch.float16)},
+            {"a": torch.zeros(1, 16, 64, dtype=torch.bfloat16)}, {"a": torch.zeros(64, 16, dtype=torch.bfloat16).T},
+            {"a": aligned_at(2, 16, 64)}, {"b": torch.zeros(32, 64, dtype=torch.bfloat16).T},
+            {"b": aligned_at(8, 64, 32)}, {"bias": aligned_at(2, 32)}, {"scale_a": torch.ones(1)},
+        )],
+        *[(full_attention, other) for other in (
+            *[{name: None} for name in full_attention().tensors if name not in "qkv"],
+            {"q": torch.zeros(2, 8, 4, 16)}, {"k": torch.zeros(2, 9, 2, 16)}, {"options": 4}, {"scale": 0.5},
+            {"softcap": 20.0}, {"left": -1}, {"right": -1}, {"max_seqlen_q": 9}, {"max_seqlen_k": -1}, {"workers": 0},
+            {"splits": 0}, {"limit": 0}, {"sinks": torch.zeros(4, dtype=torch.bfloat16)},
+            {"block_table": ints(8)[::2].view(2, 2)}, {"cu_seqlens_q": ints(4)},
+            {"v": torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)[:, :, ::2]},
+        )],
+        *[(merge_call, other) for other in (
+            {"layout": 1}, {"o_a": torch.zeros(2, 8, 4, 16)}, {"lse_a": torch.zeros(2, 4, 8, dtype=torch.bfloat16)},
+            {"o_b": torch.zeros(2, 8, 4, 8, dtype=torch.bfloat16)}, {"lse_b": torch.zeros(2, 8, 4).transpose(1, 2)},
+            {"o_a": torch.zeros(2, 4, 8, 16, dtype=torch.bfloat16).transpose(1, 2)},
+            {"o_b": torch.zeros(1025, dtype=torch.bfloat16)[1:].view(2, 8, 4, 16)},
+        )],
     ],
-    ids=lambda other: f"{next(iter(other))}",
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else given.__name__,
 )  # fmt: skip
-def test_what_could_change_the_launch_is_in_its_key(extension, driver, other):
-    x = full()
-    remember(extension, Launch(driver, x), x)
+def test_what_could_change_the_launch_is_in_its_key(extension, driver, made, other):
+    x = made()
+    assert remember(extension, launch_of(driver, x), x)
     launched = len(driver.launches())
-    assert extension.try_matmul(*x._replace(**other)) is None
-    assert extension.try_matmul(*x) is not None
+    assert tried(extension, x._replace(**other)) == (None, None)
+    assert tried(extension, x)[0] is not None
     assert len(driver.launches()) == launched + 1
+
+
+def test_ops_are_not_taken_for_each_other(extension, driver):
+    """Of the same tensors: attention of q, k and v has no fourth, and another number of its op than a merge."""
+    for x in (call(), attention_call(), merge_call()):
+        remember(extension, launch_of(driver, x), x)
+    assert len(extension) == 3
 
 
 def test_addresses_and_factors_are_not_in_the_key(extension, driver):
@@ -198,22 +259,22 @@ def test_a_launch_that_differs_from_call_to_call_has_no_recipe(extension, driver
     assert extension.try_matmul(*x) is None
 
 
-@pytest.mark.parametrize("operand", ["a", "b", "bias", "residual", "scale_a", "scale_b"])
-def test_an_operand_that_was_copied_first_has_no_recipe(extension, driver, operand):
-    x = full()
-    launch, elsewhere = Launch(driver, x), torch.zeros(64, 64, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("made", "operand"),
+    [*[(made, name) for made in FULL.values() for name in made().tensors], (merge_call, "out"), (merge_call, "lse")],
+)
+def test_an_operand_that_was_copied_first_has_no_recipe(extension, driver, made, operand):
+    x = made()
+    launch, elsewhere = launch_of(driver, x), torch.zeros(64, 64, dtype=torch.bfloat16)
     assert not remember(extension, launch, x, **{operand: elsewhere.data_ptr()})
     assert remember(extension, launch, x), "an equal launch whose operands were not copied has one"
 
 
 def test_a_factor_that_was_changed_has_no_recipe(extension, driver):
     x = full()
-    launch = Launch(driver, x)
-    with observe() as seen:
-        launch.issue(x._replace(alpha=2.0), out := result_of(x))
-        seen.launches.append(launch)
+    seen, made = observed(Launch(driver, x), x._replace(alpha=2.0))
     with pytest.raises(Unfit, match=r"alpha is 2\.0, and the caller's is 0\.5"):
-        recipe_of(seen, Call({**x._asdict(), "out": out}, (0.5, 0.25)))
+        recipe_of(seen, made._replace(factors=(0.5, 0.25)))
 
 
 @pytest.mark.parametrize(("launches", "kernels"), [(0, 0), (1, 0), (1, 2), (2, 2)])
@@ -244,23 +305,15 @@ def test_a_recipe_is_of_one_launch_of_known_kernels(launches, kernels):
 )
 def test_a_recipe_is_checked(extension, driver, change, message):
     x = call()
-    launch = Launch(driver, x)
-    with observe() as seen:
-        launch.issue(x, out := result_of(x))
-        seen.launches.append(launch)
-    made = recipe_of(seen, Call({"a": x.a, "b": x.b, "out": out}, (1.0, 1.0)))
+    made = recipe_of(*observed(Launch(driver, x), x))
     with pytest.raises((ValueError, RuntimeError), match=message):
-        extension.remember_matmul(change(made), out, False, *x)
+        extension.remember_matmul(change(made), x.results[0], False, *x)
     assert len(extension) == 0
 
 
 def test_a_driver_of_hip_takes_no_tensor_maps_and_no_attributes(extension, driver, libraries):
     x = call()
-    launch = Launch(driver, x)
-    with observe() as seen:
-        launch.issue(x, out := result_of(x))
-        seen.launches.append(launch)
-    made = recipe_of(seen, Call({"a": x.a, "b": x.b, "out": out}, (1.0, 1.0)))
+    made, out = recipe_of(*observed(Launch(driver, x), x)), x.results[0]
     assert extension.remember_matmul(made, out, False, *x)
     cuda, hip = str(libraries[1]), str(libraries[2])
     assert extension._library.tilestream_open(hip.encode(), hip.encode()) is None
@@ -269,7 +322,7 @@ def test_a_driver_of_hip_takes_no_tensor_maps_and_no_attributes(extension, drive
         with pytest.raises((ValueError, RuntimeError), match="a tensor map, which the driver does not have"):
             extension.remember_matmul(made, out, False, *x)
         y = attention_call()
-        assert remember_attention(extension, AttentionLaunch(driver, y), y)  # a programmatic launch
+        assert remember(extension, AttentionLaunch(driver, y), y)  # a programmatic launch
         assert extension.try_attention(*y) == (None, None)
         assert not on_hip.launches()
     finally:
@@ -498,20 +551,21 @@ def _refuses(operands: GemmOperands) -> bool:
     return False
 
 
-@pytest.mark.parametrize("operand", ["a", "b", "bias", "residual", "scale_a", "scale_b"])
-def test_an_output_that_overlaps_any_operand_goes_to_python(extension, driver, operand):
-    x, out = full(), torch.zeros(16, 32, dtype=torch.bfloat16)
-    remember(extension, Launch(driver, x), x, out)
-    assert extension.try_matmul_out(out, *x) is True
-    given_ = getattr(x, operand)
-    size = given_.numel() * given_.element_size()
-    room = torch.zeros(8192, dtype=torch.uint8)
-    start = -room.data_ptr() % 64
-    shared = room[start : start + size].view(given_.dtype).view(given_.shape)
-    behind = room[start + 16 : start + 16 + 1024].view(torch.bfloat16).view(16, 32)
-    apart = room[start + 4096 : start + 4096 + 1024].view(torch.bfloat16).view(16, 32)
-    assert extension.try_matmul_out(behind, *x._replace(**{operand: shared})) is False
-    assert extension.try_matmul_out(apart, *x._replace(**{operand: shared})) is True
+@pytest.mark.parametrize(
+    ("made", "operand"), [(made, name) for made in (full, full_attention) for name in made().tensors]
+)
+def test_an_output_that_overlaps_any_operand_goes_to_python(extension, driver, made, operand):
+    x = made()
+    out, given_ = x.results[0], x.tensors[operand]
+    remember(extension, launch_of(driver, x), x, out)
+    assert tried(extension, x, out) == (True, None)
+    room = torch.zeros(16384, dtype=torch.uint8)
+    start, size = -room.data_ptr() % 64, out.numel() * out.element_size()
+    shared = room[start : start + given_.numel() * given_.element_size()].view(given_.dtype).view(given_.shape)
+    first = start + 16 * (made is full)  # where the residual itself lies, the output may lie
+    behind, apart = (room[at : at + size].view(out.dtype).view(out.shape) for at in (first, start + 8192))
+    assert tried(extension, x._replace(**{operand: shared}), behind) == (False, None)
+    assert tried(extension, x._replace(**{operand: shared}), apart) == (True, None)
 
 
 def test_the_residual_may_be_the_output(extension, driver):
@@ -523,25 +577,12 @@ def test_the_residual_may_be_the_output(extension, driver):
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
-def ints(count: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32)
-
-
-def full_attention(**more):
-    """A call with every operand, whether or not they fit together: Python would have refused it."""
-    return attention_call(
-        options=5, cu_seqlens_q=ints(3), cu_seqlens_k=ints(3), block_table=ints(4).view(2, 2), seqlens_k=ints(2),
-        sinks=torch.zeros(4), scale_q=torch.ones(4), scale_k=torch.ones(2), scale_v=torch.ones(2), scale=0.25,
-        softcap=30.0, left=4, right=0, max_seqlen_q=8, max_seqlen_k=8, workers=3, splits=2, limit=5,
-    )._replace(**more)  # fmt: skip
-
-
 @pytest.mark.parametrize("listed", [False, True], ids=["one kernel", "a list first"])
 @pytest.mark.parametrize("with_lse", [False, True], ids=["output", "log-sum-exp too"])
 def test_an_equal_call_of_attention_gives_the_driver_what_python_gave_it(extension, driver, with_lse, listed):
     first, lse = full_attention(), torch.zeros(2, 4, 8) if with_lse else None
     launch = AttentionLaunch(driver, first, with_lse, listed)
-    assert remember_attention(extension, launch, first, lse=lse)
+    assert remember(extension, launch, first, None, lse)
     other = full_attention()
     driver.forget()
     out, sums = extension.try_attention(*other)
@@ -558,98 +599,32 @@ def test_an_equal_call_of_attention_gives_the_driver_what_python_gave_it(extensi
     assert launches[: 1 + listed] == launches[1 + listed :]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        *[{name: None} for name in full_attention().tensors if name not in "qkv"],
-        {"q": torch.zeros(2, 8, 4, 16)}, {"k": torch.zeros(2, 9, 2, 16)}, {"options": 4}, {"scale": 0.5},
-        {"softcap": 20.0}, {"left": -1}, {"right": -1}, {"max_seqlen_q": 9}, {"max_seqlen_k": -1}, {"workers": 0},
-        {"splits": 0}, {"limit": 0}, {"sinks": torch.zeros(4, dtype=torch.bfloat16)},
-        {"block_table": ints(8)[::2].view(2, 2)}, {"cu_seqlens_q": ints(4)},
-        {"v": torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)[:, :, ::2]},
-    ],
-    ids=lambda other: next(iter(other)),
-)  # fmt: skip
-def test_another_call_of_attention_is_not_found(extension, driver, other):
-    x = full_attention()
-    assert remember_attention(extension, AttentionLaunch(driver, x), x)
-    assert extension.try_attention(*x)[0] is not None
-    assert extension.try_attention(*x._replace(**other)) == (None, None)
-
-
-def test_a_product_is_not_taken_for_attention(extension, driver):
-    x, y = call(), attention_call()
-    remember(extension, Launch(driver, x), x)
-    remember_attention(extension, AttentionLaunch(driver, y), y)
-    assert len(extension) == 2
-
-
-@pytest.mark.parametrize("operand", full_attention().tensors)
-def test_an_operand_of_attention_that_was_copied_first_has_no_recipe(extension, driver, operand):
-    x = full_attention()
-    launch, elsewhere = AttentionLaunch(driver, x), torch.zeros(64)
-    assert not remember_attention(extension, launch, x, **{operand: elsewhere.data_ptr()})
-    assert remember_attention(extension, launch, x), "an equal launch whose operands were not copied has one"
-
-
-@pytest.mark.parametrize("with_lse", [False, True], ids=["output", "log-sum-exp too"])
-def test_an_output_of_attention_that_is_given_is_written(extension, driver, with_lse):
-    x, out = attention_call(), torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)
-    lse = torch.zeros(2, 4, 8) if with_lse else None
-    remember_attention(extension, AttentionLaunch(driver, x, with_lse), x, out, lse)
-    assert extension.try_attention(*x) == (None, None), "another call: its output is fresh"
-    other = torch.zeros_like(out)
-    driver.forget()
-    launched, sums = extension.try_attention_out(other, *x)
-    assert launched is True
-    assert (sums is not None) is with_lse
-    assert struct.pack("<Q", other.data_ptr()) in driver.launches()[0]
-
-
-@pytest.mark.parametrize("operand", full_attention().tensors)
-def test_an_output_that_overlaps_any_operand_of_attention_goes_to_python(extension, driver, operand):
-    x, out = full_attention(), torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)
-    remember_attention(extension, AttentionLaunch(driver, x), x, out)
-    assert extension.try_attention_out(out, *x) == (True, None)
-    given_ = getattr(x, operand)
-    size = given_.numel() * given_.element_size()
-    room = torch.zeros(16384, dtype=torch.uint8)
-    start = -room.data_ptr() % 64
-    shared = room[start : start + size].view(given_.dtype).view(given_.shape)
-    behind = room[start : start + 2048].view(torch.bfloat16).view(out.shape)
-    apart = room[start + 8192 : start + 8192 + 2048].view(torch.bfloat16).view(out.shape)
-    assert extension.try_attention_out(behind, *x._replace(**{operand: shared})) == (False, None)
-    assert extension.try_attention_out(apart, *x._replace(**{operand: shared})) == (True, None)
-
-
 def test_tickets_are_taken_once_a_launch_of_several_kernels(extension, driver):
     x = full_attention()
     launch = AttentionLaunch(driver, x, listed=True)
-    remember_attention(extension, launch, x)
+    remember(extension, launch, x)
     driver.forget()
     for _ in range(3):
         extension.try_attention(*x)
-    found = driver.launches()
-    assert [struct.unpack_from("<q", one, len(one) - 16 - 2 * 4 - 8)[0] for one in found[1::2]] == [0, 11, 22]
+    assert [base_of(one, launch) for one in driver.launches()[1::2]] == [0, 11, 22]
 
 
 def test_a_kernel_that_is_refused_behind_another_takes_its_tickets(extension, driver):
     """What a kernel counted before the refusal is not counted from again."""
     x = full_attention()
     launch = AttentionLaunch(driver, x, listed=True)
-    remember_attention(extension, launch, x)
+    remember(extension, launch, x)
     driver.forget()
     driver.library.fake_refuse_after(1)
     assert extension.try_attention(*x) == (None, None)
     driver.library.fake_refuse_after(-1)
     extension.try_attention(*x)
-    last = driver.launches()[-1]
-    assert struct.unpack_from("<q", last, len(last) - 16 - 2 * 4 - 8)[0] == TICKETS
+    assert base_of(driver.launches()[-1], launch) == TICKETS
 
 
 def test_a_launch_with_a_list_is_not_captured(extension, driver):
     x = full_attention()
-    remember_attention(extension, AttentionLaunch(driver, x, listed=True), x)
+    remember(extension, AttentionLaunch(driver, x, listed=True), x)
     driver.state(capturing=True)
     assert extension.try_attention(*x) == (None, None)
 
@@ -660,7 +635,7 @@ def test_a_launch_with_a_list_is_not_captured(extension, driver):
 def test_an_equal_merge_gives_the_driver_what_python_gave_it(extension, driver):
     first, other = merge_call(), merge_call()
     launch = AttentionLaunch(driver, first, lse=True)
-    assert remember_merge(extension, launch, first)
+    assert remember(extension, launch, first)
     driver.forget()
     out, lse = extension.try_merge_attention(*other)
     for made, like in ((out, first.o_a), (lse, first.lse_a)):
@@ -672,43 +647,10 @@ def test_an_equal_merge_gives_the_driver_what_python_gave_it(extension, driver):
     assert not {one.data_ptr() for one in (out, lse)} & {one.data_ptr() for one in other.tensors.values()}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"layout": 1}, {"o_a": torch.zeros(2, 8, 4, 16)}, {"lse_a": torch.zeros(2, 4, 8, dtype=torch.bfloat16)},
-        {"o_b": torch.zeros(2, 8, 4, 8, dtype=torch.bfloat16)}, {"lse_b": torch.zeros(2, 8, 4).transpose(1, 2)},
-        {"o_a": torch.zeros(2, 4, 8, 16, dtype=torch.bfloat16).transpose(1, 2)},
-        {"o_b": torch.zeros(1025, dtype=torch.bfloat16)[1:].view(2, 8, 4, 16)},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_another_merge_is_not_found(extension, driver, other):
-    x = merge_call()
-    assert remember_merge(extension, AttentionLaunch(driver, x, lse=True), x)
-    assert extension.try_merge_attention(*x)[0] is not None
-    assert extension.try_merge_attention(*x._replace(**other)) == (None, None)
-
-
-def test_a_merge_is_not_taken_for_another_op(extension, driver):
-    """Of the same tensors: attention of q, k and v has no fourth, and another number of its op."""
-    x, y = merge_call(), attention_call()
-    remember_merge(extension, AttentionLaunch(driver, x, lse=True), x)
-    remember_attention(extension, AttentionLaunch(driver, y), y)
-    assert len(extension) == 2
-
-
-@pytest.mark.parametrize("operand", [*merge_call().tensors, "out", "lse"])
-def test_an_operand_of_a_merge_that_was_copied_first_has_no_recipe(extension, driver, operand):
-    x = merge_call()
-    launch, elsewhere = AttentionLaunch(driver, x, lse=True), torch.zeros(64)
-    assert not remember_merge(extension, launch, x, **{operand: elsewhere.data_ptr()})
-    assert remember_merge(extension, launch, x), "an equal launch whose operands were not copied has one"
-
-
 def test_a_merge_may_be_of_one_attention_with_itself(extension, driver):
     x = merge_call()
     same = x._replace(o_b=x.o_a, lse_b=x.lse_a)
-    assert remember_merge(extension, AttentionLaunch(driver, same, lse=True), same)
+    assert remember(extension, AttentionLaunch(driver, same, lse=True), same)
     driver.forget()
     assert extension.try_merge_attention(*x)[0] is not None
     assert struct.pack("<Q", x.o_b.data_ptr()) in driver.launches()[0]
@@ -716,7 +658,7 @@ def test_a_merge_may_be_of_one_attention_with_itself(extension, driver):
 
 def test_a_merge_is_captured_and_what_the_driver_refuses_is_pythons(extension, driver):
     x = merge_call()
-    remember_merge(extension, AttentionLaunch(driver, x, lse=True), x)
+    remember(extension, AttentionLaunch(driver, x, lse=True), x)
     driver.state(capturing=True)
     assert extension.try_merge_attention(*x)[0] is not None
     driver.state(launch=700)
@@ -839,7 +781,7 @@ def test_a_fresh_thread_has_no_context_until_python_binds_one(extension, driver,
 
     def work() -> None:
         found.append(extension.try_matmul(*x))
-        launch.issue(x, result_of(x))
+        launch.issue(x, *x.results)
         found.append(extension.try_matmul(*x))
 
     thread = threading.Thread(target=work)
