@@ -373,7 +373,8 @@ def test_a_ticket_is_of_the_call_that_was_found_last(python_calls, extension):
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_table_is_kept_until_its_recipes_are_long_forgotten(extension, driver, cuda: FakeCuda):
+def test_a_table_is_kept_until_its_recipes_are_long_forgotten(extension, driver, cuda: FakeCuda, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     table = torch.zeros(8, dtype=torch.int32)
     before = sys.getrefcount(table)
     x = Matmul(0, A, B)
@@ -388,6 +389,21 @@ def test_a_table_is_kept_until_its_recipes_are_long_forgotten(extension, driver,
     launch.tables = []
     assert sys.getrefcount(table) == before
     assert cuda.records(table, cuda.streams[0])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's stream", "a caller's"])
+def test_a_callers_stream_may_be_gone_when_a_table_is_freed(extension, driver, cuda: FakeCuda, monkeypatch, own):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(extension, "_readers", {})
+    stream, table, x = cuda.stream(), torch.zeros(8, dtype=torch.int32), Matmul(0, A, B)
+    stream.stream_id = stream.cuda_stream if own else 35
+    launch = Launch(driver, x, NEEDS, extra={"row_table": table.data_ptr()})
+    launch.tables = [table]
+    with cuda.on(stream):
+        assert remember(extension, launch, x, stream=stream.cuda_stream)
+    extension.clear()
+    extension.clear()
+    assert cuda.records(table, stream) is not own
 
 
 def test_an_address_that_is_no_tables_is_none_of_a_recipe(extension, driver):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 import threading
 import weakref
@@ -237,6 +238,8 @@ class Extension:
         #: Tables whose addresses recipes have, and those of the recipes that were forgotten last: a thread may be about
         #: to launch one.
         self._tables: list[torch.Tensor] = []
+        #: Torch's own streams, of which there are few, that launches have read tables on.
+        self._readers: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         self._tables_before: list[torch.Tensor] = []
         launch_cache.followers.append(self.clear)
 
@@ -281,15 +284,20 @@ class Extension:
             self._give_words(result.device, stream, launch.needs[1:])
             with self._lock:
                 self._tables += launch.tables
+                if launch.tables and result.is_cuda:
+                    # A stream of the caller's own may be gone when the tables are freed: torch must not look for it.
+                    current = torch.cuda.current_stream(result.device)
+                    if current.stream_id != current.cuda_stream or not current.cuda_stream:
+                        self._readers[self._place(result.get_device(), stream)] = current
         return kept
 
     def clear(self) -> None:
         """Forget all recipes: where what decides a plan has changed, and no key says so."""
         self._library.tilestream_clear()
         with self._lock:
-            for table in self._tables_before:
-                for _, stream, _ in self._words:
-                    table.record_stream(torch.cuda.ExternalStream(stream, table.device))
+            for table, reader in itertools.product(self._tables_before, self._readers.values()):
+                if reader.device == table.device:
+                    table.record_stream(reader)
             self._tables_before, self._tables = self._tables, []
 
     def __len__(self) -> int:
