@@ -135,6 +135,7 @@ def test_entries_are_kept_beside_each_other(path):
     assert sorted(map(len, data.values())) == [1, 2]
     assert tuned.lookup(other, H100)["us"] == 90.0
     assert [file.name for file in path.parent.iterdir()] == ["tuned.json"], "no half of one"
+    assert path.stat().st_mode & 0o077 == 0, "its owner's alone"
 
 
 def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -100,10 +101,10 @@ def save(problem: Problem, device: DeviceProperties, entry: Entry) -> Path:
     forget()
     data = {key: dict(entries) for key, entries in _read(path).items()}
     data.setdefault(device_key(device), {})[problem_key(problem)] = dict(entry)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(f".{os.getpid()}.tmp")
-    new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)  # whole or not at all
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as new:  # its owner's alone
+        new.write(json.dumps(data, indent=1) + "\n")
+    Path(new.name).replace(path)  # whole or not at all
     forget()
     return path
 
