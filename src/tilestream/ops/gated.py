@@ -138,16 +138,18 @@ class Gate(NamedTuple):
                 signals.use(local_rows=bool(ticket & 1) and signals is self.rows)
         if self.publish is not None:
             self.publish.publish()
-        local = self.local_rows
-        words = [*self.words(), 0 if local is None else local.data_ptr()]
         answer: tuple[bool, torch.Tensor | None, torch.Tensor | None] = nothing
-        with contextlib.suppress(*native.REFUSALS):
-            answer = extension.launch_found(of_rows[0], ticket, words)
-        if self.publish is not None:
-            if answer[0]:
-                self.publish.published(self.pivot)
-            else:
-                self.publish.stopped()
+        try:
+            local = self.local_rows
+            words = [*self.words(), 0 if local is None else local.data_ptr()]
+            with contextlib.suppress(*native.REFUSALS):
+                answer = extension.launch_found(of_rows[0], ticket, words)
+        finally:  # where it is interrupted, too: the next publication would else take it for another thread's
+            if self.publish is not None:
+                if answer[0]:
+                    self.publish.published(self.pivot)
+                else:
+                    self.publish.stopped()
         return answer
 
 
