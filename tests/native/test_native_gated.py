@@ -330,6 +330,7 @@ def test_copies_of_the_kernels_own_are_pythons(python_calls):
         lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(4, 4)),
         lambda: ts.matmul(A.clone().requires_grad_(), B, arrival=arriving()),
         lambda: ts.matmul(A, B, arrival=arriving(), activation="other"),
+        lambda: ts.matmul(A, B, arrival=arriving(), workers=2**70),
     ],
 )
 def test_a_call_that_may_be_wrong_is_checked_by_python(python_calls, monkeypatch, call):

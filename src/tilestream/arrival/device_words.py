@@ -28,7 +28,7 @@ from tilestream.runtime.streams import aside, is_torchs
 _captured_stores: list[torch.Tensor] = []
 
 
-#: Streams that launches on a lane were issued on, and its epochs, in words of 32 bits: with more it is dropped. So it is
+#: Streams that launches on a lane were issued on, and its epochs, in words of 32 bits: with more it is dropped. Also
 #: with a stream of the caller's own, which may be gone when the next filling comes behind its launches.
 _MOST_USERS, _MOST_EPOCHS = 32, 1 << 30
 

@@ -83,8 +83,8 @@ class Landing:
 def filling(chunks: Chunks, pivot: int, row_bytes: int) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
     """The copies and signals of a filling, in order; how many operations go before each chunk's signal is behind.
 
-    Their slots: the stream that it comes behind, the lane's, where the rows go, where they are, the words, the epoch, and
-    the lane's events.
+    Their slots: the stream that it comes behind, the lane's, where the rows go, where they are, the words, the epoch,
+    and the lane's events.
     """
     behind, lane, to, source, words, epoch, ready, landed = map(Slot, range(8))
     operations: list[Operation] = [Record(behind, ready), WaitEvent(lane, ready)]
