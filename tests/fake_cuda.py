@@ -36,7 +36,7 @@ class Stream:
     """Work in order. `run` does it, up to a wait for an event that has not come."""
 
     def __init__(self, cuda: FakeCuda, handle: int) -> None:
-        self.cuda_stream = self.stream_id = handle
+        self.cuda_stream, self.stream_id = handle, -handle  # torch's own: a caller's has its handle for a number
         self.device = DEVICE
         self._cuda = cuda
         self._work: list[Callable[[], object] | tuple[Stream, int]] = []

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from strategies import chunkings
-from tilestream.arrival import landing, lanes
+from tilestream.arrival import device_words, landing, lanes
+from tilestream.arrival.device import DeviceSignals
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import Landing
 from tilestream.arrival.sources import as_rows, file_source, iterator_source, tensor_source
@@ -239,6 +240,40 @@ class TestRows:
         assert torch.equal(x.wait(), matrix(6))
 
 
+@pytest.fixture
+def short_sequences(monkeypatch):
+    monkeypatch.setattr(landing, "MOST_OPERATIONS", 4)
+    landing.filling.cache_clear()
+    yield
+    landing.filling.cache_clear()
+
+
+class TestManyChunks:
+    """More operations than one sequence takes."""
+
+    def test_all_come(self, cuda, short_sequences):
+        x = on_gpu(pinned(cuda, matrix(40)), Chunks.uniform(40, 1))
+        assert torch.equal(x.wait(), x._source.tensor)
+        assert x.arrival._signals.state() == [True] * 40
+
+    def test_a_refusal_in_a_later_sequence_leaves_what_was_issued(self, cuda, short_sequences, monkeypatch):
+        copy_in, calls = cuda.driver.copy_in, []
+
+        def refuse(*operands: int) -> None:
+            calls.append(operands)
+            if len(calls) == 6:
+                raise RuntimeError("the driver refused")
+            copy_in(*operands)
+
+        monkeypatch.setattr(cuda.driver, "copy_in", refuse)
+        x = on_gpu(pinned(cuda, matrix(10)), Chunks.uniform(10, 1))
+        launch = x.arrival._signals.use()
+        cuda.run()
+        assert seen(launch) == ["here"] * 5 + ["failed"] * 5
+        with pytest.raises(RuntimeError, match="the driver refused"):
+            x.wait(LONG)
+
+
 class TestLanes:
     def stream(self, cuda, rows=6, per=2, source=None):
         source = matrix(rows) + cuda.driver.calls.count("copy_in") if source is None else source
@@ -299,6 +334,44 @@ class TestLanes:
             cuda.run()
             assert all(told is None or len(there(told)) == 3 for _, _, told in launches)
             assert all(torch.equal(rows, landed) for rows, landed, _ in launches)
+
+    def test_a_lane_that_a_callers_own_stream_waits_on_is_dropped(self, cuda):
+        """That stream may be gone when the lane's next filling comes behind its launches."""
+        x, reader = self.stream(cuda), cuda.stream()
+        reader.stream_id = reader.cuda_stream
+        lane = x._landing._lane
+        with cuda.on(reader):
+            x.arrival._signals.use()
+        x.wait()
+        del x
+        assert self.stream(cuda)._landing._lane is not lane
+
+    def test_a_lane_is_dropped_before_its_epochs_are_no_32_bit_words(self, cuda, monkeypatch):
+        monkeypatch.setattr(device_words, "_MOST_EPOCHS", 3)
+        first = self.stream(cuda)
+        lane = first._landing._lane
+        del first
+        second = self.stream(cuda)
+        assert second._landing._lane is lane
+        second.restart()
+        assert second.arrival.epoch == 3
+        del second
+        assert self.stream(cuda)._landing._lane is not lane
+
+    def test_a_late_signal_takes_no_word_of_the_stream_before_back(self, cuda):
+        x = self.stream(cuda)
+        launch = x.arrival._signals.use()
+        x.restart()
+        x.wait()
+        lane = x._landing._lane
+        del x
+        gc.collect()
+        assert any(lane in idle for idle in lanes._idle.values())
+        signals = DeviceSignals(3, DEVICE, lane=lane)
+        signals.set(0, epoch=1)
+        cuda.run()
+        assert there(launch) == [0, 1, 2]
+        assert lane.words.eager.tolist() == [2, 2, 2]
 
     @pytest.mark.parametrize("spoilt", ["failed", "signalled elsewhere", "missing"])
     def test_a_lane_whose_last_epoch_is_not_whole_is_dropped(self, cuda, spoilt):

@@ -89,6 +89,24 @@ def test_reasons_that_are_known_without_messages(monkeypatch):
     assert "on ROCm" in symmetric.why_not(state(), BF16)
 
 
+def test_slots_that_were_not_made_are_no_larger_ones(monkeypatch):
+    """The next call would else take the old slots for new ones, and write behind them."""
+    memory = torch.zeros(8 << 20, dtype=torch.uint8)
+    monkeypatch.setattr(symmetric.PeerMemory, "_shared", lambda self, size: (memory[:size], [memory[:size]] * 2))
+    of = types.SimpleNamespace(name="tp", rank=0, world=2, host_flags=types.SimpleNamespace(of=lambda op: None))
+    own = symmetric.PeerMemory(of, torch.device("cpu"), "all_gather_matmul")
+    own.grow(1 << 20, 8)
+    before = own.slot_bytes, own.chunks, own.address(0, 1), own.signal(0, 1, 3)
+
+    def no_memory(self, size):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(symmetric.PeerMemory, "_shared", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        own.grow(64 << 20, 5000)
+    assert (own.slot_bytes, own.chunks, own.address(0, 1), own.signal(0, 1, 3)) == before
+
+
 def test_signals_lie_behind_all_slots_one_set_a_slot(monkeypatch):
     def shared(self, size):
         return memory[0][:size], [x[:size] for x in memory]

@@ -330,6 +330,7 @@ def test_copies_of_the_kernels_own_are_pythons(python_calls):
         lambda: ts.matmul(A, B, arrival=ts.Arrival.uniform(4, 4)),
         lambda: ts.matmul(A.clone().requires_grad_(), B, arrival=arriving()),
         lambda: ts.matmul(A, B, arrival=arriving(), activation="other"),
+        lambda: ts.matmul(A, B, arrival=arriving(), workers=2**70),
     ],
 )
 def test_a_call_that_may_be_wrong_is_checked_by_python(python_calls, monkeypatch, call):
@@ -401,9 +402,42 @@ def test_a_callers_stream_may_be_gone_when_a_table_is_freed(extension, driver, c
     launch.tables = [table]
     with cuda.on(stream):
         assert remember(extension, launch, x, stream=stream.cuda_stream)
+    before = sys.getrefcount(table)
+    launch.tables = []
+    extension.clear()
     extension.clear()
     extension.clear()
     assert cuda.records(table, stream) is not own
+    assert (sys.getrefcount(table) == before - 1) is own, "kept, where torch is not told who may read it"
+
+
+def test_a_stream_that_has_words_may_read_every_table(extension, driver, cuda: FakeCuda, monkeypatch):
+    """A recipe is launched on any stream with words, whichever launch gave them."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(extension, "_readers", {})
+    stream, table, x, y = cuda.stream(), torch.zeros(8, dtype=torch.int32), Matmul(0, A, B), Matmul(0, B, A[:, :32].t())
+    with cuda.on(stream):
+        assert remember(extension, Launch(driver, y, NEEDS), y, stream=stream.cuda_stream)
+    launch = Launch(driver, x, NEEDS, extra={"row_table": table.data_ptr()})
+    launch.tables = [table]
+    assert remember(extension, launch, x)
+    extension.clear()
+    extension.clear()
+    assert cuda.records(table, stream)
+
+
+def test_a_publication_that_is_interrupted_is_under_way_no_more(python_calls, extension, monkeypatch):
+    ts.matmul(A, B, publish=arriving())
+    interrupted = arriving()
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "launch_found", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ts.matmul(A, B, publish=interrupted)
+    ts.matmul(A, B, publish=interrupted)
 
 
 def test_an_address_that_is_no_tables_is_none_of_a_recipe(extension, driver):

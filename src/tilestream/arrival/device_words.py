@@ -22,14 +22,15 @@ from tilestream.arrival.signals import Signals
 from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import stream_write
 from tilestream.runtime.sequence import Event
-from tilestream.runtime.streams import aside
+from tilestream.runtime.streams import aside, is_torchs
 
 #: Words that captured launches and signals know by address: a graph may live for ever.
 _captured_stores: list[torch.Tensor] = []
 
 
-#: Streams that launches on a lane were issued on: with more it is dropped.
-_MOST_USERS = 32
+#: Streams that launches on a lane were issued on, and its epochs, in words of 32 bits: with more it is dropped. Also
+#: with a stream of the caller's own, which may be gone when the next filling comes behind its launches.
+_MOST_USERS, _MOST_EPOCHS = 32, 1 << 30
 
 
 class Last(NamedTuple):
@@ -97,6 +98,7 @@ class DeviceWords(Signals):
         if lane is not None:
             self._lane, self.epoch, self._users = lane, lane.epoch + 1, dict(lane.users)
             self._last = [Last(lane.handle, lane.landed)] * count
+            self._issued = [lane.epoch] * count  # a late signal must not take a word back from a launch that waits
 
     def __del__(self) -> None:
         """Leave the lane. The garbage collector may call this in any thread."""
@@ -107,7 +109,9 @@ class DeviceWords(Signals):
             lane.leave(
                 self._error is None
                 and not self._in_graph_too
+                and self.epoch < _MOST_EPOCHS
                 and len(lane.users) <= _MOST_USERS
+                and all(map(is_torchs, lane.users.values()))
                 and self._issued.count(self.epoch) == self.count
                 and all(last is not None and last.stream == lane.handle for last in self._last)
             )

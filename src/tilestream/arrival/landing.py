@@ -16,6 +16,7 @@ from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.lanes import Lane, event_on
 from tilestream.arrival.sources import as_rows
 from tilestream.runtime.sequence import (
+    MOST_OPERATIONS,
     CopyIn,
     Event,
     Operation,
@@ -79,11 +80,11 @@ class Landing:
 
 
 @functools.lru_cache(maxsize=64)
-def filling(chunks: Chunks, pivot: int, row_bytes: int) -> tuple[Sequence, tuple[int, ...]]:
-    """The copies and signals of a filling as one sequence; how many operations go before each chunk's signal is behind.
+def filling(chunks: Chunks, pivot: int, row_bytes: int) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
+    """The copies and signals of a filling, in order; how many operations go before each chunk's signal is behind.
 
-    Its slots: the stream that it comes behind, the lane's, where the rows go, where they are, the words, the epoch, and
-    the lane's events.
+    Their slots: the stream that it comes behind, the lane's, where the rows go, where they are, the words, the epoch,
+    and the lane's events.
     """
     behind, lane, to, source, words, epoch, ready, landed = map(Slot, range(8))
     operations: list[Operation] = [Record(behind, ready), WaitEvent(lane, ready)]
@@ -95,7 +96,9 @@ def filling(chunks: Chunks, pivot: int, row_bytes: int) -> tuple[Sequence, tuple
             operations.append(CopyIn(lane, to + begin, source + begin, end - begin))
         operations.append(Write(lane, words + 4 * chunk, epoch))
         signalled.append(len(operations))
-    return Sequence(8, [*operations, Record(lane, landed)]), tuple(signalled)
+    operations.append(Record(lane, landed))
+    begins = range(0, len(operations), MOST_OPERATIONS)
+    return tuple(Sequence(8, operations[at : at + MOST_OPERATIONS]) for at in begins), tuple(signalled)
 
 
 class DeviceLanding(Landing):
@@ -163,17 +166,19 @@ class DeviceLanding(Landing):
         if _kept:
             _kept[:] = [(source, landed) for source, landed in _kept if not landed.query()]
         lane, signals = self._lane, cast("DeviceSignals", signals)
-        operations, signalled = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size())
+        sequences, signalled = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size())
         words = signals.begin_row(self.stream)
         lane.behind = behind = torch._C._cuda_getCurrentRawStream(self._device.index)
-        to, source = self.tensor.data_ptr(), self._host.data_ptr()
+        to, source, done = self.tensor.data_ptr(), self._host.data_ptr(), 0
         try:
             with on_device(self._device):
-                operations.issue(
-                    behind, lane.handle, to, source, words, signals.epoch, lane.ready.handle, lane.landed.handle
-                )
+                for sequence in sequences:
+                    sequence.issue(
+                        behind, lane.handle, to, source, words, signals.epoch, lane.ready.handle, lane.landed.handle
+                    )
+                    done += len(sequence)
         except SequenceError as error:
-            count = bisect_right(signalled, error.done)
+            count = bisect_right(signalled, done + error.done)
             signals.end_row(
                 [(pivot + step) % chunks.count for step in range(count)], self.stream, event_on(self.stream)
             )

@@ -137,9 +137,9 @@ class PeerMemory:
 
         The new signals are 0, less than any epoch.
         """
-        self.slot_bytes = -(-size // _PAGE) * _PAGE
-        self.chunks = -(-chunks // _SIGNALS) * _SIGNALS
-        self._slots, self._peer_slots = self._shared(SLOTS * (self.slot_bytes + 4 * self.chunks))
+        slot_bytes, chunks = -(-size // _PAGE) * _PAGE, -(-chunks // _SIGNALS) * _SIGNALS
+        self._slots, self._peer_slots = self._shared(SLOTS * (slot_bytes + 4 * chunks))
+        self.slot_bytes, self.chunks = slot_bytes, chunks  # last: without memory the slots are the old ones
 
     def _of(self, rank: int) -> torch.Tensor:
         memory = self._slots if rank == self._rank else self._peer_slots[rank]

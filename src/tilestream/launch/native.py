@@ -28,6 +28,7 @@ from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.observe import PRODUCTS, WORDS, Call, Observation
 from tilestream.runtime.device_workspace import MOST_STREAMS
 from tilestream.runtime.extension import find, open_library
+from tilestream.runtime.streams import is_torchs
 
 logger = logging.getLogger(__name__)
 
@@ -238,8 +239,10 @@ class Extension:
         #: Tables whose addresses recipes have, and those of the recipes that were forgotten last: a thread may be about
         #: to launch one.
         self._tables: list[torch.Tensor] = []
-        #: Torch's own streams, of which there are few, that launches have read tables on.
+        #: Torch's own streams, of which there are few, that have words: launches may read any table there. Whether a
+        #: stream of a caller's own has such, too: it may be gone, so torch is not told of it, and tables are kept.
         self._readers: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+        self._keeps_tables = False
         self._tables_before: list[torch.Tensor] = []
         launch_cache.followers.append(self.clear)
 
@@ -284,11 +287,12 @@ class Extension:
             self._give_words(result.device, stream, launch.needs[1:])
             with self._lock:
                 self._tables += launch.tables
-                if launch.tables and result.is_cuda:
-                    # A stream of the caller's own may be gone when the tables are freed: torch must not look for it.
+                if result.is_cuda:
                     current = torch.cuda.current_stream(result.device)
-                    if current.stream_id != current.cuda_stream or not current.cuda_stream:
+                    if is_torchs(current):
                         self._readers[self._place(result.get_device(), stream)] = current
+                    else:
+                        self._keeps_tables = True
         return kept
 
     def clear(self) -> None:
@@ -298,7 +302,8 @@ class Extension:
             for table, reader in itertools.product(self._tables_before, self._readers.values()):
                 if reader.device == table.device:
                     table.record_stream(reader)
-            self._tables_before, self._tables = self._tables, []
+            kept = self._tables_before if self._keeps_tables else []
+            self._tables_before, self._tables = kept + self._tables, []
 
     def __len__(self) -> int:
         """How many recipes there are."""

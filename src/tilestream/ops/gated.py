@@ -138,17 +138,27 @@ class Gate(NamedTuple):
                 signals.use(local_rows=bool(ticket & 1) and signals is self.rows)
         if self.publish is not None:
             self.publish.publish()
-        local = self.local_rows
-        words = [*self.words(), 0 if local is None else local.data_ptr()]
         answer: tuple[bool, torch.Tensor | None, torch.Tensor | None] = nothing
-        with contextlib.suppress(*native.REFUSALS):
-            answer = extension.launch_found(of_rows[0], ticket, words)
-        if self.publish is not None:
-            if answer[0]:
-                self.publish.published(self.pivot)
-            else:
-                self.publish.stopped()
+        try:
+            local = self.local_rows
+            words = [*self.words(), 0 if local is None else local.data_ptr()]
+            with contextlib.suppress(*native.REFUSALS):
+                answer = extension.launch_found(of_rows[0], ticket, words)
+        finally:  # where it is interrupted, too: the next publication would else take it for another thread's
+            if self.publish is not None:
+                if answer[0]:
+                    self.publish.published(self.pivot)
+                else:
+                    self.publish.stopped()
         return answer
+
+
+def _ticket(find: Callable[..., int], *call: Any) -> int:
+    """What the extension has for a call; 0 for one that it refuses: a number that is too large, say."""
+    try:
+        return find(*call)
+    except native.REFUSALS:
+        return 0
 
 
 def _written(out: torch.Tensor | None, made: Any) -> torch.Tensor:
@@ -172,7 +182,8 @@ def product(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], torch.Te
     if arguments is None or gate is None or extension is None:
         return run()
     _, a, b, out, bias, residual, alpha, beta, _, _, scale_a, scale_b, *_ = call
-    launched, made, _ = gate.launch(extension, extension.find_gated_matmul(out, gate.chunking, *arguments), (a,), (b,))
+    ticket = _ticket(extension.find_gated_matmul, out, gate.chunking, *arguments)
+    launched, made, _ = gate.launch(extension, ticket, (a,), (b,))
     if launched:
         return _written(out, made)
     with observe() as seen:
@@ -194,8 +205,8 @@ def attention(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], T]) ->
     if arguments is None or gate is None or extension is None:
         return run()
     out = call[len(native.INPUTS)]
-    found = extension.find_gated_attention(out, gate.chunking, *arguments)
-    launched, made, lse = gate.launch(extension, found, call[1:3], ())
+    ticket = _ticket(extension.find_gated_attention, out, gate.chunking, *arguments)
+    launched, made, lse = gate.launch(extension, ticket, call[1:3], ())
     if launched:
         written = _written(out, made)
         return written if lse is None else (written, lse)  # type: ignore[return-value]

@@ -22,6 +22,11 @@ _lock = free_in_child(threading.RLock())
 _idle: dict[int, list[torch.cuda.Stream]] = {}
 
 
+def is_torchs(stream: torch.cuda.Stream) -> bool:
+    """Whether it is a stream of torch's own, or a default one: such are never gone."""
+    return stream.stream_id != stream.cuda_stream or not stream.cuda_stream
+
+
 def lend(device: torch.device) -> torch.cuda.Stream:
     """An idle stream of ``device``. Give it back with `give_back`, or tie it to its borrower with `lend_to`."""
     index = device.index
