@@ -191,7 +191,7 @@ def test_the_forgotten_arrival_is_refused_before_a_launch(issued, operands):
     torch.cuda._sleep(500_000_000)
     x = ts.stream_in(host)
     for views in (x.tensor, x.tensor[:256], x.tensor.detach()):
-        with pytest.raises(ValueError, match=r"matmul: a is a tensor that ts\.stream_in is still filling"):
+        with pytest.raises(ValueError, match=r"matmul: a is a tensor that ts\.stream_in has not filled yet"):
             ts.matmul(views, w)
     y = ts.matmul(x, w)
     z = ts.matmul(x.tensor, w)  # behind it on this stream

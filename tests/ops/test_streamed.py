@@ -7,9 +7,11 @@ import itertools
 import math
 import re
 import threading
+import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilestream as ts
 from tilestream.arrival import stream as streams
@@ -90,7 +92,7 @@ def test_its_tensor_without_its_arrival_is_refused_until_it_is_filled(source, op
     with streaming(source, **shape_for(op)) as x:
         with refused(
             ValueError,
-            f"{op}: {name} is a tensor that ts.stream_in is still filling; give the Stream itself in its place, or "
+            f"{op}: {name} is a tensor that ts.stream_in has not filled yet; give the Stream itself in its place, or "
             "arrival=stream.arrival, or wait until it is filled: stream.wait()",
         ):
             call(x.tensor)
@@ -110,7 +112,7 @@ def test_so_are_views_of_it(source, view, whose):
             "alias": x.tensor.view(ROWS, K),
         }  # fmt: skip
         y = views[view]
-        with pytest.raises(ValueError, match=f"matmul: {whose} is a tensor that ts.stream_in is still filling"):
+        with pytest.raises(ValueError, match=f"matmul: {whose} is a tensor that ts.stream_in has not filled yet"):
             ts.matmul(y, torch.ones(y.shape[1], 2)) if whose == "a" else ts.matmul(torch.ones(2, y.shape[0]), y)
         go.set()
         x.wait()
@@ -132,7 +134,7 @@ def test_operands_that_do_not_arrive(source, call, name):
     with streaming(source) as x:
         with pytest.raises(
             ValueError,
-            match=rf"^{op}: {name} is a tensor that ts.stream_in is still filling, and {name} does not arrive; wait "
+            match=rf"^{op}: {name} is a tensor that ts.stream_in has not filled yet, and {name} does not arrive; wait "
             rf"until it is filled: stream.wait\(\)$",
         ):
             call(x.tensor)
@@ -143,6 +145,44 @@ def test_operands_that_do_not_arrive(source, call, name):
         source[2].set()
         x.wait()
         call(x.tensor)
+
+
+QUERIES, KEYS = torch.ones(1, ROWS, 3, 8), torch.ones(1, ROWS, 1, 8)
+LSE = torch.zeros(1, K, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: ts.matmul(torch.ones(ROWS, 2), torch.ones(2, K), out=x), "matmul: out"),
+        (lambda x: ts.mm(torch.ones(ROWS, 2), torch.ones(2, K), out=x), "mm: out"),
+        (lambda x: ts.bmm(torch.ones(1, ROWS, 2), torch.ones(1, 2, K), out=x[None]), "bmm: out"),
+        (lambda x: ts.addmm(torch.ones(K), torch.ones(ROWS, 2), torch.ones(2, K), out=x), "addmm: out"),
+        (lambda x: ts.linear(torch.ones(ROWS, 2), torch.ones(K, 2), out=x), "linear: out"),
+        (lambda x: ts.matmul(torch.ones(ROWS, 2), torch.ones(2, 2), scale_a=x[:, 0]), "matmul: scale_a"),
+        (lambda x: ts.linear(torch.ones(3, 2), torch.ones(ROWS, 2), scale_b=x[:, :1]), "linear: scale_b"),
+        (lambda x: ts.attention(QUERIES, KEYS, KEYS, sinks=x[0, :3]), "attention: sinks"),
+        (lambda x: ts.attention(QUERIES, KEYS, KEYS, scale_q=x[:1, :1]), "attention: scale_q"),
+        (lambda x: ts.attention(KEYS, KEYS, KEYS, out=x.view(1, ROWS, 1, K)), "attention: out"),
+        (lambda x: ts.merge_attention(x.view(1, ROWS, 1, K), LSE[:, :1], KEYS, LSE[:, :1]), "merge_attention: o_a"),
+        (lambda x: ts.merge_attention(KEYS, LSE[:, :1], KEYS, x[:, 0].view(1, 1, ROWS)), "merge_attention: lse_b"),
+    ],
+)
+def test_what_else_a_call_reads_or_writes_does_not_arrive_either(source, call, name):
+    with streaming(source) as x:
+        with pytest.raises(ValueError, match=f"^{name} is a tensor that ts.stream_in has not filled yet, and"):
+            call(x.tensor)
+        source[2].set()
+        torch.testing.assert_close(x.wait(), source[1])  # nothing was written
+        call(x.tensor)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_stream_in_a_compiled_function(source, backend):
+    compiled = torch.compile(lambda x, bias: ts.matmul(x, B, bias=bias), backend=backend, fullgraph=True)
+    with streaming(source) as x:
+        threading.Timer(0.02, source[2].set).start()
+        torch.testing.assert_close(compiled(x, BIAS), source[1] @ B + BIAS)
 
 
 def test_a_weight_that_was_forgotten_is_named_as_the_caller_names_it(source):
@@ -168,7 +208,7 @@ def test_keys_and_values_arrive_together(source):
         for k in (x.tensor, x.tensor[:, :4]):
             other = v[:, : k.shape[1]]
             for name, operands in {"q": (k, v, v), "k": (q, k, other), "v": (q, other, k)}.items():
-                with pytest.raises(ValueError, match=f"attention: {name} is a tensor that ts.stream_in is still fill"):
+                with pytest.raises(ValueError, match=f"attention: {name} is a tensor that ts.stream_in has not filled"):
                     ts.attention(*operands)
         with refused(
             TypeError,
@@ -222,7 +262,7 @@ class TestOpen:
 
         x = ts.stream_in(blocks(), shape=(ROWS, K), dtype=torch.float32, rows_per_chunk=4)
         x._filling.join(30)
-        with pytest.raises(ValueError, match="is still filling"):
+        with pytest.raises(ValueError, match="has not filled yet"):
             ts.matmul(x.tensor, B)
         with pytest.raises(OSError, match="the disk is gone"):
             ts.matmul(x, B)
@@ -231,5 +271,8 @@ class TestOpen:
         with streaming(source) as x:
             assert torch.func.vmap(lambda a: ts.matmul(a, B))(torch.ones(2, 3, K)).shape == (2, 3, N)
             assert ts.matmul(torch.ones(3, K, device="meta"), torch.ones(K, 2, device="meta")).shape == (3, 2)
+            with warnings.catch_warnings(), FakeTensorMode():
+                warnings.simplefilter("error")  # torch warns where the address of a fake tensor is asked for
+                assert ts.matmul(torch.ones(3, K), torch.ones(K, 2)).shape == (3, 2)
             source[2].set()
             assert not math.isnan(float(x.wait().sum()))

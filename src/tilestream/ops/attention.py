@@ -136,7 +136,11 @@ def attention(
     torch.Size([1, 3, 4, 8])
     """
     if not is_compiling() and open_streams:
-        streamed.refuse("attention", q=q)
+        streamed.refuse(
+            "attention", q=q, sinks=sinks, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table, seqlens_k=seqlens_k,
+            out=out,
+        )  # fmt: skip
         streamed.refuse_keys("attention", arrival is None, k=k, v=v)
     if arrival is None and deadline is None:
         made = native.attention(
@@ -196,6 +200,8 @@ def merge_attention(
     >>> torch.allclose(out, attention(q, k, v), atol=1e-5)
     True
     """
+    if not is_compiling() and open_streams:
+        streamed.refuse("merge_attention", o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
     made = native.merge(o_a, lse_a, o_b, lse_b, layout)
     if made is not None:
         return made

@@ -114,7 +114,7 @@ def matmul(
     """
     if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("matmul", "a", a, "arrival", arrival)
-        streamed.refuse("matmul", b=b, bias=bias, residual=residual)
+        streamed.refuse("matmul", b=b, bias=bias, residual=residual, out=out, scale_a=scale_a, scale_b=scale_b)
     if arrival is None and publish is None and deadline is None:
         made = native.product(
             "matmul", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
@@ -145,7 +145,7 @@ def mm(
     """
     if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("mm", "a", a, "arrival", arrival)
-        streamed.refuse("mm", b=b, bias=bias, residual=residual)
+        streamed.refuse("mm", b=b, bias=bias, residual=residual, out=out, scale_a=scale_a, scale_b=scale_b)
     if arrival is None and deadline is None:
         made = native.product(
             "mm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
@@ -177,7 +177,7 @@ def bmm(
     """
     if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("bmm", "a", a, "arrival", arrival)
-        streamed.refuse("bmm", b=b, bias=bias, residual=residual)
+        streamed.refuse("bmm", b=b, bias=bias, residual=residual, out=out, scale_a=scale_a, scale_b=scale_b)
     if arrival is None and deadline is None:
         made = native.product(
             "bmm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
@@ -220,7 +220,7 @@ def addmm(
     """
     if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("addmm", "a", a, "arrival", arrival)
-        streamed.refuse("addmm", b=b, input=input)
+        streamed.refuse("addmm", b=b, input=input, out=out)
     if arrival is None and deadline is None and input is not None:
         made = native.product(
             "addmm", a, b, out, None, input, alpha, beta, activation, out_dtype, None, None, True, schedule, workers
@@ -273,7 +273,7 @@ def linear(
     if type(x) is Stream or type(weight) is Stream or (not is_compiling() and open_streams):
         x, arrival = streamed.operand("linear", "x", x, "arrival", arrival)
         weight, weight_arrival = streamed.operand("linear", "weight", weight, "weight_arrival", weight_arrival)
-        streamed.refuse("linear", bias=bias, residual=residual)
+        streamed.refuse("linear", bias=bias, residual=residual, out=out, scale_a=scale_a, scale_b=scale_b)
     if arrival is None and weight_arrival is None and publish is None and deadline is None:
         made = native.product(
             "linear", x, weight, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b,

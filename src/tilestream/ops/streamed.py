@@ -1,4 +1,4 @@
-"""Operands that are a `tilestream.Stream`, and tensors that one is still filling.
+"""Operands that are a `tilestream.Stream`, and tensors that one has not filled yet.
 
 An op asks only where its operand is one (by ``type``: a tensor is slow to say what it is an instance of), or where one
 is open. It does not look for open ones while torch compiles, which would compile anew for each.
@@ -7,6 +7,8 @@ is open. It does not look for open ones while torch compiles, which would compil
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.stream import Stream, open_streams
@@ -28,21 +30,21 @@ def operand(
         return x.tensor, x.arrival
     if arrival is None and _filling(x):
         raise ValueError(
-            f"{op}: {name} is a tensor that ts.stream_in is still filling; give the Stream itself in its place, or "
+            f"{op}: {name} is a tensor that ts.stream_in has not filled yet; give the Stream itself in its place, or "
             f"{argument}=stream.arrival, or wait until it is filled: stream.wait()"
         )
     return x, arrival
 
 
 def refuse(op: str, **operands: object) -> None:
-    """Raise for operands that do not arrive: a stream, or a stream's tensor that is not filled yet."""
+    """Raise for tensors of a call that do not arrive: a stream, or a stream's tensor that is not filled yet."""
     for name, x in operands.items():
         if isinstance(x, Stream):
             raise TypeError(f"{op}: {name} is a Stream, and {name} does not arrive; wait for it: stream.wait()")
         if _filling(x):
             raise ValueError(
-                f"{op}: {name} is a tensor that ts.stream_in is still filling, and {name} does not arrive; wait until "
-                "it is filled: stream.wait()"
+                f"{op}: {name} is a tensor that ts.stream_in has not filled yet, and {name} does not arrive; wait "
+                "until it is filled: stream.wait()"
             )
 
 
@@ -56,14 +58,14 @@ def refuse_keys(op: str, alone: bool, **operands: object) -> None:
             )
         if alone and _filling(x):
             raise ValueError(
-                f"{op}: {name} is a tensor that ts.stream_in is still filling; give the arrival= of keys and values, "
+                f"{op}: {name} is a tensor that ts.stream_in has not filled yet; give the arrival= of keys and values, "
                 "or wait until it is filled: stream.wait()"
             )
 
 
 def _filling(x: object) -> bool:
     """Whether ``x`` is in memory that a stream has not filled for what is issued now."""
-    if not isinstance(x, torch.Tensor):
+    if is_compiling() or not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
         return False
     try:
         found = open_streams.get(x.untyped_storage().data_ptr())
