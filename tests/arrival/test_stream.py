@@ -587,6 +587,7 @@ def test_default_chunks_are_four_to_1024(rows, row_bytes):
         (1 << 20, 1 << 16, 1 << 15),  # 69 GB: still 32
         (1024, 1024, 512),  # 1 MB, 19 us: two
         (128, 1 << 20, 8),  # few rows, and long: 16
+        (4097, 281601, 192),  # 33 chunks of 128 are one too many, and 17 of 256 cost nearly twice as much
         (0, 8, 1), (5, 0, 5), (1, 1 << 30, 1),
     ],
 )  # fmt: skip

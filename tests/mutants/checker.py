@@ -353,7 +353,7 @@ def _replay(role: str) -> Family:
         least = replays if "expires" in more else 1
         return [ReplayCase(replays=n, **{role: text}, **more) for n in range(least, replays + 1)]
 
-    return Family("replay", (f"{CORE}.protocols.replay:{role}",), make)
+    return Family("replay", (f"{CORE}.protocols.replay:{role}",), make, prefix="replay: ")
 
 
 _SUM = {"watch": "gather:watch", **{role: f"reduce_scatter:{role}" for role in ("produce", "scatter", "add_up")}}

@@ -154,7 +154,8 @@ class DeviceWords(Signals):
                 value = self.epoch if epoch is None else epoch  # `advance` and `fail` hold the bell, too
                 if self._issued[chunk] >= value:
                     return  # a late one must not take a word back
-                if self._waiting.get(stream.cuda_stream) == value:
+                # A launch that has ended, expired, waits no more.
+                if self._waiting.get(stream.cuda_stream) == value and not stream.query():
                     raise RuntimeError(
                         f"signal: chunk {chunk} is signalled on the stream on which a launch already waits for it, and "
                         "would come after it; copy and signal on a stream of their own, or before the launch"

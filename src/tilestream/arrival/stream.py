@@ -541,6 +541,12 @@ def gpu_rows_per_chunk(rows: int, row_bytes: int) -> int:
     def cost(per: int) -> float:
         return math.ceil(rows / per) * CHUNK_SECONDS + seconds * per / rows
 
-    above = step * math.ceil(rows / count / step)
-    fitting = [per for per in (above - step, above) if per and math.ceil(rows / per) <= MOST_QUEUES]
-    return min(min(fitting, key=cost), rows)
+    exact = math.ceil(rows / count)
+    while True:
+        above = step * math.ceil(exact / step)
+        fitting = [per for per in (above - step, above) if per and math.ceil(rows / per) <= MOST_QUEUES]
+        best = min(min(fitting, key=cost), rows)
+        # Whole tiles are worth a half more; a single row is `exact` itself.
+        if step == 1 or cost(best) <= 1.5 * cost(exact):
+            return best
+        step //= 2

@@ -7,13 +7,13 @@ operands up. Equal calls are found before that, by the native call path: see `ti
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from tilestream.core.forks import free_in_child
 from tilestream.plan import limit as limits
 from tilestream.runtime.properties import allows_tf32, context_units
 
@@ -38,13 +38,7 @@ class LaunchCache(dict[object, object]):
         super().__init__()
         self.followers: list[Callable[[], None]] = []
         self.generation = 0
-        self._make_lock()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._make_lock)
-
-    def _make_lock(self) -> None:
-        """The lock; a new one in a forked process, where the thread that held it is not."""
-        self._lock = threading.RLock()
+        self._lock = free_in_child(threading.RLock())
 
     def clear(self) -> None:
         """Forget all."""

@@ -123,8 +123,8 @@ def test_a_model_s_dtype_is_one_that_is_multiplied():
     assert {call.dtype for call in of_model(LLAMA | {"torch_dtype": "torch.float32", "text_config": None}, (1,))} == {
         "float32"
     }
-    with pytest.raises(ValueError, match="--dtype fp16 is none that is multiplied: give --dtype bfloat16"):
-        of_model(LLAMA, (1,), dtype="fp16")
+    with pytest.raises(ValueError, match="--dtype int8 is none that is multiplied: give --dtype bfloat16"):
+        of_model(LLAMA, (1,), dtype="int8")
 
 
 def test_calls_of_equal_kernels_are_one_and_nothing_is_compiled(tmp_path, monkeypatch):
