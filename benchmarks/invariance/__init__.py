@@ -4,5 +4,7 @@ from benchmarks.core.section import Section
 
 SECTIONS = {
     "alike": Section("invariance.alike:alike", "every tile's bits beside every other's: what adds alike", 110, True),
+    "pairs": Section("invariance.pairs:pairs", "10,000 random pairs of calls that share rows, bit for bit", 110),
+    "_pairs": Section("invariance.pairs:share", tool=True),
     "_alike": Section("invariance.alike:share", tool=True),
 }

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         register_attention,
         use_attention,
     )
-    from tilestream.ops.limit import worker_limit
+    from tilestream.ops.limit import invariant, worker_limit
     from tilestream.runtime.channel import check
 
 _MODULES = {
@@ -40,15 +40,16 @@ _MODULES = {
     "tilestream.ops": (
         "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
     ),
-    "tilestream.ops.limit": ("worker_limit",),
+    "tilestream.ops.limit": ("invariant", "worker_limit"),
     "tilestream.runtime.channel": ("check",),
 }  # fmt: skip
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Arrival", "ArrivalTimeout", "GroupBroken", "Plan", "ProducerStopped", "Stream", "TilestreamError", "__version__",
-    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "linear", "matmul", "merge_attention", "mm",
-    "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention", "worker_limit",
+    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "invariant", "linear", "matmul",
+    "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention",
+    "worker_limit",
 ]  # fmt: skip
 
 
