@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         mm,
         register_attention,
         use_attention,
+        use_invariant_torch,
     )
     from tilestream.ops.limit import invariant, worker_limit
     from tilestream.runtime.channel import check
@@ -39,6 +40,7 @@ _MODULES = {
     "tilestream.arrival.stream": ("Stream", "stream_in"),
     "tilestream.ops": (
         "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
+        "use_invariant_torch",
     ),
     "tilestream.ops.limit": ("invariant", "worker_limit"),
     "tilestream.runtime.channel": ("check",),
@@ -49,7 +51,7 @@ __all__ = [
     "Arrival", "ArrivalTimeout", "GroupBroken", "Plan", "ProducerStopped", "Stream", "TilestreamError", "__version__",
     "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "invariant", "linear", "matmul",
     "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention",
-    "worker_limit",
+    "use_invariant_torch", "worker_limit",
 ]  # fmt: skip
 
 

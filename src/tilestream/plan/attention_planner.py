@@ -75,10 +75,11 @@ def plan_attention(
     found: list[AttentionCandidate]
     promises = is_invariant(limit)
     if promises:
-        refuse_order_of_keys(problem, splits, device)
+        refuse_order_of_keys(problem, splits)
     if device.backend == "cpu":
         forced = forced or schedule != "auto" or promises
-        found = list(cpu_attention.candidates(problem, device, count, kind=kind, forced=forced))
+        block = cpu_attention.PROMISED_BLOCK if promises else cpu_attention.BLOCK
+        found = list(cpu_attention.candidates(problem, device, count, kind=kind, forced=forced, block=block))
         name, why = "cpu", "least of the candidates in the cost model"
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
@@ -111,13 +112,8 @@ def plan_attention(
     return made
 
 
-def refuse_order_of_keys(problem: AttentionProblem, splits: int | None, device: DeviceProperties) -> None:
+def refuse_order_of_keys(problem: AttentionProblem, splits: int | None) -> None:
     """Raise `NotImplementedError` for what would change the order in which a query's keys are taken."""
-    if device.backend == "cpu":
-        raise NotImplementedError(
-            "attention under tilestream.invariant on the CPU: torch's kernel cuts queries and keys by their number; "
-            "take a GPU"
-        )
     if problem.keys is not None:
         raise NotImplementedError(
             "arrival= under tilestream.invariant: keys that arrive are taken as they come, in another order than keys "
