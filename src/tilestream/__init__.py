@@ -31,24 +31,27 @@ if TYPE_CHECKING:
         mm,
         register_attention,
         use_attention,
+        use_invariant_torch,
     )
-    from tilestream.ops.limit import worker_limit
+    from tilestream.ops.limit import invariant, worker_limit
     from tilestream.runtime.channel import check
 
 _MODULES = {
     "tilestream.arrival.stream": ("Stream", "stream_in"),
     "tilestream.ops": (
         "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
+        "use_invariant_torch",
     ),
-    "tilestream.ops.limit": ("worker_limit",),
+    "tilestream.ops.limit": ("invariant", "worker_limit"),
     "tilestream.runtime.channel": ("check",),
 }  # fmt: skip
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Arrival", "ArrivalTimeout", "GroupBroken", "Plan", "ProducerStopped", "Stream", "TilestreamError", "__version__",
-    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "linear", "matmul", "merge_attention", "mm",
-    "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention", "worker_limit",
+    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "invariant", "linear", "matmul",
+    "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention",
+    "use_invariant_torch", "worker_limit",
 ]  # fmt: skip
 
 

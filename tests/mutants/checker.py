@@ -137,7 +137,7 @@ OPERATIONS = (
 
 def _work(entry: str, role: str) -> Family:
     makes = {"arriving": _arriving, "not arriving": _not_arriving, "parts": _parts, "static": _static}
-    makes |= {"reset": _reset, "queues of chunks": _queues, "drained": _drained}
+    makes |= {"reset": _reset, "queues of chunks": _queues, "drained": _drained, "one order": _one_order}
     home = f"{VERIFY}.gpu_loop" if entry == "work_through" else f"{CORE}.loop"
     return Family("workers", (f"{home}:{entry}",), makes[role], OPERATIONS)
 
@@ -181,6 +181,13 @@ def _parts(program: Any) -> Any:
 
 def _static(program: Any) -> Any:
     return [matmul("static", n, tiles, program=program) for n, tiles in ((1, 1), (1, 2), (2, 2), (3, 3))]
+
+
+def _one_order(program: Any) -> Any:
+    """Tiles that no schedule, number of workers or rows, nor arrival may cut."""
+    sizes = (("static", 1, 1), ("dynamic", 1, 2), ("dynamic", 2, 2), ("static", 2, 3))
+    whole = [matmul(kind, workers, num_m, k=2, program=program) for kind, workers, num_m in sizes]
+    return [*whole, *(matmul("dynamic", 1, 2, k=2, bounds=bounds, program=program) for bounds in ((0, 4), (0, 2, 4)))]
 
 
 def _queues(program: Any) -> Any:

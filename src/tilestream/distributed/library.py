@@ -16,7 +16,7 @@ from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.ops.gradients import through_activation
 from tilestream.ops.library import _alone, gemm_op, library, result_dtype
-from tilestream.ops.limit import worker_limit as limited
+from tilestream.ops.limit import within_limit
 
 # An empty bias means none: torch gives gradients to a list of tensors, not to a list of optional ones.
 # worker_limit: the limit of the `tilestream.worker_limit` blocks around the call, which a compiled graph cannot see
@@ -40,9 +40,9 @@ matmul_all_reduce_op = torch.ops.tilestream.matmul_all_reduce.default
 sum_over_ranks_op = torch.ops.tilestream.sum_over_ranks.default
 
 
-def _limited(count: int) -> AbstractContextManager[None]:
-    """A `tilestream.worker_limit` block; none for 0."""
-    return limited(count) if count else contextlib.nullcontext()
+def _limited(bound: int) -> AbstractContextManager[None]:
+    """A block with a limit; none for 0."""
+    return within_limit(bound) if bound else contextlib.nullcontext()
 
 
 def _deadline(seconds: float) -> float | None:

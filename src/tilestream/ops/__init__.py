@@ -2,8 +2,10 @@
 
 from tilestream.ops.attention import attention, merge_attention
 from tilestream.ops.attention_routes import register_attention, use_attention
+from tilestream.ops.invariant_torch import use_invariant_torch
 from tilestream.ops.matmul import addmm, bmm, linear, matmul, mm
 
 __all__ = [
     "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
+    "use_invariant_torch",
 ]  # fmt: skip

@@ -68,10 +68,30 @@ class use_attention(TorchFunctionMode):  # noqa: N801
         if why or (why := _refusal(call, self._gradients)):
             _say_once("scaled_dot_product_attention", why)
             return func(*args, **(kwargs or {}))
-        q, k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (call["query"], call["key"], call["value"]))
-        causal: Causal = "top_left" if call["is_causal"] else False
-        out = attention(q, k, v, layout="bhsd", causal=causal, scale=call["scale"])
-        return out if call["query"].dim() == 4 else out.squeeze(0)
+        return _attend(call)
+
+
+def attention_of_torch(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` by `tilestream.attention`.
+
+    Raises
+    ------
+    NotImplementedError
+        For what only torch does: a mask, dropout.
+    """
+    call = _arguments(*args, **kwargs)
+    if why := _refusal(call, gradients=True):
+        raise NotImplementedError(
+            f"scaled_dot_product_attention under use_invariant_torch: {why}; call it without, or leave the block for it"
+        )
+    return _attend(call)
+
+
+def _attend(call: dict[str, Any]) -> torch.Tensor:
+    q, k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (call["query"], call["key"], call["value"]))
+    causal: Causal = "top_left" if call["is_causal"] else False
+    out = attention(q, k, v, layout="bhsd", causal=causal, scale=call["scale"])
+    return out if call["query"].dim() == 4 else out.squeeze(0)
 
 
 def _arguments(

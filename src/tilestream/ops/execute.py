@@ -77,7 +77,7 @@ def _execute(plan: Plan, x: GemmOperands, awaited: Awaited | None, op: str, publ
         a, b, out = a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0)
 
     def body_of(scratch: Workspace) -> Body:
-        return GemmBody(a, b, out, epilogue, plan.schedule, plan.block, scratch)
+        return GemmBody(a, b, out, epilogue, plan.schedule, plan.block, scratch, bool(plan.promise))
 
     launch(op, plan, plan.gate, body_of, awaited, publisher)
 
@@ -231,8 +231,14 @@ def run_plan(
 
 
 def _check_limit(plan: Plan) -> None:
-    """A plan is frozen, and so is its number of workers."""
+    """A plan is frozen, and so are its number of workers and the order in which it adds."""
     limit, workers = limits.limit(), torch.get_num_threads() if plan.variant == "inline" else plan.workers
+    if limits.is_invariant(limit) and not plan.promise:
+        raise ValueError(
+            f"plan.run: under tilestream.invariant, and the plan promises nothing ({plan.additions}); make it there, "
+            "or with invariant=True"
+        )
+    limit = limits.workers_in(limit)
     if limit and workers > limit:
         raise ValueError(
             f"plan.run: the plan has {workers} workers, and the limit is {limit} (worker_limit, or "

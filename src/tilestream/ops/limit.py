@@ -1,4 +1,4 @@
-"""`tilestream.worker_limit`: leave the rest of the device to other work."""
+"""`tilestream.worker_limit` and `tilestream.invariant`: what the calls of a block ask of their launches."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
     """
 
     def __init__(self, count: int) -> None:
-        self._count = limits.checked(count)
+        self._bound = limits.checked(count)
         self._before = 0
         self._tokens: list[Token[int]] = []  # one object may stand in several blocks
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
             self._before = _traced.limit
-            _traced.limit = limits.tighter(_traced.limit, self._count)
+            _traced.limit = limits.tighter(_traced.limit, self._bound)
         else:
-            self._tokens.append(limits._blocks.set(limits.tighter(limits._blocks.get(), self._count)))
+            self._tokens.append(limits._blocks.set(limits.tighter(limits._blocks.get(), self._bound)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -66,6 +66,66 @@ class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
             _traced.limit = self._before
         else:
             limits._blocks.reset(self._tokens.pop())
+
+
+class within_limit(worker_limit):  # noqa: N801 -- a block, as `worker_limit` is
+    """A block with the limit of another context: see `tilestream.plan.limit`."""
+
+    def __init__(self, bound: int) -> None:
+        super().__init__(1)
+        self._bound = bound
+
+
+class invariant(within_limit):  # noqa: N801 -- read as `with invariant():`
+    """Each row of the results of this block has bits of its own: the same alone and in any batch.
+
+    The products of a row are added in an order that depends on K, the dtypes and the epilogue alone, and the keys of a
+    query in one that depends on their number and on the head's columns. So row ``i`` has the same bits for every number
+    of rows and place among them, for every schedule, number of workers, chunk and order of arrival, neighbour and
+    layout of A, captured or not; a query's row likewise for every packing, page and chunk of a prefill. What cannot be
+    computed so raises an error that says what to do.
+
+    ``with invariant():`` holds for the calls of this thread, and of what it awaits. ``invariant(True)`` holds for the
+    process from there on, ``invariant(False)`` ends that; as blocks they restore what was there. TILESTREAM_INVARIANT=1
+    is the former from the start. Inside a function that torch.compile compiles, ``with invariant():`` is compiled in.
+
+    Bits are of one device and one version of tilestream, torch and Triton: another may add in another order.
+
+    Parameters
+    ----------
+    enabled
+        Whether all threads promise it; None: this block only.
+
+    Raises
+    ------
+    TypeError
+        If ``enabled`` is neither True, False nor None.
+
+    Examples
+    --------
+    >>> a, b = torch.randn(100, 64), torch.randn(64, 32)
+    >>> with invariant():
+    ...     torch.equal(tilestream.matmul(a, b)[7:8], tilestream.matmul(a[7:8], b))
+    True
+    """
+
+    def __init__(self, enabled: bool | None = None) -> None:
+        if enabled is not None and not isinstance(enabled, bool):
+            raise TypeError(f"invariant({enabled!r}): it is True or False for the process, or left away for a block")
+        super().__init__(limits.INVARIANT)
+        self._of_process = None if enabled is None else limits.set_of_process(enabled)
+
+    def __enter__(self) -> None:
+        if self._of_process is None:
+            super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._of_process is None:
+            super().__exit__(kind, error, trace)
+        else:
+            limits.set_of_process(self._of_process)
 
 
 def limit() -> int:

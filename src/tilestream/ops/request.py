@@ -17,7 +17,7 @@ from tilestream.launch.observe import PRODUCTS
 from tilestream.ops import checks, gated, library, native
 from tilestream.ops.gradients import Derivative, product_gradients, save_product
 from tilestream.ops.inline import PLAIN
-from tilestream.ops.limit import limit, worker_limit
+from tilestream.ops.limit import limit, within_limit
 from tilestream.ops.operands import Overlap, made_fresh, unviewed
 from tilestream.ops.scales import FP8_DTYPES, canonical_scales
 from tilestream.ops.sharding import dtensor_views, is_dtensor, refuse_dtensors
@@ -199,7 +199,7 @@ def _launch(a: torch.Tensor, b: torch.Tensor, *how: Any) -> torch.Tensor:
         return multiply(Request("matmul", a, b)) if made is None else made
     bias, residual, alpha, beta, activation, out_dtype, schedule, workers, scale_a, scale_b, fast_accum, bound = how
     if bound and bound != limits.limit():  # a thread of torch's own, which knows nothing of blocks around the call
-        with worker_limit(bound):
+        with within_limit(bound):
             return _launch(a, b, *how[:-1], 0)
     call = (
         "matmul", a, b, None, bias, residual, alpha, beta, None if activation == "none" else activation, out_dtype,

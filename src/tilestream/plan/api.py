@@ -17,7 +17,7 @@ from tilestream.plan import tma
 from tilestream.plan.arrival_order import OrderName
 from tilestream.plan.candidate import Asked, Refusal
 from tilestream.plan.hooks import hooks
-from tilestream.plan.limit import limit
+from tilestream.plan.limit import promising
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import cdna_tiles, hopper
@@ -57,6 +57,7 @@ def plan(
     variant: str | None = None,
     stages: int | None = None,
     registers: tuple[int, int] | None = None,
+    invariant: bool | None = None,
 ) -> Plan:
     """How ``[batch, m, k] @ [batch, k, n]`` would be run.
 
@@ -110,13 +111,16 @@ def plan(
         Hopper: force the registers of a thread of the load warp and of the math warps where there are two math loops:
         ``(40, 232)`` or ``(24, 240)``. The latter is for static and dynamic schedules whose ``queues`` are not forced,
         with nothing arriving.
+    invariant
+        Whether each row has the same bits whatever is computed beside it; None: as `tilestream.invariant` says.
 
     Raises
     ------
     ValueError, TypeError
         If an argument is out of range, or two exclude each other.
     NotImplementedError
-        If there is no backend for the device, or the one that is forced does not do this problem.
+        If there is no backend for the device, or the one that is forced does not do this problem; if invariance is
+        asked for, and what is forced would add in another order.
 
     Examples
     --------
@@ -142,7 +146,7 @@ def plan(
     default = None if isinstance(device, DeviceProperties) else default_workers(properties)
     asked = Asked(
         workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages, registers,
-        limit(),
+        promising(invariant),
     )  # fmt: skip
     arrives = arrival is not None or weight_arrival is not None
     asked = _checked(asked, device, arrives)

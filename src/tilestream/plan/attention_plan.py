@@ -11,9 +11,10 @@ from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
+from tilestream.plan.additions import KeyOrder, key_order
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.candidate import Refusal
-from tilestream.plan.explain import number, table
+from tilestream.plan.explain import number, promise_lines, table
 from tilestream.plan.roofline import Floor
 
 
@@ -48,6 +49,8 @@ class AttentionPlan(AttentionCandidate):
         Which package of `tilestream.kernels` runs it.
     why, refused
         Why this plan, and what else was considered.
+    promise
+        What `tilestream.invariant` costs here, in words; empty where it is not asked for.
     """
 
     problem: AttentionProblem
@@ -55,6 +58,12 @@ class AttentionPlan(AttentionCandidate):
     backend: str
     why: str
     refused: tuple[Refusal, ...] = ()
+    promise: str = ""
+
+    @property
+    def key_order(self) -> KeyOrder:
+        """The order in which the keys of a query are taken."""
+        return key_order(self.device, self.backend, self.problem, self)
 
     @property
     def positions(self) -> int:
@@ -141,7 +150,10 @@ def explain(plan: AttentionPlan) -> str:
     longest = " at most" if p.varlen or p.lengths else ""
     shape = f"{p.batch} x {p.heads_q} heads ({p.heads_kv} of keys), {p.seqlen_q} x {p.seqlen_k}{longest}"
     columns = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"({p.head_dim}, {p.head_dim_v})"
-    chosen = [("keys", _keys(p)), ("mask", _mask(p)), *_schedule(plan), ("arrival", _arrival(p))]
+    chosen = [
+        ("keys", _keys(p)), ("mask", _mask(p)), *_schedule(plan), ("arrival", _arrival(p)),
+        *promise_lines(plan.promise, plan.key_order),
+    ]  # fmt: skip
     work = f"{number(floor.operations / 1e9)} GFLOP, {number(floor.bytes / 1e6)} MB"
     return table(f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}", plan, chosen, work, [])
 

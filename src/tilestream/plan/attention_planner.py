@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import get_args
 
 from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
-from tilestream.plan import experimental
+from tilestream.plan import experimental, invariance
+from tilestream.plan.additions import key_order
 from tilestream.plan.api import checked_extents, default_workers, device_properties, is_whole
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.candidate import Refusal
 from tilestream.plan.explain import log, number
-from tilestream.plan.limit import limit as current_limit
-from tilestream.plan.limit import workers_of
+from tilestream.plan.limit import is_invariant, promising, workers_in, workers_of
 from tilestream.plan.planner import NAMES, fast_or_portable
 from tilestream.plan.policy import cdna_attention, cpu_attention, hopper_attention, portable_attention
 
@@ -72,13 +73,20 @@ def plan_attention(
     arrives = "" if problem.keys is None else "keys arrive: a CU of each shader engine is their producers'"
     count, forced, fewer = workers_of(device, workers, default_workers, limit, arrives)
     found: list[AttentionCandidate]
+    promises = is_invariant(limit)
+    if promises:
+        refuse_order_of_keys(problem, splits)
     if device.backend == "cpu":
-        forced = forced or schedule != "auto"
-        found = list(cpu_attention.candidates(problem, device, count, kind=kind, forced=forced))
+        forced = forced or schedule != "auto" or promises
+        block = cpu_attention.PROMISED_BLOCK if promises else cpu_attention.BLOCK
+        found = list(cpu_attention.candidates(problem, device, count, kind=kind, forced=forced, block=block))
         name, why = "cpu", "least of the candidates in the cost model"
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
-        name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, splits)
+        name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, 1 if promises else splits)
+        if promises:
+            found, others = _keeping(problem, device, name, found)
+            refused += others
         why = f"least of {len(found)} candidates in the cost model"
         if name in experimental.KERNELS:
             why += f"; {experimental.NOT_RUN}"
@@ -95,8 +103,40 @@ def plan_attention(
             unsplit = hopper_attention.unsplit(problem, splits)
         refused += (Refusal(f"splits={splits}", unsplit),)
     made = of_candidate(problem, device, name, best, why, refused)
+    if promises:
+        free = plan_attention(
+            problem, workers, schedule, default_workers, device, backend, workers_in(limit), splits
+        )  # fmt: skip
+        made = replace(made, promise=invariance.cost(made.label, made.predicted, free.label, free.predicted))
     log(made)
     return made
+
+
+def refuse_order_of_keys(problem: AttentionProblem, splits: int | None) -> None:
+    """Raise `NotImplementedError` for what would change the order in which a query's keys are taken."""
+    if problem.keys is not None:
+        raise NotImplementedError(
+            "arrival= under tilestream.invariant: keys that arrive are taken as they come, in another order than keys "
+            "that are there; leave arrival= away, and call when they have arrived"
+        )
+    if splits not in (None, 1):
+        raise NotImplementedError(
+            f"splits={splits} under tilestream.invariant: a prefill's keys are not split, and a row of it has the bits "
+            "of a decoding step; leave splits= away"
+        )
+
+
+def _keeping(
+    problem: AttentionProblem, device: DeviceProperties, name: str, found: list[AttentionCandidate]
+) -> tuple[list[AttentionCandidate], tuple[Refusal, ...]]:
+    """The candidates that take keys in the promised order, and why not the others."""
+    if not (problem.rows and problem.heads_q and problem.seqlen_k):
+        return found, ()
+    promised = plan_attention(invariance.plain_attention(problem), schedule="dynamic", device=device, splits=1)
+    orders = [key_order(device, name, problem, one) for one in found]
+    way_out = f"{problem.no_tma or 'pages of too few keys, or rows that are not aligned'}: copy them (contiguous())"
+    kept = invariance.keeping(found, orders, promised.key_order, way_out)
+    return kept, invariance.refused(found, kept, orders)
 
 
 def _on_gpu(
@@ -140,6 +180,7 @@ def attention_plan(
     schedule: str = "auto",
     backend: str | None = None,
     splits: int | None = None,
+    invariant: bool | None = None,
 ) -> AttentionPlan:
     """How `tilestream.attention` would run a dense problem, or one in pages.
 
@@ -159,6 +200,8 @@ def attention_plan(
         As for `tilestream.plan`.
     backend
         Force a GPU's backend: ``"hopper"``, ``"cdna"`` or ``"portable"``.
+    invariant
+        As for `tilestream.plan`.
 
     Raises
     ------
@@ -218,4 +261,4 @@ def attention_plan(
         pages=page_size and batch * -(-seqlen_k // page_size), keys=keys,
     )  # fmt: skip
     default = None if isinstance(device, DeviceProperties) else default_workers(properties)
-    return plan_attention(problem, workers, schedule, default, properties, backend, current_limit(), splits)
+    return plan_attention(problem, workers, schedule, default, properties, backend, promising(invariant), splits)

@@ -33,6 +33,13 @@ def table(head: str, plan: Any, chosen: Lines, floor: str, remarks: Lines) -> st
     return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])
 
 
+def promise_lines(promise: str, order: object) -> Lines:
+    """What `tilestream.invariant` promises of a plan, and what that costs; nothing where it is not asked for."""
+    if not promise:
+        return []
+    return [("promise", f"the same bits for each row, whatever is beside it: {order}"), ("costs", promise)]
+
+
 def log(plan: Any) -> None:
     """Log what runs, and what does not and why (invariant 12): once a problem, because plans are cached."""
     logger.info("%s: %s; refused: %s", plan.problem, plan.label, "; ".join(f"{r.what}: {r.why}" for r in plan.refused))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from tilestream.core.chunks import Arriving, Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gate import Gate
+from tilestream.plan.additions import Additions, additions
 from tilestream.plan.candidate import Candidate, Refusal
-from tilestream.plan.explain import number, table
+from tilestream.plan.explain import number, promise_lines, table
 from tilestream.plan.hooks import hooks
 from tilestream.plan.problem import Problem, gate_of
 from tilestream.plan.roofline import Floor
@@ -52,6 +53,8 @@ class Plan(Candidate):
         Why this plan, and what else was considered.
     copiers
         Workers that copy the operand whose copies the kernel makes itself, until no piece is left.
+    promise
+        What `tilestream.invariant` costs here, in words; empty where it is not asked for.
     """
 
     problem: Problem
@@ -60,6 +63,7 @@ class Plan(Candidate):
     why: str
     refused: tuple[Refusal, ...] = ()
     copiers: int = 0
+    promise: str = ""
 
     @property
     def workers(self) -> int:
@@ -75,6 +79,11 @@ class Plan(Candidate):
     def gate(self) -> Gate | None:
         """What items wait for; None, and then no gate code runs, where all is there at launch."""
         return gate_of(self.problem, self.tile)
+
+    @property
+    def additions(self) -> Additions:
+        """The order in which the products of an output are added."""
+        return additions(self.problem, self.device, self.backend, self)
 
     @property
     def copies(self) -> Copies:
@@ -170,7 +179,8 @@ def explain(plan: Plan) -> str:
     dtypes = (a if a == b else f"{a} x {b}") + scaled + promoted
     work = f"{number(floor.operations / 1e9)} GFLOP, {number(floor.bytes / 1e6)} MB, {number(floor.intensity)} FLOP/B"
     return table(
-        f"matmul {shape}, {dtypes} -> {problem.out_dtype}", plan, [*_schedule(plan), *_arrivals(plan)], work,
+        f"matmul {shape}, {dtypes} -> {problem.out_dtype}", plan,
+        [*_schedule(plan), *_arrivals(plan), *promise_lines(plan.promise, plan.additions)], work,
         [("checked", "compiled and checked, not run on an AMD GPU yet")] if on_amd else [],
     )  # fmt: skip
 

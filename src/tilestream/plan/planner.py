@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
-from tilestream.plan import experimental, tuned
+from tilestream.plan import experimental, invariance, tuned
+from tilestream.plan.additions import MMA, additions
 from tilestream.plan.arrival_order import in_arrival_order
 from tilestream.plan.candidate import Asked, Candidate, Forced, Refusal
 from tilestream.plan.explain import log, number
-from tilestream.plan.limit import workers_of
+from tilestream.plan.limit import is_invariant, workers_in, workers_of
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy import cdna_tiles, cpu, hopper, portable
 from tilestream.plan.problem import Problem
@@ -41,6 +42,7 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
     if how.named_order == "arrival" and how.schedule == "auto":
         how = how._replace(schedule="dynamic")
     auto, on_cpu, arriving = how.schedule == "auto", device.backend == "cpu", bool(problem.arriving)
+    promises = is_invariant(how.limit)
     kinds, refused = _kinds(how)
     arrives = "an operand arrives: a CU of each shader engine is its producers'" if arriving else ""
     count, limited, fewer = workers_of(device, how.workers, how.default_workers, how.limit, arrives)
@@ -48,10 +50,17 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
     given = _given(how, limited)
     if on_cpu:
         inline = not arriving and problem.publishes is None and not given
-        found = list(cpu.candidates(problem, device, count, kinds=kinds, inline=inline, forced=how.forced))
+        forced_here = how.forced._replace(tile=cpu.promised_tile(how.tile, problem)) if promises else how.forced
+        found = list(cpu.candidates(problem, device, count, kinds=kinds, inline=inline, forced=forced_here))
         name, elsewhere = "cpu", Refusal("GPU backends", "the operands are on the CPU")
     else:
+        promised = _promised(problem, device) if promises else None
+        if promised is not None and how.backend is None and promised.additions.unit != MMA:
+            how = how._replace(backend=promised.backend if promised.backend != "hopper" else None)
         name, found, elsewhere = _on_gpu(problem, device, count, how, kinds)
+        if promised is not None:
+            found, others = _keeping(problem, device, name, found, promised)
+            refused += others
     choice, why = Choice(problem, name, found, fastest(found)), f"least of {len(found)} candidates in the cost model"
     forced = how.backend or how.variant or how.stages or how.registers
     entry = None
@@ -82,8 +91,29 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
         if why_not:
             refused += (Refusal("arrival order", why_not),)
     made = of_candidate(problem, device, name, best, why, refused)
+    if promises:
+        free = plan_problem(problem, *how._replace(limit=workers_in(how.limit)))
+        made = replace(made, promise=invariance.cost(made.label, made.predicted, free.label, free.predicted))
     log(made)
     return made
+
+
+def _promised(problem: Problem, device: DeviceProperties) -> Plan | None:
+    """The plan that decides in which order a problem's products are added; None where there are none."""
+    if problem.is_empty:
+        return None
+    return plan_problem(invariance.plain(problem), schedule="dynamic", device=device, consult=False)
+
+
+def _keeping(
+    problem: Problem, device: DeviceProperties, name: str, found: list[Candidate], promised: Plan
+) -> tuple[list[Candidate], tuple[Refusal, ...]]:
+    """The candidates that add in the promised order, and why not the others."""
+    orders = [additions(problem, device, name, one) for one in found]
+    why = problem.no_tma or ("" if problem.aligned else "a stride, an extent or an address is no multiple of 16")
+    way_out = f"{why}: copy them (contiguous()), or pad K" if why else "leave tile=, variant= and backend= away"
+    kept = invariance.keeping(found, orders, promised.additions, way_out)
+    return kept, invariance.refused(found, kept, orders)
 
 
 def search_space(problem: Problem, device: DeviceProperties, workers: int | None = None) -> Iterator[Plan]:
@@ -109,12 +139,15 @@ def _given(how: Asked, limited: bool) -> list[str]:
     given = {
         "workers": how.workers, "a limit of workers": limited and not how.workers, "schedule": how.schedule != "auto",
         "tile": how.tile, "order": how.order is not None, "queues": how.queues, "shares": how.shares,
+        "invariance": is_invariant(how.limit),
     }  # fmt: skip
     return [name for name, value in given.items() if value]
 
 
 def _kinds(how: Asked) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
     """The kinds of schedule that are tried, and why not the others."""
+    if is_invariant(how.limit):
+        invariance.refuse_splits(how)
     if how.queues is not None and how.shares is not None:
         raise ValueError(
             f"queues={how.queues}, shares={how.shares}; queues are dynamic's, shares are stream_k's: force one of them"
@@ -128,7 +161,11 @@ def _kinds(how: Asked) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
         if value is not None:
             return (kind,), ()
     forced = tuple(kind for kind in get_args(Kind) if kind == how.schedule)
-    return (forced, ()) if forced else (("dynamic", "stream_k"), (Refusal("static", NO_STATIC),))
+    if forced:
+        return forced, ()
+    if is_invariant(how.limit):
+        return ("dynamic",), (Refusal("static", NO_STATIC), invariance.NO_STREAM_K)
+    return ("dynamic", "stream_k"), (Refusal("static", NO_STATIC),)
 
 
 # Backends ------------------------------------------------------------------------------------------------------------
@@ -159,7 +196,8 @@ def _on_gpu(
     problem: Problem, device: DeviceProperties, workers: int, how: Asked, kinds: tuple[Kind, ...]
 ) -> tuple[str, list[Candidate], Refusal]:
     fast = "cdna" if device.arch.startswith("gfx") else "hopper"
-    every: tuple[Kind, ...] = ("static", *kinds) if how.schedule == "auto" and len(kinds) > 1 else kinds
+    free = how.schedule == "auto" and how.queues is None and how.shares is None
+    every: tuple[Kind, ...] = ("static", *kinds) if free else kinds
     of_portable = every if portable.by_model(problem, device) else kinds
     forced = how.forced
 

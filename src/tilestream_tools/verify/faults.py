@@ -13,6 +13,7 @@ KINDS: dict[str, str] = {
     "read before arrival": "rows, a stage or a C buffer are read before their data is there",
     "overwritten while read": "a stage, a slot or a C buffer gets new data while the old is still needed",
     "wrong data": "what is read or handed over is not what was meant",
+    "other order": "a tile's products are added in another order than its plan states",
     "partial not visible": "partial results are added before they are visible",
     "count not restored": "a count is not zero when the launch is over",
     "counter out of bounds": "a counter passes the base of the next launch",

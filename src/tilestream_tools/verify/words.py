@@ -23,11 +23,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 from tilestream.core.gate import Gate, See, Wait, chunks_of
 from tilestream.core.loop import Compute, Count, Poll, Reduce
 from tilestream.core.queues import next_base
+from tilestream.plan.additions import cuts_of
 from tilestream.schedule import Peek, Ready, Schedule, Take, WorkItem
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify.faults import Fault
@@ -92,6 +94,7 @@ class Words(Model):
         self.oracle = Oracle(schedule, gate)
         self.all_chunks = (1 << self.oracle.chunks) - 1
         self.wanted = self._wanted()
+        self.stated = _stated(schedule)
         self.expected = expected_tiles(schedule, self.case.running)
 
     def memory(self) -> Memory:
@@ -279,6 +282,12 @@ class Words(Model):
         if m[self.done] & steps:
             raise Fault("double work", f"{name} does tile {item.tile}, K steps {item.k_begin} to {item.k_end}, again")
         m[self.done] |= steps
+        if (item.k_begin, item.k_end) not in self.stated:
+            raise Fault(
+                "other order",
+                f"{name} adds K steps {item.k_begin} to {item.k_end} of tile {item.tile} by themselves; the plan "
+                f"states {', '.join(f'{begin} to {end}' for begin, end in sorted(self.stated))}",
+            )
         if item.parts == 1:
             self._finish(pid, item, m)
             return
@@ -372,3 +381,9 @@ class Words(Model):
         missing = self.all_chunks & ~m[self.arrived]
         if missing:
             raise Fault("not reset", f"the signal of {self.oracle.names(missing)} may come, and is in no quarantine")
+
+
+def _stated(schedule: Schedule) -> set[tuple[int, int]]:
+    """The ranges of K steps that a plan of such a schedule states to be added by themselves."""
+    ends = schedule.grid.k_steps
+    return {(begin, end) for cut in cuts_of(schedule, 1) for begin, end in pairwise((0, *cut, ends))}

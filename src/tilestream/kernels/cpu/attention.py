@@ -187,6 +187,7 @@ class AttentionBody:
     def __init__(self, plan: Any, operands: AttentionOperands, tiles: Tiles, workspace: Scratch) -> None:
         self._plan, self._x, self._tiles, self._workspace = plan, operands, tiles, workspace
         self._wide = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
+        self._copies = bool(plan.promise)  # of keys and values: the BLAS's bits depend on strides and alignment
 
     def compute(self, item: WorkItem) -> None:
         """See `tilestream.launch.cpu.launch.Body`."""
@@ -204,8 +205,9 @@ class AttentionBody:
             row_max.fill_(x.sinks[tile.head].item())
             total.fill_(1.0)
         factor = x.scale * self._scale(x.scale_q, tile, tile.head) * self._scale(x.scale_k, tile, head)
+        queries = self._queries(x.q, tile)
         with (
-            widened(self._queries(x.q, tile), wide, self._workspace) as q,
+            widened(queries.clone() if self._copies else queries, wide, self._workspace) as q,
             self._workspace.borrow((rows, block_n), wide) as block_of_scores,
         ):
             blocks: Sequence[int] = range(seen.begin, seen.end)
@@ -269,6 +271,10 @@ class AttentionBody:
         return self._queries(self._x.out, tile), lse
 
     def _keys(self, tensor: torch.Tensor, tile: Tile, head: int, begin: int, end: int) -> torch.Tensor:
+        found = self._find_keys(tensor, tile, head, begin, end)
+        return found.clone(memory_format=torch.contiguous_format) if self._copies else found
+
+    def _find_keys(self, tensor: torch.Tensor, tile: Tile, head: int, begin: int, end: int) -> torch.Tensor:
         s, page = tile.sequence, self._plan.problem.page_size
         if page:
             assert self._x.block_table is not None

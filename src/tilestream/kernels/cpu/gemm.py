@@ -5,6 +5,7 @@
     whole tile:      out[tile] = epilogue(A[rows] @ B[:, columns])
     part of a tile:  slot = A[rows, k range] @ B[k range, columns];   last one: out[tile] = epilogue(sum of slots)
     inline:          out = epilogue(A @ B), of all batches in one BLAS call by the calling thread
+    padded:          out[tile] = first rows of epilogue(A[rows] and zeros @ B[:, columns]): all calls have one shape
 
 With everything arrived it reaches 0.92 to 1.0 of ``torch.mm`` with the same number of threads (2048^3, fp32: see
 ``benchmarks/results/``).
@@ -25,6 +26,9 @@ from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.convert import Scratch, widened
 from tilestream.kernels.cpu.epilogue import apply, part
+
+#: By operands, product, rows and columns: whether the BLAS gives equal rows equal bits.
+_even: dict[tuple[object, ...], bool] = {}
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -151,11 +155,19 @@ class GemmBody:
         ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``, any strides (0 for an operand that batches share).
     block
         Rows and columns of a tile, and how much of K one K step is.
+    padded
+        Whether each tile is multiplied with all its rows, and apart from the output, for `tilestream.invariant`: the
+        BLAS's bits depend on a call's shape, strides and alignment.
+
+    Raises
+    ------
+    NotImplementedError
+        If the BLAS gives equal rows of one padded tile different bits: then it can promise nothing.
     """
 
     def __init__(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, epilogue: Epilogue, schedule: Schedule,
-        block: tuple[int, int, int], workspace: Scratch,
+        block: tuple[int, int, int], workspace: Scratch, padded: bool = False,
     ) -> None:  # fmt: skip
         self._a, self._b, self._out, self._epilogue = a.detach(), b.detach(), out.detach(), epilogue
         self._block_m, self._block_n, self._block_k = block
@@ -163,6 +175,9 @@ class GemmBody:
         self._slots: torch.Tensor | None = None
         if schedule.slots:
             self._slots = workspace.slots(schedule.slots, self._block_m, self._block_n, accumulator(a.dtype))
+        self._padded = padded
+        if padded and out.numel():
+            self._refuse_places()
 
     def compute(self, item: WorkItem) -> None:
         """See `Body`."""
@@ -172,6 +187,8 @@ class GemmBody:
         if item.parts > 1:
             slot = self._slot(item.slot, out)
             _accumulate(a, b, slot, self._epilogue.alpha, slot.dtype, self._workspace)
+        elif self._padded:
+            out.copy_(self._multiply_padded(a, b, part(self._epilogue, item.batch, rows, cols))[: out.shape[0]])
         else:
             multiply(a, b, out, part(self._epilogue, item.batch, rows, cols), out.dtype, self._workspace)
 
@@ -189,6 +206,37 @@ class GemmBody:
         """See `Body`."""
         rows, cols, _ = self._ranges(item)
         self._out[item.batch, rows, cols].fill_(float("nan"))
+
+    def _multiply_padded(self, a: torch.Tensor, b: torch.Tensor, e: Epilogue) -> torch.Tensor:
+        """A tile with zeros for the rows that it lacks."""
+        residual = None if e.residual is None else self._with_rows(e.residual)
+        scale_a = e.scale_a if e.scale_a is None or e.scale_a.numel() == 1 else self._with_rows(e.scale_a)
+        e = e._replace(residual=residual, scale_a=scale_a)
+        return multiply(self._with_rows(a), b, None, e, self._out.dtype, self._workspace)
+
+    def _with_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` with as many rows as a tile has, the last ones 0; contiguous."""
+        made = x.new_zeros(self._block_m, x.shape[1])
+        made[: x.shape[0]].copy_(x)
+        return made
+
+    def _refuse_places(self) -> None:
+        """Raise unless the BLAS gives equal rows of a padded tile equal bits: looked at once for each kind of call."""
+        plain, b = self._epilogue.trivial and self._out.dtype == self._a.dtype, self._b[0, :, : self._block_n]
+        dtype = self._a.dtype if plain else accumulator(self._a.dtype)
+        key = self._a.dtype, b.dtype, dtype, self._block_m, b.shape, b.stride()
+        if key not in _even:
+            made_b = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype)
+            made_b.copy_(torch.arange(b.numel()).reshape(b.shape).cos())
+            row = torch.arange(b.shape[0]).sin().to(self._a.dtype)
+            rows = row.expand(self._block_m, -1).contiguous()
+            made = multiply(rows, made_b, None, Epilogue(), dtype, self._workspace)
+            _even[key] = torch.equal(made, made[:1].expand_as(made))
+        if not _even[key]:
+            raise NotImplementedError(
+                f"tilestream.invariant: this machine's BLAS gives equal rows of a product of {self._block_m} rows "
+                f"different bits ({self._a.dtype}, K={b.shape[0]}, N={b.shape[1]}); take another dtype, or a GPU"
+            )
 
     def _ranges(self, item: WorkItem) -> tuple[slice, slice, slice]:
         # Slices clip at the end: the last tile of a row, a column or K is as small as it has to be.

@@ -40,6 +40,10 @@ BLOCK_K = 256
 #: Row tiles per group of a raster.
 GROUP = 4
 
+#: A tile under `tilestream.invariant`: rows, to which the last ones are padded, and columns at most. Every call of the
+#: BLAS has one shape then, since its bits depend on that.
+PROMISED_TILE = (64, 512)
+
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 
 
@@ -62,6 +66,23 @@ def candidates(
             split = split_of(raster) if count > 1 else "items"
             schedule = Schedule(kind, grid, raster, workers, count, split, forced.shares or 0, first_batch_of(problem))
             yield Candidate("workers", block, schedule, _seconds(problem, device, schedule, block))
+
+
+def promised_tile(asked: tuple[int, int] | None, problem: Problem) -> tuple[int, int]:
+    """The tile under `tilestream.invariant`.
+
+    Raises
+    ------
+    NotImplementedError
+        If the caller asks for another.
+    """
+    tile = PROMISED_TILE[0], min(PROMISED_TILE[1], max(problem.n, 1))
+    if asked not in (None, tile):
+        raise NotImplementedError(
+            f"tile={asked} under tilestream.invariant: the BLAS's bits depend on a call's shape, so the CPU takes "
+            f"tiles of {tile[0]}x{tile[1]}; leave tile= away"
+        )
+    return tile
 
 
 def _tiles(problem: Problem) -> list[tuple[int, int]]:

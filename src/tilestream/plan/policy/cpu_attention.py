@@ -19,6 +19,8 @@ from tilestream.plan.policy.cpu import INLINE_SECONDS, START_SECONDS, WORKER_SEC
 
 #: Query rows of a tile, and keys of a block: their scores, 256 KiB of float32, stay in a core's second-level cache.
 BLOCK = (128, 512)
+#: Under `tilestream.invariant`: a row by itself, so that the shapes of all calls depend on the keys that it sees alone.
+PROMISED_BLOCK = (1, BLOCK[1])
 #: Share of the nominal peak that products and exponentials together reach.
 EFFICIENCY = 0.2
 #: The same of torch's own kernel.
@@ -30,12 +32,13 @@ GROUP = 8
 
 
 def candidates(
-    problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, forced: bool
-) -> Iterator[AttentionCandidate]:
+    problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, forced: bool,
+    block: tuple[int, int] = BLOCK,
+) -> Iterator[AttentionCandidate]:  # fmt: skip
     """Both ways; in the calling thread only where nothing arrives and no knob is forced."""
-    schedule, alone = (schedule_of(problem, BLOCK[0], 1, GROUP, kind, count) for count in (workers, 1))
+    schedule, alone = (schedule_of(problem, block[0], 1, GROUP, kind, count) for count in (workers, 1))
     tiles, rate = schedule.grid.tiles, device.peak(problem.dtype, 1) * EFFICIENCY
-    blocks = tiles * (TILE_SECONDS + cdiv(max(problem.seqlen_k, 1), BLOCK[1]) * BLOCK_SECONDS)
+    blocks = tiles * (TILE_SECONDS + cdiv(max(problem.seqlen_k, 1), block[1]) * BLOCK_SECONDS)
     if problem.keys is None and not forced and not unlike_torch(problem):
         seconds = problem.operations / (device.peak(problem.dtype, workers) * TORCH_EFFICIENCY)
         yield AttentionCandidate("torch", BLOCK, whole(problem, kind), INLINE_SECONDS + seconds)
@@ -44,7 +47,7 @@ def candidates(
         yield AttentionCandidate("inline", BLOCK, alone, INLINE_SECONDS + (problem.operations / together + blocks))
     waves = cdiv(tiles, workers) / max(tiles, 1)
     shared = waves * (problem.operations / rate + blocks)
-    yield AttentionCandidate("workers", BLOCK, schedule, START_SECONDS + WORKER_SECONDS * workers + shared)
+    yield AttentionCandidate("workers", block, schedule, START_SECONDS + WORKER_SECONDS * workers + shared)
 
 
 def unlike_torch(problem: AttentionProblem) -> str:

@@ -1,0 +1,252 @@
+"""`tilestream.use_invariant_torch`: torch's own functions with the promise of `tilestream.invariant`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from tilestream.ops.attention_routes import attention_of_torch
+from tilestream.ops.limit import invariant
+from tilestream.ops.matmul import addmm, bmm, linear, matmul, mm
+
+#: Columns that a program of `sum_rows` adds at a time.
+_BLOCK = 1024
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class use_invariant_torch(TorchFunctionMode):  # noqa: N801 -- a block, as `use_attention` is
+    """In this block a program's own calls of torch give each row the same bits, alone and in any batch.
+
+    ``torch.mm``, ``addmm``, ``bmm``, ``matmul`` and ``@``, ``F.linear`` and ``F.scaled_dot_product_attention`` are
+    tilestream's, under `tilestream.invariant`. ``mean``, ``softmax`` and ``log_softmax`` along one dimension,
+    ``F.rms_norm`` and ``F.layer_norm`` add each row in one order. So a model's logits for a prompt have the same bits
+    whatever is computed beside it. What is computed element by element is torch's; a GPU gives its elements equal bits
+    at each place.
+
+    Gradients flow through all of it. A weight's gradient is a sum over rows, and depends on all of them.
+
+    Raises
+    ------
+    NotImplementedError
+        In the block, for what cannot be promised: ``torch.einsum``, ``baddbmm``, ``mv`` and their like, convolutions,
+        attention with a mask or with dropout, batch norms. Write it as one of those above, or leave the block for it.
+
+    Examples
+    --------
+    >>> layer, x = torch.nn.Linear(16, 32), torch.randn(5, 16)
+    >>> with use_invariant_torch():
+    ...     torch.equal(layer(x)[2:3], layer(x[2:3]))
+    True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks: list[invariant] = []
+
+    def __enter__(self) -> use_invariant_torch:
+        block = invariant()
+        block.__enter__()
+        self._blocks.append(block)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._blocks.pop().__exit__(kind, error, trace)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `torch.overrides.TorchFunctionMode`."""
+        kwargs = kwargs or {}
+        if func in _REFUSED and any(_is_float(x) for x in args):
+            name = getattr(func, "__name__", str(func))
+            raise NotImplementedError(
+                f"{name} under use_invariant_torch: the order in which it adds depends on the batch; write it as "
+                "matmul, bmm, linear or scaled_dot_product_attention, or leave the block for it"
+            )
+        ours = _ROUTES.get(func)
+        if ours is None or not args or not any(_is_float(x) for x in args):
+            return func(*args, **kwargs)
+        return ours(*args, **kwargs)
+
+
+def _is_float(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+class _SumRows(torch.autograd.Function):
+    """The sums of a float32 matrix's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.columns = x.shape[1]
+        if not x.is_cuda:  # row by row: torch cuts a sum of many rows by their number
+            return torch.stack([row.clone().sum() for row in x.unbind()]) if len(x) else x.new_empty(0)
+        from tilestream.kernels.portable.rows import sum_rows
+
+        out = x.new_empty(len(x))
+        if len(x):
+            with torch.cuda.device(x.device):
+                sum_rows[(len(x),)](x, out, x.shape[1], x.stride(0), BLOCK=_BLOCK, num_warps=4)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad[:, None].expand(-1, ctx.columns)
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """Sums along the last dimension, float32, which stays with one element."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return _SumRows.apply(rows).reshape(*x.shape[:-1], 1)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _rowwise(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A function of rows ``[R, N]``, in float32. On the CPU a row at a time: elements at the end of a vector differ."""
+    rows = x.reshape(-1, x.shape[-1]).float()
+    if x.is_cuda or not len(rows):
+        return function(rows).reshape(x.shape)
+    return torch.cat([function(row) for row in rows.split(1)]).reshape(x.shape)
+
+
+def _checked(name: str, x: torch.Tensor) -> None:
+    if x.dtype not in _FLOATS:
+        raise NotImplementedError(
+            f"{name} under use_invariant_torch: {x.dtype}; rows are added in float32: convert to float32 first"
+        )
+
+
+def _along(x: torch.Tensor, dim: int, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`_rowwise` along a dimension."""
+    return _rowwise(x.movedim(dim, -1), function).movedim(-1, dim)
+
+
+def _exponentials(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows less their maxima, and the exponentials of that."""
+    shifted = x - x.detach().amax(-1, keepdim=True)
+    return shifted, shifted.exp()
+
+
+def _log_softmax_of_rows(x: torch.Tensor) -> torch.Tensor:
+    shifted, weights = _exponentials(x)
+    return shifted - _sums(weights).log()
+
+
+def _softmax_of_rows(x: torch.Tensor) -> torch.Tensor:
+    _, weights = _exponentials(x)
+    return weights / _sums(weights)
+
+
+def _of_softmax(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(
+        input: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        if isinstance(_stacklevel, torch.dtype):  # torch.softmax and Tensor.softmax have the dtype third
+            dtype = _stacklevel
+        x = input if dtype is None else input.to(dtype)
+        _checked(name, x)
+        if dim is None:
+            raise ValueError(f"{name} under use_invariant_torch: dim=None; name the dimension")
+        return _along(x, dim, function).to(x.dtype)
+
+    return run
+
+
+def _mean(
+    input: torch.Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *,
+    dtype: torch.dtype | None = None, axis: int | Sequence[int] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    x = input if dtype is None else input.to(dtype)
+    _checked("mean", x)
+    dims = dim if dim is not None else axis
+    found = [dims] if isinstance(dims, int) else list(range(x.dim()) if dims is None else dims)
+    found = sorted(one % max(x.dim(), 1) for one in found)
+    if not found:
+        return x.clone()
+    turned = x.movedim(found, list(range(-len(found), 0)))
+    kept = turned.shape[: x.dim() - len(found)]
+    flat = turned.reshape(*kept, -1).float()
+    made = (_sums(flat).squeeze(-1) / flat.shape[-1]).to(x.dtype)
+    return made.reshape([1 if i in found else n for i, n in enumerate(x.shape)]) if keepdim else made
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    _checked("rms_norm", input)
+    small = torch.finfo(input.dtype).eps if eps is None else eps
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        return x * (_sums(x * x) / x.shape[-1] + small).rsqrt()
+
+    made = _over(input, normalized_shape, normed)
+    return (made if weight is None else made * weight).to(input.dtype)
+
+
+def _layer_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, eps: float = 1e-5,
+) -> torch.Tensor:  # fmt: skip
+    _checked("layer_norm", input)
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        centred = x - _sums(x) / x.shape[-1]
+        return centred * (_sums(centred * centred) / x.shape[-1] + eps).rsqrt()
+
+    made = _over(input, normalized_shape, normed)
+    made = made if weight is None else made * weight
+    return (made if bias is None else made + bias).to(input.dtype)
+
+
+def _over(
+    x: torch.Tensor, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:  # fmt: skip
+    """`_rowwise` over the last dimensions, float32."""
+    return _rowwise(x.flatten(-len(shape)), function).reshape(x.shape)
+
+
+# Routes ---------------------------------------------------------------------------------------------------------------
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return linear(input, weight, bias)
+
+
+def _turned_matmul(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return matmul(other, x)
+
+
+_tensor = torch.Tensor
+_ROUTES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.mm, _tensor.mm), mm),
+    **dict.fromkeys((torch.bmm, _tensor.bmm), bmm),
+    **dict.fromkeys((torch.addmm, _tensor.addmm), addmm),
+    **dict.fromkeys((torch.matmul, _tensor.matmul, _tensor.__matmul__), matmul),
+    _tensor.__rmatmul__: _turned_matmul,
+    F.linear: _linear,
+    F.scaled_dot_product_attention: attention_of_torch,
+    **dict.fromkeys((torch.mean, _tensor.mean), _mean),
+    **dict.fromkeys((torch.softmax, _tensor.softmax, F.softmax), _of_softmax("softmax", _softmax_of_rows)),
+    **dict.fromkeys(
+        (torch.log_softmax, _tensor.log_softmax, F.log_softmax), _of_softmax("log_softmax", _log_softmax_of_rows)
+    ),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
+    F.layer_norm: _layer_norm,
+}
+#: What adds in an order of torch's own, by the batch.
+_REFUSED = {
+    torch.einsum, torch.tensordot, torch.baddbmm, _tensor.baddbmm, torch.addbmm, _tensor.addbmm, torch.mv, _tensor.mv,
+    torch.addmv, _tensor.addmv, torch.chain_matmul, torch.linalg.multi_dot, torch.inner, F.bilinear, F.conv1d, F.conv2d,
+    F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.batch_norm, F.group_norm, F.instance_norm,
+}  # fmt: skip

@@ -1,0 +1,111 @@
+"""The order in which a plan adds, as a value: what decides an output's bits beside its operands and the epilogue.
+
+Two plans with equal values give the same rows the same bits. Which kernels add alike was found on an H100
+(``benchmarks/results/h100/invariance_alike.json``), bit for bit: there the tensor cores' sums of 16-bit and of 8-bit
+products do not depend on a tile's rows and columns, on the width of an instruction, on which operand is its rows, on
+whether that comes from registers, nor on the depth of a stage. Elsewhere each tile is taken to have its own order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilestream.core.device import DeviceProperties
+from tilestream.core.integers import part_begin
+from tilestream.core.schedule import Schedule
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.candidate import Candidate
+from tilestream.plan.problem import ITEMSIZE, Problem
+
+#: Where tiles were compared: there `MMA` says how products are added, whatever the tile.
+COMPARED, MMA = "sm_90", "mma"
+#: Rows that a tile of 8-bit operands must have to be multiplied as such: the portable kernel converts for fewer.
+LEAST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Additions:
+    """The order in which a plan adds the products of an output: K upwards, in steps and parts.
+
+    Attributes
+    ----------
+    unit
+        What adds the products of a step: `MMA`, or a kernel and its tile where nothing is known of others.
+    promoted
+        K after which a sum is added to one in float32, and begins anew; 0: never.
+    cuts
+        For each kind of tile, where K is cut: the parts' sums are added in float32, in the order of K. ``((),)``: no
+        tile is cut.
+    """
+
+    unit: str
+    promoted: int = 0
+    cuts: tuple[tuple[int, ...], ...] = ((),)
+
+    def __str__(self) -> str:
+        promoted = f", into float32 every {self.promoted} of K" if self.promoted else ""
+        shown = ["whole" if not cut else f"cut at {', '.join(map(str, cut))}" for cut in self.cuts[:3]]
+        more = f" and {len(self.cuts) - 3} other ways" if len(self.cuts) > 3 else ""
+        return f"{self.unit}{promoted}, K {' or '.join(shown)}{more}"
+
+
+@dataclass(frozen=True)
+class KeyOrder:
+    """The order in which a plan of attention takes the keys of a query.
+
+    Attributes
+    ----------
+    unit
+        What multiplies, as of `Additions`.
+    block
+        Keys of a block: blocks are counted from the first key.
+    downwards
+        Whether blocks are taken from the last key on.
+    shares
+        Into how many shares a tile's blocks are split.
+    """
+
+    unit: str
+    block: int
+    downwards: bool = False
+    shares: int = 1
+
+    def __str__(self) -> str:
+        split = f", a tile's blocks in {self.shares} shares" if self.shares > 1 else ""
+        return f"{self.unit}, blocks of {self.block} keys, the {'last' if self.downwards else 'first'} first{split}"
+
+
+# The order of a candidate ---------------------------------------------------------------------------------------------
+
+
+def additions(problem: Problem, device: DeviceProperties, backend: str, found: Candidate) -> Additions:
+    """In which order a backend's candidate adds."""
+    cuts, (block_m, _, block_k) = cuts_of(found.schedule, found.block[2]), found.block
+    if backend == "cpu":
+        return Additions(f"cpu {found.variant} {found.tile[0]}x{found.tile[1]}", cuts=cuts)
+    as_such = ITEMSIZE[problem.dtype] == 2 or (problem.fp8 and (backend == "hopper" or block_m >= LEAST_ROWS))
+    if device.arch == COMPARED and as_such:
+        return Additions(MMA, min(128, block_k) if problem.promoted else 0, cuts)
+    if device.arch == COMPARED and backend == "hopper":  # float32: TMA rounds it to tf32
+        return Additions(f"{MMA} of tf32 by TMA", cuts=cuts)
+    tile = f"{found.tile[0]}x{found.tile[1]}x{block_k}"
+    return Additions(f"{backend} {found.variant} {tile}, {found.warps} warps, {found.stages} stages", cuts=cuts)
+
+
+def cuts_of(schedule: Schedule, block_k: int) -> tuple[tuple[int, ...], ...]:
+    """Where a schedule cuts K: once each way that a tile is cut, tiles that are not cut first."""
+    found = {(): None} if schedule.full_tiles or not schedule.remainder else {}
+    steps = schedule.grid.k_steps
+    for tile in range(schedule.remainder):
+        begins = (part_begin(schedule.units, schedule.num_shares, share) for share in schedule.contributors(tile)[1:])
+        found[tuple((unit - tile * steps) * block_k for unit in begins)] = None
+    return tuple(found)
+
+
+def key_order(device: DeviceProperties, backend: str, problem: AttentionProblem, found: Any) -> KeyOrder:
+    """In which order a backend's `AttentionCandidate` takes keys; where they arrive, from the first on."""
+    unit = backend
+    if (backend, device.arch) != ("hopper", COMPARED):
+        unit = f"{backend} {found.variant} {found.block[0]}x{found.block[1]}, {found.warps} warps"
+    return KeyOrder(unit, found.block[1], backend == "hopper" and problem.keys is None, found.shares)

@@ -1,0 +1,95 @@
+"""Which plans keep the promise of `tilestream.invariant`: a row's bits depend on nothing that is computed beside it.
+
+An output's bits are decided by its operands, by the order in which its products are added (`tilestream.plan.additions`)
+and by the epilogue, which is the same text in every kernel. Under the promise the planner takes only candidates whose
+order is the *promised* one: that of the plan for the same K, columns, dtypes and epilogue with `ROWS` rows of operands
+that lie plainly. Neither rows nor workers, chunks or strides enter it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from tilestream.plan.attention_plan import AttentionCandidate
+from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.candidate import Asked, Candidate, Refusal
+from tilestream.plan.explain import number
+from tilestream.plan.problem import ITEMSIZE, Problem
+
+#: Rows, and keys, of the problem whose plan decides what is promised.
+ROWS, KEYS = 128, 4096
+
+Found = TypeVar("Found", Candidate, AttentionCandidate)
+
+
+def plain(problem: Problem) -> Problem:
+    """The problem whose plan decides what a problem's rows are promised: `ROWS` rows, all there, that lie plainly.
+
+    As far as K allows: a row of A begins at a multiple of 16 bytes where it is one.
+    """
+    even = problem.k * ITEMSIZE[problem.dtype] % 16 == 0
+    return replace(
+        problem, m=ROWS, batch=1, rows=None, columns=None, shared_rows=False, publishes=None,
+        aligned=problem.k % 16 == 0, no_tma="" if even else "a row of K elements is no multiple of 16 bytes",
+    )  # fmt: skip
+
+
+def plain_attention(problem: AttentionProblem) -> AttentionProblem:
+    """The same for attention: one sequence of `KEYS` queries and keys, dense."""
+    return replace(
+        problem, batch=1, seqlen_q=KEYS, seqlen_k=KEYS, varlen=False, tokens_q=0, tokens_k=0, page_size=0, pages=0,
+        lengths=False, return_lse=False, aligned=True, no_tma="", keys=None,
+    )  # fmt: skip
+
+
+def refuse_splits(how: Asked) -> None:
+    """Raise `NotImplementedError` where a caller asks for K to be cut: where, depends on rows and on workers."""
+    for name, value in (("schedule", how.schedule if how.schedule == "stream_k" else None), ("shares", how.shares)):
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}={value!r} under tilestream.invariant: stream_k cuts K by the numbers of tiles and workers, "
+                "so that a row's bits depend on them; take schedule='dynamic', 'static' or 'auto'"
+            )
+
+
+#: Why stream_k is no candidate.
+NO_STREAM_K = Refusal("stream_k", "it cuts K by the numbers of tiles and workers, and invariance is promised")
+
+
+def keeping(found: Sequence[Found], orders: Sequence[object], promised: object, way_out: str) -> list[Found]:
+    """The candidates that add in the promised order.
+
+    Raises
+    ------
+    NotImplementedError
+        If there is none: with ``way_out``.
+    """
+    kept = [one for one, order in zip(found, orders, strict=True) if order == promised]
+    if not kept:
+        raise NotImplementedError(
+            f"tilestream.invariant: these operands would be added in another order ({orders[0]}) than plain ones "
+            f"({promised}); {way_out}"
+        )
+    return kept
+
+
+def refused(found: Sequence[Found], kept: Sequence[Found], orders: Sequence[object]) -> tuple[Refusal, ...]:
+    """Candidates that the promise excludes, by their order."""
+    others = dict.fromkeys(str(order) for one, order in zip(found, orders, strict=True) if one not in kept)
+    count = len(found) - len(kept)
+    if not count:
+        return ()
+    what = f"{count} candidate{'s' if count > 1 else ''}"
+    return (Refusal(what, f"they add in another order than is promised: {'; '.join(list(others)[:3])}"),)
+
+
+def cost(label: str, seconds: float, free_label: str, free_seconds: float) -> str:
+    """What a promise costs, in words: by the cost model, beside the plan without it."""
+    if (label, seconds) == (free_label, free_seconds):
+        return "nothing: the plan is the same without it"
+    return (
+        f"{max(0.0, seconds / free_seconds - 1):.1%} by the cost model ({number(seconds * 1e3)} ms, and "
+        f"{number(free_seconds * 1e3)} ms without it: {free_label})"
+    )

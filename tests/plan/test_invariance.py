@@ -1,0 +1,152 @@
+"""`tilestream.invariant` in plans: one order of additions for all rows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tilestream as ts
+from tilestream.plan import limit
+from tilestream.plan.additions import MMA, Additions
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "invariance_alike.json"
+ROWS = (1, 7, 64, 128, 300, 4096, 16384)
+
+
+def orders(device="h100", rows=ROWS, **how):
+    given = {"dtype": "bfloat16", "layout": "nt"} | how
+    return {ts.plan(m, 1024, 8192, device=device, invariant=True, **given).additions for m in rows}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"workers": 5}, {"schedule": "static"}, {"schedule": "dynamic"}, {"dtype": "float16"}, {"queues": 4},
+     {"dtype": "float8_e4m3fn"}, {"out_dtype": "float32"}, {"batch": 3}, {"backend": "portable"}],
+    ids=str,
+)  # fmt: skip
+def test_all_rows_are_added_in_one_order(how):
+    assert orders(**how) == {Additions(MMA)}
+
+
+def test_promoted_sums_have_their_interval():
+    assert orders(dtype="float8_e4m3fn", use_fast_accum=False) == {Additions(MMA, 128)}
+
+
+@pytest.mark.parametrize("device", ["h200", "mi300x", "mi350x"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_elsewhere_one_tile_keeps_it(device, dtype):
+    (order,) = orders(device, dtype=dtype)
+    assert order.cuts == ((),)
+    assert (order.unit == MMA) == (device == "h200" and dtype == "bfloat16")
+
+
+def test_without_it_few_rows_are_cut_along_k():
+    free = ts.plan(16, 1024, 8192, device="h100", dtype="bfloat16", layout="nt")
+    assert free.schedule.kind == "stream_k"
+    assert free.additions.cuts == (tuple(range(1024, 8192, 1024)),)
+    kept = ts.plan(16, 1024, 8192, device="h100", dtype="bfloat16", layout="nt", invariant=True)
+    text = kept.explain()
+    assert "promise   the same bits for each row, whatever is beside it: mma, K whole" in text
+    assert "% by the cost model" in text
+    assert "stream_k: it cuts K by the numbers of tiles and workers, and invariance is promised" in text
+    assert not free.promise
+    assert "promise" not in free.explain()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"schedule": "stream_k"}, "schedule='stream_k' under tilestream.invariant: stream_k cuts K"),
+        ({"shares": 3}, "shares=3 under tilestream.invariant: stream_k cuts K"),
+        ({"dtype": "float8_e4m3fn", "backend": "portable", "tile": (16, 128)}, "added in another order .*leave tile="),
+    ],
+)
+def test_what_would_add_otherwise_is_refused(how, why):
+    with pytest.raises(NotImplementedError, match=why):
+        ts.plan(64, 1024, 4096, device="h100", invariant=True, **{"dtype": "bfloat16", "layout": "nt"} | how)
+
+
+def test_only_true_false_and_none():
+    for function in (ts.plan, ts.attention_plan):
+        with pytest.raises(TypeError, match="invariant=1; it is True, False, or None"):
+            function(64, 64, **({"k": 64} if function is ts.plan else {}), invariant=1)
+
+
+def test_the_context_asks_and_an_argument_overrides():
+    with ts.invariant():
+        assert ts.plan(64, 64, 64).promise
+        assert not ts.plan(64, 64, 64, invariant=False).promise
+        with ts.worker_limit(1):
+            assert ts.plan(64, 64, 64).promise
+            assert ts.plan(64, 64, 64).workers == 1
+    assert not ts.plan(64, 64, 64).promise
+
+
+def test_limits_join():
+    promise, few = limit.INVARIANT, 3
+    assert limit.tighter(promise, few) == limit.tighter(few, promise) == promise | few
+    assert limit.tighter(promise | 5, 3) == promise | 3
+    assert limit.tighter(promise, 0) == limit.tighter(promise, promise) == promise
+    assert (limit.workers_in(promise | 7), limit.is_invariant(promise | 7), limit.is_invariant(7)) == (7, True, False)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"window": (200, 0)}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float32"}])
+def test_all_queries_take_keys_in_one_order(how):
+    shapes = ((1, 8192), (7, 900), (300, 300), (1024, 1024), (4096, 4096))
+    made = [
+        ts.attention_plan(q, k, heads_q=32, heads_kv=8, causal=True, device="h100", invariant=True, **how)
+        for q, k in shapes
+    ]
+    assert len({plan.key_order for plan in made}) == 1
+    assert all(plan.shares == 1 for plan in made)
+    assert "the same bits for each row" in made[0].explain()
+
+
+def test_attention_refuses_what_takes_keys_otherwise():
+    arrival = ts.Arrival.uniform(64, 4)
+    with pytest.raises(NotImplementedError, match=r"arrival= under tilestream\.invariant: keys that arrive are taken"):
+        ts.attention_plan(256, device="h100", arrival=arrival, invariant=True)
+    with pytest.raises(NotImplementedError, match=r"splits=4 under tilestream\.invariant"):
+        ts.attention_plan(1, 4096, device="h100", splits=4, invariant=True)
+    with pytest.raises(NotImplementedError, match="pages of too few keys, or rows that are not aligned: copy them"):
+        ts.attention_plan(1, 4096, device="h100", page_size=4, invariant=True)
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_says_so():
+    """What plans take for one order had the same bits on an H100; what they do not is not taken for it."""
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
+    groups = {row["group"] for row in rows}
+    assert len(groups) > 10
+    for group in groups - {one for one in groups if one.startswith("attention")}:
+        of = [row for row in rows if row["group"] == group and row["like"]]
+        whole = [row for row in of if "shares" not in row["way"] and "stream_k" not in row["way"]]
+        whole = [row for row in whole if "cuBLAS" not in row["way"] and not any(row["failures"])]
+        eight, single = group.startswith("float8"), group.startswith("float32")
+        alike = [
+            row for row in whole
+            if not ("portable" in row["way"] and (single or (eight and "portable 16x" in row["way"])))
+        ]  # fmt: skip
+        assert len(alike) > 10
+        first = alike[0]["way"]
+        assert all(set(row["like"].values()) == {first} for row in alike), group
+        assert all(not any(row["places"].values()) for row in whole), group
+
+
+def test_the_record_of_attention_says_so():
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
+    of = [row for row in rows if row["group"].startswith("attention") and "shares" not in row["way"]]
+    assert len(of) > 10
+    assert all(row["places"] == {"all": []} for row in of)
+    classes = {}
+    for row in of:
+        if "hopper" in row["way"]:
+            classes.setdefault((row["group"], row["way"].rpartition("x")[2]), set()).add(row["like"]["all"])
+    assert all(len(found) == 1 for found in classes.values()), "tiles of equal blocks of keys"
