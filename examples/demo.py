@@ -28,8 +28,7 @@ import tilestream as ts
 from tilestream.arrival.files import drop_from_page_cache, find_matrix
 from tilestream.plan.problem import FP8
 from tilestream_tools.cli.doctor import available_memory, backend
-from tilestream_tools.cli.ui import one_line
-from tilestream_tools.units import milliseconds, size
+from tilestream_tools.units import milliseconds, one_line, size
 
 #: The default inputs: float32 in a file for the CPU, bfloat16 in pinned memory for a GPU; 256 MiB each.
 FILE_SHAPE = (16384, 4096)

@@ -1,4 +1,4 @@
-"""Numbers with units, as people read them."""
+"""Numbers with units, and errors, as people read them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,13 @@ def size(count: float) -> str:
 def milliseconds(seconds: float) -> str:
     """A time, always in ms so that times compare at a glance."""
     return f"{seconds * 1e3:.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.3f}"
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message as one line, with the file's name first where it is about a file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, ModuleNotFoundError):
+        package = "triton" if error.name == "triton" else "'tilestream[cli]'"
+        return f"{error.name} is missing: pip install {package}"
+    return " ".join(str(error).split()) or type(error).__name__
