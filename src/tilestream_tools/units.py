@@ -25,3 +25,16 @@ def one_line(error: BaseException) -> str:
         package = "triton" if error.name == "triton" else "'tilestream[cli]'"
         return f"{error.name} is missing: pip install {package}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def duration(seconds: float) -> str:
+    """A time with its unit, in three digits: ``286 us``, ``3.16 ms``, ``1.25 s``."""
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if abs(seconds) * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def count(number: int, what: str) -> str:
+    """``1 worker``, ``132 workers``."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -57,6 +57,13 @@ class Gemm:
         if self.backward:
             torch.autograd.grad(made, operands, torch.empty_like(made))
 
+    def __str__(self) -> str:
+        options = (
+            ["bias"] * self.bias + ["backward"] * self.backward + [self.activation] * (self.activation is not None)
+        )
+        options += [self.layout] * (self.layout != "linear") + [f"scales={self.scales}"] * (self.scales != "none")
+        return _text("gemm", (self.m, self.n, self.k, self.dtype), options, chunk=self.chunk)
+
     def operands(self, make: Make) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``[m, k]`` and B ``[k, n]``, as the layout says."""
         m, n, k = self.m, self.n, self.k
@@ -105,6 +112,11 @@ class Attention:
         """Make the call, on the meta device."""
         self.attend(*self.operands(_meta))
 
+    def __str__(self) -> str:
+        shape = (self.batch, self.rows, self.heads, self.heads_kv, self.columns, self.dtype)
+        options = ["causal"] * self.causal + ["lse"] * self.lse + [self.layout] * (self.layout != "bshd")
+        return _text("attention", shape, options, keys=self.keys, chunk=self.chunk)
+
     def operands(self, make: Make) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q, K and V; ``"bhsd"`` as models do: views of what their projections give."""
         keys = self.keys or self.rows
@@ -132,6 +144,12 @@ Call = Gemm | Attention
 
 def _meta(dtype: str, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _text(kind: str, shape: Sequence[object], options: Sequence[str | None], **numbers: int) -> str:
+    """A call as `parse` takes it."""
+    named = [f"{name}={number}" for name, number in numbers.items() if number]
+    return f"{kind} {','.join(map(str, [*shape, *options, *named]))}"
 
 
 def _arrival(rows: int, chunk: int) -> Arrival | None:
