@@ -68,7 +68,8 @@ def roofline(points: Sequence[Point], roofs: Sequence[Roof], bandwidth: float, r
     ys += [x * min(bandwidth, read) for x in xs]
     low_x, high_x = math.floor(math.log10(min(xs))), math.ceil(math.log10(max(xs) * 1.2))
     low_y, high_y = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys) * 1.05))
-    top, bottom, right = 14, 330, WIDTH - _RIGHT
+    top, bottom, right = 26, 340, WIDTH - _RIGHT
+    unit, factor = ("TFLOP/s", 1e12) if high_y > 13 else ("GFLOP/s", 1e9)
 
     def x_of(value: float) -> float:
         return _LEFT + (math.log10(value) - low_x) / (high_x - low_x) * (right - _LEFT)
@@ -84,12 +85,10 @@ def roofline(points: Sequence[Point], roofs: Sequence[Roof], bandwidth: float, r
         y = y_of(10.0**power)
         parts += [
             _line(_LEFT, y, right, y, "grid"),
-            _text(_LEFT - 6, y + 4, rate(10.0**power).split()[0], "end", "faint"),
+            _text(_LEFT - 6, y + 4, f"{10.0**power / factor:g}", "end", "faint"),
         ]
-    unit = "operations a byte that has to be moved"
-    parts += [_text((_LEFT + right) / 2, bottom + 36, unit, kind="faint")]
-    scale = " and ".join(dict.fromkeys(rate(10.0**power).split()[1] for power in (low_y, high_y)))
-    parts += [_text(4, top - 2, scale, "start", "faint")]
+    below = "operations a byte that has to be moved"
+    parts += [_text((_LEFT + right) / 2, bottom + 36, below, kind="faint"), _text(4, 12, unit, "start", "faint")]
     parts += [_line(_LEFT, bottom, right, bottom, "axis")]
     highest = max(roof.peak for roof in roofs)
     for slope, dashes in ((bandwidth, ""), (read, "5 4")):

@@ -53,7 +53,7 @@ DEFAULT = {
     "cpu": (
         "gemm 1024,1024,1024,float32", "gemm 16,4096,4096,float32", "attention 1,1024,8,8,64,float32,causal",
         "gemm 512,1001,777,float32,bias,gelu", "gemm 2048,2048,2048,float32", "gemm 1024,1024,1024,bfloat16",
-        "attention 4,256,8,2,64,float32", "gemm 1024,1024,1024,float8_e4m3fn",
+        "attention 4,256,8,2,64,float32", "attention 1,1024,8,8,512,float32",
     ),
     "cuda": (
         "gemm 4096,4096,4096", "gemm 16,8192,8192", "attention 2,8192,16,16,128,causal", "gemm 8192,8192,1024",
@@ -127,7 +127,7 @@ def report(
     data: Data = {
         "kind": KIND, "schema": SCHEMA, "about": run.about(found), "quick": quick, "device": where,
         "machine": machine(found, clock, {getattr(call, "dtype", "") for call in chosen}),
-        "doctor": [[title, [list(row) for row in rows]] for title, rows in doctor.sections()],
+        "doctor": [[title, [[name, at_home(value)] for name, value in rows]] for title, rows in doctor.sections()],
     }  # fmt: skip
     data["calls"] = [planned(call, where) for call in chosen]
     steps.next("compiling what the calls launch")
@@ -170,6 +170,14 @@ def default_calls(where: str, quick: bool) -> list[Call]:
     return [parse(*text.split(" ", 1)) for text in kept]
 
 
+def at_home(text: str) -> str:
+    """A text without the names of the user's folders: reports are passed on."""
+    for folder, name in ((Path.cwd(), "."), (Path.home(), "~")):
+        if folder != folder.parent:
+            text = text.replace(f"{folder}/", f"{name}/")
+    return text
+
+
 class _Steps:
     """Shares of the report's steps, all counted alike; what a step says of itself keeps its share."""
 
@@ -188,6 +196,8 @@ def _or_why(measure: Callable[[], Data]) -> Data:
     """What was measured, or why nothing was: a report of what else there is beats none."""
     try:
         return measure()
+    except (NotImplementedError, ValueError, TypeError) as error:  # ours: they say what is wrong
+        return {"why": one_line(error)}
     except Exception as error:
         return {"why": f"{type(error).__name__}: {one_line(error)}"}
 
@@ -224,7 +234,7 @@ def warm(calls: Sequence[Call], device: DeviceProperties) -> Data:
             with ProcessPoolExecutor(min(len(missing), run.device_of("cpu").workers), mp_context=spawn) as pool:
                 for done in [pool.submit(ahead.compile_call, call, device) for call in missing]:
                     done.result()
-        return {"cache": str(kernel_cache.folder()), "kernels": rows, "seconds": time.perf_counter() - begin}
+        return {"cache": at_home(str(kernel_cache.folder())), "kernels": rows, "seconds": time.perf_counter() - begin}
 
     return _or_why(look)
 
@@ -434,8 +444,9 @@ class _Said(io.TextIOBase):
 
 
 def timed_again(calls: Sequence[Call], where: str) -> Iterator[Call]:
-    """The calls that are drawn: the first matmul without anything arriving, and on a GPU the first attention."""
-    yield from [call for call in calls if isinstance(call, Gemm) and not call.chunk][:1]
+    """The calls that are drawn: the largest matmul, and on a GPU the first attention; nothing of them arrives."""
+    gemms = [call for call in calls if isinstance(call, Gemm) and not call.chunk]
+    yield from sorted(gemms, key=lambda call: -call.m * call.n * call.k)[:1]
     if where == "cuda":
         yield from [call for call in calls if isinstance(call, Attention) and not call.chunk][:1]
 

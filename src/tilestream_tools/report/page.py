@@ -149,6 +149,7 @@ def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], tex
         return f"<{tag}{scope}{number}>{value}</{tag}>"
 
     head = "".join(cell(place, escape(name), "th", ' scope="col"') for place, name in enumerate(heads))
+    head = f"<thead><tr>{head}</tr></thead>" if heads else ""
 
     def row(values: Sequence[str]) -> str:
         first, *others = values
@@ -159,7 +160,7 @@ def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], tex
     body = "".join(map(row, rows))
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption, quote=True)}"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<caption>{escape(caption)}</caption>{head}<tbody>{body}</tbody></table></div>"
     )
 
 
@@ -180,26 +181,27 @@ def beside_torch(data: Data) -> str:
         "take turns. Each answer was checked against float64 before it was timed.</p>",
         charts.ratios([(name, one["ratio"], one["band"]) for name, one in named], "torch's time / ours"),
     ]
-    heads = ["", "call", "torch", "tilestream", "torch / ours", "rate", "floor / ours", "first call"]
-    heads += ["host: torch", "host: ours", "torch / ours"] if gpu else []
-    rows = []
+    heads = ["", "call", "torch", "tilestream", "torch / ours", "rate", "floor / ours"]
+    rows, host_rows = [], []
     for number, call in measured:
         one = call["clocks"]["device"]
         ours = one["tilestream"][1]
         row = [
             str(number), escape(call["call"]), duration(one["torch"][1]), duration(ours),
             judged(one["ratio"], one["band"]), rate(call["operations"] / ours),
-            f"{call['floor'] / ours:.2f}", duration(call["first"]),
+            f"{call['floor'] / ours:.2f}",
         ]  # fmt: skip
         if host := call["clocks"].get("host"):
-            row += [duration(host["torch"]), duration(host["tilestream"]), f"{host['ratio']:.2f}"]
+            of_host = duration(host["torch"]), duration(host["tilestream"]), f"{host['ratio']:.2f}"
+            host_rows.append([str(number), escape(call["call"]), *of_host, duration(call["first"])])
         rows.append(row)
     parts.append(table("Each call: medians; the floor is the roofline's bound", heads, rows, (0, 1)))
     if gpu:
-        parts.append(
-            '<p class="hint">Calls with a floor below 50 us are replayed from CUDA graphs, ours and torch\'s. The columns '
-            "of the host are what issuing a call costs, of many in a row.</p>"
-        )
+        heads = ["", "call", "torch", "tilestream", "torch / ours", "first call of ours"]
+        parts += [
+            '<p class="hint">Calls with a floor below 50 us are replayed from CUDA graphs, ours and torch\'s.</p>',
+            table("What issuing a call costs the host, of many in a row", heads, host_rows, (0, 1)),
+        ]
     return "".join(parts)
 
 
@@ -269,8 +271,8 @@ def overlap(data: Data) -> str:
     )  # fmt: skip
     return (
         f"<p>{escape(shape)}, {escape(found['origin'])} at {found['gb_per_s'][bring]:.3g} GB/s. Streaming won {said}, "
-        f"and took {found['streamed_over_larger']:.2f} times the larger of the two parts; no overlap goes below 1. Host's "
-        "clock, idle to idle, medians; every streamed answer was checked.</p>"
+        f"and took {found['streamed_over_larger']:.2f} times the larger of the two parts; no overlap goes below 1. "
+        "Host's clock, idle to idle, medians; every streamed answer was checked.</p>"
         + charts.overlap(ms, bring)
     )  # fmt: skip
 
@@ -307,7 +309,16 @@ def plans(data: Data) -> str:
         parts.append(table("Calls that were not measured, and why", ["call", "why"], refused, (0, 1)))
     else:
         parts.append("<p>Every call was measured.</p>")
-    parts.append("<h3>What each plan chose, and what it refused</h3>")
+    parts.append("<h3>What plans refused</h3>")
+    why: dict[tuple[str, str], list[int]] = {}
+    for number, call in enumerate(data["calls"], 1):
+        for what, reason in call.get("refused", ()):
+            why.setdefault((what, reason), []).append(number)
+    rows = [[escape(what), escape(reason), ", ".join(map(str, calls))] for (what, reason), calls in why.items()]
+    parts.append(
+        table("What was considered and not taken, and for which calls", ["what", "why", "calls"], rows, (0, 1, 2))
+    )
+    parts.append("<h3>Each plan in its own words</h3>")
     for number, call in enumerate(data["calls"], 1):
         if "explain" in call:
             parts.append(
@@ -320,6 +331,6 @@ def plans(data: Data) -> str:
 def findings(data: Data) -> str:
     """What `tilestream doctor` prints."""
     return "".join(
-        table(title, [title, ""], [[escape(name), escape(value)] for name, value in rows], (0, 1))
+        table(title, (), [[escape(name), escape(value)] for name, value in rows], (0, 1))
         for title, rows in data["doctor"]
     )
