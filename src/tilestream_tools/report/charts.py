@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tilestream_tools.units import duration
 
 WIDTH = 752
-_LEFT, _RIGHT = 62, 14
+_LEFT, _RIGHT = 62, 24
 
 
 class Point(NamedTuple):

@@ -164,6 +164,11 @@ def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], tex
     )
 
 
+def _call(text: str) -> str:
+    """A call in a cell, broken behind commas."""
+    return escape(text).replace(",", ",<wbr>")
+
+
 def _why(found: Data) -> str:
     return f"<p>Not measured: {escape(found['why'])}.</p>"
 
@@ -187,13 +192,13 @@ def beside_torch(data: Data) -> str:
         one = call["clocks"]["device"]
         ours = one["tilestream"][1]
         row = [
-            str(number), escape(call["call"]), duration(one["torch"][1]), duration(ours),
+            str(number), _call(call["call"]), duration(one["torch"][1]), duration(ours),
             judged(one["ratio"], one["band"]), rate(call["operations"] / ours),
             f"{call['floor'] / ours:.2f}",
         ]  # fmt: skip
         if host := call["clocks"].get("host"):
             of_host = duration(host["torch"]), duration(host["tilestream"]), f"{host['ratio']:.2f}"
-            host_rows.append([str(number), escape(call["call"]), *of_host, duration(call["first"])])
+            host_rows.append([str(number), _call(call["call"]), *of_host, duration(call["first"])])
         rows.append(row)
     parts.append(table("Each call: medians; the floor is the roofline's bound", heads, rows, (0, 1)))
     if gpu:
@@ -290,7 +295,7 @@ def warm(data: Data) -> str:
     found = data["warm"]
     if "why" in found:
         return f"<p>{escape(found['why'][:1].upper() + found['why'][1:])}.</p>"
-    rows = [[escape(call), "in the cache" if cached else "compiled now"] for call, cached in found["kernels"]]
+    rows = [[_call(call), "in the cache" if cached else "compiled now"] for call, cached in found["kernels"]]
     compiled = sum(not cached for _, cached in found["kernels"])
     said = f"<p>Triton's cache: <code>{escape(found['cache'])}</code>."
     said += (
@@ -303,7 +308,7 @@ def warm(data: Data) -> str:
 
 def plans(data: Data) -> str:
     """What is not done here and why; then each plan in its own words."""
-    refused = [[escape(call["call"]), escape(call["why"])] for call in data["calls"] if "why" in call]
+    refused = [[_call(call["call"]), escape(call["why"])] for call in data["calls"] if "why" in call]
     parts = []
     if refused:
         parts.append(table("Calls that were not measured, and why", ["call", "why"], refused, (0, 1)))
