@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     draw_all(RESULTS, folder)
     schedule_pictures.main([str(folder)])
     (launch,) = load(RESULTS / "cpu" / "trace_demo.json.gz")
-    draw(launch, folder / "demo.png")
+    draw(launch, folder / "demo.png", title="matmul, its input read from a disk meanwhile, AMD EPYC, 2 cores")
 
 
 def draw_all(results: Path, images: Path) -> None:
