@@ -16,6 +16,7 @@ import functools
 import io
 import math
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -209,10 +210,11 @@ def machine(device: DeviceProperties, clock: GpuClock, dtypes: set[str]) -> Data
     """The roofs: peaks as the data sheet or the CPU's flags say, and the bandwidth that a read reaches."""
     data = torch.ones(READ[clock.device] // 4, device=clock.device)
     sink = torch.empty((), device=clock.device)
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0
     timing = clock.interleave({"read": lambda: torch.sum(data, dim=0, out=sink)}, rounds=7)
     return {
         "name": device.name, "backend": device.backend, "workers": device.workers, "source": device.source,
-        "bandwidth": device.bandwidth, "read": data.nbytes / min(timing.seconds["read"]),
+        "load": load, "cores": run.device_of("cpu").workers, "bandwidth": device.bandwidth, "read": data.nbytes / min(timing.seconds["read"]),
         "peaks": {dtype: device.peak(dtype, device.workers) for dtype in sorted(dtypes)},
     }  # fmt: skip
 
@@ -250,17 +252,13 @@ def plan_of(call: Call, device: str) -> Plan | AttentionPlan:
     ValueError, TypeError, NotImplementedError
         If nothing on the device does it.
     """
+    how: Data = {"dtype": call.dtype, "device": device}
     if isinstance(call, Gemm):
-        layout = "nt" if call.layout == "linear" else call.layout
-        arrival = call.options(_meta)["arrival"]
-        return plan(
-            call.m, call.n, call.k, dtype=call.dtype, device=device, layout=layout, scales=call.scales, arrival=arrival
-        )  # type: ignore[arg-type]
-    return attention_plan(
-        call.rows, call.keys or call.rows, batch=call.batch, heads_q=call.heads, heads_kv=call.heads_kv,
-        head_dim=call.columns, dtype=call.dtype, causal=call.mask, layout=call.layout, return_lse=call.lse,
-        device=device,
-    )  # type: ignore[arg-type]  # fmt: skip
+        how |= {"layout": "nt" if call.layout == "linear" else call.layout, "scales": call.scales}
+        return plan(call.m, call.n, call.k, arrival=call.options(_meta)["arrival"], **how)
+    how |= {"causal": call.mask, "layout": call.layout, "return_lse": call.lse, "heads_kv": call.heads_kv}
+    keys = call.keys or call.rows
+    return attention_plan(call.rows, keys, batch=call.batch, heads_q=call.heads, head_dim=call.columns, **how)
 
 
 def planned(call: Call, device: str) -> Data:
@@ -356,6 +354,7 @@ def beside(call: Call, make: Callable[..., torch.Tensor]) -> Beside:
 def _attention(call: Attention, make: Callable[..., torch.Tensor]) -> Beside:
     q, k, v = call.operands(make)
     by_heads = [x if call.layout == "bhsd" else x.transpose(1, 2) for x in (q, k, v)]
+    query, key, value = by_heads
     by_rows = [x.transpose(1, 2) for x in by_heads]
     how: Data = {"is_causal": call.causal, "enable_gqa": call.heads != call.heads_kv}
     if call.mask is True and call.keys not in (0, call.rows):
@@ -364,7 +363,7 @@ def _attention(call: Attention, make: Callable[..., torch.Tensor]) -> Beside:
         how = {"attn_mask": causal_lower_right(call.rows, call.keys), "enable_gqa": how["enable_gqa"]}
 
     def theirs() -> torch.Tensor:
-        return F.scaled_dot_product_attention(*by_heads, **how)
+        return F.scaled_dot_product_attention(query, key, value, **how)
 
     def flat(out: torch.Tensor) -> torch.Tensor:
         return (out.transpose(1, 2) if call.layout == "bhsd" else out).reshape(call.batch * call.rows, -1)
@@ -459,6 +458,6 @@ def traced(call: Call, where: str) -> list[LaunchTrace]:
             if isinstance(call, Attention):
                 call.attend(*operands)
             else:
-                how = {"schedule": "dynamic"} if where == "cpu" else {}
+                how: Data = {"schedule": "dynamic"} if where == "cpu" else {}
                 call.product(*operands, **how)
     return recorder.launches[-1:]
