@@ -155,3 +155,17 @@ def test_a_picture_made_again_has_the_same_bytes(tmp_path):
         figure.text(0.1, 0.5, "x")
         palette.save(figure, Path(path), "a title")
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_committed_reports_are_made_of_their_json():
+    from tilestream_tools.report import page
+
+    made = sorted((DOCS / "report").glob("*.json"))
+    assert made
+    linked = (DOCS / "howto" / "report.md").read_text(encoding="utf-8")
+    for path in made:
+        text = path.with_suffix(".html").read_text(encoding="utf-8")
+        how = f"python -m tilestream_tools.report --from {path} --out {path.with_suffix('.html')}"
+        assert text == page.html(page.read(path)), how
+        assert f"../report/{path.stem}.html" in linked
+        assert len(text) < 600_000

@@ -214,7 +214,8 @@ def machine(device: DeviceProperties, clock: GpuClock, dtypes: set[str]) -> Data
     timing = clock.interleave({"read": lambda: torch.sum(data, dim=0, out=sink)}, rounds=7)
     return {
         "name": device.name, "backend": device.backend, "workers": device.workers, "source": device.source,
-        "load": load, "cores": run.device_of("cpu").workers, "bandwidth": device.bandwidth, "read": data.nbytes / min(timing.seconds["read"]),
+        "load": load, "cores": run.device_of("cpu").workers, "bandwidth": device.bandwidth,
+        "read": data.nbytes / min(timing.seconds["read"]),
         "peaks": {dtype: device.peak(dtype, device.workers) for dtype in sorted(dtypes)},
     }  # fmt: skip
 

@@ -101,9 +101,21 @@ def html(data: Data) -> str:
     head = (
         f'<a class="skip" href="#beside">Skip to the figures</a><header><h1>{escape(title)}</h1>'
         f'<p class="faint">{escape(versions)}{escape(commit)}; {escape(about["date"])}; {how}, '
-        f'{data["seconds"]:.0f} s</p>{cards(data)}<nav aria-label="Sections"><ul>{links}</ul></nav></header>'
+        f"{data['seconds']:.0f} s</p>{busy(data['machine'])}{cards(data)}"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav></header>'
     )
     return frame.page(title, f"<main>{head}{body}</main>")
+
+
+def busy(machine: Data) -> str:
+    """A sentence where other processes had the machine's cores, too."""
+    load, cores = machine.get("load", 0.0), machine.get("cores", 1)
+    if load <= 0.5 * cores:
+        return ""
+    return (
+        f"<p>The machine was busy: a load of {load:g} on {count(cores, 'core')} before the report began. Ratios are of "
+        "calls that took turns; times are longer than on an idle machine.</p>"
+    )
 
 
 def cards(data: Data) -> str:

@@ -100,6 +100,13 @@ def test_what_was_not_measured_is_said(data):
         assert words in text
 
 
+@pytest.mark.parametrize(("load", "said"), [(0.9, False), (7.5, True)])
+def test_a_busy_machine_is_said(data, load, said):
+    machine = data["machine"] | {"load": load, "cores": 2}
+    text = "".join(Read(page.html(data | {"machine": machine})).texts)
+    assert ("The machine was busy: a load of 7.5 on 2 cores" in text) == said
+
+
 def test_ratios_are_judged_by_their_quartiles():
     assert "won" in page.judged(1.1, (1.05, 1.2))
     assert "lost" in page.judged(0.9, (0.8, 0.95))
