@@ -39,7 +39,9 @@ def figure(width: float, height: float, scale: float = SCALE) -> Figure:
 
 def save(made: Figure, path: Path, title: str) -> Path:
     """Write a picture, with its title as a property of the file; a picture made again has the same bytes."""
-    about = {".png": {"Title": title, "Software": None}, ".svg": {"Title": title, "Date": None}}.get(path.suffix)
-    small = {"optimize": True} if path.suffix == ".png" else None
-    made.savefig(path, dpi="figure", metadata=about, pil_kwargs=small)
+    how = {
+        ".png": {"metadata": {"Title": title, "Software": None}, "pil_kwargs": {"optimize": True}},
+        ".svg": {"metadata": {"Title": title, "Date": None}},
+    }.get(path.suffix, {})
+    made.savefig(path, dpi="figure", **how)
     return path
