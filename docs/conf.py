@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -61,5 +64,15 @@ class CommandHelp(SphinxDirective):
         return sections
 
 
+def copy_reports(app: Sphinx, error: Exception | None) -> None:
+    """Pages of `tilestream report`, which are whole as they are, lie beside those that are built."""
+    if error is None and app.builder.format == "html":
+        there = Path(app.outdir) / "report"
+        there.mkdir(exist_ok=True)
+        for page in (Path(app.srcdir) / "report").glob("*.*"):
+            shutil.copy(page, there)
+
+
 def setup(app: Sphinx) -> None:
     app.add_directive("command-help", CommandHelp)
+    app.connect("build-finished", copy_reports)

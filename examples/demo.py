@@ -28,8 +28,7 @@ import tilestream as ts
 from tilestream.arrival.files import drop_from_page_cache, find_matrix
 from tilestream.plan.problem import FP8
 from tilestream_tools.cli.doctor import available_memory, backend
-from tilestream_tools.cli.ui import one_line
-from tilestream_tools.units import milliseconds, size
+from tilestream_tools.units import milliseconds, one_line, size
 
 #: The default inputs: float32 in a file for the CPU, bfloat16 in pinned memory for a GPU; 256 MiB each.
 FILE_SHAPE = (16384, 4096)
@@ -142,16 +141,16 @@ def refuse_too_large(what: str, nbytes: int) -> None:
         raise ValueError(f"{what} takes {size(nbytes)} of memory, {size(available)} are available")
 
 
-def demo_file(folder: Path | None) -> Path:
+def demo_file(folder: Path | None, shape: tuple[int, int] = FILE_SHAPE) -> Path:
     """The demonstration's own file in ``folder``, or in the user's cache; written where it is missing or cut off."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # where relative, to be ignored (freedesktop.org)
     folder = folder or (base if base.is_absolute() else Path.home() / ".cache") / "tilestream"
-    rows, columns = FILE_SHAPE
+    rows, columns = shape
     path = folder / f"activations-{rows}x{columns}-float32.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError, ValueError, TypeError):
         found = find_matrix(path, "x")
-        if (found.shape, found.dtype) == (FILE_SHAPE, "float32"):
+        if (found.shape, found.dtype) == (shape, "float32"):
             return path
     need, free = 4 * rows * columns + 2**16, shutil.disk_usage(folder).free
     if free < need:
@@ -164,7 +163,7 @@ def demo_file(folder: Path | None) -> Path:
     handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
     os.close(handle)
     try:
-        save_file({"x": torch.randn(FILE_SHAPE, generator=torch.Generator().manual_seed(SEED))}, name)
+        save_file({"x": torch.randn(shape, generator=torch.Generator().manual_seed(SEED))}, name)
         Path(name).replace(path)
     finally:
         Path(name).unlink(missing_ok=True)
@@ -339,12 +338,20 @@ class Bench:
             found.append(check(self.truth, self.w, expected, self.out))
         return timings, max(found, key=lambda error: (not error.right, error.missing, error.ours))
 
-    def draw(self, folder: Path) -> dict[str, str]:
-        """Trace one more streamed run; the files of the trace and its picture."""
+    def traced(self) -> ts.trace.LaunchTrace:
+        """The launch of one more streamed run."""
         with ts.trace.record() as recorder:
+            if self.file is None:
+                self.seconds("streamed")  # compiles the kernel that records
             self.seconds("streamed")
         launch = recorder.launches[-1]
-        launch.started = {0: self.stream.started}
+        if self.file is not None:
+            launch.started = {0: self.stream.started}
+        return launch
+
+    def draw(self, folder: Path) -> dict[str, str]:
+        """Trace one more streamed run; the files of the trace and its picture."""
+        launch = self.traced()
         folder.mkdir(parents=True, exist_ok=True)
         try:
             timeline = str(ts.trace.draw(launch, folder / "timeline.png"))

@@ -13,10 +13,20 @@ from typing import Any
 
 from tilestream.plan import cpu_properties
 from tilestream.plan.api import device_properties
-from tilestream_tools.sweep.clock import Call, GpuClock, Timing, WallClock, quartiles, torch
+from tilestream_tools.sweep.clock import Call, GpuClock, Timing, WallClock, host_microseconds, quartiles, torch
 from tilestream_tools.sweep.run import StreamClock
 
-__all__ = ["Call", "GpuClock", "HiddenLaunchClock", "Timing", "WallClock", "interleave", "quartiles", "torch"]
+__all__ = [
+    "Call",
+    "GpuClock",
+    "HiddenLaunchClock",
+    "Timing",
+    "WallClock",
+    "host_microseconds",
+    "interleave",
+    "quartiles",
+    "torch",
+]
 
 #: Seconds of a cycle, at least: an H100's highest clock.
 _CYCLE = 1 / 1.98e9
@@ -84,35 +94,6 @@ class HiddenLaunchClock(StreamClock):
                 return float(begin.elapsed_time(end)) * 1e-3
             self.spin *= 2
         raise RuntimeError(f"a call took the host {issued:.3g} s to issue, longer than the GPU can be made to spin")
-
-
-def host_microseconds(
-    functions: dict[str, Call], *, batch: int = 64, batches: int = 50, synchronize: Call | None = None
-) -> tuple[dict[str, float], dict[str, str]]:
-    """What a call costs the host: the median of batches that take turns; inside a batch nothing waits for the GPU.
-
-    Returns
-    -------
-    tuple
-        Microseconds of each call that works, and what is wrong with the others.
-    """
-    wait, works, refused = synchronize or torch.cuda.synchronize, dict(functions), {}
-    for name, function in functions.items():
-        try:
-            for _ in range(20):
-                function()
-        except Exception as error:
-            refused[name] = f"{type(error).__name__}: {error}"[:200]
-            del works[name]
-    samples: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(batches):
-        for name, function in works.items():
-            wait()
-            begin = time.perf_counter()
-            for _ in range(batch):
-                function()
-            samples[name].append((time.perf_counter() - begin) / batch)
-    return {name: round(1e6 * statistics.median(values), 2) for name, values in samples.items()}, refused
 
 
 def rates(operations: float, ms: dict[str, float]) -> dict[str, float]:

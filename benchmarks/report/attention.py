@@ -270,7 +270,7 @@ def timeline(launch: LaunchTrace, record: str, picture: str) -> str:
 
 
 #: Of the section `timeline`.
-TIMELINES = Timelines("trace_attention", "attention_timeline", 162, timeline)
+TIMELINES = Timelines("trace_attention", "attention_timeline", 140, timeline)
 SECTIONS: dict[str, Callable[[Data], list[str]]] = {
     "dense": dense, "heads": heads, "host": host, "split": listed("split", "us", ""),
     "arrival": listed("arrival", "ms", ""), "neighbour": listed("neighbour", "share", ""), "lists": lists, "fp8": fp8,

@@ -155,7 +155,7 @@ def timeline(launch: LaunchTrace, record: str, picture: str) -> str:
 
 
 #: Of the section `gather_timeline`.
-TIMELINES = Timelines("trace_gather", "gather", 230, timeline)
+TIMELINES = Timelines("trace_gather", "gather", 190, timeline)
 
 
 def lanes(path: Path) -> str:

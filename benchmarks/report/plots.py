@@ -1,23 +1,40 @@
-"""The plots of the pages. Each needs matplotlib, which is imported when one is drawn."""
+"""The pictures of the documentation, as wide as a page. Matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.core.paths import IMAGES, RESULTS
 from benchmarks.core.records import Data, records
-from benchmarks.report import attention, contention, distributed, gemm, timelines
+from benchmarks.report import attention, contention, distributed, gemm, schedule_pictures, timelines
 from benchmarks.report.tables import geomean
+from tilestream_tools import palette
+from tilestream_tools.palette import FAINT, GRID, SMALL, TEXT
+from tilestream_tools.trace.draw import draw
+from tilestream_tools.trace.perfetto import load
 
 #: Where the plot of ratios ends: a ratio beyond stands at its edge, with its number.
 HIGHEST = 1.3
-_OURS, _PEER, _OTHER, _RED = "#e09f3e", "#5c6b73", "#9db4c0", "#c0392b"
-_WIDTHS = {64: _PEER, 128: _OURS, 256: "#9e2a2b"}
+#: Of a result, and of the columns of a head.
+_OUTCOMES = {"won": palette.OURS, "even": palette.NEUTRAL, "lost": palette.REDUCE}
+_WIDTHS = {64: palette.PEER, 128: palette.OURS, 256: palette.REDUCE}
+
+
+def main(arguments: list[str]) -> None:
+    """Every picture of the documentation, or into another folder."""
+    folder = Path(arguments[0]) if arguments else IMAGES
+    draw_all(RESULTS, folder)
+    schedule_pictures.main([str(folder)])
+    (launch,) = load(RESULTS / "cpu" / "trace_demo.json.gz")
+    draw(launch, folder / "demo.png", title="matmul, its input read from a disk meanwhile, AMD EPYC, 2 cores")
 
 
 def draw_all(results: Path, images: Path) -> None:
+    """The pictures of docs/performance."""
     for data in records(results, "stream"):
         if data["folder"] == "cpu":
             cpu_stream(data, images / "cpu_stream.png")
@@ -35,126 +52,143 @@ def draw_all(results: Path, images: Path) -> None:
 
 
 @contextmanager
-def _figure(path: Path, title: str, size: tuple[float, float], panels: tuple[int, int] = (1, 1), dpi: int = 110,
-            **how: Any) -> Iterator[Any]:  # fmt: skip
-    """Panels to draw in, which are saved afterwards."""
+def _figure(path: Path, title: str, height: float, panels: tuple[int, int] = (1, 1), **how: Any) -> Iterator[Any]:
+    """Panels to draw in, as wide as a page, which are saved afterwards."""
     import matplotlib as mpl
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    with mpl.rc_context({"font.size": SMALL, "axes.titlesize": SMALL, "axes.labelcolor": FAINT, "xtick.color": FAINT,
+                         "ytick.color": FAINT, "text.color": TEXT, "axes.edgecolor": FAINT}):  # fmt: skip
+        figure = palette.figure(palette.WIDTH, height)
+        figure.set_layout_engine("constrained", h_pad=0.06, w_pad=0.06)
+        axes = figure.subplots(*panels, squeeze=False, **how)
+        for one in axes.flat:
+            one.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(title, fontsize=palette.TITLE, fontweight="bold", x=0.012, ha="left")
+        yield axes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        palette.save(figure, path, title)
 
-    figure, axes = plt.subplots(*panels, figsize=size, layout="constrained", squeeze=False, **how)
-    for one in axes.flat:
-        one.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
-    yield axes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
-    plt.close(figure)
+
+def _legend(axes: Any, count: int, **where: Any) -> None:
+    """Below the panels, in a line."""
+    handles, labels = axes.get_legend_handles_labels()
+    axes.figure.legend(handles, labels, loc="outside lower center", ncols=count, frameon=False, **where)
 
 
 def cpu_stream(data: Data, path: Path) -> None:
     """Streamed beside in turn, and the longer of its two parts."""
     title = f"256 MiB read cold and multiplied, {data['device']}, {data['cores']} cores"
-    with _figure(path, title, (8, 4)) as ((axes,),):
+    with _figure(path, title, 380) as ((axes,),):
         place = range(len(data["rows"]))
         read, multiply, streamed = (
             [row["ms"][name] for row in data["rows"]] for name in ("read", "multiply", "streamed")
         )
-        axes.bar([x - 0.2 for x in place], read, 0.38, label="read", color=_OTHER)
-        axes.bar([x - 0.2 for x in place], multiply, 0.38, bottom=read, label="then multiply", color=_PEER)
-        axes.bar([x + 0.2 for x in place], streamed, 0.38, label="streamed", color=_OURS)
+        axes.bar([x - 0.2 for x in place], read, 0.38, label="read", color=palette.BRING)
+        axes.bar([x - 0.2 for x in place], multiply, 0.38, bottom=read, label="then multiply", color=palette.PEER)
+        axes.bar([x + 0.2 for x in place], streamed, 0.38, label="streamed", color=palette.OURS)
         for x, pair in enumerate(zip(read, multiply, strict=True)):
             label = None if x else "the longer of the two"
             axes.hlines(max(pair), x, x + 0.4, color="black", linewidth=1.5, label=label)
         axes.set_xticks(list(place), [str(row["shape"][1]) for row in data["rows"]])
         axes.set_xlabel("N: columns of the weight")
         axes.set_ylabel("ms")
-        axes.legend(frameon=False)
+        _legend(axes, 4)
 
 
 def suite(data: Data, path: Path) -> None:
-    """The ratio of each shape to cuBLAS with its quartiles, by class, and each class's geometric mean."""
-    colours = {"won": _PEER, "even": _OTHER, "lost": _OURS}
-    title = f"ts.mm beside torch.mm, {data['dtype']}, {data['device']}: M and weight, or M x N x K"
-    with _figure(path, title, (13, 5)) as ((axes,),):
-        axes.axhline(1, color="black", linewidth=0.8)
-        x, places, labels, shown = 0.0, [], [], set()
-        for name, rows in gemm.by_group(data["rows"]).items():
-            begin = x
-            for row in rows:
-                kind, beyond = gemm.outcome(row), row["ratio"] > HIGHEST
-                axes.vlines(x, *row["band"], color=colours[kind], linewidth=1.5, alpha=0.6)
-                axes.plot(x, min(row["ratio"], HIGHEST), "^" if beyond else "o", color=colours[kind], markersize=4.5,
-                          label=None if kind in shown else kind, clip_on=False)  # fmt: skip
-                if beyond:
-                    axes.annotate(f"{row['ratio']:.1f}", (x, HIGHEST), xytext=(0, -12), textcoords="offset points",
-                                  ha="center", fontsize=7)  # fmt: skip
-                shown.add(kind)
-                places.append(x)
-                labels.append(f"{gemm.extents(row)[0]} {row['name']}" if row["name"] else row["shape"])
-                x += 1
+    """A column a class: the ratio of each shape to cuBLAS with its quartiles, small shapes first, and the mean."""
+    title = f"ts.mm beside torch.mm, {data['dtype']}, {data['device']}"
+    groups = gemm.by_group(data["rows"])
+    with _figure(path, title, 430) as ((axes,),):
+        axes.axhline(1, color=TEXT, linewidth=0.8)
+        labels = []
+        for place, (name, rows) in enumerate(groups.items()):
+            rows = sorted(rows, key=lambda row: math.prod(gemm.extents(row)))
+            for number, row in enumerate(rows):
+                x = place - 0.36 + 0.72 * (number + 0.5) / len(rows)
+                colour, beyond = _OUTCOMES[gemm.outcome(row)], row["ratio"] > HIGHEST
+                axes.vlines(x, *(min(edge, HIGHEST) for edge in row["band"]), color=colour, linewidth=1.5, alpha=0.6)
+                mark = "^" if beyond else "o"
+                axes.plot(x, min(row["ratio"], HIGHEST), mark, color=colour, markersize=5, clip_on=False)
             mean = geomean(row["ratio"] for row in rows)
-            label = "geometric mean" if begin == 0 else None
-            axes.hlines(min(mean, HIGHEST), begin - 0.4, x - 0.6, color=_RED, linewidth=1.5, label=label)
-            axes.annotate(f"{name}\n{mean:.3f}", ((begin + x - 1) / 2, 1), xycoords=("data", "axes fraction"),
-                          ha="center", va="bottom", fontsize=8)  # fmt: skip
-            x += 1
-        axes.set_xticks(places, labels, rotation=90, fontsize=6.5)
-        axes.set_xlim(-1, x - 1)
+            axes.hlines(min(mean, HIGHEST), place - 0.4, place + 0.4, color=TEXT, linewidth=2, zorder=1)
+            beyond = [f"{row['ratio']:.1f}" for row in rows if row["ratio"] > HIGHEST]
+            if beyond:
+                text = ",\n".join(beyond)
+                axes.annotate(text, (place, HIGHEST), xytext=(0, -9), textcoords="offset points", ha="center", va="top")
+            worst = min(row["ratio"] for row in rows)
+            shapes = f"{len(rows)} shape{'s' * (len(rows) > 1)}"
+            labels.append(f"{name}\n{shapes}\nmean {mean:.3f}\nworst {worst:.3f}")
+        axes.set_xticks(range(len(groups)), labels)
+        axes.tick_params(axis="x", length=0, labelcolor=TEXT)
+        axes.set_xlim(-0.5, len(groups) - 0.5)
         axes.set_ylim(min(0.8, *(row["ratio"] - 0.02 for row in data["rows"])), HIGHEST)
         axes.set_ylabel("cuBLAS's time / ours")
-        axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right")
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        for kind in dict.fromkeys(gemm.outcome(row) for row in data["rows"]):
+            axes.plot([], [], "o", color=_OUTCOMES[kind], label=kind)
+        axes.plot([], [], "-", color=TEXT, linewidth=2, label="geometric mean")
+        if any(row["ratio"] > HIGHEST for row in data["rows"]):
+            axes.plot([], [], "^", color=FAINT, label="beyond the axis: its number")
+        _legend(axes, 5)
 
 
 def lengths(data: Data, path: Path) -> None:
     """Rates of attention by the length of a sequence: a panel a width and mask, a line for ours and each peer."""
     rows = attention.dense_calls(data)
-    dims = list(dict.fromkeys(row["dim"] for row in rows))
-    colours = {"ts": _OURS, "cudnn": _PEER, "fa4": _OTHER}
+    dims = sorted(dict.fromkeys(row["dim"] for row in rows))
+    styles = {"ts": (palette.OURS, "o"), "cudnn": (palette.PEER, "s"), "fa4": (palette.BRING, "^")}
     title = f"ts.attention, {data['dtype']}, {data['device']}"
-    size = (4.2 * len(dims), 6.4)
-    with _figure(path, title, size, (2, len(dims)), 100, sharex=True, sharey=True) as panels:
+    with _figure(path, title, 500, (2, len(dims)), sharex=True, sharey=True) as panels:
         for line, causal in zip(panels, (True, False), strict=True):
             for axes, dim in zip(line, dims, strict=True):
                 some = sorted((r for r in rows if (r["dim"], r["causal"]) == (dim, causal)), key=lambda r: r["length"])
                 for name, label in {"ts": "tilestream", **attention.PEERS}.items():
                     points = [(row["length"], row["tflops"][name]) for row in some if name in row["tflops"]]
                     if points:
-                        axes.plot(*zip(*points, strict=True), "o-", color=colours[name], markersize=4, label=label)
+                        colour, mark = styles[name]
+                        axes.plot(*zip(*points, strict=True), mark + "-", color=colour, markersize=4, label=label)
                 axes.set_xscale("log", base=2)
-                axes.set_title(f"D {dim}, {'causal' if causal else 'full'}", fontsize=9)
-                axes.grid(visible=True, color="#e4e4e4", linewidth=0.6)
+                axes.set_title(f"{dim} columns of a head, {'causal' if causal else 'full'}")
+                axes.grid(visible=True, color=GRID, linewidth=0.6)
             line[0].set_ylabel("TFLOP/s")
         panels[0][0].set_ylim(0, 1.05 * max(rate for row in rows for rate in row["tflops"].values()))
         ticks = sorted({row["length"] for row in rows})
         panels[0][0].set_xticks(ticks, [str(x) if x < 1024 else f"{x // 1024}k" for x in ticks])
+        panels[0][0].xaxis.minorticks_off()
         for axes in panels[-1]:
-            axes.set_xlabel("S, of 16k tokens")
-        panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
+            axes.set_xlabel("rows of a sequence, of 16k tokens")
+        _legend(panels[0][0], 3)
 
 
 def sizes(data: Data, path: Path) -> None:
-    """A panel a length, a line a width: the rate, by the fastest, over the bytes of a group's keys and values."""
+    """A panel a width and length: the rate of each group of heads, by the fastest of the panel."""
     found = attention.sizes_of(data)
-    lengths = sorted({length for _, length in found})
-    title = f"Heads that are taken together, causal; filled: a power of two; {data['device']}"
-    size = (3.4 * len(lengths), 3.4)
-    with _figure(path, title, size, (1, len(lengths)), 100, sharex=True, sharey=True) as (panels,):
-        for axes, length in zip(panels, lengths, strict=True):
-            for dim in sorted(dim for dim, of in found if of == length):
-                rates, colour = found[dim, length], _WIDTHS[dim]
-                most = max(rates.values())
-                points = {size: (4e-6 * size * length * dim, rate / most) for size, rate in rates.items()}
-                axes.plot(*zip(*points.values(), strict=True), "-", color=colour, linewidth=1, label=f"D {dim}")
-                for power, face in ((False, "white"), (True, colour)):
-                    some = [at for size, at in points.items() if (size & (size - 1) == 0) == power]
+    dims, lengths = (sorted({at[which] for at in found}) for which in (0, 1))
+    title = f"How many heads are taken together, causal, {data['device']}"
+    with _figure(path, title, 90 + 130 * len(dims), (len(dims), len(lengths)), sharex=True, sharey=True) as panels:
+        for dim, line in zip(dims, panels, strict=True):
+            colour = _WIDTHS[dim]
+            for length, axes in zip(lengths, line, strict=True):
+                rates = found.get((dim, length), {})
+                most = max(rates.values(), default=1.0)
+                for power, face, label in (
+                    (True, colour, "a power of two"),
+                    (False, "white", "another number"),
+                ):
+                    some = [(4e-6 * size * length * dim, rate / most) for size, rate in rates.items()
+                            if (size & (size - 1) == 0) == power]  # fmt: skip
                     if some:
-                        axes.plot(*zip(*some, strict=True), "o", color=colour, markerfacecolor=face, markersize=4)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
-            axes.set_title(f"S {length}", fontsize=9)
-            axes.set_xlabel("MB of keys and values")
-            axes.grid(visible=True, color="#e4e4e4", linewidth=0.6)
-        panels[0].set_ylabel("rate, by the fastest")
-        panels[0].legend(frameon=False, fontsize=8, loc="lower left")
+                        axes.plot(*zip(*some, strict=True), "o", color=colour, markerfacecolor=face, markersize=4.5)
+                    axes.plot([], [], "o", color=TEXT, markerfacecolor=TEXT if power else "white", label=label)
+                axes.set_xscale("log", base=2)
+                axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
+                axes.xaxis.minorticks_off()
+                axes.grid(visible=True, color=GRID, linewidth=0.6)
+                if dim == dims[0]:
+                    axes.set_title(f"{length} rows")
+                if dim == dims[-1]:
+                    axes.set_xlabel("MB of keys and values")
+            line[0].set_ylabel(f"{dim} columns:\nrate / fastest")
+        _legend(panels[0][0], 2)

@@ -87,9 +87,9 @@ def main(arguments: list[str]) -> None:
             launch = simulate(schedule_of(kind), held=held)
             title = f"{kind}, {'all SMs' if not held else f'a neighbour on {held} of {UNITS} SMs'} (simulated)"
             path = folder / f"schedule_{kind}{'_beside' if held else ''}.png"
-            draw(launch, path, title=title, size=(1100, 420))
+            draw(launch, path, title=title, size=(1600, 580))
             print(f"{path.name}: {1e3 * launch.end:.2f} ms")
     for kind, launch in zip(("static", "dynamic"), load(TRACE), strict=True):
         title = f"{kind}, 4096 x 4096 x 4096 on an H100, a neighbour on 16 of 132 SMs"
-        draw(launch, folder / f"trace_{kind}_beside.png", title=title, size=(1100, 162 + 5 * launch.workers))
+        draw(launch, folder / f"trace_{kind}_beside.png", title=title, size=(1600, 2 * (140 + 3 * launch.workers)))
         print(f"trace_{kind}_beside.png: {1e3 * (launch.end - launch.begin):.3f} ms")

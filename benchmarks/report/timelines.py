@@ -8,14 +8,18 @@ from typing import NamedTuple
 
 from benchmarks.core.paths import ROOT
 from benchmarks.core.records import Data, load, paths
+from benchmarks.report.tables import device_of
 from tilestream.trace import LaunchTrace, draw
+from tilestream_tools import palette
 from tilestream_tools.trace.perfetto import load as load_trace
 
-#: Pixels of a picture: across, of a worker's row, and of a lane.
-_WIDTH, _ROW, _LANE = 1100, 4, 26
-#: Of the lanes of a block, by their first word: matmuls, other kernels, copies.
-_COLOURS = {
-    "gather": "#3b6ea8", "w2": "#3b6ea8", "silu": "#7c93ab", "own": "#c9a227", "rows": "#2a9d6f", "sums": "#e4572e",
+#: Pixels of a page: of a worker's row, and of a lane.
+_ROW, _LANE = 3, 17
+#: Of the lanes of a block, by their first word: their colour, and what the legend says of all of that colour.
+_LANES = {
+    "gather": (palette.OURS, "matmul"), "w2": (palette.OURS, "matmul"), "silu": (palette.NEUTRAL, "other kernels"),
+    "own": (palette.BRING, "copy of its own rows"), "rows": (palette.SECOND, "copies of others' rows"),
+    "sums": (palette.REDUCE, "copies of partial sums"),
 }  # fmt: skip
 
 
@@ -35,7 +39,7 @@ class Timelines(NamedTuple):
     picture
         A picture's name begins so, and ends as the record's, and with the device.
     head
-        Pixels beside the workers' rows.
+        Pixels of a page beside the workers' rows.
     says
         What is said of a launch, told where its record is and the picture's name.
     """
@@ -54,9 +58,11 @@ class Timelines(NamedTuple):
         for path in self._paths(results):
             images.mkdir(parents=True, exist_ok=True)
             (launch,) = load_trace(path)
-            # Without the plan, which is in the text: a line of it all is wider than the picture.
+            # Without the plan, which is in the text.
             title = f"{launch.op}: {launch.label.partition(': ')[0]}"
-            draw(launch, images / self._picture(path), title=title, size=(_WIDTH, self.head + _ROW * launch.workers))
+            draw(launch, images / self._picture(path), title=title, size=(
+                palette.SCALE * palette.WIDTH, palette.SCALE * (self.head + _ROW * launch.workers)
+            ))  # fmt: skip
 
     def _paths(self, results: Path) -> list[Path]:
         return paths(results, f"{self.records}*.json.gz")
@@ -83,24 +89,37 @@ def plot_lanes(results: Path, images: Path) -> None:
 
 
 def _draw_lanes(data: Data, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    rows = data["rows"]
-    inner, height = _LANE * len(rows), _LANE * len(rows) + 60
-    made = Figure(figsize=(_WIDTH / 100, height / 100), dpi=100, facecolor="white")
-    FigureCanvasAgg(made)
-    axes = made.add_axes((0.17, 46 / height, 0.81, inner / height))
+    rows, inner = data["rows"], _LANE * len(data["rows"])
+    height = inner + 124
+    title = f"A tensor-parallel MLP block, forward, {data['tokens']} tokens, {data['dtype']}, {device_of(data)}"
+    made = palette.figure(palette.WIDTH, height)
+    axes = made.add_axes((0.21, 76 / height, 0.77, inner / height))
+    legend = {}
     for y, row in enumerate(rows):
         spans = [(begin / 1e3, (end - begin) / 1e3) for begin, end in row["spans"]]
-        colour = _COLOURS[row["lane"].replace(":", " ").replace(",", " ").split()[0]]
+        colour, what = _LANES[row["lane"].replace(":", " ").replace(",", " ").split()[0]]
         axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=colour)
+        if spans:
+            legend[what] = Patch(facecolor=colour, label=what)
         if y and row["rank"] != rows[y - 1]["rank"]:
-            axes.axhline(y - 0.5, color="#c4c4c4", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"GPU {row['rank']}  {row['lane']}" for row in rows], fontsize=8.5)
+            axes.axhline(y - 0.5, color=palette.FAINT, linewidth=0.8)
+            axes.axhline(y - 0.5, -0.27, 0, color=palette.FAINT, linewidth=0.8, clip_on=False)
+    axes.set_yticks(range(len(rows)), [row["lane"] for row in rows], fontsize=palette.SMALL, color=palette.TEXT)
+    for rank in dict.fromkeys(row["rank"] for row in rows):
+        places = [y for y, row in enumerate(rows) if row["rank"] == rank]
+        made.text(12 / palette.WIDTH, (76 + inner - _LANE * (sum(places) / len(places) + 0.5)) / height, f"GPU {rank}",
+                  fontsize=palette.SMALL, fontweight="bold", va="center", color=palette.TEXT)  # fmt: skip
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, data["ms"])
-    axes.set_xlabel("ms", fontsize=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    made.savefig(path, dpi=100)
+    axes.set_xlim(0, 1.01 * data["ms"])
+    axes.set_xlabel("ms from the block's begin", fontsize=palette.SMALL, color=palette.FAINT)
+    axes.tick_params(axis="x", labelsize=palette.SMALL, colors=palette.FAINT)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=palette.GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    made.text(12 / palette.WIDTH, 1 - 24 / height, title, fontsize=palette.TITLE, fontweight="bold", color=palette.TEXT)
+    made.legend(handles=list(legend.values()), loc="lower center", ncols=len(legend), frameon=False,
+                fontsize=palette.SMALL, columnspacing=1.2, handlelength=1.5, labelcolor=palette.TEXT)  # fmt: skip
+    palette.save(made, path, title)

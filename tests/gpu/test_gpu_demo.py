@@ -18,7 +18,7 @@ pytest.importorskip("rich", reason="the command line is an extra")
 from typer.testing import CliRunner
 
 from tilestream_tools.cli.app import app
-from tilestream_tools.cli.demo import example
+from tilestream_tools.installed import example
 
 SMALL = ("--rows", M, "--n", N, "--k", K, "--rows-per-chunk", 128, "--repeats", 2)
 pytestmark = pytest.mark.timeout(300)

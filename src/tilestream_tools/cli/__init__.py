@@ -1,7 +1,7 @@
-"""The command line: ``tilestream demo | verify | plan | isa | sweep | trace | tune | warm | doctor``.
+"""The command line: ``tilestream demo | verify | plan | isa | sweep | report | trace | tune | warm | doctor``.
 
-Needs the extra ``cli``, but for ``doctor``. A command imports torch only when it computes something, so ``--help`` is
-quick.
+Needs the extra ``cli``, but for ``doctor`` and ``report``. A command imports torch only when it computes something, so
+``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ def main() -> None:
 
             doctor("--json" in sys.argv)
             return
+        if sys.argv[1:2] == ["report"] and "--json" not in sys.argv and "--open" not in sys.argv:
+            from tilestream_tools.report.__main__ import main as report
+
+            raise SystemExit(report(sys.argv[2:])) from None
         name = error.name or str(error)
         print(f"tilestream: the command line needs {name}: pip install 'tilestream[cli]'", file=sys.stderr)
         raise SystemExit(2) from None

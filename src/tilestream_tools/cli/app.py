@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tilestream._version import __version__
-from tilestream_tools.cli import demo, doctor, isa, plan, sweep, trace, tune, ui, verify, warm
+from tilestream_tools.cli import demo, doctor, isa, plan, report, sweep, trace, tune, ui, verify, warm
 
 app = typer.Typer(
     name="tilestream",
@@ -48,6 +48,7 @@ for command in (
     plan.plan,
     isa.isa,
     sweep.sweep,
+    report.report,
     trace.trace,
     tune.tune,
     warm.warm,

@@ -1,20 +1,15 @@
 """``tilestream demo``: the options of ``examples/demo.py``, which is installed with the package and runs here."""
 
 import contextlib
-import importlib.util
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from tilestream_tools.cli import ui
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-#: Where the example lies: in an installed package, and in a checkout.
-_PLACES = (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples")
+from tilestream_tools.installed import example
 
 
 def demo(
@@ -71,19 +66,3 @@ def demo(
             typer.echo(file.read_text(encoding="utf-8"), nl=False)
     if not right:
         ui.fail("the streamed answer is wrong", ui.FAILED)
-
-
-def example(name: str) -> ModuleType:
-    """The module of an example that is installed with the package."""
-    module = f"tilestream_tools.examples.{name}"
-    if module not in sys.modules:
-        path = next((place / f"{name}.py" for place in _PLACES if (place / f"{name}.py").is_file()), None)
-        if path is None:
-            raise ImportError(f"examples/{name}.py is not installed: install tilestream again, or run it in a checkout")
-        spec = importlib.util.spec_from_file_location(module, path)
-        assert spec is not None
-        assert spec.loader is not None
-        found = importlib.util.module_from_spec(spec)
-        sys.modules[module] = found
-        spec.loader.exec_module(found)
-    return sys.modules[module]

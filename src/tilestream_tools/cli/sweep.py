@@ -9,6 +9,7 @@ import typer
 
 from tilestream.core.dtypes import SHORT
 from tilestream_tools.cli import ui
+from tilestream_tools.units import one_line
 
 _BY = "neighbour: a kernel holds SMs; green: green contexts; nccl: beside a real collective; busy: cores (cpu)."
 
@@ -107,7 +108,7 @@ def sweep(
     except RuntimeError as error:  # the GPU is not idle, or a rank failed
         if ui.state.debug:
             raise
-        ui.fail(ui.one_line(error), ui.FAILED)
+        ui.fail(one_line(error), ui.FAILED)
     ui.found(record=str(out), about=made.about, points=[asdict(point) for point in made.points], refused=made.refused)
     for refused in made.refused:
         show(f"refused: {refused}")

@@ -1,5 +1,7 @@
-"""``tilestream trace``: a saved trace as a table, and as a picture."""
+"""``tilestream trace``: a saved trace as a table, as a picture, and as a page for a browser."""
 
+import tempfile
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -11,16 +13,23 @@ from tilestream_tools.units import milliseconds
 
 def trace(
     file: Annotated[Path, typer.Argument(help="A trace that tilestream wrote: .json or .json.gz.")],
+    html: Annotated[Path | None, typer.Option(help="Write the timelines here as a page (.html) to zoom into.")] = None,
+    show: Annotated[
+        bool, typer.Option("--open", help="Open that page; without --html it is a temporary file.")
+    ] = False,
     png: Annotated[Path | None, typer.Option(help="Draw the timeline here (.png, .svg or .pdf).")] = None,
-    launch: Annotated[int | None, typer.Option(min=0, help="Which launch to draw, from 0; default: the last.")] = None,
-    width: Annotated[int, typer.Option(min=400, help="Pixels.")] = 1600,
+    launch: Annotated[
+        int | None, typer.Option(min=0, help="Only this launch, from 0; default: all, and for --png the last.")
+    ] = None,
+    width: Annotated[int, typer.Option(min=400, help="Pixels of the picture.")] = 1600,
     height: Annotated[int | None, typer.Option(min=250, help="Pixels; default: by the number of rows.")] = None,
     as_json: ui.Json = False,
 ) -> None:
-    """Print what each worker did in a saved trace, and with --png draw the timeline."""
+    """Print what each worker did in a saved trace; with --html or --open the timelines as a page to zoom into."""
     from rich import box
     from rich.table import Table
 
+    from tilestream_tools.trace import page
     from tilestream_tools.trace.perfetto import load
 
     launches = load(file)
@@ -28,28 +37,32 @@ def trace(
         raise ValueError(f"--launch {launch}: the trace has {len(launches)}, counted from 0")
     if not launches:
         raise ValueError(f"{file}: the trace holds no launch")
-    console, told = ui.console(), []
-    for index, one in enumerate(launches):
-        total = max(one.end - one.begin, 0.0)
+    if html is not None and html.suffix != ".html":
+        raise ValueError(f"--html {html}: a page ends with .html")
+    console, told = ui.console(), page.table(launches)
+    for index, (one, row) in enumerate(zip(launches, told, strict=True)):
         console.print(f"launch {index}: {one.op}, {one.label}: {one.tiles_done} of {one.tiles} tiles", markup=False)
         table = Table(box=box.SIMPLE_HEAD)
         for name in ("worker", "tiles", "parts", "busy ms", "waited ms", "busy"):
             table.add_column(name, justify="right")
-        workers = []
-        for worker, spans in enumerate(one.by_worker):
-            busy = sum(span.end - span.begin for span in spans if span.kind != "wait")
-            waited = sum(span.end - span.begin for span in spans if span.kind == "wait")
-            counts = [sum(span.kind == kind for span in spans) for kind in ("tile", "part")]
-            share = f"{busy / total:.0%}" if total else "-"
-            workers.append({"tiles": counts[0], "parts": counts[1], "busy_seconds": busy, "waited_seconds": waited})
-            times = (milliseconds(busy), milliseconds(waited))
-            table.add_row(str(worker), *map(str, counts), *times, share)
+        for worker, did in enumerate(row["workers"]):
+            share = f"{did['busy_seconds'] / row['seconds']:.0%}" if row["seconds"] else "-"
+            times = (milliseconds(did["busy_seconds"]), milliseconds(did["waited_seconds"]))
+            table.add_row(str(worker), str(did["tiles"]), str(did["parts"]), *times, share)
         console.print(table)
-        told.append({"op": one.op, "label": one.label, "tiles": one.tiles, "seconds": total, "workers": workers})
     ui.found(launches=told)
+    if html is not None or show:
+        chosen = launches if launch is None else [launches[launch]]
+        if html is None:
+            html = Path(tempfile.mkdtemp(prefix="tilestream-")) / f"{file.name.partition('.')[0]}.html"
+        page.write(chosen, html, title=f"Timelines of {file.name}")
+        console.print(f"page: {html}", markup=False)
+        ui.found(page=str(html))
+        if show:
+            webbrowser.open(html.absolute().as_uri())
     if png is not None:
         from tilestream_tools.trace.draw import default_size, draw
 
-        chosen = launches[-1 if launch is None else launch]
-        draw(chosen, png, size=(width, height or default_size(chosen)[1]))
+        one = launches[-1 if launch is None else launch]
+        draw(one, png, size=(width, height or default_size(one)[1]))
         console.print(f"timeline: {png}", markup=False)

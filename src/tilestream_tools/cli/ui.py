@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from tilestream.core.errors import TilestreamError
+from tilestream_tools.units import one_line
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -88,13 +89,3 @@ def fail(message: str, status: int = BAD_INPUT) -> None:
     """Print an error, and exit with ``status``."""
     typer.echo(f"tilestream: {message}", err=True)
     raise typer.Exit(status)
-
-
-def one_line(error: BaseException) -> str:
-    """The error's message as one line, with the file's name first where it is about a file."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, ModuleNotFoundError):
-        package = "triton" if error.name == "triton" else "'tilestream[cli]'"
-        return f"{error.name} is missing: pip install {package}"
-    return " ".join(str(error).split()) or type(error).__name__

@@ -2,12 +2,9 @@
 
 import dataclasses
 import json
-import multiprocessing
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -70,6 +67,8 @@ def warm(
         new, count = kernel_cache.unpack(source)
         ui.found(brought={"kernels": count, "new": new})
         typer.echo(f"{source}: {count} kernels, {new} of them new in {kernel_cache.folder()}")
+    from tilestream_tools.warm.calls import described
+
     calls = described(model, gemm or (), attention or (), shapes, tokens, keys, dtype, backward)
     if calls:
         compile_all(calls, gpu(device), jobs or cpu_properties().workers, to)
@@ -101,66 +100,21 @@ def gpu(device: str) -> DeviceProperties:
         raise ValueError(f"--device {device}: no file of --save-device") from None
 
 
-def described(
-    model: Path | None, gemms: Sequence[str], attentions: Sequence[str], shapes: Path | None, tokens: str, keys: str,
-    dtype: str | None, backward: bool = False,
-) -> "list[Call]":  # fmt: skip
-    """The calls that the options describe."""
-    from tilestream_tools.warm.calls import of_model, parse
-
-    found = [parse("gemm", text) for text in gemms] + [parse("attention", text) for text in attentions]
-    try:
-        lines = [] if shapes is None else shapes.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--shapes {shapes}: no text: {error}") from None
-    for line in lines:
-        kind, _, text = line.partition("#")[0].strip().partition(" ")
-        if kind and kind not in ("gemm", "attention"):
-            raise ValueError(f"{shapes}: {line!r}; a line is 'gemm M,N,K...' or 'attention B,S,H,Hkv,D...'")
-        found += [parse(kind, text.strip())] if kind else []
-    if model is not None:
-        path = model / "config.json" if model.is_dir() else model
-        try:
-            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: no configuration: {error}") from None
-        found += of_model(config, counts("--tokens", tokens), counts("--keys", keys), dtype, backward)
-    return found
-
-
-def counts(option: str, text: str) -> list[int]:
-    """``"1,16"`` -> ``[1, 16]``."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"{option} {text}: give positive whole numbers, as 1,16,512")
-    return [int(word) for word in words]
-
-
 def compile_all(calls: "list[Call]", device: DeviceProperties, jobs: int, to: Path | None) -> None:
     """Compile what the calls launch and is not cached, in ``jobs`` processes; copy all of it to ``to``."""
     from rich.progress import Progress
 
-    from tilestream_tools.warm import kernel_cache
-    from tilestream_tools.warm.calls import compile_call, kernels_of
+    from tilestream_tools.warm import ahead, kernel_cache
 
     if to is not None and to.exists():
         raise FileExistsError(f"--to {to}: it exists already")
     begin = time.perf_counter()
-    keys = kernels_of(calls, device)
+    keys = ahead.kernels_of(calls, device)
     missing = [key for key in keys if not kernel_cache.is_cached(key)]
     waiting = list(dict.fromkeys(keys[key] for key in missing))  # a call may launch several kernels
     with Progress(console=ui.console(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling", total=len(waiting))
-        if len(waiting) == 1 or jobs == 1:
-            for call in waiting:
-                compile_call(call, device)
-                progress.advance(task)
-        elif waiting:
-            spawn = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(jobs, len(waiting)), mp_context=spawn) as pool:
-                for done in as_completed([pool.submit(compile_call, call, device) for call in waiting]):
-                    done.result()
-                    progress.advance(task)
+        ahead.compile_calls(waiting, device, jobs, lambda: progress.advance(task))
     seconds = time.perf_counter() - begin
     left = [key for key in keys if not kernel_cache.is_cached(key)]
     if left:

@@ -65,6 +65,29 @@ class Check:
         reference = torch.cat(parts, dim=1)
         return cls(peer, rows, reference if finish is None else finish(reference, rows))
 
+    @classmethod
+    def of_attention(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, peer: torch.Tensor, causal: bool | str = False
+    ) -> Check:
+        """For attention; Q ``[B, S, H, D]``, K and V ``[B, keys, Hkv, D]``, ``peer`` ``[B * S, H * D]``.
+
+        ``causal`` is that of `tilestream.attention`.
+        """
+        (batch, queries, heads, columns), (keys, heads_kv) = q.shape, k.shape[1:3]
+        rows = sampled_rows(batch * queries, 64).to(q.device)
+        last = torch.arange(queries, device=q.device) + (0 if causal == "top_left" else keys - queries)
+        parts = []
+        for which in range(batch):  # rows are in order, so those of a sequence follow one another
+            at = rows[rows // queries == which] - which * queries
+            few = q[which, at].double().view(len(at), heads_kv, heads // heads_kv, columns)
+            scores = torch.einsum("rgpd,kgd->rgpk", few, k[which].double()) / columns**0.5
+            if causal:
+                hidden = torch.arange(keys, device=q.device) > last[at, None]
+                scores.masked_fill_(hidden[:, None, None], -torch.inf)
+            seen = torch.einsum("rgpk,kgd->rgpd", scores.softmax(-1), v[which].double())
+            parts.append(seen.reshape(len(at), -1))
+        return cls(peer, rows, torch.cat(parts))
+
     def __call__(self, got: torch.Tensor) -> dict[str, float]:
         """The errors.
 

@@ -175,3 +175,32 @@ class WallClock(GpuClock):
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin
+
+
+def host_microseconds(
+    functions: dict[str, Call], *, batch: int = 64, batches: int = 50, synchronize: Call | None = None
+) -> tuple[dict[str, float], dict[str, str]]:
+    """What a call costs the host: the median of batches that take turns; inside a batch nothing waits for the GPU.
+
+    Returns
+    -------
+    tuple
+        Microseconds of each call that works, and what is wrong with the others.
+    """
+    wait, works, refused = synchronize or torch.cuda.synchronize, dict(functions), {}
+    for name, function in functions.items():
+        try:
+            for _ in range(20):
+                function()
+        except Exception as error:
+            refused[name] = f"{type(error).__name__}: {error}"[:200]
+            del works[name]
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(batches):
+        for name, function in works.items():
+            wait()
+            begin = time.perf_counter()
+            for _ in range(batch):
+                function()
+            samples[name].append((time.perf_counter() - begin) / batch)
+    return {name: round(1e6 * statistics.median(values), 2) for name, values in samples.items()}, refused

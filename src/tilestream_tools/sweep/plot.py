@@ -11,18 +11,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilestream_tools import palette
+from tilestream_tools.palette import FAINT, GRID, SMALL, TEXT
 from tilestream_tools.sweep.record import Point, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DPI = 100
-_TEXT, _FAINT = "#22262b", "#6b7280"
-#: Colours for colour-blind readers, in the order of the implementations.
+#: Colours in the order of the implementations.
 _COLOURS = {
-    "auto": "#0072b2", "dynamic": "#0072b2", "static": "#d55e00", "stream_k": "#009e73", "told": "#56b4e9",
-    "torch": "#22262b", "quack": "#cc79a7", "quack-dynamic": "#e69f00",
+    "auto": palette.OURS, "dynamic": palette.OURS, "static": palette.REDUCE, "stream_k": palette.SECOND,
+    "told": palette.OTHER, "torch": palette.TEXT, "quack": palette.PINK, "quack-dynamic": palette.BRING,
 }  # fmt: skip
+#: What takes units away, by a point's ``by``, as a heading says it.
+_TAKERS = {
+    "neighbour": "while another kernel holds SMs", "green": "in green contexts", "nccl": "beside a collective",
+    "busy": "while other processes hold cores",
+}  # fmt: skip
+#: Pixels of a panel, of the heading, and of a line of the legend.
+_PANEL, _HEAD, _LEGEND = 265, 34, 19
 _DASHES = ("-", "--", ":", "-.")
 _MARKS = ("o", "s", "^", "D")
 
@@ -44,35 +51,37 @@ def draw(sweeps: Sequence[tuple[str, Sweep]], path: str | os.PathLike[str]) -> P
     ImportError
         If matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing a sweep takes matplotlib: pip install 'tilestream[plot]'") from error
     shapes = list(dict.fromkeys(point.shape for _, sweep in sweeps for point in sweep.points))
     if not shapes:
         raise ValueError("the sweeps hold no point: there is nothing to draw")
-    columns = min(len(shapes), 2 if len(shapes) <= 4 else 3)
+    columns = min(len(shapes), 2)
     rows = math.ceil(len(shapes) / columns)
-    figure = Figure(figsize=(1.2 + 5.4 * columns, 1.3 + 3.7 * rows), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    entries = len({(name, point.label) for name, sweep in sweeps for point in sweep.points}) + 1
+    per_line = 4 if len(sweeps) == 1 else 2
+    below = _LEGEND * math.ceil(entries / per_line) + 8
+    height = _HEAD + _PANEL * rows + below
+    try:
+        figure = palette.figure(palette.WIDTH, height)
+    except ImportError as error:
+        raise ImportError("drawing a sweep takes matplotlib: pip install 'tilestream[plot]'") from error
     lines: dict[str, Any] = {}
     for at, shape in enumerate(shapes):
         axes = figure.add_subplot(rows, columns, at + 1)
         lines |= _panel(axes, shape, sweeps, at >= len(shapes) - columns)
-    figure.legend(
-        lines.values(),
-        lines.keys(),
-        loc="lower center",
-        ncols=min(len(lines), 2 * columns),
-        frameon=False,
-        fontsize=9.5,
-    )
-    below = 0.35 + 0.22 * math.ceil(len(lines) / (2 * columns))
-    figure.tight_layout(rect=(0, below / figure.get_figheight(), 1, 1))
-    path = Path(path)
-    figure.savefig(path, dpi=DPI)
-    return path
+    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=per_line, frameon=False, fontsize=SMALL)
+    title = heading(sweeps)
+    figure.text(0.015, 1 - 20 / height, title, fontsize=palette.TITLE, fontweight="bold", color=TEXT)
+    figure.tight_layout(rect=(0, below / height, 1, 1 - _HEAD / height), h_pad=1.2)
+    return palette.save(figure, Path(path), title)
+
+
+def heading(sweeps: Sequence[tuple[str, Sweep]]) -> str:
+    """What is shown, of which dtype, and, where there is one record, on which device."""
+    points = [point for _, sweep in sweeps for point in sweep.points]
+    taker = _TAKERS.get(points[0].by, points[0].by)
+    device = sweeps[0][1].about.get("device") if len(sweeps) == 1 else None
+    dtypes = ", ".join(dict.fromkeys(point.dtype for point in points))
+    return f"GEMM {taker}, {dtypes}{f', {device}' if device else ''}"
 
 
 def whole(points: Sequence[Point]) -> float:
@@ -87,14 +96,14 @@ def _panel(axes: Axes, shape: str, sweeps: Sequence[tuple[str, Sweep]], lowest: 
     lines: dict[str, Any] = {}
     if best := whole(every):
         units = max(point.units for point in every)
-        (line,) = axes.plot([0, units], [0, best], color=_FAINT, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
+        (line,) = axes.plot([0, units], [0, best], color=FAINT, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
         lines["in proportion to what is left"] = line
     for number, (name, points) in enumerate(mine):
         for label in dict.fromkeys(point.label for point in points):
             own = sorted((point for point in points if point.label == label), key=lambda point: point.left)
             queues = own[0].queues
             style: dict[str, Any] = {
-                "color": _COLOURS.get(own[0].implementation, _FAINT), "linestyle": _DASHES[number % len(_DASHES)],
+                "color": _COLOURS.get(own[0].implementation, FAINT), "linestyle": _DASHES[number % len(_DASHES)],
                 "marker": _MARKS[int(math.log2(queues)) % len(_MARKS)], "markersize": 4, "linewidth": 1.6,
             }  # fmt: skip
             x = [point.left for point in own]
@@ -105,15 +114,16 @@ def _panel(axes: Axes, shape: str, sweeps: Sequence[tuple[str, Sweep]], lowest: 
             axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0, zorder=2)
             lines[f"{name}: {label}" if len(sweeps) > 1 else label] = line
     title = next((f"{shape}  {point.name}".strip() for point in every), shape)
-    axes.set_title(title, fontsize=11, color=_TEXT, loc="left")
+    axes.set_title(title, fontsize=SMALL + 1, color=TEXT, loc="left")
     axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.tick_params(colors=_FAINT, labelsize=9)
-    axes.grid(color="#e8eaee", linewidth=0.8)
+    left, right = (limit(point.left for point in every) for limit in (min, max))
+    axes.set_xlim(left - 0.06 * (right - left or right), right + 0.04 * (right - left or right))
+    axes.tick_params(colors=FAINT, labelsize=SMALL)
+    axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.set_ylabel("TFLOP/s", color=_FAINT, fontsize=9.5)
+    axes.set_ylabel("TFLOP/s", color=FAINT, fontsize=SMALL)
     if lowest:
-        axes.set_xlabel("cores left" if every[0].by == "busy" else "SMs left", color=_FAINT, fontsize=9.5)
+        axes.set_xlabel("cores left" if every[0].by == "busy" else "SMs left", color=FAINT, fontsize=SMALL)
     return lines

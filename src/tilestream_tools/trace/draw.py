@@ -6,11 +6,16 @@ one collection: thousands of tiles on hundreds of workers draw in a second.
 
 from __future__ import annotations
 
+import functools
+import textwrap
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from tilestream.trace.record import SpanKind
+from tilestream_tools import palette
+from tilestream_tools.palette import FAINT, SMALL, TEXT
+from tilestream_tools.trace.page import summary
 
 if TYPE_CHECKING:
     import os
@@ -21,12 +26,8 @@ if TYPE_CHECKING:
 
     from tilestream.trace.record import LaunchTrace, Span
 
-DPI = 100
-_NEUTRAL = "#7c93ab"  # a tile that waited for nothing
-_REDUCE = "#e4572e"
 _WAIT_FACE, _WAIT_LINES, _WAIT_THIN = "#f0f0f0", "#c4c4c4", "#d9d9d9"
 _IDLE = "#f8f9fb"
-_TEXT, _FAINT = "#22262b", "#6b7280"
 #: Colour maps of A's and of B's chunks: ordered by lightness, their ends cut off where they vanish on white.
 _MAPS = (("viridis", 0.0, 0.93), ("Reds", 0.3, 1.0))
 _OPERANDS = ("A's rows", "B's columns")
@@ -35,9 +36,13 @@ _OPERANDS = ("A's rows", "B's columns")
 _BAR, _PART, _WAIT = 0.80, 0.46, 0.64
 _MARKER_ROW, _MARKER_PIXELS = 0.62, 18  # height of an arrivals row and of a reading row: of a worker's, and at least
 
-# Margins in pixels. A colour bar takes _COLOUR_BAR more on the right.
-_LEFT, _RIGHT, _TOP, _LOW = 92, 24, 84, 78
-_COLOUR_BAR = 100
+# Margins in pixels of a page. A colour bar takes _COLOUR_BAR more on the right, a line of the heading _HEADING on top.
+_LEFT, _RIGHT, _TOP, _LOW = 84, 18, 48, 66
+_COLOUR_BAR, _HEADING = 62, 19
+#: Characters of a line of the heading; pixels between the middles of two labels.
+_LINE, _APART = 84, 14
+#: Rows of fewer pixels have no room for an edge or a hatch: tiles differ by colour, and end a little early.
+_THIN = 8
 
 Range = tuple[float, float]
 Colour = str | tuple[float, float, float, float]
@@ -55,7 +60,7 @@ def draw(
     title
         Heading; None: the operation and the plan in a line.
     size
-        Pixels; None: `default_size`.
+        Pixels of the file; None: `default_size`. Text is as large as a page that shows it 800 wide needs.
 
     Returns
     -------
@@ -74,32 +79,32 @@ def draw(
     >>> recorder.launches[0].started[0] = x.started  # doctest: +SKIP
     >>> ts.trace.draw(recorder.launches[0], "timeline.png")  # doctest: +SKIP
     """
-    path = Path(path)
-    figure(launch, title=title, size=size).savefig(path, dpi=DPI)
-    return path
+    return palette.save(figure(launch, title=title, size=size), Path(path), heading(launch, title))
 
 
 def figure(launch: LaunchTrace, *, title: str | None = None, size: tuple[int, int] | None = None) -> Figure:
     """The same timeline as a matplotlib figure outside pyplot's state. Parameters as for `draw`."""
+    width, height = size or default_size(launch)
+    scale = max(width / palette.WIDTH, 1.0)
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        made = palette.figure(width / scale, height / scale, scale)
     except ImportError as error:
         raise ImportError("drawing a timeline takes matplotlib: pip install 'tilestream[plot]'") from error
-
-    picture = _Picture(launch)
-    width, height = size or default_size(launch)
-    made = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(made)
-    picture.draw(made, title, width, height)
+    _Picture(launch).draw(made, textwrap.wrap(heading(launch, title), _LINE), width / scale, height / scale)
     return made
 
 
+def heading(launch: LaunchTrace, title: str | None) -> str:
+    """The title of a picture: the operation and the plan in a line, unless another is given."""
+    return title if title is not None else f"{launch.op}: {launch.label}"
+
+
 def default_size(launch: LaunchTrace) -> tuple[int, int]:
-    """1600 pixels wide; the height grows with the workers, up to a screen's."""
-    workers = launch.workers
-    rows = 60 * min(workers, 4) + 17 * max(0, min(workers, 20) - 4) + 4 * max(0, workers - 20)
-    return 1600, 250 + min(950, rows)
+    """1600 pixels wide, two for each of a page; the height grows with the workers, up to a screen's."""
+    workers, markers = launch.workers, len(launch.arrivals) + len(launch.started)
+    rows = 30.0 * min(workers, 3) + _APART * max(0, min(workers, 16) - 3) + 3.5 * max(0, workers - 16)
+    height = _TOP + 2 * _HEADING + _LOW + min((_MARKER_PIXELS + 6) * markers + rows, 448)
+    return palette.SCALE * palette.WIDTH, round(palette.SCALE * height)
 
 
 class _Picture:
@@ -117,21 +122,31 @@ class _Picture:
         }
         self.started = {op: max(when, self.earliest) for op, when in launch.started.items() if self.arrivals.get(op)}
         self.colours = {operand: _chunk_colours(operand, len(launch.arrivals[operand])) for operand in self.arrivals}
+        self.tile_rows = 1 + max((span.pm for span in self.spans), default=0)
         self.middle: dict[tuple[str, int], float] = {}
         self.marker_row = self.row_pixels = self.pixel = self.total = 0.0
 
-    def _lay_out(self, inside: int) -> None:
+    @property
+    def by_rows(self) -> bool:
+        """Whether tiles are coloured by their row: nothing arrives, and rows are too thin for tiles' edges."""
+        return not self.arrivals and self.row_pixels < _THIN
+
+    def _lay_out(self, inside: float) -> None:
         """Rows into ``inside`` pixels, in units of a worker's row; the axis points down."""
         markers = len(self.arrivals) + len(self.started)
         self.row_pixels = inside / (self.launch.workers + _MARKER_ROW * markers)
-        if self.row_pixels * _MARKER_ROW < _MARKER_PIXELS:
-            self.row_pixels = max(inside - markers * _MARKER_PIXELS, 0.2 * inside) / self.launch.workers
-        self.marker_row = (inside / self.row_pixels - self.launch.workers) / markers if markers else 0.0
+        gap = 0.0
+        if self.row_pixels * _MARKER_ROW < _MARKER_PIXELS and markers:
+            # Below the last of these, room for the label of a worker whose row is thin.
+            self.row_pixels = max(inside - markers * _MARKER_PIXELS - _APART, 0.2 * inside) / self.launch.workers
+            gap = max(_APART - (_MARKER_PIXELS + self.row_pixels) / 2, 0.0) / self.row_pixels
+        self.marker_row = (inside / self.row_pixels - self.launch.workers - gap) / markers if markers else 0.0
         for operand in self.arrivals:
             for what in ("arrivals", "reading"):
                 if what == "arrivals" or operand in self.started:
                     self.middle[what, operand] = self.total + self.marker_row / 2
                     self.total += self.marker_row
+        self.total += gap
         for worker in range(self.launch.workers):
             self.middle["worker", worker] = self.total + 0.5
             self.total += 1.0
@@ -141,10 +156,12 @@ class _Picture:
 
     # Drawing -------------------------------------------------------------------------------------------------------
 
-    def draw(self, made: Figure, title: str | None, width: int, height: int) -> None:
-        right = _RIGHT + _COLOUR_BAR * max(1, len(self.arrivals))
-        inside = width - _LEFT - right, height - _TOP - _LOW
-        self._lay_out(inside[1])
+    def draw(self, made: Figure, title: Sequence[str], width: float, height: float) -> None:
+        top = _TOP + _HEADING * len(title)
+        self._lay_out(height - top - _LOW)
+        bars = list(self.arrivals) or [-1] * self.by_rows
+        right = _RIGHT + _COLOUR_BAR * len(bars)
+        inside = width - _LEFT - right, height - top - _LOW
         axes = made.add_axes((_LEFT / width, _LOW / height, inside[0] / width, inside[1] / height))
         known = [self.ms(when) for ticks in self.arrivals.values() for when, _ in ticks]
         begin = min([0.0, *known, *(self.ms(when) for when in self.started.values())])
@@ -158,27 +175,29 @@ class _Picture:
         legend = self._workers(axes)
         for operand, ticks in self.arrivals.items():
             legend += self._arrivals(axes, operand, ticks)
-        for place, operand in enumerate(self.arrivals):
-            x = width - right + 22 + _COLOUR_BAR * place
-            self._colour_bar(made.add_axes((x / width, _LOW / height, 14 / width, inside[1] / height)), operand)
-        left = (_LEFT - 2) / width
-        heading = title if title is not None else f"{self.launch.op}: {self.launch.label}"
-        made.text(left, 1 - 30 / height, heading, fontsize=13.5, fontweight="bold", color=_TEXT)
-        made.text(left, 1 - 56 / height, self.summary(), fontsize=10, color=_FAINT)
+        for place, operand in enumerate(bars):
+            x = width - right + 16 + _COLOUR_BAR * place
+            self._colour_bar(made.add_axes((x / width, _LOW / height, 12 / width, inside[1] / height)), operand)
+        left = 12 / width
+        for place, line in enumerate(title):
+            y = 1 - (22 + _HEADING * place) / height
+            made.text(left, y, line, fontsize=palette.TITLE, fontweight="bold", color=TEXT)
+        made.text(left, 1 - (top - 20) / height, summary(self.launch), fontsize=SMALL, color=FAINT)
         # Below the axis' label, in one line.
         made.legend(
-            handles=legend, loc="lower left", bbox_to_anchor=((_LEFT - 8) / width, 6 / height),
-            ncols=max(1, len(legend)), frameon=False, fontsize=9.5, labelcolor=_TEXT, handlelength=1.6,
-            columnspacing=1.8,
+            handles=legend, loc="lower left", bbox_to_anchor=(4 / width, 2 / height), ncols=max(1, len(legend)),
+            frameon=False, fontsize=SMALL, labelcolor=TEXT, handlelength=1.5, columnspacing=1.2, handletextpad=0.5,
         )  # fmt: skip
 
     def _frame(self, axes: Axes) -> None:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
-        axes.spines["bottom"].set_color(_FAINT)
-        axes.tick_params(axis="x", colors=_FAINT, labelsize=9.5)
-        axes.tick_params(axis="y", length=0, labelsize=9.5, labelcolor=_TEXT)
-        axes.set_xlabel("ms from the launch", color=_FAINT, fontsize=10)
+        axes.spines["bottom"].set_color(FAINT)
+        axes.tick_params(axis="x", colors=FAINT, labelsize=SMALL)
+        axes.tick_params(axis="y", length=0, labelsize=SMALL, labelcolor=TEXT)
+        unit, factor = ("us", 1e3) if self.ms(self.last) < 1 else ("ms", 1.0)
+        axes.xaxis.set_major_formatter(lambda ms, _: f"{factor * ms:.6g}")
+        axes.set_xlabel(f"{unit} from the launch", color=FAINT, fontsize=SMALL, labelpad=3)
         axes.set_axisbelow(True)
         axes.grid(axis="x", color="#e8eaee", linewidth=0.8)
         every = _every(self.launch.workers, self.row_pixels)
@@ -194,7 +213,7 @@ class _Picture:
             boxes = [(self.middle["worker", w] - 0.45, 0.9) for w in range(self.launch.workers)]
             whole = [(0.0, self.ms(self.last))] * len(boxes)
             _bars(axes, whole, boxes, "idle", facecolors=_IDLE, linewidths=0, zorder=0.5)
-        axes.axvline(0.0, color=_FAINT, linewidth=1.0, zorder=0.8)
+        axes.axvline(0.0, color=FAINT, linewidth=1.0, zorder=0.8)
 
     def _workers(self, axes: Axes) -> list[Any]:
         from matplotlib.patches import Patch
@@ -202,26 +221,29 @@ class _Picture:
         drawn = {kind: [span for span in self.spans if span.kind == kind] for kind in get_args(SpanKind)}
         # Passing an open gate is recorded too, but too short to see.
         drawn["wait"] = [x for x in drawn["wait"] if self.ms(x.end) - self.ms(x.begin) > self.pixel / 3]
-        hatched = self.row_pixels >= 10  # thinner rows have no room for the strokes
+        hatched = self.row_pixels >= _THIN  # thinner rows have no room for the strokes
         style: dict[str, Any] = {"facecolors": _WAIT_THIN, "linewidths": 0}
         if hatched:
             style = {"facecolors": _WAIT_FACE, "edgecolors": _WAIT_LINES, "linewidths": 0.6, "hatch": "////"}
-        self._spans(axes, drawn["wait"], _WAIT if hatched else _BAR, "wait", zorder=2, **style)
-        for kind, bar in (("tile", _BAR), ("part", _PART)):
-            edge = 0.7 if self._typical(drawn[kind]) >= 5 and self.row_pixels >= 8 else 0.0
-            colours = [self._colour(span.operand, span.chunk) for span in drawn[kind]]
+        whole = _BAR if hatched else 1.0
+        self._spans(axes, drawn["wait"], _WAIT if hatched else whole, "wait", zorder=2, **style)
+        for kind, bar in (("tile", whole), ("part", _PART)):
+            edge = 0.7 if self._typical(drawn[kind]) >= 5 and self.row_pixels >= _THIN else 0.0
+            colours = [self._colour(span.operand, span.chunk, span.pm) for span in drawn[kind]]
             style = {"facecolors": colours, "edgecolors": "white", "linewidths": edge}
             self._spans(axes, drawn[kind], bar, kind, zorder=3, **style)
-        self._spans(axes, drawn["reduce"], _BAR, "reduce", facecolors=_REDUCE, linewidths=0, zorder=4)
-        sample = _chunk_colours(min(self.arrivals), 5)[2] if self.arrivals else _NEUTRAL
+        self._spans(axes, drawn["reduce"], whole, "reduce", facecolors=palette.REDUCE, linewidths=0, zorder=4)
+        coloured = min(self.arrivals) if self.arrivals else -1
+        sample = _chunk_colours(coloured, 5)[2] if self.arrivals or self.by_rows else palette.NEUTRAL
         hatch, face = ("////", _WAIT_FACE) if hatched else (None, _WAIT_THIN)
         legend = {
             "tile": Patch(facecolor=sample, edgecolor="white", label="tile"),
             "part": Patch(facecolor=sample, edgecolor="white", linewidth=3.5, label="part of a tile's K range"),
-            "reduce": Patch(facecolor=_REDUCE, edgecolor="white", label="adding up a tile's parts"),
+            "reduce": Patch(facecolor=palette.REDUCE, edgecolor="white", label="adding up a tile's parts"),
             "wait": Patch(facecolor=face, edgecolor=_WAIT_LINES, hatch=hatch, label="waiting at the gate"),
         }
-        return [patch for kind, patch in legend.items() if drawn[kind]]
+        # What is there but nowhere a pixel wide is not seen.
+        return [patch for kind, patch in legend.items() if any(self._pixels(span) >= 1 for span in drawn[kind])]
 
     def _arrivals(self, axes: Axes, operand: int, ticks: Sequence[tuple[float, int]]) -> list[Any]:
         from matplotlib.lines import Line2D
@@ -245,51 +267,48 @@ class _Picture:
             _bars(axes, list(pairwise(edges)), boxes, f"reading {operand}", **style)
         if operand != min(self.arrivals):
             return []
-        return [Line2D([], [], marker="v", linestyle="", color=_FAINT, markersize=7, label="a chunk arrives")]
+        return [Line2D([], [], marker="v", linestyle="", color=FAINT, markersize=7, label="a chunk arrives")]
 
     def _spans(self, axes: Axes, spans: Sequence[Span], bar: float, name: str, **style: Any) -> None:
         if not spans:
             return
         boxes = [(self.middle["worker", span.worker] - bar / 2, bar) for span in spans]
-        _bars(axes, [(self.ms(span.begin), self.ms(span.end)) for span in spans], boxes, name, **style)
+        thin = self.row_pixels < _THIN
+        ends = [self.ms(x.end) - self.pixel * (0.8 if thin and self._pixels(x) > 3 else 0.0) for x in spans]
+        _bars(axes, [(self.ms(x.begin), end) for x, end in zip(spans, ends, strict=True)], boxes, name, **style)
+
+    def _pixels(self, span: Span) -> float:
+        return (self.ms(span.end) - self.ms(span.begin)) / self.pixel
 
     def _typical(self, spans: Sequence[Span]) -> float:
         """The median length in pixels."""
         lengths = sorted(span.end - span.begin for span in spans) or [0.0]
         return 1e3 * lengths[len(lengths) // 2] / self.pixel
 
-    def _colour(self, operand: int, chunk: int) -> Colour:
+    def _colour(self, operand: int, chunk: int, row: int = 0) -> Colour:
+        if self.by_rows:
+            return _chunk_colours(-1, self.tile_rows)[row]
         colours = self.colours.get(operand, [])
-        return colours[chunk] if 0 <= chunk < len(colours) else _NEUTRAL
+        return colours[chunk] if 0 <= chunk < len(colours) else palette.NEUTRAL
+
+    def _ticks(self) -> int:
+        """Of a colour bar: as many as its height has room for."""
+        return max(1, min(10, int(self.total * self.row_pixels / 22)))
 
     def _colour_bar(self, axes: Axes, operand: int) -> None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import ListedColormap, Normalize
         from matplotlib.ticker import MaxNLocator
 
-        count = len(self.launch.arrivals[operand])
-        shown = ScalarMappable(Normalize(-0.5, count - 0.5), ListedColormap(self.colours[operand]))
+        count = len(self.launch.arrivals[operand]) if operand >= 0 else self.tile_rows
+        shown = ScalarMappable(Normalize(-0.5, count - 0.5), ListedColormap(_chunk_colours(operand, count)))
         bar = axes.figure.colorbar(shown, cax=axes)
         of = f" of {_OPERANDS[operand]}" if len(self.arrivals) > 1 else ""
-        bar.set_label(f"chunk{of}", color=_TEXT, fontsize=10)
+        bar.set_label(f"chunk{of}" if operand >= 0 else "row of tiles", color=TEXT, fontsize=SMALL, labelpad=3)
         bar.outline.set_visible(False)
         axes.set_ylim(count - 0.5, -0.5)  # the first chunk on top
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
-        axes.tick_params(labelsize=9.5, colors=_FAINT, length=0)
-
-    def summary(self) -> str:
-        """The launch in numbers, in a line."""
-        launch, total = self.launch, self.last - self.launch.begin
-        workers, room = _count(launch.workers, "worker"), total * launch.workers
-        words = [f"{launch.tiles_done} of {launch.tiles} tiles on {workers} in {1e3 * total:.1f} ms"]
-        if launch.arrivals and room > 0:
-            words.append(f"{launch.waited / room:.0%} of the workers' time spent waiting")
-        for operand, ticks in self.arrivals.items():
-            if ticks:
-                of = f" of {_OPERANDS[operand]}" if len(self.arrivals) > 1 else ""
-                chunks = _count(len(launch.arrivals[operand]), "chunk")
-                words.append(f"last of {chunks}{of} at {self.ms(ticks[-1][0]):.1f} ms")
-        return "   ·   ".join(words)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=self._ticks(), integer=True, min_n_ticks=1))
+        axes.tick_params(labelsize=SMALL, colors=FAINT, length=0)
 
 
 def _bars(axes: Axes, x: Sequence[Range], boxes: Sequence[Range], gid: str, **style: Any) -> None:
@@ -305,10 +324,12 @@ def _bars(axes: Axes, x: Sequence[Range], boxes: Sequence[Range], gid: str, **st
     axes.add_collection(made, autolim=False)
 
 
+@functools.cache
 def _chunk_colours(operand: int, count: int) -> list[Colour]:
+    """Of an operand's chunks; of rows of tiles where ``operand`` is -1."""
     import matplotlib
 
-    name, low, high = _MAPS[operand]
+    name, low, high = _MAPS[max(operand, 0)]
     whole = matplotlib.colormaps[name]
     return [whole(low + (high - low) * chunk / max(count - 1, 1)) for chunk in range(count)]
 
@@ -316,10 +337,6 @@ def _chunk_colours(operand: int, count: int) -> list[Colour]:
 def _every(workers: int, row_pixels: float) -> int:
     """The step between labelled workers, so that labels do not touch."""
     for every in (1, 2, 4, 5, 10, 20, 25, 50):
-        if every * row_pixels >= 16 or every >= workers:
+        if every * row_pixels >= _APART or every >= workers:
             return every
     return 100
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -7,14 +7,21 @@ of it as on that GPU, and called: it compiles what it would launch, under the sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import AsyncCompileMode
 
 from tilestream.core.device import DeviceProperties
 from tilestream.launch import compiling
 from tilestream.ops import attention_library, library
+
+if TYPE_CHECKING:
+    from tilestream_tools.warm.calls import Call
 
 
 class _Ahead(TorchDispatchMode):
@@ -48,3 +55,44 @@ def ahead(device: DeviceProperties) -> Iterator[None]:
     """
     with compiling.ahead(device.arch), _Ahead(device):
         yield
+
+
+class _Declined(Executor):
+    """Compiles nothing: what Triton would have compiled is known by its key."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """A future that has failed."""
+        future: Future[Any] = Future()
+        future.set_exception(RuntimeError("not compiled"))
+        return future
+
+
+def kernels_of(calls: Iterable[Call], device: DeviceProperties) -> dict[str, Call]:
+    """The kernels that calls launch on a device: their keys in Triton's cache, each with the first call of it."""
+    found: dict[str, Call] = {}
+    with AsyncCompileMode(_Declined(), ignore_errors=True) as mode, ahead(device), torch.no_grad():
+        for call in calls:
+            call()
+            for key in mode.future_kernels:
+                found.setdefault(key, call)
+    return found
+
+
+def compile_call(call: Call, device: DeviceProperties) -> None:
+    """Compile what a call launches on a device, into Triton's cache."""
+    with ahead(device), torch.no_grad():
+        call()
+
+
+def compile_calls(calls: Sequence[Call], device: DeviceProperties, jobs: int, advance: Callable[[], object]) -> None:
+    """Compile what calls launch, in ``jobs`` processes; ``advance`` is called after each call."""
+    if len(calls) == 1 or jobs == 1:
+        for call in calls:
+            compile_call(call, device)
+            advance()
+    elif calls:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(jobs, len(calls)), mp_context=spawn) as pool:
+            for done in as_completed([pool.submit(compile_call, call, device) for call in calls]):
+                done.result()
+                advance()

@@ -1,23 +1,23 @@
-"""What `tilestream warm` compiles: calls by their shapes, or by a model's configuration; the kernels they launch."""
+"""Calls as people describe them: by their shapes, in a file, or by a model's configuration. Imports no Triton."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from triton import AsyncCompileMode
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.core.device import DeviceProperties
 from tilestream.ops.attention import attention
 from tilestream.ops.matmul import linear, matmul
 from tilestream.ops.request import ACTIVATIONS
 from tilestream.plan.problem import dtype_name
-from tilestream_tools.warm.ahead import ahead
 
+#: Makes a tensor of a dtype and a shape.
+Make = Callable[..., torch.Tensor]
 LAYOUTS = ("linear", "nn", "nt", "tn", "tt")
 SCALES = ("none", "tensor", "row")
 
@@ -51,27 +51,42 @@ class Gemm:
 
     def __call__(self) -> None:
         """Make the call, on the meta device; with ``backward`` the backward pass, too."""
-        m, n, k = self.m, self.n, self.k
-        a = _meta(self.dtype, m, k) if self.layout in ("linear", "nn", "nt") else _meta(self.dtype, k, m).t()
-        b = _meta(self.dtype, k, n) if self.layout in ("nn", "tn") else _meta(self.dtype, n, k).t()
-        operands = [x.requires_grad_(self.backward) for x in (a, b)]
+        operands = [x.requires_grad_(self.backward) for x in self.operands(_meta)]
         with torch.set_grad_enabled(self.backward):
-            made = self._product(*operands)
+            made = self.product(*operands, **self.options(_meta))
         if self.backward:
             torch.autograd.grad(made, operands, torch.empty_like(made))
 
-    def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def __str__(self) -> str:
+        options = (
+            ["bias"] * self.bias + ["backward"] * self.backward + [self.activation] * (self.activation is not None)
+        )
+        options += [self.layout] * (self.layout != "linear") + [f"scales={self.scales}"] * (self.scales != "none")
+        return _text("gemm", (self.m, self.n, self.k, self.dtype), options, chunk=self.chunk)
+
+    def operands(self, make: Make) -> tuple[torch.Tensor, torch.Tensor]:
+        """A ``[m, k]`` and B ``[k, n]``, as the layout says."""
+        m, n, k = self.m, self.n, self.k
+        a = make(self.dtype, m, k) if self.layout in ("linear", "nn", "nt") else make(self.dtype, k, m).t()
+        b = make(self.dtype, k, n) if self.layout in ("nn", "tn") else make(self.dtype, n, k).t()
+        return a, b
+
+    def options(self, make: Make) -> dict[str, Any]:
+        """What the call has beside its operands."""
         m, n = self.m, self.n
         wide = "bfloat16" if self.dtype.startswith("float8") else self.dtype
         sizes = {"none": None, "tensor": ((1,), (1,)), "row": ((m, 1), (1, n))}[self.scales]
-        how: dict[str, Any] = {
-            "bias": _meta(wide, n) if self.bias else None,
+        return {
+            "bias": make(wide, n) if self.bias else None,
             "activation": self.activation,
-            "scale_a": None if sizes is None else _meta("float32", *sizes[0]),
-            "scale_b": None if sizes is None else _meta("float32", *sizes[1]),
+            "scale_a": None if sizes is None else make("float32", *sizes[0]),
+            "scale_b": None if sizes is None else make("float32", *sizes[1]),
             "arrival": _arrival(m, self.chunk),
         }
-        return linear(a, b.t(), **how) if self.layout == "linear" else matmul(a, b, **how)
+
+    def product(self, a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The call itself."""
+        return linear(a, b.t(), **options) if self.layout == "linear" else matmul(a, b, **options)
 
 
 @dataclass(frozen=True)
@@ -94,15 +109,34 @@ class Attention:
     chunk: int = 0
 
     def __call__(self) -> None:
-        """Make the call, on the meta device; ``"bhsd"`` as models do: views of what their projections give."""
-        q = _meta(self.dtype, self.batch, self.rows, self.heads, self.columns)
-        k = _meta(self.dtype, self.batch, self.keys or self.rows, self.heads_kv, self.columns)
-        q, k = (q.transpose(1, 2), k.transpose(1, 2)) if self.layout == "bhsd" else (q, k)
-        causal: Any = "top_left" if self.causal and self.layout == "bhsd" else self.causal
-        attention(  # type: ignore[call-overload]
-            q, k, k, causal=causal, return_lse=self.lse, layout=self.layout,
+        """Make the call, on the meta device."""
+        self.attend(*self.operands(_meta))
+
+    def __str__(self) -> str:
+        shape = (self.batch, self.rows, self.heads, self.heads_kv, self.columns, self.dtype)
+        options = ["causal"] * self.causal + ["lse"] * self.lse + [self.layout] * (self.layout != "bshd")
+        return _text("attention", shape, options, keys=self.keys, chunk=self.chunk)
+
+    def operands(self, make: Make) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, K and V; ``"bhsd"`` as models do: views of what their projections give."""
+        keys = self.keys or self.rows
+        q = make(self.dtype, self.batch, self.rows, self.heads, self.columns)
+        k, v = (make(self.dtype, self.batch, keys, self.heads_kv, self.columns) for _ in range(2))
+        return (q, k, v) if self.layout == "bshd" else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+    @property
+    def mask(self) -> bool | str:
+        """What the call gives as ``causal``: models' layout goes with torch's corner of the mask."""
+        return "top_left" if self.causal and self.layout == "bhsd" else self.causal
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The call itself, without its ``lse``."""
+        made = attention(  # type: ignore[call-overload]
+            q, k, v, causal=self.mask, return_lse=self.lse, layout=self.layout,
             arrival=_arrival(self.batch * (self.keys or self.rows), self.chunk),
         )  # fmt: skip
+        out: torch.Tensor = made[0] if self.lse else made
+        return out
 
 
 Call = Gemm | Attention
@@ -110,6 +144,12 @@ Call = Gemm | Attention
 
 def _meta(dtype: str, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _text(kind: str, shape: Sequence[object], options: Sequence[str | None], **numbers: int) -> str:
+    """A call as `parse` takes it."""
+    named = [f"{name}={number}" for name, number in numbers.items() if number]
+    return f"{kind} {','.join(map(str, [*shape, *options, *named]))}"
 
 
 def _arrival(rows: int, chunk: int) -> Arrival | None:
@@ -234,31 +274,34 @@ def of_model(
     return found
 
 
-# Kernels --------------------------------------------------------------------------------------------------------------
-
-
-class _Declined(Executor):
-    """Compiles nothing: what Triton would have compiled is known by its key."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """A future that has failed."""
-        future: Future[Any] = Future()
-        future.set_exception(RuntimeError("not compiled"))
-        return future
-
-
-def kernels_of(calls: Iterable[Call], device: DeviceProperties) -> dict[str, Call]:
-    """The kernels that calls launch on a device: their keys in Triton's cache, each with the first call of it."""
-    found: dict[str, Call] = {}
-    with AsyncCompileMode(_Declined(), ignore_errors=True) as mode, ahead(device), torch.no_grad():
-        for call in calls:
-            call()
-            for key in mode.future_kernels:
-                found.setdefault(key, call)
+def described(
+    model: Path | None, gemms: Sequence[str], attentions: Sequence[str], shapes: Path | None, tokens: str, keys: str,
+    dtype: str | None, backward: bool = False,
+) -> list[Call]:  # fmt: skip
+    """The calls that the options of `tilestream warm` and `tilestream report` describe."""
+    found = [parse("gemm", text) for text in gemms] + [parse("attention", text) for text in attentions]
+    try:
+        lines = [] if shapes is None else shapes.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--shapes {shapes}: no text: {error}") from None
+    for line in lines:
+        kind, _, text = line.partition("#")[0].strip().partition(" ")
+        if kind and kind not in ("gemm", "attention"):
+            raise ValueError(f"{shapes}: {line!r}; a line is 'gemm M,N,K...' or 'attention B,S,H,Hkv,D...'")
+        found += [parse(kind, text.strip())] if kind else []
+    if model is not None:
+        path = model / "config.json" if model.is_dir() else model
+        try:
+            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: no configuration: {error}") from None
+        found += of_model(config, counts("--tokens", tokens), counts("--keys", keys), dtype, backward)
     return found
 
 
-def compile_call(call: Call, device: DeviceProperties) -> None:
-    """Compile what a call launches on a device, into Triton's cache."""
-    with ahead(device), torch.no_grad():
-        call()
+def counts(option: str, text: str) -> list[int]:
+    """``"1,16"`` -> ``[1, 16]``."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"{option} {text}: give positive whole numbers, as 1,16,512")
+    return [int(word) for word in words]

@@ -8,7 +8,7 @@ import tilestream
 from tilestream.core.errors import ArrivalTimeout
 from tilestream_tools import cli as package
 
-COMMANDS = ("demo", "verify", "plan", "isa", "sweep", "trace", "tune", "warm", "doctor")
+COMMANDS = ("demo", "verify", "plan", "isa", "sweep", "report", "trace", "tune", "warm", "doctor")
 
 
 def python(code, *arguments):

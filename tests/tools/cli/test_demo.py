@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import tilestream as ts
 from tilestream_tools.cli import doctor
-from tilestream_tools.cli.demo import _PACKAGE, _PLACES, example
+from tilestream_tools.installed import _PACKAGE, _PLACES, example
 
 demo_example = example("demo")
 check, Error = demo_example.check, demo_example.Error
@@ -511,7 +511,7 @@ def test_a_loss_is_called_a_loss(demo, gpu, monkeypatch):
 
 def test_the_example_is_found_in_a_package_and_in_a_checkout(monkeypatch):
     assert (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples") == _PLACES
-    monkeypatch.setattr("tilestream_tools.cli.demo._PLACES", ())
+    monkeypatch.setattr("tilestream_tools.installed._PLACES", ())
     with pytest.raises(ImportError, match=r"examples/none.py is not installed"):
         example("none")
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -28,7 +30,30 @@ def test_draws_a_launch(cli, saved, tmp_path):
     assert int.from_bytes((tmp_path / "t.png").read_bytes()[16:20], "big") == 800
 
 
+def test_writes_a_page_of_all_launches_or_of_one(cli, saved, tmp_path):
+    for more, count in (((), 2), (("--launch", 1), 1)):
+        result = cli("trace", saved, "--html", tmp_path / "t.html", *more)
+        assert result.exit_code == 0
+        assert f"page: {tmp_path / 't.html'}" in result.stdout
+        text = (tmp_path / "t.html").read_text()
+        assert text.count('<figure class="timeline">') == count
+        assert "Timelines of trace.json.gz" in text
+
+
+def test_opens_the_page(cli, saved, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cli("trace", saved, "--open").exit_code == 0
+    (address,) = opened
+    assert address.startswith("file://")
+    assert '<figure class="timeline">' in Path(address.removeprefix("file://")).read_text()
+    assert cli("trace", saved, "--html", tmp_path / "t.html", "--open").exit_code == 0
+    assert opened[1:] == [(tmp_path / "t.html").as_uri()]
+
+
 def test_bad_input(cli, saved, tmp_path):
+    assert "a page ends with .html" in cli("trace", saved, "--html", tmp_path / "t.png").stderr
     assert cli("trace", tmp_path / "none.json").exit_code == 2
     (tmp_path / "other.json").write_text("{}")
     result = cli("trace", tmp_path / "other.json")

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tilestream.core.gpu_specs import named
 from tilestream_tools.cli import warm
 from tilestream_tools.warm import kernel_cache
-from tilestream_tools.warm.calls import Attention, Gemm
+from tilestream_tools.warm.calls import Attention, Gemm, described
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "torch_dtype": "bfloat16"}
 
@@ -17,7 +17,7 @@ CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
     """A cache of this test's own, in which "compiling" a call writes a kernel of its key."""
-    from tilestream_tools.warm import calls
+    from tilestream_tools.warm import ahead
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(kernel_cache.triton_cache, "triton_key", lambda: "this Triton")
@@ -33,8 +33,8 @@ def compiled(tmp_path, monkeypatch):
         }))  # fmt: skip
         (home / "__grp__gemm.json").write_text("{}")
 
-    monkeypatch.setattr(calls, "kernels_of", lambda found, device: {str(call): call for call in found})
-    monkeypatch.setattr(calls, "compile_call", compile_call)
+    monkeypatch.setattr(ahead, "kernels_of", lambda found, device: {str(call): call for call in found})
+    monkeypatch.setattr(ahead, "compile_call", compile_call)
     return made
 
 
@@ -74,7 +74,7 @@ def test_kernels_are_carried_to_another_cache(cli, compiled, tmp_path, monkeypat
 
 
 def test_a_kernel_that_is_not_there_after_compiling_is_a_failure(cli, compiled, monkeypatch):
-    monkeypatch.setattr("tilestream_tools.warm.calls.compile_call", lambda call, device: None)
+    monkeypatch.setattr("tilestream_tools.warm.ahead.compile_call", lambda call, device: None)
     result = cli("warm", "--gemm", "8,16,24", "--device", "h100", "--jobs", 1)
     assert result.exit_code == 1
     assert "1 of 1 kernels are not in" in result.stderr
@@ -99,7 +99,7 @@ def test_a_model_s_backward_passes(cli, tmp_path, compiled, options):
 def test_a_file_of_shapes(tmp_path):
     path = tmp_path / "shapes.txt"
     path.write_text("# of a test\n\ngemm 8,16,24,bias   # with one\nattention 1,8,2,2,64\n")
-    assert warm.described(None, (), (), path, "1", "", None) == [
+    assert described(None, (), (), path, "1", "", None) == [
         Gemm(8, 16, 24, bias=True), Attention(1, 8, 2, 2, 64)
     ]  # fmt: skip
 

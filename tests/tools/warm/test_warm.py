@@ -14,8 +14,8 @@ from found_warm import CALLS
 import tilestream as ts
 from tilestream.core.gpu_specs import named
 from tilestream_tools.warm import kernel_cache
-from tilestream_tools.warm.ahead import ahead
-from tilestream_tools.warm.calls import Attention, Gemm, kernels_of, of_model, parse
+from tilestream_tools.warm.ahead import ahead, kernels_of
+from tilestream_tools.warm.calls import Attention, Gemm, of_model, parse
 from tritons import environment
 
 H100 = named("h100")
