@@ -20,6 +20,7 @@ sinks; such layers are computed by torch's operations then (`_by_operations`). A
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -48,16 +49,19 @@ def register_attention(name: str = "tilestream") -> str:
     Raises
     ------
     ImportError
-        If there is no transformers, or one whose mask functions are not told where queries begin.
+        If there is no transformers, or one before 5.4.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         from transformers.masking_utils import sdpa_mask
         from transformers.utils.import_utils import is_tracing
+
+        if "q_length" not in inspect.signature(sdpa_mask).parameters:
+            raise ImportError("its mask functions are not told where queries begin")
     except ImportError as error:
         raise ImportError(
-            f"register_attention: {error}; it registers with Hugging Face's transformers, 5.6 or later: pip install "
+            f"register_attention: {error}; it registers with Hugging Face's transformers, 5.4 or later: pip install "
             "-U transformers"
         ) from None
     say = torch.compiler.assume_constant_result(_say)  # a compiled function says it when it is compiled
