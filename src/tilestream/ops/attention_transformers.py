@@ -159,8 +159,10 @@ def _pattern(
 def _runs(shown: torch.Tensor, keys: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, str]:
     """The first key of each sequence, None if all begin at 0; behind their last, None if all have ``keys``; or why not.
 
-    On a GPU this waits for the mask once, as transformers' own mask functions do.
+    On a GPU this waits for the mask, as transformers' own mask functions do; once more where there is padding.
     """
+    if isinstance(keys, int) and shown.shape[1] >= keys and shown[:, :keys].all():
+        return None, None, ""
     place = torch.arange(shown.shape[1], device=shown.device)
     shown = shown & (place < keys)
     last = torch.where(shown, place + 1, 0).amax(1)
