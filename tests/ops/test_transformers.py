@@ -265,6 +265,14 @@ def test_dropout_and_biases_go_to_torch(taken, said):
     assert [line.rsplit(": ")[-1] for line in said()] == ["position_bias=", "dropout=0.5"]
 
 
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+def test_a_layer_that_selects_keys_is_refused(name):
+    """Models fold this into the mask for "sdpa" and "eager", by those names."""
+    q = torch.randn(1, 2, 16, 8)
+    with pytest.raises(NotImplementedError, match=rf'Module passes {name}=.*"sdpa" or "eager"'):
+        transformers.AttentionInterface()[OURS](torch.nn.Module(), q, q, q, None, **{name: q})
+
+
 @pytest.mark.parametrize("kind", [pytest.param("no", marks=pytest.mark.slow), "left"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_gradients(family, kind, taken, said):

@@ -31,6 +31,11 @@ from tilestream.ops.attention_routes import say_once, unfit, wants_gradient
 
 #: Bits of a key range's kind.
 _LATER, _FEWER, _FULL = 1, 2, 4
+#: Arguments of layers that select keys, or have sinks a token: models fold them into the mask for the implementations
+#: that they know by name.
+_UNKNOWN = ("indices", "block_indices", "sinks")
+#: Arguments that transformers' "sdpa" handles.
+_OF_SDPA = ("position_bias", "cache", "output_attentions")
 
 
 def register_attention(name: str = "tilestream") -> str:
@@ -50,6 +55,10 @@ def register_attention(name: str = "tilestream") -> str:
     ------
     ImportError
         If there is no transformers, or one before 5.4.
+
+    Notes
+    -----
+    A layer that selects its keys (``indices=``) raises `NotImplementedError` when it runs.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -208,6 +217,12 @@ def _attention(
 
     The mask is the authority on what is seen, as for ``"sdpa"``: a layer's ``sliding_window=`` is not looked at.
     """
+    for name in _UNKNOWN:
+        if more.get(name) is not None:
+            raise NotImplementedError(
+                f"tilestream for transformers: {type(module).__name__} passes {name}=, which tilestream.attention has "
+                'not: use attn_implementation="sdpa" or "eager" for this model'
+            )
     ranged, several = _is_range(attention_mask), query.shape[2] > 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if ranged:
@@ -218,7 +233,7 @@ def _attention(
         why = "a mask of rows and keys"
     elif dropout:
         why = f"dropout={dropout}"
-    elif given := [name for name in ("position_bias", "cache", "output_attentions") if _is_given(more.get(name))]:
+    elif given := [name for name in _OF_SDPA if more.get(name) is not None and more[name] is not False]:
         why = f"{given[0]}="
     elif not beyond_torch and wants_gradient(query, key, value):
         why = "a gradient is asked for, and torch's function has it faster"
@@ -237,10 +252,6 @@ def _attention(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **more
     )
     return answer
-
-
-def _is_given(value: object) -> bool:
-    return value is not None and value is not False
 
 
 def _ours(
