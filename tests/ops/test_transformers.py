@@ -57,6 +57,15 @@ def quick(*families):
     return [name if name in families else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Products this small take longer with more, and by far where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @functools.cache
 def model_of(family):
     cls, config, sizes, _ = FAMILIES[family]
