@@ -141,11 +141,11 @@ def refuse_too_large(what: str, nbytes: int) -> None:
         raise ValueError(f"{what} takes {size(nbytes)} of memory, {size(available)} are available")
 
 
-def demo_file(folder: Path | None, shape: tuple[int, int] = FILE_SHAPE) -> Path:
+def demo_file(folder: Path | None, shape: tuple[int, int] | None = None) -> Path:
     """The demonstration's own file in ``folder``, or in the user's cache; written where it is missing or cut off."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # where relative, to be ignored (freedesktop.org)
     folder = folder or (base if base.is_absolute() else Path.home() / ".cache") / "tilestream"
-    rows, columns = shape
+    rows, columns = shape = shape or FILE_SHAPE
     path = folder / f"activations-{rows}x{columns}-float32.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError, ValueError, TypeError):
