@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from tilestream.arrival.arrival import Arrival
@@ -10,10 +13,33 @@ from tilestream.ops.checks import check_tensors
 from tilestream.ops.request import Request, multiply
 from tilestream.ops.sharding import dtensor_views
 
+#: An operand's default: it is given by torch's name.
+_NAMED: Any = None
+#: Torch's names of operands, and ours.
+_TORCHS = {
+    "matmul": {"input": "a", "other": "b"},
+    "mm": {"input": "a", "mat2": "b"},
+    "bmm": {"input": "a", "mat2": "b"},
+    "addmm": {"mat1": "a", "mat2": "b"},
+    "linear": {"input": "x"},
+}
+
+
+def by_torchs_names(op: str, names: Mapping[str, Any], **given: Any) -> tuple[Any, ...]:
+    """The operands, where some are given by torch's names: ``input=``, ``other=``, ``mat1=``, ``mat2=``."""
+    for name, operand in names.items():
+        ours = _TORCHS[op].get(name)
+        if ours is None:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+        if given[ours] is not None:
+            raise TypeError(f"{op}: {name}= is {ours}, which is given, too; give one of them")
+        given[ours] = operand
+    return tuple(given.values())
+
 
 def matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: torch.Tensor = _NAMED,
+    b: torch.Tensor = _NAMED,
     *,
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -29,6 +55,7 @@ def matmul(
     schedule: str = "auto",
     workers: int | None = None,
     deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:
     """``activation(scale_a * scale_b * (a @ b) + bias + beta * residual)``.
 
@@ -39,7 +66,8 @@ def matmul(
     a, b
         ``[..., M, K]`` and ``[..., K, N]``, or vectors ``[K]``; one dtype of float16, bfloat16, float32, float64, or
         each of float8_e4m3fn or float8_e5m2, or of float8_e4m3fnuz or float8_e5m2fnuz (AMD GPUs and the CPU); any
-        strides. Operands of 8 bits get no gradient. On NVIDIA GPUs float32 counts as tf32 where
+        strides. As keywords torch's names do, too: ``input=``, ``other=`` (``mat1=``, ``mat2=`` of the other ops).
+        Operands of 8 bits get no gradient. On NVIDIA GPUs float32 counts as tf32 where
         ``torch.backends.cuda.matmul`` allows that; on Hopper it is at its fastest where K is the contiguous dimension
         of both, as of a row-major ``a`` and the transpose of a Linear's weight.
     out
@@ -111,6 +139,8 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
+    if names:
+        a, b = by_torchs_names("matmul", names, a=a, b=b)
     if arrival is None and publish is None and deadline is None:
         made = native.product(
             "matmul", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
@@ -126,11 +156,13 @@ def matmul(
 
 
 def mm(
-    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    a: torch.Tensor = _NAMED, b: torch.Tensor = _NAMED, *,
+    out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
     out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
     deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``a @ b`` for matrices ``[M, K]`` and ``[K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
 
@@ -139,6 +171,8 @@ def mm(
     ValueError
         If an operand is no matrix.
     """
+    if names:
+        a, b = by_torchs_names("mm", names, a=a, b=b)
     if arrival is None and deadline is None:
         made = native.product(
             "mm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
@@ -155,11 +189,13 @@ def mm(
 
 
 def bmm(
-    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    a: torch.Tensor = _NAMED, b: torch.Tensor = _NAMED, *,
+    out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
     out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
     deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``a[i] @ b[i]`` for ``[B, M, K]`` and ``[B, K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
 
@@ -168,6 +204,8 @@ def bmm(
     ValueError
         If an operand has not three dimensions, or they differ in batches.
     """
+    if names:
+        a, b = by_torchs_names("bmm", names, a=a, b=b)
     if arrival is None and deadline is None:
         made = native.product(
             "bmm", a, b, out, bias, residual, 1.0, beta, activation, out_dtype, scale_a, scale_b, use_fast_accum,
@@ -186,9 +224,10 @@ def bmm(
 
 
 def addmm(
-    input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1,
+    input: torch.Tensor, a: torch.Tensor = _NAMED, b: torch.Tensor = _NAMED, *, beta: float = 1, alpha: float = 1,
     out: torch.Tensor | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
     arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``beta * input + alpha * (a @ b)`` for matrices ``[M, K]`` and ``[K, N]``.
 
@@ -208,6 +247,8 @@ def addmm(
     ValueError
         If ``a`` or ``b`` is no matrix.
     """
+    if names:
+        a, b = by_torchs_names("addmm", names, a=a, b=b)
     if arrival is None and deadline is None and input is not None:
         made = native.product(
             "addmm", a, b, out, None, input, alpha, beta, activation, out_dtype, None, None, True, schedule, workers
@@ -225,11 +266,13 @@ def addmm(
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None,
+    x: torch.Tensor = _NAMED, weight: torch.Tensor = _NAMED, bias: torch.Tensor | None = None, *,
+    out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
     out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True, arrival: Arrival | None = None, weight_arrival: Arrival | None = None,
     publish: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``activation(scale_a * scale_b * (x @ weight.T) + bias + beta * residual)``.
 
@@ -253,6 +296,8 @@ def linear(
     ValueError
         If ``weight`` is neither a matrix nor a vector.
     """
+    if names:
+        x, weight = by_torchs_names("linear", names, x=x, weight=weight)
     if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
         scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
     if arrival is None and weight_arrival is None and publish is None and deadline is None:
