@@ -34,8 +34,9 @@ def test_entry_points_name_functions_and_import_nothing_of_the_engine(group):
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: tests/integrations/README.md")
 @pytest.mark.timeout(600)
 def test_the_cases_with_vllm():
+    cases = str(Path(__file__).with_name("vllm_cases.py"))
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("vllm_cases.py"))],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cases],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=590, check=False,
     )  # fmt: skip

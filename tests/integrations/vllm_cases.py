@@ -37,7 +37,7 @@ def config():
     vllm.register()
     vllm.register()  # as in each of vLLM's processes
     made = VllmConfig(device_config=DeviceConfig(device="cpu"))
-    with set_current_vllm_config(made), mock.patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)):
+    with set_current_vllm_config(made), mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
         yield made
 
 
