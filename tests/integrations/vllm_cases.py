@@ -1,7 +1,7 @@
 """The plugin with vLLM itself, on the CPU: its caches, its metadata, its Triton kernels interpreted beside ours.
 
-`test_vllm` runs this file where vLLM is installed, in a process with ``TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=``: so
-vLLM takes Triton without a GPU.
+`test_engines` runs this file where vLLM is installed, in a process with ``TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=``:
+so vLLM takes Triton without a GPU.
 """
 
 from __future__ import annotations

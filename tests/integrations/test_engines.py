@@ -1,4 +1,4 @@
-"""vLLM's plugin: what holds without vLLM, and the cases with it where it is installed."""
+"""The plugins of vLLM and SGLang: what holds without the engines, and the cases with them where they are installed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ def test_entry_points_name_functions_and_import_nothing_of_the_engine(group):
     assert EntryPoint("x", declared["tilestream"], group).attr == "register"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: tests/integrations/README.md")
 @pytest.mark.timeout(600)
-def test_the_cases_with_vllm():
-    cases = str(Path(__file__).with_name("vllm_cases.py"))
+@pytest.mark.parametrize(("engine", "cases"), [("vllm", 24), ("sglang", 29)])
+def test_the_cases_with_the_engine(engine, cases):
+    if importlib.util.find_spec(engine) is None:
+        pytest.skip(f"needs {engine}: tests/integrations/README.md")
+    file = str(Path(__file__).with_name(f"{engine}_cases.py"))
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cases],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=590, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-1000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 24
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= cases
