@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from jobs import raised
@@ -22,7 +22,7 @@ def overridden(world: int, tp: int):
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     parallel_dims.device_type = "cpu"
-    metrics.build_device_memory_monitor = lambda: SimpleNamespace(device_name="cpu")  # it asks CUDA
+    metrics.build_device_memory_monitor = lambda: mock.Mock(device_name="cpu")  # torchtitan asks CUDA
     config = llama3_debugmodel()
     config.override.imports.append(OVERRIDE)
     (line,) = apply_overrides(config.override, config)
