@@ -48,4 +48,5 @@ class AsyncTPMetrics(MetricsProcessor):
 @override(target=MetricsProcessor.Config, exact=True, description="async TP on tilestream's kernels")
 def async_tp(config: MetricsProcessor.Config) -> AsyncTPMetrics.Config:
     """What the run's metrics become. torchtitan finds it by its name in ``override.imports``."""
-    return derive(config, AsyncTPMetrics.Config)
+    made: AsyncTPMetrics.Config = derive(config, AsyncTPMetrics.Config)
+    return made

@@ -94,9 +94,10 @@ class TilestreamImpl(TritonAttentionImpl):
             why = self._refusal(attn_metadata, output_scale, output_block_scale) or pages_refused(query, k, v)
         if attn_metadata is None or why:
             say_once("vLLM", why)
-            return super().forward(
+            theirs: torch.Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
+            return theirs
         attend(
             query[:tokens], k, v, attn_metadata.block_table, starts=attn_metadata.query_start_loc,
             lengths=attn_metadata.seq_lens, most_queries=attn_metadata.max_query_len,

@@ -22,10 +22,11 @@ NAME = "tilestream"
 class TilestreamLinearMethod(UnquantizedLinearMethod):
     """vLLM's weights as they are. In batch-invariant mode, and on its CPU platform, vLLM multiplies."""
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., K]``."""
         if envs.VLLM_BATCH_INVARIANT or current_platform.is_cpu():  # which packs the weight its own way
-            return super().apply(layer, x, bias)
+            theirs: torch.Tensor = super().apply(layer, x, bias)
+            return theirs
         return linear(x, layer.weight, bias)
 
 
