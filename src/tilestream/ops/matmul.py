@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.compiler import is_compiling
 
@@ -11,10 +14,33 @@ from tilestream.ops import native, streamed
 from tilestream.ops.checks import check_operands, check_tensors
 from tilestream.ops.request import Request, multiply
 
+#: The default of an operand that may be given by torch's name instead.
+_NAMED: Any = None
+#: torch's names of operands, and ours.
+_TORCHS = {
+    "matmul": {"input": "a", "other": "b"},
+    "mm": {"input": "a", "mat2": "b"},
+    "bmm": {"input": "a", "mat2": "b"},
+    "addmm": {"mat1": "a", "mat2": "b"},
+    "linear": {"input": "x"},
+}
+
+
+def _torchs(op: str, names: Mapping[str, Any], **given: Any) -> tuple[Any, ...]:
+    """The operands ``given``, with those of ``names``, which have torch's names, in their places."""
+    for name, operand in names.items():
+        ours = _TORCHS[op].get(name)
+        if ours is None:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+        if given[ours] is not None:
+            raise TypeError(f"{op}: {name}= is {ours}, which is given, too; give one of them")
+        given[ours] = operand
+    return tuple(given.values())
+
 
 def matmul(
-    a: torch.Tensor | Stream,
-    b: torch.Tensor,
+    a: torch.Tensor | Stream = _NAMED,
+    b: torch.Tensor = _NAMED,
     *,
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -30,6 +56,7 @@ def matmul(
     schedule: str = "auto",
     workers: int | None = None,
     deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:
     """``activation(scale_a * scale_b * (a @ b) + bias + beta * residual)``.
 
@@ -40,7 +67,8 @@ def matmul(
     a, b
         ``[..., M, K]`` and ``[..., K, N]``, or vectors ``[K]``; one dtype of float16, bfloat16, float32, float64, or
         each of float8_e4m3fn or float8_e5m2, or of float8_e4m3fnuz or float8_e5m2fnuz (AMD GPUs and the CPU); any
-        strides. Operands of 8 bits get no gradient. On NVIDIA GPUs float32 counts as tf32 where
+        strides. torch's keywords are accepted, too (``input=``, ``other=``; ``mat1=``, ``mat2=`` of the other ops).
+        Operands of 8 bits get no gradient. On NVIDIA GPUs float32 counts as tf32 where
         ``torch.backends.cuda.matmul`` allows that; on Hopper it is at its fastest where K is the contiguous dimension
         of both, as of a row-major ``a`` and the transpose of a Linear's weight.
     out
@@ -112,6 +140,8 @@ def matmul(
     >>> matmul(a, b, bias=torch.tensor([1.0, -9.0]), activation="relu")[0]
     tensor([4., 0.])
     """
+    if names:
+        a, b = _torchs("matmul", names, a=a, b=b)
     if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("matmul", "a", a, "arrival", arrival)
         streamed.refuse("matmul", b=b, bias=bias, residual=residual, out=out, scale_a=scale_a, scale_b=scale_b)
@@ -130,11 +160,13 @@ def matmul(
 
 
 def mm(
-    a: torch.Tensor | Stream, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    a: torch.Tensor | Stream = _NAMED, b: torch.Tensor = _NAMED, *,
+    out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
     out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
     deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``a @ b`` for matrices ``[M, K]`` and ``[K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
 
@@ -143,6 +175,8 @@ def mm(
     ValueError
         If an operand is no matrix.
     """
+    if names:
+        a, b = _torchs("mm", names, a=a, b=b)
     if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("mm", "a", a, "arrival", arrival)
         streamed.refuse("mm", b=b, bias=bias, residual=residual, out=out, scale_a=scale_a, scale_b=scale_b)
@@ -162,11 +196,13 @@ def mm(
 
 
 def bmm(
-    a: torch.Tensor | Stream, b: torch.Tensor, *, out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    a: torch.Tensor | Stream = _NAMED, b: torch.Tensor = _NAMED, *,
+    out: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None, beta: float = 1.0, activation: str | None = None,
     out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True, arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None,
     deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``a[i] @ b[i]`` for ``[B, M, K]`` and ``[B, K, N]``; keyword arguments and exceptions as for `tilestream.matmul`.
 
@@ -175,6 +211,8 @@ def bmm(
     ValueError
         If an operand has not three dimensions, or they differ in batches.
     """
+    if names:
+        a, b = _torchs("bmm", names, a=a, b=b)
     if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("bmm", "a", a, "arrival", arrival)
         streamed.refuse("bmm", b=b, bias=bias, residual=residual, out=out, scale_a=scale_a, scale_b=scale_b)
@@ -196,9 +234,11 @@ def bmm(
 
 
 def addmm(
-    input: torch.Tensor, a: torch.Tensor | Stream, b: torch.Tensor, *, beta: float = 1, alpha: float = 1,
-    out: torch.Tensor | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
+    input: torch.Tensor, a: torch.Tensor | Stream = _NAMED, b: torch.Tensor = _NAMED, *, beta: float = 1,
+    alpha: float = 1, out: torch.Tensor | None = None, activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
     arrival: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``beta * input + alpha * (a @ b)`` for matrices ``[M, K]`` and ``[K, N]``.
 
@@ -218,6 +258,8 @@ def addmm(
     ValueError
         If ``a`` or ``b`` is no matrix.
     """
+    if names:
+        a, b = _torchs("addmm", names, a=a, b=b)
     if type(a) is Stream or (not is_compiling() and open_streams):
         a, arrival = streamed.operand("addmm", "a", a, "arrival", arrival)
         streamed.refuse("addmm", b=b, input=input, out=out)
@@ -238,12 +280,13 @@ def addmm(
 
 
 def linear(
-    x: torch.Tensor | Stream, weight: torch.Tensor | Stream, bias: torch.Tensor | None = None, *,
+    x: torch.Tensor | Stream = _NAMED, weight: torch.Tensor | Stream = _NAMED, bias: torch.Tensor | None = None, *,
     out: torch.Tensor | None = None, residual: torch.Tensor | None = None, beta: float = 1.0,
     activation: str | None = None, out_dtype: torch.dtype | None = None, scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
     use_fast_accum: bool = True, arrival: Arrival | None = None, weight_arrival: Arrival | None = None,
     publish: Arrival | None = None, schedule: str = "auto", workers: int | None = None, deadline: float | None = None,
+    **names: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """``activation(scale_a * scale_b * (x @ weight.T) + bias + beta * residual)``.
 
@@ -268,6 +311,8 @@ def linear(
     ValueError
         If ``weight`` is neither a matrix nor a vector.
     """
+    if names:
+        x, weight = _torchs("linear", names, x=x, weight=weight)
     if isinstance(scale_b, torch.Tensor) and scale_b.dim() == 2 and scale_b.shape[1] == 1:
         scale_b = scale_b.t()  # a scale a row of the weight is one a column of its transpose
     if type(x) is Stream or type(weight) is Stream or (not is_compiling() and open_streams):
