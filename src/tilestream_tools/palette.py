@@ -6,7 +6,7 @@ matplotlib nor numpy is imported before `figure` makes one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,9 +39,9 @@ def figure(width: float, height: float, scale: float = SCALE) -> Figure:
 
 def save(made: Figure, path: Path, title: str) -> Path:
     """Write a picture, with its title as a property of the file; a picture made again has the same bytes."""
-    how = {
+    endings: dict[str, dict[str, Any]] = {
         ".png": {"metadata": {"Title": title, "Software": None}, "pil_kwargs": {"optimize": True}},
         ".svg": {"metadata": {"Title": title, "Date": None}},
-    }.get(path.suffix, {})
-    made.savefig(path, dpi="figure", **how)
+    }
+    made.savefig(path, dpi="figure", **endings.get(path.suffix, {}))
     return path
