@@ -143,7 +143,7 @@ def explain(plan: AttentionPlan) -> str:
     columns = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"({p.head_dim}, {p.head_dim_v})"
     chosen = [("keys", _keys(p)), ("mask", _mask(p)), *_schedule(plan), ("arrival", _arrival(p))]
     work = f"{number(floor.operations / 1e9)} GFLOP, {number(floor.bytes / 1e6)} MB"
-    return table(f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}", plan, chosen, work, [])
+    return table(f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}", plan, chosen, work)
 
 
 def _keys(p: AttentionProblem) -> str:
