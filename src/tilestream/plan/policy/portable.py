@@ -186,7 +186,8 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
         if device.arch.startswith("gfx"):
             rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)
         elif device.arch in _OF_A_WARP:
-            rows = tuple(row._replace(buffers=row.stages - 1) for row in rows)
+            most = 256 if device.arch.startswith("sm_12") else 128  # 128x256 spills 24 bytes on sm_80 (Triton 3.9)
+            rows = tuple(row._replace(buffers=row.stages - 1) for row in rows if row.block_n <= most)
         elif has_tensor_memory(device.arch):
             small = problem.arriving or not problem.aligned
             rows = tuple(row for row in rows if row.block_n <= (64 if small else 128))
