@@ -10,6 +10,7 @@ What was executed is recorded by ``python tests/tools/emulator/executed all --se
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -143,12 +144,32 @@ def theirs() -> str:
         device = named(row["device"])
         assert device is not None
         share = row["tflops"] * 1e12 / device.peak(row["dtype"], device.workers)
-        rows.append(row | {"share": share, "gpu": device.name.removeprefix("AMD Instinct ")})
+        ours = {f"model_{backend}": modelled(row, backend) for backend in ("portable", "cdna")}
+        rows.append(row | ours | {"share": share, "gpu": device.name.removeprefix("AMD Instinct ")})
     return NOTES("theirs") + "\n\n" + columns(rows, {
         "kernel": "{who}", "GPU": "{gpu}", "dtype": "{dtype}", "M x N x K, or attention": "{shape}",
-        "TFLOP/s": "{tflops:.0f}", "of the data sheet": "{share:.0%}", "matrix units busy": "{busy}",
+        "TFLOP/s": "{tflops:.0f}", "of the data sheet": "{share:.0%}",
+        "our model: portable": "{model_portable}", "CDNA": "{model_cdna}", "matrix units busy": "{busy}",
         "compiled": "{compiled}", "source": "{source}",
     })  # fmt: skip
+
+
+def modelled(row: Row, backend: str) -> str:
+    """TFLOP/s that the cost model expects of our kernel on a row's problem; ``-`` where the row names none."""
+    import tilestream as ts
+
+    how = {"dtype": "float8_e4m3fn" if row["dtype"] == "fp8" else row["dtype"], "device": row["device"]}
+    product = re.fullmatch(r"(\d+)x(\d+)x(\d+)", row["shape"])
+    heads = re.fullmatch(r"(\d+) x (\d+) heads of (\d+), (\d+)(, causal)?", row["shape"])
+    made: Any = None
+    if product is not None:
+        made = ts.plan(*map(int, product.groups()), layout="nt", backend=backend, **how)
+    elif heads is not None:
+        batch, count, columns, rows = map(int, heads.groups()[:4])
+        made = ts.attention_plan(
+            rows, batch=batch, heads_q=count, head_dim=columns, causal=bool(heads[5]), backend=backend, **how
+        )
+    return "-" if made is None else f"{made.floor.operations / made.predicted / 1e12:.0f}"
 
 
 def page(text: str, data: Data) -> str:

@@ -20,13 +20,14 @@ from benchmarks.core.paths import DOCS, RESULTS, ROOT
 from benchmarks.core.records import Data, load, paths
 from benchmarks.report.notes import Notes
 from benchmarks.report.tables import device_of, table
+from tilestream.core.gpu_specs import GPU_SPECS
 from tilestream.plan import experimental
 
 NOTES = Notes("support")
 PAGE = DOCS / "support.md"
 MACHINE_CODE = ROOT / "tests" / "kernels" / "machine_code.json"
 
-DEVICES = ("cpu", "h100", "h200", "mi300x", "mi325x", "mi350x", "mi355x")
+DEVICES = ("cpu", *GPU_SPECS)
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 #: What a pass of the GPU tests is about, by words of its name: the first that matches.
 SUBJECTS = (

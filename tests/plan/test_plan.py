@@ -50,7 +50,7 @@ WHOLE = "{}={!r}; it is a positive whole number, or None for the plan's choice"
 TILE = "tile={!r}; a tile has (rows, columns), both positive whole numbers"
 DTYPE = "dtype: {}; tilestream multiplies float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz: convert first, or use torch.matmul"
 DEVICE = "device={!r}: there are backends for the CPU and for CUDA and ROCm GPUs; use torch.matmul there"
-UNKNOWN = "device={!r} is no device that is known: give 'cpu', 'cuda', 'cuda:1', a DeviceProperties, or, for a plan without the GPU, one of h100, h200, mi300x, mi325x, mi350x, mi355x"
+UNKNOWN = "device={!r} is no device that is known: give 'cpu', 'cuda', 'cuda:1', a DeviceProperties, or, for a plan without the GPU, one of a100, l40s, rtx4090, h100, h200, b200, b300, thor, rtx5090, mi300x, mi325x, mi350x, mi355x"
 WHOLE_NUMBERS = [
     ("workers", 0),
     ("workers", -2),
@@ -66,7 +66,7 @@ REFUSED = [
     *(({"tile": x}, ValueError, TILE.format(x)) for x in ((0, 4), (4, -4), (4,), (4, 4, 4), 32, (32.5, 32))),
     *(({"dtype": x}, TypeError, DTYPE.format(x)) for x in ("int8", torch.complex64)),
     *(({"device": x}, NotImplementedError, DEVICE.format(str(x))) for x in ("xpu", torch.device("mps", 1))),
-    *(({"device": x}, ValueError, UNKNOWN.format(x)) for x in ("a100", "cudaa", "H 100")),
+    *(({"device": x}, ValueError, UNKNOWN.format(x)) for x in ("v100", "cudaa", "H 100")),
     *(({name: -x}, ValueError, f"{name}={-x}; an extent is a whole number, and not negative") for x, name in enumerate(("m", "n", "k", "batch"), 1)),
     *(({name: 3}, TypeError, f"{name}=3; it is a tilestream.Arrival, or None for what is there") for name in ("arrival", "weight_arrival")),
     *(({name: x}, ValueError, f"{name}={x!r} with device=cpu: it is for GPUs; leave it away") for name, x in (("backend", "hopper"), ("stages", 4), ("registers", (24, 240)))),

@@ -1,8 +1,11 @@
 """GPUs by name: for plans without the device, and for the figures that drivers do not report.
 
-Sources: NVIDIA's data sheets of H100 and H200; AMD's data sheets of MI300X, MI325X, MI350X and MI355X, and its white
-papers of CDNA 3 and CDNA 4 (dies, L2, Infinity Cache). Operations a cycle times compute units times the clock give the
-data sheets' peaks: MI300X 304 x 2048 x 2.1 GHz = 1.307e15 of bfloat16, MI355X 256 x 4096 x 2.4 GHz = 2.517e15.
+Sources: NVIDIA's data sheets of A100, L40S, H100, H200, HGX B200 and HGX B300, of Jetson AGX Thor (T5000), its white
+papers of Ada and of RTX Blackwell (RTX 4090, RTX 5090), and the CUDA programming guide (shared memory by compute
+capability); AMD's data sheets of MI300X, MI325X, MI350X and MI355X, and its white papers of CDNA 3 and CDNA 4 (dies,
+L2, Infinity Cache). Operations a cycle times compute units times the clock give the data sheets' peaks: MI300X
+304 x 2048 x 2.1 GHz = 1.307e15 of bfloat16, MI355X 256 x 4096 x 2.4 GHz = 2.517e15. NVIDIA publishes no clock of B200
+and B300: theirs is the one that gives the published 2.25e15 of bfloat16 with the 148 SMs that the driver reports.
 
 The clock of an AMD GPU falls by up to half while its matrix units are busy: AMD publishes it beside its own libraries'
 "max-achievable" rates (ROCm blogs, *Measuring Max-Achievable FLOPs, part 2*, 2025: hipBLASLt on normally distributed
@@ -18,13 +21,17 @@ from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
 
-#: Operations a cycle of one SM or CU, dense, from the vendors' data sheets: fp32, 16-bit, tf32, 8-bit.
+#: Operations a cycle of one SM or CU, dense, added up in float32, from the vendors' data sheets: fp32, 16-bit, tf32,
+#: 8-bit. A GeForce's matrix units add up in float32 at half the rate: see `rates`.
 PER_CYCLE = {
     "sm_80": (128, 2048, 1024, 2048),
-    "sm_86": (256, 512, 256, 512),
-    "sm_89": (256, 512, 256, 1024),
+    "sm_86": (256, 1024, 512, 1024),
+    "sm_89": (256, 1024, 512, 2048),
     "sm_90": (256, 4096, 2048, 8192),
     "sm_100": (256, 8192, 4096, 16384),
+    "sm_103": (256, 8192, 4096, 16384),
+    "sm_110": (256, 8192, 4096, 16384),
+    "sm_120": (256, 1024, 512, 2048),
     "gfx942": (256, 2048, 1024, 4096),
     "gfx950": (256, 4096, 256, 8192),
 }
@@ -61,6 +68,7 @@ class GpuSpec(NamedTuple):
     bandwidth: float
     shared: int
     sustained: tuple[tuple[str, float], ...] = ()
+    l2: int = 0  # NVIDIA: bytes, where published; AMD's is in `DIES`
 
 
 def _busy(float16: float, bfloat16: float, fp8: float) -> tuple[tuple[str, float], ...]:
@@ -68,8 +76,15 @@ def _busy(float16: float, bfloat16: float, fp8: float) -> tuple[tuple[str, float
 
 
 GPU_SPECS = {
+    "a100": GpuSpec("NVIDIA A100 SXM 80GB", "sm_80", 108, 1.41e9, 2.039e12, 166912, l2=40 << 20),
+    "l40s": GpuSpec("NVIDIA L40S", "sm_89", 142, 2.52e9, 864e9, 101376),
+    "rtx4090": GpuSpec("NVIDIA GeForce RTX 4090", "sm_89", 128, 2.52e9, 1.008e12, 101376, l2=72 << 20),
     "h100": GpuSpec("NVIDIA H100 SXM", "sm_90", 132, 1.83e9, 3.35e12, 232448),
     "h200": GpuSpec("NVIDIA H200 SXM", "sm_90", 132, 1.83e9, 4.8e12, 232448),
+    "b200": GpuSpec("NVIDIA B200", "sm_100", 148, 1.856e9, 8.0e12, 232448),
+    "b300": GpuSpec("NVIDIA B300", "sm_103", 148, 1.856e9, 8.0e12, 232448),
+    "thor": GpuSpec("NVIDIA Thor", "sm_110", 20, 1.575e9, 273e9, 232448, l2=32 << 20),
+    "rtx5090": GpuSpec("NVIDIA GeForce RTX 5090", "sm_120", 170, 2.407e9, 1.792e12, 101376, l2=96 << 20),
     "mi300x": GpuSpec("AMD Instinct MI300X", "gfx942", 304, 2.1e9, 5.3e12, 65536, _busy(1.115e9, 1.207e9, 1.230e9)),
     "mi325x": GpuSpec("AMD Instinct MI325X", "gfx942", 304, 2.1e9, 6.0e12, 65536, _busy(1.354e9, 1.447e9, 1.464e9)),
     "mi350x": GpuSpec("AMD Instinct MI350X", "gfx950", 256, 2.2e9, 8.0e12, 163840, _busy(1.23e9, 1.23e9, 1.23e9)),
@@ -77,16 +92,17 @@ GPU_SPECS = {
 }
 
 
-def rates(arch: str, hertz: float) -> tuple[float, tuple[tuple[str, float], ...]]:
+def rates(name: str, arch: str, hertz: float) -> tuple[float, tuple[tuple[str, float], ...]]:
     """Peak operations a second of one worker: of fp32, and of the matrix units by kind of input."""
-    flops, half, tf32, fp8 = (n * hertz for n in PER_CYCLE.get(arch, _ASSUMED))
+    flops, *matrix = (n * hertz for n in PER_CYCLE.get(arch, _ASSUMED))
+    half, tf32, fp8 = (rate / 2 if "geforce" in name.lower() else rate for rate in matrix)
     return flops, (("float16", half), ("bfloat16", half), ("tf32", tf32), ("fp8", fp8))
 
 
 def named(name: str) -> DeviceProperties | None:
     """The GPU of this name (``"mi300x"``, ``"H100"``), without the GPU; None if it is none of `GPU_SPECS`."""
     known = GPU_SPECS.get(name.lower())
-    return None if known is None else gpu_properties(*known)
+    return None if known is None else gpu_properties(*known[:7])
 
 
 def published_bandwidth(name: str, arch: str, workers: int) -> float:
@@ -100,7 +116,8 @@ def published_bandwidth(name: str, arch: str, workers: int) -> float:
 
 def _alike(name: str, arch: str) -> list[GpuSpec]:
     """The GPUs of this arch whose names are in ``name``."""
-    return [known for key, known in GPU_SPECS.items() if known.arch == arch and key in name.lower()]
+    plain = name.lower().replace(" ", "")
+    return [known for key, known in GPU_SPECS.items() if known.arch == arch and key in plain]
 
 
 def gpu_properties(
@@ -111,7 +128,7 @@ def gpu_properties(
 
     ``sustained`` None: as published of the GPU of `GPU_SPECS` whose name is in ``name``, or of its arch.
     """
-    flops, tensor = rates(arch, hertz)
+    flops, tensor = rates(name, arch, hertz)
     dies = DIES.get(arch)
     if sustained is None:
         alike = _alike(name, arch) or [known for known in GPU_SPECS.values() if known.arch == arch]
@@ -135,7 +152,7 @@ def gpu_properties(
         sustained=sustained,
         xcds=xcds,
         shader_engines=dies.shader_engines * xcds if dies else 0,
-        l2=dies.l2 if dies else 0,
+        l2=dies.l2 if dies else max((known.l2 for known in _alike(name, arch)), default=0),
         l2_bandwidth=dies.l2_bytes * hertz if dies else 0.0,
         cache_bandwidth=dies.cache * xcds / 8 if dies else 0.0,
     )

@@ -120,6 +120,7 @@ class PortableConfig(GemmConfig):
     #: Of K at most, between two times that the tensor cores' accumulator of 8-bit products is emptied; None: Triton's
     #: own choice.
     IMPRECISE: int | None
+    PROMOTED: bool  # whether the kernel adds each K step's product of 8 bits to the accumulator, in float32
     #: A_KIND, B_KIND: dtypes of 8 bits that become float16 first: see `tilestream.kernels.portable.convert`; else
     #: empty.
     A_KIND: str

@@ -75,7 +75,8 @@ def plan(
         As for `tilestream.matmul`.
     device
         ``"cpu"``, a GPU (``"cuda"``, ``"cuda:1"``, a ``torch.device``); or, for a plan without the device, its name
-        (``"h100"``, ``"h200"``, ``"mi300x"``, ``"mi325x"``, ``"mi350x"``, ``"mi355x"``) or its `DeviceProperties`.
+        (one of `tilestream.core.gpu_specs.GPU_SPECS`, as ``"h100"``, ``"b200"``, ``"mi300x"``) or its
+        `DeviceProperties`.
     workers
         Workers to use; None: what `tilestream.matmul` uses, ``torch.get_num_threads()``, or the device's cores where
         torch has not been imported; on a GPU the SMs that the current context has (a green context has fewer). No more

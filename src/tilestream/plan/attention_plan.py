@@ -155,7 +155,7 @@ def explain(plan: AttentionPlan) -> str:
         *promise_lines(plan.promise, plan.key_order),
     ]  # fmt: skip
     work = f"{number(floor.operations / 1e9)} GFLOP, {number(floor.bytes / 1e6)} MB"
-    return table(f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}", plan, chosen, work, [])
+    return table(f"attention {shape}, head {columns}, {p.dtype} -> {p.out_dtype}", plan, chosen, work)
 
 
 def _keys(p: AttentionProblem) -> str:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from tilestream.core.gpu_specs import GPU_SPECS
+
 logger = logging.getLogger(__name__)
 
 Lines = list[tuple[str, str]]
+
+#: The architecture on which kernels have run.
+_RAN = "sm_90"
 
 
 def number(x: float) -> str:
@@ -15,19 +20,29 @@ def number(x: float) -> str:
     return f"{x:,.0f}" if x >= 999.5 else f"{x:.3g}" if x >= 1e-3 else f"{x:.6f}"
 
 
-def table(head: str, plan: Any, chosen: Lines, floor: str, remarks: Lines) -> str:
-    """A plan as lines: where it runs, what was chosen, the floor, remarks, and what was refused.
+def checked(arch: str) -> str:
+    """What is known of the kernels on GPUs of ``arch`` on which they have not run; empty where they have."""
+    if arch in ("", _RAN):
+        return ""
+    if arch not in {spec.arch for spec in GPU_SPECS.values()}:
+        return f"neither compiled nor run for {arch}: its shared memory and registers are not checked"
+    how = "compiled, and executed on an emulator" if arch.startswith("gfx") else "compiled"
+    return f"{how}, not run: no {arch} GPU was there"
+
+
+def table(head: str, plan: Any, chosen: Lines, floor: str) -> str:
+    """A plan as lines: where it runs, what was chosen, the floor, what was checked, and what was refused.
 
     ``plan`` is a `Plan` or an `AttentionPlan`, whose modules import this one.
     """
-    device, bound = plan.device, plan.floor
+    device, bound, known = plan.device, plan.floor, checked(plan.device.arch)
     lines = [
         ("device", f"{device.name}, {device.workers} workers ({device.source})"),
         ("backend", f"{plan.backend}, variant {plan.variant}: {plan.why}"),
         *chosen,
         ("floor", f"{floor}: {number(bound.seconds * 1e3)} ms, bound by {bound.binds}"),
         ("expected", f"{number(plan.predicted * 1e3)} ms by the cost model, with everything arrived"),
-        *remarks,
+        *([("checked", known)] if known else []),
         *(("refused", f"{refusal.what}: {refusal.why}") for refusal in plan.refused),
     ]
     return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines)])

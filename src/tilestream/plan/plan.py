@@ -13,6 +13,7 @@ from tilestream.plan.additions import Additions, additions
 from tilestream.plan.candidate import Candidate, Refusal
 from tilestream.plan.explain import number, promise_lines, table
 from tilestream.plan.hooks import hooks
+from tilestream.plan.policy.portable import sums_lose_bits
 from tilestream.plan.problem import Problem, gate_of
 from tilestream.plan.roofline import Floor
 
@@ -172,16 +173,14 @@ def explain(plan: Plan) -> str:
     problem, floor = plan.problem, plan.floor
     batch = f"{problem.batch} x " if problem.batch > 1 else ""
     shape = f"{batch}[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}]"
-    on_amd = plan.device.arch.startswith("gfx")
     a, b = problem.dtypes
     scaled = {"none": "", "tensor": ", one scale each", "row": ", a scale a row and column"}[problem.scales]
-    promoted = ", added up in float32 every 128 of K" if problem.promoted and not on_amd else ""
+    promoted = ", added up in float32 every 128 of K" if problem.promoted and sums_lose_bits(plan.device.arch) else ""
     dtypes = (a if a == b else f"{a} x {b}") + scaled + promoted
     work = f"{number(floor.operations / 1e9)} GFLOP, {number(floor.bytes / 1e6)} MB, {number(floor.intensity)} FLOP/B"
     return table(
         f"matmul {shape}, {dtypes} -> {problem.out_dtype}", plan,
         [*_schedule(plan), *_arrivals(plan), *promise_lines(plan.promise, plan.additions)], work,
-        [("checked", "compiled and checked, not run on an AMD GPU yet")] if on_amd else [],
     )  # fmt: skip
 
 

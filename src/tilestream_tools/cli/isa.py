@@ -21,7 +21,8 @@ def isa(
         str | None, typer.Argument(help="A kernel's name, or a file of AMDGCN assembly; none: list the kernels.")
     ] = None,
     arch: Annotated[
-        str | None, typer.Option(help="gfx942, gfx950 or sm_90a; default: the first that the kernel has.")
+        str | None,
+        typer.Option(help="One of those that the list of kernels has, as sm_100; default: the first of the kernel's."),
     ] = None,
     m: Annotated[int, typer.Option(min=1, help="Rows of A; attention's queries.")] = 8192,
     n: Annotated[int, typer.Option(min=1, help="Columns of B; attention's keys.")] = 8192,
@@ -53,7 +54,7 @@ def isa(
 
     if kernel is None:
         for name, entry in kernels.KERNELS.items():
-            typer.echo(f"{name:<18} {', '.join(entry.archs):<24} {entry.what}")
+            typer.echo(f"{name:<18} {', '.join(entry.archs):<72} {entry.what}")
         ui.found(kernels={name: {"archs": entry.archs, "what": entry.what} for name, entry in kernels.KERNELS.items()})
         return
     latency = memory_cycles or MEMORY_CYCLES

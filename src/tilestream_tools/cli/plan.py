@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilestream.core.gpu_specs import GPU_SPECS
 from tilestream_tools.cli import ui
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def plan(
         ),
     ] = "float32",
     device: Annotated[
-        str, typer.Option(help="cpu, cuda, or a GPU that need not be here: h100, h200, mi300x, mi325x, mi350x, mi355x.")
+        str, typer.Option(help=f"cpu, cuda, or a GPU that need not be here: {', '.join(GPU_SPECS)}.")
     ] = "cpu",
     layout: Annotated[str | None, typer.Option(help="How A and B lie: nn, nt, tn or tt.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Workers; default: as many as the device holds.")] = None,

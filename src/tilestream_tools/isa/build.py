@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 TARGETS = {
+    **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 100, 103, 110, 120)},
     "sm_90a": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from tilestream_tools.isa.build import Pointer
 
 #: The GPU that stands for an arch.
-DEVICES = {"sm_90a": "h100", "gfx942": "mi300x", "gfx950": "mi355x"}
+DEVICES = {
+    "sm_90a": "h100", "gfx942": "mi300x", "gfx950": "mi355x", "sm_80": "a100", "sm_89": "l40s", "sm_100": "b200",
+    "sm_103": "b300", "sm_110": "thor", "sm_120": "rtx5090",
+}  # fmt: skip
 LAYOUTS = ("nn", "nt", "tn", "tt")
 
 
@@ -139,9 +142,7 @@ class Entry(NamedTuple):
 
 
 KERNELS: dict[str, Entry] = {
-    "portable-gemm": Entry(
-        ("sm_90a", "gfx942", "gfx950"), f"{__name__}:portable_gemm", "the Triton kernel, for any GPU"
-    ),
+    "portable-gemm": Entry(tuple(DEVICES), f"{__name__}:portable_gemm", "the Triton kernel, for any GPU"),
     "cdna-gemm": Entry(
         ("gfx942", "gfx950"), f"{__name__}:cdna_gemm", "Gluon: a ring without mbarriers, inverse swizzle, MFMA"
     ),
@@ -153,7 +154,7 @@ KERNELS: dict[str, Entry] = {
     ),
     "hopper-gemm": Entry(("sm_90a",), f"{__name__}:hopper_gemm", "Gluon: TMA, warp specialisation, wgmma"),
     "portable-attention": Entry(
-        ("sm_90a", "gfx942", "gfx950"), f"{__name__}:portable_attention", "Triton, any GPU; M queries, N keys", 128
+        tuple(DEVICES), f"{__name__}:portable_attention", "Triton, any GPU; M queries, N keys", 128
     ),
     "hopper-attention": Entry(
         ("sm_90a",), f"{__name__}:hopper_attention", "Gluon: TMA, warp specialisation; M queries, N keys", 128

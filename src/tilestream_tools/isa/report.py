@@ -6,6 +6,7 @@ A report is made in a process of its own (`of`), so that compiling for a GPU tha
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilestream.core.errors import TilestreamError
+from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream_tools.isa import amdgcn, sass
 from tilestream_tools.isa.kernels import Question, Source, source
 from tilestream_tools.isa.model import estimate, occupancy
@@ -28,9 +30,13 @@ if TYPE_CHECKING:
 #: Seconds that a compilation may take.
 TIMEOUT = 600
 _ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "NotImplementedError": NotImplementedError}
-#: Operations of a 64-row wgmma in an SM's cycle, by the first letter of the SASS: 16-bit, 8-bit.
-_GMMA = {"H": 4096, "Q": 8192}
-_PRODUCT = re.compile(r"\b([HQ])GMMA\.(\d+)x(\d+)x(\d+)")
+#: Instructions that multiply, by what PTX calls them: a warp group's, a warp's, and tensor memory's, whose name has no
+#: extents.
+_PRODUCTS = {
+    "wgmma": r"\b[HQ]GMMA\.(\d+)x(\d+)x(\d+)", "mma": r"\b[HQ]MMA\.(16)(8)(\d+)\b", "tcgen05": r"\bUTC[HQ]MMA()()()\b",
+}  # fmt: skip
+#: Bytes of K of an instruction of tensor memory.
+_TCGEN05_K = 32
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ def compiled(name: str, question: Question, memory_cycles: float = MEMORY_CYCLES
             shared=kernel.metadata.shared, plan=asked.plan, memory_cycles=memory_cycles,
         )  # fmt: skip
     else:
-        made = _of_cubin(kernel, said, name, triton.__version__, asked)
+        made = _of_cubin(kernel, said, name, triton.__version__, asked, question)
     return made
 
 
@@ -211,17 +217,26 @@ def of_amdgcn(
     )  # fmt: skip
 
 
-def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source) -> Report:
+def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source, question: Question) -> Report:
     """The report of a kernel for NVIDIA: its loops, and the tensor cores' floor of them together."""
     text, usage = sass.disassembled(kernel.asm["cubin"])
-    loops = sass.loop_texts(text)
-    products = [found for body in loops for one in body if (found := _PRODUCT.search(one))]
-    operations = [2 * int(m) * int(n) * int(k) for _, m, n, k in (found.groups() for found in products)]
-    shapes = Counter(f"m{m}n{n}k{k}" for _, m, n, k in (found.groups() for found in products))
-    floor = sum(done / _GMMA[found[1]] for done, found in zip(operations, products, strict=True))
-    plan = asked.plan
+    by_unit = {unit: sass.loop_texts(text, form) for unit, form in _PRODUCTS.items()}
+    unit, loops = next(((unit, found) for unit, found in by_unit.items() if found), ("", []))
+    plan, device = asked.plan, question.device
+    shapes: Counter[str] = Counter()
+    operations = 0
+    for one in (one for body in loops for one in body):
+        if found := re.search(_PRODUCTS[unit], one):
+            extents = [int(extent) for extent in found.groups() if extent] or _of_tensor_memory(plan)
+            shapes["".join(map("{}{}".format, "mnk", extents)) or unit] += 1
+            operations += 2 * math.prod(extents) * (asked.warps if unit == "mma" else 1) if extents else 0
+    cycles: dict[str, Any] = {}
+    if operations and plan is not None:
+        kind = plan.problem.kind if isinstance(plan.problem, Problem) else plan.problem.dtype
+        rate = device.peak("fp8" if kind.startswith("float8") else kind, 1) / device.clock
+        cycles = {"floor": {unit: operations / rate}, "operations": operations}
     return Report(
-        kernel=name, arch="sm_90a", triton=triton, plan=plan.label if plan else "", warps=asked.warps,
+        kernel=name, arch=question.arch, triton=triton, plan=plan.label if plan else "", warps=asked.warps,
         registers={"registers": sass.registers(usage)},
         spilled={"bytes": sass.spilled_bytes(said), "stack": sass.stack_bytes(usage)},
         shared=kernel.metadata.shared, stages=plan.stages if plan else 0, tile=plan.block if plan else (),
@@ -229,5 +244,12 @@ def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source) -> 
             "instructions": sum(map(len, loops)), "mfma": dict(shapes),
             "counts": [sass.loop_counts(body) for body in loops],
         },
-        cycles={"floor": {"wgmma": floor}, "operations": sum(operations)} if floor else {},
+        cycles=cycles,
     )  # fmt: skip
+
+
+def _of_tensor_memory(plan: Plan | AttentionPlan | None) -> list[int]:
+    """Extents of an instruction of tensor memory: a product's tile. Attention has two kinds; none is told apart."""
+    if plan is None or not isinstance(plan.problem, Problem):
+        return []
+    return [*plan.block[:2], _TCGEN05_K // ITEMSIZE[plan.problem.dtype]]

@@ -11,18 +11,27 @@ from typing import Any, NamedTuple
 
 
 def disassembled(cubin: bytes) -> tuple[str, str]:
-    """A cubin's SASS and its resource usage, by the ``cuobjdump`` that comes with Triton."""
+    """A cubin's SASS and its resource usage, by the ``cuobjdump`` that comes with Triton.
+
+    Raises
+    ------
+    RuntimeError
+        If that is older than the architecture: Triton 3.6's does not read sm_103.
+    """
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        sass, usage = (
-            subprocess.run([tool, how, file.name], capture_output=True, text=True, check=True).stdout
+        runs = [
+            subprocess.run([tool, how, file.name], capture_output=True, text=True, check=False)
             for how in ("-sass", "-res-usage")
-        )
-    return sass, usage
+        ]
+    for run in runs:
+        if run.returncode:
+            raise RuntimeError(f"the cuobjdump of Triton {triton.__version__} cannot read it: {run.stderr.strip()}")
+    return runs[0].stdout, runs[1].stdout
 
 
 def stack_bytes(usage: str) -> int:
@@ -38,6 +47,11 @@ def registers(usage: str) -> int:
 def spilled_bytes(said: str) -> int:
     """Bytes that ptxas says it spilled, stores and loads."""
     return sum(int(x) for x in re.findall(r"(\d+) bytes spill", said))
+
+
+def stack_by_ptxas(said: str) -> int:
+    """Bytes of stack that ptxas says it took; -1 where it does not say."""
+    return max((int(x) for x in re.findall(r"(\d+) bytes stack frame", said)), default=-1)
 
 
 def k_loops(sass: str) -> list[dict[str, int]]:
@@ -84,9 +98,9 @@ def wgmma_shapes(ptx: str) -> dict[str, int]:
 def loop_counts(body: list[str]) -> dict[str, Any]:
     """Of a loop's instructions, how many there are of what a report names."""
     patterns = {
-        "gmma": r"\b[HQ]GMMA", "mma": r"\b[HQIDF]?MMA\b", "tma_loads": r"\bUTMALDG", "async_copies": r"\bLDGSTS",
-        "loads": r"\bLDG\b", "lds_reads": r"\bLDSM?\b", "lds_writes": r"\bSTSM?\b", "barriers": r"\bBAR\.SYNC",
-        "mbarrier": r"\bSYNCS\b", "local": r"\b(?:LDL|STL)\b",
+        "gmma": r"\b[HQ]GMMA", "mma": r"\b[HQIDF]?MMA\b", "tcgen05": r"\bUTC[HQ]MMA\b", "tma_loads": r"\bUTMALDG",
+        "async_copies": r"\bLDGSTS", "loads": r"\bLDG\b", "lds_reads": r"\bLDSM?\b", "lds_writes": r"\bSTSM?\b",
+        "barriers": r"\bBAR\.SYNC", "mbarrier": r"\bSYNCS\b", "local": r"\b(?:LDL|STL)\b",
     }  # fmt: skip
     counts = {name: sum(bool(re.search(pattern, text)) for text in body) for name, pattern in patterns.items()}
     return {"instructions": len(body), **{name: count for name, count in counts.items() if count}}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gates.engine import DEVICES, Case, IsWanted, Rules, attention_layout
+from gates.engine import AS_SM_100, DEVICES, NOT_RUN, Case, IsWanted, Rules, attention_layout
 from gates.portable_gemm import common_rules
 from tilestream.core.chunks import Chunks
 from tilestream.kernels.device.varlen import list_sequences
@@ -55,7 +55,8 @@ PAIRS = tuple(itertools.product((*SHARES, 320), ("bfloat16", "float32")))
 QUICK = (
     "bfloat16 128 128x64 worst", "bfloat16 128 128x64 worst: the list", "gfx942 float8_e4m3fn 128 64x32 causal",
     "gfx950 float8_e4m3fn 128 128x64 causal", "sm_90a float8_e4m3fn 128 128x64 causal", "merge of 128 columns",
-    "pair of 128 columns bfloat16",
+    "pair of 128 columns bfloat16", "sm_80 bfloat16 128 128x32 worst", "sm_100 bfloat16 128 128x32 worst",
+    "sm_120 bfloat16 128 128x32 worst",
 )  # fmt: skip
 #: What AMD's compiler spills at most, in Triton 3.7: a row's worth of what is worked out before the loops.
 AMD_SPILLS = {"vgpr_spill_count": 8, "private_segment_fixed_size": 32}
@@ -63,13 +64,16 @@ AMD_SPILLS = {"vgpr_spill_count": 8, "private_segment_fixed_size": 32}
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
     for arch, columns in itertools.product(DEVICES, SHARES):
-        if is_wanted(arch, f"merge of {columns} columns"):
+        if (arch not in NOT_RUN or columns == 128) and is_wanted(arch, f"merge of {columns} columns"):
             yield Case(arch, f"merge of {columns} columns", None, None, (merge_source, columns))
     for arch, (columns, dtype) in itertools.product(DEVICES, PAIRS):
-        if is_wanted(arch, f"pair of {columns} columns {dtype}"):
+        left_out = arch in NOT_RUN and (columns, dtype) != (128, "bfloat16")
+        if not left_out and is_wanted(arch, f"pair of {columns} columns {dtype}"):
             yield Case(arch, f"pair of {columns} columns {dtype}", None, None, (pair_source, columns, dtype))
     for (arch, device), dtype, columns, how in itertools.product(DEVICES.items(), DTYPES, COLUMNS, HOWS):
         if dtype == "float16" and how != "causal":  # the same instructions but one
+            continue
+        if arch in NOT_RUN and not needs_most(arch, dtype, columns, how):
             continue
         dims = (columns - columns // 4, columns - columns // 4 - 8) if how == "padded" else (columns, columns)
         p = AttentionProblem(2, 8, 2, 4096, 4096, *dims, dtype=dtype, **HOWS[how], scaled=dtype == "float8_e4m3fn")
@@ -82,6 +86,18 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
                 if is_wanted(arch, one):
                     plan = of_candidate(p, device, "portable", found, "the gate's", ())
                     yield Case(arch, one, plan, layout_of(p))
+
+
+def needs_most(arch: str, dtype: str, columns: int, how: str) -> bool:
+    """Whether a case is compiled for an architecture on which nothing has run: what needs most of it.
+
+    Each tile's worst; of bfloat16 also what is gathered, what arrives, and what is read an element at a time.
+    """
+    if dtype == "float8_e4m3fn" and arch == "sm_80":  # its plan refuses it
+        return False
+    if arch in AS_SM_100:
+        return (dtype, columns, how) == ("bfloat16", 128, "worst")
+    return how == "worst" or (dtype == "bfloat16" and how in ("gathered", "arriving", "unaligned"))
 
 
 def layout_of(p: AttentionProblem) -> AttentionLayout:
@@ -139,10 +155,10 @@ WIDE = {
 
 
 def rules(case: Case, kernel: Any, said: str) -> Rules:
-    found = common_rules(case, kernel, said, {} if case.arch == "sm_90a" else AMD_SPILLS)
+    found = common_rules(case, kernel, said, {} if case.arch.startswith("sm_") else AMD_SPILLS)
     if case.name.startswith("pair"):
         text, wide = next((kernel.asm[kind], wide) for kind, wide in WIDE.items() if kind in kernel.asm)
         # Of each part and of the output: 8 elements of a lane of 64, 16 of one of 32.
-        bytes_of_lane = (16 if case.arch == "sm_90a" else 8) * (4 if case.name.endswith("float32") else 2)
+        bytes_of_lane = (16 if case.arch.startswith("sm_") else 8) * (4 if case.name.endswith("float32") else 2)
         found["accesses of 16 bytes"] = (len(wide.findall(text)), 3 * bytes_of_lane // 16)
     return found

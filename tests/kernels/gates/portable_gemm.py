@@ -14,11 +14,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gates.engine import DEVICES, RELEASE, SHARED, Case, IsWanted, Rules, fill_gemm
+from gates.engine import AS_SM_100, DEVICES, NOT_RUN, RELEASE, SHARED, Case, IsWanted, Rules, fill_gemm
 from polling import polling_faults
 from tilestream.core.chunks import Chunks
 from tilestream.core.gate import arrival_order
@@ -28,7 +29,7 @@ from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.arguments import Arguments
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.policy.portable import tiles
+from tilestream.plan.policy.portable import sums_lose_bits, tiles
 from tilestream.plan.problem import FP8, Incoming, Problem, gate_of, result_name
 from tilestream_tools.isa import amdgcn, sass
 from tilestream_tools.isa.kernels import copy_arguments, pointer
@@ -57,7 +58,8 @@ INPUTS = {
 ALIKE = ("float16", "float8 mixed", "float8 fnuz mixed")
 #: Inputs that an architecture does not take. Of 8 bits AMD's have one kind for the matrix units, and convert the other.
 REFUSED = {
-    "sm_90a": ("float8 fnuz", "float8 fnuz mixed"),
+    **dict.fromkeys(("sm_90a", *NOT_RUN), ("float8 fnuz", "float8 fnuz mixed")),
+    "sm_80": tuple(inputs for inputs in INPUTS if inputs.startswith("float8")),
     "gfx942": ("float32 tf32", "float8 precise"),
     "gfx950": ("float32 tf32", "float8 precise"),
 }
@@ -66,6 +68,8 @@ QUICK = (
     "bfloat16 64x64 ordered nt", "bfloat16 64x64 copied nt", "bfloat16 64x64 static nt", "float32 64x64 worst nt",
     "float32 tf32 64x64 worst nt", "float8 128x256 worst nt", "float8 128x256 plain nt",
     "float8 precise 128x128 worst nt", "float8 precise 128x128 plain nt", "float8 fnuz 64x128 worst nt",
+    "sm_80 bfloat16 128x128 worst nt", "sm_89 float8 precise 128x128 worst nt", "sm_100 bfloat16 128x128 worst nt",
+    "sm_103 bfloat16 64x128 worst nt", "sm_110 bfloat16 64x128 worst nt", "sm_120 bfloat16 128x256 worst nt",
 )  # fmt: skip
 #: AMD: scalar registers that are kept in lanes of vector ones, at most, by what is in the kernel: the recorded ceiling,
 #: the most of a sample of every tile on Triton 3.6, 3.7 and 3.9, and a little. What runs most has none; a gate's two
@@ -85,17 +89,35 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
             extent, extent, extent, 1, dtype, result_name(dtype, None), tf32=rounded, aligned=aligned, b_dtype=other,
             scales="tensor" if dtype in FP8 else "none", fast_accum=fast,
         )  # fmt: skip
+        waiting = tiles(replace(problem, rows=Incoming(Chunks.uniform(extent, 512))), device)
         for tile, how in itertools.product(tiles(problem, device), HOWS):
             block = (tile.block_m, tile.block_n)
+            if how in _WAITS and tile not in waiting:
+                continue
             for layout in LAYOUTS if how in ("worst", "plain") else ("nt",):
                 name = f"{inputs}{'' if aligned else ' unaligned'} {block[0]}x{block[1]} {how} {layout}"
                 is_alike = inputs in ALIKE and (how, layout) != ("worst", "nt")
-                if not is_alike and is_wanted(arch, name):
+                is_left_out = arch in NOT_RUN and not needs_most(arch, inputs, aligned, how, layout)
+                if not (is_alike or is_left_out) and is_wanted(arch, name):
                     plan = plan_problem(
                         problem, None, HOWS[how], block, queues=2 if how == "stealing" else None, device=device,
                         backend="portable",
                     )  # fmt: skip
                     yield Case(arch, name, *_made(plan, how, layout), (inputs, how))
+
+
+def needs_most(arch: str, inputs: str, aligned: bool, how: str, layout: str) -> bool:
+    """Whether a case is compiled for an architecture on which nothing has run: what needs most of it.
+
+    Each tile's worst; of the operands that models have also with B row-major, at a gate, with copies, and what runs
+    most.
+    """
+    often = inputs in ("bfloat16", "float8") and aligned
+    if arch in AS_SM_100:
+        return often and (how, layout) == ("worst", "nt")
+    if how == "worst" and layout == "nt":  # where no sums lose bits, precise products are the others
+        return inputs not in ALIKE and (inputs != "float8 precise" or sums_lose_bits(arch))
+    return often and (how, layout) in (("worst", "nn"), ("plain", "nt"), ("arriving", "nt"), ("copied", "nt"))
 
 
 def _made(plan: Plan, how: str, layout: str) -> tuple[Plan, Layout]:
@@ -143,8 +165,14 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     found = common_rules(case, kernel, said, {})
     if how == "stealing":
         # A wave of 64 lanes would hold the counters of all queues, keep its own answer, and part from the next wave.
-        found["counters that lanes read at once"] = ("tensor<64xi64" in kernel.asm["ttgir"], case.arch == "sm_90a")
-    if case.arch == "sm_90a":
+        found["counters that lanes read at once"] = (
+            "tensor<64xi64" in kernel.asm["ttgir"],
+            case.arch.startswith("sm_"),
+        )
+    if case.arch in NOT_RUN:
+        by_itself = inputs == "float8 precise" and case.plan.problem.aligned and case.arch in ("sm_89", "sm_120")
+        found["sums that the kernel adds to its accumulator"] = (adds_products(kernel.asm["ttgir"]), by_itself)
+    if case.arch.startswith("sm_"):
         return found
     parsed = amdgcn.parse(kernel.asm["amdgcn"])
     loop = parsed.main_loop
@@ -164,11 +192,20 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     return found
 
 
+def adds_products(ttgir: str) -> bool:
+    """Whether a product of the matrix units is added to something by another instruction."""
+    products = re.findall(r"(%\w+) = tt\.dot ", ttgir)
+    added = set(re.findall(r"%\w+", " ".join(re.findall(r"arith\.addf (.*?):", ttgir))))
+    return any(product in added for product in products)
+
+
 def common_rules(case: Case, kernel: Any, said: str, most_spills: dict[str, int]) -> Rules:
     """Rules of both portable kernels. ``most_spills``: that are known, by kind."""
     if case.arch == "sm_90a":
         _, usage = sass.disassembled(kernel.asm["cubin"])
         spilled = {"bytes": sass.spilled_bytes(said), "stack": sass.stack_bytes(usage)}
+    elif case.arch in NOT_RUN:
+        spilled = {"bytes": sass.spilled_bytes(said), "stack": sass.stack_by_ptxas(said)}
     else:
         spilled = amdgcn.parse(kernel.asm["amdgcn"]).spilled
     return {

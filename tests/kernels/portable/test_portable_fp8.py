@@ -61,6 +61,13 @@ def test_scales_and_schedules(scaled, kind, fast_accum):
     multiply(a, b, *scales(scaled, 37, 50), kind=kind, fast_accum=fast_accum)
 
 
+def test_sums_that_the_kernel_adds_to_its_accumulator(monkeypatch):
+    """As on Ada, where Triton does not empty the matrix units' sums: four K steps, of which the last is ragged."""
+    monkeypatch.setattr(interpreted, "DEVICE", dataclasses.replace(interpreted.DEVICE, arch="sm_89"))
+    a, b = rand(37, 100, dtype=FP8[0]), rand(100, 50, dtype=FP8[1])
+    multiply(a, b, *scales("row", 37, 50), kind="stream_k", fast_accum=False)
+
+
 @pytest.mark.parametrize("out_dtype", [torch.float16, F32], ids=str)
 @pytest.mark.parametrize("scaled", ["tensor", "row"])
 def test_the_whole_epilogue(scaled, out_dtype):

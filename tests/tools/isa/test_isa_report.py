@@ -71,6 +71,23 @@ def test_a_kernel_for_nvidia():
     assert found.shared <= 232448
 
 
+@pytest.mark.parametrize(
+    ("arch", "unit", "shapes", "rate"),
+    [
+        ("sm_100", "tcgen05", {"m128n128k16": 4}, 8192),
+        # 128 x 128 x 64 by eight warps; of a GeForce.
+        ("sm_120", "mma", {"m16n8k16": 128 * 128 * 64 // (8 * 16 * 8 * 16)}, 512),
+    ],
+)
+def test_a_kernel_for_nvidia_that_is_not_hopper(arch, unit, shapes, rate):
+    found = of("portable-gemm", Question(arch, tile=(128, 128)), timeout=100)
+    assert (found.arch, found.tile, found.warps) == (arch, (128, 128, 64), 8)
+    assert not any(found.spilled.values())
+    assert found.loop["mfma"] == shapes
+    assert found.cycles["floor"] == {unit: pytest.approx(2 * 128 * 128 * 64 / rate)}
+    assert 32768 < found.shared <= {"sm_100": 227, "sm_120": 99}[arch] * 1024
+
+
 def test_memory_that_is_further_away_takes_longer():
     written = text(gemm(128, 128, stages=2))
     near, far = (of_amdgcn(written, memory_cycles=cycles) for cycles in (300, 2000))

@@ -77,7 +77,10 @@ def product(a, b, item, m, n, k, C: tl.constexpr):
         if C.A_KIND != "":
             x = to_float16(x, A_KIND)
             y = to_float16(y, B_KIND)
-        acc = tl.dot(x, y, acc, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
+        if C.PROMOTED:  # with IMPRECISE, which keeps the compiler from making one sum of it again
+            acc += tl.dot(x, y, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
+        else:
+            acc = tl.dot(x, y, acc, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
         at_a += C.BLOCK_K * a.column
         at_b += C.BLOCK_K * b.row
     return acc

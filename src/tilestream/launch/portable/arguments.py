@@ -9,7 +9,7 @@ from tilestream.kernels.portable.gemm import gemm
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.launch.portable.options import options
 from tilestream.plan.plan import Plan
-from tilestream.plan.policy.portable import STRIP, converts
+from tilestream.plan.policy.portable import adds_by_itself, converts, strip, sums_lose_bits
 
 _INT31 = 2**31
 #: Of K, at most, between two times that an accumulator of 8-bit products is emptied.
@@ -29,18 +29,19 @@ class Arguments(GemmArguments):
     def _config(self, **logs: bool) -> PortableConfig:
         plan, problem, block_k = self.plan, self.plan.problem, self.plan.block[2]
         kinds = problem.dtypes if converts(problem.dtype, plan.device.arch) else ("", "")
-        # The tensor cores' own accumulator of 8-bit products has fewer bits than float32: after so much of K it is
-        # emptied into one that has them. None leaves it to Triton, which does not. AMD's is float32.
-        empties = problem.fp8 and not problem.fast_accum and not plan.device.arch.startswith("gfx")
+        # After so much of K, sums that lose bits are emptied into float32. None leaves it to Triton, which does not.
+        arch = plan.device.arch
+        empties = problem.promoted and sums_lose_bits(arch)
         return PortableConfig.of(
             plan,
             self.layout,
             **logs,
-            STRIP=min(STRIP, plan.block[1]),
+            STRIP=strip(arch, plan.block[1]),
             OFFSETS_64BIT=self._wide(),
             EVEN_K=problem.k > 0 and problem.k % block_k == 0,
             PRECISION="tf32" if problem.kind == "tf32" else "ieee",
             IMPRECISE=min(_PRECISE_K, block_k) if empties else None,
+            PROMOTED=empties and adds_by_itself(arch),
             A_KIND=kinds[0],
             B_KIND=kinds[1],
         )

@@ -23,8 +23,9 @@ from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 #: Row tiles per group of a raster.
 GROUP = 8
 #: Columns of a strip of the epilogue. With every part of it, the largest tile needs 224 of a thread's 255 registers, of
-#: 8-bit operands 240; with strips of 64, 240 and more.
-STRIP = 32
+#: 8-bit operands 240; with strips of 64, 240 and more. Of tensor memory, 128 columns spill up to 270 bytes with 32, and
+#: need 178 registers with 16; 64 columns spill 128 bytes with 16, and need 212 registers with 32 (Triton 3.9).
+STRIP, TENSOR_MEMORY_STRIP = 32, 16
 #: Seconds a tile costs beside its multiply-adds, and a launch.
 TILE_SECONDS = 2e-6
 LAUNCH_SECONDS = 8e-6
@@ -39,6 +40,11 @@ _MOST = 2**31 - 256
 DTYPES = ("float16", "bfloat16", "float32")
 #: NVIDIA's first architecture with matrix units for 8-bit operands, and AMD's, by the kind that their units take.
 _FIRST_SM = 89
+#: By the instructions that Triton multiplies with: a warp's, beside which the last stage is in registers; and those of
+#: Blackwell's tensor memory, whose accumulator comes to the registers as a whole: 128x256 spills, and what is unaligned
+#: or waits at a gate spills with 128 columns.
+_OF_A_WARP = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
+_OF_TENSOR_MEMORY = ("sm_100", "sm_103", "sm_110")
 _OCP_GFX = ("gfx950", "gfx1200", "gfx1201", "gfx1250")
 _FNUZ_GFX = ("gfx942",)
 
@@ -168,8 +174,8 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
         kind = f"{8 * ITEMSIZE[problem.dtype]}-bit"
         if converts(problem.dtype, device.arch):
             kind += ", converted"
-        elif problem.aligned and problem.promoted and device.arch.startswith("sm_"):
-            kind += ", promoted"  # AMD's add up in float32, always
+        elif problem.aligned and problem.promoted and sums_lose_bits(device.arch):
+            kind += ", promoted"
     else:
         kind = "tf32" if problem.tf32 else "float32"
     kinds = [kind] if problem.aligned else [f"{kind}, unaligned", kind]
@@ -179,6 +185,12 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
         rows = next(TILES[name] for name in kinds if name in TILES)
         if device.arch.startswith("gfx"):
             rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)
+        elif device.arch in _OF_A_WARP:
+            most = 256 if device.arch.startswith("sm_12") else 128  # 128x256 spills 24 bytes on sm_80 (Triton 3.9)
+            rows = tuple(row._replace(buffers=row.stages - 1) for row in rows if row.block_n <= most)
+        elif has_tensor_memory(device.arch):
+            small = problem.arriving or not problem.aligned
+            rows = tuple(row for row in rows if row.block_n <= (64 if small else 128))
     fit = tuple(row for row in rows if row.ring_bytes(ITEMSIZE[problem.dtype]) <= device.shared)
     return fit or (rows[-1]._replace(stages=_HIP_STAGES),)
 
@@ -216,6 +228,16 @@ def candidates(
                 continue  # not forced, and nothing to split: a queue with a larger kernel
             seconds = _seconds(problem, device, schedule, row)
             yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
+
+
+def has_tensor_memory(arch: str) -> bool:
+    """Whether the accumulator is in tensor memory, from which strips of it can be read."""
+    return arch in _OF_TENSOR_MEMORY
+
+
+def strip(arch: str, columns: int) -> int:
+    """Columns of a strip of the epilogue, of a tile of so many."""
+    return min(TENSOR_MEMORY_STRIP if has_tensor_memory(arch) and columns > 64 else STRIP, columns)
 
 
 def by_model(problem: Problem, device: DeviceProperties) -> bool:
@@ -258,6 +280,21 @@ def fp8_units(arch: str) -> tuple[str, ...]:
 def has_fp8_units(arch: str) -> bool:
     """Whether the matrix units take OCP's operands of 8 bits."""
     return fp8_units(arch) == OCP
+
+
+def sums_lose_bits(arch: str) -> bool:
+    """Whether the matrix units add up products of 8 bits with fewer bits than float32's.
+
+    Hopper's and Ada's do (SageAttention2, arXiv:2411.10958, section 3: 13 bits of mantissa). Of sm_120, whose
+    instructions are Ada's, nothing is published, so it is taken to be as they are. AMD's, and those of Blackwell's
+    tensor memory, add up in float32.
+    """
+    return arch == "sm_90" or adds_by_itself(arch)
+
+
+def adds_by_itself(arch: str) -> bool:
+    """Whether the kernel has to add the sums of a K step to float32 itself, because Triton does not there."""
+    return arch in _OF_A_WARP and has_fp8_units(arch)
 
 
 def converts(dtype: str, arch: str) -> bool:

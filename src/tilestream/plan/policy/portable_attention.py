@@ -22,8 +22,8 @@ from tilestream.plan.problem import ITEMSIZE
 #: Seconds a tile costs beside its blocks (taking it, the ring's start and end, the epilogue), and a launch.
 TILE_SECONDS = 6e-6
 LAUNCH_SECONDS = 8e-6
-#: Bytes of K and V that the heads that are taken together may have: half of what an H100's L2 holds; an MI300's XCD has
-#: 4 MiB, and a queue of its own.
+#: Bytes of K and V that the heads that are taken together may have: half of what an H100's L2 holds, or that of a GPU
+#: whose L2 is known; an MI300's XCD has 4 MiB, and a queue of its own.
 L2_BYTES = 24 * 2**20
 XCD_BYTES, XCDS = 4 * 2**20, 8
 #: Positions, rows and keys below this, twice and a block more, are within 31 bits.
@@ -72,6 +72,8 @@ UNALIGNED: dict[tuple[int, int], tuple[AttentionTile, ...]] = {
 }
 #: Keys of a block at least. Where keys arrive a block has half as many as else: the gate needs registers, too.
 _LEAST_KEYS = 16
+#: NVIDIA's architecture whose registers hold the blocks of `TILES`.
+_TILED_FOR = "sm_90"
 #: Stages where copies go through registers.
 _HIP_STAGES = 1
 
@@ -91,6 +93,8 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
         rows = tuple(_of_keys(row, row.block_n // 2) for row in rows[1:])
     elif hip and itemsize == 1 and (masked or size == 256):
         rows = tuple(_of_keys(row, row.block_n // 2) for row in rows)
+    elif not hip and device.arch != _TILED_FOR and itemsize == 2 and size >= 128 and problem.aligned:
+        rows = tuple(_of_keys(row, row.block_n // 2) for row in rows)  # 128x64 spills 176 bytes on sm_120
     if hip and not problem.aligned:
         rows = tuple(_of_keys(row, _LEAST_KEYS) for row in rows)
     if hip:
@@ -133,7 +137,8 @@ def candidates(
             group = heads_kept(problem, pack, XCD_BYTES)
         else:
             beside = TILE_SECONDS / (a_key * row.block_n)
-            group = heads_together(problem, kind, row.block_m, pack, L2_BYTES, workers, row.block_n, beside)
+            cache = device.l2 // 2 or L2_BYTES
+            group = heads_together(problem, kind, row.block_m, pack, cache, workers, row.block_n, beside)
         schedule = schedule_of(problem, row.block_m // pack, pack, group, kind, workers, XCDS if hip else 1)
         rows = max(problem.rows, 1)
         keys = cdiv(problem.pairs, rows) + row.block_n  # of a row, on average, and what a block has too many
