@@ -1,10 +1,9 @@
-"""Calls of torch's function, and of transformers, that come to `tilestream.attention`, and those that do not."""
+"""Calls of torch's function that come to `tilestream.attention`, and those that do not."""
 
 from __future__ import annotations
 
 import logging
 import sys
-import types
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def taken(monkeypatch):
         return ts.attention(*args, **kwargs)
 
     monkeypatch.setattr(attention_routes, "attention", counted)
-    attention_routes._say_once.cache_clear()
+    attention_routes.say_once.cache_clear()
     return calls
 
 
@@ -104,56 +103,7 @@ def test_other_functions_are_torchs():
         assert torch.add(torch.ones(2), 1).tolist() == [2, 2]
 
 
-@pytest.fixture
-def transformers(monkeypatch):
-    """As much of the package as is asked for."""
-
-    class Registry(dict):
-        def register(self, name, fn):
-            self[name] = fn
-
-    def forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
-        out = sdpa(query, key, value, attention_mask, dropout, attention_mask is None, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
-
-    made = types.ModuleType("transformers")
-    made.AttentionInterface, made.AttentionMaskInterface = Registry(), Registry()
-    integrations = types.ModuleType("transformers.integrations")
-    of_sdpa = types.ModuleType("transformers.integrations.sdpa_attention")
-    of_sdpa.sdpa_attention_forward = forward
-    masking = types.ModuleType("transformers.masking_utils")
-    masking.sdpa_mask = lambda *args, **kwargs: None
-    for module in (made, integrations, of_sdpa, masking):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return made
-
-
-def test_registered_with_transformers(transformers, taken):
-    assert ts.register_attention() == "tilestream"
-    fn = transformers.AttentionInterface["tilestream"]
-    assert transformers.AttentionMaskInterface["tilestream"] is sys.modules["transformers.masking_utils"].sdpa_mask
-    module = types.SimpleNamespace(is_causal=True)
-    q, k = rand(2, 4, 9, 16), rand(2, 2, 9, 16)
-    out, weights = fn(module, q, k, k, None, scaling=0.3, sliding_window=None)
-    assert weights is None
-    torch.testing.assert_close(out, sdpa(q, k, k, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2))
-    assert len(taken) == 1
-    # One query after its cache sees all of it.
-    out, _ = fn(module, q[:, :, -1:], k, k, None)
-    torch.testing.assert_close(out, sdpa(q[:, :, -1:], k, k, enable_gqa=True).transpose(1, 2))
-    sinks = torch.zeros(4)
-    out, _ = fn(module, q, k, k, None, s_aux=sinks, softcap=5.0)
-    assert torch.equal(out, ts.attention(q, k, k, layout="bhsd", causal=True, sinks=sinks, softcap=5.0).transpose(1, 2))
-    assert len(taken) == 3
-    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
-    out, _ = fn(module, q, k, k, mask)
-    torch.testing.assert_close(out, sdpa(q, k, k, mask, enable_gqa=True).transpose(1, 2))
-    assert len(taken) == 3, "a mask goes to its own"
-    with pytest.raises(NotImplementedError, match=r"attn_mask= .* use attn_implementation='eager'"):
-        fn(module, q, k, k, mask, softcap=5.0)
-
-
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="it registers with Hugging Face's transformers"):
+    with pytest.raises(ImportError, match=r"it registers with Hugging Face's transformers, 5\.4 or later"):
         ts.register_attention()
