@@ -1,7 +1,7 @@
 """Models of Hugging Face's transformers at real sizes, random weights, few layers: ours beside "sdpa" and "eager".
 
-Times are the host's, to the end of the GPU's work: what a user of transformers sees. Hidden states are checked against
-eager attention in the run that times them.
+It needs transformers, which `.[dev]` brings. Times are the host's, to the end of the GPU's work: what a user of
+transformers sees. Hidden states are checked against eager attention in the run that times them.
 """
 
 from __future__ import annotations

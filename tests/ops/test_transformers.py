@@ -5,6 +5,7 @@ One file, because the import of transformers takes seconds.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import random
@@ -468,6 +469,36 @@ def test_compiled_steps_on_a_static_cache(family, said, compiler):
     assert compiler.calls() == [LAYERS] * len(compiler.graphs)
     # A cache of a window counts its tokens in Python: transformers' step is compiled again for that.
     assert len(compiler.graphs) == (1 if family == "llama" else 2)
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generated_logits_on_a_gpu(family, cache, taken, said):
+    """In bfloat16; at most twice as far from float32 as eager attention, and a little."""
+    model, mask = copy.deepcopy(model_of(family)).cuda(), padding("left").cuda()
+
+    def run(attention, dtype):
+        model.to(dtype).set_attn_implementation(attention)
+        made = model.generate(
+            tokens(2).cuda(), attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
+            cache_implementation=cache, disable_compile=True, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        return made.logits[0].float(), made.sequences  # later logits are of tokens that may differ
+
+    right, _ = run("eager", torch.float32)
+    eager, _ = run("eager", torch.bfloat16)
+    taken.clear()
+    found, sequences = run(OURS, torch.bfloat16)
+    ts.check()
+    assert sequences.shape == (2, TOKENS + STEPS)
+    assert (found - right).norm() <= 2 * (eager - right).norm() + 1e-2 * right.norm()
+    assert len(taken) == STEPS * LAYERS
+    assert not said()
 
 
 # Registration ---------------------------------------------------------------------------------------------------------
