@@ -127,6 +127,14 @@ class PortableConfig(GemmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PortableGroupedConfig(PortableConfig):
+    """The portable grouped GEMM's."""
+
+    ALONG: str  # what the groups divide: ``"rows"`` of A, or ``"k"``
+    LANES: int  # a power of 2 that is at least the number of groups
+
+
+@dataclass(frozen=True, kw_only=True)
 class HopperConfig(GemmConfig):
     """The Hopper GEMM's. Its accumulator has rows of ``x`` and columns of ``y``."""
 

@@ -2,8 +2,10 @@
 
 from tilestream.ops.attention import attention, merge_attention
 from tilestream.ops.attention_routes import register_attention, use_attention
+from tilestream.ops.grouped import grouped_mm
 from tilestream.ops.matmul import addmm, bmm, linear, matmul, mm
 
 __all__ = [
-    "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
+    "addmm", "attention", "bmm", "grouped_mm", "linear", "matmul", "merge_attention", "mm", "register_attention",
+    "use_attention",
 ]  # fmt: skip

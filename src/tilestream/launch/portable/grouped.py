@@ -1,0 +1,83 @@
+"""Launching the portable grouped GEMM: as `tilestream.launch.portable.launch`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tilestream.arrival.flat import Awaited
+from tilestream.core.operands import GroupedOperands
+from tilestream.kernels.config import PortableGroupedConfig
+from tilestream.kernels.portable.grouped import grouped
+from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.launch import Kernel, Launch, Probe
+from tilestream.launch.portable.arguments import Arguments
+from tilestream.launch.trace import SpanLog
+from tilestream.plan.plan import Plan
+from tilestream.runtime.device_workspace import Words
+
+#: Lanes that look at offsets, at least: those of a warp.
+_LEAST_LANES = 32
+
+
+class Bias(NamedTuple):
+    """How a bias lies."""
+
+    along: str = "none"  # ``"columns"`` or ``"rows"`` of the output; ``"none"``: there is no bias
+    #: batch, step: strides, from one group's to the next, and inside of it.
+    batch: int = 0
+    step: int = 0
+
+
+def lanes_of(groups: int) -> int:
+    """A power of 2 that is at least the number of groups."""
+    return max(_LEAST_LANES, 1 << (groups - 1).bit_length())
+
+
+class GroupedArguments(Arguments):
+    """As `Arguments`. ``layout``: of the operands, without a bias."""
+
+    kernel: Any = grouped
+    matrices = ("a", "b", "offsets")
+
+    def __init__(self, plan: Plan, layout: Layout, bias: Bias, trace: bool = False) -> None:
+        self._bias = bias
+        super().__init__(plan, layout, trace=trace)
+
+    def _numbers(self) -> dict[str, Any]:
+        bias = self._bias
+        mine = {
+            "num_groups": self.plan.problem.groups, "stride_bias_batch": bias.batch, "stride_bias": bias.step,
+        }  # fmt: skip
+        return super()._numbers() | mine
+
+    def _config(self, **logs: bool) -> PortableGroupedConfig:
+        problem = self.plan.problem
+        even = super()._config(**logs)
+        along_rows = problem.along == "rows"
+        return PortableGroupedConfig(
+            **vars(even) | {"BIAS": self._bias.along, "EVEN_K": even.EVEN_K and along_rows},
+            ALONG=problem.along,
+            LANES=lanes_of(problem.groups),
+        )
+
+
+class GroupedLaunch(Launch):
+    """The portable grouped GEMM for one plan, one layout of the operands and one alignment of their addresses."""
+
+    def __init__(self, plan: Plan, layout: Layout, bias: Bias) -> None:
+        super().__init__(plan, plan.schedule.kind != "static")
+        grid = (plan.schedule.workers, 1, 1)
+        self._made = {traced: GroupedArguments(plan, layout, bias, traced) for traced in (False, True)}
+        self._kernels = {traced: Kernel(grouped, grid, one.options) for traced, one in self._made.items()}
+
+    def issue(
+        self, stream: int, x: GroupedOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
+    ) -> None:
+        """As `Launch.issue`."""
+        kernel, arguments = self._kernels[probe is not None], self._made[probe is not None]
+        e = x.epilogue
+        operands = kernel.take((
+            x.a, x.b, x.offsets, x.out, e.bias, None, e.scale_a, e.scale_b, words.partials, words.counts,
+            words.counters, None, None if probe is None else probe.words, words.base, words.reset, 1.0, 1.0,
+        ))  # fmt: skip
+        kernel(stream, arguments.fill(tuple(operands)))
