@@ -26,6 +26,9 @@ from tilestream.plan.policy import cpu, portable
 from tilestream.plan.problem import GroupedProblem, Scales, dtype_name, result_name
 from tilestream.plan.raster import queues_of
 
+#: Registers of a thread that the portable kernel's accumulator takes at most beside an epilogue that is more than a
+#: store, and a group's rows: with 128 of them Triton 3.7 spills up to 140 bytes.
+MOST_REGISTERS = 64
 #: Schedules that a caller may ask for.
 SCHEDULES = ("auto", "static", "dynamic")
 
@@ -171,6 +174,9 @@ def _portable(
 ) -> Iterable[Candidate]:  # fmt: skip
     portable.refuse(problem, device)
     rows = portable.tiles(problem, device)
+    if problem.along == "rows" and not problem.plain:
+        roomy = tuple(row for row in rows if row.block_m * row.block_n <= MOST_REGISTERS * 32 * row.warps)
+        rows = roomy or rows
     if how.tile is not None:
         have = ", ".join(f"{row.block_m}x{row.block_n}" for row in rows)
         rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(how.tile))

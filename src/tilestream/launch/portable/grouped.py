@@ -15,6 +15,9 @@ from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import Words
 
+#: Columns of a strip of an epilogue that is more than a store: with `tilestream.plan.policy.portable.STRIP` of them, and
+#: a group's rows in mind, a tile of 128x128 spills up to 40 bytes.
+_STRIP = 16
 #: Lanes that look at offsets, at least: those of a warp.
 _LEAST_LANES = 32
 
@@ -53,9 +56,11 @@ class GroupedArguments(Arguments):
     def _config(self, **logs: bool) -> PortableGroupedConfig:
         problem = self.plan.problem
         even = super()._config(**logs)
-        along_rows = problem.along == "rows"
+        own = {"BIAS": self._bias.along, "EVEN_K": even.EVEN_K and problem.along == "rows"}
+        if not problem.plain:
+            own["STRIP"] = _STRIP
         return PortableGroupedConfig(
-            **vars(even) | {"BIAS": self._bias.along, "EVEN_K": even.EVEN_K and along_rows},
+            **vars(even) | own,
             ALONG=problem.along,
             LANES=lanes_of(problem.groups),
         )
