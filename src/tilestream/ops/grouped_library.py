@@ -25,6 +25,7 @@ from tilestream.ops.library import library, register, result_dtype
 from tilestream.ops.operands import refuse_shared
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import limit as limits
+from tilestream.plan import tma
 from tilestream.plan.grouped import check_schedule, plan_groups
 from tilestream.plan.problem import GroupedProblem
 from tilestream.runtime import collector
@@ -185,8 +186,8 @@ def problem_of(x: GroupedOperands, fast_accum: bool = True) -> GroupedProblem:
     along = "rows" if b.dim() == 3 else "k"
     return GroupedProblem(
         a.shape[0], b.shape[-1], a.shape[1], 1, dtype_name(a.dtype), dtype_name(out.dtype),
-        aligned=_is_aligned(x), b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "", scales=e.scales,
-        plain=e.trivial, fast_accum=fast_accum or a.dtype not in FP8_DTYPES, groups=offsets.shape[0],
+        aligned=_is_aligned(x), no_tma=_no_tma(x), b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
+        scales=e.scales, plain=e.trivial, fast_accum=fast_accum or a.dtype not in FP8_DTYPES, groups=offsets.shape[0],
         along=along,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -202,6 +203,16 @@ def _is_aligned(x: GroupedOperands) -> bool:
     if b.dim() == 2:
         return _is_vector(a.t()) and _is_vector(b)
     return _is_vector(a) and b.stride(0) % 16 == 0 and (_is_vector(b[0]) or _is_vector(b[0].t()))
+
+
+def _no_tma(x: GroupedOperands) -> str:
+    """What of the operands TMA cannot address, and why. A copy along K ends at no group's end."""
+    a, b = x.a, x.b
+    batch, size = b.stride(0) if b.dim() == 3 else 0, a.element_size()
+    along_k = 1 if tma.k_major_only(size) else None if b.dim() == 3 else 0
+    return tma.refuse("a", a.shape, a.stride(), 0, size, a.data_ptr(), along_k) or tma.refuse(
+        "b", b.shape[-2:], b.stride()[-2:], batch, size, b.data_ptr(), None if along_k is None else 1 - along_k
+    )
 
 
 def _is_vector(x: torch.Tensor) -> bool:
@@ -225,7 +236,7 @@ def make(x: GroupedOperands, how: gpu.How, device: DeviceProperties | None = Non
 def launch_of(plan: Any, x: GroupedOperands) -> Launch:
     """The launch of a plan, for operands that lie like these."""
     from tilestream.launch.gemm_arguments import Layout
-    from tilestream.launch.portable.grouped import Bias, GroupedLaunch
+    from tilestream.launch.grouped_arguments import Bias
 
     e = x.epilogue
 
@@ -248,6 +259,12 @@ def launch_of(plan: Any, x: GroupedOperands) -> Launch:
             if e.bias.dim() == 3
             else Bias("rows", 0, e.bias.stride(0))
         )
+    if plan.backend == "hopper":
+        from tilestream.launch.hopper.grouped import HopperGroupedLaunch
+
+        return HopperGroupedLaunch(plan, layout, bias, x.out.data_ptr() % 16 == 0)
+    from tilestream.launch.portable.grouped import GroupedLaunch
+
     return GroupedLaunch(plan, layout, bias)
 
 

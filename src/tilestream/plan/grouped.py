@@ -7,6 +7,7 @@ there can be (`tilestream.core.groups`), of which the device takes as many as th
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,18 +18,23 @@ from tilestream.core.groups import Along, mean_row_tiles, most_row_tiles
 from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
+from tilestream.plan import tma
 from tilestream.plan.api import check_forced, default_workers, device_properties, is_whole
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import log
 from tilestream.plan.limit import limit, workers_of
 from tilestream.plan.plan import Plan, of_candidate
-from tilestream.plan.policy import cpu, portable
-from tilestream.plan.problem import GroupedProblem, Scales, dtype_name, result_name
+from tilestream.plan.planner import fast_or_portable
+from tilestream.plan.policy import cpu, hopper, portable
+from tilestream.plan.problem import ITEMSIZE, GroupedProblem, Scales, dtype_name, result_name
 from tilestream.plan.raster import queues_of
 
 #: Registers of a thread that the portable kernel's accumulator takes at most beside an epilogue that is more than a
 #: store, and a group's rows: with 128 of them Triton 3.7 spills up to 140 bytes.
 MOST_REGISTERS = 64
+#: The Hopper kernel: groups among which its load warp finds an item's, and bytes of shared memory in which it does.
+HOPPER_GROUPS = 256
+TABLE_BYTES = 2 * 4 * HOPPER_GROUPS
 #: Schedules that a caller may ask for.
 SCHEDULES = ("auto", "static", "dynamic")
 
@@ -90,14 +96,20 @@ def grouped_plan(
     result = result_name(kind, None if out_dtype is None else dtype_name(out_dtype))
     aligned = k % 16 == 0 if along == "rows" else m % 16 == 0 and n % 16 == 0
     problem = GroupedProblem(
-        m, n, k, 1, kind, result, aligned=properties.backend == "cpu" or aligned, scales=scales, groups=groups,
-        along=along, plain=scales == "none",
+        m, n, k, 1, kind, result, aligned=properties.backend == "cpu" or aligned,
+        no_tma="" if properties.backend == "cpu" else _no_tma(m, n, k, along, kind), plain=scales == "none",
+        scales=scales, groups=groups, along=along,
     )  # fmt: skip
     asked = Asked(
         workers, schedule, tile, device=properties, default_workers=default_workers(properties), backend=backend,
         limit=limit(),
     )  # fmt: skip
     return plan_groups(problem, *check_forced(asked, device))
+
+
+def _no_tma(m: int, n: int, k: int, along: Along, dtype: str) -> str:
+    """What of contiguous operands TMA cannot address."""
+    return tma.refuse_contiguous(m, n, k, "nt" if along == "rows" else "tn", (dtype, dtype))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,7 +129,12 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
     if device.backend == "cpu":
         found, backend = [_in_a_loop(problem, device, count)], "cpu"
     else:
-        found, backend = list(_portable(problem, device, count, how)), "portable"
+        backend, found, other = fast_or_portable(
+            "hopper", how.backend, _not_hopper(problem, device),
+            (lambda: hopper_candidates(problem, device, count, how), lambda: _portable(problem, device, count, how)),
+            lambda: f"it has no tile of {how.tile} here", "leave backend=, tile= and schedule= away",
+        )  # fmt: skip
+        refused += (other,)
     best = min(found, key=lambda one: one.predicted)
     why = f"least of {len(found)} candidates in the cost model, groups of one size"
     made = of_candidate(problem, device, backend, best, why, refused)
@@ -187,3 +204,37 @@ def _portable(
         for mean, launched in schedules(problem, block, workers, how.schedule, portable.GROUP):
             seconds = portable.seconds(problem, device, mean, row)
             yield Candidate("persistent", block, launched, seconds, row.warps, row.stages)
+
+
+def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
+    """Why the Hopper kernel does not do such a problem; empty if it does."""
+    if why := hopper.refusal(problem, device):
+        return why
+    if problem.groups > HOPPER_GROUPS:
+        return f"it finds an item's group among {HOPPER_GROUPS} at most, and there are {problem.groups}"
+    if problem.along == "k" and ITEMSIZE[problem.dtype] != 2:
+        return f"tensor cores take {problem.dtype} along K only, and groups of K end where no copy along K can"
+    return ""
+
+
+def hopper_candidates(
+    problem: GroupedProblem, device: DeviceProperties, workers: int, how: Asked
+) -> Iterator[Candidate]:
+    """Every way that the Hopper kernel's model knows, within what the caller forces."""
+    size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+    rows = [row._replace(lines=1) if problem.promoted else row for row in hopper.TILES]
+    fits = [(row, stages) for row in rows if (stages := row.stages(out_size, device.shared - TABLE_BYTES)) >= 2]
+    for (row, stages), swap_ab in itertools.product(fits, (False, True)):
+        tile = (row.columns, row.rows) if swap_ab else (row.rows, row.columns)
+        if how.tile not in (None, tile) or (swap_ab and row.rows == row.columns):
+            continue
+        if not hopper.has_registers(problem, row, swap_ab, "dynamic"):
+            continue
+        block = (*tile, row.block_k(size))
+        group = hopper.group_of(block, workers, False, swap_ab)
+        for mean, launched in schedules(problem, block, workers, how.schedule, group):
+            yield Candidate(
+                row.variant, block, launched, hopper.seconds(problem, device, mean, row, swap_ab), 4, stages,
+                swap_ab=swap_ab, strip=row.strip(out_size), buffers=row.buffers(out_size),
+                registers=hopper.registers_of(problem, row),
+            )  # fmt: skip

@@ -19,7 +19,8 @@ from gates.engine import DEVICES, Case, IsWanted, Rules
 from gates.portable_gemm import INPUTS, REFUSED, common_rules
 from tilestream.kernels.portable.grouped import grouped
 from tilestream.launch.gemm_arguments import Layout
-from tilestream.launch.portable.grouped import Bias, GroupedArguments
+from tilestream.launch.grouped_arguments import Bias
+from tilestream.launch.portable.grouped import GroupedArguments
 from tilestream.plan.grouped import MOST_REGISTERS, plan_groups
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.portable import tiles

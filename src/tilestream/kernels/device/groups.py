@@ -6,7 +6,7 @@ them. A worker looks at all of them at once, a lane each:
 ::
 
     before the first item:   row tiles of each group, added up: the grid of this launch         grid_of_rows
-    for each item:           behind[g] = row tiles of groups 0 to g;  pm is of the first g with pm < behind[g]
+    for each item:           behind[g] = row tiles of groups 0 to g;  pm is of the first with pm < behind   find_rows
 
 Rows behind the last group belong to none, and are zero in the output.
 
@@ -73,15 +73,20 @@ def grid_of_k(work, groups, lane):
 
 
 @triton.jit
-def rows_of_tile(pm, groups, valid, lane, BLOCK: tl.constexpr):
-    """``(span, pm)``: the group of row tile ``pm`` of all, and which of the group's row tiles it is."""
+def row_tiles(groups, lane, BLOCK: tl.constexpr):
+    """``(behind, ends)``: row tiles of each group and of those before it; where it ends."""
     begins, ends = bounds(groups, lane)
-    behind = tl.cumsum(cdiv(ends - begins, BLOCK), 0)
+    return tl.cumsum(cdiv(ends - begins, BLOCK), 0), ends
+
+
+@triton.jit
+def find_rows(pm, behind, ends, extent, valid):
+    """``(span, pm)``: the group of row tile ``pm`` of all, and which of the group's row tiles it is."""
     before = (behind <= pm) & (valid != 0)
     group = tl.sum(before.to(tl.int32), 0)
     first = tl.max(tl.where(before, behind, 0), 0)
     begin = tl.max(tl.where(before, ends, 0), 0)
-    end = tl.min(tl.where(before | (valid == 0), groups.extent, ends), 0)
+    end = tl.min(tl.where(before | (valid == 0), extent, ends), 0)
     return Span(group, begin, end), pm - first
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tilestream.core.structs import Epilogue, Groups, Item, Matrix, Progress, Region, Vector, Words, Work
-from tilestream.kernels.device.groups import grid_of_k, grid_of_rows, k_of_group, rows_of_tile
+from tilestream.kernels.device.groups import find_rows, grid_of_k, grid_of_rows, k_of_group, row_tiles
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.queues import pick_victim_of_block
@@ -36,7 +36,8 @@ def find_group(item, groups, valid, C: tl.constexpr):
     """``(item, span)``: the item in its group, whose number is its batch, and the group's rows or K."""
     pm, k_end = item.pm, item.k_end
     if C.ALONG == "rows":
-        span, pm = rows_of_tile(pm, groups, valid, tl.arange(0, C.LANES), C.BLOCK_M)
+        behind, ends = row_tiles(groups, tl.arange(0, C.LANES), C.BLOCK_M)
+        span, pm = find_rows(pm, behind, ends, groups.extent, valid)
     else:
         span = k_of_group(item.batch, groups, valid)
         k_end = cdiv(span.end - span.begin, C.BLOCK_K)

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import GroupedOperands
 from tilestream.kernels.config import PortableGroupedConfig
 from tilestream.kernels.portable.grouped import grouped
 from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.grouped_arguments import Bias, lanes_of
 from tilestream.launch.launch import Kernel, Launch, Probe
 from tilestream.launch.portable.arguments import Arguments
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
 from tilestream.runtime.device_workspace import Words
 
-#: Columns of a strip of an epilogue that is more than a store: with `tilestream.plan.policy.portable.STRIP` of them, and
-#: a group's rows in mind, a tile of 128x128 spills up to 40 bytes.
+#: Columns of a strip of an epilogue that is more than a store: with `tilestream.plan.policy.portable.STRIP` of them a
+#: tile of 128x128, beside a group's rows, spills up to 40 bytes.
 _STRIP = 16
-#: Lanes that look at offsets, at least: those of a warp.
-_LEAST_LANES = 32
-
-
-class Bias(NamedTuple):
-    """How a bias lies."""
-
-    along: str = "none"  # ``"columns"`` or ``"rows"`` of the output; ``"none"``: there is no bias
-    #: batch, step: strides, from one group's to the next, and inside of it.
-    batch: int = 0
-    step: int = 0
-
-
-def lanes_of(groups: int) -> int:
-    """A power of 2 that is at least the number of groups."""
-    return max(_LEAST_LANES, 1 << (groups - 1).bit_length())
 
 
 class GroupedArguments(Arguments):
