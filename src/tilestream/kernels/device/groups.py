@@ -5,7 +5,7 @@ them. A worker looks at all of them at once, a lane each:
 
 ::
 
-    before the first item:   row tiles of each group, added up: the grid of this launch         grid_of_rows
+    before the first item:   row tiles of each group, added up: the grid of this launch    count_rows
     for each item:           behind[g] = row tiles of groups 0 to g;  pm is of the first with pm < behind   find_rows
 
 Rows behind the last group belong to none, and are zero in the output.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core.structs import Span, Work
+from tilestream.core.structs import Span
 from tilestream.kernels.device.schedule import cdiv
 
 
@@ -41,35 +41,21 @@ def are_valid(begins, ends, extent):
 
 
 @triton.jit
-def grid_of_rows(work, groups, lane, BLOCK: tl.constexpr):
-    """``(work, last, valid)``: the schedule of the row tiles that there are; where the last group ends."""
+def count_rows(groups, lane, BLOCK: tl.constexpr):
+    """``(tiles, last, valid)``: the row tiles that there are; where the last group ends; whether these are groups."""
     begins, ends = bounds(groups, lane)
     valid = are_valid(begins, ends, groups.extent)
     tiles = tl.where(valid != 0, tl.sum(cdiv(ends - begins, BLOCK), 0), cdiv(groups.extent, BLOCK))
-    last = tl.where(valid != 0, tl.max(ends, 0), groups.extent)
-    return resized(work, tiles), last, valid
+    return tiles, tl.where(valid != 0, tl.max(ends, 0), groups.extent), valid
 
 
 @triton.jit
-def resized(work, tiles):
-    """``work``, of so many row tiles."""
-    return Work(
-        work.batches, tiles, work.num_n, work.k_steps, tiles * work.num_n, work.shares, work.units, work.queues,
-        work.table, work.group, work.first, work.band, work.first_batch,
-    )  # fmt: skip
-
-
-@triton.jit
-def grid_of_k(work, groups, lane):
-    """``(work, valid)``: the schedule that begins with the longest group: none of its tiles is left for last."""
+def find_longest(groups, lane):
+    """``(longest, valid)``: the group to begin with, so that none of its tiles is left for last."""
     begins, ends = bounds(groups, lane)
     valid = are_valid(begins, ends, groups.extent)
     sizes = tl.where(valid != 0, ends - begins, 0)
-    longest = tl.min(tl.where(sizes == tl.max(sizes, 0), lane, groups.count - 1), 0)
-    return Work(
-        work.batches, work.num_m, work.num_n, work.k_steps, work.full_tiles, work.shares, work.units, work.queues,
-        work.table, work.group, work.first, work.band, longest,
-    ), valid  # fmt: skip
+    return tl.min(tl.where(sizes == tl.max(sizes, 0), lane, groups.count - 1), 0), valid
 
 
 @triton.jit

@@ -41,7 +41,7 @@ from tilestream.core.structs import (
     Words,
     Work,
 )
-from tilestream.kernels.device.groups import find_rows, grid_of_k, grid_of_rows, k_of_group, row_tiles
+from tilestream.kernels.device.groups import count_rows, find_longest, find_rows, k_of_group, row_tiles
 from tilestream.kernels.device.items import finish_worker, next_item, with_steps
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import add, cdiv
@@ -277,9 +277,6 @@ def grouped(
     items = Items(make_slots(), item_full, item_empty)
     groups = Groups(offsets, num_groups, extent)
     loads = Loads(x_map, y_maps, LocalRows(None, 0, 0, 0), x_batched, y_batched)
-    work = Work(
-        batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, None, group, first, band, first_batch
-    )
     words = Words(counters, base, reset, log, capacity, None, None)
     epilogue = Epilogue(
         Matrix(out, stride_ob, stride_or, stride_oc), Matrix(None, 0, 0, 0),
@@ -291,7 +288,8 @@ def grouped(
         gdc_wait()
     lane = gl.arange(0, C.LANES, lane_layout(C.LANES, gl.num_warps()))
     if C.ALONG == "rows":
-        work, last, valid = grid_of_rows(work, groups, lane, C.BLOCK_M)
+        num_m, last, valid = count_rows(groups, lane, C.BLOCK_M)
+        full_tiles = num_m * num_n
         if C.SWAP_AB:
             clear_rows(Matrix(out, 0, stride_oc, stride_or), last, columns, rows)
         else:
@@ -302,8 +300,11 @@ def grouped(
         table.index(0).store(behind)
         table.index(1).store(ends)
     else:
-        work, valid = grid_of_k(work, groups, lane)
+        first_batch, valid = find_longest(groups, lane)
         table: gl.constexpr = None
+    work = Work(
+        batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, None, group, first, band, first_batch
+    )  # fmt: skip
     if C.LOOPS == 2:
         gl.warp_specialize([
             (math_loop, (0, ring, items, order, words, epilogue, C)),

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tilestream.core.structs import Epilogue, Groups, Item, Matrix, Progress, Region, Vector, Words, Work
-from tilestream.kernels.device.groups import find_rows, grid_of_k, grid_of_rows, k_of_group, row_tiles
+from tilestream.kernels.device.groups import count_rows, find_longest, find_rows, k_of_group, row_tiles
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.queues import pick_victim_of_block
@@ -116,17 +116,18 @@ def grouped(
     """
     worker, workers = tl.program_id(0), tl.num_programs(0)
     groups = Groups(offsets, num_groups, m if C.ALONG == "rows" else k)
-    work = Work(
-        batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, None, group, first, band, first_batch
-    )
     words = Words(counters, base, reset, log, capacity, None, None)
     x, y = Matrix(a, 0, stride_am, stride_ak), Matrix(b, stride_bb, stride_bk, stride_bn)
     place = Matrix(out, stride_ob, stride_or, stride_oc)
     if C.ALONG == "rows":
-        work, last, valid = grid_of_rows(work, groups, tl.arange(0, C.LANES), C.BLOCK_M)
+        num_m, last, valid = count_rows(groups, tl.arange(0, C.LANES), C.BLOCK_M)
+        full_tiles = num_m * num_n
         clear_rows(place, last, m, n, worker, workers, C)
     else:
-        work, valid = grid_of_k(work, groups, tl.arange(0, C.LANES))
+        first_batch, valid = find_longest(groups, tl.arange(0, C.LANES))
+    work = Work(
+        batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, None, group, first, band, first_batch
+    )  # fmt: skip
     progress, watch = begin_worker(worker, workers, work, words, None, C)
     cursor, ready, passed = progress
     found = tl.cast(1, tl.int32)
