@@ -122,7 +122,7 @@ def _on_cpu(x: GroupedOperands, how: gpu.How) -> None:
     a, b, out, e, offsets = x
     along_rows = b.dim() == 3
     extent, ends = a.shape[0 if along_rows else 1], offsets.tolist()
-    begins = [0, *ends[:-1]]
+    begins = [0, *ends][: len(ends)]
     if any(not 0 <= begin <= end <= extent for begin, end in zip(begins, ends, strict=True)):
         raise ValueError(f"{_OP}: offsets={ends}; they do not fall, and go from 0 to {extent} at most")
     with torch.inference_mode():  # so that a result that is an inference tensor can be written
