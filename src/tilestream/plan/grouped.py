@@ -191,9 +191,7 @@ def _portable(
 ) -> Iterable[Candidate]:  # fmt: skip
     portable.refuse(problem, device)
     rows = portable.tiles(problem, device)
-    if problem.along == "rows" and not problem.plain:
-        roomy = tuple(row for row in rows if row.block_m * row.block_n <= MOST_REGISTERS * 32 * row.warps)
-        rows = roomy or rows
+    rows = tuple(row for row in rows if has_registers(problem, row)) or rows
     if how.tile is not None:
         have = ", ".join(f"{row.block_m}x{row.block_n}" for row in rows)
         rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(how.tile))
@@ -215,6 +213,14 @@ def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
     if problem.along == "k" and ITEMSIZE[problem.dtype] != 2:
         return f"tensor cores take {problem.dtype} along K only, and groups of K end where no copy along K can"
     return ""
+
+
+def has_registers(problem: GroupedProblem, tile: portable.Tile) -> bool:
+    """Whether a tile of the portable kernel spills nothing; of promoted products there are two accumulators."""
+    if problem.plain or problem.along == "k":
+        return True
+    registers = tile.block_m * tile.block_n // (32 * tile.warps)
+    return (2 if problem.promoted else 1) * registers <= MOST_REGISTERS
 
 
 def hopper_candidates(

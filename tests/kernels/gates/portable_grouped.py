@@ -21,7 +21,7 @@ from tilestream.kernels.portable.grouped import grouped
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias
 from tilestream.launch.portable.grouped import GroupedArguments
-from tilestream.plan.grouped import MOST_REGISTERS, plan_groups
+from tilestream.plan.grouped import has_registers, plan_groups
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.portable import tiles
 from tilestream.plan.problem import FP8, GroupedProblem, result_name
@@ -56,12 +56,12 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
                 scales="row" if full else "tensor" if dtype in FP8 else "none",
             )  # fmt: skip
             for tile in tiles(problem, device):
-                if along == "rows" and full and tile.block_m * tile.block_n > MOST_REGISTERS * 32 * tile.warps:
+                if not has_registers(problem, tile):
                     continue
                 name = f"{inputs}{'' if aligned else ' unaligned'} {tile.block_m}x{tile.block_n} {how}"
                 if is_wanted(arch, name):
                     block = (tile.block_m, tile.block_n)
-                    plan = plan_groups.__wrapped__(problem, None, schedule, block, device=device)
+                    plan = plan_groups.__wrapped__(problem, None, schedule, block, device=device, backend="portable")
                     yield Case(arch, name, plan, *_made(plan, how, full))
 
 

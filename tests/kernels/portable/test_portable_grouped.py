@@ -32,7 +32,7 @@ def made(a, b, sizes, schedule="dynamic", workers=5, epilogue=Epilogue(), out=No
         else out
     )
     x = GroupedOperands(a, b, out, epilogue, offsets_of(sizes))
-    return plan_groups.__wrapped__(problem_of(x), workers, schedule, device=DEVICE), x
+    return plan_groups.__wrapped__(problem_of(x), workers, schedule, device=DEVICE, backend="portable"), x
 
 
 def run(a, b, sizes, *how, **more):
