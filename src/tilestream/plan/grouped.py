@@ -206,13 +206,11 @@ def _portable(
 
 def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
     """Why the Hopper kernel does not do such a problem; empty if it does."""
-    if why := hopper.refusal(problem, device):
-        return why
     if problem.groups > HOPPER_GROUPS:
         return f"it finds an item's group among {HOPPER_GROUPS} at most, and there are {problem.groups}"
     if problem.along == "k" and ITEMSIZE[problem.dtype] != 2:
         return f"tensor cores take {problem.dtype} along K only, and groups of K end where no copy along K can"
-    return ""
+    return hopper.refusal(problem, device)
 
 
 def has_registers(problem: GroupedProblem, tile: portable.Tile) -> bool:

@@ -136,9 +136,15 @@ class Plan(Candidate):
             If an operand is not what the plan was made for.
         RuntimeError
             If an operand requires a gradient.
+        NotImplementedError
+            For a plan of `tilestream.grouped_plan`.
         ArrivalTimeout, Exception
             As from `tilestream.matmul`.
         """
+        if isinstance(self.problem, GroupedProblem):
+            raise NotImplementedError(
+                "plan.run: the plan is of groups, and it has no offsets: call tilestream.grouped_mm"
+            )
         result: torch.Tensor = hooks.run_plan(
             self, a, b, out=out, bias=bias, residual=residual, alpha=alpha, beta=beta, activation=activation,
             scale_a=scale_a, scale_b=scale_b, arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gates.engine import Case, IsWanted, Rules
 from gates.hopper import DEVICE, Assembly, described
-from tilestream.kernels.hopper.grouped import grouped
+from tilestream.kernels.hopper.grouped import grouped_gemm
 from tilestream.kernels.hopper.ring import ITEMS
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias
@@ -108,7 +108,7 @@ def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         *maps, pointer("int32", address=4), pointer(problem.out_dtype), pointer("bfloat16", bias.along != "none"), None,
         scale, scale, None, None, pointer("int64", plan.schedule.kind != "static"), None, None, 0, 0, 1.0, 1.0,
     ))  # fmt: skip
-    return grouped, tuple(filled), arguments.options
+    return grouped_gemm, tuple(filled), arguments.options
 
 
 def rules(case: Case, kernel: Any, said: str) -> Rules:

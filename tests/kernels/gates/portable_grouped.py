@@ -17,7 +17,7 @@ from typing import Any
 
 from gates.engine import DEVICES, Case, IsWanted, Rules
 from gates.portable_gemm import INPUTS, REFUSED, common_rules
-from tilestream.kernels.portable.grouped import grouped
+from tilestream.kernels.portable.grouped import grouped_gemm
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias
 from tilestream.launch.portable.grouped import GroupedArguments
@@ -92,7 +92,7 @@ def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         pointer(addend, case.how.along != "none"), None, scale, scale, None, None,
         pointer("int64", plan.schedule.kind != "static"), None, None, 0, 0, 1.0, 1.0,
     ))  # fmt: skip
-    return grouped, tuple(filled), arguments.options
+    return grouped_gemm, tuple(filled), arguments.options
 
 
 def rules(case: Case, kernel: Any, said: str) -> Rules:

@@ -234,7 +234,7 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, e, C: gl.constexpr):
     specialised=("stride_or", "stride_oc", "stride_bias", "stride_sr", "stride_tc"),
     unaligned=("offsets",),
 )
-def grouped(
+def grouped_gemm(
     x_map, y_map, y_map_1, y_map_2, out_map, offsets, out, bias, row_scale, column_scale, counters, log,
     base: tl.int64, reset, num_groups, extent, x_batched, y_batched, rows, columns,
     stride_ob, stride_or, stride_oc, stride_bias_batch, stride_bias, stride_sb, stride_sr, stride_tb, stride_tc,

@@ -91,7 +91,7 @@ def clear_rows(out, first, rows, columns, worker, workers, C: tl.constexpr):
     ),
     unaligned=("row_scale", "column_scale", "offsets"),
 )  # fmt: skip
-def grouped(
+def grouped_gemm(
     a, b, offsets, out, bias, row_scale, column_scale, counters, log,
     base: tl.int64, reset, num_groups, m, n, k, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob,
     stride_or, stride_oc, stride_bias_batch, stride_bias, stride_sb, stride_sr, stride_tb, stride_tc,

@@ -7,7 +7,7 @@ from typing import Any
 from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import GroupedOperands
 from tilestream.kernels.config import HopperGroupedConfig
-from tilestream.kernels.hopper.grouped import grouped
+from tilestream.kernels.hopper.grouped import grouped_gemm
 from tilestream.launch import compiling
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.launch.grouped_arguments import Bias, lanes_of
@@ -29,7 +29,7 @@ _INT31 = 2**31
 class HopperGroupedArguments(GemmArguments):
     """As `tilestream.launch.hopper.arguments.Arguments`. ``layout``: of the operands, without a bias."""
 
-    kernel: Any = grouped
+    kernel: Any = grouped_gemm
     matrices = ("x_map", "y_map", "y_map_1", "y_map_2", "out_map", "offsets")
 
     def __init__(
@@ -143,7 +143,7 @@ class HopperGroupedLaunch(Launch):
         """The kernel, compiled for operands like these."""
         described = [None if one is None else described_by(one, tensor.dtype) for one, tensor in mapped]
         numbers = (0, 0, 1.0, 1.0)
-        kernel = compiling.compiled(grouped, made.fill((*described, *given, *numbers)), made.options)
+        kernel = compiling.compiled(grouped_gemm, made.fill((*described, *given, *numbers)), made.options)
         if compiling.is_ahead():
             return NoLauncher()
         tf32, last = self.plan.problem.kind == "tf32", len(mapped) - 1

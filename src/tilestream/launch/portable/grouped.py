@@ -7,7 +7,7 @@ from typing import Any
 from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import GroupedOperands
 from tilestream.kernels.config import PortableGroupedConfig
-from tilestream.kernels.portable.grouped import grouped
+from tilestream.kernels.portable.grouped import grouped_gemm
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias, lanes_of
 from tilestream.launch.launch import Kernel, Launch, Probe
@@ -24,7 +24,7 @@ _STRIP = 16
 class GroupedArguments(Arguments):
     """As `Arguments`. ``layout``: of the operands, without a bias."""
 
-    kernel: Any = grouped
+    kernel: Any = grouped_gemm
     matrices = ("a", "b", "offsets")
 
     def __init__(self, plan: Plan, layout: Layout, bias: Bias, trace: bool = False) -> None:
@@ -58,7 +58,7 @@ class GroupedLaunch(Launch):
         super().__init__(plan, plan.schedule.kind != "static")
         grid = (plan.schedule.workers, 1, 1)
         self._made = {traced: GroupedArguments(plan, layout, bias, traced) for traced in (False, True)}
-        self._kernels = {traced: Kernel(grouped, grid, one.options) for traced, one in self._made.items()}
+        self._kernels = {traced: Kernel(grouped_gemm, grid, one.options) for traced, one in self._made.items()}
 
     def issue(
         self, stream: int, x: GroupedOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
