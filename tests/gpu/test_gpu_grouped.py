@@ -137,6 +137,9 @@ def test_strided_operands_and_outputs(backend):
     across = nan(N, M)
     ts.grouped_mm(a, b, ends, out=across.t())
     check_all("rows", a, b, across.t(), ends)
+    a = randn(K, M).t()
+    check_all("rows", a, b, ts.grouped_mm(a, b, ends), ends)
+    assert {one.plan.backend for one in launch_cache.of("grouped") if one.plan.problem.no_tma} <= {"portable"}
     a, b = randn(M + 1, K - 1)[1:, 1:], randn(8, K - 2, N)  # of extents and addresses that are multiples of nothing
     check_all("rows", a, b, ts.grouped_mm(a, b, ends), ends)
 

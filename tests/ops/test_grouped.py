@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilestream as ts
 from error_rule import ACTIVATIONS, Maths, check, rand
 from grouped_cases import offsets_of
+from tilestream.core.operands import Epilogue, GroupedOperands
+from tilestream.ops.grouped_library import problem_of
 
 F64, E4M3, E5M2 = torch.float64, torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -238,6 +240,21 @@ def test_autocast():
     a, b = operands("rows")
     with torch.autocast("cpu", torch.bfloat16):
         assert ts.grouped_mm(a, b, offsets_of(SIZES[0])).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("a", "b", "why"), [
+    (rand(64, 32), rand(3, 48, 32).mT, ""), (rand(64, 32), rand(3, 32, 48), ""),
+    (rand(32, 64).t(), rand(3, 48, 32).mT, "a is not contiguous along K: a group would begin anywhere"),
+    (rand(64, 32).t(), rand(64, 48), ""), (rand(32, 64), rand(64, 48), "a is not contiguous along K"),
+])  # fmt: skip
+def test_groups_begin_where_a_copy_can(a, b, why):
+    """Along what groups divide, no copy of TMA begins, and no vector."""
+    a, b = a.bfloat16(), b.bfloat16() if b.is_contiguous() else b.mT.bfloat16().mT
+    a = a if a.is_contiguous() else a.t().contiguous().t()
+    problem = problem_of(GroupedOperands(a, b, torch.empty(64, 48), Epilogue(), offsets_of((1, 2, 3))))
+    assert problem.aligned == (not why)
+    assert bool(problem.no_tma) == bool(why)
+    assert (why in problem.no_tma) or problem.along == "k"
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

@@ -208,6 +208,9 @@ def _is_aligned(x: GroupedOperands) -> bool:
 def _no_tma(x: GroupedOperands) -> str:
     """What of the operands TMA cannot address, and why. A copy along K ends at no group's end."""
     a, b = x.a, x.b
+    if b.dim() == 3 and a.stride(1) != 1:
+        # On an H100 such a launch ended with CUDA_ERROR_ILLEGAL_INSTRUCTION (a's columns contiguous, groups of any rows).
+        return "a is not contiguous along K: a group would begin anywhere inside of TMA's contiguous dimension"
     batch, size = b.stride(0) if b.dim() == 3 else 0, a.element_size()
     along_k = 1 if tma.k_major_only(size) else None if b.dim() == 3 else 0
     return tma.refuse("a", a.shape, a.stride(), 0, size, a.data_ptr(), along_k) or tma.refuse(
@@ -305,6 +308,8 @@ class _Grouped(Derivative):
         a, b, offsets, output, bias = ctx.saved_tensors
         grad = _through(ctx, grad, a, b, offsets, output, bias)
         product = grad.to(a.dtype)
+        if b.dim() == 3:
+            product = product.contiguous()  # else both products read it across: `_is_aligned`, `_no_tma`
         needs_a, needs_b, _, needs_bias, *_ = ctx.needs_input_grad
         found: list[torch.Tensor | None] = none  # type: ignore[assignment]
         if b.dim() == 3:
