@@ -209,7 +209,7 @@ def _no_tma(x: GroupedOperands) -> str:
     """What of the operands TMA cannot address, and why. A copy along K ends at no group's end."""
     a, b = x.a, x.b
     if b.dim() == 3 and a.stride(1) != 1:
-        # On an H100 such a launch ended with CUDA_ERROR_ILLEGAL_INSTRUCTION (a's columns contiguous, groups of any rows).
+        # On an H100 such a launch ended with CUDA_ERROR_ILLEGAL_INSTRUCTION.
         return "a is not contiguous along K: a group would begin anywhere inside of TMA's contiguous dimension"
     batch, size = b.stride(0) if b.dim() == 3 else 0, a.element_size()
     along_k = 1 if tma.k_major_only(size) else None if b.dim() == 3 else 0
