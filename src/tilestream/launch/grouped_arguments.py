@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tilestream.plan.plan import Plan
+from tilestream.plan.problem import GroupedProblem
+
 #: Lanes that look at offsets, at least: those of a warp.
 _LEAST_LANES = 32
 
@@ -20,3 +23,9 @@ class Bias(NamedTuple):
 def lanes_of(groups: int) -> int:
     """A power of 2 that is at least the number of groups."""
     return max(_LEAST_LANES, 1 << (groups - 1).bit_length())
+
+
+def problem_of(plan: Plan) -> GroupedProblem:
+    """The problem of a plan of groups."""
+    assert isinstance(plan.problem, GroupedProblem)
+    return plan.problem

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilestream.core.dtypes import dtype_name
+from tilestream.core.groups import Along
 from tilestream.core.operands import Epilogue, GemmOperands, GroupedOperands
 from tilestream.kernels.cpu.gemm import multiply
 from tilestream.launch.cache import launch_cache, signature
@@ -102,10 +103,11 @@ def _real_out(*args: Any) -> None:
 
 def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> None:
     a, b, offsets, bias, activation, _, schedule, workers = args
-    scale_a, scale_b, fast_accum, worker_limit = (*optional, *_DEFAULTS[len(optional) :])
+    rest: Any = (*optional, *_DEFAULTS[len(optional) :])
+    scale_a, scale_b, fast_accum, worker_limit = rest
     check_schedule(_OP, schedule)
-    read = (None if t is None else t.detach() for t in (bias, scale_a, scale_b))
-    epilogue = Epilogue(1.0, next(read), None, 1.0, activation, *read)
+    bias, scale_a, scale_b = (None if t is None else t.detach() for t in (bias, scale_a, scale_b))
+    epilogue = Epilogue(1.0, bias, None, 1.0, activation, scale_a, scale_b)
     x = GroupedOperands(a.detach(), b.detach(), out.detach(), epilogue, offsets)
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
     if out.is_cuda:
@@ -183,12 +185,12 @@ def find(x: GroupedOperands, how: gpu.How) -> Launch:
 def problem_of(x: GroupedOperands, fast_accum: bool = True) -> GroupedProblem:
     """The problem of operands, as far as it is the same on every device."""
     a, b, out, e, offsets = x
-    along = "rows" if b.dim() == 3 else "k"
+    along: Along = "rows" if b.dim() == 3 else "k"
     return GroupedProblem(
         a.shape[0], b.shape[-1], a.shape[1], 1, dtype_name(a.dtype), dtype_name(out.dtype),
         aligned=_is_aligned(x), no_tma=_no_tma(x), b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
         scales=e.scales, plain=e.trivial, fast_accum=fast_accum or a.dtype not in FP8_DTYPES, groups=offsets.shape[0],
-        along=along,  # type: ignore[arg-type]
+        along=along,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilestream.core import groups
 from tilestream.core.chunks import Incoming
 from tilestream.core.dtypes import (
     FNUZ,
@@ -19,6 +18,7 @@ from tilestream.core.dtypes import (
     result_name,
 )
 from tilestream.core.gate import Gate
+from tilestream.core.groups import ALONGS, MOST_GROUPS, Along
 
 __all__ = [
     "FNUZ", "FP8", "FP8_RESULT", "ITEMSIZE", "OCP", "GroupedProblem", "Incoming", "Problem", "Scales", "are_a_pair",
@@ -152,15 +152,15 @@ class GroupedProblem(Problem):
     """
 
     groups: int = 1
-    along: groups.Along = "rows"
+    along: Along = "rows"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.along not in groups.ALONGS:
-            raise ValueError(f"along={self.along!r}; groups divide {' or '.join(groups.ALONGS)}")
-        if not 1 <= self.groups <= groups.MOST_GROUPS:
+        if self.along not in ALONGS:
+            raise ValueError(f"along={self.along!r}; groups divide {' or '.join(ALONGS)}")
+        if not 1 <= self.groups <= MOST_GROUPS:
             raise ValueError(
-                f"groups={self.groups}; there are 1 to {groups.MOST_GROUPS}: make several calls, of fewer groups each"
+                f"groups={self.groups}; there are 1 to {MOST_GROUPS}: make several calls, of fewer groups each"
             )
 
     @property

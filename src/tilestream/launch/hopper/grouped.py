@@ -10,7 +10,7 @@ from tilestream.kernels.config import HopperGroupedConfig
 from tilestream.kernels.hopper.grouped import grouped_gemm
 from tilestream.launch import compiling
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
-from tilestream.launch.grouped_arguments import Bias, lanes_of
+from tilestream.launch.grouped_arguments import Bias, lanes_of, problem_of
 from tilestream.launch.hopper.arguments import DIRECT, SINGLE_REGISTERS, WIDE_STRIP, Operand, matrix_map, operand_map
 from tilestream.launch.hopper.maps import Map, clipped, described_by
 from tilestream.launch.launch import Launch, Probe
@@ -35,7 +35,7 @@ class HopperGroupedArguments(GemmArguments):
     def __init__(
         self, plan: Plan, layout: Layout, bias: Bias, out_aligned: bool = True, trace: bool = False
     ) -> None:  # fmt: skip
-        problem, swap_ab = plan.problem, plan.swap_ab
+        problem, swap_ab = problem_of(plan), plan.swap_ab
         block_m, block_n, block_k = plan.block
         (_, am, ak), (bb, bk, bn), (ob, om, on) = layout.a, layout.b, layout.out
         a = Operand(problem.m, block_m, 0, am, ak, problem.dtypes[0])
@@ -75,7 +75,7 @@ class HopperGroupedArguments(GemmArguments):
         return [(x, half), *((y, width) for width in self.widths)]
 
     def _numbers(self) -> dict[str, Any]:
-        (x, y), problem = self._batched, self.plan.problem
+        (x, y), problem = self._batched, problem_of(self.plan)
         return super()._numbers() | {
             "x_batched": x, "y_batched": y, "num_groups": problem.groups,
             "extent": problem.m if self._along_rows else problem.k,
@@ -83,7 +83,7 @@ class HopperGroupedArguments(GemmArguments):
         }  # fmt: skip
 
     def _config(self, **logs: bool) -> HopperGroupedConfig:
-        plan, problem = self.plan, self.plan.problem
+        plan, problem = self.plan, problem_of(self.plan)
         wide = (problem.m - 1) * self.layout.out[1] + (problem.n - 1) * self.layout.out[2] >= _INT31
         strip = plan.strip
         if self.out is None:  # no C buffer, and registers are short

@@ -9,7 +9,7 @@ from tilestream.core.operands import GroupedOperands
 from tilestream.kernels.config import PortableGroupedConfig
 from tilestream.kernels.portable.grouped import grouped_gemm
 from tilestream.launch.gemm_arguments import Layout
-from tilestream.launch.grouped_arguments import Bias, lanes_of
+from tilestream.launch.grouped_arguments import Bias, lanes_of, problem_of
 from tilestream.launch.launch import Kernel, Launch, Probe
 from tilestream.launch.portable.arguments import Arguments
 from tilestream.launch.trace import SpanLog
@@ -34,12 +34,12 @@ class GroupedArguments(Arguments):
     def _numbers(self) -> dict[str, Any]:
         bias = self._bias
         mine = {
-            "num_groups": self.plan.problem.groups, "stride_bias_batch": bias.batch, "stride_bias": bias.step,
+            "num_groups": problem_of(self.plan).groups, "stride_bias_batch": bias.batch, "stride_bias": bias.step,
         }  # fmt: skip
         return super()._numbers() | mine
 
     def _config(self, **logs: bool) -> PortableGroupedConfig:
-        problem = self.plan.problem
+        problem = problem_of(self.plan)
         even = super()._config(**logs)
         own = {"BIAS": self._bias.along, "EVEN_K": even.EVEN_K and problem.along == "rows"}
         if not problem.plain:
