@@ -32,7 +32,7 @@ GATES = Path(__file__).parent / "gates"
 COUNTS = {
     "portable gemm": {"sm_90a": 365, "gfx942": 333, "gfx950": 291},
     "portable attention": {"sm_90a": 236, "gfx942": 206, "gfx950": 236},
-    "portable grouped": {"sm_90a": 156, "gfx942": 138, "gfx950": 122},
+    "portable grouped": {"sm_90a": 152, "gfx942": 138, "gfx950": 122},
     "hopper gemm": {"sm_90a": 733},
     "hopper grouped": {"sm_90a": 351},
     "hopper attention": {"sm_90a": 145},
