@@ -32,9 +32,9 @@ GATES = Path(__file__).parent / "gates"
 COUNTS = {
     "portable gemm": {"sm_90a": 365, "gfx942": 333, "gfx950": 291},
     "portable attention": {"sm_90a": 236, "gfx942": 206, "gfx950": 236},
-    "portable grouped": {"sm_90a": 152, "gfx942": 138, "gfx950": 122},
+    "portable grouped": {"sm_90a": 174, "gfx942": 159, "gfx950": 141},
     "hopper gemm": {"sm_90a": 733},
-    "hopper grouped": {"sm_90a": 351},
+    "hopper grouped": {"sm_90a": 343},
     "hopper attention": {"sm_90a": 145},
     "cdna gemm": {"gfx942": 150, "gfx950": 159},
     "cdna attention": {"gfx942": 90, "gfx950": 121},
@@ -44,7 +44,7 @@ COUNTS = {
 SAMPLES = {
     "portable gemm": (35, 3),
     "portable attention": (15, 3),
-    "portable grouped": (16, 3),
+    "portable grouped": (18, 3),
     "hopper gemm": (23, 19),
     "hopper grouped": (6, 5),
     "hopper attention": (6, 16),
