@@ -13,6 +13,7 @@ SECTIONS = {
     "quack": _hopper("gemm.quack:quack", "quack-kernels and cuBLAS on a dozen shapes", 270),
     "fp8": _hopper("gemm.sections:fp8", "torch._scaled_mm", 90, usual=True),
     "epilogue": _hopper("gemm.sections:epilogue", "torch.compile of bias and GELU", 270, usual=True),
+    "grouped": _hopper("gemm.grouped:grouped", "torch._grouped_mm on layers of experts, by skew", 120),
     "search": _hopper("gemm.search:search", "the best plan of the whole space", 130),
     "variants": _hopper("gemm.search:variants", "every plan of the space: what the cost model is fitted to", 110),
     "host": _hopper("gemm.host:host", "what a call, and a process's first call, cost the host", 70),

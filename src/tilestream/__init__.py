@@ -14,7 +14,7 @@ from tilestream import distributed, schedule, trace
 from tilestream._version import __version__
 from tilestream.arrival.arrival import Arrival
 from tilestream.core.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
-from tilestream.plan import Plan, attention_plan, plan
+from tilestream.plan import Plan, attention_plan, grouped_plan, plan
 from tilestream.plan.hooks import register as _register
 from tilestream.runtime.collector import paused as _collector_paused
 from tilestream.runtime.shutdown import call as _inside_at_exit
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         addmm,
         attention,
         bmm,
+        grouped_mm,
         linear,
         matmul,
         merge_attention,
@@ -41,6 +42,8 @@ _MODULES = {
     "tilestream.ops": (
         "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
         "use_invariant_torch",
+        "addmm", "attention", "bmm", "grouped_mm", "linear", "matmul", "merge_attention", "mm", "register_attention",
+        "use_attention",
     ),
     "tilestream.ops.limit": ("invariant", "worker_limit"),
     "tilestream.runtime.channel": ("check",),
@@ -52,6 +55,9 @@ __all__ = [
     "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "invariant", "linear", "matmul",
     "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention",
     "use_invariant_torch", "worker_limit",
+    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "grouped_mm", "grouped_plan", "linear",
+    "matmul", "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention",
+    "worker_limit",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from benchmarks.gemm import bench, compiling, counters, search, shapes
+from benchmarks.gemm import bench, compiling, counters, grouped, search, shapes
 from benchmarks.report import gemm
 from benchmarks.report import gemm_losses as losses
 
@@ -68,6 +68,16 @@ def test_the_search_shapes_are_none_the_model_was_fitted_to() -> None:
     fitted = {s[:3] for s in (*shapes.suite(), *shapes.VARIANTS, *shapes.QUACK)}
     assert len(shapes.SEARCH) == 16
     assert not fitted & {s[:3] for s in shapes.SEARCH}
+
+
+@pytest.mark.parametrize("skew", grouped.SKEWS)
+def test_rows_of_experts_are_all_rows_and_skewed(skew) -> None:
+    given = grouped.sizes(16384, 128, skew)
+    assert (len(given), sum(given)) == (128, 16384)
+    assert min(given) >= 0
+    largest = {"uniform": (128, 128), "mild": (150, 250), "zipf": (3000, 6000)}[skew]
+    assert largest[0] <= max(given) <= largest[1]
+    assert given == grouped.sizes(16384, 128, skew)
 
 
 def test_parse() -> None:

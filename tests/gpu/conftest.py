@@ -31,12 +31,14 @@ def _seeded():
 def portable(monkeypatch):
     """Every plan is the portable kernel's, as where there is no other; what was decided before is forgotten."""
     from tilestream.launch.cache import launch_cache
+    from tilestream.plan.grouped import plan_groups
     from tilestream.plan.planner import plan_problem
     from tilestream.plan.policy import hopper
 
     def forget():
         launch_cache.clear()
         plan_problem.cache_clear()
+        plan_groups.cache_clear()
 
     forget()
     monkeypatch.setattr(hopper, "refusal", lambda problem, device: "a test asks for the portable kernel")

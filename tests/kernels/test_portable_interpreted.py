@@ -24,6 +24,7 @@ FILES = {
     "test_portable_add.py": (7, 0),
     "test_attention_merge.py": (43, 0),
     "test_portable_gemm.py": (80, 18),
+    "test_portable_grouped.py": (56, 18),
     "test_portable_order.py": (32, 42),
     "test_portable_arrival.py": (29, 16),
     "test_portable_fp8.py": (61, 0),

@@ -114,3 +114,19 @@ class MergeOperands(NamedTuple):
     lse_b: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+
+
+class GroupedOperands(NamedTuple):
+    """A product a group, of which the device knows the lengths: see `tilestream.plan.problem.GroupedProblem`.
+
+    Of the epilogue there are a bias, an activation and scales. What goes along an output's columns is a vector a group,
+    ``[G, 1, N]``; what goes along its rows is ``[M, 1]`` where groups divide the rows, else ``[G, M, 1]``.
+    """
+
+    #: a, b, out: ``[M, K]``, ``[G, K, N]``, ``[M, N]`` where groups divide the rows; else ``[M, K]``, ``[K, N]``,
+    #: ``[G, M, N]``.
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    epilogue: Epilogue
+    offsets: torch.Tensor  # int32 ``[G]``: where each group ends

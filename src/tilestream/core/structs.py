@@ -8,6 +8,7 @@
     Ring      stages between loads and math, and their barriers       Place    where a loop is in a ring
     Item      a work item                                             Items    the item ring
     Epilogue  what becomes of an accumulator, and where it goes       Publishing  the output's chunks
+    Groups    runs of rows, or of K, that the device counts           Span        a group's
 
 A kernel groups its arguments in these in its first lines, and passes parts from there on, never fields. On the device
 a field is a scalar, a pointer, a descriptor or shared memory; on the host a number, a tensor, or what stands in for
@@ -174,6 +175,23 @@ class Item(NamedTuple):
     parts: Any
     slot: Any  # the slot of its partial result; -1 for a whole tile
     place: Any  # its record in a trace: see `kernels.device.trace`
+
+
+class Groups(NamedTuple):
+    """Runs of A's rows, or of K, one behind the other: see `tilestream.kernels.device.groups`."""
+
+    offsets: Any  # pointer to int32 ``[count]``: where each group ends
+    count: Any  # how many there are, at least 1
+    extent: Any  # rows of A, or K: what offsets are at most
+
+
+class Span(NamedTuple):
+    """A group's rows, or its part of K."""
+
+    group: Any
+    #: begin, end: its first row, and the one behind its last.
+    begin: Any
+    end: Any
 
 
 class Place(NamedTuple):

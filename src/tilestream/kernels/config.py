@@ -128,6 +128,14 @@ class PortableConfig(GemmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PortableGroupedConfig(PortableConfig):
+    """The portable grouped GEMM's."""
+
+    ALONG: str  # what the groups divide: ``"rows"`` of A, or ``"k"``
+    LANES: int  # a power of 2 that is at least the number of groups
+
+
+@dataclass(frozen=True, kw_only=True)
 class HopperConfig(GemmConfig):
     """The Hopper GEMM's. Its accumulator has rows of ``x`` and columns of ``y``."""
 
@@ -188,9 +196,37 @@ class HopperConfig(GemmConfig):
         return self.KIND == "dynamic" and not self.GATED
 
     @property
+    def CLIPPED(self) -> bool:
+        """Whether the output's map clips at any row: where groups' rows end."""
+        return False
+
+    @property
+    def VOIDS(self) -> bool:
+        """Whether an item may be void: its K runs backwards, and it becomes NaN."""
+        return self.GATED
+
+    @property
     def FULL(self) -> bool:
         """Whether an epilogue keeps vectors or a residual."""
         return self.SCALED or self.SCALES != "none" or self.BIAS != "none" or self.RESIDUAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperGroupedConfig(HopperConfig):
+    """The Hopper grouped GEMM's."""
+
+    ALONG: str  # what the groups divide: ``"rows"`` of A, or ``"k"``
+    LANES: int  # a power of 2 that is at least the number of groups
+
+    @property
+    def CLIPPED(self) -> bool:
+        """As of `HopperConfig`."""
+        return self.ALONG == "rows"
+
+    @property
+    def VOIDS(self) -> bool:
+        """As of `HopperConfig`: where offsets are no groups."""
+        return True
 
 
 @dataclass(frozen=True)

@@ -9,4 +9,11 @@ from tilestream.ops.matmul import addmm, bmm, linear, matmul, mm
 __all__ = [
     "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
     "use_invariant_torch",
+from tilestream.ops.attention_routes import register_attention, use_attention
+from tilestream.ops.grouped import grouped_mm
+from tilestream.ops.matmul import addmm, bmm, linear, matmul, mm
+
+__all__ = [
+    "addmm", "attention", "bmm", "grouped_mm", "linear", "matmul", "merge_attention", "mm", "register_attention",
+    "use_attention",
 ]  # fmt: skip

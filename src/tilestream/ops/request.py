@@ -241,7 +241,7 @@ def _multiply(r: Request) -> torch.Tensor:
         raise ValueError(f"{op}: bias has shape {list(r.bias.shape)}; it has one element a column: [{full[-1]}]")
     residual = None if r.residual is None else _expand(r, r.residual, shape, full)
     if out is not None:
-        _check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
+        check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
     resized = out is not None and tuple(out.shape) != shape
     copied = out is not None and is_dtensor(out)  # whose views need placements that it may not have
     # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
@@ -363,7 +363,8 @@ def _expand(r: Request, residual: torch.Tensor, shape: tuple[int, ...], full: tu
         ) from None
 
 
-def _check_out(r: Request, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_out(r: Request, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise unless a result of this shape and dtype can be written to the caller's output."""
     checks.check_written(r.op, out)
     if tuple(out.shape) != shape:
         told = f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}"

@@ -150,7 +150,7 @@ def plan(
         promising(invariant),
     )  # fmt: skip
     arrives = arrival is not None or weight_arrival is not None
-    asked = _checked(asked, device, arrives)
+    asked = check_forced(asked, device, arrives)
     if publish is not None:
         check_publish("plan", schedule, arrives)
     on_cpu = properties.backend == "cpu"
@@ -179,7 +179,7 @@ def plan(
         return replace(whole, refused=(*whole.refused, Refusal("one launch", f"{error}, each signalled behind it")))
 
 
-def _checked(asked: Asked, device: object, arrives: bool) -> Asked:
+def check_forced(asked: Asked, device: object, arrives: bool = False) -> Asked:
     """What the caller of `plan` asks, checked, with the backend that a forced variant, ring or split implies."""
     schedule, order, tile, backend = asked.schedule, asked.order, asked.tile, asked.backend
     variant, stages, registers, properties = asked.variant, asked.stages, asked.registers, asked.device

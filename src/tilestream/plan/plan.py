@@ -14,7 +14,7 @@ from tilestream.plan.candidate import Candidate, Refusal
 from tilestream.plan.explain import number, promise_lines, table
 from tilestream.plan.hooks import hooks
 from tilestream.plan.policy.portable import sums_lose_bits
-from tilestream.plan.problem import Problem, gate_of
+from tilestream.plan.problem import GroupedProblem, Problem, gate_of
 from tilestream.plan.roofline import Floor
 
 if TYPE_CHECKING:
@@ -146,9 +146,15 @@ class Plan(Candidate):
             If an operand is not what the plan was made for.
         RuntimeError
             If an operand requires a gradient.
+        NotImplementedError
+            For a plan of `tilestream.grouped_plan`.
         ArrivalTimeout, Exception
             As from `tilestream.matmul`.
         """
+        if isinstance(self.problem, GroupedProblem):
+            raise NotImplementedError(
+                "plan.run: the plan is of groups, and it has no offsets: call tilestream.grouped_mm"
+            )
         result: torch.Tensor = hooks.run_plan(
             self, a, b, out=out, bias=bias, residual=residual, alpha=alpha, beta=beta, activation=activation,
             scale_a=scale_a, scale_b=scale_b, arrival=arrival, weight_arrival=weight_arrival, deadline=deadline,
@@ -171,15 +177,13 @@ def of_candidate(
 def explain(plan: Plan) -> str:
     """What was chosen, what was refused and why, and the floor."""
     problem, floor = plan.problem, plan.floor
-    batch = f"{problem.batch} x " if problem.batch > 1 else ""
-    shape = f"{batch}[{problem.m}, {problem.k}] @ [{problem.k}, {problem.n}]"
     a, b = problem.dtypes
     scaled = {"none": "", "tensor": ", one scale each", "row": ", a scale a row and column"}[problem.scales]
     promoted = ", added up in float32 every 128 of K" if problem.promoted and sums_lose_bits(plan.device.arch) else ""
     dtypes = (a if a == b else f"{a} x {b}") + scaled + promoted
     work = f"{number(floor.operations / 1e9)} GFLOP, {number(floor.bytes / 1e6)} MB, {number(floor.intensity)} FLOP/B"
     return table(
-        f"matmul {shape}, {dtypes} -> {problem.out_dtype}", plan,
+        f"{problem.text}, {dtypes} -> {problem.out_dtype}", plan,
         [*_schedule(plan), *_arrivals(plan), *promise_lines(plan.promise, plan.additions)], work,
     )  # fmt: skip
 
@@ -197,7 +201,15 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
     first = f" from {'column' if raster.transposed else 'row'} tile {raster.first}" if raster.first else ""
     if schedule.first_batch:
         first += f" from batch {schedule.first_batch}"
-    yield "tiles", f"{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"
+    most = ""
+    if isinstance(problem := plan.problem, GroupedProblem):
+        mean = (problem.m if problem.along == "rows" else problem.k) / problem.groups
+        of_rows = problem.along == "rows"
+        most = "at most " * of_rows
+        how = "the device counts the tiles" if of_rows else "the longest is begun first"
+        of_group = f"{problem.groups} of {number(mean)} {'rows' if of_rows else 'of K'} on average"
+        yield "groups", f"{of_group}; offsets are read on the device: {how}"
+    yield "tiles", f"{most}{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"
     yield "schedule", f"{schedule.kind}, {schedule.workers} workers{queues}{remainder}"
     if raster.table is None:
         yield "raster", f"{raster.order}{first}, group {raster.group}"

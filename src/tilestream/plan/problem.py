@@ -18,10 +18,11 @@ from tilestream.core.dtypes import (
     result_name,
 )
 from tilestream.core.gate import Gate
+from tilestream.core.groups import ALONGS, MOST_GROUPS, Along
 
 __all__ = [
-    "FNUZ", "FP8", "FP8_RESULT", "ITEMSIZE", "OCP", "Incoming", "Problem", "Scales", "are_a_pair", "dtype_name",
-    "gate_of", "pairs_text", "result_name",
+    "FNUZ", "FP8", "FP8_RESULT", "ITEMSIZE", "OCP", "GroupedProblem", "Incoming", "Problem", "Scales", "are_a_pair",
+    "dtype_name", "gate_of", "pairs_text", "result_name",
 ]  # fmt: skip
 
 
@@ -103,6 +104,12 @@ class Problem:
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     @property
+    def text(self) -> str:
+        """The product in words."""
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        return f"matmul {batch}[{self.m}, {self.k}] @ [{self.k}, {self.n}]"
+
+    @property
     def operations(self) -> int:
         """Multiply-adds, counted two each."""
         return 2 * self.batch * self.m * self.n * self.k
@@ -134,6 +141,43 @@ class Problem:
         if self.batch == 1 or self.shared_rows or not self.m:
             return ()
         return tuple(range(0, self.batch * self.m, self.m))
+
+
+@dataclass(frozen=True)
+class GroupedProblem(Problem):
+    """A product a group, of runs of A's rows or of K whose lengths only the device knows.
+
+    ``along="rows"``: ``out[m, n]``, the rows of group g times ``b[g, k, n]``. ``along="k"``: ``out[g, m, n]``, of the
+    part of K that is group g's.
+    """
+
+    groups: int = 1
+    along: Along = "rows"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.along not in ALONGS:
+            raise ValueError(f"along={self.along!r}; groups divide {' or '.join(ALONGS)}")
+        if not 1 <= self.groups <= MOST_GROUPS:
+            raise ValueError(
+                f"groups={self.groups}; there are 1 to {MOST_GROUPS}: make several calls, of fewer groups each"
+            )
+
+    @property
+    def text(self) -> str:
+        """The product in words."""
+        if self.along == "rows":
+            return f"grouped_mm [{self.m}, {self.k}] @ [{self.groups}, {self.k}, {self.n}] by rows"
+        return f"grouped_mm [{self.m}, {self.k}] @ [{self.k}, {self.n}] by K, {self.groups} groups"
+
+    @property
+    def bytes(self) -> int:
+        """As of `Problem`, where each group has rows (a part of K)."""
+        size, out = ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype]
+        if self.along == "rows":
+            used = min(self.groups, self.m)
+            return size * (self.m * self.k + used * self.k * self.n) + out * self.m * self.n
+        return size * self.k * (self.m + self.n) + out * self.groups * self.m * self.n
 
 
 def gate_of(problem: Problem, tile: tuple[int, int]) -> Gate | None:

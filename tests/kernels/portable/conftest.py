@@ -18,6 +18,7 @@ INTERPRETED = [
     "test_portable_copy_items.py",
     "test_portable_fp8.py",
     "test_portable_gemm.py",
+    "test_portable_grouped.py",
     "test_portable_order.py",
     "test_portable_trace.py",
 ]

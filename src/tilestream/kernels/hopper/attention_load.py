@@ -32,12 +32,10 @@ from tilestream.kernels.device.attention_gate import chunk_at, pass_keys
 from tilestream.kernels.device.items import with_over
 from tilestream.kernels.device.trace import chunk_span, ready_span
 from tilestream.kernels.hopper.compat import boxes, tma_load
+from tilestream.kernels.hopper.epilogue import BEYOND
 from tilestream.kernels.hopper.gate import fenced
 from tilestream.kernels.hopper.queues import EARLY, prefetch_ticket
 from tilestream.kernels.hopper.ring import ITEMS, put, step
-
-#: The extent of the rows of a map that clips at any row: `BEYOND` times its stride, and one more, is 2**34 elements.
-BEYOND: gl.constexpr = gl.constexpr(2**30)
 
 #: Rows of a consumer.
 ROWS: gl.constexpr = gl.constexpr(64)

@@ -18,6 +18,10 @@ from tilestream.core.structs import Region
 from tilestream.kernels.device.epilogue import finished
 from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
 
+#: The extent of the rows of a map that clips at any row: `BEYOND` times its stride, and one more, is 2**34 elements.
+#: See `tilestream.kernels.hopper.attention_load`.
+BEYOND: gl.constexpr = gl.constexpr(2**30)
+
 
 @gluon.constexpr_function
 def mma_layout(width, depth=16):
@@ -101,13 +105,14 @@ def prefetch_residual(e, batch, row, column, WIDTH: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def prefetch_epilogue(e, item, row, C: gl.constexpr):
+def prefetch_epilogue(e, batch, row, column, C: gl.constexpr):
     """Read once what a tile's epilogue will read, before its K loop: then it is near when it is needed.
+
+    ``row``, ``column``: where the tile begins, in the accumulator's rows and columns.
 
     Vectors are loaded, which leaves them in the first-level cache; the caller passes the values to `await_prefetch`
     after the K loop, which waits for them. The residual is prefetched into L2.
     """
-    batch, column = item.batch, item.pn * C.COLUMNS
     early = ()
     if C.SCALES != "none":
         if e.row_scale.at is not None:
@@ -210,7 +215,10 @@ def store_strip(acc, e, batch, row, column, BUFFER: gl.constexpr, PENDING: gl.co
             at_outer, at_inner = column, row
         else:
             at_outer, at_inner = row, column
-        if C.BATCHED:
+        if C.CLIPPED:
+            end = e.columns if C.FLIPPED else e.rows
+            tma_store(e.map, [BEYOND, end, BEYOND - end + at_outer, at_inner], viewed(buffer, e.map))
+        elif C.BATCHED:
             tma_store(e.map, [batch, at_outer, at_inner], viewed(buffer, e.map))
         else:
             tma_store(e.map, [at_outer, at_inner], buffer)
@@ -333,10 +341,11 @@ def reduce_columns(mine, at, item, START: gl.constexpr, WIDTH: gl.constexpr, C: 
 
 
 @gluon.jit
-def store_tile(accs, at, e, item, row, WHO: gl.constexpr, C: gl.constexpr):
-    """Finish and store a consumer's part of a tile, which begins at ``row`` of the accumulator, strip by strip.
+def store_tile(accs, at, e, item, row, column, WHO: gl.constexpr, C: gl.constexpr):
+    """Finish and store a consumer's part of a tile, strip by strip.
 
-    ``at``: of a tile in parts, see `first_partial`.
+    ``row``, ``column``: where it begins, in the accumulator's rows and columns. ``at``: of a tile in parts, see
+    `first_partial`.
     """
     WIDTHS: gl.constexpr = C.WIDTHS
     STRIPS: gl.constexpr = C.COLUMNS // C.STRIP
@@ -346,6 +355,6 @@ def store_tile(accs, at, e, item, row, WHO: gl.constexpr, C: gl.constexpr):
             if item.parts > 1:
                 x = reduce_partials(x, at + i * C.HALF_ROWS * C.STRIP, item, C)
         store_strip(
-            x, e, item.batch, row, item.pn * C.COLUMNS + i * C.STRIP, WHO * C.BUFFERS + i % C.BUFFERS,
+            x, e, item.batch, row, column + i * C.STRIP, WHO * C.BUFFERS + i % C.BUFFERS,
             pending(i, STRIPS, C.BUFFERS), C,
         )  # fmt: skip

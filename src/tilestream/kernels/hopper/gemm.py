@@ -152,7 +152,7 @@ def receive(items, slot, C: gl.constexpr):
 def is_mine(steps, number, WHO: gl.constexpr, C: gl.constexpr):
     """Whether a consumer multiplies the item that it is handed: not STOP, nor the other's of two that take turns."""
     mine = steps > 0
-    if C.GATED:
+    if C.VOIDS:
         mine = steps != 0
     if C.CONSUMERS == "ping_pong":
         mine = mine & (number % 2 == WHO)
@@ -171,7 +171,7 @@ def await_turn(order, number, WHO: gl.constexpr, C: gl.constexpr):
 def skip_stages(place, steps, C: gl.constexpr):
     """The `Place` behind the stages of an item that the other consumer multiplies."""
     ahead = steps
-    if C.GATED:
+    if C.VOIDS:
         ahead = tl.maximum(steps, 0)
     stage, phase = skip(place.at, place.phase, ahead, C.STAGES)
     return Place(stage, phase)
@@ -223,7 +223,7 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
             row = item.pm * C.ROWS
             if C.HALVES == 2:
                 row += WHO * C.HALF_ROWS
-            early = prefetch_epilogue(epilogue, item, row, C)
+            early = prefetch_epilogue(epilogue, item.batch, row, item.pn * C.COLUMNS, C)
             accs, stage = product(ring, order, stage, steps, WHO, C)
             await_prefetch(early)
             finishes, partials = item.parts == 1, words.partials
@@ -232,7 +232,7 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
                     partials = first_partial(words, item, WHO, C)
                     finishes = fixup(accs, partials, words, item, WHO, C)
             if finishes:
-                store_tile(accs, partials, epilogue, item, row, WHO, C)
+                store_tile(accs, partials, epilogue, item, row, item.pn * C.COLUMNS, WHO, C)
                 publish_tile(publishing, epilogue, item, row, C)
             if C.TRACE:
                 barrier()

@@ -179,7 +179,7 @@ def poison(order, WHO: gl.constexpr, BITS: gl.constexpr, C: gl.constexpr):
 def product(ring, order, place, steps, WHO: gl.constexpr, C: gl.constexpr):
     """What an item of so many K steps comes to: ``(accumulators, place)``. Void, it has fewer than none."""
     MULTIPLY: gl.constexpr = multiply_promoted if C.PROMOTED else multiply_rs_tail if C.RS_TAIL else multiply
-    if C.GATED:
+    if C.VOIDS:
         if steps < 0:
             accs = poison(order, WHO, ring.x.dtype.primitive_bitwidth, C)
         else:

@@ -15,10 +15,10 @@ from tilestream.plan.tma import major_of, store_major_of
 
 _INT31 = 2**31
 #: A load warp and one consumer are two warp groups: with so many registers each at first, the consumer gets 216.
-_SINGLE_REGISTERS = 128
+SINGLE_REGISTERS = 128
 #: Elements of a strip that a consumer stores from registers at a time: in strips of twice as many Triton 3.6 spills 170
 #: to 320 words of a full epilogue. And columns of it where an element's offset takes two registers (64 bits).
-_DIRECT, _WIDE_STRIP = 2048, 16
+DIRECT, WIDE_STRIP = 2048, 16
 #: Whether launches may begin before the kernel ahead has ended. Not one that waits for chunks: its workers would hold
 #: SMs while that kernel still needs them.
 _CHAINED = True
@@ -73,9 +73,9 @@ class Arguments(GemmArguments):
         self._halves = 2 if plan.variant == "cooperative" else 1
         self.rows, self.widths = x.tile_rows, widths(y.tile_rows, widest(problem))
         half = self.rows // self._halves
-        self.x, self._x_major = _operand_map(x, half, problem.k, block_k, batches)
+        self.x, self._x_major = operand_map(x, half, problem.k, block_k, batches)
         self.local = None if local_rows is None else Map((local_rows, problem.k), (problem.k, 1), self.x.box)
-        parts = [_operand_map(y, width, problem.k, block_k, batches) for width in self.widths]
+        parts = [operand_map(y, width, problem.k, block_k, batches) for width in self.widths]
         self.y = (*(part for part, _ in parts), *[None] * (MOST_PARTS - len(parts)))
         self._y_major = parts[0][1]
         # The load warp has no registers for it where there are shares, or y is read across, in three boxes a step.
@@ -87,7 +87,7 @@ class Arguments(GemmArguments):
         self._flipped = major == 0
         self.out = None
         if major is not None:
-            self.out = _map(extents, strides, (half, plan.strip), batches, ob, self._flipped)
+            self.out = matrix_map(extents, strides, (half, plan.strip), batches, ob, self._flipped)
         self._published = 1, 0
         if problem.publishes is not None:
             # Two consumers with half of a tile's rows each both count its columns.
@@ -96,7 +96,7 @@ class Arguments(GemmArguments):
         super().__init__(plan, layout, probe, trace)
         self.options = {"num_warps": plan.warps, "launch_pdl": self.config.CHAINED}
         if plan.variant == "single":
-            self.options["maxnreg"] = _SINGLE_REGISTERS
+            self.options["maxnreg"] = SINGLE_REGISTERS
 
     def local_tiles(self, first: int, height: int, period: int) -> LocalTiles | None:
         """Local rows of A (`tilestream.arrival.device.LocalRows`), in tiles of x: see `fill`.
@@ -119,7 +119,7 @@ class Arguments(GemmArguments):
         wide = self._wide()
         strip = plan.strip
         if self.out is None:  # no C buffer, and registers are short
-            strip = min(strip, _DIRECT * self._halves // self.rows, _WIDE_STRIP if wide else _DIRECT)
+            strip = min(strip, DIRECT * self._halves // self.rows, WIDE_STRIP if wide else DIRECT)
         return HopperConfig.of(
             plan,
             self.layout,
@@ -158,16 +158,16 @@ class Arguments(GemmArguments):
         )
 
 
-def _operand_map(operand: Operand, box_rows: int, k: int, block_k: int, batches: int) -> tuple[Map, bool]:
+def operand_map(operand: Operand, box_rows: int, k: int, block_k: int, batches: int) -> tuple[Map, bool]:
     """The map of an operand, and whether it is K-major."""
     extents, strides, box = (operand.rows, k), (operand.row, operand.k), (box_rows, block_k)
     major = major_of(extents, strides, operand.batch if batches else 0, ITEMSIZE[operand.dtype])
     if major is None:
         raise ValueError(f"an operand of extents {extents} and strides {strides}: TMA cannot address it")
-    return _map(extents, strides, box, batches, operand.batch, major == 0), major == 1
+    return matrix_map(extents, strides, box, batches, operand.batch, major == 0), major == 1
 
 
-def _map(
+def matrix_map(
     extents: tuple[int, int], strides: tuple[int, int], box: tuple[int, int], batches: int, batch_stride: int,
     flipped: bool,
 ) -> Map:  # fmt: skip

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from tilestream.kernels.attention_config import HopperAttentionConfig
 from tilestream.launch.attention_arguments import AttentionArguments, AttentionLayout, share_layout
-from tilestream.launch.hopper.maps import Map
+from tilestream.launch.hopper.maps import AROUND, WRAP, Map
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import ITEMSIZE
 
 #: Whether launches may begin before the kernel ahead has ended. Not with a gate: see `tilestream.kernels.hopper.gemm`.
 _CHAINED = True
-#: The extents of the two dimensions that bring a clipped copy's address back: more than any coordinate, less than
-#: 2**31, as which kernels are passed them.
-_WRAP = 2**31 - 2**16
-#: A map that clips at any row has a stride of so many elements less the rows': 2**30 steps of it wrap around 64 bits.
-_AROUND = 2**34
 
 
 class HopperAttentionArguments(AttentionArguments):
@@ -97,5 +92,5 @@ def _map(
     """The map of ``[sequence, row, head, column]``, or of what begins and ends at any row."""
     batch, row, head = strides
     if ragged:
-        return Map((_WRAP, _WRAP, policy.BEYOND, extents[2], columns), (_AROUND - row, row, row, head, 1), (1, 1, *box))
+        return Map((WRAP, WRAP, policy.BEYOND, extents[2], columns), (AROUND - row, row, row, head, 1), (1, 1, *box))
     return Map((*extents, columns), (batch, row, head, 1), (1, *box))

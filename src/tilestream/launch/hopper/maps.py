@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tilestream.plan.policy.hopper_attention import BEYOND
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,6 +26,21 @@ class Map(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]  # what one copy brings
+
+
+#: The extents of the two dimensions that bring a clipped copy's address back: more than any coordinate, less than
+#: 2**31, as which kernels are passed them.
+WRAP = 2**31 - 2**16
+#: A map that clips at any row has a stride of so many elements less the rows': 2**30 steps of it wrap around 64 bits.
+AROUND = 2**34
+
+
+def clipped(row: int, columns: int, box: tuple[int, int]) -> Map:
+    """The map of rows of ``columns`` elements, ``row`` elements apart, whose copies end with any row.
+
+    See `tilestream.kernels.hopper.attention_load`.
+    """
+    return Map((WRAP, WRAP, BEYOND, columns), (AROUND - row, row, row, 1), (1, 1, *box))
 
 
 class AlignedNull:

@@ -20,7 +20,7 @@ class Arguments(GemmArguments):
     """As `GemmArguments`."""
 
     kernel: Any = gemm
-    matrices = ("a", "b")
+    matrices: tuple[str, ...] = ("a", "b")
 
     def __init__(self, plan: Plan, layout: Layout, probe: bool = False, trace: bool = False) -> None:
         super().__init__(plan, layout, probe, trace)

@@ -56,7 +56,7 @@ def candidates(
         block = (max(problem.m, 1), max(problem.n, 1), BLOCK_K)
         # One item, of all batches: the BLAS takes them in one call.
         schedule = Schedule("dynamic", Grid.of(problem.m, problem.n, problem.k, *block, batch=min(problem.batch, 1)))
-        yield Candidate("inline", block, schedule, _inline_seconds(problem, device, workers))
+        yield Candidate("inline", block, schedule, inline_seconds(problem, device, workers))
     for block_m, block_n in [forced.tile] if forced.tile else _tiles(problem):
         block = (block_m, block_n, BLOCK_K)
         grid = _grid(problem, block)
@@ -99,7 +99,8 @@ def _grid(problem: Problem, block: tuple[int, int, int]) -> Grid:
     return Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
 
 
-def _inline_seconds(problem: Problem, device: DeviceProperties, workers: int) -> float:
+def inline_seconds(problem: Problem, device: DeviceProperties, workers: int) -> float:
+    """What the model expects of a launch in the calling thread."""
     rate = device.peak(problem.dtype, workers) * BLAS_EFFICIENCY
     widen = problem.batch * (problem.m + problem.n) * problem.k / WIDEN_RATE if problem.fp8 else 0.0
     return INLINE_SECONDS + problem.operations / rate + widen + problem.bytes / device.bandwidth

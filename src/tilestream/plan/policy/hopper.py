@@ -279,14 +279,14 @@ def candidates(
         block = (row.columns, row.rows, row.block_k(size)) if swap_ab else (row.rows, row.columns, row.block_k(size))
         if tile not in (None, block[:2]):
             continue
-        if not _has_registers(problem, row, swap_ab, kind) or (swap_ab and row.rows == row.columns):
+        if not has_registers(problem, row, swap_ab, kind) or (swap_ab and row.rows == row.columns):
             continue
         if registers is not None and no_registers(problem, registers, kind, queues, row):
             continue
         grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
         if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
             kind = "static"  # one item each: there is nothing for a queue to even out
-        group = _group(block, workers, kind == "stream_k" or bool(problem.arriving), swap_ab)
+        group = group_of(block, workers, kind == "stream_k" or bool(problem.arriving), swap_ab)
         raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
         few = min(workers, grid.tiles)
         count_of, split = queues_of(problem, kind, queues, raster, few)
@@ -295,15 +295,15 @@ def candidates(
                 kind, grid, raster, workers if kind == "stream_k" else few, count_of, split, count,
                 first_batch_of(problem),
             )  # fmt: skip
-            seconds = _seconds(problem, device, schedule, row, swap_ab)
+            predicted = seconds(problem, device, schedule, row, swap_ab)
             yield Candidate(
-                row.variant, block, schedule, seconds, 4, stages or fit, swap_ab=swap_ab,
+                row.variant, block, schedule, predicted, 4, stages or fit, swap_ab=swap_ab,
                 strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
                 buffers=row.buffers(out_size), registers=registers or registers_of(problem, row, queues),
             )  # fmt: skip
 
 
-def _has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> bool:
+def has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> bool:
     """Whether nothing spills: neither the math warps beside their accumulators, nor the load warp."""
     parts = len(widths(row.columns, widest(problem)))
     held = row.registers + (row.rows_per_loop if problem.promoted else 0)
@@ -319,7 +319,7 @@ def _has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> bo
     return row.registers <= _ROOMY and not (swap_ab and row.rows == 256 and parts > 1)
 
 
-def _group(block: tuple[int, int, int], workers: int, scattered: bool, swap_ab: bool) -> int:
+def group_of(block: tuple[int, int, int], workers: int, scattered: bool, swap_ab: bool) -> int:
     """Rows of tiles in a group of the raster, so that tiles that are under way at once read as little as they can.
 
     Together with all others where tickets are as chance has it; else with those of the same cluster of SMs.
@@ -360,7 +360,7 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
     return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
 
 
-def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile, swap_ab: bool) -> float:
+def seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile, swap_ab: bool) -> float:
     """What a launch takes: items in waves, or memory, whichever is the longer."""
     grid, workers = schedule.grid, schedule.workers
     step = _step_seconds(problem, device, schedule, tile)

@@ -207,7 +207,7 @@ def candidates(
     ValueError
         If ``tile`` is none that it has for these inputs.
     """
-    _refuse(problem, device)
+    refuse(problem, device)
     rows = tiles(problem, device)
     if forced.tile is not None:
         have = ", ".join(f"{row.block_m}x{row.block_n}" for row in rows)
@@ -226,8 +226,8 @@ def candidates(
             schedule = Schedule(kind, grid, raster, workers, count, split, forced.shares or 0, first_batch_of(problem))
             if kind == "stream_k" and len(kinds) > 1 and not schedule.remainder:
                 continue  # not forced, and nothing to split: a queue with a larger kernel
-            seconds = _seconds(problem, device, schedule, row)
-            yield Candidate("persistent", block, schedule, seconds, row.warps, row.stages)
+            predicted = seconds(problem, device, schedule, row)
+            yield Candidate("persistent", block, schedule, predicted, row.warps, row.stages)
 
 
 def has_tensor_memory(arch: str) -> bool:
@@ -248,7 +248,8 @@ def by_model(problem: Problem, device: DeviceProperties) -> bool:
     return device.arch.startswith("sm_") and not problem.arriving
 
 
-def _refuse(problem: Problem, device: DeviceProperties) -> None:
+def refuse(problem: Problem, device: DeviceProperties) -> None:
+    """Raise `NotImplementedError` if this kernel does not do such a problem."""
     for dtype, known in ((problem.dtype, (*DTYPES, *FP8)), (problem.out_dtype, DTYPES)):
         if dtype not in known:
             raise NotImplementedError(
@@ -312,7 +313,8 @@ def converted(problem: Problem, device: DeviceProperties) -> str:
     )
 
 
-def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
+def seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
+    """What the model expects of a schedule."""
     workers, count = schedule.workers, schedule.grid.tiles
     rate = device.peak(problem.kind, 1) * tile.efficiency
     math = 2 * tile.block_m * tile.block_n * problem.k / rate

@@ -1,0 +1,84 @@
+"""Groups on the device: how many tiles there are, and which rows (which K) each of them has.
+
+``offsets`` say where each group ends; it begins where the one before it ends, and the first at 0. No host has read
+them. A worker looks at all of them at once, a lane each:
+
+::
+
+    before the first item:   row tiles of each group, added up: the grid of this launch    count_rows
+    for each item:           behind[g] = row tiles of groups 0 to g;  pm is of the first with pm < behind   find_rows
+
+Rows behind the last group belong to none, and are zero in the output.
+
+Offsets that fall, or that leave [0, extent], are no groups: then there is one, of all rows, of which the result is NaN.
+So no memory outside the operands is touched, no worker counts more tiles than the host has planned for (invariant 4),
+and no number looks right that is not.
+
+``lane`` is int32 ``[LANES]``: 0, 1, ...; its layout is the caller's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilestream.core.structs import Span
+from tilestream.kernels.device.schedule import cdiv
+
+
+@triton.jit
+def bounds(groups, lane):
+    """``(begins, ends)`` of all groups; a lane behind the last group has an empty one."""
+    begins = tl.load(groups.offsets + tl.minimum(lane, groups.count) - 1, mask=lane > 0, other=0)
+    ends = tl.load(groups.offsets + tl.minimum(lane, groups.count - 1))
+    return begins, ends
+
+
+@triton.jit
+def are_valid(begins, ends, extent):
+    """Whether offsets rise from 0 to ``extent`` at most: 1 or 0."""
+    return tl.min(((begins >= 0) & (begins <= ends) & (ends <= extent)).to(tl.int32), 0)
+
+
+@triton.jit
+def count_rows(groups, lane, BLOCK: tl.constexpr):
+    """``(tiles, last, valid)``: the row tiles that there are; where the last group ends; whether these are groups."""
+    begins, ends = bounds(groups, lane)
+    valid = are_valid(begins, ends, groups.extent)
+    tiles = tl.where(valid != 0, tl.sum(cdiv(ends - begins, BLOCK), 0), cdiv(groups.extent, BLOCK))
+    return tiles, tl.where(valid != 0, tl.max(ends, 0), groups.extent), valid
+
+
+@triton.jit
+def find_longest(groups, lane):
+    """``(longest, valid)``: the group to begin with, so that none of its tiles is left for last."""
+    begins, ends = bounds(groups, lane)
+    valid = are_valid(begins, ends, groups.extent)
+    sizes = tl.where(valid != 0, ends - begins, 0)
+    return tl.min(tl.where(sizes == tl.max(sizes, 0), lane, groups.count - 1), 0), valid
+
+
+@triton.jit
+def row_tiles(groups, lane, BLOCK: tl.constexpr):
+    """``(behind, ends)``: row tiles of each group and of those before it; where it ends."""
+    begins, ends = bounds(groups, lane)
+    return tl.cumsum(cdiv(ends - begins, BLOCK), 0), ends
+
+
+@triton.jit
+def find_rows(pm, behind, ends, extent, valid):
+    """``(span, pm)``: the group of row tile ``pm`` of all, and which of the group's row tiles it is."""
+    before = (behind <= pm) & (valid != 0)
+    group = tl.sum(before.to(tl.int32), 0)
+    first = tl.max(tl.where(before, behind, 0), 0)
+    begin = tl.max(tl.where(before, ends, 0), 0)
+    end = tl.min(tl.where(before | (valid == 0), extent, ends), 0)
+    return Span(group, begin, end), pm - first
+
+
+@triton.jit
+def k_of_group(group, groups, valid):
+    """The `Span` of K of a group."""
+    begin = tl.load(groups.offsets + group - 1, mask=group > 0, other=0)
+    end = tl.load(groups.offsets + group)
+    return Span(group, tl.where(valid != 0, begin, 0), tl.where(valid != 0, end, 0))

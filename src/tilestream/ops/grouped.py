@@ -1,0 +1,242 @@
+"""`tilestream.grouped_mm`: a product a group, of groups whose lengths only the device knows."""
+
+from __future__ import annotations
+
+import torch
+from torch.compiler import is_compiling
+
+from tilestream.arrival.stream import open_streams
+from tilestream.core.dtypes import dtype_name
+from tilestream.ops import checks, streamed
+from tilestream.ops.grouped_library import grouped_op, grouped_out_op
+from tilestream.ops.library import result_dtype
+from tilestream.ops.limit import limit
+from tilestream.ops.operands import Overlap, made_fresh
+from tilestream.ops.request import Request, check_out, multiply
+from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
+from tilestream.ops.sharding import is_dtensor
+from tilestream.plan.grouped import check_schedule
+from tilestream.runtime import shutdown
+
+_OP = "grouped_mm"
+#: What the dimensions of a and b make of the offsets: they end groups of A's rows, of B's columns, of K; or there are
+#: none.
+_FORMS = {(2, 3): "rows", (3, 2): "columns", (2, 2): "k", (3, 3): "batches"}
+
+
+def grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    use_fast_accum: bool = True,
+    schedule: str = "auto",
+    workers: int | None = None,
+) -> torch.Tensor:
+    """``activation(scale_a * scale_b * (a @ b) + bias)``, group by group, as ``torch.nn.functional.grouped_mm`` has it.
+
+    ``offsets`` end the groups: group g goes from ``offsets[g - 1]`` (the first from 0) to ``offsets[g]``. On a GPU the
+    kernel reads them, and no host does: a call does not wait for the device, and a captured call takes those of each
+    replay. A group may be empty.
+
+    ==============  ==============  ==================  ================================================================
+    a               b               result              group g
+    ==============  ==============  ==================  ================================================================
+    ``[M, K]``      ``[G, K, N]``   ``[M, N]``          ``result[rows g] = a[rows g] @ b[g]``
+    ``[G, M, K]``   ``[K, N]``      ``[M, N]``          ``result[:, columns g] = a[g] @ b[:, columns g]``
+    ``[M, K]``      ``[K, N]``      ``[G, M, N]``       ``result[g] = a[:, k of g] @ b[k of g]``
+    ``[G, M, K]``   ``[G, K, N]``   ``[G, M, N]``       ``a[g] @ b[g]``, without offsets
+    ==============  ==============  ==================  ================================================================
+
+    Rows (columns) behind the last group are 0 in the result, whatever bias and activation are, and what lies there in
+    an operand is not read. (Torch leaves them undefined.)
+
+    Parameters
+    ----------
+    a, b
+        As above; dtypes as for `tilestream.matmul`, any strides. 16-bit operands are fastest where a row of ``a``, and
+        a column of each matrix of ``b``, is contiguous, as of tokens and of the transposes of ``[G, N, K]`` weights;
+        where K is divided, where a's columns and b's rows are.
+    offsets
+        int32 ``[G]`` on the operands' device, not falling, from 0 to the extent that is divided; G is at most 1024 on a
+        GPU. Others raise on the CPU. On a GPU the whole result is NaN then, and no memory outside the operands is read
+        or written.
+    out
+        As for `tilestream.matmul`.
+    bias
+        ``[G, N]``; where columns are divided ``[N]``.
+    activation, out_dtype, use_fast_accum, workers
+        As for `tilestream.matmul`. Sums are float32.
+    scale_a, scale_b
+        float32, for operands of any dtype; None: 1. Of one element; or one a row of A and one a column of B: ``[M]``,
+        where a has groups ``[G, M]``; ``[N]``, where b has groups ``[G, N]``. Where K is divided ``[G, M]`` and
+        ``[G, N]``. They get no gradient, and nor do operands that they scale.
+    schedule
+        ``"static"``, ``"dynamic"`` or ``"auto"``: see `tilestream.grouped_plan`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``out``, or a new tensor.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For arguments that do not fit, before anything is computed.
+    RuntimeError
+        If an operand of 8 bits, a scale or what it scales, or any operand of a call with ``out`` requires a gradient.
+    NotImplementedError
+        As from `tilestream.matmul`.
+
+    Examples
+    --------
+    >>> tokens, experts = torch.ones(5, 3), torch.stack([torch.ones(3, 2), torch.zeros(3, 2)])
+    >>> grouped_mm(tokens, experts, torch.tensor([2, 4], dtype=torch.int32))[:, 0]
+    tensor([3., 3., 0., 0., 0.])
+    """
+    r = Request(
+        _OP, a, b, out=out, bias=bias, activation=activation, out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b,
+        fast_accum=use_fast_accum, schedule=schedule, workers=workers,
+    )  # fmt: skip
+    if not is_compiling() and open_streams:
+        streamed.refuse(_OP, a=a, b=b, offsets=offsets, bias=bias, out=out, scale_a=scale_a, scale_b=scale_b)
+    form = _check(r, offsets)
+    if form == "batches":
+        residual = None if bias is None else bias.unsqueeze(1)
+        scale_a = None if scale_a is None or scale_a.dim() != 2 else scale_a.unsqueeze(2)
+        scale_b = None if scale_b is None or scale_b.dim() != 2 else scale_b.unsqueeze(1)
+        return multiply(r._replace(
+            bias=None, residual=residual, scale_a=r.scale_a if scale_a is None else scale_a,
+            scale_b=r.scale_b if scale_b is None else scale_b,
+        ))  # fmt: skip
+    assert offsets is not None
+    x, y = checks.autocast(_OP, False, a, b)
+    checks.check_pair(_OP, x, y)
+    groups = offsets.shape[0]
+    rows, columns = a.shape[-2], b.shape[-1]
+    shape = (groups, rows, columns) if form == "k" else (rows, columns)
+    wanted = (columns,) if form == "columns" else (groups, columns)
+    if bias is not None and tuple(bias.shape) != wanted:
+        what = "one element a column" if form == "columns" else "one row a group"
+        raise ValueError(f"{_OP}: bias has shape {list(bias.shape)}; it has {what}: {list(wanted)}")
+    if out is not None:
+        check_out(r, out, shape, result_dtype(x, out_dtype))
+        if tuple(out.shape) != shape:
+            out.resize_(shape)
+    per_row = _scale("scale_a", scale_a, (groups, rows) if form != "rows" else (rows,), 1)
+    per_column = _scale("scale_b", scale_b, (groups, columns) if form != "columns" else (columns,), 0)
+    turned = form == "columns"
+    if turned:  # the transposes: groups of rows
+        x, y, per_row, per_column = y.t(), x.mT, _turned(per_column), _turned(per_row)
+    how = (
+        None if bias is None else bias.unsqueeze(1), activation or "none", out_dtype, schedule, workers or 0,
+    )  # fmt: skip
+    optional = (per_row, per_column, use_fast_accum, limit())
+    offsets = offsets.contiguous()
+    if is_compiling():
+        return _call(r, x, y, offsets, turned, how, optional)
+    try:
+        with shutdown.call():
+            return _call(r, x, y, offsets, turned, how, optional)
+    except Overlap as error:
+        raise Overlap(f"{_OP}: {error.what}", error.read) from None
+
+
+def _call(
+    r: Request, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, turned: bool, how: tuple[object, ...],
+    optional: tuple[object, ...],
+) -> torch.Tensor:  # fmt: skip
+    """Call the registered op; ``turned``: its result is the transpose of the caller's."""
+    if r.out is not None:
+        grouped_out_op(a, b, offsets, *how, r.out.t() if turned else r.out, *optional)
+        return r.out
+    result: torch.Tensor = grouped_op(a, b, offsets, *how, turned, *optional)
+    if not turned:
+        return result
+    with made_fresh():
+        return result.t()
+
+
+def _turned(scale: torch.Tensor | None) -> torch.Tensor | None:
+    return scale if scale is None or scale.numel() == 1 else scale.mT
+
+
+def _scale(name: str, scale: torch.Tensor | None, shape: tuple[int, ...], missing: int) -> torch.Tensor | None:
+    """Scales ``shape`` (``[extent]``, or ``[G, extent]``), with the dimension of 1 along which they are constant.
+
+    ``missing``: how many dimensions from the last that one is.
+    """
+    if scale is None or scale.numel() == 1:
+        return scale
+    canonical = (*shape, 1) if missing == 1 else (*shape[:-1], 1, shape[-1])
+    if tuple(scale.shape) not in (shape, canonical):
+        raise ValueError(
+            f"{_OP}: {name} has shape {list(scale.shape)}; it has one element, or {list(shape)}, or {list(canonical)}"
+        )
+    return scale.reshape(canonical)
+
+
+def _check(r: Request, offsets: torch.Tensor | None) -> str:
+    """Which of `_FORMS` a call has; raise for what does not fit whatever its scales and output are."""
+    r.check()
+    a, b = r.a, r.b
+    for name, tensor in (("a", a), ("b", b), ("out", r.out)):
+        if is_dtensor(tensor):
+            raise TypeError(f"{_OP}: {name} is a DTensor; groups are rows of one rank's tensor: pass {name}.to_local()")
+    tensors = {"a": a, "b": b, "bias": r.bias, "out": r.out, "scale_a": r.scale_a, "scale_b": r.scale_b}
+    if offsets is not None:
+        tensors["offsets"] = offsets
+    checks.check_dense(
+        _OP, "torch.nn.functional.grouped_mm", tensors, 2, _check_dtype, "dense tensors are multiplied: "
+        "{name}.to_dense()",
+    )  # fmt: skip
+    form = _FORMS.get((a.dim(), b.dim()))
+    if form is None:
+        raise ValueError(f"{_OP}: a has {a.dim()} and b {b.dim()} dimensions; each has 2 or 3")
+    checks.refuse_tangents(_OP, r.scale_a, r.scale_b, *(() if r.out is None else (a, b, r.bias, r.out)))
+    if torch.is_grad_enabled():
+        checks.refuse_gradients(_OP, a=a, b=b, scale_a=r.scale_a, scale_b=r.scale_b)
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"{_OP}: a {list(a.shape)} and b {list(b.shape)} differ in K: {a.shape[-1]} and {b.shape[-2]}")
+    if form == "batches":
+        if offsets is not None:
+            raise ValueError(f"{_OP}: offsets with a and b of 3 dimensions, whose groups are all of one size: None")
+        if a.shape[0] != b.shape[0]:
+            raise ValueError(f"{_OP}: a has {a.shape[0]} groups, b has {b.shape[0]}")
+        if r.bias is not None and tuple(r.bias.shape) != (b.shape[0], b.shape[2]):
+            raise ValueError(
+                f"{_OP}: bias has shape {list(r.bias.shape)}; it has one row a group: {[b.shape[0], b.shape[2]]}"
+            )
+        return form
+    check_schedule(_OP, r.schedule)
+    if offsets is None:
+        raise ValueError(f"{_OP}: offsets=None with a {list(a.shape)} and b {list(b.shape)}; they say where groups end")
+    if offsets.dim() != 1:
+        raise ValueError(f"{_OP}: offsets has shape {list(offsets.shape)}; it has one element a group")
+    groups = {"rows": b, "columns": a}.get(form)
+    if groups is not None and groups.shape[0] != offsets.shape[0]:
+        raise ValueError(
+            f"{_OP}: offsets has {offsets.shape[0]} elements, {'b' if groups is b else 'a'} {groups.shape[0]} groups"
+        )
+    return form
+
+
+def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
+    if name == "offsets":
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{op}: offsets is {tensor.dtype}; it is torch.int32: offsets.int()")
+    elif name in ("scale_a", "scale_b"):
+        check_scale_dtype(op, name, tensor)
+    else:
+        try:
+            dtype_name(tensor.dtype)
+        except TypeError as error:
+            raise TypeError(f"{op}: {name}: {error}") from None
+        if tensor.dtype in FP8_DTYPES and name not in ("a", "b"):
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; of 8 bits are operands only: {name}.to(torch.bfloat16)")

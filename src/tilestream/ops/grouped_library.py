@@ -1,0 +1,411 @@
+"""The registered ops of grouped matmuls: schemas, CPU, GPU and fake implementations, derivatives, batching, FLOPs.
+
+``tilestream::grouped_gemm`` and its ``out`` form are canonical (`tilestream.core.operands.GroupedOperands`): offsets
+end groups of A's rows where B has three dimensions, and groups of K where it has two. `tilestream.grouped_mm` makes
+views of torch's other forms. The gradients of each kind are products of the other kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilestream.core.dtypes import dtype_name
+from tilestream.core.groups import Along
+from tilestream.core.operands import Epilogue, GemmOperands, GroupedOperands
+from tilestream.kernels.cpu.gemm import multiply
+from tilestream.launch.cache import launch_cache, signature
+from tilestream.ops import execute, gpu
+from tilestream.ops.checks import check_pair, check_written, refuse_given, refuse_gradients
+from tilestream.ops.flops import register_flop_formula
+from tilestream.ops.gradients import Derivative, below_autograd, derivative, save, through_activation
+from tilestream.ops.library import library, register, result_dtype
+from tilestream.ops.operands import refuse_shared
+from tilestream.ops.scales import FP8_DTYPES
+from tilestream.plan import limit as limits
+from tilestream.plan import tma
+from tilestream.plan.grouped import check_schedule, plan_groups
+from tilestream.plan.problem import GroupedProblem
+from tilestream.runtime import collector
+from tilestream.runtime.channel import check_device
+from tilestream.runtime.properties import allows_tf32, cuda_properties
+from tilestream.runtime.workspace import workspace
+
+if TYPE_CHECKING:
+    from tilestream.core.device import DeviceProperties
+    from tilestream.launch.launch import Launch
+
+_OP = "grouped_mm"
+#: Bias ``[G, 1, N]``, or ``[M, 1]`` where groups divide the rows. Scales: of one element, or scale_a ``[M, 1]`` (along
+#: K ``[G, M, 1]``) and scale_b ``[G, 1, N]``. column_major: whether the result's columns are contiguous.
+_SCHEMA = (
+    "(Tensor a, Tensor b, Tensor offsets, Tensor? bias, str activation, ScalarType? out_dtype, str schedule, "
+    "int workers{more}, Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0) -> "
+)
+_NUM_COMMON, _DEFAULTS = 8, (None, None, True, 0)
+#: Columns of ones that add up a group's rows, for the gradient of a bias: the fewest that are read in vectors.
+_ONES = 16
+
+
+def _shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> tuple[Any, ...]:
+    """The result's shape, of operands that fit together."""
+    if a.dim() != 2 or b.dim() not in (2, 3) or offsets.dim() != 1:
+        raise ValueError(
+            f"grouped_gemm: a has {a.dim()}, b {b.dim()} and offsets {offsets.dim()} dimensions; they have 2, 2 or 3, 1"
+        )
+    check_pair("grouped_gemm", a, b)
+    torch._check(a.shape[1] == b.shape[-2], lambda: f"grouped_gemm: a {list(a.shape)} and b {list(b.shape)}: K differs")
+    if b.dim() == 3:
+        torch._check(
+            offsets.shape[0] == b.shape[0], lambda: f"grouped_gemm: offsets {list(offsets.shape)}: not b's groups"
+        )
+        return a.shape[0], b.shape[2]
+    return offsets.shape[0], a.shape[0], b.shape[1]
+
+
+def _empty(a: torch.Tensor, shape: tuple[Any, ...], dtype: torch.dtype, column_major: bool) -> torch.Tensor:
+    if column_major:
+        return a.new_empty((*shape[:-2], shape[-1], shape[-2]), dtype=dtype).mT
+    return a.new_empty(shape, dtype=dtype)
+
+
+def _fake(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *others: Any) -> torch.Tensor:
+    return _empty(a, _shape(a, b, offsets), result_dtype(a, others[2]), others[5])
+
+
+def _fake_out(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *others: Any) -> None:
+    shape, out = _shape(a, b, offsets), others[5]
+    if tuple(out.shape) != shape or out.dtype != result_dtype(a, others[2]):
+        raise ValueError(
+            f"out: {list(out.shape)} {out.dtype}; the result is {list(shape)} {result_dtype(a, others[2])}"
+        )
+
+
+def _real(*args: Any) -> torch.Tensor:
+    out = _fake(*args)
+    _run(out, args[:_NUM_COMMON], args[_NUM_COMMON + 1 :])
+    return out
+
+
+def _real_out(*args: Any) -> None:
+    _fake_out(*args)
+    out = args[_NUM_COMMON]
+    check_written("grouped_gemm", out)
+    names = ("a", "b", "offsets", "bias", "scale_a", "scale_b")
+    tensors = (*args[:4], *args[_NUM_COMMON + 1 : _NUM_COMMON + 3], None, None)
+    refuse_shared(out, **dict(zip(names, tensors, strict=False)))
+    _run(out, args[:_NUM_COMMON], args[_NUM_COMMON + 1 :])
+    torch._C._increment_version((out,))  # autograd knows nothing of what a kernel writes
+
+
+def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> None:
+    a, b, offsets, bias, activation, _, schedule, workers = args
+    rest: Any = (*optional, *_DEFAULTS[len(optional) :])
+    scale_a, scale_b, fast_accum, worker_limit = rest
+    check_schedule(_OP, schedule)
+    bias, scale_a, scale_b = (None if t is None else t.detach() for t in (bias, scale_a, scale_b))
+    epilogue = Epilogue(1.0, bias, None, 1.0, activation, scale_a, scale_b)
+    x = GroupedOperands(a.detach(), b.detach(), out.detach(), epilogue, offsets)
+    how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
+    if out.is_cuda:
+        _on_gpu(x, how)
+    else:
+        _on_cpu(x, how)
+
+
+# CPU ------------------------------------------------------------------------------------------------------------------
+
+
+def _on_cpu(x: GroupedOperands, how: gpu.How) -> None:
+    """A product a group, one after the other."""
+    a, b, out, e, offsets = x
+    along_rows = b.dim() == 3
+    extent, ends = a.shape[0 if along_rows else 1], offsets.tolist()
+    begins = [0, *ends][: len(ends)]
+    if any(not 0 <= begin <= end <= extent for begin, end in zip(begins, ends, strict=True)):
+        raise ValueError(f"{_OP}: offsets={ends}; they do not fall, and go from 0 to {extent} at most")
+    with torch.inference_mode():  # so that a result that is an inference tensor can be written
+        for group, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            run = slice(begin, end)
+            vectors = [_of_group(v, group, run) for v in (e.bias, e.scale_a, e.scale_b)]
+            mine = Epilogue(1.0, vectors[0], None, 1.0, e.activation, *vectors[1:])
+            operands = (a[run], b[group], out[run]) if along_rows else (a[:, run], b[run], out[group])
+            if operands[2].numel():
+                _product(GemmOperands(*operands, mine), how)
+        if along_rows:
+            out[ends[-1] if ends else 0 :].zero_()
+
+
+def _of_group(v: torch.Tensor | None, group: int, run: slice) -> torch.Tensor | None:
+    """A group's bias or scales, as they broadcast to its output."""
+    if v is None or v.numel() == 1:
+        return v
+    return v[group] if v.dim() == 3 else v[run]
+
+
+def _product(x: GemmOperands, how: gpu.How) -> None:
+    if (how.workers or how.limit) and (x.epilogue.bias is None or x.epilogue.bias.shape[0] == 1):
+        bias = None if x.epilogue.bias is None else x.epilogue.bias.reshape(-1)
+        execute.run(x._replace(epilogue=x.epilogue._replace(bias=bias)), how, op=_OP)
+        return
+    with workspace() as scratch:
+        multiply(x.a, x.b, x.out, x.epilogue, x.out.dtype, scratch)
+
+
+# GPU ------------------------------------------------------------------------------------------------------------------
+
+
+def _on_gpu(x: GroupedOperands, how: gpu.How) -> None:
+    device = x.a.device
+    check_device(device.index)
+    if not x.out.numel():
+        return
+    if not x.offsets.numel():
+        x.out.zero_()
+        return
+    gpu.issue(find(x, how), x, None, _OP)
+
+
+def find(x: GroupedOperands, how: gpu.How) -> Launch:
+    """The launch for such operands: an earlier one's, or a new one."""
+    e = x.epilogue
+    tensors = (x.a, x.b, x.out, e.bias, e.scale_a, e.scale_b, x.offsets)
+    key = signature("grouped", tensors, (*how[:-1], e.activation), how.limit)
+    launch: Any = launch_cache.get(key)
+    if launch is None:
+        generation = launch_cache.generation
+        with collector.paused():  # the first one imports the kernels
+            launch = launch_cache.insert(key, make(x, how), generation)
+    return launch  # type: ignore[no-any-return]
+
+
+def problem_of(x: GroupedOperands, fast_accum: bool = True) -> GroupedProblem:
+    """The problem of operands, as far as it is the same on every device."""
+    a, b, out, e, offsets = x
+    along: Along = "rows" if b.dim() == 3 else "k"
+    return GroupedProblem(
+        a.shape[0], b.shape[-1], a.shape[1], 1, dtype_name(a.dtype), dtype_name(out.dtype),
+        aligned=_is_aligned(x), no_tma=_no_tma(x), b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
+        scales=e.scales, plain=e.trivial, fast_accum=fast_accum or a.dtype not in FP8_DTYPES, groups=offsets.shape[0],
+        along=along,
+    )  # fmt: skip
+
+
+def _is_aligned(x: GroupedOperands) -> bool:
+    """Whether a group's part of an operand can be read in vectors, wherever in the operand it begins.
+
+    So what groups divide is not the contiguous dimension.
+    """
+    a, b = x.a, x.b
+    if any(tensor.data_ptr() % 16 for tensor in (a, b)):
+        return False
+    if b.dim() == 2:
+        return _is_vector(a.t()) and _is_vector(b)
+    return _is_vector(a) and b.stride(0) % 16 == 0 and (_is_vector(b[0]) or _is_vector(b[0].t()))
+
+
+def _no_tma(x: GroupedOperands) -> str:
+    """What of the operands TMA cannot address, and why. A copy along K ends at no group's end."""
+    a, b = x.a, x.b
+    if b.dim() == 3 and a.stride(1) != 1:
+        # On an H100 such a launch ended with CUDA_ERROR_ILLEGAL_INSTRUCTION.
+        return "a is not contiguous along K: a group would begin anywhere inside of TMA's contiguous dimension"
+    batch, size = b.stride(0) if b.dim() == 3 else 0, a.element_size()
+    along_k = 1 if tma.k_major_only(size) else None if b.dim() == 3 else 0
+    return tma.refuse("a", a.shape, a.stride(), 0, size, a.data_ptr(), along_k) or tma.refuse(
+        "b", b.shape[-2:], b.stride()[-2:], batch, size, b.data_ptr(), None if along_k is None else 1 - along_k
+    )
+
+
+def _is_vector(x: torch.Tensor) -> bool:
+    """Whether a matrix's rows are contiguous and begin at multiples of 16."""
+    return bool(x.stride(1) == 1 and x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0)
+
+
+def make(x: GroupedOperands, how: gpu.How, device: DeviceProperties | None = None) -> Launch:
+    """The launch for such operands; ``device``: see `tilestream.ops.gpu.compile_ahead`."""
+    from tilestream.launch import compiling
+
+    compiling.prepare()
+
+    device = device or cuda_properties(x.a.device.index)
+    tf32 = x.a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32()
+    problem = replace(problem_of(x, how.fast_accum), tf32=tf32)
+    plan = plan_groups(problem, how.workers or None, how.schedule, device=device, limit=how.limit)
+    return launch_of(plan, x)
+
+
+def launch_of(plan: Any, x: GroupedOperands) -> Launch:
+    """The launch of a plan, for operands that lie like these."""
+    from tilestream.launch.gemm_arguments import Layout
+    from tilestream.launch.grouped_arguments import Bias
+
+    e = x.epilogue
+
+    def strides(t: torch.Tensor) -> tuple[int, int, int]:
+        return (0, *t.stride()) if t.dim() == 2 else t.stride()  # type: ignore[return-value]
+
+    def of_scale(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:
+        if scale is None or scale.numel() == 1:
+            return 0, 0
+        return scale.stride(0) if scale.dim() == 3 else 0, scale.stride(dim)
+
+    layout = Layout(
+        strides(x.a), strides(x.b), strides(x.out), activation=e.activation, scale_a=of_scale(e.scale_a, -2),
+        scale_b=of_scale(e.scale_b, -1),
+    )  # fmt: skip
+    bias = Bias()
+    if e.bias is not None:
+        bias = (
+            Bias("columns", e.bias.stride(0), e.bias.stride(2))
+            if e.bias.dim() == 3
+            else Bias("rows", 0, e.bias.stride(0))
+        )
+    if plan.backend == "hopper":
+        from tilestream.launch.hopper.grouped import HopperGroupedLaunch
+
+        return HopperGroupedLaunch(plan, layout, bias, x.out.data_ptr() % 16 == 0)
+    from tilestream.launch.portable.grouped import GroupedLaunch
+
+    return GroupedLaunch(plan, layout, bias)
+
+
+# Ops ------------------------------------------------------------------------------------------------------------------
+
+register("grouped_gemm", _SCHEMA.format(more=", bool column_major") + "Tensor", _real, _fake)
+register("grouped_gemm_out", _SCHEMA.format(more=", Tensor(a!) out") + "()", _real_out, _fake_out)
+grouped_op = torch.ops.tilestream.grouped_gemm.default
+grouped_out_op = torch.ops.tilestream.grouped_gemm_out.default
+
+
+class _Grouped(Derivative):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        a, b, offsets, bias, activation, _, schedule, workers, column_major, *more = args
+        scale_a, scale_b, fast_accum, worker_limit = more
+        refuse_gradients("grouped_gemm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
+        scaled = scale_a is not None or scale_b is not None
+        if scaled and any(x is not None and x.requires_grad for x in (a, b, bias)):
+            raise RuntimeError(
+                f"{_OP}: scale_a or scale_b, and an operand requires a gradient; scaled operands get none: multiply by "
+                "the scales outside"
+            )
+        output: torch.Tensor = below_autograd(grouped_op, *args)
+        again = bias if activation not in ("none", "relu") else None
+        save(ctx, a, b, offsets, output if activation == "relu" else None, again)
+        ctx.how, ctx.more = (schedule, workers), (None, None, fast_accum, worker_limit)
+        ctx.activation, ctx.dtype, ctx.column_major = activation, output.dtype, column_major
+        ctx.bias = None if bias is None else (bias.dtype, bias.shape)
+        ctx.scaled = scaled
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        none = [None] * len(ctx.needs_input_grad)
+        if grad is None:
+            return tuple(none)
+        a, b, offsets, output, bias = ctx.saved_tensors
+        grad = _through(ctx, grad, a, b, offsets, output, bias)
+        product = grad.to(a.dtype)
+        if b.dim() == 3:
+            product = product.contiguous()  # else both products read it across: `_is_aligned`, `_no_tma`
+        needs_a, needs_b, _, needs_bias, *_ = ctx.needs_input_grad
+        found: list[torch.Tensor | None] = none  # type: ignore[assignment]
+        if b.dim() == 3:
+            if needs_a:
+                found[0] = _plain(ctx, product, b.mT, offsets, _is_column_major(a))
+            if needs_b:
+                found[1] = _plain(ctx, a.mT, product, offsets, _is_column_major(b))
+        else:  # a column of a, and a row of b, belong to a group
+            if needs_a:
+                found[0] = _plain(ctx, b, product.mT, offsets, not _is_column_major(a)).mT
+            if needs_b:
+                found[1] = _plain(ctx, a.mT, product, offsets, _is_column_major(b))
+        if needs_bias:
+            found[3] = _bias_gradient(ctx, grad, b.dim() == 3, offsets)
+        return tuple(found)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
+        refuse_given("grouped_gemm", *tangents[4:])
+        if ctx.scaled:
+            refuse_given("grouped_gemm", *tangents[:4], why="scaled operands have no forward-mode derivative")
+        a, b, offsets, output, bias = ctx.saved_tensors
+        of_a, of_b, _, of_bias = tangents[:4]
+        wide = _wide(a)
+        pairs = [(x, y) for x, y in ((of_a, b), (a, of_b)) if x is not None and y is not None]
+        pairs = pairs or [(a[:, :0], b[..., :0, :])]
+        if b.dim() == 2 and of_a is of_b is None:
+            pairs = [(torch.zeros_like(a), b)]
+        found = None
+        for x, y in pairs:
+            one = grouped_op(x, y, offsets, of_bias, "none", wide, *ctx.how, ctx.column_major, *ctx.more)
+            found, of_bias = one if found is None else found + one, None
+        assert found is not None
+        return _through(ctx, found, a, b, offsets, output, bias).to(ctx.dtype)
+
+
+def _plain(
+    ctx: Any, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, column_major: bool
+) -> torch.Tensor:  # fmt: skip
+    """A product of a derivative."""
+    made: torch.Tensor = grouped_op(a, b, offsets, None, "none", None, *ctx.how, column_major, *ctx.more)
+    return made
+
+
+def _through(
+    ctx: Any, change: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor,
+    output: torch.Tensor | None, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """A gradient, or a tangent, times the slope of the activation, whose input is computed once more."""
+    if ctx.activation == "none":
+        return change
+    if output is not None:
+        return torch.ops.aten.threshold_backward(change.to(output.dtype), output, 0)  # type: ignore[no-any-return]
+    before = grouped_op(a, b, offsets, bias, "none", _wide(a), *ctx.how, False, *ctx.more)
+    return through_activation(ctx.activation, change.to(before.dtype), before)
+
+
+def _bias_gradient(ctx: Any, grad: torch.Tensor, along_rows: bool, offsets: torch.Tensor) -> torch.Tensor:
+    """The sum of the gradients of all rows (columns) that an element of the bias was added to."""
+    dtype, shape = ctx.bias
+    if not along_rows:
+        return grad.sum(1, keepdim=True, dtype=dtype)
+    if len(shape) == 2:  # one element a row; rows of no group have none
+        rows = torch.arange(grad.shape[0], device=grad.device).unsqueeze(1)
+        total = grad.sum(1, keepdim=True, dtype=dtype)
+        return torch.where(rows < offsets[-1], total, 0) if offsets.numel() else torch.zeros_like(total)
+    ones = grad.new_ones(grad.shape[0], _ONES)
+    sums = grouped_op(ones.t(), grad, offsets, None, "none", None, *ctx.how, False, *ctx.more)
+    return sums[:, :1].to(dtype)  # type: ignore[no-any-return]
+
+
+def _wide(a: torch.Tensor) -> torch.dtype:
+    return torch.float64 if a.dtype == torch.float64 else torch.float32
+
+
+def _is_column_major(x: torch.Tensor) -> bool:
+    """Whether a matrix, or each of several, has contiguous columns, without a gap."""
+    return bool(x.stride(-2) == 1 and x.stride(-1) == x.shape[-2] and x.shape[-1] > 1)
+
+
+def _batched(info: Any, dims: Sequence[int | None], *args: Any) -> tuple[torch.Tensor, int]:
+    """A launch for each of the calls."""
+
+    def call(i: int) -> list[Any]:
+        return [x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)]
+
+    return torch.stack([grouped_op(*call(i)) for i in range(info.batch_size)]), 0
+
+
+derivative(library, grouped_op, _Grouped)
+torch.library.register_vmap("tilestream::grouped_gemm", _batched, lib=library)
+
+
+@register_flop_formula([op.overloadpacket for op in (grouped_op, grouped_out_op)])
+def _flops(a_shape: Sequence[int], b_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    # As torch counts its own: every row, every column of K, in one group.
+    return 2 * a_shape[0] * a_shape[1] * b_shape[-1]

@@ -1,0 +1,246 @@
+"""The plan of a grouped matmul: candidates -> cost -> compare, for groups whose lengths the device alone knows.
+
+What is compared is the cost where all groups are of one size. What is launched is a schedule of the most tiles that
+there can be (`tilestream.core.groups`), of which the device takes as many as there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from tilestream.core.device import DeviceProperties, cpu_properties
+from tilestream.core.grid import Grid
+from tilestream.core.groups import Along, mean_row_tiles, most_row_tiles
+from tilestream.core.integers import cdiv
+from tilestream.core.order import Raster
+from tilestream.core.schedule import Kind, Schedule
+from tilestream.plan import tma
+from tilestream.plan.api import check_forced, default_workers, device_properties, is_whole
+from tilestream.plan.candidate import Asked, Candidate, Refusal
+from tilestream.plan.explain import log
+from tilestream.plan.limit import limit, workers_of
+from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.planner import fast_or_portable
+from tilestream.plan.policy import cpu, hopper, portable
+from tilestream.plan.problem import ITEMSIZE, GroupedProblem, Scales, dtype_name, result_name
+from tilestream.plan.raster import queues_of
+
+#: Registers of a thread that the portable kernel's accumulator takes at most beside an epilogue that is more than a
+#: store, and a group's rows: with 128 of them Triton 3.7 spills up to 140 bytes.
+MOST_REGISTERS = 64
+#: The Hopper kernel: groups among which its load warp finds an item's, and bytes of shared memory in which it does.
+HOPPER_GROUPS = 256
+TABLE_BYTES = 2 * 4 * HOPPER_GROUPS
+#: Schedules that a caller may ask for.
+SCHEDULES = ("auto", "static", "dynamic")
+
+
+def grouped_plan(
+    m: int,
+    n: int,
+    k: int,
+    groups: int,
+    *,
+    along: Along = "rows",
+    dtype: object = "bfloat16",
+    out_dtype: object | None = None,
+    scales: Scales = "none",
+    device: object = "cpu",
+    workers: int | None = None,
+    schedule: str = "auto",
+    tile: tuple[int, int] | None = None,
+    backend: str | None = None,
+) -> Plan:
+    """How `tilestream.grouped_mm` would run a product of ``groups`` groups, of contiguous operands.
+
+    Parameters
+    ----------
+    m, n, k
+        Extents. Along rows ``m`` are the rows of all groups together; along K ``k`` is that of all groups.
+    groups
+        How many there are, from 1 to 1024.
+    along
+        ``"rows"``: each group is a run of A's rows, multiplied with a B of its own. ``"k"``: each group is a run of K,
+        and has an output of its own.
+    dtype, out_dtype, scales, device, workers, tile, backend
+        As for `tilestream.plan`. Operands lie as a layer's and its gradients' do: along rows A is ``[m, k]``
+        contiguous and B the transpose of ``[groups, n, k]``; along K A is the transpose of ``[k, m]`` and B is
+        ``[k, n]``.
+    schedule
+        ``"static"``, ``"dynamic"`` or ``"auto"``.
+
+    Returns
+    -------
+    Plan
+        Its ``explain()`` says what was chosen and why. Its ``run`` is refused: a plan has no offsets.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As from `tilestream.plan`.
+
+    Examples
+    --------
+    >>> grouped_plan(4096, 1024, 2048, 8, device="h100").schedule.grid.num_m <= 4096 // 64 + 8
+    True
+    """
+    properties = device_properties(device)
+    for name, extent in (("m", m), ("n", n), ("k", k), ("groups", groups)):
+        if not is_whole(extent) or extent < 0:
+            raise ValueError(f"{name}={extent!r}; it is a whole number, and not negative")
+    kind = dtype_name(dtype)
+    result = result_name(kind, None if out_dtype is None else dtype_name(out_dtype))
+    aligned = k % 16 == 0 if along == "rows" else m % 16 == 0 and n % 16 == 0
+    problem = GroupedProblem(
+        m, n, k, 1, kind, result, aligned=properties.backend == "cpu" or aligned,
+        no_tma="" if properties.backend == "cpu" else _no_tma(m, n, k, along, kind), plain=scales == "none",
+        scales=scales, groups=groups, along=along,
+    )  # fmt: skip
+    asked = Asked(
+        workers, schedule, tile, device=properties, default_workers=default_workers(properties), backend=backend,
+        limit=limit(),
+    )  # fmt: skip
+    return plan_groups(problem, *check_forced(asked, device))
+
+
+def _no_tma(m: int, n: int, k: int, along: Along, dtype: str) -> str:
+    """What of contiguous operands TMA cannot address."""
+    return tma.refuse_contiguous(m, n, k, "nt" if along == "rows" else "tn", (dtype, dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
+    """As `tilestream.plan.planner.plan_problem`, of groups.
+
+    Raises
+    ------
+    ValueError
+        For a schedule that cuts tiles along K.
+    """
+    how = Asked(*asked, **more)
+    check_schedule("grouped_plan", how.schedule)
+    device = how.device or cpu_properties()
+    count, _, refused = workers_of(device, how.workers, how.default_workers, how.limit, "")
+    refused += (Refusal("stream_k", "which tiles are the last wave's is known on the device alone"),)
+    if device.backend == "cpu":
+        found, backend = [_in_a_loop(problem, device, count)], "cpu"
+    else:
+        backend, found, other = fast_or_portable(
+            "hopper", how.backend, _not_hopper(problem, device),
+            (lambda: hopper_candidates(problem, device, count, how), lambda: _portable(problem, device, count, how)),
+            lambda: f"it has no tile of {how.tile} here", "leave backend=, tile= and schedule= away",
+        )  # fmt: skip
+        refused += (other,)
+    best = min(found, key=lambda one: one.predicted)
+    why = f"least of {len(found)} candidates in the cost model, groups of one size"
+    made = of_candidate(problem, device, backend, best, why, refused)
+    log(made)
+    return made
+
+
+def check_schedule(op: str, schedule: str) -> None:
+    """Raise for a schedule that there is not for groups."""
+    if schedule == "stream_k":
+        raise ValueError(
+            f"{op}: schedule='stream_k'; which tiles would be cut along K is known on the device alone: it is one of "
+            f"{', '.join(SCHEDULES)}"
+        )
+    if schedule not in SCHEDULES:
+        raise ValueError(f"{op}: schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
+
+
+def _in_a_loop(problem: GroupedProblem, device: DeviceProperties, workers: int) -> Candidate:
+    """The CPU's way: a matmul a group, one after the other, by all threads."""
+    block = (max(problem.m, 1), max(problem.n, 1), cpu.BLOCK_K)
+    seconds = cpu.inline_seconds(problem, device, workers) + (problem.groups - 1) * cpu.INLINE_SECONDS
+    return Candidate("inline", block, Schedule("dynamic", Grid.of(problem.m, problem.n, problem.k, *block)), seconds)
+
+
+def grids(problem: GroupedProblem, block: tuple[int, int, int]) -> tuple[Grid, Grid]:
+    """The grid where all groups are of one size, and that of the most tiles that there can be."""
+    num_n, groups = cdiv(problem.n, block[1]), problem.groups
+    if problem.along == "k":
+        whole = Grid.of(problem.m, problem.n, problem.k, *block, batch=groups)
+        return replace(whole, k_steps=max(1, cdiv(cdiv(problem.k, groups), block[2]))), whole
+    tiles = (count(problem.m, groups, block[0]) for count in (mean_row_tiles, most_row_tiles))
+    mean, most = (Grid(1, count, num_n, max(1, cdiv(problem.k, block[2]))) for count in tiles)
+    return mean, most
+
+
+def schedules(
+    problem: GroupedProblem, block: tuple[int, int, int], workers: int, schedule: str, group: int
+) -> Iterator[tuple[Schedule, Schedule]]:
+    """Each kind's schedule where all groups are of one size, and the one that is launched."""
+    mean, most = grids(problem, block)
+    kinds: tuple[Kind, ...] = ("dynamic",) if most.tiles > workers else ("static",)
+    if schedule != "auto":
+        kinds = ("static",) if schedule == "static" else ("dynamic",)
+    raster = Raster("grouped", group=group)
+    few = max(1, min(workers, most.tiles))
+    for kind in kinds:
+        count, split = queues_of(problem, kind, None, raster, few)
+        yield Schedule(kind, mean, raster, few, count, split), Schedule(kind, most, raster, few, count, split)
+
+
+def _portable(
+    problem: GroupedProblem, device: DeviceProperties, workers: int, how: Asked
+) -> Iterable[Candidate]:  # fmt: skip
+    portable.refuse(problem, device)
+    rows = portable.tiles(problem, device)
+    rows = tuple(row for row in rows if has_registers(problem, row)) or rows
+    if how.tile is not None:
+        have = ", ".join(f"{row.block_m}x{row.block_n}" for row in rows)
+        rows = tuple(row for row in rows if (row.block_m, row.block_n) == tuple(how.tile))
+        if not rows:
+            raise ValueError(f"tile={how.tile}: the portable kernel has {have} for these operands")
+    for row in rows:
+        block = (row.block_m, row.block_n, row.block_k)
+        for mean, launched in schedules(problem, block, workers, how.schedule, portable.GROUP):
+            seconds = portable.seconds(problem, device, mean, row)
+            yield Candidate("persistent", block, launched, seconds, row.warps, row.stages)
+
+
+def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
+    """Why the Hopper kernel does not do such a problem; empty if it does."""
+    if problem.groups > HOPPER_GROUPS:
+        return f"it finds an item's group among {HOPPER_GROUPS} at most, and there are {problem.groups}"
+    if problem.along == "k" and ITEMSIZE[problem.dtype] != 2:
+        return f"tensor cores take {problem.dtype} along K only, and groups of K end where no copy along K can"
+    return hopper.refusal(problem, device)
+
+
+def has_registers(problem: GroupedProblem, tile: portable.Tile) -> bool:
+    """Whether a tile of the portable kernel spills nothing; of promoted products there are two accumulators."""
+    if problem.plain or problem.along == "k":
+        return True
+    registers = tile.block_m * tile.block_n // (32 * tile.warps)
+    return (2 if problem.promoted else 1) * registers <= MOST_REGISTERS
+
+
+def hopper_candidates(
+    problem: GroupedProblem, device: DeviceProperties, workers: int, how: Asked
+) -> Iterator[Candidate]:
+    """Every way that the Hopper kernel's model knows, within what the caller forces."""
+    size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+    rows = [row._replace(lines=1) if problem.promoted else row for row in hopper.TILES]
+    fits = [(row, stages) for row in rows if (stages := row.stages(out_size, device.shared - TABLE_BYTES)) >= 2]
+    for (row, stages), swap_ab in itertools.product(fits, (False, True)):
+        tile = (row.columns, row.rows) if swap_ab else (row.rows, row.columns)
+        if how.tile not in (None, tile) or (swap_ab and row.rows == row.columns):
+            continue
+        if not hopper.has_registers(problem, row, swap_ab, "dynamic"):
+            continue
+        if swap_ab and not problem.plain and row.variant == "cooperative" and row.columns == 16:
+            continue  # Triton 3.7 spills three words of an epilogue that is more than a store
+        block = (*tile, row.block_k(size))
+        group = hopper.group_of(block, workers, False, swap_ab)
+        for mean, launched in schedules(problem, block, workers, how.schedule, group):
+            yield Candidate(
+                row.variant, block, launched, hopper.seconds(problem, device, mean, row, swap_ab), 4, stages,
+                swap_ab=swap_ab, strip=row.strip(out_size), buffers=row.buffers(out_size),
+                registers=hopper.registers_of(problem, row),
+            )  # fmt: skip

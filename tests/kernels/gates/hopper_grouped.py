@@ -1,0 +1,124 @@
+"""The compile gate of Hopper's grouped GEMM: each tile of `tilestream.plan.policy.hopper.TILES`, both ways round.
+
+* ``plain``: groups of rows, 64 of them, no epilogue; ``many``: 256, static;
+* ``full``: fp32 out, a scale a row and column, a bias a group, exact gelu; ``row bias``: the same with a bias a row;
+* ``turned``: of an output whose columns are contiguous, stored from registers;
+* ``gradient``: groups of K; ``full gradient``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from gates.engine import Case, IsWanted, Rules
+from gates.hopper import DEVICE, Assembly, described
+from tilestream.kernels.hopper.grouped import grouped_gemm
+from tilestream.kernels.hopper.ring import ITEMS
+from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.grouped_arguments import Bias
+from tilestream.launch.hopper.grouped import HopperGroupedArguments
+from tilestream.plan.candidate import Asked
+from tilestream.plan.grouped import hopper_candidates
+from tilestream.plan.plan import of_candidate
+from tilestream.plan.policy import hopper
+from tilestream.plan.policy.hopper import TILES
+from tilestream.plan.problem import GroupedProblem
+from tilestream_tools.isa import sass
+from tilestream_tools.isa.kernels import pointer
+from tilestream_tools.verify.protocol import Ring
+
+_SIZE = 4096
+_ROW_MAJOR, _COLUMN_MAJOR = (0, _SIZE, 1), (0, 1, _SIZE)
+
+
+class How(NamedTuple):
+    """What groups divide, how many there are, the schedule; along what there is a bias; the output's strides."""
+
+    along: Any = "rows"
+    groups: int = 64
+    schedule: str = "dynamic"
+    bias: str = ""
+    out: tuple[int, int, int] = _ROW_MAJOR
+
+
+HOWS = {
+    "plain": How(),
+    "many": How(groups=256, schedule="static"),
+    "full": How(groups=256, bias="columns"),
+    "row bias": How(bias="rows"),
+    "turned": How(bias="rows", out=_COLUMN_MAJOR),
+    "gradient": How("k"),
+    "full gradient": How("k", 256, bias="columns"),
+}
+INPUTS = ("bfloat16", "float8_e4m3fn", "fp8 precise")
+QUICK = (
+    "cooperative 128x256 bfloat16 plain", "cooperative 128x128 bfloat16 full", "ping_pong 64x128 bfloat16 turned",
+    "single 64x16 swapped bfloat16 plain", "cooperative 128x192 bfloat16 gradient",
+    "cooperative 128x128 float8_e4m3fn plain",
+)  # fmt: skip
+
+
+def cases(is_wanted: IsWanted) -> Iterator[Case]:
+    for tile in TILES:
+        for swapped in (False, True)[: 1 if tile.rows == tile.columns else 2]:
+            for inputs in INPUTS:
+                for how, made in HOWS.items():
+                    name = f"{tile.variant} {tile.rows}x{tile.columns}{' swapped' * swapped} {inputs} {how}"
+                    fits = inputs == "bfloat16" or (made.along == "rows" and how in ("plain", "full"))
+                    if fits and is_wanted("sm_90a", name):
+                        yield from _made(name, tile, swapped, inputs, made)
+
+
+def _made(name: str, tile: hopper.Tile, swapped: bool, inputs: str, how: How) -> Iterator[Case]:
+    dtype = inputs if inputs in ("bfloat16", "float8_e4m3fn") else "float8_e4m3fn"
+    full = bool(how.bias)
+    problem = GroupedProblem(
+        _SIZE, _SIZE, _SIZE, 1, dtype, "float32" if full else "bfloat16", plain=not full and dtype == "bfloat16",
+        scales="row" if full else "none" if dtype == "bfloat16" else "tensor", fast_accum=inputs != "fp8 precise",
+        groups=how.groups, along=how.along,
+    )  # fmt: skip
+    block = (tile.columns, tile.rows) if swapped else (tile.rows, tile.columns)
+    asked = Asked(schedule=how.schedule, tile=block)
+    for one in hopper_candidates(problem, DEVICE, 132, asked):
+        if one.swap_ab == swapped and one.variant == tile.variant:
+            plan = of_candidate(problem, DEVICE, "hopper", one, "the gate's")
+            yield Case("sm_90a", name, plan, *_layout(how))
+            return
+
+
+def _layout(how: How) -> tuple[Layout, Bias]:
+    step = _SIZE * _SIZE
+    operands = (_ROW_MAJOR, (step, 1, _SIZE)) if how.along == "rows" else (_COLUMN_MAJOR, _ROW_MAJOR)
+    out = how.out if how.along == "rows" else (step, *how.out[1:])
+    layout = Layout(*operands, out)
+    if not how.bias:
+        return layout, Bias()
+    of_group = _SIZE if how.along == "k" else 0
+    layout = layout._replace(activation="gelu", scale_a=(of_group, 1), scale_b=(_SIZE, 1))
+    return layout, Bias(how.bias, _SIZE if how.bias == "columns" else 0, 1)
+
+
+def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    plan, problem, bias = case.plan, case.plan.problem, case.how
+    arguments = HopperGroupedArguments(plan, case.layout, bias)
+    scale = pointer("float32", problem.scales != "none")
+    maps = [described(one, problem.out_dtype if one is arguments.out else problem.dtype) for one in arguments.maps]
+    filled = arguments.fill((
+        *maps, pointer("int32", address=4), pointer(problem.out_dtype), pointer("bfloat16", bias.along != "none"), None,
+        scale, scale, None, None, pointer("int64", plan.schedule.kind != "static"), None, None, 0, 0, 1.0, 1.0,
+    ))  # fmt: skip
+    return grouped_gemm, tuple(filled), arguments.options
+
+
+def rules(case: Case, kernel: Any, said: str) -> Rules:
+    plan, found = case.plan, Assembly(kernel, said)
+    arguments = HopperGroupedArguments(plan, case.layout, case.how)
+    ring = Ring(plan.stages, ITEMS.value, plan.variant)
+    return {
+        "spills": (found.spills, (0, 0, 0)),
+        "barriers whose place something else takes": (sass.reused_barriers(found.ptx), []),
+        "barriers": ([count for _, count in sass.made_barriers(found.ptx)], list(ring.barriers().values())),
+        "stores by TMA": (found.count_sass(r"\bUTMASTG") > 0, arguments.out is not None),
+        "shared memory": (kernel.metadata.shared, range(232448 + 1)),
+    }

@@ -1,0 +1,102 @@
+"""The compile gate of the portable grouped GEMM: each tile of `tilestream.plan.policy.portable.TILES`, for each device.
+
+* ``worst``: groups of rows, 256 of them, 64-bit offsets, fp32 out, a scale a row and column, a bias a group, exact
+  gelu, stealing;
+* ``most``: the same, of 1024 groups, whose offsets take four registers of a thread or eight: Triton 3.9 spills a few;
+* ``across``: the same, with a bias a row, of an output whose columns are contiguous;
+* ``plain``: a queue a worker, no epilogue, 64 groups: what runs most; ``static``;
+* ``k``: groups of K, everything else as ``worst``; ``gradient``: groups of K, no epilogue.
+
+Operands lie as a layer's and its gradients' do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from gates.engine import DEVICES, RELEASE, Case, IsWanted, Rules
+from gates.portable_gemm import INPUTS, REFUSED, common_rules
+from tilestream.kernels.portable.grouped import grouped_gemm
+from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.grouped_arguments import Bias
+from tilestream.launch.portable.grouped import GroupedArguments
+from tilestream.plan.grouped import has_registers, plan_groups
+from tilestream.plan.plan import Plan
+from tilestream.plan.policy.portable import tiles
+from tilestream.plan.problem import FP8, GroupedProblem, result_name
+from tilestream_tools.isa.kernels import pointer
+
+_SIZE = 4096
+#: By name: what groups divide, how many there are, the schedule, whether the epilogue has everything.
+HOWS = {
+    "worst": ("rows", 256, "dynamic", True),
+    "most": ("rows", 1024, "dynamic", True),
+    "across": ("rows", 64, "dynamic", True),
+    "plain": ("rows", 64, "dynamic", False),
+    "static": ("rows", 64, "static", False),
+    "k": ("k", 1024, "dynamic", True),
+    "gradient": ("k", 64, "dynamic", False),
+}  # fmt: skip
+QUICK = (
+    "bfloat16 128x128 worst", "bfloat16 128x256 gradient", "bfloat16 16x128 across", "bfloat16 64x64 plain",
+    "float32 64x64 k", "float8 128x128 worst",
+)  # fmt: skip
+
+
+def cases(is_wanted: IsWanted) -> Iterator[Case]:
+    for (arch, device), inputs, aligned in itertools.product(DEVICES.items(), INPUTS, (True, False)):
+        if inputs in REFUSED[arch] or inputs in ("float16", "float8 mixed", "float8 fnuz mixed"):
+            continue
+        dtype, _, rounded, fast = INPUTS[inputs]
+        for how, (along, groups, schedule, full) in HOWS.items():
+            extent = _SIZE if aligned else _SIZE + 1
+            problem = GroupedProblem(
+                extent, extent, extent, 1, dtype, "float32" if full else result_name(dtype, None), tf32=rounded,
+                aligned=aligned, fast_accum=fast, groups=groups, along=along, plain=not full,
+                scales="row" if full else "tensor" if dtype in FP8 else "none",
+            )  # fmt: skip
+            for tile in tiles(problem, device):
+                if not has_registers(problem, tile):
+                    continue
+                name = f"{inputs}{'' if aligned else ' unaligned'} {tile.block_m}x{tile.block_n} {how}"
+                if is_wanted(arch, name):
+                    block = (tile.block_m, tile.block_n)
+                    plan = plan_groups.__wrapped__(problem, None, schedule, block, device=device, backend="portable")
+                    yield Case(arch, name, plan, *_made(plan, how, full))
+
+
+def _made(plan: Plan, how: str, full: bool) -> tuple[Layout, Bias]:
+    size = plan.problem.m
+    row_major, column_major = (0, size, 1), (0, 1, size)
+    matrices = (size * size, 1, size)  # of B's
+    operands = (row_major, matrices, row_major)
+    if plan.problem.along == "k":
+        operands = (column_major, row_major, (size * size, size, 1))
+    layout, bias = Layout(*operands), Bias()
+    if full:
+        groups = size if plan.problem.along == "k" else 0
+        out = (operands[2][0], 1, 2**20) if how == "across" else (operands[2][0], 2**20, 1)
+        layout = layout._replace(out=out, activation="gelu", scale_a=(groups, 1), scale_b=(size, 1))
+        bias = Bias("rows", 0, 1) if how == "across" else Bias("columns", size, 1)
+    return layout, bias
+
+
+def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    plan, problem = case.plan, case.plan.problem
+    arguments = GroupedArguments(plan, case.layout, case.how)
+    address = 0 if problem.aligned else 2
+    scale = pointer("float32", problem.scales != "none", 4)
+    addend = "bfloat16" if problem.fp8 else problem.dtype
+    filled = arguments.fill((
+        *[pointer(problem.dtype, address=address)] * 2, pointer("int32", address=4), pointer(problem.out_dtype),
+        pointer(addend, case.how.along != "none"), None, scale, scale, None, None,
+        pointer("int64", plan.schedule.kind != "static"), None, None, 0, 0, 1.0, 1.0,
+    ))  # fmt: skip
+    return grouped_gemm, tuple(filled), arguments.options
+
+
+def rules(case: Case, kernel: Any, said: str) -> Rules:
+    spills = case.arch == "sm_90a" and RELEASE >= (3, 9) and case.name.endswith(" most")
+    return common_rules(case, kernel, said, {"bytes": 80, "stack": 40} if spills else {})

@@ -1,0 +1,173 @@
+"""The portable grouped kernel in Triton's interpreter: where groups end, what no group has, offsets that are none."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from interpreted import DEVICE, crossed, laid_out, recorded
+
+from error_rule import ACTIVATIONS, check, rand
+from grouped_cases import expected, offsets_of
+from tilestream.core.operands import Epilogue, GroupedOperands
+from tilestream.ops.grouped_library import launch_of, problem_of
+from tilestream.plan.grouped import plan_groups
+from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
+
+F16, F32 = torch.float16, torch.float32
+SCHEDULES = ("static", "dynamic")
+#: Rows (K) of each group: uneven ones; all in one; empty ones, at either end too; fewer than there are; one group.
+SIZES = [(5, 17, 1, 32, 16), (0, 0, 71, 0, 0), (0, 3, 0, 0, 64, 0), (16, 0, 7), (71,)]
+#: Rows (K) of all operands.
+EXTENT = 71
+
+
+def made(a, b, sizes, schedule="dynamic", workers=5, epilogue=Epilogue(), out=None):  # noqa: B008
+    """``(plan, operands)`` with an output of NaN."""
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(sizes), a.shape[0], b.shape[1])
+    out = (
+        torch.full(shape, float("nan"), dtype=torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
+        if out is None
+        else out
+    )
+    x = GroupedOperands(a, b, out, epilogue, offsets_of(sizes))
+    return plan_groups.__wrapped__(problem_of(x), workers, schedule, device=DEVICE, backend="portable"), x
+
+
+def run(a, b, sizes, *how, **more):
+    """The result of the kernel, which keeps the error rule."""
+    plan, x = made(a, b, sizes, *how, **more)
+    launch_of(plan, x)(x)
+    for answer, maths in expected(x):
+        check(answer, maths)
+    if b.dim() == 3:
+        assert not x.out[sum(sizes) :].any(), "rows of no group are zero"
+    return x.out
+
+
+def operands(sizes, along, dtype=F32, layout="nt", n=33, k=40):
+    if along == "k":
+        return laid_out(n, EXTENT, layout[0], dtype), laid_out(EXTENT, 18, layout[1], dtype)
+    b = torch.stack([laid_out(k, n, layout[1], dtype, 0) for _ in sizes])
+    return laid_out(EXTENT, k, layout[0], dtype), b.mT.contiguous().mT if layout[1] == "t" else b
+
+
+@pytest.mark.parametrize("along", ["rows", "k"])
+@crossed("sizes, schedule", SIZES, SCHEDULES, ids=str)
+def test_groups_of_any_size(sizes, schedule, along):
+    run(*operands(sizes, along), sizes, schedule)
+
+
+@pytest.mark.parametrize("along", ["rows", "k"])
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "ss"])
+def test_layouts(layout, along):
+    sizes = SIZES[0]
+    run(*operands(sizes, along, F16, layout), sizes)
+
+
+@pytest.mark.parametrize("along", ["rows", "k"])
+@crossed("workers, schedule", [1, 2, 7, 33], SCHEDULES)
+def test_every_number_of_workers(workers, schedule, along):
+    run(*operands(SIZES[2], along), SIZES[2], schedule, workers)
+
+
+def test_every_small_size():
+    for first, second, k in itertools.product((0, 1, 15, 16, 17), (0, 1, 16, 33), (0, 1, 17)):
+        rows = first + second + 2
+        run(rand(rows, k), rand(2, k, 17), (first, second), workers=3)
+
+
+@pytest.mark.parametrize("groups", [32, 33, 256])
+def test_more_groups_than_rows(groups):
+    sizes = [0] * groups
+    for row in range(0, 40, 3):
+        sizes[row * 7 % groups] += 3
+    run(rand(50, 16), rand(groups, 16, 16), sizes)
+
+
+@pytest.mark.parametrize("along", ["rows", "k"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_epilogue(activation, along):
+    sizes = SIZES[2]
+    a, b = operands(sizes, along)
+    groups, (rows, columns) = len(sizes), (a.shape[0], b.shape[-1])
+    bias = rand(groups, columns)[:, None, :]
+    scale_a = rand(rows, 1, seed=3) if along == "rows" else rand(groups, rows, seed=3)[:, :, None]
+    epilogue = Epilogue(1.0, bias, None, 1.0, activation or "none", scale_a, rand(groups, 2 * columns)[:, None, ::2])
+    run(a, b, sizes, epilogue=epilogue)
+
+
+def test_a_bias_a_row_and_a_scale_an_operand():
+    sizes = SIZES[0]
+    a, b = operands(sizes, "rows")
+    run(a, b, sizes, epilogue=Epilogue(bias=rand(EXTENT, 1), scale_a=rand(1), scale_b=rand(1)))
+
+
+def test_operands_of_8_bits():
+    sizes = SIZES[0]
+    a, b = rand(EXTENT, 48).to(torch.float8_e4m3fn), rand(5, 33, 48).to(torch.float8_e4m3fn).mT
+    run(a, b, sizes, epilogue=Epilogue(scale_a=rand(EXTENT, 1), scale_b=rand(5, 1, 33)))
+
+
+def test_outputs_of_any_strides_and_nothing_beside_them():
+    sizes = SIZES[0]
+    a, b = operands(sizes, "rows")
+    store = torch.full((EXTENT + 2, 101), float("nan"))
+    run(a, b, sizes, out=store[1:-1, 1:100:3])
+    assert store[:, ::3].isnan().all()
+    assert store[:, 2::3].isnan().all()
+    assert store[[0, -1]].isnan().all()
+    columns = torch.full((33, EXTENT), float("nan"))
+    run(a, b, sizes, out=columns.t())
+
+
+@pytest.mark.parametrize("along", ["rows", "k"])
+@pytest.mark.parametrize("ends", [(5, 3, 71), (-1, 4, 71), (3, 9, 72), (2**31 - 1, 3, 71), (0, -(2**31), 5)], ids=str)
+def test_offsets_that_are_none_give_nan_and_touch_nothing_else(ends, along):
+    a, b = operands(ends, along)
+    plan, x = made(a, b, (0, 0, 0))
+    store = torch.full((2 * x.out.numel() + 64,), 7.0)
+    out = store[32 : 32 + x.out.numel()].view(x.out.shape)
+    x = x._replace(out=out, offsets=torch.tensor(ends, dtype=torch.int32))
+    launch_of(plan, x)(x)
+    assert out.isnan().all()
+    assert (store[:32] == 7).all()
+    assert (store[32 + out.numel() :] == 7).all()
+
+
+def test_a_launch_that_a_graph_replays_reads_the_offsets_of_each_replay(monkeypatch):
+    a, b = operands(SIZES[0], "rows")
+    plan, x = made(a, b, SIZES[0])
+    own = captured_words(torch.device("cpu"), plan.schedule, plan.block)
+    space = DeviceWorkspace(torch.device("cpu"))
+    monkeypatch.setattr(space, "open", lambda *_: own)
+    monkeypatch.setattr("tilestream.launch.launch.device_workspace", lambda *_: space)
+    launch = launch_of(plan, x)
+    for sizes in (SIZES[0], (0, 71, 0, 0, 0), (0, 0, 0, 0, 0), (1, 1, 1, 1, 1)):
+        x.offsets.copy_(offsets_of(sizes))
+        x.out.fill_(float("nan"))
+        launch(x)
+        for answer, maths in expected(x):
+            check(answer, maths)
+        assert not x.out[sum(sizes) :].any()
+        assert not own.counters.any(), "the last worker out restores the counters"
+
+
+def test_a_trace_has_each_tile_that_there_is():
+    sizes = SIZES[2]
+    plan, x = made(*operands(sizes, "rows"), sizes)
+    launch = recorded("grouped_mm", plan, lambda log: launch_of(plan, x)(x, None, log))
+    tiles = [(span.pm, span.pn) for spans in launch.by_worker for span in spans]
+    assert len(set(tiles)) == len(tiles) == sum(-(-size // 16) for size in sizes) * 3
+
+
+def test_the_reference_finds_a_wrong_group():
+    """The check of these tests sees a row that was multiplied with a neighbour's matrix."""
+    sizes = (3, 2)
+    plan, x = made(rand(5, 8), rand(2, 8, 4), sizes)
+    launch_of(plan, x)(x)
+    x.out[3] = x.a[3] @ x.b[0]
+    (_, _), (answer, maths) = expected(x)
+    with pytest.raises(AssertionError):
+        check(answer, maths)

@@ -1,0 +1,133 @@
+"""The plan of grouped matmuls on devices made up for the purpose, and the tiles that groups come to."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import H100, MI300X
+
+import tilestream as ts
+from tilestream.core.groups import mean_row_tiles, most_row_tiles
+from tilestream.core.schedule import Cursor, Schedule, Take, take
+from tilestream.plan import GroupedProblem, plan_groups
+
+
+def plan(m=8192, n=4096, k=2048, groups=32, device=H100, **how):
+    return ts.grouped_plan(m, n, k, groups, device=device, **how)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.integers(0, 100), st.sampled_from([1, 16, 64, 128]))
+def test_groups_come_to_no_more_tiles_than_planned_for(sizes, behind, block):
+    rows = sum(sizes) + behind
+    tiles = sum(-(-size // block) for size in sizes)
+    assert tiles <= most_row_tiles(rows, len(sizes), block) <= rows
+    assert mean_row_tiles(rows, len(sizes), block) <= most_row_tiles(rows, len(sizes), block)
+    assert -(-rows // block) <= most_row_tiles(rows, len(sizes), block), "offsets that are none count as one group"
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 40, 17), (60, 0, 0, 0), (0, 0, 0, 1), (15, 15, 15, 15)])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_workers_take_the_tiles_that_there_are_and_no_more_tickets_than_planned(kind, sizes):
+    """As a kernel does: the planned schedule's queues and workers, with the row tiles that the device has counted."""
+    planned = plan_groups.__wrapped__(
+        GroupedProblem(60, 64, 32, 1, "bfloat16", "bfloat16", groups=4), 5, kind, device=H100, backend="portable"
+    ).schedule
+    tiles = sum(-(-size // 16) for size in sizes)
+    grid = dataclasses.replace(planned.grid, num_m=tiles)
+    there = Schedule(kind, grid, planned.raster, planned.workers, planned.queues, planned.split)
+    counters, found = [0] * there.queues, []
+    for worker in (3, 1, 0, 2, 4)[: planned.workers]:
+        cursor, item = Cursor(), object()
+        while item is not None:
+            steps, answer = take(there, worker, cursor), None
+            try:
+                while True:
+                    asked = steps.send(answer)
+                    answer = counters[asked.queue]
+                    counters[asked.queue] += isinstance(asked, Take)
+            except StopIteration as end:
+                item, cursor = end.value
+            if item is not None:
+                found.append((item.pm, item.pn))
+    assert sorted(found) == [(pm, pn) for pm in range(tiles) for pn in range(grid.num_n)]
+    assert max(counters) <= planned.most_tickets
+
+
+def test_few_rows_a_group_get_a_tile_of_few_rows():
+    assert plan(256, groups=64).tile[0] <= 32
+    assert plan(65536, groups=8).tile[0] >= 128
+    assert plan(256, groups=64, backend="portable").tile[0] <= 64
+
+
+def test_the_launched_grid_holds_the_most_tiles():
+    made = plan(8192, groups=32)
+    assert made.schedule.grid.num_m == most_row_tiles(8192, 32, made.tile[0])
+    assert made.schedule.grid.batch == 1
+    along_k = plan(1024, 2048, 8192, along="k")
+    assert (along_k.schedule.grid.batch, along_k.schedule.grid.num_m) == (32, -(-1024 // along_k.tile[0]))
+
+
+def test_which_kernel():
+    assert plan().backend == "hopper"
+    assert plan(along="k").backend == "hopper"
+    assert plan(device=MI300X).backend == "portable"
+    assert plan(device="cpu").backend == "cpu"
+    reasons = {
+        "there are 512": {"groups": 512}, "portable' given": {"backend": "portable"},
+        "no multiple of 16|in multiples of 16 bytes": {"k": 2047}, "take float8_e4m3fn along K only":
+        {"along": "k", "dtype": "float8_e4m3fn"},
+    }  # fmt: skip
+    for said, how in reasons.items():
+        made = plan(**how)
+        assert made.backend == "portable"
+        assert any(re.search(said, one.why) for one in made.refused if one.what == "hopper"), made.refused
+
+
+def test_explain_says_it():
+    said = plan().explain()
+    for line in (
+        "grouped_mm [8192, 2048] @ [32, 2048, 4096] by rows, bfloat16 -> bfloat16",
+        "32 of 256 rows on average; offsets are read on the device: the device counts the tiles",
+        "at most 1 x", "stream_k: which tiles are the last wave's is known on the device alone",
+    ):  # fmt: skip
+        assert line in said
+    assert "the longest is begun first" in plan(along="k").explain()
+
+
+def test_a_full_epilogue_gets_no_tile_that_would_spill():
+    assert plan(65536, groups=4, backend="portable").tile == (128, 256)
+    assert plan(65536, groups=4, scales="row", backend="portable").tile != (128, 256)
+
+
+REFUSED = {
+    "groups=0; there are 1 to 1024": {"groups": 0},
+    "groups=1025; there are 1 to 1024": {"groups": 1025},
+    "groups=2.5; it is a whole number": {"groups": 2.5},
+    "m=-1; it is a whole number": {"m": -1},
+    "along='n'; groups divide rows or k": {"along": "n"},
+    "schedule='stream_k'": {"schedule": "stream_k"},
+    "tile=(3, 3): the portable kernel has": {"tile": (3, 3), "backend": "portable"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_refused(said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        plan(**REFUSED[said])
+
+
+def test_a_plan_of_groups_runs_nothing():
+    made = plan(device="cpu")
+    with pytest.raises(NotImplementedError, match=r"call tilestream\.grouped_mm"):
+        made.run(None, None)
+
+
+def test_the_cost_counts_what_groups_read():
+    few, many = (GroupedProblem(64, 1024, 1024, 1, "bfloat16", "bfloat16", groups=groups) for groups in (2, 500))
+    assert many.bytes == few.bytes + 62 * 2 * 1024 * 1024, "no more matrices are read than there are rows"
+    along_k = GroupedProblem(64, 32, 1000, 1, "bfloat16", "bfloat16", groups=4, along="k")
+    assert along_k.bytes == 2 * 1000 * 96 + 2 * 4 * 64 * 32
