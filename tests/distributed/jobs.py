@@ -463,3 +463,21 @@ def layers(rank, world, group=None):
         wrong = f"{what}_features={2 * world + 1}; it is a multiple of the {world} ranks"
         assert text == f"ValueError: {made.__name__}: {wrong}"
     return True
+
+
+def invariants(rank, world):
+    """Under the promise a row of a sum has the same bits however rows are cut."""
+    a, b = random(rank, 12 * world, 40), random(99, 40, 32)
+    with ts.invariant():
+        whole = ts.distributed.matmul_reduce_scatter(a, b)
+        parts = [ts.distributed.matmul_reduce_scatter(a[i::12].contiguous(), b) for i in range(0, 12, 5)]
+        for i, part in zip(range(0, 12, 5), parts, strict=True):
+            assert torch.equal(part[0], whole[i]), i
+        shard = random(7 + rank, 9, 40)
+        gathered = ts.distributed.all_gather_matmul(shard, b)
+        assert torch.equal(gathered[9 * rank : 9 * rank + 9], ts.matmul(shard, b))
+        if world > 1:
+            with pytest.raises(NotImplementedError, match="adds in an order that depends on the rows"):
+                ts.distributed.matmul_all_reduce(a, b)
+    ts.distributed.matmul_all_reduce(a, b)
+    return True

@@ -27,3 +27,8 @@ def test_sums_match_torch(ranks, world):
 @pytest.mark.slow
 def test_sums_between_five_ranks(ranks):
     assert ranks.run(5, jobs.scatters, list(cases())) == [True] * 5
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_under_the_promise_a_row_has_its_own_bits(ranks, world):
+    assert ranks.run(world, jobs.invariants) == [True] * world

@@ -16,6 +16,7 @@ from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.distributed.symmetric import connect, why_not
 from tilestream.plan.candidate import Refusal
+from tilestream.plan.limit import is_invariant, limit
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime.properties import cuda_properties
 
@@ -51,7 +52,7 @@ def make_plan(
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (
         request.op, shard, request.dim, x.dtype, x.device, n, k, request.form, tuple(agreed.items()), capturing,
-        state.unreachable, on_trial(), unfused,
+        state.unreachable, on_trial(), unfused, is_invariant(limit()),
     )  # fmt: skip
     found = state.plans.get(key)
     if found is None:
@@ -82,6 +83,9 @@ def _make(
     op, x, dim, form = request.op, request.a, request.dim, request.form
     rows, width = math.prod(shard[:-1]), shard[-1]
     case = Case(op, rows, n, k, width, state.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
+    promises = op != GATHER and state.world > 1 and is_invariant(limit())
+    if promises and form == "auto":
+        form = "fused"  # there sums are added in the order of the ranks, on every rank and however rows are cut
     decision = decide(case, form)
     if op == ALL_REDUCE:
         decision = replace(decision, chunks=1)
@@ -101,6 +105,12 @@ def _make(
         refused = (Refusal("fused", decision.why),)
     if refused and transport == "symmetric memory":
         transport = "collective"
+    if promises and transport == "collective":
+        raise NotImplementedError(
+            f"{op} under tilestream.invariant: not fused ({refused[0].why if refused else decision.why}), and the "
+            f"{state.backend(x.device.type)} backend adds in an order that depends on the rows; gather the products, and "
+            "add them in the order of the ranks"
+        )
     if transport == "symmetric memory" and op == REDUCE_SCATTER:
         decision = decision.with_equal_chunks(math.prod(shard[dim:-1]))  # a kernel publishes chunks of one size
     if one_queue and transport == "symmetric memory" and on_trial() is None:

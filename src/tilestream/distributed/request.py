@@ -22,6 +22,7 @@ from tilestream.ops import native
 from tilestream.ops import request as matmul
 from tilestream.ops.checks import autocast, refuse_tangents
 from tilestream.ops.inline import PLAIN, unseen
+from tilestream.plan.limit import is_invariant, limit
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
@@ -98,6 +99,7 @@ class Request(NamedTuple):
             self.op, _layout(a), tuple(map(_layout, self.bs)), tuple(map(_layout, self.biases)),
             tuple(self.activations), _layout(self.scale_a), tuple(map(_layout, self.scales_b)), self.dim,
             self.reduce_op, self.out_dtype, self.fast_accum, self.return_a, self.form, on_trial(), state.unreachable,
+            is_invariant(limit()),
             a.is_cuda and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
 

@@ -99,8 +99,8 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
 
 
 def _promised(problem: Problem, device: DeviceProperties) -> Plan | None:
-    """The plan that decides in which order a problem's products are added; None where there are none."""
-    if problem.is_empty:
+    """The plan that decides in which order a problem's products are added; None where there is one at most."""
+    if problem.is_empty or problem.k == 1:
         return None
     return plan_problem(invariance.plain(problem), schedule="dynamic", device=device, consult=False)
 
