@@ -108,8 +108,8 @@ def _make(
     if promises and transport == "collective":
         raise NotImplementedError(
             f"{op} under tilestream.invariant: not fused ({refused[0].why if refused else decision.why}), and the "
-            f"{state.backend(x.device.type)} backend adds in an order that depends on the rows; gather the products, and "
-            "add them in the order of the ranks"
+            f"{state.backend(x.device.type)} backend adds in an order that depends on the rows; gather the products, "
+            "and add them in the order of the ranks"
         )
     if transport == "symmetric memory" and op == REDUCE_SCATTER:
         decision = decision.with_equal_chunks(math.prod(shard[dim:-1]))  # a kernel publishes chunks of one size
