@@ -95,7 +95,7 @@ def additions(problem: Problem, device: DeviceProperties, backend: str, found: C
 
 def cuts_of(schedule: Schedule, block_k: int) -> tuple[tuple[int, ...], ...]:
     """Where a schedule cuts K: once each way that a tile is cut, tiles that are not cut first."""
-    found = {(): None} if schedule.full_tiles or not schedule.remainder else {}
+    found: dict[tuple[int, ...], None] = {(): None} if schedule.full_tiles or not schedule.remainder else {}
     steps = schedule.grid.k_steps
     for tile in range(schedule.remainder):
         begins = (part_begin(schedule.units, schedule.num_shares, share) for share in schedule.contributors(tile)[1:])
