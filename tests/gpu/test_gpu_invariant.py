@@ -39,3 +39,21 @@ def test_without_the_promise_some_rows_differ():
         assert torch.equal(ts.matmul(a, b), ts.matmul(a.repeat(64, 1), b)[:16])
         with pytest.raises(NotImplementedError, match="stream_k cuts K by the numbers of tiles and workers"):
             ts.matmul(a, b, schedule="stream_k")
+
+
+def test_torchs_own_functions_of_rows():
+    """Each row has its own bits, and is right; the lengths are blocks of `sum_rows`, and tails of one."""
+    functional = torch.nn.functional
+    calls = {
+        "mean": lambda x: x.mean(-1), "softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: x.log_softmax(-1),
+        "rms_norm": lambda x: functional.rms_norm(x, (x.shape[-1],)),
+        "layer_norm": lambda x: functional.layer_norm(x, (x.shape[-1],)),
+    }  # fmt: skip
+    for columns in (1, 7, 1024, 4097):
+        x = torch.randn(300, columns, device="cuda")
+        for name, call in calls.items():
+            want = call(x.double())
+            with ts.use_invariant_torch():
+                made = call(x)
+                assert all(torch.equal(call(x[i : i + 3]), made[i : i + 3]) for i in (0, 17, 297)), name
+            torch.testing.assert_close(made.double(), want, atol=1e-5, rtol=1e-4)

@@ -52,13 +52,13 @@ class use_invariant_torch(TorchFunctionMode):  # noqa: N801 -- a block, as `use_
         block = invariant()
         block.__enter__()
         self._blocks.append(block)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._blocks.pop().__exit__(kind, error, trace)
 
     def __torch_function__(
@@ -102,7 +102,7 @@ class _SumRows(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad[:, None].expand(-1, ctx.columns)
 
 

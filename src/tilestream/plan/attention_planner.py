@@ -85,8 +85,8 @@ def plan_attention(
     else:
         name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, 1 if promises else splits)
         if promises:
-            found, others = _keeping(problem, device, name, found)
-            refused += others
+            found, excluded = _keeping(problem, device, name, found)
+            refused += excluded
         why = f"least of {len(found)} candidates in the cost model"
         if name in experimental.KERNELS:
             why += f"; {experimental.NOT_RUN}"

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from tilestream.core.grid import WorkItem
+from tilestream.core.integers import cdiv
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.convert import Scratch, widened
@@ -215,8 +216,8 @@ class GemmBody:
         return multiply(self._with_rows(a), b, None, e, self._out.dtype, self._workspace)
 
     def _with_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` with as many rows as a tile has, the last ones 0; contiguous."""
-        made = x.new_zeros(self._block_m, x.shape[1])
+        """``x`` with as many rows as a tile has, the last ones 0; each begins at a multiple of 16 elements."""
+        made = x.new_zeros(self._block_m, cdiv(x.shape[1], 16) * 16)[:, : x.shape[1]]
         made[: x.shape[0]].copy_(x)
         return made
 
@@ -227,11 +228,14 @@ class GemmBody:
         key = self._a.dtype, b.dtype, dtype, self._block_m, b.shape, b.stride()
         if key not in _even:
             made_b = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype)
-            made_b.copy_(torch.arange(b.numel()).reshape(b.shape).cos())
-            row = torch.arange(b.shape[0]).sin().to(self._a.dtype)
-            rows = row.expand(self._block_m, -1).contiguous()
-            made = multiply(rows, made_b, None, Epilogue(), dtype, self._workspace)
-            _even[key] = torch.equal(made, made[:1].expand_as(made))
+            # Of all the bits that a float64 has: sums of short numbers are exact in any order.
+            made_b.copy_(torch.arange(b.numel(), dtype=torch.float64).reshape(b.shape).cos())
+            ramp, _even[key] = torch.arange(1, b.shape[0] + 1, dtype=torch.float64), True
+            for turn in (1.0, 1.7, 0.3, 2.9, 0.7, 2.3):
+                row = (turn * ramp).sin().to(self._a.dtype)
+                rows = self._with_rows(row.expand(self._block_m, -1))
+                made = multiply(rows, made_b, None, Epilogue(), dtype, self._workspace)
+                _even[key] = _even[key] and torch.equal(made, made[:1].expand_as(made))
         if not _even[key]:
             raise NotImplementedError(
                 f"tilestream.invariant: this machine's BLAS gives equal rows of a product of {self._block_m} rows "

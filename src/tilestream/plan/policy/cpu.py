@@ -74,8 +74,12 @@ def promised_tile(asked: tuple[int, int] | None, problem: Problem) -> tuple[int,
     Raises
     ------
     NotImplementedError
-        If the caller asks for another.
+        If the caller asks for another, or for float64, whose rows MKL adds by their place even in calls of one shape.
     """
+    if problem.dtype == "float64":
+        raise NotImplementedError(
+            "float64 under tilestream.invariant on the CPU: the BLAS adds its rows by their place; take float32"
+        )
     tile = PROMISED_TILE[0], min(PROMISED_TILE[1], max(problem.n, 1))
     if asked not in (None, tile):
         raise NotImplementedError(
