@@ -131,9 +131,16 @@ def faults() -> str:
     rows = load(EMULATED)["faults"]
     tried, found = (sum(row[key] for row in rows) for key in ("tried", "found"))
     heads = ("tried", "found", "by a check", "by numbers", "by no end")
-    return NOTES("faults", tried=tried, found=found) + "\n\n" + columns(
-        rows, {"fault": "{fault}", **{head: f"{{{head}}}" for head in heads}}
-    )  # fmt: skip
+    harmless = [{"fault": row["fault"], **one} for row in rows for one in row["harmless"]]
+    about_it = NOTES("faults", tried=tried, found=found, share=found / tried, harmless=len(harmless))
+    parts = [about_it, columns(rows, {"fault": "{fault}", **{head: f"{{{head}}}" for head in heads}})]
+    missed = [{"fault": row["fault"], **one} for row in rows for one in row["missed"]]
+    if missed:
+        parts.append(columns(missed, {"missed": "{fault}", "instruction": "`{line}`", "of": "`{place}`"}))
+    parts.append(
+        columns(harmless, {"harmless": "{fault}", "instruction": "`{line}`", "of": "`{place}`", "why": "{why}"})
+    )
+    return "\n\n".join(parts)
 
 
 def theirs() -> str:

@@ -11,7 +11,10 @@ from tilestream.core.dtypes import SHORT
 from tilestream_tools.cli import ui
 from tilestream_tools.units import one_line
 
-_BY = "neighbour: a kernel holds SMs; green: green contexts; nccl: beside a real collective; busy: cores (cpu)."
+_BY = (
+    "neighbour: a kernel holds SMs; green: green contexts; cu_mask: AMD's CU masks, as many units of each die; "
+    "nccl: beside a real collective; busy: cores (cpu)."
+)
 
 
 def sweep(
@@ -64,7 +67,7 @@ def sweep(
     if backend not in ("gpu", "cpu"):
         raise ValueError(f"--backend {backend}: it is gpu or cpu")
     by = by or ("neighbour" if backend == "gpu" else "busy")
-    known = ("neighbour", "green", "nccl") if backend == "gpu" else ("busy",)
+    known = ("neighbour", "green", "cu_mask", "nccl") if backend == "gpu" else ("busy",)
     if by not in known:
         raise ValueError(f"--by {by}: with --backend {backend} it is one of {', '.join(known)}")
     dtype = SHORT.get(dtype, dtype)

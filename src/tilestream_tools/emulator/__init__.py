@@ -5,8 +5,9 @@ instructions. What the documents leave open is decided against the program:
 
 * loads and stores land early, late or at random, by a seed; a register that a load fills may not be used before a wait
   covers it (`machine`);
-* caches are never coherent by themselves: `memory`;
-* two waves that touch the same dword of LDS without a barrier between are a fault, as is an address of no tensor.
+* caches are never coherent by themselves: `order` refuses what one could let down;
+* two waves that touch the same dword of LDS without a barrier between are a fault, as are LDS that nothing has written
+  and an address of no tensor (`memory`).
 
 Where to look: `program` decodes an assembly text; `instructions` has what each instruction does, `operands` how it
 reads and writes registers, `numbers` the arithmetic; `kernel` launches what Triton has compiled.
@@ -14,9 +15,10 @@ reads and writes registers, `numbers` the arithmetic; `kernel` launches what Tri
 It is no proof: it runs a few orders of many, with sums along K taken in float64, and knows neither time nor errata.
 """
 
+from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.kernel import Tensor, launch
 from tilestream_tools.emulator.machine import Machine
-from tilestream_tools.emulator.memory import Fault, Memory
+from tilestream_tools.emulator.memory import Memory
 from tilestream_tools.emulator.program import decode
 
 __all__ = ["Fault", "Machine", "Memory", "Tensor", "decode", "launch"]

@@ -46,9 +46,9 @@ class Tensor:
         """Bytes that it has: not said, so that offsets are not taken to be small."""
         return 0
 
-    def numpy(self) -> Array:
-        """What it holds."""
-        return self._memory.read(self.address, self._like)
+    def numpy(self, count: int | None = None) -> Array:
+        """What it holds; of one dimension, the first ``count`` elements."""
+        return self._memory.read(self.address, self._like[:count])
 
     def write(self, array: Array, offset: int = 0) -> None:
         """Write bytes from ``offset`` on, as a host or a copy engine does."""
@@ -86,6 +86,12 @@ def pack(program: Program, compiled: Any, names: Sequence[str], filled: Sequence
             if kind == "i64" and number >= 1 << 63:
                 number -= 1 << 64
             struct.pack_into(_FORMATS[kind], raw, place.offset, number)
+    fill_hidden(program, raw, grid, waves)
+    return bytes(raw)
+
+
+def fill_hidden(program: Program, raw: bytearray, grid: int, waves: int) -> None:
+    """Fill in the arguments that the runtime adds behind the kernel's own."""
     sizes = {
         "hidden_block_count_x": ("<I", grid), "hidden_block_count_y": ("<I", 1), "hidden_block_count_z": ("<I", 1),
         "hidden_group_size_x": ("<H", 64 * waves), "hidden_group_size_y": ("<H", 1), "hidden_group_size_z": ("<H", 1),
@@ -94,7 +100,6 @@ def pack(program: Program, compiled: Any, names: Sequence[str], filled: Sequence
         if place.kind in sizes:
             form, value = sizes[place.kind]
             struct.pack_into(form, raw, place.offset, value)
-    return bytes(raw)
 
 
 def launch(
@@ -127,10 +132,14 @@ def launch(
     program = decode(compiled.asm["amdgcn"] if text is None else text)
     waves = compiled.metadata.num_warps
     packed = pack(program, compiled, names, filled, groups, waves)
-    arguments = memory.allocate(np.frombuffer(packed, U8), "the kernel's arguments")
     machine = Machine(memory, **how)
-    machine.execute(program.steps, Grid(
-        groups, waves, compiled.metadata.shared, arguments, program.entry, program.preloaded, program.user_registers,
-        dies, resident,
+    machine.execute(program.steps, grid_of(program, memory, packed, groups, waves, compiled.metadata.shared)._replace(
+        dies=dies, resident=resident
     ))  # fmt: skip
     return machine
+
+
+def grid_of(program: Program, memory: Memory, packed: bytes, groups: int, waves: int, shared: int) -> Grid:
+    """A launch with arguments that are packed, the hidden ones among them: these go to the memory. See `Grid`."""
+    arguments = memory.allocate(np.frombuffer(packed, U8), "the kernel's arguments")
+    return Grid(groups, waves, shared, arguments, program.entry, program.preloaded, program.user_registers)

@@ -13,17 +13,22 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tilestream_tools.emulator.memory import Die, Fault, Memory, Shared, Unit
+from tilestream_tools.emulator.fault import Fault
+from tilestream_tools.emulator.memory import Memory, Shared
 from tilestream_tools.emulator.numbers import LANES, MASK32, U32, Array
+from tilestream_tools.emulator.order import Known, Order
 from tilestream_tools.emulator.registers import SCALARS, Registers
 
 #: When loads and stores land: at once; when a wait covers them; at a moment that the seed decides.
 Landing = Literal["early", "late", "random"]
+
+
+#: Nanoseconds that the device has been up when a machine begins.
+UP = 3 * 24 * 3600 * 10**9
 
 
 class Pending:
@@ -46,10 +51,10 @@ class Pending:
 
 
 class Group:
-    """A workgroup: its LDS, its compute unit, its waves."""
+    """A workgroup: its die, its LDS, its waves."""
 
-    def __init__(self, number: int, xcc: int, unit: Unit, shared: Shared) -> None:
-        self.number, self.xcc, self.unit, self.shared = number, xcc, unit, shared
+    def __init__(self, number: int, xcc: int, shared: Shared) -> None:
+        self.number, self.xcc, self.shared = number, xcc, shared
         self.waves: list[Wave] = []
 
     def open_barrier(self) -> None:
@@ -58,6 +63,7 @@ class Group:
         if alive and all(wave.state == "barrier" for wave in alive):
             for wave in alive:
                 wave.state, wave.epoch = "ready", wave.epoch + 1
+            Order.meet([wave.known for wave in alive])
 
 
 class Wave(Registers):
@@ -71,11 +77,13 @@ class Wave(Registers):
         By register, what fills it.
     epoch
         Barriers passed.
+    known
+        Which stores it may rely on.
     """
 
-    def __init__(self, index: int, group: Group, machine: Machine) -> None:
+    def __init__(self, index: int, group: Group, machine: Machine, known: Known) -> None:
         super().__init__()
-        self.index, self.group, self.machine = index, group, machine
+        self.index, self.group, self.machine, self.known = index, group, machine, known
         self.pc, self.epoch = 0, 0
         self.state: Literal["ready", "barrier", "done"] = "ready"
         self.speed = 1.0
@@ -142,8 +150,7 @@ class Step(NamedTuple):
     line: int
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """What is launched.
 
     Attributes
@@ -176,8 +183,6 @@ class Machine:
     ----------
     seed, landing
         Of the order: see the module, and `Landing`.
-    stale
-        Whether caches begin with what memory holds at the launch.
     lds_in_order
         Whether LDS performs accesses in the order of their issue, across waves. Unset, a wave's read may be performed
         after what another wave has written since, as long as no wait covers it.
@@ -194,14 +199,14 @@ class Machine:
     """
 
     def __init__(
-        self, memory: Memory, *, seed: int = 0, landing: Landing = "random", stale: bool = True,
+        self, memory: Memory, *, seed: int = 0, landing: Landing = "random",
         lds_in_order: bool = False, skew: float = 1.0, quantum: int = 40, limit: int = 20_000_000,
         nanoseconds: int = 10, host: Callable[[Machine], None] | None = None,
     ) -> None:  # fmt: skip
-        self.memory, self.landing, self.stale, self.lds_in_order = memory, landing, stale, lds_in_order
+        self.memory, self.landing, self.lds_in_order = memory, landing, lds_in_order
         self.skew, self.quantum, self.limit, self.nanoseconds, self.host = skew, quantum, limit, nanoseconds, host
         self.random = random.Random(seed)
-        #: executed, seconds: instructions, and processor time.
+        #: executed, seconds: instructions, and processor time from the launch to its end.
         self.executed, self.seconds = 0, 0.0
         #: visited, waited: the instructions that were executed; of these, the waits that had something to wait for.
         self.visited: set[int] = set()
@@ -209,34 +214,49 @@ class Machine:
 
     @property
     def clock(self) -> int:
-        """The device's constant clock: 100 MHz."""
-        return self.executed * self.nanoseconds // 10
+        """The device's constant clock, since it was started: 100 MHz."""
+        return (UP + self.executed * self.nanoseconds) // 10
 
     def execute(self, steps: list[Step], grid: Grid) -> None:
-        """Run all workgroups to their end; then each die writes back.
+        """Run all workgroups to their end.
 
         Raises
         ------
         Fault
             Naming the workgroup, the wave, the line and the instruction.
         """
-        dies = [Die(self.memory, self.stale) for _ in range(grid.dies)]
-        left, began = deque(range(grid.groups)), time.process_time()
-        live: list[Wave] = []
-        with np.errstate(all="ignore"):
-            while left or live:
-                while left and (not grid.resident or len({w.group.number for w in live}) < grid.resident):
-                    live += self._start(left.popleft(), dies, grid)
-                self._turn(live, steps)
-        for die in dies:
-            die.write_back()
-        self.seconds += time.process_time() - began
+        self.begin(steps, grid)
+        while self.go_on():
+            pass
 
-    def _start(self, number: int, dies: list[Die], grid: Grid) -> list[Wave]:
-        xcc = number % len(dies)
-        group = Group(number, xcc, Unit(dies[xcc], self.stale), Shared(grid.shared, grid.waves))
+    def begin(self, steps: list[Step], grid: Grid) -> None:
+        """Launch, and execute nothing yet."""
+        self._steps, self._grid, self._began = steps, grid, time.process_time()
+        self._left, self._live = deque(range(grid.groups)), list[Wave]()
+        self.order = Order(self.memory.bytes.size, grid.groups * grid.waves)
+        self.memory.orders.append(self.order)
+
+    def go_on(self) -> bool:
+        """Let one wave go on for a while; whether there is one left. Several machines may take turns on one memory."""
+        left, live, resident = self._left, self._live, self._grid.resident
+        goes_on = False
+        try:
+            while left and (not resident or len({wave.group.number for wave in live}) < resident):
+                live += self._start(left.popleft())
+            with np.errstate(all="ignore"):
+                self._turn(live, self._steps)
+            goes_on = bool(left or live)
+        finally:
+            if not goes_on:
+                self.seconds += time.process_time() - self._began
+                self.memory.orders.remove(self.order)
+        return goes_on
+
+    def _start(self, number: int) -> list[Wave]:
+        grid = self._grid
+        group = Group(number, number % grid.dies, Shared(grid.shared, grid.waves))
         for index in range(grid.waves):
-            wave = Wave(index, group, self)
+            wave = Wave(index, group, self, self.order.wave(number * grid.waves + index))
             wave.s[0], wave.s[1] = grid.arguments & MASK32, grid.arguments >> 32
             words = self.memory.read(grid.arguments, np.zeros(grid.preloaded, U32)).tolist()
             wave.s[2 : 2 + grid.preloaded] = words

@@ -1,35 +1,25 @@
-"""Memory: the device's, the caches before it, and a workgroup's LDS.
+"""Memory: the device's, and a workgroup's LDS.
 
-The hierarchy is the least coherent one that AMD's documents allow, so that a missing cache control shows:
-
-* `Memory`: what all dies and the host share. Tensors lie in it with gaps between them; an access outside of any is a
-  fault.
-* `Die`: the L2 of an XCD. It never evicts: stores stay in it until a write-back (``buffer_wbl2 sc1``) or the end of the
-  launch, and what it has once read it keeps until an invalidation (``buffer_inv sc1``).
-* `Unit`: the first-level cache of a compute unit. Stores go through it to the die; what it has read it keeps until an
-  invalidation.
-* Accesses at the device's scope or wider (``sc1``), and all atomics, are performed in `Memory`.
-
-With ``stale`` each cache begins with all that memory holds at the launch: the worst that earlier reads can have left.
+What all dies and the host share has no caches before it: `tilestream_tools.emulator.order` refuses each access that one
+could let down. Tensors lie in it with gaps between them; an access outside of any is a fault.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
+from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.numbers import I64, U8, U32, Array
+from tilestream_tools.emulator.order import Order
 
+#: Bytes that memory is a multiple of.
 LINE = 128
 #: Bytes between two tensors, which no kernel may touch.
 GAP = 4096
 #: Under way, no wait has covered it: later than each barrier.
 _OPEN = 1 << 30
-
-
-class Fault(Exception):
-    """The program did what no program may do."""
 
 
 def gather(memory: Array, at: Array, size: int) -> Array:
@@ -56,33 +46,53 @@ class Memory:
     ----------
     base
         The address of its first byte.
+    bytes_
+        Where it is, of a size that stays: a part of this process's own memory, say. Else it grows.
     """
 
-    def __init__(self, base: int = 0x7F10_0000_0000) -> None:
-        self.base = base
-        self.bytes = np.zeros(0, U8)
-        self.owner = np.zeros(0, U8)  # 0: nobody's
+    def __init__(self, base: int = 0x7F10_0000_0000, bytes_: Array | None = None) -> None:
+        self.base, self._grows = base, bytes_ is None
+        self.bytes = np.zeros(0, U8) if bytes_ is None else bytes_
+        self.owner = np.zeros(self.bytes.size, np.uint16)  # 0: nobody's
+        self._end = 0
         self.names = ["nothing"]
+        #: Of the launches under way.
+        self.orders: list[Order] = []
         self._grow(GAP)
 
     def _grow(self, size: int) -> None:
-        more = -(-size // LINE) * LINE - self.bytes.size
-        self.bytes = np.concatenate([self.bytes, np.full(more, 0xFF, U8)])  # of floating-point numbers: NaN
-        self.owner = np.concatenate([self.owner, np.zeros(more, U8)])
+        self._end = -(-size // LINE) * LINE
+        if self._grows:
+            more = self._end - self.bytes.size
+            self.bytes = np.concatenate([self.bytes, np.full(more, 0xFF, U8)])  # of floating-point numbers: NaN
+            self.owner = np.concatenate([self.owner, np.zeros(more, self.owner.dtype)])
+        elif self._end > self.bytes.size:
+            raise MemoryError(f"the emulated memory has {self.bytes.size} bytes; {self._end} are asked for")
+
+    def reserve(self, size: int, name: str, align: int = 256) -> int:
+        """So many bytes that hold anything. Returns their address, modulo ``align`` 0."""
+        at = -(-self._end // align) * align
+        self._grow(at + size + GAP)
+        self.names.append(name)
+        self.owner[at : at + size] = len(self.names) - 1
+        return self.base + at
+
+    def free(self, address: int, size: int) -> None:
+        """Nobody may access these bytes any more, which are not given away again."""
+        self.owner[address - self.base : address - self.base + size] = 0
 
     def allocate(self, array: Array, name: str, align: int = 256) -> int:
         """Copy an array in. Returns its address, modulo ``align`` 0."""
         raw = np.ascontiguousarray(array).view(U8).reshape(-1)
-        at = -(-self.bytes.size // align) * align
-        self._grow(at + raw.size + GAP)
-        self.bytes[at : at + raw.size] = raw
-        self.names.append(name)
-        self.owner[at : at + raw.size] = len(self.names) - 1
-        return self.base + at
+        address = self.reserve(raw.size, name, align)
+        self.write(address, raw)
+        return address
 
     def read(self, address: int, like: Array) -> Array:
         """A copy of an array of this shape and dtype."""
         at = address - self.base
+        for order in self.orders:
+            order.host_reads(at, like.nbytes)
         return self.bytes[at : at + like.nbytes].copy().view(like.dtype).reshape(like.shape)
 
     def write(self, address: int, array: Array) -> None:
@@ -90,6 +100,24 @@ class Memory:
         raw = np.ascontiguousarray(array).view(U8).reshape(-1)
         at = address - self.base
         self.bytes[at : at + raw.size] = raw
+        for order in self.orders:
+            order.host_writes(at, raw.size)
+
+    def load(self, at: Array, size: int) -> Array:
+        """``[accesses, size]`` bytes at these offsets."""
+        return gather(self.bytes, at, size)
+
+    def store(self, at: Array, data: Array) -> None:
+        """Write ``[accesses, size]`` bytes at these offsets, in the order of the accesses."""
+        scatter(self.bytes, at, data)
+
+    def update(self, at: int, size: int, update: Callable[[int], int]) -> int:
+        """Update an unsigned number; the number before."""
+        place = slice(at, at + size)
+        before = int.from_bytes(self.bytes[place].tobytes(), "little")
+        after = update(before) & ((1 << 8 * size) - 1)
+        self.bytes[place] = np.frombuffer(after.to_bytes(size, "little"), U8)
+        return before
 
     def offsets(self, addresses: Array, size: int) -> Array:
         """The offsets of accesses of ``size`` bytes each.
@@ -112,90 +140,6 @@ class Memory:
             behind = f"{bad - near[-1]} bytes behind the end of {self.names[self.owner[near[-1]]]}" if near.size else ""
             raise Fault(f"{size} bytes at {self.base + bad:#x} are of no tensor: {behind}")
         return at
-
-
-class Die:
-    """An XCD's L2. See the module."""
-
-    def __init__(self, memory: Memory, stale: bool) -> None:
-        self.memory = memory
-        self.bytes = memory.bytes.copy()
-        self.present = np.full(self.bytes.size // LINE, stale)
-        self.dirty = np.zeros(self.bytes.size, np.bool_)
-
-    def fill(self, lines: Array) -> None:
-        """Have these lines."""
-        lines = lines[~self.present[lines]]
-        if lines.size:
-            ours, theirs = self.bytes.reshape(-1, LINE), self.memory.bytes.reshape(-1, LINE)
-            ours[lines] = np.where(self.dirty.reshape(-1, LINE)[lines], ours[lines], theirs[lines])
-            self.present[lines] = True
-
-    def store(self, at: Array, data: Array) -> None:
-        """What a compute unit has written through."""
-        scatter(self.bytes, at, data)
-        scatter(self.dirty.view(U8), at, np.ones_like(data))
-
-    def write_back(self, index: Array | None = None) -> None:
-        """Bring to memory what is dirty: all of it, or these bytes."""
-        index = np.flatnonzero(self.dirty) if index is None else index[self.dirty[index]]
-        self.memory.bytes[index] = self.bytes[index]
-        self.dirty[index] = False
-
-    def invalidate(self) -> None:
-        """Forget what was read; what is dirty stays."""
-        self.present[:] = False
-
-
-class Unit:
-    """A compute unit's first-level cache. See the module."""
-
-    def __init__(self, die: Die, stale: bool) -> None:
-        self.die = die
-        self.bytes = die.bytes.copy()
-        self.present = np.full(die.present.size, stale)
-
-    def load(self, at: Array, size: int, device_scope: bool) -> Array:
-        """``[accesses, size]`` bytes."""
-        if device_scope:
-            self.die.write_back(at[:, None] + np.arange(size))
-            return gather(self.die.memory.bytes, at, size)
-        lines = at // LINE
-        if not self.present[lines].all():
-            self._fill(lines)
-        if size > 1 and (at & (size - 1)).any():  # may reach into the next line
-            self._fill((at + size - 1) // LINE)
-        return gather(self.bytes, at, size)
-
-    def _fill(self, lines: Array) -> None:
-        lines = lines[~self.present[lines]]
-        if lines.size:
-            self.die.fill(lines)
-            self.bytes.reshape(-1, LINE)[lines] = self.die.bytes.reshape(-1, LINE)[lines]
-            self.present[lines] = True
-
-    def store(self, at: Array, data: Array, device_scope: bool) -> None:
-        """Write ``[accesses, size]`` bytes, in the order of the accesses."""
-        scatter(self.bytes, at, data)
-        self.die.store(at, data)
-        if device_scope:
-            self.die.write_back(at[:, None] + np.arange(data.shape[1]))
-
-    def atomic(self, at: int, size: int, update: Any) -> int:
-        """Perform ``update`` on an unsigned number in memory; the number before."""
-        place = slice(at, at + size)
-        self.die.write_back(np.arange(at, at + size))
-        memory = self.die.memory.bytes
-        before = int.from_bytes(memory[place].tobytes(), "little")
-        after = update(before) & ((1 << 8 * size) - 1)
-        memory[place] = np.frombuffer(after.to_bytes(size, "little"), U8)
-        self.bytes[place] = self.die.bytes[place] = memory[place]
-        return before
-
-    def invalidate(self) -> None:
-        """At the device's scope: the die's, too."""
-        self.present[:] = False
-        self.die.invalidate()
 
 
 class Shared:
@@ -230,6 +174,8 @@ class Shared:
         words = at >> 2 if size <= 4 else ((at >> 2)[:, None] + np.arange(size // 4)).ravel()
         other = (self._written_until[words] >= epoch) & (self._writer[words] != wave)
         if data is None:
+            if (self._writer[words] < 0).any():
+                raise Fault(f"reads LDS {4 * words[self._writer[words] < 0][0]:#x}, which nothing has written")
             self._read_until[wave, words] = _OPEN
         else:
             index = at[:, None] + np.arange(size)

@@ -92,16 +92,14 @@ def trailing_zeros(x: Array) -> Array:
 
 def permuted_bytes(high: Array, low: Array, select: Array) -> Array:
     """V_PERM_B32: each byte of ``select`` names a byte of ``high:low``, a sign, 0x00 (12) or 0xFF (above 12)."""
-    both = wide(high) << U64(32) | wide(low)
-    out = np.zeros(np.broadcast(high, low, select).shape, U32)
-    for i in range(4):
-        which = select >> U32(8 * i) & U32(0xFF)
-        byte = (both >> (U64(8) * wide(which & U32(7)))).astype(U32) & U32(0xFF)
-        sign_of = np.minimum(which - U32(8), U32(3))  # 8 to 11: the sign of each half
-        sign = (both >> (U64(16) * wide(sign_of) + U64(15))).astype(U32) & U32(1)
-        byte = np.where(which > 7, np.where(which > 12, 0xFF, np.where(which == 12, 0, sign * U32(0xFF))), byte)
-        out |= byte.astype(U32) << U32(8 * i)
-    return out
+    high, low, select = np.broadcast_arrays(high, low, select)
+    both = np.ascontiguousarray(wide(high) << U64(32) | wide(low))
+    choice = np.full((*both.shape, 14), 0xFF, U8)  # 0 to 7: bytes; 8 to 11: signs of the halves; 12: zero; 13: ones
+    choice[..., :8] = both.view(U8).reshape(*both.shape, 8)
+    choice[..., 8:12] = U16(0) - (both.view(U16).reshape(*both.shape, 4) >> U16(15))
+    choice[..., 12] = 0
+    which = np.minimum(np.ascontiguousarray(select).view(U8).reshape(*both.shape, 4), 13)
+    return np.take_along_axis(choice, which.astype(np.intp), -1).view(U32)[..., 0]
 
 
 def truth_table(table: int) -> Callable[[Array, Array, Array], Array]:

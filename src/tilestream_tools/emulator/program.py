@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.instructions import act_of, parse
 from tilestream_tools.emulator.machine import Act, Step, Wave
-from tilestream_tools.emulator.memory import Fault
 from tilestream_tools.emulator.operands import Operand, Unknown
 from tilestream_tools.isa import amdgcn
 

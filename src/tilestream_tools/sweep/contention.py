@@ -4,6 +4,8 @@
     Another kernel holds SMs; the measured kernels are not told.
 `GreenContext`
     The driver gives the block a context with fewer SMs, and reports their number.
+`CuMask`
+    HIP gives the block a stream with fewer compute units.
 `BusyCores`
     Busy processes on cores of their own: the CPU's form of `Neighbour`.
 """
@@ -11,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -21,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from tilestream.core.device import DeviceProperties
-from tilestream.runtime.driver import stream_write
+from tilestream.runtime.driver import error_name, hip_function, stream_write
 from tilestream.runtime.streams import lend_to
 
 
@@ -204,6 +207,61 @@ class GreenContext:
             context.pop_context()
 
 
+def mask_words(left: int) -> list[int]:
+    """A mask of the first ``left`` compute units, 32 a word.
+
+    The bits go round the dies (bit i is a unit of die i modulo their number), and within one round the shader engines:
+    so each die, and each engine, has as many units, or one more.
+    """
+    mask = (1 << left) - 1
+    return [mask >> at & 0xFFFFFFFF for at in range(0, left, 32)]
+
+
+class CuMask:
+    """Streams of HIP's whose kernels run on a part of the compute units, of each die as many. Plans are not told."""
+
+    name, shares, tells = "cu_mask", False, False
+
+    def __init__(self, device: DeviceProperties) -> None:
+        if torch.version.hip is None:
+            raise ValueError("CU masks are HIP's, and this torch is built for CUDA: take green contexts (--by green)")
+        self.units = device.workers
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def left(self, count: int) -> int:
+        """As `Taker.left`."""
+        refuse_count(self.units, count)
+        return self.units - count
+
+    @contextlib.contextmanager
+    def taking(self, count: int) -> Iterator[int]:
+        """As `Taker.taking`."""
+        left = self.left(count)
+        if not count:
+            yield left
+            return
+        torch.cuda.synchronize()
+        if count not in self._streams:
+            self._streams[count] = torch.cuda.ExternalStream(_masked_stream(left))
+        with torch.cuda.stream(self._streams[count]):
+            yield left
+        self._streams[count].synchronize()
+
+
+def _masked_stream(left: int) -> int:
+    words, stream = mask_words(left), ctypes.c_void_p()
+    create = hip_function(
+        "hipExtStreamCreateWithCUMask",
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint32),
+    )
+    code = create(ctypes.byref(stream), len(words), (ctypes.c_uint32 * len(words))(*words))
+    if code or not stream.value:
+        raise RuntimeError(f"HIP made no stream with {left} compute units: {error_name(code)}")
+    return stream.value
+
+
 #: A process that never rests, until its parent ends it or is gone, or its time is over.
 _BUSY = """
 import os, sys, time
@@ -257,7 +315,7 @@ class BusyCores:
 
 def taker(name: str, device: DeviceProperties) -> Taker:
     """The one that a record calls ``name``."""
-    known: dict[str, type[Neighbour] | type[GreenContext] | type[BusyCores]] = {
-        "neighbour": Neighbour, "green": GreenContext, "busy": BusyCores,
+    known: dict[str, type[Neighbour] | type[GreenContext] | type[CuMask] | type[BusyCores]] = {
+        "neighbour": Neighbour, "green": GreenContext, "cu_mask": CuMask, "busy": BusyCores,
     }  # fmt: skip
     return known[name](device)

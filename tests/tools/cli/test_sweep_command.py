@@ -109,7 +109,7 @@ def test_a_device_that_is_not_ours_is_one_line(cli, tmp_path, monkeypatch):
         (["--plot"], "--plot: name the records to draw"),
         (["x.json"], "x.json: records are named for --plot"),
         (["--backend", "tpu"], "--backend tpu: it is gpu or cpu"),
-        (["--by", "busy"], "--by busy: with --backend gpu it is one of neighbour, green, nccl"),
+        (["--by", "busy"], "--by busy: with --backend gpu it is one of neighbour, green, cu_mask, nccl"),
         (["--backend", "cpu", "--by", "green"], "--by green: with --backend cpu it is one of busy"),
         (["--suite", "9k"], "suite '9k': give a .yaml file, or one of 8k"),
         (["--shape", "8k"], "shape '8k': give M, N and K as 4096x8192x28672"),

@@ -17,9 +17,10 @@ pytest.importorskip("triton")
 from tritons import environment
 
 EXECUTED = Path(__file__).parent / "executed"
-#: Kinds of seeded faults that are always found, and the share that is found of all.
+#: Kinds of seeded faults that are always found.
 ALWAYS = {
-    "a wait is deleted", "a poll never looks", "a store is deleted", "a matrix instruction is deleted",
+    "a wait is deleted", "a barrier is deleted", "a scope is narrowed", "an invalidation is deleted",
+    "a write-back is deleted", "a poll never looks", "a store is deleted", "a matrix instruction is deleted",
     "matrix operands are swapped", "a swizzle is another",
 }  # fmt: skip
 
@@ -61,7 +62,7 @@ def test_single_operations_are_numpys(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_case_is_right_in_every_order(tmp_path):
-    check(executed("all", "--seeds", "3", "--landing", "late,random,early", cache=tmp_path, seconds=3500), 128)
+    check(executed("all", "--seeds", "3", "--landing", "late,random,early", cache=tmp_path, seconds=3500), 134)
 
 
 @pytest.mark.slow
@@ -69,7 +70,8 @@ def test_every_case_is_right_in_every_order(tmp_path):
 def test_seeded_faults_are_found(tmp_path):
     rows = executed("faults", "--seeds", "8", cache=tmp_path, seconds=3500)
     assert {row["fault"] for row in rows if row["found"] == row["tried"]} >= ALWAYS
-    assert sum(row["found"] for row in rows) >= 0.8 * sum(row["tried"] for row in rows) > 80
+    missed = [(row["fault"], one) for row in rows for one in row["missed"]]
+    assert sum(row["found"] for row in rows) >= 0.98 * sum(row["tried"] for row in rows) > 98, missed
 
 
 @pytest.mark.timeout(600)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from tilestream_tools.emulator import Fault, Machine, Memory, decode
 from tilestream_tools.emulator.machine import Grid
 
+Host = Callable[[int, Machine], None]
 HEAD = """.amdgcn_target "amdgcn-amd-amdhsa--gfx950"
 kernel:
 {}
@@ -30,8 +34,10 @@ s_cmp_lg_u32 s4, 0
 s_cbranch_scc1 .Lend"""
 
 
-def run(text: str, waves: int = 1, groups: int = 1, words: int = 512, dies: int = 1, **how) -> np.ndarray:
-    """The words that a program leaves, which were 0, 1, 2, ... before it."""
+def run(
+    text: str, waves: int = 1, groups: int = 1, words: int = 512, dies: int = 1, host: Host | None = None, **how
+) -> np.ndarray:
+    """The words that a program leaves, which were 0, 1, 2, ... before it. ``host`` gets their address, too."""
     lines = "\n".join(line if line.endswith(":") else f"\t{line}" for line in text.splitlines())
     program = decode(HEAD.format(lines))
     assert program.unknown == {}
@@ -39,7 +45,7 @@ def run(text: str, waves: int = 1, groups: int = 1, words: int = 512, dies: int 
     at = memory.allocate(begin, "the words")
     arguments = memory.allocate(np.array([at, 0], np.uint64), "the arguments")
     grid = Grid(groups, waves, 4096, arguments, 0, 0, program.user_registers, dies)
-    Machine(memory, **how).execute(program.steps, grid)
+    Machine(memory, host=host and functools.partial(host, at), **how).execute(program.steps, grid)
     return memory.read(at, begin)
 
 
@@ -84,11 +90,16 @@ def test_an_address_of_no_tensor(offset, kind):
     refused(f"{BEGIN}\n{access} {offset}", "are of no tensor", words=383)
 
 
-#: Each wave writes its dwords of LDS and reads those of the next; between the two comes what is told.
+#: Each wave writes its dwords of LDS and reads those of the next, which it has zeroed; between the two comes what is
+#: told.
 EXCHANGE = BEGIN + """
+v_xor_b32_e32 v3, 0x100, v1
+v_mov_b32_e32 v4, 0
+ds_write_b32 v3, v4
+s_waitcnt lgkmcnt(0)
+s_barrier
 ds_write_b32 v1, v2
 {}
-v_xor_b32_e32 v3, 0x100, v1
 ds_read_b32 v4, v3
 s_waitcnt lgkmcnt(0)
 global_store_dword v1, v4, s[2:3]"""  # fmt: skip
@@ -119,6 +130,10 @@ s_waitcnt lgkmcnt(0)"""
     run(text.format(""), waves=2, lds_in_order=True)
 
 
+def test_lds_that_nothing_has_written():
+    refused(f"{BEGIN}\nds_write_b32 v1, v2\ns_waitcnt lgkmcnt(0)\nds_read_b32 v4, v1 offset:4", "nothing has written")
+
+
 def test_lds_outside_and_not_aligned():
     refused(f"{BEGIN}\nds_write_b32 v1, v2 offset:4096", "LDS has 4096 bytes")
     refused(f"{BEGIN}\nds_write_b64 v1, v[2:3]", "not aligned")
@@ -131,13 +146,13 @@ def test_barriers_that_never_open_and_loops_that_never_end():
     run(f"{BEGIN}\n{WAVE_0_ONLY}\ns_barrier\n.Lend:\ns_nop 0", waves=2)
 
 
-#: The first workgroup's wave stores 77 to word 0 and counts in word 64; the second waits for the count, and copies word
-#: 0 to word 128. What is told makes the store seen.
+#: The first workgroup's wave stores 77 to word 0 and counts in word 64; the second, whose caches have the line of word
+#: 0, waits for the count, and copies word 0 to word 128. What is told makes the store seen.
 PUBLISH = BEGIN + """
 s_mov_b64 exec, 1
 v_mov_b32_e32 v5, 0
 v_mov_b32_e32 v6, 1
-global_load_dword v7, v5, s[2:3]
+global_load_dword v7, v5, s[2:3] offset:4
 s_waitcnt vmcnt(0)
 s_cmp_eq_u32 s9, 0
 s_cbranch_scc0 .Lreader
@@ -148,7 +163,7 @@ global_atomic_add v5, v6, s[2:3] offset:256
 s_branch .Lend
 .Lreader:
 s_sleep 1
-global_load_dword v9, v5, s[2:3] offset:256 sc1
+global_load_dword v9, v5, s[2:3] offset:256 {poll}
 s_waitcnt vmcnt(0)
 v_readfirstlane_b32 s5, v9
 s_cmp_eq_u32 s5, 64
@@ -161,20 +176,85 @@ global_store_dword v5, v10, s[2:3] offset:512
 s_nop 0"""  # fmt: skip
 
 
+RELEASE, ACQUIRE = "buffer_wbl2 sc1\ns_waitcnt vmcnt(0)", "buffer_inv sc1"
+NO_ORDER = "has written, with no release and acquire between"
+
+
+@pytest.mark.parametrize("dies", [1, 2])
 @pytest.mark.parametrize("landing", ["early", "late", "random"])
-@pytest.mark.parametrize(("release", "acquire", "dies", "is_right"), [
-    ("buffer_wbl2 sc1\ns_waitcnt vmcnt(0)", "buffer_inv sc1", 2, True),
-    ("s_waitcnt vmcnt(0)", "buffer_inv sc1", 1, True),  # one die's L2 is both workgroups'
-    ("s_waitcnt vmcnt(0)", "buffer_inv sc1", 2, False),
-    ("buffer_wbl2 sc1\ns_waitcnt vmcnt(0)", "s_nop 0", 2, False),
-    ("buffer_wbl2 sc1\ns_waitcnt vmcnt(0)", "buffer_inv sc0", 2, False),
-    ("s_waitcnt vmcnt(0)", "s_nop 0", 1, False),
-])  # fmt: skip
-def test_a_store_is_seen_by_another_workgroup_after_a_release_and_an_acquire(release, acquire, dies, is_right, landing):
-    text = PUBLISH.format(release=release, acquire=acquire)
+def test_a_store_is_seen_by_another_workgroup_after_a_release_and_an_acquire(landing, dies):
+    text = PUBLISH.format(release=RELEASE, acquire=ACQUIRE, poll="sc1")
     found = run(text, groups=2, dies=dies, landing=landing)
-    assert found[0] == 77
-    assert (int(found[128]) == 77) == is_right
+    assert (found[0], found[128]) == (77, 77)
+
+
+@pytest.mark.parametrize("dies", [1, 2])
+@pytest.mark.parametrize(("release", "acquire"), [
+    ("s_waitcnt vmcnt(0)", ACQUIRE),
+    ("buffer_wbl2 sc1", ACQUIRE),  # no wait covers it
+    ("buffer_wbl2 sc0\ns_waitcnt vmcnt(0)", ACQUIRE),
+    (RELEASE, "s_nop 0"),
+    (RELEASE, "buffer_inv sc0"),
+])  # fmt: skip
+def test_a_hand_over_with_a_part_of_it_missing_is_a_fault_in_every_order(release, acquire, dies):
+    text = PUBLISH.format(release=release, acquire=acquire, poll="sc1")
+    for seed in range(4):
+        refused(text, NO_ORDER, groups=2, dies=dies, seed=seed)
+
+
+def test_a_word_that_another_workgroup_writes_is_not_polled_through_caches():
+    refused(PUBLISH.format(release=RELEASE, acquire=ACQUIRE, poll=""), NO_ORDER, groups=2, limit=20_000)
+
+
+#: Wave 1 stores to a word that wave 0 reads: behind a barrier, before which comes what is told.
+WITHIN = (
+    BEGIN
+    + """
+s_mov_b64 exec, 1
+v_readfirstlane_b32 s4, v0
+v_mov_b32_e32 v5, 0
+s_cmp_eq_u32 s4, 0
+s_cbranch_scc1 .Lmeet
+v_mov_b32_e32 v8, 0x4d
+global_store_dword v5, v8, s[2:3]
+.Lmeet:
+{}
+s_barrier
+s_cmp_lg_u32 s4, 0
+s_cbranch_scc1 .Lend
+global_load_dword v9, v5, s[2:3]
+s_waitcnt vmcnt(0)
+global_store_dword v5, v9, s[2:3] offset:512
+.Lend:
+s_nop 0"""
+)
+
+
+def test_waves_of_a_workgroup_hand_over_by_a_wait_and_a_barrier():
+    assert run(WITHIN.format("s_waitcnt vmcnt(0)"), waves=2)[128] == 77
+    refused(WITHIN.format("s_nop 0"), NO_ORDER, waves=2)
+
+
+@pytest.mark.parametrize(("poll", "acquire", "is_refused"), [
+    ("sc0 sc1", "buffer_inv sc0 sc1", False), ("sc1", "buffer_inv sc0 sc1", True), ("sc0 sc1", ACQUIRE, True),
+    ("sc0 sc1", "s_nop 0", True),
+])  # fmt: skip
+def test_what_a_host_writes_needs_the_systems_scope(poll, acquire, is_refused):
+    """The host writes word 0, then word 64, while the kernel polls that."""
+
+    def host(at: int, machine: Machine) -> None:
+        if machine.executed > 500 and machine.memory.read(at, np.zeros(1, np.uint32))[0] == 0:
+            machine.memory.write(at, np.array([77], np.uint32))
+            machine.memory.write(at + 256, np.array([1], np.uint32))
+
+    text = PUBLISH.format(release=RELEASE, acquire=acquire, poll=poll).replace(
+        "s_cmp_eq_u32 s9, 0", "s_cmp_eq_u32 s9, 1"
+    )
+    for seed in range(3):
+        if is_refused:
+            refused(text, "what the host has written", host=host, seed=seed)
+        else:
+            assert run(text, host=host, seed=seed)[128] == 77
 
 
 def test_what_one_seed_did_it_does_again():

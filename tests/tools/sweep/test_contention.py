@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from tilestream.plan import DeviceProperties
 from tilestream_tools.sweep import contention as takers
-from tilestream_tools.sweep.contention import BusyCores, GreenContext, Neighbour
+from tilestream_tools.sweep.contention import BusyCores, CuMask, GreenContext, Neighbour, mask_words
 
 H100 = DeviceProperties("an H100", "portable", 132, 5e11, 3.3e12, "a stub", "sm_90", 232448)
 
@@ -110,6 +110,77 @@ def test_a_launch_that_blocks_is_no_neighbour(gpu, monkeypatch):
     with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING is set"):
         Neighbour(H100)
     assert not gpu.launched
+
+
+# CU masks ------------------------------------------------------------------------------------------------------------
+
+MI300X = DeviceProperties("an MI300X", "portable", 304, 2e12, 5.3e12, "a stub", "gfx942", 65536, xcds=8)
+
+
+@pytest.mark.parametrize("left", [304, 303, 272, 152, 33, 32, 8, 1])
+def test_a_mask_has_as_many_units_of_each_die(left):
+    words = mask_words(left)
+    units = [32 * i + bit for i, word in enumerate(words) for bit in range(32) if word >> bit & 1]
+    assert len(units) == left
+    assert max(units) < MI300X.workers
+    of_die = [sum(unit % MI300X.xcds == die for unit in units) for die in range(MI300X.xcds)]
+    assert max(of_die) - min(of_die) <= 1
+    assert max(words) < 1 << 32
+
+
+@pytest.fixture
+def hip(monkeypatch):
+    """HIP's answers: the masks that streams were asked for, and those that a block ran on. ``code``: of its error."""
+    made = SimpleNamespace(asked=[], used=[], code=0)
+
+    def create(stream, count, words):
+        made.asked.append([words[i] for i in range(count)])
+        stream._obj.value = None if made.code else 0xC0 + len(made.asked)
+        return made.code
+
+    def function(name, *_):
+        assert name == "hipExtStreamCreateWithCUMask"
+        return create
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(takers, "hip_function", function)
+    monkeypatch.setattr(takers, "error_name", lambda code: f"error {code}")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle: SimpleNamespace(handle=handle, synchronize=lambda: None)
+    )
+
+    @contextlib.contextmanager
+    def on(stream):
+        made.used.append(stream.handle)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return made
+
+
+def test_a_block_runs_on_a_stream_with_a_mask(hip):
+    taker = takers.taker("cu_mask", MI300X)
+    assert isinstance(taker, CuMask)
+    for count, left in ((264, 40), (264, 40), (0, 304), (296, 8)):
+        with taker.taking(count) as found:
+            assert found == taker.left(count) == left
+    assert hip.asked == [[0xFFFFFFFF, 0xFF], [0xFF]], "a stream a number of units, kept"
+    assert hip.used == [0xC1, 0xC1, 0xC2]
+    with pytest.raises(ValueError, match="304 taken of 304: from 0 to 303 can be"), taker.taking(304):
+        pass
+
+
+def test_a_mask_that_hip_refuses(hip):
+    hip.code = 801
+    message = "HIP made no stream with 40 compute units: error 801"
+    with pytest.raises(RuntimeError, match=message), CuMask(MI300X).taking(264):
+        raise AssertionError("the block must not run")
+
+
+def test_masks_are_not_cudas():
+    with pytest.raises(ValueError, match="CU masks are HIP's, and this torch is built for CUDA: take green contexts"):
+        CuMask(H100)
 
 
 # The CPU -------------------------------------------------------------------------------------------------------------

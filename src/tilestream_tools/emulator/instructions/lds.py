@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.machine import Act, Pending, Wave
-from tilestream_tools.emulator.memory import Fault
 from tilestream_tools.emulator.numbers import I64, LANES, U8, U16, U32, Array, extended
 from tilestream_tools.emulator.operands import Operand, Unknown
 

@@ -13,9 +13,9 @@ import re
 
 import numpy as np
 
+from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.machine import Act, Wave
-from tilestream_tools.emulator.memory import Fault
 from tilestream_tools.emulator.numbers import F16, F32, F64, LANES, U8, U16, U32, Array, fp8_values, from_bf16
 from tilestream_tools.emulator.operands import Unknown
 

@@ -11,6 +11,7 @@ from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.machine import Act, Pending, Wave
 from tilestream_tools.emulator.numbers import I64, MASK32, MASK64, U32, signed
 from tilestream_tools.emulator.operands import Operand, Unknown, scalar, scalar_target
+from tilestream_tools.emulator.order import words_of
 from tilestream_tools.emulator.registers import SCALARS, VCC
 
 #: Of unsigned numbers, and the flag SCC, which stays if the second result is None.
@@ -325,9 +326,10 @@ def _load(one: Decoded, found: re.Match[str]) -> Act:
         memory = w.machine.memory
         address = base(w) + offset(w) + more & ~3
         at = memory.offsets(np.array([address], I64), 4 * count)
+        w.machine.order.load(w.known, words_of(at, 4 * count))
 
         def land() -> None:
-            w.s[n : n + count] = w.group.unit.load(at, 4 * count, False).view(U32)[0].tolist()
+            w.s[n : n + count] = memory.load(at, 4 * count).view(U32)[0].tolist()
 
         w.issue(w.other, Pending(land, registers, one.text, is_scalar=True))
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tilestream_tools.emulator import numbers as n_
+from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.instructions.table import DPP, SDWA, Decoded, instruction
 from tilestream_tools.emulator.machine import Act, Wave
-from tilestream_tools.emulator.memory import Fault
 from tilestream_tools.emulator.numbers import (
     F16,
     F32,

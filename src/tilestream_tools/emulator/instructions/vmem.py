@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.instructions.lds import put_loaded, registers_of, stored
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.machine import Act, Pending, Wave
-from tilestream_tools.emulator.memory import Fault
 from tilestream_tools.emulator.numbers import I64, LANES, MASK32, U32, Array, signed
 from tilestream_tools.emulator.operands import Operand, Unknown, scalar
+from tilestream_tools.emulator.order import words_of
 from tilestream_tools.emulator.registers import M0, UNWRITTEN
 
 #: Bytes of an access, by what the name ends in, and the kind of a load of fewer than four.
@@ -84,27 +85,41 @@ def is_device_scope(one: Decoded) -> bool:
     return "sc1" in one.modifiers
 
 
+def is_system_scope(one: Decoded) -> bool:
+    """Whether a load or a cache control counts for the host and other devices, too."""
+    return "sc0" in one.modifiers and "sc1" in one.modifiers
+
+
 @instruction(rf"{_SPACE}_load_({_NAMES})(_d16(?:_hi)?)?", f"offset offen lds {_SCOPES}")
 def _load(one: Decoded, found: re.Match[str]) -> Act:
     (size, small), half = _SIZES[found[2]], found[3] or ""
     if "lds" in one.modifiers:
         return _to_lds(one, places(one, found[1], one.operands), size)
-    where, device = places(one, found[1], one.operands[1:]), is_device_scope(one)
+    where, device, system = places(one, found[1], one.operands[1:]), is_device_scope(one), is_system_scope(one)
     to, registers = one.operands[0].index, registers_of(one.operands[0], max(1, size // 4))
 
     def act(w: Wave) -> None:
         at = where(w, size)
-        on, outside, unit = at.on.copy(), at.outside, w.group.unit
-        offsets = w.machine.memory.offsets(at.addresses[on], size)
-        is_cut = bool(outside.any())
+        on, outside, memory = at.on.copy(), at.outside, w.machine.memory
+        offsets = memory.offsets(at.addresses[on], size)
+        is_cut, order, words = bool(outside.any()), w.machine.order, words_of(offsets, size)
+        learned: Array
+        if not device:
+            order.load(w.known, words)
 
         def land() -> None:
+            nonlocal learned
             if offsets.size:
-                put_loaded(w, to, unit.load(offsets, size, device), on, small, half)
+                put_loaded(w, to, memory.load(offsets, size), on, small, half)
             if is_cut:
                 put_loaded(w, to, np.zeros((int(outside.sum()), size), np.uint8), outside, small, half)
+            if device:
+                learned = order.observe(w.known, words, system)
 
-        w.issue(w.vector, Pending(land, registers, one.text))
+        def end() -> None:
+            order.acquire(w.known, learned)
+
+        w.issue(w.vector, Pending(land, registers, one.text, end=end if device else None))
 
     return act
 
@@ -116,18 +131,21 @@ def _load_to_lds(one: Decoded, found: re.Match[str]) -> Act:
 
 def _to_lds(one: Decoded, where: Where, size: int) -> Act:
     """From memory past the registers: to M0's offset and the immediate one, the lanes side by side."""
-    device, offset = is_device_scope(one), one.offset
+    if is_device_scope(one):
+        raise Unknown(one.text)
+    offset = one.offset
 
     def act(w: Wave) -> None:
         at = where(w, size)
         if at.outside.any():
             raise Fault("a copy to LDS from past a buffer's end")
-        unit, shared, index = w.group.unit, w.group.shared, w.index
-        source = w.machine.memory.offsets(at.addresses[at.on], size)
+        memory, shared, index = w.machine.memory, w.group.shared, w.index
+        source = memory.offsets(at.addresses[at.on], size)
+        w.machine.order.load(w.known, words_of(source, size))
         to = (w.s[M0] & 0x3FFFF) + offset + np.flatnonzero(at.on) * size
-        words = shared.begin(index, w.epoch, to, size, unit.load(source, size, device))
+        words = shared.begin(index, w.epoch, to, size, memory.load(source, size))
         w.issue(w.vector, Pending(
-            lambda: shared.store(to, unit.load(source, size, device)), text=one.text,
+            lambda: shared.store(to, memory.load(source, size)), text=one.text,
             end=lambda: shared.end(index, w.epoch, words, True),
         ))  # fmt: skip
 
@@ -136,7 +154,8 @@ def _to_lds(one: Decoded, where: Where, size: int) -> Act:
 
 @instruction(rf"{_SPACE}_store_({_NAMES})(_d16_hi)?", f"offset offen {_SCOPES}")
 def _store(one: Decoded, found: re.Match[str]) -> Act:
-    size, is_high, device = _SIZES[found[2]][0], bool(found[3]), is_device_scope(one)
+    size, is_high = _SIZES[found[2]][0], bool(found[3])
+    device, system = is_device_scope(one), is_system_scope(one)
     if found[1] == "buffer":
         data, rest = one.operands[0].index, one.operands[1:]
     else:
@@ -145,9 +164,20 @@ def _store(one: Decoded, found: re.Match[str]) -> Act:
 
     def act(w: Wave) -> None:
         at = where(w, size)
-        offsets = w.machine.memory.offsets(at.addresses[at.on], size)
-        values, unit = stored(w, data, size, at.on, is_high), w.group.unit
-        w.issue(w.vector, Pending(lambda: unit.store(offsets, values, device), text=one.text))
+        memory, order, known = w.machine.memory, w.machine.order, w.known
+        offsets, values = memory.offsets(at.addresses[at.on], size), stored(w, data, size, at.on, is_high)
+        known.stores += 1
+        number, words = known.stores, words_of(offsets, size)
+        released = known.in_memory.copy() if device else None
+        if released is None:
+            order.store(known, words, size < 4)
+
+        def land() -> None:
+            memory.store(offsets, values)
+            if released is not None:
+                order.publish(known, number, words, released, system)
+
+        w.issue(w.vector, Pending(land, text=one.text, end=lambda: order.land(known, number)))
 
     return act
 
@@ -166,6 +196,7 @@ def _atomic(one: Decoded, found: re.Match[str]) -> Act:
     """Lane by lane. ``sc0``: the number before comes back."""
     words = 2 if found[3] else 1
     returns, compares, operands = "sc0" in one.modifiers, found[2] == "cmpswap", one.operands
+    system = "sc1" in one.modifiers
     update = _UPDATES["swap" if compares else found[2]]
     if found[1] == "buffer":
         data, back, rest = operands[0], operands[0], operands[1:]
@@ -179,24 +210,35 @@ def _atomic(one: Decoded, found: re.Match[str]) -> Act:
 
     def act(w: Wave) -> None:
         at = where(w, 4 * words)
-        lanes = np.flatnonzero(at.on)
-        offsets = w.machine.memory.offsets(at.addresses[lanes], 4 * words)
+        lanes, memory = np.flatnonzero(at.on), w.machine.memory
+        offsets = memory.offsets(at.addresses[lanes], 4 * words)
+        order, known, released = w.machine.order, w.known, w.known.in_memory.copy()
+        known.stores += 1
+        count, touched = known.stores, words_of(offsets, 4 * words)
+        learned: Array
         given = [(number(w, n, int(lane)), number(w, n + words, int(lane)) if compares else 0) for lane in lanes]
-        unit = w.group.unit
 
         def land() -> None:
+            nonlocal learned
+            learned = order.observe(known, touched, system)
+            order.publish(known, count, touched, released, system)
             for lane, offset, (value, wanted) in zip(lanes, offsets.tolist(), given, strict=True):
 
                 def updated(x: int, value: int = value, wanted: int = wanted) -> int:
                     return x if compares and x != wanted else update(x, value, 32 * words)
 
-                before = unit.atomic(offset, 4 * words, updated)
+                before = memory.update(offset, 4 * words, updated)
                 if returns:
                     w.v[back.index, lane] = before & MASK32
                     if words == 2:
                         w.v[back.index + 1, lane] = before >> 32
 
-        w.issue(w.vector, Pending(land, registers_of(back, words) if returns else (), one.text))
+        def end() -> None:
+            order.land(known, count)
+            if returns:
+                order.acquire(known, learned)
+
+        w.issue(w.vector, Pending(land, registers_of(back, words) if returns else (), one.text, end=end))
 
     return act
 
@@ -240,12 +282,13 @@ def _nothing() -> None:
 
 @instruction("buffer_wbl2", _SCOPES)
 def _write_back(one: Decoded, _: re.Match[str]) -> Act:
-    """At the device's scope or wider: what is dirty in the die's L2 by the time that it is performed goes to memory."""
+    """At the device's scope or wider: what has landed in the die's L2 goes to memory."""
     device = is_device_scope(one)
 
     def act(w: Wave) -> None:
-        die = w.group.unit.die
-        w.issue(w.vector, Pending(die.write_back if device else _nothing, text=one.text))
+        known, order = w.known, w.machine.order
+        covered = order.write_back(known) if device else known.in_memory
+        w.issue(w.vector, Pending(_nothing, text=one.text, end=lambda: order.acquire(known, covered)))
 
     return act
 
@@ -253,10 +296,10 @@ def _write_back(one: Decoded, _: re.Match[str]) -> Act:
 @instruction("buffer_inv", _SCOPES)
 def _invalidate(one: Decoded, _: re.Match[str]) -> Act:
     """At the device's scope or wider: the compute unit's first level and the die's L2 forget what they have read."""
-    device = is_device_scope(one)
+    device, system = is_device_scope(one), is_system_scope(one)
 
     def act(w: Wave) -> None:
         if device:
-            w.group.unit.invalidate()
+            w.machine.order.invalidate(w.known, system)
 
     return act

@@ -64,6 +64,9 @@ _PORTABLE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         "arriving": Arriving(_UNIFORM, (2, 0, 1), lost=(1,), allowed=300_000)}),
     ("copied", "arrival order, two dies", "gfx942", {
         "schedule": "dynamic", "k": 512, "dies": 2, "arriving": Arriving(_UNIFORM, in_order=True, copies=2)}),
+    ("copied", "the deadline passes", "", {
+        "schedule": "dynamic", "k": 512, "dies": 2,
+        "arriving": Arriving(_UNIFORM, in_order=True, copies=2, allowed=1)}),
     ("copied", "one piece a chunk", "", {
         "schedule": "dynamic", "k": 512, "workers": 4, "dies": 2,
         "arriving": Arriving(_UNIFORM, in_order=True, copies=1)}),
@@ -86,6 +89,7 @@ _CDNA: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 #: Attention: name, backends and architectures of the sample, the call.
 _ATTENTION: tuple[tuple[str, tuple[tuple[str, str], ...], Call], ...] = (
     ("causal", (("portable", "gfx950"), ("cdna", "gfx942")), Call((128,), (192,), (2, 1), (64, 64), "causal")),
+    ("causal, more keys", (), Call((128,), (512,), (2, 1), (64, 64), "causal")),
     ("full, 256 columns", (), Call((130,), (100,), (1, 1), (256, 256))),
     ("window, cap, sinks", (("cdna", "gfx950"),), Call((100,), (130,), (2, 2), (128, 128), "all")),
     ("top left", (), Call((100,), (60,), (1, 1), (64, 64), "top left")),

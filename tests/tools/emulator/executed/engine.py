@@ -1,9 +1,10 @@
 """Execute cases on the emulator, and print what came of each, a JSON object a line.
 
-``quick`` or ``all``, or a part of names; ``--seeds N`` orders of each ``--landing late,random,early``. ``faults`` seeds
-``--seeds N`` faults of each kind instead, ``undrained`` takes the drain out of each hand-over: see `executed.faults`.
-``elementwise`` compares single operations with numpy: see `executed.elementwise`.
-``--record FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts into docs/amd.md.
+``quick`` or ``all``, or a part of names; ``--seeds N`` orders of each ``--landing late,random,early``. Instead of
+cases: ``faults`` seeds ``--seeds N`` faults of each kind, or of those with ``--kind`` in their names, and ``undrained``
+takes the drain out of each hand-over (`executed.faults`); ``elementwise`` compares single operations with numpy
+(`executed.elementwise`). ``--record FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts
+into docs/amd.md.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ def main() -> None:
     parser.add_argument("what")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--landing", default="late,random")
+    parser.add_argument("--kind", default="")
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
     rows = []
     if given.what == "faults":
         from executed import faults
 
-        rows = faults.table(list(faults.tried(given.seeds)))
+        rows = faults.table(list(faults.tried(given.seeds, only=given.kind)))
         print("\n".join(map(json.dumps, rows)))
     if given.what == "undrained":
         from executed import faults

@@ -1,16 +1,20 @@
 """Faults seeded into machine code, one at a time: what share of them does the emulator find?
 
-A fault is a change of one instruction that the kernel executes. It is found if one of `ORDERS` ends in a fault of the
-emulator, in wrong numbers, or in no end. Some changes alter nothing that a program may rely on, such as a wait that
-another one follows; they count as missed like all others.
+A fault is a change of one instruction that the kernel executes. It is found if an order of `ORDERS` ends in a fault of
+the emulator, in wrong numbers, or in no end: of the case that it was drawn for, or of another one with the same machine
+code. `HARMLESS` names changes that alter nothing that a program may rely on, and says why; in place of one that was
+drawn and not found another is drawn.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from executed.cases import cases
@@ -18,13 +22,65 @@ from tilestream_tools.emulator import Fault, decode
 
 #: Landing and seed.
 ORDERS = (("late", 1), ("random", 2), ("random", 3), ("late", 4), ("early", 5), ("random", 6))
-#: What faults are seeded into: the architecture, and kernels and names of cases.
+#: What faults are seeded into, as architecture, kernel and case; then the other cases with the same machine code.
 BASES = (
-    "gfx942 portable GEMM, gated: chunks out of order", "gfx950 portable GEMM, stream-K: two dies",
-    "gfx950 portable GEMM, gated: a chunk is lost", "gfx942 portable GEMM, copied: arrival order, two dies",
-    "gfx950 cdna GEMM, stream-K: 128x128, two dies", "gfx942 cdna attention: causal, bfloat16",
-    "gfx950 portable attention: causal, bfloat16",
-)  # fmt: skip
+    ("gfx942 portable GEMM, gated: chunks out of order", "a chunk is lost", "a producer fails"),
+    ("gfx950 portable GEMM, stream-K: two dies",),
+    ("gfx950 portable GEMM, gated: a chunk is lost", "chunks out of order", "a producer fails"),
+    ("gfx942 portable GEMM, copied: arrival order, two dies", "the deadline passes"),
+    ("gfx950 cdna GEMM, stream-K: 128x128, two dies",),
+    ("gfx942 cdna attention: causal, bfloat16",),
+    ("gfx950 portable attention: causal, bfloat16", "causal, more keys, bfloat16"),
+)
+
+
+class Harmless(NamedTuple):
+    """Changes that alter nothing. ``where``: a pattern of the base, the instruction and the functions it comes from."""
+
+    kind: str
+    where: str
+    why: str
+
+
+#: Looked up for a fault that was not found. `tilestream.kernels.device` has the functions.
+HARMLESS = (
+    Harmless(
+        "an invalidation is deleted",
+        "buffer_inv .* in poll_signal, chunks_state",
+        "a queue is picked by it; the gate polls the same chunk again, and invalidates, before the tile is loaded",
+    ),
+    Harmless(
+        "an invalidation is deleted",
+        "buffer_inv sc1 in count_in, copy_items",
+        "the last copier of a chunk reads nothing that the others have stored, and publishes what is in memory",
+    ),
+    Harmless(
+        "a scope is narrowed",
+        "buffer_inv .* in (poll_signal, chunks_state|count_in, copy_items)",
+        "deleted it is harmless, too: see there",
+    ),
+    Harmless(
+        "a write-back is deleted",
+        "copied.*buffer_wbl2 sc0 sc1",
+        "each piece was written back before it was counted; what is left is the count's reset, for the next launch",
+    ),
+    Harmless("a scope is narrowed", "copied.*buffer_wbl2 sc0 sc1", "deleted it is harmless, too: see there"),
+    Harmless(
+        "a scope is narrowed",
+        "copied.*global_atomic_swap",
+        "the kernel itself has copied the chunk: no other device polls",
+    ),
+    Harmless(
+        "an atomic is deleted",
+        "arrival order.*global_atomic_smax.* in enter",
+        "in arrival order each look at a queue raises its counter, by the same atomic maximum",
+    ),
+    Harmless(
+        "an atomic is deleted",
+        "global_atomic_smax.* in latest, present",
+        "the clock is as old as the last poll of any worker, by its contract; only the record's time waited shows it",
+    ),
+)
 
 
 class Seeded(NamedTuple):
@@ -94,38 +150,66 @@ def _inverted(line: str) -> str:
 
 
 class Tried(NamedTuple):
-    """A fault that was seeded. ``how``: it was found: by a check, by numbers, by no end; empty if it was missed."""
+    """A fault that was seeded.
+
+    Attributes
+    ----------
+    line, place
+        The instruction; the functions that it comes from, innermost first.
+    how
+        It was found: by a check, by numbers, by no end; empty if it was missed.
+    why
+        Why it is harmless; empty if it is not.
+    """
 
     kind: str
     base: str
     line: str
+    place: str
     how: str
+    why: str = ""
 
 
-def tried(per_kind: int, seed: int = 1) -> Iterator[Tried]:
-    """So many faults of each kind, spread over `BASES`."""
-    chance, bases = random.Random(seed), [Base(name) for name in BASES]
+def tried(per_kind: int, seed: int = 1, only: str = "") -> Iterator[Tried]:
+    """So many faults of each kind that are not harmless, spread over `BASES`; of the kinds with this in their names."""
+    bases = [Base(*names) for names in BASES]
     for kind in KINDS:
+        chance, left = random.Random(f"{seed} {kind.name}"), per_kind
         sites = [(base, line) for base in bases for line in base.sites(kind)]
-        for base, line in chance.sample(sites, min(per_kind, len(sites))):
-            yield Tried(kind.name, base.name, base.texts[line], base.finds(kind, line))
+        for base, line in chance.sample(sites, len(sites)) if only in kind.name else ():
+            one = Tried(kind.name, base.name, base.texts[line], base.place(line), base.finds(kind, line))
+            if not one.how:
+                one = one._replace(why=why_harmless(one))
+            left -= not one.why
+            yield one
+            if not left:
+                break
+
+
+def why_harmless(one: Tried) -> str:
+    """Empty if it is not."""
+    said = f"{one.base}: {one.line} in {one.place}"
+    return next((known.why for known in HARMLESS if known.kind == one.kind and re.search(known.where, said)), "")
 
 
 class Base:
-    """A case that is right, and the lines that it executes."""
+    """A case that is right, the lines that it executes, and other cases with the same machine code."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        (case,) = (one for one in cases() if f"{one.arch} {one.kernel}: {one.name}" == name)
-        self.problem: Any = case.make()
-        machines = [self.problem.run(landing=landing, seed=number) for landing, number in ORDERS[:2]]
-        self.text = self.problem.built.text
-        self._limit = 4 * max(one.executed for one in machines) + 100_000
+    def __init__(self, name: str, *others: str) -> None:
+        self.name, kernel = name, name.partition(":")[0]
+        self._problems = [_problem(name), *(_problem(f"{kernel}: {other}") for other in others)]
+        self._limits = []
+        for problem in self._problems:
+            machines = [problem.run(landing=landing, seed=number) for landing, number in ORDERS[:2]]
+            self._limits.append(4 * max(one.executed for one in machines) + 100_000)
+            if problem is self._problems[0]:
+                visited = set.intersection(*(one.visited for one in machines))
+                waited = set.intersection(*(one.waited for one in machines))
+        self.text = self._problems[0].built.text
+        assert all(problem.built.text == self.text for problem in self._problems), f"{name}: another machine code"
         program = decode(self.text)
         steps, loops = program.steps, [loop for loop in program.kernel.loops if loop.counts["sleep"]]
         self._polls = {one.line for one in min(loops, key=lambda loop: len(loop.body)).instructions} if loops else set()
-        visited = set.intersection(*(one.visited for one in machines))
-        waited = set.intersection(*(one.waited for one in machines))
         self.texts = {
             steps[pc].line: steps[pc].text for pc in sorted(visited)
             if pc in waited or not steps[pc].text.startswith("s_waitcnt")
@@ -138,30 +222,65 @@ class Base:
             if re.match(kind.pattern, text) and kind.change(text) != text and (line in self._polls or not kind.in_poll)
         ]  # fmt: skip
 
+    def place(self, line: int) -> str:
+        """The functions that an instruction comes from, innermost first."""
+        lines = self.text.split("\n")
+        files = {
+            Path(name).name: Path(folder, name) for folder, name in re.findall(r'\.file\s+\d+ "(.*)" "(.*)"', self.text)
+        }
+        for said in reversed(lines[:line]):
+            found = re.findall(r"([\w.]+\.py):(\d+):\d+", said) if ".loc" in said else []
+            if found and all(int(number) for _, number in found):
+                return ", ".join(_function(files[name], int(number)) for name, number in found)
+        return ""
+
     def finds(self, kind: Seeded, line: int) -> str:
         """How the fault is found; empty if it is not."""
         lines = self.text.split("\n")
         lines[line - 1] = kind.change(lines[line - 1])
-        for landing, seed in ORDERS:
-            try:
-                self.problem.run(landing=landing, seed=seed, text="\n".join(lines), limit=self._limit)
-            except Fault as fault:
-                return "no end" if "no end" in str(fault) or "no wave can go on" in str(fault) else "a check"
-            except AssertionError:
-                return "numbers"
+        for problem, limit in zip(self._problems, self._limits, strict=True):
+            for landing, seed in ORDERS:
+                try:
+                    problem.run(landing=landing, seed=seed, text="\n".join(lines), limit=limit)
+                except Fault as fault:
+                    return "no end" if "no end" in str(fault) or "no wave can go on" in str(fault) else "a check"
+                except AssertionError:
+                    return "numbers"
         return ""
 
 
+def _problem(name: str) -> Any:
+    (case,) = (one for one in cases() if f"{one.arch} {one.kernel}: {one.name}" == name)
+    return case.make()
+
+
+@functools.cache
+def _functions(file: Path) -> list[tuple[int, int, str]]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [(n.lineno, n.end_lineno or n.lineno, n.name) for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+
+
+def _function(file: Path, line: int) -> str:
+    around = [(end - begin, name) for begin, end, name in _functions(file) if begin <= line <= end]
+    return min(around, default=(0, file.stem))[1]
+
+
+def _site(one: Tried) -> dict[str, str]:
+    return {"base": one.base, "line": one.line, "place": one.place}
+
+
 def table(found: list[Tried]) -> list[dict[str, Any]]:
-    """By kind: how many were tried and how many found, and how."""
+    """By kind: how many were tried and how many found, and how; those that were missed, and the harmless ones."""
     rows = []
     for kind in dict.fromkeys(one.kind for one in found):
         of_kind = [one for one in found if one.kind == kind]
-        hows = Counter(one.how for one in of_kind)
-        missed = [f"{one.base}: {one.line}" for one in of_kind if not one.how]
+        real = [one for one in of_kind if not one.why]
+        hows = Counter(one.how for one in real)
         rows.append({
-            "fault": kind, "tried": len(of_kind), "found": len(of_kind) - hows[""], "by a check": hows["a check"],
-            "by numbers": hows["numbers"], "by no end": hows["no end"], "missed": missed,
+            "fault": kind, "tried": len(real), "found": len(real) - hows[""], "by a check": hows["a check"],
+            "by numbers": hows["numbers"], "by no end": hows["no end"],
+            "missed": [_site(one) for one in real if not one.how],
+            "harmless": [{**_site(one), "why": one.why} for one in of_kind if one.why],
         })  # fmt: skip
     return rows
 
@@ -180,8 +299,7 @@ def undrained(arch: str, kernel: str, name: str) -> dict[str, Any]:
 
     A seed may be right without it: the workgroup that publishes last may find the others' stores landed.
     """
-    (case,) = (one for one in cases() if (one.arch, one.kernel, one.name) == (arch, kernel, name))
-    problem, right, wrong, seeds = case.make(), 0, 0, range(5)
+    problem, right, wrong, seeds = _problem(f"{arch} {kernel}: {name}"), 0, 0, range(5)
     for seed in seeds:
         problem.run(landing="late", seed=seed)
         right += 1
@@ -189,7 +307,7 @@ def undrained(arch: str, kernel: str, name: str) -> dict[str, Any]:
         assert text != problem.built.text, "no drain was found"
         try:
             problem.run(landing="late", seed=seed, text=text)
-        except AssertionError:
+        except (AssertionError, Fault):
             wrong += 1
     return {
         "kernel": kernel, "name": name, "arch": arch, "orders": len(seeds), "right": right, "undrained wrong": wrong

@@ -122,6 +122,11 @@ class Arriving:
     allowed: int = 10**12
 
     @property
+    def may_end(self) -> bool:
+        """Whether the launch ends without a chunk. Where the kernel copies, that depends on who is faster."""
+        return bool(self.lost) or self.failed is not None
+
+    @property
     def chunks(self) -> Chunks:
         steps = {b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)}
         return Chunks.uniform(self.bounds[-1], steps.pop()) if len(steps) == 1 else Chunks(self.bounds)
@@ -284,10 +289,10 @@ class Gemm:
         if self.built is None:
             kernel = portable_gemm if self.backend == "portable" else cdna_gemm
             self.built = Built(kernel, arguments.options, self.arch)
-        host = None if arrives is None or arrives.copies else Producer(arrives, [(x, a)], gate)
+        host = None if arrives is None else Producer(arrives, [(x, a)], gate)
         machine = self.built.launch(filled, o.memory, self.workers, dies=self.dies, host=host, **how)
         found = answer(out, like)
-        if arrives is None or not (arrives.lost or arrives.failed is not None):
+        if host is None or not (arrives.may_end or host.record[0]):
             check(found, maths)
             if arrives is not None:
                 assert not gate.claims.numpy()[0], "a record of a launch that lost nothing"
@@ -326,7 +331,7 @@ class Gemm:
 
     def _check_loss(self, found: torch.Tensor, maths: Maths, arrives: Arriving, host: Producer) -> None:
         """What was lost is NaN, as far as tiles of it; what came is right or NaN; the record names a chunk of it."""
-        gone = {*arrives.lost, *(() if arrives.failed is None else (arrives.failed,))}
+        gone = {*arrives.lost, arrives.failed} - {None}
         bounds = arrives.bounds
         for chunk in gone:
             assert found[bounds[chunk] : bounds[chunk + 1]].isnan().all(), f"rows of chunk {chunk} are not NaN"
@@ -345,7 +350,7 @@ def _view(tensor: Tensor, dtype: str) -> Tensor:
 
 
 class Producer:
-    """The host while a kernel runs: writes chunks and signals, and reads the record.
+    """The host while a kernel runs: writes chunks and signals, unless the kernel does, and reads the record.
 
     Parameters
     ----------
@@ -362,15 +367,15 @@ class Producer:
 
     def __init__(self, arrives: Arriving, operands: Sequence[tuple[Tensor, torch.Tensor]], gate: Any) -> None:
         order = arrives.order or tuple(range(arrives.chunks.count))
-        self._left = [chunk for chunk in order if chunk not in arrives.lost]
+        self._left = [] if arrives.copies else [chunk for chunk in order if chunk not in arrives.lost]
         self._arrives, self._sent, self._records = arrives, 0, gate.records
         self._signals = gate.signals if isinstance(gate, KeyGate) else gate.row_signals
         self._operands = [(to, bits(x).view(np.uint8).reshape(arrives.bounds[-1], -1)) for to, x in operands]
-        self.record = [0] * FIELDS
+        self.record, self._elapsed = [0] * FIELDS, 0
 
     def __call__(self, machine: Machine) -> None:
-        if not self.record[0]:
-            self.record = self._records.numpy()[:FIELDS].tolist()
+        if not self.record[0] and self._records.numpy(1)[0]:
+            self.record, self._elapsed = self._records.numpy(FIELDS).tolist(), machine.executed * machine.nanoseconds
         while self._left and machine.executed >= self._arrives.every * (self._sent + 1):
             chunk = self._left.pop(0)
             begin, end = self._arrives.bounds[chunk : chunk + 2]
@@ -382,11 +387,13 @@ class Producer:
 
     def check_record(self) -> None:
         """Assert that the record names a chunk that was lost, and all else that it should."""
-        gone = {*self._arrives.lost, self._arrives.failed} - {None}
+        arrives = self._arrives
+        gone = set(range(arrives.chunks.count)) if arrives.copies else {*arrives.lost, arrives.failed} - {None}
         number, state, op, _, operand, chunk, key, epoch = self.record[:8]
         assert (number, op, operand, key, epoch) == (1, OP, 0, KEY, EPOCH), f"the record: {self.record}"
         assert state == (3 if self._arrives.failed is None else 4), f"the record's state is {state}"
         assert chunk in gone, f"the record names chunk {chunk}"
+        assert 0 <= self.record[12] <= self._elapsed, f"waited for {self.record[12]} ns of {self._elapsed}"
 
 
 @dataclass

@@ -1,0 +1,5 @@
+"""What each check of the emulator raises."""
+
+
+class Fault(Exception):
+    """The program did what no program may do."""
