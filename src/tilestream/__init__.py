@@ -40,10 +40,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "tilestream.arrival.stream": ("Stream", "stream_in"),
     "tilestream.ops": (
-        "addmm", "attention", "bmm", "linear", "matmul", "merge_attention", "mm", "register_attention", "use_attention",
-        "use_invariant_torch",
         "addmm", "attention", "bmm", "grouped_mm", "linear", "matmul", "merge_attention", "mm", "register_attention",
-        "use_attention",
+        "use_attention", "use_invariant_torch",
     ),
     "tilestream.ops.limit": ("invariant", "worker_limit"),
     "tilestream.runtime.channel": ("check",),
@@ -52,12 +50,9 @@ _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Arrival", "ArrivalTimeout", "GroupBroken", "Plan", "ProducerStopped", "Stream", "TilestreamError", "__version__",
-    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "invariant", "linear", "matmul",
-    "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention",
-    "use_invariant_torch", "worker_limit",
-    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "grouped_mm", "grouped_plan", "linear",
-    "matmul", "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_in", "trace", "use_attention",
-    "worker_limit",
+    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "grouped_mm", "grouped_plan", "invariant",
+    "linear", "matmul", "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_in", "trace",
+    "use_attention", "use_invariant_torch", "worker_limit",
 ]  # fmt: skip
 
 

@@ -311,6 +311,14 @@ def test_gradients_that_there_are_not():
         ts.grouped_mm(A, B, ENDS, scale_a=torch.ones(5, requires_grad=True))
 
 
+def test_equal_bits_are_not_promised_silently():
+    with ts.invariant():
+        with pytest.raises(NotImplementedError, match="grouped_mm: tilestream.invariant promises each row"):
+            ts.grouped_mm(A, B, ENDS)
+        with pytest.raises(NotImplementedError, match="grouped_plan: tilestream.invariant promises each row"):
+            ts.grouped_plan(64, 64, 64, 4, device="h100")
+
+
 def test_a_stream_is_refused():
     with ts.stream_in(torch.ones(5, 4)) as stream, pytest.raises(TypeError, match="a is a Stream"):
         ts.grouped_mm(stream, B, ENDS)

@@ -92,7 +92,7 @@ def grouped_mm(
     RuntimeError
         If an operand of 8 bits, a scale or what it scales, or any operand of a call with ``out`` requires a gradient.
     NotImplementedError
-        As from `tilestream.matmul`.
+        As from `tilestream.matmul`; and under `tilestream.invariant`.
 
     Examples
     --------

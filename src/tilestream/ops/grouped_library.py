@@ -27,7 +27,7 @@ from tilestream.ops.operands import refuse_shared
 from tilestream.ops.scales import FP8_DTYPES
 from tilestream.plan import limit as limits
 from tilestream.plan import tma
-from tilestream.plan.grouped import check_schedule, plan_groups
+from tilestream.plan.grouped import check_schedule, plan_groups, refuse_invariance
 from tilestream.plan.problem import GroupedProblem
 from tilestream.runtime import collector
 from tilestream.runtime.channel import check_device
@@ -110,6 +110,7 @@ def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) ->
     epilogue = Epilogue(1.0, bias, None, 1.0, activation, scale_a, scale_b)
     x = GroupedOperands(a.detach(), b.detach(), out.detach(), epilogue, offsets)
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
+    refuse_invariance(_OP, how.limit)
     if out.is_cuda:
         _on_gpu(x, how)
     else:

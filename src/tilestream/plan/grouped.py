@@ -22,7 +22,7 @@ from tilestream.plan import tma
 from tilestream.plan.api import check_forced, default_workers, device_properties, is_whole
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import log
-from tilestream.plan.limit import limit, workers_of
+from tilestream.plan.limit import is_invariant, limit, workers_of
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.planner import fast_or_portable
 from tilestream.plan.policy import cpu, hopper, portable
@@ -112,6 +112,21 @@ def _no_tma(m: int, n: int, k: int, along: Along, dtype: str) -> str:
     return tma.refuse_contiguous(m, n, k, "nt" if along == "rows" else "tn", (dtype, dtype))
 
 
+def refuse_invariance(op: str, asked: int) -> None:
+    """Raise where the limit of a call promises invariance: a tile is chosen by the groups' mean length.
+
+    Raises
+    ------
+    NotImplementedError
+        If it does.
+    """
+    if is_invariant(asked):
+        raise NotImplementedError(
+            f"{op}: tilestream.invariant promises each row bits of its own, which no grouped matmul keeps yet; "
+            "multiply group by group (tilestream.mm), or call outside of the promise"
+        )
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
     """As `tilestream.plan.planner.plan_problem`, of groups.
@@ -123,6 +138,7 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
     """
     how = Asked(*asked, **more)
     check_schedule("grouped_plan", how.schedule)
+    refuse_invariance("grouped_plan", how.limit)
     device = how.device or cpu_properties()
     count, _, refused = workers_of(device, how.workers, how.default_workers, how.limit, "")
     refused += (Refusal("stream_k", "which tiles are the last wave's is known on the device alone"),)
