@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SRC, TESTS = ROOT / "src", ROOT / "tests"
 
+#: Tests that run in Triton's interpreter.
+INTERPRETED = "kernels/portable/"
 #: Test files of a module at most.
 MOST = 5
 #: Folders of tests that need a GPU, or are of something else.
