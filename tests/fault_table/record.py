@@ -76,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _shown(ended: str) -> str:
-    """The first line, without addresses and folders of this run."""
-    line = next(iter(ended.splitlines()), "")
-    return re.sub(r"/\S*/(?=fault)", "", re.sub(r"0x[0-9a-f]+", "0x..", line))[:160]
+    """The beginning of the first line, without the folders of this run."""
+    line = re.sub(r"/\S*/(?=fault)", "", next(iter(ended.splitlines()), "")).removesuffix(": ")
+    return line if len(line) <= 120 else f"{line[:117].rpartition(' ')[0]} ..."
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -170,11 +171,10 @@ def _saved(place: Place, rows: int = 4000) -> tuple[Path, torch.Tensor]:
 
 def _at_read(place: Place, number: int, do: Any) -> None:
     """Before the reader's read of this number something happens to the file."""
-    reads, real = [0], os.preadv
+    reads, real = itertools.count(1), os.preadv
 
     def preadv(*how: Any) -> int:
-        reads[0] += 1
-        if reads[0] == number:
+        if next(reads) == number:
             do()
         return real(*how)
 
@@ -184,9 +184,9 @@ def _at_read(place: Place, number: int, do: Any) -> None:
 @fault("files", "shrinks", "a file is truncated while it is read",
        r"EOFError: .*fault\.npy: ends at byte \d+, \d+ bytes early", where=BOTH)  # fmt: skip
 def shrinks(place: Place) -> None:
-    path, _ = _saved(place)
+    path, source = _saved(place)
     _at_read(place, 2, lambda: os.truncate(path, 100_000))
-    place.stream(path, rows_per_chunk=100, direct=False)
+    place.stream(path, want=source, rows_per_chunk=100, direct=False)
 
 
 @fault("files", "is deleted", "a file is unlinked while it is read", where=BOTH)
@@ -208,9 +208,9 @@ def unreadable(place: Place) -> None:
     def fails() -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    path, _ = _saved(place)
+    path, source = _saved(place)
     _at_read(place, 2, fails)
-    place.stream(path, rows_per_chunk=100, direct=False)
+    place.stream(path, want=source, rows_per_chunk=100, direct=False)
 
 
 @fault("files", "is a FIFO", "a FIFO without a writer is streamed", r"ValueError: .*no regular file")
@@ -221,7 +221,8 @@ def fifo(place: Place) -> None:
 
 @fault("files", "is a directory", "a directory is streamed", r"IsADirectoryError: ")
 def directory(place: Place) -> None:
-    place.stream(place.folder)
+    (place.folder / "fault").mkdir()
+    place.stream(place.folder / "fault")
 
 
 @fault("files", "is a symlink", "a symlink to a file is streamed")

@@ -33,7 +33,7 @@ def happens(row, device, folder, pool):
     assert not outcome.wrong, outcome.wrong
 
 
-@pytest.mark.parametrize("row", params("cpu"))
+@pytest.mark.parametrize("row", list(params("cpu")))
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fault_on_the_cpu(row, tmp_path, pool):
     happens(row, "cpu", tmp_path, pool)

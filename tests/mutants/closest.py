@@ -56,6 +56,7 @@ kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_p
 core.protocols: distributed/test_gpu_reduce_scatter.py distributed/test_copy_engines.py
 core.attention_structs: kernels/hopper/test_hopper_attention_text.py
 core.dtypes: plan/test_plan.py ops/test_matmul.py
+core.whole_file: core/test_whole_file.py
 distributed.exchange: distributed/test_scenarios.py distributed/test_all_gather.py
 distributed.async_tp: distributed/test_async_input.py distributed/test_scenarios.py
 distributed.gloo: distributed/test_all_gather.py distributed/test_reduce_scatter.py

@@ -37,16 +37,23 @@ class Outcome(NamedTuple):
 
 
 class Watch:
-    """Writes down which test runs, and which failed first; keeps to ``only``, in that order, where it is given."""
+    """Writes down which test runs, and which failed first; chooses the tests as `run` says."""
 
-    def __init__(self, path: Path, only: Sequence[str]) -> None:
-        self.path, self.only, self.failed = path, {name: at for at, name in enumerate(only)}, False
+    def __init__(self, path: Path, only: Sequence[str], cases: int) -> None:
+        self.path, self.only, self.cases, self.failed = path, {name: at for at, name in enumerate(only)}, cases, False
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         if self.only:
             chosen = [one for one in items if _node(one.nodeid) in self.only]
             config.hook.pytest_deselected(items=[one for one in items if _node(one.nodeid) not in self.only])
             items[:] = sorted(chosen, key=lambda one: self.only[_node(one.nodeid)])
+        if self.cases:
+            of_function = defaultdict(list)
+            for at, one in enumerate(items):
+                of_function[one.nodeid.partition("[")[0]].append(at)
+            # Evenly: the first cases of a test are often much alike.
+            kept = {at for all_of in of_function.values() for at in all_of[:: max(1, -(-len(all_of) // self.cases))]}
+            items[:] = [one for at, one in enumerate(items) if at in kept]
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -108,7 +115,9 @@ def _node(nodeid: str) -> str:
     return nodeid.removeprefix("tests/")
 
 
-def run(source: str, tests: list[str], only: list[str], cpu: int, seconds: float, reach: str) -> dict[str, Any]:
+def run(
+    source: str, tests: list[str], only: list[str], cpu: int, seconds: float, cases: int, reach: str
+) -> dict[str, Any]:  # fmt: skip
     """Fork, and run tests until the first fails.
 
     Parameters
@@ -119,6 +128,8 @@ def run(source: str, tests: list[str], only: list[str], cpu: int, seconds: float
         Arguments of pytest, from `TESTS`; the tests among them that run, or all of them if there is none.
     cpu, seconds
         CPU seconds of each process of the run; seconds of the run.
+    cases
+        Cases of each test function at most; 0: all.
     reach
         Where to write what ran (`Reach`), or "": then every test runs.
     """
@@ -126,16 +137,14 @@ def run(source: str, tests: list[str], only: list[str], cpu: int, seconds: float
         output, at = Path(folder) / "output", Path(folder) / "test"
         child = os.fork()
         if child == 0:
-            _child(source, tests, only, cpu, reach, output, at)
+            _child(source, tests, Watch(at, only, cases), cpu, reach, output)
         status = _wait(child, seconds)
         read = (path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in (output, at))
         text, by = read
     return {"status": -1 if status in (-signal.SIGXCPU, -signal.SIGKILL) else status, "by": by, "output": text[-4000:]}
 
 
-def _child(
-    source: str, tests: list[str], only: list[str], cpu: int, reach: str, output: Path, at: Path
-) -> None:  # fmt: skip
+def _child(source: str, tests: list[str], watch: Watch, cpu: int, reach: str, output: Path) -> None:
     status = 70
     try:
         os.setsid()
@@ -151,7 +160,7 @@ def _child(
         import pytest
 
         stop = () if reach else ("-x",)
-        plugins = [Watch(at, only), *([Reach(Path(reach), source)] if reach else [])]
+        plugins = [watch, *([Reach(Path(reach), source)] if reach else [])]
         status = int(pytest.main([*_QUIET, *stop, "--timeout", str(max(cpu, 100)), *tests], plugins=plugins))
     finally:
         sys.stdout.flush()
@@ -189,10 +198,10 @@ class Warm:
         )  # fmt: skip
 
     def run(self, source: Path, tests: Sequence[str], only: Sequence[str] = (), *, cpu: int, seconds: float,
-            reach: str = "") -> Outcome:  # fmt: skip
+            cases: int = 0, reach: str = "") -> Outcome:  # fmt: skip
         """See `run`."""
         request = {"source": str(source), "tests": list(tests), "only": list(only), "cpu": cpu, "seconds": seconds,
-                   "reach": reach}  # fmt: skip
+                   "cases": cases, "reach": reach}  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Literal, cast, final
 import torch
 
 from tilestream.arrival import lanes
-from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.arrival import Arrival, as_device
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
 from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Job, Source, file_source, iterator_source, row_count, tensor_source
+from tilestream.core.arguments import is_whole
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
 from tilestream.core.schedule import MOST_QUEUES
@@ -464,7 +465,11 @@ def stream_in(
             if value is not None and name not in made.takes:
                 raise ValueError(f"stream_in: {name}={value!r} means nothing for {made.describe()}")
         of = made.tensor
+        if not is_whole(pivot):
+            raise ValueError(f"stream_in: pivot={pivot!r}; it is the number of a chunk")
         if bounds is None:
+            if rows_per_chunk is not None and (not is_whole(rows_per_chunk) or rows_per_chunk < 1):
+                raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk!r}; a chunk has at least one row")
             row_bytes = of.shape[-1] * of.element_size()
             arrival = _uniform(row_count(of), row_bytes, rows_per_chunk, pivot, target.type != "cpu")
         elif rows_per_chunk is None:
@@ -494,7 +499,7 @@ def _target(source: Streamable, device: str | torch.device | None) -> torch.devi
     if device is None:
         pinned = isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.is_pinned()
         device = "cuda" if pinned else "cpu"
-    target = torch.device(device)
+    target = as_device(device, "stream_in: device")
     if target.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"stream_in: device={str(device)!r}; tensors stream to the CPU and to GPUs")
     if target.type == "cpu":
@@ -513,8 +518,6 @@ def _uniform(rows: int, row_bytes: int, rows_per_chunk: int | None, pivot: int, 
     """Uniform chunks, checked; the signals are not used."""
     if rows_per_chunk is None:
         rows_per_chunk = (gpu_rows_per_chunk if on_gpu else default_rows_per_chunk)(rows, row_bytes)
-    elif rows_per_chunk < 1:
-        raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk}; a chunk has at least one row")
     return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot)
 
 

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.core.arguments import is_one_of
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
 from tilestream.launch.observe import PRODUCTS
@@ -69,9 +70,9 @@ class Request(NamedTuple):
     def check(self) -> None:
         """Raise for options that are wrong whatever the operands are."""
         op = self.op
-        if self.activation is not None and self.activation not in ACTIVATIONS:
+        if self.activation is not None and not is_one_of(self.activation, ACTIVATIONS):
             raise ValueError(f"{op}: activation={self.activation!r}; it is None or one of {', '.join(ACTIVATIONS)}")
-        if self.schedule not in SCHEDULES:
+        if not is_one_of(self.schedule, SCHEDULES):
             raise ValueError(f"{op}: schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
         for name, factor in (("alpha", self.alpha), ("beta", self.beta)):
             if checks.as_number(factor) is None:
