@@ -8,6 +8,8 @@ JOBS ?= 2
 # That `make wheel` builds for. A compiler for another kind than this machine's: Debian's g++-aarch64-linux-gnu, or
 # CXX_aarch64="..." (CXX_x86_64).
 MACHINES ?= x86_64 aarch64
+# Of the tests that are not slow: quick, a part of the rest such as 1/2, or all. See tests/tiers.py.
+TIER ?= quick
 # Passed on: make demo ARGS="...", make test ARGS="-k pivot".
 ARGS ?=
 
@@ -43,8 +45,8 @@ wheel: $(VENV)/.stamp-dev ## Build wheels with the native call path into dist/, 
 		fi; \
 	done
 
-test: $(VENV)/.stamp-dev ## Run the quick tests: no GPU needed, minutes at most.
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist worksteal $(ARGS)
+test: $(VENV)/.stamp-dev ## Run the quick tests: no GPU needed, four minutes on two idle cores.
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n $(JOBS) --dist worksteal --tier $(TIER) --durations 10 $(ARGS)
 
 test-all: $(VENV)/.stamp-dev ## Run every test that needs no GPU, the exhaustive ones too.
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(JOBS) --timeout 1800 $(ARGS)

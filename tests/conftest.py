@@ -1,4 +1,4 @@
-"""The fixture of a fake GPU, and hypothesis profiles.
+"""The fixture of a fake GPU, tiers of tests, and hypothesis profiles.
 
 The same examples each run by default, so that a red `make test` means a change of the code.
 """
@@ -9,6 +9,8 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+pytest_plugins = ("tiers",)
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("repeatable", derandomize=True, max_examples=200, **_common)

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-SUBJECTS = ("gemm", "attention", "arrival", "distributed", "contention", "cpu", "amd", "report")
+SUBJECTS = ("gemm", "attention", "invariance", "arrival", "distributed", "contention", "cpu", "amd", "report")
 
 
 class Section(NamedTuple):

@@ -119,9 +119,10 @@ def behind(results: Path) -> Iterator[str]:
     if calls:
         yield NOTES("not small", figures=", ".join(calls))
     natives = {device_of(data): [row["ratio"]["warm"] for row in data["rows"]] for data in gemm.native_calls(results)}
-    for device, ratios in natives.items():
-        if slower := [ratio for ratio in ratios if ratio > 1]:
-            yield NOTES("not native", slower=len(slower), calls=len(ratios), most=max(slower), device=device)
+    slower = {device: [ratio for ratio in ratios if ratio > 1] for device, ratios in natives.items()}
+    if any(slower.values()):
+        found = [f"{len(its)}, at most {max(its):.2f} times ({device})" for device, its in slower.items() if its]
+        yield NOTES("not native", calls=max(map(len, natives.values())), figures=", ".join(found))
 
 
 def two_shot(data: Data) -> float:

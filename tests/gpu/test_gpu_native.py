@@ -509,7 +509,7 @@ def test_the_ops_of_a_compiled_graph_are_native(monkeypatch):
 
 
 def test_calls_under_autocast_are_native_and_as_by_python(python_calls):
-    x, w, bias, q = randn(2, 64, 128), randn(96, 128), randn(96), randn(2, 64, 4, 64)
+    x, w, bias, q = (randn(*shape, dtype=torch.float32) for shape in ((2, 64, 128), (96, 128), (96,), (2, 64, 4, 64)))
     calls = (lambda: ts.linear(x, w, bias), lambda: ts.bmm(x, x.mT), lambda: ts.attention(q, q, q))
     for call in calls:
         with torch.autocast("cuda", BF16):
@@ -522,7 +522,7 @@ def test_calls_under_autocast_are_native_and_as_by_python(python_calls):
 
 
 def test_autocast_converts_a_weight_once_a_block():
-    w = randn(96, 128).requires_grad_()
+    w = randn(96, 128, dtype=torch.float32).requires_grad_()
     with torch.autocast("cuda", BF16):
         first, second = (checks.autocast("mm", False, w)[0] for _ in range(2))
         assert (first.dtype, first.shape, first.stride()) == (BF16, w.shape, w.stride())

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -187,6 +188,7 @@ if __name__ == "__main__":
         request._multiply = python_way
         torch.Tensor.is_cuda = True
         torch.cuda.is_current_stream_capturing = lambda: False
+        torch.cuda.current_stream = lambda device=None: SimpleNamespace(stream_id=0, cuda_stream=0, device=device)
         native_mm(x)
     globals()[scenario](x)
     print("well", flush=True)

@@ -244,12 +244,16 @@ def test_a_reader_comes_behind_the_beginning_of_the_matmul_that_publishes(python
     assert cuda.records(A, other)
 
 
-def test_signals_behind_a_launch_that_waits_for_them_are_refused(python_calls):
+def test_signals_behind_a_launch_that_waits_for_them_are_refused(python_calls, cuda: FakeCuda):
     ts.matmul(A, B, arrival=arriving())
-    arrival = arriving()
+    arrival, other = arriving(), cuda.stream()
     ts.matmul(A, B, arrival=arrival)
+    cuda.current.give((other, 1))  # the launch, which waits: kernels do nothing here
     with pytest.raises(RuntimeError, match="on which a launch already waits for it"):
         arrival.signal(0)
+    other.give(lambda: None)
+    cuda.run()  # it has ended: its deadline has expired
+    arrival.signal(0)
 
 
 def test_an_epoch_is_published_once(python_calls):

@@ -82,7 +82,11 @@ def test_an_unknown_model_and_no_process_are_status_2(cli, options, says):
 @pytest.mark.parametrize("to", ["the terminal's processes", "the command"])
 def test_ctrl_c_ends_it_and_leaves_no_process(to):
     """Within a minute on any machine; a full sweep takes several."""
-    command = [sys.executable, "-c", "from tilestream_tools.cli.app import app; app()", "verify", "--jobs", "2"]
+    # A process of a shell's background ignores Ctrl-C, and so would its children.
+    text = (
+        "import signal as s; s.signal(s.SIGINT, s.default_int_handler); from tilestream_tools.cli.app import app; app()"
+    )
+    command = [sys.executable, "-c", text, "verify", "--jobs", "2"]
     run = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip

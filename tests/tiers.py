@@ -1,0 +1,150 @@
+"""Which tests run: a quick share of all cases, or a part of the rest. A plugin of pytest; `conftest` names it.
+
+`times.json` has the seconds of each test function that takes longer than `SECONDS` in all. Of such a function the quick
+tier keeps as many cases, evenly spaced, as take `SECONDS`, and none where one case alone takes longer. Functions
+without a time are kept whole. So `make test` takes minutes, however many cases there are, and no case is lost:
+`make test TIER=1/2` runs a half of the others, and `make test-all` runs everything.
+
+    pytest --tier quick         the quick tier
+    pytest --tier 2/3           the second of three equal parts of what the quick tier leaves out
+    pytest --tier all           every case, as without --tier
+    python tests/tiers.py FILE  make `times.json` from a JUnit record: of `make test-all`, say, ARGS="--junitxml FILE"
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+#: Seconds of a function's cases in the quick tier.
+SECONDS = 2.0
+#: What a case without a record is taken to last, for the time that is left.
+OTHERS = 0.02
+#: Seconds between two lines that say how far the run is.
+PERIOD = 15.0
+TIMES = Path(__file__).with_name("times.json")
+
+
+def function_of(case: str) -> str:
+    """The name of a case's function: its node's without the parameters."""
+    return case.partition("[")[0]
+
+
+def kept(cases: Sequence[str], seconds: float) -> set[str]:
+    """Those that the quick tier keeps, of a function whose cases take so long on average."""
+    count = min(len(cases), int(SECONDS / seconds) if seconds else len(cases))
+    return {cases[place * len(cases) // count] for place in range(count)}
+
+
+def quick(cases: Sequence[str], times: dict[str, float]) -> set[str]:
+    """The quick tier of these cases; ``times``: seconds a case, by function."""
+    functions = defaultdict(list)
+    for case in cases:
+        functions[function_of(case)].append(case)
+    found: set[str] = set()
+    for function, its in functions.items():
+        found |= kept(its, times[function]) if function in times else set(its)
+    return found
+
+
+def part(cases: Sequence[str], which: str, times: dict[str, float]) -> set[str]:
+    """The part ``"i/n"`` of what the quick tier leaves out. The parts take about equally long."""
+    found = re.fullmatch(r"(\d+)/(\d+)", which)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise pytest.UsageError(f"--tier {which}: give 'quick', 'all', or a part such as 1/3")
+    chosen = quick(cases, times)
+    rest = sorted((case for case in cases if case not in chosen), key=lambda case: -times[function_of(case)])
+    return set(rest[index - 1 :: count])
+
+
+# The plugin -----------------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", default="all", help="quick, a part of the rest such as 1/3, or all")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # of several processes, in the one that reports
+        config.pluginmanager.register(Progress(config), "progress")
+
+
+# After -m and -k, whose cases it shares out.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = config.getoption("--tier")
+    if tier == "all":
+        return
+    times, cases = json.loads(TIMES.read_text()), [item.nodeid for item in items]
+    chosen = quick(cases, times) if tier == "quick" else part(cases, tier, times)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
+
+
+class Progress:
+    """Says from time to time how much of the run is left."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._times = config, json.loads(TIMES.read_text()) if TIMES.exists() else {}
+        self._all = self._done = 0.0
+        self._began = self._said = time.monotonic()
+
+    def _seconds(self, case: str) -> float:
+        return self._times.get(function_of(case), OTHERS)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self._expect(item.nodeid for item in items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._expect(ids)
+
+    def _expect(self, cases) -> None:
+        self._all, self._began = sum(map(self._seconds, cases)), time.monotonic()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "teardown":
+            return
+        self._done += self._seconds(report.nodeid)
+        now = time.monotonic()
+        if now - self._said < PERIOD or not self._all:
+            return
+        self._said = now
+        share = min(self._done / self._all, 1.0)
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and share:
+            left = round((now - self._began) * (1 - share) / share)
+            reporter.ensure_newline()
+            reporter.write_line(
+                f"[{'#' * round(40 * share):.<40}] {share:4.0%}, about {left // 60}:{left % 60:02} left"
+            )
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
+
+
+def of_record(path: Path) -> dict[str, float]:
+    """Seconds a case, by function, of the functions in a JUnit record that take longer than `SECONDS`."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        if case.find("skipped") is not None:
+            continue
+        file, _, inside = re.sub(r"\.(?=test_\w+(\.Test|$))", "/", case.attrib["classname"]).rpartition("/")
+        module, *classes = inside.split(".")
+        name = "::".join([f"{file.replace('.', '/')}/{module}.py", *classes, function_of(case.attrib["name"])])
+        seconds[name].append(float(case.attrib["time"]))
+    return {name: round(sum(its) / len(its), 3) for name, its in sorted(seconds.items()) if sum(its) > SECONDS}
+
+
+if __name__ == "__main__":
+    TIMES.write_text(json.dumps(of_record(Path(sys.argv[1])), indent=0) + "\n")
