@@ -96,10 +96,10 @@ def test_runs_add_up_in_the_record(tmp_path, capsys):
 # Malformed calls ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_malformed_calls_are_refused_before_a_launch(count):
     row = malformed.run(count, count)
-    assert row["calls"] >= 0.9 * count
+    assert row["calls"] == count
     assert not row["wrong"], "\n".join(row["wrong"])
     assert row["ends"]["TypeError"] + row["ends"]["ValueError"] > 0.8 * row["calls"]
 

@@ -20,7 +20,7 @@ from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
 from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Job, Source, file_source, iterator_source, row_count, tensor_source
-from tilestream.core.arguments import is_whole
+from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
 from tilestream.core.schedule import MOST_QUEUES
@@ -439,7 +439,7 @@ def stream_in(
     >>> with ts.stream_in("activations.safetensors", tensor="x") as x:  # doctest: +SKIP
     ...     y = ts.matmul(x, w)
     """
-    if copies not in ("engine", "kernel"):
+    if not is_one_of(copies, ("engine", "kernel")):
         raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
     target = _target(source, device)
     if copies == "kernel" and (target.type == "cpu" or not isinstance(source, torch.Tensor)):

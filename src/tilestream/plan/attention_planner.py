@@ -58,11 +58,6 @@ def plan_attention(
     ``limit``: see `tilestream.plan.limit`.
     """
     device = device or cpu_properties()
-    if backend not in (None, *BACKENDS):
-        raise ValueError(
-            f"backend={backend!r}; attention has {', '.join(map(repr, BACKENDS))} on GPUs: leave backend= away for "
-            "the plan's choice"
-        )
     if backend is not None and device.backend == "cpu":
         raise NotImplementedError(
             f"backend={backend!r}; it is a GPU's, and this plan is for the CPU, which has one of its own: leave "
@@ -183,6 +178,11 @@ def attention_plan(
         raise ValueError(f"schedule={schedule!r}; attention has {', '.join(ATTENTION_SCHEDULES)}")
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise ValueError(f"workers={workers!r}; it is a positive whole number, or None for the device's own")
+    if not is_one_of(backend, (None, *BACKENDS)):
+        raise ValueError(
+            f"backend={backend!r}; attention has {', '.join(map(repr, BACKENDS))} on GPUs: leave backend= away for "
+            "the plan's choice"
+        )
     check_splits("", splits)
     if not is_one_of(causal, (False, True, *get_args(Alignment))):
         raise ValueError(f"causal={causal!r}; it is False, True, {' or '.join(map(repr, get_args(Alignment)))}")
