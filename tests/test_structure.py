@@ -38,9 +38,10 @@ def test_kernels_pass_parts_not_fields():
 
 def test_the_library_and_its_tests_grow_no_more():
     # They had come down to 34,000 and 47,200. Then came native calls, derivatives of every order, DTensor's strategies,
-    # calls on the CPU that are looked up, a kernel that merges attentions, compiling ahead, and prepared sequences.
+    # calls on the CPU that are looked up, a kernel that merges attentions, compiling ahead, and prepared sequences; to
+    # the tests the tiers, the table of faults, the soak, and servers for mutants.
     assert lines_of(SRC / "tilestream") <= 37_300
-    assert lines_of(ROOT / "tests") <= 59_500
+    assert lines_of(ROOT / "tests") <= 62_500
 
 
 def test_the_table_of_the_design_is_of_this_structure():

@@ -63,6 +63,14 @@ distributed.gloo: distributed/test_all_gather.py distributed/test_reduce_scatter
 distributed.api: distributed/test_all_gather.py distributed/test_reduce_scatter.py
 distributed.modules: distributed/test_all_gather.py distributed/test_reduce_scatter.py
 distributed.library: distributed/test_all_gather.py distributed/test_reduce_scatter.py
+plan.api: plan/test_plan.py plan/test_auto.py plan/test_refusals.py plan/test_arrival_order_plan.py
+plan.attention_problem: plan/test_attention_plan.py plan/test_refusals.py plan/test_hopper_attention_plan.py
+plan.attention_plan: plan/test_attention_plan.py plan/test_attention_groups.py plan/test_hopper_attention_plan.py
+plan.policy.portable_attention: plan/test_attention_plan.py plan/test_attention_groups.py
+plan.policy.portable: plan/test_portable_plan.py plan/test_refusals.py plan/test_plan.py
+runtime.device_workspace: runtime/test_workspace.py kernels/test_launch_tables.py
+distributed.planner: distributed/test_dispatch.py distributed/test_all_gather.py distributed/test_reduce_scatter.py
+launch.cpu.threads: kernels/test_cpu_failures.py kernels/test_cpu_schedules.py
 launch.cpu.launch: kernels/test_cpu_failures.py kernels/test_cpu_schedules.py
 launch.observe: ops/test_inline.py ops/test_launch_cache.py
 launch.native: ops/test_inline.py ops/test_launch_cache.py
