@@ -1,4 +1,4 @@
-"""The table of faults, ``docs/faults.md``: what was done, how the call ended, in what time.
+"""The page of faults, ``docs/faults.md``: what was done, how the call ended, in what time; and the soak's sums.
 
 python benchmarks/run.py report faults            # writes
 python benchmarks/run.py report faults --check    # status 1 if the page is not what the records say
@@ -17,6 +17,12 @@ NOTES = Notes("faults")
 PAGE = DOCS / "faults.md"
 #: From how many seconds on a bound is that of a call which waits for what is sure to come.
 LONG = 60.0
+#: Records of `tests/soak`, what of a row counts, and what that is.
+MANY = (
+    ("soak", "launches", "launches of random shapes, schedules and arrivals"),
+    ("malformed", "calls", "malformed calls"),
+    ("parsers", "files", "damaged files"),
+)
 
 
 def page(results: Path = RESULTS) -> str:
@@ -31,7 +37,26 @@ def page(results: Path = RESULTS) -> str:
         rule = ["---"] * 3 + ["---:"] * (len(heads) - 3)
         lines = [heads, rule, *(_line(key, row, found) for key, row in of_part.items())]
         parts += [f"## {part[0].upper()}{part[1:]}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *_many(results)]) + "\n"
+
+
+def _many(results: Path) -> list[str]:
+    """What was launched, called and read by the thousand; nothing where there is no record of it."""
+    lines = []
+    for name, counted, what in MANY:
+        for data in map(load, paths(results, f"{name}.json")):
+            rows = data["rows"]
+            wrong = [one for row in rows for one in (*row["wrong"], *row.get("drifted", ()))]
+            seeds = ", ".join(str(row["seed"]) for row in rows)
+            spent = sum(row["cpu_seconds"] for row in rows) / 60
+            count = sum(row[counted] for row in rows)
+            ended = "nothing" if not wrong else "; ".join(wrong[:3]).replace("|", "/")
+            lines.append([what, _name(data), f"{count:,}", f"{spent:.1f}", seeds, ended])
+    if not lines:
+        return []
+    heads = ["what", "on", "how many", "CPU minutes", "seeds", "wrong, or drifted"]
+    rule = ["---", "---", "---:", "---:", "---", "---"]
+    return [NOTES("many"), "\n".join(f"| {' | '.join(line)} |" for line in [heads, rule, *lines])]
 
 
 def _at(found: list[Data], key: tuple[str, str]) -> int:

@@ -36,3 +36,17 @@ def test_a_device_without_a_row_leaves_its_cell_empty(tmp_path):
     assert "| fault | what is done | ends | may wait | CPU | H100 |" in text
     assert "| late | a / b | right | until it comes | 0.50 s | 0.50 s |" in text
     assert "| lost | a / b | `ArrivalTimeout: a/b` | 0.3 s |  | 50.0 ms |" in text
+
+
+def test_runs_by_the_thousand_add_up(tmp_path):
+    assert not faults._many(tmp_path)
+    about = {"device": "x", "torch": "2", "commit": "c", "date": "d"}
+    rows = [{"seed": seed, "cpu_seconds": 30.0, "launches": 600_000, "wrong": [], "drifted": []} for seed in (0, 1)]
+    for folder, drifted in (("cpu", ["files: 3 at first, 4 in the end"]), ("h100", [])):
+        (tmp_path / folder).mkdir()
+        made = [rows[0], {**rows[1], "drifted": drifted}]
+        (tmp_path / folder / "soak.json").write_text(json.dumps({**about, "rows": made}), encoding="utf-8")
+    _, table = faults._many(tmp_path)
+    what = "launches of random shapes, schedules and arrivals"
+    assert f"| {what} | H100 | 1,200,000 | 1.0 | 0, 1 | nothing |" in table
+    assert f"| {what} | CPU | 1,200,000 | 1.0 | 0, 1 | files: 3 at first, 4 in the end |" in table

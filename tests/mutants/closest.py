@@ -97,7 +97,10 @@ ALWAYS = {f"tilestream.{name}": tuple(files.split()) for name, files in (
     line.split(": ") for line in _ALWAYS.strip().splitlines()
 )}  # fmt: skip
 #: The same, behind what is closest.
-ALSO = {"tilestream_tools.verify": "mutants/test_checker.py", "tilestream.core.protocols": "mutants/test_checker.py"}
+ALSO = {
+    "tilestream_tools.verify": "mutants/test_checker.py", "tilestream.core.protocols": "mutants/test_checker.py",
+    "tilestream.plan.policy": "plan/test_refusals.py",
+}  # fmt: skip
 
 
 def module_of(path: Path) -> str:
