@@ -15,7 +15,7 @@ ASLEEP = 1_000_000
 
 def page(results: Path) -> list[str]:
     def found(section: str) -> list[Data]:
-        some = records(results, section if section.startswith("stream") else "arrival")
+        some = records(results, section if section in OWN_RECORDS else "arrival")
         return [data for data in some if data["folder"] != "cpu"]
 
     return NOTES.page(SECTIONS, found)
@@ -32,6 +32,35 @@ def stream(data: Data) -> list[str]:
         "M x N x K": "{shape}", **ways, "streamed / the larger": "{of_larger:.3f}",
         "in turn / streamed": "{turn:.3f}", "by chunks / streamed": "{chunks:.3f}",
     })]  # fmt: skip
+
+
+def host_to_device(data: Data) -> list[str]:
+    def of_by_hand(row: Data, clock: str, way: str) -> float:
+        return float(row[clock][way] / row[clock]["by hand"])
+
+    rows = [
+        row | {
+            "count": row["chunks"][0], "kept": of_by_hand(row, "ms", "restarted"),
+            "new": of_by_hand(row, "ms", "streamed"), "kept_gpu": of_by_hand(row, "gpu_ms", "restarted"),
+        }
+        for row in data["rows"]
+    ]  # fmt: skip
+    missing = f" Not measured: {', '.join(data['missing'])}." if data["missing"] else ""
+    return [NOTES.of(data, "host_to_device", missing=missing), columns(rows, {
+        "M x N x K": "{shape}", "chunks": "{count}",
+        **of("ms", ("copy", "multiply", "by hand", "by hand, our chunks", "restarted", "streamed"), ".2f", ", ms"),
+        "restarted / by hand": "{kept:.3f}", "streamed / by hand": "{new:.3f}",
+        "restarted / by hand, GPU's clock": "{kept_gpu:.3f}",
+    })]  # fmt: skip
+
+
+def chunk_cost(data: Data) -> list[str]:
+    heads = ["between two chunks", *(f"{count} chunks, ms" for count in data["rows"][0]["ms"]), "us a chunk"]
+    lines = [
+        [row["between"], *(f"{ms:.3f}" for ms in row["ms"].values()), f"{row['us_a_chunk']:.1f}"]
+        for row in data["rows"]
+    ]  # fmt: skip
+    return [NOTES.of(data, "chunk_cost", bytes=data["bytes"] / 1e6), table(heads, lines)]
 
 
 def stream_copies(data: Data) -> list[str]:
@@ -80,4 +109,8 @@ def polling(data: Data) -> list[str]:
     return [NOTES.of(data, "polling", beside=beside, matmul=rows[0]["matmul"]), table(head, lines)]
 
 
-SECTIONS = {"stream": stream, "stream_copies": stream_copies, "order": order, "polling": polling}
+SECTIONS = {
+    "stream": stream, "host_to_device": host_to_device, "chunk_cost": chunk_cost, "stream_copies": stream_copies,
+    "order": order, "polling": polling,
+}  # fmt: skip
+OWN_RECORDS = ("stream", "stream_copies", "host_to_device", "chunk_cost")

@@ -114,7 +114,7 @@ def test_the_report_is_a_page():
 def test_every_benchmark_of_a_gpu_runs_or_says_why_not():
     """The rest needs NVIDIA's GPUs, and says why; hidden sections and tools are no benchmarks."""
     found = check.benchmarks()
-    assert {name.split()[0] for name in found} == {"gemm", "arrival", "contention", "distributed"}
+    assert {name.split()[0] for name in found} == {"gemm", "arrival", "contention", "distributed", "invariance"}
     assert found["distributed gather"].gpus == 2
     for subject in SUBJECTS:
         for name, section in sections(subject).items():
