@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 import threading
 import time
@@ -454,7 +455,11 @@ def stream_in(
     elif isinstance(source, Iterable):
         if shape is None or dtype is None:
             raise ValueError("stream_in: an iterable source does not say how large it is: give shape= and dtype=")
-        made = iterator_source(source, tuple(shape), dtype)
+        try:
+            extents = tuple(map(operator.index, shape))
+        except TypeError:
+            raise TypeError(f"stream_in: shape={shape!r}; it is a sequence of whole numbers") from None
+        made = iterator_source(source, extents, dtype)
     else:
         raise TypeError(
             f"stream_in: source is a {type(source).__name__}; it is a file's path, a CPU tensor or an iterable of "

@@ -89,7 +89,7 @@ class AttentionRequest(NamedTuple):
             check_written(_OP, self.out)
         others = () if self.out is None else (self.q, self.k, self.v, self.sinks, self.out)
         refuse_tangents(_OP, self.scale_q, self.scale_k, self.scale_v, *others)
-        if self.layout not in LAYOUTS:
+        if not is_one_of(self.layout, LAYOUTS):
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
         if self.arrival is not None:
             refuse_dtensors(_OP, q=self.q, k=self.k, v=self.v, out=self.out)
