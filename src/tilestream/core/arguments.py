@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import TypeGuard
 
 
-def is_whole(x: object) -> bool:
+def is_whole(x: object) -> TypeGuard[int]:
     """Whether a value is an integer, of any library, and neither a bool nor a tensor."""
     return hasattr(type(x), "__index__") and not isinstance(x, bool) and not hasattr(x, "__len__")
 
