@@ -57,6 +57,7 @@ core.protocols: distributed/test_gpu_reduce_scatter.py distributed/test_copy_eng
 core.attention_structs: kernels/hopper/test_hopper_attention_text.py
 core.dtypes: plan/test_plan.py ops/test_matmul.py
 core.whole_file: core/test_whole_file.py
+core.arguments: core/test_arguments.py ops/test_op_errors.py
 distributed.exchange: distributed/test_scenarios.py distributed/test_all_gather.py
 distributed.async_tp: distributed/test_async_input.py distributed/test_scenarios.py
 distributed.gloo: distributed/test_all_gather.py distributed/test_reduce_scatter.py
