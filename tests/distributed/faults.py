@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -169,3 +170,43 @@ def refuses(rank, world):
         assert function(ok, b, form="fused").eq(terms).all(), "the group stays usable"
     assert before.case.world == world
     return True
+
+
+def multiplies(rank, world):
+    """The group works."""
+    out = tsd.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 6), form="fused")
+    return tuple(out.shape) == (4 * world, 6) and out.eq(8).all().item()
+
+
+def comes_late(rank, world, seconds):
+    """The last rank calls after so many seconds: all have the product, and how long each waited."""
+    multiplies(rank, world)
+    if rank == world - 1:
+        time.sleep(seconds)
+    begin = time.monotonic()
+    return multiplies(rank, world), time.monotonic() - begin
+
+
+def stops(rank, world, folder, deadline):
+    """The last rank is stopped until the others have given up: they raise at their deadline, that rank after them."""
+    a, b, place = torch.ones(4, 8), torch.ones(8, 6), Path(folder)
+    multiplies(rank, world)
+    if rank == world - 1:
+        (place / "pid.new").write_text(str(os.getpid()))
+        (place / "pid.new").replace(place / "pid")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        while not (place / "pid").exists():
+            time.sleep(0.002)
+        pid = int((place / "pid").read_text())
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.002)
+    begin = time.monotonic()
+    first = raised(lambda: tsd.all_gather_matmul(a, b, form="fused", deadline=deadline))
+    waited = time.monotonic() - begin
+    (place / str(rank)).touch()
+    if rank == 0:
+        while not all((place / str(other)).exists() for other in range(world - 1)):
+            time.sleep(0.002)
+        os.kill(pid, signal.SIGCONT)
+    return first, raised(lambda: tsd.all_gather_matmul(a, b, deadline=5)), waited

@@ -194,15 +194,24 @@ def test_more_columns_never_make_overlap_less_worth_its_handshake(op):
         assert wins == sorted(wins), (world, m, wins)
 
 
-def planned(patch, op, form="fused", unreachable="", rank=0):
-    """A plan of two ranks that reach each other, or do not; as on GPUs."""
+def planned(patch, op, form="fused", unreachable="", rank=0, state=None):
+    """A plan of two ranks that reach each other, or do not; as on GPUs. ``state``: of earlier plans."""
     reached = ("collective", (planner.Refusal("fused", unreachable),)) if unreachable else ("symmetric memory", ())
     patch.setattr(planner, "_transport", lambda state, x, last: reached)
     patch.setattr(planner, "_device_class", lambda device: "sm_90")
-    state = types.SimpleNamespace(rank=rank, world=2, plans={}, unreachable=unreachable)
+    state = state or types.SimpleNamespace(rank=rank, world=2, plans={}, unreachable=unreachable)
     a, b = torch.empty(0, dtype=torch.bfloat16), torch.empty(8192, 3584, device="meta")
     request = Request(op, a, [b], [None], ["none"], None, [None], form=form)
     return make_plan(state, request, (4096, 8192), 8192, {"a": "rows"})
+
+
+def test_calls_that_differ_in_their_form_alone_have_plans_of_their_own(monkeypatch):
+    state = types.SimpleNamespace(rank=0, world=2, plans={}, unreachable="")
+    forms = ("fused", "unfused", "fused")
+    fused, unfused, again = (planned(monkeypatch, "matmul_reduce_scatter", form, state=state) for form in forms)
+    assert fused.fused
+    assert not unfused.fused
+    assert again is fused, "and is remembered"
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])

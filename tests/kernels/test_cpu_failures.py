@@ -634,6 +634,13 @@ def test_the_number_of_intra_op_threads_is_left_alone():
         torch.set_num_threads(mine)
 
 
+def test_a_torch_with_openmp_sets_one_threads_number(monkeypatch):
+    setters = pinning.own_setters.__wrapped__
+    assert (setters() is not None) == ("ATen parallel backend: OpenMP" in torch.__config__.parallel_info())
+    monkeypatch.setattr(torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool")
+    assert setters() is None
+
+
 @pytest.mark.usefixtures("_both_ways_to_pin")
 def test_workers_multiply_with_one_intra_op_thread_each(monkeypatch):
     found = []

@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SRC, TESTS = ROOT / "src", ROOT / "tests"
 
+#: Tests that run in Triton's interpreter.
+INTERPRETED = "kernels/portable/"
 #: Test files of a module at most.
 MOST = 5
 #: Folders of tests that need a GPU, or are of something else.
@@ -54,12 +56,22 @@ kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_p
 core.protocols: distributed/test_gpu_reduce_scatter.py distributed/test_copy_engines.py
 core.attention_structs: kernels/hopper/test_hopper_attention_text.py
 core.dtypes: plan/test_plan.py ops/test_matmul.py
+core.whole_file: core/test_whole_file.py
+core.arguments: core/test_arguments.py ops/test_op_errors.py
 distributed.exchange: distributed/test_scenarios.py distributed/test_all_gather.py
 distributed.async_tp: distributed/test_async_input.py distributed/test_scenarios.py
 distributed.gloo: distributed/test_all_gather.py distributed/test_reduce_scatter.py
 distributed.api: distributed/test_all_gather.py distributed/test_reduce_scatter.py
 distributed.modules: distributed/test_all_gather.py distributed/test_reduce_scatter.py
 distributed.library: distributed/test_all_gather.py distributed/test_reduce_scatter.py
+plan.api: plan/test_plan.py plan/test_auto.py plan/test_refusals.py plan/test_arrival_order_plan.py
+plan.attention_problem: plan/test_attention_plan.py plan/test_refusals.py plan/test_hopper_attention_plan.py
+plan.attention_plan: plan/test_attention_plan.py plan/test_attention_groups.py plan/test_hopper_attention_plan.py
+plan.policy.portable_attention: plan/test_attention_plan.py plan/test_attention_groups.py
+plan.policy.portable: plan/test_portable_plan.py plan/test_refusals.py plan/test_plan.py
+runtime.device_workspace: runtime/test_workspace.py kernels/test_launch_tables.py
+distributed.planner: distributed/test_dispatch.py distributed/test_all_gather.py distributed/test_reduce_scatter.py
+launch.cpu.threads: kernels/test_cpu_failures.py kernels/test_cpu_schedules.py
 launch.cpu.launch: kernels/test_cpu_failures.py kernels/test_cpu_schedules.py
 launch.observe: ops/test_inline.py ops/test_launch_cache.py
 launch.native: ops/test_inline.py ops/test_launch_cache.py
@@ -86,7 +98,10 @@ ALWAYS = {f"tilestream.{name}": tuple(files.split()) for name, files in (
     line.split(": ") for line in _ALWAYS.strip().splitlines()
 )}  # fmt: skip
 #: The same, behind what is closest.
-ALSO = {"tilestream_tools.verify": "mutants/test_checker.py", "tilestream.core.protocols": "mutants/test_checker.py"}
+ALSO = {
+    "tilestream_tools.verify": "mutants/test_checker.py", "tilestream.core.protocols": "mutants/test_checker.py",
+    "tilestream.plan.policy": "plan/test_refusals.py",
+}  # fmt: skip
 
 
 def module_of(path: Path) -> str:

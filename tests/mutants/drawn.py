@@ -1,12 +1,13 @@
 """Draws mutants of the package, runs the tests closest to each, and writes down what they saw.
 
-    cd tests; python -m mutants.drawn [--count N] [--only REGEX] [--processes 2] [--seconds 600] [--again] [--page]
+    cd tests; python -m mutants.drawn [--count N] [--only REGEX] [--processes 2] [--seconds 600] [--again] [--check]
 
 One mutant is a copy of ``src`` with one module changed, in front of all others on PYTHONPATH: so the processes that
-tests start run the mutant, too. It is killed if a test of `mutants.closest` fails or runs out of CPU time. The record,
-``record.json``, is written after each mutant, and a later run goes on with what is missing, or has changed: a verdict
-counts for as long as the module's text and the key are the same. ``survivors.txt`` has a reason for each that was not
-killed. At the end the tests that killed are run on the package as it is; a verdict by one that fails there is void.
+tests start run the mutant, too. It is killed if a test fails or runs out of CPU time: one that runs the function
+(`mutants.reach`), or of a file of `mutants.closest`. The record, ``record.json``, is written after each mutant, and a
+later run goes on with what is missing, or has changed: a verdict counts for as long as the module's text and the key
+are the same. ``survivors.txt`` has a reason for each that was not killed. ``--check`` runs what has killed on the
+package as it is; a verdict by a test that fails there is void.
 
 ``--page`` writes docs/mutants.md from the record; ``--holes`` judges the mistakes of tables/holes.txt.
 """
@@ -20,12 +21,11 @@ import hashlib
 import json
 import os
 import re
-import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,10 +33,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mutants.closest import ROOT, SRC, TESTS, closest, module_of, path_of
+from mutants import reach
+from mutants.closest import INTERPRETED, ROOT, SRC, closest, module_of, path_of
 from mutants.engine import Edit, edited
 from mutants.operators import Mutant, draw, rank, sites
 from mutants.table import read
+from mutants.warm import Outcome, Warm
 
 SEED = "tilestream"
 HERE = Path(__file__).parent
@@ -45,6 +47,8 @@ RECORD, SURVIVORS, PAGE = HERE / "record.json", HERE / "tables" / "survivors.txt
 CPU_SECONDS = 400
 #: Seconds of a test run: a mutant may wait for ever.
 SECONDS = 1200
+#: Files that run on a mutant at first.
+NEXT = 3
 #: Groups of modules, by the beginning of their names, and how many mutants are drawn of each.
 GROUPS = {
     "schedule": (("tilestream.core",), 50),
@@ -64,7 +68,6 @@ GROUPS = {
 NUM_TENTH = sum(count for _, count in GROUPS.values()) // 10
 #: What only says how something is shown, or is not reached without a GPU.
 _LEFT_OUT = re.compile(r"\.__init__$|\._version$|\.explain$|\.runtime\.driver\.|\.kernels\.device\.jit$|\.compat$")
-_INTERPRETED = "kernels/portable/"
 
 
 def modules(group: str) -> list[str]:
@@ -116,82 +119,94 @@ def holes() -> list[Hole]:
 
 
 class Verdict(NamedTuple):
-    """How the tests ended: ``killed``, ``time`` (killed, too: it ran out), ``survived``; the test that failed first."""
+    """How the tests ended, and the test that failed first.
+
+    ``killed``; ``time``: killed, too, it ran out; ``open``: the few tests that run at first have not seen it;
+    ``survived``: those of a thorough run have not.
+    """
 
     how: str
     by: str
     seconds: float
 
 
-class _UnderWay(set[subprocess.Popen[bytes]]):
-    stop = False  # begin no more
+class Run(NamedTuple):
+    """Tests that run in one process.
+
+    Attributes
+    ----------
+    tests, only
+        As of `warm.run`.
+    cpu
+        CPU seconds of each process.
+    cases
+        Cases of each test function at most; 0: all.
+    """
+
+    tests: Sequence[str]
+    only: Sequence[str] = ()
+    cpu: int = CPU_SECONDS
+    cases: int = 0
+
+    @property
+    def interpreted(self) -> bool:
+        return self.tests[0].startswith(INTERPRETED)
 
 
-_under_way = _UnderWay()
+class Servers:
+    """A `Warm` for each thread that judges, without Triton's interpreter and with it."""
 
+    def __init__(self) -> None:
+        self._all: list[Warm] = []
+        self._mine = threading.local()
+        self.stop = False  # begin no more
 
-def _limited() -> None:
-    os.setsid()
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 10))
-
-
-def _pytest(source: Path, tests: Sequence[str], interpreted: bool) -> tuple[int, str]:
-    """Pytest's status, -1 where it ran out of time, and what it printed; up to the first failure."""
-    command = [
-        sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow and not gpu",
-        "--tb=no", "--timeout", str(CPU_SECONDS), *tests,
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(source)} | ({"TRITON_INTERPRET": "1"} if interpreted else {})
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        run = subprocess.Popen(
-            command, cwd=TESTS, env=environment, stdout=output, stderr=output, preexec_fn=_limited
+    def run(self, source: Path, one: Run) -> Outcome:
+        if self.stop:
+            raise SystemExit("judging ends")
+        mine: dict[bool, Warm] = vars(self._mine).setdefault("servers", {})
+        if one.interpreted not in mine:
+            mine[one.interpreted] = Warm(one.interpreted)
+            self._all.append(mine[one.interpreted])
+        return mine[one.interpreted].run(
+            source, one.tests, one.only, cpu=one.cpu, seconds=SECONDS, cases=one.cases
         )  # fmt: skip
-        _under_way.add(run)
-        try:
-            status = run.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            status = -1
-        finally:
-            _end_session(run)
-        output.seek(0)
-        return -1 if status in (-signal.SIGXCPU, -signal.SIGKILL) else status, output.read()
+
+    def close(self) -> None:
+        while self._all:
+            self._all.pop().close()
+        self._mine = threading.local()
 
 
-def _end_session(run: subprocess.Popen[bytes]) -> None:
-    """Kill what a run has left: it is the first of its session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
-    _under_way.discard(run)
+_servers = Servers()
 
 
 @contextlib.contextmanager
-def _ending_what_runs() -> Iterator[None]:
-    """A block whose test runs end with it, by Ctrl-C and by SIGTERM, too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def judging() -> Iterator[None]:
+    """A block whose servers, and what they run, end with it; by Ctrl-C and by SIGTERM, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     except BaseException:
-        _under_way.stop = True
-        for one in list(_under_way):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
+        _servers.stop = True
         raise
+    finally:
+        _servers.close()
+        signal.signal(signal.SIGTERM, before)
 
 
-def judge(mutant: Mutant | Hole, tests: Sequence[str]) -> Verdict:
-    """Run tests, files of `TESTS`, on a mutant."""
+def judge(mutant: Mutant | Hole, runs: Iterable[Run]) -> Verdict:
+    """Run tests on a mutant until one fails; inside of `judging`."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         source = Path(folder) / "src"
         shutil.copytree(SRC, source)
         path = source / path_of(mutant.module).relative_to(SRC)
         path.write_text(mutant.apply(path.read_text(encoding="utf-8")), encoding="utf-8")
-        for interpreted, files in _runs(tests):
-            status, output = _pytest(source, files, interpreted)
-            if status not in (0, 5):  # 5: a file whose tests are all slow
-                by = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-                return Verdict("time" if status == -1 else "killed", by[1] if by else files[0], _since(began))
+        for one in runs:
+            status, by, _ = _servers.run(source, one)
+            if status not in (0, 5):  # 5: no test was chosen
+                return Verdict("time" if status == -1 else "killed", by or one.tests[0], _since(began))
     return Verdict("survived", "", _since(began))
 
 
@@ -199,16 +214,29 @@ def _since(began: float) -> float:
     return round(time.monotonic() - began, 1)
 
 
-def _runs(tests: Iterable[str]) -> Iterator[tuple[bool, list[str]]]:
-    """Neighbours that run in one process: whether in Triton's interpreter, and which."""
-    group: list[str] = []
-    for test in tests:
-        if group and test.startswith(_INTERPRETED) != group[0].startswith(_INTERPRETED):
-            yield group[0].startswith(_INTERPRETED), group
-            group = []
-        group.append(test)
-    if group:
-        yield group[0].startswith(_INTERPRETED), group
+def runs_of(mutant: Mutant, killer: str = "", thorough: bool = False) -> list[Run]:
+    """What runs on a mutant: the test that has killed it before, those that run its function, the closest files.
+
+    Not ``thorough``: of the closest file two cases of each test function, of the next ones one; and none of them where
+    it is known which tests run the function (`mutants.reach`), which it is not for those of the interpreter.
+    """
+    found = [Run([killer.partition("::")[0]], [killer])] if "::" in killer else []
+    near, batches = closest(mutant.module), reach.batches(mutant.module, mutant.function)
+    for some in (batches[:1], batches[1:]):
+        if some:
+            seconds = sum(one.seconds for one in some)
+            tests = [test for one in some for test in one.tests]
+            found.append(Run([one.file for one in some], tests, cpu=int(60 + 5 * seconds)))
+    left = [file for file in near if thorough or not batches or file.startswith(INTERPRETED)]
+    left = left if thorough else left[:NEXT]
+    for at, file in enumerate(left):
+        last = found[-1] if found else None
+        if at > 1 and last and last.interpreted == file.startswith(INTERPRETED):
+            found[-1] = last._replace(tests=[*last.tests, file])
+        else:
+            cases = 1 if at or file.startswith(INTERPRETED) else 2
+            found.append(Run([file], cases=0 if thorough else cases))
+    return found
 
 
 # The record -----------------------------------------------------------------------------------------------------------
@@ -250,22 +278,29 @@ def tenth(commit: str) -> list[Mutant]:
     return every[:NUM_TENTH]
 
 
-def run(chosen: Sequence[tuple[str, Mutant]], processes: int, seconds: float) -> None:
-    """Judge mutants, those first that the record does not know, until the time is over."""
+def run(chosen: Sequence[tuple[str, Mutant]], processes: int, seconds: float, thorough: bool = False) -> None:
+    """Judge mutants until the time is over. One that is open is judged thoroughly."""
     record, end = read_record(), time.monotonic() + seconds
 
     def judged(group: str, mutant: Mutant) -> tuple[str, Mutant, Verdict | None]:
-        begins = time.monotonic() < end and not _under_way.stop
-        return group, mutant, judge(mutant, closest(mutant.module)) if begins else None
+        begins = time.monotonic() < end and not _servers.stop
+        row = record.get(mutant.key, {})
+        if not begins:
+            return group, mutant, None
+        is_thorough = thorough or row.get("how") in ("open", "survived")
+        verdict = judge(mutant, runs_of(mutant, row.get("by", ""), is_thorough))
+        is_open = verdict.how == "survived" and not is_thorough
+        return group, mutant, verdict._replace(how="open") if is_open else verdict
 
-    with ThreadPoolExecutor(processes) as pool, _ending_what_runs():
+    with ThreadPoolExecutor(processes) as pool, judging():  # the servers end first: the threads wait for them
         futures = [pool.submit(judged, *one) for one in chosen]
         for done, future in enumerate(as_completed(futures), 1):
             group, mutant, verdict = future.result()
             if verdict is None:
                 continue
-            record[mutant.key] = entry(group, mutant, verdict)
-            write_record(record)
+            write_record(
+                read_record() | {mutant.key: entry(group, mutant, verdict)}
+            )  # others may have judged meanwhile
             print(f"{done}/{len(chosen)} {verdict.how} {verdict.seconds:.0f} s {mutant.module}:{mutant.line} "
                   f"{mutant.operator}: {mutant.says}  {verdict.by}", flush=True)  # fmt: skip
 
@@ -278,16 +313,16 @@ def check_killers(record: dict[str, dict[str, Any]], keys: Iterable[str]) -> lis
             killers[record[key]["by"]].append(key)
     failed: list[str] = []
     for interpreted in (False, True):
-        tests = [test for test in killers if test.startswith(_INTERPRETED) == interpreted]
+        tests = [test for test in killers if test.startswith(INTERPRETED) == interpreted and "::" in test]
         while tests:
-            status, output = _pytest(SRC, tests, interpreted)
+            files = sorted({test.partition("::")[0] for test in tests})
+            status, by, output = _servers.run(SRC, Run(files, tests, cpu=3600))
             if status == 0:
                 break
-            by = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            if by is None or by[1] not in tests:
+            if by not in tests:
                 raise SystemExit(f"the tests cannot be run on the package as it is:\n{output[-2000:]}")
-            failed.append(by[1])
-            tests.remove(by[1])
+            failed.append(by)
+            tests.remove(by)
     for test in failed:
         for key in killers[test]:
             del record[key]
@@ -319,7 +354,7 @@ def page() -> str:
     survivors = [(key, row) for key, row in record.items() if row["how"] == "survived"]
     by = Counter(row["by"].partition("::")[0] for row in record.values() if row["by"])
     total = sum(of_group.values(), Counter())
-    judged, killed = total.total(), total["killed"] + total["time"]
+    judged, killed = total.total() - total["open"], total["killed"] + total["time"]
     share = f" ({100 * killed / judged:.0f} %)" if judged else ""
     lines = [
         *_INTRODUCTION.splitlines(),
@@ -331,7 +366,7 @@ def page() -> str:
     ]
     for group, (_, count) in GROUPS.items():
         found = of_group[group]
-        numbers = count, found.total(), found["killed"] + found["time"], found["survived"]
+        numbers = count, found.total() - found["open"], found["killed"] + found["time"], found["survived"]
         lines.append(f"| {group} | {' | '.join(map(str, numbers))} |")
     lines += ["", "## Survivors", "", "| key | place | mistake | reason |", "|---|---|---|---|"]
     for key, row in survivors:
@@ -349,14 +384,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after these")
     parser.add_argument("--again", action="store_true", help="judge survivors anew")
+    parser.add_argument("--check", action="store_true", help="then run what has killed on the package as it is")
     parser.add_argument("--holes", action="store_true", help="judge the mistakes of tables/holes.txt, nothing else")
     parser.add_argument("--page", action="store_true", help="judge nothing; write the page")
     given = parser.parse_args(arguments)
     if given.holes:
-        with _ending_what_runs():
+        with judging():
             for hole in holes():
                 if re.search(given.only, f"{hole.name} {hole.module}"):
-                    print(*judge(hole, [hole.test]), hole.name, flush=True)
+                    print(*judge(hole, [Run([hole.test])]), hole.name, flush=True)
         return
     if not given.page:
         record = read_record()
@@ -364,18 +400,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         def is_open(mutant: Mutant) -> bool:
             row = record.get(mutant.key)
             is_known = row is not None and row["text"] == text_hash(mutant.module)
-            return not is_known or (given.again and row["how"] == "survived")
+            return not is_known or row["how"] == "open" or (given.again and row["how"] == "survived")
 
         wanted = [
             (group, one) for group, one in drawn() if re.search(given.only, f"{group} {one.module} {one.operator}")
         ]
-        chosen = sorted((x for x in wanted if is_open(x[1])), key=lambda x: rank(SEED, x[1].key))[: given.count]
+        missing = (one for one in wanted if is_open(one[1]))
+        chosen = sorted(missing, key=lambda one: (one[1].key in record, rank(SEED, one[1].key)))[: given.count]
         keys = {one.key for _, one in drawn()}
         write_record({key: row for key, row in record.items() if key in keys})
         run(chosen, given.processes, given.seconds)
         record = read_record()
-        for test in check_killers(record, [one.key for _, one in chosen if one.key in record]):
-            print(f"fails without a mutant, too, and its verdicts are void: {test}")
+        if given.check:
+            with judging():
+                for test in check_killers(record, record):
+                    print(f"fails without a mutant, too, and its verdicts are void: {test}")
     PAGE.write_text(page(), encoding="utf-8")
     print(page().partition("## Killed by")[0])
 

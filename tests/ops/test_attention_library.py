@@ -67,6 +67,18 @@ def test_opcheck_out(name):
     torch.library.opcheck(ops.attention_out.default, (*args, out, lse))
 
 
+def test_an_op_refuses_an_lse_that_does_not_fit():
+    args = arguments(CASES["dense"])
+    out, lse = (torch.zeros_like(x) for x in ops.attention.default(*args))
+    without = arguments(CASES["dense"], return_lse=False)
+    for given, wrong in ((args, lse[:, :1].clone()), (args, lse.mT.contiguous()), (args, None), (without, lse)):
+        with pytest.raises(
+            ValueError, match=r"lse: given with return_lse=True, and only with it, of shape \[2, 2, 5\]"
+        ):
+            ops.attention_out.default(*given, out, wrong)
+    assert not out.any(), "nothing was computed"
+
+
 def test_opcheck_arriving():
     args = arguments(CASES["dense"])
     arrival = ts.Arrival.uniform(4, 4)

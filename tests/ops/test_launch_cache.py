@@ -166,3 +166,18 @@ def test_a_launch_is_for_its_schedule_its_arrival_and_what_it_publishes(units, m
     assert len({id(one) for one in made}) == len(made)
     assert [find_gemm(**other) for other in others] == made[1:]
     assert find_gemm(rows=arrivals[0]._replace(key=99, epoch=7)) is made[4], "of another epoch"
+
+
+def test_what_arrives_and_what_is_published_are_the_problems(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def problem_of(x, *coming):
+        raise Asked(*coming)
+
+    monkeypatch.setattr(gpu, "problem_of", problem_of)
+    a, b = torch.ones(8, 16), torch.ones(16, 8)
+    with pytest.raises(Asked) as asked:
+        gpu._make(GemmOperands(a[None], b[None], torch.empty(1, 8, 8)), None, None, "rows", "columns", "published",
+                  device="a GPU")  # fmt: skip
+    assert asked.value.args == ("rows", "columns", "published")

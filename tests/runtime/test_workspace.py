@@ -50,6 +50,15 @@ def test_a_launch_on_a_gpu_has_counts_for_both_halves_of_each_split_tile(capture
     assert words.counters.numel() >= words_of(split) == (split.queues + 2) * LINE
 
 
+def test_a_captured_launch_has_lists_and_scratch_of_its_own():
+    plan, device = schedule(), torch.device("cpu")
+    assert not plan.slots
+    words, again = (captured_words(device, plan, (16, 32), listed=5, floats=70) for _ in range(2))
+    assert [x.numel() for x in (*words.listed, words.partials)] == [5, 5, 70]
+    assert words.counters.data_ptr() != again.counters.data_ptr()
+    assert captured_words(device, plan, (16, 32)).listed is None
+
+
 def test_a_gpus_workspace_grows_is_kept_and_counts_on():
     space = DeviceWorkspace(torch.device("cpu"))
     small, large = (Schedule("stream_k", Grid(1, 3, n, 4), workers=workers) for n, workers in ((5, 7), (10, 13)))

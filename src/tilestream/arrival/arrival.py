@@ -8,7 +8,8 @@ from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 from tilestream.arrival.signals import Signals
-from tilestream.core.chunks import Chunks, Incoming, chunks_of
+from tilestream.core.arguments import is_whole
+from tilestream.core.chunks import MOST_CHUNKS, Chunks, Incoming, chunks_of
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +122,10 @@ class Arrival:
             If ``signals`` has the wrong dtype.
         """
         for name, value in (("rows_per_chunk", rows_per_chunk), ("num_chunks", num_chunks)):
-            if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ValueError(f"{name}={value!r}: a uniform arrival has a positive whole number of them")
+        if num_chunks > MOST_CHUNKS:
+            raise ValueError(f"num_chunks={num_chunks}: an arrival has at most {MOST_CHUNKS} chunks; give larger ones")
         index = operator.index
         return cls(index(num_chunks), rows_per_chunk=index(rows_per_chunk), pivot=pivot, signals=signals, device=device)
 
@@ -268,14 +271,26 @@ class Arrival:
         return f"Arrival({shape}, num_chunks={self.num_chunks}, pivot={self.pivot}, {where}, epoch={self.epoch})"
 
 
+def as_device(device: str | torch.device, name: str) -> torch.device:
+    """The device that is meant; `ValueError` where torch knows none of that name."""
+    import torch
+
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{name}={device!r}; it is a device as torch names them: 'cpu', 'cuda', 'cuda:1'") from None
+
+
 def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | torch.device | None) -> Signals:
     """Signals where the input is."""
     if words is None and (device is None or str(device) == "cpu"):
         return Signals(num_chunks)
     import torch
 
-    where = words.device if words is not None else torch.device(str(device))
-    asked = where if device is None else torch.device(device)
+    asked = None if device is None else as_device(device, "device")
+    where = words.device if words is not None else asked
+    assert where is not None
+    asked = asked or where
     if asked.type != where.type or asked.index not in (None, where.index):
         raise ValueError(f"device={str(device)!r}: the signals are on {where}; they are where the input is")
     if where.type == "cuda":

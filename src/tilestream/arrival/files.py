@@ -70,6 +70,8 @@ def find_matrix(path: str | os.PathLike[str], tensor: str | None = None) -> Stor
         If the tensor's dtype is none that a matmul takes.
     """
     path = Path(path)
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r}: no file has a zero in its name")
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _READ)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):

@@ -59,10 +59,9 @@ def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
     """A tensor that is copied; ``onward`` to a GPU, from where it is."""
     if source.device.type != "cpu":
         raise ValueError(f"stream_in: the source is on {source.device}; what streams in is on the CPU: source.cpu()")
-    if source.layout != torch.strided:
-        raise TypeError(
-            f"stream_in: the source has layout {source.layout}; a dense tensor streams in: source.to_dense()"
-        )
+    if source.layout != torch.strided or source.is_nested:
+        what = "is nested" if source.is_nested else f"has layout {source.layout}"
+        raise TypeError(f"stream_in: the source {what}; a dense tensor streams in: source.to_dense()")
     if source.dim() < 2:
         raise ValueError(f"stream_in: the source has shape {list(source.shape)}; a matrix has at least 2 dimensions")
     if source.requires_grad:

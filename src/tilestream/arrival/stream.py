@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 import threading
 import time
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Literal, cast, final
 import torch
 
 from tilestream.arrival import lanes
-from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.arrival import Arrival, as_device
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
 from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Job, Source, file_source, iterator_source, row_count, tensor_source
+from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
 from tilestream.core.schedule import MOST_QUEUES
@@ -438,7 +440,7 @@ def stream_in(
     >>> with ts.stream_in("activations.safetensors", tensor="x") as x:  # doctest: +SKIP
     ...     y = ts.matmul(x, w)
     """
-    if copies not in ("engine", "kernel"):
+    if not is_one_of(copies, ("engine", "kernel")):
         raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
     target = _target(source, device)
     if copies == "kernel" and (target.type == "cpu" or not isinstance(source, torch.Tensor)):
@@ -453,7 +455,11 @@ def stream_in(
     elif isinstance(source, Iterable):
         if shape is None or dtype is None:
             raise ValueError("stream_in: an iterable source does not say how large it is: give shape= and dtype=")
-        made = iterator_source(source, tuple(shape), dtype)
+        try:
+            extents = tuple(map(operator.index, shape))
+        except TypeError:
+            raise TypeError(f"stream_in: shape={shape!r}; it is a sequence of whole numbers") from None
+        made = iterator_source(source, extents, dtype)
     else:
         raise TypeError(
             f"stream_in: source is a {type(source).__name__}; it is a file's path, a CPU tensor or an iterable of "
@@ -464,7 +470,11 @@ def stream_in(
             if value is not None and name not in made.takes:
                 raise ValueError(f"stream_in: {name}={value!r} means nothing for {made.describe()}")
         of = made.tensor
+        if not is_whole(pivot):
+            raise ValueError(f"stream_in: pivot={pivot!r}; it is the number of a chunk")
         if bounds is None:
+            if rows_per_chunk is not None and (not is_whole(rows_per_chunk) or rows_per_chunk < 1):
+                raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk!r}; a chunk has at least one row")
             row_bytes = of.shape[-1] * of.element_size()
             arrival = _uniform(row_count(of), row_bytes, rows_per_chunk, pivot, target.type != "cpu")
         elif rows_per_chunk is None:
@@ -494,7 +504,7 @@ def _target(source: Streamable, device: str | torch.device | None) -> torch.devi
     if device is None:
         pinned = isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.is_pinned()
         device = "cuda" if pinned else "cpu"
-    target = torch.device(device)
+    target = as_device(device, "stream_in: device")
     if target.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"stream_in: device={str(device)!r}; tensors stream to the CPU and to GPUs")
     if target.type == "cpu":
@@ -513,8 +523,6 @@ def _uniform(rows: int, row_bytes: int, rows_per_chunk: int | None, pivot: int, 
     """Uniform chunks, checked; the signals are not used."""
     if rows_per_chunk is None:
         rows_per_chunk = (gpu_rows_per_chunk if on_gpu else default_rows_per_chunk)(rows, row_bytes)
-    elif rows_per_chunk < 1:
-        raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk}; a chunk has at least one row")
     return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot)
 
 

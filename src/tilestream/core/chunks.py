@@ -15,6 +15,9 @@ from typing import Protocol, runtime_checkable
 
 from tilestream.core.grid import INT31
 
+#: Chunks of an arrival: the host keeps a few words of each.
+MOST_CHUNKS = 2**24
+
 
 def chunk_of(row: int, rows_per_chunk: int) -> int:
     """The chunk that brings ``row``, where all chunks but the last bring ``rows_per_chunk`` rows."""
@@ -79,6 +82,8 @@ class Chunks:
         """``rows`` rows, ``rows_per_chunk`` to a chunk; the last chunk has what is left."""
         if rows_per_chunk < 1:
             raise ValueError(f"rows_per_chunk={rows_per_chunk}: a chunk of a uniform arrival has at least one row")
+        if rows // rows_per_chunk >= MOST_CHUNKS:
+            raise ValueError(f"rows_per_chunk={rows_per_chunk}: {rows} rows have at most {MOST_CHUNKS} chunks")
         return cls((*range(0, max(rows, 1), rows_per_chunk), rows), rows_per_chunk)
 
     @property

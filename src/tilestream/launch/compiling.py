@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from triton.runtime import cache as triton_cache
 from triton.runtime import driver as triton_driver
 
 from tilestream.core.forks import free_in_child
+from tilestream.core.whole_file import write_whole
 from tilestream.kernels.device.jit import INTERPRETED
 from tilestream.runtime import collector
 
@@ -344,10 +344,9 @@ def remembered(name: str, make: Callable[[], str]) -> str:
     made = make()
     with contextlib.suppress(OSError):  # a cache that cannot be written: the next process hashes again
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            what = name.partition(" ")[0]  # of which one value is kept
-            json.dump({key: old for key, old in known.items() if key.partition(" ")[0] != what} | {name: made}, file)
-        Path(file.name).replace(path)
+        what = name.partition(" ")[0]  # of which one value is kept
+        kept = {key: old for key, old in known.items() if key.partition(" ")[0] != what}
+        write_whole(path, json.dumps(kept | {name: made}).encode())
     return made
 
 

@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.stream import open_streams
+from tilestream.core.arguments import is_one_of
 from tilestream.ops import native, streamed
 from tilestream.ops.attention_merge import merge
 from tilestream.ops.attention_request import Answer, AttentionRequest, Causal, Window, attend
@@ -213,7 +214,7 @@ def merge_attention(
                 f"merge_attention: {name} is {x.dtype}; it is of a floating-point dtype of 16 bits or more, as "
                 "attention gives it"
             )
-    if layout not in LAYOUTS:
+    if not is_one_of(layout, LAYOUTS):
         raise ValueError(f"merge_attention: layout={layout!r}; it is one of {', '.join(LAYOUTS)}")
     if o_a.shape != o_b.shape or o_a.dim() not in (3, 4):
         raise ValueError(

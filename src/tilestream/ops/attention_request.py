@@ -10,6 +10,7 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.core.arguments import is_one_of
 from tilestream.core.operands import AttentionOperands
 from tilestream.ops import attention_library as library
 from tilestream.ops import gated, inline, native
@@ -77,7 +78,7 @@ class AttentionRequest(NamedTuple):
     def check(self) -> None:
         """Raise for what is wrong by itself: options, and kinds of tensors."""
         check_waiting(_OP, self.workers, self.deadline, arrival=self.arrival)
-        if self.schedule not in ATTENTION_SCHEDULES:
+        if not is_one_of(self.schedule, ATTENTION_SCHEDULES):
             raise ValueError(f"{_OP}: schedule={self.schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
         check_splits(f"{_OP}: ", self.splits)
         tensors = dict(zip(self._fields, self[:12], strict=False))
@@ -88,7 +89,7 @@ class AttentionRequest(NamedTuple):
             check_written(_OP, self.out)
         others = () if self.out is None else (self.q, self.k, self.v, self.sinks, self.out)
         refuse_tangents(_OP, self.scale_q, self.scale_k, self.scale_v, *others)
-        if self.layout not in LAYOUTS:
+        if not is_one_of(self.layout, LAYOUTS):
             raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
         if self.arrival is not None:
             refuse_dtensors(_OP, q=self.q, k=self.k, v=self.v, out=self.out)

@@ -270,6 +270,8 @@ def addmm(
         if made is not None:
             return made
     check_tensors("addmm", input=input, a=a, b=b)
+    if a.is_nested or b.is_nested:  # of which no shape can be said
+        check_operands("addmm", {"a": a, "b": b})
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dim() != 2:
             raise ValueError(f"addmm: {name} has shape {list(tensor.shape)}; it has 2 dimensions: [M, K] and [K, N]")
@@ -339,6 +341,8 @@ def linear(
 
 def _check_dims(op: str, dims: int, a: torch.Tensor, b: torch.Tensor) -> None:
     check_tensors(op, a=a, b=b)
+    if a.is_nested or b.is_nested:
+        check_operands(op, {"a": a, "b": b})
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dim() != dims:
             raise ValueError(

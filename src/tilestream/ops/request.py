@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.core.arguments import is_one_of
 from tilestream.core.operands import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tilestream.core.operands import Epilogue
 from tilestream.launch.observe import PRODUCTS
@@ -28,6 +29,8 @@ from tilestream.runtime import shutdown
 #: Public names of the activations.
 ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
 #: How many fields of a `Request` are arguments of `tilestream.ops.native.product`.
+#: A factor is applied in float32, where operands are not float64.
+FLOAT32_MAX = torch.finfo(torch.float32).max
 _NUM_NATIVE = 15
 #: What the public ops call their tensors, where it is not what `Request` calls them.
 _NAMES = {"linear": {"a": "x", "b": "weight"}, "addmm": {"residual": "input"}}
@@ -69,13 +72,16 @@ class Request(NamedTuple):
     def check(self) -> None:
         """Raise for options that are wrong whatever the operands are."""
         op = self.op
-        if self.activation is not None and self.activation not in ACTIVATIONS:
+        if self.activation is not None and not is_one_of(self.activation, ACTIVATIONS):
             raise ValueError(f"{op}: activation={self.activation!r}; it is None or one of {', '.join(ACTIVATIONS)}")
-        if self.schedule not in SCHEDULES:
+        if not is_one_of(self.schedule, SCHEDULES):
             raise ValueError(f"{op}: schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
         for name, factor in (("alpha", self.alpha), ("beta", self.beta)):
-            if checks.as_number(factor) is None:
+            number = checks.as_number(factor)
+            if number is None:
                 raise TypeError(f"{op}: {name}={factor!r}; it is a number")
+            if FLOAT32_MAX < abs(number) < math.inf and getattr(self.a, "dtype", None) != torch.float64:
+                raise ValueError(f"{op}: {name}={factor!r}; it is applied in float32, and at most {FLOAT32_MAX:.3g}")
         if self.out_dtype is not None and not isinstance(self.out_dtype, torch.dtype):
             raise TypeError(f"{op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
         if not isinstance(self.fast_accum, bool):
@@ -175,7 +181,7 @@ def _is_seen_by_autograd_alone(r: Request) -> bool:
         return False
     wants = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
     if residual is not None:  # of the result's shape: torch sums up the gradient of another
-        if type(residual) not in PLAIN or residual.is_nested:
+        if type(residual) not in PLAIN or residual.is_nested or a.is_nested or b.is_nested:
             return False
         if type(r.alpha) not in (float, int) or type(r.beta) not in (float, int):
             return False

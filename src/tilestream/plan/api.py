@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
+from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.gpu_specs import GPU_SPECS, named
@@ -137,10 +138,10 @@ def plan(
             raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
     name = dtype_name(dtype)
     other = name if b_dtype is None else dtype_name(b_dtype)
-    layout = layout or ("nt" if name in FP8 else "nn")
-    if layout not in ("nn", "nt", "tn", "tt"):
+    layout = ("nt" if name in FP8 else "nn") if layout is None else layout
+    if not is_one_of(layout, ("nn", "nt", "tn", "tt")):
         raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
-    if scales not in SCALES:
+    if not is_one_of(scales, SCALES):
         raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")
     if not isinstance(use_fast_accum, bool):
         raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
@@ -184,7 +185,7 @@ def check_forced(asked: Asked, device: object, arrives: bool = False) -> Asked:
     schedule, order, tile, backend = asked.schedule, asked.order, asked.tile, asked.backend
     variant, stages, registers, properties = asked.variant, asked.stages, asked.registers, asked.device
     assert properties is not None
-    if schedule not in SCHEDULES:
+    if not is_one_of(schedule, SCHEDULES):
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     if isinstance(order, str):
         if order not in get_args(OrderName):
@@ -202,11 +203,11 @@ def check_forced(asked: Asked, device: object, arrives: bool = False) -> Asked:
         if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(is_whole(x) and x > 0 for x in tile):
             raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
         asked = asked._replace(tile=(operator.index(tile[0]), operator.index(tile[1])))
-    if backend not in (None, "hopper", "cdna", "portable"):
+    if not is_one_of(backend, (None, "hopper", "cdna", "portable")):
         raise ValueError(f"backend={backend!r}; it is 'hopper', 'cdna', 'portable', or None for the plan's choice")
     fast = "cdna" if properties.arch.startswith("gfx") else "hopper"
     variants = cdna_tiles.VARIANTS if fast == "cdna" else hopper.VARIANTS
-    if variant is not None and variant not in variants:
+    if variant is not None and not is_one_of(variant, variants):
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(variants)}, or None for the plan's choice")
     if stages is not None and (not is_whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
@@ -295,8 +296,3 @@ def checked_extents(extents: dict[str, int]) -> dict[str, int]:
         if not is_whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; an extent is a whole number, and not negative")
     return {name: operator.index(extent) for name, extent in extents.items()}
-
-
-def is_whole(x: object) -> bool:
-    """Whether a value is an integer, of any library, and no bool."""
-    return hasattr(x, "__index__") and not isinstance(x, bool)

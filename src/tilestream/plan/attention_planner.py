@@ -9,12 +9,13 @@ from dataclasses import replace
 from numbers import Real
 from typing import get_args
 
+from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.chunks import Arriving
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
 from tilestream.plan import experimental, invariance
 from tilestream.plan.additions import key_order
-from tilestream.plan.api import checked_extents, default_workers, device_properties, is_whole
+from tilestream.plan.api import checked_extents, default_workers, device_properties
 from tilestream.plan.attention_plan import AttentionCandidate, AttentionPlan, of_candidate
 from tilestream.plan.attention_problem import Alignment, AttentionLayout, AttentionProblem
 from tilestream.plan.candidate import Refusal
@@ -58,11 +59,6 @@ def plan_attention(
     ``limit``: see `tilestream.plan.limit`.
     """
     device = device or cpu_properties()
-    if backend not in (None, *BACKENDS):
-        raise ValueError(
-            f"backend={backend!r}; attention has {', '.join(map(repr, BACKENDS))} on GPUs: leave backend= away for "
-            "the plan's choice"
-        )
     if backend is not None and device.backend == "cpu":
         raise NotImplementedError(
             f"backend={backend!r}; it is a GPU's, and this plan is for the CPU, which has one of its own: leave "
@@ -219,14 +215,19 @@ def attention_plan(
     extents = checked_extents({
         "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads_q": heads_q,
         "heads_kv": heads_q if heads_kv is None else heads_kv, "head_dim": head_dim,
-        "head_dim_v": head_dim_v or head_dim, "page_size": page_size,
+        "head_dim_v": head_dim if head_dim_v is None else head_dim_v, "page_size": page_size,
     })  # fmt: skip
-    if schedule not in ATTENTION_SCHEDULES:
+    if not is_one_of(schedule, ATTENTION_SCHEDULES):
         raise ValueError(f"schedule={schedule!r}; attention has {', '.join(ATTENTION_SCHEDULES)}")
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise ValueError(f"workers={workers!r}; it is a positive whole number, or None for the device's own")
+    if not is_one_of(backend, (None, *BACKENDS)):
+        raise ValueError(
+            f"backend={backend!r}; attention has {', '.join(map(repr, BACKENDS))} on GPUs: leave backend= away for "
+            "the plan's choice"
+        )
     check_splits("", splits)
-    if causal not in (False, True, *get_args(Alignment)):
+    if not is_one_of(causal, (False, True, *get_args(Alignment))):
         raise ValueError(f"causal={causal!r}; it is False, True, {' or '.join(map(repr, get_args(Alignment)))}")
     if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
         raise ValueError(f"window={window!r}; it is (left, right): keys on either side of the diagonal, or None")

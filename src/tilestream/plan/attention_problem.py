@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tilestream.core.arguments import is_one_of
 from tilestream.plan.problem import ITEMSIZE, Incoming
 
 #: Where the diagonal of a mask ends, if there are more keys than queries, or fewer.
@@ -103,7 +104,7 @@ class AttentionProblem:
             raise TypeError(f"dtype: {self.dtype}; attention takes {', '.join(ATTENTION_DTYPES)}: convert first")
         if self.alignment not in ALIGNMENTS:
             raise ValueError(f"alignment={self.alignment!r}; it is one of {', '.join(ALIGNMENTS)}")
-        if self.layout not in LAYOUTS:
+        if not is_one_of(self.layout, LAYOUTS):
             raise ValueError(f"layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
         if self.page_size and self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size}; it is a power of two, at most {PAGE_SIZES[-1]}")

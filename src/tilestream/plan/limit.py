@@ -18,6 +18,7 @@ import os
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from tilestream.core.arguments import is_whole
 from tilestream.core.device import DeviceProperties
 from tilestream.plan.candidate import Refusal
 from tilestream.plan.policy.cdna import workers_beside_producers
@@ -101,7 +102,7 @@ def checked(count: object) -> int:
     ValueError
         If it is no positive whole number.
     """
-    if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
+    if not is_whole(count) or operator.index(count) < 1:
         raise ValueError(f"worker_limit({count!r}): the number of workers is a positive whole number")
     return min(operator.index(count), INVARIANT - 1)
 

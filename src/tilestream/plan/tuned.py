@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilestream._version import __version__
 from tilestream.core.device import DeviceProperties
+from tilestream.core.whole_file import write_whole
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.problem import Problem
 
@@ -102,9 +102,7 @@ def save(problem: Problem, device: DeviceProperties, entry: Entry) -> Path:
     data = {key: dict(entries) for key, entries in _read(path).items()}
     data.setdefault(device_key(device), {})[problem_key(problem)] = dict(entry)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as new:  # its owner's alone
-        new.write(json.dumps(data, indent=1) + "\n")
-    Path(new.name).replace(path)  # whole or not at all
+    write_whole(path, (json.dumps(data, indent=1) + "\n").encode())
     forget()
     return path
 

@@ -78,14 +78,14 @@ def load(name: str) -> Suite:
         raise ImportError("reading a suite takes PyYAML: pip install 'tilestream[cli]'") from error
     path = Path(name)
     if name in names():
-        text = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+        data = (_FOLDER / f"{name}.yaml").read_bytes()
     elif path.suffix in (".yaml", ".yml"):
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     else:
         raise ValueError(f"suite {name!r}: give a .yaml file, or one of {', '.join(names())}")
     try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        found = yaml.safe_load(data.decode())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}: no YAML: {' '.join(str(error).split())}") from None
     return _checked(path.stem, found, name)
 

@@ -13,7 +13,6 @@ import json
 import platform
 import re
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ import triton
 from triton.runtime import cache as triton_cache
 
 from tilestream._version import __version__
+from tilestream.core.whole_file import write_whole
 
 #: A kernel's index: the file that names its others.
 _INDEX = "__grp__"
@@ -150,8 +150,8 @@ def unpack(source: Path) -> tuple[int, int]:
         place.mkdir(parents=True, exist_ok=True)
         paths = {inner: str(place / inner) for inner in members}
         for inner, data in members.items():
-            _write(place / inner, data)
-        _write(place / f"{_INDEX}{name}", json.dumps({"child_paths": paths}).encode())  # last: now Triton finds it
+            write_whole(place / inner, data)
+        write_whole(place / f"{_INDEX}{name}", json.dumps({"child_paths": paths}).encode())  # last: now Triton finds it
         new += 1
     return new, len(homes)
 
@@ -165,10 +165,3 @@ def _files_of(source: Path) -> dict[str, bytes]:
             return {name: file.read() for name, file in members if file is not None}
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise ValueError(f"{source}: neither a folder nor a tar: {error}") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file that appears whole."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    Path(file.name).replace(path)

@@ -216,6 +216,11 @@ def test_parts_of_a_tile_that_end_anywhere():
         check(Case(96, 128, k, block=(32, 64, 32), kind="stream_k", workers=4))
 
 
+def test_parts_of_a_tile_of_several_strips():
+    # Of 4 tiles one is cut into 3 shares. A part is stored as two strips of 64 columns, one behind the other.
+    check(Case(64, 256, 32 * 3 + 16, block=(32, 128, 32), kind="stream_k", workers=3))
+
+
 @pytest.mark.parametrize(("copies", "layout"), [*itertools.product(("direct", "staged"), ("nt", "tn"))])
 def test_epilogue_and_batches(copies, layout):
     stages = 3 if copies == "direct" else 2

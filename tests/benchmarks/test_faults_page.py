@@ -1,0 +1,52 @@
+"""The page of faults is what the records say."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks.core.paths import RESULTS
+from benchmarks.report import faults
+
+
+def test_the_page_is_made_from_the_records():
+    assert faults.main(["--check"]) == 0
+    recorded = json.loads((RESULTS / "cpu" / "faults.json").read_text(encoding="utf-8"))
+    assert len(recorded["rows"]) >= 30
+    assert not recorded["failures"]
+
+
+def test_the_check_of_the_page_can_fail(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(faults, "PAGE", tmp_path / "faults.md")
+    assert faults.main(["--check"]) == 1
+    assert faults.main([]) == 0
+    assert faults.main(["--check"]) == 0
+    faults.PAGE.write_text(faults.page().replace("right", "wrong"), encoding="utf-8")
+    assert faults.main(["--check"]) == 1
+    assert "not what the records say" in capsys.readouterr().err
+
+
+def test_a_device_without_a_row_leaves_its_cell_empty(tmp_path):
+    about = {"device": "x", "torch": "2", "commit": "c", "date": "d", "failures": []}
+    row = {"part": "chunks", "name": "late", "does": "a | b", "within": 60.0, "ended": "right", "seconds": 0.5}
+    gone = {**row, "name": "lost", "within": 0.3, "ended": "ArrivalTimeout: a|b", "seconds": 0.05}
+    for folder, rows in (("cpu", [row]), ("h100", [row, gone])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "faults.json").write_text(json.dumps({**about, "rows": rows}), encoding="utf-8")
+    text = faults.page(tmp_path)
+    assert "| fault | what is done | ends | may wait | CPU | H100 |" in text
+    assert "| late | a / b | right | until it comes | 0.50 s | 0.50 s |" in text
+    assert "| lost | a / b | `ArrivalTimeout: a/b` | 0.3 s |  | 50.0 ms |" in text
+
+
+def test_runs_by_the_thousand_add_up(tmp_path):
+    assert not faults._many(tmp_path)
+    about = {"device": "x", "torch": "2", "commit": "c", "date": "d"}
+    rows = [{"seed": seed, "cpu_seconds": 30.0, "launches": 600_000, "wrong": [], "drifted": []} for seed in (0, 1)]
+    for folder, drifted in (("cpu", ["files: 3 at first, 4 in the end"]), ("h100", [])):
+        (tmp_path / folder).mkdir()
+        made = [rows[0], {**rows[1], "drifted": drifted}]
+        (tmp_path / folder / "soak.json").write_text(json.dumps({**about, "rows": made}), encoding="utf-8")
+    _, table = faults._many(tmp_path)
+    what = "launches of random shapes, schedules and arrivals"
+    assert f"| {what} | H100 | 1,200,000 | 1.0 | 0, 1 | nothing |" in table
+    assert f"| {what} | CPU | 1,200,000 | 1.0 | 0, 1 | files: 3 at first, 4 in the end |" in table
