@@ -19,7 +19,7 @@ from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan import tma
-from tilestream.plan.api import check_forced, default_workers, device_properties, is_whole
+from tilestream.plan.api import check_forced, default_workers, device_properties
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import log
 from tilestream.plan.limit import is_invariant, limit, workers_of
