@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from tilestream.core.arguments import is_whole
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.grid import Grid
 from tilestream.core.groups import Along, mean_row_tiles, most_row_tiles
