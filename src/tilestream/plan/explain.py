@@ -11,9 +11,6 @@ logger = logging.getLogger(__name__)
 
 Lines = list[tuple[str, str]]
 
-#: The architecture on which kernels have run.
-_RAN = "sm_90"
-
 
 def number(x: float) -> str:
     """Three digits at least, and no exponent: ``16,100``, ``98.3``, ``0.0123``."""
@@ -22,7 +19,7 @@ def number(x: float) -> str:
 
 def checked(arch: str) -> str:
     """What is known of the kernels on GPUs of ``arch`` on which they have not run; empty where they have."""
-    if arch in ("", _RAN):
+    if arch in ("", "sm_90"):
         return ""
     if arch not in {spec.arch for spec in GPU_SPECS.values()}:
         return f"neither compiled nor run for {arch}: its shared memory and registers are not checked"

@@ -186,13 +186,17 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
         if device.arch.startswith("gfx"):
             rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)
         elif device.arch in _OF_A_WARP:
-            most = 256 if device.arch.startswith("sm_12") else 128  # 128x256 spills 24 bytes on sm_80 (Triton 3.9)
-            rows = tuple(row._replace(buffers=row.stages - 1) for row in rows if row.block_n <= most)
+            # Triton 3.9: 128x256 spills 24 bytes on sm_80, 128x128 of 8 bits 16 bytes on sm_89.
+            most = 128 * 256 if device.arch.startswith("sm_12") else 128 * 128
+            if device.arch == "sm_89" and problem.fp8 and problem.fast_accum:
+                most = 64 * 128
+            fit = (row for row in rows if row.block_m * row.block_n <= most)
+            rows = tuple(row._replace(buffers=row.stages - 1) for row in fit)
         elif has_tensor_memory(device.arch):
             small = problem.arriving or not problem.aligned
             rows = tuple(row for row in rows if row.block_n <= (64 if small else 128))
-    fit = tuple(row for row in rows if row.ring_bytes(ITEMSIZE[problem.dtype]) <= device.shared)
-    return fit or (rows[-1]._replace(stages=_HIP_STAGES),)
+    held = tuple(row for row in rows if row.ring_bytes(ITEMSIZE[problem.dtype]) <= device.shared)
+    return held or (rows[-1]._replace(stages=_HIP_STAGES),)
 
 
 def candidates(
