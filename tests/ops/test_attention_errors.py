@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilestream as ts
+from tilestream.ops import attention_request
 
 with torch.inference_mode():
     FROZEN = torch.zeros(2, 6, 4, 16)
@@ -193,3 +194,14 @@ def test_out_is_its_own():
         ts.attention(**tensors(q=q, v=torch.zeros(2, 9, 2, 8), out=q))
     with pytest.raises(ValueError, match="several elements share a place"):
         ts.attention(**tensors(out=torch.zeros(1, 1, 1, 16).expand(2, 6, 4, 16)))
+
+
+def test_equal_rows_and_heads_of_a_transposed_tensor_are_pointed_out_once(caplog):
+    attention_request._point_out.cache_clear()
+    plain = torch.zeros(2, 6, 6, 8)
+    for q in (plain, plain.transpose(1, 2), plain.transpose(1, 2), plain[:, :, :4].transpose(1, 2)):
+        ts.attention(q, q, q)
+    ts.attention(plain.transpose(1, 2), plain, plain, layout="bhsd")
+    (said,) = [record.message for record in caplog.records if record.name == attention_request.logger.name]
+    assert said.startswith("attention: layout='bshd' is [B, S, H, D], and q [2, 6, 6, 8] has as many rows as heads")
+    assert "pass layout='bhsd'" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -33,6 +35,8 @@ from tilestream.ops.sharding import dtensor_views, is_dtensor, refuse_dtensors
 from tilestream.plan.attention_planner import ATTENTION_SCHEDULES, check_splits
 from tilestream.plan.attention_problem import ATTENTION_DTYPES, LAYOUTS, Alignment, AttentionLayout
 from tilestream.runtime import shutdown
+
+logger = logging.getLogger(__name__)
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = Sequence[int | None] | None
@@ -315,7 +319,19 @@ def _to_rows_first(
             )
     if r.layout == "bhsd":
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if not (packed_q or torch.compiler.is_compiling()) and q.shape[1] == q.shape[2] > 1 and q.stride(1) < q.stride(2):
+        _point_out(str(list(q.shape)), str(list(q.stride())))
     return q, k, v
+
+
+@functools.lru_cache(maxsize=256)
+def _point_out(shape: str, strides: str) -> None:
+    """Say once that equal rows and heads may have changed places: they lie as after ``transpose(1, 2)``."""
+    logger.warning(
+        "%s: layout='bshd' is [B, S, H, D], and q %s has as many rows as heads, whose strides %s are those of a "
+        "transposed tensor; if it is [B, H, S, D], as scaled_dot_product_attention has it, pass layout='bhsd'",
+        _OP, shape, strides,
+    )  # fmt: skip
 
 
 def _canonical_scale(name: str, scale: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
