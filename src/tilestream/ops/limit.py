@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import Token
 from types import TracebackType
 
 import torch
@@ -49,15 +48,14 @@ class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
 
     def __init__(self, count: int) -> None:
         self._bound = limits.checked(count)
-        self._before = 0
-        self._tokens: list[Token[int]] = []  # one object may stand in several blocks
+        self._before = 0  # while a compiler traces
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
             self._before = _traced.limit
             _traced.limit = limits.tighter(_traced.limit, self._bound)
         else:
-            self._tokens.append(limits._blocks.set(limits.tighter(limits._blocks.get(), self._bound)))
+            limits.begin_block(self._bound)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -65,7 +63,7 @@ class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
         if torch.compiler.is_compiling():
             _traced.limit = self._before
         else:
-            limits._blocks.reset(self._tokens.pop())
+            limits.end_block()
 
 
 class within_limit(worker_limit):  # noqa: N801 -- a block, as `worker_limit` is
