@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilestream.core.forks import free_in_child
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.observe import PRODUCTS, WORDS, Call, Observation
@@ -232,7 +233,7 @@ class Extension:
         self.remember_gated_attention = ops.remember_gated_attention.default._op
         self.try_merge_attention = ops.try_merge_attention.default._op
         self.remember_merge_attention = ops.remember_merge_attention.default._op
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         #: The words of each stream, by device, stream and context: the library has their addresses.
         self._words: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
         self._unfit: weakref.WeakSet[Any] = weakref.WeakSet()
