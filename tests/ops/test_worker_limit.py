@@ -237,6 +237,28 @@ def test_compiled(op, seen):
     torch._dynamo.reset()
 
 
+def test_one_object_stands_in_nested_blocks_of_a_compiled_function():
+    torch._dynamo.reset()
+    asked: list[list[int]] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        asked.append([node.args[-1] for node in graph.graph.nodes if node.op == "call_function" and node.args[3:]])
+        return graph
+
+    @torch.compile(backend=keep, fullgraph=True)
+    def products(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        limit = ts.worker_limit(3)
+        with limit:
+            with ts.worker_limit(2), limit:
+                inner = ts.mm(a, b)
+            outer = ts.mm(a, b)
+        return inner, outer, ts.mm(a, b)
+
+    for _ in range(2):
+        products(*operands())
+    assert asked == [[2, 3, 0]], "and nothing is compiled anew"
+
+
 @pytest.mark.parametrize("op", [Attentions], indirect=True)
 def test_attention_keeps_to_it(op, seen):
     q, k, v = op.tensors
