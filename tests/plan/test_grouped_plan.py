@@ -108,7 +108,9 @@ REFUSED = {
     "groups=1025; there are 1 to 1024": {"groups": 1025},
     "groups=2.5; it is a whole number": {"groups": 2.5},
     "m=-1; it is a whole number": {"m": -1},
-    "along='n'; groups divide rows or k": {"along": "n"},
+    "along='n'; it is one of rows, k": {"along": "n"},
+    "along=['k']; it is one of rows, k": {"along": ["k"]},
+    "scales='rows'; it is one of none, tensor, row": {"scales": "rows"},
     "schedule='stream_k'": {"schedule": "stream_k"},
     "tile=(3, 3): the portable kernel has": {"tile": (3, 3), "backend": "portable"},
 }  # fmt: skip

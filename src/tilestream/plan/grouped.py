@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tilestream.core.arguments import is_whole
+from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.grid import Grid
-from tilestream.core.groups import Along, mean_row_tiles, most_row_tiles
+from tilestream.core.groups import ALONGS, Along, mean_row_tiles, most_row_tiles
 from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan import tma
-from tilestream.plan.api import check_forced, default_workers, device_properties
+from tilestream.plan.api import SCALES, check_forced, default_workers, device_properties
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import log
 from tilestream.plan.limit import is_invariant, limit, workers_of
@@ -93,6 +93,9 @@ def grouped_plan(
     for name, extent in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if not is_whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; it is a whole number, and not negative")
+    for name, word, words in (("along", along, ALONGS), ("scales", scales, SCALES)):
+        if not is_one_of(word, words):
+            raise ValueError(f"{name}={word!r}; it is one of {', '.join(words)}")
     kind = dtype_name(dtype)
     result = result_name(kind, None if out_dtype is None else dtype_name(out_dtype))
     aligned = k % 16 == 0 if along == "rows" else m % 16 == 0 and n % 16 == 0
@@ -161,12 +164,12 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
 
 def check_schedule(op: str, schedule: str) -> None:
     """Raise for a schedule that there is not for groups."""
-    if schedule == "stream_k":
+    if is_one_of(schedule, ("stream_k",)):
         raise ValueError(
             f"{op}: schedule='stream_k'; which tiles would be cut along K is known on the device alone: it is one of "
             f"{', '.join(SCHEDULES)}"
         )
-    if schedule not in SCHEDULES:
+    if not is_one_of(schedule, SCHEDULES):
         raise ValueError(f"{op}: schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
 
 
