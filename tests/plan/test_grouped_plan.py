@@ -110,6 +110,9 @@ REFUSED = {
     "m=-1; it is a whole number": {"m": -1},
     "along='n'; groups divide rows or k": {"along": "n"},
     "schedule='stream_k'": {"schedule": "stream_k"},
+    "schedule='now'; it is one of auto, static, dynamic": {"schedule": "now"},
+    "scales='rows'; it is one of none,": {"scales": "rows"},
+    "tile=(64, 64); the CPU takes each group's product whole": {"tile": (64, 64), "device": "cpu"},
     "tile=(3, 3): the portable kernel has": {"tile": (3, 3), "backend": "portable"},
 }  # fmt: skip
 
