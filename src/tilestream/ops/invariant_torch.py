@@ -188,8 +188,7 @@ def _of_sums(name: str, is_mean: bool) -> Callable[..., torch.Tensor]:
 
 def _dimensions(x: torch.Tensor, dims: int | Sequence[int] | None) -> list[int]:
     """The dimensions that are added, in order; as torch has it, none that is named stands for all."""
-    given = [dims] if isinstance(dims, int) else list(dims or ())
-    count = max(x.dim(), 1)
+    given, count = [dims] if isinstance(dims, int) else list(dims or ()), max(x.dim(), 1)
     if any(not -count <= one < count for one in given):
         raise IndexError(f"dim={dims}; x has {x.dim()} dimensions: {list(x.shape)}")
     return sorted(one % count for one in given) if given else list(range(x.dim()))
@@ -223,9 +222,7 @@ def _layer_norm(
     return (made if bias is None else made + bias).to(input.dtype)
 
 
-def _over(
-    x: torch.Tensor, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:  # fmt: skip
+def _over(x: torch.Tensor, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """`_rowwise` over the last dimensions, float32."""
     if tuple(x.shape[-len(shape) :]) != tuple(shape):
         raise ValueError(f"normalized_shape={list(shape)}; input has shape {list(x.shape)}, which does not end so")
@@ -233,10 +230,6 @@ def _over(
 
 
 # Routes ---------------------------------------------------------------------------------------------------------------
-
-
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return linear(input, weight, bias)
 
 
 def _turned_matmul(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -250,7 +243,7 @@ _ROUTES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.addmm, _tensor.addmm), addmm),
     **dict.fromkeys((torch.matmul, torch.linalg.matmul, _tensor.matmul, _tensor.__matmul__), matmul),
     _tensor.__rmatmul__: _turned_matmul,
-    F.linear: _linear,
+    F.linear: linear,
     F.scaled_dot_product_attention: attention_of_torch,
     **dict.fromkeys((torch.mean, _tensor.mean), _of_sums("mean", True)),
     **dict.fromkeys((torch.sum, _tensor.sum), _of_sums("sum", False)),
