@@ -112,6 +112,9 @@ REFUSED = {
     "along=['k']; it is one of rows, k": {"along": ["k"]},
     "scales='rows'; it is one of none, tensor, row": {"scales": "rows"},
     "schedule='stream_k'": {"schedule": "stream_k"},
+    "schedule='now'; it is one of auto, static, dynamic": {"schedule": "now"},
+    "scales='rows'; it is one of none,": {"scales": "rows"},
+    "tile=(64, 64); the CPU takes each group's product whole": {"tile": (64, 64), "device": "cpu"},
     "tile=(3, 3): the portable kernel has": {"tile": (3, 3), "backend": "portable"},
 }  # fmt: skip
 
