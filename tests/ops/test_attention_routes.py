@@ -88,6 +88,16 @@ def test_the_cpu_is_left_alone_and_why(taken, caplog):
     assert "goes to torch: on the CPU tilestream.attention runs torch's own kernel" in line
 
 
+def test_the_promise_of_equal_bits_takes_calls_of_all_kinds_or_refuses_them(taken):
+    q = rand(2, 2, 9, 16).requires_grad_()
+    with ts.use_attention(), ts.invariant():
+        whole = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert torch.equal(F.scaled_dot_product_attention(q[:1], q[:1], q[:1], is_causal=True), whole[:1])
+        with pytest.raises(NotImplementedError, match=r"under tilestream\.invariant: dropout_p=0\.5"):
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert len(taken) == 2
+
+
 def test_gradients_for_those_who_ask(taken):
     q = rand(1, 2, 9, 16).requires_grad_()
     with ts.use_attention(gradients=True, cpu=True):

@@ -13,10 +13,12 @@ import tilestream as ts
 from error_rule import ACTIVATIONS, Maths, check, rand
 from grouped_cases import offsets_of
 from tilestream.core.operands import Epilogue, GroupedOperands
+from tilestream.ops import execute
 from tilestream.ops.grouped_library import problem_of
 
 F64, E4M3, E5M2 = torch.float64, torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+execute_run = execute.run
 FORMS = ("rows", "columns", "k")
 #: Sizes of three groups, of 17 rows (columns, K): rows of no group; an empty group; all in one; none.
 SIZES = [(3, 4, 2), (0, 17, 0), (16, 0, 1), (0, 0, 0)]
@@ -234,6 +236,25 @@ def test_workers_and_a_limit():
     assert torch.allclose(ts.grouped_mm(a, b, ends, workers=2, schedule="static"), wanted, atol=1e-5)
     with ts.worker_limit(1):
         assert torch.allclose(ts.grouped_mm(a, b, ends), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_limit_holds_for_products_with_a_bias(form, monkeypatch):
+    """Also for one of an element a row, of a group of one column, and of more tiles than one."""
+    ends, long = offsets_of((1, 6, 0)), 3000
+    a, b = {
+        "rows": (rand(8, 8), rand(3, 8, long)), "columns": (rand(3, long, 8), rand(8, 8)),
+        "k": (rand(6, 8), rand(8, long)),
+    }[form]  # fmt: skip
+    bias = rand(8) if form == "columns" else rand(3, long)
+    workers = []
+    monkeypatch.setattr(
+        execute, "run", lambda *args, **more: workers.append(args[1].limit) or execute_run(*args, **more)
+    )
+    with ts.worker_limit(1):
+        out = ts.grouped_mm(a, b, ends, bias=bias, activation="relu")
+    assert torch.allclose(out, by_loop(form, a, b, ends, bias, "relu"), atol=1e-5)
+    assert workers == [1] * (3 if form == "k" else 2)
 
 
 def test_autocast():

@@ -20,14 +20,19 @@ CALLS = {
     "method": lambda x, rows: x.mm(W),
     "operator": lambda x, rows: x @ W,
     "matmul": lambda x, rows: torch.matmul(x, W),
+    "mm by name": lambda x, rows: torch.mm(input=x, mat2=W),
+    "linalg.matmul": lambda x, rows: torch.linalg.matmul(x, W),
     "addmm": lambda x, rows: torch.addmm(RESIDUAL[rows], x, W, beta=0.5),
     "linear": lambda x, rows: F.linear(x, W.t(), BIAS),
+    "linear by name": lambda x, rows: F.linear(input=x, weight=W.t(), bias=BIAS),
+    "sum": lambda x, rows: x.sum(-1),
     "mean": lambda x, rows: x.mean(-1),
     "mean, kept": lambda x, rows: torch.mean(x, 1, keepdim=True),
     "softmax": lambda x, rows: F.softmax(x, dim=-1),
     "log_softmax": lambda x, rows: x.log_softmax(-1),
     "rms_norm": lambda x, rows: F.rms_norm(x, (48,), rand(48), 1e-6),
     "layer_norm": lambda x, rows: F.layer_norm(x, (48,), rand(48), rand(48)),
+    "torch.layer_norm": lambda x, rows: torch.layer_norm(x, (48,), rand(48), rand(48)),
 }
 
 
@@ -50,6 +55,32 @@ def test_a_row_has_its_own_bits(name, dtype, monkeypatch):
 
 def rand_of(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+BY_NAME = {
+    "mm": lambda x, w: torch.mm(input=x, mat2=w),
+    "addmm": lambda x, w: torch.addmm(input=x @ w, mat1=x, mat2=w),
+    "linear": lambda x, w: F.linear(input=x, weight=w),
+    "linalg.matmul": lambda x, w: torch.linalg.matmul(x, w),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_operands_by_name_come_here_too(name):
+    x = rand(8, 8).double()  # which is refused here, and not by torch
+    with ts.use_invariant_torch(), pytest.raises(NotImplementedError, match="float64 under"):
+        BY_NAME[name](x, x)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean"])
+@pytest.mark.parametrize("dim", [(), None, 1, -2, (2, 0), [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_sums_of_any_dimensions_are_torchs(name, dim, keepdim):
+    x, empty = rand(3, 4, 5), torch.zeros(0, 4, 0)
+    with ts.use_invariant_torch():
+        made, of_none = (getattr(t, name)(dim, keepdim) for t in (x, empty))
+    torch.testing.assert_close(made, getattr(x, name)(dim, keepdim))
+    torch.testing.assert_close(of_none, getattr(empty, name)(dim, keepdim), equal_nan=True)
 
 
 def test_batches_and_attention():
@@ -111,11 +142,21 @@ def test_a_models_logits_are_the_same_alone_and_in_a_batch():
         (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], torch.zeros(1, 8, 8)), "attn_mask="),
         (lambda x: x.double().mean(-1), "mean under use_invariant_torch: torch.float64"),
         (lambda x: F.softmax(x), "dim=None; name the dimension"),
+        (lambda x: torch.einsum("ij,jk->ik", [x, x]), "einsum"),
+        (lambda x: torch.linalg.multi_dot([x, x, x]), "multi_dot"),
+        (lambda x: F.conv1d(input=x[None], weight=x[:, :, None]), "conv1d"),
+        (lambda x: torch.dot(x[0], x[1]), "dot"),
+        (lambda x: torch._grouped_mm(x, x[None], torch.tensor([8], dtype=torch.int32)), "_grouped_mm"),
+        (lambda x: nn.MultiheadAttention(8, 2)(x, x, x), "multi_head_attention_forward"),
+        (lambda x: nn.LSTM(8, 8)(x), "lstm"),
+        (lambda x: F.layer_norm(x, (4,)), r"normalized_shape=\[4\]; input has shape \[8, 8\]"),
+        (lambda x: F.rms_norm(x, (4,)), r"normalized_shape=\[4\]"),
+        (lambda x: x.mean(2), r"dim=2; x has 2 dimensions: \[8, 8\]"),
     ],
 )
 def test_what_cannot_be_promised_is_refused(call, name):
     x = rand(8, 8)
-    with ts.use_invariant_torch(), pytest.raises((NotImplementedError, ValueError), match=name):
+    with ts.use_invariant_torch(), pytest.raises((NotImplementedError, ValueError, IndexError), match=name):
         call(x)
 
 

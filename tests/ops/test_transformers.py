@@ -251,6 +251,23 @@ def test_other_masks_go_to_torch_and_why(family, what, taken, said):
     assert sum(why in line for line in said()) == 1, "once"
 
 
+def test_the_promise_of_equal_bits_is_kept_or_refused(taken):
+    """Layers with a gradient stay here then; a mask of rows and keys is refused, or torch's operations keep it."""
+    how, model, gemma = {"attention_mask": _whole_mask()}, *(copy.deepcopy(model_of(x)) for x in ("llama", "gemma2"))
+    model.set_attn_implementation(OURS)
+    gemma.set_attn_implementation(OURS)
+    with ts.invariant():
+        model(tokens()).logits.sum().backward()
+        assert len(taken) == LAYERS
+        with pytest.raises(NotImplementedError, match=r"under tilestream\.invariant: attn_mask="):
+            model(tokens(), **how)
+    with ts.use_invariant_torch(), torch.no_grad():
+        how = {"attention_mask": dict.fromkeys(("full_attention", "sliding_attention"), how["attention_mask"])}
+        whole = gemma(tokens(), **how).logits
+        one = {"attention_mask": {kind: mask[:1] for kind, mask in how["attention_mask"].items()}}
+        assert torch.equal(gemma(tokens()[:1], **one).logits, whole[:1])
+
+
 def test_dropout_and_biases_go_to_torch(taken, said):
     """T5 adds a bias to its scores; dropout draws its own numbers."""
     torch.manual_seed(0)

@@ -108,8 +108,13 @@ REFUSED = {
     "groups=1025; there are 1 to 1024": {"groups": 1025},
     "groups=2.5; it is a whole number": {"groups": 2.5},
     "m=-1; it is a whole number": {"m": -1},
-    "along='n'; groups divide rows or k": {"along": "n"},
+    "along='n'; it is one of rows, k": {"along": "n"},
+    "along=['k']; it is one of rows, k": {"along": ["k"]},
+    "scales='rows'; it is one of none, tensor, row": {"scales": "rows"},
     "schedule='stream_k'": {"schedule": "stream_k"},
+    "schedule='now'; it is one of auto, static, dynamic": {"schedule": "now"},
+    "scales='rows'; it is one of none,": {"scales": "rows"},
+    "tile=(64, 64); the CPU takes each group's product whole": {"tile": (64, 64), "device": "cpu"},
     "tile=(3, 3): the portable kernel has": {"tile": (3, 3), "backend": "portable"},
 }  # fmt: skip
 

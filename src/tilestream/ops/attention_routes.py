@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from tilestream.ops.attention import attention
 from tilestream.ops.attention_request import MOST_HEADS, Causal
+from tilestream.ops.limit import limit
 from tilestream.plan.attention_problem import HEAD_DIM_STEP, MOST_HEAD_DIM
+from tilestream.plan.limit import is_invariant
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ class use_attention(TorchFunctionMode):  # noqa: N801
     """In this block, ``F.scaled_dot_product_attention`` is `tilestream.attention`.
 
     With torch's own meaning: ``is_causal`` is counted from the first key, ``[..., H, S, D]``. Calls with a mask, with
-    dropout, of 12 columns a head, and whatever else is not done here go to torch.
+    dropout, of 12 columns a head, and whatever else is not done here go to torch; under `tilestream.invariant` they
+    raise `NotImplementedError`, and all others come here.
 
     Parameters
     ----------
@@ -63,6 +66,8 @@ class use_attention(TorchFunctionMode):  # noqa: N801
         """See `torch.overrides.TorchFunctionMode`."""
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
+        if is_invariant(limit()):
+            return attention_of_torch(*args, **(kwargs or {}))
         call = _arguments(*args, **(kwargs or {}))
         why = "" if self._cpu or call["query"].device.type != "cpu" else _ON_CPU
         if why or (why := _refusal(call, self._gradients)):
@@ -82,7 +87,7 @@ def attention_of_torch(*args: Any, **kwargs: Any) -> torch.Tensor:
     call = _arguments(*args, **kwargs)
     if why := _refusal(call, gradients=True):
         raise NotImplementedError(
-            f"scaled_dot_product_attention under use_invariant_torch: {why}; call it without, or leave the block for it"
+            f"scaled_dot_product_attention under tilestream.invariant: {why}; call it without, or outside of the block"
         )
     return _attend(call)
 

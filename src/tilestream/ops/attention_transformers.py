@@ -19,6 +19,7 @@ sinks; such layers are computed by torch's operations then (`_by_operations`). A
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -28,6 +29,9 @@ import torch
 
 from tilestream.ops.attention import attention
 from tilestream.ops.attention_routes import say_once, unfit, wants_gradient
+from tilestream.ops.invariant_torch import use_invariant_torch
+from tilestream.ops.limit import limit
+from tilestream.plan.limit import is_invariant
 
 #: Bits of a key range's kind.
 _LATER, _FEWER, _FULL = 1, 2, 4
@@ -44,7 +48,8 @@ def register_attention(name: str = "tilestream") -> str:
     Sliding windows, soft caps, attention sinks, padded batches, static and dynamic caches run here without a mask of
     rows and keys. Layers that need a gradient go to transformers' ``"sdpa"``, whose backward pass is faster, unless
     they have a soft cap or sinks. So do dropout, packed ``position_ids``, and masks of a model's own. The logger
-    ``"tilestream"`` says at level INFO what goes there and why, once.
+    ``"tilestream"`` says at level INFO what goes there and why, once. Under `tilestream.invariant` layers with a
+    gradient run here, and what the promise does not hold for raises `NotImplementedError`.
 
     Returns
     -------
@@ -223,6 +228,7 @@ def _attention(
                 f"tilestream for transformers: {type(module).__name__} passes {name}=, which tilestream.attention has "
                 'not: use attn_implementation="sdpa" or "eager" for this model'
             )
+    promises = is_invariant(limit())
     ranged, several = _is_range(attention_mask), query.shape[2] > 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if ranged:
@@ -235,7 +241,7 @@ def _attention(
         why = f"dropout={dropout}"
     elif given := [name for name in _OF_SDPA if more.get(name) is not None and more[name] is not False]:
         why = f"{given[0]}="
-    elif not beyond_torch and wants_gradient(query, key, value):
+    elif not beyond_torch and not promises and wants_gradient(query, key, value):
         why = "a gradient is asked for, and torch's function has it faster"
     else:
         why = unfit(query, key, value)
@@ -244,13 +250,15 @@ def _attention(
     say("attention of transformers", why)
     if ranged or (attention_mask is None and causal and several and (beyond_torch or query.shape[2] != key.shape[2])):
         attention_mask = _as_mask(attention_mask, query, key, causal)
-    if beyond_torch:
-        return _by_operations(
-            query, key, value, attention_mask, dropout, scaling, softcap, s_aux, more.get("position_bias")
-        ), None
-    answer: tuple[torch.Tensor, None] = sdpa(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **more
-    )
+    # Under a promise torch's functions keep it, or raise.
+    with use_invariant_torch() if promises else contextlib.nullcontext():
+        if beyond_torch:
+            return _by_operations(
+                query, key, value, attention_mask, dropout, scaling, softcap, s_aux, more.get("position_bias")
+            ), None
+        answer: tuple[torch.Tensor, None] = sdpa(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **more
+        )
     return answer
 
 

@@ -148,12 +148,15 @@ def _of_group(v: torch.Tensor | None, group: int, run: slice) -> torch.Tensor | 
 
 
 def _product(x: GemmOperands, how: gpu.How) -> None:
-    if (how.workers or how.limit) and (x.epilogue.bias is None or x.epilogue.bias.shape[0] == 1):
-        bias = None if x.epilogue.bias is None else x.epilogue.bias.reshape(-1)
-        execute.run(x._replace(epilogue=x.epilogue._replace(bias=bias)), how, op=_OP)
+    e = x.epilogue
+    if how.workers or how.limit:
+        if e.bias is not None:  # workers take a bias along the columns; one along the rows is a residual
+            along = e.bias.shape == (1, x.out.shape[1])
+            e = e._replace(bias=e.bias[0]) if along else e._replace(bias=None, residual=e.bias.expand(1, *x.out.shape))
+        execute.run(x._replace(epilogue=e), how, op=_OP)
         return
     with workspace() as scratch:
-        multiply(x.a, x.b, x.out, x.epilogue, x.out.dtype, scratch)
+        multiply(x.a, x.b, x.out, e, x.out.dtype, scratch)
 
 
 # GPU ------------------------------------------------------------------------------------------------------------------

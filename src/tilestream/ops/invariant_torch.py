@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -23,10 +24,10 @@ class use_invariant_torch(TorchFunctionMode):  # noqa: N801 -- a block, as `use_
     """In this block a program's own calls of torch give each row the same bits, alone and in any batch.
 
     ``torch.mm``, ``addmm``, ``bmm``, ``matmul`` and ``@``, ``F.linear`` and ``F.scaled_dot_product_attention`` are
-    tilestream's, under `tilestream.invariant`. ``mean``, ``softmax`` and ``log_softmax`` along one dimension,
-    ``F.rms_norm`` and ``F.layer_norm`` add each row in one order. So a model's logits for a prompt have the same bits
-    whatever is computed beside it. What is computed element by element is torch's; a GPU gives its elements equal bits
-    at each place.
+    tilestream's, under `tilestream.invariant`. ``sum``, ``mean``, ``softmax`` and ``log_softmax``, ``F.rms_norm`` and
+    ``F.layer_norm`` add each row in one order. So a model's logits for a prompt have the same bits whatever is computed
+    beside it. What is computed element by element is torch's; a GPU gives its elements equal bits at each place.
+    Other sums are torch's, too, and not promised: ``var``, ``norm``, ``cumsum``, ``cross_entropy`` and their like.
 
     Gradients flow through all of it. A weight's gradient is a sum over rows, and depends on all of them.
 
@@ -34,7 +35,8 @@ class use_invariant_torch(TorchFunctionMode):  # noqa: N801 -- a block, as `use_
     ------
     NotImplementedError
         In the block, for what cannot be promised: ``torch.einsum``, ``baddbmm``, ``mv`` and their like, convolutions,
-        attention with a mask or with dropout, batch norms. Write it as one of those above, or leave the block for it.
+        recurrent layers, grouped and scaled products, ``torch.nn.MultiheadAttention``, attention with a mask or with
+        dropout, batch norms. Write it as one of those above, or leave the block for it.
 
     Examples
     --------
@@ -66,19 +68,21 @@ class use_invariant_torch(TorchFunctionMode):  # noqa: N801 -- a block, as `use_
     ) -> Any:
         """See `torch.overrides.TorchFunctionMode`."""
         kwargs = kwargs or {}
-        if func in _REFUSED and any(_is_float(x) for x in args):
+        ours = _ROUTES.get(func)
+        if (ours is None and func not in _REFUSED) or not any(map(_has_floats, (*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        if ours is None:
             name = getattr(func, "__name__", str(func))
             raise NotImplementedError(
                 f"{name} under use_invariant_torch: the order in which it adds depends on the batch; write it as "
                 "matmul, bmm, linear or scaled_dot_product_attention, or leave the block for it"
             )
-        ours = _ROUTES.get(func)
-        if ours is None or not args or not any(_is_float(x) for x in args):
-            return func(*args, **kwargs)
         return ours(*args, **kwargs)
 
 
-def _is_float(x: object) -> bool:
+def _has_floats(x: object) -> bool:
+    if isinstance(x, list | tuple):
+        return any(map(_has_floats, x))
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
@@ -108,13 +112,13 @@ class _SumRows(torch.autograd.Function):
 
 def _sums(x: torch.Tensor) -> torch.Tensor:
     """Sums along the last dimension, float32, which stays with one element."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
     return _SumRows.apply(rows).reshape(*x.shape[:-1], 1)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _rowwise(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A function of rows ``[R, N]``, in float32. On the CPU a row at a time: elements at the end of a vector differ."""
-    rows = x.reshape(-1, x.shape[-1]).float()
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).float()
     if x.is_cuda or not len(rows):
         return function(rows).reshape(x.shape)
     return torch.cat([function(row) for row in rows.split(1)]).reshape(x.shape)
@@ -163,22 +167,31 @@ def _of_softmax(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     return run
 
 
-def _mean(
-    input: torch.Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *,
-    dtype: torch.dtype | None = None, axis: int | Sequence[int] | None = None,
-) -> torch.Tensor:  # fmt: skip
-    x = input if dtype is None else input.to(dtype)
-    _checked("mean", x)
-    dims = dim if dim is not None else axis
-    found = [dims] if isinstance(dims, int) else list(range(x.dim()) if dims is None else dims)
-    found = sorted(one % max(x.dim(), 1) for one in found)
-    if not found:
-        return x.clone()
-    turned = x.movedim(found, list(range(-len(found), 0)))
-    kept = turned.shape[: x.dim() - len(found)]
-    flat = turned.reshape(*kept, -1).float()
-    made = (_sums(flat).squeeze(-1) / flat.shape[-1]).to(x.dtype)
-    return made.reshape([1 if i in found else n for i, n in enumerate(x.shape)]) if keepdim else made
+def _of_sums(name: str, is_mean: bool) -> Callable[..., torch.Tensor]:
+    def run(
+        input: torch.Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *,
+        dtype: torch.dtype | None = None, axis: int | Sequence[int] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        x = input if dtype is None else input.to(dtype)
+        _checked(name, x)
+        found = _dimensions(x, dim if dim is not None else axis)
+        if not x.dim():
+            return x.clone()
+        turned = x.movedim(found, list(range(-len(found), 0)))
+        flat = turned.reshape(*turned.shape[: x.dim() - len(found)], math.prod(x.shape[i] for i in found)).float()
+        made = _sums(flat).squeeze(-1)
+        made = (made / flat.shape[-1] if is_mean else made).to(x.dtype)
+        return made.reshape([1 if i in found else n for i, n in enumerate(x.shape)]) if keepdim else made
+
+    return run
+
+
+def _dimensions(x: torch.Tensor, dims: int | Sequence[int] | None) -> list[int]:
+    """The dimensions that are added, in order; as torch has it, none that is named stands for all."""
+    given, count = [dims] if isinstance(dims, int) else list(dims or ()), max(x.dim(), 1)
+    if any(not -count <= one < count for one in given):
+        raise IndexError(f"dim={dims}; x has {x.dim()} dimensions: {list(x.shape)}")
+    return sorted(one % count for one in given) if given else list(range(x.dim()))
 
 
 def _rms_norm(
@@ -196,7 +209,7 @@ def _rms_norm(
 
 def _layer_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, eps: float = 1e-5,
+    bias: torch.Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> torch.Tensor:  # fmt: skip
     _checked("layer_norm", input)
 
@@ -209,18 +222,14 @@ def _layer_norm(
     return (made if bias is None else made + bias).to(input.dtype)
 
 
-def _over(
-    x: torch.Tensor, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:  # fmt: skip
+def _over(x: torch.Tensor, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """`_rowwise` over the last dimensions, float32."""
+    if tuple(x.shape[-len(shape) :]) != tuple(shape):
+        raise ValueError(f"normalized_shape={list(shape)}; input has shape {list(x.shape)}, which does not end so")
     return _rowwise(x.flatten(-len(shape)), function).reshape(x.shape)
 
 
 # Routes ---------------------------------------------------------------------------------------------------------------
-
-
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return linear(input, weight, bias)
 
 
 def _turned_matmul(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -232,21 +241,31 @@ _ROUTES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.mm, _tensor.mm), mm),
     **dict.fromkeys((torch.bmm, _tensor.bmm), bmm),
     **dict.fromkeys((torch.addmm, _tensor.addmm), addmm),
-    **dict.fromkeys((torch.matmul, _tensor.matmul, _tensor.__matmul__), matmul),
+    **dict.fromkeys((torch.matmul, torch.linalg.matmul, _tensor.matmul, _tensor.__matmul__), matmul),
     _tensor.__rmatmul__: _turned_matmul,
-    F.linear: _linear,
+    F.linear: linear,
     F.scaled_dot_product_attention: attention_of_torch,
-    **dict.fromkeys((torch.mean, _tensor.mean), _mean),
+    **dict.fromkeys((torch.mean, _tensor.mean), _of_sums("mean", True)),
+    **dict.fromkeys((torch.sum, _tensor.sum), _of_sums("sum", False)),
     **dict.fromkeys((torch.softmax, _tensor.softmax, F.softmax), _of_softmax("softmax", _softmax_of_rows)),
     **dict.fromkeys(
         (torch.log_softmax, _tensor.log_softmax, F.log_softmax), _of_softmax("log_softmax", _log_softmax_of_rows)
     ),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
-    F.layer_norm: _layer_norm,
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), _layer_norm),
 }
-#: What adds in an order of torch's own, by the batch.
+#: What adds in an order of torch's own, by the batch; and what multiplies inside, where no block is asked.
 _REFUSED = {
     torch.einsum, torch.tensordot, torch.baddbmm, _tensor.baddbmm, torch.addbmm, _tensor.addbmm, torch.mv, _tensor.mv,
-    torch.addmv, _tensor.addmv, torch.chain_matmul, torch.linalg.multi_dot, torch.inner, F.bilinear, F.conv1d, F.conv2d,
+    torch.addmv, _tensor.addmv, torch.chain_matmul, torch.linalg.multi_dot, torch.inner, _tensor.inner, torch.dot,
+    _tensor.dot, torch.vdot, _tensor.vdot, torch.linalg.vecdot, torch.bilinear, F.bilinear, F.conv1d, F.conv2d,
     F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.batch_norm, F.group_norm, F.instance_norm,
+    torch.batch_norm, torch.group_norm, torch.instance_norm, F.multi_head_attention_forward, torch.lstm, torch.gru,
+    torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell,
+    *(
+        getattr(module, name)
+        for module in (torch, F)
+        for name in ("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "grouped_mm", "scaled_mm", "scaled_grouped_mm")
+        if hasattr(module, name)  # which of them there are, depends on torch's version
+    ),
 }  # fmt: skip

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tilestream.core.arguments import is_whole
+from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.grid import Grid
-from tilestream.core.groups import Along, mean_row_tiles, most_row_tiles
+from tilestream.core.groups import ALONGS, Along, mean_row_tiles, most_row_tiles
 from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan import tma
-from tilestream.plan.api import check_forced, default_workers, device_properties
+from tilestream.plan.api import SCALES, check_forced, default_workers, device_properties
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import log
 from tilestream.plan.limit import is_invariant, limit, workers_of
@@ -93,6 +93,12 @@ def grouped_plan(
     for name, extent in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if not is_whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; it is a whole number, and not negative")
+    for name, word, words in (("along", along, ALONGS), ("scales", scales, SCALES)):
+        if not is_one_of(word, words):
+            raise ValueError(f"{name}={word!r}; it is one of {', '.join(words)}")
+    check_schedule("grouped_plan", schedule)
+    if properties.backend == "cpu" and tile is not None:
+        raise ValueError(f"tile={tile!r}; the CPU takes each group's product whole: leave tile= away")
     kind = dtype_name(dtype)
     result = result_name(kind, None if out_dtype is None else dtype_name(out_dtype))
     aligned = k % 16 == 0 if along == "rows" else m % 16 == 0 and n % 16 == 0
@@ -161,12 +167,12 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
 
 def check_schedule(op: str, schedule: str) -> None:
     """Raise for a schedule that there is not for groups."""
-    if schedule == "stream_k":
+    if is_one_of(schedule, ("stream_k",)):
         raise ValueError(
             f"{op}: schedule='stream_k'; which tiles would be cut along K is known on the device alone: it is one of "
             f"{', '.join(SCHEDULES)}"
         )
-    if schedule not in SCHEDULES:
+    if not is_one_of(schedule, SCHEDULES):
         raise ValueError(f"{op}: schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
 
 
@@ -188,24 +194,18 @@ def grids(problem: GroupedProblem, block: tuple[int, int, int]) -> tuple[Grid, G
     return mean, most
 
 
-def schedules(
+def schedules_of(
     problem: GroupedProblem, block: tuple[int, int, int], workers: int, schedule: str, group: int
-) -> Iterator[tuple[Schedule, Schedule]]:
-    """Each kind's schedule where all groups are of one size, and the one that is launched."""
+) -> tuple[Schedule, Schedule]:
+    """The schedule where all groups are of one size, and the one that is launched."""
     mean, most = grids(problem, block)
-    kinds: tuple[Kind, ...] = ("dynamic",) if most.tiles > workers else ("static",)
-    if schedule != "auto":
-        kinds = ("static",) if schedule == "static" else ("dynamic",)
-    raster = Raster("grouped", group=group)
-    few = max(1, min(workers, most.tiles))
-    for kind in kinds:
-        count, split = queues_of(problem, kind, None, raster, few)
-        yield Schedule(kind, mean, raster, few, count, split), Schedule(kind, most, raster, few, count, split)
+    kind: Kind = "static" if schedule == "static" or (schedule == "auto" and most.tiles <= workers) else "dynamic"
+    raster, few = Raster("grouped", group=group), max(1, min(workers, most.tiles))
+    count, split = queues_of(problem, kind, None, raster, few)
+    return Schedule(kind, mean, raster, few, count, split), Schedule(kind, most, raster, few, count, split)
 
 
-def _portable(
-    problem: GroupedProblem, device: DeviceProperties, workers: int, how: Asked
-) -> Iterable[Candidate]:  # fmt: skip
+def _portable(problem: GroupedProblem, device: DeviceProperties, workers: int, how: Asked) -> Iterable[Candidate]:
     portable.refuse(problem, device)
     rows = portable.tiles(problem, device)
     rows = tuple(row for row in rows if has_registers(problem, row)) or rows
@@ -216,9 +216,9 @@ def _portable(
             raise ValueError(f"tile={how.tile}: the portable kernel has {have} for these operands")
     for row in rows:
         block = (row.block_m, row.block_n, row.block_k)
-        for mean, launched in schedules(problem, block, workers, how.schedule, portable.GROUP):
-            seconds = portable.seconds(problem, device, mean, row)
-            yield Candidate("persistent", block, launched, seconds, row.warps, row.stages)
+        mean, launched = schedules_of(problem, block, workers, how.schedule, portable.GROUP)
+        seconds = portable.seconds(problem, device, mean, row)
+        yield Candidate("persistent", block, launched, seconds, row.warps, row.stages)
 
 
 def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
@@ -255,9 +255,9 @@ def hopper_candidates(
             continue  # Triton 3.7 spills three words of an epilogue that is more than a store
         block = (*tile, row.block_k(size))
         group = hopper.group_of(block, workers, False, swap_ab)
-        for mean, launched in schedules(problem, block, workers, how.schedule, group):
-            yield Candidate(
-                row.variant, block, launched, hopper.seconds(problem, device, mean, row, swap_ab), 4, stages,
-                swap_ab=swap_ab, strip=row.strip(out_size), buffers=row.buffers(out_size),
-                registers=hopper.registers_of(problem, row),
-            )  # fmt: skip
+        mean, launched = schedules_of(problem, block, workers, how.schedule, group)
+        yield Candidate(
+            row.variant, block, launched, hopper.seconds(problem, device, mean, row, swap_ab), 4, stages,
+            swap_ab=swap_ab, strip=row.strip(out_size), buffers=row.buffers(out_size),
+            registers=hopper.registers_of(problem, row),
+        )  # fmt: skip

@@ -44,6 +44,7 @@ from tilestream_tools.trace.page import timeline
 from tilestream_tools.units import one_line
 from tilestream_tools.warm.calls import Attention, Call, Gemm, parse
 
+PACKAGE = Path(doctor.__file__).parents[2] / "tilestream"
 KIND, SCHEMA = "tilestream report", 1
 Data = dict[str, Any]
 #: Told of the share that is done, and of what is done now.
@@ -172,8 +173,8 @@ def default_calls(where: str, quick: bool) -> list[Call]:
 
 
 def at_home(text: str) -> str:
-    """A text without the names of the user's folders: reports are passed on."""
-    for folder, name in ((Path.cwd(), "."), (Path.home(), "~")):
+    """A text without the names of folders where things are installed or run: reports are passed on."""
+    for folder, name in ((PACKAGE, PACKAGE.name), (Path.cwd(), "."), (Path.home(), "~")):
         if folder != folder.parent:
             text = text.replace(f"{folder}/", f"{name}/")
     return text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+import tilestream as ts
 from tilestream_tools.report import measure, page
 from tilestream_tools.sweep.check import Check
 from tilestream_tools.sweep.run import CpuClock
@@ -162,3 +164,4 @@ def test_a_report_names_no_folder_of_the_user(monkeypatch, tmp_path):
     assert measure.at_home(f"in {tmp_path}/me/x and {tmp_path}/y") == "in ./me/x and ./y"
     monkeypatch.chdir("/")
     assert measure.at_home(f"in {tmp_path}/me/x") == "in ~/x"
+    assert measure.at_home(f"{Path(ts.__file__).parent}/_native/x.so") == "tilestream/_native/x.so"
