@@ -204,7 +204,7 @@ def as_number(value: object) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return -math.inf if value < 0 else math.inf
 
 
 def autocast(op: str, arriving: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -31,8 +31,8 @@ class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
 
     Inside a function that torch.compile compiles it is compiled in; around one, the compiled function asks for it each
     time it runs. Its backward pass on a GPU runs in a thread of torch's own, which knows of blocks inside the function
-    only. A call that the compiler leaves out of its graphs (a graph break) does not know of a block inside the function:
-    put the block around it, or compile with ``fullgraph=True``.
+    only. A call that the compiler leaves out of its graphs (a graph break) does not know of a block inside it: put the
+    block around the function, or compile with ``fullgraph=True``.
 
     Parameters
     ----------

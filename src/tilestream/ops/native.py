@@ -530,7 +530,8 @@ def _is_number(x: Any) -> bool:
 
     They see a bool, too: it is a number of a product, and none of attention.
     """
-    return (type(x) in _NUMBERS or (isinstance(x, Real) and not isinstance(x, bool))) and abs(x) <= FLOAT32_MAX
+    is_number = type(x) in _NUMBERS or (isinstance(x, Real) and not isinstance(x, bool))
+    return is_number and bool(-FLOAT32_MAX <= x <= FLOAT32_MAX)
 
 
 def _checked(number: Any, least: int, default: int) -> int | None:
