@@ -8,6 +8,8 @@
 
 #include <array>
 #include <bit>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -56,6 +58,8 @@ struct Read {
 
 const Tensor* pointer_to(const std::optional<Tensor>& x) { return x.has_value() ? &*x : nullptr; }
 
+bool in_float32(double x) { return !std::isfinite(x) || std::abs(x) <= std::numeric_limits<float>::max(); }
+
 // A product as the public ops take it: torch's dimensions and strides, nothing brought to a canonical form.
 struct Matmul {
   int64_t op;  // which public op: they check differently
@@ -68,9 +72,10 @@ struct Matmul {
   const Tensor& first() const { return a; }
 
   // What decides a launch beside the operands. Kernels are compiled for alpha = 1 or any other; with beta = 0 the
-  // residual is not read.
-  std::array<int64_t, 6> numbers() const {
-    return {op, options, workers, limit, int64_t{alpha == 1.0}, int64_t{beta == 0.0}};
+  // residual is not read; a factor beyond float32 is Python's to refuse.
+  std::array<int64_t, 7> numbers() const {
+    return {op, options, workers, limit, int64_t{alpha == 1.0}, int64_t{beta == 0.0},
+            int64_t{in_float32(alpha) && in_float32(beta)}};
   }
 
   void give(Given& given) const { given.factors = {alpha, beta}; }

@@ -39,5 +39,6 @@ def test_counts_are_those_of_the_record(tmp_path):
 def test_every_call_that_is_said_to_be_refused_is(monkeypatch):
     assert len(list(support.refused())) == 6
     kernels = {row[0]: row[1:] for row in support.kernels()}
-    assert kernels["matmul, bfloat16"][:2] == ["cpu", "hopper"]
+    by_device = dict(zip(support.DEVICES, kernels["matmul, bfloat16"], strict=True))
+    assert (by_device["cpu"], by_device["h100"], by_device["b200"]) == ("cpu", "hopper", "portable")
     assert "refused" in kernels["matmul, float64"]

@@ -193,7 +193,7 @@ def outputs(rank, world):
             assert made[0] is out
             assert out.placements == placements_of(words)
             assert_equal(words, made, ts.attention(q, q, q, layout=layout, return_lse=True))
-    arrival = ts.Arrival.uniform(torch.ones(1, dtype=torch.int32), 12)
+    arrival = ts.Arrival.uniform(1, 12)
     plain = [y.full_tensor() for y in sharded]
     return [
         raised(lambda: ts.matmul(*sharded, arrival=arrival)),

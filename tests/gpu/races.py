@@ -37,12 +37,12 @@ def readers() -> tuple[Any, ...]:
     """What reads the item ring's words: in the loops of the math warps, and of those that convert."""
     import handover
 
-    from tilestream.kernels.hopper import attention, attention_convert, gemm
+    from tilestream.kernels.hopper import attention, attention_convert, gemm, grouped
     from tilestream.kernels.hopper import attention_math as math
 
     return (
         gemm.receive, attention.math_loop, math.rows_of_consumer, math.softcap_scale_of_item, math.attend_blocks,
-        math.store_tile, attention_convert.convert_loop, handover.taker,
+        math.store_tile, attention_convert.convert_loop, grouped.math_loop, handover.taker,
     )  # fmt: skip
 
 

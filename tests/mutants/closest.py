@@ -41,6 +41,7 @@ kernels.device.queues: kernels/portable/test_portable_order.py
 kernels.device.copy_items: kernels/portable/test_portable_copy_items.py
 kernels.device.clock: kernels/portable/test_portable_arrival.py
 kernels.device.trace: kernels/portable/test_portable_trace.py
+kernels.device.groups: kernels/portable/test_portable_grouped.py ops/test_grouped.py
 kernels.device.epilogue: kernels/portable/test_portable_gemm.py kernels/cdna/test_cdna_numbers.py
 kernels.device.softmax: kernels/hopper/test_hopper_attention_text.py kernels/cdna/test_attention_numbers.py
 kernels.device.attention: kernels/hopper/test_hopper_attention_text.py kernels/cdna/test_attention_numbers.py
@@ -53,6 +54,7 @@ kernels.portable.attention_merge: kernels/portable/test_attention_merge.py
 kernels.portable.attention: kernels/portable/test_portable_attention.py
 kernels.portable.add: kernels/portable/test_portable_add.py
 kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
+launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_grouped_plan.py
 core.protocols: distributed/test_gpu_reduce_scatter.py distributed/test_copy_engines.py
 core.attention_structs: kernels/hopper/test_hopper_attention_text.py
 core.dtypes: plan/test_plan.py ops/test_matmul.py

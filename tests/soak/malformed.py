@@ -129,11 +129,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = 
     "bmm": (ts.bmm, {"a": _ones(2, 6, 4), "b": _ones(2, 4, 5)}),
     "addmm": (ts.addmm, {"input": _ones(5), "a": JUNK[_A], "b": JUNK[_B]}),
     "linear": (ts.linear, {"x": JUNK[_A], "weight": _ones(5, 4)}),
+    "grouped_mm": (ts.grouped_mm, {
+        "a": JUNK[_A], "b": _ones(2, 4, 5), "offsets": lambda: torch.tensor([2, 6], dtype=torch.int32),
+    }),
     "attention": (ts.attention, {name: _ones(2, 6, 4, 8) for name in "qkv"}),
     "merge_attention": (ts.merge_attention, {
         "o_a": _ones(2, 6, 4, 8), "lse_a": _ones(2, 4, 6), "o_b": _ones(2, 6, 4, 8), "lse_b": _ones(2, 4, 6),
     }),
     "plan": (ts.plan, {"m": lambda: 6, "n": lambda: 5, "k": lambda: 4}),
+    "grouped_plan": (ts.grouped_plan, {"m": lambda: 6, "n": lambda: 5, "k": lambda: 4, "groups": lambda: 2}),
     "attention_plan": (ts.attention_plan, {"seqlen_q": lambda: 6}),
     "Arrival.uniform": (ts.Arrival.uniform, {"rows_per_chunk": lambda: 3, "num_chunks": lambda: 2}),
     "Arrival.ragged": (ts.Arrival.ragged, {"bounds": lambda: [0, 3, 6]}),

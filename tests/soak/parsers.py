@@ -11,6 +11,7 @@ run adds a row to DIR/cpu/parsers.json; the exit status is 1 if a parser ended o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import logging
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,13 +189,24 @@ def _read_many(
     each()
 
 
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """A block without the package's warnings: what is tuned warns of a file that it cannot read."""
+    logger = logging.getLogger("tilestream")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def run(count: int, seed: int) -> dict[str, Any]:
     """Read so many files, as many of each parser; a row of the record."""
     began, cpu = time.monotonic(), time.process_time()
     ends: Counter[str] = Counter()
     wrong: dict[str, str] = {}
-    logging.getLogger("tilestream").setLevel(logging.ERROR)  # what is tuned warns of a file that it cannot read
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _without_warnings():
         for name, parser in PARSERS.items():
             path = Path(folder) / f"damaged{parser.ending}"
             _read_many(name, path, max(1, count // len(PARSERS)), seed, ends, wrong)

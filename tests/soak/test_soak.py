@@ -106,7 +106,10 @@ def test_malformed_calls_are_refused_before_a_launch(count):
 
 def test_every_public_function_is_called_with_junk():
     called = {name.partition(".")[0] for name in malformed.FUNCTIONS}
-    others = {"Plan", "Stream", "check", "distributed", "register_attention", "schedule", "trace", "use_attention"}
+    others = {  # of the process, or without arguments that a call has
+        "Plan", "Stream", "check", "distributed", "invariant", "register_attention", "schedule", "trace",
+        "use_attention", "use_invariant_torch",
+    }  # fmt: skip
     functions = {name for name in ts.__all__ if callable(getattr(ts, name)) and "Error" not in name}
     errors = {
         name

@@ -15,7 +15,7 @@ from typing import Any
 from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.grid import Grid
-from tilestream.core.groups import Along, mean_row_tiles, most_row_tiles
+from tilestream.core.groups import ALONGS, Along, mean_row_tiles, most_row_tiles
 from tilestream.core.integers import cdiv
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
@@ -93,8 +93,9 @@ def grouped_plan(
     for name, extent in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if not is_whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; it is a whole number, and not negative")
-    if not is_one_of(scales, SCALES):
-        raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")
+    for name, word, words in (("along", along, ALONGS), ("scales", scales, SCALES)):
+        if not is_one_of(word, words):
+            raise ValueError(f"{name}={word!r}; it is one of {', '.join(words)}")
     check_schedule("grouped_plan", schedule)
     if properties.backend == "cpu" and tile is not None:
         raise ValueError(f"tile={tile!r}; the CPU takes each group's product whole: leave tile= away")

@@ -18,7 +18,7 @@ from tilestream.core.dtypes import (
     result_name,
 )
 from tilestream.core.gate import Gate
-from tilestream.core.groups import ALONGS, MOST_GROUPS, Along
+from tilestream.core.groups import MOST_GROUPS, Along
 
 __all__ = [
     "FNUZ", "FP8", "FP8_RESULT", "ITEMSIZE", "OCP", "GroupedProblem", "Incoming", "Problem", "Scales", "are_a_pair",
@@ -156,8 +156,6 @@ class GroupedProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.along not in ALONGS:
-            raise ValueError(f"along={self.along!r}; groups divide {' or '.join(ALONGS)}")
         if not 1 <= self.groups <= MOST_GROUPS:
             raise ValueError(
                 f"groups={self.groups}; there are 1 to {MOST_GROUPS}: make several calls, of fewer groups each"
