@@ -257,9 +257,7 @@ def test_a_limit_holds_for_products_with_a_bias(form, monkeypatch):
     }[form]  # fmt: skip
     bias = rand(8) if form == "columns" else rand(3, long)
     workers = []
-    monkeypatch.setattr(
-        execute, "run", lambda *args, **more: workers.append(args[1].limit) or execute_run(*args, **more)
-    )
+    monkeypatch.setattr(execute, "run", lambda *x, **how: workers.append(x[1].limit) or execute_run(*x, **how))
     with ts.worker_limit(1):
         out = ts.grouped_mm(a, b, ends, bias=bias, activation="relu")
     assert torch.allclose(out, by_loop(form, a, b, ends, bias, "relu"), atol=1e-5)
