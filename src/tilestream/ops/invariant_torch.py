@@ -188,6 +188,7 @@ def _of_sums(name: str, is_mean: bool) -> Callable[..., torch.Tensor]:
         made = (made / flat.shape[-1] if is_mean else made).to(x.dtype)
         return made.reshape([1 if i in found else n for i, n in enumerate(x.shape)]) if keepdim else made
 
+    run.__qualname__ = f"{name} under use_invariant_torch"  # in the message of an argument that it has not
     return run
 
 
