@@ -513,19 +513,25 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
   m.impl("remember_merge_attention", CALLED(remember_merge_attention));
 }
 
-// Where something between the caller and the kernel has to see a call, the call is Python's.
-#define DECLINE_AT(key)                                              \
-  STABLE_TORCH_LIBRARY_IMPL(tilestream, key, m) {                    \
-    EACH_PUBLIC_OP(PLAIN_DECLINED)                                   \
-    m.impl("try_matmul", DECLINED(try_matmul));                      \
-    m.impl("try_matmul_out", DECLINED(try_matmul_out));              \
-    m.impl("find_gated_matmul", DECLINED(find_gated_matmul));        \
-    m.impl("try_plain_attention", DECLINED(try_plain_attention));         \
-    m.impl("try_plain_attention_out", DECLINED(try_plain_attention_out)); \
-    m.impl("try_attention", DECLINED(try_attention));                \
-    m.impl("try_attention_out", DECLINED(try_attention_out));        \
-    m.impl("find_gated_attention", DECLINED(find_gated_attention));  \
-    m.impl("try_merge_attention", DECLINED(try_merge_attention));    \
+// Where something between the caller and the kernel has to see a call, the call is Python's, and no recipe is made of it:
+// what traces the call would take that into its graph.
+#define DECLINE_AT(key)                                                     \
+  STABLE_TORCH_LIBRARY_IMPL(tilestream, key, m) {                           \
+    EACH_PUBLIC_OP(PLAIN_DECLINED)                                          \
+    m.impl("try_matmul", DECLINED(try_matmul));                             \
+    m.impl("try_matmul_out", DECLINED(try_matmul_out));                     \
+    m.impl("find_gated_matmul", DECLINED(find_gated_matmul));               \
+    m.impl("try_plain_attention", DECLINED(try_plain_attention));           \
+    m.impl("try_plain_attention_out", DECLINED(try_plain_attention_out));   \
+    m.impl("try_attention", DECLINED(try_attention));                       \
+    m.impl("try_attention_out", DECLINED(try_attention_out));               \
+    m.impl("find_gated_attention", DECLINED(find_gated_attention));         \
+    m.impl("try_merge_attention", DECLINED(try_merge_attention));           \
+    m.impl("remember_matmul", DECLINED(remember_matmul));                   \
+    m.impl("remember_gated_matmul", DECLINED(remember_gated_matmul));       \
+    m.impl("remember_attention", DECLINED(remember_attention));             \
+    m.impl("remember_gated_attention", DECLINED(remember_gated_attention)); \
+    m.impl("remember_merge_attention", DECLINED(remember_merge_attention)); \
   }
 
 DECLINE_AT(Python)  // a dispatch mode, or a tensor subclass

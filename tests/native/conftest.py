@@ -137,7 +137,7 @@ def driver(libraries, monkeypatch) -> Driver:
 @pytest.fixture
 def extension(loaded, driver, monkeypatch) -> native.Extension:
     """The extension without recipes, and without the streams and tables of other tests' fake GPUs."""
-    for name, empty in (("_readers", {}), ("_tables", []), ("_tables_before", []), ("_keeps_tables", False)):
+    for name, empty in (("_readers", {}), ("_tables", {}), ("_tables_before", {}), ("_keeps_tables", False)):
         monkeypatch.setattr(loaded, name, empty)
     loaded.set_capacity(8192)
     loaded._words.clear()

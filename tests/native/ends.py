@@ -8,6 +8,7 @@ Each scenario needs a process of its own.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -140,16 +141,17 @@ def forked(x: Any) -> None:
     threads[0].start()
     wait_until_blocked()
     threads[1].start()
-    for _ in range(40):
-        child = os.fork()
-        if not child:
-            signal.alarm(10)  # ends a child that waits for ever
-            assert extension.try_matmul(*x) is None
-            assert extension.try_matmul_out(torch.zeros(16, 32, dtype=torch.bfloat16), *x) is False
-            extension.clear()
-            extension.set_capacity(8)
-            assert len(extension) == 0
-            os._exit(0)
+    for held in (*[contextlib.nullcontext()] * 40, extension._lock):
+        with held:
+            child = os.fork()
+            if not child:
+                signal.alarm(10)  # ends a child that waits for ever
+                assert extension.try_matmul(*x) is None
+                assert extension.try_matmul_out(torch.zeros(16, 32, dtype=torch.bfloat16), *x) is False
+                extension.clear()
+                extension.set_capacity(8)
+                assert len(extension) == 0
+                os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     stop.set()
     driver.library.fake_block(0)

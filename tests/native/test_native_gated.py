@@ -396,6 +396,18 @@ def test_a_table_is_kept_until_its_recipes_are_long_forgotten(extension, driver,
     assert cuda.records(table, cuda.streams[0])
 
 
+def test_a_table_is_kept_once_however_often_its_recipe_is_made(extension, driver, cuda: FakeCuda, monkeypatch):
+    """A full table of recipes is emptied, and they are made anew: what is kept must not grow with that."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    table, x = torch.zeros(8, dtype=torch.int32), Matmul(0, A, B)
+    launch = Launch(driver, x, NEEDS, extra={"row_table": table.data_ptr()})
+    launch.tables = [table]
+    before = sys.getrefcount(table)
+    for _ in range(3):
+        assert remember(extension, launch, x)
+    assert sys.getrefcount(table) == before + 1
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["torch's stream", "a caller's"])
 def test_a_callers_stream_may_be_gone_when_a_table_is_freed(extension, driver, cuda: FakeCuda, monkeypatch, own):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)

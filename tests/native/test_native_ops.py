@@ -434,11 +434,45 @@ def test_what_has_to_see_a_call_sees_it(python_calls, see):
     assert len(python_calls) == 2
 
 
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda call: make_fx(call, pre_dispatch=True)(A).graph,
+        lambda call: torch.jit.trace(call, (A,), check_trace=False).graph,
+    ],
+    ids=["a trace above dispatch", "torch.jit"],
+)
+def test_no_recipe_is_made_of_a_call_that_is_traced(python_calls, driver, extension, monkeypatch, trace):
+    """The graph would take it in, with the addresses of this process."""
+    launch, out = Launch(driver, Matmul(0, A, B)), zeros(16, 32)
+
+    def multiplied(r: request.Request) -> torch.Tensor:
+        launch.issue(Matmul(0, r.a, r.b), out)
+        observation().launches.append(launch)
+        return out
+
+    monkeypatch.setattr(request, "_multiply", multiplied)
+    assert "remember" not in str(trace(lambda a: ts.mm(a, B) + a.sum()))
+    assert len(driver.launches()) == 1
+    assert len(extension) == 0
+
+
 def test_a_factor_of_0_is_not_another_factor(python_calls):
     """With it the operands are not read, whatever is in them."""
     for alpha in (0.5, 2.0, 0, 0.0, 0.5):
         ts.addmm(OUT, A, B, alpha=alpha)
     assert [r.alpha for r in python_calls] == [0.5, 0, 0.0]
+
+
+@pytest.mark.parametrize("more", [{"alpha": 1e39}, {"alpha": 10**400}, {"beta": -1e39}], ids=["alpha", "int", "beta"])
+def test_a_factor_beyond_float32_is_refused_by_python(python_calls, driver, monkeypatch, more):
+    """The launch of another factor would multiply by infinity."""
+    factors = {"alpha": 2.0, "beta": 2.0}
+    ts.addmm(OUT, A, B, **factors)
+    monkeypatch.setattr(request, "_multiply", request.Request.check)
+    with pytest.raises(ValueError, match=r"it is applied in float32, and at most 3\.4e\+38"):
+        ts.addmm(OUT, A, B, **factors | more)
+    assert len(driver.launches()) == 1
 
 
 def test_a_written_output_is_another_version(python_calls):
@@ -528,6 +562,7 @@ def test_an_argument_that_may_be_wrong_is_checked_by_python(python_calls, call):
         {"k": K.as_subclass(Other)}, {"sinks": SINKS.as_subclass(Other)}, {"causal": 0}, {"causal": "other"},
         {"layout": "sbhd"}, {"layout": []}, {"return_lse": 0}, {"schedule": "stream_k"}, {"window": (True, 4)},
         {"window": [4, 0]}, {"window": (-2, 0)}, {"window": (4,)}, {"softcap": 0.0}, {"softcap": True}, {"scale": "1"},
+        {"scale": 10**400}, {"softcap": 1e39},
         {"max_seqlen_q": 0.0}, {"max_seqlen_k": -1}, {"workers": 0}, {"workers": True}, {"splits": 0}, {"splits": 1.0},
         {"deadline": 3.0},
     ],

@@ -78,6 +78,7 @@ CASES = {
     "window": (tensors(window=3), ValueError, r"window=3; it is \(left, right\)"),
     "window side": (tensors(window=(-2, 1)), ValueError, r"window=\(-2, 1\); a side is a whole number"),
     "softcap": (tensors(softcap=0.0), ValueError, r"softcap=0\.0; it is finite and positive, or None"),
+    "a scale beyond every float": (tensors(scale=10**400), ValueError, "scale=10{400}; it is finite, or None"),
     "scale": (tensors(scale=float("nan")), ValueError, "scale=nan; it is finite, or None"),
     "scale of no number": (tensors(scale="1"), TypeError, "scale='1'; it is a number, or None"),
     "scale is a bool": (tensors(scale=True), TypeError, "scale=True; it is a number, or None"),

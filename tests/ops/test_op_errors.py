@@ -103,6 +103,8 @@ BAD = [
     ("nested weight", lambda: ts.linear(A, torch.nested.nested_tensor([rand(2, 5), rand(4, 5)])), TypeError, r"linear: weight is nested; dense tensors are multiplied"),
     ("jagged weight", lambda: ts.linear(A, torch.nested.nested_tensor([rand(2, 5)], layout=torch.jagged)), TypeError, r"linear: weight is nested"),
     ("beta beyond float32", lambda: ts.addmm(B[0], A, B, beta=1e308), ValueError, r"addmm: beta=1e\+308; it is applied in float32, and at most 3\.4e\+38"),
+    ("alpha beyond every float", lambda: ts.addmm(B[0], A, B, alpha=10**400), ValueError, r"addmm: alpha=10{400}; it is applied in float32, and at most 3\.4e\+38"),
+    ("alpha beyond float64", lambda: ts.addmm(B[0].double(), A.double(), B.double(), alpha=-(10**400)), ValueError, r"addmm: alpha=-10{400}; it is applied in float64, and at most 1\.8e\+308"),
     ("an array of names", lambda: ts.matmul(A, B, activation=np.ones(2)), ValueError, r"matmul: activation=array\(\[1\., 1\.\]\); it is None or one of relu"),
     ("a nested second operand", lambda: ts.matmul(A, torch.nested.nested_tensor([B, B]), residual=A), TypeError, r"matmul: b is nested"),
     ("a nested operand of addmm", lambda: ts.addmm(A, torch.nested.nested_tensor([A, A]), B), TypeError, r"addmm: a is nested"),

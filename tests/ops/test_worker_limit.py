@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -12,14 +13,13 @@ import torch._dynamo
 
 import tilestream as ts
 from tilestream.ops import attention_execute, execute
+from tilestream.plan import limit
 from tilestream.trace import record
 
 
 @pytest.fixture(autouse=True)
 def _small(small_tiles, monkeypatch):
     """Many small tiles; more threads than this machine may have, so that there is something to limit."""
-    from tilestream.plan import limit
-
     monkeypatch.delenv(limit.ENVIRONMENT, raising=False)
     limit._of_environment.cache_clear()
     before = torch.get_num_threads()
@@ -73,6 +73,24 @@ def test_blocks_nest_and_the_tightest_counts():
     with pytest.raises(ZeroDivisionError), ts.worker_limit(1):
         raise ZeroDivisionError
     assert ts.plan(8, 8, 8).variant == "inline"
+
+
+@pytest.mark.parametrize("block", [ts.worker_limit(3), ts.invariant()], ids=["workers", "invariance"])
+def test_one_object_stands_in_blocks_of_several_tasks_at_once(block):
+    async def task(begun: asyncio.Event, others: asyncio.Event) -> tuple[int, int]:
+        with block:
+            begun.set()
+            await others.wait()
+            inside = limit.limit()
+        await asyncio.sleep(0)
+        return inside, limit.limit()
+
+    async def both() -> list[tuple[int, int]]:
+        one, other = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(task(one, other), task(other, one))
+
+    assert asyncio.run(both()) == [(block._bound, 0)] * 2
+    assert limit.limit() == 0
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "4", None, True])
@@ -217,6 +235,28 @@ def test_compiled(op, seen):
         compiled(3)
     assert limits(seen) == [2, 2]
     torch._dynamo.reset()
+
+
+def test_one_object_stands_in_nested_blocks_of_a_compiled_function():
+    torch._dynamo.reset()
+    asked: list[list[int]] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        asked.append([node.args[-1] for node in graph.graph.nodes if node.op == "call_function" and node.args[3:]])
+        return graph
+
+    @torch.compile(backend=keep, fullgraph=True)
+    def products(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        limit = ts.worker_limit(3)
+        with limit:
+            with ts.worker_limit(2), limit:
+                inner = ts.mm(a, b)
+            outer = ts.mm(a, b)
+        return inner, outer, ts.mm(a, b)
+
+    for _ in range(2):
+        products(*operands())
+    assert asked == [[2, 3, 0]], "and nothing is compiled anew"
 
 
 @pytest.mark.parametrize("op", [Attentions], indirect=True)

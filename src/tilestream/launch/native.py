@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilestream.core.forks import free_in_child
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.observe import PRODUCTS, WORDS, Call, Observation
@@ -232,18 +233,18 @@ class Extension:
         self.remember_gated_attention = ops.remember_gated_attention.default._op
         self.try_merge_attention = ops.try_merge_attention.default._op
         self.remember_merge_attention = ops.remember_merge_attention.default._op
-        self._lock = threading.Lock()
+        self._lock = free_in_child(threading.Lock())
         #: The words of each stream, by device, stream and context: the library has their addresses.
         self._words: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
         self._unfit: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: Tables whose addresses recipes have, and those of the recipes that were forgotten last: a thread may be about
-        #: to launch one.
-        self._tables: list[torch.Tensor] = []
+        #: By address: the tables that recipes have, and those of the recipes that were forgotten last. A thread may be
+        #: about to launch one.
+        self._tables: dict[int, torch.Tensor] = {}
         #: Torch's own streams, of which there are few, that have words: launches may read any table there. Whether a
         #: stream of a caller's own has such, too: it may be gone, so torch is not told of it, and tables are kept.
         self._readers: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         self._keeps_tables = False
-        self._tables_before: list[torch.Tensor] = []
+        self._tables_before: dict[int, torch.Tensor] = {}
         launch_cache.followers.append(self.clear)
 
     def remember(
@@ -286,7 +287,7 @@ class Extension:
             assert result is not None
             self._give_words(result.device, stream, launch.needs[1:])
             with self._lock:
-                self._tables += launch.tables
+                self._tables |= {table.data_ptr(): table for table in launch.tables}
                 if result.is_cuda:
                     current = torch.cuda.current_stream(result.device)
                     if is_torchs(current):
@@ -299,11 +300,11 @@ class Extension:
         """Forget all recipes: where what decides a plan has changed, and no key says so."""
         self._library.tilestream_clear()
         with self._lock:
-            for table, reader in itertools.product(self._tables_before, self._readers.values()):
+            for table, reader in itertools.product(self._tables_before.values(), self._readers.values()):
                 if reader.device == table.device:
                     table.record_stream(reader)
-            kept = self._tables_before if self._keeps_tables else []
-            self._tables_before, self._tables = kept + self._tables, []
+            kept = self._tables_before if self._keeps_tables else {}
+            self._tables_before, self._tables = kept | self._tables, {}
 
     def __len__(self) -> int:
         """How many recipes there are."""

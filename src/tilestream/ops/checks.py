@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +19,8 @@ from tilestream.core.dtypes import are_a_pair, dtype_name, pairs_text
 from tilestream.ops.operands import is_frozen
 from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
 
+#: Factors of products are applied in float32, where operands are not float64.
+FLOAT32_MAX = torch.finfo(torch.float32).max
 #: Largest number of workers, and of keys or rows that an option names: half of what 31 bits count, so that a place and
 #: a width can be added.
 MOST = 2**30
@@ -195,8 +198,13 @@ def below_autocast() -> AbstractContextManager[None]:
 
 
 def as_number(value: object) -> float | None:
-    """A number of Python or NumPy as a float; None for what is none."""
-    return float(value) if isinstance(value, int | float | Real) else None
+    """A number of Python or NumPy as a float, infinite where it is too large for one; None for what is none."""
+    if not isinstance(value, int | float | Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return -math.inf if value < 0 else math.inf
 
 
 def autocast(op: str, arriving: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

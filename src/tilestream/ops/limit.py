@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import Token
 from types import TracebackType
 
 import torch
@@ -11,9 +10,13 @@ from tilestream.plan import limit as limits
 
 
 class _Traced:
-    """The limit of the blocks inside the function that is being compiled: the compiler follows no ContextVar."""
+    """The limits of the blocks inside the function that is being compiled: the compiler follows no ContextVar.
 
-    limit = 0
+    The innermost block's comes last.
+    """
+
+    def __init__(self) -> None:  # not of the class: a function would be compiled anew where they are first set
+        self.limits: tuple[int, ...] = (0,)
 
 
 _traced = _Traced()  # not the class: torch 2.10's compiler sets no attribute of a class
@@ -28,7 +31,8 @@ class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
 
     Inside a function that torch.compile compiles it is compiled in; around one, the compiled function asks for it each
     time it runs. Its backward pass on a GPU runs in a thread of torch's own, which knows of blocks inside the function
-    only.
+    only. A call that the compiler leaves out of its graphs (a graph break) does not know of a block inside it: put the
+    block around the function, or compile with ``fullgraph=True``.
 
     Parameters
     ----------
@@ -49,23 +53,20 @@ class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
 
     def __init__(self, count: int) -> None:
         self._bound = limits.checked(count)
-        self._before = 0
-        self._tokens: list[Token[int]] = []  # one object may stand in several blocks
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
-            self._before = _traced.limit
-            _traced.limit = limits.tighter(_traced.limit, self._bound)
+            _traced.limits = (*_traced.limits, limits.tighter(_traced.limits[-1], self._bound))
         else:
-            self._tokens.append(limits._blocks.set(limits.tighter(limits._blocks.get(), self._bound)))
+            limits.begin_block(self._bound)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if torch.compiler.is_compiling():
-            _traced.limit = self._before
+            _traced.limits = _traced.limits[:-1]
         else:
-            limits._blocks.reset(self._tokens.pop())
+            limits.end_block()
 
 
 class within_limit(worker_limit):  # noqa: N801 -- a block, as `worker_limit` is
@@ -87,7 +88,8 @@ class invariant(within_limit):  # noqa: N801 -- read as `with invariant():`
 
     ``with invariant():`` holds for the calls of this thread, and of what it awaits. ``invariant(True)`` holds for the
     process from there on, ``invariant(False)`` ends that; as blocks they restore what was there. TILESTREAM_INVARIANT=1
-    is the former from the start. Inside a function that torch.compile compiles, ``with invariant():`` is compiled in.
+    is the former from the start. Inside a function that torch.compile compiles, ``with invariant():`` is compiled in;
+    but for calls behind a graph break, as of `worker_limit`.
 
     Bits are of one device and one version of tilestream, torch and Triton: another may add in another order.
 
@@ -133,4 +135,4 @@ def limit() -> int:
 
     While a compiler traces, that of the blocks it has seen; the op itself asks for the others when it runs.
     """
-    return _traced.limit if torch.compiler.is_compiling() else limits.limit()
+    return _traced.limits[-1] if torch.compiler.is_compiling() else limits.limit()

@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 from tilestream.core.operands import ACTIVATIONS
 from tilestream.launch.observe import PRODUCTS, Call, Observation, observe
 from tilestream.ops import inline
-from tilestream.ops.checks import autocast, below_autocast
+from tilestream.ops.checks import FLOAT32_MAX, autocast, below_autocast
 from tilestream.ops.inline import PLAIN
 from tilestream.ops.operands import is_frozen
 from tilestream.plan import limit as limits
@@ -526,8 +526,12 @@ def _attention_arguments(
 
 
 def _is_number(x: Any) -> bool:
-    """Whether a number of Python or NumPy. A bool is for the checks: it is one of a product, and none of attention."""
-    return type(x) in _NUMBERS or (isinstance(x, Real) and not isinstance(x, bool))
+    """Whether a number of Python or NumPy that float32 holds: the checks see a larger one.
+
+    They see a bool, too: it is a number of a product, and none of attention.
+    """
+    is_number = type(x) in _NUMBERS or (isinstance(x, Real) and not isinstance(x, bool))
+    return is_number and bool(-FLOAT32_MAX <= x <= FLOAT32_MAX)
 
 
 def _checked(number: Any, least: int, default: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,8 +30,6 @@ from tilestream.runtime import shutdown
 #: Public names of the activations.
 ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
 #: How many fields of a `Request` are arguments of `tilestream.ops.native.product`.
-#: A factor is applied in float32, where operands are not float64.
-FLOAT32_MAX = torch.finfo(torch.float32).max
 _NUM_NATIVE = 15
 #: What the public ops call their tensors, where it is not what `Request` calls them.
 _NAMES = {"linear": {"a": "x", "b": "weight"}, "addmm": {"residual": "input"}}
@@ -80,8 +79,10 @@ class Request(NamedTuple):
             number = checks.as_number(factor)
             if number is None:
                 raise TypeError(f"{op}: {name}={factor!r}; it is a number")
-            if FLOAT32_MAX < abs(number) < math.inf and getattr(self.a, "dtype", None) != torch.float64:
-                raise ValueError(f"{op}: {name}={factor!r}; it is applied in float32, and at most {FLOAT32_MAX:.3g}")
+            is_wide = getattr(self.a, "dtype", None) == torch.float64
+            most, kind = (sys.float_info.max, "float64") if is_wide else (checks.FLOAT32_MAX, "float32")
+            if most < abs(number) and abs(factor) < math.inf:
+                raise ValueError(f"{op}: {name}={factor!r}; it is applied in {kind}, and at most {most:.3g}")
         if self.out_dtype is not None and not isinstance(self.out_dtype, torch.dtype):
             raise TypeError(f"{op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
         if not isinstance(self.fast_accum, bool):

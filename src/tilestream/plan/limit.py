@@ -29,6 +29,9 @@ INVARIANT = 1 << 40
 
 #: The limit of the enclosing ``with`` blocks, in this thread and what it awaits; 0: none.
 _blocks: ContextVar[int] = ContextVar("tilestream_worker_limit", default=0)
+#: What the limit was before each of those blocks, the outermost first. Not in the blocks' own objects: one of them may
+#: stand in blocks of several threads and tasks at once.
+_before: ContextVar[tuple[int, ...]] = ContextVar("tilestream_worker_limits_before", default=())
 
 
 def limit() -> int:
@@ -42,6 +45,20 @@ def limit() -> int:
     of_blocks = _blocks.get()
     of_process = _process.limit if _process.limit is not None else _of_environment()
     return tighter(of_blocks, of_process) if of_blocks else of_process
+
+
+def begin_block(bound: int) -> None:
+    """Have the calls of this context keep to a limit, too, until `end_block`."""
+    before = _blocks.get()
+    _before.set((*_before.get(), before))
+    _blocks.set(tighter(before, bound))
+
+
+def end_block() -> None:
+    """Restore the limit from before the innermost block of this context."""
+    *others, before = _before.get()
+    _before.set(tuple(others))
+    _blocks.set(before)
 
 
 def tighter(one: int, other: int) -> int:
