@@ -239,6 +239,15 @@ def test_workers_and_a_limit():
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_bias_of_one_element(form):
+    (a, b), ends = operands(form, groups=1), torch.tensor([17], dtype=torch.int32)
+    a, b, bias = (a[..., :1, :], b, rand(17)) if form == "columns" else (a, b[..., :1], rand(1, 1))
+    wanted = by_loop(form, a, b, ends, bias, "relu")
+    assert torch.allclose(ts.grouped_mm(a, b, ends, bias=bias, activation="relu"), wanted, atol=1e-6)
+    assert torch.allclose(ts.grouped_mm(a, b, ends, bias=bias, activation="relu", workers=1), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_limit_holds_for_products_with_a_bias(form, monkeypatch):
     """Also for one of an element a row, of a group of one column, and of more tiles than one."""
     ends, long = offsets_of((1, 6, 0)), 3000
@@ -248,9 +257,7 @@ def test_a_limit_holds_for_products_with_a_bias(form, monkeypatch):
     }[form]  # fmt: skip
     bias = rand(8) if form == "columns" else rand(3, long)
     workers = []
-    monkeypatch.setattr(
-        execute, "run", lambda *args, **more: workers.append(args[1].limit) or execute_run(*args, **more)
-    )
+    monkeypatch.setattr(execute, "run", lambda *x, **how: workers.append(x[1].limit) or execute_run(*x, **how))
     with ts.worker_limit(1):
         out = ts.grouped_mm(a, b, ends, bias=bias, activation="relu")
     assert torch.allclose(out, by_loop(form, a, b, ends, bias, "relu"), atol=1e-5)

@@ -143,7 +143,7 @@ def _on_cpu(x: GroupedOperands, how: gpu.How) -> None:
 def _of_group(v: torch.Tensor | None, group: int, run: slice) -> torch.Tensor | None:
     """A group's bias or scales, as they broadcast to its output."""
     if v is None or v.numel() == 1:
-        return v
+        return v if v is None else v.reshape(())
     return v[group] if v.dim() == 3 else v[run]
 
 

@@ -81,9 +81,8 @@ class use_invariant_torch(TorchFunctionMode):  # noqa: N801 -- a block, as `use_
 
 
 def _has_floats(x: object) -> bool:
-    if isinstance(x, list | tuple):
-        return any(map(_has_floats, x))
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+    floats = isinstance(x, torch.Tensor) and x.is_floating_point()
+    return floats or (isinstance(x, list | tuple) and any(map(_has_floats, x)))
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
@@ -93,8 +92,7 @@ class _SumRows(torch.autograd.Function):
     """The sums of a float32 matrix's rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.columns = x.shape[1]
+    def forward(x: torch.Tensor) -> torch.Tensor:
         if not x.is_cuda:  # row by row: torch cuts a sum of many rows by their number
             return torch.stack([row.clone().sum() for row in x.unbind()]) if len(x) else x.new_empty(0)
         from tilestream.kernels.portable.rows import sum_rows
@@ -104,6 +102,14 @@ class _SumRows(torch.autograd.Function):
             with torch.cuda.device(x.device):
                 sum_rows[(len(x),)](x, out, x.shape[1], x.stride(0), BLOCK=_BLOCK, num_warps=4)
         return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.columns = inputs[0].shape[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return _sums(x.movedim(in_dims[0], 0)).squeeze(-1), 0
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -148,8 +154,7 @@ def _log_softmax_of_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax_of_rows(x: torch.Tensor) -> torch.Tensor:
-    _, weights = _exponentials(x)
-    return weights / _sums(weights)
+    return (weights := _exponentials(x)[1]) / _sums(weights)
 
 
 def _of_softmax(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -183,6 +188,7 @@ def _of_sums(name: str, is_mean: bool) -> Callable[..., torch.Tensor]:
         made = (made / flat.shape[-1] if is_mean else made).to(x.dtype)
         return made.reshape([1 if i in found else n for i, n in enumerate(x.shape)]) if keepdim else made
 
+    run.__qualname__ = f"{name} under use_invariant_torch"  # in the message of an argument that it has not
     return run
 
 
@@ -232,17 +238,13 @@ def _over(x: torch.Tensor, shape: Sequence[int], function: Callable[[torch.Tenso
 # Routes ---------------------------------------------------------------------------------------------------------------
 
 
-def _turned_matmul(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return matmul(other, x)
-
-
 _tensor = torch.Tensor
 _ROUTES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.mm, _tensor.mm), mm),
     **dict.fromkeys((torch.bmm, _tensor.bmm), bmm),
     **dict.fromkeys((torch.addmm, _tensor.addmm), addmm),
     **dict.fromkeys((torch.matmul, torch.linalg.matmul, _tensor.matmul, _tensor.__matmul__), matmul),
-    _tensor.__rmatmul__: _turned_matmul,
+    _tensor.__rmatmul__: lambda x, other: matmul(other, x),
     F.linear: linear,
     F.scaled_dot_product_attention: attention_of_torch,
     **dict.fromkeys((torch.mean, _tensor.mean), _of_sums("mean", True)),
