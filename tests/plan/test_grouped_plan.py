@@ -103,6 +103,12 @@ def test_a_full_epilogue_gets_no_tile_that_would_spill():
     assert plan(65536, groups=4, scales="row", backend="portable").tile != (128, 256)
 
 
+def test_what_is_known_of_other_gpus_is_said():
+    assert "neither compiled nor run for sm_100" in plan(device="b200").explain()
+    assert "compiled, not run: no gfx942 GPU was there" in plan(device="mi300x").explain()
+    assert "not run" not in plan(device="h100").explain()
+
+
 REFUSED = {
     "groups=0; there are 1 to 1024": {"groups": 0},
     "groups=1025; there are 1 to 1024": {"groups": 1025},

@@ -17,13 +17,17 @@ def number(x: float) -> str:
     return f"{x:,.0f}" if x >= 999.5 else f"{x:.3g}" if x >= 1e-3 else f"{x:.6f}"
 
 
-def checked(arch: str) -> str:
-    """What is known of the kernels on GPUs of ``arch`` on which they have not run; empty where they have."""
+def checked(arch: str, grouped: bool = False) -> str:
+    """What is known of the kernels on GPUs of ``arch`` on which they have not run; empty where they have.
+
+    ``grouped``: of the grouped ones, which the gates compile for fewer architectures, and no emulator executes.
+    """
     if arch in ("", "sm_90"):
         return ""
-    if arch not in {spec.arch for spec in GPU_SPECS.values()}:
+    on_amd = arch.startswith("gfx")
+    if arch not in {spec.arch for spec in GPU_SPECS.values()} or (grouped and not on_amd):
         return f"neither compiled nor run for {arch}: its shared memory and registers are not checked"
-    how = "compiled, and executed on an emulator" if arch.startswith("gfx") else "compiled"
+    how = "compiled, and executed on an emulator" if on_amd and not grouped else "compiled"
     return f"{how}, not run: no {arch} GPU was there"
 
 
@@ -32,7 +36,8 @@ def table(head: str, plan: Any, chosen: Lines, floor: str) -> str:
 
     ``plan`` is a `Plan` or an `AttentionPlan`, whose modules import this one.
     """
-    device, bound, known = plan.device, plan.floor, checked(plan.device.arch)
+    device, bound = plan.device, plan.floor
+    known = checked(device.arch, grouped=hasattr(plan.problem, "along"))
     lines = [
         ("device", f"{device.name}, {device.workers} workers ({device.source})"),
         ("backend", f"{plan.backend}, variant {plan.variant}: {plan.why}"),

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from gates.engine import DEVICES, RELEASE, Case, IsWanted, Rules
+from gates.engine import DEVICES, NOT_RUN, RELEASE, Case, IsWanted, Rules
 from gates.portable_gemm import INPUTS, REFUSED, common_rules
 from tilestream.kernels.portable.grouped import grouped_gemm
 from tilestream.launch.gemm_arguments import Layout
@@ -47,7 +47,7 @@ QUICK = (
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
     for (arch, device), inputs, aligned in itertools.product(DEVICES.items(), INPUTS, (True, False)):
-        if inputs in REFUSED[arch] or inputs in ("float16", "float8 mixed", "float8 fnuz mixed"):
+        if arch in NOT_RUN or inputs in REFUSED[arch] or inputs in ("float16", "float8 mixed", "float8 fnuz mixed"):
             continue
         dtype, _, rounded, fast = INPUTS[inputs]
         for how, (along, groups, schedule, full) in HOWS.items():
