@@ -58,7 +58,8 @@ class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
         if torch.compiler.is_compiling():
             _traced.limits = (*_traced.limits, limits.tighter(_traced.limits[-1], self._bound))
         else:
-            limits.begin_block(self._bound)
+            around = limits._blocks.get()
+            limits._blocks.set((*around, limits.tighter(around[-1] if around else 0, self._bound)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -66,7 +67,7 @@ class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
         if torch.compiler.is_compiling():
             _traced.limits = _traced.limits[:-1]
         else:
-            limits.end_block()
+            limits._blocks.set(limits._blocks.get()[:-1])
 
 
 class within_limit(worker_limit):  # noqa: N801 -- a block, as `worker_limit` is

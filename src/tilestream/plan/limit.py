@@ -27,11 +27,9 @@ ENVIRONMENT, INVARIANT_ENVIRONMENT = "TILESTREAM_WORKERS", "TILESTREAM_INVARIANT
 #: The bit of a limit that asks for invariance. Numbers of workers are below it.
 INVARIANT = 1 << 40
 
-#: The limit of the enclosing ``with`` blocks, in this thread and what it awaits; 0: none.
-_blocks: ContextVar[int] = ContextVar("tilestream_worker_limit", default=0)
-#: What the limit was before each of those blocks, the outermost first. Not in the blocks' own objects: one of them may
-#: stand in blocks of several threads and tasks at once.
-_before: ContextVar[tuple[int, ...]] = ContextVar("tilestream_worker_limits_before", default=())
+#: The limits within the enclosing ``with`` blocks, the innermost last, in this thread and what it awaits. Not in the
+#: blocks' own objects: one of them may stand in blocks of several threads and tasks at once.
+_blocks: ContextVar[tuple[int, ...]] = ContextVar("tilestream_worker_limits", default=())
 
 
 def limit() -> int:
@@ -42,23 +40,9 @@ def limit() -> int:
     ValueError
         If TILESTREAM_WORKERS is no positive whole number, or TILESTREAM_INVARIANT neither 0 nor 1.
     """
-    of_blocks = _blocks.get()
+    blocks = _blocks.get()
     of_process = _process.limit if _process.limit is not None else _of_environment()
-    return tighter(of_blocks, of_process) if of_blocks else of_process
-
-
-def begin_block(bound: int) -> None:
-    """Have the calls of this context keep to a limit, too, until `end_block`."""
-    before = _blocks.get()
-    _before.set((*_before.get(), before))
-    _blocks.set(tighter(before, bound))
-
-
-def end_block() -> None:
-    """Restore the limit from before the innermost block of this context."""
-    *others, before = _before.get()
-    _before.set(tuple(others))
-    _blocks.set(before)
+    return tighter(blocks[-1], of_process) if blocks else of_process
 
 
 def tighter(one: int, other: int) -> int:
