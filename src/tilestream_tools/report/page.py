@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tilestream_tools import records
 from tilestream_tools.report import charts
 from tilestream_tools.report.charts import Point, Roof, numbered, rate
 from tilestream_tools.report.measure import KIND, SCHEMA, geomean
@@ -21,9 +22,7 @@ def write(data: Data, path: Path) -> tuple[Path, Path]:
     """Write ``path`` (HTML) and the JSON that it was made of beside it; both appear whole or not at all."""
     beside = path.with_suffix(".json")
     for where, text in ((path, html(data)), (beside, text_of(data))):
-        new = where.with_name(where.name + ".tmp")
-        new.write_text(text, encoding="utf-8")
-        new.replace(where)
+        records.write(where, text)
     return path, beside
 
 
@@ -35,15 +34,8 @@ def read(path: Path) -> Data:
     ValueError
         If the file is no such thing, or of another version's layout.
     """
-    try:
-        data: Data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: no JSON of a report: {error}") from None
-    if not isinstance(data, dict) or data.get("kind") != KIND:
-        raise ValueError(f"{path}: no JSON of a report; `tilestream report` writes it beside the page")
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: schema {data.get('schema')}; this version reads {SCHEMA}: measure anew")
-    return data
+    way_out = "; `tilestream report` writes it beside the page"
+    return records.read(path, KIND, SCHEMA, "JSON of a report", "measure anew", way_out)
 
 
 def text_of(data: Data) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from tilestream_tools import records
 
 #: Of the file's layout: a reader refuses what it does not know.
 SCHEMA = 1
@@ -79,7 +82,7 @@ class Sweep:
         lines = ",\n".join(f"  {json.dumps(asdict(point))}" for point in self.points)
         head = {"kind": _KIND, "schema": SCHEMA, "about": self.about, "refused": self.refused}
         text = json.dumps(head, indent=1)[:-2] + f',\n "points": [\n{lines}\n ]\n}}\n'
-        _replace(path, text)
+        records.write(path, text)
         write_csv(self.points, path.with_suffix(".csv"))
         return path
 
@@ -93,14 +96,7 @@ def read(path: str | os.PathLike[str]) -> Sweep:
         If the file is no such thing, or of another version's layout.
     """
     path = Path(path)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: no record of a sweep: {error}") from None
-    if not isinstance(found, dict) or found.get("kind") != _KIND:
-        raise ValueError(f"{path}: no record of a sweep")
-    if found.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: schema {found.get('schema')}; this version reads {SCHEMA}: sweep anew")
+    found = records.read(path, _KIND, SCHEMA, "record of a sweep", "sweep anew")
     try:
         return Sweep(found["about"], [Point(**point) for point in found["points"]], found["refused"])
     except (KeyError, TypeError) as error:
@@ -112,18 +108,11 @@ def write_csv(points: Iterable[Point], path: Path) -> Path:
     names = [entry.name for entry in fields(Point) if entry.name != "more"]
     points = list(points)
     more = sorted({name for point in points for name in point.more})
-    new = path.with_suffix(".csv.tmp")
-    with new.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*names, *more], lineterminator="\n")
-        writer.writeheader()
-        for point in points:
-            row = asdict(point)
-            writer.writerow({**row.pop("more"), **row})
-    new.replace(path)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*names, *more], lineterminator="\n")
+    writer.writeheader()
+    for point in points:
+        row = asdict(point)
+        writer.writerow({**row.pop("more"), **row})
+    records.write(path, text.getvalue())
     return path
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_suffix(".tmp")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
