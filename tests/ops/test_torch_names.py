@@ -34,14 +34,14 @@ def test_a_call_by_torchs_names_is_torchs(op, peer, operands):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: ts.matmul(A, B, input=A), r"matmul: input= is a, which is given, too; give one of them"),
-        (lambda: ts.mm(A, B, mat2=B), r"mm: mat2= is b, which is given, too"),
-        (lambda: ts.linear(A, W, input=A), r"linear: input= is x, which is given, too"),
+        (lambda: ts.matmul(A, B, input=A), r"matmul: input= and a are the same operand; give one of them"),
+        (lambda: ts.mm(A, B, mat2=B), r"mm: mat2= and b are the same operand"),
+        (lambda: ts.linear(A, W, input=A), r"linear: input= and x are the same operand"),
         (lambda: ts.matmul(A, other=None), r"matmul: b is a NoneType; it is a torch\.Tensor"),
         (lambda: ts.matmul(A), r"matmul: b is a NoneType; it is a torch\.Tensor"),
         (lambda: ts.mm(A, other=B), r"mm\(\) got an unexpected keyword argument 'other'"),
         (lambda: ts.matmul(A, B, actvation="relu"), r"matmul\(\) got an unexpected keyword argument 'actvation'"),
-        (lambda: ts.addmm(C, A, B, mat1=A), r"addmm: mat1= is a, which is given, too"),
+        (lambda: ts.addmm(C, A, B, mat1=A), r"addmm: mat1= and a are the same operand"),
     ],
 )
 def test_what_is_not_a_name_or_given_twice_raises(call, says):

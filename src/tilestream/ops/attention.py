@@ -1,4 +1,4 @@
-"""`tilestream.attention` and `tilestream.merge_attention`: attention prefill, and the join of two parts of it."""
+"""`tilestream.attention`, attention prefill, and `tilestream.merge_attention`, which joins two parts of one."""
 
 from __future__ import annotations
 
@@ -51,84 +51,84 @@ def attention(
     return_lse: bool = False, out: torch.Tensor | None = None, deadline: float | None = None,
     workers: int | None = None, schedule: str = "auto", splits: int | None = None,
 ) -> Answer:  # fmt: skip
-    """``softmax(mask(scale * q @ k^T)) @ v``, a head at a time; by default of ``[batch, rows, heads, head dim]``.
+    """``softmax(mask(scale * q @ k^T)) @ v`` for each head.
 
-    That is FlashAttention's layout. ``F.scaled_dot_product_attention`` has ``[batch, heads, rows, head dim]``, which is
-    ``layout="bhsd"`` here.
+    The default layout is FlashAttention's: ``[batch, rows, heads, head dim]``. ``layout="bhsd"`` is that of
+    ``F.scaled_dot_product_attention``: ``[batch, heads, rows, head dim]``.
 
     Parameters
     ----------
     q, k, v
-        ``[B, Sq, Hq, D]``, ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``, any strides whose last is 1. Each head of keys
-        serves ``Hq // Hkv`` neighbouring query heads. One dtype of bfloat16, float16, float32, float8_e4m3fn (bfloat16
-        comes out), on the CPU float64 too; D and Dv multiples of 8, at most 256.
+        ``[B, Sq, Hq, D]``, ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``. The last stride is 1; the others are free.
+        Each head of keys and values serves ``Hq // Hkv`` neighbouring query heads. All have one dtype: bfloat16,
+        float16, float32, float8_e4m3fn (the output is bfloat16), or on the CPU float64. D and Dv are multiples of 8, at
+        most 256.
     layout
-        ``"bshd"``, or ``"bhsd"`` for ``[B, H, S, D]``, as ``F.scaled_dot_product_attention`` has it: of q, k and v, and
-        of the output. It is not guessed.
+        The layout of q, k, v and the output: ``"bshd"``, or ``"bhsd"`` for ``[B, H, S, D]``. It is not guessed.
     causal
-        True: a query sees no key behind its own place, counted **from the end** (the last query sees the last key, as
-        FlashAttention has it since 2.1). ``"top_left"``: from the beginning, as torch's ``is_causal`` has it.
+        True: the mask is aligned to the **bottom right**, so the last query sees all keys (FlashAttention since 2.1).
+        ``"top_left"``: the first query sees the first key alone (torch's ``is_causal``).
     window
-        ``(left, right)``: keys seen on either side of the diagonal, which is where ``causal`` has it; None for all.
+        ``(left, right)``: the number of keys that a query sees on either side of the diagonal; None for all. The
+        diagonal is aligned as ``causal`` says.
     softcap
-        ``softcap * tanh(scores / softcap)``, before the mask.
+        Scores become ``softcap * tanh(scores / softcap)`` before the mask.
     scale
-        Of the scores; default ``1 / sqrt(D)``.
+        Factor of the scores; default ``1 / sqrt(D)``.
     sinks
-        ``[Hq]``: one more score in each row of a head, which has no value.
+        ``[Hq]``: attention sinks. Each adds one score without a value to all rows of its head.
     scale_q, scale_k, scale_v
-        float32, of one element, one a head (of q, of k), ``[H]``, or one a sequence and head, ``[B, H]``: what the
-        operands are multiplied by.
+        float32 factors of the operands: one element, one a head (``[H]``), or one a sequence and head (``[B, H]``).
     cu_seqlens_q, cu_seqlens_k
-        int32 ``[B + 1]``: q is ``[T, Hq, D]``, sequence behind sequence, k and v likewise; the first rows of the
-        sequences, and behind the last. On a GPU only the kernel reads them. Rows of q behind the last give 0.
+        int32 ``[B + 1]``, for packed sequences: q is ``[T, Hq, D]``, k and v likewise. The entries are the first row of
+        each sequence and the end of the last. On a GPU only the kernel reads them. Rows of q past the last sequence
+        give 0.
     max_seqlen_q, max_seqlen_k
-        Bounds of their lengths; of use to the plan.
+        Upper bounds of the sequences' lengths; the plan uses them.
     block_table, seqlens_k
-        int32 ``[B, n]`` and ``[B]``: k and v are pages ``[P, page, Hkv, D]`` (``[P, Hkv, page, D]``), those of a
-        sequence in order, and how many keys it has. A page has a power of two of keys, at most 256. ``seqlens_k``
-        alone: a dense k's first keys.
+        int32 ``[B, n]`` and ``[B]``, for keys in pages: k and v are ``[P, page, Hkv, D]``, with ``layout="bhsd"``
+        ``[P, Hkv, page, D]``. ``block_table`` has the pages of each sequence in order, ``seqlens_k`` its number of
+        keys. The keys of a page are a power of two, at most 256. ``seqlens_k`` alone: the first keys of a dense k.
     arrival
-        How k's and v's rows come in, where they are not there yet: chunks and signals. Rows are those of all sequences,
-        ``B * Sk`` of them. Each tile is computed as soon as the chunks that it reads are signalled.
+        How the rows of k and v arrive: their chunks and signals. The rows are those of all sequences, ``B * Sk``. Each
+        tile is computed as soon as the chunks that it reads are signalled.
     return_lse
-        Also the log of the sum of each row's exponentials, the sink's too: natural, float32, ``[B, Hq, Sq]``, packed
-        ``[T, Hq]``.
+        Whether to return the natural log-sum-exp of each row's scores, sinks included, too: float32, ``[B, Hq, Sq]``,
+        or ``[T, Hq]`` for packed sequences.
     out
-        Where to write the result; of its dtype, and of its shape with any strides, or of no elements: then it is
-        resized, as torch does. Where the last stride is not 1 the result is computed apart and copied, which
-        ``arrival`` excludes. No gradient flows through it.
+        The output. It has the result's dtype, and its shape with any strides. An output of no elements is resized, as
+        torch does. If the last stride is not 1, the result is computed into a new tensor and copied; with ``arrival``
+        such an output is refused. No gradient flows through it.
     deadline, workers, schedule
         As for `tilestream.matmul`; the schedule is ``"static"``, ``"dynamic"`` or ``"auto"``.
     splits
-        Into how many shares the keys of a tile are split, which are then computed side by side and joined; None: the
-        plan splits them where few queries over many keys leave workers idle. 1: not at all. Where that is not done,
-        ``attention_plan(...).explain()`` says why.
+        The number of parts that a tile's keys are split into; the parts are computed at the same time and then joined.
+        Default: the plan splits them where few queries over many keys would leave workers idle. 1: no split. Where keys
+        cannot be split, ``attention_plan(...).explain()`` says why.
 
     Returns
     -------
     torch.Tensor, or a pair of them
-        As q is, with Dv columns; with ``return_lse`` the log-sum-exp behind it. A row that sees no key is 0, and its
-        log-sum-exp is -inf, or the sink.
+        The output, of q's shape with Dv columns; with ``return_lse`` the output and the log-sum-exp. A row that sees no
+        key is 0, and its log-sum-exp is -inf, or the sink.
 
     Raises
     ------
     ValueError, TypeError
-        For arguments that do not fit, before anything is computed. On a GPU the lengths in tensors are not looked at:
-        the kernel keeps inside of the operands whatever they say.
+        If arguments do not fit together. Raised before anything is computed. On a GPU the lengths inside tensors are
+        not checked; the kernel reads no memory outside the operands for any lengths.
     RuntimeError
-        If a gradient is asked for that nothing computes: of keys in pages, of 8-bit operands, of scales; or through
-        ``out``.
+        If keys in pages, operands of 8 bits or scales require a gradient; or any operand of a call with ``out``.
     NotImplementedError
-        For tensors on a device that this version has no backend for.
+        If the tensors are on a device without a backend.
     ArrivalTimeout
         As from `tilestream.matmul`.
 
     Notes
     -----
-    The backward pass computes the scores once more, in torch's own operations: right, and bounded in memory, but not
-    fast. It keeps q, k, v, the output and the log-sum-exp. Second derivatives and forward mode are exact, in torch's
-    own operations too. Under ``torch.func.vmap`` dense sequences are one call of all of them.
+    The backward pass recomputes the scores by torch's own operations. It is exact and bounded in memory, but not fast.
+    It keeps q, k, v, the output and the log-sum-exp. Second derivatives and forward mode are exact, too, by torch's own
+    operations. Under ``torch.func.vmap`` dense sequences become one call.
 
     Examples
     --------
@@ -143,18 +143,15 @@ def attention(
             out=out,
         )  # fmt: skip
         streamed.refuse_keys("attention", arrival is None, k=k, v=v)
+    call = (
+        q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, layout,
+        causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule, splits,
+    )  # fmt: skip
     if arrival is None and deadline is None:
-        made = native.attention(
-            q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, layout,
-            causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule, splits,
-        )  # fmt: skip
+        made = native.attention(*call)
         if made is not None:
             return made
-    return attend(AttentionRequest(
-        q, k, v, sinks, scale_q, scale_k, scale_v, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, out, layout,
-        causal, window, softcap, scale, max_seqlen_q, max_seqlen_k, return_lse, workers, schedule, splits, arrival,
-        deadline,
-    ))  # fmt: skip
+    return attend(AttentionRequest(*call, arrival=arrival, deadline=deadline))
 
 
 def merge_attention(
@@ -165,32 +162,32 @@ def merge_attention(
     *,
     layout: AttentionLayout = "bshd",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join two attentions of the same queries to different keys into the one to all of them.
+    """Join two attentions of the same queries over different keys: the result is the attention over all keys.
 
     Parameters
     ----------
     o_a, o_b
-        Outputs of `attention`, ``[B, S, H, D]``, ``[B, H, S, D]`` with ``layout="bhsd"``, or packed ``[T, H, D]``.
+        Outputs of `attention`: ``[B, S, H, D]``, with ``layout="bhsd"`` ``[B, H, S, D]``, or packed ``[T, H, D]``.
     lse_a, lse_b
-        Their log-sum-exps, ``[B, H, S]``, packed ``[T, H]``. What is -inf saw no key, and its output does not count,
-        whatever is in it. Sinks count in each: give them to one of the two.
+        Their log-sum-exps: ``[B, H, S]``, or packed ``[T, H]``. A row of -inf has seen no key, and its output is
+        ignored. Sinks count in each part: pass them to one of the two calls only.
 
     Returns
     -------
     (out, lse)
-        In the dtypes of ``o_a`` and ``lse_a``; where both saw nothing, 0 and -inf.
+        In the dtypes of ``o_a`` and ``lse_a``. A row that has seen no key in either part is 0 and -inf.
 
     Raises
     ------
     ValueError
         If shapes do not fit, or devices differ.
     ArrivalTimeout, Exception
-        What an earlier launch on this GPU has reported: see `tilestream.check`.
+        The error of an earlier launch on this GPU: see `tilestream.check`.
 
     Notes
     -----
-    On a GPU one kernel reads both parts once, of float16, bfloat16 and float32, and any strides whose last is 1. Other
-    dtypes and layouts, and what `torch.compile` and `torch.func` trace, are computed by torch's operations.
+    On a GPU one kernel reads both parts once, for float16, bfloat16 and float32 and for strides whose last is 1. Other
+    dtypes and layouts, and calls that `torch.compile` or `torch.func` trace, are computed by torch's operations.
 
     Examples
     --------
