@@ -55,7 +55,7 @@ REFUSED = {
     "dropout": ({"dropout_p": 0.5}, {}, r"dropout_p=0\.5"),
     "columns": ({}, {"columns": 12}, r"\[12\] columns a head"),
     "dtype": ({}, {"dtype": torch.float64}, r"dtype torch\.float64"),
-    "gradient": ({}, {"gradient": True}, "a gradient is asked for"),
+    "gradient": ({}, {"gradient": True}, "it needs a gradient"),
     "strides": ({}, {"turned": True}, "columns that do not lie side by side"),
     "dimensions": ({}, {"batch": (2, 3)}, "5 dimensions"),
 }

@@ -1,15 +1,15 @@
-"""Derivatives of attention by recompute: right, and bounded in memory, but not fast.
+"""Derivatives of attention by recomputing the scores: exact and bounded in memory, but not fast.
 
 With ``P = exp(S - lse)`` and ``delta = sum(dO * O)`` a row (Dao et al., 2022, appendix B)::
 
     dV = P^T dO;  dP = dO V^T;  dS = P * (dP - delta + dlse);  dQ = scale * dS K;  dK = scale * dS^T Q
 
-A soft cap multiplies dS by its slope, ``1 - (S / softcap)^2``. A sink has the weight ``exp(sink - lse)`` in each of its
-head's rows, and so the gradient ``sum(weight * (dlse - delta))``. In torch's own operations, a block of query rows at a
-time, sequence by sequence: packed sequences on a GPU cost a look at their lengths.
+A soft cap multiplies dS by its derivative, ``1 - (S / softcap)^2``. A sink has the weight ``exp(sink - lse)`` in each
+row of its head, and so the gradient ``sum(weight * (dlse - delta))``. Torch's own operations compute a block of query
+rows at a time, sequence by sequence. The lengths of packed sequences are read from the GPU.
 
-`gradients` writes into buffers. `second` differentiates it, and gives the tangents of the outputs on the way; it writes
-into nothing, so torch can differentiate it in turn.
+`gradients` writes into buffers. `second` is its derivative and also gives the tangents of the outputs. It writes into
+no buffer, so torch can differentiate it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from tilestream.core.operands import AttentionOperands
 from tilestream.ops.attention_operands import Settings
 
-#: Scores at a time: 128 MiB of float32.
+#: The number of scores of a block: 128 MiB of float32.
 _SCORES = 2**25
 
 
@@ -35,14 +35,14 @@ _Rows = tuple[slice | int, ...]
 def gradients(
     grad: torch.Tensor, grad_lse: torch.Tensor | None, x: AttentionOperands, s: Settings
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v and the sinks, which lie as these do; the last is empty where there are none.
+    """Gradients of q, k, v and the sinks, each in the layout of its operand; the last is empty if there are no sinks.
 
     Parameters
     ----------
     grad, grad_lse
-        Of the output, ``[..., Hq, Dv]``, and of the log-sum-exp, or None.
+        Gradients of the output, ``[..., Hq, Dv]``, and of the log-sum-exp, or None.
     x
-        Operands with their outputs, the log-sum-exp included.
+        The operands and their outputs, with the log-sum-exp.
     """
     assert x.lse is not None
     of_inputs = [torch.zeros_like(y, dtype=x.lse.dtype) for y in (x.q, x.k, x.v)]
@@ -53,7 +53,7 @@ def gradients(
 
 
 def _sequences(x: AttentionOperands) -> Iterator[tuple[_Rows, _Rows]]:
-    """The rows of queries, and of keys, of each sequence."""
+    """The rows of queries and of keys of each sequence."""
     if not x.k.shape[-2]:
         return iter(())  # no heads
     queries: Iterable[_Rows] = [(i,) for i in range(x.batch)]
@@ -71,13 +71,13 @@ def _add(
     number: int, rows_q: _Rows, rows_k: _Rows, grad: torch.Tensor, grad_lse: torch.Tensor | None, x: AttentionOperands,
     s: Settings, into: tuple[torch.Tensor, ...],
 ) -> None:  # fmt: skip
-    """Add one sequence's gradients."""
+    """Add the gradients of one sequence."""
     assert x.lse is not None
     one = _Part.of(number, rows_q, rows_k, x, s)
     dout, o, top = one.by_head(grad), one.by_head(x.out), one.by_row(x.lse)
     delta = (dout * o).sum(-1, keepdim=True)
     pull = -delta if grad_lse is None else one.by_row(grad_lse) - delta
-    top = torch.where(top == float("-inf"), 0.0, top)  # rows that see nothing: exp(-inf - 0) is 0
+    top = torch.where(top == float("-inf"), 0.0, top)  # rows that see no key: exp(-inf - 0) is 0
     dq, dk, dv = (y[of] for y, of in zip(into, (rows_q, rows_k, rows_k), strict=False))
     if one.sinks is not None:
         into[3].add_((torch.exp(one.sinks - top) * pull).sum((-1, -2)).flatten())
@@ -92,7 +92,7 @@ def _add(
 
 
 class _Part(NamedTuple):
-    """One sequence in wide numbers: heads of keys first, then the query heads of each, then rows."""
+    """One sequence in float32 or float64: key heads first, then the query heads of each, then rows."""
 
     number: int
     rows_q: _Rows
@@ -101,12 +101,12 @@ class _Part(NamedTuple):
     k: torch.Tensor  # ``[Hkv, 1, keys, D]``
     v: torch.Tensor  # ``[Hkv, 1, keys, Dv]``, scaled
     sinks: torch.Tensor | None  # ``[Hkv, ratio, 1, 1]``
-    scale: torch.Tensor  # of the scores: ``[Hkv, ratio, 1, 1]``
+    scale: torch.Tensor  # factor of the scores: ``[Hkv, ratio, 1, 1]``
     scale_v: torch.Tensor  # ``[Hkv, 1, 1, 1]``
 
     @classmethod
     def of(cls, number: int, rows_q: _Rows, rows_k: _Rows, x: AttentionOperands, s: Settings) -> _Part:
-        """The sequence ``number`` of a call, whose rows are given."""
+        """Sequence ``number`` of a call, given its rows."""
         assert x.lse is not None
         wide, heads = x.lse.dtype, x.k.shape[-2]
         k, v = (y[rows_k].to(wide).transpose(0, 1).unsqueeze(1) for y in (x.k, x.v))
@@ -116,7 +116,7 @@ class _Part(NamedTuple):
         return cls(number, rows_q, x.cu_seqlens_q is not None, q, k, v * scale_v, sinks, scale, scale_v)
 
     def by_head(self, y: torch.Tensor, rows: _Rows | None = None) -> torch.Tensor:
-        """The sequence's rows of a tensor with heads behind rows: of queries, or ``rows``."""
+        """The sequence's rows of a tensor in the layout ``"bshd"``: those of its queries, or ``rows``."""
         own = y[self.rows_q if rows is None else rows].to(self.k.dtype).transpose(0, 1)
         return _by_head(own, self.k.shape[0])
 
@@ -126,13 +126,13 @@ class _Part(NamedTuple):
         return _by_head(rows.to(self.k.dtype), self.k.shape[0]).unsqueeze(-1)
 
     def blocks(self) -> Iterator[slice]:
-        """Rows of queries, of so many scores that they fit in memory."""
+        """Blocks of query rows with at most `_SCORES` scores."""
         step = max(1, _SCORES // max(1, self.q.shape[0] * self.q.shape[1] * self.k.shape[2]))
         for first in range(0, max(1, self.q.shape[2]), step):
             yield slice(first, min(self.q.shape[2], first + step))
 
     def scores(self, rows: slice, s: Settings) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Scores of some rows before the mask; the tanh of those with a soft cap; which of them are hidden."""
+        """The scores of some rows before the mask; the tanh of a soft cap, or None; which scores are masked."""
         scores, tanh = (_narrow(self.q, rows) * self.scale) @ self.k.mT, None
         if s.softcap:
             tanh = torch.tanh(scores / s.softcap)
@@ -146,13 +146,13 @@ def _by_head(y: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _narrow(y: torch.Tensor, rows: slice) -> torch.Tensor:
-    """``y[:, :, rows]``; torch's older vmap has no rule for an index of all rows."""
+    """``y[:, :, rows]``. Older torch's vmap has no rule for a slice of all rows."""
     return y.narrow(2, rows.start, rows.stop - rows.start)
 
 
 # Second derivatives ---------------------------------------------------------------------------------------------------
 
-#: Of q, k, v and the sinks, as the operands have them; None for 0.
+#: Tangents or gradients of q, k, v and the sinks, in their operands' layout; None for 0.
 Changes = Sequence[torch.Tensor | None]
 
 
@@ -167,17 +167,17 @@ def tangents(changes: Changes, x: AttentionOperands, s: Settings) -> tuple[torch
 def second(
     grad: torch.Tensor | None, grad_lse: torch.Tensor | None, changes: Changes, x: AttentionOperands, s: Settings
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of what `gradients` computes, of its ``grad``, ``grad_lse``, q, k, v and the sinks.
+    """Gradients of `gradients` with respect to ``grad``, ``grad_lse``, q, k, v and the sinks.
 
-    `gradients` is linear in the first two, so theirs are the tangents of the output and the log-sum-exp. The output and
-    the log-sum-exp count as functions of q, k, v and the sinks, and are computed once more.
+    `gradients` is linear in ``grad`` and ``grad_lse``, so their gradients are the tangents of the output and the
+    log-sum-exp. Both outputs are functions of q, k, v and the sinks, and are computed again.
 
     Parameters
     ----------
     grad, grad_lse
-        As of `gradients`; if ``grad`` is None, only the tangents are computed.
+        As for `gradients`. If ``grad`` is None, only the tangents are computed.
     changes
-        Gradients of what `gradients` returns; for the tangents: tangents of q, k, v and the sinks.
+        Gradients of the results of `gradients`. For the tangents: tangents of q, k, v and the sinks.
     """
     assert x.lse is not None
     changes = [torch.zeros_like(y) if y is not None and c is None else c
@@ -186,7 +186,7 @@ def second(
         _second(_Part.of(number, rows_q, rows_k, x, s), rows_k, grad, grad_lse, changes, s)
         for number, (rows_q, rows_k) in enumerate(_sequences(x))
     ]
-    if not parts:  # of nothing: zeros
+    if not parts:  # no sequences
         zeros = [torch.zeros_like(y) for y in (x.q, x.k, x.v)]
         return x.q.new_zeros((*x.q.shape[:-1], x.v.shape[-1])), torch.zeros_like(x.lse), *zeros, changes[3]
     out, lse, *of_inputs = zip(*parts, strict=True)
@@ -202,7 +202,7 @@ def second(
 
 
 def _joined(parts: Sequence[torch.Tensor], rows: int, packed: bool) -> torch.Tensor:
-    """Rows of sequences as an operand of ``rows`` rows has them; 0 in those of no sequence."""
+    """The rows of all sequences in an operand's layout with ``rows`` rows; rows of no sequence are 0."""
     parts = [torch.cat(list(parts))] if packed else parts
     parts = [pad(y, (*[0, 0] * (y.dim() - 1), 0, rows - y.shape[0])) for y in parts]
     return parts[0] if packed else torch.stack(parts)
@@ -211,14 +211,15 @@ def _joined(parts: Sequence[torch.Tensor], rows: int, packed: bool) -> torch.Ten
 def _second(
     one: _Part, rows_k: _Rows, grad: torch.Tensor | None, grad_lse: torch.Tensor | None, changes: Changes, s: Settings
 ) -> tuple[torch.Tensor, ...]:
-    """`second` for one sequence, rows first.
+    """`second` for one sequence, with rows first.
 
-    With ``W`` the change of the scores before the cap, ``Y = P * W * slope`` that of the weights before they are
+    ``W`` is the tangent of the scores before the soft cap, ``Y = P * W * slope`` that of the weights before they are
     normalised, and ``y`` that of the log-sum-exp::
 
         dlse = y = sum(Y) + P_sink dsink;  dO = P dV + Y V - y O
 
-    Gradients of ``<W, dS> + <dV, P^T G> + dsink * ..``, the loss whose gradient by ``G`` this is, by q, k, v and sinks.
+    The gradients of q, k, v and the sinks are those of the loss ``<W, dS> + <dV, P^T G> + dsink * ..``, whose gradient
+    with respect to ``G`` is ``dO``.
     """
     of_q, of_k, of_v, of_sinks = changes
     assert of_q is not None
@@ -267,9 +268,9 @@ def _second(
 def _weights(
     scores: torch.Tensor, hidden: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The softmax of what is not hidden, 0 elsewhere, and the sinks' share."""
+    """The softmax over the scores that are not masked, 0 for the others, and the sinks' weight."""
     scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is None:  # of a row that sees nothing softmax would be NaN
+    if sinks is None:  # softmax of a row that sees no key would be NaN
         p = torch.softmax(scores.masked_fill(hidden.all(-1, keepdim=True), 0.0), -1)
         return p.masked_fill(hidden, 0.0), scores.new_zeros(())
     both = torch.softmax(torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1), -1)
@@ -279,7 +280,7 @@ def _weights(
 def _scales(
     x: AttentionOperands, s: Settings, index: int, heads: int, wide: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What scores are multiplied by, ``[Hkv, ratio, 1, 1]``, and values, ``[Hkv, 1, 1, 1]``."""
+    """The factors of the scores, ``[Hkv, ratio, 1, 1]``, and of the values, ``[Hkv, 1, 1, 1]``."""
     scale = torch.full((heads, 1, 1, 1), s.scale, dtype=wide, device=x.q.device)
     if x.scale_q is not None:
         scale = scale * _by_head(x.scale_q[index].to(wide), heads)[..., None, None]
@@ -292,7 +293,7 @@ def _scales(
 
 
 def _hidden(rows: slice, queries: int, keys: int, s: Settings, device: torch.device) -> torch.Tensor:
-    """Which keys these rows do not see."""
+    """Which keys are masked for these rows."""
     shift = keys - queries if s.alignment == "bottom_right" else 0
     position = torch.arange(rows.start, rows.stop, device=device)[:, None] + shift
     key = torch.arange(keys, device=device)

@@ -21,14 +21,14 @@ from tilestream.plan.attention_planner import plan_attention
 def execute(
     x: AttentionOperands, s: Settings, keys: FlatArrival | None, deadline: float = DEFAULT_DEADLINE, limit: int = 0
 ) -> None:
-    """Run attention on the CPU; returns when the outputs are complete, or raises. Parameters as of `attention_gpu.run`.
+    """Run attention on the CPU; returns when the outputs are complete. Parameters as of `attention_gpu.run`.
 
     Raises
     ------
     ValueError
-        For lengths, pages or extents that do not fit, before anything is computed.
+        If lengths, pages or extents do not fit. Raised before anything is computed.
     ArrivalTimeout
-        If a chunk did not arrive in time; what was not computed is NaN.
+        If a chunk did not arrive in time. Tiles that were not computed are NaN.
     """
     plan = plan_attention(
         problem_of(x, s, keys), s.workers or None, s.schedule, torch.get_num_threads(), limit=limit,
@@ -36,7 +36,7 @@ def execute(
     )  # fmt: skip
     if plan.variant == "torch":
         p = plan.problem
-        calls = flash_calls(x, p.causal and (p.alignment == "top_left" or p.seqlen_q > 1))  # one row: the last
+        calls = flash_calls(x, p.causal and (p.alignment == "top_left" or p.seqlen_q > 1))  # one row sees all keys
         if (seen := observation()) is not None:
             seen.launches += calls
         launch("attention", plan, None, lambda scratch: WholeBody(x, calls), None)
@@ -48,7 +48,7 @@ def execute(
 
 
 def _gate(plan: AttentionPlan, tiles: Tiles) -> RowGate:
-    """What a tile waits for: the chunks that bring the keys which its rows see."""
+    """The gate of a plan: a tile waits for the chunks of the keys that its rows see."""
     assert plan.problem.keys is not None
     packed = plan.problem.tokens_k > 0
 
@@ -64,12 +64,12 @@ def _gate(plan: AttentionPlan, tiles: Tiles) -> RowGate:
 
 
 def sequences_of(x: AttentionOperands, s: Settings) -> list[SequenceRows]:
-    """Where the sequences lie; of a packed call, last those rows of queries that belong to none.
+    """The rows of each sequence; for packed queries, last the rows that belong to no sequence.
 
     Raises
     ------
     ValueError
-        If lengths fall, or leave their tensors; if a page that is needed is none.
+        If cumulative lengths fall or exceed their tensors; if a page number is out of range.
     """
     batch, longest = x.batch, x.keys_of_sequence
     queries = _packed("cu_seqlens_q", x.cu_seqlens_q, x.q, "q", s.max_seqlen_q)

@@ -1,4 +1,4 @@
-"""The GPU's way from attention's canonical operands to a cached launch, as `tilestream.ops.gpu` is for matmul."""
+"""From canonical operands of attention on a GPU to a cached launch, as `tilestream.ops.gpu` for matmul."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def run(x: AttentionOperands, s: Settings, keys: FlatArrival | None, deadline: float, limit: int = 0) -> None:
     """Issue attention on the current stream of the operands' device.
 
-    Returns when the launch is issued, or raises what an earlier one on this device has reported. ``keys`` says how keys
-    and values arrive, ``deadline`` how many seconds the kernel may wait for them, ``limit`` bounds the workers.
+    Returns when the launch is issued. Raises the error of an earlier launch on this device. ``keys``: how keys and
+    values arrive; ``deadline``: seconds that the kernel may wait for them; ``limit``: of workers.
     """
     device = x.q.device
     check_device(device.index)
@@ -37,20 +37,20 @@ def run(x: AttentionOperands, s: Settings, keys: FlatArrival | None, deadline: f
     if awaited is None and not x.out.numel():
         return
     launch = find(x, s, keys, limit)
-    if awaited is not None and awaited.rows.by_matmul:  # their memory may be of that matmul's stream
+    if awaited is not None and awaited.rows.by_matmul:  # that matmul may have allocated them on its own stream
         for operand in (x.k, x.v):
             operand.record_stream(torch.cuda.current_stream(device))
     issue(launch, x, awaited, "attention")
 
 
 def find(x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, limit: int = 0) -> Launch:
-    """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`."""
+    """The launch for such operands, from the cache or a new one. Parameters as of `run`."""
     tensors = (*x.inputs(), x.out, x.lse)
     key = signature("attention", tensors, (s, None if keys is None else keys.chunking), limit)
     launch: Any = launch_cache.get(key)
     if launch is None:
         generation = launch_cache.generation
-        with collector.paused():  # the first one imports the kernels
+        with collector.paused():  # the first launch imports the kernels
             launch = launch_cache.insert(key, _make(x, s, keys, limit), generation)
     return launch  # type: ignore[no-any-return]
 
@@ -58,14 +58,14 @@ def find(x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, lim
 def compile_ahead(
     x: AttentionOperands, s: Settings, limit: int, device: DeviceProperties, keys: FlatArrival | None = None
 ) -> None:
-    """As `tilestream.ops.gpu.compile_ahead`."""
+    """`tilestream.ops.gpu.compile_ahead` for attention."""
     _make(x, s, keys, limit, device)(x, awaited_ahead(keys))
 
 
 def _make(
     x: AttentionOperands, s: Settings, keys: FlatArrival | None, limit: int, device: DeviceProperties | None = None
 ) -> Launch:
-    # Triton is imported when a GPU computes something, not before.
+    # The first GPU call imports Triton, not `import tilestream`.
     from tilestream.launch import compiling
 
     compiling.prepare()
@@ -112,6 +112,6 @@ def layout_of(x: AttentionOperands) -> AttentionLayout:
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """From one batch (page), row and head to the next."""
+    """Strides from one batch (page), row and head to the next."""
     *first, row, head, _ = tensor.stride()
     return (first[0] if first else 0), row, head

@@ -1,7 +1,8 @@
 """The registered ops of attention: schemas, CPU, GPU and fake implementations, derivatives, batching, FLOP counts.
 
-As `tilestream.ops.library`: tensors and numbers only, heads behind rows (the other layout is a view, whose gradient is
-torch's own). Each gives the output and the log-sum-exp; the second is empty unless it is asked for.
+The ops take tensors and numbers only, as those of `tilestream.ops.library`, in the layout ``"bshd"``; the other layout
+is a view, whose gradient is torch's own. Each returns the output and the log-sum-exp, which is empty unless
+``return_lse`` is set.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from tilestream.ops.operands import refuse_shared
 from tilestream.plan import limit as limits
 from tilestream.plan.problem import FP8_RESULT
 
-# Arguments, in the schemas' order: `AttentionOperands.inputs`, `Settings`, those of keys that arrive, the outputs of an
-# ``out`` form, and the limit of the `tilestream.worker_limit` blocks around the call (0: none), which torch leaves out.
+# The schemas' arguments, in order: `AttentionOperands.inputs`, `Settings`, those of keys that arrive, the outputs of an
+# ``out`` form, and the limit of the `tilestream.worker_limit` blocks around the call (0: none). Torch leaves out a 0.
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? block_table, Tensor? seqlens_k"
@@ -41,7 +42,7 @@ _SETTINGS = (
 _ARRIVING = ", Tensor? key_signals, SymInt[] key_arrival, float deadline"
 _NUM_ARRIVING = 3
 _INTO = ", Tensor(a!) out, Tensor(b!)? lse"
-# Of ``attention_forward``, which graphs call as `tilestream.ops.library` says.
+# The settings of ``attention_forward``, which compiled graphs call: see `tilestream.ops.library`.
 _OF_GRAPHS = "bool causal, str alignment, float scale, str layout, bool return_lse"
 _INPUTS = (*AttentionOperands._fields[:3], *AttentionOperands._fields[6:])
 _OTHERS = (None,) * (len(_INPUTS) - 3)
@@ -51,7 +52,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _settings(causal: bool, alignment: Any, scale: float, layout: Any, return_lse: bool) -> Settings:
-    """Those of ``attention_forward``."""
+    """The settings of a call of ``attention_forward``."""
     return Settings(causal, alignment, -1, -1, 0.0, scale, layout=layout, return_lse=return_lse)
 
 
@@ -61,27 +62,27 @@ def _split(args: Sequence[Any], out: Any = None, lse: torch.Tensor | None = None
 
 
 def result_dtype(q: torch.Tensor) -> torch.dtype:
-    """Of the output: the operands', bfloat16 where those are of 8 bits."""
+    """The output's dtype: the operands', or bfloat16 for operands of 8 bits."""
     return getattr(torch, FP8_RESULT) if q.dtype == torch.float8_e4m3fn else q.dtype
 
 
 def wide_dtype(q: torch.Tensor) -> torch.dtype:
-    """Of the log-sum-exp, and of what is added up."""
+    """The dtype of the log-sum-exp and of the accumulators."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def lse_shape(x: AttentionOperands) -> tuple[int, ...]:
-    """``[B, Hq, Sq]``, packed ``[T, Hq]``."""
+    """``[B, Hq, Sq]``; ``[T, Hq]`` for packed sequences."""
     return tuple(x.q.shape[:2]) if x.cu_seqlens_q is not None else (x.q.shape[0], x.q.shape[2], x.q.shape[1])
 
 
 def _outputs(x: AttentionOperands, s: Settings) -> Pair:
-    """Empty outputs of operands that fit together."""
+    """Empty outputs for operands that fit together; raise for others."""
     check_shapes("attention", x)
     *rows, heads, _ = x.q.shape
     dtype = result_dtype(x.q)
     shape = (*rows, heads, x.v.shape[-1])
-    if s.layout == "bhsd":  # no view: those are not changed in place, nor have tangents, where an op made them
+    if s.layout == "bhsd":  # not a view: an op's view can neither be changed in place nor have a tangent
         out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype, device=x.q.device)
     else:
         out = x.q.new_empty(shape, dtype=dtype)
@@ -89,12 +90,12 @@ def _outputs(x: AttentionOperands, s: Settings) -> Pair:
 
 
 def as_given(shape: Sequence[int], s: Settings) -> list[int]:
-    """An output's shape as the caller has it: in "bhsd" the op is given a view."""
+    """A shape of the op's output in the caller's layout."""
     return [shape[i] for i in (0, 2, 1, 3)] if s.layout == "bhsd" and len(shape) == 4 else list(shape)
 
 
 def check_outputs(x: AttentionOperands, s: Settings) -> None:
-    """Raise unless the outputs that are given fit the operands, and those fit together."""
+    """Raise unless the operands fit together, and the given outputs fit them."""
     check_shapes("attention", x)
     out, lse, shape, dtype = x.out, x.lse, (*x.q.shape[:-1], x.v.shape[-1]), result_dtype(x.q)
     if out.dtype != dtype:
@@ -116,9 +117,9 @@ def check_outputs(x: AttentionOperands, s: Settings) -> None:
 def _launched(
     x: AttentionOperands, out: torch.Tensor, lse: torch.Tensor | None, worker_limit: int = 0
 ) -> tuple[AttentionOperands, int]:
-    """What a launch is given, and what bounds its workers."""
+    """The operands of a launch, and the limit of its workers."""
     x = AttentionOperands(x.q.detach(), x.k.detach(), x.v.detach(), out, x.scale, lse, *x[6:])
-    # A compiled function's argument knows of the blocks inside it, this thread of those around it.
+    # The argument has the limit of blocks inside a compiled function, this thread that of blocks around it.
     return x, limits.tighter(worker_limit, limits.limit())
 
 
@@ -136,7 +137,7 @@ def _run(
     x: AttentionOperands, s: Settings, out: torch.Tensor, lse: torch.Tensor | None, late: Sequence[Any],
     worker_limit: int = 0,
 ) -> None:  # fmt: skip
-    """What every op does; ``late``: its arguments of keys that arrive."""
+    """Run any of the ops. ``late``: its arguments for keys that arrive."""
     keys, deadline = None, DEFAULT_DEADLINE
     if late:
         words, ints, seconds = late
@@ -146,7 +147,7 @@ def _run(
 
 
 def _define(name: str) -> None:
-    """Register an op: whether keys arrive, and whether it writes into its arguments, is in its name."""
+    """Register an op. Its name says whether keys arrive and whether it writes into its arguments."""
     arriving, into = "_arriving" in name, name.endswith("_out")
     end = _NUM_COMMON + _NUM_ARRIVING * arriving
 
@@ -156,7 +157,7 @@ def _define(name: str) -> None:
         if into:
             check_outputs(x, s)
             check_written("attention", x.out)
-            apart = x.out.numel() > 0 and x.out.stride(-1) != 1  # kernels write a head's columns side by side
+            apart = x.out.numel() > 0 and x.out.stride(-1) != 1  # kernels write contiguous columns of a head
             if apart and arriving:
                 raise ValueError(
                     f"attention: out has strides {as_given(x.out.stride(), s)}; with arrival= it is written in place, "
@@ -173,13 +174,13 @@ def _define(name: str) -> None:
         if apart:
             with torch.inference_mode():  # the output may be an inference tensor
                 x.out.copy_(out)
-        if into:  # autograd knows nothing of what a kernel writes
+        if into:  # autograd does not see that the kernel writes
             torch._C._increment_version([y for y in (x.out, x.lse) if y is not None])
         return made
 
     def real(*args: Any) -> Pair | None:
         worker_limit = args[end] if len(args) > end else 0
-        by_graph = not into and not arriving and observation() is None  # and not by a public op, which is observed
+        by_graph = not into and not arriving and observation() is None  # calls of public ops are observed
         if not by_graph or not args[0].is_cuda or worker_limit not in (0, limits.limit()):
             return run(*args)
         s = Settings(*args[len(_INPUTS) : _NUM_COMMON])
@@ -258,14 +259,14 @@ attention_backward_op = torch.ops.tilestream.attention_backward.default
 
 
 def _differentiate(op: Any) -> None:
-    """Register the derivative of an op that makes its outputs; NaN where keys that arrive have not come by then."""
+    """Register the derivative of an op that makes its outputs. It is NaN if keys have not arrived by then."""
 
     class Attention(Derivative):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Pair:
             inputs, s = args[: len(_INPUTS)], Settings(*args[len(_INPUTS) : _NUM_COMMON])
             _refuse_gradients(inputs)
-            # The gradients need the log-sum-exp. The caller sees what it asked for.
+            # The gradients need the log-sum-exp, also where the caller does not ask for it.
             ctx.settings, ctx.shows_lse = s._replace(return_lse=True), s.return_lse
             out, lse = below_autograd(op, *inputs, *ctx.settings, *args[_NUM_COMMON:])
             kept = out, lse, *inputs
@@ -367,10 +368,10 @@ derivative(library, attention_backward_op, _Backward)
 
 
 def _batch(op: Any, num_first: int) -> None:
-    """Register how ``op``, with ``num_first`` tensors in front of the inputs, computes many calls at once.
+    """Register the vmap rule of ``op``, which has ``num_first`` tensors before the inputs.
 
-    Calls of dense sequences are one call of all their sequences. Others are computed one after the other: packed ones,
-    those with keys in pages, and what has something of its own for sinks.
+    Calls of dense sequences become one call of all their sequences. Calls of packed sequences, of keys in pages and of
+    sinks of their own are computed one after the other.
     """
     tensors = num_first + len(_INPUTS)
     sinks, pages = num_first + _INPUTS.index("sinks"), num_first + _INPUTS.index("block_table")
@@ -391,10 +392,10 @@ def _batch(op: Any, num_first: int) -> None:
                 return x
             x = x.unsqueeze(0) if dim is None else x.movedim(dim, 0)
             x = x.expand(count, *x.shape[1:]).flatten(0, 1)
-            return x if x.stride(-1) == 1 else x.contiguous()  # columns of a head, and lists, lie side by side
+            return x if x.stride(-1) == 1 else x.contiguous()  # the op takes a last stride of 1
 
         made = op(*(merged(i) for i in range(tensors)), *args[tensors:])
-        # An output that is not asked for has one dimension, and no elements.
+        # A log-sum-exp that is not asked for has one dimension and no elements.
         shown = [y if y.dim() == 1 else y.reshape(count, y.shape[0] // count, *y.shape[1:]) for y in made]
         return tuple(shown), tuple(None if y.dim() == 1 else 0 for y in made)
 
@@ -406,9 +407,9 @@ _batch(attention_backward_op, 4)
 
 
 def _extents(shapes: Sequence[Any]) -> tuple[int, int, int]:
-    """Scores of a call, and columns of a head of keys and of values: from shapes alone, so masks do not count.
+    """The number of scores of a call, and the head dims of keys and of values.
 
-    Packed sequences count as if all were of the mean length, keys in pages as if no place in a page were free.
+    They come from shapes alone: masks are ignored, packed sequences count with their mean length, pages as full.
     """
     x = dict(zip(_INPUTS, shapes, strict=False))
     (*rows, heads, columns), k = x["q"], x["k"]
@@ -434,5 +435,5 @@ def _forward_flops(*shapes: Any, **kwargs: Any) -> int:
 @register_flop_formula(torch.ops.tilestream.attention_backward)
 def _backward_flops(*shapes: Any, **kwargs: Any) -> int:
     scores, columns, columns_v = _extents(shapes[4:])
-    # Scores once more, dQ and dK of the keys' columns; dV and dP of the values'.
+    # The scores again, dQ and dK have the keys' head dim; dV and dP the values'.
     return 2 * scores * (3 * columns + 2 * columns_v)

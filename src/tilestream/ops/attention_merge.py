@@ -1,7 +1,7 @@
-"""``tilestream::merge_attention``: two attentions of the same queries to different keys, joined.
+"""``tilestream::merge_attention``: joins two attentions of the same queries over different keys.
 
-The op is canonical: a log-sum-exp has the shape of its output without the columns. What follows a call by torch's own
-operations (a compiler, a transform, forward mode, a tensor of another type) is given the formula in these.
+The op is canonical: a log-sum-exp has the shape of its output without the columns. Where something has to see torch's
+own operations (torch.compile, a transform, forward mode, a tensor of another type), `formula` computes the result.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 _NAME = "merge_attention"
 _NOTHING = float("-inf")
-#: What the kernel reads; the formula takes other dtypes.
+#: Dtypes of the kernel. The formula takes others.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-#: Rows that the kernel counts, those of its last block too.
+#: The largest number of rows whose last block's row numbers fit into 31 bits.
 _MOST_ROWS = 2**31 - 2**11
 
 
 def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, layout: str) -> Pair:
-    """The answer of `tilestream.merge_attention` to a call that is right.
+    """`tilestream.merge_attention` for arguments that have been checked.
 
-    What it launches on a GPU is observed, so that the native call path can make the next equal call.
+    A launch on a GPU is observed, so that the extension launches the next equal call.
     """
     call = o_a, lse_a, o_b, lse_b, layout
     if (
@@ -42,7 +42,7 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):  # fmt: skip
         return _join(formula, *call)
-    if torch._C._is_any_autocast_enabled():  # which converts nothing here
+    if torch._C._is_any_autocast_enabled():  # autocast converts nothing of a merge
         with below_autocast():
             return merge(*call)
     return native.observed_merge(call, lambda: _join(merge_attention_op, *call))
@@ -51,7 +51,7 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
 def _join(
     op: Any, o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, layout: str
 ) -> Pair:  # fmt: skip
-    """Call the op, or the formula, with log-sum-exps in the order of the outputs' rows."""
+    """Call the op, or the formula, with log-sum-exps whose dimensions are in the outputs' order."""
     if layout == "bhsd" or o_a.dim() == 3:
         return op(o_a, lse_a, o_b, lse_b)  # type: ignore[no-any-return]
     out, lse = op(o_a, lse_a.transpose(1, 2), o_b, lse_b.transpose(1, 2))
@@ -60,18 +60,18 @@ def _join(
 
 
 def formula(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> Pair:
-    """What the op is, in torch's operations, of any dtypes and layouts."""
+    """The op in torch's operations, for all dtypes and layouts."""
     share_a, share_b, lse = _shares(lse_a, lse_b)
     return (_weigh(o_a, share_a) + _weigh(o_b, share_b)).to(o_a.dtype), lse.to(lse_a.dtype)
 
 
 def _shares(lse_a: torch.Tensor, lse_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What of the whole each part is, and the whole's log-sum-exp."""
+    """The shares of the two parts, and the log-sum-exp of both together."""
     top = torch.maximum(lse_a, lse_b)
     base = torch.where(top == _NOTHING, 0.0, top)
     weight_a, weight_b = torch.exp(lse_a - base), torch.exp(lse_b - base)
     total = weight_a + weight_b
-    whole = torch.where(total == 0, 1.0, total)  # where none is, so that neither value nor gradient is NaN
+    whole = torch.where(total == 0, 1.0, total)  # 1 for 0, so that neither value nor gradient is NaN
     lse = torch.where(total == 0, _NOTHING, base + torch.log(whole))
     return weight_a / whole, weight_b / whole, lse
 
@@ -82,7 +82,7 @@ def _weigh(o: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 
 def _seen(o: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """A part; 0 where it has no share, whatever is in it: neither value nor gradient is NaN then."""
+    """A part, with 0 where its share is 0, so that NaN there reaches neither value nor gradient."""
     return o.masked_fill(share.unsqueeze(-1) == 0, 0.0)
 
 
@@ -90,7 +90,7 @@ def _seen(o: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 
 def _outputs(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> Pair:
-    """Empty outputs of operands that fit together."""
+    """Empty outputs for operands that fit together; raise for others."""
     if o_a.dim() < 1 or o_b.shape != o_a.shape or not lse_a.shape == lse_b.shape == o_a.shape[:-1]:
         shapes = ", ".join(str(list(x.shape)) for x in (o_a, lse_a, o_b, lse_b))
         raise ValueError(f"{_NAME}: o_a, lse_a, o_b and lse_b have shapes {shapes}; they are [..., D], [...] and so on")
@@ -121,7 +121,7 @@ def _by_kernel(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b:
     if launch is None:
         generation = launch_cache.generation
         with collector.paused():
-            # Triton is imported when a GPU computes something, not before.
+            # The first GPU call imports Triton, not `import tilestream`.
             from tilestream.launch.portable.attention_launch import PairLaunch
 
             launch = launch_cache.insert(key, PairLaunch(x), generation)
@@ -158,7 +158,7 @@ def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Pair) -> 
 def _backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The formula's derivative, in operations that have derivatives themselves.
 
-    Of ``out = s_a o_a + s_b o_b`` with the shares ``s = exp(lse_x - lse)``: ``d s_a / d lse_a = s_a s_b``.
+    For ``out = s_a o_a + s_b o_b`` with the shares ``s_x = exp(lse_x - lse)``: ``d s_a / d lse_a = s_a s_b``.
     """
     o_a, lse_a, o_b, lse_b = ctx.saved_tensors
     share_a, share_b, _ = _shares(lse_a, lse_b)

@@ -1,4 +1,4 @@
-"""Canonical operands of attention: what fits together, and the problem that they are. See `AttentionOperands`."""
+"""Canonical operands of attention (`AttentionOperands`): their checks, and the plan's problem."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tilestream.plan.attention_problem import (
 
 
 class Settings(NamedTuple):
-    """The registered ops' numbers."""
+    """The settings of the registered ops."""
 
     causal: bool
     alignment: Alignment
-    #: left, right: of the window; -1: all.
+    #: left, right: keys of the window; -1: all.
     left: int
     right: int
     softcap: float  # 0: none
     scale: float
-    #: max_seqlen_q, max_seqlen_k: of packed sequences; 0: not known.
+    #: max_seqlen_q, max_seqlen_k: of packed sequences; 0: unknown.
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     layout: AttentionLayout = "bshd"  # how the output lies in memory
     return_lse: bool = False
     schedule: str = "auto"
-    #: workers, splits: 0: the plan's choice.
+    #: workers, splits: 0 for the plan's choice.
     workers: int = 0
     splits: int = 0
 
 
 def check_shapes(op: str, x: AttentionOperands) -> None:
-    """Raise unless the inputs fit together: the one text for the public op, the real and the fake one."""
+    """Raise unless the inputs fit together. The public op, the registered op and its fake share this check."""
     q, k, v = x.q, x.k, x.v
     packed_q, packed_k = x.cu_seqlens_q is not None, x.cu_seqlens_k is not None
     if packed_k and not packed_q:
@@ -79,7 +79,7 @@ def check_shapes(op: str, x: AttentionOperands) -> None:
 
 
 def _check_lists(op: str, x: AttentionOperands, heads_q: int, heads_kv: int) -> None:
-    """Raise unless there is an entry for each sequence, head, or both."""
+    """Raise unless each list has an entry for each sequence, each head, or both."""
     batch = x.batch
     shapes = {
         "cu_seqlens_q": (batch + 1,), "cu_seqlens_k": (batch + 1,), "seqlens_k": (batch,), "sinks": (heads_q,),
@@ -113,7 +113,7 @@ def _check_lists(op: str, x: AttentionOperands, heads_q: int, heads_kv: int) -> 
 def problem_of(
     x: AttentionOperands, s: Settings, keys: FlatArrival | None = None, *, tf32: bool = False
 ) -> AttentionProblem:
-    """The problem of operands, with an output or without."""
+    """The plan's problem of operands, with or without an output."""
     packed_q, packed_k, paged = x.cu_seqlens_q is not None, x.cu_seqlens_k is not None, x.block_table is not None
     batch, longest, size = x.batch, x.keys_of_sequence, x.q.element_size()
     keys_in_rows = x.k.shape[0] if packed_k else batch * x.k.shape[1]

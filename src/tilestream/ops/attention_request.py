@@ -1,4 +1,4 @@
-"""`AttentionRequest`: a call of attention, validated once and brought to the registered ops' canonical form."""
+"""`AttentionRequest`: a call of attention. It is validated once and brought to the registered ops' canonical form."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 Causal = bool | Literal["bottom_right", "top_left"]
 Window = Sequence[int | None] | None
-#: The output; with ``return_lse`` and the log-sum-exp.
+#: The output; with ``return_lse`` the output and the log-sum-exp.
 Answer = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-#: More heads than any model has: where there are more of them than rows, heads and rows have changed places.
+#: No model has more heads. A tensor with more heads than this and than rows has heads and rows swapped.
 MOST_HEADS = 256
 _NAMES = {"bshd": "[B, S, H, D]", "bhsd": "[B, H, S, D]"}
 _DTYPES = tuple(getattr(torch, name) for name in ATTENTION_DTYPES)
@@ -51,7 +51,7 @@ _OP, _INSTEAD = "attention", "torch.nn.functional.scaled_dot_product_attention"
 
 
 class AttentionRequest(NamedTuple):
-    """A call of `tilestream.attention`, as its caller makes it. `attend` validates it once and runs it."""
+    """The arguments of a call of `tilestream.attention`. `attend` validates them once and runs it."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -80,7 +80,7 @@ class AttentionRequest(NamedTuple):
     deadline: float | None = None
 
     def check(self) -> None:
-        """Raise for what is wrong by itself: options, and kinds of tensors."""
+        """Raise for wrong options, and for tensors of a wrong kind."""
         check_waiting(_OP, self.workers, self.deadline, arrival=self.arrival)
         if not is_one_of(self.schedule, ATTENTION_SCHEDULES):
             raise ValueError(f"{_OP}: schedule={self.schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
@@ -105,9 +105,9 @@ class AttentionRequest(NamedTuple):
 
 
 def attend(r: AttentionRequest) -> Answer:
-    """The attention that a request asks for, through the registered ops.
+    """Run a request through the registered ops.
 
-    The next equal call is launched natively, or on the CPU looked up.
+    The next equal call is launched by the extension, or on the CPU by `inline`.
     """
     if torch.compiler.is_compiling() or not isinstance(r.q, torch.Tensor):
         return _attend(r)
@@ -144,7 +144,7 @@ def _attend(r: AttentionRequest) -> Answer:
 
 
 def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
-    """The operands, with the output if it is given, and the numbers."""
+    """The canonical operands, with the output if it is given, and the op's settings."""
     is_causal, alignment = _alignment(r.causal)
     left, right = _window(r.window)
     q, k, v = _to_rows_first(r, *autocast(_OP, r.arrival is not None, r.q, r.k, r.v))
@@ -176,7 +176,7 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
 
 
 def _resize(out: torch.Tensor, x: AttentionOperands, s: Settings) -> None:
-    """Give an output of no elements the result's shape, as torch's ops do. The registered op refuses other shapes."""
+    """Resize an output of no elements to the result's shape, as torch's ops do. The op refuses other wrong shapes."""
     shape = library.as_given((*x.q.shape[:-1], x.v.shape[-1]), s)
     if list(out.shape) == shape or torch.compiler.is_compiling() or out.numel():
         return
@@ -192,7 +192,7 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
         flat = FlatArrival.of(r.arrival)
         late = (flat.words, flat.ints, check_deadline(r.deadline))
     out, lse = x.out, x.lse
-    if r.out is not None and is_dtensor(r.out):  # it has placements of its own
+    if r.out is not None and is_dtensor(r.out):  # its placements may differ from the result's
         library.check_outputs(x, s)
         made, lse = library.attention_op(*x.inputs(), *s, limit())
         out.copy_(made)
@@ -212,7 +212,7 @@ def _call(r: AttentionRequest, x: AttentionOperands, s: Settings) -> Answer:
 
 
 def _outermost(r: AttentionRequest, out: torch.Tensor) -> torch.Tensor:
-    """An output in the caller's layout, or one of the caller's with heads behind rows."""
+    """An output from the caller's layout to the op's, ``"bshd"``, or back."""
     return out.transpose(1, 2) if r.layout == "bhsd" and out.dim() == 4 else out
 
 
@@ -236,7 +236,7 @@ def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def _alignment(causal: object) -> tuple[bool, Alignment]:
-    """``causal=`` as whether, and where the diagonal is."""
+    """``causal=`` as a flag and the alignment of the diagonal."""
     if isinstance(causal, bool) or causal == "bottom_right":
         return bool(causal), "bottom_right"
     if causal == "top_left":
@@ -247,7 +247,7 @@ def _alignment(causal: object) -> tuple[bool, Alignment]:
 
 
 def _window(window: object) -> tuple[int, int]:
-    """``window=`` as keys left and right of the diagonal, -1 for all."""
+    """``window=`` as the numbers of keys left and right of the diagonal; -1: all."""
     if window is None:
         return -1, -1
     if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
@@ -262,12 +262,12 @@ def _window(window: object) -> tuple[int, int]:
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    """Whether a whole number, as torch.compile knows them too."""
+    """Whether ``value`` is an integer, or a symbolic one of torch.compile."""
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def _number(name: str, value: object, *, positive: bool) -> float:
-    """A finite number; ``positive`` where only such will do."""
+    """A finite number; with ``positive`` a positive one. Raise for others."""
     number = None if isinstance(value, bool) else as_number(value)
     if number is None:
         raise TypeError(f"{_OP}: {name}={value!r}; it is a number, or None")
@@ -277,7 +277,7 @@ def _number(name: str, value: object, *, positive: bool) -> float:
 
 
 def _most(name: str, value: object, packed: torch.Tensor | None, lengths: str) -> int:
-    """``max_seqlen_q=`` and ``max_seqlen_k=``; 0 by default."""
+    """``max_seqlen_q=`` or ``max_seqlen_k=``, checked; 0 for None."""
     if value is None:
         return 0
     if packed is None:
@@ -292,7 +292,7 @@ def _most(name: str, value: object, packed: torch.Tensor | None, lengths: str) -
 def _to_rows_first(
     r: AttentionRequest, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views with heads behind rows; extents that can only be right in the other layout are refused."""
+    """Views in the layout ``"bshd"``. Raise for extents that fit only the other layout."""
     packed_q, packed_k, shape = r.cu_seqlens_q is not None, r.cu_seqlens_k is not None, _NAMES[r.layout]
     if r.layout == "bhsd" and (packed_q or packed_k):
         raise ValueError(f"{_OP}: layout='bhsd' with packed sequences; they are [T, H, D]: leave layout= away")
@@ -326,7 +326,7 @@ def _to_rows_first(
 
 @functools.lru_cache(maxsize=256)
 def _point_out(shape: str, strides: str) -> None:
-    """Say once that equal rows and heads may have changed places: they lie as after ``transpose(1, 2)``."""
+    """Warn once that rows and heads may be swapped: they are equally many, with the strides of ``transpose(1, 2)``."""
     logger.warning(
         "%s: layout='bshd' is [B, S, H, D], and q %s has as many rows as heads, whose strides %s are those of a "
         "transposed tensor; if it is [B, H, S, D], as scaled_dot_product_attention has it, pass layout='bhsd'",
@@ -335,7 +335,7 @@ def _point_out(shape: str, strides: str) -> None:
 
 
 def _canonical_scale(name: str, scale: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
-    """A scale as ``[B, H]``: of one element, one a head, or one a sequence and head."""
+    """A scale of one element, one a head, or one a sequence and head, as ``[B, H]``."""
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(batch, heads)
     if tuple(scale.shape) in ((heads,), (batch, heads)):
@@ -347,7 +347,7 @@ def _canonical_scale(name: str, scale: torch.Tensor, batch: int, heads: int) -> 
 
 
 def _check_gradients(r: AttentionRequest) -> None:
-    """Raise where nothing computes a gradient that is asked for."""
+    """Raise for an operand that requires a gradient and has none."""
     asked = [name for name, x in zip(r._fields, r[:11], strict=False) if x is not None and x.requires_grad]
     for name in asked:
         if name.startswith("scale_"):

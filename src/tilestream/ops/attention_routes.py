@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 #: Dtypes that torch's function takes, too.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ON_CPU = (
-    "on the CPU tilestream.attention runs torch's own kernel, which is no faster from here: use_attention(cpu=True) "
-    "has it all the same"
+    "on the CPU tilestream.attention runs torch's own kernel and is no faster: use_attention(cpu=True) routes it all "
+    "the same"
 )
 _DEVICES, _KINDS = ("cpu", "cuda"), (torch.Tensor, torch.nn.Parameter)
 
@@ -35,17 +35,17 @@ _DEVICES, _KINDS = ("cpu", "cuda"), (torch.Tensor, torch.nn.Parameter)
 class use_attention(TorchFunctionMode):  # noqa: N801
     """In this block, ``F.scaled_dot_product_attention`` is `tilestream.attention`.
 
-    With torch's own meaning: ``is_causal`` is counted from the first key, ``[..., H, S, D]``. Calls with a mask, with
-    dropout, of 12 columns a head, and whatever else is not done here go to torch; under `tilestream.invariant` they
-    raise `NotImplementedError`, and all others come here.
+    Arguments keep torch's meaning: ``is_causal`` is aligned to the top left, and the layout is ``[..., H, S, D]``.
+    Calls that `tilestream.attention` does not support (a mask, dropout, a head dim of 12) go to torch. Under
+    `tilestream.invariant` these raise `NotImplementedError`, and all other calls are routed.
 
     Parameters
     ----------
     gradients
-        Whether calls that need a gradient come here too: the backward pass is right, but not fast.
+        Whether to route calls that need a gradient, too. The backward pass is exact, but not fast.
     cpu
-        Whether calls on the CPU come here too. `tilestream.attention` runs torch's own kernel there, and looks a call
-        up first: a call of 64 rows and 2 heads takes 1.25 times as long, through this block 1.75 times
+        Whether to route calls on the CPU, too. There `tilestream.attention` runs torch's own kernel after a look-up: a
+        call of 64 rows and 2 heads takes 1.25 times as long, through this block 1.75 times
         (``benchmarks/results/cpu/calls_attention.json``).
 
     Examples
@@ -82,7 +82,7 @@ def attention_of_torch(*args: Any, **kwargs: Any) -> torch.Tensor:
     Raises
     ------
     NotImplementedError
-        For what only torch does: a mask, dropout.
+        For arguments that only torch supports: a mask, dropout.
     """
     call = _arguments(*args, **kwargs)
     if why := _refusal(call, gradients=True):
@@ -103,12 +103,12 @@ def _arguments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Torch's own signature, by name."""
+    """The arguments of torch's function by name."""
     return dict(locals())
 
 
 def _refusal(call: dict[str, Any], gradients: bool) -> str:
-    """Why a call of torch's function goes to torch; empty if it need not."""
+    """Why a call of torch's function goes to torch; empty if it does not."""
     tensors = call["query"], call["key"], call["value"]
     if call["attn_mask"] is not None:
         return "attn_mask= is any mask at all; here they are causal, or windows"
@@ -120,12 +120,12 @@ def _refusal(call: dict[str, Any], gradients: bool) -> str:
     if len(heads) > 1 and not call["enable_gqa"]:
         return f"{heads} heads, without enable_gqa="
     if not gradients and wants_gradient(*tensors):
-        return "a gradient is asked for, and is not fast here: use_attention(gradients=True) has it all the same"
+        return "it needs a gradient, which is not fast here: use_attention(gradients=True) routes it all the same"
     return ""
 
 
 def unfit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Why `tilestream.attention` does not take these operands, heads in front of rows; empty if it does."""
+    """Why `tilestream.attention` does not take these operands, in ``"bhsd"``; empty if it does."""
     tensors = q, k, v
     if any(type(x) not in _KINDS or x.is_nested for x in tensors):
         return "tensors of a kind of their own"

@@ -242,7 +242,7 @@ def _attention(
     elif given := [name for name in _OF_SDPA if more.get(name) is not None and more[name] is not False]:
         why = f"{given[0]}="
     elif not beyond_torch and not promises and wants_gradient(query, key, value):
-        why = "a gradient is asked for, and torch's function has it faster"
+        why = "it needs a gradient, which torch's function computes faster"
     else:
         why = unfit(query, key, value)
     if not why:

@@ -19,17 +19,16 @@ from tilestream.core.dtypes import are_a_pair, dtype_name, pairs_text
 from tilestream.ops.operands import is_frozen
 from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
 
-#: Factors of products are applied in float32, where operands are not float64.
+#: The largest factor of a product: it is applied in float32, unless the operands are float64.
 FLOAT32_MAX = torch.finfo(torch.float32).max
-#: Largest number of workers, and of keys or rows that an option names: half of what 31 bits count, so that a place and
-#: a width can be added.
+#: The largest number of workers, and of keys or rows in an option. The sum of two still fits into 32 bits.
 MOST = 2**30
-#: Devices that an op takes: those of the backends (ROCm's GPUs are "cuda" to torch), and the one that computes nothing.
+#: Devices that an op takes: those of the backends (torch calls ROCm's GPUs "cuda"), and meta.
 _DEVICES = ("cpu", "cuda", "meta")
 
 
 def check_waiting(op: str, workers: object, deadline: float | None, **arrivals: object) -> None:
-    """Raise for a number of workers, arrivals or a deadline that are none."""
+    """Raise for an invalid number of workers, arrival or deadline."""
     if workers is not None and (not isinstance(workers, int) or not 1 <= workers <= MOST):
         raise ValueError(
             f"{op}: workers={workers!r}; it is a positive whole number, at most 2**30, or None for the device's own"
@@ -46,7 +45,7 @@ def check_waiting(op: str, workers: object, deadline: float | None, **arrivals: 
 
 
 def check_tensors(op: str, **tensors: object) -> None:
-    """Raise `TypeError` for an argument that is no tensor."""
+    """Raise `TypeError` for an argument that is not a tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__
@@ -63,18 +62,18 @@ def check_dense(
     dense: str,
     nested: str = "",
 ) -> None:
-    """Raise unless all are dense tensors on one device that there is a backend for, of dtypes that they may have.
+    """Raise unless all are dense tensors of allowed dtypes on one device that has a backend.
 
     Parameters
     ----------
     instead
-        What computes on other devices.
+        The op for other devices, for the message.
     required
-        How many of the tensors, the first ones, must be given; another may be None.
+        How many of the first tensors must be given. The others may be None.
     check_dtype
-        Raises for a dtype that a tensor of this op and name may not have.
+        Raises for a dtype that the tensor may not have, given the op and the tensor's name.
     dense, nested
-        What to do with a tensor ``{name}`` that is not dense, or is nested.
+        The way out, for the message, for a tensor ``{name}`` that is not dense, or is nested.
     """
     device: torch.device | None = None
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -95,7 +94,7 @@ def check_dense(
 
 
 def check_strided(op: str, name: str, tensor: torch.Tensor, dense: str, nested: str = "") -> None:
-    """Raise for a tensor that strides do not describe. The texts are those of `check_dense`."""
+    """Raise for a tensor without strides, or a quantized one. ``dense`` and ``nested`` as for `check_dense`."""
     if tensor.layout != torch.strided or tensor.is_nested:
         what = f"is nested{nested}" if tensor.is_nested else f"has layout {tensor.layout}"
         raise TypeError(f"{op}: {name} {what}; {dense.format(name=name)}")
@@ -109,7 +108,7 @@ def torch_op(op: str) -> str:
 
 
 def check_operands(op: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """`check_dense` for the tensors of a matmul by the caller's names, of which the operands are the first two."""
+    """`check_dense` for the tensors of a matmul by the caller's names. The first two are the operands."""
     operands = tuple(tensors)[:2]
 
     def check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -130,7 +129,7 @@ def check_operands(op: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
 
 
 def check_pair(op: str, a: torch.Tensor, b: torch.Tensor, names: tuple[str, str] = ("a", "b")) -> None:
-    """Raise unless the operands have one dtype that is multiplied, or two of 8 bits of one kind."""
+    """Raise unless the operands' dtypes can be multiplied: one dtype, or two of 8 bits of one kind."""
     if not are_a_pair(str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")):
         raise TypeError(f"{op}: {names[0]} is {a.dtype}, {names[1]} is {b.dtype}; {pairs_text()}")
     dtype_name(a.dtype)
@@ -139,7 +138,7 @@ def check_pair(op: str, a: torch.Tensor, b: torch.Tensor, names: tuple[str, str]
 def refuse_gradients(
     op: str, *, a: object, b: object, scale_a: object, scale_b: object, names: tuple[str, str] = ("a", "b")
 ) -> None:
-    """Raise for a gradient that nothing computes: that of operands of 8 bits, and of scales."""
+    """Raise if an operand of 8 bits, or a scale, requires a gradient: neither has one."""
     for name, tensor in zip(names, (a, b), strict=True):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.dtype in FP8_DTYPES:
             raise RuntimeError(
@@ -153,7 +152,7 @@ def refuse_gradients(
             )
 
 
-#: What has no forward-mode derivative in most ops, and the way out.
+#: Why most ops refuse a tangent, and the way out.
 _NO_TANGENT = (
     "scales, out= and publish= have no forward-mode derivative; multiply by the scale outside, or leave out= and "
     "publish= away"
@@ -161,19 +160,19 @@ _NO_TANGENT = (
 
 
 def refuse_tangents(op: str, *tensors: torch.Tensor | None, why: str = _NO_TANGENT) -> None:
-    """Raise for a tensor with a tangent, where nothing computes its forward-mode derivative."""
+    """Raise for a tensor with a tangent: the op has no forward-mode derivative for it."""
     if forward_ad._current_level >= 0:
         refuse_given(op, *(None if x is None else forward_ad.unpack_dual(x).tangent for x in tensors), why=why)
 
 
 def refuse_given(op: str, *tangents: torch.Tensor | None, why: str = _NO_TANGENT) -> None:
-    """Raise for a tangent that is given."""
+    """Raise if a tangent is given."""
     if any(tangent is not None for tangent in tangents):
         raise NotImplementedError(f"{op}: {why}")
 
 
 def check_written(op: str, out: torch.Tensor) -> None:
-    """Raise for an output that nothing may write, or that no kernel can."""
+    """Raise for an output that must not be written, or that no kernel can write."""
     if torch.compiler.is_compiling():
         return
     if out.is_neg():
@@ -185,7 +184,7 @@ def check_written(op: str, out: torch.Tensor) -> None:
         )
 
 
-#: What autocast sees calls by, on any device.
+#: The dispatch keys of autocast, of all devices.
 _AUTOCAST = functools.reduce(
     operator.or_,
     (torch._C.DispatchKeySet(key) for name, key in torch._C.DispatchKey.__members__.items() if "Autocast" in name),
@@ -193,12 +192,12 @@ _AUTOCAST = functools.reduce(
 
 
 def below_autocast() -> AbstractContextManager[None]:
-    """A block that autocast does not see: of a call whose operands have its dtype."""
+    """A block in which autocast is off: for a call whose operands have been converted."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def as_number(value: object) -> float | None:
-    """A number of Python or NumPy as a float, infinite where it is too large for one; None for what is none."""
+    """A number of Python or NumPy as a float, infinite if a float cannot hold it; None for anything else."""
     if not isinstance(value, int | float | Real):
         return None
     try:
@@ -225,8 +224,8 @@ def autocast(op: str, arriving: bool, *tensors: torch.Tensor) -> tuple[torch.Ten
 
 
 def _cast(x: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """An operand in autocast's dtype; of a weight, the copy that torch keeps until the outermost block ends."""
+    """An operand in autocast's dtype. Of a weight it is the copy that torch keeps until the outermost block ends."""
     if torch.compiler.is_compiling() or kind == "cpu" or not (x.is_leaf and x.requires_grad):
         return x.to(dtype)
-    # Of torch's ops that autocast converts for on a GPU, one that returns the converted operand itself, as a view.
+    # Autocast converts the operand of this op on a GPU, and the op returns a view of the converted operand.
     return torch.ops.aten.einsum.default("...->...", [x])  # type: ignore[no-any-return]

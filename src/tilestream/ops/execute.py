@@ -1,4 +1,4 @@
-"""The CPU's way from canonical operands to a launch; and `Plan.run`, which has a plan and no registered op."""
+"""From canonical operands on the CPU to a launch; and `Plan.run`, which runs a given plan without a registered op."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def run(
 ) -> None:  # fmt: skip
     """``out = epilogue(a @ b)`` on the CPU; returns when ``out`` is complete. Parameters as of `gpu.run`.
 
-    ``publishes``: where each chunk of the output's rows is signalled when it is there; if this raises, as failed.
+    ``publishes``: each chunk of the output's rows is signalled when it is complete. If this function raises, all chunks
+    are signalled as failed.
 
     Raises
     ------
     ArrivalTimeout
-        If a chunk did not arrive in time; what was not computed is NaN.
+        If a chunk did not arrive in time. Tiles that were not computed are NaN.
     """
     published = None if publishes is None else publishes.published(x.out.shape[:-1].numel())
     plan = plan_problem(
@@ -84,7 +85,7 @@ def _execute(plan: Plan, x: GemmOperands, awaited: Awaited | None, op: str, publ
 
 @contextlib.contextmanager
 def _publishing(plan: Plan, m: int, signals: Signals) -> Iterator[Publisher]:
-    """A block that signals chunks; those without a tile are signalled at its end. Its error reaches the readers."""
+    """A block that signals chunks, at its end also those without a tile. Readers get an error of the block."""
     assert plan.problem.publishes is not None
     epoch = signals.begin_publishing()
     publisher = Publisher(
@@ -102,7 +103,7 @@ def launch(
     op: str, plan: Plan | AttentionPlan, gate: Needs | None, body_of: Callable[[Workspace], Body],
     awaited: Awaited | None, publisher: Publisher | None = None,
 ) -> None:  # fmt: skip
-    """Perform a plan's schedule, in the calling thread or by workers of its own."""
+    """Run a plan's schedule, in the calling thread or by worker threads."""
     end = time.perf_counter() + (0.0 if awaited is None else awaited.deadline)
     recorder, inline = current_recorder(), plan.variant != "workers"
     if plan.schedule.grid.tiles:
@@ -120,8 +121,8 @@ def launch(
 
 
 def _run_inline(schedule: Schedule, body: Body) -> None:
-    """Perform the schedule's items one after the other, in the calling thread."""
-    with torch.inference_mode():  # so that a result that is an inference tensor can be written
+    """Run the schedule's items one after the other in the calling thread."""
+    with torch.inference_mode():  # the result may be an inference tensor
         items = list(schedule.items())
         for done, item in enumerate(items):
             try:
@@ -133,10 +134,10 @@ def _run_inline(schedule: Schedule, body: Body) -> None:
 
 
 def _see_all(awaited: Awaited, end: float) -> None:
-    """See a caller's own signals that no tile had to wait for, too: only then may they be zeroed (invariant 4).
+    """Wait for the caller's own signals that no tile waited for: only then may they be zeroed (invariant 4).
 
-    A chunk without rows, or an output without columns: a signal that comes after the zeroing would count for the next
-    call.
+    No tile waits for a chunk without rows, nor for an output without columns. A signal that came after the zeroing
+    would count for the next call.
     """
     for argument, incoming in zip(("arrival", "weight_arrival"), awaited.operands, strict=True):
         if incoming is None or not incoming[0].self_reset:
@@ -157,9 +158,9 @@ def _see_all(awaited: Awaited, end: float) -> None:
 
 @functools.cache
 def uncompiled_run_plan() -> Callable[..., torch.Tensor]:
-    """`run_plan` for code that is being compiled: it schedules by itself, and nothing in it is for a compiler.
+    """`run_plan` for code that is being compiled: torch.compile leaves it out of its graphs.
 
-    Not a decorator: that imports torch's compiler, which takes two seconds, whenever this package's ops are imported.
+    A decorator would import torch's compiler, two seconds, with this package's ops.
     """
     disabled: Callable[..., torch.Tensor] = torch.compiler.disable(run_plan)
     return disabled
@@ -231,7 +232,7 @@ def run_plan(
 
 
 def _check_limit(plan: Plan) -> None:
-    """A plan is frozen, and so are its number of workers and the order in which it adds."""
+    """Raise if the plan, whose workers and order of additions are fixed, does not meet the limits in force."""
     limit, workers = limits.limit(), torch.get_num_threads() if plan.variant == "inline" else plan.workers
     if limits.is_invariant(limit) and not plan.promise:
         raise ValueError(
@@ -247,7 +248,7 @@ def _check_limit(plan: Plan) -> None:
 
 
 def _check_chunks(plan: Plan, x: GemmOperands, rows: FlatArrival | None, columns: FlatArrival | None) -> None:
-    """A plan is for chunks of certain rows, from a pivot on, that certain copies bring."""
+    """Raise unless the arrivals have the chunks, the pivot and the copies that the plan was made for."""
     asked, planned = problem_of(x, rows, columns), plan.problem
     of_asked, of_planned = (
         (*(one and replace(one, copied=0) for one in (p.rows, p.columns)), p.row_of_batch) for p in (asked, planned)

@@ -1,6 +1,6 @@
-"""FLOP formulas of the registered ops, given to torch's counter once that is imported.
+"""FLOP formulas of the registered ops. They are registered when torch's counter is imported.
 
-The counter imports Triton, which a process that counts nothing, on a CPU, has no use for.
+Importing the counter imports Triton, so this module does not.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _formulas: list[tuple[Any, Callable[..., int]]] = []
 
 
 def register_flop_formula(ops: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """As torch's: decorate the formula of an op, or of several."""
+    """Decorate the formula of an op, or of several, as torch's decorator of this name."""
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         if _COUNTER in sys.modules:
-            # Not from sys.modules: another thread may be in the middle of importing it, which is waited for.
+            # import_module waits for a thread that is importing it; sys.modules may hold it half done.
             importlib.import_module(_COUNTER).register_flop_formula(ops)(formula)
         else:
             _formulas.append((ops, formula))
@@ -32,7 +32,7 @@ def register_flop_formula(ops: Any) -> Callable[[Callable[..., int]], Callable[.
 
 
 class _Finder(MetaPathFinder):
-    """Sees the import of torch's counter, and has the formulas registered when it is done."""
+    """Hooks the import of torch's counter, and registers the formulas after it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,8 +1,9 @@
-"""Calls that wait for what arrives, and products whose rows are published, launched by the extension.
+"""The native call path of calls whose operands arrive, and of products that publish their rows.
 
-As `tilestream.ops.native` for calls that wait for nothing. A key has a number for each chunking. What differs from call
-to call (signals, epochs, the deadline) goes to the extension as integers. What comes before a launch (waits of streams,
-the beginning of a publication) is done once the extension has said that it knows the call.
+`tilestream.ops.native` has the calls that wait for nothing. Here a key also holds a number for each chunking. What
+differs from call to call (signals, epochs, the deadline) is passed to the extension as integers. First the extension
+says whether it has a launch for the call. Then the steps before a launch follow: stream waits, the beginning of a
+publication.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
 
 native.FILES.add(__file__)
 
-#: By what decides a kernel: its number, which nothing else is ever given.
+#: Numbers of what decides a kernel. No number is used twice.
 _numbers: dict[tuple[object, ...], int] = {}
 _MOST_NUMBERS = 4096
 _next_number = itertools.count(1)
 
-#: What a launch is told of an operand that does not arrive, and of an output that is not published.
+#: The launch's words for an operand that does not arrive, and for an output that is not published.
 _NO_SIGNALS, _NO_PUBLICATION = (None, None, 1, 0), (None, None, 1)
 
 T = TypeVar("T")
 
 
 def number(*what: object) -> int:
-    """A number for what decides a kernel beside a call's arguments."""
+    """A number for what decides a kernel in addition to the call's arguments."""
     found = _numbers.get(what)
     if found is None:
         if len(_numbers) >= _MOST_NUMBERS:
@@ -53,16 +54,16 @@ def number(*what: object) -> int:
 class Gate(NamedTuple):
     """What a call on a GPU waits for, or publishes."""
 
-    #: rows, columns: signals of A's rows, or of attention's keys; of B's columns.
+    #: rows, columns: the signals of A's rows, or of attention's keys; those of B's columns.
     rows: DeviceSignals | None
     columns: DeviceSignals | None
     publish: DeviceSignals | None
-    #: Numbers of the chunkings of rows, of columns and of what is published; of the local rows.
+    #: The numbers of four chunkings: of rows, of columns, of what is published, of the local rows.
     chunking: list[int]
-    pivot: int  # of what is published
+    pivot: int  # of the publication
     deadline: float
     op: str
-    #: Whether a launch raises what the device has reported; a call that has begun already does not.
+    #: Whether a launch raises what the device has reported. A call that has begun already does not.
     checks: bool = True
 
     @classmethod
@@ -70,7 +71,7 @@ class Gate(NamedTuple):
         cls, op: str, device: int, rows: Arrival | None, columns: Arrival | None, publish: Arrival | None,
         deadline: float | None,
     ) -> Gate | None:  # fmt: skip
-        """The gate of a call; None for one that may be wrong, that waits for nothing, or whose kernel makes copies."""
+        """The gate of a call; None for wrong arguments, for a call without one, and where the kernel itself copies."""
         if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
             return None
         if (rows is None and columns is None) == (publish is None) or (publish is not None and deadline is not None):
@@ -98,7 +99,7 @@ class Gate(NamedTuple):
         )  # fmt: skip
 
     def words(self) -> list[int]:
-        """What an eager launch of the present epochs is told, in the order of `tilestream.launch.observe.WORDS`."""
+        """The words of an eager launch in the present epochs, in the order of `tilestream.launch.observe.WORDS`."""
         rows = _NO_SIGNALS if self.rows is None else self.rows.eager_words
         columns = _NO_SIGNALS if self.columns is None else self.columns.eager_words
         published = _NO_PUBLICATION if self.publish is None else self.publish.eager_publication
@@ -109,21 +110,26 @@ class Gate(NamedTuple):
 
     @property
     def local_rows(self) -> torch.Tensor | None:
-        """The local rows, where there are such."""
+        """The local rows; None if there are none."""
         local = None if self.rows is None else self.rows.local_rows
         return None if local is None else local.rows
 
     def launch(
         self, extension: Extension, ticket: int, of_rows: tuple[torch.Tensor, ...], of_columns: tuple[torch.Tensor, ...]
     ) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        """Launch what the extension has found on the current stream: whether, a fresh output, the log-sum-exp.
+        """Launch on the current stream what the extension has found.
 
         Parameters
         ----------
         ticket
-            From the extension, odd if the kernel reads local rows where they are; 0 if nothing was found.
+            What the extension has found: 0 for nothing, odd if the kernel reads local rows in place.
         of_rows, of_columns
-            What arrives: a matmul that fills it may have allocated it on its own stream.
+            The operands that arrive. A matmul that fills one may have allocated it on its own stream.
+
+        Returns
+        -------
+        tuple[bool, torch.Tensor | None, torch.Tensor | None]
+            Whether it was launched; a new output; the log-sum-exp.
         """
         nothing = False, None, None
         if not ticket:
@@ -144,7 +150,7 @@ class Gate(NamedTuple):
             words = [*self.words(), 0 if local is None else local.data_ptr()]
             with contextlib.suppress(*native.REFUSALS):
                 answer = extension.launch_found(of_rows[0], ticket, words)
-        finally:  # where it is interrupted, too: the next publication would else take it for another thread's
+        finally:  # after an interrupt, too: else the next publication would take this one for another thread's
             if self.publish is not None:
                 if answer[0]:
                     self.publish.published(self.pivot)
@@ -154,7 +160,7 @@ class Gate(NamedTuple):
 
 
 def _ticket(find: Callable[..., int], *call: Any) -> int:
-    """What the extension has for a call; 0 for one that it refuses: a number that is too large, say."""
+    """The extension's ticket for a call; 0 for a call that it refuses, as for a number that is too large."""
     try:
         return find(*call)
     except native.REFUSALS:
@@ -162,7 +168,7 @@ def _ticket(find: Callable[..., int], *call: Any) -> int:
 
 
 def _written(out: torch.Tensor | None, made: Any) -> torch.Tensor:
-    """The output that was launched: the caller's, which is another version now, or a fresh one."""
+    """The output of a launch: a new one, or the caller's, whose version counter goes up."""
     if out is None:
         return made  # type: ignore[no-any-return]
     _increment_version((out,))
@@ -170,12 +176,12 @@ def _written(out: torch.Tensor | None, made: Any) -> torch.Tensor:
 
 
 def product(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The product, launched by the extension; ``run`` makes it Python's way, and the extension the next equal one.
+    """The product, launched by the extension. The first call of its kind is ``run`` on the Python path.
 
     Parameters
     ----------
     call
-        As of `tilestream.ops.native.product`.
+        The arguments of `tilestream.ops.native.product`.
     """
     arguments = None if gate is None else native.wanted(*call)
     extension = native.loaded()
@@ -199,7 +205,7 @@ def product(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], torch.Te
 
 
 def attention(call: tuple[Any, ...], gate: Gate | None, run: Callable[[], T]) -> T:
-    """As `product`: ``call`` as of `tilestream.ops.native.attention`, of keys and values that arrive."""
+    """`product` for attention whose keys and values arrive: the arguments of `tilestream.ops.native.attention`."""
     arguments = None if gate is None else native.wanted_attention(*call)
     extension = native.loaded()
     if arguments is None or gate is None or extension is None:

@@ -1,7 +1,7 @@
-"""The GPU's way from canonical operands to a launch, which is cached by `tilestream.launch.cache.signature`.
+"""From canonical operands on a GPU to a launch, which is cached by `tilestream.launch.cache.signature`.
 
-Decided once a signature: the plan, the layout, the launch (`_make`). Done each call: the look-up (`find`), then the
-launch itself (`issue`).
+`_make` decides plan, layout and launch once a signature. Each call looks the launch up (`find`) and issues it
+(`issue`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 class How(NamedTuple):
-    """What a call says of its launch."""
+    """A call's options for its launch."""
 
-    #: schedule, workers: as for `tilestream.matmul`; 0: as many workers as the device has.
+    #: schedule, workers: as for `tilestream.matmul`; 0 workers: one an SM.
     schedule: str = "auto"
     workers: int = 0
     fast_accum: bool = True  # see `tilestream.plan.problem.Problem`
-    limit: int = 0  # on the workers: see `tilestream.plan.limit`
+    limit: int = 0  # of workers: see `tilestream.plan.limit`
 
 
 def run(
@@ -51,14 +51,14 @@ def run(
 ) -> None:  # fmt: skip
     """``out = epilogue(a @ b)`` on the current stream of the operands' device.
 
-    Returns when the launch is issued, or raises what an earlier one on this device has reported.
+    Returns when the launch is issued. Raises the error of an earlier launch on this device.
 
     Parameters
     ----------
     plan
-        The plan to run; None: one is made as ``how`` says.
+        The plan to run. None: a plan is made by ``how``.
     rows, columns
-        How A's rows and B's columns arrive; None where they are there.
+        How A's rows and B's columns arrive. None: they are there.
     deadline, op
         Seconds that the kernel may wait for them, and the op's name, for messages.
     """
@@ -67,7 +67,7 @@ def run(
     awaited = Awaited.of(rows, columns, deadline, op, device)
     if awaited is not None:
         for operand, signals in ((x.a, awaited.rows), (x.b, awaited.columns)):
-            if signals is not None and signals.by_matmul:  # its memory may be of that matmul's stream
+            if signals is not None and signals.by_matmul:  # that matmul may have allocated it on its own stream
                 operand.record_stream(torch.cuda.current_stream(device))
     elif not x.out.numel():
         return
@@ -75,7 +75,7 @@ def run(
 
 
 def issue(launch: Launch, x: Any, awaited: Awaited | None, op: str) -> None:
-    """Launch on the operands' device. While a block of `tilestream.trace` records, the launch writes a log."""
+    """Launch on the operands' device. Inside a block of `tilestream.trace` the launch writes a log."""
     device = x[0].device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -98,14 +98,14 @@ def find(
     x: GemmOperands, how: How, plan: Plan | None = None, rows: FlatArrival | None = None,
     columns: FlatArrival | None = None, publishes: Incoming | None = None,
 ) -> GemmLaunch:  # fmt: skip
-    """The launch for such operands: an earlier one's, or a new one. Parameters as of `run`.
+    """The launch for such operands, from the cache or a new one. Parameters as of `run`.
 
     ``publishes``: see `tilestream.plan.problem.Problem`.
 
     Raises
     ------
     NotImplementedError
-        If the chunks of such an output are published by no kernel.
+        If no kernel publishes the chunks of such an output.
     """
     e = x.epilogue
     settings = (
@@ -117,7 +117,7 @@ def find(
     launch: Any = launch_cache.get(key)
     if launch is None:
         generation = launch_cache.generation
-        with collector.paused():  # the first one imports the kernels
+        with collector.paused():  # the first launch imports the kernels
             launch = launch_cache.insert(key, _make(x, how, plan, rows, columns, publishes), generation)
     return launch  # type: ignore[no-any-return]
 
@@ -131,7 +131,7 @@ def compile_ahead(
 
 
 def awaited_ahead(rows: FlatArrival | None, columns: FlatArrival | None = None) -> Awaited | None:
-    """What a launch that is compiled ahead is told of operands that will arrive."""
+    """Stand-ins for the signals of operands that will arrive, for a launch that is compiled ahead."""
     if rows is None and columns is None:
         return None
     return Awaited(None if rows is None else SignalsAhead(), None if columns is None else SignalsAhead())
@@ -141,7 +141,7 @@ def _make(
     x: GemmOperands, how: How, plan: Plan | None = None, rows: FlatArrival | None = None,
     columns: FlatArrival | None = None, publishes: Incoming | None = None, device: DeviceProperties | None = None,
 ) -> GemmLaunch:  # fmt: skip
-    # Triton is imported when a GPU computes something, not before.
+    # The first GPU call imports Triton, not `import tilestream`.
     from tilestream.launch import compiling
 
     compiling.prepare()
@@ -167,7 +167,7 @@ def _make(
             aligned=not unaligned, no_tma=no_tma, plain=epilogue.trivial and _by_tma(out, layout),
             fast_accum=how.fast_accum or a.dtype not in FP8_DTYPES,
         )  # fmt: skip
-        backend = None if publishes is None else "hopper"  # the one that publishes
+        backend = None if publishes is None else "hopper"  # only it publishes
         plan = plan_problem(problem, how.workers or None, how.schedule, device=device, limit=how.limit, backend=backend)
     elif plan.backend == "hopper" and no_tma:
         raise ValueError(
@@ -200,7 +200,7 @@ def _by_tma(out: torch.Tensor, layout: Layout) -> bool:
 
 
 def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
-    """What of A and B TMA cannot address, and why."""
+    """Why TMA cannot address A or B; empty if it can address both."""
     (ab, *a_strides), (bb, *b_strides) = layout.a, layout.b
     along_k = tma.k_major_only(a.element_size())
     return tma.refuse(
@@ -209,14 +209,14 @@ def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
 
 
 def _scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:
-    """From one batch, and from one row (column), to the next; 0 where one serves all."""
+    """Strides from one batch, and from one row (column), to the next; 0 where one scale is for all."""
     if scale is None or scale.numel() == 1:
         return 0, 0
     return scale.stride(0) if scale.dim() == 3 and scale.shape[0] > 1 else 0, scale.stride(dim)
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Of ``[B, rows, columns]``; a single batch has stride 0, so that its operands are like a matrix."""
+    """Strides of ``[B, rows, columns]``. A single batch has stride 0, as a matrix has."""
     rows, cols = tensor.stride()[-2:]
     if tensor.dim() == 2 or tensor.shape[0] == 1:
         return 0, rows, cols

@@ -1,8 +1,8 @@
 """Derivatives of the registered ops: how they are registered, and the formulas of a product.
 
-An op's kernel for autograd takes one derivative and calls the op again below autograd, as torch's own kernels do. So
-transforms of torch.func nest, forward over reverse and under vmap too, for callers of the public ops and of
-``torch.ops.tilestream`` alike.
+The autograd kernel of an op takes one derivative and calls the op again below autograd, as torch's own kernels do. So
+transforms of torch.func nest, forward over reverse and under vmap, too. This holds for the public ops and for
+``torch.ops.tilestream``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-#: The base of a `derivative`: what torch.func makes of a ``torch.autograd.Function`` for one of its levels.
+#: The base class of a `derivative`: torch.func's form of a ``torch.autograd.Function`` for one of its levels.
 Derivative = _SingleLevelFunction
 
 
-#: By op: its call that a compiler's graph makes in place of a call with some arguments; None for other arguments.
+#: By op: a function from its arguments to the call that compiled graphs make instead; None to keep the op's own.
 InGraphs = Callable[..., tuple[Any, ...] | None]
 _in_graphs: dict[Any, InGraphs] = {}
 
@@ -30,9 +30,9 @@ def derivative(
 ) -> None:  # fmt: skip
     """Register the derivative of ``op``: a subclass of `Derivative` whose ``forward`` calls `below_autograd`.
 
-    ``in_graphs``: of arguments, another op without a derivative that does the same, and its own few arguments. Graphs
-    of a compiler, which have taken the derivative, call that: a kernel for autograd in Python, and each argument, costs
-    the host as much as a launch.
+    ``in_graphs`` maps the arguments to an equal op without a derivative and its arguments. Compiled graphs, whose
+    derivative has been taken, call that op: an autograd kernel in Python costs the host as much as a launch, and so
+    does each argument.
     """
     if in_graphs is not None:
         _in_graphs[op] = in_graphs
@@ -42,7 +42,7 @@ def derivative(
         if not _is_asked_for(args):
             with torch._C._AutoDispatchBelowAutograd():
                 return _call(op, args)
-        args += defaults[len(args) :]  # the dispatcher has left them out
+        args += defaults[len(args) :]  # the dispatcher leaves them out
         if torch._C._functorch.peek_interpreter_stack() is None:
             return function.apply(*args)
         from torch._functorch.utils import enable_single_level_autograd_function
@@ -54,8 +54,8 @@ def derivative(
 
 
 def _call(op: Any, args: tuple[Any, ...]) -> Any:
-    """Call ``op``, or another where torch.compile traces; not where torch.export does, whose graph may be trained."""
-    # Not `torch.compiler.is_compiling`, which torch 2.10 denies where it traces below its own compiler.
+    """Call ``op``; while torch.compile traces, its op for graphs, but not for torch.export: a user may train that."""
+    # `torch.compiler.is_compiling` is False in torch 2.10 while it traces below its own compiler.
     traced = type(args[0]) is FunctionalTensor and TracingContext.try_get() is not None
     if traced and op in _in_graphs and not torch.compiler.is_exporting():
         found = _in_graphs[op](*args)
@@ -71,17 +71,17 @@ def _is_asked_for(args: Sequence[Any]) -> bool:
 
 
 def below_autograd(op: Any, *args: Any) -> Any:
-    """Call an op in the ``forward`` of its derivative."""
+    """Call an op from the ``forward`` of its derivative."""
     with torch._C._AutoDispatchBelowAutograd():
         if torch._C._functorch.peek_interpreter_stack() is None:
             return _call(op, args)
-        # Derivatives are off in a ``forward``: those of the transforms around this one are to be taken.
+        # A ``forward`` has derivatives off, but the transforms around this one need theirs.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return op(*args)
 
 
 def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
-    """Save what derivatives need, in a ``forward``. A gradient, or a tangent, of 0 is None."""
+    """Save tensors for the derivatives, in a ``forward``. Gradients and tangents of 0 are passed as None."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     if forward_ad._current_level >= 0:
@@ -95,10 +95,10 @@ Gemm = Callable[..., torch.Tensor]
 
 
 def save_product(ctx: Any, inputs: Sequence[Any], output: torch.Tensor, is_weight: bool = False) -> None:
-    """Save what the derivatives of ``tilestream::gemm`` need; ``is_weight``: b is the weight of a linear, ``[N, K]``.
+    """Save what the derivatives of ``tilestream::gemm`` need. ``is_weight``: b is the weight of a linear, ``[N, K]``.
 
-    Of the activation's derivative: relu's is in the output; the others' input is computed once more, which costs a
-    matmul and keeps no ``[M, N]`` tensor alive.
+    The output gives relu's derivative. For the other activations the backward pass computes their input once more: this
+    costs a matmul and keeps no ``[M, N]`` tensor alive.
     """
     a, b, bias, residual, alpha, beta, activation, _, schedule, workers, scale_a, scale_b, *others = inputs
     again = (bias, residual) if activation not in ("none", "relu") else (None, None)
@@ -109,11 +109,12 @@ def save_product(ctx: Any, inputs: Sequence[Any], output: torch.Tensor, is_weigh
 
 
 def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of a, b, bias and residual; None for one that is not needed. The products of the first two by ``gemm``.
+    """Gradients of a, b, bias and residual; None for each that is not needed. ``gemm`` computes the products.
 
-    In torch's layout: a column-major matrix has a column-major gradient, so the weight of a linear a contiguous one.
+    Gradients have torch's layout: that of a column-major matrix is column-major, so that of a linear's weight is
+    contiguous.
     """
-    a, b, *_, scale_a, scale_b = saved = ctx.saved_tensors  # once: checkpointing has each of them read no second time
+    a, b, *_, scale_a, scale_b = saved = ctx.saved_tensors  # read once: checkpointing allows no second read
     alpha, beta, activation, schedule, workers, _, worker_limit = ctx.numbers
     _, bias_dtype, residual_dtype = ctx.dtypes
     needs_a, needs_b, needs_bias, needs_residual, *_ = ctx.needs_input_grad
@@ -127,7 +128,7 @@ def product_gradients(ctx: Any, grad: torch.Tensor, gemm: Gemm) -> tuple[torch.T
     grad_a = grad_b = grad_bias = grad_residual = None
     if needs_a or needs_b:
         product = folded
-        for scale in (scale_a, scale_b):  # of operands that have more than 8 bits
+        for scale in (scale_a, scale_b):  # operands of 8 bits have no gradient
             product = product if scale is None else product * scale
         if product.dtype != a.dtype:
             product = product.to(a.dtype)
@@ -169,7 +170,7 @@ def product_tangent(ctx: Any, tangents: Sequence[torch.Tensor | None], gemm: Gem
 
 
 def _through_activation(ctx: Any, saved: Sequence[Any], change: torch.Tensor, gemm: Gemm) -> torch.Tensor:
-    """A gradient, or a tangent, times the slope of the activation."""
+    """A gradient, or a tangent, times the activation's derivative."""
     alpha, beta, activation, schedule, workers, *others = ctx.numbers
     if activation == "none":
         return change
@@ -185,7 +186,7 @@ def _through_activation(ctx: Any, saved: Sequence[Any], change: torch.Tensor, ge
 
 
 def through_activation(activation: str, change: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """A gradient, or a tangent, times the slope of an activation other than relu at its input."""
+    """A gradient, or a tangent, times the derivative, at ``before``, of an activation other than relu."""
     if activation == "silu":
         # In plain operations: aten::silu_backward has no derivative of its own.
         gate = torch.sigmoid(before)
@@ -199,7 +200,7 @@ def _wide(a: torch.Tensor) -> torch.dtype:
 
 
 def _is_column_major(x: torch.Tensor) -> bool:
-    """As torch's own formulas have it: of matrices, not of batches of them."""
+    """Whether a matrix is column-major. As in torch's formulas, a batch of matrices is not."""
     return x.dim() == 2 and bool(x.stride(0) == 1 and x.stride(1) == x.shape[0])
 
 
@@ -207,9 +208,9 @@ def batched_product(
     count: int, dims: Sequence[int | None], gemm: Gemm, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, alpha: float, beta: float, *others: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """One product for ``count`` calls of ``gemm``; ``dims``: where each argument has a dimension of calls, or None.
+    """One product for ``count`` calls of ``gemm``; ``dims``: the dimension of calls of each argument, or None.
 
-    One b for all calls: their rows are those of one matrix. Else the calls are batches.
+    If all calls share b, the rows of all calls form one matrix. Else the calls are batches.
 
     Returns
     -------

@@ -1,11 +1,10 @@
-"""Equal calls on the CPU: what the checks and the plan of the first one decided is looked up, not worked out.
+"""A cache of calls on the CPU: an equal call reuses the checks and the plan of the first one.
 
-A call whose plan is ``inline`` costs a multiple of its arithmetic where that is small: checks, torch's dispatcher, the
-plan, a workspace. `product` and `attention` find an earlier equal call by its key, and run the kernel of such plans
-(`kernels.cpu.gemm.multiply`, `kernels.cpu.attention.flash`) as that call did: the bits are the same. Equal calls have
-operands of the same shapes, strides and dtypes, the same options, threads and limits. What can differ is looked at each
-time: whether the output overlaps what is read, and whether something between the caller and the kernel has to see the
-call.
+For small operands the checks, torch's dispatcher, the plan and a workspace cost a multiple of the arithmetic. `product`
+and `attention` find an earlier equal call whose plan is ``inline`` by its key, and run the same kernel
+(`kernels.cpu.gemm.multiply`, `kernels.cpu.attention.flash`), so the bits are the same. Equal calls have operands of the
+same shapes, strides and dtypes, the same options, threads and limits. Two conditions are checked at each call: whether
+the output overlaps an operand, and whether something between the caller and the kernel has to see the call.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C.
 _transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiler, _autocast = torch._C._autograd._profiler_enabled, torch._C._is_any_autocast_enabled
 _num_threads, _gradients = torch.get_num_threads, torch.is_grad_enabled
-#: Types whose address and strides say all of a tensor.
+#: Types of tensors that are their address, shape and strides alone.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS, _STRIDED = (float, int), torch.strided
 
@@ -43,22 +42,22 @@ _Tensors = tuple[torch.Tensor | None, ...]
 Answer = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _ALL_TENSORS, _CAUSAL = (torch.Tensor,) * 3, (bool, str)
 
-#: Apart from GPUs' launches, which cost seconds to make again: shapes of the CPU alone do not empty their cache.
+#: A cache of its own: calls on the CPU must not evict GPU launches, which cost seconds to compile.
 inline_cache = LaunchCache()
 launch_cache.followers.append(inline_cache.clear)
 
 
 class _Views(NamedTuple):
-    """How the kernel's operands lie in the caller's tensors, of which the output is the last.
+    """How the kernel views the caller's tensors, the last of which is the output.
 
     Attributes
     ----------
     views
-        The place and layout of each tensor that the kernel sees otherwise than its caller.
+        The index and layout of each tensor that the kernel views otherwise than the caller.
     unread
-        Places of tensors that the call does not read: a residual times 0.
+        The indices of tensors that the call does not read: a residual times 0.
     spans
-        Bytes from the first to the last of the output, and of each tensor that it must not overlap; 0 for others.
+        The extent in bytes of the output, and of each tensor that it must not overlap; 0 for others.
     """
 
     views: tuple[tuple[int, _Layout], ...]
@@ -67,19 +66,19 @@ class _Views(NamedTuple):
 
     @classmethod
     def of(cls, given: _Tensors, seen: _Tensors) -> _Views | None:
-        """Those of a call; None where the kernel saw a copy, or where a tensor has no address."""
+        """The views of a call; None if the kernel read a copy, or a tensor has no address."""
         views: list[tuple[int, _Layout]] = []
         unread = tuple(i for i, x in enumerate(seen) if x is None and given[i] is not None)
         for i, (mine, x) in enumerate(zip(given, seen, strict=True)):
             if mine is None or x is None:
                 continue
-            # All calls of a block of ``is_grads_batched`` are one tensor, without a storage.
+            # With ``is_grads_batched`` one tensor without a storage stands for all calls.
             if is_legacy_batchedtensor(mine) or x.data_ptr() != mine.data_ptr() or x.dtype != mine.dtype:
                 return None
             if x.shape != mine.shape or x.stride() != mine.stride():
                 views.append((i, (x.shape, x.stride())))
         *read, out = given
-        # What is the output itself, a residual, has passed the checks of the first call.
+        # A residual that is the output itself has passed the checks of the first call.
         spans = [0 if x is None or x is out or i in unread else span(x) for i, x in enumerate(read)]
         return cls(tuple(views), unread, (0 if out is None else span(out), *spans))
 
@@ -95,7 +94,7 @@ class _Views(NamedTuple):
         return tuple(found)
 
     def may_meet(self, given: tuple[Any, ...]) -> bool:
-        """Whether the output may share memory with what is read: the checks of a first call look closer."""
+        """Whether the output may overlap an operand. The checks of a first call are more exact."""
         begin = given[-1].data_ptr()
         end = begin + self.spans[0]
         for x, length in zip(given, self.spans[1:], strict=False):
@@ -105,21 +104,21 @@ class _Views(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """What is left to do for an equal call of a matmul op."""
+    """A cached call of a matmul op."""
 
     views: _Views
-    #: plain, scratch: whether there is no epilogue, and whether the kernel needs scratch.
+    #: plain: without an epilogue; scratch: the kernel needs a workspace.
     plain: bool
     scratch: bool
     alpha: float
     beta: float
     activation: str
     dtype: torch.dtype
-    shape: torch.Size | None  # of a new result, where it is not the kernel's
+    shape: torch.Size | None  # of a new result; None: the kernel's own
 
     @classmethod
     def of(cls, given: _Tensors, x: GemmOperands, result: torch.Tensor) -> _Product | None:
-        """What a call has decided; None where the kernel saw a copy."""
+        """The call to cache; None if the kernel read a copy."""
         e, out = x.epilogue, None if given[-1] is None else x.out
         views = _Views.of(given, (x.a, x.b, e.bias, e.residual, e.scale_a, e.scale_b, out))
         if views is None:
@@ -162,7 +161,7 @@ def product(
 ) -> torch.Tensor | None:  # fmt: skip
     """The result of a call equal to an earlier one; None for another. Parameters as of `tilestream.ops.native.product`.
 
-    They are not checked: there is a key only where a call with it has passed all checks.
+    The arguments need no checks: a call with the same key has passed them.
     """
     given = (a, b, bias, residual, scale_a, scale_b, out)
     key = _key(op, given, (alpha, beta, activation, out_dtype, fast_accum), schedule, workers)
@@ -176,14 +175,14 @@ def product(
 
 
 def first_product(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Make a call that `product` does not know, and remember what it decides if its plan is inline.
+    """Run a call that is not in the cache, and cache it if its plan is inline.
 
     Parameters
     ----------
     call
         The arguments of `product`.
     run
-        Makes it, with all checks.
+        Runs the call with all checks.
     """
     op, a, b, out, bias, residual, alpha, beta, activation, out_dtype, *scales, fast_accum, schedule, workers = call
     given = (a, b, bias, residual, *scales, out)
@@ -204,10 +203,10 @@ def first_product(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> tor
 def _key(
     op: str, given: tuple[Any, ...], options: tuple[Any, ...], schedule: Any, workers: Any
 ) -> tuple[object, ...] | None:
-    """What the checks and the plan of a call depend on.
+    """The key of a call: all that its checks and its plan depend on.
 
-    None for a call that something else has to see, whose plan is never inline, or whose options may only equal valid
-    ones, as 1 equals True.
+    None for a call that something else has to see, whose plan is never inline, or whose options have another type than
+    the valid ones that they equal, as 1 and True.
     """
     a, b, bias, residual, scale_a, scale_b, out = given
     alpha, beta, _, _, fast_accum = options
@@ -237,26 +236,26 @@ def _key(
     except RuntimeError:  # a nested tensor has no shape
         return None
     if out is not None:
-        if not out.numel() or is_frozen(out):  # it may have to be resized, or is refused
+        if not out.numel() or is_frozen(out):  # it may be resized, or is refused
             return None
         more.append(out is residual)  # a residual may be the output
     return *key, *more
 
 
 class _Attention(NamedTuple):
-    """What is left to do for an equal call of attention by torch's kernel."""
+    """A cached call of attention by torch's kernel."""
 
     views: _Views
     causal: bool
     scale: float
     return_lse: bool
-    #: made: shape, and the kernel's view, of a new output; None where the kernel's own, turned, is the result.
+    #: made: shape, and the kernel's view, of a new output; None if the kernel's own output, transposed, is the result.
     made: tuple[torch.Size, _Layout] | None
     lse: torch.Size
 
     @classmethod
     def of(cls, given: _Tensors, call: FlashCall, answer: Answer) -> _Attention | None:
-        """What a call has decided; None where the kernel saw a copy."""
+        """The call to cache; None if the kernel read a copy."""
         result, lse = answer if isinstance(answer, tuple) else (answer, None)
         out = call.out
         views = _Views.of(given, (call.q, call.k, call.v, None if given[-1] is None else out))
@@ -293,7 +292,7 @@ class _Attention(NamedTuple):
 def attention(
     q: Any, k: Any, v: Any, out: Any, layout: Any, causal: Any, scale: Any, return_lse: Any, schedule: Any
 ) -> Answer | None:
-    """The answer of a call equal to an earlier one; None for another. Not checked, as `product`; nothing else given."""
+    """The result of a call equal to an earlier one; None for another. All other arguments have their defaults."""
     given = (q, k, v, out)
     try:
         found: _Attention | None = inline_cache.get(  # type: ignore[assignment]
@@ -307,12 +306,12 @@ def attention(
 
 
 def first_attention(given: _Tensors, options: tuple[Any, ...], call: Callable[[], Answer]) -> Answer:
-    """Make a call on the CPU that `attention` does not know, and remember it if it is one call of torch's kernel.
+    """Run a call on the CPU that is not in the cache, and cache it if it is one call of torch's kernel.
 
     Parameters
     ----------
     given
-        The caller's q, k, v and out; nothing else is given.
+        The caller's q, k, v and out. All other tensors are None.
     options
         layout, causal, scale, return_lse and schedule.
     """
@@ -332,7 +331,7 @@ def first_attention(given: _Tensors, options: tuple[Any, ...], call: Callable[[]
 def _key_of_attention(
     given: tuple[Any, ...], layout: Any, causal: Any, scale: Any, return_lse: Any, schedule: Any
 ) -> tuple[object, ...] | None:
-    """As `_key`."""
+    """`_key` for attention."""
     q, k, v, out = given
     kinds = type(q), type(k), type(v)
     if not (kinds == _ALL_TENSORS or all(kind in PLAIN for kind in kinds)) or not unseen():
@@ -359,15 +358,15 @@ def _key_of_attention(
 
 
 def _is_dense(x: torch.Tensor, gradients: bool) -> bool:
-    """Whether a tensor is a dense one on the CPU, of which no gradient is asked.
+    """Whether a tensor is dense, on the CPU, and requires no gradient.
 
-    Not a negated view: torch's dispatcher resolves it, and its own copy to another dtype does not.
+    A negated view is not: torch's dispatcher resolves it, but a copy to another dtype below the dispatcher does not.
     """
     return x.is_cpu and x.layout is _STRIDED and not (gradients and x.requires_grad) and not x.is_neg()
 
 
 def unseen() -> bool:
-    """Whether nothing but the kernel would see a call of this thread."""
+    """Whether nothing but the kernel has to see the calls of this thread."""
     return not (
         _dispatch_modes() or _function_modes() or _profiler() or _autocast()
         or forward_ad._current_level >= 0

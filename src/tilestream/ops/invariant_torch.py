@@ -23,20 +23,20 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class use_invariant_torch(TorchFunctionMode):  # noqa: N801 -- a block, as `use_attention` is
     """In this block a program's own calls of torch give each row the same bits, alone and in any batch.
 
-    ``torch.mm``, ``addmm``, ``bmm``, ``matmul`` and ``@``, ``F.linear`` and ``F.scaled_dot_product_attention`` are
-    tilestream's, under `tilestream.invariant`. ``sum``, ``mean``, ``softmax`` and ``log_softmax``, ``F.rms_norm`` and
-    ``F.layer_norm`` add each row in one order. So a model's logits for a prompt have the same bits whatever is computed
-    beside it. What is computed element by element is torch's; a GPU gives its elements equal bits at each place.
-    Other sums are torch's, too, and not promised: ``var``, ``norm``, ``cumsum``, ``cross_entropy`` and their like.
+    ``torch.mm``, ``addmm``, ``bmm``, ``matmul`` and ``@``, ``F.linear`` and ``F.scaled_dot_product_attention`` run as
+    tilestream's ops under `tilestream.invariant`. ``sum``, ``mean``, ``softmax``, ``log_softmax``, ``F.rms_norm`` and
+    ``F.layer_norm`` add each row in one order. So a model's logits for a prompt have the same bits in every batch.
+    Elementwise functions stay torch's: a GPU computes an element to the same bits at every place. Other sums stay
+    torch's, too, without the promise: ``var``, ``norm``, ``cumsum``, ``cross_entropy`` and the like.
 
-    Gradients flow through all of it. A weight's gradient is a sum over rows, and depends on all of them.
+    All of it has gradients. A weight's gradient is a sum over rows, so it depends on all of them.
 
     Raises
     ------
     NotImplementedError
-        In the block, for what cannot be promised: ``torch.einsum``, ``baddbmm``, ``mv`` and their like, convolutions,
-        recurrent layers, grouped and scaled products, ``torch.nn.MultiheadAttention``, attention with a mask or with
-        dropout, batch norms. Write it as one of those above, or leave the block for it.
+        In the block, for functions without the promise: ``torch.einsum``, ``baddbmm``, ``mv`` and the like,
+        convolutions, recurrent layers, grouped and scaled products, ``torch.nn.MultiheadAttention``, attention with a
+        mask or dropout, batch norms. Use one of the functions above, or call them outside of the block.
 
     Examples
     --------
@@ -117,13 +117,13 @@ class _SumRows(torch.autograd.Function):
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:
-    """Sums along the last dimension, float32, which stays with one element."""
+    """float32 sums along the last dimension, which is kept with one element."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
     return _SumRows.apply(rows).reshape(*x.shape[:-1], 1)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _rowwise(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A function of rows ``[R, N]``, in float32. On the CPU a row at a time: elements at the end of a vector differ."""
+    """A function of rows ``[R, N]`` in float32. On the CPU row by row: elements of a vector's tail round otherwise."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).float()
     if x.is_cuda or not len(rows):
         return function(rows).reshape(x.shape)
@@ -143,7 +143,7 @@ def _along(x: torch.Tensor, dim: int, function: Callable[[torch.Tensor], torch.T
 
 
 def _exponentials(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows less their maxima, and the exponentials of that."""
+    """Rows minus their maxima, and the exponentials of these."""
     shifted = x - x.detach().amax(-1, keepdim=True)
     return shifted, shifted.exp()
 
@@ -188,12 +188,12 @@ def _of_sums(name: str, is_mean: bool) -> Callable[..., torch.Tensor]:
         made = (made / flat.shape[-1] if is_mean else made).to(x.dtype)
         return made.reshape([1 if i in found else n for i, n in enumerate(x.shape)]) if keepdim else made
 
-    run.__qualname__ = f"{name} under use_invariant_torch"  # in the message of an argument that it has not
+    run.__qualname__ = f"{name} under use_invariant_torch"  # Python's message for an unknown argument names it
     return run
 
 
 def _dimensions(x: torch.Tensor, dims: int | Sequence[int] | None) -> list[int]:
-    """The dimensions that are added, in order; as torch has it, none that is named stands for all."""
+    """The dimensions to add, in order. As in torch, None or an empty list means all."""
     given, count = [dims] if isinstance(dims, int) else list(dims or ()), max(x.dim(), 1)
     if any(not -count <= one < count for one in given):
         raise IndexError(f"dim={dims}; x has {x.dim()} dimensions: {list(x.shape)}")
@@ -256,7 +256,7 @@ _ROUTES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
     **dict.fromkeys((F.layer_norm, torch.layer_norm), _layer_norm),
 }
-#: What adds in an order of torch's own, by the batch; and what multiplies inside, where no block is asked.
+#: Functions whose order of additions depends on the batch, or that multiply inside torch.
 _REFUSED = {
     torch.einsum, torch.tensordot, torch.baddbmm, _tensor.baddbmm, torch.addbmm, _tensor.addbmm, torch.mv, _tensor.mv,
     torch.addmv, _tensor.addmv, torch.chain_matmul, torch.linalg.multi_dot, torch.inner, _tensor.inner, torch.dot,
@@ -268,6 +268,6 @@ _REFUSED = {
         getattr(module, name)
         for module in (torch, F)
         for name in ("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "grouped_mm", "scaled_mm", "scaled_grouped_mm")
-        if hasattr(module, name)  # which of them there are, depends on torch's version
+        if hasattr(module, name)  # torch's versions differ in them
     ),
 }  # fmt: skip

@@ -1,15 +1,15 @@
 """The registered ops of matmul: schemas, CPU, GPU and fake implementations, derivatives, batching, FLOP counts.
 
-``tilestream::gemm``, and ``tilestream::gemm_arriving`` for operands that arrive, each with an ``out`` form; and
+There are ``tilestream::gemm``, ``tilestream::gemm_arriving`` for operands that arrive (both also with ``out``), and
 ``tilestream::gemm_published_out``, which signals each chunk of the output's rows. They take tensors and numbers only:
-an `Arrival` travels as a list of integers (`FlatArrival`) beside its signal words. They are canonical: ``[M, K] @
-[K, N]`` or ``[B, M, K] @ [B, K, N]``. The public ops make views of torch's other forms, and the views have torch's own
-gradients.
+an `Arrival` is passed as a list of integers (`FlatArrival`) and its signal words. Operands are canonical: ``[M, K] @
+[K, N]`` or ``[B, M, K] @ [B, K, N]``. The public ops make views for torch's other forms, and torch's own gradients of
+these views apply.
 
-Compiled graphs call ``tilestream::gemm_forward`` where nothing but a bias and an activation is asked for: it has no
-derivative and few arguments, which cost the host as much as the launch.
+Compiled graphs call ``tilestream::gemm_forward`` for products with at most a bias and an activation. It has no
+derivative and few arguments: both would cost the host as much as the launch.
 
-Defined by ``torch.library.Library`` and not by the ``custom_op`` decorator, which costs three times as much a call.
+The ops are defined by ``torch.library.Library``: the ``custom_op`` decorator costs three times as much a call.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from tilestream.plan.api import SCHEDULES
 from tilestream.plan.problem import dtype_name, result_name
 
 library = torch.library.Library("tilestream", "DEF")
-# A graph that torch.compile captures by itself would replay without the signals, which are issued outside of it.
+# torch.compile must not capture such an op in a CUDA graph: a replay would lack the signals, issued outside of it.
 _alone = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
 def register(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any], alone: bool = False) -> None:
-    """Define ``tilestream::name``: one implementation for CPUs and GPUs, one without data; ``alone``: see `_alone`."""
+    """Define ``tilestream::name``. ``real`` runs on CPUs and GPUs, ``fake`` without data; ``alone``: see `_alone`."""
     library.define(name + schema, tags=_alone if alone else ())
     for device in ("CPU", "CUDA"):
         library.impl(name, real, device)
     torch.library.register_fake(f"tilestream::{name}", with_strategies(name, fake), lib=library)
 
 
-# Arguments, in the schemas' order: the common ones; what arrives or is published; the output of an ``out`` form; those
-# with defaults, the last of which torch leaves out.
+# The schemas' arguments, in order: the common ones; what arrives or is published; the output of an ``out`` form; those
+# with defaults. Torch leaves out trailing defaults.
 _COMMON = (
     "Tensor a, Tensor b, Tensor? bias, Tensor? residual, float alpha, float beta, str activation, "
     "ScalarType? out_dtype, str schedule, int workers"
 )
-# SymInt, or a compiled graph would be made anew for every epoch of an arrival; op, for messages.
+# SymInt, since a compiled graph would else be compiled anew for each epoch of an arrival. op: for messages.
 _LATE = {
     "": "",
     "_arriving": ", Tensor? row_signals, SymInt[] row_arrival, Tensor? column_signals, SymInt[] column_arrival, "
@@ -70,7 +70,7 @@ _LATE = {
     "_published": ", Tensor? signals, SymInt[] publish, str op",
 }
 # Scales have one element, or are [M, 1] and [1, N], with the batch in front where there is one.
-# worker_limit: of the blocks of `tilestream.worker_limit` around the call; 0: none.
+# worker_limit: the limit of the blocks of `tilestream.worker_limit` around the call; 0: no limit.
 _OPTIONAL = ", Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0"
 _DEFAULTS: tuple[Any, ...] = (None, None, True, 0)
 _NUM_COMMON = 10
@@ -82,7 +82,7 @@ def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     Raises
     ------
     TypeError
-        If ``out_dtype`` is finer than what products are added up in, or of 8 bits.
+        If ``out_dtype`` has more precision than the accumulator, or 8 bits.
     """
     if out_dtype is None:
         return FP8_RESULT_DTYPE if a.dtype in FP8_DTYPES else a.dtype
@@ -91,13 +91,13 @@ def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _must(holds: bool | torch.SymBool, message: Callable[[], str]) -> None:
-    """`torch._check`, but not where it is known to hold: that imports sympy, a second of a process's first call."""
+    """`torch._check`, but not for what is known to hold: it imports sympy, a second of the first call."""
     if holds is not True:
         torch._check(holds, message)
 
 
 def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
-    """An empty output of operands that fit together."""
+    """An empty output for operands that fit together; raise for others."""
     if a.dim() not in (2, 3) or b.dim() != a.dim():
         raise ValueError(f"gemm: a has {a.dim()} and b {b.dim()} dimensions; both have 2, or both 3")
     check_pair("gemm", a, b)
@@ -108,7 +108,7 @@ def _output(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> 
 
 
 def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
-    """Raise unless ``out`` has the result's dtype, and its shape, of which the first may be split into several."""
+    """Raise unless ``out`` has the result's dtype and shape. Its first dimension may be split into several."""
     shape, dtype = (*a.shape[:-1], b.shape[-1]), result_dtype(a, out_dtype)
     first = out.dim() - len(shape) + 1
     if first < 1 or (math.prod(out.shape[:first]), *out.shape[first:]) != shape:
@@ -118,13 +118,13 @@ def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: t
 
 
 def _canonical(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> tuple[GemmOperands, gpu.How]:
-    """What a launch is told, of the arguments that all ops have: the common ones, and those with defaults."""
+    """The operands and options of a launch, from the arguments that all ops have."""
     a, b, bias, residual, alpha, beta, activation, _, schedule, workers = args
     scale_a, scale_b, fast_accum, worker_limit = (*optional, *_DEFAULTS[len(optional) :])
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
     epilogue = epilogue_of(out, alpha, bias, residual, beta, activation, scale_a, scale_b)
-    # A compiled function's argument knows of the blocks inside it, this thread of those around it.
+    # The argument has the limit of blocks inside a compiled function, this thread that of blocks around it.
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
     return GemmOperands(a, b, out, epilogue), how
 
@@ -143,7 +143,7 @@ def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProper
 def _run(
     out: torch.Tensor, fresh: bool, kind: str, args: tuple[Any, ...], late: tuple[Any, ...], optional: tuple[Any, ...]
 ) -> None:
-    """What every op does; ``fresh``: the output was made for this call."""
+    """Run an op of a kind of `_LATE`. ``fresh``: the output was made for this call."""
     a, b = args[:2]
     into = out if fresh or out.dim() == a.dim() else _merged(out, (*a.shape[:-1], b.shape[-1]), kind)
     x, how = _canonical(into, args, optional)
@@ -163,7 +163,7 @@ def _run(
     if not out.is_cuda:
         execute.run(x, how, rows, columns, publishes, deadline, op)
     elif publishes is None:
-        if x.epilogue.alpha == 0 and not kind:  # not read, as torch has it: kernels would multiply NaN by 0
+        if x.epilogue.alpha == 0 and not kind:  # as in torch the operands are not read: NaN times 0 would be NaN
             x = x._replace(a=a[..., :0], b=b[..., :0, :])
         gpu.run(x, how, None, rows, columns, deadline, op)
     else:
@@ -176,7 +176,7 @@ def _run(
 
 
 def _merged(out: torch.Tensor, shape: tuple[int, ...], kind: str) -> torch.Tensor:
-    """``out`` in canonical form: a view of it; a tensor of its own, to be copied, where its strides allow no view."""
+    """A canonical view of ``out``, or a new tensor if its strides allow none: the caller copies it."""
     try:
         return out.view(shape)
     except RuntimeError:
@@ -189,7 +189,7 @@ def _merged(out: torch.Tensor, shape: tuple[int, ...], kind: str) -> torch.Tenso
 
 
 def _define(kind: str, into: bool) -> None:
-    """Register an op of a kind of `_LATE`; ``into``: one that writes into its argument."""
+    """Register an op of a kind of `_LATE`. ``into``: it writes into its argument ``out``."""
     end = _NUM_COMMON + _LATE[kind].count(",")
 
     def run(*args: Any) -> torch.Tensor:
@@ -198,7 +198,7 @@ def _define(kind: str, into: bool) -> None:
         if into:
             check_written("gemm", out)
         _run(out, not into, kind, args[:_NUM_COMMON], args[_NUM_COMMON:end], args[end + into :])
-        if into:  # autograd knows nothing of what a kernel writes
+        if into:  # autograd does not see that the kernel writes
             torch._C._increment_version((out,))
         return out
 
@@ -206,7 +206,7 @@ def _define(kind: str, into: bool) -> None:
         if kind or not args[0].is_cuda or observation() is not None:
             made = run(*args)
         else:
-            # The graphs of a compiler call this op: an equal call is launched natively, as one of a public op is.
+            # Compiled graphs call this op: the extension launches an equal call, as for a public op.
             a, b, bias, residual, alpha, beta, activation, out_dtype, schedule, workers = args[:_NUM_COMMON]
             out, optional = args[end] if into else None, args[end + into :]
             scale_a, scale_b, fast_accum, worker_limit = (*optional, *_DEFAULTS[len(optional) :])
@@ -266,7 +266,7 @@ clear_signals_op = torch.ops.tilestream.clear_signals.default
 
 
 def _differentiate(op: Any) -> None:
-    """Register the derivative of an op that makes its output; NaN where what arrives has not come by then."""
+    """Register the derivative of an op that makes its output. Gradients of rows that have not arrived are NaN."""
 
     class Gemm(Derivative):
         @staticmethod

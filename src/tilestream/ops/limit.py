@@ -1,4 +1,4 @@
-"""`tilestream.worker_limit` and `tilestream.invariant`: what the calls of a block ask of their launches."""
+"""`tilestream.worker_limit` and `tilestream.invariant`: blocks that bind the launches of their calls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tilestream.plan import limit as limits
 
 
 class _Traced:
-    """The limits of the blocks inside the function that is being compiled: the compiler follows no ContextVar.
+    """The limits of the blocks inside the function that is being compiled, the innermost last.
 
-    The innermost block's comes last.
+    torch.compile does not follow a ContextVar.
     """
 
-    def __init__(self) -> None:  # not of the class: a function would be compiled anew where they are first set
+    def __init__(self) -> None:  # no class attribute: the first assignment would compile a function anew
         self.limits: tuple[int, ...] = (0,)
 
 
@@ -23,26 +23,26 @@ _traced = _Traced()  # not the class: torch 2.10's compiler sets no attribute of
 
 
 class worker_limit:  # noqa: N801 -- read as `with worker_limit(96):`
-    """Launches of this block have ``count`` workers at most, whatever they ask for.
+    """Launches of this block have at most ``count`` workers, also where ``workers=`` asks for more.
 
-    For the calls of this thread, and of what it awaits. Blocks nest: the tightest counts, and so does
-    TILESTREAM_WORKERS. ``workers=`` of a call cannot exceed it. On a GPU a worker has an SM to itself, so the other SMs
-    stay free: for NCCL, for another stream. A plan knows of it, and may take another tile than for the whole device.
+    The block binds the calls of this thread and of coroutines that it awaits. Blocks nest; the smallest count holds,
+    TILESTREAM_WORKERS included. On a GPU a worker occupies one SM, so the other SMs stay free, for NCCL or for another
+    stream. The plan takes the limit into account and may choose another tile than for the whole device.
 
-    Inside a function that torch.compile compiles it is compiled in; around one, the compiled function asks for it each
-    time it runs. Its backward pass on a GPU runs in a thread of torch's own, which knows of blocks inside the function
-    only. A call that the compiler leaves out of its graphs (a graph break) does not know of a block inside it: put the
-    block around the function, or compile with ``fullgraph=True``.
+    A block inside a function that torch.compile compiles is compiled in. Around a compiled function, the limit is read
+    at each call. The function's backward pass on a GPU runs in a thread of torch, which sees only blocks inside the
+    function. A call that torch.compile leaves out of its graphs (a graph break) does not see a block inside the
+    function: put the block around the function, or compile with ``fullgraph=True``.
 
     Parameters
     ----------
     count
-        Workers.
+        The largest number of workers.
 
     Raises
     ------
     ValueError
-        If ``count`` is no positive whole number.
+        If ``count`` is not a positive whole number.
 
     Examples
     --------
@@ -79,30 +79,29 @@ class within_limit(worker_limit):  # noqa: N801 -- a block, as `worker_limit` is
 
 
 class invariant(within_limit):  # noqa: N801 -- read as `with invariant():`
-    """Each row of the results of this block has bits of its own: the same alone and in any batch.
+    """Each row of the results of this block has the same bits alone and in any batch.
 
-    The products of a row are added in an order that depends on K, the dtypes and the epilogue alone, and the keys of a
-    query in one that depends on their number and on the head's columns. So row ``i`` has the same bits for every number
-    of rows and place among them, for every schedule, number of workers, chunk and order of arrival, neighbour and
-    layout of A, captured or not; a query's row likewise for every packing, page and chunk of a prefill. What cannot be
-    computed so raises an error that says what to do.
+    The order in which the products of a row are added depends only on K, the dtypes and the epilogue; for attention, on
+    the number of keys and the head dim. So row ``i`` has the same bits for every number of rows, place among them,
+    schedule, number of workers, chunking, order of arrival, neighbour and layout of A, captured or not. A query's row
+    of attention has the same bits for every packing, paging and chunking of a prefill. A call that cannot be computed
+    so raises an error that says what to do.
 
-    ``with invariant():`` holds for the calls of this thread, and of what it awaits. ``invariant(True)`` holds for the
-    process from there on, ``invariant(False)`` ends that; as blocks they restore what was there. TILESTREAM_INVARIANT=1
-    is the former from the start. Inside a function that torch.compile compiles, ``with invariant():`` is compiled in;
-    but for calls behind a graph break, as of `worker_limit`.
+    ``with invariant():`` binds the calls of this thread and of coroutines that it awaits. ``invariant(True)`` binds the
+    process from then on, and ``invariant(False)`` ends that; as blocks both restore the previous state.
+    TILESTREAM_INVARIANT=1 binds the process from the start. For torch.compile and graph breaks, see `worker_limit`.
 
-    Bits are of one device and one version of tilestream, torch and Triton: another may add in another order.
+    The bits are those of one device and one version of tilestream, torch and Triton. Others may add in another order.
 
     Parameters
     ----------
     enabled
-        Whether all threads promise it; None: this block only.
+        True or False: for all threads of the process. None: for this block.
 
     Raises
     ------
     TypeError
-        If ``enabled`` is neither True, False nor None.
+        If ``enabled`` is neither True nor False nor None.
 
     Examples
     --------
@@ -132,8 +131,9 @@ class invariant(within_limit):  # noqa: N801 -- read as `with invariant():`
 
 
 def limit() -> int:
-    """The limit as an op's argument: see `tilestream.plan.limit.limit`. 0 where there is none.
+    """The limit as an op's argument (see `tilestream.plan.limit.limit`); 0: no limit.
 
-    While a compiler traces, that of the blocks it has seen; the op itself asks for the others when it runs.
+    While torch.compile traces, it is the limit of the blocks traced so far. The op reads that of the others when it
+    runs.
     """
     return _traced.limits[-1] if torch.compiler.is_compiling() else limits.limit()

@@ -1,8 +1,9 @@
-"""Calls of the matmul ops, of attention and of its merge that the native call path may know.
+"""The native call path of matmul, attention and the merge of attention: `tilestream.launch.native` has the extension.
 
-See `tilestream.launch.native`. `product`, `attention` and `merge` ask it first. They do not ask where something between
-the caller and the kernel has to see the call: a gradient, a mode, a transform, a compiler, a recording. Those calls go
-through the registered ops. Under autocast they ask with converted operands, below autocast.
+`product`, `attention` and `merge` ask the extension for the launch of an earlier equal call. They do not ask where
+something between the caller and the kernel has to see the call: a gradient, a mode, a transform, a compiler, a
+recording. Such calls go through the registered ops. Under autocast the operands are converted before the extension is
+asked.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ _SCHEDULES: dict[object, int] = {"auto": 0, **{name: i for i, name in enumerate(
 _DTYPES: dict[object, int] = {
     None: 0, torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4,
 }  # fmt: skip
-#: Where each stands in the integer of options: a schedule above 16 activations, a dtype above 16 schedules.
+#: Bit offsets in the integer of options. Activations and schedules take 4 bits each.
 _SCHEDULE, _DTYPE, _SLOW_ACCUM, _TF32 = 4, 8, 16, 17
 _LAYOUTS: dict[object, int] = {name: i for i, name in enumerate(LAYOUTS)}
 _DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left": 2}
-#: Where each of attention's stands: a diagonal above 2 layouts, the rest above 4 diagonals.
+#: Bit offsets in attention's integer of options. The layout takes 1 bit, the diagonal 2.
 _DIAGONAL, _LSE, _SCALED, _ROUNDED, _ORDER, _CANONICAL = 1, 3, 4, 5, 6, 10
 #: The tensors of `attention`, in order.
 INPUTS = (
@@ -57,8 +58,7 @@ INPUTS = (
 )  # fmt: skip
 _NUMBERS = (float, int)
 _is_autocast_enabled, _autocast_dtype = torch._C._is_any_autocast_enabled, torch.get_autocast_dtype
-#: What the extension raises: nothing was launched. What is wrong (no memory, say) is wrong Python's way, too, which
-#: says what.
+#: Errors of the extension, which then has launched nothing. The Python path raises the same error with its own text.
 REFUSALS = (RuntimeError, TypeError, ValueError, OverflowError)
 #: The files whose functions call the extension.
 FILES = {__file__}
@@ -68,14 +68,14 @@ T = TypeVar("T")
 
 
 class _Loaded:
-    """The extension, once a GPU has computed something; and whether a profiler watches Triton's launches."""
+    """The extension, which the first GPU call loads; ``watched`` says whether a profiler hooks Triton's launches."""
 
     asked = False
     extension: Extension | None = None
     watched: Callable[[], bool]
 
     def stop_at_exit(self, timeout: float) -> None:
-        """Have no thread call the extension any more, and wait for those that do: see `tilestream.runtime.shutdown`."""
+        """Keep threads out of the extension, and wait for those inside: see `tilestream.runtime.shutdown`."""
         self.extension = None
         end = time.monotonic() + timeout
         while _is_called_elsewhere() and time.monotonic() < end:
@@ -87,7 +87,7 @@ _loaded = _Loaded()
 
 def _load() -> Extension | None:
     if not _loaded.asked:
-        # Triton is imported when a GPU computes something, not before.
+        # The first GPU call imports Triton, not `import tilestream`.
         from tilestream.launch.launcher import watched
         from tilestream.launch.native import extension
 
@@ -100,12 +100,12 @@ def _load() -> Extension | None:
 
 
 def loaded() -> Extension | None:
-    """The extension, once `wanted` or `wanted_attention` has loaded it."""
+    """The extension; None before `wanted` or `wanted_attention` has loaded it."""
     return _loaded.extension
 
 
 def _is_called_elsewhere() -> bool:
-    """Whether another thread is in a function of `FILES`, and so maybe in the extension."""
+    """Whether another thread runs a function of `FILES`, which may be inside the extension."""
     for thread, top in sys._current_frames().items():
         frame: FrameType | None = top
         while frame is not None and thread != threading.get_ident():
@@ -132,19 +132,19 @@ def product(
     schedule: str = "auto",
     workers: int | None = None,
 ) -> torch.Tensor | None:
-    """The result, launched by the extension, or looked up on the CPU; None for a call that is checked first.
+    """The product, launched by the extension, on the CPU by `inline`; None if no earlier call equals this one.
 
     Parameters
     ----------
     op
-        The public op; of ``linear``, ``b`` is the weight. The others are the public op's own, not checked yet.
+        The public op. For ``linear``, ``b`` is the weight. All other arguments are the caller's, not checked yet.
 
     Raises
     ------
     ArrivalTimeout, Exception
-        What an earlier launch on this device has reported: see `tilestream.check`.
+        The error of an earlier launch on this device: see `tilestream.check`.
     """
-    if is_compiling():  # first: what is read before it, a compiled function would be guarded by
+    if is_compiling():  # first: torch.compile would guard on everything read before it
         return None
     extension = _loaded.extension
     if extension is None or _is_seen(a, b, out, bias):
@@ -192,7 +192,7 @@ def attention(
     max_seqlen_q: int | None, max_seqlen_k: int | None, return_lse: bool, workers: int | None, schedule: str,
     splits: int | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """The answer of `tilestream.attention`, launched by the extension; None for a call that goes Python's way.
+    """The result of `tilestream.attention`, launched by the extension; None if no earlier call equals this one.
 
     Parameters
     ----------
@@ -202,9 +202,9 @@ def attention(
     Raises
     ------
     ArrivalTimeout, Exception
-        What an earlier launch on this device has reported: see `tilestream.check`.
+        The error of an earlier launch on this device: see `tilestream.check`.
     """
-    if is_compiling():  # first: what is read before it, a compiled function would be guarded by
+    if is_compiling():  # first, as in `product`
         return None
     extension = _loaded.extension
     if extension is None or _is_seen(q, k, out, v):
@@ -256,16 +256,16 @@ def attention(
 
 
 def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor, layout: str) -> Pair | None:
-    """The answer of `tilestream.merge_attention`, launched by the extension; None for a call that goes Python's way.
+    """The result of `tilestream.merge_attention`, launched by the extension; None if no earlier call equals this one.
 
-    Parameters and errors as of `attention`.
+    Errors as for `attention`.
     """
     if is_compiling():
         return None
     extension = _loaded.extension
     if extension is None or _is_seen(o_a, o_b, lse_a, lse_b):
         return None
-    if _is_autocast_enabled():  # which converts nothing here
+    if _is_autocast_enabled():  # autocast converts nothing of a merge
         with below_autocast():
             return merge(o_a, lse_a, o_b, lse_b, layout)
     check_device(o_a.get_device())
@@ -277,7 +277,7 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
 
 
 def _converted(op: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The operands of a call under autocast."""
+    """The operands in autocast's dtype."""
     dtype = _autocast_dtype("cuda")
     for x in tensors:
         if x.dtype is not dtype:
@@ -286,14 +286,14 @@ def _converted(op: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def observed(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Make a call Python's way, and have the extension, on the CPU `inline`, make the next equal one.
+    """Run a call on the Python path; the extension, on the CPU `inline`, launches the next equal one.
 
     Parameters
     ----------
     call
-        The arguments of `product`, which has not made it.
+        The arguments of `product`, which has returned None.
     run
-        Makes it.
+        Runs the call on the Python path.
     """
     if not call[1].is_cuda:
         return inline.first_product(call, run)
@@ -311,7 +311,7 @@ def observed(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Te
 
 
 def observed_attention(call: tuple[Any, ...], run: Callable[[], T], canonical: bool = False) -> T:
-    """As `observed`: a call of `attention`, or of the registered op, whose operands are ``canonical``."""
+    """`observed` for a call of `attention`, or of the registered op, whose operands are ``canonical``."""
     arguments = wanted_attention(*call)
     if arguments is None:
         return run()
@@ -323,13 +323,13 @@ def observed_attention(call: tuple[Any, ...], run: Callable[[], T], canonical: b
 
 
 def operands_of(call: tuple[Any, ...], answer: Any) -> dict[str, torch.Tensor | None]:
-    """The operands of a call of `attention`, and what it has answered, by name."""
+    """The operands and outputs of a call of `attention`, by name."""
     outputs = answer if isinstance(answer, tuple) else (answer, None)
     return dict(zip((*INPUTS, "out", "lse"), (*call[: len(INPUTS)], *outputs), strict=True))
 
 
 def observed_merge(call: tuple[Any, ...], run: Callable[[], Pair]) -> Pair:
-    """As `observed`: a call of `merge`, which is right."""
+    """`observed` for a call of `merge` whose arguments have been checked."""
     o_a, lse_a, o_b, lse_b, layout = call
     if not o_a.is_cuda or _load() is None or _is_seen(o_a, o_b, lse_a, lse_b) or _is_seen_by_torch():
         return run()
@@ -341,14 +341,14 @@ def observed_merge(call: tuple[Any, ...], run: Callable[[], Pair]) -> Pair:
 
 
 def attention_op(call: tuple[Any, ...], run: Callable[[], Pair | None]) -> Pair | None:
-    """The answer of the registered op, which compiled graphs call: launched by the extension where it can.
+    """The result of the registered op, which compiled graphs call, launched by the extension where that is possible.
 
     Parameters
     ----------
     call
-        As of `attention`, without an output, and with heads behind rows.
+        The arguments of `attention`, without an output, in the layout ``"bshd"``.
     run
-        Makes it Python's way.
+        Runs the call on the Python path.
     """
     q, k, v = call[:3]
     extension = _loaded.extension
@@ -371,8 +371,8 @@ def _of_op(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def wanted(op: str, a: Any, b: Any, out: Any, bias: Any, *others: Any) -> tuple[Any, ...] | None:
-    """What the extension would be asked for a call with the parameters of `product`; None if it is none for it."""
-    # Asked before anything is loaded: a tensor that only looks like a GPU's needs no Triton.
+    """The extension's arguments for a call of `product`; None if the extension does not launch such calls."""
+    # Before anything is loaded: a fake tensor of a GPU must not import Triton.
     if op not in _OPS or type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cuda:
         return None
     if _load() is None or _is_seen(a, b, out, bias):
@@ -384,7 +384,7 @@ def wanted_attention(
     q: Any, k: Any, v: Any, sinks: Any, scale_q: Any, scale_k: Any, scale_v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
     block_table: Any, seqlens_k: Any, out: Any, *others: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """What the extension would be asked for a call with the parameters of `attention`; None if it is none for it."""
+    """The extension's arguments for a call of `attention`; None if the extension does not launch such calls."""
     if type(q) not in PLAIN or not q.is_cuda or _load() is None or _is_seen(q, k, out, v) or _is_seen_by_torch():
         return None
     return _attention_arguments(
@@ -393,16 +393,16 @@ def wanted_attention(
 
 
 def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ...]) -> None:
-    """Have the extension make the next equal call.
+    """Let the extension launch the next equal call.
 
     Parameters
     ----------
     into
         Whether the caller gave the output.
     seen
-        What was observed of this call.
+        The launches that were observed in this call.
     arguments
-        Of the extension's op.
+        The arguments of the extension's op.
     """
     result = call.operands["out"]
     if _loaded.extension is not None and seen.launches and result is not None:
@@ -411,10 +411,10 @@ def remember(call: Call, into: bool, seen: Observation, arguments: tuple[Any, ..
 
 
 def _is_seen(a: Any, b: Any, out: Any, third: Any) -> bool:
-    """Whether something above torch's dispatcher has to see a call: a gradient, a recorder, a profiler of Triton's.
+    """Whether something above torch's dispatcher has to see the call: autograd, a recorder, a profiler of Triton.
 
-    ``third``: a tensor or None, as ``out``, which may be one that is refused. The dispatcher has the extension decline
-    what else has to be seen.
+    ``out`` and ``third`` are tensors or None, not checked yet. The extension itself declines what else the dispatcher
+    has to see.
     """
     if type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cuda:
         return True
@@ -433,7 +433,7 @@ def _is_seen(a: Any, b: Any, out: Any, third: Any) -> bool:
 
 
 def _is_seen_by_torch() -> bool:
-    """Whether the extension would decline any call of this thread, or the current stream is being captured."""
+    """Whether the extension would decline every call of this thread, or the current stream is being captured."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -443,7 +443,7 @@ def _is_seen_by_torch() -> bool:
 
 
 def _are_plain(tensors: Iterable[Any]) -> bool:
-    """Whether tensors, or None, are of torch's own type, and no gradient of one is asked for."""
+    """Whether each is None, or a tensor of torch's own type that requires no gradient."""
     gradients = is_grad_enabled()
     return all(x is None or (type(x) in PLAIN and not (gradients and x.requires_grad)) for x in tensors)
 
@@ -452,7 +452,7 @@ def _arguments(
     op: str, a: Any, b: Any, bias: Any, residual: Any, alpha: Any, beta: Any, activation: Any, out_dtype: Any,
     scale_a: Any, scale_b: Any, fast_accum: Any, schedule: Any, workers: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Arguments of the extension's op; None for a call that is none for it, or that may be wrong."""
+    """The arguments of the extension's op; None for a call that it does not launch, or whose arguments may be wrong."""
     if not _are_plain((residual, scale_a, scale_b)):
         return None
     try:
@@ -473,7 +473,7 @@ def _arguments(
 
 
 def _options_of_mask(layout: Any, causal: Any) -> int | None:
-    """The options that layout and diagonal are; None for those that there are not."""
+    """Layout and diagonal as options; None for unknown ones."""
     if type(causal) not in (bool, str):
         return None
     try:
@@ -487,9 +487,9 @@ def _attention_arguments(
     block_table: Any, seqlens_k: Any, layout: Any, causal: Any, window: Any, softcap: Any, scale: Any,
     max_seqlen_q: Any, max_seqlen_k: Any, return_lse: Any, workers: Any, schedule: Any, splits: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Arguments of the extension's op; None for a call that is none for it, or that may be wrong.
+    """`_arguments` for attention.
 
-    Those behind the last one that is given are left out: each costs time.
+    Trailing arguments that have their defaults are left out, since each costs time.
     """
     options = _options_of_mask(layout, causal)
     if options is None or type(return_lse) is not bool or type(schedule) is not str or schedule not in _SCHEDULES:
@@ -526,16 +526,16 @@ def _attention_arguments(
 
 
 def _is_number(x: Any) -> bool:
-    """Whether a number of Python or NumPy that float32 holds: the checks see a larger one.
+    """Whether ``x`` is a number of Python or NumPy in float32's range.
 
-    They see a bool, too: it is a number of a product, and none of attention.
+    The Python path raises for a larger one. It also sees each bool: matmul takes one as a number, attention does not.
     """
     is_number = type(x) in _NUMBERS or (isinstance(x, Real) and not isinstance(x, bool))
     return is_number and bool(-FLOAT32_MAX <= x <= FLOAT32_MAX)
 
 
 def _checked(number: Any, least: int, default: int) -> int | None:
-    """An integer that is at least ``least``, or ``default`` where none is given; None for one that is wrong."""
+    """``number`` if it is an integer of at least ``least``; ``default`` for None; None for anything else."""
     if number is None:
         return default
     return number if type(number) is int and number >= least else None

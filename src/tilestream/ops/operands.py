@@ -1,4 +1,4 @@
-"""Canonical operands of a matmul: their epilogue checked, no overlap with the output, and the problem that they are."""
+"""Canonical operands of a matmul: the checked epilogue, the check for overlap with the output, the plan's problem."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def problem_of(
     x: GemmOperands, rows: FlatArrival | None = None, columns: FlatArrival | None = None,
     publishes: Incoming | None = None,
 ) -> Problem:  # fmt: skip
-    """The problem of operands with or without a batch, as far as it is the same on every device."""
+    """The problem of operands, with or without a batch: the part that is the same on every device."""
     a, b, out, epilogue = x
     batch = a.shape[0] if a.dim() == 3 else 1
     (m, k), n = a.shape[-2:], b.shape[-1]
@@ -39,7 +39,7 @@ def epilogue_of(
     beta: float = 1.0, activation: str = "none", scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> Epilogue:  # fmt: skip
-    """The epilogue of an output ``[M, N]`` or ``[B, M, N]``, which all of it fits. A residual times 0 is none."""
+    """The checked epilogue for an output ``[M, N]`` or ``[B, M, N]``. A residual times 0 is left out."""
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"activation={activation!r}; it is one of {', '.join(name for name in ACTIVATIONS if name != 'none')}"
@@ -64,7 +64,7 @@ def epilogue_of(
             if scale.numel() != 1 and tuple(scale.shape) != shape:
                 raise ValueError(f"{name}: shape {list(scale.shape)}; it has one element, or {list(shape)}")
     if beta == 0:
-        residual = None  # not read, so that what is not a number there does not count
+        residual = None  # not read, so that NaN there has no effect
     elif residual is not None and residual.dim() == 2:
         residual = residual.unsqueeze(0)
     bias, residual, scale_a, scale_b = (None if t is None else t.detach() for t in (bias, residual, scale_a, scale_b))
@@ -82,9 +82,9 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def untracked() -> AbstractContextManager[None]:
-    """A block in which autograd takes a view for a tensor of its own: the last view of a tensor that nothing else sees.
+    """A block in which autograd does not track views, for the only view of a tensor that nothing else refers to.
 
-    A view that is made in `torch.no_grad` could not be changed in place where gradients are asked for.
+    A tracked view that is made in `torch.no_grad` could not be changed in place once gradients are on.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VIEWS)
 
@@ -102,7 +102,7 @@ def unviewed(x: torch.Tensor) -> torch.Tensor:
 
 
 def is_frozen(out: torch.Tensor) -> bool:
-    """Whether torch has no one write a tensor here: it was made in inference mode, and this is outside of it."""
+    """Whether torch forbids writing ``out``: it was made in inference mode, and this is outside of it."""
     return out.is_inference() and not torch.is_inference_mode_enabled()
 
 
@@ -110,9 +110,9 @@ def is_frozen(out: torch.Tensor) -> bool:
 
 
 def refuse_overlap(x: GemmOperands) -> None:
-    """Raise `ValueError` if a tile that is written would change what another tile still reads.
+    """Raise `ValueError` if the output overlaps an operand, so that one tile's store could change another's input.
 
-    The residual may be the output itself: a tile reads just the elements that it writes.
+    The residual may be the output itself: a tile reads only the elements that it writes.
     """
     e, out = x.epilogue, x.out
     read = {"a": x.a, "b": x.b, "bias": e.bias, "residual": e.residual, "scale_a": e.scale_a, "scale_b": e.scale_b}
@@ -122,7 +122,7 @@ def refuse_overlap(x: GemmOperands) -> None:
 
 
 class Overlap(ValueError):
-    """An output shares memory with what is read: their names."""
+    """The output ``what`` shares memory with the operand ``read``."""
 
     def __init__(self, what: str, read: str) -> None:
         super().__init__(f"{what}: overlaps {read} in memory; give an output of its own")
@@ -130,7 +130,7 @@ class Overlap(ValueError):
 
 
 def refuse_shared(out: torch.Tensor, what: str = "out", /, **read: torch.Tensor | None) -> None:
-    """Raise `ValueError` if an output shares memory with itself, or with what is read."""
+    """Raise `ValueError` if elements of an output share memory, or if it shares memory with a tensor of ``read``."""
     if not out.numel():
         return
     if torch._debug_has_internal_overlap(out) == 1:
@@ -149,10 +149,10 @@ def _same_elements(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _may_meet(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors may share a byte, by address: storages may overlap, too.
+    """Whether two tensors may share a byte, by address, since storages may overlap, too.
 
-    They certainly do not if one ends before the other begins; nor if both lie in rows of one length, in columns that
-    do not meet: counted from y's first column, x begins behind y's last and ends before the next row.
+    They do not if one ends before the other begins. They do not either if both are columns of rows of one length and
+    their columns are disjoint: counted from y's first column, x begins after y's last and ends before the next row.
     """
     x_begin, y_begin = x.data_ptr(), y.data_ptr()
     if x_begin + span(x) <= y_begin or y_begin + span(y) <= x_begin:
@@ -167,7 +167,7 @@ def _may_meet(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def span(tensor: torch.Tensor, length: int = 0) -> int:
-    """Bytes from the first to the last, modulo rows of ``length`` bytes (0: not modulo anything)."""
+    """Bytes from the first to the last, modulo rows of ``length`` bytes; 0: not modulo."""
     size = tensor.element_size()
     steps = [((e - 1) * s * size, s * size) for e, s in zip(tensor.shape, tensor.stride(), strict=True)]
     return sum(step for step, stride in steps if not length or stride % length) + size

@@ -1,7 +1,7 @@
-"""A matmul on a GPU that signals each chunk of its output, for consumers that do not wait for its end.
+"""A matmul on a GPU that signals each chunk of its output, so that consumers begin before it ends.
 
-The Hopper kernel publishes by itself: `tilestream.kernels.hopper.publish`. Where it does not take the problem (another
-architecture, an operand that TMA cannot address), there is one launch a chunk, and the stream signals behind each.
+The Hopper kernel signals by itself: `tilestream.kernels.hopper.publish`. For problems that it does not take (another
+architecture, an operand that TMA cannot address), each chunk is a launch, and the stream signals after it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class Publication:
-    """Signals of an output's chunks in a GPU's memory, and the counts behind them. Epochs only grow.
+    """Signals of an output's chunks in GPU memory, and the counts of their tiles. Epochs only grow.
 
     Parameters
     ----------
     chunks
-        How many there are at most.
+        The largest number of chunks.
     """
 
     def __init__(self, chunks: int, device: torch.device) -> None:
@@ -46,29 +46,29 @@ class Publication:
         torch.cuda.current_stream(device).synchronize()  # launches may be on any stream
 
     def at(self, epoch: int) -> PublishArguments:
-        """What a launch is told that signals ``epoch``."""
+        """The arguments of a launch that signals ``epoch``."""
         return PublishArguments(self._words[: self.chunks], self._words[self.chunks :], epoch)
 
     def address(self, chunk: int) -> int:
-        """Of a chunk's signal: a 32-bit word, at least the epoch when the chunk is complete."""
+        """The address of a chunk's signal: a 32-bit word that is at least the epoch once the chunk is complete."""
         return self._words.data_ptr() + 4 * chunk
 
     def state(self) -> tuple[list[int], list[int]]:
-        """Signals and counts. Waits for the current stream."""
+        """The signals and the counts. Waits for the current stream."""
         words: list[int] = self._words.tolist()
         return words[: self.chunks], words[self.chunks :]
 
 
 def publish(x: GemmOperands, flat: FlatArrival, how: gpu.How, op: str) -> str:
-    """``out = epilogue(a @ b)``, each chunk of its rows signalled to readers of that arrival's present epoch.
+    """``out = epilogue(a @ b)``. Each chunk of its rows is signalled in the arrival's present epoch.
 
-    Returns when it is issued, on the current stream of the operands' device. ``how`` and ``op`` are as of
+    Returns when it is issued on the current stream of the operands' device. ``how`` and ``op`` as for
     `tilestream.ops.gpu.run`.
 
     Returns
     -------
     str
-        Why there is a launch a chunk; empty where the kernel publishes.
+        Why each chunk is a launch; empty if one kernel signals all chunks.
     """
     device = x.a.device
     check_device(device.index)
@@ -86,8 +86,8 @@ def publish(x: GemmOperands, flat: FlatArrival, how: gpu.How, op: str) -> str:
                     signals.set(chunk)
             signals.published(None if launch is None else incoming.pivot)
         except BaseException as error:
-            if not captured:  # else there is no graph, and no reader
-                signals.fail(error)  # readers that wait for the rest are told
+            if not captured:  # a failed capture has neither a graph nor readers
+                signals.fail(error)  # readers that wait for the other chunks raise it
             raise
     return why
 
@@ -97,23 +97,23 @@ def matmul_published(
     pivot: int = 0, *, scale_a: torch.Tensor | None = None, scale_b: torch.Tensor | None = None,
     fast_accum: bool = True, limit: int = 0, op: str = "matmul",
 ) -> str:  # fmt: skip
-    """``out = scale_a * scale_b * (a @ b)``, each chunk of ``out``'s rows signalled with ``epoch`` when it is there.
+    """``out = scale_a * scale_b * (a @ b)``. Each chunk of ``out``'s rows is signalled with ``epoch`` when complete.
 
-    Chunks are computed from ``pivot`` on, and may be complete in any order. Issued on the current stream.
+    Chunks are computed from ``pivot`` on and may be completed in any order. Issued on the current stream.
 
     Parameters
     ----------
     a, b, out
         ``[M, K]``, ``[K, N]``, ``[M, N]``, none of them empty, on one GPU.
     epoch
-        Larger than that of the call before with this ``publication``.
+        Larger than that of the previous call with this ``publication``.
     rows_per_chunk
-        Of each chunk; the last has what is left.
+        Rows of each chunk; the last chunk may have fewer.
 
     Returns
     -------
     str
-        As of `publish`.
+        As from `publish`.
     """
     chunks = Chunks.uniform(out.shape[0], rows_per_chunk)
     if chunks.count > publication.chunks:
@@ -138,22 +138,22 @@ def matmul_published(
 
 
 class _Epoch(NamedTuple):
-    """An epoch of a `Publication`, where a launch asks signals of an `Arrival`: nothing is done around the launch."""
+    """An epoch of a `Publication` in the place of an `Arrival`'s signals. Nothing is done around the launch."""
 
     eager_publication: PublishArguments
 
     def publish(self) -> None:
-        """It begins."""
+        """Before the launch."""
 
     def published(self, first: int | None) -> None:
-        """It was issued."""
+        """After the launch."""
 
     def stopped(self) -> None:
-        """It was not: Python issues it."""
+        """After a launch that the extension has refused: the Python path issues it."""
 
 
 def _issue(x: GemmOperands, publishes: Incoming, how: gpu.How, publication: Publication, epoch: int, op: str) -> str:
-    """Issue a product that is published; returns why there is a launch a chunk."""
+    """Issue a product that is published. Returns why each chunk is a launch; empty if one kernel signals all."""
     launch, why = _kernel(x, publishes, how, op)
     if launch is not None:
         launch(_published(x, publication.at(epoch)))
@@ -169,7 +169,7 @@ def _published(x: GemmOperands, publish: PublishArguments) -> GemmOperands:
 
 
 def _kernel(x: GemmOperands, publishes: Incoming, how: gpu.How, op: str) -> tuple[GemmLaunch | None, str]:
-    """The launch that computes all and publishes; or why there is none, which is logged."""
+    """The launch that computes all chunks and signals them; or None and why, which is logged."""
     try:
         return gpu.find(x, how, publishes=publishes), ""
     except NotImplementedError as error:  # the plan's refusal, before anything is launched
@@ -178,7 +178,7 @@ def _kernel(x: GemmOperands, publishes: Incoming, how: gpu.How, op: str) -> tupl
 
 
 def _chunk_by_chunk(x: GemmOperands, publishes: Incoming, how: gpu.How, op: str) -> Iterator[int]:
-    """Launch the chunks one by one, from the pivot on; yields each behind its last launch."""
+    """Launch the chunks one by one, from the pivot on. Yields each chunk after its last launch."""
     a, b, out, epilogue = x
     chunks, m = publishes.chunks, out.shape[-2]
     residual, scale_a, scale_b = epilogue.residual, epilogue.scale_a, epilogue.scale_b

@@ -1,4 +1,4 @@
-"""`Request`: a call of a matmul op, validated once and brought to the registered ops' canonical form."""
+"""`Request`: a call of a matmul op. It is validated once and brought to the canonical form of the registered ops."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from tilestream.runtime import shutdown
 
 #: Public names of the activations.
 ACTIVATIONS = tuple(name for name in KERNEL_ACTIVATIONS if name != "none")
-#: How many fields of a `Request` are arguments of `tilestream.ops.native.product`.
+#: The number of fields of a `Request` that are arguments of `tilestream.ops.native.product`: the first ones.
 _NUM_NATIVE = 15
-#: What the public ops call their tensors, where it is not what `Request` calls them.
+#: By op: its names of tensors that `Request` calls otherwise.
 _NAMES = {"linear": {"a": "x", "b": "weight"}, "addmm": {"residual": "input"}}
 
 
-# What else may have to see a call of plain tensors.
+# Each may have to see a call of plain tensors.
 _is_grad_enabled, _dispatch_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _transform, _jit_trace = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-#: What `_launch` is told of a product alone: behind its operands.
+#: The arguments of `_launch`, after the operands, for a product without options.
 _PLAINLY = (None, None, 1.0, 1.0, "none", None, "auto", 0, None, None, True, 0)
 
 
 class Request(NamedTuple):
     """A call of any matmul op: the operands and all options. `multiply` validates it once and runs it."""
 
-    # First what `tilestream.ops.native.product` takes, in its order.
+    # The first fields are the arguments of `tilestream.ops.native.product`, in its order.
     op: str  # the public op's name, for messages
-    #: a, b: the operands, with torch.matmul's rules for dimensions; of ``linear``, b is the weight.
+    #: a, b: the operands, with torch.matmul's rules for dimensions. For ``linear``, b is the weight.
     a: torch.Tensor
     b: torch.Tensor
     out: torch.Tensor | None = None
@@ -69,7 +69,7 @@ class Request(NamedTuple):
     deadline: float | None = None
 
     def check(self) -> None:
-        """Raise for options that are wrong whatever the operands are."""
+        """Raise for options that are wrong for all operands."""
         op = self.op
         if self.activation is not None and not is_one_of(self.activation, ACTIVATIONS):
             raise ValueError(f"{op}: activation={self.activation!r}; it is None or one of {', '.join(ACTIVATIONS)}")
@@ -99,11 +99,11 @@ class Request(NamedTuple):
             check_publish(op, self.schedule, arriving)
 
     def name(self, field: str) -> str:
-        """What the caller calls a tensor of the request."""
+        """The caller's name of a tensor of the request."""
         return _NAMES.get(self.op, {}).get(field, field)
 
     def arrives(self) -> bool:
-        """Whether an operand arrives. No property: torch 2.10's compiler follows none of a named tuple."""
+        """Whether an operand arrives. Not a property: torch 2.10's compiler follows no property of a named tuple."""
         return self.arrival is not None or self.weight_arrival is not None
 
     def epilogue(self, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None) -> Epilogue:
@@ -111,7 +111,7 @@ class Request(NamedTuple):
         return Epilogue(self.alpha, self.bias, None, 1.0, self.activation or "none", scale_a, scale_b)
 
     def needs_gradient(self, *more: torch.Tensor | None) -> bool:
-        """Whether a gradient of a tensor of this call, or of ``more``, is asked for."""
+        """Whether a tensor of this call, or of ``more``, requires a gradient."""
         tensors = (self.a, self.b, self.bias, self.residual, *more)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -119,7 +119,7 @@ class Request(NamedTuple):
 def multiply(r: Request) -> torch.Tensor:
     """``a @ b`` with torch.matmul's rules for 1-D, 2-D and batched operands, through the registered ops.
 
-    The next equal call is launched natively, or on the CPU looked up.
+    The next equal call is launched by the extension, or on the CPU by `inline`.
     """
     if torch.compiler.is_compiling() or not isinstance(r.a, torch.Tensor) or not isinstance(r.b, torch.Tensor):
         return _multiply(r)
@@ -141,14 +141,14 @@ def multiply(r: Request) -> torch.Tensor:
 
 
 def _call_of(r: Request) -> tuple[Any, ...]:
-    """The arguments of `tilestream.ops.native.product`; of a collective's product, which is checked, as of a matmul."""
+    """The arguments of `tilestream.ops.native.product`. A collective's product, checked before, counts as matmul."""
     return r[:_NUM_NATIVE] if r.op in PRODUCTS else ("matmul", *r[1:_NUM_NATIVE])
 
 
 class _Product(Derivative):
-    """A product of plain tensors and its gradients, whose products are made as calls of their own are.
+    """A product of plain tensors, and its gradients, whose products are launched as calls of their own.
 
-    The formulas are those of the registered ops, whose kernels for autograd would cost more than the launches do.
+    The formulas are those of the registered ops. Their autograd kernels would cost the host more than the launches.
     """
 
     @staticmethod
@@ -171,9 +171,9 @@ class _Product(Derivative):
 
 
 def _is_seen_by_autograd_alone(r: Request) -> bool:
-    """Whether the gradient of a product of plain tensors is asked for, and nothing else has to see the call.
+    """Whether a call of plain tensors requires a gradient, and nothing but autograd has to see it.
 
-    Of a call that waits for nothing.
+    Asked for calls that wait for nothing.
     """
     _, a, b, out, bias, residual, *_ = r
     if not _is_grad_enabled() or out is not None or r.scale_a is not None or r.scale_b is not None:
@@ -181,7 +181,7 @@ def _is_seen_by_autograd_alone(r: Request) -> bool:
     if type(a) not in PLAIN or type(b) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return False
     wants = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
-    if residual is not None:  # of the result's shape: torch sums up the gradient of another
+    if residual is not None:  # it must have the result's shape: of one that broadcasts, torch sums the gradient
         if type(residual) not in PLAIN or residual.is_nested or a.is_nested or b.is_nested:
             return False
         if type(r.alpha) not in (float, int) or type(r.beta) not in (float, int):
@@ -200,12 +200,12 @@ def _is_seen_by_autograd_alone(r: Request) -> bool:
 
 
 def _launch(a: torch.Tensor, b: torch.Tensor, *how: Any) -> torch.Tensor:
-    """``tilestream::gemm`` as a call of its own, for operands of `_Product`."""
+    """``tilestream::gemm`` as a call of its own, for the gradients of `_Product`."""
     if how == _PLAINLY:
         made = native.product("matmul", a, b)
         return multiply(Request("matmul", a, b)) if made is None else made
     bias, residual, alpha, beta, activation, out_dtype, schedule, workers, scale_a, scale_b, fast_accum, bound = how
-    if bound and bound != limits.limit():  # a thread of torch's own, which knows nothing of blocks around the call
+    if bound and bound != limits.limit():  # torch's backward thread is outside the blocks around the call
         with within_limit(bound):
             return _launch(a, b, *how[:-1], 0)
     call = (
@@ -233,7 +233,7 @@ def _multiply(r: Request) -> torch.Tensor:
     a, b = checks.autocast(op, r.arrives(), a, b)
     checks.check_pair(op, a, b, names)
     b = b.t() if op == "linear" else b
-    # The result's dimensions: of a vector, its one row or column goes.
+    # The result's dimensions: a vector is one row or column, which the result does not have.
     rows, columns = a.shape[-2:-1], b.shape[-1:] if b.dim() > 1 else ()
     a = a if rows else a.unsqueeze(0)
     b = b if columns else b.unsqueeze(1)
@@ -250,11 +250,11 @@ def _multiply(r: Request) -> torch.Tensor:
     if out is not None:
         check_out(r, out, shape, library.result_dtype(a, r.out_dtype))
     resized = out is not None and tuple(out.shape) != shape
-    copied = out is not None and is_dtensor(out)  # whose views need placements that it may not have
-    # b is one matrix, and a's leading dimensions are rows: one large product rather than many small ones.
+    copied = out is not None and is_dtensor(out)  # its views need placements that it may not have
+    # With one matrix b, a's leading dimensions are rows: one large product instead of many small ones.
     folded = b.dim() == 2 and a.dim() != 2 and (_as_one(a, a.dim() - 1) or not r.arrives())
     into = None if out is None or resized or copied else out.view(full)
-    if folded and into is not None:  # rows of a column-major out are not one dimension, but its batches may be
+    if folded and into is not None:  # the rows of a column-major out may form no single dimension, its batches may
         folded = _as_one(into, len(full) - 1) or not _as_one(into, len(full) - 2)
     canonical = (math.prod(full[:-1]), full[-1]) if folded or len(full) == 2 else (math.prod(batch), *full[-2:])
     scales = canonical_scales(op, r.scale_a, r.scale_b, full[:-1], () if folded else batch, canonical)
@@ -288,7 +288,7 @@ def _call(
     r: Request, canonical: tuple[int, ...], into: torch.Tensor | None, operands: tuple[Any, ...],
     optional: tuple[object, ...],
 ) -> torch.Tensor:  # fmt: skip
-    """Call the registered op with arguments in canonical form: its first ones, and those that it may leave out.
+    """Call the registered op with canonical arguments: ``operands`` first, last the ``optional`` ones.
 
     ``into`` is the caller's output, ``[..., M, N]``.
     """
@@ -321,7 +321,7 @@ def _call(
 
 
 def clear_signals(*words: torch.Tensor | None) -> None:
-    """Zero a caller's own words on the CPU. On a GPU the launch does it."""
+    """Zero the caller's own signal words on the CPU. On a GPU the launch does so."""
     for one in words:
         if one is not None and not one.is_cuda:
             library.clear_signals_op(one)
@@ -342,13 +342,13 @@ def _batch(op: str, of_a: torch.Size, of_b: torch.Size) -> torch.Size:
 
 
 def _as_one(x: torch.Tensor, dims: int) -> bool:
-    """Whether ``x``'s first ``dims`` dimensions can be seen as one without a copy, which would read too early."""
+    """Whether the first ``dims`` dimensions of ``x`` are one by a view. A copy would read before ``x`` has arrived."""
     steps = [(x.shape[i], x.stride(i)) for i in range(dims) if x.shape[i] != 1]
     return not x.numel() or all(outer == extent * inner for (_, outer), (extent, inner) in pairwise(steps))
 
 
 def _batched(op: str, name: str, x: torch.Tensor, batch: torch.Size, arrival: Arrival | None) -> torch.Tensor:
-    """``x`` as ``[B, rows, columns]``, repeated where the other operand has more batches."""
+    """``x`` as ``[B, rows, columns]``, repeated for the batches of the other operand."""
     count = math.prod(batch)
     if x.dim() == 2 or math.prod(x.shape[:-2]) == 1:
         return x.reshape(1, *x.shape[-2:]).expand(count, -1, -1)
@@ -371,7 +371,7 @@ def _expand(r: Request, residual: torch.Tensor, shape: tuple[int, ...], full: tu
 
 
 def check_out(r: Request, out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise unless a result of this shape and dtype can be written to the caller's output."""
+    """Raise unless the caller's output can take a result of this shape and dtype."""
     checks.check_written(r.op, out)
     if tuple(out.shape) != shape:
         told = f"{r.op}: out has shape {list(out.shape)}; the result has {list(shape)}"

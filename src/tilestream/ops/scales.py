@@ -1,4 +1,4 @@
-"""Scales of the operands: checked, and brought to the form that the registered ops and the kernels take."""
+"""Scales of the operands: their checks, and their form for the registered ops and the kernels."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def canonical_scales(
     Parameters
     ----------
     scale_a, scale_b
-        As a caller gives them: of one element, or what broadcasts to ``[*batch_a, 1]`` and ``[*batch_b, 1, N]``; of
-        one dimension: ``[M]`` and ``[N]``. ``batch_a`` ends with M.
+        The caller's: one element, or a shape that broadcasts to ``[*batch_a, 1]`` and ``[*batch_b, 1, N]``, or ``[M]``
+        and ``[N]``. ``batch_a`` ends with M.
     shape
-        The canonical output's: ``[M', N]``, or ``[B, M, N]``.
+        The shape of the canonical output: ``[M', N]``, or ``[B, M, N]``.
     """
     row, column = ("row of x", "row of weight") if op == "linear" else ("row of a", "column of b")
     if scale_a is not None:
@@ -39,7 +39,7 @@ def canonical_scales(
 def _canonical(
     name: str, what: str, scale: torch.Tensor, full: tuple[int, ...], to: tuple[int, ...], missing: int
 ) -> torch.Tensor:
-    """A scale that broadcasts to ``full`` as a tensor of shape ``to``; one dimension lacks the one at ``missing``."""
+    """A scale that broadcasts to ``full``, as ``to``. A scale of one dimension has none at ``missing``."""
     if scale.numel() == 1:
         return scale
     extent = full[-1 - missing]
@@ -56,6 +56,6 @@ def _canonical(
 
 
 def check_scale_dtype(op: str, name: str, scale: torch.Tensor) -> None:
-    """Raise unless a scale is of float32: scales are multiplied with what float32 has added up."""
+    """Raise unless a scale is float32, the dtype of the sums that it is multiplied with."""
     if scale.dtype != torch.float32:
         raise TypeError(f"{op}: {name} is {scale.dtype}; scales are torch.float32: {name}.float()")

@@ -33,17 +33,17 @@ class _Words(NamedTuple):
     Attributes
     ----------
     inputs
-        By argument; the tensors that are given, and perhaps others.
+        By argument: the word of each tensor that is given, and perhaps of others.
     results
-        Empty for one that is empty, or has one element.
+        The word of each result; empty for a result that is empty or has one element.
     letters
-        Those that may be sharded; where two cost the same, DTensor takes the first.
+        The letters that may be sharded. Of two with one cost DTensor takes the first.
     addends
-        Inputs that are added to a result: partial sums where the result is one.
+        Inputs that are added to a result. They are partial sums where the result is one.
     factors
         Inputs in each of which the results are linear.
     aligned
-        An input and its letter whose shards have to be of one size.
+        An input and its letter whose shards must have one size.
     """
 
     inputs: Mapping[str, str]
@@ -55,7 +55,7 @@ class _Words(NamedTuple):
 
 
 def _gemm(given: Mapping[str, Any]) -> _Words:
-    """A product. One with an activation is not linear: K is not sharded."""
+    """A product. With an activation it is not linear, and K is not sharded."""
     batch, linear = "b" * (len(given["a"].shape) - 2), given["activation"] == "none"
     words = {"a": "mk", "b": "kn", "residual": "mn", "scale_a": "m1", "scale_b": "1n"}
     words = {name: batch + word for name, word in words.items()} | {"bias": "n"}
@@ -68,7 +68,7 @@ def _gemm(given: Mapping[str, Any]) -> _Words:
 
 
 def _attention(given: Mapping[str, Any]) -> _Words:
-    """Attention by batch, where queries have one, and by heads, where each rank has the keys of its query heads."""
+    """Attention, sharded by batch if queries have one, and by heads if each rank has the keys of its query heads."""
     q, k, batch = given["q"], given["k"], "b" * (given["cu_seqlens_q"] is None)
     keys = "phd" if given["cu_seqlens_k"] is not None else ("b" if given["block_table"] is None else "p") + "khd"
     words = {
@@ -89,7 +89,7 @@ def _attention_backward(given: Mapping[str, Any]) -> _Words:
     return x._replace(inputs=words, results=(out, words["k"], words["v"], sinks))
 
 
-#: By op: its words, and the argument from which on all that is no tensor counts for a strategy.
+#: By op: its words, and the first argument from which on numbers and strings count for a strategy.
 _OPS: dict[str, tuple[Callable[[Mapping[str, Any]], _Words], str]] = {
     "gemm": (_gemm, "activation"),
     "attention": (_attention, "sinks"),
@@ -104,14 +104,14 @@ def is_dtensor(x: object) -> bool:
 
 
 def dtensor_views(*tensors: object) -> AbstractContextManager[None]:
-    """A block in which DTensors have views in inference mode, too; torch's own ops make theirs below autograd."""
+    """A block in which DTensors can be viewed in inference mode, too. Torch's own ops make views below autograd."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return untracked() if any(map(is_dtensor, tensors)) else nullcontext()
 
 
 def refuse_dtensors(op: str, **tensors: object) -> None:
-    """Raise `TypeError` for a DTensor of a call with chunks, which arrive or are published: it has none."""
+    """Raise `TypeError` for a DTensor in a call whose chunks arrive or are published: a DTensor has no chunks."""
     for name, tensor in tensors.items():
         if is_dtensor(tensor):
             raise TypeError(
@@ -121,7 +121,7 @@ def refuse_dtensors(op: str, **tensors: object) -> None:
 
 
 def with_strategies(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """``fake`` of ``tilestream::name``, which also registers the op's strategies: see above."""
+    """``fake`` of ``tilestream::name``, wrapped to register the op's strategies: see the module's text."""
     if name not in _OPS:
         return fake
 
@@ -144,7 +144,7 @@ def _register(name: str) -> None:
     names = [argument.name for argument in op._schema.arguments]
 
     def strategy(schema: Any) -> Any:
-        given = dict(zip(names, schema.args_schema, strict=False))  # without those that have their default
+        given = dict(zip(names, schema.args_schema, strict=False))  # arguments at their defaults are missing
         return _strategy(schema, given, words_of(given))
 
     propagator = DTensor._op_dispatcher.sharding_propagator
@@ -152,7 +152,7 @@ def _register(name: str) -> None:
 
 
 def _strategy(schema: Any, given: Mapping[str, Any], words: _Words) -> Any:
-    """An ``OpStrategy``: the combinations of rules over the mesh, less those whose shards would not fit together."""
+    """An ``OpStrategy``: the combinations of rules over the mesh, without those whose shards do not fit together."""
     from torch.distributed.tensor._op_schema import OpStrategy
     from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
@@ -171,7 +171,7 @@ def _strategy(schema: Any, given: Mapping[str, Any], words: _Words) -> Any:
 
 
 def _mixes(given: Any, wanted: Any) -> bool:
-    """Whether a sum over ranks would become a mean, or the reverse: some versions of DTensor take one for the other."""
+    """Whether a partial sum would become a partial mean, or the reverse: some versions of DTensor confuse the two."""
     pairs = zip(given.placements, wanted.placements, strict=True)
     return any(p.is_partial() and q.is_partial() and p != q for p, q in pairs)
 
@@ -208,7 +208,7 @@ def _rules(words: _Words, tensors: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 
 def _parts(spec: Any, dim: int) -> int:
-    """Of how many pieces a tensor's dimension is."""
+    """The number of pieces of a tensor's dimension."""
     return math.prod(
         spec.mesh.size(i) * getattr(p, "split_factor", 1)
         for i, p in enumerate(spec.placements)

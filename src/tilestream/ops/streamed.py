@@ -1,7 +1,7 @@
-"""Operands that are a `tilestream.Stream`, and tensors that one has not filled yet.
+"""Operands that are a `tilestream.Stream`, and tensors that a stream has not filled yet.
 
-An op asks only where its operand is one (by ``type``: a tensor is slow to say what it is an instance of), or where one
-is open. It does not look for open ones while torch compiles, which would compile anew for each.
+An op calls this module only if an operand is a `Stream` (by ``type``: `isinstance` of a tensor is slow) or if a stream
+is open. While torch.compile traces, open streams are not looked for: each would cause a recompilation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from tilestream.arrival.stream import Stream, open_streams
 def operand(
     op: str, name: str, x: torch.Tensor | Stream, argument: str, arrival: Arrival | None
 ) -> tuple[torch.Tensor, Arrival | None]:
-    """Operand ``x`` and its arrival: a stream's own, or what the caller gave as ``argument``.
+    """Operand ``x`` and its arrival: the stream's own, or what the caller gave as ``argument``.
 
     Raises
     ------
     ValueError
-        If the stream's arrival is another; or if ``x`` is a stream's tensor, not filled yet, and has no arrival.
+        If both are given and differ; or if ``x`` is the tensor of a stream that has not filled it, and no arrival is
+        given.
     """
     if isinstance(x, Stream):
         if arrival is not None and arrival is not x.arrival:
@@ -37,7 +38,7 @@ def operand(
 
 
 def refuse(op: str, **operands: object) -> None:
-    """Raise for tensors of a call that do not arrive: a stream, or a stream's tensor that is not filled yet."""
+    """Raise if an operand that cannot arrive is a stream, or a tensor that a stream has not filled yet."""
     for name, x in operands.items():
         if isinstance(x, Stream):
             raise TypeError(f"{op}: {name} is a Stream, and {name} does not arrive; wait for it: stream.wait()")
@@ -49,7 +50,7 @@ def refuse(op: str, **operands: object) -> None:
 
 
 def refuse_keys(op: str, alone: bool, **operands: object) -> None:
-    """As `refuse`, for keys and values, which arrive together; ``alone``: without an arrival."""
+    """`refuse` for keys and values, which arrive together. ``alone``: the call has no arrival."""
     for name, x in operands.items():
         if isinstance(x, Stream):
             raise TypeError(
@@ -64,12 +65,12 @@ def refuse_keys(op: str, alone: bool, **operands: object) -> None:
 
 
 def _filling(x: object) -> bool:
-    """Whether ``x`` is in memory that a stream has not filled for what is issued now."""
+    """Whether ``x`` lies in memory that a stream has not filled for calls on the current stream."""
     if is_compiling() or not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
         return False
     try:
         found = open_streams.get(x.untyped_storage().data_ptr())
-    except (NotImplementedError, RuntimeError):  # a tensor without memory: a transform's, a subclass's
+    except (NotImplementedError, RuntimeError):  # a tensor without memory, as of a transform or a subclass
         return False
     stream = None if found is None else found()
     return stream is not None and not stream.is_filled_here
