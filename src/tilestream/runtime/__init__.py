@@ -1,4 +1,4 @@
-"""Workspaces, errors, and what must happen at exit."""
+"""What outlives a call: workspaces, streams, the error channel, shutdown."""
 
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 

@@ -1,8 +1,8 @@
-"""The error channel: how a kernel tells the host that it gave up waiting, without the host waiting for the kernel.
+"""The error channel: a kernel reports that it gave up waiting, and the host does not wait for the kernel.
 
-One a device: a ring of records in pinned host memory, which GPUs write directly, and a counter of records on the
-device. The host looks at one word of it at each call on that device and at `check` (invariant 5), and raises what it
-finds. `tilestream.core.error_record` describes a record's words.
+Each device has a ring of records in pinned host memory, which GPUs write directly, and a counter of records in device
+memory. The host reads one word at each call on that device and at `check` (invariant 5), and raises a new record.
+`tilestream.core.error_record` describes the words of a record.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SETTLED = 1e-3
 
 
 class Channel:
-    """The records of one device. Made on first use.
+    """The records of one device, made on first use.
 
     Attributes
     ----------
     records
-        ``int64[RECORDS * FIELDS]`` in pinned host memory: what a kernel is given.
+        ``int64[RECORDS * FIELDS]`` in pinned host memory, an argument of kernels.
     claims
-        ``int64`` on the device: records claimed so far, and a cache line further the clock of the gates.
+        ``int64`` on the device: the number of records claimed, and a cache line further the clock of the gates.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,24 +46,24 @@ class Channel:
             torch.cuda.current_stream(device).synchronize()  # launches may be on any stream
         self._words = _Words.from_address(self.records.data_ptr())
         self._raised = 0
-        self._lost = 0  # records that were overwritten before they were read, since `check` last said so
+        self._lost = 0  # records overwritten before they were read, since the last warning
         self._posted: collections.deque[tuple[BaseException, int | None, int]] = collections.deque()
-        #: By the key of its signals: the newest record that was raised, and whose failure a posted error has told.
+        #: By the key of its signals: the newest record whose failure has been raised, as a record or a posted error.
         self._newest_of: dict[int, int] = {}
         self._told: set[int] = set()
         self._lock = free_in_child(threading.Lock())
 
     @property
     def pending(self) -> bool:
-        """Whether there is a record that was not raised yet. Reads one word."""
+        """Whether a record has not been raised yet. Reads one word."""
         return self._words[self._raised % RECORDS * FIELDS] > self._raised
 
     def take(self) -> tuple[int, Record] | None:
-        """The oldest record that was not raised yet, and its number; None where there is none.
+        """The oldest record that has not been raised yet, and its number; None if there is none.
 
-        Where more than `RECORDS` have come since: the oldest of those that are left. A kernel writes a record's number
-        last. So an old record may have its old number and another's words; it is read twice where so many others are
-        unread that it may be the next to be overwritten.
+        Records that were overwritten are passed over. A kernel writes a record's number last, so a record that is being
+        overwritten has its old number and another record's words. If so many records are unread that this one may be
+        the next to be overwritten, it is read twice.
         """
         with self._lock:
             while (number := self._pass_lost()) > self._raised:
@@ -71,13 +71,13 @@ class Channel:
                 words = self._words[at : at + 1 + len(Record._fields)]
                 if self.newest >= number + RECORDS // 2:
                     time.sleep(_SETTLED)
-                if words[0] == number and self._words[at : at + len(words)] == words:  # else it was overwritten
+                if words[0] == number and self._words[at : at + len(words)] == words:  # not overwritten meanwhile
                     self._raised = number
                     return number, Record(*words[1:])
             return None
 
     def _pass_lost(self) -> int:
-        """Pass over the records that were overwritten before they were read; the number in the next one's place."""
+        """Count and skip the records that were overwritten unread. Returns the number in the next record's place."""
         while (number := self._words[self._raised % RECORDS * FIELDS]) > self._raised + 1:
             self._lost += number - RECORDS - self._raised
             self._raised = number - RECORDS
@@ -101,15 +101,15 @@ class Channel:
         return max(self._words[::FIELDS])
 
     def heard(self, after: int, keys: Collection[int]) -> tuple[int, bool]:
-        """Whether a launch that waited for signals with one of these keys has reported, since record ``after``.
+        """Whether a launch that waited for signals with one of these keys has reported since record ``after``.
 
-        Raised or not: of launches that have ended it is certain. Where records since then have been overwritten, the
-        answer is yes.
+        The answer is certain for launches that have ended, and does not depend on whether the record was raised. If
+        records since ``after`` have been overwritten, the answer is True.
 
         Returns
         -------
         upto, reported
-            ``upto``: the record to ask from the next time. One that is still being written may stand before others.
+            ``upto`` is the record to ask from the next time; a record that is still being written may precede others.
         """
         numbers = self._words[::FIELDS]
         if max(numbers) <= after:
@@ -122,7 +122,7 @@ class Channel:
         return upto, max(newer) > after + RECORDS or any(self._words[at + key] in keys for at in newer.values())
 
     def check(self) -> None:
-        """Raise the oldest record that was not raised yet; then what was posted."""
+        """Raise the oldest record that has not been raised yet, or else the oldest posted error."""
         while self.pending:
             self._warn_of_lost()
             taken = self.take()
@@ -134,7 +134,7 @@ class Channel:
             raise posted
 
     def _is_news(self, number: int, record: Record) -> bool:
-        """Whether a record is raised, rather than what the host has found of that failure: see `post`."""
+        """Whether the record's failure has not been raised yet by a posted error: see `post`."""
         with self._lock:
             if record.key in self._told:
                 return False
@@ -144,7 +144,7 @@ class Channel:
             return True
 
     def _next_posted(self) -> BaseException | None:
-        """The oldest error that was posted, of whose failure no record was raised."""
+        """The oldest posted error whose failure has not been raised by a record."""
         with self._lock:
             while self._posted:
                 error, key, since = self._posted.popleft()
@@ -156,10 +156,10 @@ class Channel:
             return None
 
     def post(self, error: BaseException, key: int | None = None, since: int = 0) -> None:
-        """Have ``error``, which the host has found, raised as a kernel's report is.
+        """Raise ``error``, which the host has found, at the next check, as if a kernel had reported it.
 
-        ``key``: of signals that a kernel may wait for. One failure is raised once: what the kernel has reported since
-        record ``since``, if it is an expiry, and has been raised first; else this.
+        ``key``: the key of signals that a kernel may wait for. One failure is raised once: either the expiry that a
+        kernel has reported since record ``since``, or this error.
         """
         with self._lock:
             self._posted.append((error, key, since))
@@ -181,28 +181,28 @@ def channel(device: torch.device) -> Channel:
 
 
 def check_device(index: int | None) -> None:
-    """Raise what the device with this index has reported. A device on which nothing was launched gets no channel."""
+    """Raise the errors that the device with this index has reported. No channel is made for it."""
     found = _channels.get(index)
     if found is not None:
         found.check()
 
 
 def check() -> None:
-    """Raise what a GPU has reported: the oldest report that was not raised yet.
+    """Raise the oldest error that a GPU has reported and that has not been raised yet.
 
-    A launch on a GPU returns before it has run. If a chunk does not arrive before its deadline, what was not computed
-    becomes NaN, the kernel ends, and it leaves a report, which is raised by the next call of an op on that device, or
-    here. This looks at what was reported so far and waits for nothing: after ``torch.cuda.synchronize()`` it speaks for
-    all that was launched. Of reports that were overwritten before they were raised, a `RuntimeWarning` says how many.
+    A launch on a GPU returns before it has run. If a chunk does not arrive before its deadline, the rows that were not
+    computed become NaN, the kernel ends and reports the error. The next call of an op on that device raises it, or this
+    function. It waits for nothing: call ``torch.cuda.synchronize()`` first to cover all launches. If errors were
+    overwritten before they were raised, a `RuntimeWarning` gives their number.
 
     Raises
     ------
     ArrivalTimeout
         A chunk did not arrive.
     TilestreamError
-        A captured launch was replayed on signals that an expiry had left behind.
+        A captured launch was replayed on signals that an expired launch had left set.
     Exception
-        What the producer of a chunk reported.
+        The error of a chunk's producer.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Python's cyclic garbage collector, kept from running where much is made and nothing is dropped.
+"""Pauses Python's cyclic garbage collector while many objects are made and none becomes garbage.
 
 A collection visits every object of the process: 0.1 s once torch is imported. Importing this package's ops, and
-compiling a kernel, would each set off several.
+compiling a kernel, would each start several.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from tilestream.core.forks import free_in_child, in_child
 
 _lock = free_in_child(threading.Lock())
-_depth = 0  # blocks that are open, of all threads
+_depth = 0  # open blocks of all threads
 _was_enabled = False
-_here = threading.local()  # its depth: blocks that are open in this thread
+_here = threading.local()  # ``depth``: open blocks of this thread
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No collection begins before the last such block of any thread has ended."""
+    """A block in which no collection begins, in any thread."""
     global _depth, _was_enabled
     with _lock:
         if _depth == 0:
@@ -40,7 +40,7 @@ def paused() -> Iterator[None]:
 
 
 def _in_forked_child() -> None:
-    """Of the parent's threads, and the blocks open in them, the child has the one that forked."""
+    """Count only this thread's open blocks: a forked child has none of the parent's other threads."""
     global _depth
     blocks = _depth
     _depth = getattr(_here, "depth", 0)

@@ -1,15 +1,14 @@
 """Workspaces of the GPU backends: queue counters, stream-K counts and partial results, kept from call to call.
 
 Invariants 4 and 8. An eager launch uses the workspace of its (device, stream), whose launches run one after the other.
-Counters are never cleared: each launch counts from a base past what the launch before can have reached. Buffers grow
-when a larger problem comes, and are then kept: of the `MOST_STREAMS` streams that were used last, and of default
-streams. Others' buffers go back to torch's allocator. They were allocated on the stream that they served, and the
-allocator gives them to later work of that stream alone: so nothing has to be waited for, and the stream may be gone.
+Counters are never cleared: each launch counts from a base above all that the previous launch can have counted to.
+Buffers grow with the problems and are kept for default streams and for the `MOST_STREAMS` streams that were used last.
+Buffers of other streams go back to torch's allocator. It gives them only to later work of the stream on which they were
+allocated, so nothing has to be waited for, and the stream need not exist any more.
 
-A captured launch is replayed in any order with eager ones and with other graphs, so it gets words of its own, which its
-last worker restores. They are cut from a slab that was zeroed when the device's first workspace was made: zeroed under
-capture, they would put a memset into the graph. That happens only where there is no slab (the very first call is
-captured) or it is used up.
+A captured launch is replayed in any order with eager launches and other graphs. So it has words of its own, which its
+last worker restores. They come from a slab that was zeroed when the device's first workspace was made. Without a slab
+(the very first call is captured), or when it is used up, they are zeroed under capture, by a memset node in the graph.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from tilestream.runtime.driver import context_id
 
 #: 8-byte words from one counter to the next; `tilestream.kernels.device.schedule.LINE` says why.
 LINE = 16
-#: Streams whose workspaces are kept: far more than a program uses side by side.
+#: The number of streams whose workspaces are kept: far more than a program uses at the same time.
 MOST_STREAMS = 64
 #: 8-byte words of the slab: 2 MiB, about five thousand captured launches of one queue, or 120 of a queue a worker.
 _SLAB = 2**18
 
 
 class Words(NamedTuple):
-    """What one launch works on; None where its schedule has no use for it."""
+    """The memory of one launch; None for each part that its schedule does not use."""
 
-    #: ``int64``, `LINE` apart: a counter a queue, one of the workers that have left, the abort word.
+    #: ``int64``, `LINE` apart: a counter for each queue, the number of workers that have left, the abort word.
     counters: torch.Tensor | None
-    #: counts, partials: stream_k: two ``int32`` (the halves of a tile may be counted apart) and ``[block_m, block_n]``
-    #: of ``float32`` a slot. Partials without counts: as many ``float32`` as were asked for.
+    #: counts, partials: for stream-K, two ``int32`` a slot (one for each half of a tile) and ``float32``
+    #: ``[block_m, block_n]``. Partials without counts: as many ``float32`` as were asked for.
     counts: torch.Tensor | None
     partials: torch.Tensor | None
-    base: int  # what the counters are counted from
-    reset: int  # 1 where the last worker out restores them, else 0
-    #: Two of ``int32``: a list that the launch makes for itself, of packed sequences.
+    base: int  # the value that counters count from
+    reset: int  # 1: the last worker to leave restores the counters
+    #: Two of ``int32``: a list of packed sequences that the launch itself makes.
     listed: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -51,20 +50,20 @@ NO_WORDS = Words(None, None, None, 0, 0)
 
 
 def words_of(schedule: Schedule) -> int:
-    """8-byte words that a launch counts with: see `Words`."""
+    """The number of a launch's 8-byte counters: see `Words`."""
     return (schedule.queues + 2) * LINE
 
 
 class DeviceWorkspace:
     """The words of one (device, stream). Hold `lock` from `open` until the launch has been issued.
 
-    Two threads that launch on one stream must issue in the order in which they were given bases: a launch that finds
-    the counters past its own last ticket would compute nothing.
+    Two threads that launch on one stream must issue in the order of their bases: a launch whose counters are already
+    above its last ticket would compute nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
-        self.used = 0  # when it was used last, in `_uses`
+        self.used = 0  # the number of its last use, of `_uses`
         self._device = device
         self._base = 0
         self._counters: torch.Tensor | None = None
@@ -73,9 +72,9 @@ class DeviceWorkspace:
         self._listed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def open(self, schedule: Schedule, block: Sequence[int], listed: int = 0, floats: int = 0) -> Words:
-        """Words for a launch. One base serves all queues: it rises by the most that any of them can.
+        """Words for a launch. All queues share one base, which rises by the tickets of the longest queue.
 
-        ``floats``: partials that the launch asks for whatever its schedule.
+        ``floats``: partials that the launch needs with every schedule.
         """
         words = words_of(schedule)
         if self._counters is None or self._counters.numel() < words:
@@ -102,7 +101,7 @@ def _pair(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class _Slab:
-    """Zeroed words for captured launches: handed out once, never taken back, since a graph may live for ever."""
+    """Zeroed words for captured launches. None is taken back, since a graph may live as long as the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.Lock()
@@ -127,11 +126,11 @@ _slabs: dict[int | None, _Slab] = {}
 
 
 def device_workspace(device: torch.device, stream: int) -> DeviceWorkspace:
-    """The workspace of ``stream`` (its handle) of ``device``, which is the current one.
+    """The workspace of ``stream`` (a handle) of ``device``, the current device.
 
-    The default streams of two contexts have one handle, and run beside each other: so the context counts there.
+    The default streams of two contexts have the same handle but run concurrently, so their context is part of the key.
     """
-    if device.type == "meta":  # nothing runs there, and the words have no memory: see `tilestream.launch.compiling`
+    if device.type == "meta":  # for `tilestream.launch.compiling`: words without memory
         return DeviceWorkspace(device)
     key = (device.index, stream, 0 if stream else context_id())
     found = _workspaces.get(key)
@@ -148,9 +147,9 @@ def device_workspace(device: torch.device, stream: int) -> DeviceWorkspace:
 
 
 def _let_go_of_oldest() -> None:
-    """Forget the workspace that was used longest ago. A thread that has it still may launch with it: see the module.
+    """Forget the workspace that was used longest ago. A thread that still has it may launch with it: see the module.
 
-    Default streams keep theirs: torch's allocator takes those of all contexts for one stream.
+    Default streams keep theirs, since torch's allocator takes the default streams of all contexts for one.
     """
     streams = [key for key in _workspaces if key[1]]
     if streams:
@@ -160,7 +159,7 @@ def _let_go_of_oldest() -> None:
 def captured_words(
     device: torch.device, schedule: Schedule, block: Sequence[int], listed: int = 0, floats: int = 0
 ) -> Words:
-    """Words for a launch that is being captured, its own. The scratch comes from the graph's memory."""
+    """Words of its own for a launch that is being captured. The scratch comes from the graph's memory pool."""
     slab, size = _slabs.get(device.index), max(floats, schedule.slots * block[0] * block[1])
 
     def zeros(words: int) -> torch.Tensor:

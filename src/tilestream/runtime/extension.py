@@ -1,7 +1,7 @@
-"""The library of `csrc/`: where it is, whether it can be used, and the driver that it finds.
+"""The extension of `csrc/`: its path, whether it can be used, and its driver.
 
-It needs no CUDA to build and is optional. `tilestream.launch.native` launches kernels by it,
-`tilestream.runtime.sequence` issues copies and signals. Without it both go Python's way.
+It needs no CUDA to build and is optional. `tilestream.launch.native` launches kernels by it, and
+`tilestream.runtime.sequence` issues copies and signals. Without it both take the Python path.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from tilestream.runtime.driver.hip import library as hip_library
 
-#: 0: it is not used. Any other value: its path.
+#: 0: the extension is not used. Any other value: its path.
 ENVIRONMENT = "TILESTREAM_NATIVE"
-#: 1: it is used on AMD GPUs, too.
+#: 1: the extension is used on AMD GPUs, too.
 HIP_ENVIRONMENT = "TILESTREAM_NATIVE_HIP"
 LIBRARY = "libtilestream_native.so"
 #: Where `make native` and the wheel put it: beside the package's own files.
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "_native"
 
 
 def find() -> tuple[Path, str, str] | str:
-    """The library, the driver's and torch's GPU library; or why it cannot be used."""
+    """The paths of the extension, of the driver and of torch's GPU library; or why the extension cannot be used."""
     asked = os.environ.get(ENVIRONMENT, "")
     if asked == "0":
         return f"{ENVIRONMENT}=0"
@@ -41,9 +41,9 @@ def find() -> tuple[Path, str, str] | str:
     return path, hip_library() if hip else "libcuda.so.1", str(torch_library)
 
 
-@functools.lru_cache(maxsize=1)  # opened again, it would look its driver up while another thread uses it
+@functools.lru_cache(maxsize=1)  # a second open would look the driver up again while another thread uses it
 def open_library(path: Path, driver: str, torch_library: str) -> ctypes.CDLL:
-    """Load the library, with its ops, and have it find the driver. Makes no CUDA context.
+    """Load the extension with its ops, and look its driver's functions up. Makes no CUDA context.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def open_library(path: Path, driver: str, torch_library: str) -> ctypes.CDLL:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, if it is there and can be used."""
+    """The extension; None if it is missing or cannot be used."""
     found = find()
     try:
         return None if isinstance(found, str) else open_library(*found)

@@ -1,4 +1,4 @@
-"""Properties of the GPUs of this machine, as plans see them."""
+"""Properties of this machine's GPUs, for plans."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.gpu_specs import gpu_properties, published_bandwidth
 from tilestream.runtime.driver import context_id, context_sms
 
-#: Taken where the driver does not say.
+#: Defaults for what the driver does not report.
 _ASSUMED_KHZ = 1.8e6
 _ASSUMED_BYTES = 2e12
 _ASSUMED_SHARED = 64 * 1024
 
 
-#: SMs of a context of a device, by the context's number, which none after it has.
+#: The SMs of a context of a device, by the context's number, which the driver does not use again.
 _units: dict[tuple[int, int], int] = {}
 
 
 def cuda_properties(index: int | None = None) -> DeviceProperties:
-    """The GPU with this index (None: the current one), as the current context may use it. The first call starts CUDA.
+    """The GPU with this index (None: the current one). The first call initialises CUDA.
 
-    A green context has a part of the SMs, and a plan for it is one for so many workers.
+    The number of SMs is that of the current context: a green context has a part of them.
     """
     if not torch.cuda.is_available():
         raise NotImplementedError("device='cuda': torch sees no GPU here; use device='cpu'")
@@ -34,13 +34,13 @@ def cuda_properties(index: int | None = None) -> DeviceProperties:
 
 
 def context_units(index: int) -> int:
-    """The SMs that the current context has of this GPU, where that is not all of them; else 0. Asked once a context."""
+    """The number of SMs of the current context; 0 if it has all of this GPU. Read once a context."""
     number = context_id()
     if not number:
         return 0
     found = _units.get((index, number))
     if found is None:
-        # A context is of the current device: of another one nothing is known, but that torch makes it whole.
+        # The current context is one of the current device. Torch's contexts of other devices have all SMs.
         sms = context_sms() if index == torch.cuda.current_device() else 0
         found = _units[index, number] = sms if sms < _device(index).workers else 0
     return found
@@ -56,7 +56,7 @@ def _restricted(index: int, units: int) -> DeviceProperties:
 
 @functools.cache
 def _device(index: int) -> DeviceProperties:
-    """All of a GPU."""
+    """The GPU with all its SMs."""
     found = torch.cuda.get_device_properties(index)
     if torch.version.hip is None:
         arch, bytes_ = f"sm_{found.major}{found.minor}", getattr(found, "shared_memory_per_block_optin", 0)
@@ -64,7 +64,7 @@ def _device(index: int) -> DeviceProperties:
         arch, bytes_ = found.gcnArchName.partition(":")[0], found.shared_memory_per_block
     hertz = 1e3 * (getattr(found, "clock_rate", 0) or _ASSUMED_KHZ)
     workers = found.multi_processor_count
-    # Two transfers a clock, bits to bytes.
+    # Two transfers a clock; bits to bytes.
     bandwidth = 2e3 * getattr(found, "memory_clock_rate", 0) * getattr(found, "memory_bus_width", 0) / 8
     bandwidth = published_bandwidth(found.name, arch, workers) or bandwidth or _ASSUMED_BYTES
     return gpu_properties(found.name, arch, workers, hertz, bandwidth, bytes_ or _ASSUMED_SHARED)

@@ -1,8 +1,8 @@
 """Sequences: copies, signals, waits and events of several streams, prepared once and issued by one native call.
 
-A driver's function costs the host microseconds, and the Python around it more. So what a shape decides (the order, the
-sizes, which stream) is prepared, and an issue gives what differs: addresses, streams, the epoch. Without the extension
-the same operations are issued one by one by `tilestream.runtime.driver`.
+A driver call costs the host microseconds, and the Python code around it more. So a sequence holds what a shape decides
+(order, sizes, streams), and an issue passes what differs: addresses, stream handles, the epoch. Without the extension
+`tilestream.runtime.driver` issues the same operations one by one.
 
 >>> from tilestream.runtime.sequence import CopyIn, Sequence, Slot, Write
 >>> STREAM, TO, FROM, WORDS, EPOCH = map(Slot, range(5))
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 #: Of csrc/sequence.cpp.
 _VERSION = 1
 _OPERANDS = 4
-#: Operations of a sequence, and its slots, at most.
+#: The largest numbers of a sequence's operations and slots.
 MOST_OPERATIONS, MOST_SLOTS = 1 << 16, 1 << 12
 
 
 class Slot(NamedTuple):
-    """Value number ``index`` of an issue, plus a constant."""
+    """The value of number ``index`` of an issue, plus a constant."""
 
     index: int  # type: ignore[assignment]
     plus: int = 0
@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 
 class Event:
-    """An event of the current device, recorded again and again. As torch's, which is made anew for each record."""
+    """An event of the current device that is recorded repeatedly. Torch makes a new one for each record."""
 
     def __init__(self) -> None:
         self._driver = driver.current()
@@ -56,23 +56,23 @@ class Event:
             self._driver.destroy_event(self.handle)
 
     def query(self) -> bool:
-        """Whether it has come, as it was recorded last; True before it was recorded."""
+        """Whether the last record is complete; True before the first record."""
         return self._driver.has_come(self.handle)
 
     def synchronize(self) -> None:
-        """Wait until it has come."""
+        """Wait until the last record is complete."""
         self._driver.await_event(self.handle)
 
     def record(self, stream: int) -> None:
-        """Record it behind what the stream of this handle was given so far."""
+        """Record the event after all work issued so far on the stream with this handle."""
         self._driver.record_event(stream, self.handle)
 
     def hold(self, stream: int) -> None:
-        """Have the stream of this handle wait for it."""
+        """Let the stream with this handle wait for the event."""
         self._driver.wait_event(stream, self.handle)
 
 
-#: What an operation is told: a constant, or a value of the issue. Streams are handles.
+#: An operand: a constant, or a value of the issue. Streams are handles.
 Operand = int | Slot
 
 
@@ -95,7 +95,7 @@ class CopyAcross(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Write the 32-bit word at ``address`` behind what the stream was given: see `tilestream.runtime.driver`."""
+    """Write the 32-bit word at ``address`` in stream order: see `tilestream.runtime.driver`."""
 
     stream: Operand
     address: Operand
@@ -111,21 +111,21 @@ class Wait(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Record an event: one that the sequence keeps, or a handle."""
+    """Record an event: an object that the sequence keeps alive, or a handle."""
 
     stream: Operand
     event: Operand | Event
 
 
 class WaitEvent(NamedTuple):
-    """Hold the stream until an event has come."""
+    """Hold the stream until an event is complete."""
 
     stream: Operand
     event: Operand | Event
 
 
 Operation = CopyIn | CopyAcross | Write | Wait | Record | WaitEvent
-#: By number in csrc/sequence.h: the operation, and the function of `tilestream.runtime.driver` of the same operands.
+#: By number in csrc/sequence.h: the operation, and the function of `tilestream.runtime.driver` with the same operands.
 _KINDS: tuple[tuple[type, str], ...] = (
     (CopyIn, "copy_in"), (CopyAcross, "copy_across"), (Write, "stream_write"), (Wait, "stream_wait"),
     (Record, "record_event"), (WaitEvent, "wait_event"),
@@ -139,7 +139,7 @@ class SequenceError(RuntimeError):
     Attributes
     ----------
     done : int
-        The number of the operation: all before it were issued, and none after it.
+        The number of the operation. All operations before it were issued, and none after it.
     """
 
     def __init__(self, message: str, done: int) -> None:
@@ -153,14 +153,14 @@ class Sequence:
     Parameters
     ----------
     slots
-        How many values an issue gives.
+        The number of values of an issue.
     operations
-        In the order of issue.
+        The operations in the order of issue.
 
     Raises
     ------
     ValueError, TypeError
-        If an operation is none, names a slot that is not there, or copies nothing; or if there are too many.
+        If an operation is unknown, has an unknown slot or copies 0 bytes, or if there are too many.
     """
 
     def __init__(self, slots: int, operations: Iterable[Operation]) -> None:
@@ -177,7 +177,7 @@ class Sequence:
         self._native = self._made()
 
     def _made(self) -> int | None:
-        """The native sequence; None where there is no extension, or its driver lacks a function."""
+        """The extension's sequence; None without an extension, or if its driver lacks a function."""
         if self._library is None:
             return None
         integers = [_VERSION, self._slots]
@@ -208,13 +208,13 @@ class Sequence:
         Parameters
         ----------
         values
-            One a slot: addresses, handles of streams and events, epochs. Numbers count modulo 2**64, written words
-            modulo 2**32.
+            One for each slot: addresses, handles of streams and events, epochs. They are taken modulo 2**64, words
+            that are written modulo 2**32.
 
         Raises
         ------
         SequenceError
-            If the driver refuses an operation. Those before it are issued.
+            If the driver refuses an operation. The operations before it are issued.
         ValueError
             If there are more or fewer values than slots.
         """
@@ -224,8 +224,8 @@ class Sequence:
         if self._native is not None:
             code = ctypes.c_int32()
             done = self._issue(self._native, self._given(*values), 0, ctypes.addressof(code))
-        # What the library did not issue is asked of the driver once more: a thread may have had no context yet. Where
-        # the driver refuses again, its function says why.
+        # The Python path issues what the extension did not: the thread may not have had a context yet. If the driver
+        # refuses again, its function raises why.
         for number in range(done, len(self._calls)):
             kind, operands = self._calls[number]
             function = getattr(driver, _KINDS[kind][1])
@@ -238,7 +238,7 @@ class Sequence:
 
 
 def _checked(number: int, slots: int, operation: Operation) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """The operation's kind, and a slot (or -1) and a constant for each operand."""
+    """The operation's kind, and for each operand a slot (or -1) and a constant."""
     kind = _NUMBERS.get(type(operation))
     if kind is None:
         raise TypeError(f"sequence: operation {number} is a {type(operation).__name__}; it is one of this module's")

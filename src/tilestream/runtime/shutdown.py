@@ -1,11 +1,11 @@
 """Shutdown: no thread is left inside torch when the interpreter exits.
 
-A daemon thread that is inside torch's C++ code when the interpreter goes away is unwound through frames that do not
-allow it, and the process aborts. An object that runs threads registers here. At exit each is told to stop, and is
-waited for a bounded time. A producer that is blocked in a caller's own code is left there, which is harmless.
+If a daemon thread is inside torch's C++ code when the interpreter ends, Python unwinds it through frames that do not
+allow this, and the process aborts. So objects that run threads register here. At exit each is stopped and waited for,
+for a bounded time. A producer that blocks in the caller's own code is left there, which is harmless.
 
-A caller's daemon thread that enters or leaves a call then sleeps until the process is gone, as all daemon threads do
-from Python 3.14 on: it would else abort in torch code of its caller's, even where it frees a result without the GIL.
+A caller's daemon thread that enters or leaves a call at exit sleeps until the process has ended, as all daemon threads
+do from Python 3.14 on. Otherwise it could abort in the caller's torch code, even while it frees a result.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Protocol
 from tilestream.core.errors import TilestreamError
 from tilestream.core.forks import in_child
 
-#: Seconds that each is waited for.
+#: Seconds to wait for each.
 GRACE_SECONDS = 5.0
 
 
 class Stoppable(Protocol):
-    """Something that runs threads."""
+    """An object that runs threads."""
 
     def stop_at_exit(self, timeout: float) -> None:
-        """Stop, and wait until the threads have left, but not longer than ``timeout`` seconds."""
+        """Stop, and wait at most ``timeout`` seconds until the threads have left."""
 
 
 _exiting = threading.Event()
-#: The calls that are under way.
+#: The calls in progress.
 _inside: set[call] = set()
 _running: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 
@@ -42,7 +42,7 @@ def register(stoppable: Stoppable) -> None:
     Raises
     ------
     TilestreamError
-        If that moment has passed: nothing may begin any more.
+        If the interpreter is already exiting.
     """
     if _exiting.is_set():
         raise TilestreamError("the interpreter exits; nothing is launched any more")
@@ -50,15 +50,15 @@ def register(stoppable: Stoppable) -> None:
 
 
 class call:  # noqa: N801 -- read as `with shutdown.call():`
-    """Around a call of an op: at exit, threads inside one are waited for.
+    """A block around a call of an op. At exit the interpreter waits for threads inside such blocks.
 
-    Without a lock, which would cost a call on the CPU more than a small product: a thread enters and then looks whether
-    the interpreter exits; `_stop_all` says so and then looks who is inside.
+    A lock would cost more than a small product on the CPU. Instead a thread enters and then checks whether the
+    interpreter exits; `_stop_all` first sets that flag and then checks which threads are inside.
 
     Raises
     ------
     TilestreamError
-        If the interpreter exits already. A daemon thread sleeps instead.
+        If the interpreter is already exiting. A daemon thread sleeps instead.
     """
 
     __slots__ = ()
@@ -77,7 +77,7 @@ class call:  # noqa: N801 -- read as `with shutdown.call():`
 
 
 def _stay_if_left_behind() -> None:
-    """Sleep for good, in a daemon thread."""
+    """Sleep until the process ends, in a daemon thread."""
     if threading.current_thread().daemon:
         threading.Event().wait()
 
@@ -92,4 +92,4 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
-in_child(_inside.clear)  # the parent's other threads are not here
+in_child(_inside.clear)  # a forked child has none of the parent's other threads

@@ -1,8 +1,8 @@
-"""Streams of our own, which torch gives to no other code.
+"""Streams of our own, which torch does not hand out.
 
-torch hands out its streams from a pool of 32, over and over: a stream for copies could be the one on which the caller's
-kernel waits for them. So the driver makes ours. They are lent, come back when their borrower is gone, and are lent
-again once they are idle. None is ever destroyed: torch's allocator remembers which streams used its memory.
+Torch hands out its pool of 32 streams repeatedly, so a stream for copies could be the one on which the caller's kernel
+waits for them. Our streams come from the driver. They are lent, return when their borrower is gone, and are lent again
+once they are idle. None is destroyed, since torch's allocator remembers which streams used its memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from tilestream.core.forks import free_in_child
 from tilestream.runtime.driver import create_stream
 
-# Entered again by the thread that is inside: a borrower that the garbage collector finds there gives back.
+# Reentrant: the garbage collector may finalise a borrower, which gives its stream back, inside a locked section.
 _lock = free_in_child(threading.RLock())
 _idle: dict[int, list[torch.cuda.Stream]] = {}
 
 
 def is_torchs(stream: torch.cuda.Stream) -> bool:
-    """Whether it is a stream of torch's own, or a default one: such are never gone."""
+    """Whether it is a stream of torch's pool, or a default stream. Both exist as long as the process."""
     return stream.stream_id != stream.cuda_stream or not stream.cuda_stream
 
 
@@ -35,32 +35,32 @@ def lend(device: torch.device) -> torch.cuda.Stream:
             if stream.query():
                 return _idle[index].pop(i)
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the device's context
+        torch.cuda.current_stream()  # creates the device's context
         return torch.cuda.ExternalStream(create_stream(), device=device)
 
 
 def give_back(stream: torch.cuda.Stream) -> None:
-    """The borrower needs ``stream`` no more; its work may still be under way."""
+    """Return a stream. Its work may still be in progress."""
     with _lock:
         _idle.setdefault(stream.device.index, []).append(stream)
 
 
 def lend_to(borrower: object, device: torch.device) -> torch.cuda.Stream:
-    """`lend`, for as long as ``borrower`` is alive."""
+    """`lend` for as long as ``borrower`` is alive."""
     stream = lend(device)
     weakref.finalize(borrower, give_back, stream)
     return stream
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make ``device`` the current one, where it is not."""
+    """A block in which ``device`` is the current device."""
     here = torch.cuda.current_device() == device.index
     return contextlib.nullcontext() if here else torch.cuda.device(device)
 
 
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Make an idle stream of our own the current one, for the length of the block."""
+    """A block in which an idle stream of our own is the current stream."""
     stream = lend(device)
     try:
         with torch.cuda.stream(stream):

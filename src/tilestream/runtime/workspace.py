@@ -1,9 +1,9 @@
 """Workspaces of the CPU backend: queue counters, stream-K counts and partial results, kept from call to call.
 
 Invariants 4 and 8: a workspace belongs to one launch at a time, and nothing in it is cleared for a launch. Queue
-counters go on from where the launch before may have left them (see `tilestream.core.queues`). A launch that failed
-hands its workspace back like any other: its workers have left, and its counters are below the next base; only its
-stream-K counts are forgotten.
+counters continue above all that the previous launch can have counted to (see `tilestream.core.queues`). A failed launch
+returns its workspace, too: its workers have left, and its counters are below the next base. Only its stream-K counts
+are dropped.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from tilestream.core.forks import in_child
 from tilestream.core.queues import next_base
 from tilestream.core.schedule import Schedule
 
-#: Bytes of scratch that a workspace keeps from one launch to the next; more is made when needed, and let go.
+#: Bytes of scratch that a workspace keeps between launches. Scratch beyond that is freed after its launch.
 _KEPT_BYTES = 64 * 2**20
 
 
 class Counter:
-    """A word with the two atomic operations that a queue needs."""
+    """A word with the two atomic operations of a queue."""
 
     def __init__(self) -> None:
         self._value = 0
         self._lock = threading.Lock()
 
     def add(self, base: int) -> int:
-        """Raise to ``base`` if below, add one; the value before, counted from ``base``."""
+        """Raise the word to ``base`` if it is below, then add one. Returns the previous value minus ``base``."""
         with self._lock:
             value = max(self._value, base)
             self._value = value + 1
             return value - base
 
     def peek(self, base: int) -> int:
-        """The value counted from ``base``; 0 if nothing was added since."""
+        """The value minus ``base``; 0 if nothing was added since."""
         return max(self._value - base, 0)
 
 
 class Workspace:
-    """What one launch needs beside its operands."""
+    """The scratch of one launch."""
 
     def __init__(self) -> None:
         self.counters: list[Counter] = []
@@ -56,17 +56,17 @@ class Workspace:
         self._spare_lock = threading.Lock()
 
     def open(self, schedule: Schedule) -> None:
-        """Make ready for a launch: counters enough, and the base from which each counts."""
+        """Prepare a launch: enough counters, and the base of each."""
         missing = schedule.queues - len(self.counters)
         self.counters += [Counter() for _ in range(missing)]
         self._next += [0] * missing
         self.bases = list(self._next)
         for queue in range(schedule.queues):
             self._next[queue] = next_base(self.bases[queue], schedule.queue_size(queue), schedule.workers)
-        self._counts.clear()  # empty already, unless the launch before was drained
+        self._counts.clear()  # not empty only after a failed launch
 
     def count(self, tile: int, parts: int) -> int:
-        """Count a partial result of ``tile``; the count before. The last of ``parts`` restores it."""
+        """Count a partial result of ``tile``. Returns the previous count. The last of ``parts`` resets it to 0."""
         with self._count_lock:
             before = self._counts.get(tile, 0)
             if before == parts - 1:
@@ -77,10 +77,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """A tensor for the length of the block, from what earlier tiles left behind where that is large enough.
-
-        What is in it is anything.
-        """
+        """A block with an uninitialised tensor, from the scratch of earlier tiles if that is large enough."""
         size = math.prod(shape)
         with self._spare_lock:
             fits = [i for i, spare in enumerate(self._spare) if spare.dtype == dtype and spare.numel() >= size]
@@ -94,7 +91,7 @@ class Workspace:
                 self._spare.append(taken)
 
     def trim(self) -> None:
-        """Let go of scratch beyond `_KEPT_BYTES`, the largest first."""
+        """Free scratch beyond `_KEPT_BYTES`, the largest first."""
         pieces = sorted([*self._spare, *([] if self._partials is None else [self._partials])], key=torch.Tensor.numel)
         kept: list[torch.Tensor] = []
         for piece in pieces:
@@ -105,7 +102,7 @@ class Workspace:
         self._spare = [piece for piece in kept if piece is not self._partials]
 
     def slots(self, count: int, block_m: int, block_n: int, dtype: torch.dtype) -> torch.Tensor:
-        """``[count, block_m, block_n]`` of scratch for partial results; what is in it is anything."""
+        """Uninitialised scratch for partial results: ``[count, block_m, block_n]``."""
         size = count * block_m * block_n
         if self._partials is None or self._partials.dtype != dtype or self._partials.numel() < size:
             self._partials = _scratch(size, dtype)
@@ -113,7 +110,7 @@ class Workspace:
 
 
 def _scratch(size: int, dtype: torch.dtype) -> torch.Tensor:
-    # Whatever torch's default device is, and no inference tensor: it outlives the mode it is made in.
+    # On the CPU whatever torch's default device is; no inference tensor, since it outlives the mode.
     with torch.inference_mode(False):
         return torch.empty(size, dtype=dtype, device="cpu")
 
@@ -125,13 +122,13 @@ class _Pool:
 
 
 _pool = _Pool()
-#: Workspaces kept for reuse; more are made when more launches run at once, and dropped afterwards.
+#: The number of workspaces kept for reuse. If more launches run at once, their workspaces are dropped afterwards.
 _KEPT = 8
 
 
 def _after_fork() -> None:
     global _pool
-    _pool = _Pool()  # the parent's lock may have been held, and its workspaces in use
+    _pool = _Pool()  # in the parent the lock may have been held, and workspaces in use
 
 
 in_child(_after_fork)
@@ -139,7 +136,7 @@ in_child(_after_fork)
 
 @contextlib.contextmanager
 def workspace() -> Iterator[Workspace]:
-    """A workspace of this launch alone, for the length of the block. At its end all workers must have left."""
+    """A block with a workspace of its own. All workers must have left at its end."""
     with _pool.lock:
         taken = _pool.free.pop() if _pool.free else None
     taken = taken or Workspace()
