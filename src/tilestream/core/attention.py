@@ -1,17 +1,16 @@
-"""Attention's work items: which keys a query block sees, in blocks, and where an item of a varlen call lies.
+"""Attention's work items: the key blocks that a query block sees, and the place of an item of a varlen call.
 
-A tile is a query block: consecutive query positions of ``pack`` query heads that share a K/V head, a row for each
-position and head (`row_of`). Its work is a range of key blocks. Query position ``i`` of ``queries`` sees key ``j`` of
-``keys`` if::
+A tile is a query block: consecutive query positions of ``pack`` query heads that share a K/V head, with one row for
+each position and head (`row_of`). Its work is a range of key blocks. Query position ``i`` of ``queries`` sees key ``j``
+of ``keys`` if::
 
     i + shift - left <= j <= i + shift + right          causal: right = 0
 
-``shift`` is ``keys - queries`` where the diagonal ends in the last corner (bottom-right, the default: the last query
-sees the last key), and 0 where it begins in the first (top-left). It may be negative, and these functions know no such
-numbers: it comes as ``ahead - behind``, of which one is 0 (`diagonal`). A side without a limit is ``queries + keys``
-wide, which reaches over all keys from anywhere.
+``shift`` is ``keys - queries`` for a bottom-right diagonal (the default: the last query sees the last key) and 0 for a
+top-left one. These functions take no negative numbers, so ``shift`` is passed as ``ahead - behind``, one of which is 0
+(`diagonal`). A side without a limit is ``queries + keys`` wide, which covers all keys from every position.
 
-A tile's key blocks fall into three runs (`key_blocks`), so that only the blocks that some row sees in part are masked::
+A tile's key blocks form three runs (`key_blocks`). Only blocks that some row sees in part are masked::
 
     begin       plain_begin        plain_end          end
       | window's edge |  plain        |  diagonal, tail |
@@ -19,34 +18,35 @@ A tile's key blocks fall into three runs (`key_blocks`), so that only the blocks
 Tiles are taken in the order of `tilestream.core.raster.longest_first`: rows are query blocks, columns are the heads
 of all sequences, in groups whose K and V stay in L2 together.
 
-Varlen: the lengths are on the device, so the device makes the list of what the raster needs, once a call: a sequence's
-place in the list is the number of sequences that come before it (`comes_before`), the tiles before it are theirs. A
-worker finds the sequence of a position by halving (`halved`), and the tile inside it by the raster.
+Varlen: the lengths are on the device, so the device makes a list of the sequences once a call. A sequence's place in
+the list is the number of sequences that come before it (`comes_before`), and its first tile follows theirs. A worker
+finds the sequence of a position by bisection (`halved`), and the tile inside it by the raster.
 
-Leaves in the sense of `tilestream.core.integers`, in 31 bits while ``2 * (queries + keys) + block`` is.
+The functions are leaves in the sense of `tilestream.core.integers`. They stay in 31 bits if ``2 * (queries + keys) +
+block`` does.
 """
 
 from __future__ import annotations
 
 
 def row_of(row: int, pack: int) -> tuple[int, int]:
-    """``(position, head)`` of a tile's row, both counted from the tile's first: the heads of a position side by side.
+    """``(position, head)`` of a tile's row, both counted from the tile's first. The heads of a position are neighbours.
 
-    Few queries of many heads on one K/V head fill a tile's rows this way, and K and V are read once for all of them.
+    This way few queries of many heads on one K/V head fill a tile, and K and V are read once for all of them.
     """
     return row // pack, row % pack
 
 
 def diagonal(queries: int, keys: int) -> tuple[int, int]:
-    """``(ahead, behind)``: how far key positions are ahead of query positions, or behind, bottom-right.
+    """``(ahead, behind)`` of a bottom-right diagonal: how far keys are ahead of, or behind, query positions.
 
-    Top-left is ``(0, 0)``.
+    For a top-left diagonal it is ``(0, 0)``.
     """
     return keys - min(queries, keys), queries - min(queries, keys)
 
 
 def seen_keys(position: int, ahead: int, behind: int, left: int, right: int, keys: int) -> tuple[int, int]:
-    """The keys ``[begin, end)`` that a query position sees; none where ``begin == end``."""
+    """The keys ``[begin, end)`` that a query position sees; none if ``begin == end``."""
     at = position + ahead
     past = at + right + 1
     end = min(keys, past - min(past, behind))
@@ -62,8 +62,8 @@ def key_blocks(
     Returns
     -------
     (begin, plain_begin, plain_end, end)
-        Blocks ``[begin, end)`` hold every key that one of the positions sees. Of those in ``[plain_begin, plain_end)``
-        each position sees all keys, and there are ``block`` of them.
+        Blocks ``[begin, end)`` hold all keys that some position sees. Each position sees all ``block`` keys of each
+        block in ``[plain_begin, plain_end)``.
     """
     at = first + ahead
     past = at + right + 1
@@ -76,7 +76,7 @@ def key_blocks(
     from_first = min(from_first, until_last)
     begin = from_first // block
     end = (until_last + block - 1) // block
-    if from_first == until_last:  # no position sees a key; that place may be inside a block
+    if from_first == until_last:  # no position sees a key; both may be inside a block
         end = begin
     plain_begin = min(end, max(begin, (from_last + block - 1) // block))
     plain_end = min(end, max(plain_begin, until_first // block))
@@ -86,10 +86,10 @@ def key_blocks(
 def blocks_of_part(
     low: int, high: int, from_first: int, from_last: int, until_first: int, until_last: int, block: int
 ) -> tuple[int, int, int, int]:
-    """Of a tile's key blocks ``[low, high)`` those of some of its rows, in three runs as of `key_blocks`.
+    """Those of a tile's key blocks ``[low, high)`` that some of its rows see, in three runs as of `key_blocks`.
 
-    The first of them sees keys from ``from_first`` until ``until_first``, the last likewise; none where that is no
-    range. One block at least, if the tile has one: rows that see none of its keys have it masked.
+    The first of these rows sees keys from ``from_first`` to ``until_first``, the last likewise; an empty range means no
+    keys. There is at least one block if the tile has one; it is masked for rows that see none of its keys.
     """
     end = min(high, max(low + 1, (until_last + block - 1) // block))
     begin = max(low, min(from_first // block, end - 1))
@@ -102,8 +102,7 @@ def share_of_keys(
 ) -> tuple[int, int, int, int]:
     """One of ``shares`` nearly equal shares of a tile's key blocks, in the same three runs.
 
-    For few queries over many keys: a tile's shares are work items of their own. Some are empty where there are more
-    shares than blocks.
+    For few queries over many keys each share is a work item. If there are more shares than blocks, some are empty.
     """
     size = (end - begin) // shares
     rest = (end - begin) % shares
@@ -115,9 +114,9 @@ def share_of_keys(
 
 
 def comes_before(keys: int, sequence: int, other_keys: int, other: int) -> int:
-    """Whether a sequence comes before another in a varlen call's list, 1 or 0: the longest first, ties in order.
+    """1 if a sequence comes before another in a varlen call's list, else 0: the longest first, ties in order.
 
-    Without a branch, as is `row_of`: kernels call them with vectors.
+    It has no branch, since kernels call it with vectors; so does `row_of`.
     """
     return (keys > other_keys) * 1 + (keys == other_keys) * (sequence < other)
 
@@ -125,9 +124,9 @@ def comes_before(keys: int, sequence: int, other_keys: int, other: int) -> int:
 def halved(low: int, high: int, start: int, position: int) -> tuple[int, int]:
     """One step of the search for the place ``low`` in a list whose tiles hold ``position``.
 
-    ``start`` is the first tile of place ``(low + high) // 2``, of the candidates ``[low, high)``. As many steps as the
-    list's length has bits leave one candidate; a step more changes nothing. Places without tiles share their start with
-    the place after them, and are never the answer.
+    ``start`` is the first tile of place ``(low + high) // 2`` among the candidates ``[low, high)``. After as many steps
+    as the list's length has bits one candidate is left; a further step changes nothing. A place without tiles has the
+    start of the next place, and is never the result.
     """
     middle = (low + high) // 2
     if start <= position:

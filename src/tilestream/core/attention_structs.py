@@ -1,8 +1,8 @@
-"""The parts of attention, by name: what the kernels' functions hand each other, and what the host packs.
+"""The structs of attention, which the kernels' functions pass and the host packs.
 
-The schedule and the gate are those of `tilestream.core.structs`; a gate's ``rows`` are those of keys. All are run-time
-values; what is compiled in is `tilestream.kernels.attention_config`. A row is a query position of one
-query head, a *head tile* the ``PACK`` query heads of one K/V head that share a tile's rows.
+The schedule and the gate are those of `tilestream.core.structs`; a gate's ``rows`` are rows of keys. All fields are
+run-time values; `tilestream.kernels.attention_config` has the compile-time ones. A row is a query position of one query
+head. A *head tile* is the ``PACK`` query heads of one K/V head that share a tile's rows.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 
 class Extents(NamedTuple):
-    """What tiles are cut from: sequences, heads and the window."""
+    """The sequences, heads and window of a call."""
 
-    #: starts, order: packed queries: int32 ``[sequences + 1]`` and ``[sequences]``, the list of
-    #: `tilestream.kernels.device.varlen`; else None.
+    #: starts, order: for packed queries the list of `tilestream.kernels.device.varlen`, int32 ``[sequences + 1]`` and
+    #: ``[sequences]``; else None.
     starts: Any
     order: Any
-    #: One more than there are: the last is the rows of packed queries behind the last sequence, which see no key.
+    #: One more than the call's. The last has the rows of packed queries past the last sequence, which see no key.
     sequences: Any
-    #: cu_seqlens_q, cu_seqlens_k: int32 ``[sequences]``: first row of each packed sequence, and the row behind the
+    #: cu_seqlens_q, cu_seqlens_k: int32 ``[sequences]``: the first row of each packed sequence, and the end of the
     #: last; or None.
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -27,17 +27,17 @@ class Extents(NamedTuple):
     #: tokens_q, tokens_k: rows of the packed tensors.
     tokens_q: Any
     tokens_k: Any
-    #: seqlen_q, seqlen_k: rows of a sequence that is not packed; of keys, the most that a sequence has.
+    #: seqlen_q, seqlen_k: query rows of a sequence that is not packed; the largest number of keys of a sequence.
     seqlen_q: Any
     seqlen_k: Any
     head_tiles: Any  # head tiles of a query block
     q_heads_per_kv: Any  # head tiles that share a K/V head
-    shares: Any  # items that a tile's keys are split into
+    shares: Any  # work items that a tile's keys are split into
     #: left, right: keys that a query sees before and behind its diagonal, where the configuration has such a side.
     left: Any
     right: Any
-    #: batch_rows_k, batch_rows_v: rows of the tensor from one sequence to the next, where copies count rows of the
-    #: whole tensor; else 0.
+    #: batch_rows_k, batch_rows_v: rows of the tensor from one sequence to the next if copies count rows of the whole
+    #: tensor; else 0.
     batch_rows_k: Any
     batch_rows_v: Any
 
@@ -50,16 +50,16 @@ class Tile(NamedTuple):
     pn: Any
     batch: Any  # sequence
     head: Any  # head tile; its first query head is ``head * PACK``
-    share: Any  # of the tile's keys, where they are split
-    first: Any  # first query position, in the sequence
+    share: Any  # the share of the tile's keys, if they are split
+    first: Any  # first query position in the sequence
     #: queries, keys: rows of the sequence.
     queries: Any
     keys: Any
-    #: origin_q, origin_k, origin_v: row of the tensor that the sequence begins at.
+    #: origin_q, origin_k, origin_v: the sequence's first row in the tensor.
     origin_q: Any
     origin_k: Any
     origin_v: Any
-    #: begin, plain_begin, plain_end, end: key blocks, in the three runs of `tilestream.core.attention.key_blocks`.
+    #: begin, plain_begin, plain_end, end: the three runs of key blocks of `tilestream.core.attention.key_blocks`.
     begin: Any
     plain_begin: Any
     plain_end: Any
@@ -71,7 +71,7 @@ class Tile(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which of ``keys`` keys the rows of a tile see."""
+    """Which of ``keys`` keys a tile's rows see."""
 
     position: Any  # query position of each row, ``[rows]``
     #: keys, causal_offset_left, causal_offset_right: as of `Tile`.
@@ -83,23 +83,24 @@ class Mask(NamedTuple):
 class Softmax(NamedTuple):
     """Online softmax of a tile's rows."""
 
-    row_max: Any  # what is subtracted of a row's scores before `scale` multiplies them, ``[rows]``
-    row_sum: Any  # sum of its weights, ``[rows]``
+    row_max: Any  # subtracted from a row's scores before `scale` multiplies them, ``[rows]``
+    row_sum: Any  # sum of a row's weights, ``[rows]``
     o: Any  # sum of weighted values, ``[rows, columns]``
 
 
 class Scores(NamedTuple):
-    """What scores become, in base 2."""
+    """The factors of scores, for exponentials in base 2."""
 
-    #: scale, softcap_scale: scores are multiplied by ``scale`` in the exponent. With a cap that is ``softcap * log2
-    #: e``, and before it they become ``tanh(softcap_scale * scores)``, of ``softcap_scale = scale / softcap``.
+    #: scale, softcap_scale: scores are multiplied by ``scale`` in the exponent. With a soft cap they first become
+    #: ``tanh(softcap_scale * scores)``. ``scale`` is then ``softcap * log2 e``, and ``softcap_scale`` is the caller's
+    #: scale over ``softcap``.
     scale: Any
     softcap_scale: Any
     sinks: Any  # float32 ``[heads]``, or None
 
 
 class Rows(NamedTuple):
-    """A tensor of sequences, rows and heads (their columns are contiguous): pointer, or None, and strides."""
+    """A tensor of sequences, rows and heads with contiguous columns: its pointer, or None, and strides."""
 
     at: Any
     batch: Any
@@ -108,7 +109,7 @@ class Rows(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of queries, keys and values, one a sequence and head: pointers or `Rows`; each of them or None."""
+    """Scales of queries, keys and values, one a sequence and head: pointers or `Rows`, or None."""
 
     q: Any
     k: Any
@@ -118,30 +119,30 @@ class Scales(NamedTuple):
 class Keys(NamedTuple):
     """Keys and values of a tile's sequence and head, in global memory."""
 
-    #: k, v: `Rows` from the sequence's first on; of pages, from the first page on, with ``batch`` from page to page.
+    #: k, v: `Rows` from the sequence's first row on. For pages: from the first page on, with ``batch`` between pages.
     k: Any
     v: Any
-    #: table, pages: int32: the sequence's pages, and how many there are in all.
+    #: table, pages: int32: the sequence's page numbers, and the number of all pages.
     table: Any
     pages: Any
-    #: low, high: keys that some row of the tile sees. No other is read.
+    #: low, high: the keys that some row of the tile sees. No others are read.
     low: Any
     high: Any
 
 
-# Of the Hopper kernel ------------------------------------------------------------------------------------------------
+# The Hopper kernel ---------------------------------------------------------------------------------------------------
 
 
 class Pages(NamedTuple):
     """Keys in pages."""
 
-    #: table, stride: int32 ``[sequences, pages of one]``, or None, and from one sequence's pages to the next's.
+    #: table, stride: int32 ``[sequences, pages of a sequence]``, or None, and its stride between sequences.
     table: Any
     stride: Any
 
 
 class Source(NamedTuple):
-    """Where the Hopper kernel's queries, keys and values come from."""
+    """Queries, keys and values of the Hopper kernel, in global memory."""
 
     #: q_map, k_map, v_map: tensor maps.
     q_map: Any
@@ -158,7 +159,7 @@ class Source(NamedTuple):
 
 
 class QkvRing(NamedTuple):
-    """Stages of queries, keys and values, their barriers, and those of the consumers' turns."""
+    """Stages of queries, keys and values, and the barriers of the stages and of the consumers' turns."""
 
     q: Any
     k: Any
@@ -173,7 +174,7 @@ class QkvRing(NamedTuple):
 
 
 class TileRing(NamedTuple):
-    """The item ring: slots and their barriers; slots for a trace's places and for scales, or None; the trace's log."""
+    """The item ring: slots and barriers; slots for a trace's places and for scales, or None; the trace's log."""
 
     slots: Any
     full: Any
@@ -184,7 +185,7 @@ class TileRing(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a consumer's rows go: the output's tensor map, its strips in shared memory, the log-sum-exp."""
+    """A consumer's outputs: the output's tensor map and strips in shared memory, the log-sum-exp."""
 
     map: Any
     buffers: Any
@@ -192,7 +193,7 @@ class Output(NamedTuple):
 
 
 class Step(NamedTuple):
-    """`Softmax` and ``p``, the weights of the key block before, as `pack_p` gives them."""
+    """`Softmax`, and ``p``: the weights of the previous key block, from `pack_p`."""
 
     row_max: Any
     row_sum: Any
@@ -201,7 +202,7 @@ class Step(NamedTuple):
 
 
 class RingPlace(NamedTuple):
-    """Where a consumer stands in the ring of key blocks, and in the order of turns."""
+    """A consumer's place in the ring of key blocks and in the order of turns."""
 
     stage: Any
     phase: Any
@@ -209,7 +210,7 @@ class RingPlace(NamedTuple):
 
 
 class KeyLoads(NamedTuple):
-    """How keys, or values, are loaded: tensor map, stages as its boxes, barriers, rows of a page."""
+    """Loads of keys, or of values: tensor map, stages in the shape of its boxes, barriers, rows of a page."""
 
     map: Any
     boxes: Any
@@ -219,7 +220,7 @@ class KeyLoads(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """Rows of keys, or of values: their sequence, the row of the tensor it begins at, its keys, the K/V head."""
+    """Rows of keys, or of values: their sequence, its first row in the tensor, its keys, the K/V head."""
 
     batch: Any
     origin: Any
@@ -228,7 +229,7 @@ class KeyRows(NamedTuple):
 
 
 class LastValues(NamedTuple):
-    """A tile's last block of values, loaded after the next tile is taken: whether there is one, its rows, its key."""
+    """A tile's last block of values, which is loaded after the next tile is taken: a flag, its rows, its first key."""
 
     pending: Any
     rows: Any
@@ -236,7 +237,7 @@ class LastValues(NamedTuple):
 
 
 class LoadPlace(NamedTuple):
-    """Where the load loop stands: its `Place` in the rings of keys and of values, a ticket asked for, its `Passed`."""
+    """The load loop's state: its `Place` in the rings of keys and of values, the prefetched ticket, its `Passed`."""
 
     k: Any
     v: Any
@@ -244,23 +245,23 @@ class LoadPlace(NamedTuple):
     passed: Any
 
 
-# Of the CDNA kernel --------------------------------------------------------------------------------------------------
+# The CDNA kernel -----------------------------------------------------------------------------------------------------
 
 
 class KeyCopies(NamedTuple):
-    """How keys, or values, are copied to shared memory."""
+    """Copies of keys, or of values, to shared memory."""
 
     x: Any  # `Rows` of `Keys`
-    #: i, columns, rest: row, and column of its part, of what each lane copies; the last part's column, where it goes
-    #: through registers.
+    #: i, columns, rest: the row that each lane copies, and its column in the part; the last part's column, if the copy
+    #: goes through registers.
     i: Any
     columns: Any
     rest: Any
-    stages: Any  # shared memory, a part each
+    stages: Any  # shared memory, one for each part
 
 
 class Fetched(NamedTuple):
-    """A key block in registers, keys and values a part each; and what the page table says of the next one's rows."""
+    """A key block in registers, its keys and values in parts; and the pages of the next block's rows."""
 
     k: Any
     v: Any

@@ -1,4 +1,4 @@
-"""What a plan knows of a device: how many workers it can hold, and the rates that make the floor."""
+"""Properties of a device for plans: the number of its workers, and the rates that give the floor."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-#: fp32 operations a cycle and core, two FMA pipes counted, by what the CPU says it has.
+#: fp32 operations a cycle and core, with two FMA pipes, by the CPU's flags.
 _FLOPS_PER_CYCLE = (("avx512f", 64), ("avx2", 32), ("avx", 16), ("asimd", 16))
-#: Where the system does not report a clock; high, since the floor is a bound.
+#: The clock if the system reports none. It is high, since the floor is a lower bound.
 _ASSUMED_HZ = 4.0e9
-#: The system does not report memory bandwidth: an assumption, and called one in the plan.
+#: The memory bandwidth, which the system does not report. The plan calls it an assumption.
 _ASSUMED_BYTES_PER_CORE = 12e9
 _ASSUMED_BYTES = 400e9
 
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """A device as the plan sees it."""
+    """A device's properties, as plans use them."""
 
     name: str  # for people
     backend: str  # which backend of `tilestream.kernels` runs on it
-    workers: int  # workers it can hold at once: cores here, SMs on a GPU
+    workers: int  # workers that run at the same time: cores of a CPU, SMs of a GPU
     flops: float  # peak fp32 operations a second of one worker (a multiply-add counts two)
     bandwidth: float  # bytes a second from memory, all workers together
     source: str  # where these figures come from
-    arch: str = ""  # what a GPU's code is compiled for: ``sm_90``, ``gfx942``
+    arch: str = ""  # the architecture of a GPU's code: ``sm_90``, ``gfx942``
     shared: int = 0  # bytes of shared memory that one worker can have
-    #: Peak operations a second of one worker's matrix units, by kind of input; where a kind is not named, ``flops``.
+    #: Peak operations a second of one worker's matrix units, by kind of input; ``flops`` for other kinds.
     tensor: tuple[tuple[str, float], ...] = ()
-    clock: float = 0.0  # cycles a second that the peaks are counted at; 0 where it is not known
-    #: Cycles a second while the matrix units are busy, by kind of input, where that is published.
+    clock: float = 0.0  # cycles a second of the peaks; 0: unknown
+    #: Cycles a second while the matrix units are busy, by kind of input, if published.
     sustained: tuple[tuple[str, float], ...] = ()
     xcds: int = 1  # dies with an L2 each; the hardware assigns programs to them in turn
-    #: Parts of the device to which it assigns work groups in turn; one that waits for a place is not moved.
+    #: Parts of the device to which work groups are assigned in turn. A work group that waits for its part stays there.
     shader_engines: int = 0
-    #: l2, l2_bandwidth: bytes of one L2, and bytes a second that one gives to its workers; 0 where it is not known.
+    #: l2, l2_bandwidth: bytes of one L2, and bytes a second from one L2 to its workers; 0: unknown.
     l2: int = 0
     l2_bandwidth: float = 0.0
-    cache_bandwidth: float = 0.0  # bytes a second from the cache that all L2 share, where there is one
+    cache_bandwidth: float = 0.0  # bytes a second from a cache that all L2 share; 0: there is none
 
     def peak(self, dtype: str, workers: int) -> float:
         """Peak operations a second of ``workers`` workers.
@@ -55,7 +55,8 @@ class DeviceProperties:
 def cpu_properties() -> DeviceProperties:
     """The CPU of this machine.
 
-    Cores are those that this process may use; peaks are nominal, from the flags and the clock that the system reports.
+    The cores are those that this process may use. The peaks are nominal: from the flags and the clock that the system
+    reports.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     info = _cpuinfo()

@@ -1,7 +1,8 @@
-"""What a kernel writes down when it gives up waiting: the record, and what is made of it. No torch here.
+"""The record that a kernel writes when it gives up waiting, and the exception that it becomes. No torch here.
 
-A launch that gives up writes one record of `FIELDS` 64-bit words into a ring of `RECORDS`, in host memory that the GPU
-sees. The first word is its number, from 1, and is written last, as a release; the others are those of `Record`.
+A launch that gives up writes one record of `FIELDS` 64-bit words into a ring of `RECORDS` in host memory that is mapped
+on the GPU. The first word is the record's number, from 1. It is written last, as a release. The others are the fields
+of `Record`.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from typing import NamedTuple, Protocol
 from tilestream.core.errors import NO_ITEM, ArrivalTimeout, ProducerStopped, TilestreamError, tile_name
 from tilestream.core.forks import free_in_child
 
-#: Words of a record, and how many the ring holds.
+#: Words of a record, and records of the ring.
 FIELDS, RECORDS = 16, 64
 
-#: Why a launch gave up.
+#: The reasons why a launch gives up.
 EXPIRED, FAILED, QUARANTINED = 3, 4, 5
 
-#: The ops whose names a record can hold, by number.
+#: The ops, by the number that a record holds.
 _OPS: dict[str, int] = {}
 _ops_lock = free_in_child(threading.Lock())
 
 
 def op_number(op: str) -> int:
-    """The number by which a kernel knows ``op``."""
+    """The number of ``op`` in records."""
     with _ops_lock:
         return _OPS.setdefault(op, len(_OPS))
 
 
 class Source(Protocol):
-    """What a record's key names: `tilestream.arrival.signals.Signals`."""
+    """What a record's key refers to: `tilestream.arrival.signals.Signals`."""
 
     raised: set[int]
     whose: Callable[[int], tuple[int, str]] | None
@@ -43,16 +44,16 @@ class Source(Protocol):
         """The present epoch."""
 
     def error(self, epoch: int) -> BaseException | None:
-        """What the producer of an epoch reported."""
+        """The error of an epoch's producer; None if it has reported none."""
 
     def failure(self, epoch: int) -> BaseException:
-        """What a wait for a failed producer raises."""
+        """The exception of a wait for a failed producer."""
 
     def reported(self) -> None:
-        """A launch has reported the failure."""
+        """Note that a launch has reported the failure."""
 
 
-#: The live sources by key: each enters itself.
+#: The live sources by key. Each registers itself.
 sources: weakref.WeakValueDictionary[int, Source] = weakref.WeakValueDictionary()
 
 
@@ -61,24 +62,24 @@ class Record(NamedTuple):
 
     why: int  # `EXPIRED`, `FAILED` or `QUARANTINED`
     op: int  # see `op_number`
-    worker: int  # the worker that found it
-    operand: int  # 0 where A's rows were waited for, 1 where B's columns
-    chunk: int  # the chunk that was not there
+    worker: int  # the worker that gave up first
+    operand: int  # 0: it waited for A's rows, 1: for B's columns
+    chunk: int  # the chunk that had not arrived
     #: key, epoch: of the signals.
     key: int
     epoch: int
-    #: tile, batch, pm, pn: the tile of the first item that this worker did not compute; ``tile`` is -1 where it was
-    #: none, ``batch`` where there is only one.
+    #: tile, batch, pm, pn: the tile of the first item that this worker did not compute. ``tile`` is -1 without such an
+    #: item, ``batch`` is -1 if there is only one.
     tile: int
     batch: int
     pm: int
     pn: int
-    #: waited, allowed: nanoseconds it waited for this chunk, and the launch's deadline.
+    #: waited, allowed: nanoseconds of the wait for this chunk, and of the launch's deadline.
     waited: int
     allowed: int
 
     def error(self) -> BaseException | None:
-        """The exception that says so; None if it was raised elsewhere already."""
+        """The exception of this record; None if the failure has been raised elsewhere already."""
         op = next((name for name, number in _OPS.items() if number == self.op), "matmul")
         argument = "weight_arrival" if self.operand else "arrival"
         signals = sources.get(self.key)

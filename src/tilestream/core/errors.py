@@ -1,44 +1,44 @@
-"""What can go wrong after a launch: every exception here names what the caller must know to act."""
+"""The exceptions of running launches. Each names what the caller needs to act."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: What an expiry names where no item was held up.
+#: The item of an expiry that held up no item.
 NO_ITEM = "none (a chunk that no tile reads)"
 
 
 def tile_name(tile: int, pm: int, pn: int, batch: int | None) -> str:
-    """A tile, for people; ``batch`` None where there is only one."""
+    """A tile's name in messages; ``batch`` is None if there is only one."""
     where = f"batch {batch}, " if batch is not None else ""
     return f"tile {tile} ({where}row tile {pm}, column tile {pn})"
 
 
 class TilestreamError(Exception):
-    """Base of the exceptions that a running kernel reports (bad arguments raise `ValueError` and `TypeError`)."""
+    """Base of the exceptions that a running kernel reports. Bad arguments raise `ValueError` and `TypeError`."""
 
 
 class ArrivalTimeout(TilestreamError, TimeoutError):
-    """A chunk did not arrive before the launch's deadline. What was not computed is NaN; all workers have left.
+    """A chunk did not arrive before the launch's deadline. Tiles that were not computed are NaN.
 
     Attributes
     ----------
     op : str
         The operation that waited.
     worker : int
-        The worker that found the deadline passed, from 0.
+        The worker whose wait reached the deadline, from 0.
     chunk : int
         The chunk that did not arrive.
     item : str
-        The first work item, in the schedule's order, that was not taken because of it.
+        The first work item, in the schedule's order, that was not computed.
     waited : float
-        Seconds this worker waited for this chunk.
+        Seconds that this worker waited for this chunk.
     deadline : float
-        Seconds the launch was given.
+        The launch's deadline in seconds.
     rank : int or None
-        The rank that reports, where there are several.
+        The rank that reports, if there are several.
     argument : str
-        Whose chunk it was: ``arrival`` or ``weight_arrival``.
+        The argument that the chunk belongs to: ``arrival`` or ``weight_arrival``.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
 
 
 class ProducerStopped(TilestreamError):
-    """A producer was closed before it had delivered every chunk, so the chunks that are missing will never come."""
+    """A producer was closed before it had delivered every chunk. The missing chunks will not arrive."""
 
 
 class GroupBroken(TilestreamError):
-    """The process group of this name lost a peer, or a rank of it gave up waiting: it is of no use any more.
+    """The process group of this name lost a peer, or one of its ranks gave up waiting. It cannot be used any more.
 
-    Other groups work on. A new group of the ranks that are left works, too. ``reason`` says what happened, and where.
+    Other groups are not affected. A new group of the remaining ranks works. ``reason`` says what happened, and where.
     """
 
     def __init__(self, group: str, reason: str) -> None:

@@ -1,8 +1,8 @@
-"""What a forked child makes anew.
+"""Locks and state of a forked child.
 
 A child of ``os.fork`` has one thread, the one that forked. A lock that another thread of the parent held stays held in
-the child for ever, unless the child frees it. The words that such a lock guards are as the fork found them: so what a
-thread does under a lock of `free_in_child` leaves them usable at each step.
+the child unless the child frees it. The state that such a lock guards is as it was at the fork. So code under a lock of
+`free_in_child` must keep that state usable after each step.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def in_child(function: Callable[[], object]) -> None:
-    """Call ``function`` in each forked child, where the system forks."""
+    """Call ``function`` in each forked child, if the system can fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
 
 def free_in_child(lock: Lock) -> Lock:
-    """``lock``, which no thread holds in a forked child, unless the thread that forked holds it."""
+    """Free ``lock`` in each forked child, unless the forking thread holds it. Returns ``lock``."""
     _locks.add(lock)
     return lock
 
 
 def _free() -> None:
     for lock in list(_locks):
-        is_owned = getattr(lock, "_is_owned", None)  # a lock that one thread may take again knows its thread
+        is_owned = getattr(lock, "_is_owned", None)  # a reentrant lock knows its thread
         if is_owned is None or not is_owned():
             lock._at_fork_reinit()
 

@@ -1,11 +1,11 @@
 """The gate: the wait between a work item and the chunks it reads.
 
-`Gate.needs` says which chunks an item needs: a function of the rows it reads, after raster and pivot, and of nothing
-else (invariant 2). `pass_gate` is the protocol of the wait, a generator like `tilestream.schedule.take`: it yields
+`Gate.needs` gives the chunks that an item needs. They depend only on the rows that the item reads, after raster and
+pivot (invariant 2). `pass_gate` is the protocol of the wait, a generator like `tilestream.schedule.take`: it yields
 `Wait`, and the answer is whether the chunk has arrived.
 
-In arrival order a worker takes an item only after its chunks were seen, and still passes this gate: the gate makes the
-result right, and the order avoids waiting.
+In arrival order a worker takes an item only after it has seen the item's chunks, and still passes this gate. The gate
+makes the result right; the order avoids waits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tilestream.core.schedule import Schedule
 class Wait(NamedTuple):
     """Wait for a chunk, under the launch's deadline and its abort word. Answer: 1 arrived, 0 the launch is over."""
 
-    operand: int  # 0 where A's rows arrive, 1 where B's columns (a weight's rows) do
+    operand: int  # 0: A's rows, 1: B's columns (a weight's rows)
     chunk: int  # which chunk of that operand
-    item: WorkItem  # the item that needs it: what a record of an expiry names
+    item: WorkItem  # the item that needs it, for the record of an expiry
 
 
 class See(NamedTuple):
-    """Wait for a chunk without an item: by the last worker out, before it zeroes the signals.
+    """Wait for a chunk without an item: the last worker to leave does so before it zeroes the signals.
 
     Answer: 1 arrived, 0 the launch is over. A record of an expiry names no item.
     """
@@ -38,7 +38,7 @@ class See(NamedTuple):
 
 
 class Needs(Protocol):
-    """What a launch must know of a gate."""
+    """A gate, for a launch."""
 
     def needs(self, item: WorkItem) -> tuple[Wait, ...]:
         """The chunks ``item`` reads, each once."""
@@ -49,7 +49,7 @@ class Needs(Protocol):
 
 @dataclass(frozen=True)
 class Gate:
-    """What an item waits for: chunks of A's rows, of B's columns, or both.
+    """The gate of a GEMM: items wait for chunks of A's rows, of B's columns, or both.
 
     Parameters
     ----------
@@ -58,9 +58,9 @@ class Gate:
     block_m, block_n
         Rows and columns of a tile.
     rows, columns
-        The chunks, None where all is there; one of the two is given (with no arrival there is no gate at all).
+        The chunks of each operand that arrives; None for one that is there. At least one is given.
     row_of_batch
-        Where each batch begins in the rows that arrive. Empty for one batch, or where all batches share A.
+        The first row of each batch among the rows that arrive. Empty for one batch, or if all batches share A.
     """
 
     m: int
@@ -86,14 +86,14 @@ class Gate:
         return tuple(needs)
 
     def every(self) -> tuple[See, ...]:
-        """Every chunk, A's first: those that no tile reads (without rows, say) as well as those that one has read."""
+        """Every chunk, A's first, also those that no tile reads (as one without rows)."""
         operands = enumerate((self.rows, self.columns))
         return tuple(See(o, chunk) for o, chunks in operands if chunks is not None for chunk in range(chunks.count))
 
 
 @dataclass(frozen=True)
 class RowGate:
-    """What an item waits for, where a function gives the ``rows`` ``[begin, end)`` that it reads of the one operand."""
+    """A gate of one operand, with a function from an item to the ``rows`` ``[begin, end)`` that it reads."""
 
     chunks: Chunks
     rows: Callable[[WorkItem], tuple[int, int]]
@@ -108,14 +108,14 @@ class RowGate:
 
 
 class Seen(NamedTuple):
-    """The chunks a worker has waited for already, as bits: a wait happens once per new chunk, not once per item."""
+    """The chunks that a worker has waited for, as bits. It waits once for each chunk, not once for each item."""
 
     rows: int = 0
     columns: int = 0
 
 
 def pass_gate(gate: Needs, item: WorkItem, seen: Seen) -> Generator[Wait, int, tuple[bool, Seen]]:
-    """Wait for every chunk ``item`` reads that this worker has not yet seen; False: the launch is over, do nothing."""
+    """Wait for each chunk that ``item`` reads and this worker has not seen. False: the launch is over, do nothing."""
     for need in gate.needs(item):
         bit = 1 << need.chunk
         if not seen[need.operand] & bit:
@@ -126,10 +126,10 @@ def pass_gate(gate: Needs, item: WorkItem, seen: Seen) -> Generator[Wait, int, t
 
 
 def arrival_order(schedule: Schedule, gate: Gate) -> tuple[int, ...]:
-    """Where a schedule's queues end in arrival order: each position behind which tiles read other chunks.
+    """The ends of a schedule's queues in arrival order: the positions after which tiles read other chunks.
 
-    The schedule has one queue, and a raster that goes through what arrives chunk by chunk: between two positions that
-    are a multiple of the other dimension's tiles all tiles read the same chunks. The gate is of one operand.
+    The schedule has one queue, and its raster goes chunk by chunk: between two neighbouring multiples of the other
+    dimension's tiles all positions read the same chunks. The gate has one operand.
     """
     grid = schedule.grid
     ends: list[int] = []
@@ -143,6 +143,6 @@ def arrival_order(schedule: Schedule, gate: Gate) -> tuple[int, ...]:
 
 
 def chunks_of(schedule: Schedule, gate: Needs) -> tuple[tuple[int, ...], ...]:
-    """For each queue in arrival order: the chunks that its items read, all the same."""
+    """For each queue in arrival order: the chunks that all its items read."""
     firsts = (schedule.ticket(queue, 0)[0] for queue in range(schedule.queues))
     return tuple(tuple(need.chunk for need in gate.needs(item)) for item in firsts)

@@ -1,4 +1,4 @@
-"""GPUs by name: for plans without the device, and for the figures that drivers do not report.
+"""GPUs by name, for plans without the device and for figures that drivers do not report.
 
 Sources: NVIDIA's data sheets of A100, L40S, H100, H200, HGX B200 and HGX B300, of Jetson AGX Thor (T5000), its white
 papers of Ada and of RTX Blackwell (RTX 4090, RTX 5090), and the CUDA programming guide (shared memory by compute
@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
 
-#: Operations a cycle of one SM or CU, dense, added up in float32, from the vendors' data sheets: fp32, 16-bit, tf32,
-#: 8-bit. A GeForce's matrix units add up in float32 at half the rate: see `rates`.
+#: Dense operations a cycle of one SM or CU, accumulated in float32, from the vendors' data sheets: fp32, 16-bit, tf32,
+#: 8-bit. A GeForce's matrix units accumulate in float32 at half the rate: see `rates`.
 PER_CYCLE = {
     "sm_80": (128, 2048, 1024, 2048),
     "sm_86": (256, 1024, 512, 1024),
@@ -35,7 +35,7 @@ PER_CYCLE = {
     "gfx942": (256, 2048, 1024, 4096),
     "gfx950": (256, 4096, 256, 8192),
 }
-#: Where no data sheet is known.
+#: For GPUs without a known data sheet.
 _ASSUMED = (128, 512, 256, 512)
 
 
@@ -68,7 +68,7 @@ class GpuSpec(NamedTuple):
     bandwidth: float
     shared: int
     sustained: tuple[tuple[str, float], ...] = ()
-    l2: int = 0  # NVIDIA: bytes, where published; AMD's is in `DIES`
+    l2: int = 0  # bytes of an NVIDIA GPU's L2, if published; `DIES` has AMD's
 
 
 def _busy(float16: float, bfloat16: float, fp8: float) -> tuple[tuple[str, float], ...]:
@@ -93,20 +93,20 @@ GPU_SPECS = {
 
 
 def rates(name: str, arch: str, hertz: float) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """Peak operations a second of one worker: of fp32, and of the matrix units by kind of input."""
+    """Peak operations a second of one worker: fp32, and the matrix units by kind of input."""
     flops, *matrix = (n * hertz for n in PER_CYCLE.get(arch, _ASSUMED))
     half, tf32, fp8 = (rate / 2 if "geforce" in name.lower() else rate for rate in matrix)
     return flops, (("float16", half), ("bfloat16", half), ("tf32", tf32), ("fp8", fp8))
 
 
 def named(name: str) -> DeviceProperties | None:
-    """The GPU of this name (``"mi300x"``, ``"H100"``), without the GPU; None if it is none of `GPU_SPECS`."""
+    """The properties of the GPU of this name (``"mi300x"``, ``"H100"``); None if it is not in `GPU_SPECS`."""
     known = GPU_SPECS.get(name.lower())
     return None if known is None else gpu_properties(*known[:7])
 
 
 def published_bandwidth(name: str, arch: str, workers: int) -> float:
-    """Bytes a second from the memory of an AMD GPU by its name; 0 where that is unknown.
+    """Bytes a second from the memory of an AMD GPU, by its name; 0: unknown.
 
     MI300's driver reports the memory controller's clock, a quarter of the pins' rate.
     """
@@ -115,7 +115,7 @@ def published_bandwidth(name: str, arch: str, workers: int) -> float:
 
 
 def _alike(name: str, arch: str) -> list[GpuSpec]:
-    """The GPUs of this arch whose names are in ``name``."""
+    """The GPUs of this arch whose names occur in ``name``."""
     plain = name.lower().replace(" ", "")
     return [known for key, known in GPU_SPECS.items() if known.arch == arch and key in plain]
 
@@ -124,9 +124,9 @@ def gpu_properties(
     name: str, arch: str, workers: int, hertz: float, bandwidth: float, shared: int,
     sustained: tuple[tuple[str, float], ...] | None = None,
 ) -> DeviceProperties:  # fmt: skip
-    """A GPU's properties from what its driver, or its data sheet, says.
+    """A GPU's properties from the figures of its driver, or of its data sheet.
 
-    ``sustained`` None: as published of the GPU of `GPU_SPECS` whose name is in ``name``, or of its arch.
+    ``sustained`` None: the published clocks of the GPU of `GPU_SPECS` whose name occurs in ``name``, or of its arch.
     """
     flops, tensor = rates(name, arch, hertz)
     dies = DIES.get(arch)

@@ -7,25 +7,25 @@ from typing import NamedTuple
 
 from tilestream.core.integers import cdiv
 
-#: Schedules count in integers that a device's 32-bit arithmetic and Python's agree on.
+#: Schedules count in integers for which a device's 32-bit arithmetic and Python's agree.
 INT31 = 2**31
 
 
 class WorkItem(NamedTuple):
-    """A tile and the range of K to do for it."""
+    """A tile and its range of K."""
 
-    tile: int  # the tile's id, ``(batch * num_m + pm) * num_n + pn``: what messages and probes name it by
-    #: batch, pm, pn: the tile: batch, row tile, column tile.
+    tile: int  # the tile's id in messages and probes, ``(batch * num_m + pm) * num_n + pn``
+    #: batch, pm, pn: the tile's batch, row tile and column tile.
     batch: int
     pm: int
     pn: int
     #: k_begin, k_end: range of K steps.
     k_begin: int
     k_end: int
-    #: part, parts: which of how many contributors to this tile; (0, 1) for a whole tile.
+    #: part, parts: the number of this part among the tile's parts; (0, 1) for a whole tile.
     part: int = 0
     parts: int = 1
-    slot: int = -1  # where this part's partial result lies; -1 for a whole tile
+    slot: int = -1  # the slot of this part's partial result; -1 for a whole tile
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Grid:
     Raises
     ------
     ValueError
-        If a count is negative, ``k_steps`` is not positive, or tiles or K steps leave 31 bits.
+        If a count is negative, ``k_steps`` is not positive, or tiles or K steps exceed 31 bits.
     """
 
     batch: int
@@ -63,10 +63,10 @@ class Grid:
 
     @property
     def plane(self) -> int:
-        """Tiles of one batch."""
+        """The number of tiles of one batch."""
         return self.num_m * self.num_n
 
     @property
     def tiles(self) -> int:
-        """Tiles of all batches."""
+        """The number of tiles of all batches."""
         return self.batch * self.num_m * self.num_n

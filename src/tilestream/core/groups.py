@@ -1,21 +1,21 @@
-"""Groups: runs of rows (of K) that lie one behind the other, of lengths that only the device knows.
+"""Groups: consecutive runs of rows, or of K, whose lengths only the device knows.
 
-The host plans for the most tiles that the groups can come to; the device counts those that there are.
+The host plans for the largest number of tiles that the groups can have. The device counts the actual ones.
 """
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
-#: What the groups divide: A's rows, each group's multiplied with a B of its own; or K, each group's an output.
+#: What the groups divide: A's rows, with one B for each group; or K, with one output for each group.
 Along = Literal["rows", "k"]
 ALONGS = get_args(Along)
-#: Groups at most: a worker of a GPU looks at all of their offsets at once.
+#: The largest number of groups: a worker of a GPU reads all offsets at once.
 MOST_GROUPS = 1024
 
 
 def most_row_tiles(rows: int, groups: int, block: int) -> int:
-    """Tiles of ``block`` rows that ``rows`` rows in ``groups`` groups come to at most.
+    """The largest number of tiles of ``block`` rows for ``rows`` rows in ``groups`` groups.
 
     A tile belongs to one group, and each group that has rows may end with a tile that is not full.
     """
@@ -23,6 +23,6 @@ def most_row_tiles(rows: int, groups: int, block: int) -> int:
 
 
 def mean_row_tiles(rows: int, groups: int, block: int) -> int:
-    """Tiles of ``block`` rows where all groups are of one size."""
+    """The number of tiles of ``block`` rows if all groups have one size."""
     used = min(groups, rows)
     return min(used * -(-rows // (used * block)), most_row_tiles(rows, groups, block)) if used else 0

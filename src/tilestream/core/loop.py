@@ -1,4 +1,4 @@
-"""The loop of one worker: the five parts, as the protocol every kernel follows.
+"""The loop of one worker: the five parts as a protocol, which every kernel follows.
 
 ::
 
@@ -7,13 +7,13 @@
         load and math                # Compute
         epilogue(item)               # in Compute; of a split tile, by its last contributor: Reduce
 
-That loop's body is a generator over operations, like `tilestream.schedule.take`, of which it is made. A backend
-performs the operations; `tilestream_tools.verify` explores every order in which several workers can perform them.
-Between two items a worker remembers `WorkerState` and nothing else.
+The loop's body is a generator of operations, built on `tilestream.schedule.take`. A backend performs the operations;
+`tilestream_tools.verify` explores every order in which several workers can perform them. Between two items a worker
+keeps `WorkerState` and nothing else.
 
-`work` is the CPU backend's loop: once the launch is over, the worker leaves (invariant 5). The host waits for the
-workers, and then writes NaN into what was not computed. Workers of a GPU go on; their kernels' loop is
-`tilestream_tools.verify.gpu_loop`.
+`work` is the CPU backend's loop: once the launch is over, the worker leaves (invariant 5). The host waits for all
+workers and then writes NaN into tiles that were not computed. Workers of a GPU go on and drain the items instead; their
+kernels' loop is `tilestream_tools.verify.gpu_loop`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tilestream.core.schedule import Cursor, Peek, Ready, Schedule, Take, take
 
 
 class Poll(NamedTuple):
-    """Read the abort word. Answer: 1 if the launch is over and workers are to drain.
+    """Read the abort word. Answer: 1 if the launch is over and workers drain.
 
-    Where an earlier launch has left the signals in quarantine, the answer is 1 from the beginning: they are not valid.
-    Only the last worker out writes that mark, so it can be read once a launch.
+    If an earlier launch has left the signals in quarantine, they are not valid, and the answer is 1 from the beginning.
+    Only the last worker to leave writes the quarantine, so reading it once a launch is enough.
     """
 
 
 class Compute(NamedTuple):
-    """Do an item: the whole tile with its epilogue, or its partial result into the item's slot.
+    """Compute an item: the whole tile with its epilogue, or a partial result into the item's slot.
 
-    ``held``: a part's product stays with the worker, which stores it later or adds it to the others'.
+    ``held``: the worker keeps the partial result, and stores it later or adds it to the others.
     """
 
     item: WorkItem
@@ -45,24 +45,25 @@ class Compute(NamedTuple):
 
 
 class OfItem(NamedTuple):
-    """What an operation on a tile's parts names: a work item."""
+    """An operation on the tile of a work item."""
 
     item: WorkItem
 
 
 class Count(OfItem):
-    """A partial result is visible: add one to the tile's count (acquire and release).
+    """Add one to the tile's count (acquire and release), once the partial result is visible.
 
-    Answer: the count before. If that is ``parts - 1``, the worker is the last, and has restored the count to 0.
+    Answer: the previous count. If it is ``parts - 1``, the worker is the last, and this operation has restored the
+    count to 0.
     """
 
 
 class Reduce(OfItem):
-    """Only by the last contributor: add the tile's partial results in K order, NaN where one is; then the epilogue."""
+    """Add the tile's partial results in K order (NaN stays), then the epilogue. Only the last contributor does so."""
 
 
 class Landed(NamedTuple):
-    """Wait until this worker's stores of an item have landed, not only been issued."""
+    """Wait until this worker's stores of an item are complete, not only issued."""
 
     item: int
 
@@ -70,7 +71,7 @@ class Landed(NamedTuple):
 class CountRows(NamedTuple):
     """Add an item's rows of a chunk of the output to the chunk's count (acquire and release).
 
-    Answer: the count before.
+    Answer: the previous count.
     """
 
     chunk: int
@@ -78,7 +79,7 @@ class CountRows(NamedTuple):
 
 
 class RestoreRows(NamedTuple):
-    """Write 0 to the count of a chunk, plainly."""
+    """Write 0 to the count of a chunk, by a plain store."""
 
     chunk: int
 
@@ -93,7 +94,7 @@ Operation = Take | Peek | Ready | Wait | Poll | Compute | Count | Reduce
 
 
 class WorkerState(NamedTuple):
-    """All that a worker carries from one item to the next."""
+    """A worker's state between two items."""
 
     cursor: Cursor = Cursor()
     seen: Seen = Seen()
@@ -118,7 +119,10 @@ def work(
 
 
 def store_and_count(done: Any) -> Generator[Any, int, None]:
-    """An item's result (``done``: `Compute`, or another operation with an ``item``), and the tile's after its parts."""
+    """Store an item's result and, after a tile's last part, reduce the tile.
+
+    ``done`` stores the result: `Compute`, or another operation with an ``item``.
+    """
     yield done
     item = done.item
     if item.parts > 1 and (yield Count(item)) == item.parts - 1:
@@ -126,7 +130,7 @@ def store_and_count(done: Any) -> Generator[Any, int, None]:
 
 
 class Share(NamedTuple):
-    """What an item brings to a chunk of the output: so many rows, of so many that the chunk comes to in all."""
+    """An item's rows of a chunk of the output, and the chunk's rows in all."""
 
     chunk: int
     rows: int
@@ -139,10 +143,10 @@ def publish(item: int, shares: Iterable[Share]) -> Generator[Landed | CountRows 
     ::
 
         wait until the stores have landed
-        for each chunk of the item's rows: count them; that was all of it: restore the count; signal
+        for each chunk of the item's rows: count them; if the count is complete: restore it; signal
 
-    No worker waits for another, or for a later item. Only the worker that completes a count writes it, and no worker
-    reads it again in this launch: so it is restored plainly, and the next launch finds 0 (invariant 4).
+    No worker waits for another, or for a later item. Only the worker that completes a count restores it, and no worker
+    reads it again in this launch. So a plain store is enough, and the next launch finds 0 (invariant 4).
     """
     yield Landed(item)
     for chunk, rows, due in shares:

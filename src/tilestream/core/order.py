@@ -1,4 +1,4 @@
-"""`Raster`: one of the orders of `raster`, or a table, chosen and checked on the host."""
+"""`Raster`: an order of `tilestream.core.raster`, or a table, which the host chooses and checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilestream.core.grid import INT31, Grid
 
 Order = Literal["row_major", "grouped", "chunk_major", "longest_first", "table"]
 
-#: A caller's own order: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles in order, as pairs ``(pm, pn)`` or
+#: A caller's own order: a function ``(t, num_m, num_n) -> (pm, pn)``, or a list of the tiles, as pairs ``(pm, pn)`` or
 #: as ids ``pm * num_n + pn``.
 TileOrder = Callable[[int, int, int], tuple[int, int]] | Sequence[int] | Sequence[tuple[int, int]]
 
@@ -29,9 +29,9 @@ class Raster:
     group
         Row tiles (``longest_first``: columns) per group.
     first, band
-        ``chunk_major``: the row tile to start from, and row tiles per chunk.
+        ``chunk_major``: the first row tile, and row tiles per chunk.
     transposed
-        Rows and columns change places: the order of a problem whose columns arrive (a weight's rows).
+        Whether rows and columns are swapped, for a problem whose columns arrive (a weight's rows).
     table
         ``"table"``: tile ids ``pm * num_n + pn`` by position.
     """
@@ -84,7 +84,7 @@ class Raster:
         return (at[1], at[0]) if self.transposed else at
 
 
-#: The plain order.
+#: The simplest order.
 ROW_MAJOR = Raster()
 
 
@@ -99,9 +99,9 @@ def table_raster(order: TileOrder, num_m: int, num_n: int) -> Raster:
     Raises
     ------
     ValueError
-        Unless each tile of the grid comes exactly once.
+        Unless the order has each tile of the grid exactly once.
     TypeError
-        If ``order`` is neither a function nor made of ids or pairs.
+        If ``order`` is neither a function nor a list of ids or pairs.
     """
     tiles: Iterable[object] = order if not callable(order) else (order(t, num_m, num_n) for t in range(num_m * num_n))
     raster = Raster("table", table=tuple(_tile_id(tile, num_m, num_n) for tile in tiles))
@@ -110,21 +110,21 @@ def table_raster(order: TileOrder, num_m: int, num_n: int) -> Raster:
 
 
 def by_arrival(ready: Sequence[int], others: int, group: int, transposed: bool = False) -> Raster:
-    """The tiles in the order in which their rows arrive, for chunks that no arithmetic describes: a table.
+    """The tiles in the order in which their rows arrive, as a table, for chunks that `raster.chunk_major` cannot do.
 
-    `raster.chunk_major` wants chunks of a whole number of row tiles. Where they are ragged, or end inside a tile, a row
-    tile goes with the last of the chunks it reads.
+    That raster needs chunks of a whole number of row tiles. In ragged chunks, or chunks that end inside a tile, a row
+    tile follows the last chunk that it reads.
 
     Parameters
     ----------
     ready
-        For each row tile, when the last chunk it reads comes: any numbers in the right order.
+        For each row tile, a number that grows with the time at which its last chunk arrives.
     others
         Number of column tiles.
     group
         Row tiles per group inside a chunk, as in `raster.grouped`.
     transposed
-        ``ready`` is about column tiles, and ``others`` counts row tiles.
+        Whether ``ready`` is for column tiles, and ``others`` counts row tiles.
     """
     table: list[int] = []
     rows = sorted(range(len(ready)), key=lambda row: (ready[row], row))
@@ -137,7 +137,7 @@ def by_arrival(ready: Sequence[int], others: int, group: int, transposed: bool =
 
 
 def by_cost(costs: Sequence[float]) -> tuple[int, ...]:
-    """Tile ids from the most to the least costly, ties in order of id: for a cost that is no function of the row."""
+    """Tile ids from the most to the least costly, ties by id. For costs that do not depend on the row alone."""
     return tuple(sorted(range(len(costs)), key=lambda i: (-costs[i], i)))
 
 

@@ -1,10 +1,10 @@
-"""Where a loop stands in a ring: a stage, and the phase of the round it is in.
+"""A loop's place in a ring: a stage, and the phase of its round.
 
-A loop that steps through a ring of ``depth`` stages is at one of them, in an even or an odd round. A barrier is waited
-for by the parity of its phase, which flips once a round, so the two of them are all a loop must carry.
+A loop that steps through a ring of ``depth`` stages is at one stage, in an even or an odd round. A wait for a barrier
+takes the parity of its phase, which flips once a round. So stage and phase are all that a loop has to keep.
 
-Leaves in the sense of `tilestream.core.integers`: run by the Hopper kernels, and by `tilestream_tools.verify`, which
-checks the protocol that is built on them.
+The functions are leaves in the sense of `tilestream.core.integers`. The Hopper kernels run them, and so does
+`tilestream_tools.verify`, which checks the protocol built on them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def step(stage: int, phase: int, depth: int) -> tuple[int, int]:
 
 
 def skip(stage: int, phase: int, count: int, depth: int) -> tuple[int, int]:
-    """The place ``count`` stages on: a consumer steps over what another reads.
+    """The place ``count`` stages further: a consumer skips the stages that another consumer reads.
 
-    ``stage + count + 1`` stays in 31 bits.
+    ``stage + count + 1`` must stay in 31 bits.
     """
     ahead = stage + count
     return ahead % depth, (phase + ahead // depth) % 2

@@ -1,8 +1,8 @@
-"""`Schedule`: which worker does which work item next, and `take`, the protocol by which a worker finds out.
+"""`Schedule`: the assignment of work items to workers; and `take`, the protocol by which a worker takes its next item.
 
-`take` is a generator: it yields the operations on shared memory that it needs (`Take`, `Peek`, `Ready`) and is sent
-their results. The CPU backend performs them on locked counters, `tilestream_tools.verify` in every interleaving of
-several workers, tests in orders of their own. All run this text.
+`take` is a generator: it yields operations on shared memory (`Take`, `Peek`, `Ready`) and is sent their results. The
+CPU backend performs them on locked counters, `tilestream_tools.verify` in every interleaving of several workers, tests
+in chosen orders. All run the same text.
 """
 
 from __future__ import annotations
@@ -22,83 +22,81 @@ from tilestream.core.order import ROW_MAJOR, Raster
 Kind = Literal["static", "dynamic", "stream_k"]
 Split = Literal["items", "columns", "rows", "strides", "chunks"]
 
-#: Queues of a schedule that is split at its chunks, at most: a worker remembers those it has found empty in one word,
-#: since the load warp of the Hopper kernel has one register for them.
+#: The largest number of queues of a schedule that is split at its chunks. A worker keeps the empty ones as bits of one
+#: word, since the load warp of the Hopper kernel has one register for them.
 MOST_QUEUES = 32
 
 
 class Take(NamedTuple):
-    """Atomic add of one to a queue's counter. Answer: the ticket, counted from the launch's base."""
+    """Add one to a queue's counter atomically. Answer: the ticket, counted from the launch's base."""
 
     queue: int
 
 
 class Peek(NamedTuple):
-    """Atomic read of a queue's counter. Answer: tickets handed out so far, counted from the launch's base."""
+    """Read a queue's counter atomically. Answer: the number of tickets handed out since the launch's base."""
 
     queue: int
 
 
 class Ready(NamedTuple):
-    """Wait until what the items of one of several queues read has arrived, under the launch's deadline and abort word.
+    """Wait until the chunks of one of several queues have arrived, under the launch's deadline and abort word.
 
-    Answer: the first of these queues of which that was seen; -1: the launch is over, or its deadline has passed.
+    Answer: the first of these queues whose chunks were seen; -1: the launch is over, or its deadline has passed.
     """
 
     queues: int  # as bits
 
 
 class Cursor(NamedTuple):
-    """Where a worker is in the schedule: all that it remembers from one `take` to the next."""
+    """A worker's place in the schedule: its state between two calls of `take`."""
 
-    ticket: int = 0  # ``static``: how many items this worker has taken
-    #: Where the worker takes from next: 0 its own queue; ``q + 1`` queue ``q``, from which it has stolen; the number of
-    #: queues and one: none, it has to pick a victim.
+    ticket: int = 0  # ``static``: the number of items that this worker has taken
+    #: The next queue: 0 for the worker's own; ``q + 1`` for queue ``q``, from which it has stolen; the number of queues
+    #: plus 1 if it has to pick a victim.
     source: int = 0
-    #: share, unit, unit_end: ``stream_k``: the share in progress, and the units of it that are left; none where ``unit
-    #: == unit_end``.
+    #: share, unit, unit_end: ``stream_k``: the share in progress and its remaining units; none if ``unit == unit_end``.
     share: int = -1
     unit: int = 0
     unit_end: int = 0
-    #: queue, empty: in arrival order: the queue of the item before, and those that this worker has found empty, as
-    #: bits.
+    #: queue, empty: in arrival order: the queue of the previous item; the queues found empty, as bits.
     queue: int = -1
     empty: int = 0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which worker does what, in which order: pure integers, the same for every backend.
+    """The assignment of work items to workers, and their order: integers alone, the same for every backend.
 
     Parameters
     ----------
     kind
-        ``static``: worker w of W takes positions w, w + W, ...: no shared state, and no help for a slow worker.
-        ``dynamic``: positions are tickets of queues. ``stream_k``: dynamic, and the last wave's tiles split along K.
+        ``static``: worker w of W takes the positions w, w + W, ...; there is no shared state and no stealing.
+        ``dynamic``: positions are tickets of queues. ``stream_k``: dynamic, with the last wave's tiles split along K.
     grid, raster
         The tiles, and their order.
     workers
-        Resident programs. Only ``static`` and the size of stream-K's remainder depend on it: under ``dynamic`` and
-        ``stream_k`` any non-empty set of workers does each work item exactly once.
+        Resident programs. Only ``static`` and the size of stream-K's remainder depend on it. Under ``dynamic`` and
+        ``stream_k`` every non-empty set of workers does each work item exactly once.
     queues
         Number of queues (``dynamic``).
     split
-        What queues divide. ``items``: runs of the raster's positions. ``strides``: one position in so many; with a
-        queue a worker, what ``static`` would give that worker. ``columns``, ``rows``: stripes of tiles, each in the
-        raster's order; where chunks arrive, of the dimension that does not, so that a late chunk leaves no queue idle.
-        ``chunks`` (*arrival order*): runs of positions whose tiles read the same chunks; a worker takes from the first
-        queue whose chunks it has seen.
+        How positions are divided among queues. ``items``: runs of positions. ``strides``: every n-th position; with one
+        queue a worker, the positions that ``static`` would give it. ``columns``, ``rows``: stripes of tiles, each in
+        the raster's order. If chunks arrive, the stripes divide the other dimension, so that a late chunk leaves no
+        queue idle. ``chunks`` (*arrival order*): runs of positions whose tiles read the same chunks; a worker takes
+        from the first queue whose chunks it has seen.
     first_batch
-        The batch to start from; the others follow in order and wrap around.
+        The first batch; the others follow in order and wrap around.
     shares
-        Into how many shares stream-K cuts the remainder; 0 for one per worker, at most one per unit.
+        The number of shares of stream-K's remainder; 0: one per worker, at most one per unit.
     ends
-        ``split="chunks"``: the position behind each queue's last; see `tilestream.core.gate.arrival_order`.
+        ``split="chunks"``: the end of each queue's positions; see `tilestream.core.gate.arrival_order`.
 
     Raises
     ------
     ValueError
-        If a value is out of range, or two exclude each other.
+        If a value is out of range, or two values exclude each other.
     """
 
     kind: Kind
@@ -164,51 +162,51 @@ class Schedule:
 
     @property
     def remainder(self) -> int:
-        """Tiles split along K, the last ones of the raster; 0 unless ``stream_k``."""
+        """The number of tiles split along K, the last ones of the raster; 0 unless ``stream_k``."""
         if self.kind != "stream_k":
             return 0
         return stream_k.remainder_tiles(self.grid.tiles, self.workers)
 
     @property
     def full_tiles(self) -> int:
-        """Tiles done whole."""
+        """The number of tiles that are not split."""
         return self.grid.tiles - self.remainder
 
     @property
     def units(self) -> int:
-        """K steps in the remainder."""
+        """K steps of the remainder."""
         return self.remainder * self.grid.k_steps
 
     @property
     def num_shares(self) -> int:
-        """Shares the remainder is cut into."""
+        """The number of shares of the remainder."""
         return min(self.shares or self.workers, self.units)
 
-    @functools.cached_property  # each launch asks
+    @functools.cached_property  # each launch reads it
     def slots(self) -> int:
-        """Places for partial results; see `stream_k.slot`."""
+        """The number of slots for partial results; see `stream_k.slot`."""
         return self.num_shares + self.remainder - 1 if self.remainder else 0
 
     @functools.cached_property
     def most_tickets(self) -> int:
-        """Tickets that a queue hands out at most in a launch, void ones included."""
+        """The largest number of tickets that a queue hands out in a launch, including void ones."""
         return self.full_tiles + self.num_shares + self.workers
 
     def contributors(self, tile: int) -> range:
-        """The shares that do a part of remainder tile ``tile``, in K order: the order in which partials are added."""
+        """The shares with a part of remainder tile ``tile``, in K order, which is the order of the additions."""
         k_steps = self.grid.k_steps
         first = part_of(self.units, self.num_shares, tile * k_steps)
         last = part_of(self.units, self.num_shares, (tile + 1) * k_steps - 1)
         return range(first, last + 1)
 
     def remainder_tile(self, tile: int) -> WorkItem:
-        """Remainder tile ``tile`` as a whole."""
+        """Remainder tile ``tile`` as one item."""
         return self._whole(self.full_tiles + tile)
 
     # Tickets -------------------------------------------------------------------------------------------------------
 
     def queue_size(self, queue: int) -> int:
-        """Valid tickets of a queue (``static``: of the one list all workers step through)."""
+        """Valid tickets of a queue; for ``static`` the number of all positions."""
         grid = self.grid
         if self.split == "columns":
             return grid.batch * grid.num_m * part_size(grid.num_n, self.queues, queue)
@@ -222,7 +220,7 @@ class Schedule:
         return self.ends[queue - 1] if queue else 0
 
     def ticket(self, queue: int, ticket: int) -> tuple[WorkItem, Cursor]:
-        """The first work item of a ticket, and the cursor behind it."""
+        """The first work item of a ticket, and the cursor after it."""
         grid = self.grid
         if self.split == "chunks":
             return self._whole(self._begin(queue) + ticket), Cursor()
@@ -274,7 +272,7 @@ class Schedule:
         ), behind
 
     def items(self) -> Iterator[WorkItem]:
-        """Every work item once, queue by queue: for checks and reports."""
+        """All work items, queue by queue, for checks and reports."""
         for queue in range(self.queues):
             for ticket in range(self.queue_size(queue)):
                 item, cursor = self.ticket(queue, ticket)
@@ -292,16 +290,16 @@ def take(
     ::
 
         a share in progress:  its next part
-        static:               own position, no shared memory touched
+        static:               the worker's own position, without shared memory
         arrival order:        see `take_ready`
-        from its own queue until that is empty, then from where it has stolen until that is:
+        from its own queue until that is empty, then from the victim until that is empty:
                               ticket = add(queue, 1); valid -> item
-        until none is left anywhere:
+        until all queues are empty:
                               read every other counter; ticket = add(the fullest, 1); valid -> item
-                              void: another worker was faster and that queue is empty for good; look again
+                              void: another worker was faster, and that queue stays empty; read again
 
-    Each pass of the last loop finds one more queue empty, so it ends. A worker sees a queue that gave it a void ticket
-    empty from then on, so it draws one void ticket from each at most.
+    Each pass of the last loop finds one more queue empty, so the loop ends. A queue that has given a worker a void
+    ticket is empty for that worker from then on, so it draws at most one void ticket from each queue.
     """
     if cursor.unit < cursor.unit_end:
         item, behind = schedule._next_part(cursor.share, cursor.unit, cursor.unit_end)
@@ -337,18 +335,18 @@ def take(
 
 
 def take_ready(schedule: Schedule, cursor: Cursor) -> Generator[Take | Ready, int, tuple[WorkItem | None, Cursor]]:
-    """`take` in arrival order: an item only of a queue whose chunks were seen; blocked on all queues, not on one.
+    """`take` in arrival order: only from a queue whose chunks were seen. The worker waits for all queues, not for one.
 
     ::
 
-        until each queue was found empty:
-            the queue of the item before, or else the first that is ready     # waits while none is
+        until all queues are empty:
+            the queue of the previous item, or else the first that is ready     # waits while none is
             ticket = add(queue, 1); valid -> item
-            void: that queue is empty for good
+            void: that queue stays empty
 
     If the launch is over, or its deadline has passed, the worker takes from the first queue that it has not found
-    empty: that item's gate finds and records the expiry, and gives the item up. So each queue's items are taken once,
-    whatever arrives, and each worker draws one void ticket from each queue at most.
+    empty. That item's gate then finds and records the expiry, and drops the item. So each item is taken once whatever
+    arrives, and a worker draws at most one void ticket from each queue.
     """
     queue, empty = cursor.queue, cursor.empty
     every = (1 << schedule.queues) - 1
@@ -366,5 +364,5 @@ def take_ready(schedule: Schedule, cursor: Cursor) -> Generator[Take | Ready, in
 
 
 def first_of(queues: int) -> int:
-    """The first of queues that are given as bits."""
+    """The first of several queues, given as bits."""
     return (queues & -queues).bit_length() - 1

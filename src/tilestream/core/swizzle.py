@@ -1,12 +1,12 @@
-"""The swizzle: where a row's elements lie in shared memory, so that lanes that read down a column meet no bank twice.
+"""The swizzle: the places of a row's elements in shared memory, so that lanes that read a column use different banks.
 
-A row of a stage is cut into *cells*, what one lane reads in one go. Cells of a row are permuted by an exclusive or with
-a number of the row: ``cell ^ (row // every) % period``. Done twice, it is undone; so the same function says where a
-logical cell lies, and which logical cell lies at a place.
+A row of a stage consists of *cells*. One lane reads one cell at a time. The cells of a row are permuted by an exclusive
+or with a number of the row: ``cell ^ (row // every) % period``. The permutation is its own inverse, so one function
+maps a logical cell to its place and a place to its logical cell.
 
-That is how copies that write shared memory linearly (CDNA's copies past the registers, a lane's bytes behind those of
-the lane before it) leave it swizzled: the *global* address is permuted, the place is not, and no lane's data has to
-cross to another. `tilestream.kernels.cdna.ring` says which lane copies what.
+Copies that write shared memory linearly (CDNA's copies that bypass the registers, which put each lane's bytes after
+those of the previous lane) produce a swizzled stage this way: the *global* address is permuted and the place is not, so
+no data crosses lanes. `tilestream.kernels.cdna.ring` has the cell that each lane copies.
 
 `swizzled` is a leaf in the sense of `tilestream.core.integers`.
 """
@@ -23,7 +23,7 @@ BANKS = {"gfx942": 32, "gfx950": 64, "sm_90": 32}
 
 
 def swizzled(row: int, cell: int, every: int, period: int) -> int:
-    """Where cell ``cell`` of row ``row`` lies in its row; and which cell lies there: its own inverse."""
+    """The place of cell ``cell`` in row ``row``, or the cell at place ``cell``: the function is its own inverse."""
     return cell ^ ((row // every) % period)
 
 
@@ -36,9 +36,9 @@ class Swizzle:
     vector
         Elements of a cell.
     period
-        Numbers that distinguish rows: a power of two. 1: nothing is permuted.
+        The number of different permutations, a power of two. 1: no permutation.
     shift
-        ``2**shift`` successive rows have the same number.
+        ``2**shift`` successive rows have the same permutation.
     """
 
     vector: int
