@@ -260,7 +260,8 @@ def gemm(
     words = Words(counters, base, reset, log, capacity, partials, counts)
     gate = Gate(
         Incoming(
-            row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, rows
+            row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, rows,
+            row_quarantine if C.COUNTED else None,
         ),
         Incoming(
             column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks,

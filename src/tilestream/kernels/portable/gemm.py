@@ -146,7 +146,8 @@ def gemm(
     )  # fmt: skip
     words = Words(counters, base, reset, log, capacity, partials, counts)
     rows = Incoming(
-        row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, m
+        row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, m,
+        row_quarantine if C.COUNTED else None,
     )  # fmt: skip
     columns = Incoming(
         column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks, columns_per_chunk,
