@@ -386,7 +386,8 @@ def _backward(
         return x[token], grad.to(x.dtype)[token], weights.reshape(-1)[order].to(wide)
 
     def compute(source: int, rows: Rows, counts: torch.Tensor) -> Rows:
-        of_x, of_factors, parts[source] = moe_experts.backward(e, *rows, counts)
+        own, of_own, factors = rows
+        of_x, of_factors, parts[source] = moe_experts.backward(e, own, of_own, factors, counts)
         return of_x, of_factors
 
     of_rows, of_factors = _travel(
