@@ -19,6 +19,7 @@ import torch
 import torch_tp_jobs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+import moe_jobs
 from pool import Pool
 
 GPUS = torch.cuda.device_count()
@@ -284,3 +285,15 @@ def test_whatever_the_order_in_which_the_driver_runs_streams(environment):
         assert all(pool.run(2, jobs.streams, bound=120, seconds=60))
     finally:
         pool.close()
+
+
+def test_a_mixture_of_experts(ranks):
+    """By all-to-all: uneven tokens, an expert with all of them, a rank without."""
+    sizes = {"width": 256, "hidden": 192}
+    cases = [
+        ((200, 131, 77, 300), 2, 4, "bfloat16", "auto", sizes),
+        ((64, 0, 9, 1), 1, 3, "float16", "auto", {**sizes, "activation": "gelu_tanh"}),
+        ((130, 40, 20, 10), 2, 2, "bfloat16", "auto", {**sizes, "only": [1], "activation": "relu"}),
+    ]
+    for world in WORLDS[:1]:
+        assert ranks.run(world, moe_jobs.matches, cases, "cuda") == [True] * world

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     )
     from tilestream.distributed.async_tp import AsyncTP, async_tp
     from tilestream.distributed.modules import ColumnParallelLinear, RowParallelLinear
+    from tilestream.distributed.moe import moe, plan_moe
 
 _MODULES = {
     "tilestream.distributed.modules": ("ColumnParallelLinear", "RowParallelLinear"),
     "tilestream.distributed.async_tp": ("AsyncTP", "async_tp"),
+    "tilestream.distributed.moe": ("moe", "plan_moe"),
     "tilestream.distributed.api": (
         "all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "plan_all_gather_matmul",
         "plan_matmul_all_reduce", "plan_matmul_reduce_scatter",
@@ -31,8 +33,8 @@ _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AsyncTP", "ColumnParallelLinear", "GroupBroken", "RowParallelLinear", "all_gather_matmul", "async_tp",
-    "matmul_all_reduce", "matmul_reduce_scatter", "plan_all_gather_matmul", "plan_matmul_all_reduce",
-    "plan_matmul_reduce_scatter",
+    "matmul_all_reduce", "matmul_reduce_scatter", "moe", "plan_all_gather_matmul", "plan_matmul_all_reduce",
+    "plan_matmul_reduce_scatter", "plan_moe",
 ]  # fmt: skip
 
 

@@ -5,20 +5,21 @@ Calls the methods of the process group: the functions of `torch.distributed` cha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
 from tilestream.core.protocols.handshake import HANDSHAKE_BYTES, difference
 from tilestream.distributed.group_state import GroupState
-from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.plan import Call
 from tilestream.distributed.shards import ScaledRows
 
 
-def agree(state: GroupState, plan: DistributedPlan, device: torch.device) -> None:
+def agree(state: GroupState, call: Call, device: torch.device) -> None:
     """Compare what the ranks call, once for each kind of call (invariant 11).
 
     Raises
@@ -26,11 +27,11 @@ def agree(state: GroupState, plan: DistributedPlan, device: torch.device) -> Non
     ValueError
         On every rank, if they differ.
     """
-    mine = plan.handshake
+    mine = call.handshake
     if mine in state.agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return  # a capture cannot wait for peers: the warm-up call has compared
     for peer, theirs in enumerate(exchange_bytes(state, mine, device)):
-        error = difference(plan.case.op, mine.rstrip(), state.rank, theirs, peer)
+        error = difference(call.op, mine.rstrip(), state.rank, theirs, peer)
         if error is not None:
             raise error
     state.agreed.add(mine)
@@ -103,6 +104,19 @@ def reduce_scatter(state: GroupState, parts: torch.Tensor) -> torch.Tensor:
     out = sent.new_empty(parts.shape[1:])
     _on_this_stream(state.group._reduce_scatter_base, out.view(-1), sent.view(-1), options=ReduceScatterOptions())
     return out.to(parts.device)
+
+
+def all_to_all(state: GroupState, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    """The first ``sent[0]`` rows go to rank 0, and so on; of rank ``q`` come ``received[q]`` rows, in its order."""
+    into = rows.new_empty((sum(received), *rows.shape[1:]))
+    width = math.prod(rows.shape[1:]) * rows.element_size()
+    mine, theirs = (as_bytes(x.contiguous()).view(-1, width) for x in (rows, into))
+    if _via_cpu(state, rows):
+        mine, theirs = mine.cpu(), torch.empty(theirs.shape, dtype=theirs.dtype)
+    work = state.group.alltoall_base(theirs, mine, received, sent, AllToAllOptions())
+    if work is not None:
+        work.wait()
+    return theirs.to(rows.device).view(-1).view(rows.dtype).view(into.shape)
 
 
 def _on_this_stream(collective: Callable[..., Any], *operands: Any, options: Any) -> None:

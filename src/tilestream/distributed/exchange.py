@@ -4,7 +4,7 @@
 
     calling thread:   send the handshake to every peer; start a thread for each
     a peer's thread:  receive its handshake; if it differs: fail, and exchange nothing with that peer
-                      post all receives; send, as data become ready; as each receive completes: landed
+                      for each round: post all receives; send, as data become ready; as each receive completes: landed
 
 Both ranks of a pair see that their handshakes differ, and neither posts data. So no rank hangs, all connections stay
 usable, and so does the group. A rank that differs from one peer differs from that peer at both ends: if not all ranks
@@ -29,7 +29,7 @@ from tilestream.core.errors import NO_ITEM, ArrivalTimeout, GroupBroken, Tilestr
 from tilestream.core.protocols.handshake import HANDSHAKE_BYTES, difference
 from tilestream.distributed.collective import as_bytes, first_line
 from tilestream.distributed.group_state import GroupState
-from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.plan import Call
 from tilestream.runtime import shutdown
 
 T = TypeVar("T")
@@ -51,14 +51,20 @@ class Receive(NamedTuple):
     landed: Callable[[], None] = ignore
 
 
+class Round(NamedTuple):
+    """Messages with one peer."""
+
+    incoming: Sequence[Receive]  # what the peer sends, in order
+    #: What it is sent, in the order in which it receives; may wait for data that are not computed yet, unless these
+    #: depend on this round's ``incoming``.
+    outgoing: Iterable[torch.Tensor]
+
+
 class Traffic(Protocol):
     """What a call exchanges."""
 
-    def incoming(self, peer: int) -> Sequence[Receive]:
-        """What ``peer`` sends, in order."""
-
-    def outgoing(self, peer: int) -> Iterable[torch.Tensor]:
-        """What is sent to ``peer``, in the order in which it receives; may wait for data that are not computed yet."""
+    def rounds(self, peer: int) -> Iterable[Round]:
+        """The rounds with ``peer``; each is asked for when the one before it has landed, and may depend on it."""
 
     def failed(self, peer: int, error: BaseException) -> None:
         """Nothing more will come from ``peer``."""
@@ -69,14 +75,12 @@ class Exchange:
 
     Parameters
     ----------
-    plan
-        Its handshake is compared, and its op named in messages.
     seconds
         The deadline of the whole exchange.
     """
 
-    def __init__(self, state: GroupState, plan: DistributedPlan, traffic: Traffic, seconds: float) -> None:
-        self._op, self._state, self._mine, self._traffic = plan.case.op, state, plan.handshake, traffic
+    def __init__(self, state: GroupState, call: Call, traffic: Traffic, seconds: float) -> None:
+        self._op, self._state, self._mine, self._traffic = call.op, state, call.handshake, traffic
         self._group = state.group
         self._begin, self._seconds = time.perf_counter(), seconds
         self._end = self._begin + seconds + _EXTRA_SECONDS
@@ -179,13 +183,15 @@ class Exchange:
         self._wait(received)
         error = difference(self._op, self._mine, self._state.rank, bytes(theirs.tolist()), peer)
         if error is None:
-            receives = [(receive, self._receive(receive.into, peer)) for receive in self._traffic.incoming(peer)]
-            sends = [self._group.send([as_bytes(x)], peer, _DATA) for x in self._traffic.outgoing(peer) if x.numel()]
-            for receive, work in receives:
-                if work is not None:
-                    self._wait(work)
-                receive.landed()
-                self._landed[peer] = self._landed.get(peer, 0) + 1
+            sends: list[Any] = []
+            for incoming, outgoing in self._traffic.rounds(peer):
+                receives = [(receive, self._receive(receive.into, peer)) for receive in incoming]
+                sends += [self._group.send([as_bytes(x)], peer, _DATA) for x in outgoing if x.numel()]
+                for receive, work in receives:
+                    if work is not None:
+                        self._wait(work)
+                    receive.landed()
+                    self._landed[peer] = self._landed.get(peer, 0) + 1
             for work in sends:
                 self._wait(work)
         self._wait(self._sends[peer])

@@ -23,7 +23,7 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.core.errors import ArrivalTimeout
-from tilestream.distributed.exchange import Exchange, Receive
+from tilestream.distributed.exchange import Exchange, Receive, Round
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.shards import Part, Product, ScaledRows, Shards
@@ -41,18 +41,18 @@ class _Gathering:
         tensors = [rows.data] if rows.scales is None else [rows.scales, rows.data]
         return [x[part.batch, rank, part.begin : part.end] for x in tensors]
 
-    def incoming(self, peer: int) -> Sequence[Receive]:
+    def rounds(self, peer: int) -> Sequence[Round]:
+        """See `Traffic`."""
         receives = []
         for part in self._shards.of_rank(peer):
             *before, last = self._tensors(peer, part)
             receives += [Receive(x) for x in before]
             receives.append(Receive(last, lambda chunk=part.chunk: self._arrival.signal(chunk)))  # type: ignore[misc]
-        return receives
-
-    def outgoing(self, peer: int) -> Iterator[torch.Tensor]:
-        return (x for part in self._shards.of_rank(self._rank) for x in self._tensors(self._rank, part))
+        sent = (x for part in self._shards.of_rank(self._rank) for x in self._tensors(self._rank, part))
+        return [Round(receives, sent)]
 
     def failed(self, peer: int, error: BaseException) -> None:
+        """See `Traffic`."""
         self._arrival.fail(error)
 
 
@@ -109,11 +109,12 @@ class _Scattering:
         self._ready = {(peer, i): threading.Event() for peer in range(shards.world) for i in parts}
         self._failed = False
 
-    def incoming(self, peer: int) -> Sequence[Receive]:
+    def rounds(self, peer: int) -> Sequence[Round]:
+        """See `Traffic`."""
         parts = self._shards.of_rank(peer)
-        return [Receive(self._received[p.batch, peer, p.begin : p.end]) for p in parts]
+        return [Round([Receive(self._received[p.batch, peer, p.begin : p.end]) for p in parts], self._outgoing(peer))]
 
-    def outgoing(self, peer: int) -> Iterator[torch.Tensor]:
+    def _outgoing(self, peer: int) -> Iterator[torch.Tensor]:
         for i, part in enumerate(self._shards.of_rank(peer)):
             self._ready[peer, i].wait()
             if self._failed:

@@ -154,8 +154,8 @@ _lock = free_in_child(threading.Lock())
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
 
 
-def state_of(op: str, group: dist.ProcessGroup | None) -> GroupState:
-    """The state of ``group`` (None: the default group) in this process.
+def state_of(op: str, group: dist.ProcessGroup | None, most: int = MOST_RANKS) -> GroupState:
+    """The state of ``group`` (None: the default group) in this process; ``most``: ranks that the op takes.
 
     Raises
     ------
@@ -171,14 +171,14 @@ def state_of(op: str, group: dist.ProcessGroup | None) -> GroupState:
         raise ValueError(f"{op}: group: this process is not in it; call it on the group's own ranks")
     if not isinstance(found, dist.ProcessGroup):
         raise TypeError(f"{op}: group is a {type(found).__name__}; it is a torch.distributed.ProcessGroup or None")
+    if found.size() > most:
+        raise ValueError(
+            f"{op}: group: {found.size()} ranks; 1 to {most} overlap: use torch.distributed's own collective and "
+            "tilestream.matmul there"
+        )
     with _lock:
         state = _states.get(found)
         if state is None:
-            if found.size() > MOST_RANKS:
-                raise ValueError(
-                    f"{op}: group: {found.size()} ranks; 1 to {MOST_RANKS} overlap: use torch.distributed's own "
-                    "collective and tilestream.matmul there"
-                )
             state = _states[found] = GroupState(found)
     return state
 
@@ -191,9 +191,9 @@ def known_state(group: Group) -> GroupState | None:
     return _states.get(found) if isinstance(found, dist.ProcessGroup) and dist.is_initialized() else None
 
 
-def states_of(op: str, name: str) -> list[GroupState]:
+def states_of(op: str, name: str, most: int = MOST_RANKS) -> list[GroupState]:
     """The states of the groups in a name that `name_of` made: one group, or the internode and the intranode group."""
-    return [state_of(op, resolve(part)) for part in name.split(_NODE_SEPARATOR)]
+    return [state_of(op, resolve(part), most) for part in name.split(_NODE_SEPARATOR)]
 
 
 def resolve(name: str) -> dist.ProcessGroup:
@@ -202,7 +202,7 @@ def resolve(name: str) -> dist.ProcessGroup:
     return found
 
 
-def name_of(op: str, group: Group) -> str:
+def name_of(op: str, group: Group, most: int = MOST_RANKS) -> str:
     """The name of ``group``, as a registered op takes it; of a mesh of two dimensions, the names of both its groups.
 
     The group is checked here, except while torch's compiler traces.
@@ -214,7 +214,7 @@ def name_of(op: str, group: Group) -> str:
             assert found is not None, "torch.distributed is not initialised"
             names.append(str(found.group_name))
         else:
-            names.append(state_of(op, x).name)
+            names.append(state_of(op, x, most).name)
     return _NODE_SEPARATOR.join(names)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tilestream.distributed.collective import agree, as_bytes
-from tilestream.distributed.exchange import Exchange, Receive
+from tilestream.distributed.exchange import Exchange, Receive, Round
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 
@@ -73,11 +73,12 @@ class _GlooSteps:
         self._lost: dict[int, BaseException] = {}
         self._failed = False
 
-    def incoming(self, peer: int) -> Sequence[Receive]:
+    def rounds(self, peer: int) -> Sequence[Round]:
         *before, last = self._theirs[peer]
-        return [*(Receive(x) for x in before), Receive(last, self._landed[peer].set)]
+        incoming = [*(Receive(x) for x in before), Receive(last, self._landed[peer].set)]
+        return [Round(incoming, self._outgoing(peer))]
 
-    def outgoing(self, peer: int) -> Iterator[torch.Tensor]:
+    def _outgoing(self, peer: int) -> Iterator[torch.Tensor]:
         self._ready[peer].wait()  # set by `put`, or by `fail`
         if self._failed:
             raise RuntimeError("this rank could not compute its part")

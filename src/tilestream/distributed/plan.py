@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from tilestream.core.protocols import handshake
 from tilestream.core.protocols.gather import Way
@@ -32,6 +32,18 @@ _LIBRARY = "torch's, of operands of one dtype without scales: measured to be the
 _OF_A_NODE = ("form", "chunks", "way")
 #: What carries the data: messages of gloo; copy engines over symmetric memory; a collective of any backend.
 Transport = Literal["gloo", "symmetric memory", "collective"]
+
+
+class Call(Protocol):
+    """What the ranks compare of a call: a plan of any kind."""
+
+    @property
+    def op(self) -> str:
+        """The op's name, for messages."""
+
+    @property
+    def handshake(self) -> bytes:
+        """The same bytes on each rank, or the calls differ."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,11 @@ class DistributedPlan:
     refused: tuple[Refusal, ...]
     agreed: Mapping[str, object]
     nodes: int = 1
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        return self.case.op
 
     @functools.cached_property
     def handshake(self) -> bytes:

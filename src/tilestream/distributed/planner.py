@@ -138,14 +138,20 @@ def _device_class(device: torch.device) -> str:
     return device.type if device.type != "cuda" else cuda_properties(device.index).arch
 
 
-def _transport(state: GroupState, x: torch.Tensor, cuts_last: bool) -> tuple[Transport, tuple[Refusal, ...]]:
-    """What carries data between ranks on this device, and why it cannot overlap with a matmul."""
-    backend = state.backend(x.device.type)
+def backend_of(state: GroupState, device: torch.device) -> str:
+    """The group's backend for tensors on ``device``; `ValueError` where it has none."""
+    backend = state.backend(device.type)
     if not backend:
         raise ValueError(
-            f"group: {state.name!r} has no backend for {x.device.type}; make it with one: "
+            f"group: {state.name!r} has no backend for {device.type}; make it with one: "
             'init_process_group("cpu:gloo,cuda:nccl")'
         )
+    return backend
+
+
+def _transport(state: GroupState, x: torch.Tensor, cuts_last: bool) -> tuple[Transport, tuple[Refusal, ...]]:
+    """What carries data between ranks on this device, and why it cannot overlap with a matmul."""
+    backend = backend_of(state, x.device)
     cut = (Refusal("fused", "the last dimension is cut: no tile can begin before all ranks' parts are there"),)
     if x.device.type == "cpu":
         if backend != "gloo":

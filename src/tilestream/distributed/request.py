@@ -165,17 +165,22 @@ class Request(NamedTuple):
         for state in states:
             state.check()
 
-    @contextlib.contextmanager
-    def running(self, state: GroupState | None = None) -> Iterator[None]:
-        """The context of a call: serialised in ``state``, without autograd and autocast."""
-        call = contextlib.nullcontext() if state is None else state.call()
-        # To make a block of autocast costs more than to look whether one is needed.
-        autocasts = torch._C._is_any_autocast_enabled()
-        with (
-            shutdown.call(), call, torch.no_grad(),
-            torch.autocast(self.a.device.type, enabled=False) if autocasts else contextlib.nullcontext(),
-        ):  # fmt: skip
-            yield
+    def running(self, state: GroupState | None = None) -> contextlib.AbstractContextManager[None]:
+        """See `running`."""
+        return running(self.a.device.type, state)
+
+
+@contextlib.contextmanager
+def running(kind: str, state: GroupState | None) -> Iterator[None]:
+    """The context of a call on this kind of device: serialised in ``state``, without autograd and autocast."""
+    call = contextlib.nullcontext() if state is None else state.call()
+    # To make a block of autocast costs more than to look whether one is needed.
+    autocasts = torch._C._is_any_autocast_enabled()
+    with (
+        shutdown.call(), call, torch.no_grad(),
+        torch.autocast(kind, enabled=False) if autocasts else contextlib.nullcontext(),
+    ):  # fmt: skip
+        yield
 
 
 def given_request(

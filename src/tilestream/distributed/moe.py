@@ -1,0 +1,432 @@
+"""`tilestream.distributed.moe`: a mixture of experts whose experts are spread over the ranks.
+
+::
+
+    order = rows by expert                                                  moe_dispatch.sorted_rows
+    rows of x to the ranks of their experts; through the experts; back      moe_dispatch, moe_experts
+    out[token] = sum of weight * row, in the order of the token's choices
+
+The backward pass sends rows of x once more, with those of the gradient, and gets their gradients back the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from tilestream.arrival.flat import check_deadline
+from tilestream.arrival.stream import open_streams
+from tilestream.core.groups import MOST_GROUPS
+from tilestream.core.operands import ACTIVATIONS
+from tilestream.core.protocols import handshake
+from tilestream.distributed import moe_experts
+from tilestream.distributed.dispatch import FORMS, Form
+from tilestream.distributed.group_state import Group, GroupState, groups_of, name_of, state_of, states_of
+from tilestream.distributed.moe_dispatch import Compute, Rows, by_collectives, by_messages, sorted_rows
+from tilestream.distributed.moe_experts import Experts, Part, wide_dtype
+from tilestream.distributed.planner import backend_of
+from tilestream.distributed.request import running
+from tilestream.ops import streamed
+from tilestream.ops.checks import autocast, check_dense, refuse_tangents
+from tilestream.ops.library import _alone, library
+from tilestream.ops.limit import limit, within_limit
+from tilestream.ops.sharding import is_dtensor
+from tilestream.plan.candidate import Refusal
+from tilestream.plan.grouped import refuse_invariance
+from tilestream.plan.problem import dtype_name
+from tilestream.runtime.channel import check_device
+
+_OP = "moe"
+#: A router's choice: weights and experts, as ``torch.topk`` returns values and indices.
+Chosen = tuple[torch.Tensor, torch.Tensor]
+Router = Chosen | Callable[[torch.Tensor], Chosen]
+#: Groups of any size: each rank talks to each other one.
+_ANY = 1 << 30
+#: What the tensors may be.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WHOLE = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """How a mixture of experts runs across ranks.
+
+    Attributes
+    ----------
+    rank, world
+        This process's rank, and how many there are.
+    transport
+        ``"gloo"``: messages with all ranks at once; ``"collective"``: an all-to-all there and one back.
+    refused
+        Why the call is not fused, where it is not.
+    agreed
+        What the ranks compare.
+    """
+
+    rank: int
+    world: int
+    transport: str
+    refused: tuple[Refusal, ...]
+    agreed: Mapping[str, object]
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        return str(self.agreed["op"])
+
+    @functools.cached_property
+    def handshake(self) -> bytes:
+        """``agreed``, encoded."""
+        return handshake.encode(self.agreed)
+
+    @property
+    def fused(self) -> bool:
+        """Whether a group's products begin when its first source is there."""
+        return not self.refused
+
+    def explain(self) -> str:
+        """The choices, and what was refused, in words."""
+        how = (
+            "fused: each source's rows are multiplied when they are there, and sent back" if self.fused else
+            "unfused: an all-to-all of the counts, one of the rows, the experts, an all-to-all back; the host reads "
+            "the counts"
+        )  # fmt: skip
+        lines = [
+            ("form", f"{how}, by {self.transport}"),
+            ("agreed", ", ".join(f"{name} {value}" for name, value in self.agreed.items())),
+            *(("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused),
+        ]
+        return "\n".join([f"moe, {self.world} ranks", *(f"  {name:<9} {text}" for name, text in lines)])
+
+
+def moe(
+    x: torch.Tensor,
+    router: Router,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    group: Group = None,
+    *,
+    activation: str | None = "silu",
+    form: Form = "auto",
+    deadline: float | None = None,
+) -> torch.Tensor:
+    """``sum(weight * (activation(x @ w1.T) * (x @ w3.T)) @ w2.T)`` over each token's experts, which the ranks share.
+
+    All ranks of the group make the same call, each with tokens of its own, any number of them. Each token goes to the
+    ranks of its experts, and what they make of it comes back. Over gloo an expert's products begin when the rows of
+    the first rank are there. How many rows go where is known to no rank beforehand, and no capacity drops any.
+
+    Parameters
+    ----------
+    x
+        ``[..., H]``: this rank's tokens; float16, bfloat16, float32 or float64.
+    router
+        ``(weights, experts)``, each ``[..., top_k]``, as ``torch.topk`` returns them: a weight of any of these dtypes,
+        and the number of an expert (int32 or int64). Or a function that makes them of ``x``. Experts are numbered over
+        the ranks: rank r has ``r * E`` to ``(r + 1) * E - 1``.
+    w1, w3
+        ``[E, I, H]``: this rank's experts, E of them on each rank.
+    w2
+        ``[E, H, I]``.
+    group
+        The process group, of any size; None: the default group. Or a `torch.distributed.DeviceMesh` of one dimension.
+    activation
+        ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or None.
+    form
+        ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: fused where the ranks have gloo's messages. See
+        `plan_moe`.
+    deadline
+        Seconds from the call after which it stops waiting, and those of the backward pass; None: the group's own
+        timeout. Unused by a backend's own all-to-all, which has the group's timeout.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[..., H]`` in x's dtype. Rows travel in x's dtype. They are weighted and added where the token came from, in
+        float32 (float64 for float64), in the order of the token's choices.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For invalid arguments, before anything is sent; or on every rank, if the ranks' calls differ.
+    ArrivalTimeout
+        If rows did not come in time. Names the rank that reports, and the one whose rows are missing.
+    GroupBroken
+        If a peer was lost, or a rank has given up waiting: by every later call with the group, on all its ranks.
+    NotImplementedError
+        Under `tilestream.invariant`; while a CUDA graph is captured.
+
+    Notes
+    -----
+    All ranks call backward, too: it sends ``x`` and the gradient, and computes the hidden rows once more. Gradients of
+    the weights are sums over the rows of all ranks. There is no second derivative.
+
+    Examples
+    --------
+    >>> chosen = (x @ gate.T).softmax(-1).topk(2)  # doctest: +SKIP
+    >>> y = ts.distributed.moe(x, chosen, w1, w2, w3)  # doctest: +SKIP
+    """
+    weights, experts = _chosen(x, router)
+    x, w1, w2, w3 = _checked(x, weights, experts, w1, w2, w3, activation, form)
+    seconds = -1.0 if deadline is None else check_deadline(deadline)
+    name = name_of(_OP, _one_group(group), _ANY)
+    rows, top_k = x.shape[:-1].numel(), experts.shape[-1]
+    result: torch.Tensor = moe_op(
+        x.reshape(rows, x.shape[-1]), weights.reshape(rows, top_k), experts.reshape(rows, top_k), w1, w2, w3,
+        activation or "none", name, form, seconds, limit(),
+    )  # fmt: skip
+    return result.view(x.shape)
+
+
+def plan_moe(
+    x: torch.Tensor,
+    router: Router,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    group: Group = None,
+    *,
+    activation: str | None = "silu",
+    form: Form = "auto",
+) -> MoePlan:
+    """How `moe` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
+    weights, experts = _chosen(x, router)
+    x, w1, w2, w3 = _checked(x, weights, experts, w1, w2, w3, activation, form)
+    (one,) = groups_of(_OP, _one_group(group))
+    return _plan(state_of(_OP, one, _ANY), _OP, x, experts.shape[-1], w1, activation or "none", form)
+
+
+def _one_group(group: Group) -> Group:
+    if not is_compiling() and len(groups_of(_OP, group)) != 1:
+        raise ValueError(
+            f"{_OP}: group: a mesh of two dimensions; its ranks are one group: give a part of it, mesh['ep']"
+        )
+    return group
+
+
+def _chosen(x: torch.Tensor, router: Router) -> Chosen:
+    """What the router chooses."""
+    chosen = router(x) if callable(router) else router
+    if not isinstance(chosen, Sequence) or len(chosen) != 2 or not all(isinstance(t, torch.Tensor) for t in chosen):
+        raise TypeError(
+            f"{_OP}: router {'made' if callable(router) else 'is'} a {type(chosen).__name__}; it is (weights, "
+            "experts), as torch.topk returns them, or a function of x that returns them"
+        )
+    return chosen[0], chosen[1]
+
+
+def _checked(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+    w3: torch.Tensor, activation: str | None, form: str,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """``x`` and the experts' weights, as autocast has them.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        If an argument is wrong by itself, or does not fit the others.
+    """
+    tensors = {"x": x, "w1": w1, "w2": w2, "w3": w3, "router's weights": weights, "router's experts": experts}
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise TypeError(f"{_OP}: {name} is a DTensor; each rank gives its own part: pass {name}.to_local()")
+    if not is_compiling() and open_streams:
+        streamed.refuse(_OP, **tensors)
+    check_dense(_OP, "torch", tensors, len(tensors), _check_dtype, "dense tensors are multiplied: {name}.to_dense()")
+    refuse_tangents(_OP, x, w1, w2, w3, weights, why="it has no forward-mode derivative")
+    x, w1, w2, w3 = autocast(_OP, False, x, w1, w2, w3)
+    for name, tensor in (("w1", w1), ("w2", w2), ("w3", w3)):
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{_OP}: {name} is {tensor.dtype}, x is {x.dtype}; they have one dtype")
+    if x.dim() < 2:
+        raise ValueError(f"{_OP}: x has {x.dim()} dimensions; it has at least 2: [..., H]: unsqueeze a token")
+    if w1.dim() != 3 or w1.shape[2] != x.shape[-1] or 0 in w1.shape:
+        raise ValueError(
+            f"{_OP}: w1 has shape {list(w1.shape)}; it is [E, I, {x.shape[-1]}] for x {list(x.shape)}, none of them 0"
+        )
+    for name, tensor, wanted in (("w2", w2, w1.mT.shape), ("w3", w3, w1.shape)):
+        if tensor.shape != wanted:
+            raise ValueError(f"{_OP}: {name} has shape {list(tensor.shape)}; with w1 {list(w1.shape)}: {list(wanted)}")
+    rows = x.shape[:-1].numel()
+    if weights.dim() < 2 or weights.shape != experts.shape or weights.shape[:-1].numel() != rows:
+        raise ValueError(
+            f"{_OP}: router: weights have shape {list(weights.shape)}, experts {list(experts.shape)}; both are "
+            f"{[*x.shape[:-1], 'top_k']}"
+        )
+    if (activation or "none") not in ACTIVATIONS:
+        raise ValueError(f"{_OP}: activation={activation!r}; it is None or one of {', '.join(ACTIVATIONS[1:])}")
+    if form not in FORMS:
+        raise ValueError(f"{_OP}: form={form!r}; it is one of {', '.join(FORMS)}")
+    if x.is_cuda and w1.shape[0] > MOST_GROUPS:
+        raise ValueError(f"{_OP}: w1 has {w1.shape[0]} experts; a rank's GPU has at most {MOST_GROUPS}: use more ranks")
+    refuse_invariance(_OP, limit())
+    return x, w1, w2, w3
+
+
+def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
+    of_experts = name == "router's experts"
+    if tensor.dtype not in (_WHOLE if of_experts else _FLOATS):
+        names = ", ".join(str(dtype) for dtype in (_WHOLE if of_experts else _FLOATS))
+        raise TypeError(f"{op}: {name} is {tensor.dtype}; it is one of {names}")
+
+
+def _plan(
+    state: GroupState, op: str, x: torch.Tensor, top_k: int, w1: torch.Tensor, activation: str, form: str
+) -> MoePlan:
+    refused: tuple[Refusal, ...] = ()
+    backend = backend_of(state, x.device)
+    if form == "unfused":
+        refused = (Refusal("fused", 'the caller asks for form="unfused"'),)
+    elif state.world == 1:
+        refused = (Refusal("fused", "one rank: nothing travels"),)
+    elif x.is_cuda:
+        refused = (Refusal("fused", "no kernel sends rows to the ranks of their experts yet"),)
+    elif backend != "gloo":
+        refused = (Refusal("fused", f"{backend} on the CPU; messages of gloo are what overlaps there"),)
+    experts, hidden, width = w1.shape
+    agreed = {
+        "op": op, "x": f"[..., {width}] {dtype_name(x.dtype)}", "top_k": top_k, "experts": experts, "hidden": hidden,
+        "activation": activation, "form": "unfused" if refused else "fused",
+    }  # fmt: skip
+    return MoePlan(state.rank, state.world, "collective" if refused else "gloo", refused, agreed)
+
+
+# The registered ops ---------------------------------------------------------------------------------------------------
+
+_SCHEMA = (
+    "Tensor x, Tensor weights, Tensor experts, Tensor w1, Tensor w2, Tensor w3, str activation, str group, str form, "
+    "float deadline, int worker_limit"
+)
+library.define(f"moe({_SCHEMA}) -> Tensor", tags=_alone)
+library.define(
+    f"moe_backward(Tensor grad, bool of_experts, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", tags=_alone
+)
+moe_op = torch.ops.tilestream.moe.default
+moe_backward_op = torch.ops.tilestream.moe_backward.default
+
+
+def _travel(
+    op: str, x: torch.Tensor, chosen: torch.Tensor, sent: Callable[[torch.Tensor], Rows], e: Experts,
+    how: Sequence[Any], compute: Compute, returned: Sequence[tuple[tuple[int, ...], torch.dtype]],
+) -> Rows:  # fmt: skip
+    """What comes back of the rows ``sent(order)``, choice by choice: ``[T * top_k, ...]`` each.
+
+    ``returned``: the shape of a row, and its dtype.
+    """
+    group, form, deadline, worker_limit = how
+    (state,) = states_of(_OP, group, _ANY)
+    if x.is_cuda:
+        check_device(x.device.index)
+        if torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(f"{_OP}: a CUDA graph is captured; the host reads how many rows go where")
+    state.check()
+    plan = _plan(state, op, x, chosen.shape[-1], e.w1, e.activation, form)
+    seconds = check_deadline(state.timeout(x.device.type) if deadline < 0 else deadline)
+    order, counts = sorted_rows(chosen, e.w1.shape[0] * state.world, state.world)
+    rows = sent(order)
+    limited = within_limit(worker_limit) if worker_limit else contextlib.nullcontext()
+    with limited, running(x.device.type, state):
+        if plan.fused:
+            back = tuple(x.new_empty((len(order), *shape), dtype=dtype) for shape, dtype in returned)
+            by_messages(state, plan, counts, rows, back, compute, seconds)
+        elif state.world == 1:
+            back = compute(0, rows, counts[0])
+        else:
+            back = by_collectives(state, plan, counts, rows, compute)
+    found = []
+    for sorted_ in back:
+        one = torch.empty_like(sorted_)
+        one[order] = sorted_
+        found.append(one)
+    return tuple(found)
+
+
+def _forward(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor,
+    activation: str, *how: Any,
+) -> torch.Tensor:  # fmt: skip
+    e, top_k, width = Experts(w1, w2, w3, activation), experts.shape[1], x.shape[1]
+
+    def compute(source: int, rows: Rows, counts: torch.Tensor) -> Rows:
+        return (moe_experts.forward(e, rows[0], counts),)
+
+    def sent(order: torch.Tensor) -> Rows:
+        return (x[order // max(top_k, 1)],)
+
+    (rows,) = _travel(_OP, x, experts, sent, e, how, compute, [((width,), x.dtype)])
+    return _combined(rows.view(*experts.shape, width), weights).to(x.dtype)
+
+
+def _combined(rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """The sum of each token's rows ``[T, top_k, H]``, weighted, wide, in the order of its choices."""
+    wide = wide_dtype(rows.dtype)
+    total = rows.new_zeros((rows.shape[0], rows.shape[2]), dtype=wide)
+    for choice in range(rows.shape[1]):
+        row = rows[:, choice].to(wide)
+        total += row if weights is None else row * weights[:, choice, None].to(wide)
+    return total
+
+
+def _backward(
+    grad: torch.Tensor, of_experts: bool, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor,
+    w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, activation: str, *how: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    e, top_k, width, wide = Experts(w1, w2, w3, activation), experts.shape[1], x.shape[1], wide_dtype(x.dtype)
+    parts: dict[int, Part] = {}
+
+    def sent(order: torch.Tensor) -> Rows:
+        token = order // max(top_k, 1)
+        return x[token], grad.to(x.dtype)[token], weights.reshape(-1)[order].to(wide)
+
+    def compute(source: int, rows: Rows, counts: torch.Tensor) -> Rows:
+        own, of_own, factors = rows
+        of_x, of_factors, parts[source] = moe_experts.backward(e, own, of_own, factors, counts)
+        return of_x, of_factors
+
+    of_rows, of_factors = _travel(
+        "moe_backward", x, experts, sent, e, how, compute, [((width,), x.dtype), ((), wide)]
+    )  # fmt: skip
+    of_x = _combined(of_rows.view(*experts.shape, width), None).to(x.dtype)
+    of_weights = of_factors.view(weights.shape).to(weights.dtype)
+    if not of_experts:
+        return of_x, of_weights, *(w.new_empty(0) for w in (w1, w2, w3))
+    return of_x, of_weights, *moe_experts.weight_gradients([parts[source] for source in sorted(parts)])
+
+
+def _fake_backward(grad: torch.Tensor, of_experts: bool, *args: Any) -> tuple[torch.Tensor, ...]:
+    x, weights, _, *w = args[:6]
+    return x.new_empty(x.shape), weights.new_empty(weights.shape), *(
+        t.new_empty(t.shape if of_experts else 0) for t in w
+    )  # fmt: skip
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.how = inputs[6:]
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    of_experts = any(ctx.needs_input_grad[3:6])
+    of_x, of_weights, *of_w = moe_backward_op(grad, of_experts, *ctx.saved_tensors, *ctx.how)
+    return of_x, of_weights, None, *(of_w if of_experts else [None] * 3), *[None] * len(ctx.how)
+
+
+def _no_second(ctx: Any, *grads: torch.Tensor) -> None:
+    raise NotImplementedError(f"{_OP}: it has no second derivative")
+
+
+for _name, _run, _fake in (
+    ("moe", _forward, lambda x, *others: x.new_empty(x.shape)), ("moe_backward", _backward, _fake_backward),
+):  # fmt: skip
+    for _device in ("CPU", "CUDA"):
+        library.impl(_name, _run, _device)
+    torch.library.register_fake(f"tilestream::{_name}", _fake, lib=library)
+torch.library.register_autograd("tilestream::moe", _gradients, setup_context=_save, lib=library)
+torch.library.register_autograd("tilestream::moe_backward", _no_second, lib=library)

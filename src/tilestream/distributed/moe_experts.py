@@ -1,0 +1,120 @@
+"""The maths of a mixture's experts, on rows that are sorted by expert: forward, and its gradients.
+
+::
+
+    forward:   h = act(x @ w1.T) * (x @ w3.T);  y = h @ w2.T                             a grouped product each
+    backward:  t = grad @ w2;  of_factor = sum(t * h);  t *= factor                      y is not needed
+               da = t * (x @ w3.T) * act'(x @ w1.T);  db = t * act(x @ w1.T)
+               dx = da @ w1 + db @ w3;  dw1 = da.T @ x;  dw3 = db.T @ x;  dw2 = (factor * grad).T @ h
+
+``grad`` is the gradient with respect to ``factor * y``: the factor of a token and an expert is applied where the token
+came from. The hidden rows are computed once more in the backward pass: nothing is kept between the two.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tilestream.core.operands import Epilogue
+from tilestream.kernels.cpu.epilogue import apply
+from tilestream.ops.gradients import through_activation
+from tilestream.ops.grouped import grouped_mm
+
+
+class Experts(NamedTuple):
+    """A rank's experts: ``w1``, ``w3`` ``[E, I, H]``, ``w2`` ``[E, H, I]``."""
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    w3: torch.Tensor
+    activation: str
+
+
+class Part(NamedTuple):
+    """What the gradients of the weights need of some rows, sorted by expert."""
+
+    counts: torch.Tensor  # int64 ``[E]``: each expert's rows
+    #: x, weighted: ``[rows, H]``: the inputs, and the gradients of y. of_gate, of_up, hidden: ``[rows, I]``.
+    x: torch.Tensor
+    weighted: torch.Tensor
+    of_gate: torch.Tensor
+    of_up: torch.Tensor
+    hidden: torch.Tensor
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are added that are not a product's own."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ends_of(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Where each group of so many rows ends: int32."""
+    return counts.cumsum(0).to(device, torch.int32)
+
+
+def forward(e: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Each row through its expert."""
+    ends = ends_of(counts, x.device)
+    hidden = grouped_mm(x, e.w1.mT, ends, activation=_name(e.activation))
+    hidden *= grouped_mm(x, e.w3.mT, ends)
+    return grouped_mm(hidden, e.w2.mT, ends)
+
+
+def backward(
+    e: Experts, x: torch.Tensor, grad: torch.Tensor, factors: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Part]:
+    """Gradients of the rows and of their factors (``[rows]``, wide), and what those of the weights need."""
+    ends, wide = ends_of(counts, x.device), wide_dtype(x.dtype)
+    gate = grouped_mm(x, e.w1.mT, ends, out_dtype=wide)
+    up = grouped_mm(x, e.w3.mT, ends, out_dtype=wide)
+    back = grouped_mm(grad, e.w2, ends, out_dtype=wide)
+    activated = gate.clone()
+    apply(Epilogue(activation=e.activation), activated)
+    hidden = activated * up
+    of_factors = (back * hidden).sum(1)
+    factors = factors.unsqueeze(1)
+    back *= factors
+    of_gate = _through(e.activation, back * up, gate).to(x.dtype)
+    of_up = (back * activated).to(x.dtype)
+    of_x = grouped_mm(of_gate, e.w1, ends, out_dtype=wide)
+    of_x += grouped_mm(of_up, e.w3, ends, out_dtype=wide)
+    weighted = (grad.to(wide) * factors).to(x.dtype)
+    return of_x.to(x.dtype), of_factors, Part(counts, x, weighted, of_gate, of_up, hidden.to(x.dtype))
+
+
+def weight_gradients(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of w1, w2 and w3, of all rows: those of one expert in the order of the parts."""
+    counts = torch.stack([part.counts for part in parts])
+    x, weighted, of_gate, of_up, hidden = (torch.cat(same) for same in zip(*(p[1:] for p in parts), strict=True))
+    if len(parts) > 1:
+        order = by_expert(counts).to(x.device)
+        x, weighted, of_gate, of_up, hidden = (y[order] for y in (x, weighted, of_gate, of_up, hidden))
+    ends = ends_of(counts.sum(0), x.device)
+    of_w1, of_w2, of_w3 = (
+        grouped_mm(left.mT, right, ends) for left, right in ((of_gate, x), (weighted, hidden), (of_up, x))
+    )
+    return of_w1, of_w2, of_w3
+
+
+def by_expert(counts: torch.Tensor) -> torch.Tensor:
+    """The order that sorts rows of several sources, each sorted by expert, by expert and then by source.
+
+    ``counts``: int64 ``[sources, E]``, on the CPU.
+    """
+    experts = torch.arange(counts.shape[1]).repeat(counts.shape[0])
+    return experts.repeat_interleave(counts.flatten()).argsort(stable=True)
+
+
+def _name(activation: str) -> str | None:
+    return None if activation == "none" else activation
+
+
+def _through(activation: str, change: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """A gradient through the activation, at its input."""
+    if activation == "none":
+        return change
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(change, before, 0)  # type: ignore[no-any-return]
+    return through_activation(activation, change, before)
