@@ -1,7 +1,7 @@
-"""Launches of earlier calls, found by a signature: all that the checks, the plan and the compiled kernel depend on.
+"""A cache of launches. The key is a signature: all that the checks, the plan and the compiled kernel depend on.
 
-One cache serves matmul and attention: a registered op looks the `tilestream.launch.launch.Launch` of its canonical
-operands up. Equal calls are found before that, by the native call path: see `tilestream.launch.native`.
+Matmul and attention share one cache: a registered op looks up the `tilestream.launch.launch.Launch` of its canonical
+operands. The native call path finds equal calls before that: see `tilestream.launch.native`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tilestream.core.forks import free_in_child
 from tilestream.plan import limit as limits
 from tilestream.runtime.properties import allows_tf32, context_units
 
-#: Entries; with one more the cache starts anew.
+#: The largest number of entries. One more empties the cache.
 _MOST = 2 * 4096
 
 T = TypeVar("T")
 
 
 class LaunchCache(dict[object, object]):
-    """What earlier calls decided, by signature. It holds plans and compiled kernels, and no tensor of a caller.
+    """Launches by signature. It holds plans and compiled kernels, but no tensor of a caller.
 
     Attributes
     ----------
     followers
-        Called when it is cleared: what else was decided then is to be forgotten, too.
+        Functions that are called when the cache is cleared: they clear what depends on it.
     generation
-        How often it has been cleared. What was decided in an earlier generation is not kept.
+        The number of clears. An entry that was made in an earlier generation is not inserted.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LaunchCache(dict[object, object]):
         self._lock = free_in_child(threading.RLock())
 
     def clear(self) -> None:
-        """Forget all."""
+        """Empty the cache."""
         with self._lock:
             self.generation += 1
             super().clear()
@@ -50,12 +50,12 @@ class LaunchCache(dict[object, object]):
 
     @contextlib.contextmanager
     def unless_cleared_since(self, generation: int) -> Iterator[bool]:
-        """Whether what was decided in a generation may be kept: in this block nothing is cleared."""
+        """A block in which the cache is not cleared; its value says whether the generation is still the given one."""
         with self._lock:
             yield generation == self.generation
 
     def insert(self, key: object, found: T, generation: int) -> T:
-        """Keep ``found`` if it was decided in the present generation, and return it."""
+        """Insert ``found`` if it was made in the present generation. Returns it."""
         with self.unless_cleared_since(generation) as may_keep:
             if may_keep:
                 if len(self) >= _MOST:
@@ -74,18 +74,18 @@ launch_cache = LaunchCache()
 def signature(
     op: str, tensors: Sequence[torch.Tensor | None], settings: object, limit: int | None = None
 ) -> tuple[object, ...]:
-    """What decides a launch: each tensor's layout and alignment, the settings, and the state of the process.
+    """The key of a launch: each tensor's layout and alignment, the settings, and the process's state.
 
     Parameters
     ----------
     op
-        The op, and of which kind the entry is.
+        The op, and the kind of entry.
     tensors
-        Operands, the one that tf32 may round first, which is given; None for one that is not.
+        The operands; None for one that is not given. The first one is given, and decides whether tf32 matters.
     settings
-        All else that the caller says.
+        All other arguments of the call.
     limit
-        The workers' limit; None: the present one. See `tilestream.plan.limit`.
+        The limit of workers; None: the present one. See `tilestream.plan.limit`.
     """
     first = tensors[0]
     assert first is not None

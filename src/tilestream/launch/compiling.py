@@ -1,11 +1,11 @@
-"""Compiling kernels: for this process's GPU, or ahead for one that need not be here.
+"""Compiling kernels, for this process's GPU or ahead for another one.
 
-The first launch on a machine waits for three things: Triton hashes its own library (460 MB), of which the installer
-has noted the digest; a C compiler builds its driver module; the kernel is compiled. `prepare` begins the first two in
-threads, and `compiled` needs no driver, only its target. What was hashed is kept beside Triton's cache, under the sizes
-and times of the files that it depends on.
+The first launch on a machine waits for three steps: Triton hashes its own library (460 MB), a C compiler builds its
+driver module, and the kernel is compiled. `prepare` begins the first two in threads; for the first it uses the digest
+that the installer has recorded. `compiled` needs no driver, only the target. Hashes are kept beside Triton's cache,
+under the sizes and times of the files that they depend on.
 
-Triton is changed for this package's kernels alone: other threads see its own driver, and other kernels its own hash.
+Triton is changed for this package's kernels only: other threads see its own driver, and other kernels its own hash.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tilestream.runtime import collector
 
 
 class _Here(threading.local):
-    #: What Triton's driver is taken to be in this thread; None: what it is.
+    #: The stand-in for Triton's driver in this thread; None: Triton's own driver.
     driver: _StandIn | None = None
     #: Whether this thread compiles ahead: see `ahead`.
     is_ahead = False
@@ -54,7 +54,7 @@ class _Here(threading.local):
 _here = _Here()
 T = TypeVar("T")
 _blocks = itertools.count()
-#: Nanoseconds, an hour: an installer, or the unpacking of an image, writes all files of a package within it.
+#: An hour in nanoseconds. An installer, or the unpacking of an image, writes all files of a package within it.
 _WRITTEN_WITHIN = 3600 * 10**9
 _making_driver, _making_key = free_in_child(threading.RLock()), free_in_child(threading.Lock())
 
@@ -63,21 +63,21 @@ _making_driver, _making_key = free_in_child(threading.RLock()), free_in_child(th
 
 
 class _StandIn:
-    """As much of Triton's driver as compiling needs."""
+    """The part of Triton's driver that compiling needs."""
 
     def __init__(self, target: GPUTarget, device: int | str) -> None:
         self._target, self._device = target, device
 
     def get_current_device(self) -> int | str:
-        """What Triton keeps compiled kernels by."""
+        """The key under which Triton keeps compiled kernels."""
         return self._device
 
     def get_current_stream(self, device: object = None) -> int:
-        """None is launched on."""
+        """No stream: nothing is launched."""
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
+        """The target of the compiler."""
         return self._target
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +85,7 @@ class _StandIn:
 
 
 class _Drivers(type(triton_driver)):  # type: ignore[misc]
-    """Triton's holder of its driver: a thread may have a stand-in, and two threads do not both make the driver."""
+    """Triton's holder of its driver. A thread may have a stand-in, and only one thread makes the driver."""
 
     @property
     def active(self) -> Any:
@@ -98,7 +98,7 @@ class _Drivers(type(triton_driver)):  # type: ignore[misc]
 
 
 def _can_stand_in(holder: object) -> bool:
-    """Whether a holder is of the kind that `_Drivers` extends: a later Triton may have another, which is left alone."""
+    """Whether `_Drivers` extends the holder's type. A later Triton may have another, which is not changed."""
     return isinstance(getattr(type(holder), "active", None), property) and hasattr(holder, "_active")
 
 
@@ -117,7 +117,7 @@ def _standing_in(driver: _StandIn | None, is_ahead: bool) -> Iterator[None]:
 
 
 def _present() -> _StandIn | None:
-    """A stand-in for the driver of this process's GPU until that is made; None where Triton's own is to be asked."""
+    """A stand-in for the driver of this process's GPU until that is made; None if Triton's own is used."""
     if not _STANDS_IN or _here.driver is not None or triton_driver._active is not None or torch.version.hip is not None:
         return _here.driver
     if not torch.cuda.is_available():
@@ -150,7 +150,7 @@ def compiled(function: Any, filled: Sequence[Any], options: dict[str, Any]) -> A
 
 
 def side_by_side(first: Callable[[], T], *others: Callable[[], object]) -> T:
-    """What ``first`` returns, done in this thread; the others in threads as this one. What fails is raised.
+    """Run ``first`` in this thread and the others in threads like it. Returns the result of ``first``; raises errors.
 
     Triton's compiler holds the GIL in its front end, and releases it in LLVM and while it waits for the assembler.
     """
@@ -183,28 +183,28 @@ def ahead(arch: str) -> Iterator[None]:
     Raises
     ------
     NotImplementedError
-        With a Triton that holds its driver in another way.
+        If Triton holds its driver in another way.
     """
     if not _STANDS_IN:
         raise NotImplementedError(
             f"Triton {triton.__version__} compiles for the GPU that is here alone; 3.6 does ahead"
         )
-    # A device of its own: Triton keeps nothing of this block for later ones.
+    # A device of this block alone: Triton reuses nothing of it later.
     with _standing_in(_StandIn(target_of(arch), f"ahead of {arch}, {next(_blocks)}"), True):
         yield
 
 
 def is_ahead() -> bool:
-    """Whether this thread is in a block of `ahead`: a launch that has its kernel is done."""
+    """Whether this thread is in a block of `ahead`. Launches end there when their kernel is compiled."""
     return _here.is_ahead
 
 
-# What a first launch waits for ----------------------------------------------------------------------------------------
+# The first launch of a process ----------------------------------------------------------------------------------------
 
 
 @functools.cache
 def prepare() -> None:
-    """Begin what the first launch of this process waits for, each in a thread. What fails there fails later, too."""
+    """Begin the steps that the first launch of this process waits for, each in a thread. Errors are raised later."""
 
     def quietly(step: Callable[[], object]) -> None:
         with contextlib.suppress(Exception):
@@ -212,7 +212,7 @@ def prepare() -> None:
 
     if not INTERPRETED and torch.cuda.is_available():
         for step in (_triton_key, lambda: triton_driver.active):
-            with contextlib.suppress(RuntimeError):  # the interpreter exits: no thread begins any more
+            with contextlib.suppress(RuntimeError):  # at exit no thread can be started
                 threading.Thread(target=quietly, args=(step,), name="tilestream prepares").start()
 
 
@@ -227,10 +227,10 @@ def _known_key() -> str:
 
 
 def _key_by_record(own: Callable[[], str]) -> str | None:
-    """Triton's key of itself, without reading its library: the installer has noted the digest of that.
+    """Triton's key of itself, from the digest of its library that the installer has recorded.
 
-    Triton's own function is run, on a stand-in for the library, whose digest is then replaced. None where nothing is
-    noted, where the library has changed since, or where Triton hashes otherwise.
+    Triton's own function runs on a stand-in for the library, whose digest is then replaced. None if no digest is
+    recorded, if the library has changed since, or if Triton hashes otherwise.
     """
     library = Path(getattr(sys.modules.get("triton._C.libtriton"), "__file__", None) or "").resolve()
     noted = _noted_digest(library)
@@ -249,9 +249,10 @@ def _key_by_record(own: Callable[[], str]) -> str | None:
 
 
 def _noted_digest(path: Path) -> str | None:
-    """The SHA-256 of an installed file, in hexadecimal, as its installer has noted it; None if it may have changed.
+    """The SHA-256 of an installed file, in hexadecimal, as its installer has recorded it; None if it may have changed.
 
-    It has not if its size is the noted one, its contents are no newer than the note, and its inode hardly is.
+    It has not changed if its size is the recorded one, its contents are no newer than the record, and its inode is at
+    most an hour newer.
     """
     root = Path(triton.__file__).resolve().parents[1]
     with contextlib.suppress(OSError, ValueError):
@@ -268,14 +269,14 @@ def _noted_digest(path: Path) -> str | None:
 
 
 def _triton_key() -> str:
-    """Triton's key of itself, which is remembered from process to process."""
+    """Triton's key of itself, which is kept from process to process."""
     with _making_key:
         return _known_key()
 
 
 @functools.cache
 def _remember_key() -> None:
-    """Have `compiled` take the remembered key. All else that asks Triton for its key gets what Triton hashes."""
+    """Let `compiled` use the kept key. Other users of Triton's key get Triton's own."""
     own = _hash_triton
     if own is None:
         return
@@ -288,7 +289,7 @@ def _remember_key() -> None:
 
 
 def _seed_hash(function: Any) -> None:
-    """Give a kernel the hash that Triton would find by parsing all functions that it reaches, if it is remembered."""
+    """Give a kernel its kept hash, which Triton would compute by parsing all functions that it calls."""
     if getattr(function, "hash", "") is None:
         with _making_key:
             package = _package_stamp(function.__module__.partition(".")[0])
@@ -297,10 +298,10 @@ def _seed_hash(function: Any) -> None:
 
 
 def _text_digest(function: Any) -> str:
-    """A digest of a kernel's text as it is in this process: of all functions and constants that it reaches.
+    """A digest of a kernel's text in this process: of all functions and constants that it refers to.
 
-    It reaches more than Triton hashes: each name that is looked up anywhere in a function counts, in the function's
-    module and in the modules that it names. Of Triton's own functions the name will do: `_stamp` knows their files.
+    It covers more than Triton's hash: each name that a function looks up anywhere, in its own module and in the modules
+    that it names. For Triton's own functions the name is enough, since `_stamp` covers their files.
     """
     said, seen, reached = [], {id(function)}, [function]
     while reached:
@@ -315,7 +316,7 @@ def _text_digest(function: Any) -> str:
         defaults = (*(one.fn.__defaults__ or ()), *(one.fn.__kwdefaults__ or {}).values())
         for key, value in (*values.items(), *enumerate(defaults)):
             if not hasattr(value, "starting_line_number"):
-                # Of a constant the value counts; constexprs can be called, too.
+                # A constant is its value; constexprs can be callable, too.
                 named = isinstance(value, ModuleType) or (callable(value) and not isinstance(value, tl.constexpr))
                 said.append(f"{key} {getattr(value, '__qualname__', '') if named else repr(value)}")
             elif not value.__module__.startswith("triton.") and id(value) not in seen:
@@ -327,13 +328,13 @@ def _text_digest(function: Any) -> str:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that a function looks up, with those of the functions and comprehensions inside it."""
+    """The names that a function, and the functions and comprehensions inside it, look up."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return {*code.co_names, *code.co_freevars}.union(*map(_names, inner))
 
 
 def remembered(name: str, make: Callable[[], str]) -> str:
-    """What ``make`` returns, as long as no file of Triton changes: its value of an earlier process, if there is one."""
+    """The value of ``make``, kept from an earlier process as long as no file of Triton changes."""
     path = Path(triton.knobs.cache.dir) / "tilestream" / f"{_stamp()}.json"
     try:
         known: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
@@ -342,9 +343,9 @@ def remembered(name: str, make: Callable[[], str]) -> str:
     except (OSError, ValueError, AttributeError):
         known = {}
     made = make()
-    with contextlib.suppress(OSError):  # a cache that cannot be written: the next process hashes again
+    with contextlib.suppress(OSError):  # if the cache cannot be written, the next process hashes again
         path.parent.mkdir(parents=True, exist_ok=True)
-        what = name.partition(" ")[0]  # of which one value is kept
+        what = name.partition(" ")[0]  # one value is kept for each
         kept = {key: old for key, old in known.items() if key.partition(" ")[0] != what}
         write_whole(path, json.dumps(kept | {name: made}).encode())
     return made
@@ -354,19 +355,19 @@ def remembered(name: str, make: Callable[[], str]) -> str:
 def _stamp() -> str:
     """A digest of the names, sizes and times of Triton's files, and of the versions of it and of Python.
 
-    Of times the last change of the inode counts, too: a copy that keeps the time of modification has another.
+    The times include the inode's last change, which differs in a copy that keeps the time of modification.
     """
     said = [triton.__version__, sys.version, _files_of(Path(triton.__file__).resolve().parent)]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
 
 
 def _files_of(root: Path) -> str:
-    """Names, sizes and times of the files of code within a folder."""
+    """The names, sizes and times of the code files of a folder."""
     said = []
     for path in sorted(_code_within(root)):
         try:
             status = path.stat()
-        except FileNotFoundError:  # an editor's lock is a link to nothing
+        except FileNotFoundError:  # an editor's lock is a dangling link
             continue
         said.append(f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
     return "\n".join(said)
@@ -374,7 +375,7 @@ def _files_of(root: Path) -> str:
 
 @functools.cache
 def _package_stamp(name: str) -> str:
-    """A digest of the same of a package's or a module's folder."""
+    """A digest of `_files_of` for the folder of a package or module."""
     where = Path(str(sys.modules[name].__file__)).resolve().parent
     return hashlib.sha256(_files_of(where).encode()).hexdigest()[:32]
 

@@ -1,9 +1,9 @@
-"""Launching a compiled kernel through the GPU's driver itself, with as little of the host's time as that takes.
+"""Launches a compiled kernel through the GPU's driver, at a low cost to the host.
 
-Triton's own launch parses its arguments anew each time, and makes each descriptor anew. Here what a kernel's launches
-have in common is laid out once; a launch packs what differs into one place and calls the driver, without the GIL. With
-three descriptors and four more values a launch took 1.5 us of Python where Triton 3.7's own took 14, and its compiled
-kernel's `run` 4.6 (one CPU, a driver that does nothing).
+Triton's own launch parses its arguments and makes its descriptors at each call. Here the memory of a kernel's launches
+is laid out once. A launch packs the arguments that differ and calls the driver, without the GIL. With three descriptors
+and four more values a launch took 1.5 us of Python; Triton 3.7's own took 14, its compiled kernel's `run` 4.6 (one CPU,
+a driver that does nothing).
 
 The kernel's parameters, in Triton 3.6 to 3.9: its arguments in order, without those that were compiled in (constexprs,
 None, an integer specialised to 1); a descriptor is its tensor map, the shape as int32 and the strides as int64; then
@@ -26,14 +26,14 @@ from tilestream.launch import tensor_map
 from tilestream.launch.observe import observation
 from tilestream.runtime.driver import INVALID_CONTEXT, bind_context, cuda_function, error_name, hip_function
 
-#: Tensor maps that a launcher remembers for each descriptor: 128 bytes each.
+#: The number of tensor maps that a launcher keeps for each descriptor, 128 bytes each.
 _REMEMBERED_MAPS = 1024
 #: Formats of `struct` by Triton's types.
 _FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
-#: Triton's numbers of element types that are not the driver's.
+#: Element types whose numbers in Triton and in the driver differ.
 _ELEM_TYPES = {8: 10, 9: 8, 10: 9}
 _FLOAT32 = 7
 _PTX_PARAMETER = re.compile(r"\.param\s+(\.align\s+\d+\s+)?\.[bsuf](?P<bits>\d+)\s[^\[]*(\[(?P<count>\d+)\])?")
@@ -41,9 +41,9 @@ _HSA_PARAMETER = re.compile(r"\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)")
 _MAP_ALIGNMENT = 64
 #: CUlaunchConfig: grid, block and shared memory; then stream, attributes and their number, which each launch packs.
 _CONFIG_HEAD, _CONFIG_TAIL = struct.Struct("=7I4x"), struct.Struct("=QQI4x")
-#: What HIP is given of it: grid, block, shared memory, stream.
+#: HIP's arguments for it: grid, block, shared memory, stream.
 _HIP_CONFIG = struct.Struct("=7I4xQ")
-#: CUlaunchAttribute, of which three integers at most are used.
+#: CUlaunchAttribute; at most three integers of its value are used.
 _ATTRIBUTE = struct.Struct("=I4x3I52x")  # the number of the attribute, then its value
 _COOPERATIVE, _CLUSTER_DIMENSION, _CLUSTER_POLICY, _PROGRAMMATIC = 2, 4, 5, 6
 _SPREAD = 1
@@ -54,23 +54,23 @@ _hooks = triton.knobs.runtime
 
 
 def watched() -> bool:
-    """Whether one of Triton's launch hooks does anything: whether there is a profiler, say."""
+    """Whether one of Triton's launch hooks is in use, as by a profiler."""
     enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))  # a chain of calls, one call, or None
 
 
 class Descriptor(NamedTuple):
-    """An argument that is a tensor descriptor: a call gives the tensor's address, all else is fixed.
+    """An argument that is a tensor descriptor. A call gives the tensor's address; all else is fixed.
 
-    Box, swizzle and element type are the compiled kernel's.
+    The compiled kernel has the box, the swizzle and the element type.
     """
 
     #: shape, strides: in elements; see `tilestream.launch.tensor_map.TensorMap`.
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     tf32: bool = False  # whether the copy to shared memory rounds fp32 to tf32
-    nan: bool = False  # whether what is outside the tensor reads as NaN; else as 0
-    promotion: int = 128  # see `tilestream.launch.tensor_map.TensorMap`; Triton's is 128
+    nan: bool = False  # whether elements outside the tensor read as NaN, or as 0
+    promotion: int = 128  # see `tilestream.launch.tensor_map.TensorMap`; 128 in Triton
 
 
 class _Varies:
@@ -78,12 +78,12 @@ class _Varies:
         return "VARIES"
 
 
-#: An argument that each call gives: an address, for a pointer, or a number.
+#: An argument that each call gives: an address for a pointer, or a number.
 VARIES = _Varies()
 
 
 class _Parameter(NamedTuple):
-    """One parameter of the compiled kernel; ``tensor`` where it is a tensor map."""
+    """One parameter of the compiled kernel; ``tensor`` if it is a tensor map."""
 
     name: str
     format: str
@@ -106,39 +106,40 @@ class _Parameter(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """The memory of one launch: the configuration, the parameters and, last, the parameters' addresses."""
+    """The memory of one launch: the configuration, the parameters, and last the parameters' addresses."""
 
     memory: bytearray
-    start: int  # where in it a launch packs
+    start: int  # the offset at which a launch packs
     config: ctypes.c_void_p  # the addresses of the first and of the last
     addresses: ctypes.c_void_p
-    view: ctypes.Array[ctypes.c_char]  # keeps the memory where it is
+    view: ctypes.Array[ctypes.c_char]  # keeps the memory in place
 
 
 class Launcher:
     """A compiled kernel, a grid, and the arguments that all its launches share.
 
-    Of one device: where it is made and called, that device is torch's current one. Several threads may call at once. No
-    tensor is kept alive.
+    It belongs to one device, which is torch's current device wherever it is made and called. Several threads may call
+    it at once. It keeps no tensor alive.
 
     Parameters
     ----------
     kernel
-        What Triton compiled: ``kernel = fn[grid](...)``, or ``fn.warmup(...)``.
+        Triton's compiled kernel: ``kernel = fn[grid](...)``, or ``fn.warmup(...)``.
     grid
-        Programs, ``(x, y, z)``; clusters, where the kernel has such.
+        The number of programs, or of clusters if the kernel has clusters: ``(x, y, z)``.
     arguments
-        The kernel's arguments, all, in its own order: `Descriptor` for a descriptor, `VARIES` for what a call gives, a
-        number for what is fixed (for a pointer, an address). What was compiled in is given as it was then.
+        All arguments of the kernel, in its order: `Descriptor` for a descriptor, `VARIES` for an argument that a call
+        gives, a number (for a pointer an address) for a fixed one. Compile-time arguments have the values that were
+        compiled in.
 
     Raises
     ------
     NotImplementedError
-        If only Triton can launch this kernel: it has scratch memory, a large cluster (on HIP, any, or a cooperative
-        grid), or parameters that are passed otherwise than is known here.
+        If only Triton can launch this kernel: it has scratch memory, a large cluster (on HIP any cluster, or a
+        cooperative grid), or parameters in an unknown form.
     ValueError, TypeError
-        If the arguments are not this kernel's: their number; a number that its type does not hold; what varies, or is
-        another, and was compiled in or taken to be a multiple of 16; a tensor that no tensor map describes.
+        If the arguments do not fit the kernel: their number; a number outside its type's range; an argument that was
+        compiled in, or specialised as a multiple of 16, and varies or differs; a tensor that no tensor map describes.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
@@ -156,7 +157,7 @@ class Launcher:
         self._attributes = _attributes(kernel.metadata)
         self._constant = (ctypes.addressof(self._attributes), len(self._attributes) // _ATTRIBUTE.size)
 
-        # In a frame what varies follows the end of the configuration, so that one packing fills in both.
+        # In a frame the varying parameters follow the end of the configuration, so that one packing writes both.
         varying = [parameter for parameter in parameters if parameter.value is VARIES]
         fixed = [parameter for parameter in parameters if parameter.value is not VARIES]
         offsets, format_, end = _place(varying, _CONFIG_HEAD.size + _CONFIG_TAIL.size)
@@ -178,26 +179,26 @@ class Launcher:
             for i, parameter in enumerate(varying)
             if parameter.tensor is not None
         ]
-        #: Frames that no launch is using: as many as launches were under way at once.
+        #: Free frames. There are as many frames as launches have been in progress at once.
         self._free = [self._frame()]
 
     def __call__(self, stream: int, *varying: Any) -> None:
         """Launch on a stream of the current device.
 
-        Returns when the launch is issued; where the driver waits, it waits without the GIL and without a lock.
+        Returns when the launch is issued. If the driver blocks, neither the GIL nor a lock is held.
 
         Parameters
         ----------
         stream
             The stream's handle.
         varying
-            What varies, in the order of the arguments: the tensor's address for a `Descriptor`, an address or a number
-            for `VARIES`. What was a multiple of 16 when the kernel was compiled, an address, must be one.
+            The varying arguments in order: the tensor's address for a `Descriptor`, an address or a number for
+            `VARIES`. An address that was a multiple of 16 when the kernel was compiled must be one.
 
         Raises
         ------
         ValueError
-            If these are not the arguments that vary, or no tensor that a descriptor describes has such an address.
+            If their number is wrong, or a descriptor's tensor cannot have the address.
         RuntimeError
             If the driver refuses the launch.
         """
@@ -209,9 +210,9 @@ class Launcher:
             seen.issued.append((self, varying))
 
     def head(self) -> list[int]:
-        """What a launch needs beside its parameters, as `csrc/recipe.cpp` reads it.
+        """The constants of a launch, as `csrc/recipe.cpp` reads them.
 
-        The function; the extents of grid and block, and bytes of shared memory; the number of attributes, and each as
+        The function; the extents of grid and block; bytes of shared memory; the number of attributes; each attribute as
         nine integers.
         """
         attributes = struct.unpack(f"={len(self._attributes) // 8}q", self._attributes)
@@ -230,7 +231,7 @@ class Launcher:
             takes = ", ".join(self._names)
             raise ValueError(f"a launch of {self._kernel.name} takes ({takes}), not {varying}: {error}") from None
         code = self._issue(frame.config, self._function, frame.addresses, None)
-        if code == INVALID_CONTEXT:  # a fresh thread, which used nothing of CUDA's runtime yet
+        if code == INVALID_CONTEXT:  # a new thread that has not used CUDA's runtime yet
             bind_context()
             code = self._issue(frame.config, self._function, frame.addresses, None)
         self._free.append(frame)
@@ -238,7 +239,7 @@ class Launcher:
             raise RuntimeError(f"the driver did not launch {self._kernel.name}: {error_name(code)}")
 
     def _launch_watched(self, stream: int, varying: tuple[Any, ...]) -> None:
-        """Launch between Triton's hooks. Of a descriptor they see the address."""
+        """Launch between Triton's hooks, which get the address in place of a descriptor."""
         arguments = _filled(self._arguments, iter(varying))
         metadata = self._kernel.launch_metadata(self._grid, stream, *arguments)
         if _hooks.launch_enter_hook is not None:
@@ -248,7 +249,7 @@ class Launcher:
             _hooks.launch_exit_hook(metadata)
 
     def _take(self) -> _Frame:
-        """A frame that is this launch's own."""
+        """A frame for this launch."""
         try:
             return self._free.pop()
         except IndexError:
@@ -267,7 +268,7 @@ class Launcher:
 
 
 class NoLauncher(Launcher):
-    """Launches nothing: of a kernel compiled ahead, see `tilestream.launch.compiling`."""
+    """A launcher of a kernel that is compiled ahead: it launches nothing. See `tilestream.launch.compiling`."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -281,7 +282,7 @@ def _is_hip(kernel: Any) -> bool:
 
 
 def _hip_launch() -> Callable[..., int]:
-    """HIP's launch, called as CUDA's."""
+    """HIP's launch function, with the arguments of CUDA's."""
     launch = hip_function(
         "hipModuleLaunchKernel", ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3
     )  # fmt: skip
@@ -298,14 +299,14 @@ def _varies(argument: Any) -> bool:
 
 
 def _filled(arguments: tuple[Any, ...], given: Iterator[Any]) -> tuple[Any, ...]:
-    """The arguments with what varies filled in, in tuples too."""
+    """The arguments with the varying ones filled in, in tuples, too."""
     return tuple(
         next(given, None) if _varies(x) else _filled(x, given) if isinstance(x, tuple) else x for x in arguments
     )
 
 
 def _place(parameters: Sequence[_Parameter], at: int) -> tuple[list[int], str, int]:
-    """Offsets of parameters one after another from ``at``, their format, and where they end."""
+    """The offsets of consecutive parameters from ``at`` on, their format, and their end."""
     offsets, format_ = [], ""
     for parameter in parameters:
         padding = -at % parameter.alignment
@@ -356,7 +357,7 @@ def _parameters(kernel: Any, arguments: Sequence[Any]) -> Iterator[_Parameter]:
 
 
 def _leaves(path: tuple[int, ...], types: tuple[Any, ...], values: Any) -> Iterator[tuple[tuple[int, ...], str, Any]]:
-    """``(path, type, value)`` of all arguments, also of those in tuples."""
+    """``(path, type, value)`` of all arguments, also of those inside tuples."""
     for i, (type_, value) in enumerate(zip(types, values, strict=True)):
         if isinstance(type_, tuple):
             yield from _leaves((*path, i), type_, value)
@@ -365,7 +366,7 @@ def _leaves(path: tuple[int, ...], types: tuple[Any, ...], values: Any) -> Itera
 
 
 def _tensor(name: str, given: Descriptor, metadata: dict[str, Any] | None) -> tensor_map.TensorMap:
-    """What the kernel takes its descriptor to be."""
+    """The tensor map of a descriptor, as the kernel was compiled for it."""
     if metadata is None or "elem_type" not in metadata or metadata.get("fp4_padded") or metadata.get("is_im2col"):
         raise NotImplementedError(f"descriptor {name} was compiled to something that only Triton passes: {metadata}")
     elem_type = _ELEM_TYPES.get(metadata["elem_type"], metadata["elem_type"])
@@ -383,7 +384,7 @@ def _tensor(name: str, given: Descriptor, metadata: dict[str, Any] | None) -> te
 
 
 def _check(kernel: Any, parameters: Sequence[_Parameter]) -> None:
-    """Whether this kernel is launched as is known here."""
+    """Raise unless this kernel's parameters have the known form."""
     metadata, hip, reasons = kernel.metadata, _is_hip(kernel), []
     if not hip and "ptx" not in kernel.asm:
         raise NotImplementedError(f"{kernel.name} is neither CUDA's nor HIP's: launch it through Triton")
@@ -406,7 +407,7 @@ def _check(kernel: Any, parameters: Sequence[_Parameter]) -> None:
 
 
 def ptx_parameter_sizes(ptx: str, entry: str) -> list[int]:
-    """Bytes of each parameter of a kernel, as its PTX declares them."""
+    """The bytes of each parameter of a kernel, from its PTX."""
     found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\((.*?)\)", ptx, re.DOTALL)
     if found is None:
         raise NotImplementedError(f"the PTX has no entry {entry}")
@@ -420,7 +421,7 @@ def ptx_parameter_sizes(ptx: str, entry: str) -> list[int]:
 
 
 def hsa_parameter_sizes(assembly: str, entry: str) -> list[int]:
-    """Bytes of each parameter of a kernel, as the metadata of its AMD assembly declare them; none that HIP fills in."""
+    """The bytes of each parameter of a kernel, from the metadata of its AMD assembly, without HIP's hidden ones."""
     kernels = assembly.partition("amdhsa.kernels:")[2]
     if re.findall(r"^    \.name:\s+(\S+)", kernels, re.MULTILINE) != [entry]:
         raise NotImplementedError(f"the assembly's metadata are not of the one kernel {entry}")

@@ -1,7 +1,7 @@
-"""`Pack`: a kernel's arguments in the order of its entry, found there by name.
+"""`Pack`: brings a kernel's arguments, given by name, into the order of its entry.
 
-No torch here, nor in what uses it to make arguments: the compile gate, and the tools that fill a cache without a GPU,
-make the same arguments from shapes.
+Neither this module nor its users need torch: the compile gate, and the tools that fill a cache without a GPU, make the
+same arguments from shapes.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 
 def named(prefix: str, extents: Sequence[str], strides: Sequence[int]) -> dict[str, int]:
-    """Strides by the names of their parameters: a prefix, and an extent each."""
+    """Strides by the names of their parameters: a prefix and an extent."""
     return {prefix + extent: stride for extent, stride in zip(extents, strides, strict=True)}
 
 
 class Pack:
-    """All arguments of a kernel: those that each call gives, and those that a plan and a layout fix.
+    """All arguments of a kernel: those of each call, and those that a plan and a layout fix.
 
-    The kernel's entry is the only list of its parameters. A name that it does not have is left out.
+    The kernel's entry is the only list of its parameters. Names that it does not have are ignored.
 
     Parameters
     ----------
     kernel
         The jitted kernel.
     fixed
-        Values by name. Of a name that calls give: its value in calls without its group.
+        Values by name. For a name of a group: its value in calls that leave the group out.
     groups
-        Names of what calls give, in their order: tensors, addresses, tensor maps, numbers, or what stands in for them.
+        The names of a call's arguments in their order: tensors, addresses, tensor maps, numbers, or stand-ins for them.
         Calls may leave out the last groups. A tensor map ``x_map`` may be given as ``x``.
     """
 
@@ -46,13 +46,13 @@ class Pack:
         self._runs: list[tuple[int, slice, slice]] = []
         for start, at in sorted(places):
             _, of, to = self._runs[-1] if self._runs else (0, slice(-1), slice(-1))
-            if (start, at) == (of.stop, to.stop) and start not in starts:  # neighbours are copied together
+            if (start, at) == (of.stop, to.stop) and start not in starts:  # neighbours are copied as one slice
                 self._runs[-1] = (of.start, slice(of.start, start + 1), slice(to.start, at + 1))
             else:
                 self._runs.append((start, slice(start, start + 1), slice(at, at + 1)))
 
     def __call__(self, given: tuple[Any, ...], more: tuple[Any, ...] = ()) -> list[Any]:
-        """All arguments, of the values of the first groups; ``more`` of them stand behind ``given``."""
+        """All arguments, from the values of the first groups: ``given``, then ``more``."""
         given += more
         filled, count = self._filled.copy(), len(given)
         for start, of, to in self._runs:

@@ -1,6 +1,6 @@
-"""Tensor maps: the 128 bytes by which the tensor memory accelerator knows a tensor in memory and the boxes it copies.
+"""Tensor maps: 128 bytes that describe a tensor in memory, and the boxes of copies, to the tensor memory accelerator.
 
-The bytes are made by the driver and are equal to those that Triton has it make. They name an address and hold nothing.
+The driver makes them, with the same bytes as for Triton. They contain an address and keep no memory alive.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ SIZE = 128
 TFLOAT32 = 11
 
 _ALIGNMENT = 64
-#: What the driver calls so many bytes, which L2 brings where less is missing.
+#: The driver's number of each promotion: bytes that L2 loads from memory at a time.
 _PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 _NAN_REQUEST_ZERO_FMA = 1
 _ENCODE_ARGUMENTS = (
     ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
     ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int,
 )  # fmt: skip
-#: Bytes that the box's rows may have, by the driver's number of the swizzle.
+#: The largest bytes of a box's row, by the driver's number of the swizzle.
 _SWIZZLED_BYTES = {1: 32, 2: 64, 3: 128}
 #: Up to driver 13.1 a small tensor's map needs a bit cleared, as CUTLASS (copy_traits_sm90_tma) does, and Triton.
 _LAST_FAULTY_DRIVER = 13010
@@ -32,28 +32,28 @@ _SMALL_BYTES = 128 * 1024
 
 
 class TensorMap:
-    """A tensor of fixed shape and strides, at whatever address.
+    """A tensor of fixed shape and strides, at any address.
 
     Parameters
     ----------
     elem_type, elem_size
-        The driver's number of the elements' type (`CUtensorMapDataType`), and bytes of one.
+        The driver's number of the element type (`CUtensorMapDataType`), and bytes of an element.
     shape, strides
-        In elements, outermost first, as torch has them. The innermost stride is 1; the stride along a dimension of
-        extent 1 may be anything.
+        In elements, outermost first, as in torch. The innermost stride is 1; the stride of a dimension of extent 1 is
+        free.
     box
-        What one copy brings, outermost first.
+        The extents of one copy, outermost first.
     swizzle
-        0 for none, 1, 2, 3 for 32, 64, 128 bytes.
+        0 for none; 1, 2, 3 for 32, 64, 128 bytes.
     nan
-        Whether what is outside the tensor reads as NaN; else as 0.
+        Whether elements outside the tensor read as NaN, or as 0.
     promotion
-        Bytes that L2 brings from memory where less is missing: 0, 64, 128 or 256.
+        Bytes that L2 loads from memory at a time: 0, 64, 128 or 256.
 
     Raises
     ------
     ValueError
-        If the hardware knows no such tensor: the message names the rule.
+        If the hardware does not support such a tensor. The message names the rule.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TensorMap:
         self._what = f"shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)}, {elem_size} bytes an element"
         steps = _steps(elem_size, shape, strides)
         row = box[-1] * elem_size if box else 0
-        # The rules of cuTensorMapEncodeTiled, which itself only says that one of them is broken.
+        # The rules of cuTensorMapEncodeTiled, which itself does not say which rule is broken.
         rules = {
             "1 to 5 dimensions, as many strides, and as many of the box": 0 < rank <= 5
             and rank == len(strides) == len(box),
@@ -93,7 +93,7 @@ class TensorMap:
         self._small = last + 1 < _SMALL_BYTES
 
     def integers(self) -> list[int]:
-        """All but the address, as `csrc/recipe.cpp` reads it."""
+        """All but the address, as `csrc/recipe.cpp` reads them."""
         clears = self._small and _driver_version() <= _LAST_FAULTY_DRIVER
         return [
             self._elem_type, self._rank, *self._shape, *self._steps, *self._box, self._swizzle, self._promotion,

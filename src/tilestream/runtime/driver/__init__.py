@@ -1,8 +1,8 @@
-"""What this package asks of a GPU's driver itself: streams and events of its own; copies, writes and waits in order.
+"""Direct calls of a GPU's driver: streams and events of our own; copies, writes and waits in stream order.
 
-Torch's build says whether that is CUDA's driver (`cuda`) or HIP's runtime (`hip`). No library is loaded, and no symbol
-looked up, before something is asked. Handles of streams are of the current device; addresses are mapped there. Where
-the driver refuses, each function raises `RuntimeError` with the driver's name of the error.
+Torch's build decides between CUDA's driver (`cuda`) and HIP's runtime (`hip`). The first call loads the library. Stream
+handles belong to the current device, and addresses are mapped there. If the driver refuses, each function raises
+`RuntimeError` with the driver's name of the error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilestream.runtime.driver.base import Driver
 from tilestream.runtime.driver.cuda import Cuda
 from tilestream.runtime.driver.hip import Hip, library
 
-#: What CUDA's driver answers where the thread has no context: `bind_context`, and ask again.
+#: CUDA's error code for a thread without a context: call `bind_context` and repeat.
 INVALID_CONTEXT = 201
 
 
@@ -39,12 +39,12 @@ def current() -> Driver:
 
 
 def cuda_function(name: str, *arguments: type) -> Callable[..., int]:
-    """A function of CUDA's driver, which is called without the GIL and returns a code: see `error_name`."""
+    """A function of CUDA's driver. It runs without the GIL and returns a code: see `error_name`."""
     return _function(False, name, arguments)
 
 
 def hip_function(name: str, *arguments: type) -> Callable[..., int]:
-    """As `cuda_function`, of HIP's runtime."""
+    """`cuda_function` for HIP's runtime."""
     return _function(True, name, arguments)
 
 
@@ -54,26 +54,26 @@ def error_name(code: int) -> str:
 
 
 def bind_context() -> None:
-    """Make the device's context this thread's own: a fresh thread has none until CUDA's runtime was used in it."""
+    """Make the device's context current in this thread. A new thread has none until it uses CUDA's runtime."""
     current().bind_context()
 
 
 def create_stream() -> int:
-    """The handle of a new stream of the current device, which the default stream does not wait for."""
+    """The handle of a new stream of the current device. It does not synchronise with the default stream."""
     return current().create_stream()
 
 
 def stream_write(stream: int, address: int, value: int) -> None:
-    """Write a 32-bit word once all that ``stream`` has been given so far is done and visible.
+    """Write a 32-bit word once all earlier work of ``stream`` is complete and visible.
 
-    A reader that acquires the word sees, for one, a copy that came before the write in the stream. CUDA: no kernel is
-    launched, so the word is written even where every SM is taken (invariant 10). HIP: a kernel of one lane writes, so
+    A reader that acquires the word sees, for example, a copy that precedes the write in the stream. On CUDA no kernel
+    is launched, so the word is written even if every SM is busy (invariant 10). On HIP a kernel of one lane writes, so
     workers that wait for it leave compute units free: `tilestream.plan.policy.cdna.workers_beside_producers`.
 
     Parameters
     ----------
     address
-        Of a word in the device's memory, or in the host's that the device maps.
+        Address of a word in device memory, or in mapped host memory.
     """
     current().stream_write(stream, address, value)
 
@@ -81,81 +81,81 @@ def stream_write(stream: int, address: int, value: int) -> None:
 def stream_wait(stream: int, address: int, value: int) -> None:
     """Hold ``stream`` until the 32-bit word at ``address`` is at least ``value``.
 
-    For words that a peer GPU writes with `stream_write`: what came before that write in its stream is visible then. It
-    has no bound: its caller has a watchdog that can write the word, whatever the driver waits for meanwhile (see
-    `tilestream.distributed.host_flags`). CUDA compares cyclically, and holds no SM. HIP compares unsigned numbers, and
+    It is for words that a peer GPU writes with `stream_write`; all that precedes that write in its stream is then
+    visible. The wait has no bound, so its caller has a watchdog that can write the word while the driver blocks (see
+    `tilestream.distributed.host_flags`). CUDA compares cyclically and occupies no SM. HIP compares unsigned numbers and
     may wait in a kernel of one lane.
     """
     current().stream_wait(stream, address, value)
 
 
 def copy_in(stream: int, to: int, source: int, size: int) -> None:
-    """Copy ``size`` bytes from pinned memory at ``source`` to ``to`` on the current device, in a stream's order.
+    """Copy ``size`` bytes from pinned memory at ``source`` to ``to`` on the current device, in stream order.
 
-    It costs the host a fifth of what torch's copy does. Both memories must live until the stream is past it.
+    It costs the host a fifth of torch's copy. Both memories must live until the copy is complete.
     """
     current().copy_in(stream, to, source, size)
 
 
 def copy_across(stream: int, to: int, source: int, size: int) -> None:
-    """Copy ``size`` bytes between memories of GPUs that this process has mapped, in a stream's order.
+    """Copy ``size`` bytes between mapped memories of GPUs, in stream order.
 
-    By a copy engine where one of them is another GPU's: no SM is needed. (HIP copies 16 KiB and less by a kernel.)
+    Between two GPUs a copy engine copies, so no SM is needed. HIP copies 16 KiB and less by a kernel.
     """
     current().copy_across(stream, to, source, size)
 
 
 def create_event() -> int:
-    """The handle of a new event of the current device, which records no time. `destroy_event` lets go of it."""
+    """The handle of a new event of the current device, without timing. Free it with `destroy_event`."""
     return current().create_event()
 
 
 def destroy_event(event: int) -> None:
-    """Let go of an event, which may still be to come: streams that wait for it go on waiting."""
+    """Free an event. It may be pending: streams that wait for it keep waiting."""
     current().destroy_event(event)
 
 
 def record_event(stream: int, event: int) -> None:
-    """Move ``event`` behind what ``stream`` was given so far. Those who wait for it already wait as before."""
+    """Record ``event`` after all work issued so far on ``stream``. Earlier waits are not affected."""
     current().record_event(stream, event)
 
 
 def wait_event(stream: int, event: int) -> None:
-    """Hold ``stream`` until ``event`` has come, as it is recorded now; one that was never recorded has come."""
+    """Hold ``stream`` until the last record of ``event`` is complete. An event without a record is complete."""
     current().wait_event(stream, event)
 
 
 def has_come(event: int) -> bool:
-    """Whether ``event`` has come."""
+    """Whether ``event`` is complete."""
     return current().has_come(event)
 
 
 def await_event(event: int) -> None:
-    """Have the host wait until ``event`` has come."""
+    """Wait on the host until ``event`` is complete."""
     current().await_event(event)
 
 
 def map_host_memory(address: int, size: int) -> int:
-    """Have all GPUs of this process map ``size`` bytes of its memory, from a page on; returns their address of it.
+    """Map ``size`` bytes of this process's memory, from a page boundary on, on all its GPUs. Returns their address.
 
-    They stay mapped: a stream, of another process too, may still write there after the object that asked is gone.
+    The memory stays mapped: a stream, also one of another process, may write there after its owner is gone.
     """
     return current().map_host_memory(address, size)
 
 
 def capture_id(stream: int) -> int:
-    """A number that is another for each capture; 0 where ``stream`` is in none."""
+    """The number of the capture that ``stream`` is in, different for each capture; 0: none."""
     return current().capture_id(stream)
 
 
 def context_id() -> int:
-    """A number of the thread's current context that no other context ever has; 0 where contexts have none.
+    """The number of the thread's current context, which is never used again; 0 if contexts have no numbers.
 
-    A green context has a number, SMs and a default stream of its own. HIP has no green contexts.
+    A green context has its own number, SMs and default stream. HIP has no green contexts.
     """
     return current().context_id()
 
 
 def context_sms() -> int:
-    """The SMs that kernels of the thread's current context may run on; 0 where the driver does not say."""
+    """The number of SMs of the thread's current context; 0 if the driver does not report it."""
     return current().context_sms()

@@ -1,4 +1,4 @@
-"""What CUDA's driver and HIP's runtime do alike, by functions of other names."""
+"""The functions that CUDA's driver and HIP's runtime share under different names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WRITE_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_u
 WHOLE_WORD = 0xFFFFFFFF
 _CREATE_ARGUMENTS = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)
 _COPY_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-#: A stream that does not wait for the legacy default stream, nor is waited for by it.
+#: A stream that does not synchronise with the legacy default stream.
 _NON_BLOCKING = 1
 _CAPTURING = 1
-#: Of a new event: it records no time, which would cost a stream more.
+#: A new event has no timing, which would cost the stream more.
 _NO_TIMING = 2
-#: What both drivers answer where an event has not come.
+#: Both drivers' code for an event that is not complete.
 _NOT_READY = 600
 _EVENT = (ctypes.c_void_p,)
 
@@ -48,7 +48,7 @@ class Driver(ABC):
 
     @abstractmethod
     def bind_context(self) -> None:
-        """Make the device's context this thread's own."""
+        """Make the device's context current in this thread."""
 
     def create_stream(self) -> int:
         """The handle of a new stream."""
@@ -60,7 +60,7 @@ class Driver(ABC):
         return handle.value
 
     def stream_write(self, stream: int, address: int, value: int) -> None:
-        """With the default flags: the driver fences before it writes."""
+        """With the default flags, so that the driver fences before it writes."""
         self.bind_context()
         code = self._find(self.FUNCTIONS["write"], WRITE_ARGUMENTS)(stream, address, value & WHOLE_WORD, 0)
         if code:
@@ -84,7 +84,7 @@ class Driver(ABC):
             raise self._failed(code, "refused the copy between devices")
 
     def create_event(self) -> int:
-        """The handle of a new event, which records no time."""
+        """The handle of a new event, without timing."""
         self.bind_context()
         handle = ctypes.c_void_p()
         code = self._find(self.FUNCTIONS["create_event"], _CREATE_ARGUMENTS)(ctypes.byref(handle), _NO_TIMING)
@@ -93,25 +93,25 @@ class Driver(ABC):
         return handle.value
 
     def destroy_event(self, event: int) -> None:
-        """Let go of an event, which may still be to come."""
+        """Free an event, which may be pending."""
         self._find(self.FUNCTIONS["destroy_event"], _EVENT)(event)
 
     def record_event(self, stream: int, event: int) -> None:
-        """Move the event behind what the stream was given so far."""
+        """Record the event after all work issued so far."""
         self.bind_context()
         code = self._find(self.FUNCTIONS["record_event"], (ctypes.c_void_p, ctypes.c_void_p))(event, stream)
         if code:
             raise self._failed(code, "recorded no event")
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Hold the stream until the event has come."""
+        """Hold the stream until the event is complete."""
         self.bind_context()
         code = self._find(self.FUNCTIONS["wait_event"], (*_EVENT, ctypes.c_void_p, ctypes.c_uint))(stream, event, 0)
         if code:
             raise self._failed(code, "refused the wait for an event")
 
     def has_come(self, event: int) -> bool:
-        """Whether the event has come."""
+        """Whether the event is complete."""
         self.bind_context()
         code = self._find(self.FUNCTIONS["query_event"], _EVENT)(event)
         if code not in (0, _NOT_READY):
@@ -119,7 +119,7 @@ class Driver(ABC):
         return not code
 
     def await_event(self, event: int) -> None:
-        """Have the host wait until the event has come."""
+        """Wait on the host until the event is complete."""
         self.bind_context()
         code = self._find(self.FUNCTIONS["synchronize_event"], _EVENT)(event)
         if code:
@@ -127,10 +127,10 @@ class Driver(ABC):
 
     @abstractmethod
     def map_host_memory(self, address: int, size: int) -> int:
-        """Where GPUs see pages of this process's memory."""
+        """The GPUs' address of pages of this process's memory."""
 
     def capture_id(self, stream: int) -> int:
-        """The number of the capture that the stream is in; 0 outside."""
+        """The number of the capture that the stream is in; 0: none."""
         status, number = ctypes.c_int(), ctypes.c_ulonglong()
         code = self._find(self.FUNCTIONS["capture"], (ctypes.c_void_p,) * 6)(
             stream, ctypes.addressof(status), ctypes.addressof(number), None, None, None
@@ -141,8 +141,8 @@ class Driver(ABC):
 
     @abstractmethod
     def context_id(self) -> int:
-        """The number of the thread's current context; 0 where contexts have none."""
+        """The number of the thread's current context; 0 if contexts have no numbers."""
 
     @abstractmethod
     def context_sms(self) -> int:
-        """The SMs of the thread's current context; 0 where the driver does not say."""
+        """The number of SMs of the thread's current context; 0 if the driver does not report it."""

@@ -11,9 +11,9 @@ from tilestream.runtime.driver.base import WHOLE_WORD, WRITE_ARGUMENTS, Driver
 
 _POINTER = ctypes.POINTER(ctypes.c_void_p)
 _REGISTER_ARGUMENTS = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
-#: Of `cuMemHostRegister`: for every context, and with an address on the device.
+#: Flags of `cuMemHostRegister`: for every context, with a device address.
 _PORTABLE, _MAPPED = 1, 2
-#: CUdevResource, and more than enough of it: its type, 92 bytes of the driver's own, and for SMs their number.
+#: CUdevResource, with space to spare: its type, 92 bytes internal to the driver, and for SMs their number.
 _RESOURCE_WORDS, _RESOURCE_SM, _SM_COUNT = 128, 1, 24
 
 
@@ -76,7 +76,7 @@ class Cuda(Driver):
         number = ctypes.c_ulonglong()
         try:
             self._find("cuCtxGetId", (ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong)))(None, ctypes.byref(number))
-        except (OSError, AttributeError):  # no driver, or one that knows of one context only
+        except (OSError, AttributeError):  # no driver, or one without context numbers
             return 0
         return number.value
 
@@ -85,7 +85,7 @@ class Cuda(Driver):
         resource = (ctypes.c_uint32 * _RESOURCE_WORDS)()
         arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
         try:
-            context = self._context()  # given no context, cuCtxGetDevResource does not take the current one
+            context = self._context()  # cuCtxGetDevResource does not default to the current context
             if not context:
                 return 0
             code = self._find("cuCtxGetDevResource", arguments)(context, ctypes.addressof(resource), _RESOURCE_SM)

@@ -1,14 +1,14 @@
-"""HIP's runtime, which is AMD's driver too. Never run: no AMD GPU was at hand.
+"""HIP's runtime, which is AMD's driver, too. It has run on an emulator, not on an AMD GPU.
 
-It differs from CUDA in this (AMD's sources, ROCclr and ``hipamd``, 2023 to 2026):
+It differs from CUDA as follows (AMD's sources, ROCclr and ``hipamd``, 2023 to 2026):
 
-* A stream write is a kernel of one lane, behind a packet that releases what the stream has done. It needs a place on
-  the GPU, which workers that wait for it must not hold: `tilestream.plan.policy.cdna.workers_beside_producers`.
-* A stream wait is such a kernel too, unless the word is signal memory (``hipMallocSignalMemory``), for which the
+* A stream write is a kernel of one lane, after a packet that releases the stream's earlier work. It needs a free place
+  on the GPU, which workers that wait for it must leave: `tilestream.plan.policy.cdna.workers_beside_producers`.
+* A stream wait is such a kernel, too, unless the word is signal memory (``hipMallocSignalMemory``), for which the
   command processor waits. It compares ``word & mask`` and the value as unsigned numbers, not cyclically.
-* Under capture both would happen at once, and not in the graph: refused.
+* Under capture both would run immediately instead of becoming part of the graph, so they are refused.
 * Copies of more than 16 KiB go through the SDMA engines, smaller ones by a kernel.
-* A device has one context, and a thread begins with device 0: torch's device guard is what matters.
+* A device has one context, and a thread begins with device 0; torch's device guard selects another.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MAPS = Path("/proc/self/maps")
 
 @functools.cache
 def library() -> str:
-    """The file of HIP's runtime: the one that torch has loaded, which may be torch's own copy; else by its name.
+    """The file of HIP's runtime: the copy that torch has loaded, or else its name.
 
-    A second copy in the process would be another runtime, which knows nothing of torch's streams.
+    A second copy in the process would be another runtime, without torch's streams.
     """
     try:
         return loaded(_MAPS.read_text(encoding="utf-8").splitlines()) or _NAME
@@ -39,7 +39,7 @@ def library() -> str:
 
 
 def loaded(maps: Iterable[str]) -> str:
-    """The file of HIP's runtime among the lines of ``/proc/self/maps``; empty where it is not."""
+    """The file of HIP's runtime in the lines of ``/proc/self/maps``; empty if it is not loaded."""
     files = (line.split(maxsplit=5)[5] for line in maps if _NAME in line)
     return next((file for file in files if Path(file).name.startswith(_NAME)), "")
 
@@ -72,7 +72,7 @@ class Hip(Driver):
         return f"{said[0]} ({said[1]})" if all(said) else f"code {code}"
 
     def bind_context(self) -> None:
-        """Nothing to do: every thread can use the device's one context."""
+        """Nothing to do: all threads share the device's context."""
 
     def stream_write(self, stream: int, address: int, value: int) -> None:
         """Not under capture."""
@@ -95,13 +95,13 @@ class Hip(Driver):
             raise RuntimeError(f"{what} is not captured: HIP makes it at once, and not in the graph; issue it eagerly")
 
     def map_host_memory(self, address: int, size: int) -> int:
-        """Never called: symmetric memory is CUDA's (`tilestream.distributed.symmetric.why_not`)."""
+        """Never called: only CUDA has symmetric memory (`tilestream.distributed.symmetric.why_not`)."""
         raise NotImplementedError("words that ranks share are CUDA's")
 
     def context_id(self) -> int:
-        """See `Driver`: there is one context a device."""
+        """See `Driver`: a device has one context."""
         return 0
 
     def context_sms(self) -> int:
-        """See `Driver`: that context has all of them."""
+        """See `Driver`: the context has all SMs."""
         return 0
