@@ -9,10 +9,10 @@
         total, acc = total and acc * exp(row_max - row_max') + row sums of p, and p @ V[block]
     out = acc / total;  lse = row_max + log(total)
 
-The online softmax (Milakov, Gimelshein, 2018) as FlashAttention has it (Dao et al., 2022): memory is a block of scores
-a worker, whatever the lengths. All of it in float32, float64 for float64. The blocks that each row sees whole are left
-to torch's own kernel for CPUs (`flash`) where there is no cap: it keeps scores in a core's cache, and takes 0.65 of the
-time. What it gives for a stretch of keys joins the softmax as one score, its log-sum-exp, and one value.
+This is the online softmax (Milakov, Gimelshein, 2018) of FlashAttention (Dao et al., 2022): each worker needs memory
+for one block of scores at any length. It computes in float32, or float64 for float64. Without a soft cap, torch's own
+CPU kernel (`flash`) computes the blocks that each row sees whole: it keeps scores in a core's cache and takes 0.65 of
+the time. Its result for a run of keys joins the softmax as one score, the log-sum-exp, and one value.
 
 A call that torch's kernel computes as a whole is one item: `WholeBody`.
 """
@@ -33,7 +33,7 @@ from tilestream.core.operands import AttentionOperands
 from tilestream.core.raster import longest_first
 from tilestream.kernels.cpu.convert import Scratch, widened
 
-#: Keys that `flash` is given at a time: those of other dtypes, and of pages, are copied first.
+#: Keys of one call of `flash`. Keys of other dtypes, and of pages, are copied first.
 FLASH_KEYS = 4096
 
 
@@ -42,16 +42,16 @@ def flash(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention ``[B, H, S, D]`` and its log-sum-exp ``[B, H, S]`` by torch's own kernel for CPUs.
 
-    Each last stride is 1, there is a key, and the columns of keys and values are as many. ``causal``: from the first
-    key on. The output lies as ``[B, S, H, D]``. Its bits depend on no number of threads. The log-sum-exp of a row all
-    of whose scores have overflowed to -inf is 0.
+    All last strides are 1, there is at least one key, and the head dims of keys and values are equal. ``causal`` is
+    aligned to the top left. The output is contiguous as ``[B, S, H, D]``. Its bits do not depend on the number of
+    threads. The log-sum-exp of a row whose scores all overflow to -inf is 0.
     """
     out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
 
 class FlashCall(NamedTuple):
-    """Operands of a call of `flash`, and where its answer goes."""
+    """Operands and output of a call of `flash`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -62,7 +62,7 @@ class FlashCall(NamedTuple):
     scale: float
 
     def run(self) -> None:
-        """Make the call."""
+        """Run the call."""
         out, lse = flash(self.q, self.k, self.v, self.causal, self.scale)
         self.out.copy_(out)
         if self.lse is not None:
@@ -70,7 +70,7 @@ class FlashCall(NamedTuple):
 
 
 def flash_calls(x: AttentionOperands, causal: bool) -> list[FlashCall]:
-    """The calls that compute dense attention: one, or where heads share keys, one a sequence, without a copy."""
+    """The calls that compute dense attention: one, or without a copy one a sequence if heads share keys."""
     q, k, v, out = (y.transpose(1, 2) for y in (x.q, x.k, x.v, x.out))
     heads, shared = q.shape[1], k.shape[1]
     if heads == shared:
@@ -86,7 +86,7 @@ def flash_calls(x: AttentionOperands, causal: bool) -> list[FlashCall]:
 
 
 class WholeBody:
-    """All of a call that `flash` computes, as one item: a `tilestream.launch.cpu.launch.Body`."""
+    """A call that `flash` computes as a whole, as one item: a `tilestream.launch.cpu.launch.Body`."""
 
     def __init__(self, x: AttentionOperands, calls: list[FlashCall]) -> None:
         self._x, self._calls = x, calls
@@ -108,10 +108,10 @@ class WholeBody:
 
 
 class SequenceRows(NamedTuple):
-    """Where a sequence lies: first row and number of its queries, first row and number of its keys.
+    """A sequence: first row and number of its queries, first row and number of its keys.
 
-    The first rows count where rows are packed; a dense sequence begins at row 0 of its own. ``number`` is -1 for the
-    rows of a packed call that belong to no sequence: queries without keys.
+    A dense sequence begins at row 0. ``number`` is -1 for the rows of a packed call that belong to no sequence: queries
+    without keys.
     """
 
     number: int
@@ -135,12 +135,12 @@ class Tiles:
     def __init__(self, plan: Any, sequences: Sequence[SequenceRows]) -> None:
         self._heads, self._group = plan.problem.heads_q, plan.group
         self._packed, self._positions = plan.problem.varlen, plan.positions
-        # A packed call's list: the longest first.
+        # The list of a packed call begins with the longest sequence.
         self._list = sorted(sequences, key=lambda s: -s.keys) if self._packed else list(sequences)
         self._starts = [0, *accumulate(cdiv(s.queries, self._positions) * self._heads for s in self._list)]
 
     def of(self, item: WorkItem) -> Tile | None:
-        """What ``item`` is; None for a void position of a packed call's list."""
+        """The tile of ``item``; None for a void position of a packed call's list."""
         if not self._packed:
             return Tile(self._list[item.pn // self._heads], item.pm, item.pn % self._heads)
         if item.pm >= self._starts[-1]:
@@ -153,7 +153,7 @@ class Tiles:
 
 
 class Seen(NamedTuple):
-    """Which keys a tile's rows see: those in ``[low, high)``; in blocks, as `core.attention.key_blocks` has it."""
+    """The keys ``[low, high)`` that a tile's rows see, and their blocks as from `core.attention.key_blocks`."""
 
     first: int
     last: int
@@ -169,7 +169,7 @@ class Seen(NamedTuple):
 
 
 def seen_by(plan: Any, tile: Tile, block_n: int) -> Seen:
-    """What the rows of ``tile`` see."""
+    """The keys that the rows of ``tile`` see."""
     problem, s = plan.problem, tile.sequence
     offsets = diagonal(s.queries, s.keys) if problem.alignment == "bottom_right" else (0, 0)
     left, right = (s.queries + s.keys if side is None else side for side in problem.sides)
@@ -187,7 +187,7 @@ class AttentionBody:
     def __init__(self, plan: Any, operands: AttentionOperands, tiles: Tiles, workspace: Scratch) -> None:
         self._plan, self._x, self._tiles, self._workspace = plan, operands, tiles, workspace
         self._wide = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
-        self._copies = bool(plan.promise)  # of keys and values: the BLAS's bits depend on strides and alignment
+        self._copies = bool(plan.promise)  # copy keys and values: the BLAS's bits depend on strides and alignment
 
     def compute(self, item: WorkItem) -> None:
         """See `tilestream.launch.cpu.launch.Body`."""
@@ -221,7 +221,7 @@ class AttentionBody:
                         _join(*flash(q[None, None], k[None, None], v[None, None], False, factor), row_max, total, acc)
                 blocks = [*range(seen.begin, seen.plain_begin), *range(seen.plain_end, seen.end)]
             for block in blocks:
-                # No key that no row sees: what has not arrived, or lies behind the last one, may be NaN.
+                # Keys that no row sees are left out: those that have not arrived, or padding, may be NaN.
                 begin, end = max(block * block_n, seen.low), min((block + 1) * block_n, seen.high)
                 scores = block_of_scores[:, : end - begin]
                 with widened(self._keys(x.k, tile, head, begin, end), wide, self._workspace) as k:
@@ -235,7 +235,7 @@ class AttentionBody:
                 with widened(self._keys(x.v, tile, head, begin, end), wide, self._workspace) as v:
                     _add(scores, v, row_max, total, acc)
         acc.mul_(self._scale(x.scale_v, tile, head))
-        out.copy_(torch.where(total > 0, acc / total, acc + total))  # 0 for what saw nothing; NaN stays NaN
+        out.copy_(torch.where(total > 0, acc / total, acc + total))  # 0 for rows without keys; NaN stays NaN
         if lse is not None:
             lse.copy_((row_max + total.log()).squeeze(1))
 
@@ -252,7 +252,7 @@ class AttentionBody:
             if lse is not None:
                 lse.fill_(float("nan"))
 
-    # Where things are --------------------------------------------------------------------------------------------
+    # Views ------------------------------------------------------------------------------------------------------
 
     def _rows(self, tile: Tile) -> slice:
         s, positions = tile.sequence, self._plan.positions
@@ -286,7 +286,7 @@ class AttentionBody:
         return tensor[s.number, begin:end, head]
 
     def _scale(self, scale: torch.Tensor | None, tile: Tile, head: int) -> float:
-        # Rows of no sequence have no keys: nothing is scaled.
+        # Rows of no sequence have no keys, so nothing is scaled.
         return 1.0 if scale is None or tile.sequence.number < 0 else float(scale[tile.sequence.number, head])
 
 
@@ -299,7 +299,7 @@ def _add(scores: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor, total: to
 
 
 def _join(out: torch.Tensor, lse: torch.Tensor, row_max: torch.Tensor, total: torch.Tensor, acc: torch.Tensor) -> None:
-    """The same for keys whose attention and log-sum-exp are known: they count as one key."""
+    """A step of the online softmax with keys whose attention and log-sum-exp are known; they count as one key."""
     score = lse.reshape(row_max.shape)
     weight = torch.exp(score - _rescale(score, row_max, total, acc))
     total.add_(weight)
@@ -307,9 +307,9 @@ def _join(out: torch.Tensor, lse: torch.Tensor, row_max: torch.Tensor, total: to
 
 
 def _rescale(new: torch.Tensor, row_max: torch.Tensor, total: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
-    """Count what there is from the maximum of scores that is now known, which is returned."""
+    """Rescale the sums to the new row maximum, which is returned."""
     new = torch.maximum(row_max, new)
-    # Of a row that has seen nothing yet: exp(-inf - 0), not exp(-inf + inf).
+    # For a row without keys so far: exp(-inf - 0) instead of exp(-inf + inf).
     base = torch.where(new == float("-inf"), 0.0, new)
     factor = torch.exp(row_max - base)
     total.mul_(factor)

@@ -1,7 +1,7 @@
-"""Operands in the dtype that they are multiplied in.
+"""Conversion of operands to the dtype in which they are multiplied.
 
-torch converts float8_e4m3fn bit by bit, 0.35e9 elements a second and core (EPYC, Zen 5): longer than a BLAS takes for
-the multiply-adds of a tile of 512 columns. There are only 256 values: looked up, it is 1.7e9.
+Torch converts 0.35e9 elements of float8_e4m3fn a second and core (EPYC, Zen 5), which takes longer than the BLAS's
+multiply-adds of a tile of 512 columns. A look-up in a table of the 256 values converts 1.7e9.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ class Scratch(Protocol):
     """Memory of one launch: `tilestream.runtime.workspace.Workspace`."""
 
     def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> AbstractContextManager[torch.Tensor]:
-        """A tensor of undefined contents, for the length of a block."""
+        """A block with an uninitialised tensor."""
 
     def slots(self, count: int, block_m: int, block_n: int, dtype: torch.dtype) -> torch.Tensor:
         """``[count, block_m, block_n]`` for partial results."""
 
 
 _FP8 = tuple(getattr(torch, name) for name in FP8)
-#: Elements looked up at a time: few enough that torch does it in the calling thread, and that their indices, four bytes
-#: each, stay in its core's cache.
+#: Elements of one look-up: few enough for torch to stay in the calling thread, and for their indices, four bytes each,
+#: to stay in its core's cache.
 _AT_ONCE = 1 << 15
 
 
 @functools.cache
 def _values(dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
-    """What each byte stands for."""
+    """The value of each byte."""
     with torch.inference_mode(False):
         return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(wide)
 
 
 @contextlib.contextmanager
 def widened(x: torch.Tensor, dtype: torch.dtype, workspace: Scratch) -> Iterator[torch.Tensor]:
-    """``x`` ``[rows, columns]`` in ``dtype`` for the length of the block: itself, or a copy laid out as it is."""
+    """A block with ``x`` ``[rows, columns]`` in ``dtype``: itself, or a copy in the same layout."""
     if x.dtype == dtype:
         yield x
         return
@@ -68,5 +68,5 @@ def _look_up(x: torch.Tensor, into: torch.Tensor, workspace: Scratch) -> None:
             part = codes[row : row + rows, column : column + columns]
             index = indices[: part.numel()]
             index.view(part.shape).copy_(part)
-            # One row at most where it is not a row as a whole: either way this is contiguous.
+            # Whole rows, or a part of one row: both are contiguous.
             torch.index_select(values, 0, index, out=into[row : row + rows, column : column + columns].view(-1))

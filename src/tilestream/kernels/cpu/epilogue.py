@@ -1,4 +1,4 @@
-"""The epilogue on the CPU: what happens to the accumulator of a tile."""
+"""The epilogue on the CPU, in place on a tile's accumulator."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-#: All of a tensor's extent.
+#: The whole extent of a dimension.
 _ALL = slice(None)
 
 
 def part(e: Epilogue, batch: int, rows: slice, cols: slice) -> Epilogue:
-    """What a tile reads of an epilogue in canonical form."""
+    """The part of a canonical epilogue that a tile reads."""
     if e.bias is e.residual is e.scale_a is e.scale_b is None:
         return e
     return e._replace(
@@ -41,7 +41,7 @@ def _part_of_scale(scale: torch.Tensor | None, batch: int, rows: slice, cols: sl
 
 
 def apply(e: Epilogue, acc: torch.Tensor) -> None:
-    """Do ``e`` in place to an accumulator, which the tensors of ``e`` broadcast to."""
+    """Apply ``e`` in place to an accumulator. The tensors of ``e`` broadcast to it."""
     factor = _scaling(e, acc.dtype)
     if factor is not None:
         acc.mul_(factor)
@@ -54,7 +54,7 @@ def apply(e: Epilogue, acc: torch.Tensor) -> None:
 
 
 def _scaling(e: Epilogue, dtype: torch.dtype) -> torch.Tensor | float | None:
-    """``alpha * (scale_a * scale_b)``; None where that is 1."""
+    """``alpha * (scale_a * scale_b)``; None if that is 1."""
     factor: torch.Tensor | None = None
     for scale in (e.scale_a, e.scale_b):
         if scale is not None:

@@ -10,9 +10,9 @@
 With everything arrived it reaches 0.92 to 1.0 of ``torch.mm`` with the same number of threads (2048^3, fp32: see
 ``benchmarks/results/``).
 
-Accumulation is in the BLAS's own precision for a plain product in the inputs' dtype, as ``torch.mm`` has it. As soon as
-there is an epilogue, another output dtype or a part to be added, 16-bit inputs are multiplied and accumulated in fp32
-and rounded once, at the end; 8-bit inputs always are.
+A plain product in the inputs' dtype accumulates in the BLAS's own precision, as ``torch.mm`` does. With an epilogue,
+another output dtype or several parts, 16-bit inputs are multiplied and accumulated in fp32 and rounded once, at the
+end. 8-bit inputs always are.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.convert import Scratch, widened
 from tilestream.kernels.cpu.epilogue import apply, part
 
-#: By operands, product, rows and columns: whether the BLAS gives equal rows equal bits.
+#: Whether the BLAS gives equal rows equal bits, by operands, product, rows and columns.
 _even: dict[tuple[object, ...], bool] = {}
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products of operands in ``dtype`` are added up in where there is an epilogue."""
+    """The dtype of the accumulator of products with an epilogue, for operands in ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -41,7 +41,7 @@ def multiply(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, epilogue: Epilogue, dtype: torch.dtype,
     scratch: Scratch | None,
 ) -> torch.Tensor:  # fmt: skip
-    """``epilogue(a @ b)`` in ``dtype``, into ``out``, or a new tensor where that is None.
+    """``epilogue(a @ b)`` in ``dtype``, into ``out``, or into a new tensor if that is None.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def multiply(
     epilogue
         Its tensors broadcast to the result.
     scratch
-        None where `needs_scratch` is False.
+        May be None if `needs_scratch` is False.
     """
     if epilogue.trivial and dtype == a.dtype:
         return product(a, b, out)
@@ -67,7 +67,7 @@ def multiply(
 
 
 def needs_scratch(x: GemmOperands) -> bool:
-    """Whether `multiply` converts an operand, or has an accumulator apart from the output."""
+    """Whether `multiply` converts an operand, or needs an accumulator other than the output."""
     if x.epilogue.trivial and x.out.dtype == x.a.dtype:
         return False
     wide = accumulator(x.a.dtype)
@@ -80,9 +80,9 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch
 
 
 def _is_residual(out: torch.Tensor | None, epilogue: Epilogue) -> bool:
-    """Whether the epilogue reads what an accumulator in ``out`` would overwrite.
+    """Whether the residual is the output, so that an accumulator in ``out`` would overwrite it.
 
-    A residual that is not the output itself does not overlap it: see `tilestream.ops.operands.refuse_overlap`.
+    Any other residual does not overlap the output: see `tilestream.ops.operands.refuse_overlap`.
     """
     return out is not None and epilogue.residual is not None and epilogue.residual.data_ptr() == out.data_ptr()
 
@@ -91,13 +91,13 @@ def _accumulate(
     a: torch.Tensor, b: torch.Tensor, into: torch.Tensor | None, alpha: float, dtype: torch.dtype,
     scratch: Scratch | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The product in ``dtype``, into ``into`` or a new tensor; 0 where ``alpha`` is."""
+    """The product in ``dtype``, into ``into`` or a new tensor; 0 if ``alpha`` is 0."""
     if a.dtype == dtype and alpha:
         return product(a, b, into)
     if into is None:
         into = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=dtype, device="cpu")
     if not alpha:
-        return into.zero_()  # as torch.addmm has it: what is not a number in the operands does not count
+        return into.zero_()  # as in torch.addmm, NaN in the operands has no effect
     assert scratch is not None, "operands that are converted need scratch"
     for one_a, one_b, one in zip(a, b, into, strict=True) if a.dim() == 3 else ((a, b, into),):
         with widened(one_a, dtype, scratch) as wide_a, widened(one_b, dtype, scratch) as wide_b:
@@ -106,12 +106,12 @@ def _accumulate(
 
 
 class InlineBody:
-    """All of ``out = epilogue(a @ b)`` as one item: a `tilestream.launch.cpu.launch.Body`.
+    """``out = epilogue(a @ b)`` as one item: a `tilestream.launch.cpu.launch.Body`.
 
     Parameters
     ----------
     x
-        What `whole` made.
+        Operands from `whole`.
     """
 
     def __init__(self, x: GemmOperands, scratch: Scratch) -> None:
@@ -132,7 +132,7 @@ class InlineBody:
 
 
 def whole(x: GemmOperands) -> GemmOperands:
-    """Canonical operands as `multiply` takes them: without a batch where there is one, and without gradients."""
+    """Canonical operands for `multiply`: a batch of one is a matrix, and nothing requires a gradient."""
 
     def seen(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()[0] if drops and tensor.dim() == 3 else tensor.detach()
@@ -155,15 +155,15 @@ class GemmBody:
     a, b, out
         ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``, any strides (0 for an operand that batches share).
     block
-        Rows and columns of a tile, and how much of K one K step is.
+        Rows and columns of a tile, and the extent of one K step.
     padded
-        Whether each tile is multiplied with all its rows, and apart from the output, for `tilestream.invariant`: the
-        BLAS's bits depend on a call's shape, strides and alignment.
+        Whether each tile is computed with its full number of rows in a tensor of its own, for `tilestream.invariant`:
+        the BLAS's bits depend on a call's shape, strides and alignment.
 
     Raises
     ------
     NotImplementedError
-        If the BLAS gives equal rows of one padded tile different bits: then it can promise nothing.
+        If the BLAS gives equal rows of a padded tile different bits, so that it cannot keep the promise.
     """
 
     def __init__(
@@ -209,26 +209,26 @@ class GemmBody:
         self._out[item.batch, rows, cols].fill_(float("nan"))
 
     def _multiply_padded(self, a: torch.Tensor, b: torch.Tensor, e: Epilogue) -> torch.Tensor:
-        """A tile with zeros for the rows that it lacks."""
+        """The product of a tile, with zeros for missing rows."""
         residual = None if e.residual is None else self._with_rows(e.residual)
         scale_a = e.scale_a if e.scale_a is None or e.scale_a.numel() == 1 else self._with_rows(e.scale_a)
         e = e._replace(residual=residual, scale_a=scale_a)
         return multiply(self._with_rows(a), b, None, e, self._out.dtype, self._workspace)
 
     def _with_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` with as many rows as a tile has, the last ones 0; each begins at a multiple of 16 elements."""
+        """``x`` with a tile's number of rows, zeros at the end. Each row begins at a multiple of 16 elements."""
         made = x.new_zeros(self._block_m, cdiv(x.shape[1], 16) * 16)[:, : x.shape[1]]
         made[: x.shape[0]].copy_(x)
         return made
 
     def _refuse_places(self) -> None:
-        """Raise unless the BLAS gives equal rows of a padded tile equal bits: looked at once for each kind of call."""
+        """Raise unless the BLAS gives equal rows of a padded tile equal bits. Tested once for each kind of call."""
         plain, b = self._epilogue.trivial and self._out.dtype == self._a.dtype, self._b[0, :, : self._block_n]
         dtype = self._a.dtype if plain else accumulator(self._a.dtype)
         key = self._a.dtype, b.dtype, dtype, self._block_m, b.shape, b.stride()
         if key not in _even:
             made_b = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype)
-            # Of all the bits that a float64 has: sums of short numbers are exact in any order.
+            # Random numbers use all bits of the dtype: sums of short numbers would be exact in any order.
             made_b.copy_(torch.arange(b.numel(), dtype=torch.float64).reshape(b.shape).cos())
             ramp, _even[key] = torch.arange(1, b.shape[0] + 1, dtype=torch.float64), True
             for turn in (1.0, 1.7, 0.3, 2.9, 0.7, 2.3):
@@ -243,7 +243,7 @@ class GemmBody:
             )
 
     def _ranges(self, item: WorkItem) -> tuple[slice, slice, slice]:
-        # Slices clip at the end: the last tile of a row, a column or K is as small as it has to be.
+        # Slices clip at the end, so the last tile of a row, a column or K is smaller.
         return (
             slice(item.pm * self._block_m, (item.pm + 1) * self._block_m),
             slice(item.pn * self._block_n, (item.pn + 1) * self._block_n),

@@ -1,12 +1,12 @@
-"""What a tile of attention is: of which sequence and head, and which keys it reads.
+"""The tile of attention at a position of the schedule: its sequence, its head, and the keys that it reads.
 
 ::
 
     position in the schedule --raster--> (pm, pn) = (query block, head tile of a sequence)
-    packed queries:          the list of `tilestream.kernels.device.varlen` says whose query block it is
-    keys:                    `tilestream.core.attention.key_blocks`, of which a share where keys are split
+    packed queries:          the list of `tilestream.kernels.device.varlen` gives the query block's sequence
+    keys:                    `tilestream.core.attention.key_blocks`, or one share of them if keys are split
 
-The same for every backend.
+All backends share it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ key_blocks = device(attention.key_blocks)
 
 @triton.jit
 def locate_tile(found, item, extents, group, C: tl.constexpr):
-    """``(found, tile)``: what an item is, a `Tile` of the call's `Extents`.
+    """``(found, tile)``: an item's `Tile` of the call's `Extents`.
 
-    ``found`` is 0 from the end of a packed call's list on: how long that is, only the device knows. ``group`` head
-    tiles are taken together.
+    ``found`` is 0 past the end of a packed call's list, whose length only the device knows. ``group`` is the number of
+    head tiles of a group of `tilestream.core.raster.longest_first`.
     """
     block = item.pm
     queries, keys, left, right = extents.seqlen_q, extents.seqlen_k, extents.left, extents.right
@@ -46,7 +46,7 @@ def locate_tile(found, item, extents, group, C: tl.constexpr):
     head = item.pn % columns
     if extents.cu_seqlens_q is not None:
         if found != 0:
-            # Behind the list stands the number of tiles.
+            # The number of tiles follows the list.
             found = (item.pm < tl.load(extents.starts + extents.sequences)).to(tl.int32)
         if found != 0:
             entry = place_of(item.pm, extents.starts, extents.sequences)
@@ -62,7 +62,7 @@ def locate_tile(found, item, extents, group, C: tl.constexpr):
         origin_k = batch * extents.batch_rows_k
         origin_v = batch * extents.batch_rows_v
         if extents.cu_seqlens_q is not None and batch == extents.sequences - 1:
-            keys = zero  # the rows behind the last sequence
+            keys = zero  # rows past the last sequence
         else:
             if extents.cu_seqlens_k is not None:
                 origin_k, keys = rows_of(extents.cu_seqlens_k, batch, extents.sequences, extents.tokens_k)
@@ -81,7 +81,7 @@ def locate_tile(found, item, extents, group, C: tl.constexpr):
             right, keys, C.BLOCK,
         )  # fmt: skip
         if C.SPLIT_KEYS:
-            # A sequence's first keys before its later ones, which may not have arrived.
+            # A sequence's first keys come before its later ones, which may not have arrived.
             share = head // heads
             head = head % heads
             begin, plain_begin, plain_end, end = share_of_keys(
@@ -97,7 +97,7 @@ def locate_tile(found, item, extents, group, C: tl.constexpr):
 
 @triton.jit
 def emptied(tile, over):
-    """The tile, without key blocks where the launch is ``over``."""
+    """The tile; without key blocks if the launch is ``over``."""
     end = tl.where(over != 0, tile.begin, tile.end)
     return Tile(
         tile.pm, tile.pn, tile.batch, tile.head, tile.share, tile.first, tile.queries, tile.keys, tile.origin_q,
@@ -108,7 +108,7 @@ def emptied(tile, over):
 
 @triton.jit
 def seen_keys_of(tile, C: tl.constexpr):
-    """``(low, high)``: the keys that some row of the tile sees; none where ``low >= high``."""
+    """``(low, high)``: the keys that some row of the tile sees; none if ``low >= high``."""
     low = tile.keys * 0
     high = tile.keys
     last = tl.minimum(tile.queries - tile.first, C.POSITIONS) - 1
@@ -122,7 +122,7 @@ def seen_keys_of(tile, C: tl.constexpr):
 @triton.jit
 def sees(mask, key, C: tl.constexpr):
     """``[rows, keys]``: which rows of a `Mask` see which keys."""
-    # Of a row its position alone is kept through a loop.
+    # Only a row's position stays in registers through a loop.
     seen = (key < mask.keys)[None, :]
     if C.RIGHT:
         seen = seen & ((key - mask.causal_offset_right)[None, :] < mask.position[:, None])

@@ -1,6 +1,6 @@
 """Time on the device: a clock that all its units share, and a pause between two polls of a word.
 
-Triton's interpreter knows no assembly: there both are the host's.
+Triton's interpreter has no assembly, so there both are the host's.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from triton.language.target_info import is_cuda
 
 from tilestream.kernels.device.jit import INTERPRETED
 
-#: Nanoseconds between two polls: at first, and at most. A waiting worker makes one memory request a pause.
+#: Nanoseconds between two polls, at first and at most. A waiting worker makes one memory request a pause.
 SHORTEST: tl.constexpr = tl.constexpr(64)
 LONGEST: tl.constexpr = tl.constexpr(1024)
 
 
 @triton.jit
 def _now_on_device():
-    """Nanoseconds, from some moment on."""
+    """Nanoseconds since an arbitrary moment."""
     if is_cuda():
         ns = globaltimer()
     else:
-        # CDNA's constant clock, 100 MHz. Not Triton's `memrealtime`: that waits for the vector memory's counter, and a
-        # scalar load comes in on the other.
+        # CDNA's constant clock, 100 MHz. Triton's `memrealtime` waits for the counter of vector memory, but a scalar
+        # load has the other counter.
         ticks = tl.inline_asm_elementwise(
             "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
         )
@@ -59,11 +59,11 @@ nap = _nap_on_host if INTERPRETED else _nap_on_device
 
 @triton.jit
 def latest(clock):
-    """The time that the clock was last told, and tell it the present time.
+    """The time stored in the clock's word, which is then set to the present time.
 
-    Each thread reads the timer at a moment of its own, but a worker must make one decision by it: threads that decide
-    differently would wait for each other for ever. So time goes through a word of memory, which one lane reads for all.
-    It is as old as the poll before, this worker's or another's.
+    Each thread would read the timer at another moment, but a worker must make one decision by it: threads that decided
+    differently would wait for each other without end. So time goes through a word of memory, which one lane reads for
+    all. It is as old as the previous poll of this worker or of another.
     """
     return tl.atomic_max(clock, now(), sem="relaxed")
 

@@ -1,12 +1,12 @@
 """Copy items on the device: `tilestream_tools.verify.copies.copy_items`, in the same steps.
 
-The whole worker copies, before it takes its first tile; a Hopper worker does so before its warps part. A round has
-enough words a thread to keep enough bytes in flight (`tilestream.core.copy_items.block`). Loads bypass the first-level
-cache, since the source is read once; stores stay in L2, where the tiles find them.
+All threads of a worker copy, before it takes its first tile; a Hopper worker does so before its warps specialise. A
+round has enough words a thread to keep enough bytes in flight (`tilestream.core.copy_items.block`). Loads bypass the
+first-level cache, since the source is read once. Stores stay in L2, where the tiles read them.
 
-*Order* (invariant 7). A piece's stores precede its count, by a drain, a barrier and a release (`count_in`). The last
-piece's count acquires those of the others. The signal is a release at system scope. As with any producer, a reader
-acquires the signal, and fences before copies of the asynchronous proxy.
+*Order* (invariant 7). A piece's stores precede its count, by a drain, a barrier and a release (`count_in`). The count
+of the last piece acquires those of the others. The signal is a release at system scope. A reader acquires the signal,
+and fences before copies of the asynchronous proxy, as for any producer.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ COUNTERS: tl.constexpr = tl.constexpr(rules.COUNTERS)
 
 @triton.jit
 def copy_items(copies, coming, workers, lanes, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Take a copy item, if there is one left, and copy pieces until none is.
+    """Take a copy item if one is left, and copy pieces until none is left.
 
     Parameters
     ----------
     copies
         `tilestream.core.copy_items.CopyArguments`: pointers to words of ``VECTOR`` elements.
     coming
-        `tilestream.core.structs.Incoming`, of the operand that is copied. Where its epoch is 0 any word but 0 says that
-        a chunk is there.
+        The `tilestream.core.structs.Incoming` of the operand that is copied. If its epoch is 0, a chunk is there when
+        its word is not 0.
     lanes
         int32 ``[BLOCK]``: 0, 1, ...; its layout is the caller's.
     """

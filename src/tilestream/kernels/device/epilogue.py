@@ -1,4 +1,4 @@
-"""The epilogue on the device: what happens to the accumulator of a tile, in fp32."""
+"""The epilogue on the device, in fp32 on a tile's accumulator."""
 
 from __future__ import annotations
 

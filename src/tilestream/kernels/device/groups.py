@@ -1,18 +1,18 @@
-"""Groups on the device: how many tiles there are, and which rows (which K) each of them has.
+"""Groups on the device: the number of tiles, and the rows (or K) of each tile.
 
-``offsets`` say where each group ends; it begins where the one before it ends, and the first at 0. No host has read
-them. A worker looks at all of them at once, a lane each:
+``offsets`` has the end of each group. A group begins at the end of the previous one, the first at 0. The host does not
+read them. A worker reads all of them at once, one a lane:
 
 ::
 
     before the first item:   row tiles of each group, added up: the grid of this launch    count_rows
     for each item:           behind[g] = row tiles of groups 0 to g;  pm is of the first with pm < behind   find_rows
 
-Rows behind the last group belong to none, and are zero in the output.
+Rows past the last group belong to none, and are zero in the output.
 
-Offsets that fall, or that leave [0, extent], are no groups: then there is one, of all rows, of which the result is NaN.
-So no memory outside the operands is touched, no worker counts more tiles than the host has planned for (invariant 4),
-and no number looks right that is not.
+Offsets that fall, or that leave [0, extent], are invalid: then all rows form one group, whose result is NaN. So no
+memory outside the operands is accessed, no worker counts more tiles than the host has planned for (invariant 4), and
+the wrong result is visible.
 
 ``lane`` is int32 ``[LANES]``: 0, 1, ...; its layout is the caller's.
 """
@@ -28,7 +28,7 @@ from tilestream.kernels.device.schedule import cdiv
 
 @triton.jit
 def bounds(groups, lane):
-    """``(begins, ends)`` of all groups; a lane behind the last group has an empty one."""
+    """``(begins, ends)`` of all groups. Lanes past the last group have an empty group."""
     begins = tl.load(groups.offsets + tl.minimum(lane, groups.count) - 1, mask=lane > 0, other=0)
     ends = tl.load(groups.offsets + tl.minimum(lane, groups.count - 1))
     return begins, ends
@@ -36,13 +36,13 @@ def bounds(groups, lane):
 
 @triton.jit
 def are_valid(begins, ends, extent):
-    """Whether offsets rise from 0 to ``extent`` at most: 1 or 0."""
+    """1 if the offsets rise from 0 to at most ``extent``, else 0."""
     return tl.min(((begins >= 0) & (begins <= ends) & (ends <= extent)).to(tl.int32), 0)
 
 
 @triton.jit
 def count_rows(groups, lane, BLOCK: tl.constexpr):
-    """``(tiles, last, valid)``: the row tiles that there are; where the last group ends; whether these are groups."""
+    """``(tiles, last, valid)``: the number of row tiles; the end of the last group; whether the offsets are valid."""
     begins, ends = bounds(groups, lane)
     valid = are_valid(begins, ends, groups.extent)
     tiles = tl.where(valid != 0, tl.sum(cdiv(ends - begins, BLOCK), 0), cdiv(groups.extent, BLOCK))
@@ -51,7 +51,7 @@ def count_rows(groups, lane, BLOCK: tl.constexpr):
 
 @triton.jit
 def find_longest(groups, lane):
-    """``(longest, valid)``: the group to begin with, so that none of its tiles is left for last."""
+    """``(longest, valid)``: the longest group, to begin with it; whether the offsets are valid."""
     begins, ends = bounds(groups, lane)
     valid = are_valid(begins, ends, groups.extent)
     sizes = tl.where(valid != 0, ends - begins, 0)
@@ -60,14 +60,14 @@ def find_longest(groups, lane):
 
 @triton.jit
 def row_tiles(groups, lane, BLOCK: tl.constexpr):
-    """``(behind, ends)``: row tiles of each group and of those before it; where it ends."""
+    """``(behind, ends)``: for each group, the row tiles up to its end, and its end."""
     begins, ends = bounds(groups, lane)
     return tl.cumsum(cdiv(ends - begins, BLOCK), 0), ends
 
 
 @triton.jit
 def find_rows(pm, behind, ends, extent, valid):
-    """``(span, pm)``: the group of row tile ``pm`` of all, and which of the group's row tiles it is."""
+    """``(span, pm)``: the group of row tile ``pm``, and the row tile's number in that group."""
     before = (behind <= pm) & (valid != 0)
     group = tl.sum(before.to(tl.int32), 0)
     first = tl.max(tl.where(before, behind, 0), 0)

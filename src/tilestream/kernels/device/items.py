@@ -1,4 +1,4 @@
-"""A worker's items, from the first to STOP: the schedule and the gate of every GEMM.
+"""A worker's loop over its items, from the first to STOP: the schedule and the gate of every GEMM.
 
 ::
 
@@ -8,8 +8,8 @@
         if found: multiply, finish
     finish_worker(...)                           # the words, as the next launch expects them
 
-Only what happens to an item is a kernel's own. Triton and Gluon call the same functions. The configuration says what
-arrives and how the schedule is cut, so that a kernel has no code of what it does not use.
+A kernel adds only what it does with an item. Triton and Gluon call the same functions. The configuration says what
+arrives and how the schedule is divided, so that a kernel has no code that it does not use.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tilestream.kernels.device.trace import begin_span, place_of, ready_span
 
 @triton.jit
 def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
-    """``(progress, watch)`` of a worker that has taken nothing yet. ``C``: a `tilestream.kernels.config.GemmConfig`."""
+    """``(progress, watch)`` of a worker before its first item. ``C``: a `tilestream.kernels.config.GemmConfig`."""
     ROW_CHUNKS: tl.constexpr = C.ROW_CHUNKS
     COLUMN_CHUNKS: tl.constexpr = C.COLUMN_CHUNKS
     leaves = words.reset
     if C.GATED:
-        # There are words that the last worker out zeroes: a captured launch's, a caller's own.
+        # The last worker to leave zeroes words: a captured launch's counters, the caller's own signals.
         leaves = tl.where((gate.rows.epoch == 0) | (gate.columns.epoch == 0), 1, words.reset)
     enter(work, words, worker, leaves, C.KIND == "static", C.GATED)
     if C.GATED:
@@ -40,7 +40,7 @@ def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
         watch = Watch(worker, workers, leaves, abort, clock, present(clock))
         over = quarantined(gate, words, watch, ROW_CHUNKS, COLUMN_CHUNKS)
     else:
-        # No address: a static launch has no words. (Triton 3.6 returns no None.)
+        # A static launch has no words. (Triton 3.6 cannot return None.)
         over = tl.cast(0, tl.int32)
         watch = Watch(worker, workers, leaves, over, over, tl.cast(0, tl.int64))
     zero = tl.cast(0, tl.int32)
@@ -50,7 +50,7 @@ def begin_worker(worker, workers, work, words, gate, C: tl.constexpr):
 
 @triton.jit
 def as_it_is(item, over):
-    """What a launch that is over makes of an item: see `next_item`."""
+    """The item unchanged: the default of ``VOID`` of `next_item`."""
     return item, over
 
 
@@ -59,18 +59,18 @@ def next_item(
     progress, work, words, gate, watch, C: tl.constexpr, ADD: tl.constexpr = add, PICK: tl.constexpr = pick_victim,
     VOID: tl.constexpr = as_it_is,
 ):  # fmt: skip
-    """``(found, item, progress)``: the worker's next item, whose chunks have arrived, or STOP where ``found`` is 0.
+    """``(found, item, progress)``: the worker's next item, whose chunks have arrived; STOP if ``found`` is 0.
 
-    Where the launch is over (``progress.passed.over``), the item is void, and is to be filled with NaN.
+    If the launch is over (``progress.passed.over``), the item is void, and the kernel fills it with NaN.
 
     Parameters
     ----------
     C
         A `tilestream.kernels.config.GemmConfig`.
     ADD, PICK
-        How a ticket is drawn and a victim found: see `tilestream.kernels.device.schedule.take`.
+        Functions that draw a ticket and find a victim: see `tilestream.kernels.device.schedule.take`.
     VOID
-        ``(item, over)`` of an item behind its gate: how a kernel says that it is void, and what it fences.
+        A function of ``(item, over)``, called after the item's gate: it marks a void item, and fences.
     """
     cursor, ready, passed = progress
     waited = tl.cast(0, tl.int64)
@@ -96,7 +96,7 @@ def next_item(
 
 @triton.jit
 def with_place(item, place):
-    """``item``, whose record in the trace is at ``place``."""
+    """``item`` with its trace record at ``place``."""
     return Item(
         item.batch, item.pm, item.pn, item.k_begin, item.k_end, item.part, item.parts, item.slot, place
     )  # fmt: skip
@@ -104,7 +104,7 @@ def with_place(item, place):
 
 @triton.jit
 def with_steps(item, k_begin, k_end):
-    """``item``, with other K steps."""
+    """``item`` with other K steps."""
     return Item(
         item.batch, item.pm, item.pn, k_begin, k_end, item.part, item.parts, item.slot, item.place
     )  # fmt: skip
@@ -112,13 +112,13 @@ def with_steps(item, k_begin, k_end):
 
 @triton.jit
 def with_over(passed, over):
-    """``passed``, of a launch that is over or not."""
+    """``passed`` with another ``over``."""
     return Passed(over, passed.row_low, passed.row_high, passed.column_low, passed.column_high)
 
 
 @triton.jit
 def finish_worker(passed, work, words, gate, watch, C: tl.constexpr):
-    """After STOP: the words are left as the next launch expects them."""
+    """After STOP: leave the words as the next launch expects them."""
     ROW_CHUNKS: tl.constexpr = C.ROW_CHUNKS
     COLUMN_CHUNKS: tl.constexpr = C.COLUMN_CHUNKS
     if C.GATED:

@@ -1,8 +1,8 @@
-"""How functions become kernels: plain integer functions that kernels call, and kernels' entries.
+"""Compiling functions for kernels: plain integer functions that kernels call, and kernels' entries.
 
-The schedule's arithmetic is written once, in `tilestream.schedule`, and proved there. `device` hands the very function
-object to Triton's compiler; under Triton's interpreter, where kernels run as Python, it hands it on as it is. Which of
-the two is decided when this package is imported, by TRITON_INTERPRET, as Triton itself does for ``triton.jit``.
+The schedule's arithmetic is written once, in `tilestream.core`, and checked there. `device` passes the same function
+object to Triton's compiler; for Triton's interpreter, which runs kernels as Python, it returns it as it is. As in
+``triton.jit``, TRITON_INTERPRET decides when this package is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 #: Whether kernels of this package run in Triton's interpreter.
 INTERPRETED: bool = triton.knobs.runtime.interpret
-#: Pointers to words and numbers that lie anywhere: a caller's own, or slices of ours.
+#: Pointers without a known alignment: to the caller's own words, or to slices of ours.
 _UNALIGNED = (
     "row_signals", "row_quarantine", "column_signals", "column_quarantine", "out_signals", "out_counts",
     "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table",
@@ -26,16 +26,16 @@ _UNALIGNED = (
 
 
 def entry(jit: Any, specialised: Iterable[str], unaligned: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a kernel's entry, of which ``base`` is the first number: one compiled kernel serves all their values.
+    """Decorate a kernel's entry, whose first number is ``base``. One compiled kernel serves all values of its numbers.
 
     Parameters
     ----------
     jit
         ``triton.jit`` or ``gluon.jit``.
     specialised
-        Numbers that are compiled in where they are 1, and of which the compiler knows whether they are multiples of 16.
+        Numbers that Triton specialises: a 1 is compiled in, and the compiler knows whether they are multiples of 16.
     unaligned
-        Pointers that need not be aligned, beside `_UNALIGNED`.
+        Pointers that need no alignment, in addition to `_UNALIGNED`.
     """
 
     def jitted(function: Callable[..., Any]) -> Any:
@@ -48,14 +48,14 @@ def entry(jit: Any, specialised: Iterable[str], unaligned: tuple[str, ...] = ())
 
 
 def device(leaf: Callable[..., Any]) -> Any:
-    """``leaf``, a leaf in the sense of `tilestream.core.integers`, as kernels call it, on scalars or vectors."""
+    """``leaf``, a leaf in the sense of `tilestream.core.integers`, for kernels, on scalars or vectors."""
     if INTERPRETED:
         return _with(leaf, _least, _most)
     return triton.jit(_with(leaf, tl.minimum, tl.maximum))
 
 
 def _with(leaf: Any, least: Any, most: Any) -> Any:
-    """``leaf`` with another `min` and `max`: Python's own ask a vector whether it is true."""
+    """``leaf`` with another `min` and `max`, since Python's own evaluate a vector's truth."""
     return FunctionType(leaf.__code__, {**leaf.__globals__, "min": least, "max": most}, leaf.__name__)
 
 

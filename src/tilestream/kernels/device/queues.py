@@ -1,10 +1,10 @@
-"""Reads of many queues' counters at once: with a queue for each worker, one after the other would take too long.
+"""Reads of many queues' counters at once. With a queue for each worker, sequential reads would take too long.
 
-All threads of a block must decide by one word that all of them read: counters change, and warps that read them
-separately would diverge. On NVIDIA's GPUs `AT_ONCE` counters take two warps, so the best one goes through shared
-memory. A wave of AMD's has 64 lanes: each wave would read all counters and keep its own answer, by loads that a cache
-may serve (Triton drops ``volatile`` there). So AMD's GPUs, which have few queues, read one counter after the other by
-atomics, whose answers Triton shares through shared memory.
+All threads of a block must decide by one common value: counters change, and warps that read them separately would
+diverge. On NVIDIA GPUs `AT_ONCE` counters take two warps, so the best one is shared through shared memory. On AMD GPUs
+a wave has 64 lanes, so each wave would read all counters and keep its own result, by loads that a cache may serve
+(Triton drops ``volatile`` there). So AMD GPUs, which have few queues, read the counters one after the other by atomics,
+whose results Triton shares through shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilestream.kernels.device.schedule import (
     ranked,
 )
 
-#: Counters that are read at once: in a warp that loads, more of them spill what it keeps.
+#: The number of counters read at once. More would spill registers of a load warp.
 AT_ONCE: tl.constexpr = tl.constexpr(64)
 
 
@@ -38,10 +38,10 @@ def part_sizes(total, parts, part):
 
 @triton.jit
 def pick_victim_simd(lane, work, words, watch, tickets, noted, SPLIT: tl.constexpr, PROBE: tl.constexpr):
-    """`tilestream.kernels.device.schedule.pick_victim`, which waits a few times, not once for each queue.
+    """`tilestream.kernels.device.schedule.pick_victim` with a few waits instead of one for each queue.
 
-    In no order: a counter only rises, so a queue that is seen empty is empty, whenever that was; and how full the
-    others are is a hint. Of the counters only the best victim's is raised to the launch's base.
+    The order of the reads does not matter: a counter only rises, so a queue that is seen empty stays empty, and the
+    lengths of the others are hints. Only the best victim's counter is raised to the launch's base.
 
     Parameters
     ----------
@@ -74,13 +74,13 @@ def pick_victim_simd(lane, work, words, watch, tickets, noted, SPLIT: tl.constex
 
 @triton.jit
 def _pick_at_once(work, words, watch, tickets, noted, SPLIT: tl.constexpr, PROBE: tl.constexpr):
-    """`pick_victim_simd`, of a block."""
+    """`pick_victim_simd` for a whole block."""
     return pick_victim_simd(tl.arange(0, AT_ONCE), work, words, watch, tickets, noted, SPLIT, PROBE)
 
 
 @triton.jit
 def _pick_on_device(work, words, watch, tickets, noted, SPLIT: tl.constexpr, PROBE: tl.constexpr):
-    """At once where all threads are then told one answer, and with a probe the one that is written down."""
+    """`_pick_at_once` if all threads then get one answer (and a probe records it), else one after the other."""
     if is_cuda() and not PROBE:
         best, noted = _pick_at_once(work, words, watch, tickets, noted, SPLIT, PROBE)
     else:

@@ -3,21 +3,21 @@
 ::
 
     a share in progress:  its next part
-    static:               own position, no shared memory touched
-    from its own queue until that is empty, then from where it has stolen until that is:
+    static:               the worker's own position, without shared memory
+    from its own queue until that is empty, then from the victim until that is empty:
                           ticket = add(queue, 1); valid -> item
-    until none is left anywhere:
+    until all queues are empty:
                           read every other counter; ticket = add(the fullest, 1); valid -> item
 
 The arithmetic is `tilestream.core`'s own functions, bound by `tilestream.kernels.device.jit.device`. This module has
-the memory operations and the order of the steps. With a probe, each step records its question and its answer, so that a
-test can lead the host's `take` through the same answers and compare.
+the memory operations and the order of the steps. With a probe, each step records its operation and the answer, so that
+a test can give the host's `take` the same answers and compare.
 
-Counters (invariant 4): one 64-bit word a queue, a cache line apart; then two words of the same kind, the count of
-workers that have left and the abort word. Nothing clears them. A launch counts from ``base``. Before its first add to a
-counter a worker raises it to ``base`` by an atomic max, which the read of a victim's counter does by itself. So ``add``
-alone gives tickets, whatever earlier launches left behind, as long as it was at most ``base``. A captured launch owns
-its words and counts from 0; `leave` restores them.
+Counters (invariant 4): one 64-bit word a queue, a cache line apart; then two further words of this kind, the number of
+workers that have left and the abort word. They are never cleared. A launch counts from ``base``. Before its first add
+to a counter a worker raises it to ``base`` by an atomic max; the read of a victim's counter is such a max. So ``add``
+alone gives tickets if earlier launches have left the counter at most at ``base``. A captured launch owns its words and
+counts from 0; `leave` restores them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ ranked = device(queues.ranked)
 share_part = device(stream_k.share_part)
 slot_of = device(stream_k.slot)
 
-#: Words of 8 bytes from one counter to the next: two workers that take from two queues share no cache line.
+#: 8-byte words from one counter to the next, so that workers of two queues share no cache line.
 LINE: tl.constexpr = tl.constexpr(16)
 
 #: Values of a probe's record.
 RECORD: tl.constexpr = tl.constexpr(8)
-# What its first says it is. After an item: each chunk that it waited for (operand, chunk, how it ended); then whether
-# the launch is over. In arrival order: the queue that was found ready, -1 if none.
+# The first value is the kind of record. After an item: each chunk that it waited for (operand, chunk, outcome), then
+# whether the launch is over. In arrival order: the queue that was found ready, or -1.
 TOOK, PEEKED, ITEM, STOPPED, WAITED, GATE, READY = map(tl.constexpr, range(7))
 
 
@@ -60,9 +60,9 @@ TOOK, PEEKED, ITEM, STOPPED, WAITED, GATE, READY = map(tl.constexpr, range(7))
 
 @triton.jit
 def note(words, watch, noted, kind, values, PROBE: tl.constexpr):
-    """Append a record to this worker's log; how many it has now. No code where PROBE is off.
+    """Append a record of at most 6 ``values`` to this worker's log. Returns the number of records.
 
-    ``values``: a tuple of at most 6.
+    Without PROBE there is no code for it.
     """
     if PROBE:
         if noted < words.capacity:
@@ -81,20 +81,20 @@ def note(words, watch, noted, kind, values, PROBE: tl.constexpr):
 
 @triton.jit
 def add(words, queue, asked):
-    """Draw a ticket. The counter is at least ``base``: see the module. ``asked`` is for the other way: see `take`."""
+    """Draw a ticket. The counter is at least ``base``: see the module. ``asked`` is not used here: see `take`."""
     return (tl.atomic_add(words.counters + queue * LINE, 1, sem="relaxed") - words.base).to(tl.int32)
 
 
 @triton.jit
 def peek(words, queue):
-    """Tickets handed out so far; afterwards the counter is at least ``base``."""
+    """The number of tickets handed out so far. Raises the counter to ``base``."""
     count = tl.atomic_max(words.counters + queue * LINE, words.base, sem="relaxed")
     return (tl.maximum(count, words.base) - words.base).to(tl.int32)
 
 
 @triton.jit
 def queue_size(queue, work, tickets, SPLIT: tl.constexpr, PART_SIZE: tl.constexpr = part_size):
-    """`Schedule.queue_size`; ``tickets`` are those of all queues where positions are split."""
+    """`Schedule.queue_size`; ``tickets`` is the number of all queues' tickets if positions are divided."""
     if SPLIT == "columns":
         size = work.batches * work.num_m * PART_SIZE(work.num_n, work.queues, queue)
     elif SPLIT == "rows":
@@ -106,7 +106,7 @@ def queue_size(queue, work, tickets, SPLIT: tl.constexpr, PART_SIZE: tl.constexp
 
 @triton.jit
 def pick_victim(work, words, watch, tickets, noted, SPLIT: tl.constexpr, PROBE: tl.constexpr):
-    """``(best, noted)``: the rank of the best victim. Reads every counter but the worker's own, one after the other."""
+    """``(best, noted)``: the rank of the best victim. Reads all counters but the worker's own, one after the other."""
     home = home_queue(watch.worker, work.queues)
     best = tl.cast(0, tl.int32)
     for other in range(work.queues):
@@ -120,7 +120,7 @@ def pick_victim(work, words, watch, tickets, noted, SPLIT: tl.constexpr, PROBE: 
 
 @triton.jit
 def source_queue(source, home):
-    """The queue that a cursor's ``source`` stands for."""
+    """The queue of a cursor's ``source``."""
     return tl.where(source == 0, home, source - 1)
 
 
@@ -129,7 +129,7 @@ def draw(
     cursor, work, words, watch, tickets, SPLIT: tl.constexpr, STEAL: tl.constexpr, PROBE: tl.constexpr,
     ADD: tl.constexpr, PICK: tl.constexpr,
 ):  # fmt: skip
-    """``(found, queue, ticket, source, noted)``: a ticket from where the worker takes, then from the fullest."""
+    """``(found, queue, ticket, source, noted)``: a ticket of the worker's present queue, or else of the fullest."""
     source, noted = cursor.source, cursor.noted
     home = home_queue(watch.worker, work.queues)
     queue = home
@@ -162,7 +162,7 @@ def draw(
 
 @triton.jit
 def enter(work, words, worker, leaves, STATIC: tl.constexpr, GATED: tl.constexpr):
-    """Raise to ``base`` what this worker adds to: its own counter, and where it is used the count of those who left."""
+    """Raise this worker's counter to ``base``, and the number of workers that have left if it is used."""
     if not STATIC:
         tl.atomic_max(words.counters + home_queue(worker, work.queues) * LINE, words.base, sem="relaxed")
     if GATED:
@@ -172,20 +172,20 @@ def enter(work, words, worker, leaves, STATIC: tl.constexpr, GATED: tl.constexpr
 
 @triton.jit
 def count_out(work, words, base, workers):
-    """Count this worker as gone; whether it was the last.
+    """Count this worker as gone. Returns whether it was the last.
 
-    The add is a release of all that a worker did to the words and, for the last one, an acquire: no worker touches them
-    after it has counted itself. Drained workers count too.
+    The add is a release of all that the worker did to the words, and for the last worker an acquire. No worker touches
+    the words after it has counted itself. Drained workers count, too.
     """
     return tl.atomic_add(words.counters + work.queues * LINE, 1, sem="acq_rel") - base == workers - 1
 
 
 @triton.jit
 def _drain_on_device():
-    """Wait until each wave's own stores are in the cache that all compute units of its die share.
+    """Wait until the stores of each wave are in the cache that all compute units of its die share.
 
-    AMD only. A release waits for the stores of the wave that executes it, and a barrier waits for none.
-    On NVIDIA a release is cumulative: it covers all that the barrier before it ordered.
+    It is for AMD, where a release waits only for the stores of the wave that executes it, and a barrier for none. On
+    NVIDIA a release is cumulative: it covers all stores that the barrier before it has ordered.
     """
     if not is_cuda():
         tl.inline_asm_elementwise(
@@ -197,16 +197,16 @@ def _drain_on_host():
     pass
 
 
-#: Comes before the barrier of each hand-over in which one lane publishes what all waves of a worker stored.
+#: It precedes the barrier of each hand-over in which one lane publishes the stores of all waves of a worker.
 drain = _drain_on_host if INTERPRETED else _drain_on_device
 
 
 @triton.jit
 def count_in(count, parts):
-    """Count a part that this worker has stored, of so many; whether it was the last, which restores the count.
+    """Count a part that this worker has stored. Returns whether it was the last of ``parts``; that restores the count.
 
-    `drain` and the barriers make one thread's add (a release at the device's scope, and an acquire) speak for the
-    whole worker: for its stores before, for its loads after.
+    With `drain` and the barriers one thread's add (a release and acquire at device scope) covers the whole worker: its
+    stores before and its loads after.
     """
     drain()
     tl.debug_barrier()
@@ -219,7 +219,7 @@ def count_in(count, parts):
 
 @triton.jit
 def restore(work, words, GATED: tl.constexpr):
-    """Zero a captured launch's words: the counters, the count of those who left, and the abort word behind them."""
+    """Zero a captured launch's words: the counters, the number of workers that have left, and the abort word."""
     count = work.queues + 1
     if GATED:
         count += 1
@@ -229,7 +229,7 @@ def restore(work, words, GATED: tl.constexpr):
 
 @triton.jit
 def leave(work, words, watch, STATIC: tl.constexpr):
-    """After STOP: where the words are a captured launch's own, the last worker out restores them."""
+    """After STOP: the last worker to leave restores the words of a captured launch."""
     if not STATIC:
         if words.reset != 0:
             if count_out(work, words, 0, watch.workers):
@@ -238,20 +238,20 @@ def leave(work, words, watch, STATIC: tl.constexpr):
 
 @triton.jit
 def first_cursor():
-    """Of a worker that has taken nothing yet."""
+    """The cursor of a worker before its first item."""
     zero = tl.cast(0, tl.int32)
     return Cursor(zero, zero, zero - 1, zero, zero, zero, tl.cast(0, tl.int64))
 
 
 @triton.jit
 def with_asked(cursor, asked):
-    """``cursor``, of a worker that has begun to draw a ticket: see `tilestream.kernels.hopper.queues`."""
+    """``cursor`` with a prefetched ticket: see `tilestream.kernels.hopper.queues`."""
     return Cursor(cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, cursor.noted, asked)
 
 
 @triton.jit
 def with_noted(cursor, noted):
-    """``cursor``, of a worker whose probe has written so many records."""
+    """``cursor`` with the number of records that the worker's probe has written."""
     return Cursor(cursor.ticket, cursor.source, cursor.share, cursor.unit, cursor.unit_end, noted, cursor.asked)
 
 
@@ -260,7 +260,7 @@ def with_noted(cursor, noted):
 
 @triton.jit
 def in_order(t, num_m, num_n, work, ORDER: tl.constexpr):
-    """The raster's tile at position ``t``, rows as rows."""
+    """The raster's tile at position ``t``, not transposed."""
     if ORDER == "grouped":
         pm, pn = grouped(t, num_m, num_n, work.group)
     elif ORDER == "chunk_major":
@@ -274,7 +274,7 @@ def in_order(t, num_m, num_n, work, ORDER: tl.constexpr):
 
 @triton.jit
 def tile_at(t, num_m, num_n, work, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """`Raster.tile`, of a grid of ``num_m`` by ``num_n`` tiles."""
+    """`Raster.tile` of a grid of ``num_m`` by ``num_n`` tiles."""
     if ORDER == "table":
         pm, pn = row_major(tl.load(work.table + t), num_m, num_n)
     elif TRANSPOSED:
@@ -286,7 +286,7 @@ def tile_at(t, num_m, num_n, work, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr
 
 @triton.jit
 def tile_of_ticket(queue, ticket, work, SPLIT: tl.constexpr, ORDER: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """``(batch, pm, pn)``: the tile of a ticket that is a whole tile: `Schedule.ticket`."""
+    """``(batch, pm, pn)`` of a ticket that is a whole tile: `Schedule.ticket`."""
     rows = work.num_m
     cols = work.num_n
     if SPLIT == "columns":
@@ -310,7 +310,7 @@ def tile_of_ticket(queue, ticket, work, SPLIT: tl.constexpr, ORDER: tl.constexpr
 
 @triton.jit
 def take(cursor, work, words, watch, C: tl.constexpr, ADD: tl.constexpr = add, PICK: tl.constexpr = pick_victim):
-    """``(found, item, cursor)``: the worker's next work item, or STOP where ``found`` is 0; the cursor behind it.
+    """``(found, item, cursor)``: the worker's next work item, or STOP if ``found`` is 0; the cursor after it.
 
     Parameters
     ----------
@@ -319,8 +319,8 @@ def take(cursor, work, words, watch, C: tl.constexpr, ADD: tl.constexpr = add, P
     C
         A `tilestream.kernels.config.ScheduleConfig`.
     ADD, PICK
-        How a ticket is drawn from the queue of ``cursor.source``, and how a victim is found. ``cursor.asked`` is for
-        ``ADD``, which may have been begun before; see `tilestream.kernels.hopper.queues`.
+        Functions that draw a ticket from the queue of ``cursor.source``, and that find a victim. ``cursor.asked`` is
+        for an ``ADD`` that was begun before: see `tilestream.kernels.hopper.queues`.
     """
     ORDER: tl.constexpr = C.ORDER
     SPLIT: tl.constexpr = C.SPLIT

@@ -1,20 +1,20 @@
 """The softmax of attention, online and in base 2, on scores in registers: caps, maxima, weights, sinks.
 
-Scores are multiplied by ``scale`` where the exponent is formed, in the instruction that subtracts the row's maximum:
-``scale`` holds the factor of base 2 too. A row that has seen no key has a maximum of -inf, and a sum of 0::
+Scores are multiplied by ``scale``, which includes the factor of base 2, in the instruction that subtracts the row's
+maximum. A row without keys so far has a maximum of -inf and a sum of 0::
 
     for each key block:
-        scores = softcap(scores)                                  # where there is a cap
+        scores = softcap(scores)                                  # if there is a cap
         row_max, shift, rescale = update_max(scores, row_max, scale)
         weights = exp_scores(scores, scale, shift)
         row_sum, o = row_sum * rescale + sum of weights, o * rescale + weights V[block]
     factor, lse = finalize(row_max, row_sum)
     out = o * factor
 
-*Lazily.* What is subtracted of a row's scores need not be their maximum; it keeps weights from being huge or all tiny.
-So the maximum is replaced when it is more than a factor of ``2 ** LAZY`` too small, which is in a row's first blocks
-and seldom after them, and only then sums have to be rescaled. Weights and sums are that factor larger at most, and the
-output is their ratio; each row decides by its own scores. (FlashAttention-4 does it on Blackwell.)
+*Lazily.* The number that is subtracted need not be the exact maximum: it only keeps weights from being huge or all
+tiny. So the maximum is replaced only when it is more than a factor of ``2 ** LAZY`` too small, which happens in a row's
+first blocks and seldom later, and only then the sums are rescaled. Weights and sums are at most that factor larger, and
+the output is their ratio. Each row decides by its own scores. (FlashAttention-4 does this on Blackwell.)
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tilestream.kernels.device.epilogue import power_of_2, sigmoid
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-#: Powers of 2 that weights may have where sums are rescaled lazily: in 16 bits they are as exact as below 1.
+#: The largest power of 2 of weights if sums are rescaled lazily. 16-bit weights are as exact there as below 1.
 LAZY: tl.constexpr = tl.constexpr(8.0)
 
 
 @triton.jit
 def softcap(scores, softcap_scale):
-    """``tanh(softcap_scale * scores)``; the cap itself is in the scale. Exact to a bit or two of float32."""
+    """``tanh(softcap_scale * scores)``, exact to a bit or two of float32. ``scale`` has the cap as a factor."""
     return 2.0 * sigmoid(2.0 * softcap_scale * scores) - 1.0
 
 
@@ -43,20 +43,20 @@ def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexp
     Parameters
     ----------
     MASKED
-        Whether a row may have seen no key yet: nothing is subtracted from -inf then.
+        Whether a row may be without keys so far: then nothing is subtracted from -inf.
     LAZILY
-        Whether the maximum stays while it is not too small: see the module.
+        Whether to keep a maximum that is not too small: see the module.
 
     Returns
     -------
     shift
-        ``scale * row_max``, to be subtracted of scaled scores.
+        ``scale * row_max``, to be subtracted from scaled scores.
     rescale
-        What earlier sums are multiplied by.
+        The factor of earlier sums.
     """
     row_max_now = tl.maximum(row_max, tl.max(scores, 1))
     if LAZILY:
-        row_max_now = tl.where((row_max_now - row_max) * scale > LAZY, row_max_now, row_max)  # NaN of -inf: stays
+        row_max_now = tl.where((row_max_now - row_max) * scale > LAZY, row_max_now, row_max)  # NaN from -inf: keep
     shift = row_max_now * scale
     if MASKED:
         shift = tl.where(row_max_now == float("-inf"), 0.0, shift)
@@ -68,7 +68,7 @@ def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexp
 
 @triton.jit
 def update_scaled_max(scores, scaled_max, scale):
-    """`update_max`, of a maximum that is kept scaled: ``(scaled_max, shift, rescale)``.
+    """`update_max` for a maximum that is kept scaled: ``(scaled_max, shift, rescale)``.
 
     ``scaled_max`` is rounded once, so a maximum that stays rescales by exactly 1. In `update_max` the compiler fuses
     ``row_max * scale - shift`` into one multiply-add, which leaves ``shift``'s rounding error: too much for float32.
@@ -80,15 +80,15 @@ def update_scaled_max(scores, scaled_max, scale):
 
 @triton.jit
 def exp_scores(scores, scale, shift):
-    """Weights of a key block, by the ``shift`` of `update_max`."""
+    """Weights of a key block, with the ``shift`` of `update_max`."""
     return power_of_2(scores * scale - shift[:, None])
 
 
 @triton.jit
 def finalize(row_max, row_sum, sinks, head, row, scale, PACK: tl.constexpr):
-    """``(factor, lse)`` of each row: its sum of weighted values is to be multiplied by ``factor``.
+    """``(factor, lse)`` of each row; ``factor`` multiplies its sum of weighted values.
 
-    A sink takes part in the sum, and has no value. NaN stays NaN.
+    A sink adds to the sum and has no value. NaN stays NaN.
     """
     top = row_max * scale
     if sinks is not None:

@@ -1,9 +1,8 @@
-"""Spans: what a traced kernel writes down of each work item, for `tilestream.launch.trace` to read.
+"""Spans: a traced kernel's records of its work items, for `tilestream.launch.trace`.
 
-Each item has a record of its own, at its tile's id, or, for a part of a tile, behind all tiles at its slot. So records
-need no counter, none is lost, and an item that was done twice or never shows. Times are of the clock that all units of
-the device share (`%globaltimer`). A kernel that is not traced has no code of this: ``TRACE`` is a compile-time
-argument.
+Each item has its own record: at its tile's id, or for a part of a tile after all tiles at its slot. So records need no
+counter, none is lost, and an item that was done twice or never is visible. Times are of the clock that all units of the
+device share (`%globaltimer`). ``TRACE`` is a compile-time argument: a kernel that is not traced has no code for it.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from triton.language.target_info import is_cuda
 from tilestream.kernels.device.clock import now
 from tilestream.kernels.device.jit import INTERPRETED
 
-#: Words of a record, of 64 bits.
+#: 64-bit words of a record.
 WORDS: tl.constexpr = tl.constexpr(9)
-#: How often the item was taken; by which worker; on which SM, -1 where that is not to be known.
+#: How often the item was taken; the worker; its SM, or -1 if unknown.
 TIMES: tl.constexpr = tl.constexpr(0)
 WORKER: tl.constexpr = tl.constexpr(1)
 UNIT: tl.constexpr = tl.constexpr(2)
 #: When it was taken, and when its gate was passed.
 BEGIN: tl.constexpr = tl.constexpr(3)
 READY: tl.constexpr = tl.constexpr(4)
-#: For each part of a tile's rows that is finished by itself, `ENDS` at most: 2 x when its last store was issued, + 1 if
-#: the tile is complete.
+#: For each part of a tile's rows that is finished separately, at most `ENDS`: twice the time of its last store, plus 1
+#: if the tile is complete.
 END: tl.constexpr = tl.constexpr(5)
 ENDS: tl.constexpr = tl.constexpr(3)
-#: One more than the chunk it waited for, where its place in the schedule does not say which: attention's, of the first
-#: keys that it takes.
+#: One more than the chunk it waited for, if its place in the schedule does not give it: for attention, that of its
+#: first keys.
 CHUNK: tl.constexpr = tl.constexpr(8)
 
 
@@ -52,7 +51,7 @@ unit_of = _unit_on_host if INTERPRETED else _unit_on_device
 
 @triton.jit
 def place_of(item, work):
-    """Which record is the item's."""
+    """The place of the item's record."""
     place = (item.batch * work.num_m + item.pm) * work.num_n + item.pn
     if item.parts > 1:
         place = work.batches * work.num_m * work.num_n + item.slot
@@ -61,7 +60,7 @@ def place_of(item, work):
 
 @triton.jit
 def begin_span(log, place, worker):
-    """The item was taken."""
+    """Record that the item was taken."""
     at = log + place.to(tl.int64) * WORDS
     tl.atomic_add(at + TIMES, 1, sem="relaxed")
     tl.store(at + WORKER, worker.to(tl.int64))
@@ -71,17 +70,17 @@ def begin_span(log, place, worker):
 
 @triton.jit
 def ready_span(log, place):
-    """Its gate was passed."""
+    """Record that its gate was passed."""
     tl.store(log + place.to(tl.int64) * WORDS + READY, now())
 
 
 @triton.jit
 def chunk_span(log, place, chunk):
-    """Which chunk that was."""
+    """Record the chunk that it waited for."""
     tl.store(log + place.to(tl.int64) * WORDS + CHUNK, chunk.to(tl.int64) + 1)
 
 
 @triton.jit
 def end_span(log, place, half, complete):
-    """What was to be stored of it, or of its half, has been issued; ``complete``: it is the tile's output."""
+    """Record that the stores of the item, or of its half, are issued; ``complete``: the tile's output is complete."""
     tl.store(log + place.to(tl.int64) * WORDS + END + half, now() * 2 + complete.to(tl.int64))

@@ -1,4 +1,4 @@
-"""The list of a packed call's sequences, longest first, made on the device because the lengths are there.
+"""The list of a packed call's sequences, longest first. The device makes it, since the lengths are there.
 
 ::
 
@@ -8,8 +8,8 @@
     ...
     n       all tiles
 
-By `tilestream.core.attention`: a sequence's place is the number of sequences that come before it, and its start is the
-number of their tiles. The last "sequence" is the rows of queries behind the last one, which see no key.
+As `tilestream.core.attention` says, a sequence's place is the number of sequences that come before it, and its start is
+the number of their tiles. The last "sequence" is the rows of queries past the last one, which see no key.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tilestream.kernels.device.schedule import cdiv
 comes_before = device(attention.comes_before)
 halved = device(attention.halved)
 
-#: Sequences that a program of `list_sequences` places, and how many it compares them with at a time.
+#: Sequences that a program of `list_sequences` places, and sequences that it compares them with at a time.
 PLACED: tl.constexpr = tl.constexpr(64)
 COMPARED: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
 def rows_of(cumulative, sequence, sequences, rows):
-    """``(first, count)``: the rows of a sequence, or those behind the last one; never outside ``rows`` rows."""
+    """``(first, count)``: the rows of a sequence, or those past the last one; always within ``rows`` rows."""
     first = tl.minimum(tl.maximum(tl.load(cumulative + sequence), 0), rows)
     end = rows
     if sequence < sequences - 1:
@@ -74,15 +74,15 @@ def list_sequences(
     Parameters
     ----------
     cu_seqlens_q, cu_seqlens_k, seqlens_k
-        As of `tilestream.core.attention_structs.Extents`; the last two, or one of them, may be None.
+        As in `tilestream.core.attention_structs.Extents`; the last two may be None.
     starts, order
         int32, of ``sequences + 1`` and ``sequences`` elements.
     sequences
-        One more than there are.
+        One more than the call's.
     tokens_q, tokens_k
-        Of the tensors.
+        Rows of the tensors.
     seqlen_k
-        The most keys of a sequence.
+        The largest number of keys of a sequence.
     head_tiles
         Tiles of a query block.
     POSITIONS
@@ -113,7 +113,7 @@ def list_sequences(
 
 @triton.jit
 def place_of(position, starts, sequences):
-    """The place whose tiles hold ``position``: `tilestream.core.attention.halved`."""
+    """The place whose tiles include ``position``: `tilestream.core.attention.halved`."""
     low = tl.cast(0, tl.int32)
     high = low + sequences
     while high - low > 1:
