@@ -1,1 +1,1 @@
-"""Gluon on AMD CDNA: copies past the registers, inverse swizzle, MFMA. Executed on an emulator only."""
+"""Gluon kernels for AMD CDNA: copies that bypass the registers, inverse swizzle, MFMA. Run on an emulator only."""

@@ -1,26 +1,26 @@
-"""Attention for CDNA: persistent, in Gluon, for gfx942 and gfx950. Compiled and checked, not run on a GPU.
+"""Persistent attention for CDNA in Gluon, for gfx942 and gfx950. Run on an emulator, not on a GPU.
 
 ::
 
-    for tile in schedule:                            # take, locate_tile: queues of the XCDs, stolen from; longest first
+    for tile in schedule:                            # take, locate_tile: a queue an XCD, stealing; longest first
         Q into registers, by way of shared memory
-        for each of its key blocks, masked at the window's edge, plain, masked at the diagonal and the end:
+        for each key block; masked at the window's edge, at the diagonal and at the end:
             direct: wait for the block's copies; barrier
-                    S = Q K^T; start the copies of K and V of the block that is STAGES - 1 ahead
+                    S = Q K^T; start the copies of K and V for the block STAGES - 1 ahead
                     softmax; O += P V
             staged: put K; barrier; fetch the next block's K; S = Q K^T; softmax
                     put V; barrier; fetch the next block's V; O += P V
         O / l; log-sum-exp
 
-A tile is a query block of one head, or of several that share a K/V head (`PACK`), 32 rows to a warp. A lane of the
-matrix units' transposed results has one row: a row needs one exchange between two lanes, and weights are operands of
-the next multiplication where they lie. That multiplication takes four keys of a lane at once (`KEYS`).
+A tile is a query block of one head, or of several that share a K/V head (`PACK`), with 32 rows a warp. In the matrix
+units' transposed results a lane has one row. So a row needs one exchange between two lanes, and the weights are
+operands of the next multiplication without a move. That multiplication takes four keys of a lane at once (`KEYS`).
 
-``direct``: every block starts the same number of copies, so that a wait can count them; behind the last block they
-bring it again. ``staged``: one stage, and a block in registers. K is put while V's fetches are in flight, and V while
-K's are, so no wait is for everything. Where rows are gathered from pages, the table is read a block ahead, before the
-fetches. Where values cannot be read across (gfx942), they are transposed on their way through registers, and a row's
-two lanes exchange by a shuffle through LDS, one a block; gfx950 has an instruction.
+``direct``: every block starts the same number of copies, so that a wait can count them; past the last block they copy
+it again. ``staged``: one stage in shared memory, and one block in registers. K is put while V's fetches are in flight,
+and V while K's are, so no wait is for all loads. If rows are gathered from pages, the table is read one block ahead,
+before the fetches. On gfx942, which cannot read values transposed, they are transposed in registers, and a row's two
+lanes exchange by a shuffle through LDS, once a block; gfx950 has an instruction for it.
 
 The protocol is that of `tilestream.kernels.cdna.ring`; `tilestream_tools.verify.shared_attention` explores it.
 """
@@ -75,7 +75,7 @@ neighbour = device(queues_.neighbour)
 
 @gluon.jit
 def scores_of(queries, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
-    """``Q K^T`` of an item's rows and a stage."""
+    """``Q K^T`` of an item's rows and the keys of a stage."""
     MATH: gl.constexpr = math_of(C)
     S: gl.constexpr = C.KEY_STAGE
     PARTS: gl.constexpr = C.K.PARTS
@@ -89,7 +89,7 @@ def scores_of(queries, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def add_values(o, rescale, weights, stages, stage, LANDED: gl.constexpr, C: gl.constexpr):
-    """The sums of an item's parts, rescaled, and a stage's values by their weights."""
+    """The item's sums, rescaled, plus the weighted values of a stage."""
     S: gl.constexpr = C.VALUE_STAGE
     PARTS: gl.constexpr = C.V.PARTS
     made = ()
@@ -101,7 +101,7 @@ def add_values(o, rescale, weights, stages, stage, LANDED: gl.constexpr, C: gl.c
 
 @gluon.jit
 def copy_ahead(block, stage, copies, keys, tile, C: gl.constexpr):
-    """Start the copies of a key block into a stage; of one behind the tile's last, that one's again."""
+    """Start the copies of a key block into a stage. Past the tile's last block, that one is copied again."""
     K: gl.constexpr = C.K
     V: gl.constexpr = C.V
     first = gl.minimum(block, tile.end - 1) * C.BLOCK
@@ -113,7 +113,7 @@ def copy_ahead(block, stage, copies, keys, tile, C: gl.constexpr):
 
 @gluon.jit
 def step_direct(block, stage, softmax, queries, copies, keys, tile, scores, MASKED: gl.constexpr, C: gl.constexpr):
-    """A key block that lies in ``stage``; and the copies of the one that is to come into the stage before it."""
+    """Compute the key block in ``stage``, and start the copies of the block for the previous stage."""
     landed(C.STAGES - 2)
     x = scores_of(queries, copies[0].stages, stage, True, C)
     copy_ahead(block + C.STAGES - 1, before(stage, C.STAGES), copies, keys, tile, C)
@@ -125,7 +125,7 @@ def step_direct(block, stage, softmax, queries, copies, keys, tile, scores, MASK
 
 @gluon.jit
 def attend_direct(queries, softmax, keys, tile, scores, C: gl.constexpr):
-    """An item's key blocks by copies past the registers: its `Softmax`."""
+    """The `Softmax` of an item, with copies that bypass the registers."""
     K: gl.constexpr = C.K
     V: gl.constexpr = C.V
     gl.static_assert(not C.GATHERED, "rows of several pages go through registers")
@@ -145,7 +145,7 @@ def attend_direct(queries, softmax, keys, tile, scores, C: gl.constexpr):
         softmax, stage = step_direct(block, stage, softmax, queries, copies, keys, tile, scores, False, C)
     for block in range(tile.plain_end, tile.end):
         softmax, stage = step_direct(block, stage, softmax, queries, copies, keys, tile, scores, True, C)
-    # The copies of blocks behind the last one have landed, and everybody has read: the room is free.
+    # The copies past the last block are complete, and all waves have read: the stages are free.
     landed(0)
     barrier()
     return softmax
@@ -153,7 +153,7 @@ def attend_direct(queries, softmax, keys, tile, scores, C: gl.constexpr):
 
 @gluon.jit
 def pages_of_next(block, k_page, v_page, copies, keys, tile, C: gl.constexpr):
-    """What the table says of the rows of a block that is to be fetched, of keys' and of values'; see `entries_of`."""
+    """The pages of the next block's rows of keys and of values; see `entries_of`."""
     first = gl.minimum(block, tile.end - 1) * C.BLOCK
     k_next = entries_of(copies[0].i, first, keys, k_page, C)
     v_next = entries_of(copies[1].i, first, keys, v_page, C)
@@ -163,7 +163,7 @@ def pages_of_next(block, k_page, v_page, copies, keys, tile, C: gl.constexpr):
 
 @gluon.jit
 def step_staged(block, softmax, fetched, queries, copies, keys, tile, scores, MASKED: gl.constexpr, C: gl.constexpr):
-    """A key block that has been `Fetched` into registers; and the next one's fetches."""
+    """Compute a key block that has been `Fetched` into registers, and fetch the next one."""
     K: gl.constexpr = C.K
     V: gl.constexpr = C.V
     V_LAYOUT: gl.constexpr = values_layout(C)
@@ -188,7 +188,7 @@ def step_staged(block, softmax, fetched, queries, copies, keys, tile, scores, MA
 
 @gluon.jit
 def attend_staged(queries, softmax, keys, tile, scores, C: gl.constexpr):
-    """An item's key blocks by way of registers: its `Softmax`."""
+    """The `Softmax` of an item, with copies through registers."""
     K: gl.constexpr = C.K
     V: gl.constexpr = C.V
     V_LAYOUT: gl.constexpr = values_layout(C)
@@ -225,7 +225,7 @@ def attend_staged(queries, softmax, keys, tile, scores, C: gl.constexpr):
 
 @gluon.jit
 def in_scalars(tile):
-    """The tile, in scalar registers."""
+    """The tile in scalar registers."""
     return Tile(
         tile.pm, tile.pn, uniform(tile.batch), uniform(tile.head), tile.share, uniform(tile.first),
         uniform(tile.queries), uniform(tile.keys), uniform(tile.origin_q), uniform(tile.origin_k), tile.origin_v,
@@ -248,13 +248,13 @@ def keys_of_tile(tile, k, v, table, extents, C: gl.constexpr):
     else:
         k_at = k_at + batch * k.batch + tile.origin_k.to(tl.int64) * k.row
         v_at = v_at + batch * v.batch + tile.origin_k.to(tl.int64) * v.row
-        block_table = tile.head * 0  # Triton 3.6 returns no None
+        block_table = tile.head * 0  # Triton 3.6 cannot return None
     return Keys(Rows(k_at, k.batch, k.row, k.head), Rows(v_at, v.batch, v.row, v.head), block_table, pages, low, high)
 
 
 @gluon.jit
 def start_softmax(C: gl.constexpr):
-    """`Softmax` of rows that have seen no key: ``o`` a part each, ``row_sum`` a half each."""
+    """The `Softmax` of rows without keys so far: ``o`` in parts, ``row_sum`` in halves."""
     PARTS: gl.constexpr = C.V.PARTS
     MATH: gl.constexpr = math_of(C)
     row_max = gl.full([C.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MATH))
@@ -296,7 +296,7 @@ def store_tile(softmax, tile, last, scores, out, lse, C: gl.constexpr):
     first = (tile.origin_q + tile.first).to(tl.int64)
     batch, head = tile.batch.to(tl.int64), tile.head * C.PACK
     row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), gl.SliceLayout(1, MATH))
-    # Not kept through the loops.
+    # Computed here, so that it needs no registers during the loops.
     row = gl.arange(0, C.ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()
     factor, logs = finalize(softmax.row_max, row_sum, scores.sinks, head, row, scores.scale, C.PACK)
     if lse.at is not None:
@@ -316,14 +316,14 @@ def attend(
     stride_ob, stride_or, stride_oh, lse_batch, lse_row, lse_head, table_stride,
     queues, tiles, num_m, num_n, group, scale, softcap_scale, C: gl.constexpr,
 ):  # fmt: skip
-    """``out = softmax(mask(scale * q @ k^T)) @ v``, a workgroup a worker.
+    """``out = softmax(mask(scale * q @ k^T)) @ v``; each workgroup is a worker.
 
-    Parameters are the fields of `tilestream.core.attention_structs`, which it groups them in.
+    The parameters are fields of the structs of `tilestream.core.attention_structs`.
 
     Parameters
     ----------
     pages
-        How many there are.
+        The number of pages.
     C
         A `tilestream.kernels.attention_config.CdnaAttentionConfig`.
     """

@@ -1,11 +1,12 @@
 """The copies of CDNA's attention: queries into registers, key blocks into the ring of `tilestream.kernels.cdna.ring`.
 
-A head's columns are cut into parts of a power of two, each a tile of its own (`Columns`, here ``F``): 192 columns are
-three parts of 64. Queries and keys have rows of one length, values of another, and each has its own swizzle. Behind a
-head's last column, the last part has zeros in queries and keys, and anything in values, where it is not stored.
+A head's columns are cut into parts of a power of two, each of which is a tile (`Columns`, here ``F``): 192 columns are
+three parts of 64. Rows of queries and keys have one length, rows of values may have another, and each has its own
+swizzle. Past a head's last column the last part is zero in queries and keys, and undefined in values, where it is not
+stored.
 
-Rows are read only where some query of the tile sees the key, ``[low, high)`` of `Keys`. In place of other rows the
-nearest of these is read again, and its scores are masked: keys that no row sees may be NaN.
+Only keys that some query of the tile sees, ``[low, high)`` of `Keys`, are read. In place of another key the nearest of
+these is read again, and its scores are masked: keys that no row sees may be NaN.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from tilestream.kernels.cdna.ring import (
     swizzled,
 )
 
-#: Elements of a cell, of 16 bits each: what a lane reads of shared memory, and fetches, in one go.
+#: 16-bit elements of a cell, which a lane reads from shared memory, or fetches, at a time.
 VECTOR: gl.constexpr = gl.constexpr(8)
 
 
 @gluon.jit
 def copied_columns(i, j, SWIZZLE: gl.constexpr):
-    """Which column each lane copies past the registers: the inverse swizzle of where it writes."""
+    """The column that each lane copies past the registers: the inverse swizzle of the place that it writes."""
     cell = swizzled(i[:, None], (j // SWIZZLE[0])[None, :], SWIZZLE[1], SWIZZLE[2])
     return cell * SWIZZLE[0] + (j % SWIZZLE[0])[None, :]
 
 
 @gluon.jit
 def fetched_columns(i, j, COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
-    """Which column of its part each lane fetches into registers; behind the last of ``COLUMNS``, the last cell."""
+    """The column of the part that each lane fetches into registers; past the last of ``COLUMNS``, the last cell."""
     cell = j // VECTOR
     if COLUMNS < WIDTH:
         cell = gl.minimum(cell, COLUMNS // VECTOR - 1)
@@ -52,13 +53,13 @@ def fetched_columns(i, j, COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def element_offsets(rows, columns, LANE: gl.constexpr):
-    """Offsets of elements, of which a lane's ``LANE`` are neighbours: no compiler sees that behind a permutation."""
+    """Offsets of elements; a lane's ``LANE`` elements are neighbours, which the compiler cannot see by itself."""
     return gl.max_contiguous(gl.multiple_of(rows[:, None] + columns, [1, LANE]), [1, LANE])
 
 
 @gluon.jit
 def make_parts(dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr):
-    """Room for the stages of each part. Of its own: what is written to one part's is not kept from another's."""
+    """Shared memory for the stages, separate for each part, so that accesses of different parts need no order."""
     parts = ()
     for _part in gl.static_range(PARTS):
         parts += (make_stages(dtype, STAGES, S),)
@@ -67,7 +68,7 @@ def make_parts(dtype: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, S
 
 @gluon.jit
 def copies_past_registers(x, S: gl.constexpr, F: gl.constexpr, C: gl.constexpr):
-    """`KeyCopies` of keys or values (`Rows`) by `copy_block`."""
+    """`KeyCopies` of keys or values (`Rows`) for `copy_block`."""
     SWIZZLE: gl.constexpr = F.SWIZZLE
     stages = make_parts(x.at.dtype.element_ty, F.PARTS, C.STAGES, S)
     i, j = indices(copy_layout(F.WIDTH, F.LANE, C.WARPS), C.BLOCK, F.WIDTH)
@@ -76,7 +77,7 @@ def copies_past_registers(x, S: gl.constexpr, F: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def copies_by_registers(x, stages, LAYOUT: gl.constexpr, F: gl.constexpr, C: gl.constexpr):
-    """`KeyCopies` of keys or values (`Rows`) by `fetch_block`."""
+    """`KeyCopies` of keys or values (`Rows`) for `fetch_block`."""
     i, j = indices(LAYOUT, C.BLOCK, F.WIDTH)
     columns = fetched_columns(i, j, F.WIDTH, F.WIDTH)
     return KeyCopies(x, i, columns, fetched_columns(i, j, F.REST, F.WIDTH), stages)
@@ -84,13 +85,13 @@ def copies_by_registers(x, stages, LAYOUT: gl.constexpr, F: gl.constexpr, C: gl.
 
 @gluon.constexpr_function
 def values_layout(config):
-    """Who fetches what of a block of values into registers."""
+    """The layout in which a block of values is fetched into registers."""
     return fetch_layout(config.V.WIDTH, config.BLOCK, False, config.TRANSPOSED_V, VECTOR, config.WARPS)
 
 
 @gluon.jit
 def page_of(first, keys, C: gl.constexpr):
-    """The page that the key block from key ``first`` on lies in; 0 where it lies in none, or in several."""
+    """The page of the key block that begins at key ``first``; 0 without pages, or if the block spans several."""
     page = first * 0
     if C.PAGE >= C.BLOCK:
         page = gl.minimum(gl.maximum(load_scalar(keys.table + first // C.PAGE), 0), keys.pages - 1)
@@ -99,11 +100,10 @@ def page_of(first, keys, C: gl.constexpr):
 
 @gluon.jit
 def entries_of(i, first, keys, page, C: gl.constexpr):
-    """What the table says of each row's page, where rows are gathered; else ``page``, that of all rows.
+    """The page of each row if rows are gathered; else ``page``, that of all rows.
 
-    A wait counts loads from the oldest on: an entry that is asked for behind a block's fetches, and needed by the next
-    ones, would be waited for with all of them. So it is asked for before them, a block ahead, and looked at where the
-    rows are fetched.
+    A wait counts loads from the oldest on. An entry that were loaded after a block's fetches would be waited for with
+    all of them. So it is loaded before them, one block ahead, and used when its rows are fetched.
     """
     if C.GATHERED:
         return gl.load(keys.table + gl.minimum(gl.maximum(first + i, keys.low), keys.high - 1) // C.PAGE)
@@ -113,7 +113,7 @@ def entries_of(i, first, keys, page, C: gl.constexpr):
 
 @gluon.jit
 def block_start(x, first, page, C: gl.constexpr):
-    """Where the rows of a key block of ``x`` (`Rows`) are counted from: see `block_rows`."""
+    """The origin of the row offsets of a key block of ``x`` (`Rows`): see `block_rows`."""
     at = x.at
     if C.PAGE == 0:
         at = at + first.to(tl.int64) * x.row
@@ -124,7 +124,7 @@ def block_start(x, first, page, C: gl.constexpr):
 
 @gluon.jit
 def block_rows(x, i, first, keys, page, OFFSETS_64BIT: gl.constexpr, C: gl.constexpr):
-    """Where row ``i`` of the key block from key ``first`` on lies, from `block_start`. ``page``: see `entries_of`."""
+    """The offset, from `block_start`, of row ``i`` of the key block from ``first`` on. ``page``: see `entries_of`."""
     key = gl.minimum(gl.maximum(first + i, keys.low), keys.high - 1)
     if C.GATHERED:
         page = gl.minimum(gl.maximum(as_loaded(page), 0), keys.pages - 1)
@@ -138,7 +138,7 @@ def block_rows(x, i, first, keys, page, OFFSETS_64BIT: gl.constexpr, C: gl.const
 
 @gluon.jit
 def copy_block(copies, first, keys, page, stage, F: gl.constexpr, C: gl.constexpr):
-    """Start the copies of the key block from key ``first`` on, of K or of V, into a stage."""
+    """Start the copies of K or V of the key block from key ``first`` on into a stage."""
     PARTS: gl.constexpr = F.PARTS
     at = block_start(copies.x, first, page, C)
     rows = block_rows(copies.x, copies.i, first, keys, page, False, C)
@@ -149,7 +149,7 @@ def copy_block(copies, first, keys, page, stage, F: gl.constexpr, C: gl.constexp
 
 @gluon.jit
 def fetch_block(copies, first, keys, page, LANE: gl.constexpr, F: gl.constexpr, C: gl.constexpr):
-    """A key block, of K or of V, into registers: its parts.
+    """Fetch K or V of a key block into registers, in parts.
 
     ``page``: see `entries_of`. ``LANE``: elements of a lane.
     """
@@ -166,7 +166,7 @@ def fetch_block(copies, first, keys, page, LANE: gl.constexpr, F: gl.constexpr, 
 
 @gluon.jit
 def put_keys(tiles, stages, C: gl.constexpr):
-    """Write what was fetched of a block of keys to its stage, zeros behind the last column."""
+    """Write a fetched block of keys to its stage, with zeros past the last column."""
     F: gl.constexpr = C.K
     S: gl.constexpr = C.KEY_STAGE
     PARTS: gl.constexpr = F.PARTS
@@ -179,7 +179,7 @@ def put_keys(tiles, stages, C: gl.constexpr):
 
 @gluon.jit
 def put_values(tiles, stages, C: gl.constexpr):
-    """Write what was fetched of a block of values to its stage, transposed where it cannot be read across."""
+    """Write a fetched block of values to its stage, transposed if it cannot be read transposed."""
     S: gl.constexpr = C.VALUE_STAGE
     PARTS: gl.constexpr = C.V.PARTS
     for part in gl.static_range(PARTS):
@@ -191,7 +191,7 @@ def put_values(tiles, stages, C: gl.constexpr):
 
 @gluon.jit
 def query_rows(q, i, last, OFFSETS_64BIT: gl.constexpr, C: gl.constexpr):
-    """Where a tile's rows of ``q`` (`Rows`) lie: heads of a position side by side. Behind the ``last``, that again."""
+    """Offsets of a tile's rows of ``q`` (`Rows`); the heads of a position are neighbours. Past ``last``: that again."""
     position = gl.minimum(i // C.PACK, last)
     head = i % C.PACK
     if OFFSETS_64BIT:
@@ -202,7 +202,7 @@ def query_rows(q, i, last, OFFSETS_64BIT: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def as_operand(tile, COLUMNS: gl.constexpr, C: gl.constexpr):
-    """A part of queries, of which ``COLUMNS`` are there, from how it was fetched to how it is multiplied."""
+    """A part of queries with ``COLUMNS`` columns, from the layout of its fetch to that of an operand."""
     S: gl.constexpr = C.QUERY_STAGE
     if COLUMNS < S.K:
         tile = cut_off(tile, COLUMNS, S)
@@ -213,10 +213,10 @@ def as_operand(tile, COLUMNS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def load_queries(q, tile, last, C: gl.constexpr):
-    """A tile's queries up to position ``last`` of it, as operands of the multiplication, a part each.
+    """A tile's queries up to position ``last``, as operands of the multiplication, in parts.
 
-    By way of shared memory, so that global memory is read in whole rows: all of it is under way before any is waited
-    for. Their room is that of the stages, which begin to be filled afterwards.
+    They go through shared memory, so that global memory is read in whole rows. All loads are in flight before the first
+    wait. They use the memory of the stages, which are filled afterwards.
     """
     F: gl.constexpr = C.Q
     S: gl.constexpr = C.QUERY_STAGE
@@ -248,6 +248,6 @@ def load_queries(q, tile, last, C: gl.constexpr):
             tiles += (fetch(at + part * F.WIDTH, offsets, C.Q_64BIT),)
         for part in gl.static_range(PARTS):
             parts += (as_operand(tiles[part], F.REST if part == F.PARTS - 1 else F.WIDTH, C),)
-    # Copies that follow are not kept from what others still read, and puts are by a barrier in each block's loop.
+    # Following copies need a barrier against waves that still read; puts have one in each block's loop.
     barrier()
     return parts

@@ -1,7 +1,7 @@
 """CDNA's pieces of the softmax (`tilestream.kernels.device.softmax`): caps, masks, weights as operands, and their sums.
 
-A row is in two lanes, which exchange its largest score once a block; of the sum of its weights each keeps its half
-until the item ends.
+Two lanes have a row. They exchange its largest score once a block. Each keeps its half of the sum of weights until the
+item ends.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from tilestream.kernels.cdna.compat import opaque_zero, reciprocal, settled
 from tilestream.kernels.device.epilogue import power_of_2
 from tilestream.kernels.device.softmax import LOG2_E, exp_scores, update_max
 
-#: Keys that a lane has of an operand of P V: as many neighbours as it has of the scores.
+#: Neighbouring keys of a lane in an operand of P V: as many as it has of the scores.
 KEYS: gl.constexpr = gl.constexpr(4)
 
 
 @gluon.constexpr_function
 def math_of(config):
-    """How the warps hold scores, and sums of weighted values: 32 rows a warp, a row in two lanes."""
+    """The layout of scores, and of sums of weighted values: 32 rows a warp, two lanes a row."""
     return gl.amd.AMDMFMALayout(config.VERSION, list(config.SHAPE), True, [config.WARPS, 1])
 
 
 @gluon.jit
 def softcap(scores, softcap_scale):
-    """``tanh(softcap_scale * scores)``, as of `tilestream.kernels.device.softmax`, by the hardware's reciprocal."""
+    """`softcap` of `tilestream.kernels.device.softmax`, by the hardware's reciprocal."""
     return 1.0 - 2.0 * reciprocal(1.0 + power_of_2(2.0 * LOG2_E * softcap_scale * scores))
 
 
 @gluon.jit
 def masked(x, first, tile, C: gl.constexpr):
-    """Scores of the key block from key ``first`` on, -inf where a row of the `Tile` does not see the key."""
+    """Scores of the key block from key ``first`` on; -inf for keys that a row of the `Tile` does not see."""
     MATH: gl.constexpr = math_of(C)
     position = tile.first + (gl.arange(0, C.ROWS, gl.SliceLayout(1, MATH)) + opaque_zero()) // C.PACK
     key = first + gl.arange(0, C.BLOCK, gl.SliceLayout(0, MATH))
-    # Not `sees` of `tilestream.kernels.device.attention_tile`: a second number a column spills here (Triton 3.9).
+    # `sees` of `tilestream.kernels.device.attention_tile` has a second number a column, which spills (Triton 3.9).
     if C.RIGHT:
         seen = key[None, :] < gl.minimum(position + tile.causal_offset_right, tile.keys)[:, None]
     else:
@@ -47,7 +47,7 @@ def masked(x, first, tile, C: gl.constexpr):
 
 @gluon.constexpr_function
 def pair_layout(warps):
-    """``[rows, 2]``: what the two lanes of each row have."""
+    """The layout of ``[rows, 2]``: one element for each of a row's two lanes."""
     lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [0, 1]]
     warp_bases = []
     rows = 32
@@ -59,7 +59,7 @@ def pair_layout(warps):
 
 @gluon.jit
 def halves_of_sum(weights, PAIR: gl.constexpr):
-    """What each of a row's two lanes has of the sum of its weights: these meet once an item, not once a block."""
+    """The sums of weights of a row's two lanes, which are added once an item, not once a block."""
     ROWS: gl.constexpr = weights.shape[0]
     BLOCK: gl.constexpr = weights.shape[1]
     own = gl.sum(gl.sum(weights.reshape([ROWS, BLOCK // 8, 2, 4]), 3), 1)
@@ -70,8 +70,8 @@ def halves_of_sum(weights, PAIR: gl.constexpr):
 def narrowed(weights, dtype: gl.constexpr, VERSION: gl.constexpr):
     """Weights as operands of the multiplication.
 
-    gfx942 has no instruction for bfloat16, and five go into rounding to nearest even. Weights have no sign: half a unit
-    is added, and the upper half taken, which is nearest too, with ties up. NaN stays NaN.
+    gfx942 has no instruction that rounds to bfloat16, and rounding to nearest even takes five. Weights are not
+    negative, so half a unit is added and the upper half taken: to nearest, with ties up. NaN stays NaN.
     """
     if VERSION == 3 and dtype == gl.bfloat16:
         bits = (weights.to(gl.int32, bitcast=True) + 0x8000) >> 16
@@ -82,9 +82,9 @@ def narrowed(weights, dtype: gl.constexpr, VERSION: gl.constexpr):
 
 @gluon.jit
 def weigh(x, softmax, first, tile, scores, dtype: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Weights of the products ``x`` of a key block, as an operand, and the `Softmax` with them, but for ``o``.
+    """Weights of the products ``x`` of a key block, as an operand, and the updated `Softmax`, except ``o``.
 
-    No data moves from lane to lane. ``row_sum`` has the halves of `halves_of_sum`, ``[rows, 2]``.
+    No data moves between lanes. ``row_sum`` has the halves of `halves_of_sum`, ``[rows, 2]``.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What Triton 3.6, 3.7 and 3.9 call by different names, bound once: kernels of this package call these."""
+"""Functions whose names differ between Triton 3.6, 3.7 and 3.9. Kernels of this package call these."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna3, cdna4
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
-# gfx942 has no module of its own for these; they lower there, too, at 32 bits a lane.
+# Gluon has no module for gfx942 with these; they lower there, too, at 32 bits a lane.
 copy_to_shared = async_copy.buffer_load_to_shared
 commit = async_copy.commit_group
 wait_for_groups = async_copy.wait_group
@@ -16,19 +16,19 @@ buffer_load = cdna3.buffer_load
 buffer_store = cdna3.buffer_store
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 reinterpret = getattr(gl.shared_memory_descriptor, "_reinterpret", None) or gl.shared_memory_descriptor.reinterpret
-#: A plain integer function as kernels of this package call it: see `tilestream.kernels.device.jit`.
+#: A plain integer function for kernels of this package: see `tilestream.kernels.device.jit`.
 device = gluon.jit
 
 
 @gluon.jit
 def viewed(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same bytes of shared memory, seen through another layout."""
+    """A view of shared memory through another layout."""
     return reinterpret(buffer, buffer.dtype, SHAPE, LAYOUT)
 
 
 @gluon.jit
 def multiply_add(a, b, acc, FORMATS: gl.constexpr):
-    """``acc + a @ b``. ``FORMATS``: of 8 bits on gfx950, whose fast instruction is the one with scales; they are 1."""
+    """``acc + a @ b``. ``FORMATS``: of 8-bit operands on gfx950, whose fast instruction takes scales; these are 1."""
     if FORMATS is None:
         return cdna3.mfma(a, b, acc)
     else:
@@ -39,13 +39,13 @@ def multiply_add(a, b, acc, FORMATS: gl.constexpr):
 
 @gluon.jit
 def uniform(x):
-    """``x``, of which all lanes have the same value, in a scalar register.
+    """``x``, which is the same in all lanes, in a scalar register.
 
-    What comes of an atomic or of a load is in vector registers. A buffer's address made of it would be taken for one
-    that differs from lane to lane, and each copy would become a loop over the lanes.
+    The result of an atomic or a load is in vector registers. The compiler would take a buffer address made from it for
+    one that differs between lanes, and make a loop over the lanes of each copy.
 
-    The compiler does not look into assembly for hazards: on gfx942 a lane's register may be read so one state after it
-    was written, and what is read so may be an address five states later (LLVM's GCNHazardRecognizer).
+    The compiler does not check assembly for hazards. On gfx942 a vector register may be read this way one wait state
+    after its write, and the result may be used as an address five wait states later (LLVM's GCNHazardRecognizer).
     """
     return gl.inline_asm_elementwise(
         "s_nop 0\n\tv_readfirstlane_b32 $0, $1\n\ts_nop 4", "=s,v", [x], dtype=gl.int32, is_pure=True, pack=1
@@ -54,19 +54,19 @@ def uniform(x):
 
 @gluon.jit
 def reciprocal(x):
-    """``1 / x`` to the last bit or the one before: the instruction, without the ten that make a division of it.
+    """``1 / x``, exact to the last bit or two: one instruction instead of the ten more of an exact division.
 
-    On gfx942 another unit may read what it gives one state later.
+    On gfx942 another unit may read the result one wait state later.
     """
     return gl.inline_asm_elementwise("v_rcp_f32 $0, $1\n\ts_nop 0", "=v,v", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def load_scalar(at):
-    """The int32 at an address that is the same for all lanes, which nobody writes while the kernel runs.
+    """Load the int32 at an address that is the same in all lanes, and constant while the kernel runs.
 
-    By way of the scalar cache, and counted apart: a load of a lane's is counted with the copies in flight, in order, so
-    that who waits for it waits for all of them.
+    It goes through the scalar cache and has a counter of its own. A vector load would be counted in order with the
+    copies in flight, so that a wait for it would wait for all of them.
     """
     return gl.inline_asm_elementwise(
         "s_load_dword $0, $1, 0x0\n\ts_waitcnt lgkmcnt(0)", "=s,s", [at.to(gl.int64, bitcast=True)], dtype=gl.int32,
@@ -76,30 +76,30 @@ def load_scalar(at):
 
 @gluon.jit
 def opaque_zero():
-    """0, of which the compiler does not know it.
+    """0, as a value that the compiler does not know.
 
-    What is made of it is made where it stands. Else all that is the same for each item, such as the offsets of a
-    tile's elements from its corner, is made once before the loop, and takes registers in all of it.
+    Values computed from it are computed in place. Otherwise the compiler hoists all that is the same for each item,
+    such as the offsets of a tile's elements from its corner, out of the loop, where they occupy registers throughout.
     """
     return gl.inline_asm_elementwise("s_mov_b32 $0, 0", "=s", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def in_order():
-    """Keeps loads and stores on their side of it.
+    """A barrier of the compiler: loads and stores are not moved across it.
 
-    A wait counts loads from the oldest on. If those before a loop are started in another order than those in it, a wait
-    in the loop is for whatever came last in either, and so for all.
+    A wait counts loads from the oldest on. If the loads before a loop were issued in another order than those in it, a
+    wait in the loop would have to cover the last of either, and so all.
     """
     gl.inline_asm_elementwise("s_mov_b32 $0, 0", "=s", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def as_loaded(tile):
-    """``tile``, of 16 or 32 bits, in the registers that it was loaded into, until here.
+    """``tile``, of 16 or 32 bits, kept up to here in the registers that it was loaded into.
 
-    What rearranges elements is otherwise moved up to the load, a step before, and waits there for all that is on its
-    way.
+    Otherwise the compiler moves the rearrangement of elements up to the load, one step earlier, where it waits for all
+    loads in flight.
     """
     EACH: gl.constexpr = 32 // tile.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise("", "=v,0", [tile], dtype=tile.dtype, is_pure=False, pack=EACH)
@@ -107,7 +107,7 @@ def as_loaded(tile):
 
 @gluon.jit
 def load_words(at, offsets, OFFSETS_64BIT: gl.constexpr):
-    """Four neighbours of 8 bits as one word, at offsets in words."""
+    """Load four neighbouring 8-bit elements as one word, at offsets in words."""
     words = at.to(gl.pointer_type(gl.int32))
     if OFFSETS_64BIT:
         return gl.load(words + offsets)
@@ -117,7 +117,7 @@ def load_words(at, offsets, OFFSETS_64BIT: gl.constexpr):
 
 @gluon.jit
 def elements(words, dtype: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words as the elements that they are made of, four neighbours each."""
+    """The elements of words, four neighbours each."""
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
     odd = gl.join((words >> 8).to(gl.int8), (words >> 24).to(gl.int8))
     tile = gl.join(even, odd).reshape(SHAPE)
@@ -126,5 +126,5 @@ def elements(words, dtype: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constex
 
 @gluon.jit
 def settled(x):
-    """``x``, before which nothing is read of shared memory that stands behind it: it would wait in registers."""
+    """``x``. Later reads of shared memory are not moved before it, where they would occupy registers."""
     return gl.inline_asm_elementwise("; settled", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=1)

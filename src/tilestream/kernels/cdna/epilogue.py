@@ -1,8 +1,8 @@
-"""The epilogue on CDNA: what happens to the accumulator of a tile, in fp32, and its store.
+"""The epilogue on CDNA, in fp32 on a tile's accumulator, and its store.
 
-In pieces of a few columns and rows, straight from the registers that the multiplication leaves them in: a lane has four
-neighbouring columns of a row. Offsets are from the piece's own corner, within a buffer's 32 bits; where they are not
-(``OFFSETS_64BIT``), addresses have 64.
+It works on pieces of a few columns and rows, in the registers of the multiplication's result, where a lane has four
+neighbouring columns of a row. Offsets from the piece's corner fit a buffer's 32 bits; otherwise (``OFFSETS_64BIT``)
+addresses have 64 bits.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from tilestream.kernels.device.epilogue import finished
 
 @gluon.constexpr_function
 def math_layout(version, shape, across):
-    """How the warps hold an accumulator: a lane has neighbours of a row."""
+    """The layout of an accumulator, in which a lane has neighbouring columns of a row."""
     return gl.amd.AMDMFMALayout(version, list(shape), True, list(across))
 
 
 @gluon.jit
 def halves(acc, ROWS: gl.constexpr, WIDTH: gl.constexpr, MATH: gl.constexpr):
-    """The columns of an accumulator in two halves: no data moves."""
+    """The columns of an accumulator in two halves, without a move of data."""
     low, high = acc.reshape([ROWS, 2, WIDTH // 2]).permute(0, 2, 1).split()
     return gl.convert_layout(low, MATH, assert_trivial=True), gl.convert_layout(high, MATH, assert_trivial=True)
 
 
 @gluon.jit
 def upper_and_lower(acc, ROWS: gl.constexpr, WIDTH: gl.constexpr, MATH: gl.constexpr):
-    """The rows of an accumulator in two halves, likewise."""
+    """The rows of an accumulator in two halves, without a move of data."""
     upper, lower = acc.reshape([2, ROWS // 2, WIDTH]).permute(1, 2, 0).split()
     return gl.convert_layout(upper, MATH, assert_trivial=True), gl.convert_layout(lower, MATH, assert_trivial=True)
 
 
 @gluon.jit
 def within(stride_row, stride_column, i, j, VECTOR: gl.constexpr, OFFSETS_64BIT: gl.constexpr):
-    """Offsets of a piece from its corner, of which ``VECTOR`` side by side are one vector."""
+    """Offsets of a piece's elements from its corner; ``VECTOR`` neighbours are one vector."""
     i = i[:, None]
     if OFFSETS_64BIT:
         i = i.to(gl.int64)
@@ -49,14 +49,14 @@ def within(stride_row, stride_column, i, j, VECTOR: gl.constexpr, OFFSETS_64BIT:
 
 @gluon.jit
 def corner(m, batch, row, column):
-    """Where a piece of a `Matrix` begins."""
+    """The address of a piece's corner in a `Matrix`."""
     at = m.at + batch.to(gl.int64) * m.batch
     return at + gl.cast(row, gl.int64) * m.row + gl.cast(column, gl.int64) * m.column
 
 
 @gluon.jit
 def load_along(v, batch, first, i, count):
-    """A `Vector` from ``first`` on, where there are ``count`` more, float32."""
+    """``count`` elements of a `Vector` from ``first`` on, float32."""
     at = v.at + batch.to(gl.int64) * v.batch + gl.cast(first, gl.int64) * v.step + i * v.step
     return gl.load(at, mask=i < count, other=0.0).to(gl.float32)
 
@@ -75,14 +75,14 @@ def load_columns(v, e, region, C: gl.constexpr):
 
 @gluon.jit
 def inside_of(region, VECTOR: gl.constexpr):
-    """Which of the region's elements the output has: of a vector, all or none."""
+    """Which elements of the region are inside the output; all or none of a vector."""
     rows_left, columns_left = region.inside
     return (region.i < rows_left)[:, None] & (region.j // VECTOR * VECTOR < columns_left)[None, :]
 
 
 @gluon.jit
 def load_tile(m, e, region, C: gl.constexpr):
-    """The region of a `Matrix`, float32; zeros where there is none."""
+    """The region of a `Matrix`, float32; zeros outside of it."""
     at = within(m.row, m.column, region.i, region.j, C.VECTOR_RESIDUAL, C.OFFSETS_64BIT)
     inside = inside_of(region, C.VECTOR_RESIDUAL)
     place = vector_at(corner(m, region.batch, region.row, region.column), C.VECTOR_RESIDUAL)
@@ -96,9 +96,9 @@ def load_tile(m, e, region, C: gl.constexpr):
 def store_tile(
     acc, e, batch, row, column, ROWS: gl.constexpr, WIDTH: gl.constexpr, MATH: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """Finish an accumulator, and store what of it is inside the output.
+    """Finish an accumulator, and store the part of it that is inside the output.
 
-    In pieces of ``STRIP_M`` rows and ``STRIP`` columns, one after the other.
+    It does so in pieces of ``STRIP_M`` rows and ``STRIP`` columns, one after the other.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def store_tile(
     e
         `tilestream.core.structs.Epilogue`.
     batch, row, column
-        Where its first element is in the output.
+        The place of its first element in the output.
     """
     if WIDTH > C.STRIP:
         low, high = halves(acc, ROWS, WIDTH, MATH)
@@ -133,7 +133,7 @@ def store_tile(
 
 @gluon.jit
 def vector_at(at, VECTOR: gl.constexpr):
-    """An address of which is known that it is a vector's."""
+    """An address, marked as aligned to a vector."""
     if VECTOR > 1:
         at = gl.multiple_of(at, VECTOR * at.dtype.element_ty.primitive_bitwidth // 8)
     return at
@@ -141,7 +141,7 @@ def vector_at(at, VECTOR: gl.constexpr):
 
 @gluon.jit
 def store_partial(acc, at, ROWS: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr, MATH: gl.constexpr):
-    """Store a partial result, float32 ``[ROWS, WIDTH]``, at ``at``: strips, one behind the other."""
+    """Store a partial result, float32 ``[ROWS, WIDTH]``, at ``at``, as consecutive strips."""
     if WIDTH > STRIP:
         low, high = halves(acc, ROWS, WIDTH, MATH)
         store_partial(low, at, ROWS, WIDTH // 2, STRIP, MATH)

@@ -1,4 +1,4 @@
-"""The CDNA GEMM: persistent, in Gluon, for gfx942 and gfx950. Compiled and checked, never run.
+"""The persistent CDNA GEMM in Gluon, for gfx942 and gfx950. Run on an emulator, not on a GPU.
 
 ::
 
@@ -8,14 +8,14 @@
         whole tile:      out[tile] = epilogue(acc)
         part of a tile:  slot = acc; count; the last to count: out[tile] = epilogue(sum of slots, in K order)
 
-``x`` ``[rows, K]`` and ``y`` ``[columns, K]`` are A and B^T; each lies K-major or the other way round, with its
-contiguous elements in aligned vectors of 16 bytes. A step that is not a whole one, at the end of K, goes through
-registers, where it is cut off.
+``x`` ``[rows, K]`` and ``y`` ``[columns, K]`` are A and B^T. Either of their dimensions is contiguous, in aligned
+vectors of 16 bytes. A partial step at the end of K goes through registers, where its rest is set to zero.
 
-What `tilestream isa` estimates of the main loop, by published rates, in bfloat16: 0.73 of the peak with tiles of
-256x256 on gfx942 (staged), 0.59 on gfx950 (direct).
+`tilestream isa` estimates the main loop, by published rates in bfloat16, at 0.73 of the peak with tiles of 256x256 on
+gfx942 (staged), and 0.59 on gfx950 (direct).
 
-``DIRECT``: copies past the registers, ``STAGES`` of them in the ring; else through registers, and one stage.
+``DIRECT``: copies bypass the registers, with ``STAGES`` stages in the ring. Otherwise they go through registers, with
+one stage.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ neighbour = device(queues_.neighbour)
 
 @gluon.jit
 def read(x_stage, y_stage, MATH: gl.constexpr, LANDED: gl.constexpr, C: gl.constexpr):
-    """A step's operands, from its stage."""
+    """Read the operands of a step from its stage."""
     X: gl.constexpr = C.X
     Y: gl.constexpr = C.Y
     return operand(x_stage, X, 0, MATH, C.WIDTH, LANDED), operand(y_stage, Y, 1, MATH, C.WIDTH, LANDED)
@@ -60,14 +60,14 @@ def read(x_stage, y_stage, MATH: gl.constexpr, LANDED: gl.constexpr, C: gl.const
 
 @gluon.jit
 def multiply_direct(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.constexpr):
-    """Whole K steps [k_begin, k_end), of which ``most`` is the last that there is, by copies past the registers."""
+    """Multiply whole K steps [k_begin, k_end), with copies past the registers. ``most`` is the last step of K."""
     X: gl.constexpr = C.X
     Y: gl.constexpr = C.Y
     FORMATS: gl.constexpr = C.FORMATS
     MATH: gl.constexpr = acc.type.layout
     AHEAD: gl.constexpr = C.STAGES - 1
     x_offsets, y_offsets = copy_offsets(x, X), copy_offsets(y, Y)
-    # Each round commits as many groups, whatever the item: what waits count must not depend on it.
+    # Each round commits the same number of groups for every item, since waits count groups.
     for i in gl.static_range(AHEAD):
         step = gl.minimum(k_begin + i, most)
         copy(x.at + step * x.step, x_offsets, x_stages, y.at + step * y.step, y_offsets, y_stages, i)
@@ -82,28 +82,28 @@ def multiply_direct(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.c
         )  # fmt: skip
         acc = multiply_add(a, b, acc, FORMATS)
         stage = after(stage, C.STAGES)
-    # The last ones: nothing is left to copy.
+    # The last steps: nothing is left to copy.
     for i in gl.static_range(AHEAD):
         landed(AHEAD - 1 - i)
         if gl.maximum(k_begin, k_end - AHEAD) + i < k_end:
             a, b = read(x_stages.index(stage), y_stages.index(stage), MATH, True, C)
             acc = multiply_add(a, b, acc, FORMATS)
         stage = after(stage, C.STAGES)
-    # What comes next, the rest of K or the next item's copies, goes to stages that others may still be reading.
+    # The rest of K, or the next item's copies, go to stages that other waves may still be reading.
     barrier()
     return acc
 
 
 @gluon.jit
 def fetch_step(at, offsets, S: gl.constexpr):
-    """Start to fetch an operand's part of a step, which begins at ``at``, into registers."""
+    """Start to fetch an operand's part of a step, from ``at`` on, into registers."""
     WORDS: gl.constexpr = in_words(at.dtype.element_ty, S.TURNED)
     return fetch(at, offsets, S.OFFSETS_64BIT, WORDS)
 
 
 @gluon.jit
 def multiply_staged(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.constexpr):
-    """The same, by way of registers: a step is fetched while the one before it is multiplied."""
+    """`multiply_direct` with copies through registers: a step is fetched while the previous one is multiplied."""
     X: gl.constexpr = C.X
     Y: gl.constexpr = C.Y
     FORMATS: gl.constexpr = C.FORMATS
@@ -130,7 +130,7 @@ def multiply_staged(acc, x, y, k_begin, k_end, most, x_stages, y_stages, C: gl.c
 
 @gluon.jit
 def multiply_rest(acc, x, y, whole, rest, x_stages, y_stages, C: gl.constexpr):
-    """The ``rest`` of K behind ``whole`` steps: fetched, cut off, and multiplied as a whole step."""
+    """Multiply the ``rest`` of K after ``whole`` steps as one step, with zeros past the end."""
     X: gl.constexpr = C.X
     Y: gl.constexpr = C.Y
     FORMATS: gl.constexpr = C.FORMATS
@@ -152,8 +152,8 @@ def multiply_rest(acc, x, y, whole, rest, x_stages, y_stages, C: gl.constexpr):
 def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
     """K steps [k_begin, k_end) of a tile: float32 ``[BLOCK_M, BLOCK_N]``.
 
-    ``x`` and ``y``: `tilestream.core.structs.Strided`, at the tile's first row and column. The stages are an item's
-    own: between items their room is others'.
+    ``x`` and ``y``: `tilestream.core.structs.Strided`, from the tile's first row and column on. The stages belong to an
+    item; between items their memory has other uses.
     """
     STAGES: gl.constexpr = C.STAGES if C.DIRECT else 1
     X: gl.constexpr = C.X
@@ -176,7 +176,7 @@ def product(x, y, k_begin, k_end, k, MATH: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def first_row(m, batch, row, S: gl.constexpr):
-    """Where a tile's rows of a `Matrix` begin; its ``row`` is the stride that is not 1."""
+    """The address of a tile's first row of a `Matrix`, whose ``row`` is the stride that is not 1."""
     at = m.at + batch.to(gl.int64) * m.batch
     if S.K_MAJOR:
         at = at + row.to(gl.int64) * m.row
@@ -206,12 +206,12 @@ def locate(x, y, batch, row, column, e, C: gl.constexpr):
 
 @gluon.jit
 def fixup(acc, words, item, e, row, column, MATH: gl.constexpr, C: gl.constexpr):
-    """Store a part of a tile, count it, and if it was the last to be counted finish the tile."""
+    """Store a part of a tile and count it. The last part to be counted finishes the tile."""
     SIZE: gl.constexpr = C.BLOCK_M * C.BLOCK_N
     batch, part, parts, slot = item
     store_partial(acc, words.partials + slot.to(tl.int64) * SIZE, C.BLOCK_M, C.BLOCK_N, C.STRIP, MATH)
     if count_in(words.counts + slot - part, parts):
-        # A tile's contributors are neighbouring shares, so their slots are neighbours too, in K order.
+        # A tile's contributors are neighbouring shares, so their slots are neighbours, too, in K order.
         first_slot = words.partials + (slot - part).to(tl.int64) * SIZE
         for strip in range(C.BLOCK_N // C.STRIP):
             store_tile(
@@ -248,7 +248,7 @@ def gemm(
     C
         A `tilestream.kernels.config.CdnaConfig`.
 
-    The others are fields of `tilestream.core.structs`, as they are grouped here. There is no arrival order.
+    The other parameters are fields of the structs of `tilestream.core.structs`. There is no arrival order.
     """
     MATH: gl.constexpr = math_layout(C.VERSION, C.SHAPE, C.ACROSS)
     worker, workers = gl.program_id(0), gl.num_programs(0)

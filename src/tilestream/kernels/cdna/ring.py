@@ -1,16 +1,16 @@
 """The ring without mbarriers: stages of shared memory between the copies of all warps and their multiplications.
 
 There is no load warp: load and math are one loop, and every warp copies its share of a stage. A stage is full when each
-warp's count of copies in flight says so and all warps have met at a barrier.
+warp has waited for its own copies and all warps have met at a barrier.
 
-``direct``: copies go past the registers, and stages are filled ``STAGES - 1`` steps ahead::
+``direct``: copies bypass the registers, and stages are filled ``STAGES - 1`` steps ahead::
 
     for step in the first STAGES - 1:    copy into stage step; commit
     for step in the item's K steps:
-      wait until STAGES - 2 groups are in flight         this warp's copies of the step have landed
-      barrier                                            all warps' have; and all have read the stage before
+      wait until STAGES - 2 groups are in flight         this warp's copies of the step are complete
+      barrier                                            so are all warps'; all have read the previous stage
       read the step's stage
-      copy step + STAGES - 1 into the stage before it; commit
+      copy step + STAGES - 1 into the previous stage; commit
       multiply
     barrier                                              all have read the last stages: the next item may begin
 
@@ -20,23 +20,23 @@ warp's count of copies in flight says so and all warps have met at a barrier.
     for step in the item's K steps:
       barrier                                            all have read the stage
       for operand in A, B:
-        wait until the other's loads are in flight       this warp's part of the step is in its registers
+        wait until only the other's loads are in flight  this warp's part of the step is in its registers
         put it into the stage; fetch the next step's
       barrier                                            all have put
       read the stage; multiply
 
 `tilestream_tools.verify.shared_ring` explores both with the hardware's units: a wait counts instructions (`vmcnt`, at
-most 63), not groups, and a barrier waits for no copy. The compiler places the loops' barriers between a wait, or a put,
-and the read that follows; a barrier written here would wait for all copies, too. So **the read comes before the copy**:
-a copy between wait and read would come before the barrier. The compiler also places the waits for fetched operands.
-They stay minimal while it knows the order of the loads: so loads keep one order before and inside the loop
-(`in_order`), and elements are rearranged where they are put (`fetched`). Tests look at what was compiled.
+most 63), not groups, and a barrier does not wait for copies. The compiler places the loops' barriers between a wait, or
+a put, and the read that follows; a barrier written here would wait for all copies, too. So **the read comes before the
+copy**: a copy between wait and read would precede the barrier. The compiler also places the waits for fetched operands.
+They are minimal if it knows the order of the loads. So loads have one order before and inside the loop (`in_order`),
+and elements are rearranged when they are put (`fetched`). Tests check the compiled code.
 
-**Inverse swizzle.** A copy past the registers writes shared memory linearly, a lane's bytes behind those of the lane
-before. Cells are read without bank conflicts where they are permuted (`tilestream.core.swizzle`). So the *global*
-address is permuted by the inverse, which is the swizzle itself, and the stage is read through the swizzled layout.
-With a swizzled destination instead, each copy brings each lane's offset from another lane. A step of a bare loop,
-compiled with Triton 3.6 for bfloat16, and its registers:
+**Inverse swizzle.** A copy past the registers writes shared memory linearly: each lane's bytes follow those of the
+previous lane. Permuted cells are read without bank conflicts (`tilestream.core.swizzle`). So the *global* address is
+permuted by the inverse, which is the swizzle itself, and the stage is read through the swizzled layout. With a swizzled
+destination instead, each copy needs each lane's offset from another lane. A step of a bare loop, compiled with Triton
+3.6 for bfloat16, has:
 
 ====================  =====================  ===========================  =====================
                       inverse swizzle        swizzled destination         of these, ds_bpermute
@@ -75,16 +75,16 @@ after = device(ring.after)
 
 @gluon.constexpr_function
 def copy_layout(inner, vector, warps):
-    """``vector`` elements a lane, lanes side by side: what a warp copies lies in one piece of a linear stage."""
+    """``vector`` elements a lane, neighbouring lanes: a warp copies one contiguous piece of a linear stage."""
     lanes = min(64, inner // vector)
     return gl.BlockedLayout([1, vector], [64 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def turned_layout(outer, inner, vector, warps):
-    """A square of elements a lane, as large as a lane's share allows: contiguous both ways, in registers.
+    """A square of elements a lane, as large as a lane's share allows, for a transpose in registers.
 
-    Read along the inner dimension and written along the outer one, by vectors each.
+    It is read by vectors along the inner dimension, and written by vectors along the outer one.
     """
     share = outer * inner // (64 * warps)
     side = vector
@@ -96,32 +96,32 @@ def turned_layout(outer, inner, vector, warps):
 
 @gluon.constexpr_function
 def linear():
-    """How copies see a stage: one element behind the other."""
+    """The layout of a stage for copies: linear."""
     return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
 
 @gluon.constexpr_function
 def permuted(how):
-    """How a stage is read. ``how``: the swizzle's vector, every and period."""
+    """The layout of a stage for reads. ``how``: the swizzle's vector, every and period."""
     return gl.SwizzledSharedLayout(how[0], how[1], how[2], [1, 0])
 
 
 @gluon.constexpr_function
 def tile_shape(rows, block_k, k_major):
-    """A stage's tile: the contiguous dimension last."""
+    """The shape of a stage's tile, with the contiguous dimension last."""
     return [rows, block_k] if k_major else [block_k, rows]
 
 
 @gluon.jit
 def make_stages(dtype: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr):
-    """Room for so many stages of an operand. ``S``, here and below: `tilestream.kernels.config.Stage`."""
+    """Shared memory for the stages of an operand. ``S``, here and below: `tilestream.kernels.config.Stage`."""
     TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR or S.TURNED)
     return gl.allocate_shared_memory(dtype, [STAGES, TILE[0], TILE[1]], linear())
 
 
 @gluon.jit
 def indices(LAYOUT: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr):
-    """The outer index of each element, and the inner one."""
+    """The outer and the inner index of each element."""
     i = gl.arange(0, OUTER, gl.SliceLayout(1, LAYOUT)) + opaque_zero()
     j = gl.arange(0, INNER, gl.SliceLayout(0, LAYOUT))
     return i, j
@@ -129,18 +129,18 @@ def indices(LAYOUT: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr):
 
 @gluon.jit
 def offsets_of(i, j, cell, x, last_k, VECTOR: gl.constexpr, LANE: gl.constexpr, S: gl.constexpr):
-    """Where the elements of a step of ``x`` (`Strided`) lie, from the tile's first row and the step's first of K.
+    """Offsets of the elements of a step of ``x`` (`Strided`), from the tile's first row and the step's first K.
 
     Parameters
     ----------
     i, j, cell
-        Outer and inner index in the stage, and the cell of ``VECTOR`` elements that is to be there.
+        Outer and inner index in the stage, and the cell of ``VECTOR`` elements for that place.
     last_k
-        The last that there is, from the first. What would lie past it, or past ``x.last``, is read from there again:
-        such rows are not stored, such of K are set to zero. The last cell may hold elements past the end, of the same
-        16 bytes.
+        The last index of K, counted from the step's first. An element past it, or past row ``x.last``, is replaced by
+        that one: such rows are not stored, and such elements of K are set to zero. The last cell may have elements past
+        the end within the same 16 bytes.
     LANE
-        Elements that a lane copies: they are neighbours, which no compiler sees behind the permutation.
+        The number of neighbouring elements that a lane copies, which the compiler cannot derive from the permutation.
     """
     if S.K_MAJOR:
         outer = gl.minimum(i, x.last)[:, None]
@@ -156,7 +156,7 @@ def offsets_of(i, j, cell, x, last_k, VECTOR: gl.constexpr, LANE: gl.constexpr, 
 
 @gluon.jit
 def copy_offsets(x, S: gl.constexpr):
-    """What each lane copies past the registers: the inverse swizzle of where it writes."""
+    """Offsets of the elements that each lane copies past the registers: the inverse swizzle of its place."""
     SWIZZLE: gl.constexpr = S.SWIZZLE
     TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
     LAYOUT: gl.constexpr = copy_layout(TILE[1], S.LANE, S.WARPS)
@@ -175,20 +175,20 @@ def copy(x, x_offsets, x_stages, y, y_offsets, y_stages, stage):
 
 @gluon.jit
 def landed(AHEAD: gl.constexpr):
-    """Wait until ``AHEAD`` groups of this warp are in flight. The barrier comes with the read that follows."""
+    """Wait until only ``AHEAD`` groups of this warp are in flight. The following read brings the barrier."""
     wait_for_groups(AHEAD)
 
 
 @gluon.constexpr_function
 def fetch_layout(rows, block_k, k_major, turned, vector, warps):
-    """Who fetches what of a step into registers."""
+    """The layout in which a step is fetched into registers."""
     tile = tile_shape(rows, block_k, k_major)
     return turned_layout(*tile, vector, warps) if turned else copy_layout(tile[1], vector, warps)
 
 
 @gluon.constexpr_function
 def word_layout(rows, block_k, k_major, vector, warps):
-    """The same of an operand of 8 bits that is turned, in words of four."""
+    """`fetch_layout` of an 8-bit operand that is transposed in registers, in words of four elements."""
     made = fetch_layout(rows, block_k, k_major, True, vector, warps)
     down, across = made.size_per_thread
     return gl.BlockedLayout([down, across // 4], made.threads_per_warp, made.warps_per_cta, made.order)
@@ -196,13 +196,13 @@ def word_layout(rows, block_k, k_major, vector, warps):
 
 @gluon.constexpr_function
 def in_words(dtype, turned):
-    """Whether an operand is fetched so: of elements that no register holds, LLVM would make one each."""
+    """Whether an operand is fetched in words. LLVM would use one register for each 8-bit element."""
     return turned and dtype.primitive_bitwidth == 8
 
 
 @gluon.jit
 def fetch_offsets(x, last_k, S: gl.constexpr):
-    """What each lane fetches into registers: see `offsets_of`. Of an operand `in_words`, in words of four elements."""
+    """Offsets of what each lane fetches into registers, in words for an operand `in_words`: see `offsets_of`."""
     TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
     if in_words(x.at.dtype.element_ty, S.TURNED):
         WORDS: gl.constexpr = word_layout(S.ROWS, S.K, S.K_MAJOR, S.VECTOR, S.WARPS)
@@ -221,7 +221,7 @@ def fetch_offsets(x, last_k, S: gl.constexpr):
 
 @gluon.jit
 def fetch(x, offsets, OFFSETS_64BIT: gl.constexpr, WORDS: gl.constexpr = False):
-    """A step of an operand, into registers."""
+    """Fetch a step of an operand into registers."""
     if WORDS:
         return load_words(x, offsets, OFFSETS_64BIT)
     elif OFFSETS_64BIT:
@@ -232,7 +232,7 @@ def fetch(x, offsets, OFFSETS_64BIT: gl.constexpr, WORDS: gl.constexpr = False):
 
 @gluon.jit
 def fetched(tile, dtype: gl.constexpr, S: gl.constexpr):
-    """What `fetch` brought, as elements, which are rearranged here and no earlier."""
+    """The elements of a fetched step. They are rearranged here, and not earlier."""
     if S.TURNED:
         tile = as_loaded(tile)
     if in_words(dtype, S.TURNED):
@@ -243,7 +243,7 @@ def fetched(tile, dtype: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def cut_off(tile, rest, S: gl.constexpr):
-    """Zeros in place of what a fetched step has from ``rest`` of K on, of which nothing is known."""
+    """A fetched step with zeros from ``rest`` of K on, where its elements are undefined."""
     TILE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR)
     LAYOUT: gl.constexpr = fetch_layout(S.ROWS, S.K, S.K_MAJOR, S.TURNED, S.VECTOR, S.WARPS)
     BITS: gl.constexpr = gl.int16 if tile.dtype.primitive_bitwidth == 16 else gl.int8
@@ -255,7 +255,7 @@ def cut_off(tile, rest, S: gl.constexpr):
 
 @gluon.jit
 def put(tile, stage, S: gl.constexpr):
-    """Write what was fetched to its stage, permuted."""
+    """Write a fetched step to its stage, permuted."""
     SWIZZLE: gl.constexpr = S.SWIZZLE
     SHAPE: gl.constexpr = tile_shape(S.ROWS, S.K, S.K_MAJOR or S.TURNED)
     if S.TURNED:
@@ -269,7 +269,7 @@ def operand(
 ):  # fmt: skip
     """A stage's tile as operand ``INDEX`` of the multiplication, ``WIDTH`` elements of K a lane.
 
-    ``LANDED``: a wait and its barrier are behind us, and no other wait for copies is needed.
+    ``LANDED``: a wait and its barrier precede this read, so that it needs no other wait for copies.
     """
     SWIZZLE: gl.constexpr = S.SWIZZLE
     K_MAJOR: gl.constexpr = S.K_MAJOR or S.TURNED

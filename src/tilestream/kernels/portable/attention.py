@@ -1,21 +1,20 @@
-"""Attention prefill in Triton: resident programs, each of which takes query blocks until there are none.
+"""Attention prefill in Triton: resident programs that take query blocks until none is left.
 
 ::
 
     for tile in schedule:                                # next_tile, locate_tile: longest first, heads in groups
-        for stretch of the tile's key blocks:            # all at once, but where keys are still arriving
+        for stretch of the tile's key blocks:            # one stretch, unless keys are still arriving
             pass_keys(stretch)                           # over: out, lse = NaN
             for block at the window's edge, then plain, then at the diagonal and the end:
-                s = Q K[block]^T, capped; masked, but the plain ones
+                s = Q K[block]^T, capped; masked unless plain
                 p, row_max, row_sum = online softmax;  o = o * rescale + p V[block]
         out, lse = finalize
 
-The softmax is `tilestream.kernels.device.softmax`, a tile `tilestream.kernels.device.attention_tile`. Load and math
+`tilestream.kernels.device.softmax` has the softmax, `tilestream.kernels.device.attention_tile` the tiles. Load and math
 share one loop, which Triton pipelines; there is no item ring. No worker waits for another.
 
-K and V are read where some row of the tile sees the key, and nowhere else: what lies behind the last key, or has not
-arrived, may be anything, NaN too. The list of packed sequences is made by a launch before this one:
-`tilestream.kernels.device.varlen`.
+Only keys that some row of the tile sees are read: keys past the last one, or keys that have not arrived, may be NaN. An
+earlier launch makes the list of packed sequences: `tilestream.kernels.device.varlen`.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from tilestream.kernels.device.softmax import exp_scores, finalize, softcap, upd
 from tilestream.kernels.device.trace import begin_span, chunk_span, end_span, ready_span
 from tilestream.kernels.portable.gemm import to_tf32
 
-# Where rows are ------------------------------------------------------------------------------------------------------
+# Addresses -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def rows_of_tile(opaque_zero, first, C: tl.constexpr):
     """``(row, position)`` of a tile's rows: see `tilestream.core.attention.row_of`.
 
-    ``opaque_zero`` is a 0 that the compiler does not know. What depends on rows alone it would work out once for all
-    items, and keep in registers that the loops want.
+    ``opaque_zero`` is a 0 that the compiler does not know. Otherwise it would compute all that depends on rows alone
+    once for all items, and keep it in registers that the loops need.
     """
     row = tl.arange(0, C.ROWS) + opaque_zero
     return row, first + row // C.PACK
@@ -50,7 +49,7 @@ def rows_of_tile(opaque_zero, first, C: tl.constexpr):
 
 @triton.jit
 def offset_of(row, x, ALIGN: tl.constexpr, C: tl.constexpr):
-    """Where a tile's rows lie in ``x`` (`Rows`), counted from its first: the heads of a position side by side."""
+    """Offsets of a tile's rows in ``x`` (`Rows`) from its first row; the heads of a position are neighbours."""
     if C.OFFSETS_64BIT:
         row = row.to(tl.int64)
     return tl.multiple_of(row // C.PACK * x.row + row % C.PACK * x.head, ALIGN)
@@ -70,19 +69,19 @@ def keys_of_tile(tile, k, v, table, extents, C: tl.constexpr):
     low, high = seen_keys_of(tile, C)
     zero = tile.head * 0
     head = tile.head // extents.q_heads_per_kv
-    if C.PAGE:  # pages are anywhere
+    if C.PAGE:  # pages are at any place
         k_at, v_at = first_of(k, zero, zero, head, C.ALIGN), first_of(v, zero, zero, head, C.ALIGN)
         block_table = block_table + tile.batch.to(tl.int64) * stride
     else:
         k_at = first_of(k, tile.batch, tile.origin_k, head, C.ALIGN)
         v_at = first_of(v, tile.batch, tile.origin_k, head, C.ALIGN)
-        block_table = zero  # Triton 3.6 returns no None
+        block_table = zero  # Triton 3.6 cannot return None
     return Keys(Rows(k_at, k.batch, k.row, k.head), Rows(v_at, v.batch, v.row, v.head), block_table, pages, low, high)
 
 
 @triton.jit
 def start_softmax(C: tl.constexpr):
-    """`Softmax` of rows that have seen no key."""
+    """The `Softmax` of rows without keys so far."""
     OUTPUT: tl.constexpr = (C.ROWS, C.BLOCK_DV)
     ROW: tl.constexpr = (C.ROWS,)
     return Softmax(
@@ -95,7 +94,7 @@ def start_softmax(C: tl.constexpr):
 
 @triton.jit
 def load_queries(q, tile, row, position, C: tl.constexpr):
-    """A tile's rows of queries; 0 behind the sequence's last and behind the last column."""
+    """A tile's rows of queries; 0 past the sequence's last row and past the last column."""
     at = first_of(q, tile.batch, tile.origin_q + tile.first, tile.head * C.PACK, C.ALIGN)
     column = tl.arange(0, C.BLOCK_D)
     x = tl.load(
@@ -113,9 +112,9 @@ def load_queries(q, tile, row, position, C: tl.constexpr):
 def load_block(
     x, start, keys, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Keys [start, start + C.BLOCK) of K or V (`Rows` of `Keys`); 0 where no row of the tile sees the key, if MASKED.
+    """Keys [start, start + C.BLOCK) of K or V (`Rows` of `Keys`). If MASKED, keys that no row sees are 0.
 
-    Pages: a block lies in one, or its rows are gathered.
+    A block lies in one page, or its rows are gathered from several.
     """
     ALIGN: tl.constexpr = C.ALIGN
     row = tl.arange(0, C.BLOCK)
@@ -151,9 +150,9 @@ def load_block(
 
 @triton.jit
 def softcap_precisely(scores, softcap_scale):
-    """`softcap`, to a bit or two of float32 around 0, too, where `softcap` cancels: there by Taylor's series.
+    """`softcap`, exact to a bit or two of float32 around 0, too, where `softcap` loses bits.
 
-    Up to x^13: the first term left out is 6e-8 of the sum at 0.5.
+    There it is the Taylor series up to x^13, whose next term is 6e-8 of the sum at 0.5.
     """
     x = softcap_scale * scores
     z = x * x
@@ -166,14 +165,14 @@ def softcap_precisely(scores, softcap_scale):
 def softcap_scale_of_tile(scores, scales, tile, extents, C: tl.constexpr):
     """The ``softcap_scale`` of a tile's `Scores`.
 
-    ``scale`` is applied to the largest score alone, and to the others by the exponential's own multiply-add. A scale
-    that may turn the order around has to come before: then scores are multiplied by ``softcap_scale``, as before a cap.
+    ``scale`` is applied to the largest score, and to the others in the exponential's multiply-add. A scale that may
+    reverse the order of scores has to come before: then scores are multiplied by ``softcap_scale``, as for a cap.
     """
     if C.CAPPED:
         before = scores.softcap_scale
     else:
         before = scores.scale
-    # A pack is one head wherever there are scales. Rows behind the last sequence have none.
+    # With scales a pack is one head. Rows past the last sequence have no scales.
     real = tile.batch < extents.sequences - 1
     if scales.q.at is not None:
         at = scales.q.at + tile.batch * scales.q.batch + tile.head * C.PACK * scales.q.head
@@ -186,7 +185,7 @@ def softcap_scale_of_tile(scores, scales, tile, extents, C: tl.constexpr):
 
 @triton.jit
 def add_blocks(begin, end, q, softmax, keys, mask, scores, MASKED: tl.constexpr, C: tl.constexpr):
-    """Key blocks [begin, end) of a tile, added to its `Softmax`."""
+    """Add key blocks [begin, end) of a tile to its `Softmax`."""
     FP8: tl.constexpr = keys.v.at.dtype.element_ty == tl.float8e4nv
     MATH: tl.constexpr = tl.float16 if FP8 else keys.v.at.dtype.element_ty
     o, row_max, row_sum = softmax.o, softmax.row_max, softmax.row_sum
@@ -223,7 +222,7 @@ def add_blocks(begin, end, q, softmax, keys, mask, scores, MASKED: tl.constexpr,
 
 @triton.jit
 def add_stretch(begin, end, tile, q, softmax, keys, mask, scores, C: tl.constexpr):
-    """Key blocks [begin, end) of a tile, each run of `tilestream.core.attention.key_blocks` in a loop of its own."""
+    """Add key blocks [begin, end) of a tile, with a loop for each run of `tilestream.core.attention.key_blocks`."""
     if C.LEFT:
         softmax = add_blocks(begin, tl.minimum(end, tile.plain_begin), q, softmax, keys, mask, scores, True, C)
     low, high = tl.maximum(begin, tile.plain_begin), tl.minimum(end, tile.plain_end)
@@ -233,9 +232,9 @@ def add_stretch(begin, end, tile, q, softmax, keys, mask, scores, C: tl.constexp
 
 @triton.jit
 def add_arriving(passed, tile, q, softmax, keys, mask, scores, arrival, C: tl.constexpr):
-    """All key blocks of a tile, stretch by stretch as their chunks arrive: ``(passed, softmax)``.
+    """Add all key blocks of a tile, stretch by stretch as their chunks arrive. Returns ``(passed, softmax)``.
 
-    ``arrival``: what `pass_keys` is given, and the row that the sequence's keys begin at among all that arrive.
+    ``arrival``: the arguments of `pass_keys`, and the first row of the sequence's keys among all that arrive.
     """
     KEYS: tl.constexpr = C.KEYS
     work, words, gate, watch, origin = arrival
@@ -261,8 +260,8 @@ def add_arriving(passed, tile, q, softmax, keys, mask, scores, arrival, C: tl.co
 
 @triton.jit
 def store_tile(softmax, tile, over, scores, scale_v, extents, out, lse, C: tl.constexpr):
-    """``O / l`` and the log-sum-exp of a tile: NaN where the launch is ``over``, 0 and -inf of what saw nothing."""
-    # From another 0 than the loops' rows: not kept through them.
+    """Store ``O / l`` and the log-sum-exp of a tile: NaN once the launch is ``over``; 0, -inf without keys."""
+    # Rows from another opaque 0 than the loops', so that they are not kept through the loops.
     row, position = rows_of_tile(tl.minimum(tile.batch, 0), tile.first, C)
     head = tile.head * C.PACK
     factor, logs = finalize(softmax.row_max, softmax.row_sum, scores.sinks, head, row, 1.0, C.PACK)
@@ -298,16 +297,16 @@ def attention(
     stride_sqb, stride_sqh, stride_skb, stride_skh, stride_svb, stride_svh,
     queues, tiles, num_m, num_n, group, C: tl.constexpr,
 ):  # fmt: skip
-    """``out = softmax(mask(scale * q @ k^T)) @ v``, one resident program a worker.
+    """``out = softmax(mask(scale * q @ k^T)) @ v``; each resident program is a worker.
 
-    Parameters are the fields of `tilestream.core.attention_structs`, which it groups them in.
+    The parameters are fields of the structs of `tilestream.core.attention_structs`.
 
     Parameters
     ----------
     log
-        int64, a record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
+        int64, a record an item, with ``TRACE``: see `tilestream.kernels.device.trace`.
     pages
-        How many there are.
+        The number of pages.
     C
         A `tilestream.kernels.attention_config.PortableAttentionConfig`.
     """
@@ -350,7 +349,7 @@ def attention(
             of_tile = Scores(scores.scale, softcap_scale, scores.sinks)
             softmax = start_softmax(C)
             if C.GATED:
-                # The rows of all sequences arrive one behind the other.
+                # The rows of all sequences arrive in order.
                 origin = tile.origin_k if cu_seqlens_k is not None else tile.batch * seqlen_k
                 arrival = (work, words, gate, watch, origin)
                 passed, softmax = add_arriving(passed, tile, x, softmax, keys, mask, of_tile, arrival, C)

@@ -1,16 +1,16 @@
-"""Attentions of the same queries to different keys, joined.
+"""Joins attentions of the same queries over different keys.
 
-The formula, of any number of parts::
+The formula, for any number of parts::
 
     top = max over parts of lse;  weight = exp(lse - top)
     out = sum of weight * out / (sum of weight + exp(sink - top));  lse = top + ln (that sum)
 
-`merge_pair` joins two attentions of a caller. `merge_shares` joins the shares of a split: where there are fewer tiles
-than workers, a tile's keys are split into shares, and a share is a work item with an output and a log-sum-exp of its
-own in scratch, float32. `merge_shares` runs behind the kernel that computes them, and adds them always in the same
-order. So it gives the same bits each run, and no worker waits for another. Stream-K's rule, in which the last of a
-tile's workers adds, would save the launch of 2 to 3 us, but cost each consumer of the Hopper kernel registers for the
-loop that adds. Where keys are split the kernel is bound by reading them, and the shares are in L2.
+`merge_pair` joins two attentions of the caller. `merge_shares` joins the shares of a split: with fewer tiles than
+workers, a tile's keys are split into shares. A share is a work item, with a float32 output and log-sum-exp in scratch.
+`merge_shares` runs after the kernel that computes them, and adds them in a fixed order. So each run gives the same
+bits, and no worker waits for another. With stream-K's rule the last of a tile's workers would add: this would save a
+launch of 2 to 3 us, but cost each consumer of the Hopper kernel registers for the loop. A kernel with split keys is
+bound by reading them, and the shares are in L2.
 
 Source of the split: Dao et al., "Flash-Decoding" (2023).
 """
@@ -26,7 +26,7 @@ _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def base_of(top):
-    """What is subtracted before exponentials are taken: the largest log-sum-exp; 0 where no key is seen."""
+    """The number to subtract before exponentials: the largest log-sum-exp; 0 for rows without keys."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -38,13 +38,13 @@ def weight_of(logs, base):
 
 @triton.jit
 def divisor_of(total):
-    """What weights are divided by: their sum; 1 where no key is seen, and all weights are 0."""
+    """The divisor of weights: their sum; 1 for rows without keys, whose weights are 0."""
     return tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
 def lse_of(total, base):
-    """The log-sum-exp of all parts, of the sum of their weights."""
+    """The log-sum-exp of all parts, from the sum of their weights."""
     return tl.where(total == 0.0, float("-inf"), base + _LN_2 * tl.log2(divisor_of(total)))
 
 
@@ -56,20 +56,20 @@ def merge_shares(
     partials, sums, out, lse, sinks, shares, rows, positions, heads, ob, os, oh, lb, ls, lh,
     DV: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Add up the shares of a row, of position and head: a program each.
+    """Add the shares of a row, which is a position and head; one program a row.
 
     Parameters
     ----------
     partials, sums
         float32 ``[shares, rows, DV]`` and ``[shares, rows]``; rows are sequence, position and head.
     out, lse
-        Of the call, with strides of sequence, position and head; ``lse`` may be None.
+        The call's outputs, with strides of sequence, position and head; ``lse`` may be None.
     sinks
         float32 ``[heads]``, or None.
     positions
-        Of a sequence.
+        Query positions of a sequence.
     TOGETHER
-        Shares that are read at a time: one after the other they would be as many waits for memory.
+        Shares that are read at a time. Reads one after the other would each wait for memory.
     """
     row = tl.program_id(0)
     head = row % heads
@@ -110,14 +110,14 @@ def merge_shares(
 
 @triton.jit
 def offsets_of(row, middle, last, s0, s1, s2):
-    """Where rows of ``[first, middle, last]`` begin, by the strides of these extents: 64 bits."""
+    """64-bit offsets of rows of ``[first, middle, last]``, by the strides of these extents."""
     i, j, k = row // last // middle, row // last % middle, row % last
     return i.to(tl.int64) * s0 + j.to(tl.int64) * s1 + k.to(tl.int64) * s2
 
 
 @triton.jit
 def weigh(o_at, share, mask):
-    """A part's elements times its share. A part without a share does not count, whatever is in it."""
+    """A part's elements times its share; 0 if the share is 0, also for NaN."""
     part = tl.load(o_at, mask=mask, other=0.0).to(tl.float32)
     return tl.where(share == 0.0, 0.0, share * part)
 
@@ -133,7 +133,7 @@ def merge_pair(
     o_a, lse_a, o_b, lse_b, out, lse, rows, middle, last, a0, a1, a2, b0, b1, b2, o0, o1, o2, la0, la1, la2,
     lb0, lb1, lb2, lo0, lo1, lo2, DV: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Join two attentions: a program a block of rows and of columns, float32 in between.
+    """Join two attentions in float32; each program has a block of rows and columns.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def merge_pair(
     rows
         ``first * middle * last``.
     ALIGN
-        So the compiler knows what offsets are multiples of, and moves as much at once.
+        The unit of offsets, so that the compiler knows their alignment and uses vectors.
     """
     STRIPS: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0) // STRIPS * ROWS + tl.arange(0, ROWS)
@@ -162,7 +162,7 @@ def merge_pair(
     acc = weigh(a_at, (weight_a / whole)[:, None], mask) + weigh(b_at, (weight_b / whole)[:, None], mask)
     out_at = out + ((ALIGN * offsets_of(row, middle, last, o0, o1, o2))[:, None] + column)
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=mask)
-    # All programs of a row have the same bits; one of them writes.
+    # All programs of a row compute the same bits; one of them writes.
     lse_at = lse + offsets_of(row, middle, last, lo0, lo1, lo2)
     logs = lse_of(total, base).to(lse.dtype.element_ty)
     tl.store(lse_at, logs, mask=inside & (tl.program_id(0) % STRIPS == 0))
