@@ -1,8 +1,9 @@
-"""What the launches of GPU kernels are told of what arrives, of what they copy and of what they publish.
+"""GPU kernels' arguments for operands that arrive, for copies and for publishing.
 
 See `tilestream.kernels.device.gate` and `tilestream.kernels.hopper.publish`.
 
-No torch here: the compile gate and the tools that fill a cache without a GPU make the same arguments from shapes.
+This module needs no torch: the compile gate, and the tools that fill a cache without a GPU, make the same arguments
+from shapes.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from tilestream.core.gate import Gate, chunks_of
 from tilestream.core.grid import WorkItem
 from tilestream.plan.plan import Plan
 
-#: The longest deadline that a kernel can count to in nanoseconds: 30 years.
+#: The longest deadline of a kernel, which counts nanoseconds: 30 years.
 LONGEST_SECONDS = 1e9
 
 
 class GateArguments(NamedTuple):
-    """What a launch is told of what arrives: see `tilestream.kernels.device.gate`. Tensors, or stand-ins for them."""
+    """A launch's arguments for what arrives: see `tilestream.kernels.device.gate`. Tensors, or stand-ins for them."""
 
-    #: row_signals, row_quarantine, row_table, row_epoch, row_key: of A's rows; None, and an epoch of 1, where they are
-    #: all there. The same for B's columns.
+    #: row_signals, row_quarantine, row_table, row_epoch, row_key: for A's rows; None, and an epoch of 1, if they do not
+    #: arrive. The same for B's columns.
     row_signals: Any = None
     row_quarantine: Any = None
     row_table: Any = None
@@ -33,7 +34,7 @@ class GateArguments(NamedTuple):
     #: records, claims: the device's error channel.
     records: Any = None
     claims: Any = None
-    queue_table: Any = None  # in arrival order, see `queue_table`
+    queue_table: Any = None  # for arrival order, see `queue_table`
     row_epoch: int = 1
     row_key: int = 0
     column_epoch: int = 1
@@ -43,12 +44,12 @@ class GateArguments(NamedTuple):
 
     @property
     def pointers(self) -> tuple[Any, ...]:
-        """What has an address, in the kernels' order."""
+        """The tensors, in the kernels' order."""
         return self[:9]
 
     @property
     def numbers(self) -> tuple[Any, ...]:
-        """The rest."""
+        """The numbers, in the kernels' order."""
         return self[9:]
 
 
@@ -56,14 +57,14 @@ NO_GATE = GateArguments()
 
 
 def bounds_of(deadline: float, op: str) -> tuple[int, int]:
-    """Nanoseconds that a gate may wait, of a deadline in seconds; and the number of the op."""
+    """A deadline in seconds as a gate's nanoseconds, and the number of the op."""
     return int(1e9 * min(deadline, LONGEST_SECONDS)), op_number(op)
 
 
 class PublishArguments(NamedTuple):
-    """What a launch is told of the chunks of its output that it publishes: see `tilestream.kernels.hopper.publish`.
+    """A launch's arguments for the chunks that it publishes: see `tilestream.kernels.hopper.publish`.
 
-    Tensors and an epoch, or stand-ins for them; None where nothing is published.
+    Tensors and an epoch, or stand-ins for them; None if nothing is published.
     """
 
     signals: Any = None
@@ -75,7 +76,7 @@ NO_PUBLISH = PublishArguments()
 
 
 def chunk_numbers(plan: Plan) -> dict[str, int]:
-    """What the kernel is told of the chunks of rows (of several batches, too) and of columns, by name."""
+    """The kernel's numbers of the chunks of rows (of all batches) and of columns, by name."""
     problem = plan.problem
     several = bool(problem.row_of_batch)
     return {
@@ -87,7 +88,7 @@ def chunk_numbers(plan: Plan) -> dict[str, int]:
 
 
 def _sizes(plan: Plan, operand: int) -> dict[str, int]:
-    """Chunks, rows of a chunk, chunks that no tile reads."""
+    """The numbers of chunks, of rows of a chunk, and of chunks that no tile reads."""
     incoming, name = (plan.problem.columns, "column") if operand else (plan.problem.rows, "row")
     if incoming is None:
         chunks, per_chunk, unread = 0, 1, 0
@@ -98,7 +99,7 @@ def _sizes(plan: Plan, operand: int) -> dict[str, int]:
 
 
 def _tiles(plan: Plan, operand: int) -> list[WorkItem]:
-    """An item of each row tile (column tile), in the order of what arrives."""
+    """An item of each row tile (column tile), in the order of the operand's rows (columns)."""
     grid = plan.schedule.grid
     if operand:
         return [WorkItem(0, 0, 0, pn, 0, 0) for pn in range(grid.num_n)]
@@ -111,7 +112,7 @@ def _needs(gate: Gate, item: WorkItem, operand: int) -> list[int]:
 
 
 def _unread(plan: Plan, operand: int) -> list[int]:
-    """The chunks that no tile reads: those without rows, or all where there is no tile."""
+    """The chunks that no tile reads: those without rows, or all if there is no tile."""
     incoming, gate = plan.problem.columns if operand else plan.problem.rows, plan.gate
     assert incoming is not None
     assert gate is not None
@@ -122,10 +123,10 @@ def _unread(plan: Plan, operand: int) -> list[int]:
 
 
 def chunk_table(plan: Plan, operand: int) -> list[int] | None:
-    """The chunks that each row (column) tile reads, where no arithmetic describes them, as the kernel reads them.
+    """A table, for the kernel, of the chunks that each row (column) tile reads; None for uniform chunks.
 
-    Entry ``t`` says where in the table tile ``t``'s chunks begin, entry ``t + 1`` where they end. Behind the last
-    tile's stand the chunks that no tile reads.
+    Tile ``t``'s chunks are in the table from the index in entry ``t`` to that in entry ``t + 1``. The chunks that no
+    tile reads follow those of the last tile.
     """
     incoming, gate = plan.problem.columns if operand else plan.problem.rows, plan.gate
     if incoming is None or gate is None or incoming.chunks.rows_per_chunk:
@@ -136,10 +137,10 @@ def chunk_table(plan: Plan, operand: int) -> list[int] | None:
 
 
 def queue_table(plan: Plan) -> list[int] | None:
-    """In arrival order, what a worker knows of the queues; None otherwise.
+    """The queues of arrival order, for the kernel; None for other schedules.
 
-    Entry ``q`` is the position that queue ``q`` begins with, and the last of these the number of tiles. As many entries
-    behind them say where in the table each queue's chunks begin, and the last where they all end.
+    Entry ``q`` is the first position of queue ``q``; one more entry has the number of tiles. Then follow as many
+    entries with the index, in the table, of each queue's first chunk, and the end of the last queue's.
     """
     schedule, gate = plan.schedule, plan.gate
     if schedule.split != "chunks" or gate is None:

@@ -1,8 +1,7 @@
-"""`Launch`: a kernel of any GPU backend, for one plan and one layout, and what all of them have in common.
+"""`Launch`: a kernel of a GPU backend, for one plan and one layout.
 
-The way of a call: `tilestream.launch.cache.signature` finds a `Launch`; `Launch.__call__` gives it words to work on;
-`Launch.issue` packs addresses and numbers; a `Kernel`, or on Hopper a `tilestream.launch.launcher.Launcher`, takes them
-to the driver.
+In a call `tilestream.launch.cache.signature` finds the `Launch`; `Launch.__call__` provides its words; `Launch.issue`
+packs addresses and numbers; a `Kernel`, on Hopper a `tilestream.launch.launcher.Launcher`, calls the driver.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from tilestream.plan.plan import Copies, Plan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace, words_of
 
-#: Tables of captured launches, which read or copy them at each replay: a graph may live for ever.
+#: Tables of captured launches, which each replay reads or copies. A graph may live as long as the process.
 _captured_tables: list[torch.Tensor] = []
 
 
 class Probe:
-    """A log of what each worker of one launch took: see `tilestream.kernels.device.schedule`.
+    """A log of the items that each worker of one launch took: see `tilestream.kernels.device.schedule`.
 
     Parameters
     ----------
     capacity
-        Records a worker has room for.
+        The largest number of records of a worker.
     """
 
     def __init__(self, workers: int, capacity: int, device: torch.device) -> None:
@@ -55,23 +54,23 @@ class Probe:
 class Launch:
     """A GPU kernel for one plan, one layout of the operands and one alignment of their addresses.
 
-    What a plan and a layout decide is worked out once. A call gives the operands, of which nothing is kept.
+    The arguments that a plan and a layout decide are computed once. A call gives the operands and keeps none of them.
 
     Parameters
     ----------
     plan
-        None for a launch that needs none: it counts nothing, and waits for nothing.
+        None for a launch without counters and without waits.
     counts
-        Whether the launch works on words: counters, partial results, lists.
+        Whether the launch needs words: counters, partial results, lists.
     listed
-        Elements of either half of a list that the launch makes for itself.
+        Elements of each half of a list that the launch itself makes.
     floats
-        Elements of partial results that it asks for, whatever its schedule.
+        Elements of partial results that it needs with every schedule.
     copies
-        The operand whose copies the kernel makes.
+        The operand that the kernel copies; None if it copies none.
     """
 
-    #: Why the kernel waits for nothing that arrives; empty where it does.
+    #: Why the kernel cannot wait for what arrives; empty if it can.
     refuses = ""
 
     def __init__(
@@ -90,9 +89,9 @@ class Launch:
         x
             `GemmOperands`, `AttentionOperands`, or `MergeOperands`.
         awaited
-            What arrives, if and only if the plan is for such.
+            The signals of what arrives, if and only if the plan has arriving operands.
         probe
-            A log to write: another kernel is launched then.
+            A log to write. Another kernel is launched then.
         """
         if awaited is not None and self.refuses:
             raise ValueError(self.refuses)
@@ -113,9 +112,9 @@ class Launch:
 
     @property
     def needs(self) -> tuple[int, int, int, int, int]:
-        """Of a workspace: tickets that a launch draws at most, counters, counts, partials, a half of a list.
+        """The launch's needs of a workspace: tickets, counters, counts, partials, elements of half a list.
 
-        All are 0 where it uses none.
+        All are 0 for a launch without words.
         """
         schedule = self._schedule
         if schedule is None:
@@ -126,14 +125,13 @@ class Launch:
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        """The tables that the launches so far have read."""
+        """The tables of the launches so far."""
         return []
 
     def _issue(self, stream: int, x: Any, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None) -> None:
-        """`issue`, around which the operands whose copies are offered are locked.
+        """`issue`, while the operands whose copies are offered to the kernel are locked.
 
-        All launches lock them in one order: two whose operands are swapped, in two threads, would else wait for each
-        other.
+        All launches lock them in one order. Otherwise two threads with swapped operands could deadlock.
         """
         if awaited is None or self._copies == "none":
             self.issue(stream, x, words, awaited, probe)
@@ -145,7 +143,7 @@ class Launch:
             self.issue(stream, x, words, awaited, probe)
 
     def issue(self, stream: int, x: Any, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None) -> None:
-        """Launch the kernel on ``stream``, with ``words`` to work on."""
+        """Launch the kernel on ``stream`` with ``words``."""
         raise NotImplementedError
 
     def _copied(self, awaited: Awaited | None) -> DeviceSignals | None:
@@ -157,7 +155,7 @@ class Launch:
 
 
 class GemmLaunch(Launch):
-    """What the launches of all GEMM kernels are told: tables, the gate, copies."""
+    """The arguments that the launches of all GEMM kernels share: tables, the gate, copies."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, plan.schedule.kind != "static" or plan.gate is not None, copies=plan.copies)
@@ -172,16 +170,16 @@ class GemmLaunch(Launch):
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        """As of `Launch`."""
+        """See `Launch`."""
         return [one.there for one in (self.table, *self._chunks, self._queues) if one.there is not None]
 
     def copies(self, awaited: Awaited | None) -> CopyArguments:
-        """What a launch on the current stream copies itself; asked before `gate`, which would have it copied."""
+        """The copies that a launch on the current stream makes. Call it before `gate`, which starts other copies."""
         signals = self._copied(awaited)
         return NO_COPIES if signals is None else signals.take_copies(self.plan.copiers)
 
     def gate(self, device: torch.device, awaited: Awaited | None, local_rows: bool = False) -> GateArguments:
-        """What a launch on the current stream is told of what arrives; ``local_rows``: A's, see `DeviceSignals.use`."""
+        """The gate's arguments of a launch on the current stream; ``local_rows``: see `DeviceSignals.use`."""
         if awaited is None:
             return NO_GATE
         rows, columns = (
@@ -196,8 +194,8 @@ class GemmLaunch(Launch):
 
 
 def records_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a gate reports: the records and the claims of the device's error channel."""
-    if device.type == "meta":  # nothing runs there: see `tilestream.launch.compiling.ahead`
+    """The records and the claims of the device's error channel, for a gate."""
+    if device.type == "meta":  # for `tilestream.launch.compiling.ahead`: nothing runs
         nothing = torch.empty(1, dtype=torch.int64, device=device)
         return nothing, nothing
     report = channel(device)
@@ -205,10 +203,10 @@ def records_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Kernel:
-    """A Triton kernel with a grid: compiled, or found in Triton's cache, by its first launch.
+    """A Triton kernel with a grid. The first launch compiles it, or finds it in Triton's cache.
 
-    Later launches go to the compiled kernel's own launcher, without what Triton does around it each time. That takes a
-    third of the time. They take addresses and no tensors: the launcher asks the driver about each tensor.
+    Later launches call the compiled kernel's own launcher directly, which takes a third of the time. They pass
+    addresses: for a tensor the launcher would ask the driver.
     """
 
     def __init__(self, function: Any, grid: tuple[int, int, int], options: dict[str, Any] | None = None) -> None:
@@ -216,11 +214,11 @@ class Kernel:
         self._compiled: Any = None
 
     def take(self, values: Iterable[Any]) -> Iterable[Any]:
-        """Arguments of the next launch: tensors for the first, then their addresses."""
+        """Arguments of the next launch: tensors for the first launch, later their addresses."""
         return values if self._compiled is None else map(address, values)
 
     def __call__(self, stream: int, filled: Sequence[Any]) -> None:
-        """Launch with all arguments, of which tensors have gone through `take`."""
+        """Launch with all arguments. Tensors have gone through `take`."""
         if self._compiled is None:
             self.compile(filled)
         compiled = self._compiled
@@ -239,28 +237,28 @@ class Kernel:
             seen.issued.append(None if self._compiled is None else issued(self._compiled, self._grid, values))
 
     def compile(self, filled: Sequence[Any]) -> None:
-        """Have the kernel compiled before the first launch, for arguments like these."""
+        """Compile the kernel before the first launch, for arguments like these."""
         if self._compiled is None and not INTERPRETED:
             self._compiled = compiling.compiled(self._function, filled, self._options)
 
     def load(self, filled: Sequence[Any]) -> None:
-        """Have the kernel on the device before the first launch, for arguments like these."""
+        """Load the kernel on the device before the first launch, for arguments like these."""
         self.compile(filled)
         if self._compiled is not None and not compiling.is_ahead():
-            _ = self._compiled.run  # what Triton loads it for
+            _ = self._compiled.run  # Triton loads the kernel for this attribute
 
 
 def address(x: Any) -> Any:
-    """A tensor's address; what is none stays as it is."""
+    """A tensor's address; any other value as it is."""
     return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 
 class Table:
-    """Integers that a launch reads from the device's memory, brought there at its first call."""
+    """Integers that a launch reads from device memory. The first call copies them there."""
 
     def __init__(self, values: Sequence[int] | None) -> None:
         self._values = values
-        #: The table, once it is on the device.
+        #: The table on the device, after the first call.
         self.there: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> torch.Tensor | None:
@@ -271,7 +269,7 @@ class Table:
         if capturing and self.there is not None:
             _captured_tables.append(self.there)
         if self.there is None and capturing:
-            # A copy that is captured happens at each replay, and not before: it serves this launch only.
+            # A captured copy runs at each replay, and not before: it serves this launch only.
             source = torch.tensor(self._values, dtype=torch.int32, pin_memory=True, device="cpu")
             _captured_tables.append(source)
             return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source, non_blocking=True)

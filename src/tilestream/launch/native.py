@@ -1,10 +1,11 @@
-"""The native call path: equal calls are launched by `csrc/`, without Python.
+"""The native call path: the extension of `csrc/` launches equal calls without Python.
 
-A call that torch's dispatcher brings to the extension's op is looked up there by a key: shapes, strides, dtypes and
-alignment of the operands, options, the context. If it is not found, the op says so, and the call goes Python's way,
-observed (`tilestream.launch.observe`). `remember` then makes a *recipe* of what was launched: the kernels, the constant
-parameters of each, and where each other parameter comes from. A recipe is made only if it reproduces every parameter
-that was observed; a call with anything else (copies that the kernel makes, a second launch) goes Python's way always.
+The extension's op looks a call up by a key: shapes, strides, dtypes and alignment of the operands, options, the
+context. If it is not found, the call takes the Python path and is observed (`tilestream.launch.observe`). `remember`
+then makes a
+*recipe* of its launches: the kernels, the constant parameters of each, and the source of each other parameter. A recipe
+is made only if it reproduces every observed parameter. Other calls (with copies that the kernel makes, or a second
+launch) always take the Python path.
 
 The extension needs no CUDA to build and is optional: `extension` is None without it, and `why_not` says why.
 """
@@ -43,9 +44,9 @@ _MERGED = ("o_a", "lse_a", "o_b", "lse_b")
 #: The order of `Operand` in csrc/recipe.h.
 OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b", *_ATTENTION, *_MERGED, "local")
 FACTORS = ("alpha", "beta")
-#: The order of `Workspace.addresses`, which stand behind the operands' addresses.
+#: The order of `Workspace.addresses`, which follow the operands' addresses.
 REGIONS = ("counters", "counts", "partials", "starts", "order")
-#: Pointers of the kernels that are operands, by whether a GEMM kernel's rows are B's columns (``swap_ab``).
+#: The kernels' pointers to operands, without and with ``swap_ab``, where a GEMM kernel's rows are B's columns.
 _NAMES = {
     swapped: {
         "a": "a", "b": "b", "x": "a", "y": "b", "x_map": second, "y_map": first, "y_map_1": first, "y_map_2": first,
@@ -56,15 +57,15 @@ _NAMES = {
     }
     for swapped, first, second in ((False, "b", "a"), (True, "a", "b"))
 }  # fmt: skip
-#: Words, by the names that attention's kernels have for them.
+#: Words by their names in attention's kernels.
 _WORD_OF = {
     **{name: name for name in WORDS}, "signals": "row_signals", "quarantine": "row_quarantine", "epoch": "row_epoch",
     "key": "row_key",
 }  # fmt: skip
 #: Numbers that differ from call to call. All pointers do.
 _VARYING = {*FACTORS, *_WORD_OF, "base"}
-#: What differs from call to call for `Launcher`, and is constant in a recipe: a key decides it, or, of the device's
-#: error channel, it lasts as long as the process.
+#: Arguments that vary for a `Launcher` and are constant in a recipe: the key decides them, or they are the device's
+#: error channel, which lasts as long as the process.
 _OF_KEYS = {
     "base", "reset", "scale", "softcap_scale", "local_first", "local_tiles", "local_period", "records", "claims",
 }  # fmt: skip
@@ -75,16 +76,16 @@ class Unfit(Exception):
 
 
 class Moved(Unfit):
-    """An operand of this call was not launched where its caller has it: another call of this launch may be fit."""
+    """An operand was launched at another address than the caller's. Another call of this launch may have a recipe."""
 
 
 def issued(compiled: Any, grid: tuple[int, int, int], filled: Sequence[Any]) -> tuple[Launcher, tuple[Any, ...]] | None:
-    """A Triton kernel's launch as `Launcher` would make it, and what varies; None if only Triton can.
+    """The `Launcher` of a Triton kernel's launch, and its varying arguments; None if only Triton can launch it.
 
     Parameters
     ----------
     filled
-        The kernel's arguments, all: addresses in place of tensors.
+        All arguments of the kernel, with addresses in place of tensors.
     """
     names = list(compiled.src.signature)
     varies = [
@@ -101,12 +102,12 @@ def issued(compiled: Any, grid: tuple[int, int, int], filled: Sequence[Any]) -> 
 
 
 def recipe_of(seen: Observation, call: Call) -> list[int]:
-    """The recipe of what was observed, as `csrc/recipe.cpp` reads it.
+    """The recipe of an observation, as `csrc/recipe.cpp` reads it.
 
     Raises
     ------
     Unfit
-        If a call of equal layout may have to be launched otherwise.
+        If an equal call may need another launch.
     """
     kernels = [one for one in seen.issued if one is not None]
     if len(seen.launches) != 1 or not kernels or len(kernels) != len(seen.issued):
@@ -119,7 +120,7 @@ def recipe_of(seen: Observation, call: Call) -> list[int]:
     filled = [_values(launcher, values) for launcher, values in kernels]
     partials = next((value for values in filled for one, value in values if one.name == "partials"), None)
     made = [_VERSION, *launch.needs, len(kernels)]
-    # Where a launch has words, `Extension` knows all its streams: it keeps the tables until those have read them.
+    # If a launch has words, `Extension` knows all its streams, and keeps the tables until those have read them.
     tables = {table.data_ptr() for table in launch.tables} if any(launch.needs) else set()
     for (launcher, _), values in zip(kernels, filled, strict=True):
         sources = _Sources(names, call, launch.needs, partials, tables, {one.name for one, _ in values})
@@ -136,14 +137,14 @@ def _values(launcher: Launcher, varying: Sequence[Any]) -> list[tuple[Any, Any]]
 
 
 class _Sources(NamedTuple):
-    """Where a kernel's parameters come from.
+    """The sources of a kernel's parameters.
 
     Attributes
     ----------
     names
-        The operands that pointers are, by the pointers' names.
+        The operands of pointers, by the pointers' names.
     partials
-        The address of the launch's partial results, where it has such.
+        The address of the launch's partial results, if it has any.
     tables
         The addresses of the launch's tables that may be constant.
     read
@@ -158,7 +159,7 @@ class _Sources(NamedTuple):
     read: set[str]
 
     def of(self, parameter: Any, value: Any) -> list[int]:
-        """A parameter's kind, and what that kind takes."""
+        """A parameter's kind, and the kind's arguments."""
         name = parameter.name
         if parameter.tensor is not None:
             return [_MAP, *self._address(name, value), *parameter.tensor.integers()]
@@ -180,11 +181,11 @@ class _Sources(NamedTuple):
                 raise Moved(f"parameter {name} is {value}, and the caller's {word} is {self.call.words[word]}")
             return [_WORD, WORDS.index(word)]
         if name in _OF_KEYS or value in self.tables or (name in _WORD_OF and parameter.format != "Q"):
-            return constant  # the last: of a kernel that waits for nothing
+            return constant  # the epoch of a kernel that waits for nothing
         return [_ADDRESS, *self._address(name, value)]
 
     def _address(self, name: str, value: int) -> tuple[int, int]:
-        """Of what an address is, and how many bytes it stands behind that."""
+        """The object that an address belongs to, and its offset in bytes."""
         operand = self.names.get(name)
         tensor = None if operand is None else self.call.operands.get(operand)
         if operand is not None and tensor is not None and tensor.data_ptr() == value:
@@ -192,7 +193,7 @@ class _Sources(NamedTuple):
         if any(self.needs) and name in REGIONS:
             return len(OPERANDS) + REGIONS.index(name), 0
         behind = -1 if self.partials is None else value - self.partials
-        if 0 <= behind < 4 * self.needs[3]:  # the shares of a split, which a second kernel joins
+        if 0 <= behind < 4 * self.needs[3]:  # shares of split keys, which a second kernel joins
             return len(OPERANDS) + REGIONS.index("partials"), behind
         if operand is not None:
             raise Moved(f"parameter {name} is not the address of the caller's {operand}")
@@ -204,7 +205,7 @@ def _bits(parameter: Any, value: Any) -> int:
 
 
 class Extension:
-    """The loaded library: the ops of ``csrc/ops.cpp``, and what is kept for it."""
+    """The loaded extension: the ops of ``csrc/ops.cpp``, and the memory that its recipes refer to."""
 
     def __init__(self, library: Path, driver: str, torch_library: str) -> None:
         self._library = found = open_library(library, driver, torch_library)
@@ -217,7 +218,7 @@ class Extension:
         )  # fmt: skip
         ops = torch.ops.tilestream
         # `_op`: an overload's own function, without the Python around it.
-        #: By the public op: a product with no more than a bias, fresh and into an output.
+        #: By the public op: a product with at most a bias, into a new or a given output.
         self.try_plain = {op: getattr(ops.try_plain, op)._op for op in PRODUCTS}
         self.try_plain_out = {op: getattr(ops.try_plain_out, op)._op for op in PRODUCTS}
         self.try_matmul, self.try_matmul_out = ops.try_matmul.default._op, ops.try_matmul_out.default._op
@@ -234,14 +235,14 @@ class Extension:
         self.try_merge_attention = ops.try_merge_attention.default._op
         self.remember_merge_attention = ops.remember_merge_attention.default._op
         self._lock = free_in_child(threading.Lock())
-        #: The words of each stream, by device, stream and context: the library has their addresses.
+        #: The words of each stream, by device, stream and context. The extension has their addresses.
         self._words: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
         self._unfit: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: By address: the tables that recipes have, and those of the recipes that were forgotten last. A thread may be
-        #: about to launch one.
+        #: By address: the tables of recipes, and of the recipes that were dropped last, which a thread may be about to
+        #: launch.
         self._tables: dict[int, torch.Tensor] = {}
-        #: Torch's own streams, of which there are few, that have words: launches may read any table there. Whether a
-        #: stream of a caller's own has such, too: it may be gone, so torch is not told of it, and tables are kept.
+        #: Torch's own streams with words, which are few: their launches may read any table. And whether a caller's own
+        #: stream has words: it may be gone, so torch's allocator is not told of it, and tables are kept.
         self._readers: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         self._keeps_tables = False
         self._tables_before: dict[int, torch.Tensor] = {}
@@ -250,17 +251,17 @@ class Extension:
     def remember(
         self, seen: Observation, call: Call, stream: int, into: bool, arguments: tuple[Any, ...]
     ) -> bool:  # fmt: skip
-        """Keep the recipe of what was observed for the next equal call; returns whether there is one.
+        """Keep the recipe of an observed call for the next equal call. Returns whether there is one.
 
         Parameters
         ----------
         stream
-            That it was launched on, the current one.
+            The current stream, on which it was launched.
         into
             Whether the caller gave the output.
         arguments
-            Of `try_matmul`, of `try_attention`, or of `try_merge_attention`; of `find_gated_matmul` or of
-            `find_gated_attention` behind the output.
+            Those of `try_matmul`, `try_attention` or `try_merge_attention`; or those of `find_gated_matmul` or
+            `find_gated_attention` after the output.
         """
         if len(seen.launches) != 1 or seen.launches[0] in self._unfit:
             return False
@@ -297,7 +298,7 @@ class Extension:
         return kept
 
     def clear(self) -> None:
-        """Forget all recipes: where what decides a plan has changed, and no key says so."""
+        """Drop all recipes: for a change that decides plans and is not part of the keys."""
         self._library.tilestream_clear()
         with self._lock:
             for table, reader in itertools.product(self._tables_before.values(), self._readers.values()):
@@ -307,23 +308,23 @@ class Extension:
             self._tables_before, self._tables = kept | self._tables, {}
 
     def __len__(self) -> int:
-        """How many recipes there are."""
+        """The number of recipes."""
         return int(self._library.tilestream_size())
 
     def set_capacity(self, entries: int) -> None:
-        """Keep so many recipes at most; one more empties the table."""
+        """Set the largest number of recipes. One more empties the table."""
         self._library.tilestream_set_capacity(entries)
 
     def _place(self, index: int, stream: int) -> tuple[int, int, int]:
-        """Where words are: the default stream's handle is 0 in every context, and each has its own."""
+        """The key of a stream's words: the default streams of all contexts have the handle 0."""
         return index, stream, self._library.tilestream_context(index)
 
     def _give_words(self, device: torch.device, stream: int, sizes: Sequence[int]) -> None:
-        """Have the stream's workspace hold so many counters, counts, partials, and elements of either half of a list.
+        """Grow the stream's workspace to these numbers of counters, counts, partials and elements of half a list.
 
-        They are this path's own, beside those of `tilestream.runtime.device_workspace`: launches of one stream run one
-        after the other, whichever words they count with. What is freed here was allocated on the stream that it served:
-        torch's allocator gives it to later work of that stream alone.
+        This path has its own words beside those of `tilestream.runtime.device_workspace`: launches of one stream run
+        one after the other, so both may be in use. Freed words were allocated on their own stream, so torch's allocator
+        gives them only to later work of that stream.
         """
         index = -1 if device.index is None else device.index  # -1: torch's index of the CPU
         place = self._place(index, stream)
@@ -350,7 +351,7 @@ class Extension:
 
 @functools.cache
 def load() -> Extension | str:
-    """The extension, or why there is none. The first call loads it; it makes no CUDA context."""
+    """The extension, or why there is none. The first call loads it. Makes no CUDA context."""
     found = find()
     if isinstance(found, str):
         return found
@@ -361,7 +362,7 @@ def load() -> Extension | str:
 
 
 def extension() -> Extension | None:
-    """The extension, if it is there and can be used."""
+    """The extension; None if it is missing or cannot be used."""
     found = load()
     return found if isinstance(found, Extension) else None
 

@@ -1,4 +1,4 @@
-"""What a call launches, seen by `tilestream.launch.native`, which keeps it for the next call."""
+"""Observes the launches of a call for `tilestream.launch.native`, which repeats them in the next equal call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 
-#: The public ops of a product, and the registered op that compiled graphs call, as csrc/ops.cpp numbers them.
+#: The public ops of a product, and the registered op of compiled graphs, in the order of csrc/ops.cpp.
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear", "gemm")
-#: What a launch is told of chunks that it waits for or publishes and that differs from call to call, in the order of
-#: `Given::words` in csrc/recipe.h: see `tilestream.launch.gate`.
+#: A launch's arguments for arriving and published chunks that differ from call to call, in the order of `Given::words`
+#: in csrc/recipe.h: see `tilestream.launch.gate`.
 WORDS = (
     "row_signals", "row_quarantine", "column_signals", "column_quarantine", "row_epoch", "row_key", "column_epoch",
     "column_key", "allowed", "op", "out_signals", "out_counts", "out_epoch",
@@ -25,17 +25,17 @@ WORDS = (
 
 
 class Call(NamedTuple):
-    """What a launch was given: a recipe has to reproduce it.
+    """The arguments of a call, which a recipe has to reproduce.
 
     Attributes
     ----------
     operands
-        By the names of `tilestream.launch.native.OPERANDS`, as the caller gave them; ``out``: the result. None for one
+        The caller's operands by the names of `tilestream.launch.native.OPERANDS`; ``out`` is the result. None for one
         that is not given.
     factors
-        Alpha and beta, of a product.
+        Alpha and beta of a product.
     words
-        By the names of `WORDS`: what the call waits for, and what it publishes; empty for neither.
+        The gate's arguments by the names of `WORDS`; empty if nothing arrives or is published.
     """
 
     operands: Mapping[str, torch.Tensor | None]
@@ -51,10 +51,10 @@ class Observation:
     launches
         Each `tilestream.launch.launch.Launch` that was called; on the CPU, the operands of each inline call.
     issued
-        Each kernel that went to the driver: its `tilestream.launch.launcher.Launcher`, and what varied. None for a
-        kernel that only Triton can launch.
+        For each kernel its `tilestream.launch.launcher.Launcher` and its varying arguments. None for a kernel that only
+        Triton can launch.
     generation
-        Of the launch cache, before anything was looked up.
+        The launch cache's generation before the first look-up.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ _here = _Here()
 
 
 def observation() -> Observation | None:
-    """What observes this thread; None where nothing does."""
+    """The present observation of this thread; None if there is none."""
     return _here.observation
 
 

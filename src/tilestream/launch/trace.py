@@ -1,4 +1,4 @@
-"""The trace of a launch on a GPU: its log in the device's memory, and what is made of it."""
+"""The trace of a launch on a GPU: its log in device memory, and the spans made from it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 class Done(NamedTuple):
-    """What a kernel wrote of an item that it took. Times are the device's, in nanoseconds."""
+    """A kernel's record of an item. Times are the device's, in nanoseconds."""
 
     item: WorkItem
     times: int  # how often it was taken: 1
-    #: worker, unit: by whom, and on which SM; -1 where the device does not say.
+    #: worker, unit: the worker, and its SM; -1 if unknown.
     worker: int
     unit: int
-    #: begin, ready, end: when it was taken, its gate was passed, and its last store issued. On Hopper TMA stores on
-    #: while the next item is computed.
+    #: begin, ready, end: the times when it was taken, when its gate was passed, and when its last store was issued. On
+    #: Hopper TMA goes on storing while the next item is computed.
     begin: int
     ready: int
     end: int
-    complete: int  # how many parts of the tile's rows were then complete: of its one, where they are finished together
-    #: That it waited for, where the kernel wrote it down: attention's gate is asked inside of an item, and this is the
-    #: chunk of the first keys that it takes, and ``ready`` when that was there. -1 elsewhere.
+    complete: int  # the number of complete parts of the tile's rows; 1 for a tile that is finished as a whole
+    #: The chunk that it waited for, if the kernel records it, else -1. Attention waits inside of an item: this is the
+    #: chunk of its first keys, and ``ready`` is the time when that was there.
     chunk: int = -1
 
 
 class SpanLog:
-    """Room for a record of each work item of a plan's schedule: see `tilestream.kernels.device.trace`."""
+    """Memory for a record of each work item of a plan's schedule: see `tilestream.kernels.device.trace`."""
 
     def __init__(self, plan: Plan | AttentionPlan, device: torch.device) -> None:
         self.plan = plan
@@ -48,7 +48,7 @@ class SpanLog:
         self.words = torch.zeros(count, WORDS.value, dtype=torch.int64, device=device)
 
     def done(self) -> list[Done]:
-        """What was taken, item by item. Waits for the work that the current stream has been given."""
+        """The records of all items that were taken. Waits for the current stream's work."""
         schedule, rows = self.plan.schedule, self.words.tolist()
         found = []
         for item in schedule.items():
@@ -63,7 +63,7 @@ class SpanLog:
 
 
 def untraced(backend: str) -> str:
-    """Why a launch of such a plan on the current stream is not recorded, for a log line; empty if it is."""
+    """Why launches of this backend on the current stream are not recorded, for a log line; empty if they are."""
     if torch.cuda.is_current_stream_capturing():
         return "a launch that is captured into a graph is not recorded: trace an eager one"
     if backend == "cdna":
@@ -74,7 +74,7 @@ def untraced(backend: str) -> str:
 def traced(
     recorder: Recorder, op: str, plan: Plan | AttentionPlan, device: torch.device, issue: Callable[[SpanLog], None]
 ) -> None:
-    """Issue a launch with a log, and have the recorder read it when its block ends.
+    """Issue a launch with a log, which the recorder reads when its block ends.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def traced(
         if event is not None:
             event.synchronize()
         done = log.done()
-        if not done:  # an empty output
+        if not done:  # the output is empty
             launch.end = launch.begin
             return
         first = min(one.begin for one in done)
@@ -119,11 +119,11 @@ def traced(
 
 
 def spans(done: list[Done], gate: Gate | None, zero: Zero, halves: int = 1) -> Iterator[Span]:
-    """Spans of what was done, by the host's clock; ``halves`` are those of a tile.
+    """Spans of the items, by the host's clock. ``halves``: parts of a tile's rows that are finished separately.
 
-    A worker's loads run ahead of its multiplications, so its items overlap. A span is the time that an item took beside
-    the worker's other items: from where its gate was passed, or where the item before it ended, if that is later. An
-    item that was taken more than once has as many spans; one that was handed in as NaN only waited.
+    A worker's loads run ahead of its multiplications, so its items overlap. A span begins when the item's gate was
+    passed, or when the worker's previous item ended if that is later. An item that was taken more than once has as many
+    spans. A void item, stored as NaN, has only its wait.
     """
     last: dict[int, int] = {}
     completed: Counter[int] = Counter()

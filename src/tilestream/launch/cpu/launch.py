@@ -1,14 +1,14 @@
-"""Persistent worker threads: a launch performs what `core.loop.work` yields, on real counters, signals and tiles.
+"""Persistent worker threads: a launch performs the operations of `core.loop.work` on counters, signals and tiles.
 
 ::
 
     caller:   open the workspace, start the workers, sleep until all have left
-    worker:   for each turn of work(): perform what it yields, until it returns None
-    caller:   NaN into what was not computed, then raise what there is to raise
+    worker:   for each turn of work(): perform its operations, until it returns None
+    caller:   write NaN into tiles that were not computed, then raise the first error
 
-No worker spins: at the gate it sleeps on the signals' bell, with the launch's deadline as its bound (invariant 5).
-A worker that finds the deadline passed or a producer failed, or that raises, sets the abort word and rings every
-bell, so that all leave; the caller raises, and no thread is left behind.
+No worker spins: at the gate it sleeps on the signals' bell, at most until the launch's deadline (invariant 5). A worker
+whose wait expires, whose producer has failed, or that raises, sets the abort word and rings all bells. Then all workers
+leave, the caller raises, and no thread remains.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from tilestream.trace.record import LaunchTrace, Recorder, Span, SpanKind
 
 
 class Body(Protocol):
-    """What a kernel does with an item: load, math and epilogue."""
+    """A kernel's work on an item: load, math and epilogue."""
 
     def compute(self, item: WorkItem) -> None:
-        """The tile with its epilogue; where ``item.parts > 1``, the partial result into slot ``item.slot``."""
+        """Compute the tile with its epilogue; if ``item.parts > 1``, the partial result into slot ``item.slot``."""
 
     def reduce(self, item: WorkItem, slots: Sequence[int]) -> None:
-        """Add the partial results of ``item``'s tile, which lie in ``slots``, in this order, then the epilogue."""
+        """Add the partial results of ``item``'s tile, in the order of ``slots``, then apply the epilogue."""
 
     def poison(self, item: WorkItem) -> None:
-        """The tile will not be computed: NaN."""
+        """Write NaN into a tile that will not be computed."""
 
 
 class Launch:
-    """One launch: what its workers share.
+    """One launch, which its workers share.
 
     Parameters
     ----------
@@ -57,11 +57,11 @@ class Launch:
     schedule, gate, body
         The parts. Without arrival ``gate`` is None, and no gate code runs.
     awaited
-        The signals of what arrives; None where all is there.
+        The signals of what arrives; None if all is there.
     threads
         Intra-op threads of each worker.
     publisher
-        Told of each tile that is there; None where no chunk of the output is signalled.
+        Is called for each complete tile; None if no chunk of the output is signalled.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Launch:
         self._publisher = publisher
         self._op, self._schedule, self._gate, self._body = op, schedule, gate, body
         self._workspace, self._incoming = workspace, (None, None) if awaited is None else awaited.operands
-        self._waited = [0.0] * schedule.workers  # by worker: seconds for several queues, in vain
+        self._waited = [0.0] * schedule.workers  # by worker: seconds of waits for several queues without a result
         self._chunks = chunks_of(schedule, gate) if gate is not None and schedule.split == "chunks" else ()
         self._seconds, self._deadline = 0.0 if awaited is None else awaited.deadline, 0.0
         self._threads = threads
-        # Workers that find an item: these do all of them (invariant 1), and no others are started.
+        # No more workers are started than there are items: these do all items (invariant 1).
         self._count = min(schedule.workers, max(1, schedule.full_tiles + schedule.num_shares))
         self._pinning = Pinning(self._count)
         self._changed = threading.Condition()  # guards the next three
@@ -98,7 +98,7 @@ class Launch:
         ArrivalTimeout
             If a chunk did not arrive in time.
         BaseException
-            What a producer reported, or what a worker met with.
+            The error of a producer or of a worker.
         """
         shutdown.register(self)
         self._workspace.open(self._schedule)
@@ -117,7 +117,7 @@ class Launch:
             try:
                 raise error
             finally:
-                del error  # its traceback holds this frame: a circle that would keep the operands alive
+                del error  # its traceback refers to this frame: the cycle would keep the operands alive
         if self._timeout is not None:
             worker, wait, waited = self._timeout
             argument = "weight_arrival" if wait.operand else "arrival"
@@ -126,7 +126,7 @@ class Launch:
             )
         if self._abort.is_set():
             raise TilestreamError(f"{self._op}: stopped, because the interpreter exits; what was not computed is NaN")
-        if not all(self._done):  # invariant 1, Coverage: cannot be, and must never pass for a result
+        if not all(self._done):  # impossible by invariant 1, Coverage; it must never pass for a result
             self._poison()
             raise AssertionError(f"{self._op}: all workers have left, and {self._first_not_taken()} was not computed")
 
@@ -141,27 +141,27 @@ class Launch:
                     thread.start()
             with self._changed:
                 self._changed.wait_for(lambda: self._left == len(threads))
-        except BaseException:  # an interrupt, or no thread to be had: no worker may be left behind
+        except BaseException:  # an interrupt, or no more threads: no worker may remain
             self._close()
             raise
         for thread in threads:
             thread.join()
 
     def _close(self) -> None:
-        """Let no worker begin any more, and wait until all have left. Not to be interrupted.
+        """Keep further workers from beginning, and wait until all have left. Interrupts are ignored.
 
-        Not by join(): interrupted, it takes a thread that still runs for one that has ended (CPython before 3.13), and
-        a thread whose start() was interrupted may or may not run yet.
+        `join` would not do: after an interrupt it takes a running thread for one that has ended (CPython before 3.13),
+        and a thread whose `start` was interrupted may or may not run.
         """
         while True:
             try:
                 self._stop()
                 with self._changed:
                     self._closed = True
-                    self._changed.wait_for(lambda: not self._inside)  # they leave after the tile they are at
+                    self._changed.wait_for(lambda: not self._inside)  # they leave after their present tile
                 return
             except KeyboardInterrupt:
-                continue  # it is being obeyed
+                continue  # the launch is ending already
 
     def stop_at_exit(self, timeout: float) -> None:
         """See `tilestream.runtime.shutdown`."""
@@ -187,7 +187,7 @@ class Launch:
                 self._changed.notify_all()
 
     def _worker(self, me: int) -> None:
-        # A thread starts with autograd on. Inference mode also lets a result that is an inference tensor be written.
+        # A thread starts with autograd on. Inference mode also allows writing a result that is an inference tensor.
         try:
             with torch.inference_mode():
                 state: WorkerState | None = WorkerState()
@@ -224,7 +224,7 @@ class Launch:
         if isinstance(operation, Count):
             return self._workspace.count(item.tile, item.parts)
         assert isinstance(operation, Reduce)
-        # A tile's contributors are neighbouring shares, so their slots are neighbours too, in K order.
+        # A tile's contributors are neighbouring shares, so their slots are neighbours, too, in K order.
         first = item.slot - item.part
         self._body.reduce(item, range(first, first + item.parts))
         self._finished(item)
@@ -240,7 +240,7 @@ class Launch:
     # Waiting and ending --------------------------------------------------------------------------------------------
 
     def _ready(self, me: int, ready: Ready) -> int:
-        """The first queue that is ready. What else ends the wait, the gate of the item that is taken then says."""
+        """The first ready queue. If the wait ends otherwise, the gate of the next item finds out why."""
         signals, epoch = next(incoming for incoming in self._incoming if incoming is not None)
         queues = [queue for queue in range(self._schedule.queues) if ready.queues >> queue & 1]
         begin = time.perf_counter()
@@ -278,7 +278,7 @@ class Launch:
         return 0
 
     def _stop(self, error: BaseException | None = None) -> None:
-        """End the launch for all workers. The first error counts."""
+        """End the launch for all workers. The first error is kept."""
         with self._lock:
             if self._error is None:
                 self._error = error

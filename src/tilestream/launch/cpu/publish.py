@@ -1,7 +1,7 @@
-"""Publish on the CPU: each chunk of the output's rows is signalled when all of its tiles are there.
+"""Publishing on the CPU: each chunk of the output's rows is signalled when all its tiles are complete.
 
-It performs what `core.loop.publish` yields: a worker counts the rows of its tile, and the one that completes a
-chunk's count signals it. Chunks are of any sizes, and of the rows of all batches.
+It performs the operations of `core.loop.publish`: a worker counts the rows of its tile, and the worker that completes a
+chunk's count signals the chunk. Chunks have any sizes, and are chunks of the rows of all batches.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Publisher:
     Parameters
     ----------
     chunks
-        Of the output's rows, those of one batch after the other.
+        Chunks of the output's rows, batch after batch.
     grid, block_m, m
         The launch's tiles, the rows of one, and the rows of a batch.
     announce
-        Signals a chunk. A reader that sees the signal sees what the worker wrote before.
+        Signals a chunk. A reader that sees the signal sees the worker's earlier stores.
     """
 
     def __init__(self, chunks: Chunks, grid: Grid, block_m: int, m: int, announce: Callable[[int], None]) -> None:
@@ -34,7 +34,7 @@ class Publisher:
         self._announce, self._lock = announce, threading.Lock()
 
     def stored(self, item: WorkItem) -> None:
-        """The tile of ``item`` is there."""
+        """Count the tile of ``item``, which is complete."""
         turn = publish(item.tile, self._shares(item))
         with contextlib.suppress(StopIteration):
             operation = next(turn)
@@ -42,7 +42,7 @@ class Publisher:
                 operation = turn.send(self._perform(operation))
 
     def finish(self) -> None:
-        """All of the output is there: signal the chunks that have no tile, too."""
+        """Signal the chunks without a tile, once all of the output is complete."""
         for chunk, done in enumerate(self._announced):
             if not done:
                 self._perform(Announce(chunk))
@@ -56,7 +56,7 @@ class Publisher:
 
     def _perform(self, operation: object) -> int:
         if isinstance(operation, Landed):
-            return 0  # a store of the CPU is there when the next statement runs
+            return 0  # a store of the CPU is complete when the next statement runs
         if isinstance(operation, CountRows):
             with self._lock:
                 before = self._counts[operation.chunk]

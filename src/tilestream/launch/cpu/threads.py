@@ -1,10 +1,10 @@
-"""Intra-op threads: a worker has one, whatever the rest of the process has.
+"""Intra-op threads: a worker has its own number, independent of the process's.
 
-``torch.set_num_threads`` sets two things at once: the calling thread's number, and the default of every thread that
-asks for the first time later. A worker must change the first and not the second, or a thread of the user's that happens
-to start at the wrong moment is left with one intra-op thread for good. torch has no call for that; what it calls itself
-has: ``omp_set_num_threads`` and MKL's ``MKL_Set_Num_Threads_Local`` set the calling thread's number alone. Where torch
-is not built on those (`own_setters` is None), the default is changed and put back while the workers start.
+``torch.set_num_threads`` sets two numbers: that of the calling thread, and the default of threads that first ask later.
+A worker must not change the default: a user's thread that starts at that moment would keep one intra-op thread for its
+life. Torch has no call for the first number alone, but its libraries have: ``omp_set_num_threads`` and MKL's
+``MKL_Set_Num_Threads_Local`` set the calling thread's number. If torch is not built on those (`own_setters` is None),
+the default is changed and restored while the workers start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Setter = Callable[[int], None]
 
 @functools.cache
 def own_setters() -> tuple[Setter, ...] | None:
-    """The functions by which a thread sets its own number of intra-op threads; None where there are none."""
+    """The functions that set the calling thread's number of intra-op threads; None if there are none."""
     info = torch.__config__.parallel_info()
     if "ATen parallel backend: OpenMP" not in info:
         return None
@@ -41,14 +41,14 @@ def own_setters() -> tuple[Setter, ...] | None:
 
 
 class Pinning:
-    """One launch's workers, each of which calls `pin` before it computes anything."""
+    """The workers of one launch. Each calls `pin` before it computes."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._pinned = threading.Semaphore(0)
 
     def pin(self, threads: int) -> None:
-        """Give the calling thread ``threads`` intra-op threads, and no other thread."""
+        """Give ``threads`` intra-op threads to the calling thread alone."""
         setters = own_setters()
         if setters is None:
             try:
@@ -56,17 +56,17 @@ class Pinning:
             finally:
                 self._pinned.release()
             return
-        torch.get_num_threads()  # a thread takes the default when it first asks: not after this, then
+        torch.get_num_threads()  # a thread takes the default when it first asks, so it must not ask later
         for set_own in setters:
             set_own(threads)
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """The block in which the workers are started; at its end the other threads' numbers are as before."""
+        """The block in which the workers are started. After it other threads' numbers are as before."""
         if own_setters() is not None:
             yield
             return
-        with _changing_default:  # one launch at a time, or a second takes the first one's setting for the default
+        with _changing_default:  # one launch at a time: a second would take the first one's setting for the default
             before = torch.get_num_threads()
             try:
                 yield
