@@ -1,4 +1,4 @@
-"""What every backend's attention kernel is launched with, as far as a plan and a layout decide it."""
+"""The arguments of all backends' attention kernels that a plan and a layout decide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOG2_E = math.log2(math.e)
 Strides = tuple[int, int, int]
 ScaleStrides = tuple[int, int]
 
-#: What each call gives, in order.
+#: The arguments of each call, in order.
 GIVEN = (
     "q", "k", "v", "out", "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k",
     "block_table", "starts", "order", "counters", "log", "base", "reset", "scale", "softcap_scale",
@@ -22,17 +22,16 @@ GIVEN = (
 
 
 class KeyGate(NamedTuple):
-    """What a launch is given of keys that arrive, beside `GIVEN`."""
+    """A launch's arguments for keys that arrive, in addition to `GIVEN`."""
 
-    #: signals, quarantine, bounds: the words; the first row of each chunk and the row behind the last, where chunks are
-    #: ragged.
+    #: signals, quarantine, bounds: the words; for ragged chunks the first row of each, and the end of the last.
     signals: Any = None
     quarantine: Any = None
     bounds: Any = None
     #: records, claims: the device's error channel.
     records: Any = None
     claims: Any = None
-    #: epoch, key: of the signals.
+    #: epoch, key: the signals' epoch and key.
     epoch: int = 1
     key: int = 0
     allowed: int = 0  # nanoseconds
@@ -43,45 +42,45 @@ NO_KEY_GATE = KeyGate()
 
 
 class AttentionLayout(NamedTuple):
-    """Strides of the canonical operands, in elements, and which of them there are."""
+    """Strides of the canonical operands, in elements; None for those that are not given."""
 
-    #: q, k, v, out: from one batch (page), row and head to the next; where rows are packed, the first is 0.
+    #: q, k, v, out: strides from one batch (page), row and head to the next; the first is 0 for packed rows.
     q: Strides
     k: Strides
     v: Strides
     out: Strides
-    lse: Strides | None = None  # likewise; None where it is no output
-    table: int = 0  # from one sequence's pages to the next's
-    #: scale_q, scale_k, scale_v: from one sequence's scale, and one head's, to the next's; None where there is none.
+    lse: Strides | None = None  # likewise; None if it is not an output
+    table: int = 0  # stride from one sequence's pages to the next's
+    #: scale_q, scale_k, scale_v: strides from one sequence's and one head's scale to the next's; None without scales.
     scale_q: ScaleStrides | None = None
     scale_k: ScaleStrides | None = None
     scale_v: ScaleStrides | None = None
 
 
 class AttentionArguments:
-    """A kernel's arguments for one plan and one layout, but for addresses and what changes from call to call."""
+    """A kernel's arguments for one plan and one layout, except addresses and other arguments of a call."""
 
-    options: dict[str, Any]  # how the kernel is compiled
+    options: dict[str, Any]  # the compiler's options
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> None:
         self.plan, self.layout, self._trace = plan, layout, trace
 
     def pack(self, kernel: Any) -> Pack:
-        """How the kernel's arguments are packed, of values in the order of `GIVEN`, then of a `KeyGate`."""
+        """The `Pack` of the kernel's arguments, for values in the order of `GIVEN`, then of a `KeyGate`."""
         fixed = {**NO_KEY_GATE._asdict(), **self._numbers(), "C": self.config()}
         return Pack(kernel, fixed, GIVEN, KeyGate._fields)
 
     def scales(self, scale: float) -> tuple[float, float]:
-        """``scale`` and ``softcap_scale`` of `tilestream.core.attention_structs.Scores`, for a scale of scores."""
+        """``scale`` and ``softcap_scale`` of `tilestream.core.attention_structs.Scores`, for the caller's ``scale``."""
         cap = self.plan.problem.softcap
         return (cap * _LOG2_E, scale / cap) if cap else (scale * _LOG2_E, 0.0)
 
     def config(self) -> Any:
-        """What is compiled in: the kernel's `tilestream.kernels.attention_config.AttentionConfig`."""
+        """The compile-time configuration: a `tilestream.kernels.attention_config.AttentionConfig`."""
         raise NotImplementedError
 
     def _numbers(self) -> dict[str, int]:
-        """The numbers that a plan and a layout decide, by the names of entries."""
+        """The numbers that a plan and a layout decide, by the names of the kernel's parameters."""
         plan, p, schedule, s = self.plan, self.plan.problem, self.plan.schedule, self.layout
         left, right = (side or 0 for side in p.sides)
         chunks = None if p.keys is None else p.keys.chunks
@@ -117,7 +116,7 @@ class AttentionArguments:
 
 
 def share_layout(problem: AttentionProblem, layout: AttentionLayout) -> AttentionLayout:
-    """How the shares' outputs and log-sum-exps lie: as contiguous ones of ``shares`` times as many sequences (rows)."""
+    """The layout of the shares' outputs and log-sum-exps: contiguous, with ``shares`` times the sequences (rows)."""
     p = problem
     row = p.heads_q * p.head_dim_v
     out, lse = (p.seqlen_q * row, row, p.head_dim_v), (p.seqlen_q * p.heads_q, p.heads_q, 1)

@@ -1,4 +1,4 @@
-"""What every backend's GEMM kernel is launched with, as far as a plan and a layout decide it."""
+"""The arguments of all backends' GEMM kernels that a plan and a layout decide."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LocalTiles = tuple[Any, Any, Any]
 
 NO_LOCAL: LocalTiles = (0, 0, 0)
 
-#: What each call gives behind its matrices.
+#: The arguments of each call after its matrices.
 OPERANDS = (
     "out", "bias", "residual", "row_scale", "column_scale", "partials", "counts", "counters", "table", "log", "base",
     "reset", "alpha", "beta",
 )  # fmt: skip
-#: What it gives behind these and `GateArguments`, where something is copied, is published, or lies elsewhere.
+#: The arguments of a call after these and `GateArguments`: copies, what is published, local rows.
 _MORE = (
     "copy_source", "copy_target", "copy_table", "copy_words", "copiers", "out_signals",
     "out_counts", "out_epoch", "local_first", "local_tiles", "local_period",
@@ -34,28 +34,28 @@ _NOTHING = NO_GATE._asdict() | dict(zip(_MORE, (*NO_COPIES, *NO_PUBLISH, *NO_LOC
 
 
 class Layout(NamedTuple):
-    """Strides of the canonical operands, in elements, and which parts of the epilogue there are."""
+    """Strides of the canonical operands, in elements, and the parts of the epilogue."""
 
     #: a, b, out: strides of ``[B, M, K]``, ``[B, K, N]``, ``[B, M, N]``.
     a: Strides
     b: Strides
     out: Strides
-    bias: int | None = None  # stride of the bias, None where there is none
-    residual: Strides | None = None  # strides of the residual, likewise
+    bias: int | None = None  # stride of the bias; None if there is none
+    residual: Strides | None = None  # strides of the residual; None if there is none
     scaled: bool = False  # whether alpha is not 1
     activation: str = "none"
-    #: scale_a, scale_b: from one batch's scale to the next's, and from one row's (column's): 0 where one serves all.
+    #: scale_a, scale_b: strides from one batch's scale to the next's, and from one row's (column's); 0: one for all.
     scale_a: ScaleStrides = (0, 0)
     scale_b: ScaleStrides = (0, 0)
 
 
 def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, address: int) -> bool:
-    """Whether a matrix can be read in vectors of 16 bytes, as Triton sees it: multiples of 16, except the stride of 1.
+    """Whether Triton can read a matrix in vectors of 16 bytes: all numbers but the stride of 1 are multiples of 16.
 
     Parameters
     ----------
     extents, strides
-        Of its two dimensions.
+        Those of its two dimensions.
     """
     if address % 16 or batch_stride % 16:
         return False
@@ -63,16 +63,16 @@ def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride:
 
 
 class GemmArguments:
-    """A GEMM kernel's arguments for one plan and one layout, but for addresses and what changes from call to call.
+    """A GEMM kernel's arguments for one plan and one layout, except addresses and other arguments of a call.
 
     Attributes
     ----------
     kernel, matrices
-        The kernel's entry, and its parameters for what the operands a and b lie in.
+        The kernel's entry, and its parameters for the operands a and b.
     config
-        What is compiled in.
+        The compile-time configuration.
     options
-        How it is compiled.
+        The compiler's options.
     """
 
     kernel: Any
@@ -87,14 +87,14 @@ class GemmArguments:
         self, operands: tuple[Any, ...], capacity: int = 0, gate: GateArguments = NO_GATE,
         publish: PublishArguments = NO_PUBLISH, copies: CopyArguments = NO_COPIES, local: LocalTiles = NO_LOCAL,
     ) -> list[Any]:  # fmt: skip
-        """All of them, in the order of the kernel's entry. What the kernel has no parameter for is left out.
+        """All arguments in the order of the kernel's entry. Those that the kernel does not have are left out.
 
         Parameters
         ----------
         operands
-            Values of `matrices`, then of `OPERANDS`, or whatever stands in for them.
+            Values of `matrices`, then of `OPERANDS`, or stand-ins for them.
         capacity
-            Of a probe.
+            The capacity of a probe.
         """
         more: tuple[Any, ...] = () if gate is NO_GATE else gate
         if copies is not NO_COPIES or publish is not NO_PUBLISH or local is not NO_LOCAL:
@@ -107,7 +107,7 @@ class GemmArguments:
         return Pack(self.kernel, fixed, (*self.matrices, *OPERANDS, "capacity"), GateArguments._fields, _MORE)
 
     def _numbers(self) -> dict[str, Any]:
-        """The numbers that a plan and a layout decide, by the names of entries."""
+        """The numbers that a plan and a layout decide, by the names of the kernel's parameters."""
         plan, layout = self.plan, self.layout
         problem, swap_ab = plan.problem, plan.swap_ab
         (ob, om, on), (rb, rm, rn) = layout.out, layout.residual or (0, 0, 0)
@@ -135,7 +135,7 @@ class GemmArguments:
 
 
 def work_of(schedule: Schedule) -> Work:
-    """The schedule as the kernels take it, without the raster's table, which has an address."""
+    """The schedule's numbers for kernels, without the raster's table, which is an address."""
     grid, raster = schedule.grid, schedule.raster
     return Work(
         grid.batch, grid.num_m, grid.num_n, grid.k_steps, schedule.full_tiles, schedule.num_shares, schedule.units,

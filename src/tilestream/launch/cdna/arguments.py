@@ -1,4 +1,4 @@
-"""What `tilestream.kernels.cdna.gemm.gemm` is launched with: the part that a plan and a layout decide."""
+"""The arguments of `tilestream.kernels.cdna.gemm.gemm` that a plan and a layout decide."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from tilestream.plan.policy import cdna_tiles
 from tilestream.plan.problem import ITEMSIZE
 
 _INT31 = 2**31
-#: Neighbouring columns of a row that a lane has.
+#: Neighbouring columns of a row in one lane.
 _LANE_COLUMNS = 4
-#: Registers of a lane for what is finished at a time.
+#: Registers of a lane for a piece of the epilogue.
 _PIECE_REGISTERS = 8
-#: Of the layouts of the matrix units.
+#: Versions of the matrix units' layouts.
 VERSION = {"gfx942": 3, "gfx950": 4}
 
 
 class Operand(NamedTuple):
-    """How an operand lies, in memory and in a stage."""
+    """An operand's layout in memory and in a stage."""
 
-    stride: int  # the one that is not 1
+    stride: int  # the stride that is not 1
     k_major: bool  # whether the stride of K is 1
-    turned: bool  # whether it is transposed in registers, into a stage that is K-major
+    turned: bool  # whether it is transposed in registers, into a K-major stage
     far: bool  # whether a tile of it needs 64-bit addresses
     swizzle: tuple[int, int, int]  # the swizzle of its stages: vector, every, period
 
 
 def operand(rows: int, block_k: int, row_stride: int, k_stride: int, size: int, arch: str) -> Operand:
-    """Of an operand ``[rows, K]``, a stage of which has ``rows`` rows and ``block_k`` of K.
+    """The layout of an operand ``[rows, K]`` whose stage has ``rows`` rows and ``block_k`` of K.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def operand(rows: int, block_k: int, row_stride: int, k_stride: int, size: int, 
 
 
 def formats(dtypes: tuple[str, str], arch: str) -> tuple[str, str] | None:
-    """What gfx950's instruction of 128 of K calls operands of 8 bits."""
+    """The formats of 8-bit operands in gfx950's instruction for 128 of K; None without it."""
     names = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
     if arch != "gfx950" or dtypes[0] not in names:
         return None
@@ -58,14 +58,14 @@ def formats(dtypes: tuple[str, str], arch: str) -> tuple[str, str] | None:
 
 
 def vector_columns(strides: tuple[int, ...] | None, columns: int, aligned: bool) -> int:
-    """Neighbouring columns of a row that can be stored, or loaded, as one vector: as many as a lane has, or 1."""
+    """The number of neighbouring columns of a row that form one vector of a lane, or 1."""
     if strides is None or strides[-1] != 1 or not aligned:
         return 1
     return math.gcd(_LANE_COLUMNS, columns, *strides[:-1])
 
 
 def piece_of(block_m: int, block_n: int, warps: int, shape: tuple[int, int, int]) -> tuple[int, int]:
-    """Rows and columns that are finished at a time: what few registers hold, cut first along the columns."""
+    """Rows and columns of a piece of the epilogue, which fits few registers; columns are cut first."""
     down, across = cdna_tiles.spread(block_m, block_n, warps)
     rows, columns = block_m, block_n
     while rows * columns > _PIECE_REGISTERS * cdna_tiles.LANES * warps and columns > across * shape[1]:
@@ -76,7 +76,7 @@ def piece_of(block_m: int, block_n: int, warps: int, shape: tuple[int, int, int]
 
 
 class Arguments(GemmArguments):
-    """As `GemmArguments`. The kernel knows no arrival order, and makes no copies.
+    """See `GemmArguments`. The kernel has no arrival order, and makes no copies.
 
     Parameters
     ----------
@@ -86,9 +86,9 @@ class Arguments(GemmArguments):
     Attributes
     ----------
     x, y
-        The operands, as rows of K.
+        The operands as rows of K.
     direct
-        Whether copies go past the registers. They reach as far as a buffer does, and bring an operand as it lies.
+        Whether copies bypass the registers. They cover a buffer's range, and cannot transpose an operand.
     """
 
     kernel: Any = gemm
@@ -105,12 +105,12 @@ class Arguments(GemmArguments):
         self.direct = plan.variant == "direct" and not any(o.far or o.turned for o in (self.x, self.y))
         self._aligned = aligned
         super().__init__(plan, layout, probe)
-        #: With two warps a SIMD, which is what its registers are counted for.
+        #: Two warps a SIMD, for which the registers are counted.
         self.options = {"num_warps": plan.warps, "waves_per_eu": 2}
 
     @property
     def tile(self) -> cdna_tiles.Tile:
-        """The plan's row of `tilestream.plan.policy.cdna_tiles.TILES`, or what would be one."""
+        """The plan's row of `tilestream.plan.policy.cdna_tiles.TILES`, or a row like it for another tile."""
         block_m, block_n, block_k = self.plan.block
         copies = "direct" if self.direct else "staged"
         stages = self.plan.stages
@@ -150,7 +150,7 @@ class Arguments(GemmArguments):
         )
 
     def _far_out(self) -> bool:
-        """Whether a tile of the output, or of the residual, reaches beyond a buffer's offsets."""
+        """Whether a tile of the output, or of the residual, exceeds a buffer's offsets."""
         block_m, block_n, _ = self.plan.block
         return any(
             ((block_m - 1) * strides[1] + (block_n - 1) * strides[2] + 1) * 4 >= _INT31

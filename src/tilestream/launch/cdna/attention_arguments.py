@@ -1,4 +1,4 @@
-"""What `tilestream.kernels.cdna.attention.attend` is launched with: the part that a plan and a layout decide."""
+"""The arguments of `tilestream.kernels.cdna.attention.attend` that a plan and a layout decide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilestream.plan.problem import ITEMSIZE
 
 
 class CdnaAttentionArguments(AttentionArguments):
-    """As `AttentionArguments`.
+    """See `AttentionArguments`.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class CdnaAttentionArguments(AttentionArguments):
     Attributes
     ----------
     tile
-        The plan's, as it is launched: what copies past the registers do not reach goes through them.
+        The plan's tile; copies go through registers if those that bypass them cannot reach the operands.
     keys, values
         Parts of the columns of queries and keys, and of values.
     """
@@ -40,19 +40,19 @@ class CdnaAttentionArguments(AttentionArguments):
         self._far_keys = any(self._far((0, strides[1], 0), block, columns) for strides, columns in rows)
         gathered = 0 < p.page_size < block
         whole = self.keys.rest == self.keys.width
-        #: Copies past the registers reach as far as a buffer does, begin where all rows of a block do, and bring what
-        #: is there: the zeros behind a head's last column they do not.
+        #: Copies past the registers cover a buffer's range, need one origin for all rows of a block, and cannot write
+        #: zeros past a head's last column.
         self.direct = plan.variant == "direct" and whole and not (self._far_q or self._far_keys or gathered)
         self.tile = Tile(0, plan.warps, block, plan.stages, "direct" if self.direct else "staged", 1.0)
         self.options = {"num_warps": plan.warps, "waves_per_eu": self.tile.waves}
 
     def _far(self, strides: tuple[int, int, int], rows: int, columns: int) -> bool:
-        """Whether a tile reaches beyond what a buffer's offset can say."""
+        """Whether a tile exceeds the range of a buffer's offsets."""
         size = ITEMSIZE[self.plan.problem.dtype]
         return ((rows - 1) * strides[1] + self.plan.pack * strides[2] + columns) * size > REACH
 
     def config(self) -> CdnaAttentionConfig:
-        """What is compiled in."""
+        """The compile-time configuration."""
         plan, p, tile, keys, values = self.plan, self.plan.problem, self.tile, self.keys, self.values
         arch = plan.device.arch
         swizzle = swizzles(tile, keys, values, arch)

@@ -1,4 +1,4 @@
-"""Launching the CDNA attention: what a plan and a layout decide is worked out once, a call gives the addresses."""
+"""Launches the CDNA attention. A plan and a layout decide most arguments once; a call gives the addresses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CdnaAttentionLaunch(Launch):
         self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None = None,
         probe: Probe | SpanLog | None = None,
     ) -> None:  # fmt: skip
-        """As `Launch.issue`."""
+        """See `Launch.issue`."""
         if self._kernel is None:
             self._kernel = Kernel(self.kernel, (self.plan.schedule.workers, 1, 1), self._arguments.options)
         static = self.plan.schedule.kind == "static"

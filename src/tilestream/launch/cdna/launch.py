@@ -1,4 +1,4 @@
-"""Launching the CDNA GEMM: as the portable kernel, whose operands and words it takes in the same order."""
+"""Launches the CDNA GEMM as the portable kernel, whose operands and words it takes in the same order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GemmLaunch(PortableLaunch):
         super().__init__(plan, layout)
 
     def arguments(self, probe: bool = False, trace: bool = False) -> Arguments:
-        """As `PortableLaunch.arguments`.
+        """See `PortableLaunch.arguments`.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What `tilestream.kernels.hopper.gemm.gemm` is launched with: the part that a plan and a layout decide."""
+"""The arguments of `tilestream.kernels.hopper.gemm.gemm` that a plan and a layout decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tilestream.kernels.hopper.attention.attend` is launched with: the part that a plan and a layout decide."""
+"""The arguments of `tilestream.kernels.hopper.attention.attend` that a plan and a layout decide."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.policy import hopper_attention as policy
 from tilestream.plan.problem import ITEMSIZE
 
-#: Whether launches may begin before the kernel ahead has ended. Not with a gate: see `tilestream.kernels.hopper.gemm`.
+#: Whether a launch may begin before the previous kernel has ended. Not with a gate: see `launch.hopper.arguments`.
 _CHAINED = True
 
 
 class HopperAttentionArguments(AttentionArguments):
-    """As `AttentionArguments`. Of q, k, v and out a launch gives tensor maps.
+    """See `AttentionArguments`. A launch gives tensor maps of q, k, v and out.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class HopperAttentionArguments(AttentionArguments):
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> None:
         p = plan.problem
-        # What a share gives is float32, and lies elsewhere.
+        # A share's output is float32, in scratch.
         super().__init__(plan, share_layout(p, layout) if plan.shares > 1 else layout, trace)
         self._consumers = plan.block[0] // policy.ROWS
         self._chained = _CHAINED and p.keys is None
@@ -55,7 +55,7 @@ class HopperAttentionArguments(AttentionArguments):
         }
 
     def config(self) -> HopperAttentionConfig:
-        """What is compiled in."""
+        """The compile-time configuration."""
         plan, p, s = self.plan, self.plan.problem, self.layout
         math_registers, load_registers = policy.registers(
             self._consumers, policy.columns_of(p), plan.block[1], p.keys is not None
@@ -89,7 +89,7 @@ class HopperAttentionArguments(AttentionArguments):
 def _map(
     strides: tuple[int, int, int], extents: tuple[int, int, int], columns: int, box: tuple[int, int, int], ragged: bool
 ) -> Map:
-    """The map of ``[sequence, row, head, column]``, or of what begins and ends at any row."""
+    """The map of ``[sequence, row, head, column]``, or of packed rows, which begin and end at any row."""
     batch, row, head = strides
     if ragged:
         return Map((WRAP, WRAP, policy.BEYOND, extents[2], columns), (AROUND - row, row, row, head, 1), (1, 1, *box))

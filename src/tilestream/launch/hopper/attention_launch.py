@@ -1,4 +1,4 @@
-"""Launching the Hopper attention: what a plan and a layout decide is worked out once, a call fills in the addresses."""
+"""Launches the Hopper attention. A plan and a layout decide most arguments once; a call gives the addresses."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tilestream.runtime.device_workspace import Words
 class HopperAttentionLaunch(Launch):
     """The Hopper attention for one plan and one layout of operands at multiples of 16 bytes.
 
-    The kernel is compiled, or found in Triton's cache, at the first call; calls go to the driver directly: see
-    `tilestream.launch.hopper.launch.GemmLaunch`. Holds no operand: a call is given all of them.
+    The first call compiles the kernel, or finds it in Triton's cache. Calls go to the driver directly: see
+    `tilestream.launch.hopper.launch.GemmLaunch`. It keeps no operand.
     """
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
@@ -40,12 +40,12 @@ class HopperAttentionLaunch(Launch):
     def issue(
         self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
-        """As `Launch.issue`."""
+        """See `Launch.issue`."""
         shares = None
         whole = x
         if words.partials is not None and self._floats:
             shares = self._merge.scratch(words.partials)
-            # A sink counts once: where shares are joined.
+            # A sink is added once, when shares are joined.
             x = x._replace(out=shares[0], lse=shares[1], sinks=None)
         gate = self._gate(x.q.device, awaited)
         given = given_to(x, words.listed, words.counters if self._counts else None, probe)
@@ -58,7 +58,7 @@ class HopperAttentionLaunch(Launch):
                 lambda: self._compiled(made, given, scales, gate), lambda: self._list.compile(x, words), *merges
             )
         if shares is not None:
-            self._merge.load(shares, whole)  # before what may wait is launched
+            self._merge.load(shares, whole)  # before the launch that may wait
         self._list(stream, x, words)
         arriving = () if awaited is None else [address(one) for one in gate if one is not None]
         launcher(

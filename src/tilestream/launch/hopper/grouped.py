@@ -1,4 +1,4 @@
-"""Launching the Hopper grouped GEMM: as `tilestream.launch.hopper.launch`."""
+"""Launches the Hopper grouped GEMM, as `tilestream.launch.hopper.launch`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class HopperGroupedLaunch(Launch):
     def issue(
         self, stream: int, x: GroupedOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
-        """As `Launch.issue`."""
+        """See `Launch.issue`."""
         made, e, swap_ab = self._made[probe is not None], x.epilogue, self.plan.swap_ab
         scales = (e.scale_b, e.scale_a) if swap_ab else (e.scale_a, e.scale_b)
         given = (

@@ -1,4 +1,4 @@
-"""Launching the Hopper GEMM: what a plan and a layout decide is worked out once, a call fills in the addresses."""
+"""Launches the Hopper GEMM. A plan and a layout decide most arguments once; a call gives the addresses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GemmLaunch(launch.GemmLaunch):
     def issue(
         self, stream: int, x: GemmOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
-        """As `Launch.issue`."""
+        """See `Launch.issue`."""
         a, b, out, epilogue = x
         swap_ab = self.plan.swap_ab
         scales = (epilogue.scale_b, epilogue.scale_a) if swap_ab else (epilogue.scale_a, epilogue.scale_b)

@@ -1,4 +1,4 @@
-"""Tensor maps of Hopper's kernels, as a plan makes them and as the compiler is told of them. No kernel is imported."""
+"""Tensor maps of Hopper's kernels: of a plan, and for the compiler. Imports no kernel."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _TYPES = {
 
 
 class Map(NamedTuple):
-    """What a tensor map is made of, but for the address."""
+    """A tensor map without its address."""
 
     #: shape, strides: in elements, outermost first; the last stride is 1.
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    box: tuple[int, ...]  # what one copy brings
+    box: tuple[int, ...]  # the extents of one copy
 
 
-#: The extents of the two dimensions that bring a clipped copy's address back: more than any coordinate, less than
-#: 2**31, as which kernels are passed them.
+#: The extents of the two dimensions that wrap a clipped copy's address: above all coordinates, and below 2**31, the
+#: range of kernels' numbers.
 WRAP = 2**31 - 2**16
-#: A map that clips at any row has a stride of so many elements less the rows': 2**30 steps of it wrap around 64 bits.
+#: The wrapping stride of a map that clips at any row is this minus the rows' stride: 2**30 steps wrap 64 bits.
 AROUND = 2**34
 
 
 def clipped(row: int, columns: int, box: tuple[int, int]) -> Map:
-    """The map of rows of ``columns`` elements, ``row`` elements apart, whose copies end with any row.
+    """The map of rows of ``columns`` elements, ``row`` elements apart, whose copies can end at any row.
 
     See `tilestream.kernels.hopper.attention_load`.
     """
@@ -44,23 +44,23 @@ def clipped(row: int, columns: int, box: tuple[int, int]) -> Map:
 
 
 class AlignedNull:
-    """Stands in for a tensor where a kernel is compiled: an aligned address of 0."""
+    """A stand-in for a tensor when a kernel is compiled: the aligned address 0."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     @staticmethod
     def data_ptr() -> int:
-        """An address that is a multiple of everything."""
+        """The address 0, a multiple of all alignments."""
         return 0
 
 
 def described_by(made: Map, dtype: torch.dtype) -> TensorDescriptor:
-    """A descriptor as a kernel is compiled for it: its box, and how that lies in shared memory."""
+    """The descriptor that a kernel is compiled for: its box, and the box's layout in shared memory."""
     element = _TYPES[str(dtype).removeprefix("torch.")]
     rows = math.prod(made.box[:-1])
     swizzle = gl.NVMMASharedLayout.get_default_for([rows, made.box[-1]], element).swizzle_byte_width
     layout = gl.NVMMASharedLayout(swizzle, element.primitive_bitwidth, len(made.box))
     rank = len(made.box)
-    strides = [256] * (rank - 2) + [16, 1]  # as the shape, of no matter to the compiler
+    strides = [256] * (rank - 2) + [16, 1]  # the compiler ignores shape and strides
     return TensorDescriptor(AlignedNull(dtype), [16] * rank, strides, list(made.box), layout)

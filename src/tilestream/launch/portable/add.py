@@ -15,7 +15,7 @@ def add_parts(
     whole: torch.Tensor, received: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, void: torch.Tensor,
     rank: int, epoch: int, divisor: float,
 ) -> None:  # fmt: skip
-    """``out = sum of parts / divisor + bias``, on the current stream; NaN if call ``void[0]`` is not after ``epoch``.
+    """``out = sum of parts / divisor + bias`` on the current stream; NaN if ``void[0]`` is a call up to ``epoch``.
 
     Parameters
     ----------
@@ -38,12 +38,12 @@ def add_slots(
     addresses: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, void: torch.Tensor, epoch: int,
     divisor: float,
 ) -> None:  # fmt: skip
-    """``out = sum of the ranks' slots / divisor + bias``, on the current stream; NaN as of `add_parts`.
+    """``out = sum of the ranks' slots / divisor + bias`` on the current stream; NaN as for `add_parts`.
 
     Parameters
     ----------
     addresses
-        ``int64[world]``: each rank's partial sum, of ``out``'s shape and dtype.
+        ``int64[world]``: the address of each rank's partial sum, of ``out``'s shape and dtype.
     out, bias
         ``[rows, width]``, ``[width]``; contiguous.
     """
@@ -56,7 +56,7 @@ def add_slots(
 def _launch(
     function: Any, grid: tuple[int, int, int], epoch: int, before: tuple[Any, ...], behind: tuple[Any, ...]
 ) -> None:
-    """Launch on the current stream; ``before``, ``behind``: the arguments on either side of ``epoch``."""
+    """Launch on the current stream; ``before``, ``behind``: the arguments before and after ``epoch``."""
     device = before[0].device
     kernel = _kernel(function, grid, device, tuple(map(_kind, before)), behind)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
@@ -69,5 +69,5 @@ def _kernel(function: Any, grid: tuple[int, int, int], *compiled_for: Any) -> Ke
 
 
 def _kind(x: Any) -> Any:
-    """What a kernel is compiled for: of a tensor, its dtype and alignment."""
+    """The part of an argument that a kernel is compiled for: a tensor's dtype and alignment."""
     return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x

@@ -1,4 +1,4 @@
-"""What `tilestream.kernels.portable.gemm.gemm` is launched with: the part that a plan and a layout decide."""
+"""The arguments of `tilestream.kernels.portable.gemm.gemm` that a plan and a layout decide."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tilestream.plan.plan import Plan
 from tilestream.plan.policy.portable import adds_by_itself, converts, strip, sums_lose_bits
 
 _INT31 = 2**31
-#: Of K, at most, between two times that an accumulator of 8-bit products is emptied.
+#: The largest extent of K before an accumulator of 8-bit products is added to the float32 sum.
 _PRECISE_K = 128
 
 
 class Arguments(GemmArguments):
-    """As `GemmArguments`."""
+    """See `GemmArguments`."""
 
     kernel: Any = gemm
     matrices: tuple[str, ...] = ("a", "b")
@@ -29,7 +29,7 @@ class Arguments(GemmArguments):
     def _config(self, **logs: bool) -> PortableConfig:
         plan, problem, block_k = self.plan, self.plan.problem, self.plan.block[2]
         kinds = problem.dtypes if converts(problem.dtype, plan.device.arch) else ("", "")
-        # After so much of K, sums that lose bits are emptied into float32. None leaves it to Triton, which does not.
+        # The extent of K after which inexact sums are added in float32. With None Triton never does so.
         arch = plan.device.arch
         empties = problem.promoted and sums_lose_bits(arch)
         return PortableConfig.of(
@@ -47,7 +47,7 @@ class Arguments(GemmArguments):
         )
 
     def _wide(self) -> bool:
-        """Whether an offset inside one batch leaves 31 bits. Offsets past the end are masked, so theirs may."""
+        """Whether an offset inside one batch exceeds 31 bits. Offsets past the end are masked and may do so."""
         s, (m, n, k) = self.layout, (self.plan.problem.m, self.plan.problem.n, self.plan.problem.k)
         reached: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
             ((m, k), s.a[1:]), ((k, n), s.b[1:]), ((m, n), s.out[1:]), ((m, n), (s.residual or (0, 0, 0))[1:]),

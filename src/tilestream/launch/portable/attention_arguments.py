@@ -1,4 +1,4 @@
-"""What `tilestream.kernels.portable.attention.attention` is launched with, as far as a plan and a layout decide it."""
+"""The arguments of `tilestream.kernels.portable.attention.attention` that a plan and a layout decide."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from tilestream.plan.policy.portable import has_fp8_units
 from tilestream.plan.problem import ITEMSIZE
 
 _INT31 = 2**31
-#: Columns of a head that the matrix units take at least.
+#: The smallest number of a head's columns for the matrix units.
 _LEAST_COLUMNS = 16
-#: Elements of a program that joins two attentions, 16 bytes of 16-bit ones a lane of AMD's; and its columns at most.
+#: Elements of a program that joins two attentions (16 bytes of 16-bit elements a lane on AMD), and its most columns.
 _PAIR, _PAIR_COLUMNS = 2048, 256
 
 
 class AttentionArguments(attention_arguments.AttentionArguments):
-    """As `tilestream.launch.attention_arguments.AttentionArguments`."""
+    """See `tilestream.launch.attention_arguments.AttentionArguments`."""
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout, trace: bool = False) -> None:
         super().__init__(plan, layout, trace)
         self.options = options(plan)
 
     def config(self) -> PortableAttentionConfig:
-        """What is compiled in."""
+        """The compile-time configuration."""
         plan, layout, problem = self.plan, self.layout, self.plan.problem
         scaled = any(strides is not None for strides in (layout.scale_q, layout.scale_k))
-        # An offset inside a tile or a block leaves 31 bits in no tensor that is not a strange view.
+        # An offset inside a tile or a block exceeds 31 bits only in unusual views.
         rows, tensors = max(plan.block), (layout.q, layout.out, layout.k, layout.v)
         return PortableAttentionConfig.of(
             plan,
@@ -54,12 +54,12 @@ class AttentionArguments(attention_arguments.AttentionArguments):
 
 
 def padded(columns: int) -> int:
-    """Columns of a head as the matrix units see them: a power of two."""
+    """The number of a head's columns, padded to a power of two for the matrix units."""
     return max(_LEAST_COLUMNS, 1 << (columns - 1).bit_length())
 
 
 def _alignment(dtype: str, *strides: Strides) -> int:
-    """Elements of 16 bytes where strides are multiples of that, else 1. Of addresses Triton finds out by itself."""
+    """The number of elements in 16 bytes if strides are multiples of it, else 1. Triton checks addresses itself."""
     elements = 16 // ITEMSIZE[dtype]
     return elements if all(stride % elements == 0 for each in strides for stride in each) else 1
 
@@ -67,12 +67,12 @@ def _alignment(dtype: str, *strides: Strides) -> int:
 def pair_arguments(
     extents: Sequence[int], columns: int, outputs: Sequence[tuple[int, ...]], sums: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
-    """The grid of `tilestream.kernels.portable.attention_merge.merge_pair`, and its arguments behind the pointers.
+    """The grid of `tilestream.kernels.portable.attention_merge.merge_pair`, and its arguments after the pointers.
 
     Parameters
     ----------
     extents
-        Three, of rows.
+        The three extents of the rows.
     outputs, sums
         Strides of the rows of ``o_a``, ``o_b`` and ``out``, and of ``lse_a``, ``lse_b`` and ``lse``.
     """

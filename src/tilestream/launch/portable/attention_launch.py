@@ -1,4 +1,4 @@
-"""Launching the portable attention: what a plan and a layout decide is worked out once, a call gives the addresses."""
+"""Launches the portable attention. A plan and a layout decide most arguments once; a call gives the addresses."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tilestream.launch.trace import SpanLog
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.runtime.device_workspace import Words
 
-#: Shares that a program which joins them reads at a time; warps of a program that joins anything.
+#: Shares that a joining program reads at a time; warps of a joining program.
 TOGETHER, MERGE_WARPS = 16, 4
 
 
 class ListLaunch:
-    """Makes the list of packed sequences that a plan's tiles are found in: see `attention_list`.
+    """Makes the list of packed sequences of a plan: see `tilestream.kernels.device.varlen`.
 
     Attributes
     ----------
     listed
-        Elements of either half of it; 0 where queries are not packed.
+        Elements of each half of the list; 0 if queries are not packed.
     """
 
     def __init__(self, plan: AttentionPlan) -> None:
@@ -40,7 +40,7 @@ class ListLaunch:
         self._kernel = Kernel(list_sequences, (cdiv(p.batch + 1, PLACED.value), 1, 1))
 
     def __call__(self, stream: int, x: AttentionOperands, words: Words) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``(starts, order)``, which a launch on ``stream`` will find made; None where there is no list."""
+        """``(starts, order)``, which later launches on ``stream`` can read; None without a list."""
         if words.listed is None:
             return None
         self._kernel(stream, self._filled(x, words))
@@ -57,12 +57,12 @@ class ListLaunch:
 
 
 class MergeLaunch:
-    """Adds up what the shares of a plan give.
+    """Joins the shares of a plan with split keys.
 
     Attributes
     ----------
     floats
-        Elements of scratch: outputs, then log-sum-exps; 0 where keys are not split.
+        Elements of scratch: outputs, then log-sum-exps; 0 if keys are not split.
     """
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
@@ -77,7 +77,7 @@ class MergeLaunch:
         self._kernel = Kernel(merge_shares, (max(1, self._rows), 1, 1), {"num_warps": MERGE_WARPS})
 
     def scratch(self, partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where shares put their outputs and log-sum-exps, of a launch's partials."""
+        """The parts of a launch's partials for the shares' outputs and for their log-sum-exps."""
         return partials, partials[self._sums_at :]
 
     def compile(self, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> None:
@@ -85,15 +85,15 @@ class MergeLaunch:
         self._kernel.compile(self._filled(shares, x))
 
     def load(self, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> None:
-        """Have the kernel on the device, for operands as a call gives them.
+        """Load the kernel on the device, for a call's operands.
 
-        Loading code may wait for all that the device is doing: behind a launch that waits for keys, and those for the
-        host, it would last until that launch's deadline.
+        Loading code may wait for all work of the device. After a launch that waits for keys which the host must send,
+        it would last until that launch's deadline.
         """
         self._kernel.load(self._filled(shares, x))
 
     def __call__(self, stream: int, shares: tuple[torch.Tensor, torch.Tensor], x: AttentionOperands) -> None:
-        """Issue it on ``stream``, behind the launch that fills ``shares``."""
+        """Launch on ``stream``, after the launch that fills ``shares``."""
         self.load(shares, x)
         self._kernel(stream, self._filled(shares, x))
 
@@ -102,14 +102,14 @@ class MergeLaunch:
 
 
 class PairLaunch(Launch):
-    """Joins two attentions of one layout: of three or four dimensions, not empty, the last stride 1."""
+    """Joins two attentions of one layout, with three or four dimensions, not empty, whose last stride is 1."""
 
     def __init__(self, x: MergeOperands) -> None:
         super().__init__(None, counts=False)
         extents = (1, *x.lse.shape)[-3:]
 
         def strides(tensor: torch.Tensor) -> tuple[int, ...]:
-            """Of rows; 0 of an extent of 1, whose stride may be anything."""
+            """Strides of the rows; 0 for an extent of 1, whose stride is free."""
             pairs = zip(x.lse.shape, tensor.stride(), strict=False)
             return (0, *(0 if extent == 1 else stride for extent, stride in pairs))[-3:]
 
@@ -118,12 +118,12 @@ class PairLaunch(Launch):
         self._kernel = Kernel(merge_pair, grid, {"num_warps": MERGE_WARPS})
 
     def issue(self, stream: int, x: MergeOperands, *_: Any) -> None:
-        """As `Launch.issue`."""
+        """See `Launch.issue`."""
         self._kernel(stream, (*self._kernel.take(x), *self._numbers))
 
 
 class KeyGateLaunch:
-    """What the launches of a plan are told of keys that arrive."""
+    """The arguments of a plan's launches for keys that arrive."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         keys = plan.problem.keys
@@ -131,7 +131,7 @@ class KeyGateLaunch:
         self._bounds = Table(keys.chunks.bounds if keys is not None and ragged else None)
 
     def __call__(self, device: torch.device, awaited: Awaited | None) -> KeyGate:
-        """For a launch on the current stream of ``device``."""
+        """The arguments of a launch on the current stream of ``device``."""
         if awaited is None:
             return NO_KEY_GATE
         words = awaited.rows.use()
@@ -145,7 +145,7 @@ def given_to(
     x: AttentionOperands, listed: tuple[torch.Tensor, torch.Tensor] | None, counters: torch.Tensor | None,
     probe: Probe | SpanLog | None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """What a kernel is given, in the order of `tilestream.launch.attention_arguments.GIVEN`, up to ``log``."""
+    """A kernel's arguments, in the order of `tilestream.launch.attention_arguments.GIVEN`, up to ``log``."""
     return (
         x.q, x.k, x.v, x.out, x.lse, x.sinks, x.scale_q, x.scale_k, x.scale_v, x.cu_seqlens_q, x.cu_seqlens_k,
         x.seqlens_k, x.block_table, *(listed or (None, None)), counters, None if probe is None else probe.words,
@@ -156,7 +156,7 @@ class AttentionLaunch(Launch):
     """The portable attention for one plan, one layout of the operands and one alignment of their addresses."""
 
     def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
-        # The other backends take lists and shares from this module, and do without the kernel.
+        # The other backends use the lists and shares of this module, but not its kernel.
         from tilestream.kernels.portable.attention import attention
 
         made = {traced: AttentionArguments(plan, layout, traced) for traced in (False, True)}
@@ -171,7 +171,7 @@ class AttentionLaunch(Launch):
     def issue(
         self, stream: int, x: AttentionOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
-        """As `Launch.issue`."""
+        """See `Launch.issue`."""
         kernel, pack = self._kernels[probe is not None], self._packs[probe is not None]
         given = given_to(x, self._list(stream, x, words), words.counters, probe)
         gate = self._gate(x.q.device, awaited)

@@ -1,4 +1,4 @@
-"""Launching the portable grouped GEMM: as `tilestream.launch.portable.launch`."""
+"""Launches the portable grouped GEMM, as `tilestream.launch.portable.launch`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GroupedLaunch(Launch):
     def issue(
         self, stream: int, x: GroupedOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
-        """As `Launch.issue`."""
+        """See `Launch.issue`."""
         kernel, arguments = self._kernels[probe is not None], self._made[probe is not None]
         e = x.epilogue
         operands = kernel.take((

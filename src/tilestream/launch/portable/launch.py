@@ -1,4 +1,4 @@
-"""Launching the portable GEMM: what a plan and a layout decide is worked out once, a call fills in the addresses."""
+"""Launches the portable GEMM. A plan and a layout decide most arguments once; a call gives the addresses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GemmLaunch(launch.GemmLaunch):
     def issue(
         self, stream: int, x: GemmOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
-        """As `Launch.issue`."""
+        """See `Launch.issue`."""
         a, b, out, epilogue = x
         copies, gate = self.copies(awaited), self.gate(a.device, awaited)
         arguments, capacity = self._arguments, 0
