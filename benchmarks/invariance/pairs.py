@@ -170,7 +170,7 @@ def sequence_of(draw: random.Random) -> Sequence:
 
 
 #: How a sequence is attended to.
-WAYS = ("prefill", "chunk", "few", "decode", "batch", "packed", "pages", "workers", "captured")
+WAYS = ("prefill", "chunk", "few", "decode", "batch", "packed", "pages", "workers", "captured", "arriving")
 
 
 def attended(s: Sequence, draw: random.Random, seen: Counter[str]) -> tuple[torch.Tensor, int]:
@@ -203,6 +203,12 @@ def attended(s: Sequence, draw: random.Random, seen: Counter[str]) -> tuple[torc
     elif way == "workers":
         with ts.worker_limit(draw.randrange(1, 132)):
             out, lse = ts.attention(q, k, v, **how)
+    elif way == "arriving":
+        chunk = draw.randrange(1, length + 1)
+        arrival = ts.Arrival.uniform(chunk, -(-length // chunk), device="cuda")
+        for one in draw.sample(range(arrival.num_chunks), arrival.num_chunks):
+            arrival.signal(one)
+        out, lse = ts.attention(q, k, v, **how, arrival=arrival)
     elif way == "captured":
         ts.attention(q, k, v, **how)
         graph = torch.cuda.CUDAGraph()

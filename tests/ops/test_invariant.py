@@ -186,3 +186,14 @@ def test_a_blas_whose_bits_depend_on_the_place_is_refused(monkeypatch):
         pytest.raises(NotImplementedError, match="BLAS gives equal rows of a product of 64 rows differ"),
     ):
         ts.matmul(rand(5, 8), rand(8, 16))
+
+
+def test_attention_whatever_the_arrival_of_keys():
+    q, k, v = (rand(1, 40, heads, 16) for heads in (4, 2, 2))
+    with ts.invariant():
+        want = ts.attention(q, k, v, causal=True)
+        arrival = ts.Arrival.uniform(7, 6)
+        for chunk in (3, 0, 5, 1, 4, 2):
+            arrival.signal(chunk)
+        assert torch.equal(ts.attention(q, k, v, causal=True, arrival=arrival), want)
+        assert torch.equal(ts.attention(q[:, 33:], k, v, causal=True), want[:, 33:])

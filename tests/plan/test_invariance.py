@@ -107,10 +107,20 @@ def test_all_queries_take_keys_in_one_order(how):
     assert "the same bits for each row" in made[0].explain()
 
 
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+def test_keys_that_arrive_are_taken_in_the_promised_order(device):
+    arrival = ts.Arrival.uniform(64, 4)
+    late = ts.attention_plan(256, device=device, arrival=arrival, invariant=True)
+    there = ts.attention_plan(256, device=device, invariant=True)
+    assert late.key_order == there.key_order
+    assert ("a tile waits for all its keys" in late.explain()) == late.downwards == (device == "h100")
+    assert not ts.attention_plan(256, device=device, arrival=arrival).downwards
+
+
 def test_attention_refuses_what_takes_keys_otherwise():
     arrival = ts.Arrival.uniform(64, 4)
-    with pytest.raises(NotImplementedError, match=r"arrival= under tilestream\.invariant: keys that arrive are taken"):
-        ts.attention_plan(256, device="h100", arrival=arrival, invariant=True)
+    with pytest.raises(NotImplementedError, match="leave arrival= away, and call when the keys have arrived"):
+        ts.attention_plan(256, device="b200", arrival=arrival, invariant=True)
     with pytest.raises(NotImplementedError, match=r"splits=4 under tilestream\.invariant"):
         ts.attention_plan(1, 4096, device="h100", splits=4, invariant=True)
     with pytest.raises(NotImplementedError, match="pages of too few keys, or rows that are not aligned: copy them"):

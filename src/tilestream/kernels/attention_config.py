@@ -79,6 +79,7 @@ class HopperAttentionConfig(AttentionConfig):
     #: RAGGED_Q, RAGGED_K: whether tensor maps clip copies at any row: of packed sequences and of pages.
     RAGGED_Q: bool
     RAGGED_K: bool
+    ASCENDING: bool  # whether key blocks are taken from the first on, and not from the last
     OWN: bool  # whether consumers leave out key blocks that none of their rows sees
     ORDERED: bool  # whether consumers take turns at starting their multiplications
     CHAINED: bool  # whether a launch may begin before the kernel ahead of it has ended

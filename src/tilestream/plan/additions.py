@@ -104,8 +104,8 @@ def cuts_of(schedule: Schedule, block_k: int) -> tuple[tuple[int, ...], ...]:
 
 
 def key_order(device: DeviceProperties, backend: str, problem: AttentionProblem, found: Any) -> KeyOrder:
-    """In which order a backend's `AttentionCandidate` takes keys; where they arrive, from the first on."""
+    """The order in which a backend's `AttentionCandidate` takes keys."""
     unit = backend
     if (backend, device.arch) != ("hopper", COMPARED):
         unit = f"{backend} {found.variant} {found.block[0]}x{found.block[1]}, {found.warps} warps"
-    return KeyOrder(unit, found.block[1], backend == "hopper" and problem.keys is None, found.shares)
+    return KeyOrder(unit, found.block[1], found.downwards, found.shares)

@@ -37,6 +37,7 @@ class AttentionCandidate:
     warps: int = 0
     stages: int = 0
     shares: int = 1  # into how many shares the keys of a tile are split; their outputs are joined by a second launch
+    downwards: bool = False  # whether blocks of keys are taken from the last key on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,9 @@ ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
 BACKENDS = ("hopper", "cdna", "portable")
 #: Why the default is a queue.
 _NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
+_ALL_KEYS = Refusal(
+    "keys as they arrive", "a tile waits for all its keys and takes them from the last on, which invariance promises"
+)
 
 
 def check_splits(op: str, splits: object) -> None:
@@ -71,7 +74,7 @@ def plan_attention(
     found: list[AttentionCandidate]
     promises = is_invariant(limit)
     if promises:
-        refuse_order_of_keys(problem, splits)
+        refuse_splits(splits)
     if device.backend == "cpu":
         forced = forced or schedule != "auto" or promises
         block = cpu_attention.PROMISED_BLOCK if promises else cpu_attention.BLOCK
@@ -79,10 +82,12 @@ def plan_attention(
         name, why = "cpu", "least of the candidates in the cost model"
         elsewhere = Refusal("GPU backends", "the operands are on the CPU")
     else:
-        name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, 1 if promises else splits)
+        name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, 1 if promises else splits, promises)
         if promises:
             found, excluded = _keeping(problem, device, name, found)
             refused += excluded
+            if problem.keys is not None and found[0].downwards:
+                refused += (_ALL_KEYS,)
         why = f"least of {len(found)} candidates in the cost model"
         if name in experimental.KERNELS:
             why += f"; {experimental.NOT_RUN}"
@@ -108,13 +113,8 @@ def plan_attention(
     return made
 
 
-def refuse_order_of_keys(problem: AttentionProblem, splits: int | None) -> None:
-    """Raise `NotImplementedError` for what would change the order in which a query's keys are taken."""
-    if problem.keys is not None:
-        raise NotImplementedError(
-            "arrival= under tilestream.invariant: keys that arrive are taken as they come, in another order than keys "
-            "that are there; leave arrival= away, and call when they have arrived"
-        )
+def refuse_splits(splits: int | None) -> None:
+    """Raise `NotImplementedError` for split keys, which are added in another order than whole ones."""
     if splits not in (None, 1):
         raise NotImplementedError(
             f"splits={splits} under tilestream.invariant: a prefill's keys are not split, and a row of it has the bits "
@@ -131,20 +131,22 @@ def _keeping(
     promised = plan_attention(invariance.plain_attention(problem), schedule="dynamic", device=device, splits=1)
     orders = [key_order(device, name, problem, one) for one in found]
     way_out = f"{problem.no_tma or 'pages of too few keys, or rows that are not aligned'}: copy them (contiguous())"
+    if problem.keys is not None:
+        way_out = "leave arrival= away, and call when the keys have arrived"
     kept = invariance.keeping(found, orders, promised.key_order, way_out)
     return kept, invariance.refused(found, kept, orders)
 
 
 def _on_gpu(
     problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None,
-    splits: int | None,
+    splits: int | None, promises: bool,
 ) -> tuple[str, list[AttentionCandidate], Refusal]:  # fmt: skip
     """The backend, its candidates, and why not the other backend."""
     fast = "cdna" if device.arch.startswith("gfx") else "hopper"
     if backend in NAMES:
         fast = backend
     policy = cdna_attention if fast == "cdna" else hopper_attention
-    more = {"splits": splits} if fast == "hopper" else {}
+    more = {"splits": splits, "promises": promises} if fast == "hopper" else {}
     return fast_or_portable(
         fast, backend, policy.refusal(problem, device),
         (lambda: policy.candidates(problem, device, workers, kind=kind, **more),

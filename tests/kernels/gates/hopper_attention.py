@@ -46,6 +46,9 @@ HOWS: dict[str, dict[str, Any]] = {
     "split": {**_GROUPED, "splits": 4},
     "split, worst": {**_WORST, "splits": 3},
     "arriving": {"causal": True, "return_lse": True, "keys": Incoming(Chunks.uniform(4 * 2048, 100))},
+    "arriving, promised": {
+        "causal": True, "return_lse": True, "keys": Incoming(Chunks.uniform(4 * 2048, 100)), "promises": True,
+    },
     "arriving, window": {**_WINDOW, **_PACKED, **_RAGGED, "return_lse": True},
     "arriving, split": {**_WINDOW, **_PACKED, **_RAGGED, "splits": 3},
     "worst": {**_WORST, "return_lse": True},
@@ -76,11 +79,11 @@ KNOWN = {("3.9.0", "64-64 alone ordered 3x128"): 72}
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
     for dims, (how, more), variant in itertools.product(DIMS, HOWS.items(), ("ordered", "unordered")):
         base = {"batch": 8, "heads_q": 8, "heads_kv": 8, "seqlen_q": 1024, "seqlen_k": 1024, **more}
-        splits = base.pop("splits", 1)
+        how_planned = {"splits": base.pop("splits", 1), "promises": base.pop("promises", False)}
         p = AttentionProblem(**base, head_dim=dims[0], head_dim_v=dims[1])
         if policy.refusal(p, DEVICE) or (dims in FP8_DIMS and not policy.is_8bit(p)):
             continue
-        for found in policy.candidates(p, DEVICE, 132, kind="dynamic", variant=variant, splits=splits):
+        for found in policy.candidates(p, DEVICE, 132, kind="dynamic", variant=variant, **how_planned):
             consumers = found.block[0] // policy.ROWS
             name = f"{dims[0]}-{dims[1]} {how} {variant} {consumers}x{found.block[1]}"
             is_picked = variant == policy.variant_of(p, consumers) or how in BOTH or name in _OTHER_VARIANT
@@ -128,7 +131,7 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     queries = policy.queries_of(p, consumers, block, plan.stages, plan.device.shared, plan.shares)
     shared = policy.shared_bytes(p, consumers, block, plan.stages, queries, plan.shares)
     # The first block's, and a loop for each run; where blocks are taken from the first on, the last may be ragged.
-    softmaxes = 2 + (p.right is not None or arriving) + (p.left is not None)
+    softmaxes = 2 + (p.right is not None or not plan.downwards) + (p.left is not None)
     scores = policy.ROWS * block // 128
     # A row's two rescalings, of the two rows that a thread has; and a cap has an exponential too.
     exponentials = consumers * softmaxes * (scores * (2 if p.softcap else 1) + 2)

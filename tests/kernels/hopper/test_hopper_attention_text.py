@@ -235,6 +235,27 @@ def test_what_the_launchs_end_leaves_undone_is_nan(name, over_at):
             assert np.array_equal(one[~np.isnan(one)], right[~np.isnan(one)])
 
 
+@pytest.mark.parametrize("over_at", [None, 1])
+@pytest.mark.parametrize(
+    "name", [name if name in ("window", "varlen") else pytest.param(name, marks=pytest.mark.slow) for name in LATE]
+)
+def test_the_promise_takes_keys_that_arrive_in_the_order_of_others(name, over_at):
+    """A tile waits for all its keys before its first block, and its bits are those of keys that are there."""
+    late, there, machines = LATE[name], {**DENSE, **RAGGED}[name], []
+    plan = plan_of(late.problem, promises=True, splits=1)
+    assert plan.downwards
+    found = run(late, plan=plan, machines=machines, over_at=over_at, seed=len(name))
+    whole = run(there, plan=replace(plan, problem=there.problem), seed=len(name))
+    voids = check_whole_rows(late, *found)
+    if over_at is None:
+        assert not voids
+        assert name == "nothing seen" or any(machine.passed for machine in machines)
+    else:
+        assert voids or not any(len(machine.passed) > over_at for machine in machines)
+    for one, right in zip((*found[0], *found[1]), (*whole[0], *whole[1]), strict=True):
+        assert np.array_equal(one[~np.isnan(one)], right[~np.isnan(one)])
+
+
 SPLIT = ("one row", "more keys", "window", "sinks", "packed heads", "256", "varlen", "varlen, pages of 16", "lengths")
 
 

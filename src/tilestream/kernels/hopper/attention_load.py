@@ -226,11 +226,19 @@ def load_keys(at, tile, slot, loads, source, items, work, words, watch, C: gl.co
         if C.PREFETCHES_TICKETS:
             if j == gl.maximum(begin, end - EARLY):
                 asked = prefetch_ticket(words, zero, tl.cast(1, tl.int32))
-        if C.GATED:
+        if C.ASCENDING:
             first_key = j * C.BLOCK
             first_value = first_key - C.BLOCK
-            row = first_row + first_key
-            last_row = first_row + gl.minimum(first_key + C.BLOCK, tile.keys)
+        else:
+            first_key = (end - 1 - (j - begin)) * C.BLOCK
+            first_value = first_key + C.BLOCK
+        if C.GATED:
+            if C.ASCENDING:
+                row = first_row + first_key
+                last_row = first_row + gl.minimum(first_key + C.BLOCK, tile.keys)
+            else:  # the first block waits for all of the tile's keys
+                row = first_row + begin * C.BLOCK
+                last_row = first_row + gl.minimum(end * C.BLOCK, tile.keys)
             if (j < end) & (passed.over == 0) & (last_row > ready):
                 passed, ready = pass_keys(
                     gl.maximum(row, ready), last_row, passed, tile, work, words, gate, watch, KEYS
@@ -241,9 +249,6 @@ def load_keys(at, tile, slot, loads, source, items, work, words, watch, C: gl.co
                 if (j == begin) & (j < end):
                     ready_span(items.log, tile.pm * work.num_n + tile.pn)
                     chunk_span(items.log, tile.pm * work.num_n + tile.pn, chunk_at(last_row - 1, gate.rows, KEYS))
-        else:
-            first_key = (end - 1 - (j - begin)) * C.BLOCK
-            first_value = first_key + C.BLOCK
         if j < end:
             rows = KeyRows(tile.batch, tile.origin_k, tile.keys, tile.head // extents.q_heads_per_kv)
             k = fill_stage(loads[0], pages, k, passed.over, rows, first_key, K_COLUMNS, C)
@@ -259,7 +264,7 @@ def last_values_of(tile, last, extents, C: gl.constexpr):
     if C.TAKES_AHEAD:
         if tile.begin < tile.end:
             rows = KeyRows(tile.batch, tile.origin_v, tile.keys, tile.head // extents.q_heads_per_kv)
-            if C.GATED:
+            if C.ASCENDING:
                 first = (tile.end - 1) * C.BLOCK
             else:
                 first = tile.begin * C.BLOCK

@@ -189,7 +189,7 @@ def attend_blocks(
     """An item's ``going - 1`` key blocks: ``(softmax, at)``, with the item's queries and all stages given back.
 
     ``item`` is the item's slots and slot, ``rows`` those of `rows_of_consumer`. Blocks are taken from the last key on,
-    and from the first where keys arrive.
+    or if ``ASCENDING`` from the first on.
     """
     slots, slot = item
     first, position = rows
@@ -201,22 +201,22 @@ def attend_blocks(
     offset_right = get(slots, slot, OFFSET_RIGHT, 4)
     mask = Mask(position, keys, get(slots, slot, OFFSET_LEFT, 4), offset_right)
     if C.OWN:
-        of_tile = begin if C.GATED else last
+        of_tile = begin if C.ASCENDING else last
         begin, plain_begin, plain_end, last = own_blocks(first, begin, last, mask, C)
-        if C.LEFT if C.GATED else C.RIGHT:
-            at = leave_out(begin - of_tile if C.GATED else of_tile - last, ring, at, WHO, C)
+        if C.LEFT if C.ASCENDING else C.RIGHT:
+            at = leave_out(begin - of_tile if C.ASCENDING else of_tile - last, ring, at, WHO, C)
     mbarrier.wait(ring.k_full.index(at.stage), at.phase)
     x = warpgroup_mma_wait(0, (start_scores(ring, q_at, at.stage, C),))
     mbarrier.arrive(ring.k_empty.index(at.stage))
     x = capped(x, scores, C)
-    first_block = begin if C.GATED else last
+    first_block = begin if C.ASCENDING else last
     if (first_block >= plain_end) | (first_block < plain_begin):
         x = masked(x, mask, first_block * C.BLOCK, C)
     row_max, shift, rescale = update_max(x, softmax.row_max, scores.scale, True, False)
     weights = exp_scores(x, scores.scale, shift)
     row_sum = softmax.row_sum * rescale + gl.sum(weights, 1)
     sums = Step(row_max, row_sum, softmax.o, pack_p(weights, C.COLUMNS, ring.v.dtype, C.PAIRS))
-    if C.GATED:
+    if C.ASCENDING:
         plain_begin = gl.maximum(plain_begin, begin + 1)
         plain_end = gl.maximum(plain_end, plain_begin)
         if C.LEFT:
@@ -231,7 +231,7 @@ def attend_blocks(
                 sums, at = math_step(ring, at, q_at, sums, mask, block, scores, WHO, True, C)
     for _ in range(plain_begin, plain_end):
         sums, at = math_step(ring, at, q_at, sums, mask, 0, scores, WHO, False, C)
-    if C.GATED:
+    if C.ASCENDING:
         for j in range(plain_end, last + 1):
             sums, at = math_step(ring, at, q_at, sums, mask, j, scores, WHO, True, C)
     elif C.LEFT:
@@ -240,9 +240,9 @@ def attend_blocks(
             sums, at = math_step(ring, at, q_at, sums, mask, block, scores, WHO, True, C)
     mbarrier.arrive(ring.q_empty.index(q_at))
     o, at = last_product(sums, ring, at, C)
-    if C.OWN and (C.RIGHT if C.GATED else C.LEFT):
+    if C.OWN and (C.RIGHT if C.ASCENDING else C.LEFT):
         of_tile = get(slots, slot, BEGIN, 4)
-        at = leave_out(of_tile + going - 2 - last if C.GATED else begin - of_tile, ring, at, WHO, C)
+        at = leave_out(of_tile + going - 2 - last if C.ASCENDING else begin - of_tile, ring, at, WHO, C)
     return Softmax(sums.row_max, sums.row_sum, o), at
 
 

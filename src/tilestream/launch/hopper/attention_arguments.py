@@ -75,6 +75,7 @@ class HopperAttentionArguments(AttentionArguments):
             BUFFERS=policy.out_buffers(p, plan.shares),
             RAGGED_Q=self._ragged_q,
             RAGGED_K=self._ragged_k,
+            ASCENDING=not plan.downwards,
             OWN=policy.leaves_out(p, self._consumers, plan.block[1], plan.pack),
             ORDERED=plan.variant == "ordered",
             CHAINED=self._chained,

@@ -313,11 +313,13 @@ def refuse_strides(
 
 def candidates(
     problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, variant: str | None = None,
-    splits: int | None = None,
+    splits: int | None = None, promises: bool = False,
 ) -> Iterator[AttentionCandidate]:  # fmt: skip
     """Every way the model knows.
 
-    ``variant`` is one of `VARIANTS`, ``splits`` how many shares a tile's keys are split into; None: by the model.
+    ``variant`` is one of `VARIANTS`. ``splits``: the number of shares of a tile's keys; None: by the model. Keys that
+    arrive are taken from the first on, unless the plan ``promises`` one order for all calls: see
+    `tilestream.plan.invariance`.
     """
     if variant not in (None, *VARIANTS):
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(VARIANTS)}, or None for the model's choice")
@@ -350,7 +352,7 @@ def candidates(
             seconds = _seconds(problem, device, tile, pack, schedule.grid.tiles, workers, shares)
             yield AttentionCandidate(
                 variant or variant_of(problem, tile.consumers), (rows, tile.block), schedule, seconds, pack, 4, stages,
-                shares,
+                shares, downwards=promises or problem.keys is None,
             )  # fmt: skip
 
 
