@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, Stream, fake_cuda
 from tilestream.arrival import device_words
-from tilestream.arrival.device import COUNTED, CountedSignals, DeviceSignals, PeerSignals, signal_count
+from tilestream.arrival.device import REPLAYED, CountedSignals, DeviceSignals, GateWords, PeerSignals, signal_count
 from tilestream.arrival.flat import Awaited
 from tilestream.core.error_record import EXPIRED, FAILED, Record
 from tilestream.core.errors import ProducerStopped
@@ -568,7 +568,7 @@ class TestWordsThatPeersWrite:
             captured = call()
         eager = call()
         assert captured == eager
-        assert (eager.words is words, eager.quarantine is count, eager.epoch) == (True, True, COUNTED)
+        assert (eager.words is words, eager.quarantine is count, eager.epoch) == (True, True, REPLAYED)
         cuda.run()
         for replay in range(2, 5):
             graph.replay(cuda.current)

@@ -171,7 +171,7 @@ def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
 def test_both_do_all_that_the_module_offers():
     """Each function of `Driver` with the same arguments, and as a function of the module."""
     asked = {name: f for name, f in inspect.getmembers(driver.Driver, inspect.isfunction) if name[0] != "_"}
-    assert len(asked) == 17
+    assert len(asked) == 20
     for name, function in asked.items():
         parameters = list(inspect.signature(function).parameters)
         for made in (Cuda, Hip):

@@ -15,7 +15,7 @@ from interpreted import DEVICE, KINDS, Words, awaited, captured, check_product, 
 
 from device_order import check_gates, check_order
 from error_rule import rand
-from tilestream.arrival.device import COUNTED
+from tilestream.arrival.device import REPLAYED
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 from tilestream.core.operands import Epilogue
@@ -220,7 +220,7 @@ def test_an_epoch_that_is_read_in_memory(kind):
         replace(plan.problem, rows=Incoming(cut, counted=True)), 3, kind, device=DEVICE
     )  # fmt: skip
     for count in (5, 2**31 - 1, -(2**31), -1, 0, 1):
-        words = Words(3, COUNTED)
+        words = Words(3, REPLAYED)
         words.quarantine[:] = count
         words.words[:] = torch.tensor([count, count, count + 1]).to(torch.int32)  # another may be a call ahead
         check_product(plan, source, b, incoming=awaited(words))
