@@ -77,9 +77,12 @@ def test_a_branch_goes_back_to_where_it_began(library):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_branch_that_fails_goes_back_too_and_says_why_it_failed(library, lost):
-    with pytest.raises(KeyError), graphs.Branch(STREAM):
+    def copy() -> None:
         library.fails = {"cuStreamGetCaptureInfo_v2": 901} if lost else {}
-        raise KeyError
+        raise RuntimeError("the driver refused the copy")
+
+    with pytest.raises(RuntimeError, match="the copy"), graphs.Branch(STREAM):
+        copy()
     assert library.calls == ([] if lost else [("follow", STREAM, (0xA0, 0xB0), 1)])
 
 

@@ -110,7 +110,8 @@ class DeviceSignals(Publishing):
         captured = torch.cuda.is_current_stream_capturing()
         graph = capture_id(stream.cuda_stream) if captured else 0
         if captured and (filling := self._filling_of(graph)) is not None:
-            follow_nodes(stream.cuda_stream, filling.branch.begin, False)
+            if stream.cuda_stream != filling.branch.stream:
+                follow_nodes(stream.cuda_stream, filling.branch.begin, False)
             filling.readers.add(stream.cuda_stream)
             return GateWords(filling.words, self._quarantine, REPLAYED, self.key)
         if captured:

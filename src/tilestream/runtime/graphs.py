@@ -28,6 +28,8 @@ class Branch:
 
     Attributes
     ----------
+    stream
+        Its handle.
     begin, end
         The nodes of the graph that the block's work comes behind, and the last of that work.
     """
@@ -36,12 +38,12 @@ class Branch:
     end: tuple[int, ...] = ()
 
     def __init__(self, stream: int, behind: Sequence[int] = ()) -> None:
-        self._stream, self._behind = stream, behind
+        self.stream, self._behind = stream, behind
 
     def __enter__(self) -> Branch:
-        self.begin = driver.captured_nodes(self._stream)
+        self.begin = driver.captured_nodes(self.stream)
         if self._behind:
-            driver.follow_nodes(self._stream, self._behind, False)
+            driver.follow_nodes(self.stream, self._behind, False)
         return self
 
     def __exit__(
@@ -49,8 +51,8 @@ class Branch:
     ) -> None:
         # A capture that has failed answers nothing any more; what failed it is raised.
         with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError):
-            self.end = driver.captured_nodes(self._stream)
-            driver.follow_nodes(self._stream, self.begin, True)
+            self.end = driver.captured_nodes(self.stream)
+            driver.follow_nodes(self.stream, self.begin, True)
 
 
 def keep(stream: int, *objects: object) -> None:
