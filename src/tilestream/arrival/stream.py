@@ -300,7 +300,7 @@ class Stream:
                 "engine": " by a copy engine: its first reader makes no copies",
             }[self._copies.maker]
         if isinstance(self._landing, DeviceLanding) and cast("DeviceSignals", self.arrival._signals).is_in_graphs:
-            onward += ", in CUDA graphs at each replay"
+            onward += ", in CUDA graphs at each replay (not run on a GPU yet)"
         return f"{self._source.describe()}{onward}; {self._chunks.rows} rows in {self._chunks.count} chunks"
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
@@ -435,9 +435,9 @@ def stream_in(
     copies
         To a GPU: ``"engine"``, its copy engine, beside the kernel that waits for the chunks: it costs no SM.
         ``"kernel"``, of a pinned tensor: a few workers of the matmul that reads the tensor first copy it before their
-        tiles. For busy copy engines, for streams that may run one after the other, and for CUDA graphs, which then
-        copy at each replay (keep the `Stream` for as long as the graph). Where the kernel cannot, or the host reads by
-        `Stream.wait`, the engine copies; ``plan(...).explain()`` says which.
+        tiles. For busy copy engines, and for streams that may run one after the other. A CUDA graph that captures that
+        matmul copies at each replay (keep the `Stream` for as long as the graph). Where the kernel cannot, or the host
+        reads by `Stream.wait`, the engine copies; ``plan(...).explain()`` says which.
     direct
         File: read past the page cache (True: where possible), through it (False), or whichever is better (None).
 
