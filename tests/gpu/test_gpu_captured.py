@@ -19,7 +19,6 @@ from gpu_runs import Differences, captured, expired, nan, poison, randn, settle
 import tilestream as ts
 from error_rule import Maths, check
 from tilestream.arrival import landing
-from tilestream.arrival.device import CountedSignals
 from tilestream.runtime import graphs
 from tilestream.runtime.properties import cuda_properties
 from tilestream.runtime.sequence import CopyIn, Sequence, Write
@@ -303,35 +302,6 @@ def test_what_is_refused_leaves_the_capture_whole():
     one.source.normal_()
     graph.replay()
     one.check(y, z)
-
-
-def test_calls_that_the_gpu_counts(backend):
-    """A launch whose epoch is a word in memory, eager and captured; then one whose signals are a call behind."""
-    a, b, out = randn(M, K), randn(K, N), nan(M, N)
-    chunks = -(-M // ROWS_PER_CHUNK)
-    words, count = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in (chunks, 1))
-    signals = CountedSignals(words, count, a.device)
-    arrival = ts.Arrival.uniform(ROWS_PER_CHUNK, chunks).with_signals(signals)
-
-    def call(signalled: bool = True) -> None:
-        poison(out)
-        count.add_(1)
-        if signalled:
-            words.copy_(count.expand(chunks))
-        ts.matmul(a, b, out=out, arrival=arrival, deadline=5.0 if signalled else 0.05)
-
-    count.fill_(2**31 - 4)  # it passes the largest number
-    call()
-    settle()
-    with captured() as graph:
-        call()
-    for turn in range(8):
-        graph.replay() if turn % 2 else call()
-        settle()
-        check(out, Maths(a, b))
-    call(signalled=False)
-    expired("did not arrive")
-    assert out.isnan().all()
 
 
 def test_copies_are_issued_in_the_pivots_order_in_a_graph():

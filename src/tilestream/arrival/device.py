@@ -16,7 +16,7 @@ from tilestream.arrival.device_words import REPLAYED, zero
 from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.publishing import Publishing
 from tilestream.core.copy_items import CopyArguments
-from tilestream.runtime.driver import capture_id, copy_across, follow_nodes
+from tilestream.runtime.driver import capture_id, follow_nodes
 from tilestream.runtime.graphs import Branch
 from tilestream.runtime.streams import aside
 
@@ -26,8 +26,7 @@ class GateWords(NamedTuple):
 
     words: torch.Tensor  # ``int32[chunks]``
     quarantine: torch.Tensor  # ``int32[1]``, read and set by launches whose epoch is 0
-    #: The epoch they are compared with; 0: any word that is not 0 has arrived, and they are zeroed at the end. Of
-    #: `CountedSignals` it is read at ``quarantine``.
+    #: The epoch they are compared with; 0: any word that is not 0 has arrived, and they are zeroed at the end.
     epoch: int
     key: int  # what an error record knows the signals by
 
@@ -294,44 +293,3 @@ class PeerSignals(DeviceSignals):
         with self._bell:
             self.epoch = epoch
             self._users.clear()
-
-
-class CountedSignals(PeerSignals):
-    """As `PeerSignals`, of launches that read their epoch in the GPU's memory, eager or replayed by a graph.
-
-    A word counts the calls, and no host does: a kernel or a captured node advances it before each launch, on its
-    stream. A signal of a call is a copy of the signaller's own count (`signal_count`), behind the chunk's copy in one
-    stream, or a kernel's store. Counts are compared cyclically: a signal of any earlier call counts for no later one.
-
-    Parameters
-    ----------
-    words, count
-        ``int32[chunks]`` and ``int32[1]`` on the device. A graph keeps neither alive.
-    """
-
-    counted = True
-
-    def __init__(self, words: torch.Tensor, count: torch.Tensor, device: torch.device) -> None:
-        super().__init__(words, device)
-        self.count_word = count
-
-    def use(self, local_rows: bool = False) -> GateWords:
-        """As `DeviceSignals.use`; the launch comes behind the count of its call on the current stream."""
-        self._settle(torch.cuda.current_stream(self._device))
-        if self.local_rows is not None and not local_rows:
-            self.local_rows.bring()
-        return self.eager_words
-
-    @property
-    def eager_words(self) -> GateWords:
-        """As `DeviceSignals.eager_words`."""
-        return GateWords(self._eager, self.count_word, REPLAYED, self.key)
-
-
-def signal_count(stream: int, count: torch.Tensor, address: int) -> None:
-    """Copy a count to the word at ``address`` once all that ``stream`` was given is done: a signal of its call.
-
-    To another GPU by a copy engine. A copy inside of one GPU may need an SM, which a waiting kernel may hold
-    (invariant 10): there a kernel signals.
-    """
-    copy_across(stream, address, count.data_ptr(), count.element_size())

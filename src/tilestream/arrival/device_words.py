@@ -33,7 +33,7 @@ _captured_stores: list[torch.Tensor] = []
 _MOST_USERS, _MOST_EPOCHS = 32, 1 << 30
 
 
-#: No epoch of the host's: of launches that a graph replays, whose words it zeroes first, or that read theirs in memory.
+#: What a graph that fills a stream's tensor signals with, in words that it zeroes first: no epoch of the host's.
 REPLAYED = 1 << 30
 
 
