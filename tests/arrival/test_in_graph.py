@@ -285,6 +285,23 @@ def test_the_forgotten_arrival_is_refused_in_a_graph_too(cuda):
         assert stream.is_filled_here, "another graph"
 
 
+def test_nothing_is_asked_of_events_while_a_graph_is_captured(cuda, monkeypatch):
+    """An event's query would end the capture."""
+    stream, _ = filled(cuda)
+    with cuda.capture(), monkeypatch.context() as patch:
+        for name in ("has_come", "await_event"):
+            patch.delattr(type(cuda.driver), name)
+        with stream:
+            stream.restart()
+            assert not stream.done
+        assert not stream.close()
+        with refused(
+            RuntimeError, "stream_in: wait() while a CUDA graph is captured; give the Stream to what reads it"
+        ):
+            stream.wait()
+    assert stream.done
+
+
 def test_a_gradient_is_void_where_a_replay_has_missed_a_chunk(cuda):
     stream, _ = filled(cuda)
     signals = stream.arrival._signals

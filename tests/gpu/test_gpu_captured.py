@@ -294,6 +294,9 @@ def test_what_is_refused_leaves_the_capture_whole():
             ts.stream_in(one.source)
         with pytest.raises(RuntimeError, match="call the Stream's restart"):
             ts.matmul(one.x, one.b)
+        with pytest.raises(RuntimeError, match="wait"):
+            one.x.wait()
+        assert not one.x.close()
         one.x.restart()
         with pytest.raises(ValueError, match=r"a is a tensor that ts\.stream_in has not filled yet"):
             ts.matmul(one.x.tensor, one.b)

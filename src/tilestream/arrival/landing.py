@@ -247,6 +247,8 @@ class DeviceLanding(Landing):
     def settled(self, timeout: float | None) -> bool:
         """See `Landing`."""
         landed = self._lane.landed
+        if torch.cuda.is_current_stream_capturing():
+            return False  # an event that is asked for would end the capture
         if timeout is None:
             landed.synchronize()
             return True

@@ -310,9 +310,13 @@ class Stream:
         ------
         TimeoutError
             If it takes longer than ``timeout`` seconds.
+        RuntimeError
+            If a CUDA graph is captured: no replay waits for the host.
         Exception
             What the producer raised, if it did; on a GPU, what that device has reported: see `tilestream.check`.
         """
+        if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("stream_in: wait() while a CUDA graph is captured; give the Stream to what reads it")
         left, signals = _countdown(timeout), self.arrival._signals
         begun = self._copies is None or self._copies.by_engine(signals, timeout)
         if not begun or not self._joined(left()):
