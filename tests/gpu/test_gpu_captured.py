@@ -42,13 +42,12 @@ class Kept:
         self.x.restart()
         return ts.matmul(self.x, self.b, **how)
 
-    def graph(self, before: Callable[[], object] = lambda: None, **how: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def graph(self, pool: Any = None, **how: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """A graph of a filling and a product, and the product."""
-        out = nan(self.source.shape[0], self.n)
-        with captured() as made:
+        out, made = nan(self.source.shape[0], self.n), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(made, pool=pool):
             poison(self.x.tensor)
             poison(out)
-            before()
             self.x.restart()
             ts.matmul(self.x, self.b, out=out, **how)
         return made, out
@@ -285,6 +284,19 @@ def test_a_graph_keeps_the_source_and_the_tensor_and_lets_go_of_them():
         graphs.let_go()
         time.sleep(0.01)
     assert kept not in graphs._kept, "the driver has not said that the graph is gone"
+
+
+def test_graphs_that_share_a_pool_of_memory():
+    one, pool = Kept(), torch.cuda.graph_pool_handle()
+    made = [one.graph(pool) for _ in range(3)]
+    for _ in range(2):
+        for graph, out in made:
+            one.source.normal_()
+            graph.replay()
+            one.check(out)
+        made.pop(0)  # what it had of the pool is free
+        gc.collect()
+        made.append(one.graph(pool))
 
 
 def test_what_is_refused_leaves_the_capture_whole():

@@ -117,6 +117,16 @@ def test_nothing_is_written_at_once_that_was_to_be_captured(stub):
     assert stub.calls == []
 
 
+def test_a_graph_has_no_branches_of_this_package(stub):
+    for ask in (
+        lambda: driver.captured_nodes(5), lambda: driver.follow_nodes(5, (1,), True),
+        lambda: driver.call_when_gone(5, 64, 64),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="in a HIP graph the kernel makes the copies: copies='kernel'"):
+            ask()
+    assert stub.calls == []
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
