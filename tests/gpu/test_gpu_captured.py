@@ -286,6 +286,23 @@ def test_a_graph_keeps_the_source_and_the_tensor_and_lets_go_of_them():
     assert kept not in graphs._kept, "the driver has not said that the graph is gone"
 
 
+def test_a_compiled_function_that_is_captured():
+    one, compiled = Kept(), torch.compile(lambda x, b: ts.matmul(x, b) + 1, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        one.x.restart()
+        compiled(one.x, one.b)
+    settle()
+    with captured() as graph:
+        poison(one.x.tensor)
+        one.x.restart()
+        out = compiled(one.x, one.b)
+    for _ in range(5):
+        one.source.normal_()
+        graph.replay()
+        settle()
+        torch.testing.assert_close(out, one.source.cuda() @ one.b + 1, rtol=0.02, atol=0.5)
+
+
 def test_graphs_that_share_a_pool_of_memory():
     one, pool = Kept(), torch.cuda.graph_pool_handle()
     made = [one.graph(pool) for _ in range(3)]
