@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, Stream, fake_cuda
 from tilestream.arrival import device_words
-from tilestream.arrival.device import COUNTED, CountedSignals, DeviceSignals, PeerSignals, signal_count
+from tilestream.arrival.device import DeviceSignals, PeerSignals
 from tilestream.arrival.flat import Awaited
 from tilestream.core.error_record import EXPIRED, FAILED, Record
 from tilestream.core.errors import ProducerStopped
@@ -549,31 +549,6 @@ class TestWordsThatPeersWrite:
         assert not short.self_reset
         words[1] = 6
         assert short.state() == [False, True]
-
-    def test_calls_that_the_device_counts_eager_and_replayed(self, cuda):
-        """A launch is told where its epoch is; what signals it carries the count of its own call."""
-        words, count, sent = own(2), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        signals, peer = CountedSignals(words, count, DEVICE), cuda.stream()
-        assert (signals.counted, DeviceSignals.counted) == (True, False)
-
-        def call() -> GateWords:
-            cuda.current.give(lambda: count.add_(1))
-            told = signals.use()
-            peer.give(lambda: sent.add_(1))
-            for chunk in range(2):
-                signal_count(peer.cuda_stream, sent, words.data_ptr() + 4 * chunk)
-            return told
-
-        with cuda.capture() as graph:
-            captured = call()
-        eager = call()
-        assert captured == eager
-        assert (eager.words is words, eager.quarantine is count, eager.epoch) == (True, True, COUNTED)
-        cuda.run()
-        for replay in range(2, 5):
-            graph.replay(cuda.current)
-            cuda.run()
-            assert (count.tolist(), words.tolist()) == ([replay], [replay, replay])
 
     def test_a_launch_that_is_overruled_keeps_what_has_come(self, cuda):
         words = own()

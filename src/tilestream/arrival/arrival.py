@@ -248,7 +248,7 @@ class Arrival:
 
     def incoming(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""
-        return Incoming(self.chunks(rows), self.pivot, self._signals.copied, counted=self._signals.counted)
+        return Incoming(self.chunks(rows), self.pivot, self._signals.copied)
 
     def published(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""

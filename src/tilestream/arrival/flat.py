@@ -57,7 +57,7 @@ class FlatArrival(NamedTuple):
     def incoming(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""
         chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
-        return Incoming(chunks, self.pivot, self.copied, counted=self.counted)
+        return Incoming(chunks, self.pivot, self.copied)
 
     def published(self, rows: int) -> Incoming:
         """See `tilestream.core.chunks.Arriving`."""
@@ -67,19 +67,13 @@ class FlatArrival(NamedTuple):
     @property
     def chunking(self) -> tuple[object, ...]:
         """What does not change from epoch to epoch."""
-        return self.pivot, self.num_chunks, self.rows_per_chunk, self.bounds, self.copied, self.counted
+        return self.pivot, self.num_chunks, self.rows_per_chunk, self.bounds, self.copied
 
     @property
     def copied(self) -> int:
         """See `Incoming`. 0 where the signals' owner has dropped them: `signals` raises then."""
         found = sources.get(self.key)
         return found.copied if isinstance(found, Signals) else 0
-
-    @property
-    def counted(self) -> bool:
-        """See `Incoming`."""
-        found = sources.get(self.key)
-        return isinstance(found, Signals) and found.counted
 
     def signals(self, op: str, device: torch.device) -> Signals:
         """The live signals of an operand on ``device``; where that is a GPU, `DeviceSignals`.

@@ -81,9 +81,6 @@ class Signals:
         assert isinstance(found, Signals)
         return found
 
-    #: Whether a launch reads its epoch in memory: see `tilestream.arrival.device.CountedSignals`.
-    counted = False
-
     @property
     def copied(self) -> int:
         """Bytes of the words in which a kernel copies what these signal; 0 where something else brings it."""

@@ -125,14 +125,11 @@ class Incoming:
     #: Bytes of the words in which the kernel may make the copies itself; 0 where something else makes them.
     copied: int = 0
     own_words: bool = False  # of an output's chunks: whether they are signalled by words of the caller's own
-    counted: bool = False  # whether a launch reads its epoch in memory: `tilestream.arrival.device.CountedSignals`
 
     @property
     def chunking(self) -> tuple[object, ...]:
         """What a launch depends on: not the epoch, nor the signals."""
-        return (
-            self.pivot, self.chunks.count, self.chunks.rows_per_chunk or self.chunks.bounds, self.copied, self.counted
-        )  # fmt: skip
+        return self.pivot, self.chunks.count, self.chunks.rows_per_chunk or self.chunks.bounds, self.copied
 
 
 @runtime_checkable

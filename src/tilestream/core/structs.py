@@ -86,7 +86,6 @@ class Incoming(NamedTuple):
     per_chunk: Any  # rows (columns) of a chunk, where chunks are uniform
     unread: Any  # chunks that no tile reads
     extent: Any  # rows (columns) of the operand in one batch
-    count: Any = None  # pointer to int32: the epoch, where a launch reads it in memory
 
 
 class Gate(NamedTuple):

@@ -86,7 +86,6 @@ class GemmConfig(ScheduleConfig):
     COPY_BLOCK: int = 1
     COPY_VECTOR: int = 1
     TRACE: bool = False  # whether spans are written down: see `tilestream.kernels.device.trace`
-    COUNTED: bool = False  # whether the epoch of A's rows is read in memory: `tilestream.core.structs.Incoming.count`
 
     @property
     def GATED(self) -> bool:
@@ -97,8 +96,6 @@ class GemmConfig(ScheduleConfig):
     def _shared(plan: Any, layout: Any) -> dict[str, Any]:
         problem = plan.problem
         copied = {"none": None, "rows": problem.rows, "columns": problem.columns}[plan.copies]
-        if problem.columns is not None and problem.columns.counted:
-            raise NotImplementedError("weight_arrival: the epoch of a weight's rows is no word in memory; of A's rows")
         return {
             **dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), plan.block, strict=True)),
             "SCALED": layout.scaled,
@@ -111,7 +108,6 @@ class GemmConfig(ScheduleConfig):
             "COPIES": plan.copies,
             "COPY_BLOCK": block(plan.warps, copied.copied) if copied else 1,
             "COPY_VECTOR": vector(copied.copied) if copied else 1,
-            "COUNTED": problem.rows is not None and problem.rows.counted,
         }
 
 

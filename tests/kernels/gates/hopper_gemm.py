@@ -106,7 +106,6 @@ HOWS = {
     "copied": How(rows=_uniform(_SIZE, 0, 16), in_order=True),
     "copied weight": How(columns=_ragged(_SIZE, 0, 2), in_order=True),
     "local": How(rows=_uniform(_SIZE), in_order=True, local=True),
-    "counted": How(rows=_uniform(_SIZE, 0, 0, False, True), in_order=True),
     "probed": How(probe=True),
     "full": How(full=True, batch=_BATCH),
 }

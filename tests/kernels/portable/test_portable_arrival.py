@@ -15,7 +15,6 @@ from interpreted import DEVICE, KINDS, Words, awaited, captured, check_product, 
 
 from device_order import check_gates, check_order
 from error_rule import rand
-from tilestream.arrival.device import COUNTED
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
 from tilestream.core.operands import Epilogue
@@ -209,28 +208,6 @@ def test_batches_and_columns(kind):
     both = replace(plan.problem, rows=Incoming(rows))
     plan = plan_problem.__wrapped__(both, 3, kind, device=DEVICE)
     check_product(plan, a, b, incoming=awaited(Words(5).arrive(), Words(3).arrive()))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_epoch_that_is_read_in_memory(kind):
-    """Calls are counted past 2**31, and a chunk of the call before is missing in this one."""
-    source, b, cut = rand(40, 20), rand(20, 20), Chunks((0, 20, 20, 40))
-    plan = plan_of(40, 20, 20, kind, rows=cut)
-    plan = plan_problem.__wrapped__(
-        replace(plan.problem, rows=Incoming(cut, counted=True)), 3, kind, device=DEVICE
-    )  # fmt: skip
-    for count in (5, 2**31 - 1, -(2**31), -1, 0, 1):
-        words = Words(3, COUNTED)
-        words.quarantine[:] = count
-        words.words[:] = torch.tensor([count, count, count + 1]).to(torch.int32)  # another may be a call ahead
-        check_product(plan, source, b, incoming=awaited(words))
-        assert words.words[0] == words.quarantine[0] == count, "nothing is zeroed"
-        words.words[2] = torch.tensor(count - 1).to(torch.int32)
-        a = source.clone()
-        a[20:] = float("nan")
-        out = voided(plan, a, b, incoming=awaited(words))
-        assert out[tiles_of(plan, out, 2)].isnan().all()
-        assert expired("did not arrive within the deadline").chunk == 2
 
 
 def test_shared_rows():

@@ -260,8 +260,7 @@ def gemm(
     words = Words(counters, base, reset, log, capacity, partials, counts)
     gate = Gate(
         Incoming(
-            row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, rows,
-            row_quarantine if C.COUNTED else None,
+            row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, rows
         ),
         Incoming(
             column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks,

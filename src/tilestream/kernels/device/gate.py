@@ -15,8 +15,7 @@ with `Gate.needs`: the chunks of each row tile, those without rows left out (`ti
 
 Words (invariants 4 and 5). *Signals*: int32; a chunk has arrived when its signal is at least the call's epoch. With an
 epoch of 0 (captured launches, a caller's own words) any word but 0 will do, and the last worker out zeroes the words.
-``-epoch`` says that the producer failed. *Count*: where a launch reads its epoch in memory (`Incoming.count`), it may
-be any number, and is compared cyclically. *Abort*: a 64-bit word behind the counters; a launch is over when it is at
+``-epoch`` says that the producer failed. *Abort*: a 64-bit word behind the counters; a launch is over when it is at
 least ``base + 1``. *Quarantine*: an expired launch may leave signals behind whose epoch is 0; the launches after it
 give NaN until the host has cleared the word.
 
@@ -49,12 +48,8 @@ RECORDS, FIELDS = map(tl.constexpr, (record.RECORDS, record.FIELDS))
 def poll_signal(coming, chunk):
     """`PENDING`, `ARRIVED` or `FAILED`. A worker that is told `ARRIVED` reads what was written before the signal."""
     word = tl.atomic_add(coming.signals + chunk, 0, sem="acquire", scope="sys")
-    if coming.count is None:
-        here = ((coming.epoch == 0) & (word != 0)) | ((coming.epoch > 0) & (word >= coming.epoch))
-        failed = (coming.epoch > 0) & (word == -coming.epoch)
-    else:
-        here = word - tl.load(coming.count) >= 0
-        failed = word != word
+    here = ((coming.epoch == 0) & (word != 0)) | ((coming.epoch > 0) & (word >= coming.epoch))
+    failed = (coming.epoch > 0) & (word == -coming.epoch)
     return tl.where(here, ARRIVED, tl.where(failed, FAILED, PENDING))
 
 

@@ -303,8 +303,7 @@ def gemm(
         m, n = columns, rows
     gate = Gate(
         Incoming(
-            row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, m,
-            row_quarantine if C.COUNTED else None,
+            row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, m
         ),
         Incoming(
             column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks,

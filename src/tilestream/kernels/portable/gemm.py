@@ -146,8 +146,7 @@ def gemm(
     )  # fmt: skip
     words = Words(counters, base, reset, log, capacity, partials, counts)
     rows = Incoming(
-        row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, m,
-        row_quarantine if C.COUNTED else None,
+        row_signals, row_quarantine, row_table, row_epoch, row_key, row_chunks, rows_per_chunk, row_unread, m
     )  # fmt: skip
     columns = Incoming(
         column_signals, column_quarantine, column_table, column_epoch, column_key, column_chunks, columns_per_chunk,
