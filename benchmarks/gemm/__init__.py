@@ -10,6 +10,7 @@ _hopper = partial(Section, nvidia="plans of the Hopper kernel; the self-check's 
 SESSION = "gemm.bench:Bench"
 SECTIONS = {
     "suite": _hopper("gemm.sections:suite", "cuBLAS: squares, Llama-3's layers, short K, odd", 150, usual=True),
+    "random": _hopper("gemm.board:random", "cuBLAS on problems that a seed draws: --seed, --count, --resume", 200),
     "quack": _hopper("gemm.quack:quack", "quack-kernels and cuBLAS on a dozen shapes", 270),
     "fp8": _hopper("gemm.sections:fp8", "torch._scaled_mm", 90, usual=True),
     "epilogue": _hopper("gemm.sections:epilogue", "torch.compile of bias and GELU", 270, usual=True),

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import tilestream as ts
 from benchmarks.gemm.bench import FP8_WAYS, every_plan, fp8_operands, kernel_of, planned
+from benchmarks.gemm.board import on_meta
 from benchmarks.gemm.queues import ways
 from benchmarks.gemm.shapes import Shape, parse
+from tilestream.core.device import DeviceProperties
+from tilestream.plan.api import device_properties
+from tilestream_tools.warm.ahead import compile_call, kernels_of
 
 
 def compile_share(arguments: list[str]) -> None:
     """A process of `core.compiling.compile_ahead`: its share of the kernels."""
     what, shapes, within, index, count = arguments
     torch.set_grad_enabled(False)
-    compile_part(what, parse(shapes), int(index), int(count), float(within))
+    if what == "random":
+        compile_drawn(shapes.split(","), device_properties("cuda"), int(index), int(count))
+    else:
+        compile_part(what, parse(shapes), int(index), int(count), float(within))
+
+
+def compile_drawn(names: Sequence[str], device: DeviceProperties, index: int, count: int) -> int:
+    """Compile, launching nothing, the kernels of drawn problems that fall to process ``index``; how many these are.
+
+    A problem's name is its seed and its number: ``"1:17"``.
+    """
+    kernels = kernels_of([on_meta(*map(int, name.split(":"))) for name in names], device)
+    mine = sorted(kernels)[index::count]
+    for key in mine:
+        compile_call(kernels[key], device)
+    return len(mine)
 
 
 def compile_part(what: str, shapes: list[Shape], index: int, count: int, within: float = float("inf")) -> None:

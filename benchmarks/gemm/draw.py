@@ -7,8 +7,6 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from benchmarks.gemm.shapes import Shape
-
 #: Extents are log-uniform between these.
 LEAST, MOST = 16, 16384
 #: Of what an extent is a multiple, and how often: half, a quarter, a quarter.
@@ -16,31 +14,33 @@ MULTIPLES = (128, 128, 8, 1)
 #: Likewise dtypes, and layouts in BLAS's letters: ``"nt"`` is B as a weight ``[N, K]`` of a Linear lies.
 DTYPES = ("bfloat16", "bfloat16", "float16", "float8_e4m3fn")
 LAYOUTS = ("nn", "nt", "tn", "tt")
-#: One problem in so many is a batch; of so many at most; bytes of operands and output, and operations, at most.
-ONE_IN, MOST_BATCHES, MOST_BYTES, MOST_OPERATIONS = 10, 64, 4 << 30, 1 << 44
+#: How the products of fp8 are scaled.
+SCALES = ("tensor", "row")
+#: One problem in so many is a batch; of so many at most; and the bytes of operands and output that a problem may have.
+ONE_IN, MOST_BATCHES, MOST_BYTES = 10, 64, 4 << 30
 #: `torch._scaled_mm` takes extents of K and N in multiples of this.
 FP8_MULTIPLE = 16
 
-#: By the rows of A and B as they lie in memory, the worse of the two: multiples of how many elements these are, and a
-#: name. TMA reads rows of 16 bytes and more; those of 128 bytes begin at cache lines.
+#: How rows of A and B lie in memory: of how many elements both are multiples, and the name of that. Of 16 bits, rows of
+#: 64 begin at cache lines of 128 bytes, and TMA reads rows of 8.
 ROWS = {64: "rows of 64", 8: "rows of 8", 2: "even rows", 1: "odd rows"}
 #: The classes that a problem may be counted in, in the order of pages; see `classes`.
 CLASSES = {
-    "16-bit": "bf16 and fp16, all",
-    "big": "M, N >= 1024, rows of A and B multiples of 64 elements",
-    "rows of 64": "rows of A and B multiples of 64 elements",
-    "rows of 8": "rows of A and B multiples of 8 elements, not both of 64",
-    "even rows": "rows of A and B even, not both multiples of 8",
-    "odd rows": "a row of A or B odd",
-    "middle": "64 < M < 1024",
-    "few rows": "M <= 64",
+    "16-bit": "bfloat16 and float16",
+    "big": "M, N of 1024 and more, rows of 64",
+    "rows of 64": "rows of A and B in memory are multiples of 64 elements",
+    "rows of 8": "of 8, not both of 64",
+    "even rows": "of 2, not both of 8",
+    "odd rows": "one of them is odd",
+    "middle": "M of 65 to 1023",
+    "few rows": "M of 1 to 64",
     "batched": "a batch of 2 to 64",
-    "fp8": "fp8, one scale a tensor or a row",
+    "fp8": "one scale a tensor, or a row",
 }
 
 
 class Draw(NamedTuple):
-    """``[batch, M, K] @ [batch, K, N]``, as it was drawn."""
+    """``[batch, M, K] @ [batch, K, N]``, as it was drawn. What `Shape` says of itself it says, too."""
 
     m: int
     n: int
@@ -51,9 +51,9 @@ class Draw(NamedTuple):
     scales: str = "none"
 
     def __str__(self) -> str:
-        parts = [f"{self.batch}x" if self.batch > 1 else "", f"{self.m}x{self.n}x{self.k}"]
-        scales = "" if self.scales == "none" else f" {self.scales}"
-        return f"{'*'.join(filter(None, parts))} {self.dtype} {self.layout}{scales}".replace("x*", "*")
+        batch = f"{self.batch}*" if self.batch > 1 else ""
+        scales = f" {self.scales}" if self.scales != "none" else ""
+        return f"{batch}{self.m}x{self.n}x{self.k} {self.dtype} {self.layout}{scales}"
 
     @property
     def itemsize(self) -> int:
@@ -61,60 +61,82 @@ class Draw(NamedTuple):
         return 1 if self.dtype.startswith("float8") else 2
 
     @property
-    def shape(self) -> Shape:
-        """The extents; batches count as rows, so that operations are right."""
-        return Shape(self.m * self.batch, self.n, self.k)
+    def outputs(self) -> int:
+        """Rows of the output, of all batches."""
+        return self.batch * self.m
 
     @property
-    def bytes(self) -> int:
-        """Bytes of A, B and the output."""
-        return self.batch * (self.itemsize * self.k * (self.m + self.n) + 2 * self.m * self.n)
+    def operations(self) -> int:
+        """Multiply-adds, counted two each."""
+        return 2 * self.outputs * self.n * self.k
+
+    def read(self, itemsize: int = 2) -> int:
+        """Bytes of A and B, each read once."""
+        return self.batch * itemsize * self.k * (self.m + self.n)
+
+    def bytes(self, itemsize: int = 2, out: int = 2) -> int:
+        """Bytes that must move at least."""
+        return self.read(itemsize) + out * self.outputs * self.n
 
     @property
-    def pitches(self) -> tuple[int, int]:
-        """Elements of a row of A and of B as they lie."""
-        return self.k if self.layout[0] == "n" else self.m, self.n if self.layout[1] == "n" else self.k
-
-    @property
-    def rows(self) -> str:
-        """Its name in `ROWS`."""
-        return next(name for multiple, name in ROWS.items() if not any(pitch % multiple for pitch in self.pitches))
+    def lies(self) -> str:
+        """How the rows of A and B lie: a name of `ROWS`."""
+        a, b = self.k if self.layout[0] == "n" else self.m, self.n if self.layout[1] == "n" else self.k
+        return next(name for multiple, name in ROWS.items() if not (a % multiple or b % multiple))
 
     @property
     def kind(self) -> str:
-        """The one class that a picture shows it in: ``"fp8"``, or the name of its rows."""
-        return "fp8" if self.itemsize == 1 else self.rows
+        """The one class that a picture shows it in: ``"fp8"``, or how its rows lie."""
+        return "fp8" if self.itemsize == 1 else self.lies
 
     @property
-    def classes(self) -> tuple[str, ...]:
-        """All classes that it is counted in."""
+    def classes(self) -> list[str]:
+        """All classes that it is counted in: names of `CLASSES`."""
         if self.itemsize == 1:
-            return ("fp8",)
-        big = min(self.m, self.n) >= 1024 and self.rows == "rows of 64"
-        few = "few rows" if self.m <= 64 else "middle" if self.m < 1024 else ""
-        found = ["16-bit", "big" if big else "", self.rows, few, "batched" if self.batch > 1 else ""]
-        return tuple(filter(None, found))
+            return ["fp8"]
+        found = {
+            "16-bit": True,
+            "big": min(self.m, self.n) >= 1024 and self.lies == "rows of 64",
+            self.lies: True,
+            "middle": 64 < self.m < 1024,
+            "few rows": self.m <= 64,
+            "batched": self.batch > 1,
+        }
+        return [name for name, there in found.items() if there]
+
+    def small(self) -> Draw:
+        """A small one of its kind, for a dry run."""
+        m, n, k = (max(1, extent // 64) for extent in self[:3])
+        return self._replace(m=m, n=n, k=k).as_taken()
+
+    def as_taken(self) -> Draw:
+        """With extents that torch's call takes: `torch._scaled_mm` wants multiples, along K, and no batch."""
+        if self.itemsize > 1:
+            return self
+        n, k = (-(-extent // FP8_MULTIPLE) * FP8_MULTIPLE for extent in (self.n, self.k))
+        return self._replace(n=n, k=k, layout="nt", batch=1)
 
 
 def draws(seed: int, count: int) -> list[Draw]:
-    """The first ``count`` problems of a seed; the first of more are the same."""
-    endless = _endless(random.Random(seed))
-    return [next(endless) for _ in range(count)]
+    """The first ``count`` problems of a seed, none of them twice; the first of more are the same."""
+    found: dict[Draw, None] = {}
+    for problem in _endless(random.Random(seed)):
+        found.setdefault(problem)
+        if len(found) >= count:
+            break
+    return list(found)
 
 
 def _endless(chance: random.Random) -> Iterator[Draw]:
     while True:
         # Drawn in one order whatever is used of it, so that a rule that changes one problem leaves the others.
-        m, n, k = (_extent(chance) for _ in range(3))
-        dtype, layout, scales = chance.choice(DTYPES), chance.choice(LAYOUTS), chance.choice(("tensor", "row"))
+        extents = [_extent(chance) for _ in range(3)]
+        dtype, layout, scales = chance.choice(DTYPES), chance.choice(LAYOUTS), chance.choice(SCALES)
         batched, batch = chance.randrange(ONE_IN) == 0, round(_log_uniform(chance, 2, MOST_BATCHES))
-        found = Draw(m, n, k, dtype, layout)
-        if found.itemsize == 1:  # what torch._scaled_mm takes: no batch, both along K
-            n, k = (-(-extent // FP8_MULTIPLE) * FP8_MULTIPLE for extent in (n, k))
-            found = Draw(m, n, k, dtype, "nt", scales=scales)
-        elif batched:
-            found = found._replace(batch=batch)
-        if found.bytes <= MOST_BYTES and found.shape.operations <= MOST_OPERATIONS:
+        found = Draw(*extents, dtype, layout, batch if batched else 1).as_taken()
+        if found.itemsize == 1:
+            found = found._replace(scales=scales)
+        if found.bytes(found.itemsize) <= MOST_BYTES:
             yield found
 
 
