@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shapes", help="MxNxK,... instead of the section's own")
     made.add_argument("--rounds", type=int, help="samples of each call")
     made.add_argument("--within", type=float, default=float("inf"),
-                      help="gemm search, variants: skip plans expected to take so many times the best")  # fmt: skip
+                      help="gemm search, sweep: skip plans expected to take so many times the best")  # fmt: skip
     made.add_argument(
         "--seed", type=int, default=1, help="gemm random: what is drawn (default: 1; 1 and 2 are published)"
     )

@@ -62,10 +62,18 @@ class Bench(Session):
 
     def compile_ahead(self, what: str, shapes: Iterable[Shape | str]) -> float:
         """Have what will be launched compiled on all cores at once; seconds. See `compiling.compile_share`."""
-        if self.dry:
+        shapes = list(shapes)
+        if self.dry or not shapes:
             return 0.0
         text, limit = ",".join(map(str, shapes)), min(0.4 * self.left, 150)
         return compile_ahead("gemm", what, text, str(self.options.within), limit=limit)
+
+    def unmeasured(self, record: Record, problems: dict[Draw, int]) -> dict[Draw, int]:
+        """The problems that ``--resume`` has no rows of, with their numbers; its rows become the record's first."""
+        if self.options.resume:
+            record.resume(self.options.resume)
+        done = {row["shape"] for row in record.rows}
+        return {problem: number for problem, number in problems.items() if str(problem) not in done}
 
     def free(self) -> None:
         """Give memory back."""

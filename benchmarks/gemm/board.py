@@ -17,6 +17,8 @@ from tilestream.plan import Plan
 from tilestream.plan import plan as ask
 from tilestream_tools.sweep.check import Check, poison
 
+#: Problems, where no other number is given.
+COUNT = 200
 #: Seconds of samples of a problem: 200 problems, with their operands and checks, in 200 seconds.
 SAMPLING = 0.2
 #: What a call costs the host is measured of problems whose floor is below this: behind others the host waits.
@@ -27,14 +29,10 @@ def random(bench: Bench) -> None:
     """The problems of ``--seed``, those of ``--resume`` left out."""
     seed = bench.options.seed
     every = {problem.small() if bench.dry else problem: number
-             for number, problem in enumerate(draws(seed, bench.options.count))}  # fmt: skip
+             for number, problem in enumerate(draws(seed, bench.options.count or COUNT))}  # fmt: skip
     record = bench.gemm_record(f"random_{seed}", seed=seed, dtype="as drawn", planned=len(every))
-    if bench.options.resume:
-        record.resume(bench.options.resume)
-    done = {row["shape"] for row in record.rows}
-    left = {problem: number for problem, number in every.items() if str(problem) not in done}
-    if left:
-        bench.compile_ahead("random", [f"{seed}:{number}" for number in left.values()])
+    left = bench.unmeasured(record, every)
+    bench.compile_ahead("random", [f"{seed}:{number}" for number in left.values()])
     bench.rows(record, left, lambda problem: random_row(bench, problem))
 
 
@@ -108,7 +106,8 @@ def planned(problem: Draw, device: str | DeviceProperties) -> Plan:
 
 def reasons(plan: Plan) -> str:
     """Why this plan, and why not the others, in a line."""
-    return "; ".join([plan.why, *(f"{refusal.what}: {refusal.why}" for refusal in plan.refused)])
+    others = (f"{refusal.what}: {refusal.why}" for refusal in plan.refused if refusal.what != "portable")
+    return "; ".join([plan.why, *others])
 
 
 def on_meta(seed: int, number: int) -> Call:

@@ -146,13 +146,6 @@ SEARCH = _shapes(
     "200x49152x4096 3000x7168x2048"
 )
 
-#: What the cost model is fitted to, where no shapes are given.
-VARIANTS = _shapes(
-    "4096x4096x4096 64x8192x8192 8192x8192x1024 512x8192x8192 16x8192x28672 2048x2048x2048 1x10240x8192 "
-    "8192x8192x8192 1024x4096x14336 256x28672x4096 1024x1024x1024 8192x8192x512"
-)
-
-
 #: Shapes where the placement of tiles matters (short K, few columns, few rows), and others where it should not.
 QUEUES = _shapes(
     "8192x8192x1024 8192x8192x512 8192x8192x8192 4096x4096x4096 1024x10240x8192 256x8192x28672 4096x14336x4096 "
