@@ -26,7 +26,7 @@ from benchmarks.gemm.sweep import key_of
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gpu_specs import named
 from tilestream.plan.policy import hopper
-from tilestream.plan.policy.hopper_costs import Costs, Cut, Model, costs_of
+from tilestream.plan.policy.hopper_costs import Costs, Cut, Model, TileFacts, costs_of
 from tilestream.plan.problem import Problem
 
 #: Constants that a sweep does not show: a number of lines, what a queue costs an item, and promoted sums.
@@ -50,7 +50,7 @@ class Measured(NamedTuple):
 
     problem: Problem
     device: DeviceProperties
-    candidates: list[tuple[hopper.Tile, bool, Cut]]
+    candidates: list[tuple[TileFacts, bool, Cut]]
     seconds: np.ndarray
 
     def expected(self, costs: Costs) -> np.ndarray:
@@ -72,7 +72,7 @@ def of_problem(drawn: Draw, device: DeviceProperties, seconds: dict[str, float] 
         rows, columns = one.block[1::-1] if one.swap_ab else one.block[:2]
         tile = next(row for row in hopper.TILES if row[:3] == (one.variant, rows, columns))
         if seconds is None or (key := key_of(one)) in seconds:
-            found.append((tile, one.swap_ab, Cut.of(one.schedule)))
+            found.append((hopper.facts_of(problem, device, tile), one.swap_ab, Cut.of(one.schedule)))
             taken.append(math.nan if seconds is None else seconds[key])
     return Measured(problem, device, found, np.array(taken))
 

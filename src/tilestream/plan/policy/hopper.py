@@ -18,7 +18,7 @@ from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.candidate import FREE, Candidate, Deferred, Forced, Refusal, require
-from tilestream.plan.policy.hopper_costs import LINE, Cut, Model
+from tilestream.plan.policy.hopper_costs import LINE, Cut, Model, TileFacts
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 
@@ -226,6 +226,7 @@ class Way(NamedTuple):
     """A tile either way round with a kind of schedule, and what of a candidate no extent decides."""
 
     tile: Tile
+    facts: TileFacts
     swap_ab: bool
     kind: Kind
     block: tuple[int, int, int]
@@ -253,7 +254,10 @@ def ways(problem: Problem, device: DeviceProperties, kinds: tuple[Kind, ...], fo
             continue
         strip = row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW)
         registers = forced.registers or registers_of(problem, row, forced.queues)
-        found.append(Way(row, swap_ab, kind, block, forced.stages or fit, strip, row.buffers(out_size), registers))
+        facts = facts_of(problem, device, row)
+        found.append(
+            Way(row, facts, swap_ab, kind, block, forced.stages or fit, strip, row.buffers(out_size), registers)
+        )
     return tuple(found)
 
 
@@ -296,7 +300,7 @@ def candidates(
             make = functools.partial(Schedule, kind, grid, raster, count, queues, split, shares, first_batch)
             yield Deferred(
                 make, kind=kind, variant=way.tile.variant, block=block, warps=4, stages=way.stages,
-                predicted=model.seconds(way.tile, way.swap_ab, cut), swap_ab=way.swap_ab, strip=way.strip,
+                predicted=model.seconds(way.facts, way.swap_ab, cut), swap_ab=way.swap_ab, strip=way.strip,
                 buffers=way.buffers, registers=way.registers,
             )  # fmt: skip
 
@@ -349,4 +353,12 @@ def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
 
 def seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile, swap_ab: bool) -> float:
     """What the cost model expects of a schedule."""
-    return Model(problem, device).seconds(tile, swap_ab, Cut.of(schedule))
+    return Model(problem, device).seconds(facts_of(problem, device, tile), swap_ab, Cut.of(schedule))
+
+
+def facts_of(problem: Problem, device: DeviceProperties, tile: Tile) -> TileFacts:
+    """What the cost model knows of a tile, for such a problem."""
+    parts = widths(tile.columns)
+    depth = tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared)
+    tail = rs_tail(parts, 8 * ITEMSIZE[problem.dtype])
+    return TileFacts(tile.variant, tile.rows, tile.columns, tile.lines, depth, tile.registers, parts, tail)

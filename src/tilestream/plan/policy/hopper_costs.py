@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
 from tilestream.core.integers import cdiv
 from tilestream.core.schedule import Kind, Schedule
 from tilestream.plan.problem import ITEMSIZE, Problem
-
-if TYPE_CHECKING:
-    from tilestream.plan.policy.hopper import Tile
 
 #: Bytes of a line of L2, and of a row of a stage; bytes that L2 and memory move at least.
 LINE, SECTOR = 128, 32
@@ -126,37 +123,38 @@ class Cut(NamedTuple):
         )  # fmt: skip
 
 
-class OfTile(NamedTuple):
-    """What the model knows of a tile, whatever the problem's extents.
+class TileFacts(NamedTuple):
+    """What the model knows of a tile.
 
-    ``multiply`` and ``alone``: cycles of a K step's multiplications, had the tensor cores their nominal rate; alone is
-    of a worker that has one item.
+    ``lines`` is K of a stage, and ``depth`` that of the ring, in lines of 128 bytes. ``parts`` are the widths that the
+    columns are multiplied in, and ``rs_tail`` says whether the last has its x in registers.
     """
 
-    multiply: float
-    alone: float
+    variant: str
+    rows: int
+    columns: int
+    lines: int
+    depth: int
     registers: int
+    parts: tuple[int, ...]
+    rs_tail: bool
 
 
 @functools.lru_cache(maxsize=1024)
-def of_tile(tile: Tile, size: int, out_size: int, shared: int, costs: Costs) -> OfTile:
-    """What the model knows of a tile of operands and outputs of so many bytes, with so much shared memory."""
-    from tilestream.plan.policy.hopper import rs_tail, widths
-
-    parts = widths(tile.columns)
-    tail = rs_tail(parts, 8 * size)
+def multiplying(tile: TileFacts, costs: Costs) -> tuple[float, float]:
+    """Cycles of a K step's multiplications, had the tensor cores their nominal rate; and of a worker with one item."""
     # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
     cycles = 0.0
-    for i, width in enumerate(parts):
-        rows = 0.0 if tail and i == len(parts) - 1 else costs.further_cycles if i else costs.rows_cycles
+    for i, width in enumerate(tile.parts):
+        last = i == len(tile.parts) - 1
+        rows = 0.0 if tile.rs_tail and last else costs.further_cycles if i else costs.rows_cycles
         cycles += max(width / 2, width / 4 + rows)
-    cycles *= tile.rows // 64 * tile.block_k(size) * size // 32  # instructions, of 32 bytes of K of every type
-    if len(parts) > 1:
-        cycles *= costs.rs_tail_loss if tail else costs.parts_loss
-    cycles *= 1 + costs.shallow_loss * max(0, costs.lines - tile.lines * tile.stages(out_size, shared))
+    cycles *= tile.rows // 64 * tile.lines * LINE // 32  # instructions, of 32 bytes of K of every type
+    if len(tile.parts) > 1:
+        cycles *= costs.rs_tail_loss if tile.rs_tail else costs.parts_loss
+    cycles *= 1 + costs.shallow_loss * max(0, costs.lines - tile.depth)
     rate: float = getattr(costs, tile.variant)
-    alone = costs.alone if tile.variant == "ping_pong" else rate
-    return OfTile(cycles / rate, cycles / alone, tile.registers)
+    return cycles / rate, cycles / (costs.alone if tile.variant == "ping_pong" else rate)
 
 
 def row_cost(multiple: int, costs: Costs) -> float:
@@ -178,42 +176,33 @@ class Model:
     """
 
     def __init__(self, problem: Problem, device: DeviceProperties, costs: Costs | None = None) -> None:
-        self.problem, self.device, self.costs = problem, device, costs or costs_of(device)
-        self.size, self.out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+        self.problem, self.costs = problem, costs or costs_of(device)
         self.cycles = device.peak("bfloat16", 1) / 4096  # a second
         self.row_costs = tuple(row_cost(multiple, self.costs) for multiple in problem.row_multiples)
         self.bandwidth = device.bandwidth * self.costs.memory
         self.bytes = problem.bytes
-        self.by_tma = problem.n * self.out_size % 16 == 0
+        self.by_tma = problem.n * ITEMSIZE[problem.out_dtype] % 16 == 0
 
-    def step(self, tile: Tile, swap_ab: bool, cut: Cut) -> float:
+    def step(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
         """Seconds of a K step: the slower of its multiplications and of its bytes' way from L2."""
-        return self._step(self._of(tile), tile, swap_ab, cut)
-
-    def _of(self, tile: Tile) -> OfTile:
-        return of_tile(tile, self.size, self.out_size, self.device.shared, self.costs)
-
-    def _step(self, known: OfTile, tile: Tile, swap_ab: bool, cut: Cut) -> float:
         costs = self.costs
         alone = cut.kind != "stream_k" and cut.tiles <= cut.workers
-        multiply = (known.alone if alone else known.multiply) / self.cycles
-        workers = cut.tiles if alone else cut.workers
+        multiply = multiplying(tile, costs)[alone] / self.cycles
         of_rows, of_columns = self.row_costs[::-1] if swap_ab else self.row_costs
         rows = tile.rows * of_rows + tile.columns * of_columns
-        feed = LINE * tile.lines * rows / min(costs.feed / workers, costs.feed_of_one)
+        feed = LINE * tile.lines * rows / min(costs.feed / (cut.tiles if alone else cut.workers), costs.feed_of_one)
         if not alone:
             feed *= costs.drifted if cut.together else costs.scattered
         longer, shorter = (multiply, feed) if multiply > feed else (feed, multiply)
         return longer + costs.step_not_hidden * shorter + costs.step
 
-    def seconds(self, tile: Tile, swap_ab: bool, cut: Cut) -> float:
+    def seconds(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
         """What a launch takes: items in waves, or memory, whichever is the longer."""
         costs, workers = self.costs, cut.workers
-        known = self._of(tile)
-        step = self._step(known, tile, swap_ab, cut)
-        epilogue = costs.epilogue + costs.register * known.registers
+        step = self.step(tile, swap_ab, cut)
+        epilogue = costs.epilogue + costs.register * tile.registers
         if not self.by_tma:
-            epilogue += (costs.direct_swapped if swap_ab else costs.direct) * known.registers
+            epilogue += (costs.direct_swapped if swap_ab else costs.direct) * tile.registers
         item, tail = cut.k_steps * step + epilogue + (costs.ticket if cut.kind != "static" else 0.0), 0.0
         if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
             item, tail = max(cut.k_steps * step, item / 2), epilogue
@@ -238,7 +227,7 @@ class Model:
         memory = (self.bytes + partials_bytes) / self.bandwidth
         return costs.launch + max(busy, memory) + costs.not_hidden * min(busy, memory)
 
-    def _unshared_bytes(self, tile: Tile, swap_ab: bool, cut: Cut, remainder: int, shares: int) -> float:
+    def _unshared_bytes(self, tile: TileFacts, swap_ab: bool, cut: Cut, remainder: int, shares: int) -> float:
         """Bytes that come from memory for stream-K's remainder, where its shares cross from tile to tile.
 
         They begin at all places of K then, so tiles that share an operand read it at different times: unless L2 keeps
@@ -248,7 +237,7 @@ class Model:
             return 0.0
         block_m, block_n = (tile.columns, tile.rows) if swap_ab else (tile.rows, tile.columns)
         group = min(cut.group, cut.num_m)
-        line = self.problem.k * self.size
+        line = self.problem.k * ITEMSIZE[self.problem.dtype]
         rows, columns = min(self.problem.m, group * block_m), cdiv(remainder, group) * block_n
         read = ((rows, block_m), (columns, block_n))
         return float(sum(remainder * block * line for there, block in read if there * line > self.costs.l2_bytes))
