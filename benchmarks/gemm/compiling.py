@@ -74,7 +74,7 @@ def of_sweep(names: Sequence[str], within: float) -> dict[str, Callable[[], obje
     for name in names:
         seed, count, number = map(int, name.split(":"))
         problem = fit_draws(seed, count)[number]
-        for plan in sweep.candidates(problem, "cuda", within)[1]:
+        for plan in sweep.candidates(problem, "cuda", within):
             key = f"{kernel_of(plan)} {problem.dtype} {problem.layout} {problem.scales}"
             tasks.setdefault(key, functools.partial(_run_drawn, problem, plan))
     return tasks

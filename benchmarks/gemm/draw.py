@@ -128,6 +128,9 @@ SHARES = {"rows of 64": 0.4, "rows of 8": 0.3, "few rows": 0.15, "fp8": 0.15}
 def fit_draws(seed: int, count: int) -> list[Draw]:
     """Problems that the cost model may be fitted to, of each kind of `SHARES` its share, in random order.
 
+    They are bfloat16 or fp8 with a scale a tensor, and lie as a Linear's operands do: the model knows neither layouts,
+    nor scales, nor which 16 bits, and each has kernels of its own, which take longer to compile than to measure.
+
     Parameters
     ----------
     seed
@@ -137,7 +140,9 @@ def fit_draws(seed: int, count: int) -> list[Draw]:
     places = {kind: round(share * count) for kind, share in SHARES.items()}
     places["rows of 64"] += count - sum(places.values())
     found: dict[Draw, None] = {}
-    for problem in _endless(chance):
+    for drawn in _endless(chance):
+        dtype, scales = ("bfloat16", "none") if drawn.itemsize == 2 else (drawn.dtype, "tensor")
+        problem = drawn._replace(dtype=dtype, scales=scales, layout="nt")
         kind = "few rows" if problem.itemsize == 2 and problem.m <= 64 else problem.kind
         fits = problem.operations >= LEAST_OPERATIONS and problem.bytes(problem.itemsize) <= FITTED_BYTES
         if fits and problem.batch == 1 and places.get(kind) and problem not in found:

@@ -26,11 +26,13 @@ def sweep(bench: Bench) -> None:
     bench.rows(record, left, lambda problem: sweep_row(bench, problem))
 
 
-def candidates(problem: Draw, device: str, within: float) -> tuple[str, list[Any]]:
-    """The key of the plan's choice, and the plans of the search space, the choice among them; one of each key."""
+def candidates(problem: Draw, device: str, within: float) -> list[Any]:
+    """The plan's choice, and the other plans of the search space; one of each key."""
     own = planned(problem, device)
-    space = [own, *every_plan(own.problem, own.device, within)]
-    return key_of(own), list({key_of(plan): plan for plan in reversed(space)}.values())[::-1]
+    found = {key_of(own): own}
+    for plan in every_plan(own.problem, own.device, within):
+        found.setdefault(key_of(plan), plan)
+    return list(found.values())
 
 
 def key_of(candidate: Any) -> str:
@@ -43,7 +45,8 @@ def sweep_row(bench: Bench, problem: Draw) -> Row:
     a, b, given = operands(problem, bench.device)
     theirs = peer(a, b, given)
     scales = {name: value for name, value in given.items() if name.startswith("scale")}
-    chosen, plans = candidates(problem, bench.device, bench.options.within)
+    plans = candidates(problem, bench.device, bench.options.within)
+    chosen = key_of(plans[0])
     functions, wrong = launches(plans, a, b, checked(a, b, given, theirs()), **scales)
     timing = bench.clock.interleave({**functions, "torch": theirs}, rounds=ROUNDS, warmup=1)
     refuse_impossible(problem, bench.peaks, timing.medians(), problem.itemsize)
@@ -58,7 +61,8 @@ def sweep_row(bench: Bench, problem: Draw) -> Row:
         "kind": problem.kind,
         "us": rounded(us),
         "of_best": round(us["best"] / us["plan"], 4),
-        "plan": chosen,
+        "plan": plans[0].label,
+        "chosen": chosen,
         "best": best,
         "plans": [
             [key, round(1e6 * plan.predicted, 2), round(1e6 * seconds, 2)] for key, (plan, seconds) in measured.items()

@@ -75,6 +75,16 @@ def test_aligned_is_what_rows_are_not_what_extents_are():
     assert tma.row_multiple(2 * 33) == 2
 
 
+def test_plain_is_an_output_that_tma_stores_and_nothing_scales():
+    """As the op finds it: others leave fewer registers for an accumulator."""
+    asked = {(4096, "none"): True, (4100, "none"): False, (4097, "none"): False, (4096, "row"): False}
+    for (n, scales), plain in asked.items():
+        made = plan(512, n, 512, dtype="float8_e4m3fn", device=H100, scales=scales)
+        assert made.problem.plain == plain
+        assert plain or made.tile[0] * made.tile[1] <= 128 * 256
+    assert plan(4, 5, 6, scales="none").problem.plain
+
+
 @given(
     st.integers(1, 20000), st.integers(1, 20000), st.integers(1, 2000), st.sampled_from([1, 3]),
     st.sampled_from([16, 64, 128]), st.booleans(),

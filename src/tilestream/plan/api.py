@@ -155,14 +155,17 @@ def plan(
     if publish is not None:
         check_publish("plan", schedule, arrives)
     on_cpu, rows = properties.backend == "cpu", tma.rows_of(m, n, k, layout)
+    result = result_name(name, None if out_dtype is None else dtype_name(out_dtype))
+    by_tma = tma.store_major_of((m, n), (n, 1), m * n if batch > 1 else 0, ITEMSIZE[result]) is not None
     problem = Problem(
-        m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
+        m, n, k, batch, name, result,
         None if arrival is None else arrival.incoming(batch * m),
         None if weight_arrival is None else weight_arrival.incoming(n),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=on_cpu or all(row % 16 == 0 for row in rows),
         no_tma="" if on_cpu else tma.refuse_contiguous(m, n, k, layout, (name, other)),
-        b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
+        plain=on_cpu or (scales == "none" and by_tma), b_dtype=other if other != name else "", scales=scales,
+        fast_accum=use_fast_accum or name not in FP8,
         publishes=None if publish is None else publish.published(batch * m),
         row_multiples=(128, 128) if on_cpu else tuple(tma.row_multiple(row * ITEMSIZE[name]) for row in rows),
     )  # fmt: skip
