@@ -225,7 +225,6 @@ def no_registers(
 class Way(NamedTuple):
     """A tile either way round with a kind of schedule, and what of a candidate no extent decides."""
 
-    tile: Tile
     facts: TileFacts
     swap_ab: bool
     kind: Kind
@@ -255,9 +254,7 @@ def ways(problem: Problem, device: DeviceProperties, kinds: tuple[Kind, ...], fo
         strip = row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW)
         registers = forced.registers or registers_of(problem, row, forced.queues)
         facts = facts_of(problem, device, row)
-        found.append(
-            Way(row, facts, swap_ab, kind, block, forced.stages or fit, strip, row.buffers(out_size), registers)
-        )
+        found.append(Way(facts, swap_ab, kind, block, forced.stages or fit, strip, row.buffers(out_size), registers))
     return tuple(found)
 
 
@@ -299,7 +296,7 @@ def candidates(
             cut = Cut(kind, grid.tiles, grid.num_m, grid.k_steps, count, together, raster.group, shares)
             make = functools.partial(Schedule, kind, grid, raster, count, queues, split, shares, first_batch)
             yield Deferred(
-                make, kind=kind, variant=way.tile.variant, block=block, warps=4, stages=way.stages,
+                make, kind=kind, variant=way.facts.variant, block=block, warps=4, stages=way.stages,
                 predicted=model.seconds(way.facts, way.swap_ab, cut), swap_ab=way.swap_ab, strip=way.strip,
                 buffers=way.buffers, registers=way.registers,
             )  # fmt: skip
