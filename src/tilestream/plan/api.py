@@ -154,7 +154,7 @@ def plan(
     asked = check_forced(asked, device, arrives)
     if publish is not None:
         check_publish("plan", schedule, arrives)
-    on_cpu, rows = properties.backend == "cpu", tma.rows_of(m, n, k, layout)
+    on_cpu, rows, size = properties.backend == "cpu", tma.rows_of(m, n, k, layout), ITEMSIZE[name]
     result = result_name(name, None if out_dtype is None else dtype_name(out_dtype))
     by_tma = tma.store_major_of((m, n), (n, 1), m * n if batch > 1 else 0, ITEMSIZE[result]) is not None
     problem = Problem(
@@ -167,7 +167,7 @@ def plan(
         plain=on_cpu or (scales == "none" and by_tma), b_dtype=other if other != name else "", scales=scales,
         fast_accum=use_fast_accum or name not in FP8,
         publishes=None if publish is None else publish.published(batch * m),
-        row_multiples=(128, 128) if on_cpu else tuple(tma.row_multiple(row * ITEMSIZE[name]) for row in rows),
+        row_multiples=(128, 128) if on_cpu else (tma.row_multiple(rows[0] * size), tma.row_multiple(rows[1] * size)),
     )  # fmt: skip
     # An own order is not cached: the cache would keep alive what a function closes over, and take it for pure.
     cached = order is None or isinstance(order, str)

@@ -120,7 +120,7 @@ class Deferred(Candidate):
         vars(self).update(fields, _make=make)
 
     @functools.cached_property
-    def schedule(self) -> Schedule:  # type: ignore[override]
+    def schedule(self) -> Schedule:
         """As `Candidate` has it."""
         made: Schedule = vars(self)["_make"]()
         return made

@@ -74,7 +74,7 @@ def likely(problem: Problem, device: DeviceProperties, model: Plan, within: floa
 
 def right(
     plans: Sequence[Plan], a: torch.Tensor, b: torch.Tensor, check: Check,
-    failed: Callable[[int, Plan, Exception], object], **given: torch.Tensor,
+    failed: Callable[[int, Plan, Exception], object], **given: Any,
 ) -> dict[str, Call]:  # fmt: skip
     """Calls of those plans that give the right answer, by their place; ``failed`` is told of the others.
 
