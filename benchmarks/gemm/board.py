@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 import tilestream as ts
+from benchmarks.core.records import Record
 from benchmarks.core.timing import Call, host_microseconds
 from benchmarks.gemm.bench import Bench, Row
 from benchmarks.gemm.draw import Draw, draws
 from benchmarks.gemm.sections import compared, timed
+from benchmarks.report import gemm_random
+from benchmarks.report.notes import Section
 from tilestream.core.device import DeviceProperties
 from tilestream.plan import Plan
 from tilestream.plan import plan as ask
@@ -33,7 +36,16 @@ def random(bench: Bench) -> None:
     record = bench.gemm_record(f"random_{seed}", seed=seed, dtype="as drawn", planned=len(every))
     left = bench.unmeasured(record, every)
     bench.compile_ahead("random", [f"{seed}:{number}" for number in left.values()])
-    bench.rows(record, left, lambda problem: random_row(bench, problem))
+    try:
+        bench.rows(record, left, lambda problem: random_row(bench, problem))
+    finally:
+        tell(record, gemm_random.board)
+
+
+def tell(record: Record, section: Section) -> None:
+    """Print what the page will have of a record."""
+    if record.rows:
+        print(*section({**record.data, "folder": record.path.parent.name, "stem": record.path.stem}), sep="\n\n")
 
 
 def random_row(bench: Bench, problem: Draw) -> Row:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gemm.bench import Bench, Row, every_plan, rounded
-from benchmarks.gemm.board import checked, operands, peer, planned
+from benchmarks.gemm.board import checked, operands, peer, planned, tell
 from benchmarks.gemm.draw import Draw, fit_draws
 from benchmarks.gemm.search import launches
 from benchmarks.gemm.shapes import refuse_impossible
+from benchmarks.report import gemm_random
 from tilestream.plan import tuned
 
 #: Rounds of all candidates of a problem; problems of a sweep, where no other number is given.
@@ -23,7 +24,10 @@ def sweep(bench: Bench) -> None:
     record = bench.gemm_record(f"sweep_{seed}", seed=seed, dtype="as drawn", planned=len(every))
     left = bench.unmeasured(record, every)
     bench.compile_ahead("sweep", [f"{seed}:{count}:{number}" for number in left.values()])
-    bench.rows(record, left, lambda problem: sweep_row(bench, problem))
+    try:
+        bench.rows(record, left, lambda problem: sweep_row(bench, problem))
+    finally:
+        tell(record, gemm_random.sweep)
 
 
 def candidates(problem: Draw, device: str, within: float) -> list[Any]:

@@ -192,9 +192,12 @@ def bench(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def test_a_run_that_was_cut_off_goes_on(results, bench) -> None:
+def test_a_run_that_was_cut_off_goes_on(results, bench, capsys) -> None:
     whole = bench(results)
     assert whole.run(sections("gemm"), ["random"]) == 0
+    said = capsys.readouterr().out
+    assert "| **all** | 5 |" in said
+    assert "**The worst 5**" in said
     rows = recorded(results)["rows"]
     assert [row["shape"] for row in rows] == list(dict.fromkeys(str(p.small()) for p in draws(3, 5)))
     assert all({"ours", "torch"} <= set(row["us"]) and row["errors"] and row["why"] and row["host_us"] for row in rows)
