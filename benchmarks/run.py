@@ -44,7 +44,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shapes", help="MxNxK,... instead of the section's own")
     made.add_argument("--rounds", type=int, help="samples of each call")
     made.add_argument("--within", type=float, default=float("inf"),
-                      help="gemm search, variants: skip plans expected to take so many times the best")  # fmt: skip
+                      help="gemm search, sweep: skip plans expected to take so many times the best")  # fmt: skip
+    made.add_argument(
+        "--seed", type=int, default=1, help="gemm random: what is drawn (default: 1; 1 and 2 are published)"
+    )
+    made.add_argument("--count", type=int, default=200, help="gemm random: how many problems (default: 200)")
+    made.add_argument("--resume", type=Path, help="gemm random: the record of a run that was cut off, to go on with")
     made.add_argument("--copiers", type=lambda text: [int(count) for count in text.split(",")], default=[],
                       help="arrival stream: counts of workers that copy, instead of peers")  # fmt: skip
     made.add_argument("--portable", action="store_true", help="arrival stream: by the portable kernel")

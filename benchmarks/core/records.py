@@ -97,6 +97,23 @@ class Record:
         self.rows.append(row)
         self.write()
 
+    def resume(self, path: Path) -> None:
+        """Begin with the rows of a run that was cut off.
+
+        Raises
+        ------
+        ValueError
+            If it is the record of something else, or of another device or version: rows of one record are of one.
+        """
+        earlier = load(path)
+        for key in ("name", "device", "torch", "triton", "tilestream", "commit"):
+            if earlier[key] != self.data[key]:
+                raise ValueError(
+                    f"--resume {path}: its {key} is {earlier[key]!r}, this run's {self.data[key]!r}: measure anew"
+                )
+        self.rows.extend(earlier["rows"])
+        self.write()
+
     def fail(self, what: str) -> None:
         """Note what went wrong."""
         self.data["failures"].append(what[:300])

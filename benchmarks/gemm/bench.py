@@ -16,6 +16,7 @@ from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.records import Record, Row
 from benchmarks.core.session import Session
 from benchmarks.core.timing import GpuClock, Timing, WallClock
+from benchmarks.gemm.draw import Draw
 from benchmarks.gemm.shapes import Peaks, Shape, parse, peaks_of
 from tilestream.plan import Problem, plan_problem
 from tilestream.plan import plan as ask
@@ -59,12 +60,20 @@ class Bench(Session):
         found = _smi() if not self.dry else {}
         return self.record(f"gemm_{section}", **found, **self.clock.about(), **extra)
 
-    def compile_ahead(self, what: str, shapes: Iterable[Shape]) -> float:
-        """Have what will be launched compiled on all cores at once; seconds."""
-        if self.dry:
+    def compile_ahead(self, what: str, shapes: Iterable[Shape | str]) -> float:
+        """Have what will be launched compiled on all cores at once; seconds. See `compiling.compile_share`."""
+        shapes = list(shapes)
+        if self.dry or not shapes:
             return 0.0
         text, limit = ",".join(map(str, shapes)), min(0.4 * self.left, 150)
         return compile_ahead("gemm", what, text, str(self.options.within), limit=limit)
+
+    def unmeasured(self, record: Record, problems: dict[Draw, int]) -> dict[Draw, int]:
+        """The problems that ``--resume`` has no rows of, with their numbers; its rows become the record's first."""
+        if self.options.resume:
+            record.resume(self.options.resume)
+        done = {row["shape"] for row in record.rows}
+        return {problem: number for problem, number in problems.items() if str(problem) not in done}
 
     def free(self) -> None:
         """Give memory back."""
@@ -87,7 +96,7 @@ def rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(1e6 * value, 2) for name, value in seconds.items()}
 
 
-def rates(shape: Shape, timing: Timing, itemsize: int = 2) -> dict[str, dict[str, float]]:
+def rates(shape: Shape | Draw, timing: Timing, itemsize: int = 2) -> dict[str, dict[str, float]]:
     """TFLOP/s, and GB/s of the bytes that must move, of each."""
     medians = timing.medians()
     return {

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import tilestream as ts
+from benchmarks.gemm import board, sweep
 from benchmarks.gemm.bench import FP8_WAYS, every_plan, fp8_operands, kernel_of, planned
+from benchmarks.gemm.draw import Draw, fit_draws
 from benchmarks.gemm.queues import ways
 from benchmarks.gemm.shapes import Shape, parse
+from tilestream.core.device import DeviceProperties
+from tilestream.plan.api import device_properties
+from tilestream_tools.warm.ahead import compile_call, kernels_of
 
 
 def compile_share(arguments: list[str]) -> None:
     """A process of `core.compiling.compile_ahead`: its share of the kernels."""
     what, shapes, within, index, count = arguments
     torch.set_grad_enabled(False)
-    compile_part(what, parse(shapes), int(index), int(count), float(within))
+    if what == "sweep":
+        run_parts(of_sweep(shapes.split(","), float(within)), int(index), int(count))
+    elif what == "random":
+        compile_drawn(shapes.split(","), device_properties("cuda"), int(index), int(count))
+    else:
+        compile_part(what, parse(shapes), int(index), int(count), float(within))
+
+
+def compile_drawn(names: Sequence[str], device: DeviceProperties, index: int, count: int) -> int:
+    """Compile, launching nothing, the kernels of drawn problems that fall to process ``index``; how many these are.
+
+    A problem's name is its seed and its number: ``"1:17"``.
+    """
+    kernels = kernels_of([board.on_meta(*map(int, name.split(":"))) for name in names], device)
+    mine = sorted(kernels)[index::count]
+    for key in mine:
+        compile_call(kernels[key], device)
+    return len(mine)
 
 
 def compile_part(what: str, shapes: list[Shape], index: int, count: int, within: float = float("inf")) -> None:
@@ -43,6 +65,23 @@ def compile_part(what: str, shapes: list[Shape], index: int, count: int, within:
             for activation in ("gelu", "gelu_tanh"):
                 run = functools.partial(_run, shape, ts.mm, activation=activation, biased=True)
                 tasks[kernel_of(asked) + activation] = run
+    run_parts(tasks, index, count)
+
+
+def of_sweep(names: Sequence[str], within: float) -> dict[str, Callable[[], object]]:
+    """What launches each kernel of a sweep once. A problem's name is its seed, of how many it is, and its number."""
+    tasks: dict[str, Callable[[], object]] = {}
+    for name in names:
+        seed, count, number = map(int, name.split(":"))
+        problem = fit_draws(seed, count)[number]
+        for plan in sweep.candidates(problem, "cuda", within):
+            key = f"{kernel_of(plan)} {problem.dtype} {problem.layout} {problem.scales}"
+            tasks.setdefault(key, functools.partial(_run_drawn, problem, plan))
+    return tasks
+
+
+def run_parts(tasks: dict[str, Callable[[], object]], index: int, count: int) -> None:
+    """Call those that fall to process ``index`` of ``count``, and say of two at most that they fail."""
     failed = 0
     for key in sorted(tasks)[index::count]:
         try:
@@ -53,6 +92,11 @@ def compile_part(what: str, shapes: list[Shape], index: int, count: int, within:
             if failed <= 2:
                 print(f"compiling ahead, {key}: {error}"[:400], file=sys.stderr)
         torch.cuda.empty_cache()
+
+
+def _run_drawn(problem: Draw, plan: Any) -> None:
+    a, b, given = board.operands(problem, "cuda")
+    plan.run(a, b, **{name: value for name, value in given.items() if name.startswith("scale")})
 
 
 def _run(shape: Shape, function: Callable[..., object], biased: bool = False, **options: Any) -> None:

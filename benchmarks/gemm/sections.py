@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 import tilestream as ts
 from benchmarks.core.timing import Call, Timing
 from benchmarks.gemm.bench import FP8_WAYS, Bench, Row, fp8_operands, label, operands, rates, rounded
+from benchmarks.gemm.draw import Draw
 from benchmarks.gemm.shapes import EPILOGUE, FP8, Shape, refuse_impossible, rounds_for
 from benchmarks.gemm.shapes import suite as all_shapes
 from tilestream_tools.sweep.check import Check, poison
@@ -19,23 +20,24 @@ GRAPH_BELOW = 50e-6
 
 
 def timed(
-    bench: Bench, shape: Shape, functions: dict[str, Call], check: Check, itemsize: int = 2, *, graphs: bool = True
-) -> Timing:
+    bench: Bench, shape: Shape | Draw, functions: dict[str, Call], check: Check, itemsize: int = 2, *,
+    graphs: bool = True, sampling: float = SAMPLING,
+) -> Timing:  # fmt: skip
     """Each function's times; ``ours`` is checked once more after them, impossible figures are refused."""
     floor = bench.peaks.floor(shape, itemsize)[0]
-    rounds = rounds_for(1.5 * floor, len(functions), SAMPLING)
+    rounds = rounds_for(1.5 * floor, len(functions), sampling)
     timing = bench.clock.interleave(functions, rounds=rounds, graphs=graphs and floor < GRAPH_BELOW)
     if "ours" in timing.results:
         check(timing.results.pop("ours"))
     else:
-        poison(shape.m, shape.n, torch.bfloat16, bench.device)
+        poison(shape.outputs, shape.n, torch.bfloat16, bench.device)
         check(functions["ours"]())
     timing.results.clear()
     refuse_impossible(shape, bench.peaks, timing.medians(), itemsize)
     return timing
 
 
-def compared(bench: Bench, shape: Shape, timing: Timing, peer: str, itemsize: int = 2) -> Row:
+def compared(bench: Bench, shape: Shape | Draw, timing: Timing, peer: str, itemsize: int = 2) -> Row:
     """The figures of every row: times, rates, the floor, the ratio to ``peer`` and its band."""
     floor, binds = bench.peaks.floor(shape, itemsize)
     ours = timing.median("ours")

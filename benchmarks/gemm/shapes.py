@@ -6,7 +6,10 @@ Problems are ``[M, K] @ [K, N]`` with B as it lies in a Linear weight, ``[N, K]`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from benchmarks.gemm.draw import Draw
 
 
 class Shape(NamedTuple):
@@ -20,6 +23,11 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def outputs(self) -> int:
+        """Rows of the output."""
+        return self.m
 
     @property
     def operations(self) -> int:
@@ -138,13 +146,6 @@ SEARCH = _shapes(
     "200x49152x4096 3000x7168x2048"
 )
 
-#: What the cost model is fitted to, where no shapes are given.
-VARIANTS = _shapes(
-    "4096x4096x4096 64x8192x8192 8192x8192x1024 512x8192x8192 16x8192x28672 2048x2048x2048 1x10240x8192 "
-    "8192x8192x8192 1024x4096x14336 256x28672x4096 1024x1024x1024 8192x8192x512"
-)
-
-
 #: Shapes where the placement of tiles matters (short K, few columns, few rows), and others where it should not.
 QUEUES = _shapes(
     "8192x8192x1024 8192x8192x512 8192x8192x8192 4096x4096x4096 1024x10240x8192 256x8192x28672 4096x14336x4096 "
@@ -161,7 +162,7 @@ class Peaks(NamedTuple):
     flops: float
     bandwidth: float
 
-    def floor(self, shape: Shape, itemsize: int = 2, out: int = 2) -> tuple[float, str]:
+    def floor(self, shape: Shape | Draw, itemsize: int = 2, out: int = 2) -> tuple[float, str]:
         """Seconds that no implementation goes below, and what binds: the larger of operations and bytes."""
         compute = shape.operations / (self.flops * (2 if itemsize == 1 else 1))
         memory = shape.bytes(itemsize, out) / self.bandwidth
@@ -177,7 +178,9 @@ def peaks_of(device: str) -> Peaks:
     return next((peaks for name, peaks in PEAKS.items() if name in device), PEAKS["H200"])
 
 
-def refuse_impossible(shape: Shape, peaks: Peaks, seconds: dict[str, float], itemsize: int = 2) -> None:
+def refuse_impossible(
+    shape: Shape | Draw, peaks: Peaks, seconds: dict[str, float], itemsize: int = 2
+) -> None:  # fmt: skip
     """Raise if a time is below what the operations take at the peak, or the operands' bytes from memory.
 
     The output's bytes do not count here: it may still lie in the cache when the kernel ends. 2 % of slack for the

@@ -63,6 +63,10 @@ def gains(results: Path) -> Iterator[Gain]:
         for scales in ("row", "tensor"):
             ratios = [row["ratio"] for row in data["rows"] if row["scales"] == scales]
             yield f"fp8, a scale a {scales}", "`torch._scaled_mm`", device_of(data), ratios, "gemm"
+    for data in records(results, "gemm_random_*"):
+        for what, name in (("random GEMM, 16 bits", "16-bit"), ("random GEMM, fp8", "fp8")):
+            ratios = [row["ratio"] for row in data["rows"] if name in row["classes"]]
+            yield f"{what}, seed {data['seed']}", "torch", device_of(data), ratios, "gemm_random"
     for data in records(results, "gemm_epilogue"):
         yield "bias and GELU", "`torch.compile`", device_of(data), [row["ratio"] for row in data["rows"]], "gemm"
     for device, ratios in beside_neighbour(results):

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.core.paths import IMAGES, RESULTS
 from benchmarks.core.records import Data, records
-from benchmarks.report import attention, contention, distributed, gemm, schedule_pictures, timelines
+from benchmarks.report import attention, contention, distributed, gemm, gemm_random, schedule_pictures, timelines
 from benchmarks.report.tables import geomean
 from tilestream_tools import palette
 from tilestream_tools.palette import FAINT, GRID, SMALL, TEXT
@@ -19,8 +19,15 @@ from tilestream_tools.trace.perfetto import load
 
 #: Where the plot of ratios ends: a ratio beyond stands at its edge, with its number.
 HIGHEST = 1.3
-#: Of a result, and of the columns of a head.
+#: Of a result.
 _OUTCOMES = {"won": palette.OURS, "even": palette.NEUTRAL, "lost": palette.REDUCE}
+#: Of the kinds of random problems, and where the axis of their ratios ends.
+_KINDS = {
+    "rows of 64": palette.OURS, "rows of 8": palette.REDUCE, "even rows": palette.BRING, "odd rows": palette.SECOND,
+    "fp8": palette.PINK,
+}  # fmt: skip
+_RATIOS = (0.5, 0.7, 0.8, 0.9, 1, 1.25, 1.5, 2, 4, 8)
+#: Of the columns of a head.
 _WIDTHS = {64: palette.PEER, 128: palette.OURS, 256: palette.REDUCE}
 
 
@@ -40,6 +47,8 @@ def draw_all(results: Path, images: Path) -> None:
             cpu_stream(data, images / "cpu_stream.png")
     for data in records(results, "gemm_suite"):
         suite(data, images / gemm.picture(data))
+    for data in records(results, "gemm_random_*"):
+        scatter(data, images / gemm_random.picture(data))
     for data in records(results, "attention"):
         lengths(data, images / f"attention_{data['folder']}.png")
     for data in records(results, "attention*"):
@@ -131,6 +140,31 @@ def suite(data: Data, path: Path) -> None:
         axes.plot([], [], "-", color=TEXT, linewidth=2, label="geometric mean")
         if any(row["ratio"] > HIGHEST for row in data["rows"]):
             axes.plot([], [], "^", color=FAINT, label="beyond the axis: its number")
+        _legend(axes, 5)
+
+
+def scatter(data: Data, path: Path) -> None:
+    """Random problems: the ratio to torch's call by operations, a colour for how rows lie."""
+    title = f"ts.matmul beside torch's calls, seed {data['seed']}, {data['device']}"
+    with _figure(path, title, 460) as ((axes,),):
+        axes.axhline(1, color=TEXT, linewidth=0.8)
+        for kind, colour in _KINDS.items():
+            some = [row for row in data["rows"] if row["kind"] == kind]
+            if some:
+                held = [min(max(row["ratio"], _RATIOS[0]), _RATIOS[-1]) for row in some]
+                label = f"{kind}: {geomean(row['ratio'] for row in some):.3f}"
+                axes.plot([row["operations"] * 1e-9 for row in some], held, "o", color=colour, markersize=4.5,
+                          alpha=0.8, label=label, clip_on=False)  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_ylim(_RATIOS[0], _RATIOS[-1])
+        axes.set_yticks(_RATIOS, [str(ratio) for ratio in _RATIOS])
+        axes.yaxis.minorticks_off()
+        axes.xaxis.minorticks_off()
+        axes.grid(visible=True, color=GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.set_xlabel("GFLOP")
+        axes.set_ylabel("torch's time / ours")
         _legend(axes, 5)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from made_up import H100, reason
 
 from tilestream.plan import plan, planner
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.policy import hopper
+from tilestream.plan.policy.hopper_costs import FITTED
 
 
 def asked(m, n, k, **how):
@@ -19,7 +21,7 @@ def ticket(monkeypatch):
     """Set what a ticket costs."""
 
     def set_(seconds):
-        monkeypatch.setattr(hopper, "TICKET_SECONDS", seconds)
+        monkeypatch.setitem(FITTED, "H100", replace(FITTED["H100"], ticket=seconds))
         plan_problem.cache_clear()
 
     yield set_

@@ -86,8 +86,10 @@ def test_another_device_and_other_versions_are_not_concerned(monkeypatch):
     keep(other_plan())
     for change in ({"name": "another"}, {"workers": 114}):
         assert tuned.lookup(PROBLEM, dataclasses.replace(H100, **change)) is None
+    tuned._triton.cache_clear()
     monkeypatch.setattr("importlib.metadata.version", lambda package: "9.9.9")
     assert tuned.lookup(PROBLEM, H100) is None
+    tuned._triton.cache_clear()
 
 
 @pytest.mark.parametrize(

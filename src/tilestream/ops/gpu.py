@@ -166,6 +166,7 @@ def _make(
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
             aligned=not unaligned, no_tma=no_tma, plain=epilogue.trivial and _by_tma(out, layout),
             fast_accum=how.fast_accum or a.dtype not in FP8_DTYPES,
+            row_multiples=(_row_multiple(a, layout.a), _row_multiple(b, layout.b)),
         )  # fmt: skip
         backend = None if publishes is None else "hopper"  # only it publishes
         plan = plan_problem(problem, how.workers or None, how.schedule, device=device, limit=how.limit, backend=backend)
@@ -206,6 +207,12 @@ def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
     return tma.refuse(
         "a", a.shape[-2:], a_strides, ab, a.element_size(), a.data_ptr(), 1 if along_k else None
     ) or tma.refuse("b", b.shape[-2:], b_strides, bb, b.element_size(), b.data_ptr(), 0 if along_k else None)
+
+
+def _row_multiple(x: torch.Tensor, strides: tuple[int, int, int]) -> int:
+    """Bytes that the beginnings of an operand's rows are multiples of."""
+    batch, rows, columns = strides
+    return tma.row_multiple(batch * x.element_size(), (rows if columns == 1 else columns) * x.element_size())
 
 
 def _scale_strides(scale: torch.Tensor | None, dim: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from tilestream.plan.limit import promising
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import cdna_tiles, hopper
-from tilestream.plan.problem import FP8, Problem, Scales, dtype_name, result_name
+from tilestream.plan.problem import FP8, ITEMSIZE, Problem, Scales, dtype_name, result_name
 
 #: What a caller may ask for as ``schedule=``.
 SCHEDULES = ("auto", *get_args(Kind))
@@ -154,16 +154,20 @@ def plan(
     asked = check_forced(asked, device, arrives)
     if publish is not None:
         check_publish("plan", schedule, arrives)
-    on_cpu = properties.backend == "cpu"
+    on_cpu, rows, size = properties.backend == "cpu", tma.rows_of(m, n, k, layout), ITEMSIZE[name]
+    result = result_name(name, None if out_dtype is None else dtype_name(out_dtype))
+    by_tma = tma.store_major_of((m, n), (n, 1), m * n if batch > 1 else 0, ITEMSIZE[result]) is not None
     problem = Problem(
-        m, n, k, batch, name, result_name(name, None if out_dtype is None else dtype_name(out_dtype)),
+        m, n, k, batch, name, result,
         None if arrival is None else arrival.incoming(batch * m),
         None if weight_arrival is None else weight_arrival.incoming(n),
         tf32=name == "float32" and _uses_tf32(device, properties),
-        aligned=on_cpu or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
+        aligned=on_cpu or all(row % 16 == 0 for row in rows),
         no_tma="" if on_cpu else tma.refuse_contiguous(m, n, k, layout, (name, other)),
-        b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
+        plain=on_cpu or (scales == "none" and by_tma), b_dtype=other if other != name else "", scales=scales,
+        fast_accum=use_fast_accum or name not in FP8,
         publishes=None if publish is None else publish.published(batch * m),
+        row_multiples=(128, 128) if on_cpu else (tma.row_multiple(rows[0] * size), tma.row_multiple(rows[1] * size)),
     )  # fmt: skip
     # An own order is not cached: the cache would keep alive what a function closes over, and take it for pure.
     cached = order is None or isinstance(order, str)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
 from tilestream.core.order import TileOrder
-from tilestream.core.schedule import Schedule
+from tilestream.core.schedule import Kind, Schedule
 
 
 class Forced(NamedTuple):
@@ -92,7 +94,33 @@ class Candidate:
     buffers: int = 0  # Hopper: C buffers of a math loop
     registers: tuple[int, int] = (0, 0)  # Hopper: of a thread of the load warp, and of the math warps
 
+    @functools.cached_property
+    def kind(self) -> Kind:
+        """Its schedule's."""
+        return self.schedule.kind
+
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of a tile."""
         return self.block[:2]
+
+
+class Deferred(Candidate):
+    """A candidate whose schedule is made when it is first asked for, as of few of a hundred.
+
+    Parameters
+    ----------
+    make
+        Makes the schedule. None: it is among the fields.
+    fields
+        The other fields of `Candidate`, and the ``kind`` of the schedule.
+    """
+
+    def __init__(self, make: Callable[[], Schedule] | None = None, **fields: object) -> None:
+        vars(self).update(fields, _make=make)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """As `Candidate` has it."""
+        made: Schedule = vars(self)["_make"]()
+        return made

@@ -32,7 +32,8 @@ def plain(problem: Problem) -> Problem:
     even = problem.k * ITEMSIZE[problem.dtype] % 16 == 0
     return replace(
         problem, m=ROWS, batch=1, rows=None, columns=None, shared_rows=False, publishes=None,
-        aligned=problem.k % 16 == 0, no_tma="" if even else "a row of K elements is no multiple of 16 bytes",
+        row_multiples=(128, 128), aligned=problem.k % 16 == 0,
+        no_tma="" if even else "a row of K elements is no multiple of 16 bytes",
     )  # fmt: skip
 
 

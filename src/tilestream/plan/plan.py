@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from tilestream.core.chunks import Arriving, Chunks
@@ -169,9 +169,8 @@ def of_candidate(
     """A candidate as a plan."""
     copied, _ = copied_operand(problem, backend)
     copiers = 0 if copied == "none" else min(COPIERS, candidate.schedule.workers)
-    return Plan(
-        **vars(candidate), problem=problem, device=device, backend=backend, why=why, refused=refused, copiers=copiers
-    )
+    of_it = {field.name: getattr(candidate, field.name) for field in fields(Candidate)}
+    return Plan(**of_it, problem=problem, device=device, backend=backend, why=why, refused=refused, copiers=copiers)
 
 
 def explain(plan: Plan) -> str:

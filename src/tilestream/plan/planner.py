@@ -72,6 +72,8 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
     if auto and (name == "hopper" or portable.by_model(problem, device)):
         refused = tuple(choice.static_or_queue() if r.what == "static" else r for r in refused)
     refused += choice.other_variant(given) if on_cpu else choice.other_tiles()
+    if name == "hopper":
+        refused += hopper.crossing(problem)
     if name == "portable" and not problem.aligned:
         refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
     if name == "portable" and (converted := portable.converted(problem, device)):
@@ -81,7 +83,7 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
             f"publishes: the {name} kernel signals no chunk of its output ({elsewhere.why}): launch them one by one"
         )
     best = choice.best
-    if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
+    if "stream_k" in kinds and best.kind != "stream_k" and best.variant != "inline":
         refused += (Refusal("stream_k", choice.why_no_stream_k()),)
     refused += (elsewhere,)
     if arriving:
@@ -255,9 +257,9 @@ def _no_tile(backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
 def fastest(found: list[Candidate]) -> Candidate:
     """The fastest; but a queue instead of a static grid of several waves, where that costs next to nothing."""
     best = min(found, key=lambda candidate: candidate.predicted)
-    if best.schedule.kind != "static" or best.schedule.grid.tiles <= best.schedule.workers:
+    if best.kind != "static" or best.schedule.grid.tiles <= best.schedule.workers:
         return best
-    queues = [c for c in found if c.schedule.kind != "static"]
+    queues = [c for c in found if c.kind != "static"]
     queue = min(queues, key=lambda candidate: candidate.predicted, default=best)
     return queue if queue.predicted <= (1 + QUEUE_MAY_COST) * best.predicted else best
 
@@ -287,8 +289,8 @@ class Choice:
     def static_or_queue(self) -> Refusal:
         """Why not the other of the two."""
         best = self.best
-        other = "dynamic" if best.schedule.kind == "static" else "static"
-        alike = (c.predicted for c in self.found if c.schedule.kind == other and c.block == best.block)
+        other = "dynamic" if best.kind == "static" else "static"
+        alike = (c.predicted for c in self.found if c.kind == other and c.block == best.block)
         seconds = min(alike, default=math.inf)
         if other == "dynamic" and best.schedule.grid.tiles <= best.schedule.workers:
             why = "a worker has one tile at most: there is nothing for a queue to even out"
@@ -296,7 +298,7 @@ class Choice:
             slower = f"{seconds / best.predicted - 1:.1%}"
             why = f"{slower} slower by the cost model, more than {QUEUE_MAY_COST:.0%}"
         elif seconds >= best.predicted:
-            why = _NO_FASTER.format("stream_k") if best.schedule.kind == "stream_k" else NO_STATIC
+            why = _NO_FASTER.format("stream_k") if best.kind == "stream_k" else NO_STATIC
         else:
             faster = f"{best.predicted / seconds - 1:.1%}"
             why = f"{faster} faster by the cost model on an idle device, and a late worker holds up its tiles"
@@ -326,7 +328,7 @@ class Choice:
 
     def why_no_stream_k(self) -> str:
         """Why the last wave's tiles are not split along K."""
-        best, ways = self.best, [c for c in self.found if c.schedule.kind == "stream_k"]
+        best, ways = self.best, [c for c in self.found if c.kind == "stream_k"]
         if self.backend == "hopper" and (why := hopper.no_parts(self.problem)):
             return why
         same = next((c for c in ways if c.block == best.block), None)
@@ -334,7 +336,7 @@ class Choice:
             return f"{best.schedule.grid.tiles} tiles on {best.schedule.workers} workers leave no remainder"
         if not ways:
             return f"no registers for it beside a tile of {best.block[0]}x{best.block[1]}"
-        return self._costs(fastest(ways), best.schedule.kind)
+        return self._costs(fastest(ways), best.kind)
 
     def _costs(self, other: Candidate, name: str) -> str:
         theirs, best = number(other.predicted * 1e3), number(self.best.predicted * 1e3)

@@ -57,6 +57,9 @@ class Problem:
     #: The chunks of the output's rows (of all batches) that are signalled when they are complete, and the one that the
     #: raster begins with; None where the end of the launch says it all. Nothing arrives then.
     publishes: Incoming | None = None
+    #: Bytes that the beginnings of A's rows, and of B's, as they lie are multiples of, up to L2's line: see
+    #: `tilestream.plan.tma.row_multiple`.
+    row_multiples: tuple[int, int] = (128, 128)
 
     def __post_init__(self) -> None:
         if self.b_dtype and not are_a_pair(self.dtype, self.b_dtype):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tilestream.core.grid import Grid
 from tilestream.core.order import Raster, TileOrder, by_arrival, table_raster
 from tilestream.core.queues import MOST_QUEUES
@@ -24,6 +26,11 @@ def raster_of(
         return _by_chunks(problem.columns, problem.n, block[1], grid.num_n, grid.num_m, group, transposed=True)
     if problem.publishes is not None and grid.num_m:
         return _by_chunks(problem.publishes, problem.m, block[0], grid.num_m, grid.num_n, group, first=True)
+    return _grouped(group)
+
+
+@functools.cache
+def _grouped(group: int) -> Raster:
     return Raster("grouped", group=group)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tilestream.plan.problem import ITEMSIZE
 
 _MOST_STRIDE = 2**40
 _ALIGNMENT = 16
+#: Bytes of a line of L2.
+_LINE = 128
 
 
 def major_of(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, size: int) -> int | None:
@@ -75,6 +78,16 @@ def refuse_contiguous(m: int, n: int, k: int, layout: str, dtypes: tuple[str, st
         if why:
             return why
     return ""
+
+
+def rows_of(m: int, n: int, k: int, layout: str) -> tuple[int, int]:
+    """Elements of a row of A, and of B, that lie as ``layout`` says, without gaps."""
+    return (k if layout[0] == "n" else m), (n if layout[1] == "n" else k)
+
+
+def row_multiple(*strides: int) -> int:
+    """Bytes that the beginnings of rows are multiples of, from one to a line of L2, by strides in bytes."""
+    return math.gcd(_LINE, *strides)
 
 
 def _fits(stride: int) -> bool:

@@ -66,15 +66,19 @@ def problem_key(problem: Problem) -> str:
     return " ".join([f"{problem.m}x{problem.n}x{problem.k}", problem.dtype, *extra])
 
 
-def device_key(device: DeviceProperties) -> str:
-    """A device, and the versions that compile its kernels."""
+@functools.cache  # 1 ms
+def _triton() -> str:
     from importlib.metadata import PackageNotFoundError, version  # 15 ms, which imports need not take
 
     try:
-        triton = version("triton")
+        return version("triton")
     except PackageNotFoundError:
-        triton = "none"
-    return f"{device.name}, {device.arch}, {device.workers} workers, tilestream {__version__}, triton {triton}"
+        return "none"
+
+
+def device_key(device: DeviceProperties) -> str:
+    """A device, and the versions that compile its kernels."""
+    return f"{device.name}, {device.arch}, {device.workers} workers, tilestream {__version__}, triton {_triton()}"
 
 
 def lookup(problem: Problem, device: DeviceProperties) -> Entry | None:

@@ -46,7 +46,7 @@ class Check:
     Parameters
     ----------
     peer
-        ``[M, N]``, the same maths by torch in the same dtype.
+        ``[rows, N]``, the same maths by torch in the same dtype.
     rows
         Which rows ``reference`` has.
     reference
@@ -58,12 +58,22 @@ class Check:
 
     @classmethod
     def of_product(cls, a: torch.Tensor, b: torch.Tensor, peer: torch.Tensor, finish: Finish | None = None) -> Check:
-        """For ``finish(a @ b)``, where ``finish`` takes float64 rows and their numbers."""
-        rows = sampled_rows(a.shape[0]).to(a.device)
-        few = a[rows].double()
-        parts = [few @ part.double() for part in b.split(8192, dim=1)]
-        reference = torch.cat(parts, dim=1)
-        return cls(peer, rows, reference if finish is None else finish(reference, rows))
+        """For ``finish(a @ b)``, where ``finish`` takes float64 rows and their numbers, counted through all batches.
+
+        Parameters
+        ----------
+        a, b, peer
+            Matrices, or ``[B, M, K]``, ``[B, K, N]`` and ``[B, M, N]``.
+        """
+        a, b = (x if x.dim() == 3 else x[None] for x in (a, b))
+        m = a.shape[1]
+        rows = sampled_rows(len(a) * m).to(a.device)
+        parts = []
+        for batch in (rows // m).unique().tolist():  # rows are in order, so those of a batch follow one another
+            few = a[batch, rows[rows // m == batch] % m].double()
+            parts.append(torch.cat([few @ part.double() for part in b[batch].split(8192, dim=1)], dim=1))
+        reference = torch.cat(parts)
+        return cls(peer.flatten(0, -2), rows, reference if finish is None else finish(reference, rows))
 
     @classmethod
     def of_attention(
@@ -89,7 +99,7 @@ class Check:
         return cls(peer, rows, torch.cat(parts))
 
     def __call__(self, got: torch.Tensor) -> dict[str, float]:
-        """The errors.
+        """The errors of an answer; batches are rows behind one another.
 
         Raises
         ------
@@ -97,6 +107,7 @@ class Check:
             If an element is not finite, the sampled rows break the error rule, or the rest is further from the peer
             than two answers that keep it can be.
         """
+        got = got.flatten(0, -2)
         figures = errors(got[self.rows], self.peer[self.rows], self.reference)
         scale, ulp = self.reference.abs().max().item(), torch.finfo(got.dtype).eps
         largest = apart = norm = 0.0

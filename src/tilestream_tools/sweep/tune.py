@@ -74,20 +74,23 @@ def likely(problem: Problem, device: DeviceProperties, model: Plan, within: floa
 
 def right(
     plans: Sequence[Plan], a: torch.Tensor, b: torch.Tensor, check: Check,
-    failed: Callable[[int, Plan, Exception], object],
+    failed: Callable[[int, Plan, Exception], object], **given: Any,
 ) -> dict[str, Call]:  # fmt: skip
-    """Calls of those plans that give the right answer, by their place; ``failed`` is told of the others."""
+    """Calls of those plans that give the right answer, by their place; ``failed`` is told of the others.
+
+    ``given`` goes to `Plan.run` beside A and B.
+    """
     out = torch.empty_like(check.peer)
     calls: dict[str, Call] = {}
     for index, plan in enumerate(plans):
         try:
             out.fill_(float("nan"))
-            plan.run(a, b, out=out)
+            plan.run(a, b, out=out, **given)
             check(out)
         except Exception as error:
             failed(index, plan, error)
         else:
-            calls[str(index)] = functools.partial(plan.run, a, b, out=out)
+            calls[str(index)] = functools.partial(plan.run, a, b, out=out, **given)
     return calls
 
 

@@ -1,6 +1,7 @@
 """The policy of the Hopper kernel: candidates -> cost -> compare.
 
 A candidate is a row of `TILES`, either way round, with a schedule and a raster. What bounds a row stands beside it.
+`tilestream.plan.policy.hopper_costs` says what it costs.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan.candidate import FREE, Candidate, Forced, require
+from tilestream.plan.candidate import FREE, Candidate, Deferred, Forced, Refusal, require
+from tilestream.plan.policy.hopper_costs import LINE, Cut, Model, TileFacts
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 
@@ -33,50 +36,10 @@ _STRIP_BYTES, _STRIP, _NARROW = 8192, 64, 32
 _MOST_STAGES = 12
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 512
-# Constants of the cost model, fitted to an H100 (benchmarks/gemm/search.py, section `variants`). What matters is
-# the order that they put candidates in: single ones are not measurements of what they are named for.
-#: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
-EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.925, "single": 2.11}
-#: The rate of ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
-ALONE = 0.78
-#: The loss for each line of K that a ring holds less than `LINES`: the copies run less far ahead.
-LINES, SHALLOW_LOSS = 4, 0.0169
-#: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns. Each column adds its
-#: bytes at 4 a cycle; with fewer than 64 columns this is the bound.
-ROWS_CYCLES = 22.0
-#: The same where the instruction before was another part of the same tile: its rows at 128 bytes a cycle.
-FURTHER_CYCLES = 16.0
-#: The loss of a tile with a narrow part, whose x is read into registers, and of any other tile in several parts, whose
-#: rows are read for each: power, which bounds big shapes.
-RS_TAIL_LOSS, PARTS_LOSS = 1.02, 1.016
-#: Bytes a second from L2 to all SMs, and to one; to and from memory, of partial results and by one SM.
-FEED, FEED_OF_ONE, PARTIALS = 15.3e12, 182.3e9, 46.3e9
-#: Seconds that an epilogue takes longer for each register of a thread where TMA does not store: with the rows of the
-#: accumulator as the output's rows, and with its columns as the output's rows.
-DIRECT_SECONDS, DIRECT_SWAPPED_SECONDS = 180e-9, 75e-9
-#: Seconds of a K step beside its work; of an epilogue, and more for each register of a thread; of reducing a tile's
-#: partial results; of a launch.
-STEP_SECONDS, EPILOGUE_SECONDS, REGISTER_SECONDS, FIX_SECONDS, LAUNCH_SECONDS = 6.7e-9, 0.38e-6, 7.2e-9, 1.1e-6, 5.1e-6
-#: The loss on the way from L2 to the SMs in several waves, where workers drift apart and neighbours share less of what
-#: they read; and where one queue hands out the tiles, so that neighbours share little of it.
-DRIFTED, SCATTERED = 1.05, 1.1
-#: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to items
-#: of 8 K steps (benchmarks/results/h100/neighbours_idle.json: 0.999 to 1.006 of static's throughput).
-TICKET_SECONDS = 0.0
-#: Share of the smaller of two things that overlap which does not, in a step and in all.
-NOT_HIDDEN = 0.147, 0.075
 #: Clusters of SMs (GPCs) of the device: the SMs of one read from L2 by the same way.
 CLUSTERS = 8
-#: Bytes of an operand that L2 keeps beside the other's.
-L2_BYTES = 28e6
-#: The loss of an output that is written across, or of a tile of B's rows.
-SWAPPED_LOSS = 1.004
-#: Slowdown of ping-pong without fast accumulation: while one consumer promotes its products, the other cannot multiply.
-PROMOTED_LOSS = 1.7
 #: The fewest K steps of a part of a tile, where tiles are cut into equal parts.
 LEAST_STEPS = 4
-#: Share of the nominal bandwidth that memory gives.
-MEMORY_EFFICIENCY = 0.877
 #: The most registers of a thread for an accumulator and the product of a part of 128 columns that is added to it: what
 #: ptxas does without spilling, of no more than two parts.
 _MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
@@ -259,6 +222,45 @@ def no_registers(
     return f"{registers[0]} registers of the load warp's are too few for {needed}" if needed else ""
 
 
+class Way(NamedTuple):
+    """A tile either way round with a kind of schedule, and what of a candidate no extent decides."""
+
+    facts: TileFacts
+    swap_ab: bool
+    kind: Kind
+    block: tuple[int, int, int]
+    stages: int
+    strip: int
+    buffers: int
+    registers: tuple[int, int]
+
+
+def ways(problem: Problem, device: DeviceProperties, kinds: tuple[Kind, ...], forced: Forced) -> tuple[Way, ...]:
+    """What there are registers and shared memory for, within what is forced; no extent of ``problem`` counts."""
+    size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+    rows = [row for row in TILES if forced.variant in (None, row.variant)]
+    if problem.promoted:  # a stage is as much of K as the tensor cores may add up
+        rows = [row._replace(lines=1) for row in rows]
+    fits = [(row, fit) for row in rows if (fit := row.stages(out_size, device.shared)) >= max(2, forced.stages or 2)]
+    found = []
+    for (row, fit), swap_ab, kind in itertools.product(fits, (False, True), kinds):
+        block = (row.columns, row.rows, row.block_k(size)) if swap_ab else (row.rows, row.columns, row.block_k(size))
+        if forced.tile not in (None, block[:2]):
+            continue
+        if not has_registers(problem, row, swap_ab, kind) or (swap_ab and row.rows == row.columns):
+            continue
+        if forced.registers is not None and no_registers(problem, forced.registers, kind, forced.queues, row):
+            continue
+        strip = row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW)
+        registers = forced.registers or registers_of(problem, row, forced.queues)
+        facts = facts_of(problem, device, row)
+        found.append(Way(facts, swap_ab, kind, block, forced.stages or fit, strip, row.buffers(out_size), registers))
+    return tuple(found)
+
+
+_known_ways = functools.lru_cache(maxsize=64)(ways)
+
+
 def candidates(
     problem: Problem, device: DeviceProperties, workers: int, *, kinds: tuple[Kind, ...], forced: Forced = FREE,
     auto: bool = False,
@@ -268,39 +270,46 @@ def candidates(
     ``auto``: whether a static grid stands for a queue where there is nothing to even out.
     """
     require(refusal(problem, device))
-    tile, order, queues, shares, variant, stages, registers = forced
-    size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
-    rows = [row for row in TILES if variant in (None, row.variant)]
-    if problem.promoted:  # a stage is as much of K as the tensor cores may add up
-        rows = [row._replace(lines=1) for row in rows]
-    fits = [(row, fit) for row in rows if (fit := row.stages(out_size, device.shared)) >= max(2, stages or 2)]
-    for (row, fit), swap_ab, asked_kind in itertools.product(fits, (False, True), kinds):
-        kind = asked_kind
-        block = (row.columns, row.rows, row.block_k(size)) if swap_ab else (row.rows, row.columns, row.block_k(size))
-        if tile not in (None, block[:2]):
-            continue
-        if not has_registers(problem, row, swap_ab, kind) or (swap_ab and row.rows == row.columns):
-            continue
-        if registers is not None and no_registers(problem, registers, kind, queues, row):
-            continue
-        grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
-        if auto and kind == "dynamic" and queues is None and grid.tiles <= workers:
+    if problem.arriving or type(problem) is not Problem:
+        found = ways(problem, device, kinds, forced)
+    else:  # what no extent decides is known from earlier problems
+        alike = replace(problem, m=1, n=1, k=1, batch=min(problem.batch, 2), publishes=None)
+        found = _known_ways(alike, device, kinds, forced._replace(order=None))
+    model, first_batch = Model(problem, device), first_batch_of(problem)
+    block = (0, 0, 0)
+    for way in found:
+        if way.block != block:  # its kinds follow one another
+            block = way.block
+            grid = Grid.of(problem.m, problem.n, problem.k, *block, batch=problem.batch)
+        kind = way.kind
+        if auto and kind == "dynamic" and forced.queues is None and grid.tiles <= workers:
             kind = "static"  # one item each: there is nothing for a queue to even out
-        group = group_of(block, workers, kind == "stream_k" or bool(problem.arriving), swap_ab)
-        raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
+            if kind in kinds:
+                continue
+        group = group_of(block, workers, kind == "stream_k" or bool(problem.arriving), way.swap_ab)
+        raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), forced.order)
         few = min(workers, grid.tiles)
-        count_of, split = queues_of(problem, kind, queues, raster, few)
-        for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
-            schedule = Schedule(
-                kind, grid, raster, workers if kind == "stream_k" else few, count_of, split, count,
-                first_batch_of(problem),
+        queues, split = queues_of(problem, kind, forced.queues, raster, few)
+        for shares in _shares(grid, workers, forced.shares) if kind == "stream_k" else (0,):
+            count = workers if kind == "stream_k" else few
+            together = kind == "static" or split == "strides"
+            cut = Cut(kind, grid.tiles, grid.num_m, grid.k_steps, count, together, raster.group, shares)
+            make = functools.partial(Schedule, kind, grid, raster, count, queues, split, shares, first_batch)
+            yield Deferred(
+                make, kind=kind, variant=way.facts.variant, block=block, warps=4, stages=way.stages,
+                predicted=model.seconds(way.facts, way.swap_ab, cut), swap_ab=way.swap_ab, strip=way.strip,
+                buffers=way.buffers, registers=way.registers,
             )  # fmt: skip
-            predicted = seconds(problem, device, schedule, row, swap_ab)
-            yield Candidate(
-                row.variant, block, schedule, predicted, 4, stages or fit, swap_ab=swap_ab,
-                strip=row.strip(out_size, _STRIP if problem.plain or kind != "stream_k" else _NARROW),
-                buffers=row.buffers(out_size), registers=registers or registers_of(problem, row, queues),
-            )  # fmt: skip
+
+
+def crossing(problem: Problem) -> tuple[Refusal, ...]:
+    """That the copies of rows read more of L2 than they bring, where rows do not begin at its lines."""
+    found = [(name, at) for name, at in zip("AB", problem.row_multiples, strict=True) if at < LINE]
+    if not found:
+        return ()
+    where = " and ".join(f"{name}'s at multiples of {at}" for name, at in found)
+    why = f"rows begin elsewhere ({where}), so a copy of {LINE} bytes reads two: rows of multiples of {LINE} are faster"
+    return (Refusal("whole lines of L2", why),)
 
 
 def has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> bool:
@@ -319,6 +328,7 @@ def has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> boo
     return row.registers <= _ROOMY and not (swap_ab and row.rows == 256 and parts > 1)
 
 
+@functools.lru_cache(maxsize=1024)
 def group_of(block: tuple[int, int, int], workers: int, scattered: bool, swap_ab: bool) -> int:
     """Rows of tiles in a group of the raster, so that tiles that are under way at once read as little as they can.
 
@@ -338,69 +348,14 @@ def _shares(grid: Grid, workers: int, forced: int | None) -> tuple[int, ...]:
     return (0, remainder * parts) if parts > 1 else (0,)
 
 
-def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
-    """A K step: the slower of its multiplications and of its bytes' way from L2."""
-    size, parts = ITEMSIZE[problem.dtype], widths(tile.columns)
-    # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
-    cycles = 0.0
-    for i, width in enumerate(parts):
-        rows = 0.0 if rs_tail(parts, 8 * size) and i == len(parts) - 1 else FURTHER_CYCLES if i else ROWS_CYCLES
-        cycles += max(width / 2, width / 4 + rows)
-    rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
-    instructions = tile.rows // 64 * tile.block_k(size) * size // 32
-    alone = tile.variant == "ping_pong" and schedule.kind != "stream_k" and schedule.grid.tiles <= schedule.workers
-    multiply = cycles * instructions / (rate * (ALONE if alone else EFFICIENCY[tile.variant]))
-    if len(parts) > 1:
-        multiply *= RS_TAIL_LOSS if rs_tail(parts, 8 * size) else PARTS_LOSS
-    multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
-    workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
-    feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
-    if schedule.kind == "stream_k" or schedule.grid.tiles > schedule.workers:
-        feed *= DRIFTED if schedule.kind == "static" or schedule.split == "strides" else SCATTERED
-    return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
-
-
 def seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile, swap_ab: bool) -> float:
-    """What a launch takes: items in waves, or memory, whichever is the longer."""
-    grid, workers = schedule.grid, schedule.workers
-    step = _step_seconds(problem, device, schedule, tile)
-    epilogue = EPILOGUE_SECONDS + REGISTER_SECONDS * tile.registers
-    if problem.n * ITEMSIZE[problem.out_dtype] % 16:
-        epilogue += (DIRECT_SWAPPED_SECONDS if swap_ab else DIRECT_SECONDS) * tile.registers
-    item, tail = grid.k_steps * step + epilogue + (TICKET_SECONDS if schedule.kind != "static" else 0.0), 0.0
-    if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
-        item, tail = max(grid.k_steps * step, item / 2), epilogue
-    if schedule.kind == "stream_k" and schedule.remainder:
-        shares = schedule.num_shares
-        share = schedule.units / shares * step * cdiv(shares, workers)
-        share = max(share, _unshared_bytes(problem, schedule, tile, swap_ab) / (device.bandwidth * MEMORY_EFFICIENCY))
-        # A share writes one partial result, or two where it crosses from tile to tile; the last to come reads a tile's.
-        partials = (2 if shares % schedule.remainder else 1) + max(shares / schedule.remainder, 1)
-        fix = FIX_SECONDS + partials * 4 * tile.rows * tile.columns / PARTIALS
-        busy = schedule.full_tiles // workers * item + share + fix + epilogue
-    else:
-        busy = cdiv(grid.tiles, workers) * item + tail
-    if swap_ab:
-        busy *= SWAPPED_LOSS
-    if tile.variant == "ping_pong" and problem.promoted:
-        busy *= PROMOTED_LOSS
-    partials_bytes = 2 * 4 * schedule.slots * tile.rows * tile.columns  # written, and read again
-    memory = (problem.bytes + partials_bytes) / (device.bandwidth * MEMORY_EFFICIENCY)
-    return LAUNCH_SECONDS + max(busy, memory) + NOT_HIDDEN[1] * min(busy, memory)
+    """What the cost model expects of a schedule."""
+    return Model(problem, device).seconds(facts_of(problem, device, tile), swap_ab, Cut.of(schedule))
 
 
-def _unshared_bytes(problem: Problem, schedule: Schedule, tile: Tile, swap_ab: bool) -> float:
-    """Bytes that come from memory for stream-K's remainder, where its shares cross from tile to tile.
-
-    They begin at all places of K then, so tiles that share an operand read it at different times: unless L2 keeps it,
-    each of them reads its own.
-    """
-    remainder = schedule.remainder
-    if not schedule.num_shares % remainder:
-        return 0.0
-    block_m, block_n = (tile.columns, tile.rows) if swap_ab else (tile.rows, tile.columns)
-    group = min(schedule.raster.group, schedule.grid.num_m)
-    line = problem.k * ITEMSIZE[problem.dtype]
-    rows, columns = min(problem.m, group * block_m), cdiv(remainder, group) * block_n
-    read = ((rows, block_m), (columns, block_n))
-    return float(sum(remainder * block * line for there, block in read if there * line > L2_BYTES))
+def facts_of(problem: Problem, device: DeviceProperties, tile: Tile) -> TileFacts:
+    """What the cost model knows of a tile, for such a problem."""
+    parts = widths(tile.columns)
+    depth = tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared)
+    tail = rs_tail(parts, 8 * ITEMSIZE[problem.dtype])
+    return TileFacts(tile.variant, tile.rows, tile.columns, tile.lines, depth, tile.registers, parts, tail)

@@ -1,0 +1,75 @@
+"""Every candidate of drawn problems, measured: what the cost model is fitted to, and what the plan's choice costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gemm.bench import Bench, Row, every_plan, rounded
+from benchmarks.gemm.board import checked, operands, peer, planned, tell
+from benchmarks.gemm.draw import Draw, fit_draws
+from benchmarks.gemm.search import launches
+from benchmarks.gemm.shapes import refuse_impossible
+from benchmarks.report import gemm_random
+from tilestream.plan import tuned
+
+#: Rounds of all candidates of a problem; problems of a sweep, where no other number is given.
+ROUNDS, COUNT = 7, 64
+
+
+def sweep(bench: Bench) -> None:
+    """The problems of ``--seed``, counted from `FITTED_FROM`; those of ``--resume`` left out."""
+    seed, count = bench.options.seed, bench.options.count or COUNT
+    every = {problem.small() if bench.dry else problem: number
+             for number, problem in enumerate(fit_draws(seed, count))}  # fmt: skip
+    record = bench.gemm_record(f"sweep_{seed}", seed=seed, dtype="as drawn", planned=len(every))
+    left = bench.unmeasured(record, every)
+    bench.compile_ahead("sweep", [f"{seed}:{count}:{number}" for number in left.values()])
+    try:
+        bench.rows(record, left, lambda problem: sweep_row(bench, problem))
+    finally:
+        tell(record, gemm_random.sweep)
+
+
+def candidates(problem: Draw, device: str, within: float) -> list[Any]:
+    """The plan's choice, and the other plans of the search space; one of each key."""
+    own = planned(problem, device)
+    found = {key_of(own): own}
+    for plan in every_plan(own.problem, own.device, within):
+        found.setdefault(key_of(plan), plan)
+    return list(found.values())
+
+
+def key_of(candidate: Any) -> str:
+    """What tells a plan, or a candidate, from the others of its problem."""
+    return " ".join(f"{name}={value}" for name, value in tuned.knobs(candidate).items())
+
+
+def sweep_row(bench: Bench, problem: Draw) -> Row:
+    """One problem: of each candidate its key, the model's microseconds, and the clock's."""
+    a, b, given = operands(problem, bench.device)
+    theirs = peer(a, b, given)
+    scales = {name: value for name, value in given.items() if name.startswith("scale")}
+    plans = candidates(problem, bench.device, bench.options.within)
+    chosen = key_of(plans[0])
+    functions, wrong = launches(plans, a, b, checked(a, b, given, theirs()), **scales)
+    timing = bench.clock.interleave({**functions, "torch": theirs}, rounds=ROUNDS, warmup=1)
+    refuse_impossible(problem, bench.peaks, timing.medians(), problem.itemsize)
+    measured = {key_of(plans[int(name)]): (plans[int(name)], timing.median(name)) for name in functions}
+    if chosen not in measured:
+        raise AssertionError(f"the plan's own choice: {wrong}")
+    best = min(measured, key=lambda key: measured[key][1])
+    us = {"torch": timing.median("torch"), "plan": measured[chosen][1], "best": measured[best][1]}
+    return {
+        "shape": str(problem),
+        "problem": list(problem),
+        "kind": problem.kind,
+        "us": rounded(us),
+        "of_best": round(us["best"] / us["plan"], 4),
+        "plan": plans[0].label,
+        "chosen": chosen,
+        "best": best,
+        "plans": [
+            [key, round(1e6 * plan.predicted, 2), round(1e6 * seconds, 2)] for key, (plan, seconds) in measured.items()
+        ],
+        "wrong": wrong,
+    }

@@ -1,0 +1,243 @@
+"""The cost model of the Hopper kernel: what a launch takes, and the constants of it, by device.
+
+::
+
+    a K step:  the slower of its multiplications and of its bytes' way from L2, and a part of the other
+    an item:   its K steps and its epilogue
+    a launch:  items in waves, stream_k's last wave in shares; or memory; and a part of the other
+
+`FITTED` has the constants. ``benchmarks/run.py gemm sweep`` measures every candidate of drawn problems, and
+``benchmarks/run.py gemm fit`` fits the constants to that record and prints them as they stand here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tilestream.core.device import DeviceProperties
+from tilestream.core.integers import cdiv
+from tilestream.core.schedule import Kind, Schedule
+from tilestream.plan.problem import ITEMSIZE, Problem
+
+#: Bytes of a line of L2, and of a row of a stage; bytes that L2 and memory move at least.
+LINE, SECTOR = 128, 32
+
+
+@dataclass(frozen=True, eq=False)  # told apart by identity: caches have them in their keys
+class Costs:
+    """Constants of the model. What matters is the order that they put candidates in: single ones measure nothing."""
+
+    #: cooperative, ping_pong, single: by variant, the tensor cores' rate beside the nominal one. A single consumer's
+    #: short steps are charged to ``feed``.
+    cooperative: float = 0.94
+    ping_pong: float = 0.925
+    single: float = 2.11
+    #: The rate of ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
+    alone: float = 0.78
+    #: lines, shallow_loss: the loss for each line of K that a ring holds less than so many: its copies run less ahead.
+    lines: int = 4
+    shallow_loss: float = 0.0169
+    #: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns. Each column adds
+    #: its bytes at 4 a cycle; with fewer than 64 columns this is the bound.
+    rows_cycles: float = 22.0
+    #: The same where the instruction before was another part of the same tile: its rows at 128 bytes a cycle.
+    further_cycles: float = 16.0
+    #: rs_tail_loss, parts_loss: the loss of a tile with a narrow part, whose x is read into registers, and of any other
+    #: tile in several parts, whose rows are read for each: power, which bounds big shapes.
+    rs_tail_loss: float = 1.02
+    parts_loss: float = 1.016
+    #: feed, feed_of_one: bytes a second from L2 to all SMs, and to one, in rows that begin at lines.
+    feed: float = 15.3e12
+    feed_of_one: float = 182.3e9
+    #: crossed, fifth: what a row of 128 bytes costs more, beside one that begins at a line of L2: where it lies in two,
+    #: and where it lies in five sectors. Of issue 27's rates of an H100, in TFLOP/s: 2048 x 13312 x 15800 (rows of 112
+    #: mod 128 bytes) 458 with tiles of 128 x 256 and 563 to 586 with 256 x 192, 454 at 16 mod 128, 697 at 64 mod 128,
+    #: and 801 at 0.
+    crossed: float = 1.0
+    fifth: float = 1.0
+    #: Bytes a second to and from memory, of partial results and by one SM.
+    partials: float = 46.3e9
+    #: direct, direct_swapped: seconds that an epilogue takes longer for each register of a thread where TMA does not
+    #: store: with the rows of the accumulator as the output's rows, and with its columns as the output's rows.
+    direct: float = 180e-9
+    direct_swapped: float = 75e-9
+    #: step, epilogue, register, fix, launch: seconds of a K step beside its work; of an epilogue, and more for each
+    #: register of a thread; of reducing a tile's partial results; of a launch.
+    step: float = 6.7e-9
+    epilogue: float = 0.38e-6
+    register: float = 7.2e-9
+    fix: float = 1.1e-6
+    launch: float = 5.1e-6
+    #: drifted, scattered: the loss on the way from L2 to the SMs in several waves, where workers drift apart and
+    #: neighbours share less of what they read; and where one queue hands out the tiles, so that they share little.
+    drifted: float = 1.05
+    scattered: float = 1.1
+    #: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to
+    #: items of 8 K steps (benchmarks/results/h100/neighbours_idle.json: 0.999 to 1.006 of static's throughput).
+    ticket: float = 0.0
+    #: step_not_hidden, not_hidden: share of the smaller of two things that overlap which does not: in a step, in all.
+    step_not_hidden: float = 0.147
+    not_hidden: float = 0.075
+    #: Bytes of an operand that L2 keeps beside the other's.
+    l2_bytes: float = 28e6
+    #: The loss of an output that is written across, or of a tile of B's rows.
+    swapped_loss: float = 1.004
+    #: Slowdown of ping-pong without fast accumulation: while one consumer promotes its products, the other cannot
+    #: multiply.
+    promoted_loss: float = 1.7
+    #: Share of the nominal bandwidth that memory gives.
+    memory: float = 0.877
+
+
+#: By a part of the device's name; a device without constants of its own has the first ones. The H100's are of
+#: 2026-11-21 (section `variants` then: all candidates of twelve shapes); ``crossed`` and ``fifth`` of issue 27.
+FITTED = {"H100": Costs()}
+
+
+def costs_of(device: DeviceProperties) -> Costs:
+    """The constants of a device."""
+    return next((costs for name, costs in FITTED.items() if name in device.name), next(iter(FITTED.values())))
+
+
+class Cut(NamedTuple):
+    """What the model knows of a schedule; ``together``: workers take the tiles that a static grid gives them."""
+
+    kind: Kind
+    tiles: int
+    num_m: int
+    k_steps: int
+    workers: int
+    together: bool
+    group: int
+    shares: int = 0
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Cut:
+        """A schedule's."""
+        grid, together = schedule.grid, schedule.kind == "static" or schedule.split == "strides"
+        return cls(
+            schedule.kind, grid.tiles, grid.num_m, grid.k_steps, schedule.workers, together, schedule.raster.group,
+            schedule.shares,
+        )  # fmt: skip
+
+
+class TileFacts(NamedTuple):
+    """What the model knows of a tile.
+
+    ``lines`` is K of a stage, and ``depth`` that of the ring, in lines of 128 bytes. ``parts`` are the widths that the
+    columns are multiplied in, and ``rs_tail`` says whether the last has its x in registers.
+    """
+
+    variant: str
+    rows: int
+    columns: int
+    lines: int
+    depth: int
+    registers: int
+    parts: tuple[int, ...]
+    rs_tail: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def multiplying(tile: TileFacts, costs: Costs) -> tuple[float, float]:
+    """Cycles of a K step's multiplications, had the tensor cores their nominal rate; and of a worker with one item."""
+    # Cycles of one instruction: by columns, at 2 a cycle; or by the bytes that it reads from shared memory.
+    cycles = 0.0
+    for i, width in enumerate(tile.parts):
+        last = i == len(tile.parts) - 1
+        rows = 0.0 if tile.rs_tail and last else costs.further_cycles if i else costs.rows_cycles
+        cycles += max(width / 2, width / 4 + rows)
+    cycles *= tile.rows // 64 * tile.lines * LINE // 32  # instructions, of 32 bytes of K of every type
+    if len(tile.parts) > 1:
+        cycles *= costs.rs_tail_loss if tile.rs_tail else costs.parts_loss
+    cycles *= 1 + costs.shallow_loss * max(0, costs.lines - tile.depth)
+    rate: float = getattr(costs, tile.variant)
+    return cycles / rate, cycles / (costs.alone if tile.variant == "ping_pong" else rate)
+
+
+def row_cost(multiple: int, costs: Costs) -> float:
+    """What the copy of a row of 128 bytes costs, beside one that begins at a line of L2.
+
+    ``multiple``: bytes that the beginnings of rows are multiples of, a power of two from 16 to 128. So a row in
+    ``LINE / multiple`` begins at a line, and all others lie in two; with 16, half of them lie in five sectors.
+    """
+    return 1 + costs.crossed * (1 - multiple / LINE) + (costs.fifth / 2 if multiple < SECTOR else 0.0)
+
+
+class Model:
+    """The model of a problem on a device.
+
+    Parameters
+    ----------
+    problem, device, costs
+        ``costs``: those of another fit; None: the device's.
+    """
+
+    def __init__(self, problem: Problem, device: DeviceProperties, costs: Costs | None = None) -> None:
+        self.problem, self.costs = problem, costs or costs_of(device)
+        self.cycles = device.peak("bfloat16", 1) / 4096  # a second
+        self.row_costs = tuple(row_cost(multiple, self.costs) for multiple in problem.row_multiples)
+        self.bandwidth = device.bandwidth * self.costs.memory
+        self.bytes = problem.bytes
+        self.by_tma = problem.n * ITEMSIZE[problem.out_dtype] % 16 == 0
+
+    def step(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
+        """Seconds of a K step: the slower of its multiplications and of its bytes' way from L2."""
+        costs = self.costs
+        alone = cut.kind != "stream_k" and cut.tiles <= cut.workers
+        multiply = multiplying(tile, costs)[alone] / self.cycles
+        of_rows, of_columns = self.row_costs[::-1] if swap_ab else self.row_costs
+        rows = tile.rows * of_rows + tile.columns * of_columns
+        feed = LINE * tile.lines * rows / min(costs.feed / (cut.tiles if alone else cut.workers), costs.feed_of_one)
+        if not alone:
+            feed *= costs.drifted if cut.together else costs.scattered
+        longer, shorter = (multiply, feed) if multiply > feed else (feed, multiply)
+        return longer + costs.step_not_hidden * shorter + costs.step
+
+    def seconds(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
+        """What a launch takes: items in waves, or memory, whichever is the longer."""
+        costs, workers = self.costs, cut.workers
+        step = self.step(tile, swap_ab, cut)
+        epilogue = costs.epilogue + costs.register * tile.registers
+        if not self.by_tma:
+            epilogue += (costs.direct_swapped if swap_ab else costs.direct) * tile.registers
+        item, tail = cut.k_steps * step + epilogue + (costs.ticket if cut.kind != "static" else 0.0), 0.0
+        if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
+            item, tail = max(cut.k_steps * step, item / 2), epilogue
+        remainder, slots = cut.tiles % workers if cut.kind == "stream_k" else 0, 0
+        if remainder:
+            units = remainder * cut.k_steps
+            shares = min(cut.shares or workers, units)
+            slots = shares + remainder - 1
+            share = units / shares * step * cdiv(shares, workers)
+            share = max(share, self._unshared_bytes(tile, swap_ab, cut, remainder, shares) / self.bandwidth)
+            # A share writes one partial, or two where it crosses from tile to tile; the last to come reads a tile's.
+            partials = (2 if shares % remainder else 1) + max(shares / remainder, 1)
+            fix = costs.fix + partials * 4 * tile.rows * tile.columns / costs.partials
+            busy = (cut.tiles - remainder) // workers * item + share + fix + epilogue
+        else:
+            busy = cdiv(cut.tiles, workers) * item + tail
+        if swap_ab:
+            busy *= costs.swapped_loss
+        if tile.variant == "ping_pong" and self.problem.promoted:
+            busy *= costs.promoted_loss
+        partials_bytes = 2 * 4 * slots * tile.rows * tile.columns  # written, and read again
+        memory = (self.bytes + partials_bytes) / self.bandwidth
+        return costs.launch + max(busy, memory) + costs.not_hidden * min(busy, memory)
+
+    def _unshared_bytes(self, tile: TileFacts, swap_ab: bool, cut: Cut, remainder: int, shares: int) -> float:
+        """Bytes that come from memory for stream-K's remainder, where its shares cross from tile to tile.
+
+        They begin at all places of K then, so tiles that share an operand read it at different times: unless L2 keeps
+        it, each of them reads its own.
+        """
+        if not shares % remainder:
+            return 0.0
+        block_m, block_n = (tile.columns, tile.rows) if swap_ab else (tile.rows, tile.columns)
+        group = min(cut.group, cut.num_m)
+        line = self.problem.k * ITEMSIZE[self.problem.dtype]
+        rows, columns = min(self.problem.m, group * block_m), cdiv(remainder, group) * block_n
+        read = ((rows, block_m), (columns, block_n))
+        return float(sum(remainder * block * line for there, block in read if there * line > self.costs.l2_bytes))
