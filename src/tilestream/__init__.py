@@ -20,6 +20,7 @@ from tilestream.runtime.collector import paused as _collector_paused
 from tilestream.runtime.shutdown import call as _inside_at_exit
 
 if TYPE_CHECKING:
+    from tilestream.arrival.experts import stream_experts
     from tilestream.arrival.stream import Stream, stream_in
     from tilestream.ops import (
         addmm,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tilestream.runtime.channel import check
 
 _MODULES = {
+    "tilestream.arrival.experts": ("stream_experts",),
     "tilestream.arrival.stream": ("Stream", "stream_in"),
     "tilestream.ops": (
         "addmm", "attention", "bmm", "grouped_mm", "linear", "matmul", "merge_attention", "mm", "register_attention",
@@ -51,8 +53,8 @@ _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "Arrival", "ArrivalTimeout", "GroupBroken", "Plan", "ProducerStopped", "Stream", "TilestreamError", "__version__",
     "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "grouped_mm", "grouped_plan", "invariant",
-    "linear", "matmul", "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_in", "trace",
-    "use_attention", "use_invariant_torch", "worker_limit",
+    "linear", "matmul", "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_experts",
+    "stream_in", "trace", "use_attention", "use_invariant_torch", "worker_limit",
 ]  # fmt: skip
 
 

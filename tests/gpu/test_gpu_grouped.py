@@ -269,3 +269,45 @@ def test_the_plan_says_what_runs():
     said = ts.grouped_plan(M, N, K, 8, device="cuda").explain()
     assert "grouped_mm [1000, 192] @ [8, 192, 328] by rows" in said
     assert plan_groups.cache_info().currsize
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_experts_that_arrive(sizes, where):
+    """From pinned memory, offsets on the host or on the GPU; the same buffer for three layers."""
+    a, ends = randn(M, K, dtype=BF16), offsets_of(sizes).cuda()
+    layers = [torch.randn(8, N, K).to(BF16).pin_memory().mT for _ in range(3)]
+    with ts.stream_experts(layers[0], ends.to(where), device="cuda") as stream:
+        for layer, b in enumerate(layers):
+            if layer:
+                stream.restart(ends.to(where), b)
+            out = nan(M, N, dtype=BF16)
+            ts.grouped_mm(a, stream, ends, out=out)
+            check_all("rows", a, b.cuda(), out, ends)
+    ts.check()
+
+
+def test_an_expert_that_does_not_come():
+    """Nothing is copied before the deadline: the copies come behind a kernel that sleeps."""
+    a, ends, b = randn(M, K, dtype=BF16), offsets_of(SIZES[0]).cuda(), torch.randn(8, N, K).to(BF16).pin_memory().mT
+    ts.grouped_mm(a, b.cuda(), ends)
+    late = torch.cuda.Stream()
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(2_000_000_000)
+        stream = ts.stream_experts(b, ends.cpu(), device="cuda")
+    out = ts.grouped_mm(a, stream, ends, deadline=0.1)
+    torch.cuda.synchronize()
+    with pytest.raises(ts.ArrivalTimeout, match="weight_arrival's chunk"):
+        ts.check()
+    assert out.isnan().any()
+    stream.wait()
+    check_all("rows", a, b.cuda(), ts.grouped_mm(a, stream, ends), ends)
+
+
+def test_gradients_of_rows_whose_experts_arrive():
+    a, ends = randn(M, K, dtype=BF16).requires_grad_(), offsets_of(SIZES[4]).cuda()
+    b = torch.randn(8, N, K).to(BF16).pin_memory().mT
+    with ts.stream_experts(b, ends, device="cuda") as stream:
+        found = torch.autograd.grad(ts.grouped_mm(a, stream, ends).sum(), a)
+        wanted = torch.autograd.grad(ts.grouped_mm(a, b.cuda(), ends).sum(), a)
+    assert torch.equal(*found, *wanted)

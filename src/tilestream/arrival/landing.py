@@ -117,15 +117,19 @@ class DeviceLanding(Landing):
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
         with inference:
             super().__init__(torch.empty(host.shape, dtype=host.dtype, device=device))
-        self._host = host
         self._device = device
         self._lane = lane
         self.stream = lane.stream
+        self.take(host)
+        # Freed, the memory is not handed out again before the copies into it are done (invariant 9).
+        self.tensor.record_stream(self.stream)
+
+    def take(self, host: torch.Tensor) -> None:
+        """Bring rows from ``host`` from now on, which has the tensor's shape and dtype."""
+        self._host = host
         self._is_pinned = host.is_pinned()
         #: Whether the driver copies the rows from where they are, without torch.
         self.in_place = self._is_pinned and host.is_contiguous()
-        # Freed, the memory is not handed out again before the copies into it are done (invariant 9).
-        self.tensor.record_stream(self.stream)
 
     def __del__(self) -> None:
         """Have torch's allocator of pinned memory keep the source for copies under way: it knows of torch's alone."""

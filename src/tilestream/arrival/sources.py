@@ -13,7 +13,8 @@ from tilestream.arrival.files import RangeReader
 Job = Callable[[], None]
 
 
-def _nothing() -> None: ...
+def ignore() -> None:
+    """A job that has nothing to do."""
 
 
 @dataclass
@@ -27,9 +28,9 @@ class Source:
     tensor: torch.Tensor  # the destination
     describe: Callable[[], str]  # what it is and how it is read, for people
     claim: Callable[[int, int], Job]  # the job that brings rows [begin, end); called in order
-    end: Callable[[], None] = _nothing  # every row has been brought: raises where rows are left over
-    rewind: Callable[[], None] = _nothing  # prepares another epoch
-    close: Callable[[], None] = _nothing  # lets go of what was opened
+    end: Callable[[], None] = ignore  # every row has been brought: raises where rows are left over
+    rewind: Callable[[], None] = ignore  # prepares another epoch
+    close: Callable[[], None] = ignore  # lets go of what was opened
     takes: tuple[str, ...] = ()  # arguments of `stream_in` that mean something for this source
     readers: int = 1  # jobs that may run at once; 0: the rows are there already, and the caller's thread passes them on
 
@@ -68,7 +69,7 @@ def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
         source = source.detach()
     what = f"a CPU tensor {list(source.shape)} {str(source.dtype)[6:]}"
     if onward:
-        return Source(source, lambda: what, lambda begin, end: _nothing, readers=0 if source.is_pinned() else 1)
+        return Source(source, lambda: what, lambda begin, end: ignore, readers=0 if source.is_pinned() else 1)
     tensor = _destination(source.shape, source.dtype)
 
     def copy(begin: int, end: int) -> None:

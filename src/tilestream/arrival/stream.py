@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, cast, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, final
 
 import torch
 
@@ -20,7 +20,7 @@ from tilestream.arrival.arrival import Arrival, as_device
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import DeviceLanding, Landing
 from tilestream.arrival.signals import Signals
-from tilestream.arrival.sources import Job, Source, file_source, iterator_source, row_count, tensor_source
+from tilestream.arrival.sources import Job, Source, file_source, ignore, iterator_source, row_count, tensor_source
 from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
@@ -53,17 +53,34 @@ Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
 open_streams: dict[int, weakref.ref[Stream]] = {}
 
 
+#: See `_Filling`.
+Order = Callable[[], tuple[Sequence[int], int]]
+
+
+class Route(Protocol):
+    """What a stream of experts is told of a step: see `tilestream.arrival.experts`."""
+
+    def __call__(self, source: Source, offsets: torch.Tensor, weights: torch.Tensor | None) -> Order:
+        """The order of a step's chunks; ``weights``: what ``source`` brings from now on."""
+
+
 class _Filling:
     """One filling of the tensor: the threads that bring its chunks, and land and signal them in order.
 
     In order also where a later one is there first: a page that two chunks share is read with the earlier one, so that
     the later is complete only when that is, too.
+
+    ``order``: asked by the first thread: the order of the chunks, and how many of them have rows that are wanted. The
+    others are signalled behind these, and not brought. None: all, from the pivot's on.
     """
 
-    def __init__(self, arrival: Arrival, chunks: Chunks, source: Source, landing: Landing) -> None:
+    def __init__(
+        self, arrival: Arrival, chunks: Chunks, source: Source, landing: Landing, order: Order | None = None
+    ) -> None:  # fmt: skip
         self._arrival, self._chunks, self._source, self._landing = arrival, chunks, source, landing
         self._epoch = arrival.epoch
         self._order = [(arrival.pivot + step) % chunks.count for step in range(chunks.count)]
+        self._wanted, self._ask = chunks.count, order
         self._lock = threading.Lock()
         self._claimed = 0
         self._brought: set[int] = set()
@@ -96,6 +113,11 @@ class _Filling:
         """See `tilestream.runtime.shutdown`."""
         self.stop.set()
         self.join(timeout)
+
+    def finish_issuing(self) -> None:
+        """Wait for the threads, not for the copies that they have issued."""
+        for thread in self.threads:
+            thread.join()
 
     @property
     def issued(self) -> bool:
@@ -140,6 +162,8 @@ class _Filling:
 
     def _claim(self) -> tuple[int, Job] | None:
         with self._lock:
+            if self._ask is not None:
+                (self._order, self._wanted), self._ask = self._ask(), None
             step = self._claimed
             if step == self._chunks.count:
                 return None
@@ -147,7 +171,7 @@ class _Filling:
             if self.stop.is_set():
                 raise ProducerStopped(f"stream_in: closed before chunk {chunk} was delivered")
             self._claimed += 1
-            return step, self._source.claim(*self._chunks.range_of(chunk))
+            return step, self._source.claim(*self._chunks.range_of(chunk)) if step < self._wanted else ignore
 
     def _deliver(self, step: int) -> None:
         with self._lock:
@@ -155,7 +179,8 @@ class _Filling:
             with self._landing.issuing():
                 while self._signalled in self._brought:
                     chunk = self._order[self._signalled]
-                    self._landing.land(*self._chunks.range_of(chunk))
+                    if self._signalled < self._wanted:
+                        self._landing.land(*self._chunks.range_of(chunk))
                     self._arrival.signal(chunk, epoch=self._epoch)
                     self._signalled += 1
             last = self._signalled == self._chunks.count
@@ -209,15 +234,17 @@ class Stream:
     """
 
     def __init__(
-        self, arrival: Arrival, source: Source, landing: Landing | None = None, by_kernel: bool = False
-    ) -> None:
+        self, arrival: Arrival, source: Source, landing: Landing | None = None, by_kernel: bool = False,
+        order: Order | None = None, route: Route | None = None, turned: bool = False,
+    ) -> None:  # fmt: skip
         self._source, self._landing = source, landing or Landing(source.tensor)
-        self.tensor = self._landing.tensor
+        self._order, self._route = order, route
+        self.tensor = self._landing.tensor.mT if turned else self._landing.tensor
         self.arrival = arrival
         arrival._signals.streamed = True
         self._memory = self.tensor.untyped_storage().data_ptr()
         self._self = weakref.ref(self)
-        self._chunks = arrival.chunks(row_count(self.tensor))
+        self._chunks = arrival.chunks(row_count(self._landing.tensor))
         self._copies: KernelCopies | None = None
         if by_kernel and self.tensor.numel():
             self._copies = cast("DeviceLanding", self._landing).offer(self._chunks, arrival.pivot)
@@ -240,10 +267,10 @@ class Stream:
         self._filling: _Filling | _Issued | None = None
         if self._copies is not None:
             return
-        if self._source.readers or not self._fill():
+        if self._source.readers or self._order is not None or not self._fill():
             if isinstance(self._landing, DeviceLanding):
                 cast("DeviceSignals", self.arrival._signals).retire()  # launches on the lane before
-            self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing)
+            self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing, self._order)
 
     def _fill(self) -> bool:
         """Issue all at once, where the source's rows can be copied from where they are; whether they can."""
@@ -301,6 +328,8 @@ class Stream:
             }[self._copies.maker]
         if isinstance(self._landing, DeviceLanding) and cast("DeviceSignals", self.arrival._signals).is_in_graphs:
             onward += ", in CUDA graphs at each replay (not run on a GPU yet)"
+        if self.of_experts:
+            return f"{self._source.describe()}{onward}; those with rows alone, most rows first"
         return f"{self._source.describe()}{onward}; {self._chunks.rows} rows in {self._chunks.count} chunks"
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
@@ -331,7 +360,12 @@ class Stream:
         self._shut()
         return self.tensor
 
-    def restart(self) -> None:
+    @property
+    def of_experts(self) -> bool:
+        """Whether it was made by `stream_experts`: a chunk is an expert's matrix."""
+        return self._route is not None
+
+    def restart(self, offsets: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
         """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
 
         The producer must have ended, and nothing may still read the tensor, a backward pass included (autograd does not
@@ -343,6 +377,12 @@ class Stream:
         the launches that are captured behind it wait for its chunks. Eager fillings, and other graphs', are apart from
         it. The graph keeps the source and the tensor alive.
 
+        Parameters
+        ----------
+        offsets, weights
+            Of `stream_experts`, and of such a stream alone: where the rows of this step's experts end; and their
+            weights where they are others, of another layer, say, that lie as the first ones do.
+
         Raises
         ------
         RuntimeError
@@ -350,7 +390,15 @@ class Stream:
             kernel makes the copies (``copies="kernel"``), which its graph makes at each replay without this.
         ValueError
             If the source can be read only once (an iterator).
+        ValueError, TypeError
+            If ``offsets`` or ``weights`` do not fit.
         """
+        if self._route is None and (offsets is not None or weights is not None):
+            raise TypeError("stream_in: restart(offsets, weights) is of ts.stream_experts; this stream has none")
+        if self._route is not None and offsets is None:
+            raise TypeError("stream_experts: restart() without offsets; they say which experts this step needs")
+        if self.of_experts and isinstance(self._filling, _Filling):
+            self._filling.finish_issuing()  # it waits for the router of the step before, not for copies
         if self._filling is not None and not self._filling.issued:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
         if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
@@ -359,6 +407,11 @@ class Stream:
                     "stream_in: restart() while a CUDA graph is captured; with copies='kernel' the graph makes the "
                     "copies at each replay, without it"
                 )
+            if self._route is not None:
+                raise RuntimeError(
+                    "stream_experts: restart() while a CUDA graph is captured; the host reads this step's offsets: call "
+                    "it outside of the capture"
+                )
             if self._source.readers or not self._landing.in_place:
                 raise RuntimeError(
                     f"stream_in: restart() while a CUDA graph is captured, from {self._source.describe()}; a replay "
@@ -366,6 +419,11 @@ class Stream:
                 )
             self._landing.fill_in_graph(self._chunks, self.arrival.pivot, cast("DeviceSignals", self.arrival._signals))
             return
+        if self._route is not None:
+            assert offsets is not None
+            self._order = self._route(self._source, offsets, weights)
+            if weights is not None and isinstance(self._landing, DeviceLanding):
+                self._landing.take(self._source.tensor)
         self._source.rewind()
         if isinstance(self._filling, _Issued):
             cast("DeviceSignals", self.arrival._signals).advance_at_once()
@@ -463,7 +521,7 @@ def stream_in(
     """
     if not is_one_of(copies, ("engine", "kernel")):
         raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
-    target = _target(source, device)
+    target = target_of(source, device)
     if copies == "kernel" and (target.type == "cpu" or not isinstance(source, torch.Tensor)):
         raise ValueError(
             f"stream_in: copies='kernel' of a {type(source).__name__} to {target}; a kernel copies a pinned CPU tensor "
@@ -504,23 +562,25 @@ def stream_in(
             raise ValueError("stream_in: rows_per_chunk and bounds; chunks are uniform or ragged, not both")
         if target.type == "cpu":
             return Stream(arrival.with_signals(Signals(arrival.num_chunks)), made)
-        return _onto(target, made, arrival, copies == "kernel")
+        return onto(target, made, arrival, copies == "kernel")
     except BaseException:
         made.close()
         raise
 
 
-def _onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool) -> Stream:
-    """A stream to a GPU, in chunks as of ``chunked``."""
+def onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool, **more: Any) -> Stream:
+    """A stream to a GPU, in chunks as of ``chunked``; ``more``: see `Stream`."""
     from tilestream.arrival.device import DeviceSignals
 
     with on_device(device):
         lane = lanes.take(chunked.num_chunks, device, torch._C._cuda_getCurrentRawStream(device.index))
         signals = DeviceSignals(chunked.num_chunks, device, lane=lane)
-        return Stream(chunked.with_signals(signals), source, DeviceLanding(source.tensor, device, lane), by_kernel)
+        return Stream(
+            chunked.with_signals(signals), source, DeviceLanding(source.tensor, device, lane), by_kernel, **more
+        )
 
 
-def _target(source: Streamable, device: str | torch.device | None) -> torch.device:
+def target_of(source: Streamable, device: str | torch.device | None) -> torch.device:
     """Where the tensor is to be."""
     if device is None:
         pinned = isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.is_pinned()

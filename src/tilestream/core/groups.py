@@ -5,6 +5,7 @@ The host plans for the largest number of tiles that the groups can have. The dev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 #: What the groups divide: A's rows, with one B for each group; or K, with one output for each group.
@@ -26,3 +27,13 @@ def mean_row_tiles(rows: int, groups: int, block: int) -> int:
     """The number of tiles of ``block`` rows if all groups have one size."""
     used = min(groups, rows)
     return min(used * -(-rows // (used * block)), most_row_tiles(rows, groups, block)) if used else 0
+
+
+def by_load(ends: Sequence[int]) -> tuple[list[int], int]:
+    """The groups that end there, most rows first, the lower number first of equal ones; and how many have rows.
+
+    `tilestream.kernels.device.groups.rank_by_load` is this order on the device.
+    """
+    begins = [0, *ends][: len(ends)]
+    sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    return sorted(range(len(ends)), key=lambda g: -sizes[g]), sum(size > 0 for size in sizes)

@@ -133,6 +133,12 @@ class PortableGroupedConfig(PortableConfig):
 
     ALONG: str  # what the groups divide: ``"rows"`` of A, or ``"k"``
     LANES: int  # a power of 2 that is at least the number of groups
+    ARRIVES: bool = False  # whether each group's matrix of B arrives, most rows first
+
+    @property
+    def GATED(self) -> bool:
+        """As of `GemmConfig`."""
+        return self.ARRIVES
 
 
 @dataclass(frozen=True, kw_only=True)

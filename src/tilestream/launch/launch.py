@@ -193,6 +193,19 @@ class GemmLaunch(Launch):
         )  # fmt: skip
 
 
+def gate_of_groups(device: torch.device, awaited: Awaited | None) -> GateArguments:
+    """What a launch on the current stream is told of groups whose matrices of B arrive."""
+    if awaited is None:
+        return NO_GATE
+    words, quarantine, epoch, key = awaited.columns.use()
+    records, claims = records_of(device)
+    allowed, op = bounds_of(awaited.deadline, awaited.op)
+    return NO_GATE._replace(
+        column_signals=words, column_quarantine=quarantine, records=records, claims=claims, column_epoch=epoch,
+        column_key=key, allowed=allowed, op=op,
+    )  # fmt: skip
+
+
 def records_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The records and the claims of the device's error channel, for a gate."""
     if device.type == "meta":  # for `tilestream.launch.compiling.ahead`: nothing runs

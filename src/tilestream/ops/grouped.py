@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from tilestream.arrival.stream import open_streams
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.flat import FlatArrival, check_deadline
+from tilestream.arrival.stream import Stream, open_streams
 from tilestream.core.dtypes import dtype_name
 from tilestream.ops import checks, streamed
-from tilestream.ops.grouped_library import grouped_op, grouped_out_op
+from tilestream.ops.grouped_library import grouped_arriving_op, grouped_arriving_out_op, grouped_op, grouped_out_op
 from tilestream.ops.library import result_dtype
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Overlap, made_fresh
@@ -26,7 +28,7 @@ _FORMS = {(2, 3): "rows", (3, 2): "columns", (2, 2): "k", (3, 3): "batches"}
 
 def grouped_mm(
     a: torch.Tensor,
-    b: torch.Tensor,
+    b: torch.Tensor | Stream,
     offsets: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
@@ -38,6 +40,7 @@ def grouped_mm(
     use_fast_accum: bool = True,
     schedule: str = "auto",
     workers: int | None = None,
+    deadline: float | None = None,
 ) -> torch.Tensor:
     """``activation(scale_a * scale_b * (a @ b) + bias)``, group by group, as ``torch.nn.functional.grouped_mm`` has it.
 
@@ -62,7 +65,8 @@ def grouped_mm(
     a, b
         As above; dtypes as for `tilestream.matmul`, any strides. 16-bit operands are fastest where a row of ``a``, and
         a column of each matrix of ``b``, is contiguous, as of tokens and of the transposes of ``[G, N, K]`` weights;
-        where K is divided, where a's columns and b's rows are.
+        where K is divided, where a's columns and b's rows are. Where rows are divided ``b`` may be a stream of
+        `tilestream.stream_experts`: each group's product begins when its matrix is there.
     offsets
         int32 ``[G]`` on the operands' device, not falling, from 0 to the extent that is divided; G is at most 1024 on a
         GPU. Others raise on the CPU. On a GPU the whole result is NaN then, and no memory outside the operands is read
@@ -79,6 +83,8 @@ def grouped_mm(
         ``[G, N]``. They get no gradient, and nor do operands that they scale.
     schedule
         ``"static"``, ``"dynamic"`` or ``"auto"``: see `tilestream.grouped_plan`.
+    deadline
+        As for `tilestream.matmul`, of a stream.
 
     Returns
     -------
@@ -93,6 +99,9 @@ def grouped_mm(
         If an operand of 8 bits, a scale or what it scales, or any operand of a call with ``out`` requires a gradient.
     NotImplementedError
         As from `tilestream.matmul`; and under `tilestream.invariant`.
+    ArrivalTimeout
+        If a matrix of a stream did not come in time; what was not computed is NaN. On a GPU it is raised by the next
+        call on that device, or by `tilestream.check`.
 
     Examples
     --------
@@ -100,12 +109,16 @@ def grouped_mm(
     >>> grouped_mm(tokens, experts, torch.tensor([2, 4], dtype=torch.int32))[:, 0]
     tensor([3., 3., 0., 0., 0.])
     """
+    arrival = None
+    if isinstance(b, Stream):
+        b, arrival = _experts(b)
     r = Request(
         _OP, a, b, out=out, bias=bias, activation=activation, out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b,
-        fast_accum=use_fast_accum, schedule=schedule, workers=workers,
+        fast_accum=use_fast_accum, schedule=schedule, workers=workers, weight_arrival=arrival, deadline=deadline,
     )  # fmt: skip
     if not is_compiling() and open_streams:
-        streamed.refuse(_OP, a=a, b=b, offsets=offsets, bias=bias, out=out, scale_a=scale_a, scale_b=scale_b)
+        of_b = None if arrival is not None else b
+        streamed.refuse(_OP, a=a, b=of_b, offsets=offsets, bias=bias, out=out, scale_a=scale_a, scale_b=scale_b)
     form = _check(r, offsets)
     if form == "batches":
         residual = None if bias is None else bias.unsqueeze(1)
@@ -116,7 +129,7 @@ def grouped_mm(
             scale_b=r.scale_b if scale_b is None else scale_b,
         ))  # fmt: skip
     assert offsets is not None
-    x, y = checks.autocast(_OP, False, a, b)
+    x, y = checks.autocast(_OP, arrival is not None, a, b)
     checks.check_pair(_OP, x, y)
     groups = offsets.shape[0]
     rows, columns = a.shape[-2], b.shape[-1]
@@ -153,6 +166,13 @@ def _call(
     optional: tuple[object, ...],
 ) -> torch.Tensor:  # fmt: skip
     """Call the registered op; ``turned``: its result is the transpose of the caller's."""
+    if r.weight_arrival is not None:
+        late = FlatArrival.of(r.weight_arrival).ints, check_deadline(r.deadline)
+        if r.out is not None:
+            grouped_arriving_out_op(a, b, offsets, *how, *late, r.out, *optional)
+            return r.out
+        made: torch.Tensor = grouped_arriving_op(a, b, offsets, *how, False, *late, *optional)
+        return made
     if r.out is not None:
         grouped_out_op(a, b, offsets, *how, r.out.t() if turned else r.out, *optional)
         return r.out
@@ -161,6 +181,16 @@ def _call(
         return result
     with made_fresh():
         return result.t()
+
+
+def _experts(stream: Stream) -> tuple[torch.Tensor, Arrival]:
+    """A stream's tensor and its arrival; raise for one whose chunks are no groups' matrices."""
+    if not stream.of_experts:
+        raise TypeError(
+            f"{_OP}: b is a Stream of {stream.arrival.num_chunks} chunks of rows; one whose chunks are the groups' "
+            "matrices is made by ts.stream_experts. Or wait for it: stream.wait()"
+        )
+    return stream.tensor, stream.arrival
 
 
 def _turned(scale: torch.Tensor | None) -> torch.Tensor | None:
@@ -197,6 +227,8 @@ def _check(r: Request, offsets: torch.Tensor | None) -> str:
         "{name}.to_dense()",
     )  # fmt: skip
     form = _FORMS.get((a.dim(), b.dim()))
+    if r.weight_arrival is not None and form != "rows":
+        raise ValueError(f"{_OP}: b is a Stream, and a has shape {list(a.shape)}; groups of rows arrive: [M, K]")
     if form is None:
         raise ValueError(f"{_OP}: a has {a.dim()} and b {b.dim()} dimensions; each has 2 or 3")
     checks.refuse_tangents(_OP, r.scale_a, r.scale_b, *(() if r.out is None else (a, b, r.bias, r.out)))

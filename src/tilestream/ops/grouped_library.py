@@ -1,20 +1,25 @@
 """The registered ops of grouped matmuls: schemas, CPU, GPU and fake implementations, derivatives, batching, FLOPs.
 
-``tilestream::grouped_gemm`` and its ``out`` form are canonical (`tilestream.core.operands.GroupedOperands`): offsets
+``tilestream::grouped_gemm``, ``tilestream::grouped_gemm_arriving``, of groups whose matrix of b arrives, and their
+``out`` forms are canonical (`tilestream.core.operands.GroupedOperands`): offsets
 end groups of A's rows where B has three dimensions, and groups of K where it has two. `tilestream.grouped_mm` makes
 views of torch's other forms. The gradients of each kind are products of the other kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilestream.arrival.flat import Awaited, FlatArrival, check_deadline
+from tilestream.arrival.signals import Outcome
 from tilestream.core.dtypes import dtype_name
-from tilestream.core.groups import Along
+from tilestream.core.errors import ArrivalTimeout
+from tilestream.core.groups import Along, by_load
 from tilestream.core.operands import Epilogue, GemmOperands, GroupedOperands
 from tilestream.kernels.cpu.gemm import multiply
 from tilestream.launch.cache import launch_cache, signature
@@ -91,17 +96,41 @@ def _real(*args: Any) -> torch.Tensor:
 
 
 def _real_out(*args: Any) -> None:
-    _fake_out(*args)
-    out = args[_NUM_COMMON]
+    _into(args[_NUM_COMMON], args[:_NUM_COMMON], args[_NUM_COMMON + 1 :])
+
+
+def _into(
+    out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...], late: tuple[Sequence[int], float] | None = None
+) -> None:
+    _fake_out(*args, out)
     check_written("grouped_gemm", out)
     names = ("a", "b", "offsets", "bias", "scale_a", "scale_b")
-    tensors = (*args[:4], *args[_NUM_COMMON + 1 : _NUM_COMMON + 3], None, None)
+    tensors = (*args[:4], *optional[:2], None, None)
     refuse_shared(out, **dict(zip(names, tensors, strict=False)))
-    _run(out, args[:_NUM_COMMON], args[_NUM_COMMON + 1 :])
+    _run(out, args, optional, late)
     torch._C._increment_version((out,))  # autograd knows nothing of what a kernel writes
 
 
-def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> None:
+def _real_arriving(*args: Any) -> torch.Tensor:
+    late = args[_NUM_COMMON + 1 : _NUM_COMMON + 3]
+    out = _fake(*args[: _NUM_COMMON + 1])
+    _run(out, args[:_NUM_COMMON], args[_NUM_COMMON + 3 :], late)
+    return out
+
+
+def _real_arriving_out(*args: Any) -> None:
+    arrival, deadline, out = args[_NUM_COMMON : _NUM_COMMON + 3]
+    _into(out, args[:_NUM_COMMON], args[_NUM_COMMON + 3 :], (arrival, deadline))
+
+
+def _fake_arriving_out(*args: Any) -> None:
+    _fake_out(*args[:_NUM_COMMON], args[_NUM_COMMON + 2])
+
+
+def _run(
+    out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...], late: tuple[Sequence[int], float] | None = None
+) -> None:
+    """What every op does; ``late``: how b's matrices arrive, one a chunk, and the deadline."""
     a, b, offsets, bias, activation, _, schedule, workers = args
     rest: Any = (*optional, *_DEFAULTS[len(optional) :])
     scale_a, scale_b, fast_accum, worker_limit = rest
@@ -111,17 +140,20 @@ def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) ->
     x = GroupedOperands(a.detach(), b.detach(), out.detach(), epilogue, offsets)
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
     refuse_invariance(_OP, how.limit)
+    awaited = None
+    if late is not None:
+        awaited = Awaited.of(None, FlatArrival.from_ints(late[0], None), check_deadline(late[1]), _OP, out.device)
     if out.is_cuda:
-        _on_gpu(x, how)
+        _on_gpu(x, how, awaited)
     else:
-        _on_cpu(x, how)
+        _on_cpu(x, how, awaited)
 
 
 # CPU ------------------------------------------------------------------------------------------------------------------
 
 
-def _on_cpu(x: GroupedOperands, how: gpu.How) -> None:
-    """A product a group, one after the other."""
+def _on_cpu(x: GroupedOperands, how: gpu.How, awaited: Awaited | None = None) -> None:
+    """A product a group, one after the other; each when its matrix of b is there, where these arrive."""
     a, b, out, e, offsets = x
     along_rows = b.dim() == 3
     extent, ends = a.shape[0 if along_rows else 1], offsets.tolist()
@@ -129,8 +161,8 @@ def _on_cpu(x: GroupedOperands, how: gpu.How) -> None:
     if any(not 0 <= begin <= end <= extent for begin, end in zip(begins, ends, strict=True)):
         raise ValueError(f"{_OP}: offsets={ends}; they do not fall, and go from 0 to {extent} at most")
     with torch.inference_mode():  # so that a result that is an inference tensor can be written
-        for group, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            run = slice(begin, end)
+        for group in range(len(ends)) if awaited is None else _as_they_come(out, ends, awaited):
+            run = slice(begins[group], ends[group])
             vectors = [_of_group(v, group, run) for v in (e.bias, e.scale_a, e.scale_b)]
             mine = Epilogue(1.0, vectors[0], None, 1.0, e.activation, *vectors[1:])
             operands = (a[run], b[group], out[run]) if along_rows else (a[:, run], b[run], out[group])
@@ -138,6 +170,33 @@ def _on_cpu(x: GroupedOperands, how: gpu.How) -> None:
                 _product(GemmOperands(*operands, mine), how)
         if along_rows:
             out[ends[-1] if ends else 0 :].zero_()
+
+
+def _as_they_come(out: torch.Tensor, ends: list[int], awaited: Awaited) -> Iterator[int]:
+    """The groups that have rows, each when its chunk is there: of several, the one with most rows.
+
+    Raises
+    ------
+    ArrivalTimeout, BaseException
+        If one does not come in time, or as its producer reported; the rows of those that are left are NaN.
+    """
+    (_, coming), deadline = awaited.operands, awaited.deadline
+    assert coming is not None
+    (signals, epoch), end = coming, time.perf_counter() + deadline
+    order, used = by_load(ends)
+    left = order[:used]
+    while left:
+        begin = time.perf_counter()
+        outcome, i = signals.wait_any([(group,) for group in left], epoch, end, lambda: False)
+        if outcome is Outcome.ARRIVED:
+            yield left.pop(i)
+            continue
+        for group in left:
+            out[ends[group - 1] if group else 0 : ends[group]].fill_(float("nan"))
+        if outcome is Outcome.FAILED:
+            raise signals.failure(epoch)
+        waited, item = time.perf_counter() - begin, f"group {left[0]}"
+        raise ArrivalTimeout(awaited.op, 0, left[0], item, waited, deadline, argument="weight_arrival")
 
 
 def _of_group(v: torch.Tensor | None, group: int, run: slice) -> torch.Tensor | None:
@@ -162,7 +221,7 @@ def _product(x: GemmOperands, how: gpu.How) -> None:
 # GPU ------------------------------------------------------------------------------------------------------------------
 
 
-def _on_gpu(x: GroupedOperands, how: gpu.How) -> None:
+def _on_gpu(x: GroupedOperands, how: gpu.How, awaited: Awaited | None = None) -> None:
     device = x.a.device
     check_device(device.index)
     if not x.out.numel():
@@ -170,19 +229,19 @@ def _on_gpu(x: GroupedOperands, how: gpu.How) -> None:
     if not x.offsets.numel():
         x.out.zero_()
         return
-    gpu.issue(find(x, how), x, None, _OP)
+    gpu.issue(find(x, how, awaited is not None), x, awaited, _OP)
 
 
-def find(x: GroupedOperands, how: gpu.How) -> Launch:
-    """The launch for such operands: an earlier one's, or a new one."""
+def find(x: GroupedOperands, how: gpu.How, arrives: bool = False) -> Launch:
+    """The launch for such operands: an earlier one's, or a new one; ``arrives``: each group's matrix of b."""
     e = x.epilogue
     tensors = (x.a, x.b, x.out, e.bias, e.scale_a, e.scale_b, x.offsets)
-    key = signature("grouped", tensors, (*how[:-1], e.activation), how.limit)
+    key = signature("grouped", tensors, (*how[:-1], e.activation, arrives), how.limit)
     launch: Any = launch_cache.get(key)
     if launch is None:
         generation = launch_cache.generation
         with collector.paused():  # the first one imports the kernels
-            launch = launch_cache.insert(key, make(x, how), generation)
+            launch = launch_cache.insert(key, make(x, how, arrives=arrives), generation)
     return launch  # type: ignore[no-any-return]
 
 
@@ -229,7 +288,9 @@ def _is_vector(x: torch.Tensor) -> bool:
     return bool(x.stride(1) == 1 and x.shape[1] % 16 == 0 and x.stride(0) % 16 == 0)
 
 
-def make(x: GroupedOperands, how: gpu.How, device: DeviceProperties | None = None) -> Launch:
+def make(
+    x: GroupedOperands, how: gpu.How, device: DeviceProperties | None = None, arrives: bool = False
+) -> Launch:  # fmt: skip
     """The launch for such operands; ``device``: see `tilestream.ops.gpu.compile_ahead`."""
     from tilestream.launch import compiling
 
@@ -237,7 +298,7 @@ def make(x: GroupedOperands, how: gpu.How, device: DeviceProperties | None = Non
 
     device = device or cuda_properties(x.a.device.index)
     tf32 = x.a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32()
-    problem = replace(problem_of(x, how.fast_accum), tf32=tf32)
+    problem = replace(problem_of(x, how.fast_accum), tf32=tf32, arrives=arrives)
     plan = plan_groups(problem, how.workers or None, how.schedule, device=device, limit=how.limit)
     return launch_of(plan, x)
 
@@ -281,6 +342,16 @@ def launch_of(plan: Any, x: GroupedOperands) -> Launch:
 
 register("grouped_gemm", _SCHEMA.format(more=", bool column_major") + "Tensor", _real, _fake)
 register("grouped_gemm_out", _SCHEMA.format(more=", Tensor(a!) out") + "()", _real_out, _fake_out)
+register(
+    "grouped_gemm_arriving", _SCHEMA.format(more=", bool column_major, SymInt[] arrival, float deadline") + "Tensor",
+    _real_arriving, lambda *args: _fake(*args[: _NUM_COMMON + 1]), alone=True,
+)  # fmt: skip
+register(
+    "grouped_gemm_arriving_out", _SCHEMA.format(more=", SymInt[] arrival, float deadline, Tensor(a!) out") + "()",
+    _real_arriving_out, _fake_arriving_out, alone=True,
+)  # fmt: skip
+grouped_arriving_op = torch.ops.tilestream.grouped_gemm_arriving.default
+grouped_arriving_out_op = torch.ops.tilestream.grouped_gemm_arriving_out.default
 grouped_op = torch.ops.tilestream.grouped_gemm.default
 grouped_out_op = torch.ops.tilestream.grouped_gemm_out.default
 
@@ -288,6 +359,11 @@ grouped_out_op = torch.ops.tilestream.grouped_gemm_out.default
 class _Grouped(Derivative):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        return _Grouped.compute(ctx, grouped_op, args, args)
+
+    @staticmethod
+    def compute(ctx: Any, op: Any, given: tuple[Any, ...], args: tuple[Any, ...]) -> torch.Tensor:
+        """Call ``op`` with what it is given; ``args``: of `grouped_op`."""
         a, b, offsets, bias, activation, _, schedule, workers, column_major, *more = args
         scale_a, scale_b, fast_accum, worker_limit = more
         refuse_gradients("grouped_gemm", a=a, b=b, scale_a=scale_a, scale_b=scale_b)
@@ -297,7 +373,7 @@ class _Grouped(Derivative):
                 f"{_OP}: scale_a or scale_b, and an operand requires a gradient; scaled operands get none: multiply by "
                 "the scales outside"
             )
-        output: torch.Tensor = below_autograd(grouped_op, *args)
+        output: torch.Tensor = below_autograd(op, *given)
         again = bias if activation not in ("none", "relu") else None
         save(ctx, a, b, offsets, output if activation == "relu" else None, again)
         ctx.how, ctx.more = (schedule, workers), (None, None, fast_accum, worker_limit)
@@ -350,6 +426,27 @@ class _Grouped(Derivative):
             found, of_bias = one if found is None else found + one, None
         assert found is not None
         return _through(ctx, found, a, b, offsets, output, bias).to(ctx.dtype)
+
+
+class _Arriving(_Grouped):
+    """NaN where a matrix of b has not come by then."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        before, (arrival, _), optional = args[: _NUM_COMMON + 1], args[_NUM_COMMON + 1 :][:2], args[_NUM_COMMON + 3 :]
+        output = _Grouped.compute(ctx, grouped_arriving_op, args, (*before, *optional))
+        ctx.awaited = Awaited.for_gradient(None, FlatArrival.from_ints(arrival, None), _OP, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        late = grad is not None and ctx.awaited is not None
+        return _Grouped.backward(ctx, ctx.awaited.void_if_late(grad) if late else grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
+        found = _Grouped.jvp(ctx, *tangents)
+        return found if ctx.awaited is None else ctx.awaited.void_if_late(found)
 
 
 def _plain(
@@ -406,10 +503,13 @@ def _batched(info: Any, dims: Sequence[int | None], *args: Any) -> tuple[torch.T
 
 
 derivative(library, grouped_op, _Grouped)
+derivative(library, grouped_arriving_op, _Arriving)
 torch.library.register_vmap("tilestream::grouped_gemm", _batched, lib=library)
 
 
-@register_flop_formula([op.overloadpacket for op in (grouped_op, grouped_out_op)])
+@register_flop_formula(
+    [op.overloadpacket for op in (grouped_op, grouped_out_op, grouped_arriving_op, grouped_arriving_out_op)]
+)
 def _flops(a_shape: Sequence[int], b_shape: Sequence[int], *args: Any, **kwargs: Any) -> int:
     # As torch counts its own: every row, every column of K, in one group.
     return 2 * a_shape[0] * a_shape[1] * b_shape[-1]

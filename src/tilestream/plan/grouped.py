@@ -223,6 +223,8 @@ def _portable(problem: GroupedProblem, device: DeviceProperties, workers: int, h
 
 def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
     """Why the Hopper kernel does not do such a problem; empty if it does."""
+    if problem.arrives:
+        return "its load warp does not wait for the chunk of an item's group yet"
     if problem.groups > HOPPER_GROUPS:
         return f"it finds an item's group among {HOPPER_GROUPS} at most, and there are {problem.groups}"
     if problem.along == "k" and ITEMSIZE[problem.dtype] != 2:

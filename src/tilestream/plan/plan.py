@@ -228,6 +228,9 @@ def _arrivals(plan: Plan) -> Iterator[tuple[str, str]]:
         if incoming is not None:
             what = f"{_cut(incoming.chunks, name)}, pivot {incoming.pivot}"
             yield "arrival", f"{name} in {what}; a tile waits for the chunks it reads"
+    if isinstance(problem, GroupedProblem) and problem.arrives:
+        how = "tiles of the group with most rows first, each waits for its own"
+        yield "arrival", f"each group's matrix of B; {how}{'' if plan.backend == 'cpu' else '; compiled, not run'}"
     if not problem.arriving:
         yield "arrival", "none: no gate code runs"
     operand, why = copied_operand(problem, plan.backend)

@@ -156,6 +156,7 @@ class GroupedProblem(Problem):
 
     groups: int = 1
     along: Along = "rows"
+    arrives: bool = False  # whether each group's matrix of B arrives by itself, most rows first
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,6 +164,11 @@ class GroupedProblem(Problem):
             raise ValueError(
                 f"groups={self.groups}; there are 1 to {MOST_GROUPS}: make several calls, of fewer groups each"
             )
+
+    @property
+    def arriving(self) -> int:
+        """As of `Problem`."""
+        return int(self.arrives)
 
     @property
     def text(self) -> str:

@@ -5,6 +5,7 @@
 * ``most``: the same, of 1024 groups, whose offsets take four registers of a thread or eight: Triton 3.9 spills a few;
 * ``across``: the same, with a bias a row, of an output whose columns are contiguous;
 * ``plain``: a queue a worker, no epilogue, 64 groups: what runs most; ``static``;
+* ``arrives``: each group's matrix of B arrives, 256 groups;
 * ``k``: groups of K, everything else as ``worst``; ``gradient``: groups of K, no epilogue.
 
 Operands lie as a layer's and its gradients' do.
@@ -19,6 +20,7 @@ from typing import Any
 from gates.engine import DEVICES, NOT_RUN, RELEASE, Case, IsWanted, Rules
 from gates.portable_gemm import INPUTS, REFUSED, common_rules
 from tilestream.kernels.portable.grouped import grouped_gemm
+from tilestream.launch.gate import NO_GATE, GateArguments
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias
 from tilestream.launch.portable.grouped import GroupedArguments
@@ -36,12 +38,13 @@ HOWS = {
     "across": ("rows", 64, "dynamic", True),
     "plain": ("rows", 64, "dynamic", False),
     "static": ("rows", 64, "static", False),
+    "arrives": ("rows", 256, "dynamic", False),
     "k": ("k", 1024, "dynamic", True),
     "gradient": ("k", 64, "dynamic", False),
 }  # fmt: skip
 QUICK = (
     "bfloat16 128x128 worst", "bfloat16 128x256 gradient", "bfloat16 16x128 across", "bfloat16 64x64 plain",
-    "float32 64x64 k", "float8 128x128 worst",
+    "float32 64x64 k", "float8 128x128 worst", "bfloat16 128x128 arrives",
 )  # fmt: skip
 
 
@@ -54,7 +57,7 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
             extent = _SIZE if aligned else _SIZE + 1
             problem = GroupedProblem(
                 extent, extent, extent, 1, dtype, "float32" if full else result_name(dtype, None), tf32=rounded,
-                aligned=aligned, fast_accum=fast, groups=groups, along=along, plain=not full,
+                aligned=aligned, fast_accum=fast, groups=groups, along=along, plain=not full, arrives=how == "arrives",
                 scales="row" if full else "tensor" if dtype in FP8 else "none",
             )  # fmt: skip
             for tile in tiles(problem, device):
@@ -93,8 +96,13 @@ def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         *[pointer(problem.dtype, address=address)] * 2, pointer("int32", address=4), pointer(problem.out_dtype),
         pointer(addend, case.how.along != "none"), None, scale, scale, None, None,
         pointer("int64", plan.schedule.kind != "static"), None, None, 0, 0, 1.0, 1.0,
-    ))  # fmt: skip
+    ), gate=_gate() if problem.arrives else NO_GATE)  # fmt: skip
     return grouped_gemm, tuple(filled), arguments.options
+
+
+def _gate() -> GateArguments:
+    words, records = pointer("int32", address=4), pointer("int64")
+    return NO_GATE._replace(column_signals=words, column_quarantine=words, records=records, claims=records)
 
 
 def rules(case: Case, kernel: Any, said: str) -> Rules:

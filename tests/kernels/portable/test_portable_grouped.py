@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import DEVICE, crossed, laid_out, recorded
+from interpreted import DEVICE, Words, awaited, crossed, laid_out, recorded
+from test_portable_arrival import expired
 
 from error_rule import ACTIVATIONS, check, rand
 from grouped_cases import expected, offsets_of
+from tilestream.core.groups import by_load
 from tilestream.core.operands import Epilogue, GroupedOperands
 from tilestream.ops.grouped_library import launch_of, problem_of
 from tilestream.plan.grouped import plan_groups
@@ -23,7 +26,7 @@ SIZES = [(5, 17, 1, 32, 16), (0, 0, 71, 0, 0), (0, 3, 0, 0, 64, 0), (16, 0, 7), 
 EXTENT = 71
 
 
-def made(a, b, sizes, schedule="dynamic", workers=5, epilogue=Epilogue(), out=None):  # noqa: B008
+def made(a, b, sizes, schedule="dynamic", workers=5, epilogue=Epilogue(), out=None, arrives=False):  # noqa: B008
     """``(plan, operands)`` with an output of NaN."""
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(sizes), a.shape[0], b.shape[1])
     out = (
@@ -32,7 +35,8 @@ def made(a, b, sizes, schedule="dynamic", workers=5, epilogue=Epilogue(), out=No
         else out
     )
     x = GroupedOperands(a, b, out, epilogue, offsets_of(sizes))
-    return plan_groups.__wrapped__(problem_of(x), workers, schedule, device=DEVICE, backend="portable"), x
+    problem = replace(problem_of(x), arrives=arrives)
+    return plan_groups.__wrapped__(problem, workers, schedule, device=DEVICE, backend="portable"), x
 
 
 def run(a, b, sizes, *how, **more):
@@ -160,6 +164,60 @@ def test_a_trace_has_each_tile_that_there_is():
     launch = recorded("grouped_mm", plan, lambda log: launch_of(plan, x)(x, None, log))
     tiles = [(span.pm, span.pn) for spans in launch.by_worker for span in spans]
     assert len(set(tiles)) == len(tiles) == sum(-(-size // 16) for size in sizes) * 3
+
+
+@crossed("sizes, schedule", SIZES, SCHEDULES, ids=str)
+def test_groups_whose_matrices_arrive(sizes, schedule):
+    """What has rows has come; what has none never does."""
+    plan, x = made(*operands(sizes, "rows"), sizes, schedule, arrives=True)
+    assert "each group's matrix of B" in plan.explain()
+    words = Words(len(sizes), epoch=3).arrive(*(g for g, size in enumerate(sizes) if not size))
+    launch_of(plan, x)(x, awaited(columns=words))
+    for answer, maths in expected(x):
+        check(answer, maths)
+    assert not x.out[sum(sizes) :].any()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("missing", range(5))
+def test_a_matrix_that_does_not_come_is_nan_and_named(missing, schedule):
+    sizes = SIZES[0]
+    plan, x = made(*operands(sizes, "rows"), sizes, schedule, arrives=True)
+    launch_of(plan, x)(x, awaited(columns=Words(5).arrive(missing)))
+    late = [rows.isnan() for rows, _ in expected(x)]
+    assert late[missing].all()
+    for rows, maths in expected(x):
+        there = ~rows.isnan()
+        torch.testing.assert_close(rows[there], (maths.a @ maths.b)[there])
+    error = expired("weight_arrival's chunk")
+    assert error.chunk == missing
+    assert f"batch {missing}, " in error.item
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_tiles_are_taken_most_rows_first(sizes):
+    """The device's order is that in which the host has the matrices copied."""
+    plan, x = made(*operands(sizes, "rows", n=16), sizes, "dynamic", 1, arrives=True)
+    words = Words(len(sizes)).arrive()
+    launch = recorded("grouped_mm", plan, lambda log: launch_of(plan, x)(x, awaited(columns=words), log))
+    tiles = [span.pm for span in sorted(launch.by_worker[0], key=lambda span: span.begin)]
+    assert tiles == sorted(tiles)
+    order, used = by_load(x.offsets.tolist())
+    seen, begins = [], [0, *x.offsets.tolist()]
+    for count in range(used):  # those behind are late: a prefix of the order is right
+        plan, x = made(*operands(sizes, "rows", n=16), sizes, "dynamic", 1, arrives=True)
+        words = Words(len(sizes)).arrive(*order[count:])
+        launch_of(plan, x)(x, awaited(columns=words))
+        expired()
+        seen.append([g for g in order[:used] if not x.out[begins[g] : begins[g + 1]].isnan().any()])
+    assert seen == [order[:count] for count in range(used)]
+
+
+def test_offsets_that_are_none_wait_for_nothing():
+    plan, x = made(*operands((0, 0, 0), "rows"), (0, 0, 0), arrives=True)
+    x = x._replace(offsets=torch.tensor((5, 3, 71), dtype=torch.int32))
+    launch_of(plan, x)(x, awaited(columns=Words(3)))
+    assert x.out.isnan().all()
 
 
 def test_the_reference_finds_a_wrong_group():

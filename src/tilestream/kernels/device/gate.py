@@ -195,6 +195,28 @@ def pass_gate(item, passed, work, words, gate, watch, noted, before, C: tl.const
 
 
 @triton.jit
+def pass_group(item, tile, passed, words, gate, watch):
+    """``passed`` behind the chunk of an item's group, its batch: the matrix of B that it is multiplied with.
+
+    ``passed.column_low``, ``column_high``: the group of the item before. ``tile``: the item's, for a record.
+    """
+    over, row_low, row_high, column_low, column_high = passed
+    if over == 0:
+        if (item.batch < column_low) | (item.batch > column_high):
+            state, waited = wait(gate.columns, item.batch, gate, words, watch)
+            column_low = item.batch
+            column_high = item.batch
+            if state != ARRIVED:
+                over = tl.cast(1, tl.int32)
+                if state != OVER:
+                    named = (tile, item.batch, item.pm, item.pn)
+                    end_launch(
+                        state, 1, item.batch, gate.columns.key, gate.columns.epoch, named, waited, gate, words, watch
+                    )  # fmt: skip
+    return Passed(over, row_low, row_high, column_low, column_high)
+
+
+@triton.jit
 def look_at_mark(over, coming, gate, words, watch, OPERAND: tl.constexpr, CHUNKS: tl.constexpr):
     """Whether the launch is over, now that an operand's mark was looked at."""
     if CHUNKS != "none":

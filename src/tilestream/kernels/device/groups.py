@@ -8,6 +8,8 @@ read them. A worker reads all of them at once, one a lane:
     before the first item:   row tiles of each group, added up: the grid of this launch    count_rows
     for each item:           behind[g] = row tiles of groups 0 to g;  pm is of the first with pm < behind   find_rows
 
+Where the groups' matrices of B arrive, those with most rows first, so do their tiles: `tiles_by_load`, `find_loaded`.
+
 Rows past the last group belong to none, and are zero in the output.
 
 Offsets that fall, or that leave [0, extent], are invalid: then all rows form one group, whose result is NaN. So no
@@ -74,6 +76,32 @@ def find_rows(pm, behind, ends, extent, valid):
     begin = tl.max(tl.where(before, ends, 0), 0)
     end = tl.min(tl.where(before | (valid == 0), extent, ends), 0)
     return Span(group, begin, end), pm - first
+
+
+@triton.jit
+def tiles_by_load(groups, lane, BLOCK: tl.constexpr):
+    """Row tiles of each group and of those before it, in the order of `tilestream.core.groups.by_load`; 0: no rows."""
+    begins, ends = bounds(groups, lane)
+    size = ends - begins
+    behind = cdiv(size, BLOCK)
+    for other in range(groups.count):
+        begin = tl.load(groups.offsets + other - 1, mask=other > 0, other=0)
+        rows = tl.load(groups.offsets + other) - begin
+        is_before = (rows > size) | ((rows == size) & (other < lane))
+        behind += tl.where(is_before, cdiv(rows, BLOCK), 0)
+    return tl.where(size > 0, behind, 0)
+
+
+@triton.jit
+def find_loaded(pm, behind, lane, groups, valid, BLOCK: tl.constexpr):
+    """As `find_rows`, where ``behind`` is that of `tiles_by_load`."""
+    LAST: tl.constexpr = 2147483647
+    end = tl.min(tl.where(behind > pm, behind, LAST), 0)
+    group = tl.where(valid != 0, tl.sum(tl.where(behind == end, lane, 0), 0), 0)
+    span = k_of_group(group, groups, valid)
+    rows = span.end - span.begin
+    first = tl.where(valid != 0, end - cdiv(rows, BLOCK), 0)
+    return Span(group, span.begin, tl.where(valid != 0, span.end, groups.extent)), pm - first
 
 
 @triton.jit

@@ -9,6 +9,7 @@
     store zeros in rows of no group
     for item in schedule:                                               # items.next_item, as of a plain GEMM
         find the item's group in the offsets
+        gate.wait(the group's chunk), where its B arrives               # gate.pass_group
         acc = 0;  for step in item: acc += A[...] @ B[...]              # product, of the group's part of the operands
         out[tile] = epilogue(acc)
 
@@ -20,8 +21,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilestream.core.structs import Epilogue, Groups, Item, Matrix, Progress, Region, Vector, Words, Work
-from tilestream.kernels.device.groups import count_rows, find_longest, find_rows, k_of_group, row_tiles
+from tilestream.core.structs import (
+    Epilogue,
+    Gate,
+    Groups,
+    Incoming,
+    Item,
+    Matrix,
+    Progress,
+    Region,
+    Vector,
+    Words,
+    Work,
+)
+from tilestream.kernels.device.gate import pass_group
+from tilestream.kernels.device.groups import (
+    count_rows,
+    find_loaded,
+    find_longest,
+    find_rows,
+    k_of_group,
+    row_tiles,
+    tiles_by_load,
+)
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.queues import pick_victim_of_block
@@ -32,10 +54,15 @@ from tilestream.kernels.portable.gemm import no_steps, product
 
 
 @triton.jit
-def find_group(item, groups, valid, C: tl.constexpr):
-    """``(item, span)``: the item in its group, whose number is its batch, and the group's rows or K."""
+def find_group(item, groups, loaded, valid, C: tl.constexpr):
+    """``(item, span)``: the item in its group, whose number is its batch, and the group's rows or K.
+
+    ``loaded``: of groups that arrive, `tiles_by_load`.
+    """
     pm, k_end = item.pm, item.k_end
-    if C.ALONG == "rows":
+    if C.ARRIVES:
+        span, pm = find_loaded(pm, loaded, tl.arange(0, C.LANES), groups, valid, C.BLOCK_M)
+    elif C.ALONG == "rows":
         behind, ends = row_tiles(groups, tl.arange(0, C.LANES), C.BLOCK_M)
         span, pm = find_rows(pm, behind, ends, groups.extent, valid)
     else:
@@ -96,6 +123,7 @@ def grouped_gemm(
     base: tl.int64, reset, num_groups, m, n, k, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob,
     stride_or, stride_oc, stride_bias_batch, stride_bias, stride_sb, stride_sr, stride_tb, stride_tc,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
+    column_signals, column_quarantine, records, claims, column_epoch, column_key, allowed: tl.int64, op,
     C: tl.constexpr,
 ):  # fmt: skip
     """``out = activation(row_scale * column_scale * a @ b + bias)``, group by group, one program a worker.
@@ -128,18 +156,33 @@ def grouped_gemm(
     work = Work(
         batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, None, group, first, band, first_batch
     )  # fmt: skip
-    progress, watch = begin_worker(worker, workers, work, words, None, C)
+    if C.ARRIVES:
+        everything = Incoming(None, None, None, 1, 0, 0, 1, 0, 0)
+        coming = Incoming(column_signals, column_quarantine, None, column_epoch, column_key, num_groups, 1, 0, 0)
+        gate = Gate(everything, coming, None, 0, 0, records, claims, op, allowed)
+        loaded = tiles_by_load(groups, tl.arange(0, C.LANES), C.BLOCK_M)
+    else:
+        gate: tl.constexpr = None
+        loaded: tl.constexpr = None
+    progress, watch = begin_worker(worker, workers, work, words, gate, C)
     cursor, ready, passed = progress
     found = tl.cast(1, tl.int32)
     while found != 0:
         found, item, progress = next_item(
-            Progress(cursor, ready, passed), work, words, None, watch, C, add, pick_victim_of_block, no_steps
+            Progress(cursor, ready, passed), work, words, gate, watch, C, add, pick_victim_of_block, no_steps
         )  # fmt: skip
         cursor, ready, passed = progress
         if found != 0:
-            item, span = find_group(item, groups, valid, C)
+            tile = item.pm * num_n + item.pn
+            item, span = find_group(item, groups, loaded, valid, C)
+            right = valid
+            if C.ARRIVES:
+                if valid != 0:
+                    passed = pass_group(item, tile, passed, words, gate, watch)
+                item, over = no_steps(item, passed.over)
+                right = tl.where(over != 0, 0, valid)
             acc = group_product(x, y, item, span, m, n, k, C)
-            acc = tl.where(valid != 0, acc, float("nan"))
+            acc = tl.where(right != 0, acc, float("nan"))
             row, end = item.pm * C.BLOCK_M, m
             if C.ALONG == "rows":
                 row, end = span.begin + row, span.end
@@ -151,5 +194,5 @@ def grouped_gemm(
             store_tile(acc, epilogue, item.batch, row, item.pn * C.BLOCK_N, C.BLOCK_N, C)
             if C.TRACE:
                 tl.debug_barrier()  # all threads' stores
-                end_span(words.log, item.place, 0, valid != 0)
-    finish_worker(passed, work, words, None, watch, C)
+                end_span(words.log, item.place, 0, right != 0)
+    finish_worker(passed, work, words, gate, watch, C)

@@ -8,9 +8,10 @@ from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import GroupedOperands
 from tilestream.kernels.config import PortableGroupedConfig
 from tilestream.kernels.portable.grouped import grouped_gemm
+from tilestream.launch.gate import NO_GATE, GateArguments
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias, lanes_of, problem_of
-from tilestream.launch.launch import Kernel, Launch, Probe
+from tilestream.launch.launch import Kernel, Launch, Probe, gate_of_groups
 from tilestream.launch.portable.arguments import Arguments
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
@@ -48,6 +49,7 @@ class GroupedArguments(Arguments):
             **vars(even) | own,
             ALONG=problem.along,
             LANES=lanes_of(problem.groups),
+            ARRIVES=problem.arrives,
         )
 
 
@@ -55,7 +57,7 @@ class GroupedLaunch(Launch):
     """The portable grouped GEMM for one plan, one layout of the operands and one alignment of their addresses."""
 
     def __init__(self, plan: Plan, layout: Layout, bias: Bias) -> None:
-        super().__init__(plan, plan.schedule.kind != "static")
+        super().__init__(plan, plan.schedule.kind != "static" or plan.gate is not None)
         grid = (plan.schedule.workers, 1, 1)
         self._made = {traced: GroupedArguments(plan, layout, bias, traced) for traced in (False, True)}
         self._kernels = {traced: Kernel(grouped_gemm, grid, one.options) for traced, one in self._made.items()}
@@ -65,9 +67,11 @@ class GroupedLaunch(Launch):
     ) -> None:
         """See `Launch.issue`."""
         kernel, arguments = self._kernels[probe is not None], self._made[probe is not None]
-        e = x.epilogue
+        e, gate = x.epilogue, gate_of_groups(x.a.device, awaited)
         operands = kernel.take((
             x.a, x.b, x.offsets, x.out, e.bias, None, e.scale_a, e.scale_b, words.partials, words.counts,
             words.counters, None, None if probe is None else probe.words, words.base, words.reset, 1.0, 1.0,
         ))  # fmt: skip
-        kernel(stream, arguments.fill(tuple(operands)))
+        if gate is not NO_GATE:
+            gate = GateArguments._make(kernel.take(gate))
+        kernel(stream, arguments.fill(tuple(operands), 0, gate))

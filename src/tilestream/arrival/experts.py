@@ -1,0 +1,182 @@
+"""`stream_experts`: the weights of the experts that a step needs, most rows first, each its own chunk.
+
+::
+
+    offsets on the host:   all copies are issued at once, in the order of `tilestream.core.groups.by_load`
+    offsets on the GPU:    copied to pinned memory behind the router; a thread waits for that copy, not the caller,
+                           and issues the experts' copies in that order
+    an expert's copy:      its signal behind it; experts without rows: not copied, and signalled behind all others
+
+A kernel that reads the same offsets takes the groups in the same order, so it waits for the next copy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.signals import Signals
+from tilestream.arrival.sources import Job, Source, ignore
+from tilestream.arrival.stream import Order, Stream, onto, target_of
+from tilestream.core.groups import by_load
+from tilestream.runtime.streams import on_device
+
+_OP = "stream_experts"
+Claim = Callable[[int, int], Job]
+
+
+def stream_experts(
+    weights: torch.Tensor, offsets: torch.Tensor, *, device: str | torch.device | None = None
+) -> Stream:  # fmt: skip
+    """Start bringing the weights of the experts that have rows, the expert with most rows first; returns at once.
+
+    The stream goes to `tilestream.grouped_mm` in the place of ``b``: each expert's product begins when its weights are
+    there. Experts without rows are not copied; their part of the tensor keeps what it had. The buffer is kept:
+    `Stream.restart` fills it for the next step, or for another layer.
+
+    ``offsets`` may still be computed: on a GPU they are copied to the host behind what the current stream was given,
+    and a thread, not the caller, waits for that copy before it orders the experts' copies.
+
+    Parameters
+    ----------
+    weights
+        ``[G, K, N]``, on the CPU, in one piece, or the transpose (``.mT``) of such: a matrix an expert. Pinned memory
+        is copied at the link's full speed, and by the copy engine alone.
+    offsets
+        int32 ``[G]``, on the CPU or on ``device``: where the rows of each expert end, as `tilestream.grouped_mm` takes
+        them. Give both the same ones.
+    device
+        As for `tilestream.stream_in`.
+
+    Returns
+    -------
+    Stream
+        Its ``tensor`` is ``[G, K, N]``, with the strides' order of ``weights``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the weights or the offsets do not fit. Offsets on a GPU that fall, or are negative, raise in the call that
+        waits for the experts.
+
+    Examples
+    --------
+    >>> weights, x = torch.randn(4, 8, 6), torch.randn(5, 8)
+    >>> ends = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    >>> with stream_experts(weights, ends) as experts:
+    ...     y = tilestream.grouped_mm(x, experts, ends)
+    """
+    turned = _check_weights(weights)
+    target = target_of(weights, device)
+    count = weights.shape[0]
+    host = weights.mT if turned else weights
+    source = Source(host, lambda: f"{count} experts {list(weights.shape[1:])} {str(weights.dtype)[6:]}", _claim_nothing)
+    if target.type == "cpu":
+        with torch.inference_mode(False):
+            source.tensor = torch.empty(host.shape, dtype=host.dtype)
+        source.claim = _copies(host, source.tensor)
+    route = _Route(weights, target)
+    order = route(source, offsets, None)
+    chunked = Arrival.uniform(host.shape[1], count)
+    if target.type == "cpu":
+        return Stream(chunked.with_signals(Signals(count)), source, order=order, route=route, turned=turned)
+    return onto(target, source, chunked, False, order=order, route=route, turned=turned)
+
+
+def _check_weights(weights: torch.Tensor) -> bool:
+    """Whether each matrix lies as its transpose; raise for what is no experts' weights."""
+    if not isinstance(weights, torch.Tensor):
+        raise TypeError(f"{_OP}: weights is a {type(weights).__name__}; it is a torch.Tensor [G, K, N]")
+    if weights.device.type != "cpu":
+        raise ValueError(f"{_OP}: weights is on {weights.device}; what is streamed is on the CPU: weights.cpu()")
+    if weights.layout != torch.strided or weights.is_nested:
+        raise TypeError(f"{_OP}: weights has layout {weights.layout}; dense tensors are streamed: weights.to_dense()")
+    if weights.dim() != 3 or 0 in weights.shape:
+        raise ValueError(f"{_OP}: weights has shape {list(weights.shape)}; it is [G, K, N], none of them 0")
+    if not weights.is_contiguous() and not weights.mT.is_contiguous():
+        raise ValueError(
+            f"{_OP}: weights has strides {weights.stride()}; experts lie in one piece, or as the transpose of such: "
+            "weights.contiguous().pin_memory()"
+        )
+    return not weights.is_contiguous()
+
+
+class _Route:
+    """What a step needs: a `tilestream.arrival.stream.Route`."""
+
+    def __init__(self, weights: torch.Tensor, target: torch.device) -> None:
+        self._like, self._target = (weights.shape, weights.stride(), weights.dtype), target
+        self._ends: torch.Tensor | None = None
+
+    def __call__(self, source: Source, offsets: torch.Tensor, weights: torch.Tensor | None) -> Order:
+        """See `Route`."""
+        shape, strides, dtype = self._like
+        if not isinstance(offsets, torch.Tensor) or offsets.dtype != torch.int32 or tuple(offsets.shape) != shape[:1]:
+            what = (
+                f"{list(offsets.shape)} {offsets.dtype}" if isinstance(offsets, torch.Tensor)
+                else f"a {type(offsets).__name__}"
+            )  # fmt: skip
+            raise ValueError(f"{_OP}: offsets is {what}; it is torch.int32 {list(shape[:1])}: where each expert's end")
+        if offsets.device.type != "cpu" and offsets.device != self._target:
+            raise ValueError(f"{_OP}: offsets is on {offsets.device}; it is on the CPU or on {self._target}")
+        if weights is not None:
+            turned = _check_weights(weights)
+            if (weights.shape, weights.stride(), weights.dtype) != self._like:
+                raise ValueError(
+                    f"{_OP}: weights {list(weights.shape)} {weights.dtype}, strides {weights.stride()}; those of the "
+                    f"stream are {list(shape)} {dtype}, strides {strides}"
+                )
+            host = weights.mT if turned else weights
+            if self._target.type == "cpu":
+                source.claim = _copies(host, source.tensor)
+            else:
+                source.tensor = host
+        if offsets.is_cuda:
+            source.readers = 1
+            return self._behind_the_router(offsets)
+        # A copy on the CPU takes a core's time; one to the GPU is issued, from pinned memory, without waiting for it.
+        source.readers = int(self._target.type == "cpu" or not source.tensor.is_pinned())
+        ordered = _ordered(offsets.tolist())
+        return lambda: ordered
+
+    def _behind_the_router(self, offsets: torch.Tensor) -> Order:
+        """Copy offsets to the host on the current stream; who asks for the order waits for that."""
+        if self._ends is None:
+            self._ends = torch.empty(offsets.shape, dtype=torch.int32, pin_memory=True)
+        ends = self._ends
+        with on_device(offsets.device), torch.inference_mode():
+            ends.copy_(offsets.detach(), non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+
+        def order() -> tuple[list[int], int]:
+            copied.synchronize()
+            return _ordered(ends.tolist())
+
+        return order
+
+
+def _ordered(ends: list[int]) -> tuple[list[int], int]:
+    if any(begin > end for begin, end in zip([0, *ends], ends, strict=False)):
+        raise ValueError(f"{_OP}: offsets={ends}; they do not fall, and begin at 0 or above")
+    return by_load(ends)
+
+
+def _claim_nothing(begin: int, end: int) -> Job:
+    return ignore
+
+
+def _copies(host: torch.Tensor, into: torch.Tensor) -> Claim:
+    """Copy rows of ``host`` to ``into``."""
+    rows, places = host.detach().flatten(0, 1), into.flatten(0, 1)
+
+    def claim(begin: int, end: int) -> Job:
+        def copy() -> None:
+            with torch.inference_mode():  # the source may be an inference tensor
+                places[begin:end].copy_(rows[begin:end])
+
+        return copy
+
+    return claim

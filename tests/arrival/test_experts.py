@@ -1,0 +1,256 @@
+"""`stream_experts`: which experts are brought, in which order, and the grouped products that wait for them."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+import torch
+
+import tilestream as ts
+from error_rule import ACTIVATIONS, rand
+from fake_cuda import DEVICE, fake_cuda
+from grouped_cases import offsets_of
+from tilestream.arrival import experts, lanes
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.device import DeviceSignals
+from tilestream.arrival.landing import DeviceLanding
+from tilestream.arrival.sources import Source, ignore
+from tilestream.arrival.stream import Stream
+from tilestream.core.errors import ArrivalTimeout, ProducerStopped
+from tilestream.core.groups import by_load
+
+LONG, K, N = 30.0, 8, 6
+#: Rows of each of four experts, and the order in which they come.
+SIZES = {(1, 0, 5, 2): [2, 3, 0], (3, 3, 0, 3): [0, 1, 3], (0, 0, 0, 0): [], (0, 9, 0, 0): [1]}
+
+
+def weights(turned: bool = False, seed: int = 0) -> torch.Tensor:
+    w = rand(4, K, N, seed=seed)
+    return w.mT.contiguous().mT if turned else w
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_order_is_by_load(sizes):
+    order, used = by_load(offsets_of(sizes).tolist())
+    assert order[:used] == SIZES[sizes]
+    assert sorted(order) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_without_rows_are_not_brought(turned):
+    w = weights(turned)
+    with ts.stream_experts(w, offsets_of((0, 0, 0, 0))) as stream:
+        stream.wait(LONG)
+        assert stream.tensor.stride() == w.stride()
+        stream.tensor.fill_(float("nan"))
+        for sizes, order in SIZES.items():
+            stream.restart(offsets_of(sizes))
+            stream.wait(LONG)
+            for expert in range(4):
+                if expert in order:
+                    assert stream.tensor[expert].equal(w[expert])
+            times = [stream.arrival.times[expert] for expert in order]
+            assert times == sorted(times)
+            stream.tensor.fill_(float("nan"))
+        assert "those with rows alone, most rows first" in stream.explain()
+        stream.restart(offsets_of((0, 1, 0, 0)))
+        stream.wait(LONG)
+        assert stream.tensor[[0, 2, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_products_are_those_of_weights_that_are_there(sizes, turned):
+    x, ends, bias = rand(11, K), offsets_of(sizes), rand(4, N)
+    scale = rand(11).abs()
+    with ts.stream_experts(weights(turned), ends) as stream:
+        for seed in range(3):  # the same buffer for each layer
+            w = weights(turned, seed)
+            if seed:
+                stream.restart(ends, w)
+            for more in ({}, {"bias": bias, "activation": "silu", "scale_a": scale}, {"out_dtype": torch.bfloat16}):
+                out = torch.full((11, N), float("nan"), dtype=more.get("out_dtype", x.dtype))
+                assert ts.grouped_mm(x, stream, ends, out=out, **more) is out
+                assert out.equal(ts.grouped_mm(x, w, ends, **more))
+                assert ts.grouped_mm(x, stream, ends, deadline=LONG, **more).equal(out)
+
+
+def test_gradients():
+    x, ends = rand(11, K).requires_grad_(), offsets_of((1, 0, 5, 2))
+    with ts.stream_experts(weights(), ends) as stream:
+        found = torch.autograd.grad(ts.grouped_mm(x, stream, ends, activation="silu").sum(), x)
+        wanted = torch.autograd.grad(ts.grouped_mm(x, weights(), ends, activation="silu").sum(), x)
+    assert torch.equal(*found, *wanted)
+
+
+class Held:
+    """Experts whose copies wait, each until it is let go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *held: int) -> None:
+        self.go = {expert: threading.Event() for expert in held}
+        made = experts._copies
+
+        def copies(host, into):
+            claim = made(host, into)
+
+            def claimed(begin, end):
+                job, expert = claim(begin, end), begin // host.shape[1]
+
+                def wait():
+                    if expert in self.go:
+                        assert self.go[expert].wait(LONG)
+                    job()
+
+                return wait
+
+            return claimed
+
+        monkeypatch.setattr(experts, "_copies", copies)
+
+    def release(self) -> None:
+        for event in self.go.values():
+            event.set()
+
+
+def test_a_product_begins_when_its_expert_is_there(monkeypatch):
+    held, sizes = Held(monkeypatch, 0, 3), (1, 0, 5, 2)
+    x, ends, out = rand(8, K), offsets_of(sizes), torch.full((8, N), float("nan"))
+    with ts.stream_experts(weights(), ends) as stream:
+        thread = threading.Thread(target=lambda: ts.grouped_mm(x, stream, ends, out=out, deadline=LONG))
+        thread.start()
+        while out[1:6].isnan().any():  # the pool's time limit bounds it
+            thread.join(0.001)
+            assert thread.is_alive()
+        assert out[[0, 6, 7]].isnan().all()
+        held.release()
+        thread.join(LONG)
+    assert out.equal(ts.grouped_mm(x, weights(), ends))
+
+
+def test_an_expert_that_does_not_come_is_named_and_nan(monkeypatch):
+    held, sizes = Held(monkeypatch, 3), (1, 0, 5, 2)
+    x, ends, out = rand(10, K), offsets_of(sizes), torch.zeros(10, N)
+    with ts.stream_experts(weights(), ends) as stream:
+        with pytest.raises(ArrivalTimeout, match="grouped_mm: weight_arrival's chunk 3 did not arrive") as caught:
+            ts.grouped_mm(x, stream, ends, out=out, deadline=0.3)
+        assert (caught.value.chunk, caught.value.item) == (3, "group 3")
+        assert out[1:6].equal(ts.grouped_mm(x, weights(), ends)[1:6])
+        assert out[[0, 6, 7]].isnan().all(), "expert 0 comes behind expert 3"
+        held.release()
+        assert ts.grouped_mm(x, stream, ends, deadline=LONG).equal(ts.grouped_mm(x, weights(), ends))
+
+
+def test_an_error_of_the_producer_is_raised_and_nan(monkeypatch):
+    def copies(host, into):
+        def claim(begin, end):
+            raise OSError("the disk is gone")
+
+        return claim
+
+    monkeypatch.setattr(experts, "_copies", copies)
+    x, ends, out = rand(8, K), offsets_of((1, 0, 5, 2)), torch.zeros(8, N)
+    with ts.stream_experts(weights(), ends) as stream, pytest.raises(OSError, match="the disk is gone"):
+        ts.grouped_mm(x, stream, ends, out=out)
+    assert out.isnan().all()
+
+
+def test_a_closed_stream_is_no_operand(monkeypatch):
+    held, ends = Held(monkeypatch, 2), offsets_of((1, 0, 5, 2))
+    with ts.stream_experts(weights(), ends) as stream:
+        threading.Timer(0.05, held.release).start()
+    with pytest.raises(ProducerStopped, match="closed before chunk"):
+        ts.grouped_mm(rand(8, K), stream, ends, deadline=LONG)
+
+
+def refused(error, message):
+    return pytest.raises(error, match=re.escape(message))
+
+
+@pytest.mark.parametrize(
+    ("w", "ends", "error", "message"),
+    [
+        (3, None, TypeError, "stream_experts: weights is a int; it is a torch.Tensor [G, K, N]"),
+        (torch.ones(4, 8), None, ValueError, "weights has shape [4, 8]; it is [G, K, N], none of them 0"),
+        (torch.ones(4, 0, 8), None, ValueError, "weights has shape [4, 0, 8]; it is [G, K, N]"),
+        (torch.ones(4, 8, 12)[..., ::2], None, ValueError, "weights has strides (96, 12, 2); experts lie in one piece"),
+        (torch.ones(4, 8, 6, device="meta"), None, ValueError, "weights is on meta; what is streamed is on the CPU"),
+        (torch.ones(4, 8, 6).to_sparse(), None, TypeError, "weights has layout torch.sparse_coo"),
+        (weights(), [1, 2, 3, 4], ValueError, "offsets is a list; it is torch.int32 [4]"),
+        (weights(), torch.tensor([1, 2, 3]).int(), ValueError, "offsets is [3] torch.int32; it is torch.int32 [4]"),
+        (weights(), torch.tensor([1, 2, 3, 4]), ValueError, "offsets is [4] torch.int64; it is torch.int32 [4]"),
+        (weights(), torch.tensor([3, 2, 3, 4]).int(), ValueError, "offsets=[3, 2, 3, 4]; they do not fall"),
+        (weights(), torch.tensor([-1, 2, 3, 4]).int(), ValueError, "offsets=[-1, 2, 3, 4]; they do not fall"),
+        (weights(), torch.ones(4, dtype=torch.int32, device="meta"), ValueError, "offsets is on meta; it is on"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(w, ends, error, message):
+    with refused(error, message):
+        ts.stream_experts(w, offsets_of((1, 0, 5, 2)) if ends is None else ends)
+
+
+def test_what_does_not_fit_a_restart_or_a_product_is_refused():
+    ends, x = offsets_of((1, 0, 5, 2)), rand(8, K)
+    with ts.stream_experts(weights(), ends) as stream:
+        stream.wait(LONG)
+        with refused(TypeError, "stream_experts: restart() without offsets; they say which experts this step needs"):
+            stream.restart()
+        with refused(ValueError, "weights [4, 8, 6] torch.float32, strides (48, 1, 8); those of the stream are"):
+            stream.restart(ends, weights(turned=True))
+        with refused(ValueError, "b is a Stream, and a has shape [2, 8, 8]; groups of rows arrive: [M, K]"):
+            ts.grouped_mm(torch.ones(2, 8, 8), stream)
+        with refused(ValueError, "offsets has 3 elements, b 4 groups"):
+            ts.grouped_mm(x, stream, ends[:3])
+        with torch.autocast("cpu", torch.bfloat16), refused(ValueError, "autocast would convert an operand that has"):
+            ts.grouped_mm(x, stream, ends)
+    with refused(ValueError, "grouped_mm: deadline=1.0 without arrival=; nothing is waited for"):
+        ts.grouped_mm(x, weights(), ends, deadline=1.0)
+    with ts.stream_in(weights()) as other:
+        with refused(TypeError, "one whose chunks are the groups' matrices is made by ts.stream_experts"):
+            ts.grouped_mm(x, other, ends)
+        with refused(TypeError, "restart(offsets, weights) is of ts.stream_experts; this stream has none"):
+            other.restart(ends)
+        other.wait(LONG)
+
+
+def test_a_tensor_that_is_not_filled_yet_is_refused(monkeypatch):
+    held, ends = Held(monkeypatch, 2), offsets_of((1, 0, 5, 2))
+    with ts.stream_experts(weights(), ends) as stream:
+        with refused(ValueError, "b is a tensor that ts.stream_in has not filled yet"):
+            ts.grouped_mm(rand(8, K), stream.tensor, ends)
+        held.release()
+        stream.wait(LONG)
+        assert not ts.grouped_mm(rand(8, K), stream.tensor, ends).isnan().any()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_copies_to_a_gpu_are_issued_in_that_order_and_signalled_behind(monkeypatch, sizes):
+    """From pinned memory, offsets on the host: all is issued at once, and lands as the stream's work is done."""
+    with fake_cuda() as cuda:
+        w = cuda.pin(weights())
+        route = experts._Route(w, torch.device("cpu"))
+        source = Source(w, lambda: "", lambda begin, end: ignore)
+        order = route(source, offsets_of(sizes), None)
+        lane = lanes.take(4, DEVICE, torch.cuda.current_stream().cuda_stream)
+        arrival = Arrival.uniform(K, 4).with_signals(DeviceSignals(4, DEVICE, lane=lane))
+        landing = DeviceLanding(w, DEVICE, lane)
+        landing.tensor.fill_(float("nan"))
+        landed = []
+        monkeypatch.setattr(landing, "land", lambda begin, end: landed.append(begin // K))
+        source.readers = 0
+        stream = Stream(arrival, source, landing, order=order, route=route)
+        assert landed == SIZES[sizes]
+        assert stream._filling.issued
+        while landing.stream.run():
+            pass
+        assert all(arrival._signals.state())
+
+
+def test_activations_are_those_of_a_plain_product():
+    x, ends = rand(8, K), offsets_of((1, 0, 5, 2))
+    with ts.stream_experts(weights(), ends) as stream:
+        for activation in ACTIVATIONS:
+            wanted = ts.grouped_mm(x, weights(), ends, activation=activation)
+            assert ts.grouped_mm(x, stream, ends, activation=activation).equal(wanted)
