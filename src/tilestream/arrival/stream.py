@@ -409,8 +409,8 @@ class Stream:
                 )
             if self._route is not None:
                 raise RuntimeError(
-                    "stream_experts: restart() while a CUDA graph is captured; the host reads this step's offsets: call "
-                    "it outside of the capture"
+                    "stream_experts: restart() while a CUDA graph is captured; the host reads the offsets: call it "
+                    "outside of the capture"
                 )
             if self._source.readers or not self._landing.in_place:
                 raise RuntimeError(

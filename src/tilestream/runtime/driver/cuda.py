@@ -14,7 +14,7 @@ _POINTER = ctypes.POINTER(ctypes.c_void_p)
 _REGISTER_ARGUMENTS = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
 #: Flags of `cuMemHostRegister`: for every context, with a device address.
 _PORTABLE, _MAPPED = 1, 2
-#: Flags of `cuUserObjectCreate` and `cuGraphRetainUserObject`: no wait for the destructor; the graph owns the reference.
+#: Flags of `cuUserObjectCreate` and `cuGraphRetainUserObject`: no wait for the destructor; the graph takes it over.
 _NO_DESTRUCTOR_SYNC, _MOVE = 1, 1
 #: CUdevResource, with space to spare: its type, 92 bytes internal to the driver, and for SMs their number.
 _RESOURCE_WORDS, _RESOURCE_SM, _SM_COUNT = 128, 1, 24
