@@ -325,7 +325,8 @@ class ReplayModel(Model):
     _does: ClassVar[dict[type, Callable[..., None]]] = {
         Write: _write_tensor, p.Advance: _count, p.Fork: _fork, p.Joined: _joined, p.Mark: _mark, p.Taken: _taken,
         p.Push: _push, p.Pushed: _pushed, p.SignalPeer: _signal, p.Read: _read, p.ReadDone: _read_done,
-        p.Clear: _clear, p.HandIn: _hand_in, p.AwaitTaken: _waited, p.Gate: _waited, gather.Break: _break, gather.Abort: _abort,
+        p.Clear: _clear, p.HandIn: _hand_in, p.AwaitTaken: _waited, p.Gate: _waited, gather.Break: _break,
+        gather.Abort: _abort,
     }  # fmt: skip
 
     # The world outside, and ends ------------------------------------------------------------------------------------

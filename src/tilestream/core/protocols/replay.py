@@ -29,9 +29,9 @@ rows of the call before. With several slots in turn that was said long ago, and 
 
 *Giving up.* Both waits are a kernel's, with a deadline. A rank that gives up breaks the group, by a word in the memory
 of every rank: a call that finds it set computes nothing, since its signals may be an earlier call's. A gate does not
-poll that word; its own deadline ends it. No host takes part. What a graph copies, it copies all the same, since no node of a graph can be left out. It may overwrite
-rows that a late peer still reads. The mark in front of them says so: a rank that has read all its rows looks at the
-marks, and its result is NaN where one is of another call.
+poll that word; its own deadline ends it. No host takes part. What a graph copies, it copies all the same, since no node
+of a graph can be left out. It may overwrite rows that a late peer still reads. The mark in front of them says so: a
+rank that has read all its rows looks at the marks, and its result is NaN where one is of another call.
 
 `tilestream_tools.verify.replay` explores this: replays by turns of several slots, one more on one rank than on another,
 calls that expire, and ranks lost.
@@ -42,6 +42,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tilestream.core.protocols.gather import Abort, Break, Operations, peers, receivers
+
+#: Words of a slot behind its signals, in the memory of each rank: the count; a 1, of which signals are copies; whether
+#: the present call is void; whether the group is broken (of the first slot, for all slots); then a mark for each rank,
+#: and a taken for each rank.
+COUNT, ONE, VOID, BROKEN, MARKS = range(5)
+
+
+def control_words(world: int) -> int:
+    """Their number."""
+    return MARKS + 2 * world
 
 
 class Advance(NamedTuple):
