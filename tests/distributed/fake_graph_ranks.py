@@ -13,7 +13,7 @@ from fake_ranks import GroupState, patch_driver
 from fake_cuda import DEVICE, Event, FakeCuda, Stream, Until, fake_cuda
 from tilestream.core.error_record import EXPIRED, FIELDS, QUARANTINED, RECORDS, Record, op_number
 from tilestream.core.protocols.replay import COUNT, MARKS, VOID
-from tilestream.distributed import graph_calls, slots
+from tilestream.distributed import call_queue, graph_calls, slots
 from tilestream.distributed.graph_calls import GraphAllReduce, GraphGather, GraphScatter
 from tilestream.distributed.host_flags import LINE, RankFlags
 from tilestream.distributed.shards import ScaledRows, Shards
@@ -200,7 +200,8 @@ class Device:
 
         def rest() -> None:
             total = taken[0] + sum((whole[0, r] if r == rank else received[r, 0]) for r in range(1, len(received)))
-            out.copy_(torch.full_like(total, math.nan) if int(void) else total / divisor)
+            total = total / divisor if bias is None else total / divisor + bias
+            out.copy_(torch.full_like(total, math.nan) if int(void) else total)
 
         self.cuda.current.give(first)
         self.cuda.current.give(rest)
@@ -212,14 +213,16 @@ class GraphRank:
     def __init__(self, cuda: FakeCuda, memory: Memory, rank: int, kind: type, shards: Shards) -> None:
         self.cuda, self.rank, self.world, self.kind, self.shards = cuda, rank, memory.ranks, kind, shards
         self.state, self.gpu, self.calling = GroupState(rank, memory.ranks), Device(cuda), cuda.stream()
-        self.state.agreed = set()
+        self.state.queue = lambda kind, device: self.queue
         with cuda.on(self.calling), self.here():
             self.queue = kind(self.state, DEVICE, RankMemory(memory, rank))
-            self.queue.reserve(4 * math.prod(shards.shape) + 256, shards.chunks)
+            self.queue.reserve(8 * math.prod(shards.shape) + 256, shards.chunks)
         self.tensor = torch.zeros(shards.batches, shards.rows, shards.width)
         self.results: list[torch.Tensor] = []
         self.issued = 0
         self._kept: list[object] = []
+        if kind is not GraphGather:
+            self.keep_parts()
         self.graph: Graph | None = None
 
     @property
@@ -234,6 +237,11 @@ class GraphRank:
                 patch.setattr(rank_calls, name, getattr(self.gpu, name))
             patch.setattr(add, "add_parts", self.gpu.add_parts)
             yield
+
+    def keep_parts(self) -> None:
+        """As torch's allocator does, what a sum sends is not reused before its streams are past it."""
+        reduce = self.queue.reduce
+        self.queue.reduce = lambda out, parts, *more: (self._kept.append(parts), reduce(out, parts, *more))
 
     def value(self, rank: int, call: int, peer: int) -> float:
         """What a rank's part for a peer is made of."""
@@ -256,40 +264,45 @@ class GraphRank:
     def _gather(self) -> torch.Tensor:
         out = torch.empty(self.shards.shape)
 
-        def matmul(rows: ScaledRows, arrival) -> list[torch.Tensor]:
-            signals = arrival._signals
-            words, key = signals.use(local_rows=True), signals.key
-            own, state = signals.local_rows, {"begun": None}
-
-            def read() -> bool:
-                if state["begun"] is None:  # every worker looks at the mark once, before its first item
-                    state["begun"] = int(words.quarantine[0])
-                missing = [i for i, word in enumerate(words.words.tolist()) if not word]
-                if missing and not state["begun"] and not self.gpu.impatient:
-                    return False
-                over = bool(state["begun"]) or bool(missing)
-                if over:
-                    why = QUARANTINED if state["begun"] else EXPIRED
-                    self.gpu.report(why, -1 if state["begun"] else missing[0], key, "all_gather_matmul")
-                    words.quarantine[0] = 1
-                state.update(begun=None, over=over)
-                out.copy_(rows.data) if not over else out.fill_(math.nan)
-                return True
-
-            def rest() -> None:  # a row that a peer overwrites meanwhile is read torn
-                if not state["over"]:
-                    torn = out != rows.data
-                    out.copy_(torch.where(torn, -1.0, out))
-                    if own is not None:
-                        out[:, self.rank] = own.rows.view(out[:, self.rank].shape)
-                    words.words.zero_()
-
-            self.cuda.current.give(Until(read))
-            self.cuda.current.give(rest)
+        def compute(rows: ScaledRows, arrival) -> list[torch.Tensor]:
+            self.await_rows(rows.data, arrival, out)
             return [out]
 
-        self.queue.gather(self.shards, ScaledRows(self.tensor, None), None, matmul, 1.0)
+        self.queue.gather(self.shards, ScaledRows(self.tensor, None), None, compute, 1.0)
         return out
+
+    def await_rows(self, rows: torch.Tensor, arrival, out: torch.Tensor) -> None:
+        """A matmul's launch: reads ``rows`` as they arrive into ``out``, and clears their signals."""
+        signals = arrival._signals
+        words, key = signals.use(local_rows=True), signals.key
+        own, state = signals.local_rows, {"begun": None}
+
+        def read() -> bool:
+            if state["begun"] is None:  # every worker looks at the mark once, before its first item
+                state["begun"] = int(words.quarantine[0])
+            missing = [i for i, word in enumerate(words.words.tolist()) if not word]
+            if missing and not state["begun"] and not self.gpu.impatient:
+                return False
+            over = bool(state["begun"]) or bool(missing)
+            if over:
+                why = QUARANTINED if state["begun"] else EXPIRED
+                self.gpu.report(why, -1 if state["begun"] else missing[0], key, "all_gather_matmul")
+                words.quarantine[0] = 1
+            state.update(begun=None, over=over)
+            out.copy_(rows) if not over else out.fill_(math.nan)
+            return True
+
+        def rest() -> None:  # a row that a peer overwrites meanwhile is read torn
+            if not state["over"]:
+                torn = out != rows
+                out.copy_(torch.where(torn, -1.0, out))
+                if own is not None:
+                    mine = out.view(self.shards.shape)[:, self.rank]
+                    mine.copy_(own.rows.view(mine.shape))
+                words.words.zero_()
+
+        self.cuda.current.give(Until(read))
+        self.cuda.current.give(rest)
 
     def _sum(self) -> torch.Tensor:
         rows, width = self.shards.rows, self.shards.width
@@ -300,7 +313,6 @@ class GraphRank:
             more = 1000.0 * rank if parts is not None else 0.0
             self.cuda.current.give(lambda: into.copy_(self.tensor[0] + more))
 
-        self._kept.append(parts)  # as torch's allocator does, in the order of the stream
         self.queue.reduce(out, parts, product, None, 1.0, 1.0)
         return out
 
@@ -337,6 +349,7 @@ def graph_world(world: int, kind: type, shards: Shards):
         patch.setattr(graph_calls, "lend_to", lambda borrower, device: cuda.stream())
         patch.setattr(graph_calls, "capture_id", lambda handle: cuda.graph.number)
         patch.setattr(graph_calls, "_captured", [])
+        patch.setattr(call_queue, "agree", lambda state, plan, device: None)
         memory = Memory(world)
         yield cuda, [GraphRank(cuda, memory, rank, kind, shards) for rank in range(world)]
 

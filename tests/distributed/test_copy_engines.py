@@ -337,8 +337,8 @@ def test_a_call_that_is_half_issued_breaks_the_group_on_all_ranks(monkeypatch, w
     strided = what == "copy"  # otherwise a pushed shard is not copied
     with world(2) as (cuda, (first, second)):
         with monkeypatch.context() as patch:
-                home = next(module for module in (driver, slots, copy_engines) if hasattr(module, what))
-                patch.setattr(home, what, raises(RuntimeError("no driver")))
+            home = next(module for module in (driver, slots, copy_engines) if hasattr(module, what))
+            patch.setattr(home, what, raises(RuntimeError("no driver")))
             with pytest.raises(RuntimeError, match="no driver"):
                 first.call(PAIR, ways=[way], strided=strided)
         with pytest.raises(GroupBroken, match=r"on rank 0: \w+Error: no driver"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import types
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
+from tilestream.distributed import graph_calls
 from tilestream.distributed.graph_calls import GraphAllReduce, GraphGather, GraphScatter
-from tilestream.distributed.shards import Shards
+from tilestream.distributed.shards import ScaledRows, Shards
 
 SHARDS = {
     GraphGather: {2: Shards(2, 2, 3, 2, parts=2), 3: Shards(1, 3, 3, 2, parts=2)},
@@ -206,3 +208,83 @@ def test_a_call_that_fails_while_it_is_issued_breaks_the_group():
         assert first.state.broken
         with pytest.raises(GroupBroken):
             second.next(False)  # told by the host's flag
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gather_of_several_products_scales_and_rows(strided, scaled):
+    """The first product waits; the others come behind it. All read the ranks' rows, and so does the caller."""
+    shards = SHARDS[GraphGather][2]
+    with graph_world(2, GraphGather, shards) as (cuda, ranks):
+        found = {}
+        for rank in ranks:
+            rows = torch.full((shards.batches, shards.rows, 2 * shards.width), 5.0 + rank.rank)
+            mine = rows[..., ::2] if strided else rows[..., : shards.width].contiguous()
+            scales = torch.full((shards.batches, shards.rows, 1), 0.5 + rank.rank) if scaled else None
+            rank._kept += mine, scales
+
+            def product(a, scale_a, arrival, deadline, rank=rank):
+                out = torch.empty_like(a)
+                if arrival is not None:
+                    rank.await_rows(a.view(shards.shape), arrival, out.view(shards.shape))
+                else:
+                    rank.cuda.current.give(lambda: out.copy_(a))
+                if scale_a is not None:
+                    rank.cuda.current.give(lambda: out.mul_(scale_a))
+                return out
+
+            with cuda.on(rank.calling), rank.here():
+                found[rank] = graph_calls.gather_matmul(
+                    rank.state, None, shards, ScaledRows(mine, scales), [product] * 3, 1.0, True
+                )
+        cuda.run()
+        expected = torch.empty(shards.shape)
+        for rank in ranks:
+            expected[:, rank.rank] = 5.0 + rank.rank
+        factor = expected - 4.5 if scaled else torch.ones(())
+        for rows, outs in found.values():
+            assert rows.equal(expected)
+            assert len(outs) == 3
+            assert all(out.view(shards.shape).equal(expected * factor) for out in outs)
+
+
+@pytest.mark.parametrize("scaled", ["", "one", "rows"])
+@pytest.mark.parametrize("op", ["scatter", "reduce"])
+def test_sums_are_of_what_the_request_says(op, scaled):
+    world, batches, rows, k, n = 2, 2, 3, 4, 5
+    shards = Shards(batches, world, rows, n)
+    kind = GraphScatter if op == "scatter" else GraphAllReduce
+    with graph_world(world, kind, Shards(1, world, batches * rows * world, n)) as (cuda, ranks):
+        bias, b = torch.randn(n), [torch.randn(k, n) for _ in ranks]
+        a = [torch.randn(batches, world, rows, k) for _ in ranks]
+        whole = (batches * world * rows, 1)
+        scales = [{"": None, "one": torch.tensor(2.0), "rows": torch.rand(whole)}[scaled] for _ in ranks]
+        outs = []
+        for rank in ranks:
+
+            def product(x, rank=rank, bias=None, out_dtype=None, out=None, scale_a=scales[rank.rank]):
+                found = x @ b[rank.rank]
+                if scale_a is not None:
+                    found = found * (scale_a.view(*x.shape[:-1], 1) if scale_a.numel() > 1 else scale_a)
+                rank.cuda.current.give(lambda: out.copy_(found))
+
+            given = types.SimpleNamespace(
+                a=a[rank.rank], b=b[rank.rank], bias=bias, scale_a=scales[rank.rank], divisor=lambda world: 2.0,
+                product=product, seconds=lambda state: 1.0,
+            )  # fmt: skip
+            with cuda.on(rank.calling), rank.here():
+                if op == "scatter":
+                    outs.append(
+                        graph_calls.matmul_scatter(rank.state, None, shards, given, a[rank.rank], torch.float32, 1.0)
+                    )
+                else:
+                    outs.append(graph_calls.matmul_reduce(rank.state, None, given, torch.float32))
+        cuda.run()
+        products = [
+            (x @ w) * (1.0 if scale is None else scale.view(*x.shape[:-1], 1) if scale.numel() > 1 else scale)
+            for x, w, scale in zip(a, b, scales, strict=True)
+        ]
+        total = (products[0] + products[1]) / 2.0
+        for rank, out in zip(ranks, outs, strict=True):
+            part = total[:, rank.rank].reshape(batches * rows, n) if op == "scatter" else total
+            torch.testing.assert_close(out, part + bias)

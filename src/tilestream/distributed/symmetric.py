@@ -106,7 +106,7 @@ class PeerMemory:
         self._handles: list[object] = []  # the peers' buffers are views of these
         #: The flags of the op.
         self.flags: RankFlags = state.host_flags.of(op)
-        self._count = slots
+        self.slots = slots
         self._slots: torch.Tensor | None = None
         self._peer_slots: list[torch.Tensor] = []
         self.slot_bytes = self.chunks = 0
@@ -140,7 +140,7 @@ class PeerMemory:
         The new signals are 0, less than any epoch.
         """
         slot_bytes, chunks = -(-size // _PAGE) * _PAGE, -(-chunks // _SIGNALS) * _SIGNALS
-        self._slots, self._peer_slots = self._shared(self._count * (slot_bytes + 4 * chunks))
+        self._slots, self._peer_slots = self._shared(self.slots * (slot_bytes + 4 * chunks))
         self.slot_bytes, self.chunks = slot_bytes, chunks  # last: without memory the slots are the old ones
 
     def kept(self) -> object:
@@ -162,9 +162,9 @@ class PeerMemory:
 
     def signals(self, slot: int) -> torch.Tensor:
         """The own signals of a slot, ``int32[chunks]``, which lie behind all slots."""
-        at = self._count * self.slot_bytes + 4 * self.chunks * slot
+        at = self.slots * self.slot_bytes + 4 * self.chunks * slot
         return self._of(self._rank)[at : at + 4 * self.chunks].view(torch.int32)
 
     def signal(self, rank: int, slot: int, chunk: int) -> int:
         """Address of a signal of a rank."""
-        return self._of(rank).data_ptr() + self._count * self.slot_bytes + 4 * (self.chunks * slot + chunk)
+        return self._of(rank).data_ptr() + self.slots * self.slot_bytes + 4 * (self.chunks * slot + chunk)
