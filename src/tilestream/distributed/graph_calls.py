@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import GateWords, PeerSignals
+from tilestream.arrival.device import PeerSignals
 from tilestream.core.errors import GroupBroken
 from tilestream.core.protocols import gather, replay
 from tilestream.distributed.call_queue import CallQueue, made_event
@@ -87,19 +87,6 @@ class GraphSignals(PeerSignals):
         super().__init__(words, device)
         self._theirs = self._flags = words
         self._quarantine, self.self_reset, self._why = broken, True, why
-        self._awaited = False
-
-    def begin(self, epoch: int) -> None:
-        """As of `PeerSignals`."""
-        super().begin(epoch)
-        self._awaited = False
-
-    def use(self, local_rows: bool = False) -> GateWords:
-        """As of `DeviceSignals`, for the one launch of a call that waits: it clears the signals."""
-        if self._awaited:
-            raise RuntimeError('a matmul of several launches that wait cannot be counted by the device; form="unfused"')
-        self._awaited = True
-        return super().use(local_rows)
 
     def _enter_graph(self, graph: int) -> None:
         """Calls of a slot, of one graph too, come one behind another: each has cleared what it has seen."""
