@@ -109,6 +109,19 @@ def same_bits(rank, world, name, count):
     return True
 
 
+def compiled(rank, world, name):
+    """As `replays`, of a function that torch compiles with CUDA graphs of its own."""
+    one, worst = ops(rank, world)[name], Worst()
+    step = torch.compile(lambda: one.call() * 2, mode="reduce-overhead", dynamic=False)
+    for i in range(12):
+        late_in_turn(i, rank)
+        whole = random(100 + i, 128 * world, 256)
+        one.load(whole)
+        torch.compiler.cudagraph_mark_step_begin()
+        worst.add(step(), 2 * one.expected(whole))
+    return worst.get()
+
+
 def layers(rank, world):
     """Two graphs of several ops each, of the default group and of another one, replayed by turns on two streams."""
     groups, made = [None, dist.new_group(list(range(world)))], []

@@ -3,9 +3,13 @@
 The device counts them (TILESTREAM_GRAPH_RANKS=1). Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on one.
 
     PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_graph_ranks.py
+
+REPLAYS is how many replays a test makes without a barrier.
 """
 
 from __future__ import annotations
+
+import os
 
 import distributed_jobs
 import gather_jobs
@@ -68,13 +72,18 @@ def test_a_capture_wants_a_call_before_it(ranks):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_replays_of_late_ranks_without_a_barrier(ranks, world, name, mixed):
-    count = 60 if SHARED else 2000
+    count = int(os.environ.get("REPLAYS", "60" if SHARED else "2000"))
     assert max(ranks.run(world, jobs.replays, name, count, mixed, bound=200, seconds=60)) < 4.0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replays_have_the_bits_of_eager_calls(ranks, name):
     assert all(ranks.run(2, jobs.same_bits, name, 8, bound=120, seconds=60))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_torch_compiles_with_graphs_of_its_own(ranks, name):
+    assert max(ranks.run(2, jobs.compiled, name, bound=200, seconds=60)) < 8.0
 
 
 def test_graphs_of_several_calls_and_two_groups(ranks):
