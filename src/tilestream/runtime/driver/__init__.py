@@ -148,6 +148,14 @@ def capture_id(stream: int) -> int:
     return current().capture_id(stream)
 
 
+def relax_captures() -> None:
+    """Let this thread ask about events, and wait for them, while any other thread captures a graph.
+
+    Otherwise such a question ends a capture in the default mode, whoever captures and whatever is asked about.
+    """
+    current().relax_captures()
+
+
 def context_id() -> int:
     """A number of the thread's current context that no other context ever has; 0 where contexts have none.
 

@@ -17,6 +17,8 @@ _COPY_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_v
 #: A stream that does not wait for the legacy default stream, nor is waited for by it.
 _NON_BLOCKING = 1
 _CAPTURING = 1
+#: `cudaStreamCaptureModeRelaxed`, and HIP's.
+_RELAXED = 2
 #: Of a new event: it records no time, which would cost a stream more.
 _NO_TIMING = 2
 #: What both drivers answer where an event has not come.
@@ -138,6 +140,13 @@ class Driver(ABC):
         if code:
             raise self._failed(code, "does not say what is captured")
         return number.value if status.value == _CAPTURING else 0
+
+    def relax_captures(self) -> None:
+        """See `tilestream.runtime.driver`."""
+        mode = ctypes.c_int(_RELAXED)
+        code = self._find(self.FUNCTIONS["capture_mode"], (ctypes.c_void_p,))(ctypes.addressof(mode))
+        if code:
+            raise self._failed(code, "keeps this thread from asking about events")
 
     @abstractmethod
     def context_id(self) -> int:
