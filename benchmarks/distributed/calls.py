@@ -9,10 +9,14 @@ A row is a shape; of each way, microseconds, the median over rounds and of that 
 
 Ways: ``ours`` as the table decides, ``ours unfused``, ``nccl + mm`` (by hand: a collective and torch.mm), and ``torch
 fused`` (symmetric memory). They take turns, in another order each round. Each answer is checked first.
+
+`captured` measures replays of a CUDA graph of one call in each way, ours as the device counts them
+(TILESTREAM_GRAPH_RANKS=1).
 """
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -32,6 +36,13 @@ ROWS = [
     ("gather", 3072, 5120, 8192), ("sum", 3072, 8192, 5120), ("gather", 1536, 5120, 8192),
     ("all_reduce", 16, 8192, 4096), ("gather", 12288, 5120, 8192), ("gather", 6144, 5120, 8192),
     ("sum", 12288, 8192, 5120), ("gather", 256, 5120, 8192), ("sum", 1536, 8192, 5120), ("all_reduce", 128, 8192, 4096),
+]  # fmt: skip
+#: Those whose replays are measured: small ones, too.
+CAPTURED = [
+    ("gather", 3072, 5120, 8192), ("sum", 3072, 8192, 5120), ("all_reduce", 16, 8192, 4096),
+    ("gather", 12288, 5120, 8192), ("sum", 12288, 8192, 5120), ("all_reduce", 128, 8192, 4096),
+    ("gather", 256, 5120, 8192), ("gather", 1024, 5120, 8192), ("sum", 256, 8192, 5120), ("sum", 1024, 8192, 5120),
+    ("all_reduce", 1, 8192, 4096), ("gather", 6144, 5120, 8192), ("sum", 6144, 8192, 5120),
 ]  # fmt: skip
 #: Cycles that the GPU sleeps while the host issues: 3 ms and more.
 _PAUSE = 6_000_000
@@ -127,13 +138,47 @@ def wall_us(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - begin) * 1e6 / _MANY
 
 
+class Replayed:
+    """A call that is captured when it is first made, behind three eager ones, and replayed from then on."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call, self._graph = call, torch.cuda.CUDAGraph()
+        self._out: Any = None
+
+    def __call__(self) -> Any:
+        """Replay it; its result, in the graph's memory."""
+        if self._out is None:
+            for _ in range(3):
+                self._call()
+            idle()
+            with torch.cuda.graph(self._graph):
+                self._out = self._call()
+        self._graph.replay()
+        return self._out
+
+
 def calls(rank: int, world: int, session: Session) -> None:
+    """Eager calls."""
+    _measure(rank, world, session, "calls", ROWS, lambda call: call)
+
+
+def captured(rank: int, world: int, session: Session) -> None:
+    """Replays."""
+    os.environ["TILESTREAM_GRAPH_RANKS"] = "1"
+    _measure(rank, world, session, "captured", CAPTURED, Replayed)
+
+
+def _measure(
+    rank: int, world: int, session: Session, of: str, rows: list[tuple[str, int, int, int]],
+    made: Callable[[Callable[[], Any]], Callable[[], Any]],
+) -> None:  # fmt: skip
     import torch.distributed._symmetric_memory  # torch's fused ops are there from here on
 
-    record, clock, shuffle = record_of(session, rank, "calls"), MeetingClock(_PAUSE), random.Random(0).shuffle
-    for op, m, n, k in ROWS:
+    record, clock, shuffle = record_of(session, rank, of), MeetingClock(_PAUSE), random.Random(0).shuffle
+    for op, m, n, k in rows:
         torch.manual_seed(rank)
-        ways, exact = WAYS[op](m, n, k, world)
+        plain, exact = WAYS[op](m, n, k, world)
+        ways = {way: made(call) for way, call in plain.items()}
         right, errors, failures = checked(ways, exact)
         del exact
         measures: dict[str, Callable[[Callable[[], Any]], float]] = {
@@ -151,8 +196,8 @@ def calls(rank: int, world: int, session: Session) -> None:
                     samples[what][name].append(measure(right[name]))
         ts.check()
         row = {"op": op, "m": m, "n": n, "k": k, "failures": failures, "errors": errors}
-        row |= {what: slowest(of) for what, of in samples.items()}
-        row |= {"host us, least": {name: round(min(of), 1) for name, of in samples["host us"].items()}}
+        row |= {what: slowest(found) for what, found in samples.items()}
+        row |= {"host us, least": {name: round(min(found), 1) for name, found in samples["host us"].items()}}
         if record is not None:
             record.data["failures"] += [f"{op} {m}x{n}x{k} {name}: {text}" for name, text in failures.items()]
             record.add(row)

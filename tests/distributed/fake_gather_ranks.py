@@ -13,7 +13,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import LocalRows
 from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record, op_number
 from tilestream.core.protocols import gather
-from tilestream.distributed import copy_engines
+from tilestream.distributed import copy_engines, slots
 from tilestream.distributed.copy_engines import GatherQueue
 from tilestream.distributed.shards import ScaledRows, Shards
 from tilestream.runtime.channel import Channel
@@ -125,7 +125,7 @@ class GatherRank(Rank):
 def world(ranks: int):
     with fake_cuda() as cuda, pytest.MonkeyPatch.context() as patch:
         cuda.clock = patch_driver(cuda, patch)
-        patch.setattr(copy_engines, "copy", lambda to, source: cuda.current.give(lambda: to.copy_(source)))
+        patch.setattr(slots, "copy", lambda to, source: cuda.current.give(lambda: to.copy_(source)))
         take_out = copy_engines.take_out
 
         def later(into, rows, signals, *rest):

@@ -48,3 +48,17 @@ def test_it_does_not_compete_with_the_thread_that_issues_the_call(monkeypatch):
     assert time.monotonic() - begin >= 0.5
     watchdog.stop_at_exit(10)
     assert not watchdog._thread.is_alive()
+
+
+def test_it_asks_about_events_while_another_thread_captures_a_graph(monkeypatch):
+    """What it is asked of the driver ends no capture of the caller's."""
+    threads = []
+    monkeypatch.setattr(call_queue, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(call_queue.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(call_queue, "relax_captures", lambda: threads.append(threading.current_thread()))
+    calls = Calls(1)
+    watchdog = call_queue.Watchdog(calls)
+    watchdog.wake()
+    assert calls.idle.wait(10)
+    assert threads == [watchdog._thread]
+    watchdog.stop_at_exit(10)

@@ -20,7 +20,7 @@ import tilestream.arrival.device_words
 from fake_cuda import DEVICE, fake_cuda
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
 from tilestream.core.protocols import gather
-from tilestream.distributed import call_queue, copy_engines, dispatch
+from tilestream.distributed import call_queue, copy_engines, dispatch, slots
 from tilestream.distributed.shards import Shards
 from tilestream.runtime import driver
 
@@ -187,8 +187,8 @@ def test_a_shard_that_is_read_in_place_is_not_copied(shards):
 def test_a_shard_is_copied_once_for_all_launches_that_read_it_in_the_slot(monkeypatch, products):
     shards = Shards(2, 2, 3, 1)
     with world(2) as (cuda, ranks):
-        copied, copy = [], copy_engines.copy
-        monkeypatch.setattr(copy_engines, "copy", lambda to, source: (copied.append(to), copy(to, source)))
+        copied, copy = [], slots.copy
+        monkeypatch.setattr(slots, "copy", lambda to, source: (copied.append(to), copy(to, source)))
         call_all(ranks, shards, local=False, products=products)
         assert len(copied) == len(ranks) * shards.batches
         cuda.run()
@@ -337,7 +337,8 @@ def test_a_call_that_is_half_issued_breaks_the_group_on_all_ranks(monkeypatch, w
     strided = what == "copy"  # otherwise a pushed shard is not copied
     with world(2) as (cuda, (first, second)):
         with monkeypatch.context() as patch:
-            patch.setattr(driver if hasattr(driver, what) else copy_engines, what, raises(RuntimeError("no driver")))
+            home = next(module for module in (driver, slots, copy_engines) if hasattr(module, what))
+            patch.setattr(home, what, raises(RuntimeError("no driver")))
             with pytest.raises(RuntimeError, match="no driver"):
                 first.call(PAIR, ways=[way], strided=strided)
         with pytest.raises(GroupBroken, match=r"on rank 0: \w+Error: no driver"):

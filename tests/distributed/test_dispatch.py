@@ -18,6 +18,8 @@ from tilestream.distributed.dispatch import Case, decide
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import make_plan, without_pulls
 from tilestream.distributed.request import Request
+from tilestream.ops.limit import invariant
+from tilestream.plan import experimental
 
 
 def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
@@ -194,19 +196,27 @@ def test_more_columns_never_make_overlap_less_worth_its_handshake(op):
         assert wins == sorted(wins), (world, m, wins)
 
 
+def group(rank=0, unreachable="", capture=0, agreed=()):
+    """A group's state; ``capture``: as of `GroupState.capture`."""
+    return types.SimpleNamespace(
+        rank=rank, world=2, plans={}, unreachable=unreachable, capture=lambda x: capture, agreed=set(agreed),
+        backend=lambda device: "nccl",
+    )  # fmt: skip
+
+
 def planned(patch, op, form="fused", unreachable="", rank=0, state=None):
     """A plan of two ranks that reach each other, or do not; as on GPUs. ``state``: of earlier plans."""
     reached = ("collective", (planner.Refusal("fused", unreachable),)) if unreachable else ("symmetric memory", ())
     patch.setattr(planner, "_transport", lambda state, x, last: reached)
     patch.setattr(planner, "_device_class", lambda device: "sm_90")
-    state = state or types.SimpleNamespace(rank=rank, world=2, plans={}, unreachable=unreachable)
+    state = state or group(rank, unreachable)
     a, b = torch.empty(0, dtype=torch.bfloat16), torch.empty(8192, 3584, device="meta")
     request = Request(op, a, [b], [None], ["none"], None, [None], form=form)
     return make_plan(state, request, (4096, 8192), 8192, {"a": "rows"})
 
 
 def test_calls_that_differ_in_their_form_alone_have_plans_of_their_own(monkeypatch):
-    state = types.SimpleNamespace(rank=0, world=2, plans={}, unreachable="")
+    state = group()
     forms = ("fused", "unfused", "fused")
     fused, unfused, again = (planned(monkeypatch, "matmul_reduce_scatter", form, state=state) for form in forms)
     assert fused.fused
@@ -259,3 +269,48 @@ def test_nodes_need_not_reach_inside_alike(monkeypatch, op):
     assert here.internode.handshake == there.internode.handshake
     other = replace(here, agreed={**here.agreed, "a": "other rows"})
     assert other.internode.handshake != here.internode.handshake
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The process takes calls that the device counts."""
+    monkeypatch.setenv("TILESTREAM_GRAPH_RANKS", "1")
+    experimental._of_environment.cache_clear()
+    yield
+    experimental._of_environment.cache_clear()
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_a_capture_holds_what_was_called_before_it(monkeypatch, op, counted):
+    eager = planned(monkeypatch, op)
+    assert eager.counted
+    assert eager.fused
+    assert (eager.decision.way, eager.chunks == 1) == ("push", op != "all_gather_matmul")
+    assert "counted   by the device: CUDA graphs may hold the call; compiled and checked, not run" in eager.explain()
+    before = planned(monkeypatch, op, state=group(capture=1))
+    assert (before.fused, before.transport) == (False, "collective")
+    assert f"refused   fused: {planner.UNPREPARED}" in before.explain()
+    behind = planned(monkeypatch, op, state=group(capture=2, agreed=[eager.handshake]))
+    assert behind == eager
+    state = group()
+    assert planned(monkeypatch, op, state=state) is planned(monkeypatch, op, state=state)
+    state.capture = lambda x: 1
+    assert not planned(monkeypatch, op, state=state).fused
+    state.agreed.add(eager.handshake)
+    state.capture = lambda x: 2
+    assert planned(monkeypatch, op, state=state).fused, "a call between two captures counts"
+
+
+def test_a_promise_of_equal_bits_is_not_broken_by_a_capture(monkeypatch, counted):
+    with invariant(), pytest.raises(NotImplementedError, match=r"not fused .*call it once before the capture"):
+        planned(monkeypatch, "matmul_reduce_scatter", state=group(capture=1))
+
+
+def test_ranks_that_count_otherwise_differ(monkeypatch, counted):
+    mine = planned(monkeypatch, "all_gather_matmul")
+    monkeypatch.setenv("TILESTREAM_GRAPH_RANKS", "0")
+    experimental._of_environment.cache_clear()
+    theirs = planned(monkeypatch, "all_gather_matmul")
+    assert not theirs.counted
+    assert mine.handshake != theirs.handshake
+    assert mine.internode.handshake == theirs.internode.handshake, "nodes need not count alike"

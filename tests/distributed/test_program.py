@@ -16,7 +16,7 @@ from test_gpu_reduce_scatter import LONG, AllReduceRank, ScatterRank
 from test_gpu_reduce_scatter import world as summing_world
 
 from tilestream.core.protocols import gather, one_shot, reduce_scatter
-from tilestream.distributed import copy_engines, dispatch, gpu_reduce_scatter, program
+from tilestream.distributed import copy_engines, dispatch, gpu_reduce_scatter, program, slots
 from tilestream.distributed import one_shot as one_shot_call
 from tilestream.distributed.program import no_op, run_protocol
 from tilestream.distributed.shards import Shards
@@ -40,7 +40,7 @@ def logging(rank):
             patch.setattr(
                 driver, name, lambda *given, name=name, perform=perform: (log.append((name, *given)), perform(*given))
             )
-        copy, record = copy_engines.copy, torch.cuda.Event.record
+        copy, record = slots.copy, torch.cuda.Event.record
 
         def log_copy(to, source):
             log.append(("copy", to.data_ptr(), source.data_ptr(), source.stride()))
@@ -51,7 +51,7 @@ def logging(rank):
                 log.append(("record_event", stream.cuda_stream, event.cuda_event))
             record(event, stream)
 
-        patch.setattr(copy_engines, "copy", log_copy)
+        patch.setattr(slots, "copy", log_copy)
         patch.setattr(torch.cuda.Event, "record", log_record)
         yield log
 

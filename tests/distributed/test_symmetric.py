@@ -84,7 +84,10 @@ def test_reasons_that_are_known_without_messages(monkeypatch):
     assert "torch.float32: operands of 16 and 8 bits" in symmetric.why_not(state(), BF16.float())
     assert symmetric.why_not(state(unreachable="2 hosts"), BF16) == "2 hosts"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert "a CUDA graph is being captured" in symmetric.why_not(state(), BF16)
+    said = symmetric.why_not(state(), BF16)
+    assert "a CUDA graph is being captured" in said
+    assert "calls that the device counts are compiled and checked, not run on a GPU yet: taken with" in said
+    assert "TILESTREAM_GRAPH_RANKS=1" in said
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "on ROCm" in symmetric.why_not(state(), BF16)
 
@@ -105,6 +108,18 @@ def test_slots_that_were_not_made_are_no_larger_ones(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         own.grow(64 << 20, 5000)
     assert (own.slot_bytes, own.chunks, own.address(0, 1), own.signal(0, 1, 3)) == before
+
+
+def test_memory_of_one_slot(monkeypatch):
+    memory = torch.zeros(8 << 20, dtype=torch.uint8)
+    monkeypatch.setattr(symmetric.PeerMemory, "_shared", lambda self, size: (memory[:size], [memory[:size]] * 2))
+    of = types.SimpleNamespace(name="tp", rank=0, world=2, host_flags=types.SimpleNamespace(of=lambda op: None))
+    own = symmetric.PeerMemory(of, torch.device("cpu"), "all_gather_matmul", slots=1)
+    own.grow(3 << 20, 8)
+    assert own.signals(0).data_ptr() == own.signal(0, 0, 0) == own.address(0, 0) + own.slot_bytes
+    slots, peers, _ = own.kept()
+    assert slots.numel() == own.slot_bytes + 4 * own.chunks
+    assert len(peers) == 2
 
 
 def test_signals_lie_behind_all_slots_one_set_a_slot(monkeypatch):

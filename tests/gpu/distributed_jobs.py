@@ -14,7 +14,6 @@ import torch.distributed as dist
 import tilestream as ts
 from rank_checks import Gathered, Summed, raised, same_on_every_rank
 from tilestream import distributed as tsd
-from tilestream.core.protocols.gather import SLOTS
 from tilestream.distributed.dispatch import trial
 from tilestream.distributed.group_state import groups_of, state_of
 from tilestream.runtime.properties import cuda_properties
@@ -75,7 +74,7 @@ def poison(group=None) -> None:
     torch.cuda.synchronize()
     dist.barrier()
     for queue in state.queues.values():
-        for slot in range(SLOTS if queue.memory.slot_bytes else 0):
+        for slot in range(queue.memory.slots if queue.memory.slot_bytes else 0):
             queue.memory.slot(state.rank, slot).view(BF16).fill_(float("nan"))
     torch.cuda.synchronize()
     dist.barrier()

@@ -357,8 +357,8 @@ def _reduction(model: str, case: Any, homes: dict[str, str], roles: str) -> Fami
 
 def _replay(role: str) -> Family:
     def make(text: Any, replays: int = 1, **more: Any) -> Any:
-        least = replays if "expires" in more else 1
-        return [ReplayCase(replays=n, **{role: text}, **more) for n in range(least, replays + 1)]
+        least, stream = replays if "expires" in more else 1, "side" if role == "side" else "calling"
+        return [ReplayCase(replays=n, **{stream: text}, **more) for n in range(least, replays + 1)]
 
     return Family("replay", (f"{CORE}.protocols.replay:{role}",), make, prefix="replay: ")
 

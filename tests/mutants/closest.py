@@ -53,6 +53,8 @@ kernels.cdna: kernels/cdna/test_cdna_numbers.py kernels/cdna/test_cdna_protocol.
 kernels.portable.attention_merge: kernels/portable/test_attention_merge.py
 kernels.portable.attention: kernels/portable/test_portable_attention.py
 kernels.portable.add: kernels/portable/test_portable_add.py
+kernels.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
+launch.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
 kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
 launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_grouped_plan.py
 core.protocols: distributed/test_gpu_reduce_scatter.py distributed/test_copy_engines.py
@@ -60,6 +62,8 @@ core.attention_structs: kernels/hopper/test_hopper_attention_text.py
 core.dtypes: plan/test_plan.py ops/test_matmul.py
 core.whole_file: core/test_whole_file.py
 core.arguments: core/test_arguments.py ops/test_op_errors.py
+distributed.graph_calls: distributed/test_graph_calls.py
+distributed.slots: distributed/test_copy_engines.py distributed/test_graph_calls.py
 distributed.exchange: distributed/test_scenarios.py distributed/test_all_gather.py
 distributed.async_tp: distributed/test_async_input.py distributed/test_scenarios.py
 distributed.gloo: distributed/test_all_gather.py distributed/test_reduce_scatter.py

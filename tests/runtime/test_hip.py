@@ -181,9 +181,32 @@ def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
 def test_both_do_all_that_the_module_offers():
     """Each function of `Driver` with the same arguments, and as a function of the module."""
     asked = {name: f for name, f in inspect.getmembers(driver.Driver, inspect.isfunction) if name[0] != "_"}
-    assert len(asked) == 20
+    assert len(asked) == 21
     for name, function in asked.items():
         parameters = list(inspect.signature(function).parameters)
         for made in (Cuda, Hip):
             assert list(inspect.signature(getattr(made, name)).parameters) == parameters
         assert list(inspect.signature(getattr(driver, name)).parameters) == parameters[1:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Cuda, "cuThreadExchangeStreamCaptureMode"), (Hip, "hipThreadExchangeStreamCaptureMode")],
+    ids=["cuda", "hip"],
+)
+def test_a_thread_that_asks_about_events_is_relaxed_about_captures(kind, name, monkeypatch):
+    asked, codes = [], [0, 1]
+
+    def find(function, arguments):
+        def call(address):
+            asked.append((function, ctypes.c_int.from_address(address).value))
+            return codes.pop(0)
+
+        return call
+
+    monkeypatch.setattr(kind, "error_name", lambda self, code: f"code {code}")
+    made = kind(find)
+    made.relax_captures()
+    assert asked == [(name, 2)]  # cudaStreamCaptureModeRelaxed
+    with pytest.raises(RuntimeError, match="the driver keeps this thread from asking about events: code 1"):
+        made.relax_captures()

@@ -89,6 +89,8 @@ class Record(NamedTuple):
                 return ProducerStopped(f"{op}: the producer of {argument} failed; its exception went with its Arrival")
             signals.reported()
             return None if self.epoch in signals.raised else signals.failure(self.epoch)
+        if self.why == QUARANTINED and signals is not None and signals.gave_up is not None:
+            return signals.failure(self.epoch)  # of ranks: their group is broken
         if self.why == QUARANTINED:
             return TilestreamError(
                 f"{op}: an earlier launch that waited for these signals missed a chunk of {argument}, and what is "

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.distributed import copy_engines, gloo
+from tilestream.distributed import copy_engines, gloo, graph_calls
 from tilestream.distributed.collective import agree, all_gather
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
@@ -91,7 +91,8 @@ def run(
         shard = ScaledRows(a.reshape(shards.batches, shards.rows, shards.width), scales)
         products = _products(request, into)
         if plan.transport == "symmetric memory" and plan.fused:
-            rows, outs = copy_engines.gather_matmul(state, plan, shards, shard, products, seconds, request.return_a)
+            gather_matmul = graph_calls.gather_matmul if plan.counted else copy_engines.gather_matmul
+            rows, outs = gather_matmul(state, plan, shards, shard, products, seconds, request.return_a)
         else:
             rows, outs = _gather_in_host_order(state, request, plan, shards, shard, products, seconds)
     shape = _gathered_shape(state, request)

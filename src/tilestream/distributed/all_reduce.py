@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilestream.distributed import collective
+from tilestream.distributed import collective, graph_calls, one_shot
 from tilestream.distributed.collective import agree
 from tilestream.distributed.group_state import GroupState, states_of
-from tilestream.distributed.one_shot import matmul_reduce
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.reduce_scatter import travel_dtype
@@ -86,7 +85,8 @@ def run(states: list[GroupState], request: Request, key: object = None) -> torch
         if plans[0].fused:
             (state,) = states
             with state.call():
-                return matmul_reduce(state, plans[0], request, dtype)
+                reduce = graph_calls.matmul_reduce if plans[0].counted else one_shot.matmul_reduce
+                return reduce(state, plans[0], request, dtype)
         total = torch.matmul(a, b) if library else request.product(a, bias=None, out_dtype=dtype)
         total = total.to(wide)
         for state, plan in zip(inner_first, plans, strict=True):

@@ -22,6 +22,7 @@ from tilestream.distributed.program import Handlers, run_protocol
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import channel
+from tilestream.runtime.driver import relax_captures
 from tilestream.runtime.streams import lend_to
 
 #: Seconds between two polls of the watchdog while a call is under way.
@@ -287,6 +288,8 @@ class Watchdog:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        if torch.cuda.is_initialized():
+            relax_captures()
         while not self._stopped:
             self._wake.wait()
             queue = self._queue()

@@ -23,13 +23,13 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from tilestream.arrival.arrival import Arrival
-from tilestream.arrival.device import LocalRows, PeerSignals
+from tilestream.arrival.device import PeerSignals
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.protocols import gather
 from tilestream.distributed.call_queue import CallQueue, IssuedCall
@@ -37,8 +37,6 @@ from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.program import (
     CALLING,
-    FIRST,
-    SECOND,
     Handlers,
     Program,
     Recorder,
@@ -47,70 +45,22 @@ from tilestream.distributed.program import (
     run_protocol,
 )
 from tilestream.distributed.shards import Product, ScaledRows, Shards
+from tilestream.distributed.slots import Form, local_rows, place, push, slot_rows, slot_size, sources_of
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime.channel import channel
 from tilestream.runtime.sequence import CopyAcross, Operand, Record, Wait, WaitEvent, Write
 
 #: Arrivals that are kept, one for each shape and slot. More than calls under way: an expiry is found by its arrival.
 _MOST_ARRIVALS = 128
-#: Scales begin at a multiple of this many bytes in a slot.
-_ALIGN = 256
-_SCALE_BYTES = 4
 #: Seconds after the deadline that a launched kernel has to report its expiry itself.
 _LOADING = 0.25
 
 
-#: Where the caller's rows and scales are, as values of an issue.
-_ROWS, _SCALES = FIRST, SECOND
-
-
-class _Form(NamedTuple):
-    """What decides the operations of a call."""
-
-    shards: Shards
-    dtype: torch.dtype
-    scaled: bool
-    way: gather.Way
-    #: Whether the shard is sent from the own slot: it is pulled, or strided.
-    from_slot: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes of all rows."""
-        return math.prod(self.shards.shape) * self.dtype.itemsize
-
-    @property
-    def fills(self) -> bool:
-        """Whether something is copied into the own slot before the call's kernel is there."""
-        return self.from_slot or self.scaled
-
-
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """What calls of one form do in one slot; and that slot, as all ranks' rows with their scales behind them."""
 
     program: Program
     slot: ScaledRows
-
-
-class _Source(NamedTuple):
-    """Rows, or scales, as they travel: bytes of a row, offset in a slot, address, whether that is in the slot."""
-
-    row_bytes: int
-    at: int
-    address: Operand
-    from_slot: bool
-
-
-class _Bring:
-    """Copies the own rows into the slot, once for all launches of a call that read them there."""
-
-    def __init__(self, place: Callable[[torch.Tensor, torch.Tensor], None], *rows: torch.Tensor) -> None:
-        self._place, self._rows, self._done = place, rows, False
-
-    def __call__(self) -> None:
-        if not self._done:
-            self._place(*self._rows)
-            self._done = True
 
 
 class _PendingIssue:
@@ -184,7 +134,7 @@ class GatherQueue(CallQueue):
             found._signals = PeerSignals(words, self.device)
             rank, queue = self._rank, weakref.ref(self)
             found._signals.whose = lambda chunk: (rank, f"rank {shards.rank_of(chunk)}'s part of a_shard")
-            found._signals.gave_up = lambda: _abort_expired(queue())
+            found._signals.gave_up = lambda: abort_expired(queue())
             self._keys = self._keys | {found.key}  # a new set: the watchdog may be reading the old one
         self._arrivals[key] = found  # at the end: the first entry is the least recently used
         _signals(found).begin(epoch)
@@ -210,7 +160,7 @@ class GatherQueue(CallQueue):
             How the shards travel; the same on each rank.
         """
         from_slot = way == "pull" or not shard.data.is_contiguous()
-        form = _Form(shards, shard.data.dtype, shard.scales is not None, way, from_slot)
+        form = Form(shards, shard.data.dtype, shard.scales is not None, way, from_slot)
         epoch, calling = self.begin(), torch.cuda.current_stream(self.device)
         handle, overrule = calling.cuda_stream, _nothing_to_overrule
         try:
@@ -223,13 +173,13 @@ class GatherQueue(CallQueue):
             for x in shard:
                 if x is not None:  # memory is not reused before the side stream is waited for (invariant 9)
                     x.record_stream(calling)
-            own = None if from_slot else self._local_rows(shards, shard.data, slot.data)
+            own = None if from_slot else local_rows(self._rank, shards, shard.data, slot.data)
 
             def fill() -> None:
                 if from_slot:  # otherwise the rows stay apart, or `bring` copies them behind their signals
-                    self._place(slot.data, shard.data)
+                    place(self._rank, slot.data, shard.data)
                 if shard.scales is not None and slot.scales is not None:
-                    self._place(slot.scales, shard.scales)
+                    place(self._rank, slot.scales, shard.scales)
 
             def await_peers() -> None:
                 self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
@@ -251,7 +201,7 @@ class GatherQueue(CallQueue):
             if gathered is not None:
                 take_out(gathered, slot.data, signals, shards, self._nan)
                 if own is not None:
-                    self._place(gathered, shard.data)
+                    place(self._rank, gathered, shard.data)
         finally:  # without a kernel, too: the peers get their rows
             signals.local_rows = None  # drops the reference to the caller's tensor
             missing = self._end(epoch, overrule, handle)
@@ -261,17 +211,6 @@ class GatherQueue(CallQueue):
             if gathered is not None:
                 _fill_nan(gathered[:, rank])
         return outs
-
-    def _local_rows(self, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> LocalRows:
-        """The own rows where the caller has them; copied into the slot for a launch that reads them there."""
-        rows = shards.rows
-        flat = mine.view(shards.batches * rows, shards.width)
-        return LocalRows(flat, self._rank * rows, rows, shards.world * rows, _Bring(self._place, slot, mine))
-
-    def _place(self, into: torch.Tensor, mine: torch.Tensor) -> None:
-        """Copy the own rows to their place, each batch in one piece. Inside a GPU the driver copies by a kernel."""
-        for place, source in zip(into[:, self._rank], mine, strict=True):
-            copy(place, source)
 
     def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: int) -> list[int]:
         """Issue what follows the kernel. Returns the ranks that were given up while the call was being issued."""
@@ -283,13 +222,13 @@ class GatherQueue(CallQueue):
             pending, self._pending = self._pending, None
         return [] if pending is None else pending.missing or []
 
-    def _prepare(self, form: _Form, slot: int) -> _Prepared:
+    def _prepare(self, form: Form, slot: int) -> Prepared:
         """Record the calling stream's part before the kernel, then the side stream's."""
         recorder, memory, shards = Recorder(slot), self.memory, form.shards
         epoch, add = recorder.epoch, recorder.add
         parts = [list(shards.of_rank(rank)) for rank in range(self._world)]
         mine, side, posted = parts[self._rank], self._side.cuda_stream, self._posted.cuda_event
-        sources = list(self._sources(form, slot))
+        sources = list(sources_of(memory, self._rank, form, slot))
         flag, epoch_of = self.flags.flag, recorder.epoch_of
 
         def own_signal(stream: Operand) -> Callable[[gather.Signal], None]:
@@ -310,13 +249,9 @@ class GatherQueue(CallQueue):
         if form.way == "pull":
             recorder.host("await peers")
 
-        def push(op: gather.Push) -> None:
-            part, target = mine[op.chunk], memory.address(op.peer, op.slot)
-            there, rows = shards.place(self._rank, part)
-            for x in sources:
-                first = there if x.from_slot else part.batch * shards.rows + part.begin
-                to, source = target + x.at + there * x.row_bytes, x.address + first * x.row_bytes
-                add(CopyAcross(side, to, source, rows * x.row_bytes))
+        def push_chunk(op: gather.Push) -> None:
+            for one in push(memory, sources, shards, self._rank, mine[op.chunk], op.peer, op.slot, side):
+                add(one)
 
         def tell(op: gather.SignalPeer) -> None:
             add(Write(side, memory.signal(op.peer, op.slot, mine[op.chunk].chunk), epoch_of(op)))
@@ -330,7 +265,7 @@ class GatherQueue(CallQueue):
 
         travel: Handlers = {
             gather.AwaitPost: lambda op: add(WaitEvent(side, posted)),
-            gather.Push: push,
+            gather.Push: push_chunk,
             gather.Pushed: no_op,
             gather.SignalPeer: tell,
             gather.Flag: lambda op: add(Write(side, flag(op.peer, self._rank), epoch_of(op))),
@@ -341,23 +276,7 @@ class GatherQueue(CallQueue):
             gather.Done: no_op,  # `_finish` records the event
         }
         recorder.run(gather.side(self._rank, self._world, len(mine), epoch, form.way), travel)
-        return _Prepared(recorder.program(), self._slot(self._rank, slot, form))
-
-    def _sources(self, form: _Form, slot: int) -> Iterator[_Source]:
-        """Rows and scales as they travel: the caller's, or the own slot's."""
-        address, row_bytes = self.memory.address(self._rank, slot), form.shards.width * form.dtype.itemsize
-        yield _Source(row_bytes, 0, address if form.from_slot else _ROWS, form.from_slot)
-        if form.scaled:
-            yield _Source(_SCALE_BYTES, _aligned(form.size), _SCALES, False)
-
-    def _slot(self, rank: int, slot: int, form: _Form) -> ScaledRows:
-        """A slot as all ranks' rows, with their scales behind them."""
-        memory, shards, at = self.memory.slot(rank, slot), form.shards, _aligned(form.size)
-        data = memory[: form.size].view(form.dtype).view(shards.shape)
-        if not form.scaled:
-            return ScaledRows(data, None)
-        scales = memory[at : at + _SCALE_BYTES * shards.total].view(torch.float32)
-        return ScaledRows(data, scales.view(*shards.shape[:-1], 1))
+        return Prepared(recorder.program(), slot_rows(memory, self._rank, slot, form))
 
     # The host, and giving up ---------------------------------------------------------------------------------------
 
@@ -439,7 +358,7 @@ def _signals(arrival: Arrival) -> PeerSignals:
     return signals
 
 
-def _abort_expired(queue: GatherQueue | None) -> None:
+def abort_expired(queue: CallQueue | None) -> None:
     """Break the group when the device's report is read before the watchdog polls."""
     if queue is not None:
         queue.abort_group(queue.describe_expiry())
@@ -447,11 +366,6 @@ def _abort_expired(queue: GatherQueue | None) -> None:
 
 def _nothing_to_overrule(error: BaseException) -> None:
     """Of a call that failed before it had signals."""
-
-
-def copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy on the current stream, for any strides."""
-    to.copy_(source)
 
 
 def take_out(
@@ -488,10 +402,6 @@ def _fill_nan(x: torch.Tensor) -> None:
     bits.fill_(torch.iinfo(bits.dtype).max)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
 def gather_matmul(
     state: GroupState, plan: DistributedPlan, shards: Shards, shard: ScaledRows, products: Sequence[Product],
     seconds: float, return_a: bool,
@@ -502,8 +412,7 @@ def gather_matmul(
     """
     device, x = shard.data.device, shard.data
     with torch.cuda.device(device):
-        size = _aligned(math.prod(shards.shape) * x.element_size()) + _SCALE_BYTES * shards.total
-        queue = GatherQueue.of(state, plan, "a_shard", device, size, shards.chunks)
+        queue = GatherQueue.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
         gathered = x.new_empty(shards.shape) if return_a else None
 
         def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:

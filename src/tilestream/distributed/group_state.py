@@ -75,6 +75,10 @@ class GroupState:
             raise RuntimeError(f"process group {self.name!r} has been destroyed")
         return found
 
+    def capture(self, x: torch.Tensor) -> int:
+        """0 unless a CUDA graph is being captured; else a number that grows when the ranks have compared a call."""
+        return 1 + len(self.agreed) if x.is_cuda and torch.cuda.is_current_stream_capturing() else 0
+
     def decided(self, key: object) -> Any:
         """What an earlier equal call has decided: see `tilestream.distributed.request.Request.key`."""
         return self._decided.get(key)

@@ -11,6 +11,7 @@ from tilestream.core.protocols import handshake
 from tilestream.core.protocols.gather import Way
 from tilestream.distributed import nodes
 from tilestream.distributed.dispatch import Case, Decision
+from tilestream.plan import experimental
 from tilestream.plan.candidate import Refusal
 
 #: `Way` in words.
@@ -29,7 +30,7 @@ _SEQUENTIAL = "one after the other"
 #: The matmul of an unfused all-reduce, where it is torch's.
 _LIBRARY = "torch's, of operands of one dtype without scales: measured to be the faster one for this shape class"
 #: Fields that each node decides by itself, from what its GPUs can do. Nodes do not compare them.
-_OF_A_NODE = ("form", "chunks", "way")
+_OF_A_NODE = ("form", "chunks", "way", "counted")
 #: What carries the data: messages of gloo; copy engines over symmetric memory; a collective of any backend.
 Transport = Literal["gloo", "symmetric memory", "collective"]
 
@@ -64,6 +65,8 @@ class DistributedPlan:
         Why the call is not fused, where it is not.
     agreed
         What the ranks compare: see `tilestream.core.protocols.handshake`.
+    counted
+        Whether the device counts the calls, so that CUDA graphs may hold them (`tilestream.distributed.graph_calls`).
     nodes
         How many nodes take part. Each step of the call handles the rows of one; ``case`` is of the ranks of one.
     """
@@ -74,6 +77,7 @@ class DistributedPlan:
     transport: Transport
     refused: tuple[Refusal, ...]
     agreed: Mapping[str, object]
+    counted: bool = False
     nodes: int = 1
 
     @property
@@ -117,6 +121,8 @@ class DistributedPlan:
         ]
         if "way" in self.agreed:
             lines[3:3] = [("way", _WAYS[self.decision.way]), ("own shard", f"read {_OWN_SHARD[self.decision.way]}")]
+        if self.counted and self.fused:
+            lines.append(("counted", f"by the device: CUDA graphs may hold the call; {experimental.NOT_RUN}"))
         if not self.fused and self.decision.library:
             lines[2:2] = [("matmul", _LIBRARY)]
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]

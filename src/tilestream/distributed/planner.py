@@ -15,6 +15,7 @@ from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
 from tilestream.distributed.symmetric import connect, why_not
+from tilestream.plan import experimental
 from tilestream.plan.candidate import Refusal
 from tilestream.plan.limit import is_invariant, limit
 from tilestream.plan.problem import dtype_name
@@ -22,6 +23,10 @@ from tilestream.runtime.properties import cuda_properties
 
 #: Plans that a group keeps.
 _MOST_PLANS = 1024
+#: Why a capture holds a call unfused that could be fused.
+UNPREPARED = (
+    "a CUDA graph is being captured, and no equal call has made what its ranks share: call it once before the capture"
+)
 #: Why neither a sum nor an all-reduce is fused in one hardware queue.
 ONE_QUEUE = (
     "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share a queue, and the one that waits for a peer would hold the "
@@ -49,9 +54,9 @@ def make_plan(
         The reason given where an op that is fused only on measurements has none.
     """
     x, n = request.a, sum(b.shape[-1] for b in request.bs)
-    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (
-        request.op, shard, request.dim, x.dtype, x.device, n, k, request.form, tuple(agreed.items()), capturing,
+        request.op, shard, request.dim, x.dtype, x.device, n, k, request.form, tuple(agreed.items()),
+        state.capture(x), experimental.takes("graph_ranks"),
         state.unreachable, on_trial(), unfused, is_invariant(limit()),
     )  # fmt: skip
     found = state.plans.get(key)
@@ -106,11 +111,10 @@ def _make(
     if refused and transport == "symmetric memory":
         transport = "collective"
     if promises and transport == "collective":
-        raise NotImplementedError(
-            f"{op} under tilestream.invariant: not fused ({refused[0].why if refused else decision.why}), and the "
-            f"{state.backend(x.device.type)} backend adds in an order that depends on the rows; gather the products, "
-            "and add them in the order of the ranks"
-        )
+        raise _adds_in_another_order(state, request, refused[0].why if refused else decision.why)
+    counted = transport == "symmetric memory" and experimental.takes("graph_ranks")
+    if counted:
+        decision = replace(decision, way="push", chunks=decision.chunks if op == GATHER else 1)
     if transport == "symmetric memory" and op == REDUCE_SCATTER:
         decision = decision.with_equal_chunks(math.prod(shard[dim:-1]))  # a kernel publishes chunks of one size
     if one_queue and transport == "symmetric memory" and on_trial() is None:
@@ -121,7 +125,22 @@ def _make(
     }  # fmt: skip
     if transport == "symmetric memory" and op == GATHER:
         compared["way"] = decision.way
-    return DistributedPlan(case, state.rank, decision, transport, refused, compared)
+    if counted:
+        compared["counted"] = "by the device"
+    plan = DistributedPlan(case, state.rank, decision, transport, refused, compared, counted)
+    if counted and state.capture(x) and plan.handshake not in state.agreed:
+        if promises:
+            raise _adds_in_another_order(state, request, UNPREPARED)
+        return replace(plan, transport="collective", refused=(Refusal("fused", UNPREPARED),))
+    return plan
+
+
+def _adds_in_another_order(state: GroupState, request: Request, why: str) -> NotImplementedError:
+    """Of a sum that is not fused, under a promise of equal bits."""
+    return NotImplementedError(
+        f"{request.op} under tilestream.invariant: not fused ({why}), and the {state.backend(request.a.device.type)} "
+        "backend adds in an order that depends on the rows; gather the products, and add them in the order of the ranks"
+    )
 
 
 def without_pulls(decision: Decision) -> Decision:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilestream.distributed import gloo, gpu_reduce_scatter
+from tilestream.distributed import gloo, gpu_reduce_scatter, graph_calls
 from tilestream.distributed.collective import agree, reduce_scatter
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
@@ -78,6 +78,9 @@ def run(state: GroupState, request: Request, key: object = None) -> torch.Tensor
             found = state.decide(key, _Decided(plan, shards, shape, dtype))
         plan, shards, shape, dtype = found
         if plan.transport == "symmetric memory" and plan.fused:
+            if plan.counted:
+                by_rank = _by_rank(shards, a)
+                return graph_calls.matmul_scatter(state, plan, shards, request, by_rank, dtype, seconds).view(shape)
             return _by_copy_engines(state, plan, shards, request, dtype, seconds).view(shape)
         if plan.transport == "gloo":
             total = _by_gloo(state, plan, shards, request, dtype, seconds)

@@ -100,7 +100,7 @@ class Request(NamedTuple):
             tuple(self.activations), _layout(self.scale_a), tuple(map(_layout, self.scales_b)), self.dim,
             self.reduce_op, self.out_dtype, self.fast_accum, self.return_a, self.form, on_trial(), state.unreachable,
             is_invariant(limit()),
-            a.is_cuda and torch.cuda.is_current_stream_capturing(),
+            state.capture(a),
         )  # fmt: skip
 
     def product(self, a: torch.Tensor, i: int = 0, **changes: Any) -> torch.Tensor:

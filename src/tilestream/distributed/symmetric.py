@@ -1,6 +1,6 @@
 """Memory of a group's GPUs that all its ranks can reach: slots and signals (torch's symmetric memory).
 
-Each rank has `SLOTS` slots, which peers write to or read from, and for each slot signals, written by whoever copies
+Each rank has slots, which peers write to or read from, and for each slot signals, written by whoever copies
 into the slot. The flags by which ranks wait for each other are in host memory (`tilestream.distributed.host_flags`).
 `tilestream.core.protocols.gather` says how they are used, and in which order.
 
@@ -21,6 +21,7 @@ from tilestream.distributed import host_flags
 from tilestream.distributed.collective import exchange_bytes, first_line
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.host_flags import RankFlags
+from tilestream.plan import experimental
 
 #: Slots grow by multiples of this many bytes.
 _PAGE = 2 << 20
@@ -39,10 +40,10 @@ def why_not(state: GroupState, x: torch.Tensor) -> str:
         return "symmetric memory's stream waits are CUDA's; on ROCm the group's own collective is used"
     if x.dtype not in _DTYPES:
         return f"{x.dtype}: operands of 16 and 8 bits overlap on GPUs"
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing() and (why := experimental.refusal("graph_ranks", None)):
         return (
-            "a CUDA graph is being captured: an epoch would be the same at each replay, and under capture a stream's "
-            "write becomes a node that needs an SM"
+            "a CUDA graph is being captured: an epoch of the host's would be the same at each replay; calls that the "
+            f"device counts are {why}"
         )
     return state.unreachable
 
@@ -94,17 +95,18 @@ def _peer_access(device: torch.device) -> str:
 
 
 class PeerMemory:
-    """A rank's part of the group's symmetric memory, and its mappings of the peers' parts.
+    """A rank's part of the group's symmetric memory, ``slots`` of them, and its mappings of the peers' parts.
 
     `grow` is collective: each rank calls it in the same call.
     """
 
-    def __init__(self, state: GroupState, device: torch.device, op: str) -> None:
+    def __init__(self, state: GroupState, device: torch.device, op: str, slots: int = SLOTS) -> None:
         assert state.host_flags is not None, "the ranks are connected"
         self._group_name, self._rank, self._world, self._device = state.name, state.rank, state.world, device
         self._handles: list[object] = []  # the peers' buffers are views of these
         #: The flags of the op.
         self.flags: RankFlags = state.host_flags.of(op)
+        self.slots = slots
         self._slots: torch.Tensor | None = None
         self._peer_slots: list[torch.Tensor] = []
         self.slot_bytes = self.chunks = 0
@@ -138,8 +140,12 @@ class PeerMemory:
         The new signals are 0, less than any epoch.
         """
         slot_bytes, chunks = -(-size // _PAGE) * _PAGE, -(-chunks // _SIGNALS) * _SIGNALS
-        self._slots, self._peer_slots = self._shared(SLOTS * (slot_bytes + 4 * chunks))
+        self._slots, self._peer_slots = self._shared(self.slots * (slot_bytes + 4 * chunks))
         self.slot_bytes, self.chunks = slot_bytes, chunks  # last: without memory the slots are the old ones
+
+    def kept(self) -> object:
+        """What must live as long as the present slots are used by address."""
+        return self._slots, tuple(self._peer_slots), tuple(self._handles)
 
     def _of(self, rank: int) -> torch.Tensor:
         memory = self._slots if rank == self._rank else self._peer_slots[rank]
@@ -156,9 +162,9 @@ class PeerMemory:
 
     def signals(self, slot: int) -> torch.Tensor:
         """The own signals of a slot, ``int32[chunks]``, which lie behind all slots."""
-        at = SLOTS * self.slot_bytes + 4 * self.chunks * slot
+        at = self.slots * self.slot_bytes + 4 * self.chunks * slot
         return self._of(self._rank)[at : at + 4 * self.chunks].view(torch.int32)
 
     def signal(self, rank: int, slot: int, chunk: int) -> int:
         """Address of a signal of a rank."""
-        return self._of(rank).data_ptr() + SLOTS * self.slot_bytes + 4 * (self.chunks * slot + chunk)
+        return self._of(rank).data_ptr() + self.slots * self.slot_bytes + 4 * (self.chunks * slot + chunk)

@@ -1,9 +1,9 @@
-"""Kernels that were compiled and checked, but never run on a GPU: plans take them only where they are asked for.
+"""What was compiled and checked, but never run on a GPU: plans take it only where it is asked for.
 
 There was no AMD GPU to run `tilestream.kernels.cdna` on. The portable kernels have the same text on every GPU, run on
 NVIDIA's and in Triton's interpreter. AMD GPUs therefore get those, though the model expects CDNA's to be faster: a
 wrong number costs more than a slow one. ``backend=`` takes an experimental kernel for a plan, a variable of the
-environment for the whole process. A kernel that has run is removed from `KERNELS`.
+environment for the whole process. What has run is removed from `KERNELS`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,29 @@ NOT_RUN = "compiled and checked, not run on a GPU yet"
 
 
 class Experimental(NamedTuple):
-    """A kernel that was not run: the ``environment`` variable that takes it for all calls, and its name in words."""
+    """Kernels that were not run."""
 
-    environment: str
-    what: str
+    environment: str  # the variable that takes them for all calls
+    what: str  # their name in words
+    backend: bool = True  # whether ``backend=`` takes them for one
 
 
 #: By the name that plans give them, and by which a plan is asked for them.
-KERNELS = {"cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels")}
+KERNELS = {
+    "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
+    "graph_ranks": Experimental(
+        "TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", backend=False
+    ),
+}
 
 
 def opt_in(kernel: str) -> str:
     """Why ``kernel`` is not a default, and what takes it; empty if it has run."""
     found = KERNELS.get(kernel)
-    return "" if found is None else f"{NOT_RUN}: backend={kernel!r} takes it, or {found.environment}=1 for all calls"
+    if found is None:
+        return ""
+    one = f"backend={kernel!r} takes it, or " if found.backend else "taken with "
+    return f"{NOT_RUN}: {one}{found.environment}=1 for all calls"
 
 
 def refusal(kernel: str, backend: str | None) -> str:
@@ -45,6 +54,11 @@ def refusal(kernel: str, backend: str | None) -> str:
     """
     found = KERNELS.get(kernel)
     return "" if found is None or backend is not None or _of_environment(found) else opt_in(kernel)
+
+
+def takes(kernel: str) -> bool:
+    """Whether the process takes ``kernel``: it has run, or its variable says so."""
+    return not refusal(kernel, None)
 
 
 @functools.cache

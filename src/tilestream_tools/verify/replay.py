@@ -1,8 +1,10 @@
-"""Model 10: ranks that replay a captured gather, their two streams, over slots, signals, marks and counts.
+"""Model 10: ranks that replay a captured gather or sum, their two streams, over slots, signals, marks and counts.
 
 It explores `tilestream.core.protocols.replay`. No host takes part: each rank replays its graphs one behind another, and
 may be a call ahead, or behind, at any moment. A copy has a begin and an end, and any operation may come between. Before
 each replay the caller writes the next shard to the tensor that held the last one.
+
+A gate in a broken group may end: on a GPU its own deadline ends it, at some time.
 
 The environment may end the patience of a wait (``expires``), and may remove a rank for good (``lost``). A rank that
 replays once more than the others (``more``) gives up in the end.
@@ -108,7 +110,12 @@ def configurations(full: bool) -> Iterator[ReplayCase]:
     yield ReplayCase(replays=2, expires=((0, 2),))
     yield ReplayCase(replays=1, more=0, expires=((0, 2),))
     yield ReplayCase(replays=1, lost=1, expires=((0, 1),))
+    yield ReplayCase(replays=3, calling=p.adding)
+    yield ReplayCase(replays=2, chunks=2, expires=((0, 2),), calling=p.adding)
     if full:
+        yield ReplayCase(world=3, replays=2, calling=p.adding)
+        yield ReplayCase(replays=3, slots=(0, 1), lost=0, expires=((1, 1), (1, 2), (1, 3)), calling=p.adding)
+        yield ReplayCase(replays=2, slots=(0, 1), more=1, expires=((1, 3),), calling=p.adding)
         yield ReplayCase(replays=5)
         yield ReplayCase(replays=5, slots=(0, 1))
         yield ReplayCase(replays=4, slots=(0, 1, 1), chunks=2)
@@ -191,7 +198,7 @@ class ReplayModel(Model):
         """As `Model.domain`."""
         if type(op) in (p.Advance, p.AwaitFork):
             return range(1, self.case.replays + 2)
-        return (0, 1) if type(op) in (p.AwaitTaken, p.Gate, p.Intact) else (0,)
+        return (0, 1) if type(op) in (p.AwaitTaken, p.Gate, p.Intact, p.Unbroken) else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """As `Model.answers_of`: nothing is done by a rank that is lost."""
@@ -212,7 +219,7 @@ class ReplayModel(Model):
         return self._wait(rank, m[self.at(rank, "taken", op.slot, op.peer)] >= op.call, m)
 
     def _gate(self, rank: int, op: p.Gate, m: Memory) -> Sequence[int]:
-        return self._wait(rank, m[self.at(rank, "signals", op.slot, op.peer, op.chunk)] >= op.call, m)
+        return self._wait(rank, m[self.at(rank, "signals", op.slot, op.peer, op.chunk)] != 0, m)
 
     def _wait(self, rank: int, there: bool, m: Memory) -> Sequence[int]:
         """A kernel's wait. What is there and what ends the wait are looked at one after the other: either may win."""
@@ -225,13 +232,16 @@ class ReplayModel(Model):
     def _await_join(self, rank: int, op: p.AwaitJoin, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "joined")] >= op.replay else ()
 
+    def _unbroken(self, rank: int, op: p.Unbroken, m: Memory) -> Sequence[int]:
+        return (int(not m[self.at(rank, "broken")]),)
+
     def _intact(self, rank: int, op: p.Intact, m: Memory) -> Sequence[int]:
         marks = (m[self.at(rank, "marks", op.slot, peer)] for peer in gather.peers(rank, self.case.world))
         return (int(all(mark == op.call for mark in marks)),)
 
     _asked: ClassVar[dict[type, Callable[..., Sequence[int]]]] = {
         p.Advance: _advance_count, p.AwaitTaken: _await_taken, p.Gate: _gate, p.AwaitFork: _await_fork,
-        p.AwaitJoin: _await_join, p.Intact: _intact,
+        p.AwaitJoin: _await_join, p.Intact: _intact, p.Unbroken: _unbroken,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -277,7 +287,12 @@ class ReplayModel(Model):
         m[self.at(rank, "push")] = 0
 
     def _signal(self, rank: int, op: p.SignalPeer, answer: int, m: Memory) -> None:
-        m[self.at(op.peer, "signals", op.slot, rank, op.chunk)] = op.call
+        m[self.at(op.peer, "signals", op.slot, rank, op.chunk)] = 1
+
+    def _clear(self, rank: int, op: p.Clear, answer: int, m: Memory) -> None:
+        first = self.at(rank, "signals", op.slot, 0, 0)
+        count = self.case.world * self.case.chunks
+        m[first : first + count] = [0] * count
 
     def _read(self, rank: int, op: p.Read, answer: int, m: Memory) -> None:
         place = self.at(rank, "rows", op.slot, op.peer, op.chunk)
@@ -310,7 +325,8 @@ class ReplayModel(Model):
     _does: ClassVar[dict[type, Callable[..., None]]] = {
         Write: _write_tensor, p.Advance: _count, p.Fork: _fork, p.Joined: _joined, p.Mark: _mark, p.Taken: _taken,
         p.Push: _push, p.Pushed: _pushed, p.SignalPeer: _signal, p.Read: _read, p.ReadDone: _read_done,
-        p.HandIn: _hand_in, p.AwaitTaken: _waited, p.Gate: _waited, gather.Break: _break, gather.Abort: _abort,
+        p.Clear: _clear, p.HandIn: _hand_in, p.AwaitTaken: _waited, p.Gate: _waited, gather.Break: _break,
+        gather.Abort: _abort,
     }  # fmt: skip
 
     # The world outside, and ends ------------------------------------------------------------------------------------

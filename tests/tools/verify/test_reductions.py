@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mutants.checker import seeded_bugs
+from tilestream.core.protocols import replay
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.gather import GatherCase
@@ -133,6 +134,7 @@ def compare(bug, limit, most):
         ReplayCase(replays=2, slots=(0, 1), chunks=2),
         ReplayCase(replays=1, expires=((0, 1),)),
         ReplayCase(replays=1, lost=1, expires=((0, 1),)),
+        ReplayCase(replays=2, calling=replay.adding),
         SumCase(epochs=1),
         OneShotCase(epochs=2),
         OneShotCase(epochs=1, expires=((0, 1),)),

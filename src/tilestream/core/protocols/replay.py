@@ -1,28 +1,37 @@
-"""The order in which ranks access each other's memory in a gather that CUDA graphs capture: explored, not built yet.
+"""The order in which ranks access each other's memory in calls that CUDA graphs may hold.
 
 A graph replays one text for ever, and the host issues nothing between two calls. So a call's number is not the host's:
-a word of each slot in the device's memory counts the calls of that slot, and a captured node advances it. A signal is a
-copy of that word, behind its chunk's copy in one stream. Nothing in a graph waits for a value that changes but kernels.
-Eager calls have the same text. Each rank has, for each slot, its own count, a signal for each chunk, and two words for
-each peer, which that peer writes. *mark*: the call whose rows it is about to write here. *taken*: the last call whose
-rows, which this rank has written there, it needs no more::
+a word of each slot in the device's memory counts the calls of that slot, and the call's first kernel advances it. What
+is not a kernel, a graph copies: rows, and words. Eager calls have the same text: replays and eager calls may come in
+any order, and differ from rank to rank. Each rank has, for each slot, its own count, a signal for each chunk, and two
+words for each peer, which that peer writes. *mark*: the call whose rows it is about to write here. *taken*: the last
+call whose rows, which this rank has written there, it needs no more::
 
     calling stream                                      side stream
       a kernel: count = count + 1;
         for each peer: wait until taken >= count - 1
       the side stream may begin                           for each peer: mark = count there;
       kernel: gate, load, math, ... per tile;               for each chunk: chunk -> the peer's slot;
-        the last worker out: all marks = count?               signal = count there
+        the last worker out: all signals = 0                  signal = 1 there
+      a kernel: all marks = count?
+        for each peer: taken = count there
+      NaN, where they were not
       the side stream
-      for each peer: taken = count there
+
+What is pushed is a gather's shard, or a sum's partial products. The reader of a gather is the matmul, whose gate waits
+chunk by chunk. The reader of a sum waits for all chunks first, then adds (`adding`).
+
+*A signal is 1 or 0*, since a launch in a graph cannot be told another number each time. The reader clears the signals
+when it has seen all of them. No peer signals the next call before that: it has not been told `Taken`.
 
 *One slot may serve all calls*: no rank writes to a slot of a peer before that peer has said that it needs no more the
-rows of the call before. With two slots in turn that was said long ago, and the wait costs nothing.
+rows of the call before. With several slots in turn that was said long ago, and the wait costs nothing.
 
-*Giving up.* Both waits are a kernel's. Their deadlines break the group: by words that every kernel of every rank looks
-at while it waits, so that no host takes part. A broken rank computes nothing; what its graph copies, it copies all the
-same, since no node of a graph can be left out. It may overwrite rows that a late peer still reads. The mark in front of
-them says so: a kernel that has read all its rows looks at the marks, and hands in NaN where one is of another call.
+*Giving up.* Both waits are a kernel's, with a deadline. A rank that gives up breaks the group, by a word in the memory
+of every rank: a call that finds it set computes nothing, since its signals may be an earlier call's. A gate does not
+poll that word; its own deadline ends it. No host takes part. What a graph copies, it copies all the same, since no node
+of a graph can be left out. It may overwrite rows that a late peer still reads. The mark in front of them says so: a
+rank that has read all its rows looks at the marks, and its result is NaN where one is of another call.
 
 `tilestream_tools.verify.replay` explores this: replays by turns of several slots, one more on one rank than on another,
 calls that expire, and ranks lost.
@@ -33,6 +42,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tilestream.core.protocols.gather import Abort, Break, Operations, peers, receivers
+
+#: Words of a slot behind its signals, in the memory of each rank: the count; a 1, of which signals are copies; whether
+#: the present call is void; whether the group is broken (of the first slot, for all slots); then a mark for each rank,
+#: and a taken for each rank.
+COUNT, ONE, VOID, BROKEN, MARKS = range(5)
+
+
+def control_words(world: int) -> int:
+    """Their number."""
+    return MARKS + 2 * world
 
 
 class Advance(NamedTuple):
@@ -136,8 +155,18 @@ class ReadDone(NamedTuple):
     call: int
 
 
+class Unbroken(NamedTuple):
+    """The reader begins. Answer: 1; 0 if the group is broken, and then signals of an earlier call may be left."""
+
+
+class Clear(NamedTuple):
+    """All chunks were signalled: the reader zeroes the signals."""
+
+    slot: int
+
+
 class Intact(NamedTuple):
-    """The last worker out looks at all marks. Answer: 1 if they are of ``call``."""
+    """A kernel behind the reader looks at all marks. Answer: 1 if they are of ``call``."""
 
     slot: int
     call: int
@@ -176,7 +205,9 @@ def admit(rank: int, world: int, slot: int) -> Operations:
 
 
 def multiply(rank: int, world: int, slot: int, chunks: int, call: int) -> Operations:
-    """The kernel: the peers' rows. Returns 1 if its result is a number."""
+    """A gather's kernel: each chunk is read when it is there. Returns 1 if it has read all of them."""
+    if not (yield Unbroken()):
+        return 0
     for peer in peers(rank, world):
         for chunk in range(chunks):
             if not (yield Gate(peer, slot, chunk, call)):
@@ -184,23 +215,60 @@ def multiply(rank: int, world: int, slot: int, chunks: int, call: int) -> Operat
                 return 0
             yield Read(peer, slot, chunk, call)
             yield ReadDone(peer, slot, chunk, call)
-    if not (yield Intact(slot, call)):
-        yield from give_up(rank, world)
-        return 0
+    yield Clear(slot)
     return 1
 
 
+def add_up(rank: int, world: int, slot: int, chunks: int, call: int) -> Operations:
+    """A sum's kernels: all chunks are read when all are there. Returns 1 if it has read all of them."""
+    if not (yield Unbroken()):
+        return 0
+    for peer in peers(rank, world):
+        for chunk in range(chunks):
+            if not (yield Gate(peer, slot, chunk, call)):
+                yield from give_up(rank, world)
+                return 0
+    yield Clear(slot)
+    for peer in peers(rank, world):
+        for chunk in range(chunks):
+            yield Read(peer, slot, chunk, call)
+            yield ReadDone(peer, slot, chunk, call)
+    return 1
+
+
+def end(rank: int, world: int, slot: int, replay: int, call: int, read: int | None) -> Operations:
+    """The calling stream behind the reader. ``read``: whether that has read all rows."""
+    intact = read
+    if read and not (yield Intact(slot, call)):
+        intact = 0
+        yield from give_up(rank, world)
+    for peer in peers(rank, world):
+        yield Taken(peer, slot, call)
+    if intact:
+        yield HandIn(replay)
+    yield AwaitJoin(replay)
+    return None
+
+
 def calling(rank: int, world: int, slot: int, chunks: int, replay: int) -> Operations:
-    """The calling stream: the whole call."""
+    """The calling stream of a gather: the whole call."""
     admitted = yield from admit(rank, world, slot)
     assert admitted is not None
     call = abs(admitted)
     yield Fork(replay, call)
-    if admitted > 0 and (yield from multiply(rank, world, slot, chunks, call)):
-        yield HandIn(replay)
-    yield AwaitJoin(replay)
-    for peer in peers(rank, world):
-        yield Taken(peer, slot, call)
+    read = (yield from multiply(rank, world, slot, chunks, call)) if admitted > 0 else 0
+    yield from end(rank, world, slot, replay, call, read)
+    return None
+
+
+def adding(rank: int, world: int, slot: int, chunks: int, replay: int) -> Operations:
+    """The calling stream of a sum: the whole call."""
+    admitted = yield from admit(rank, world, slot)
+    assert admitted is not None
+    call = abs(admitted)
+    yield Fork(replay, call)
+    read = (yield from add_up(rank, world, slot, chunks, call)) if admitted > 0 else 0
+    yield from end(rank, world, slot, replay, call, read)
     return None
 
 

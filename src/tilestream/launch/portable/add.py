@@ -28,9 +28,9 @@ def add_parts(
     """
     (batches, rows, width), world = out.shape, len(received)
     plane = rows * width
-    _launch(
-        add.add_parts, (-(-plane // add.BLOCK), batches, 1), epoch,
-        (whole, received, out, bias, void, rank), (batches, plane, width, divisor, world, bias is not None, add.BLOCK),
+    launch_keyed(
+        add.add_parts, (-(-plane // add.BLOCK), batches, 1), (whole, received, out, bias, void, rank), (epoch,),
+        (batches, plane, width, divisor, world, bias is not None, add.BLOCK),
     )  # fmt: skip
 
 
@@ -47,25 +47,34 @@ def add_slots(
     out, bias
         ``[rows, width]``, ``[width]``; contiguous.
     """
-    _launch(
-        add.add_slots, (-(-out.numel() // add.BLOCK), 1, 1), epoch, (addresses, out, bias, void),
+    launch_keyed(
+        add.add_slots, (-(-out.numel() // add.BLOCK), 1, 1), (addresses, out, bias, void), (epoch,),
         (out.numel(), out.shape[1], divisor, len(addresses), bias is not None, add.BLOCK),
     )  # fmt: skip
 
 
-def _launch(
-    function: Any, grid: tuple[int, int, int], epoch: int, before: tuple[Any, ...], behind: tuple[Any, ...]
-) -> None:
-    """Launch on the current stream; ``before``, ``behind``: the arguments before and after ``epoch``."""
+def launch_keyed(
+    function: Any, grid: tuple[int, int, int], before: tuple[Any, ...], numbers: tuple[int, ...],
+    behind: tuple[Any, ...], **options: int,
+) -> None:  # fmt: skip
+    """Launch on the current stream.
+
+    Parameters
+    ----------
+    before, behind
+        Arguments that a kernel is compiled for: by dtype and alignment, if they are tensors, else by value.
+    numbers
+        Arguments between them, for which it is not.
+    """
     device = before[0].device
-    kernel = _kernel(function, grid, device, tuple(map(_kind, before)), behind)
+    kernel = _kernel(function, grid, device, tuple(map(_kind, before)), behind, **options)
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    kernel(stream, tuple(kernel.take((*before, epoch, *behind))))
+    kernel(stream, tuple(kernel.take((*before, *numbers, *behind))))
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(function: Any, grid: tuple[int, int, int], *compiled_for: Any) -> Kernel:
-    return Kernel(function, grid)
+def _kernel(function: Any, grid: tuple[int, int, int], *compiled_for: Any, **options: int) -> Kernel:
+    return Kernel(function, grid, options)
 
 
 def _kind(x: Any) -> Any:

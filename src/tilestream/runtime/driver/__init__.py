@@ -153,6 +153,14 @@ def captured_nodes(stream: int) -> tuple[int, ...]:
     return current().captured_nodes(stream)
 
 
+def relax_captures() -> None:
+    """Let this thread query events, and wait for them, while another thread captures a graph.
+
+    Otherwise such a query ends every capture in the default mode.
+    """
+    current().relax_captures()
+
+
 def follow_nodes(stream: int, nodes: Sequence[int], alone: bool) -> None:
     """Have what ``stream`` is given next come behind these nodes of its graph too; ``alone``: behind them only."""
     current().follow_nodes(stream, nodes, alone)

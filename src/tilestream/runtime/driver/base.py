@@ -17,6 +17,8 @@ _COPY_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_v
 #: A stream that does not synchronise with the legacy default stream.
 _NON_BLOCKING = 1
 _CAPTURING = 1
+#: `cudaStreamCaptureModeRelaxed`, and HIP's.
+_RELAXED = 2
 #: A new event has no timing, which would cost the stream more.
 _NO_TIMING = 2
 #: Both drivers' code for an event that is not complete.
@@ -138,6 +140,13 @@ class Driver(ABC):
         if code:
             raise self._failed(code, "does not say what is captured")
         return number.value if status.value == _CAPTURING else 0
+
+    def relax_captures(self) -> None:
+        """See `tilestream.runtime.driver`."""
+        mode = ctypes.c_int(_RELAXED)
+        code = self._find(self.FUNCTIONS["capture_mode"], (ctypes.c_void_p,))(ctypes.addressof(mode))
+        if code:
+            raise self._failed(code, "keeps this thread from asking about events")
 
     @abstractmethod
     def captured_nodes(self, stream: int) -> tuple[int, ...]:

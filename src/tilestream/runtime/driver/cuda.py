@@ -29,6 +29,7 @@ class Cuda(Driver):
         "copy_in": "cuMemcpyHtoDAsync_v2",
         "copy_across": "cuMemcpyDtoDAsync_v2",
         "capture": "cuStreamGetCaptureInfo_v2",
+        "capture_mode": "cuThreadExchangeStreamCaptureMode",
         "create_event": "cuEventCreate",
         "destroy_event": "cuEventDestroy_v2",
         "record_event": "cuEventRecord",

@@ -54,6 +54,7 @@ class Hip(Driver):
         "copy_in": "hipMemcpyHtoDAsync",
         "copy_across": "hipMemcpyDtoDAsync",
         "capture": "hipStreamGetCaptureInfo_v2",
+        "capture_mode": "hipThreadExchangeStreamCaptureMode",
         "create_event": "hipEventCreateWithFlags",
         "destroy_event": "hipEventDestroy",
         "record_event": "hipEventRecord",

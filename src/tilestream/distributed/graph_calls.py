@@ -1,0 +1,534 @@
+"""Gathers and sums on GPUs that CUDA graphs may hold: the device counts the calls, and no host takes part in one.
+
+::
+
+    calling stream:  begin_call; the side stream; matmul with its gate, or await_parts and a sum; end_call; void_out
+    side stream:     for each peer: mark; push a chunk into its slot; signal it there; the next
+
+The text is `tilestream.core.protocols.replay`, which the checker explores; this module says what each operation is on a
+GPU, and records it (`tilestream.distributed.program`). An eager call and a captured one are issued alike, so ranks may
+mix them. The kernels are `tilestream.kernels.portable.rank_calls`. A matmul waits as it does for a caller's own words:
+its last worker zeroes the signals, and the word that breaks the group is the signals' quarantine.
+
+A gather pushes the caller's shard, or the own slot's copy of it. A sum pushes products: of a reduce-scatter each
+peer's part when its own matmul has ended, beside the next matmul; of an all-reduce the whole, to all.
+
+All calls have one slot, since a graph knows it by address: so a rank may replay what another calls eagerly. What a
+capture has used is never freed. What it needs is made by an eager call of the same form before the capture; without one
+the plan is unfused, and says so. Calls come one behind another, on every rank in the same order. Eager calls of several
+streams are ordered here, and those of one capture; the replays of a graph are ordered by its user.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.device import PeerSignals
+from tilestream.core.errors import GroupBroken
+from tilestream.core.protocols import gather, replay
+from tilestream.distributed.call_queue import CallQueue, made_event
+from tilestream.distributed.copy_engines import Prepared, abort_expired
+from tilestream.distributed.group_state import GroupState
+from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.program import (
+    CALLING,
+    EPOCH,
+    FIRST,
+    Handlers,
+    Host,
+    Program,
+    Recorder,
+    issue,
+    no_op,
+    run_protocol,
+)
+from tilestream.distributed.request import Request
+from tilestream.distributed.shards import Product, ScaledRows, Shards
+from tilestream.distributed.slots import Form, copy, local_rows, place, push, slot_rows, slot_size, sources_of
+from tilestream.distributed.symmetric import PeerMemory
+from tilestream.runtime.driver import capture_id
+from tilestream.runtime.sequence import CopyAcross, Record, WaitEvent
+from tilestream.runtime.streams import lend_to
+
+if TYPE_CHECKING:
+    from tilestream.launch.portable.rank_calls import SlotWords
+
+#: Kinds of gathers that a queue keeps arrivals of.
+_MOST_SHARDS = 1024
+#: The side stream, as a value of an issue: captures have one of their own.
+_SIDE = EPOCH
+#: What graphs know by address.
+_captured: list[object] = []
+
+
+class GraphSignals(PeerSignals):
+    """Signals that are 1 or 0, in memory that peers write, of launches that a graph may hold.
+
+    Parameters
+    ----------
+    words
+        ``int32[chunks]``.
+    broken
+        ``int32[1]``, in memory that peers write: not 0 where the group is broken.
+    why
+        Returns what a call in a broken group raises.
+    """
+
+    def __init__(
+        self, words: torch.Tensor, broken: torch.Tensor, device: torch.device, why: Callable[[], BaseException]
+    ) -> None:
+        super().__init__(words, device)
+        self._theirs = self._flags = words
+        self._quarantine, self.self_reset, self._why = broken, True, why
+
+    def _enter_graph(self, graph: int) -> None:
+        """Calls of a slot, of one graph too, come one behind another: each has cleared what it has seen."""
+
+    def failure(self, epoch: int) -> BaseException:
+        """As of `Signals`: the group is broken."""
+        return self._why()
+
+
+def signals_of(arrival: Arrival) -> GraphSignals:
+    """The signals of a call's arrival."""
+    signals = arrival._signals
+    assert isinstance(signals, GraphSignals)
+    return signals
+
+
+class _Words(NamedTuple):
+    """The words of the slot, and where they are on each rank: see `kernels.portable.rank_calls.begin_call`."""
+
+    signals: torch.Tensor
+    control: torch.Tensor
+    places: torch.Tensor
+
+
+class GraphQueue(CallQueue):
+    """A group's calls of one op on one GPU that a graph may hold. Hold the group's call."""
+
+    def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
+        super().__init__(state, device, memory or PeerMemory(state, device, self.op, slots=1))
+        self._graph_side = lend_to(self, device)
+        self._words: _Words | None = None
+        #: Where the control words begin in the signals of the slot.
+        self._control = 0
+        #: The side stream may begin; it has ended; a call has ended; one of the last capture has, and which that is.
+        self._fork, self._join, self._ended, self._captured_end = (made_event() for _ in range(4))
+        self._graph = 0
+
+    def reserve(self, size: int, chunks: int = 0) -> bool:
+        """As of `CallQueue`, with the words of `tilestream.core.protocols.replay`."""
+        count = replay.control_words(self._world)
+        new = super().reserve(size, chunks + count)
+        if new or self._words is None:
+            self._control = self.memory.chunks - count
+            self._words = self._made_words()
+            torch.cuda.current_stream(self.device).synchronize()  # calls may be on any stream
+        return new
+
+    def drain(self) -> None:
+        """As of `CallQueue`: each wait of a call has its deadline."""
+        self._ended.synchronize()
+
+    def _made_words(self) -> _Words:
+        memory, at = self.memory, self._control
+        words = memory.signals(0)
+        with torch.inference_mode(False):
+            words[at + replay.ONE] = 1
+            first = [memory.signal(rank, 0, at) for rank in range(self._world)]
+            broken = [memory.signal(rank, 0, at + replay.BROKEN) for rank in range(self._world)]
+            places = torch.tensor([*first, *broken], dtype=torch.int64).to(self.device)
+        return _Words(words[:at], words[at:], places)
+
+    def signals_of(self, count: int, whose: Callable[[int], tuple[int, str]]) -> GraphSignals:
+        """The first ``count`` signals. Their failure is that of the group."""
+        assert self._words is not None
+        queue, of_group, op, name = weakref.ref(self), self._state, self.op, ""
+        if (state := of_group()) is not None:
+            name = state.name
+
+        def why() -> BaseException:
+            state = of_group()
+            if state is None:
+                return GroupBroken(name, "it has been destroyed")
+            return state.break_(f"{op}: a peer has given up waiting")  # or the first reason
+
+        broken = self._words.control[replay.BROKEN : replay.BROKEN + 1]
+        found = GraphSignals(self._words.signals[:count], broken, self.device, why)
+        found.whose, found.gave_up = whose, lambda: abort_expired(queue())
+        return found
+
+    def check(self) -> None:
+        """Raise `GroupBroken` if the group is broken, or a peer has given up."""
+        state = self._state()
+        assert state is not None
+        if self.flags.aborted():
+            self.abort_group(f"{self.op}: a peer has given up waiting")
+        state.check()
+
+    def run(self, prepared: Prepared, host: Host, first: int = 0, second: int = 0) -> None:
+        """Issue a call behind the last one, or have it captured."""
+        calling = torch.cuda.current_stream(self.device)
+        graph = capture_id(calling.cuda_stream) if torch.cuda.is_current_stream_capturing() else 0
+        side, ended = (self._graph_side, self._captured_end) if graph else (self._side, self._ended)
+        if graph:
+            _captured.append((self._words, self.memory.kept()))
+        if graph == 0 or graph == self._graph:
+            calling.wait_event(ended)
+        try:
+            issue(prepared.program, (calling.cuda_stream, side.cuda_stream, first, second), host)
+        except BaseException as error:
+            if graph == 0:  # else there is no graph: nothing runs
+                self._abort_half_issued(error)
+                calling.wait_stream(side)  # which may read the caller's tensors, and waits for no peer
+            raise
+        finally:
+            if graph:
+                self._graph = graph
+            ended.record(calling)
+
+    def record(
+        self, recorder: Recorder, texts: tuple[gather.Operations, gather.Operations], pushes: Handlers
+    ) -> Program:
+        """Record a call.
+
+        Parameters
+        ----------
+        texts
+            Of the calling stream and of the side stream.
+        pushes
+            Of `replay.Mark`, before the mark; of `replay.Push`; of `replay.SignalPeer`, which returns an address.
+        """
+        memory, at, add = self.memory, self._control, recorder.add
+        own, fork, join = memory.signal(self._rank, 0, at), self._fork.cuda_event, self._join.cuda_event
+
+        def copy_word(to: int, word: int) -> None:
+            add(CopyAcross(_SIDE, to, own + 4 * word, 4))
+
+        def mark(op: replay.Mark) -> None:
+            pushes[replay.Mark](op)
+            copy_word(memory.signal(op.peer, 0, at + replay.MARKS + self._rank), replay.COUNT)
+
+        side: Handlers = {
+            replay.AwaitFork: lambda op: add(WaitEvent(_SIDE, fork)),
+            replay.Mark: mark,
+            replay.Push: pushes[replay.Push],
+            replay.Pushed: no_op,
+            replay.SignalPeer: lambda op: copy_word(pushes[replay.SignalPeer](op), replay.ONE),
+            replay.Joined: lambda op: add(Record(_SIDE, join)),
+        }
+
+        def fork_off(op: replay.Fork) -> None:
+            add(Record(CALLING, fork))
+            run_protocol(texts[1], side)
+
+        def host(name: str) -> Callable[[Any], int]:
+            def named(op: Any) -> int:
+                recorder.host(name)
+                return 1
+
+            return named
+
+        calling: Handlers = {
+            replay.Advance: host("begin"), replay.AwaitTaken: lambda op: 1,
+            replay.Fork: fork_off,
+            replay.Unbroken: host("read"),
+            replay.Gate: lambda op: 1, replay.Read: no_op, replay.ReadDone: no_op, replay.Clear: no_op,
+            replay.Intact: host("end"), replay.Taken: no_op,
+            replay.HandIn: host("hand in"),
+            replay.AwaitJoin: lambda op: add(WaitEvent(CALLING, join)),
+        }  # fmt: skip
+        recorder.run(texts[0], calling)
+        return recorder.program()
+
+    def fork_again(self, recorder: Recorder) -> None:
+        """Record that what follows on the side stream comes behind what precedes on the calling stream."""
+        recorder.add(Record(CALLING, self._fork.cuda_event))
+        recorder.add(WaitEvent(_SIDE, self._fork.cuda_event))
+
+    def words(self, key: int) -> SlotWords:
+        """What the kernels of a call are told."""
+        from tilestream.launch.portable.rank_calls import SlotWords  # imports Triton
+
+        assert self._words is not None
+        return SlotWords(*self._words, self._rank, self._world, self.op, key)
+
+
+class GraphGather(GraphQueue):
+    """A group's gathers that a graph may hold."""
+
+    op = "all_gather_matmul"
+
+    def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
+        super().__init__(state, device, memory)
+        self._arrivals: dict[Shards, Arrival] = {}
+
+    def reserve(self, size: int, chunks: int = 0) -> bool:
+        """As of `CallQueue`; has the arrivals for the new signals."""
+        new = super().reserve(size, chunks)
+        if new:
+            self._arrivals = {shards: self._made(shards) for shards in self._arrivals}
+        return new
+
+    def arrival(self, shards: Shards) -> Arrival:
+        """What the kernel of a call waits for.
+
+        Raises
+        ------
+        RuntimeError
+            If it would be made during a capture.
+        """
+        found = self._arrivals.get(shards)
+        if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"{self.op}: call it once with these shapes before the capture")
+            if len(self._arrivals) >= _MOST_SHARDS:
+                self._arrivals.clear()
+            found = self._arrivals[shards] = self._made(shards)
+        return found
+
+    def _made(self, shards: Shards) -> Arrival:
+        rank, made = self._rank, shards.arrival(self._rank)
+        made._signals = self.signals_of(
+            made.num_chunks, lambda chunk: (rank, f"rank {shards.rank_of(chunk)}'s part of a_shard")
+        )
+        return made
+
+    def gather(
+        self, shards: Shards, shard: ScaledRows, gathered: torch.Tensor | None,
+        compute: Callable[[ScaledRows, Arrival], list[torch.Tensor]], seconds: float,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Issue a call, or have it captured. Parameters and result as of `copy_engines.GatherQueue.issue`."""
+        from tilestream.launch.portable import rank_calls  # imports Triton
+
+        from_slot, rank = not shard.data.is_contiguous(), self._rank
+        form = Form(shards, shard.data.dtype, shard.scales is not None, "push", from_slot)
+        if shard.scales is not None:  # few, and often one number that is expanded
+            shard = shard._replace(scales=shard.scales.contiguous())
+        self.check()
+        arrival = self.arrival(shards)
+        signals = signals_of(arrival)
+        prepared: Prepared = self.prepared(form, 0, self._prepare)
+        words, rows, outs = self.words(signals.key), prepared.slot, list[torch.Tensor]()
+        own = None if from_slot else local_rows(rank, shards, shard.data, rows.data)
+        if torch.cuda.is_current_stream_capturing():
+            _captured.append(arrival)
+        signals.begin(1)
+
+        def begin() -> None:
+            rank_calls.begin_call(words, seconds, shards.batches, shards.parts)
+            if from_slot:
+                place(rank, rows.data, shard.data)
+            if rows.scales is not None and shard.scales is not None:
+                place(rank, rows.scales, shard.scales)
+
+        def read() -> None:
+            outs.extend(compute(rows, arrival))
+            if gathered is not None:
+                copy(gathered, rows.data)
+                if own is not None:
+                    place(rank, gathered, shard.data)
+
+        def hand_in() -> None:
+            for out in outs if gathered is None else [*outs, gathered]:
+                rank_calls.void_out(words, out)
+
+        host = {"begin": begin, "read": read, "end": lambda: rank_calls.end_call(words), "hand in": hand_in}
+        scales = 0 if shard.scales is None else shard.scales.data_ptr()
+        signals.local_rows = own
+        try:
+            self.run(prepared, host, shard.data.data_ptr(), scales)
+        finally:
+            signals.local_rows = None  # drops the reference to the caller's tensor
+        return outs
+
+    def _prepare(self, form: Form, slot: int) -> Prepared:
+        """Record a call."""
+        recorder, memory, shards, rank = Recorder(slot), self.memory, form.shards, self._rank
+        mine, sources = list(shards.of_rank(rank)), list(sources_of(memory, rank, form, slot))
+
+        def push_chunk(op: replay.Push) -> None:
+            for one in push(memory, sources, shards, rank, mine[op.chunk], op.peer, slot, _SIDE):
+                recorder.add(one)
+
+        of_call = rank, self._world, slot, len(mine), 1
+        program = self.record(recorder, (replay.calling(*of_call), replay.side(*of_call)), {
+            replay.Mark: no_op, replay.Push: push_chunk,
+            replay.SignalPeer: lambda op: memory.signal(op.peer, slot, mine[op.chunk].chunk),
+        })  # fmt: skip
+        return Prepared(program, slot_rows(memory, rank, slot, form))
+
+
+class SumForm(NamedTuple):
+    """What decides the operations of a sum: bytes of a part, and whether every peer gets another one."""
+
+    part_bytes: int
+    scatters: bool
+
+
+class GraphSum(GraphQueue):
+    """A group's sums that a graph may hold. The slot has a part of each rank, in their order."""
+
+    _signals: GraphSignals | None = None
+
+    def reserve(self, size: int, chunks: int = 0) -> bool:
+        """As of `CallQueue`: one signal a rank."""
+        new, rank = super().reserve(size, self._world), self._rank
+        if new or self._signals is None:
+            self._signals = self.signals_of(self._world, lambda chunk: (rank, f"rank {chunk}'s part of the sum"))
+        return new
+
+    def reduce(
+        self, out: torch.Tensor, parts: torch.Tensor | None, product: Callable[[int, torch.Tensor], object],
+        bias: torch.Tensor | None, divisor: float, seconds: float,
+    ) -> None:  # fmt: skip
+        """Issue a call, or have it captured.
+
+        Parameters
+        ----------
+        out
+            ``[rows, N]``, contiguous: the sum.
+        parts
+            ``[world, rows, N]``, for what the peers get; None: all get the own part.
+        product
+            ``product(rank, part)`` issues the matmul of a rank's part; of this rank's where all get the same.
+        """
+        from tilestream.launch.portable import add, rank_calls  # imports Triton
+
+        self.check()
+        rank, world, signals = self._rank, self._world, self._signals
+        assert signals is not None
+        size = out.numel() * out.element_size()
+        prepared: Prepared = self.prepared(SumForm(size, parts is not None), 0, self._prepare)
+        if torch.cuda.is_current_stream_capturing():
+            _captured.append(signals)
+        words = self.words(signals.key)
+        own = self.memory.slot(rank, 0)[: world * size].view(out.dtype).view(world, 1, *out.shape)
+        void = words.control[replay.VOID : replay.VOID + 1]
+
+        def begin() -> None:
+            rank_calls.begin_call(words, seconds, 0, 1)
+            if parts is None:
+                product(rank, own[rank, 0])
+
+        def read() -> None:
+            if parts is not None:
+                product(rank, own[rank, 0])
+            rank_calls.await_parts(words, seconds, 1)
+            add.add_parts(own.transpose(0, 1), own, out.unsqueeze(0), bias, void, rank, 1, divisor)
+
+        host: dict[str, Callable[[], object]] = {
+            "begin": begin, "read": read, "end": lambda: rank_calls.end_call(words),
+            "hand in": lambda: rank_calls.void_out(words, out),
+        }  # fmt: skip
+        if parts is not None:
+            host |= {f"multiply {peer}": functools.partial(product, peer, parts[peer]) for peer in range(world)}
+        self.run(prepared, host, 0 if parts is None else parts.data_ptr())
+
+    def _prepare(self, form: SumForm, slot: int) -> Prepared:
+        """Record a call."""
+        recorder, memory, rank, size = Recorder(slot), self.memory, self._rank, form.part_bytes
+
+        def multiply(op: replay.Mark) -> None:
+            if form.scatters:
+                recorder.host(f"multiply {op.peer}")
+                self.fork_again(recorder)
+
+        def push_part(op: replay.Push) -> None:
+            source = FIRST + op.peer * size if form.scatters else memory.address(rank, slot) + rank * size
+            recorder.add(CopyAcross(_SIDE, memory.address(op.peer, slot) + rank * size, source, size))
+
+        of_call = rank, self._world, slot, 1, 1
+        program = self.record(recorder, (replay.adding(*of_call), replay.side(*of_call)), {
+            replay.Mark: multiply, replay.Push: push_part,
+            replay.SignalPeer: lambda op: memory.signal(op.peer, slot, rank),
+        })  # fmt: skip
+        return Prepared(program, ScaledRows(memory.slot(rank, slot), None))
+
+
+class GraphScatter(GraphSum):
+    """A group's reduce-scatters that a graph may hold."""
+
+    op = "matmul_reduce_scatter"
+
+
+class GraphAllReduce(GraphSum):
+    """A group's all-reduces that a graph may hold."""
+
+    op = "matmul_all_reduce"
+
+
+def gather_matmul(
+    state: GroupState, plan: DistributedPlan, shards: Shards, shard: ScaledRows, products: Sequence[Product],
+    seconds: float, return_a: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """As `copy_engines.gather_matmul`."""
+    device, x = shard.data.device, shard.data
+    with torch.cuda.device(device):
+        queue = GraphGather.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
+        gathered = x.new_empty(shards.shape) if return_a else None
+
+        def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:
+            a = rows.data.view(shards.total, shards.width)
+            scales = None if rows.scales is None else rows.scales.view(shards.total, 1)
+            first, *others = products
+            own = signals_of(arrival).local_rows
+            if others and own is not None:  # they come behind the first, and wait for nothing: all rows are in the slot
+                own.bring()
+            return [first(a, scales, arrival, seconds), *(one(a, scales, None, seconds) for one in others)]
+
+        outs = queue.gather(shards, shard, gathered, compute, seconds)
+    return x if gathered is None else gathered, outs
+
+
+def matmul_scatter(
+    state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, a: torch.Tensor, dtype: torch.dtype,
+    seconds: float,
+) -> torch.Tensor:  # fmt: skip
+    """As `gpu_reduce_scatter.matmul_scatter`. ``a``: ``[batches, world, rows, K]``."""
+    device, scale = a.device, request.scale_a
+    of_rows = None if scale is None or scale.numel() == 1 else scale.reshape(*shards.shape[:-1], 1)
+    shape = shards.batches * shards.rows, shards.width
+
+    def product(rank: int, into: torch.Tensor) -> None:
+        scale_a = scale if of_rows is None else of_rows[:, rank].reshape(-1, 1)
+        rows = a[:, rank].reshape(shape[0], -1)
+        request.product(rows, bias=None, out_dtype=dtype, out=into, scale_a=scale_a)
+
+    with torch.cuda.device(device):
+        out = torch.empty(shape, dtype=dtype, device=device)
+        queue = GraphScatter.of(state, plan, "a", device, shards.world * out.numel() * dtype.itemsize)
+        parts = torch.empty((shards.world, *shape), dtype=dtype, device=device)
+        _reduce(queue, request, out, parts, product, seconds)
+    return out
+
+
+def matmul_reduce(state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype) -> torch.Tensor:
+    """As `one_shot.matmul_reduce`."""
+    a, seconds = request.a, request.seconds(state)
+    whole = *a.shape[:-1], request.b.shape[-1]
+
+    def product(rank: int, into: torch.Tensor) -> None:
+        request.product(a, bias=None, out_dtype=dtype, out=into.view(whole))
+
+    with torch.cuda.device(a.device):
+        out = torch.empty((math.prod(whole[:-1]), whole[-1]), dtype=dtype, device=a.device)
+        queue = GraphAllReduce.of(state, plan, "a", a.device, state.world * out.numel() * dtype.itemsize)
+        _reduce(queue, request, out, None, product, seconds)
+    return out.view(whole)
+
+
+def _reduce(
+    queue: GraphSum, request: Request, out: torch.Tensor, parts: torch.Tensor | None,
+    product: Callable[[int, torch.Tensor], object], seconds: float,
+) -> None:  # fmt: skip
+    bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
+    queue.reduce(out, parts, product, bias, request.divisor(queue._world), seconds)

@@ -1,0 +1,290 @@
+"""Calls that CUDA graphs may hold, on fake GPUs: eager calls and replays in any order, late ranks, expiries."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+
+import pytest
+import torch
+from fake_graph_ranks import KINDS, capture, graph_world
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilestream.core.errors import ArrivalTimeout, GroupBroken
+from tilestream.distributed import graph_calls
+from tilestream.distributed.graph_calls import GraphAllReduce, GraphGather, GraphScatter
+from tilestream.distributed.shards import ScaledRows, Shards
+
+SHARDS = {
+    GraphGather: {2: Shards(2, 2, 3, 2, parts=2), 3: Shards(1, 3, 3, 2, parts=2)},
+    GraphScatter: {2: Shards(1, 2, 3, 2), 3: Shards(1, 3, 3, 2)},
+    GraphAllReduce: {2: Shards(1, 2, 3, 2), 3: Shards(1, 3, 3, 2)},
+}
+
+
+def prepared(cuda, ranks):
+    """All ranks have made a call, and captured one."""
+    for rank in ranks:
+        rank.next(False)
+    cuda.run()
+    for rank in ranks:
+        rank.capture()
+
+
+def check(rank, calls=None):
+    for number, result in enumerate(rank.results if calls is None else rank.results[:calls], 1):
+        assert result.equal(rank.expected(number)), (rank.rank, number, result)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), size=st.sampled_from((2, 3)))
+@settings(max_examples=25)
+def test_each_call_is_of_its_own_rows_whichever_ranks_replay_it(kind, data, size):
+    with graph_world(size, kind, SHARDS[kind][size]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        while any(len(rank.results) < 6 for rank in ranks):
+            rank = data.draw(st.sampled_from(ranks))
+            if data.draw(st.integers(0, 2)) == 0 and rank.issued < 6:
+                rank.next(data.draw(st.booleans()))
+            else:
+                data.draw(st.sampled_from(rank.streams)).run(data.draw(st.integers(1, 5)))
+            if data.draw(st.integers(0, 9)) == 0:
+                for each in ranks:
+                    if each.issued < 6:
+                        each.next(data.draw(st.booleans()))
+                cuda.run()
+        for rank in ranks:
+            check(rank)
+            rank.gpu.channel.check()
+            assert not rank.state.broken
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), size=st.sampled_from((2, 3)))
+@settings(max_examples=40)
+def test_expiries_in_replays_yield_no_wrong_number_and_no_deadlock(kind, data, size):
+    with graph_world(size, kind, SHARDS[kind][size]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        lost = data.draw(st.sampled_from((None, *ranks)))
+        for _ in range(data.draw(st.integers(5, 60))):
+            rank = data.draw(st.sampled_from(ranks))
+            what = data.draw(st.integers(0, 9))
+            if what <= 1 and rank is not lost:
+                with contextlib.suppress(GroupBroken):  # an eager call, whose host has heard
+                    rank.next(data.draw(st.booleans()))
+            elif what == 2:
+                rank.gpu.impatient = True
+                data.draw(st.sampled_from(rank.streams)).run(1)
+                rank.gpu.impatient = False
+            else:
+                data.draw(st.sampled_from(rank.streams)).run(data.draw(st.integers(1, 4)))
+        for _ in range(4 * len(ranks)):  # finally every deadline passes
+            cuda.run()
+            for rank in ranks:
+                rank.gpu.impatient = True
+        cuda.run()
+        expired = []
+        for rank in ranks:
+            assert rank.idle, "stuck"
+            for number, result in enumerate(rank.results, 1):
+                assert result.isnan().all() or result.equal(rank.expected(number)), (rank.rank, number, result)
+            failed = any(result.isnan().any() for result in rank.results)
+            if failed:
+                with pytest.raises((ArrivalTimeout, GroupBroken)):
+                    rank.gpu.channel.check()
+                assert rank.state.broken, "a rank that has given up knows that its group is broken"
+                expired.append(rank)
+        if expired:
+            for rank in ranks:
+                rank.next(True)  # each is told, by its next replay at the latest
+                cuda.run()
+                assert rank.results[-1].isnan().all()
+                with pytest.raises((ArrivalTimeout, GroupBroken)):
+                    rank.gpu.channel.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_peer_is_waited_for_and_a_lost_one_breaks_every_rank(kind):
+    with graph_world(3, kind, SHARDS[kind][3]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        *others, late = ranks
+        for rank in others:
+            rank.next(True)
+            rank.next(True)
+        cuda.run()
+        assert [len(rank.results) for rank in ranks] == [1, 1, 1], "they wait for the last rank's rows"
+        late.next(True)
+        late.next(False)
+        cuda.run()
+        for rank in ranks:
+            check(rank, 3)
+            assert len(rank.results) == 3
+        for rank in others:  # now it does not come
+            rank.next(True)
+        cuda.run()
+        first = others[0]
+        first.gpu.impatient = True
+        cuda.run()
+        assert first.results[-1].isnan().all()
+        with pytest.raises(ArrivalTimeout, match="rank 2's part of"):
+            first.gpu.channel.check()
+        assert first.state.broken
+        with pytest.raises(GroupBroken):
+            first.next(False)
+        late.next(True)  # a broken group computes nothing
+        cuda.run()
+        assert late.results[-1].isnan().all()
+        with pytest.raises(GroupBroken):
+            late.gpu.channel.check()
+
+
+def test_a_replay_needs_no_host():
+    """It is work of streams alone: what its queue and its group keep may be gone."""
+    with graph_world(2, GraphGather, SHARDS[GraphGather][2]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        for rank in ranks:
+            rank.queue.gather = rank.queue.run = rank.state = None
+        for _, rank in itertools.product(range(3), ranks):
+            rank.next(True)
+        cuda.run()
+        for rank in ranks:
+            assert len(rank.results) == 4
+            check(rank)
+
+
+def test_calls_of_one_capture_come_one_behind_another_from_any_stream():
+    with graph_world(2, GraphAllReduce, SHARDS[GraphAllReduce][2]) as (cuda, ranks):
+        for rank in ranks:
+            rank.next(False)
+        cuda.run()
+        others = [cuda.stream() for _ in ranks]
+        for rank, other in zip(ranks, others, strict=True):
+            with capture(cuda) as rank.graph:
+                first = rank.calling
+                rank.call()
+                rank.calling = other
+                rank.out = rank.call()
+                rank.calling = first
+            waits = [work for stream, work in rank.graph.work if stream is other and isinstance(work, tuple)]
+            assert waits[0][0] is first, "behind the first call"
+
+
+def test_a_shape_that_was_not_called_is_not_captured():
+    with graph_world(2, GraphGather, SHARDS[GraphGather][2]) as (_, ranks):
+        with pytest.raises(RuntimeError, match="call it once with these shapes before the capture"):
+            ranks[0].capture()
+        assert not ranks[0].state.broken
+
+
+def test_new_slots_leave_a_captured_graph_its_own():
+    with graph_world(2, GraphGather, SHARDS[GraphGather][2]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        for rank in ranks:
+            with cuda.on(rank.calling), rank.here():
+                assert rank.queue.reserve(10 * rank.queue.memory.slot_bytes)
+        for rank in ranks:
+            rank.next(False)  # in the new slots
+        cuda.run()
+        for rank in ranks:
+            rank.next(True)  # in the old ones
+        cuda.run()
+        for rank in ranks:
+            check(rank)
+            assert len(rank.results) == 3
+
+
+def test_a_call_that_fails_while_it_is_issued_breaks_the_group():
+    with graph_world(2, GraphScatter, SHARDS[GraphScatter][2]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        first, second = ranks
+
+        def product(rank, into):
+            raise MemoryError("no room")
+
+        with pytest.raises(MemoryError), cuda.on(first.calling), first.here():
+            first.queue.reduce(torch.empty(3, 2), torch.empty(2, 3, 2), product, None, 1.0, 1.0)
+        assert first.state.broken
+        with pytest.raises(GroupBroken):
+            second.next(False)  # told by the host's flag
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gather_of_several_products_scales_and_rows(strided, scaled):
+    """The first product waits; the others come behind it. All read the ranks' rows, and so does the caller."""
+    shards = SHARDS[GraphGather][2]
+    with graph_world(2, GraphGather, shards) as (cuda, ranks):
+        found = {}
+        for rank in ranks:
+            rows = torch.full((shards.batches, shards.rows, 2 * shards.width), 5.0 + rank.rank)
+            mine = rows[..., ::2] if strided else rows[..., : shards.width].contiguous()
+            scales = torch.full((shards.batches, shards.rows, 1), 0.5 + rank.rank) if scaled else None
+            rank._kept += mine, scales
+
+            def product(a, scale_a, arrival, deadline, rank=rank):
+                out = torch.empty_like(a)
+                if arrival is not None:
+                    rank.await_rows(a.view(shards.shape), arrival, out.view(shards.shape))
+                else:
+                    rank.cuda.current.give(lambda: out.copy_(a))
+                if scale_a is not None:
+                    rank.cuda.current.give(lambda: out.mul_(scale_a))
+                return out
+
+            with cuda.on(rank.calling), rank.here():
+                found[rank] = graph_calls.gather_matmul(
+                    rank.state, None, shards, ScaledRows(mine, scales), [product] * 3, 1.0, True
+                )
+        cuda.run()
+        expected = torch.empty(shards.shape)
+        for rank in ranks:
+            expected[:, rank.rank] = 5.0 + rank.rank
+        factor = expected - 4.5 if scaled else torch.ones(())
+        for rows, outs in found.values():
+            assert rows.equal(expected)
+            assert len(outs) == 3
+            assert all(out.view(shards.shape).equal(expected * factor) for out in outs)
+
+
+@pytest.mark.parametrize("scaled", ["", "one", "rows"])
+@pytest.mark.parametrize("op", ["scatter", "reduce"])
+def test_sums_are_of_what_the_request_says(op, scaled):
+    world, batches, rows, k, n = 2, 2, 3, 4, 5
+    shards = Shards(batches, world, rows, n)
+    kind = GraphScatter if op == "scatter" else GraphAllReduce
+    with graph_world(world, kind, Shards(1, world, batches * rows * world, n)) as (cuda, ranks):
+        bias, b = torch.randn(n), [torch.randn(k, n) for _ in ranks]
+        a = [torch.randn(batches, world, rows, k) for _ in ranks]
+        whole = (batches * world * rows, 1)
+        scales = [{"": None, "one": torch.tensor(2.0), "rows": torch.rand(whole)}[scaled] for _ in ranks]
+        outs = []
+        for rank in ranks:
+
+            def product(x, rank=rank, bias=None, out_dtype=None, out=None, scale_a=scales[rank.rank]):
+                found = x @ b[rank.rank]
+                if scale_a is not None:
+                    found = found * (scale_a.view(*x.shape[:-1], 1) if scale_a.numel() > 1 else scale_a)
+                rank.cuda.current.give(lambda: out.copy_(found))
+
+            given = types.SimpleNamespace(
+                a=a[rank.rank], b=b[rank.rank], bias=bias, scale_a=scales[rank.rank], divisor=lambda world: 2.0,
+                product=product, seconds=lambda state: 1.0,
+            )  # fmt: skip
+            with cuda.on(rank.calling), rank.here():
+                if op == "scatter":
+                    outs.append(
+                        graph_calls.matmul_scatter(rank.state, None, shards, given, a[rank.rank], torch.float32, 1.0)
+                    )
+                else:
+                    outs.append(graph_calls.matmul_reduce(rank.state, None, given, torch.float32))
+        cuda.run()
+        products = [
+            (x @ w) * (1.0 if scale is None else scale.view(*x.shape[:-1], 1) if scale.numel() > 1 else scale)
+            for x, w, scale in zip(a, b, scales, strict=True)
+        ]
+        total = (products[0] + products[1]) / 2.0
+        for rank, out in zip(ranks, outs, strict=True):
+            part = total[:, rank.rank].reshape(batches * rows, n) if op == "scatter" else total
+            torch.testing.assert_close(out, part + bias)

@@ -1,0 +1,205 @@
+"""What ranks do in ``test_gpu_graph_ranks.py``. Each rank can make the random inputs of all ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from distributed_jobs import BF16, Worst, error_of_a_late_rank, finish, late_in_turn, random
+
+import tilestream as ts
+from rank_checks import raised
+from tilestream import distributed as tsd
+
+DEADLINE = 20.0
+
+
+class Op(NamedTuple):
+    """An op on a static operand, which each call's data are copied to; and what a call with some data gives."""
+
+    operand: torch.Tensor
+    call: Callable[[], torch.Tensor]
+    load: Callable[[torch.Tensor], object]
+    expected: Callable[[torch.Tensor], torch.Tensor]
+    plan: Callable[[], object]
+
+
+def ops(rank: int, world: int, rows: int = 128, deadline: float = DEADLINE, group=None) -> dict[str, Op]:
+    """Of ``whole``: ``[rows * world, 256]``, known to all ranks."""
+    b, here = random(1, 256, 256), slice(rows * rank, rows * rank + rows)
+    shard, whole = torch.empty(rows, 256, device="cuda", dtype=BF16), random(2, rows * world, 256)
+    few = torch.empty(48, 256, device="cuda", dtype=BF16)
+    how = {"form": "fused", "deadline": deadline, "group": group}
+    plans = {"form": "fused", "group": group}
+    return {
+        "gather": Op(
+            shard, lambda: tsd.all_gather_matmul(shard, b, **how), lambda x: shard.copy_(x[here]), lambda x: x @ b,
+            lambda: tsd.plan_all_gather_matmul(shard, b, **plans),
+        ),
+        "sum": Op(
+            whole, lambda: tsd.matmul_reduce_scatter(whole, b, **how), lambda x: whole.copy_(x),
+            lambda x: world * (x @ b)[here].float(), lambda: tsd.plan_matmul_reduce_scatter(whole, b, **plans),
+        ),
+        "all_reduce": Op(
+            few, lambda: tsd.matmul_all_reduce(few, b, **how), lambda x: few.copy_(x[:48]),
+            lambda x: world * (x[:48] @ b).float(), lambda: tsd.plan_matmul_all_reduce(few, b, **plans),
+        ),
+    }  # fmt: skip
+
+
+def captured(one: Op, count: int = 1) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """A graph of so many calls, and their results; each was called before."""
+    one.call()
+    finish()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        said = one.plan().explain()
+        outs = [one.call() for _ in range(count)]
+    assert "fused:" in said.splitlines()[1], said
+    assert "counted" in said, said
+    return graph, outs
+
+
+def unprepared(rank, world):
+    """A capture without a call before it is unfused and says so; behind a call it is not."""
+    one = ops(rank, world)["gather"]
+    tsd.all_gather_matmul(one.operand, random(1, 256, 256), form="unfused", deadline=DEADLINE)
+    finish()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        said = one.plan().explain()
+        torch.zeros(1, device="cuda")
+    captured(one)
+    return said
+
+
+def replays(rank, world, name, count, mixed):
+    """Replays of other data each, ranks late in turn; ``mixed``: eager calls between, on other ranks than replays."""
+    one, worst = ops(rank, world)[name], Worst()
+    graph, (static,) = captured(one)
+    wholes = [random(100 + i, 128 * world, 256) for i in range(6)]
+    expected = [one.expected(whole) for whole in wholes]
+    for i in range(count):
+        late_in_turn(i, rank)
+        one.load(wholes[i % 6])
+        if mixed and (i + rank) % 3 == 0:
+            out = one.call()
+        else:
+            graph.replay()
+            out = static
+        worst.add(out, expected[i % 6])
+    return worst.get()
+
+
+def same_bits(rank, world, name, count):
+    """Replays give the bits of eager calls."""
+    one = ops(rank, world)[name]
+    graph, (static,) = captured(one)
+    for i in range(count):
+        one.load(random(100 + i, 128 * world, 256))
+        eager = one.call().clone()
+        graph.replay()
+        if not eager.view(torch.int16).equal(static.view(torch.int16)):
+            return False
+    finish()
+    return True
+
+
+def compiled(rank, world, name):
+    """As `replays`, of a function that torch compiles with CUDA graphs of its own."""
+    one, worst = ops(rank, world)[name], Worst()
+    step = torch.compile(lambda: one.call() * 2, mode="reduce-overhead", dynamic=False)
+    for i in range(12):
+        late_in_turn(i, rank)
+        whole = random(100 + i, 128 * world, 256)
+        one.load(whole)
+        torch.compiler.cudagraph_mark_step_begin()
+        worst.add(step(), 2 * one.expected(whole))
+    return worst.get()
+
+
+def layers(rank, world):
+    """Two graphs of several ops each, of the default group and of another one, replayed by turns on two streams."""
+    groups, made = [None, dist.new_group(list(range(world)))], []
+    for group in groups:
+        each = ops(rank, world, group=group)
+        for one in each.values():
+            one.load(random(7, 128 * world, 256))
+            one.call()
+        finish()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [[one.call() for _ in range(2)] for one in each.values()]
+        made.append((graph, each, outs))
+    worst = Worst()
+    for i in range(20):
+        for graph, each, outs in made:
+            late_in_turn(i, rank)
+            whole = random(200 + i, 128 * world, 256)
+            for one in each.values():
+                one.load(whole)
+            graph.replay()
+            for one, both in zip(each.values(), outs, strict=True):
+                for out in both:
+                    worst.add(out, one.expected(whole))
+    return worst.get()
+
+
+def destroyed(rank, world, name):
+    """A graph is destroyed while its replay is under way, and another one of new memory goes on."""
+    one, worst = ops(rank, world)[name], Worst()
+    whole = random(5, 128 * world, 256)
+    for _ in range(3):
+        graph, _ = captured(one)
+        one.load(whole)
+        if rank == 0:
+            torch.cuda._sleep(20_000_000)
+        graph.replay()
+        del graph
+        worst.add(one.call(), one.expected(whole))
+    larger = ops(rank, world, rows=1024)[name]
+    whole = random(6, 1024 * world, 256)
+    graph, (static,) = captured(larger)
+    larger.load(whole)
+    graph.replay()
+    worst.add(static, larger.expected(whole))
+    return worst.get()
+
+
+def expires(rank, world, name, killed):
+    """The last rank does not replay, or dies. Returns as `distributed_jobs.give_up_on_the_last_rank`."""
+    patient, one = ops(rank, world)[name], ops(rank, world, deadline=0.5)[name]
+    for each in (patient, one):
+        each.load(random(5, 128 * world, 256))
+    graph, (static,) = captured(one)
+    for _ in range(3):
+        dist.barrier()
+        graph.replay()
+        finish()
+    dist.barrier()
+    if rank == world - 1:
+        if killed:
+            os._exit(0)
+        time.sleep(8)
+        return "", error_of_a_late_rank(graph.replay), True, 0.0, 0.0
+    begin = time.monotonic()
+    graph.replay()
+    torch.cuda.synchronize()
+    first = time.monotonic() - begin
+    assert static[-1].isnan().all(), "what did not come is NaN"
+    error, begin = raised(ts.check), time.monotonic()
+    for _ in range(10):
+        graph.replay()
+    torch.cuda.synchronize()
+    rest = time.monotonic() - begin
+    assert static.isnan().all(), "a broken group computes nothing"
+    again = raised(patient.call)
+    a, b = random(1, 256, 256), random(2, 256, 256)
+    product = ts.matmul(a, b)
+    torch.cuda.synchronize()
+    works = torch.allclose(product.float(), (a @ b).float(), atol=1.0)
+    return error, again, works, first, rest

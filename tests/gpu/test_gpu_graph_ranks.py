@@ -1,0 +1,113 @@
+"""Calls between ranks that CUDA graphs hold: eager calls, replays, both by turns; ranks that are late, or lost.
+
+The device counts them (TILESTREAM_GRAPH_RANKS=1). Ranks as in ``test_gpu_distributed.py``: one a GPU, or all on one.
+
+    PYTHONPATH=src python -m pytest -o addopts= -q tests/gpu/test_gpu_graph_ranks.py
+
+REPLAYS is how many replays a test makes without a barrier.
+"""
+
+from __future__ import annotations
+
+import os
+
+import distributed_jobs
+import gather_jobs
+import graph_rank_jobs as jobs
+import pytest
+from test_gpu_distributed import REDUCED, SHARED, WORLDS, Pools, cases, make_pool, sums
+
+pytestmark = pytest.mark.timeout(300)
+NAMES = ("gather", "sum", "all_reduce")
+#: Seconds beyond a deadline: ranks that share a GPU take turns on it.
+SLACK = 6.0 if SHARED else 1.5
+
+
+class CountedPools(Pools):
+    """Pools of ranks whose calls the device counts."""
+
+    def run(self, world: int, *args, **how):
+        if world not in self._pools:
+            self._pools[world] = make_pool(TILESTREAM_GRAPH_RANKS="1")
+        return self._pools[world].run(world, *args, **how)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pools = CountedPools()
+    yield pools
+    pools.close()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_eager_gathers_match_torch(ranks, world):
+    said = ranks.run(world, distributed_jobs.gathers, list(cases("fused")), bound=240, seconds=60)
+    assert all("counted   by the device" in text for text in said), said[0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_eager_sums_match_torch(ranks, world):
+    said = ranks.run(world, distributed_jobs.scatters, list(sums("fused")), bound=240, seconds=60)
+    assert all("counted   by the device" in text for text in said), said[0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_eager_all_reduces_match_torch(ranks, world):
+    said = ranks.run(world, distributed_jobs.reduces, REDUCED, bound=150, seconds=60)
+    assert all("counted   by the device" in text for text in said), said[0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_eager_calls_of_alternating_shapes_without_a_barrier(ranks, world):
+    wrong = ranks.run(world, gather_jobs.alternates, 60 if SHARED else 1000, bound=280, seconds=60)
+    assert max(wrong) < 2.0, wrong
+
+
+def test_a_capture_wants_a_call_before_it(ranks):
+    for said in ranks.run(2, jobs.unprepared, bound=120, seconds=60):
+        assert "call it once before the capture" in said
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_replays_of_late_ranks_without_a_barrier(ranks, world, name, mixed):
+    count = int(os.environ.get("REPLAYS", "60" if SHARED else "2000"))
+    assert max(ranks.run(world, jobs.replays, name, count, mixed, bound=200, seconds=60)) < 4.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replays_have_the_bits_of_eager_calls(ranks, name):
+    assert all(ranks.run(2, jobs.same_bits, name, 8, bound=120, seconds=60))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_torch_compiles_with_graphs_of_its_own(ranks, name):
+    assert max(ranks.run(2, jobs.compiled, name, bound=200, seconds=60)) < 8.0
+
+
+def test_graphs_of_several_calls_and_two_groups(ranks):
+    assert max(ranks.run(2, jobs.layers, bound=200, seconds=60)) < 4.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_destroyed_under_way_and_new_memory(ranks, name):
+    assert max(ranks.run(2, jobs.destroyed, name, bound=120, seconds=60)) < 4.0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_that_does_not_replay_ends_all_in_their_deadline(name, killed):
+    pool = make_pool(TILESTREAM_GRAPH_RANKS="1")  # of its own, which its broken group does not leave
+    try:
+        *others, late = pool.run(WORLDS[-1] if killed else 2, jobs.expires, name, killed, bound=120, seconds=30)
+    finally:
+        pool.close()
+    assert killed or late[1].startswith("GroupBroken"), late
+    for error, again, works, first, rest in others:
+        assert error.startswith(("ArrivalTimeout", "GroupBroken")), error
+        assert again.startswith("GroupBroken"), again
+        assert works
+        assert first < 2 * 0.5 + SLACK, "soon after the deadline of 0.5 s"
+        assert rest < SLACK, "a broken group waits for nothing"
+    assert any(error.startswith("ArrivalTimeout") for error, *_ in others)
