@@ -9,7 +9,9 @@ A rank sends rows sorted by expert, so those for one rank lie side by side. What
                       round 3: send what became of a part as soon as it is computed; receive what became of mine
     calling thread:   this rank's own rows; then parts as they come, from whichever source: through their experts
 
-An expert's rows of one source are a product of their own, so bits depend on no order of arrival.
+An expert's rows of one source are a product of their own, so bits depend on no order of arrival. The order of it all is
+`tilestream.core.protocols.dispatch`, which the checker explores: the calling thread performs its ``compute``, and a
+peer's thread does its ``converse`` in rounds.
 
 *Any other backend*: an all-to-all of the counts, one of the rows, all rows through the experts, an all-to-all back.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ import torch
 
 from tilestream.arrival.signals import Outcome, Signals
 from tilestream.core.errors import ArrivalTimeout
+from tilestream.core.protocols import dispatch as text
 from tilestream.distributed.collective import agree, all_to_all
 from tilestream.distributed.exchange import Exchange, Receive, Round
 from tilestream.distributed.group_state import GroupState
@@ -80,15 +83,15 @@ class _Dispatch:
         ends = counts.sum(1).cumsum(0).tolist()
         self.runs = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         self._row_bytes = sum(math.prod(x.shape[1:]) * x.element_size() for x in sent)
-        #: A signal for each source and expert: that of a part is the one of its first expert.
+        #: As many signals for each source as it may have parts.
         self.arrived = Signals(state.world * counts.shape[1])
         #: By source: counts, rows and parts, once the counts are there.
         self.received: dict[int, tuple[torch.Tensor, Rows, list[Part]]] = {}
         self._results: list[SimpleQueue[Rows | None]] = [SimpleQueue() for _ in range(state.world)]
 
-    def chunk(self, source: int, expert: int) -> int:
-        """The signal of the part that begins with ``expert``."""
-        return source * self._counts.shape[1] + expert
+    def chunk(self, source: int, part: int) -> int:
+        """The signal of a part."""
+        return source * self._counts.shape[1] + part
 
     def rounds(self, peer: int) -> Iterator[Round]:
         """See `Traffic`."""
@@ -99,15 +102,14 @@ class _Dispatch:
             rows = tuple(x.new_empty((int(counts.sum()), *x.shape[1:])) for x in self._sent)
         theirs, ours = parts_of(counts, self._row_bytes), parts_of(self._counts[peer], self._row_bytes)
         self.received[peer] = counts, rows, theirs
-        receives = [receive for part in theirs for receive in self._receives(peer, rows, part)]
+        receives = [receive for i, part in enumerate(theirs) for receive in self._receives(peer, rows, i, part)]
         sent, back = (tuple(x[self.runs[peer]] for x in tensors) for tensors in (self._sent, self._back))
         yield Round(receives, [x[part.rows] for part in ours for x in sent])
         yield Round([Receive(x[part.rows]) for part in ours for x in back], self._outgoing(peer, len(theirs)))
 
-    def _receives(self, peer: int, rows: Rows, part: Part) -> list[Receive]:
+    def _receives(self, peer: int, rows: Rows, i: int, part: Part) -> list[Receive]:
         *before, last = (x[part.rows] for x in rows)
-        chunk = self.chunk(peer, part.first)
-        return [*map(Receive, before), Receive(last, lambda: self.arrived.set(chunk))]
+        return [*map(Receive, before), Receive(last, lambda: self.arrived.set(self.chunk(peer, i)))]
 
     def _outgoing(self, peer: int, parts: int) -> Iterator[torch.Tensor]:
         for _ in range(parts):
@@ -149,34 +151,44 @@ def by_messages(
         for into, result in zip(back, results, strict=True):
             into[run].copy_(result)
 
-    def others() -> None:
-        # Of each source the next part: its experts are known when those before it are there.
-        coming = [((state.rank + x) % state.world, 0) for x in range(1, state.world)]
-        while coming:
-            begin = time.perf_counter()
-            outcome, i = traffic.arrived.wait_any([(traffic.chunk(*one),) for one in coming], 1, end, lambda: False)
-            if outcome is Outcome.FAILED:
-                raise traffic.arrived.failure(1)
-            if outcome is not Outcome.ARRIVED:
-                (source, expert), waited = coming[0], time.perf_counter() - begin
-                item, whose = f"expert {expert}'s rows of rank {source}", f"rank {source}'s part"
-                raise ArrivalTimeout(
-                    call.op, 0, traffic.chunk(source, expert), item, waited, seconds, state.rank, whose
-                )  # fmt: skip
-            source, first = coming.pop(i)
-            their_counts, rows, parts = traffic.received[source]
-            part = next(part for part in parts if part.first == first)
-            mine = torch.zeros_like(their_counts)
-            mine[first : part.end] = their_counts[first : part.end]
-            traffic.computed(source, compute((source, first), tuple(x[part.rows] for x in rows), mine))
-            if part.end < len(their_counts):
-                coming.append((source, part.end))
+    def await_any(parts: Sequence[tuple[int, int]]) -> int:
+        begin = time.perf_counter()
+        outcome, i = traffic.arrived.wait_any([(traffic.chunk(*one),) for one in parts], 1, end, lambda: False)
+        if outcome is Outcome.FAILED:
+            raise traffic.arrived.failure(1)
+        if outcome is not Outcome.ARRIVED:
+            (source, part), waited = parts[0], time.perf_counter() - begin
+            item, whose = f"part {part} of rank {source}'s rows", f"rank {source}'s part"
+            raise ArrivalTimeout(
+                call.op, 0, traffic.chunk(source, part), item, waited, seconds, state.rank, whose
+            )  # fmt: skip
+        return i
+
+    def of_source(op: text.Compute) -> tuple[Rows, bool]:
+        their_counts, rows, parts = traffic.received[op.source]
+        part = parts[op.part]
+        mine = torch.zeros_like(their_counts)
+        mine[part.first : part.end] = their_counts[part.first : part.end]
+        results = compute((op.source, part.first), tuple(x[part.rows] for x in rows), mine)
+        return results, op.part + 1 == len(parts)
 
     def run() -> None:
+        operations = text.compute(state.rank, state.world)
+        results: Rows = ()
         try:
-            own()
-            others()
-        finally:
+            op = next(operations)
+            while not isinstance(op, text.Stop):
+                answer = 0
+                if isinstance(op, text.ComputeOwn):
+                    own()
+                elif isinstance(op, text.AwaitAny):
+                    answer = await_any(op.parts)
+                elif isinstance(op, text.Compute):
+                    results, answer = of_source(op)
+                else:
+                    traffic.computed(op.source, results)
+                op = operations.send(answer)
+        finally:  # what the text does behind Stop, `Exchange.run` does
             traffic.stop()
 
     Exchange(state, call, traffic, seconds).run(run)
