@@ -9,7 +9,7 @@ from tilestream.arrival.stream import open_streams
 from tilestream.core.arguments import is_one_of
 from tilestream.core.dtypes import dtype_name
 from tilestream.core.operands import HALVES, blocks_of
-from tilestream.ops import checks, streamed
+from tilestream.ops import checks, native, streamed
 from tilestream.ops.grouped_library import grouped_op, grouped_out_op
 from tilestream.ops.library import result_dtype
 from tilestream.ops.limit import limit
@@ -21,6 +21,7 @@ from tilestream.plan.grouped import check_schedule
 from tilestream.runtime import shutdown
 
 _OP = "grouped_mm"
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
 #: What the dimensions of a and b make of the offsets: they end groups of A's rows, of B's columns, of K; or there are
 #: none.
 _FORMS = {(2, 3): "rows", (3, 2): "columns", (2, 2): "k", (3, 3): "batches"}
@@ -111,6 +112,32 @@ def grouped_mm(
     >>> grouped_mm(tokens, experts, torch.tensor([2, 4], dtype=torch.int32))[:, 0]
     tensor([3., 3., 0., 0., 0.])
     """
+    if not is_compiling():
+        if open_streams:
+            streamed.refuse(_OP, a=a, b=b, offsets=offsets, bias=bias, out=out, scale_a=scale_a, scale_b=scale_b)
+        if _is_autocast_enabled() and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            a, b = checks.autocast(_OP, False, a, b)
+            with checks.below_autocast():
+                return grouped_mm(
+                    a, b, offsets, out=out, bias=bias, activation=activation, out_dtype=out_dtype, scale_a=scale_a,
+                    scale_b=scale_b, use_fast_accum=use_fast_accum, schedule=schedule, workers=workers,
+                )  # fmt: skip
+        call = (
+            a, b, offsets, out, bias, activation, out_dtype, scale_a, scale_b, use_fast_accum, schedule, workers,
+        )  # fmt: skip
+        made = native.grouped(*call)
+        return native.observed_grouped(call, lambda: _grouped(*call)) if made is None else made
+    return _grouped(
+        a, b, offsets, out, bias, activation, out_dtype, scale_a, scale_b, use_fast_accum, schedule, workers
+    )
+
+
+def _grouped(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None, out: torch.Tensor | None, bias: torch.Tensor | None,
+    activation: str | None, out_dtype: torch.dtype | None, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None,
+    use_fast_accum: bool, schedule: str, workers: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """`grouped_mm`, checked, by the registered ops."""
     if activation is not None and not is_one_of(activation, (*ACTIVATIONS, *HALVES)):
         known = ", ".join((*ACTIVATIONS, *HALVES))
         raise ValueError(f"{_OP}: activation={activation!r}; it is None or one of {known}")
@@ -118,8 +145,6 @@ def grouped_mm(
         _OP, a, b, out=out, bias=bias, activation=None if activation in HALVES else activation, out_dtype=out_dtype,
         scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, schedule=schedule, workers=workers,
     )  # fmt: skip
-    if not is_compiling() and open_streams:
-        streamed.refuse(_OP, a=a, b=b, offsets=offsets, bias=bias, out=out, scale_a=scale_a, scale_b=scale_b)
     form = _check(r, offsets)
     if activation in HALVES:
         _check_halves(form, activation, r)
