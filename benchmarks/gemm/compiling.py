@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import tilestream as ts
+from benchmarks.gemm import grouped
 from benchmarks.gemm.bench import FP8_WAYS, every_plan, fp8_operands, kernel_of, planned
 from benchmarks.gemm.queues import ways
 from benchmarks.gemm.shapes import Shape, parse
@@ -19,16 +20,16 @@ def compile_share(arguments: list[str]) -> None:
     """A process of `core.compiling.compile_ahead`: its share of the kernels."""
     what, shapes, within, index, count = arguments
     torch.set_grad_enabled(False)
-    compile_part(what, parse(shapes), int(index), int(count), float(within))
+    compile_part(what, parse(shapes) if shapes else [], int(index), int(count), float(within))
 
 
 def compile_part(what: str, shapes: list[Shape], index: int, count: int, within: float = float("inf")) -> None:
     """Compile each kernel that falls to process ``index`` of ``count``.
 
     ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, ``space`` for all plans of each shape, or
-    ``queues`` for those of that section.
+    ``queues`` for those of that section, or ``grouped``, which has shapes of its own.
     """
-    tasks: dict[str, Callable[[], object]] = {}
+    tasks: dict[str, Callable[[], object]] = grouped.launches() if what == "grouped" else {}
     for shape in shapes:
         asked = planned(shape, "cuda")
         if what in ("space", "queues"):
