@@ -140,6 +140,30 @@ struct Merge {
   bool may_be(Operand, bool) const { return false; }
 };
 
+// A grouped product: `a` is what the groups divide along rows, or along K with `b`. So of divided columns, whose launch
+// is that of the transposes, it is the caller's b.
+struct Grouped {
+  Tensor a, b, offsets;
+  int64_t options;  // as of `Matmul`
+  std::optional<Tensor> bias, scale_a, scale_b;
+  int64_t workers, limit;
+
+  static constexpr int64_t kOp = -3;
+
+  const Tensor& first() const { return a; }
+
+  std::array<int64_t, 4> numbers() const { return {kOp, options, workers, limit}; }
+
+  void give(Given&) const {}
+
+  std::array<Read, 6> reads() const {
+    return {{{kA, &a}, {kB, &b}, {kOffsets, &offsets}, {kBias, pointer_to(bias)}, {kScaleA, pointer_to(scale_a)},
+             {kScaleB, pointer_to(scale_b)}}};
+  }
+
+  bool may_be(Operand, bool) const { return false; }
+};
+
 // A call of which an operand arrives, or whose rows are published.
 template <typename Op>
 struct Gated {
@@ -427,6 +451,23 @@ bool remember_merge_attention(
   return remember(recipe, result, &lse, false, merge);
 }
 
+#define GROUPED_PARAMETERS                                                                                          \
+  Tensor a, Tensor b, Tensor offsets, int64_t options, std::optional<Tensor> bias, std::optional<Tensor> scale_a,   \
+      std::optional<Tensor> scale_b, int64_t workers, int64_t limit
+#define GROUPED_ARGUMENTS                                                                                           \
+  Grouped {                                                                                                         \
+    std::move(a), std::move(b), std::move(offsets), options, std::move(bias), std::move(scale_a),                   \
+        std::move(scale_b), workers, limit                                                                          \
+  }
+
+std::optional<Tensor> try_grouped(GROUPED_PARAMETERS) { return launch(GROUPED_ARGUMENTS, nullptr).out; }
+
+bool try_grouped_out(Tensor out, GROUPED_PARAMETERS) { return launch(GROUPED_ARGUMENTS, &out).launched; }
+
+bool remember_grouped(std::vector<int64_t> recipe, Tensor result, bool into, GROUPED_PARAMETERS) {
+  return remember(recipe, result, nullptr, into, GROUPED_ARGUMENTS);
+}
+
 // An op that makes nothing, whatever it is given.
 template <auto kOp>
 struct Declined;
@@ -449,6 +490,9 @@ struct Declined<kOp> {
   "float softcap=0, int left=-1, int right=-1, Tensor? sinks=None, Tensor? scale_q=None, Tensor? scale_k=None, "     \
   "Tensor? scale_v=None, int workers=0, int splits=0, int limit=0"
 #define MERGE_SCHEMA "Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, int layout"
+#define GROUPED_SCHEMA                                                                                               \
+  "Tensor a, Tensor b, Tensor offsets, int options=0, Tensor? bias=None, Tensor? scale_a=None, "                     \
+  "Tensor? scale_b=None, int workers=0, int limit=0"
 #define PLAIN_SCHEMA "Tensor a, Tensor b, Tensor? bias=None"
 #define PLAIN_ATTENTION_SCHEMA "Tensor q, Tensor k, Tensor v, int options=0"
 
@@ -477,6 +521,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilestream, m) {
       ") -> bool");
   m.def("try_merge_attention(" MERGE_SCHEMA ") -> (Tensor?, Tensor?)");
   m.def("remember_merge_attention(int[] recipe, Tensor result, Tensor lse, " MERGE_SCHEMA ") -> bool");
+  m.def("try_grouped(" GROUPED_SCHEMA ") -> Tensor?");
+  m.def("try_grouped_out(Tensor(a!) out, " GROUPED_SCHEMA ") -> bool");
+  m.def("remember_grouped(int[] recipe, Tensor result, bool into, " GROUPED_SCHEMA ") -> bool");
 }
 
 #define CALLED(...) TORCH_BOX(&tilestream::__VA_ARGS__)
@@ -511,6 +558,9 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
   m.impl("remember_gated_attention", CALLED(remember_gated_attention));
   m.impl("try_merge_attention", CALLED(try_merge_attention));
   m.impl("remember_merge_attention", CALLED(remember_merge_attention));
+  m.impl("try_grouped", CALLED(try_grouped));
+  m.impl("try_grouped_out", CALLED(try_grouped_out));
+  m.impl("remember_grouped", CALLED(remember_grouped));
 }
 
 // Where something between the caller and the kernel has to see a call, the call is Python's, and no recipe is made of it:
@@ -532,6 +582,9 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
     m.impl("remember_attention", DECLINED(remember_attention));             \
     m.impl("remember_gated_attention", DECLINED(remember_gated_attention)); \
     m.impl("remember_merge_attention", DECLINED(remember_merge_attention)); \
+    m.impl("try_grouped", DECLINED(try_grouped));                           \
+    m.impl("try_grouped_out", DECLINED(try_grouped_out));                   \
+    m.impl("remember_grouped", DECLINED(remember_grouped));                 \
   }
 
 DECLINE_AT(Python)  // a dispatch mode, or a tensor subclass

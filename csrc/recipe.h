@@ -20,6 +20,7 @@ enum Operand : int {
   kA, kB, kOut, kBias, kResidual, kScaleA, kScaleB,
   kQ, kK, kV, kLse, kSinks, kScaleQ, kScaleK, kScaleV, kCuSeqlensQ, kCuSeqlensK, kBlockTable, kSeqlensK,
   kOA, kLseA, kOB, kLseB,
+  kOffsets,  // where the groups of a grouped product end
   kLocal,  // rows of A that this GPU has already, outside of A
   kOperands
 };

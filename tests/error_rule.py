@@ -20,6 +20,8 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
 }
+#: Of the two halves of the columns.
+HALVES = {"swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -69,7 +71,7 @@ class Maths:
         x = x * self.alpha if self.alpha != 1 else x
         x = x + of(self.bias) if self.bias is not None else x
         x = x + self.beta * of(self.residual) if self.residual is not None and self.beta != 0 else x
-        return ACTIVATIONS[self.activation](x)
+        return (ACTIVATIONS | HALVES)[self.activation](x)
 
 
 def units_of(device: torch.device) -> tuple[torch.dtype, ...]:

@@ -14,8 +14,20 @@ def offsets_of(sizes: Sequence[int], device: str = "cpu") -> torch.Tensor:
     return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
 
 
+def dequantized(x: GroupedOperands) -> GroupedOperands:
+    """Operands of 8 bits times their scales of blocks: an element at a time, by where it is."""
+    e, (rows, k), (groups, _, columns) = x.epilogue, x.a.shape, x.b.shape
+    row, depth, column = (torch.arange(extent, device=x.a.device) for extent in (rows, k, columns))
+    group = torch.arange(groups, device=x.a.device)
+    of_a = e.scale_a[row[:, None], depth[None, :] // 128]
+    of_b = e.scale_b[group[:, None, None], depth[None, :, None] // 128, column[None, None, :] // 128]
+    return x._replace(a=x.a.float() * of_a, b=x.b.float() * of_b, epilogue=e._replace(scale_a=None, scale_b=None))
+
+
 def expected(x: GroupedOperands) -> Iterator[tuple[torch.Tensor, Maths]]:
     """Each group's part of the output, and the maths that it answers."""
+    if x.scales == "block":
+        x = dequantized(x)
     e, begin = x.epilogue, 0
     activation = None if e.activation == "none" else e.activation
 

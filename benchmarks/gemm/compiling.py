@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import tilestream as ts
-from benchmarks.gemm import board, sweep
+from benchmarks.gemm import board, grouped, sweep
 from benchmarks.gemm.bench import FP8_WAYS, every_plan, fp8_operands, kernel_of, planned
 from benchmarks.gemm.draw import Draw, fit_draws
 from benchmarks.gemm.queues import ways
@@ -29,7 +29,7 @@ def compile_share(arguments: list[str]) -> None:
     elif what == "random":
         compile_drawn(shapes.split(","), device_properties("cuda"), int(index), int(count))
     else:
-        compile_part(what, parse(shapes), int(index), int(count), float(within))
+        compile_part(what, parse(shapes) if shapes else [], int(index), int(count), float(within))
 
 
 def compile_drawn(names: Sequence[str], device: DeviceProperties, index: int, count: int) -> int:
@@ -48,9 +48,9 @@ def compile_part(what: str, shapes: list[Shape], index: int, count: int, within:
     """Compile each kernel that falls to process ``index`` of ``count``.
 
     ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, ``space`` for all plans of each shape, or
-    ``queues`` for those of that section.
+    ``queues`` for those of that section, or ``grouped``, which has shapes of its own.
     """
-    tasks: dict[str, Callable[[], object]] = {}
+    tasks: dict[str, Callable[[], object]] = grouped.launches() if what == "grouped" else {}
     for shape in shapes:
         asked = planned(shape, "cuda")
         if what in ("space", "queues"):

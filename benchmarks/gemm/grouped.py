@@ -1,4 +1,8 @@
-"""`tilestream.grouped_mm` beside `torch._grouped_mm`: layers of mixtures of experts, by skew; products and gradients.
+"""`tilestream.grouped_mm` beside `torch._grouped_mm` and a loop of `torch.mm`: layers of mixtures of experts, by skew.
+
+``grouped`` has products and the gradients of weights. ``experts`` has the layers' first products with SwiGLU, and of 8
+bits with blocks' scales, by Hopper kernels that a plan takes only where it is asked (`tilestream.plan.experimental`).
+The loop knows the groups' sizes, which the others read on the device.
 
 Tokens go to experts uniformly, mildly unevenly (each expert's weight is drawn from [0.5, 1.5]), or by Zipf's law
 (weight 1 / rank**1.2, experts in random order). Group sizes follow from the row's seed.
@@ -6,15 +10,20 @@ Tokens go to experts uniformly, mildly unevenly (each expert's weight is drawn f
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 import tilestream as ts
+from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.records import Row
 from benchmarks.core.timing import Call, gpu_peak, host_microseconds, refuse_impossible
 from benchmarks.gemm.bench import Bench, rounded
+from tilestream.plan import experimental
 from tilestream_tools.sweep.check import errors, sampled_rows
 
 SKEWS = ("uniform", "mild", "zipf")
@@ -61,6 +70,26 @@ def sizes(rows: int, experts: int, skew: str, seed: int = SEED) -> list[int]:
     return ends.diff(prepend=ends.new_zeros(1)).tolist()
 
 
+def operands(layer: Layer, gradient: bool, make: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a product, or of the gradient of the weights."""
+    _, rows, n, k, experts = layer
+    a, b = make(rows, k), make(rows, n) if gradient else make(experts, n, k).mT
+    return a.t() if gradient else a, b
+
+
+def loop(a: torch.Tensor, b: torch.Tensor, given: list[int]) -> torch.Tensor:
+    """A `torch.mm` a group."""
+    along_k = b.dim() == 2
+    out = a.new_empty(len(given), a.shape[0], b.shape[1]) if along_k else a.new_empty(a.shape[0], b.shape[2])
+    for group, (end, size) in enumerate(zip(itertools.accumulate(given), given, strict=True)):
+        run = slice(end - size, end)
+        if along_k:
+            torch.mm(a[:, run], b[run], out=out[group])
+        else:
+            torch.mm(a[run], b[group], out=out[run])
+    return out
+
+
 def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
     """One product; of a gradient, that of the weights."""
     _, rows, n, k, experts = layer
@@ -71,10 +100,10 @@ def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
 
     given = sizes(rows, experts, skew)
     ends = torch.tensor(given, device=bench.device).cumsum(0).to(torch.int32)
-    a, b = make(rows, k), make(rows, n) if gradient else make(experts, n, k).mT
-    a = a.t() if gradient else a
+    a, b = operands(layer, gradient, make)
     functions: dict[str, Call] = {
         "torch": lambda: torch._grouped_mm(a, b, ends), "ours": lambda: ts.grouped_mm(a, b, ends),
+        "loop": lambda: loop(a, b, given),
     }  # fmt: skip
     largest = max(range(experts), key=given.__getitem__)
     begin = sum(given[:largest])
@@ -87,8 +116,8 @@ def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
     figures = errors(parts["ours"][picked], parts["torch"][picked], reference)
     if (answers["ours"].float() - answers["torch"].float()).abs().max() > 0.02 * reference.abs().max():
         raise AssertionError("another group than the largest differs from torch's")
-    host, _ = host_microseconds(functions, batch=8, batches=5) if not bench.dry else ({}, {})
-    timing = bench.clock.interleave(functions, rounds=5 if bench.dry else 15)
+    host, _ = host_microseconds(functions, batch=8, batches=3) if not bench.dry else ({}, {})
+    timing = bench.clock.interleave(functions, rounds=5 if bench.dry else 11)
     medians, operations = timing.medians(), 2 * rows * n * k
     tflops = {name: round(operations / seconds * 1e-12, 1) for name, seconds in medians.items()}
     if not bench.dry:
@@ -102,8 +131,84 @@ def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
         "kind": "gradient of weights" if gradient else "product", "largest_group": max(given),
         "empty_groups": given.count(0), "us": rounded(medians), "tflops": tflops, "host_us": host,
         "ratio": round(timing.median("torch") / timing.median("ours"), 4),
-        "band": [round(x, 4) for x in timing.band("ours", "torch")], "plan": made.label, "errors": figures,
+        "band": [round(x, 4) for x in timing.band("ours", "torch")],
+        "to_loop": round(timing.median("loop") / timing.median("ours"), 4), "plan": made.label, "errors": figures,
     }  # fmt: skip
+
+
+def unfused(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """SwiGLU as users write it: of torch's product."""
+    gate, up = torch._grouped_mm(x, w, ends).chunk(2, 1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def expert_row(bench: Bench, layer: Layer, skew: str, blocks: bool) -> Row:
+    """SwiGLU of a product, or the product of 8 bits with scales of blocks; beside torch's of bfloat16."""
+    _, rows, n, k, experts = layer
+    generator = torch.Generator(bench.device).manual_seed(SEED)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=bench.device, dtype=torch.bfloat16)
+
+    given = sizes(rows, experts, skew)
+    ends = torch.tensor(given, device=bench.device).cumsum(0).to(torch.int32)
+    a, b = operands(layer, False, make)
+    most = max(range(experts), key=given.__getitem__)
+    run = slice(sum(given[:most]), sum(given[: most + 1]))
+    picked = sampled_rows(given[most]).to(a.device)
+    functions: dict[str, Call]
+    if blocks:
+        a8, b8 = a.to(torch.float8_e4m3fn), b.mT.to(torch.float8_e4m3fn).mT
+        scale_a = torch.rand(rows, -(-k // 128), device=a.device) + 0.5
+        scale_b = torch.rand(experts, -(-n // 128), -(-k // 128), device=a.device).mT + 0.5
+        wide = a8[run][picked].double() * scale_a[run][picked].double().repeat_interleave(128, 1)[:, :k]
+        factor = scale_b[most].double().repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :n]
+        reference = wide @ (b8[most].double() * factor)
+        functions = {
+            "torch": lambda: torch._grouped_mm(a, b, ends),
+            "ours": lambda: ts.grouped_mm(a8, b8, ends, scale_a=scale_a, scale_b=scale_b),
+        }  # fmt: skip
+    else:
+        gate, up = (a[run][picked].double() @ b[most].double()).chunk(2, 1)
+        reference = torch.nn.functional.silu(gate) * up
+        functions = {
+            "torch": lambda: unfused(a, b, ends), "ours": lambda: ts.grouped_mm(a, b, ends, activation="swiglu"),
+        }  # fmt: skip
+    answer = functions["ours"]()[run][picked].double()
+    worst = ((answer - reference).abs().max() / reference.abs().max()).item()
+    if not worst <= 0.02:
+        raise AssertionError(f"{layer.name}: an error of {worst:.3g} of the largest element")
+    host, _ = host_microseconds(functions, batch=8, batches=3) if not bench.dry else ({}, {})
+    timing = bench.clock.interleave(functions, rounds=5 if bench.dry else 11)
+    medians = timing.medians()
+    made = ts.grouped_plan(
+        rows, n, k, experts, dtype="float8_e4m3fn" if blocks else "bfloat16", scales="block" if blocks else "none",
+        activation=None if blocks else "swiglu", device=bench.device,
+    )  # fmt: skip
+    return {
+        "layer": layer.name, "shape": f"{rows}x{n}x{k}, {experts} experts", "skew": skew, "seed": SEED,
+        "kind": "blocks' scales" if blocks else "swiglu", "us": rounded(medians), "host_us": host,
+        "tflops": {name: round(2 * rows * n * k / seconds * 1e-12, 1) for name, seconds in medians.items()},
+        "ratio": round(timing.median("torch") / timing.median("ours"), 4),
+        "band": [round(x, 4) for x in timing.band("ours", "torch")], "plan": made.label, "error": worst,
+    }  # fmt: skip
+
+
+def launches() -> dict[str, Callable[[], object]]:
+    """What the section ``grouped`` launches, by name: a call of each product, of operands that nobody has written."""
+
+    def call(layer: Layer, gradient: bool) -> None:
+        def make(*shape: int) -> torch.Tensor:
+            return torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
+
+        a, b = operands(layer, gradient, make)
+        ts.grouped_mm(a, b, torch.zeros(layer.experts, device="cuda", dtype=torch.int32))
+
+    return {
+        f"{layer.name} {gradient}": functools.partial(call, layer, gradient)
+        for layer in LAYERS
+        for gradient in (False, True)
+    }
 
 
 def small(layer: Layer) -> Layer:
@@ -116,5 +221,16 @@ def small(layer: Layer) -> Layer:
 def grouped(bench: Bench) -> None:
     """Products, then the gradients of weights."""
     layers = [small(layer) for layer in LAYERS[:2]] if bench.dry else LAYERS
+    if not bench.dry:
+        compile_ahead("gemm", "grouped", "", str(bench.options.within), limit=45)
     items = [(layer, skew, gradient) for gradient, layer, skew in itertools.product((False, True), layers, SKEWS)]
     bench.measure("grouped", items, lambda item: row(bench, *item), zipf=ZIPF)
+
+
+def experts(bench: Bench) -> None:
+    """SwiGLU, then blocks' scales, of the layers' first products."""
+    os.environ[experimental.KERNELS["hopper_experts"].environment] = "1"  # what no GPU has run is run here
+    layers = [layer for layer in LAYERS if "gate+up" in layer.name]
+    layers = [small(layer) for layer in layers[:1]] if bench.dry else layers
+    items = [(layer, skew, blocks) for blocks, layer, skew in itertools.product((False, True), layers, SKEWS[::2])]
+    bench.measure("experts", items, lambda item: expert_row(bench, *item), zipf=ZIPF)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from benchmarks.gemm import bench, compiling, counters, grouped, search, shapes
 from benchmarks.report import gemm
 from benchmarks.report import gemm_losses as losses
@@ -78,6 +79,15 @@ def test_rows_of_experts_are_all_rows_and_skewed(skew) -> None:
     largest = {"uniform": (128, 128), "mild": (150, 250), "zipf": (3000, 6000)}[skew]
     assert largest[0] <= max(given) <= largest[1]
     assert given == grouped.sizes(16384, 128, skew)
+
+
+def test_the_loop_is_the_grouped_product() -> None:
+    given, layer = [3, 0, 9], grouped.Layer("", 12, 8, 16, 3)
+    for gradient in (False, True):
+        a, b = grouped.operands(layer, gradient, torch.rand)
+        ends = torch.tensor(given).cumsum(0).to(torch.int32)
+        assert torch.allclose(grouped.loop(a, b, given), ts.grouped_mm(a, b, ends), atol=1e-5)
+    assert len(grouped.launches()) == 2 * len(grouped.LAYERS)
 
 
 def test_parse() -> None:

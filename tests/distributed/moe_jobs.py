@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from jobs import random
 from error_rule import ACTIVATIONS, check_gradient, passes
 from rank_checks import raised
 from tilestream import distributed as tsd
+from tilestream.distributed import moe_dispatch
 
 
 class Mixture(NamedTuple):
@@ -72,8 +74,8 @@ class Mixture(NamedTuple):
 
 
 def matches(rank, world, cases, device="cpu"):
-    """Results and gradients by the error rule; twice, with the same bits."""
-    for tokens, top_k, experts, dtype, form, extra in cases:
+    """Results and gradients by the error rule; twice, with the same bits. In one part, or a part an expert."""
+    for number, (tokens, top_k, experts, dtype, form, extra) in enumerate(cases):
         dtype, activation = getattr(torch, dtype), extra.get("activation", "silu")
         sizes = {name: extra[name] for name in ("width", "hidden", "only") if name in extra}
         data = Mixture.random(tokens[:world], top_k, experts * world, dtype, **sizes).to(device=device)
@@ -81,8 +83,9 @@ def matches(rank, world, cases, device="cpu"):
         found = []
         for _ in range(2):
             args = data.own(rank, world)
-            out = tsd.moe(*args, activation=activation, form=form)
-            out.backward(grads[rank])
+            with mock.patch.object(moe_dispatch, "PART_BYTES", 1 if number % 2 else 2**20):
+                out = tsd.moe(*args, activation=activation, form=form)
+                out.backward(grads[rank])
             found.append([out.detach(), *(t.grad for t in (args[0], args[1][0], *args[2:]))])
         assert all(map(torch.equal, *found)), "the second result has other bits"
         wanted = []
@@ -158,6 +161,43 @@ def begins_with_the_first(rank, world, folder):
     finally:
         moe_experts.forward = forward
     assert sum(calls) == sum(int((chosen == rank).sum()) for chosen in data.chosen)
+    return torch.allclose(out, data.by_torch()[rank], atol=1e-5)
+
+
+def begins_with_the_first_expert(rank, world, folder):
+    """Rank 1 sends its rows for the second expert when rank 0 has computed those for the first."""
+    from tilestream.distributed import moe_experts
+
+    data = Mixture.random([6] * world, 2, 2 * world)
+    args, flag, forward = data.own(rank, world), Path(folder) / "computed", moe_experts.forward
+    rounds, computed = moe_dispatch._Dispatch.rounds, []
+
+    def slow(self, peer):
+        for number, (incoming, outgoing) in enumerate(rounds(self, peer)):
+            yield moe_dispatch.Round(incoming, by_and_by(outgoing) if (rank, peer, number) == (1, 0, 1) else outgoing)
+
+    def by_and_by(outgoing):
+        first, *rest = outgoing
+        yield first
+        end = time.monotonic() + 20
+        while not flag.exists():
+            assert time.monotonic() < end, "rank 0 waits for the rows of all experts"
+            time.sleep(0.002)
+        yield from rest
+
+    def counted(e, x, counts):
+        made = forward(e, x, counts)
+        computed.append([int(counts[0]), int(counts[1])])
+        if rank == 0 and len(computed) == 2:  # its own, and the first part
+            assert computed[1][1] == 0 < computed[1][0]
+            flag.touch()
+        return made
+
+    with (
+        mock.patch.object(moe_dispatch, "PART_BYTES", 1), mock.patch.object(moe_experts, "forward", counted),
+        mock.patch.object(moe_dispatch._Dispatch, "rounds", slow),
+    ):  # fmt: skip
+        out = tsd.moe(*args, form="fused")
     return torch.allclose(out, data.by_torch()[rank], atol=1e-5)
 
 

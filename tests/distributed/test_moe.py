@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import moe_jobs
 import pytest
+import torch
+
+from tilestream.distributed import moe_dispatch
 
 
 def cases():
@@ -26,13 +31,34 @@ def test_results_and_gradients_are_those_of_plain_torch(ranks, world):
 def test_shapes_routers_and_graphs(ranks, world):
     for text in ranks.run(world, moe_jobs.shapes_and_routers):
         assert f"moe, {world} ranks" in text
-        why = "refused   fused: one rank: nothing travels" if world == 1 else "fused: each source's rows are multiplied"
+        why = (
+            "refused   fused: one rank: nothing travels"
+            if world == 1
+            else "fused: each source's rows are multiplied as they come"
+        )
         assert why in text
         assert "agreed    op moe, x [..., 12] float32, top_k 2, experts 2, hidden 10, activation silu" in text
 
 
 def test_products_begin_when_their_first_source_is_there(ranks, tmp_path):
     assert ranks.run(3, moe_jobs.begins_with_the_first, str(tmp_path)) == [True] * 3
+
+
+def test_an_expert_begins_before_its_sources_other_rows_are_there(ranks, tmp_path):
+    assert ranks.run(2, moe_jobs.begins_with_the_first_expert, str(tmp_path)) == [True] * 2
+
+
+def test_parts_have_each_row_once_and_an_experts_rows_in_one():
+    for counts in ([0], [5], [0, 0, 3], [3, 0, 0], [1, 2, 3, 4], [9, 0, 1, 1]):
+        for size in (1, 2, 4, 100):
+            with mock.patch.object(moe_dispatch, "PART_BYTES", size):
+                parts = moe_dispatch.parts_of(torch.tensor(counts), 1)
+            assert [expert for part in parts for expert in range(part.first, part.end)] == list(range(len(counts)))
+            assert [sum(counts[part.first : part.end]) for part in parts] == [
+                part.rows.stop - part.rows.start for part in parts
+            ]
+            assert parts[-1].rows.stop == sum(counts)
+            assert all(part.rows.stop - part.rows.start >= size for part in parts[:-1])
 
 
 @pytest.mark.parametrize(

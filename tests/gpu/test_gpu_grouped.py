@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from gpu_runs import check_untouched, nan, rand, randn
 
 import tilestream as ts
 from error_rule import Maths, check
-from grouped_cases import offsets_of
+from grouped_cases import expected, offsets_of
+from tilestream.core.operands import Epilogue, GroupedOperands
 from tilestream.launch.cache import launch_cache
+from tilestream.plan import experimental
 from tilestream.plan.grouped import plan_groups
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -90,6 +94,112 @@ def test_operands_of_8_bits_with_a_scale_a_row(backend):
         run = slice(begin, end)
         check(out[run], Maths(a[run], b[group], scale_a=scale_a[run, None], scale_b=scale_b[group, None]))
         begin = end
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def experts(request, monkeypatch):
+    """The kernel of SwiGLU and of blocks' scales: the Hopper one is none that a plan takes by itself."""
+    if request.param == "portable":
+        request.getfixturevalue("portable")
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels for sm_90")
+    monkeypatch.delitem(experimental.KERNELS, "hopper_experts")
+    plan_groups.cache_clear()
+    launch_cache.clear()
+    yield request.param
+    plan_groups.cache_clear()
+    launch_cache.clear()
+
+
+def ran_on(kernel):
+    """Assert which kernel the last call's plan took."""
+    assert {launch.plan.backend for launch in launch_cache.of("grouped")} == {kernel}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, E4M3], ids=str)
+@pytest.mark.parametrize("half", [N // 2, 328, 500])
+def test_swiglu_of_two_halves(half, dtype, experts):
+    a, b = randn(M, K, dtype=dtype), randn(8, 2 * half, K, dtype=dtype).mT
+    for sizes in SIZES:
+        ends = offsets_of(sizes, "cuda")
+        check_all("rows", a, b, ts.grouped_mm(a, b, ends, activation="swiglu"), ends, activation="swiglu")
+    bias, ends = randn(8, 2 * half), offsets_of(SIZES[0], "cuda")
+    more = {"bias": bias, "activation": "swiglu", "out_dtype": F32}
+    check_all("rows", a, b, ts.grouped_mm(a, b, ends, **more), ends, **more)
+    few = offsets_of([i % 3 for i in range(8)], "cuda")
+    check_all("rows", a[:8], b, ts.grouped_mm(a[:8], b, few, activation="swiglu"), few, activation="swiglu")
+    ran_on(experts)
+
+
+def test_swiglu_of_outputs_of_any_strides_and_nothing_beside_them(experts):
+    a, b = randn(M, K), randn(8, 2 * N, K).mT
+    ends = offsets_of(SIZES[0], "cuda")
+    store = nan(M + 2, N + 24)
+    out = store[1:-1, 8 : 8 + N]
+    ts.grouped_mm(a, b, ends, activation="swiglu", out=out)
+    check_all("rows", a, b, out, ends, activation="swiglu")
+    check_untouched(out, store)
+    across = nan(N, M)
+    ts.grouped_mm(a, b, ends, activation="swiglu", out=across.t())
+    check_all("rows", a, b, across.t(), ends, activation="swiglu")
+    b = randn(8, K, 2 * N)  # whose columns lie side by side
+    check_all("rows", a, b, ts.grouped_mm(a, b, ends, activation="swiglu"), ends, activation="swiglu")
+
+
+def test_gradients_of_swiglu(experts):
+    a, b, ends = randn(M, K), randn(8, 2 * N, K).mT, offsets_of(SIZES[4], "cuda")
+    inputs = [x.clone().requires_grad_() for x in (a, b)]
+    out = ts.grouped_mm(*inputs, ends, activation="swiglu")
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, grad)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    pieces = [(maths.a @ maths.b).chunk(2, 1) for _, maths in parts("rows", *wide, out, ends)]
+    whole = torch.cat([torch.nn.functional.silu(gate) * up for gate, up in pieces])
+    wanted = torch.autograd.grad(whole, wide, grad[: len(whole)].double())
+    for mine, reference in zip(found, wanted, strict=True):
+        assert (mine.double() - reference).norm() <= 0.02 * reference.norm()
+
+
+@pytest.mark.parametrize(("k", "n"), [(300, 200), (1024, 512), (128, 4096)])
+def test_scales_of_blocks(k, n, experts):
+    k = k // 16 * 16
+    a, b = randn(M, k, dtype=E4M3), randn(8, n, k, dtype=E4M3).mT
+    of_k, of_n = -(-k // 128), -(-n // 128)
+    scale_a, scale_b = rand(of_k, M).t() + 0.1, rand(8, of_n, of_k).mT + 0.1  # A's as DeepGEMM lays them out
+    for sizes, activation in itertools.product(SIZES, ("none", "swiglu")):
+        if activation == "swiglu" and n // 2 % 128 and experts == "hopper":
+            continue  # which goes to the portable kernel
+        ends = offsets_of(sizes, "cuda")
+        more = {} if activation == "none" else {"activation": activation}
+        out = ts.grouped_mm(a, b, ends, scale_a=scale_a, scale_b=scale_b, **more)
+        shape = GroupedOperands(a, b, out, Epilogue(activation=activation, scale_a=scale_a, scale_b=scale_b), ends)
+        for answer, maths in expected(shape):
+            check(answer, maths)
+        assert not out[int(ends[-1]) :].any()
+    few = offsets_of([1, 0, 2, 0, 0, 1, 3, 1], "cuda")
+    out = ts.grouped_mm(a[:8], b, few, scale_a=scale_a[:8], scale_b=scale_b)
+    for answer, maths in expected(GroupedOperands(a[:8], b, out, Epilogue(scale_a=scale_a[:8], scale_b=scale_b), few)):
+        check(answer, maths)
+    ran_on(experts)
+
+
+def test_equal_grouped_calls_are_native():
+    from tilestream.ops import native
+
+    if native._load() is None:
+        pytest.skip("no native library")
+    for form in FORMS:
+        a, b = operands(form)
+        ends = offsets_of(SIZES[0], "cuda")
+        ts.grouped_mm(a, b, ends)
+        before = native.loaded()
+        assert before is not None
+        assert before.try_grouped(*native._grouped_arguments(
+            a, b, ends, None, None, None, None, None, True, "auto", None
+        )) is not None, form  # fmt: skip
+        for sizes in SIZES:
+            ends = offsets_of(sizes, "cuda")
+            check_all(form, a, b, ts.grouped_mm(a, b, ends), ends)
 
 
 def test_many_groups(backend):

@@ -154,10 +154,10 @@ def portable_sum(k: int, block_k: int, promoted: bool) -> Sum:
     item = SimpleNamespace(pm=0, pn=0, k_begin=0, k_end=-(-k // block_k), batch=batch)
     config = SimpleNamespace(
         A_KIND="", B_KIND="", BLOCK_M=16, BLOCK_N=16, BLOCK_K=block_k, OFFSETS_64BIT=False, EVEN_K=k % block_k == 0,
-        PRECISION="ieee", IMPRECISE=128 if promoted else None, PROMOTED=False,
+        PRECISION="ieee", IMPRECISE=128 if promoted else None, PROMOTED=False, TWO_HALVES=False, SCALES="none",
     )  # fmt: skip
     a, b = SimpleNamespace(at=0, batch=0, row=0, column=1), SimpleNamespace(at=0, batch=0, row=1, column=0)
-    names["product"](a, b, item, 64, 64, k, config)
+    names["product"](a, b, item, 64, 64, k, None, config)
     return Sum(log)
 
 

@@ -24,6 +24,7 @@ from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify.arrival_order import ordered
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
+from tilestream_tools.verify.dispatch import DispatchCase
 from tilestream_tools.verify.faults import KINDS
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.gpu_loop import Add, Poison
@@ -41,7 +42,7 @@ from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 CORE, VERIFY = "tilestream.core", "tilestream_tools.verify"
 MODULES = {
     **{name: f"{CORE}.{name}" for name in ("gate", "loop", "schedule")},
-    **{name: f"{CORE}.protocols.{name}" for name in ("gather", "one_shot", "reduce_scatter", "replay")},
+    **{name: f"{CORE}.protocols.{name}" for name in ("dispatch", "gather", "one_shot", "reduce_scatter", "replay")},
     **{name: f"{VERIFY}.{name}" for name in ("attention_protocol", "copies", "gpu_loop", "product", "protocol")},
     **{name: f"{VERIFY}.{name}" for name in ("shared_attention", "shared_ring")},
 }
@@ -98,12 +99,27 @@ class Bug:
         return with_fields(result, states=states, seconds=seconds)
 
 
+TABLES = (
+    "workers.txt", "rings.txt", "warps.txt", "attention.txt", "copies.txt", "ranks.txt", "replays.txt",
+    "dispatches.txt",
+)  # fmt: skip
+
+
 @cache
 def seeded_bugs() -> tuple[Bug, ...]:
     """All of them."""
     return tuple(
         _bug(row)
-        for file in ("workers.txt", "rings.txt", "warps.txt", "attention.txt", "copies.txt", "ranks.txt", "replays.txt")
+        for file in (
+            "workers.txt",
+            "rings.txt",
+            "warps.txt",
+            "attention.txt",
+            "copies.txt",
+            "ranks.txt",
+            "replays.txt",
+            "dispatches.txt",
+        )
         for row in table.read(file, MODULES)
     )
 
@@ -363,6 +379,13 @@ def _replay(role: str) -> Family:
     return Family("replay", (f"{CORE}.protocols.replay:{role}",), make, prefix="replay: ")
 
 
+def _dispatch(role: str) -> Family:
+    def make(made: Any, parts: Any = ((1,), (1,)), **more: Any) -> Any:
+        return [DispatchCase(parts, **{role: made}, **more)]
+
+    return Family("dispatch", (f"{CORE}.protocols.dispatch:{role}",), make, prefix="dispatch: ")
+
+
 _SUM = {"watch": "gather:watch", **{role: f"reduce_scatter:{role}" for role in ("produce", "scatter", "add_up")}}
 _REDUCE = {"watch": "gather:watch", "reduce": "one_shot:reduce", "begin": "reduce_scatter:begin_sum"}
 
@@ -384,5 +407,6 @@ FAMILIES: dict[str, Callable[[str], Family]] = {
     "gather by pulling": partial(_gather, ("pull",)),
     "reduce-scatter": partial(_reduction, "sums", SumCase, _SUM),
     "replay": _replay,
+    "dispatch": _dispatch,
     "all-reduce": partial(_reduction, "reduce", OneShotCase, _REDUCE),
 }

@@ -121,6 +121,36 @@ def merge_call(**more: Any) -> Merge:
     return Merge(o, lse, torch.zeros_like(o), torch.zeros_like(lse))._replace(**more)
 
 
+class Grouped(NamedTuple):
+    """A call of `try_grouped`, with its arguments' names."""
+
+    a: Any
+    b: Any
+    offsets: Any
+    options: int = 0
+    bias: Any = None
+    scale_a: Any = None
+    scale_b: Any = None
+    workers: int = 0
+    limit: int = 0
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The operands, by name."""
+        return {name: getattr(self, name) for name in ("a", "b", "offsets", "bias", "scale_a", "scale_b")}
+
+    @property
+    def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Fresh outputs."""
+        return torch.zeros(self.a.shape[0], self.b.shape[2], dtype=self.a.dtype), None
+
+
+def grouped_call(**more: Any) -> Grouped:
+    """Sixteen rows in three groups."""
+    a, b = torch.zeros(16, 64, dtype=torch.bfloat16), torch.zeros(3, 64, 32, dtype=torch.bfloat16)
+    return Grouped(a, b, torch.zeros(3, dtype=torch.int32))._replace(**more)
+
+
 def kernel(
     driver: Any, signature: dict[str, str], constants: dict[tuple[int, ...], Any], boxes: list[list[int]]
 ) -> Any:
@@ -231,8 +261,12 @@ def _type(name: str) -> str:
     return "i64" if name == "allowed" else "i32"
 
 
+#: What kernels call pointers that are not named as their operands are.
+_POINTERS = {"scale_a": "row_scale", "scale_b": "column_scale"}
+
+
 class AttentionLaunch:
-    """A launch of attention, of one or two kernels, or of a merge: pointers for all that is given.
+    """A launch of attention, of one or two kernels, of a merge, or of groups: pointers for all that is given.
 
     Parameters
     ----------
@@ -245,7 +279,7 @@ class AttentionLaunch:
     tables: Sequence[torch.Tensor] = ()
 
     def __init__(
-        self, driver: Any, x: Attention | Merge, lse: bool = False, listed: bool = False,
+        self, driver: Any, x: Attention | Merge | Grouped, lse: bool = False, listed: bool = False,
         extra: dict[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._extra = extra or {}
@@ -257,14 +291,16 @@ class AttentionLaunch:
         for names in ([["cu_seqlens_q", *lists]] if listed else []) + [[*self._names, *lists, *["counters"] * listed]]:
             numbers = {name: _type(name) for name in self._extra}
             numbers |= {"base": "i64", "reset": "i32", "scale": "fp32"} if "q" in names else {}
-            signature = {**dict.fromkeys(names, "*bf16"), **numbers, "C": "constexpr"}
+            pointers = [_POINTERS.get(name, name) for name in names]
+            signature = {**dict.fromkeys(pointers, "*bf16"), **numbers, "C": "constexpr"}
             given = [VARIES] * (len(names) + len(numbers)) + [None]
             self._launchers.append(
                 (names, "base" in numbers, Launcher(kernel(driver, signature, {}, []), (7, 1, 1), given))
             )
 
     def issue(
-        self, x: Attention | Merge, out: torch.Tensor, lse: torch.Tensor | None = None, /, stream: int = 0, **moved: int
+        self, x: Attention | Merge | Grouped, out: torch.Tensor, lse: torch.Tensor | None = None, /, stream: int = 0,
+        **moved: int,
     ) -> None:  # fmt: skip
         """Launch by Python; ``moved``: addresses of operands that are not where the caller has them."""
         tensors = {**x.tensors, "out": out, "lse": lse}
@@ -278,7 +314,7 @@ class AttentionLaunch:
 
 
 def observed(
-    launch: Launch | AttentionLaunch, x: Matmul | Attention | Merge, out: torch.Tensor | None = None,
+    launch: Launch | AttentionLaunch, x: Matmul | Attention | Merge | Grouped, out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None, /, stream: int = 0, **moved: int,
 ) -> tuple[Observation, Call]:  # fmt: skip
     """Launch by Python, observed."""
@@ -292,7 +328,7 @@ def observed(
 
 
 def remember(
-    extension: Extension, launch: Launch | AttentionLaunch, x: Matmul | Attention | Merge,
+    extension: Extension, launch: Launch | AttentionLaunch, x: Matmul | Attention | Merge | Grouped,
     out: torch.Tensor | None = None, lse: torch.Tensor | None = None, /, stream: int = 0, **moved: int,
 ) -> bool:  # fmt: skip
     """Launch by Python, observed, and have the extension keep the recipe."""
@@ -300,8 +336,10 @@ def remember(
     return extension.remember(seen, made, stream, out is not None, tuple(x))
 
 
-def tried(extension: Extension, x: Matmul | Attention | Merge, out: torch.Tensor | None = None) -> tuple[Any, Any]:
+def tried(
+    extension: Extension, x: Matmul | Attention | Merge | Grouped, out: torch.Tensor | None = None
+) -> tuple[Any, Any]:  # fmt: skip
     """What a native call gives for the output and for the log-sum-exp."""
-    name = {Matmul: "matmul", Attention: "attention", Merge: "merge_attention"}[type(x)]
+    name = {Matmul: "matmul", Attention: "attention", Merge: "merge_attention", Grouped: "grouped"}[type(x)]
     found = getattr(extension, f"try_{name}")(*x) if out is None else getattr(extension, f"try_{name}_out")(out, *x)
     return found if isinstance(found, tuple) else (found, None)

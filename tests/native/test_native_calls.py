@@ -25,11 +25,13 @@ from stand_ins import (
     TICKETS,
     Attention,
     AttentionLaunch,
+    Grouped,
     Launch,
     Matmul,
     Merge,
     attention_call,
     call,
+    grouped_call,
     merge_call,
     observed,
     remember,
@@ -89,14 +91,22 @@ def full_attention(**more) -> Attention:
     )._replace(**more)  # fmt: skip
 
 
-def launch_of(driver: Any, x: Matmul | Attention | Merge, **how) -> Launch | AttentionLaunch:
+def launch_of(driver: Any, x: Matmul | Attention | Merge | Grouped, **how) -> Launch | AttentionLaunch:
     if isinstance(x, Matmul):
         return Launch(driver, x, **how)
     return AttentionLaunch(driver, x, **{"lse": isinstance(x, Merge), **how})
 
 
+def full_grouped(**more) -> Grouped:
+    """A call with every operand."""
+    return grouped_call(
+        options=5, bias=torch.zeros(3, 32, dtype=torch.bfloat16), scale_a=torch.ones(16), scale_b=torch.ones(3, 32),
+        workers=3, limit=5,
+    )._replace(**more)  # fmt: skip
+
+
 #: A call of each op, with every operand.
-FULL = {"product": full, "attention": full_attention, "merge": merge_call}
+FULL = {"product": full, "attention": full_attention, "merge": merge_call, "grouped": full_grouped}
 
 
 # What is launched -----------------------------------------------------------------------------------------------------
@@ -141,8 +151,9 @@ def test_the_launch_is_on_the_current_stream_with_the_attributes_of_the_kernel(e
 
 
 @pytest.mark.parametrize(
-    ("made", "lse"), [(full, None), (attention_call, None), (attention_call, torch.zeros(2, 4, 8))],
-    ids=["product", "attention", "log-sum-exp too"],
+    ("made", "lse"),
+    [(full, None), (full_grouped, None), (attention_call, None), (attention_call, torch.zeros(2, 4, 8))],
+    ids=["product", "grouped", "attention", "log-sum-exp too"],
 )  # fmt: skip
 def test_an_output_that_is_given_is_written(extension, driver, made, lse):
     x = made()
@@ -185,6 +196,14 @@ def test_an_output_of_other_strides_is_another_call(extension, driver):
             {"block_table": ints(8)[::2].view(2, 2)}, {"cu_seqlens_q": ints(4)},
             {"v": torch.zeros(2, 8, 4, 16, dtype=torch.bfloat16)[:, :, ::2]},
         )],
+        *[(full_grouped, other) for other in (
+            {"options": 1}, {"workers": 0}, {"limit": 0}, {"bias": None}, {"scale_a": None}, {"scale_b": None},
+            {"scale_a": torch.ones(16, 1)}, {"scale_b": torch.ones(3, 1, 32)}, {"offsets": ints(4)},
+            {"offsets": ints(6)[::2]}, {"bias": aligned_at(2, 3, 32)}, {"a": aligned_at(2, 16, 64)},
+            {"a": torch.zeros(64, 16, dtype=torch.bfloat16).T}, {"a": torch.zeros(17, 64, dtype=torch.bfloat16)},
+            {"b": torch.zeros(3, 32, 64, dtype=torch.bfloat16).mT}, {"b": torch.zeros(64, 32, dtype=torch.bfloat16)},
+            {"b": torch.zeros(3, 64, 32, dtype=torch.float16)},
+        )],
         *[(merge_call, other) for other in (
             {"layout": 1}, {"o_a": torch.zeros(2, 8, 4, 16)}, {"lse_a": torch.zeros(2, 4, 8, dtype=torch.bfloat16)},
             {"o_b": torch.zeros(2, 8, 4, 8, dtype=torch.bfloat16)}, {"lse_b": torch.zeros(2, 8, 4).transpose(1, 2)},
@@ -205,9 +224,21 @@ def test_what_could_change_the_launch_is_in_its_key(extension, driver, made, oth
 
 def test_ops_are_not_taken_for_each_other(extension, driver):
     """Of the same tensors: attention of q, k and v has no fourth, and another number of its op than a merge."""
-    for x in (call(), attention_call(), merge_call()):
+    for x in (call(), attention_call(), merge_call(), grouped_call()):
         remember(extension, launch_of(driver, x), x)
-    assert len(extension) == 3
+    assert len(extension) == 4
+
+
+def test_an_equal_grouped_call_gives_the_driver_what_python_gave_it(extension, driver):
+    first, other = full_grouped(), full_grouped()
+    launch = launch_of(driver, first)
+    assert remember(extension, launch, first)
+    driver.forget()
+    out = extension.try_grouped(*other)
+    assert (out.shape, out.dtype, out.stride()) == ((16, 32), torch.bfloat16, (32, 1))
+    launch.issue(other, out)
+    native_launch, python_launch = driver.launches()
+    assert native_launch == python_launch
 
 
 def test_addresses_and_factors_are_not_in_the_key(extension, driver):

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from stand_ins import Attention, AttentionLaunch, Launch, Matmul, Merge
+from stand_ins import Attention, AttentionLaunch, Grouped, Launch, Matmul, Merge
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilestream as ts
 from tilestream.launch.observe import observation
-from tilestream.ops import attention_library, attention_merge, attention_request, library, native, request
+from tilestream.ops import attention_library, attention_merge, attention_request, grouped, library, native, request
 from tilestream.ops.attention_operands import Settings
 from tilestream.trace.record import record
 
@@ -72,6 +72,20 @@ def python_calls(extension, driver, monkeypatch) -> list[object]:
         observed(launch)
         return out, lse
 
+    def by_groups(a, b, offsets, out, bias, activation, out_dtype, scale_a, scale_b, *others) -> torch.Tensor:
+        made.append("grouped")
+        columns = b.shape[-1] // (2 if activation == "swiglu" else 1)
+        shape = (a.shape[-2], columns) if b.dim() + a.dim() == 5 else (len(offsets), a.shape[0], columns)
+        result = torch.zeros(shape, dtype=out_dtype or a.dtype) if out is None else out
+        x = Grouped(a, b, offsets, 0, bias, scale_a, scale_b)
+        if a.dim() == 3:
+            x = Grouped(b, a, offsets, 0, bias, scale_b, scale_a)
+        launch = AttentionLaunch(driver, x)
+        launch.issue(x, result)
+        observed(launch)
+        return result
+
+    monkeypatch.setattr(grouped, "_grouped", by_groups)
     monkeypatch.setattr(attention_merge, "merge_attention_op", merged)
     monkeypatch.setattr(request, "_multiply", multiplied)
     monkeypatch.setattr(attention_request, "_attend", attended)
@@ -88,6 +102,7 @@ def python_calls(extension, driver, monkeypatch) -> list[object]:
 Q, K, V, SINKS, HEADS = zeros(2, 8, 4, 16), zeros(2, 8, 2, 16), zeros(2, 8, 2, 16), torch.zeros(4), torch.ones(2)
 ENDS, ROWS, PAGES = (torch.zeros(*shape, dtype=torch.int32) for shape in ((3,), (2,), (2, 4)))
 LSE = torch.zeros(2, 4, 8)
+EXPERTS, OFFSETS = zeros(3, 64, 32), torch.zeros(3, dtype=torch.int32)
 CALLS = {
     "mm": lambda: ts.mm(A, B),
     "mm, bias": lambda: ts.mm(A, B, bias=BIAS),
@@ -105,6 +120,17 @@ CALLS = {
     "linear": lambda: ts.linear(A, W),
     "linear, 3-D, bias": lambda: ts.linear(zeros(2, 8, 64), W, BIAS, activation="relu"),
     "linear, a scale a row of the weight": lambda: ts.linear(A, W, scale_b=torch.ones(32, 1)),
+    "grouped": lambda: ts.grouped_mm(A, EXPERTS, OFFSETS),
+    "grouped, columns": lambda: ts.grouped_mm(EXPERTS.mT, A.t(), OFFSETS),
+    "grouped, K": lambda: ts.grouped_mm(A, B, OFFSETS),
+    "grouped, out=": lambda: ts.grouped_mm(A, EXPERTS, OFFSETS, out=OUT),
+    "grouped, swiglu": lambda: ts.grouped_mm(A, EXPERTS, OFFSETS, activation="swiglu"),
+    "grouped, all": lambda: ts.grouped_mm(
+        A, EXPERTS, OFFSETS, bias=zeros(3, 32), activation="gelu", scale_a=SCALES["scale_a"], scale_b=torch.ones(3, 32)
+    ),
+    "grouped, a scale a column": lambda: ts.grouped_mm(EXPERTS.mT, A.t(), OFFSETS, scale_b=torch.ones(16)),
+    "grouped, workers": lambda: ts.grouped_mm(A, EXPERTS, OFFSETS, workers=3, schedule="static"),
+    "grouped, not fast": lambda: ts.grouped_mm(A, EXPERTS, OFFSETS, use_fast_accum=False),
     "attention": lambda: ts.attention(Q, K, V),
     "attention, causal": lambda: ts.attention(Q, K, V, causal=True),
     "attention, top left": lambda: ts.attention(Q, K, V, causal="top_left"),
@@ -288,6 +314,23 @@ def test_another_option_is_another_call(python_calls, other):
     ts.mm(A, B, bias=BIAS)
     other()
     assert len(python_calls) == 3
+
+
+@pytest.mark.parametrize("name", ["a", "b", "bias", "offsets", "scale_a", "out"])
+def test_a_grouped_call_of_another_type_or_with_a_gradient_is_pythons(python_calls, name):
+    given = {
+        "a": A, "b": EXPERTS, "offsets": OFFSETS, "bias": zeros(3, 32), "scale_a": torch.ones(16), "out": OUT,
+    }  # fmt: skip
+    for _ in range(2):
+        ts.grouped_mm(**given)
+    assert len(python_calls) == 1
+    ts.grouped_mm(**given | {name: given[name].as_subclass(Other)})
+    assert len(python_calls) == 2
+    if name != "offsets":
+        ts.grouped_mm(**given | {name: given[name].clone().requires_grad_()})
+        assert len(python_calls) == 3
+    ts.grouped_mm(**given)
+    assert len(python_calls) == 2 + (name != "offsets")
 
 
 def test_the_log_sum_exp_is_given_natively(python_calls):

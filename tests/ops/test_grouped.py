@@ -125,6 +125,88 @@ def test_operands_of_8_bits_and_scales(kinds, form):
     assert torch.allclose(one.double(), 2 * by_loop(form, a.double(), b.double(), ends), atol=1e-4)
 
 
+def halves(seed=3, dtype=F64):
+    """A, B of two halves, and their bias."""
+    return rand(17, 8, dtype=dtype), rand(3, 8, 10, dtype=dtype, seed=seed), rand(3, 10, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_swiglu_of_two_halves(sizes, dtype):
+    (a, b, bias), ends = halves(dtype=dtype), offsets_of(sizes)
+    out = ts.grouped_mm(a, b, ends, bias=bias, activation="swiglu")
+    assert out.shape == (17, 5)
+    begin = 0
+    for group, end in enumerate(ends.tolist()):
+        check(out[begin:end], Maths(a[begin:end], b[group], bias[group], activation="swiglu"))
+        begin = end
+    assert not out[begin:].any()
+    into = torch.full((17, 12), float("nan"), dtype=dtype)[:, 1:11:2]
+    assert torch.equal(ts.grouped_mm(a, b, ends, bias=bias, activation="swiglu", out=into), out)
+    with ts.worker_limit(1):
+        limited = ts.grouped_mm(a, b, ends, bias=bias, activation="swiglu", workers=1)
+    assert torch.allclose(limited.double(), out.double(), rtol=0.01, atol=1e-5)
+
+
+def test_derivatives_of_swiglu():
+    inputs, ends = [x.requires_grad_() for x in halves()], offsets_of(SIZES[0])
+
+    def call(a, b, bias):
+        return ts.grouped_mm(a, b, ends, bias=bias, activation="swiglu")
+
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, inputs)
+    many = torch.vmap(lambda a: call(a, *inputs[1:]))(torch.stack([inputs[0], -inputs[0]]))
+    assert torch.allclose(many[1], call(-inputs[0], *inputs[1:]))
+
+
+def test_swiglu_compiled():
+    (a, b, _), ends = [x.requires_grad_() for x in halves(dtype=torch.float32)], offsets_of(SIZES[0])
+    call = torch.compile(
+        lambda a, b, ends: ts.grouped_mm(a, b, ends, activation="swiglu"), fullgraph=True, backend="aot_eager"
+    )
+    answers = [f(a, b, ends) for f in (call, lambda a, b, ends: ts.grouped_mm(a, b, ends, activation="swiglu"))]
+    assert torch.equal(*answers)
+    grads = [torch.autograd.grad(answer.sum(), (a, b)) for answer in answers]
+    assert all(torch.allclose(x, y) for x, y in zip(*grads, strict=True))
+
+
+def blocks(k=300, n=200):
+    """Operands of 8 bits, and their scales of blocks of 128."""
+    of_k, of_n = -(-k // 128), -(-n // 128)
+    a, b = rand(17, k).to(E4M3), rand(3, n, k, seed=1).to(E4M3).mT
+    return a, b, rand(17, of_k, seed=2).abs() + 0.1, rand(3, of_n, of_k, seed=3).mT.abs() + 0.1
+
+
+def by_blocks(a, b, scale_a, scale_b, ends):
+    """The sum over blocks of K, each scaled by itself: a plain loop in float64."""
+    out, begin = torch.zeros(a.shape[0], b.shape[2], dtype=F64), 0
+    for group, end in enumerate(ends.tolist()):
+        run = slice(begin, end)
+        for i, j in itertools.product(range(scale_b.shape[1]), range(scale_b.shape[2])):
+            depth, columns = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            product = a[run, depth].double() @ b[group, depth, columns].double()
+            out[run, columns] += scale_a[run, i, None].double() * scale_b[group, i, j].double() * product
+        begin = end
+    return out
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("k", "n"), [(300, 200), (128, 128), (40, 130), (256, 1)])
+def test_scales_of_blocks(k, n, sizes):
+    (a, b, scale_a, scale_b), ends = blocks(k, n), offsets_of(sizes)
+    wanted = by_blocks(a, b, scale_a, scale_b, ends)
+    out = ts.grouped_mm(a, b, ends, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+    assert torch.allclose(out.double(), wanted, atol=1e-5 * max(wanted.abs().max().item(), 1))
+    across = ts.grouped_mm(b.mT, a.t(), ends, scale_a=scale_b.mT, scale_b=scale_a.t(), out_dtype=torch.float32)
+    assert torch.allclose(across.t(), out, atol=1e-5 * max(wanted.abs().max().item(), 1))
+    if n % 2 == 0:
+        gate, up = wanted.chunk(2, 1)
+        out = ts.grouped_mm(a, b, ends, scale_a=scale_a, scale_b=scale_b, activation="swiglu")
+        wanted = torch.nn.functional.silu(gate) * up
+        assert torch.allclose(out.double(), wanted, rtol=0.01, atol=0.01 * wanted.abs().max().item())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_out(form):
     (a, b), ends = operands(form), offsets_of(SIZES[0])
@@ -301,6 +383,35 @@ REFUSED = {
     "batches differ": ({"a": B.mT[:1], "b": B, "offsets": None}, ValueError, "a has 1 groups, b has 2"),
     "dimensions": ({"a": A[0]}, ValueError, "a has 1 and b 3 dimensions; each has 2 or 3"),
     "K": ({"a": A[:, 1:]}, ValueError, "a [5, 3] and b [2, 4, 3] differ in K: 3 and 4"),
+    "halves of columns": (
+        {"a": B.mT, "b": A.t(), "activation": "swiglu"}, ValueError,
+        "with a [2, 3, 4] and b [4, 5]; it is of groups of rows: a [M, K], b [G, K, 2 F] and offsets",
+    ),
+    "halves of K": ({"a": A.t(), "b": A, "activation": "swiglu"}, ValueError, "it is of groups of rows"),
+    "halves of batches": (
+        {"a": B.mT, "b": B, "offsets": None, "activation": "swiglu"}, ValueError, "it is of groups of rows",
+    ),
+    "an odd half": ({"activation": "swiglu"}, ValueError, "half of b's columns are gates: it has an even number"),
+    "bias of one half": (
+        {"b": torch.ones(2, 4, 6), "bias": torch.ones(2, 3), "activation": "swiglu"}, ValueError,
+        "bias has shape [2, 3]; it has one row a group: [2, 6]",
+    ),
+    "out of both halves": (
+        {"b": torch.ones(2, 4, 6), "out": torch.ones(5, 6), "activation": "swiglu"}, ValueError,
+        "out has shape [5, 6]; the result has [5, 3]",
+    ),
+    "blocks of one": (
+        {"a": A.to(E4M3), "b": B.to(E4M3), "scale_b": torch.ones(2, 1, 1)}, ValueError,
+        "scale_a of shape None beside a scale of blocks; of blocks it has [5, 1]",
+    ),
+    "blocks of rows": (
+        {"a": A.to(E4M3), "b": B.to(E4M3), "scale_a": torch.ones(5), "scale_b": torch.ones(2, 1, 1)}, ValueError,
+        "scale_a of shape [5] beside a scale of blocks; of blocks it has [5, 1]",
+    ),
+    "blocks of 32 bits": (
+        {"scale_a": torch.ones(5, 1), "scale_b": torch.ones(2, 1, 1)}, TypeError,
+        "scales of blocks, and a is torch.float32; they are of operands of 8 bits",
+    ),
     "dtypes": ({"a": A.double()}, TypeError, "a is torch.float64, b is torch.float32"),
     "integers": ({"a": A.int()}, TypeError, "a: dtype: torch.int32"),
     "bias": ({"bias": torch.ones(3)}, ValueError, "bias has shape [3]; it has one row a group: [2, 3]"),
@@ -311,7 +422,7 @@ REFUSED = {
     "out": ({"out": torch.ones(5, 2)}, ValueError, "out has shape [5, 2]; the result has [5, 3]"),
     "out's dtype": ({"out": torch.ones(5, 3).double()}, TypeError, "out is torch.float64, the result torch.float32"),
     "overlap": ({"a": A, "out": A[:, :3]}, ValueError, "out: overlaps a in memory"),
-    "activation": ({"activation": "tanh"}, ValueError, "activation='tanh'; it is None or one of"),
+    "activation": ({"activation": "tanh"}, ValueError, "it is None or one of relu, gelu, gelu_tanh, silu, swiglu"),
     "stream_k": ({"schedule": "stream_k"}, ValueError, "schedule='stream_k'; which tiles would be cut along K"),
     "schedule": ({"schedule": "best"}, ValueError, "schedule='best'; it is one of"),
     "workers": ({"workers": 0}, ValueError, "workers=0; it is a positive whole number"),
@@ -337,6 +448,11 @@ def test_gradients_that_there_are_not():
         ts.grouped_mm(a, B, ENDS, scale_a=torch.ones(5))
     with pytest.raises(RuntimeError, match="scale_a requires a gradient"):
         ts.grouped_mm(A, B, ENDS, scale_a=torch.ones(5, requires_grad=True))
+    op = torch.ops.tilestream.grouped_gemm
+    with pytest.raises(ValueError, match="activation='swiglu' with groups of K: it is of groups of rows"):
+        op(A.t(), A, ENDS, None, "swiglu", None, "auto", 0, False)
+    with pytest.raises(ValueError, match="activation='swiglu': b has 3 columns; each half has as many"):
+        op(A, B, ENDS, None, "swiglu", None, "auto", 0, False)
 
 
 def test_equal_bits_are_not_promised_silently():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -103,6 +104,43 @@ def test_a_full_epilogue_gets_no_tile_that_would_spill():
     assert plan(65536, groups=4, scales="row", backend="portable").tile != (128, 256)
 
 
+NOT_RUN = (
+    "hopper: compiled and checked, not run on a GPU yet: backend='hopper' takes it, or TILESTREAM_HOPPER_EXPERTS=1"
+)
+
+
+@pytest.mark.parametrize("how", [{"activation": "swiglu"}, {"scales": "block", "dtype": "fp8"}], ids=str)
+def test_hoppers_kernels_that_no_gpu_has_run_are_asked_for(how, monkeypatch):
+    made = plan(**how)
+    assert made.backend == "portable"
+    assert NOT_RUN in made.explain()
+    forced = plan(**how, backend="hopper")
+    assert (forced.backend, "not run" in forced.explain()) == ("hopper", True)
+    assert plan(activation="silu").backend == "hopper"
+    assert plan(scales="row", dtype="fp8").backend == "hopper"
+
+
+def test_two_halves_are_a_tiles():
+    made = plan(activation="swiglu", backend="hopper")
+    assert "swiglu of two halves" in made.explain()
+    assert made.problem.out_columns == 2048
+    assert not made.swap_ab
+    assert made.schedule.grid.num_n == -(-2048 // (made.tile[1] // 2))
+    assert made.problem.bytes == plan().problem.bytes - 8192 * 2048 * 2
+    assert plan(256, groups=64, activation="swiglu").tile[0] <= 64
+
+
+def test_a_step_and_a_part_of_a_tile_are_of_one_block_of_scales():
+    for m, n in itertools.product((64, 512, 8192), (128, 4096)):
+        made = plan(m, n, dtype="fp8", scales="block", backend="hopper")
+        assert made.block[2] == 128
+        assert made.swap_ab or made.tile[1] in (16, 32, 64, 128, 256)
+    said = plan(n=2 * 192, dtype="fp8", scales="block", activation="swiglu", backend="portable").explain()
+    assert "a scale a row and 128 of K, and for 128x128 of B" in said
+    with pytest.raises(NotImplementedError, match="halves of 192 columns: the second one begins inside a block of 128"):
+        plan(n=2 * 192, dtype="fp8", scales="block", activation="swiglu", backend="hopper")
+
+
 def test_what_is_known_of_other_gpus_is_said():
     assert "neither compiled nor run for sm_100" in plan(device="b200").explain()
     assert "compiled, not run: no gfx942 GPU was there" in plan(device="mi300x").explain()
@@ -116,7 +154,11 @@ REFUSED = {
     "m=-1; it is a whole number": {"m": -1},
     "along='n'; it is one of rows, k": {"along": "n"},
     "along=['k']; it is one of rows, k": {"along": ["k"]},
-    "scales='rows'; it is one of none, tensor, row": {"scales": "rows"},
+    "scales='rows'; it is one of none, tensor, row, block": {"scales": "rows"},
+    "activation='tanh'; it is None or one of relu, gelu, gelu_tanh, silu, swiglu": {"activation": "tanh"},
+    "an activation of two halves: groups divide K": {"activation": "swiglu", "along": "k"},
+    "scales='block': groups divide K": {"scales": "block", "dtype": "fp8", "along": "k"},
+    "n=33; of an activation of two halves B has an even number of columns": {"n": 33, "activation": "swiglu"},
     "schedule='stream_k'": {"schedule": "stream_k"},
     "schedule='now'; it is one of auto, static, dynamic": {"schedule": "now"},
     "scales='rows'; it is one of none,": {"scales": "rows"},
@@ -129,6 +171,11 @@ REFUSED = {
 def test_refused(said):
     with pytest.raises(ValueError, match=re.escape(said)):
         plan(**REFUSED[said])
+
+
+def test_scales_of_blocks_are_of_8_bits():
+    with pytest.raises(TypeError, match="scales='block': operands are bfloat16; they are of float8_e4m3fn"):
+        plan(scales="block")
 
 
 def test_a_plan_of_groups_runs_nothing():

@@ -22,6 +22,9 @@ SHORT = {
 }  # fmt: skip
 #: What the products are scaled by: nothing, one factor, or a factor for each row of A and each column of B.
 Scales = Literal["none", "tensor", "row"]
+#: The same of grouped products, which also have a factor for each row of A and 128 of K, and for each 128 of K and 128
+#: columns of B.
+GroupedScales = Literal["none", "tensor", "row", "block"]
 
 
 def dtype_name(dtype: object) -> str:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tilestream.core.dtypes import Scales
+from tilestream.core.dtypes import GroupedScales, Scales
+from tilestream.core.integers import cdiv
 
 if TYPE_CHECKING:
     import torch
 
 #: Names of the activations.
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+#: Those of grouped products that make one column of two: column j of the first half of B's columns is the gate of
+#: column j of the second half.
+HALVES = ("swiglu",)
+#: K, and columns of B, that share a scale where scales are of blocks.
+SCALE_BLOCK = 128
 
 
 class Epilogue(NamedTuple):
@@ -20,7 +26,7 @@ class Epilogue(NamedTuple):
     bias: torch.Tensor | None = None  # ``[N]`` or None
     residual: torch.Tensor | None = None  # ``[B, M, N]`` (any strides) or None
     beta: float = 1.0
-    activation: str = "none"  # one of `ACTIVATIONS`
+    activation: str = "none"  # one of `ACTIVATIONS`; of a grouped product of `HALVES`, too
     #: scale_a, scale_b: float32: one element, of any shape, or one a row of A (``[M, 1]``, ``[B, M, 1]``) and one a
     #: column of B (``[1, N]``, ``[B, 1, N]``), any strides; None: 1.
     scale_a: torch.Tensor | None = None
@@ -119,14 +125,29 @@ class MergeOperands(NamedTuple):
 class GroupedOperands(NamedTuple):
     """A product a group, of which the device knows the lengths: see `tilestream.plan.problem.GroupedProblem`.
 
-    Of the epilogue there are a bias, an activation and scales. What goes along an output's columns is a vector a group,
-    ``[G, 1, N]``; what goes along its rows is ``[M, 1]`` where groups divide the rows, else ``[G, M, 1]``.
+    Of the epilogue there are a bias, an activation and scales. What goes along B's columns is a vector a group,
+    ``[G, 1, N]``; what goes along its rows is ``[M, 1]`` where groups divide the rows, else ``[G, M, 1]``. Scales of
+    blocks are ``[M, blocks of K]`` and ``[G, blocks of K, blocks of N]``.
     """
 
-    #: a, b, out: ``[M, K]``, ``[G, K, N]``, ``[M, N]`` where groups divide the rows; else ``[M, K]``, ``[K, N]``,
-    #: ``[G, M, N]``.
+    #: a, b, out: ``[M, K]``, ``[G, K, N]``, ``[M, N]`` where groups divide the rows (``[M, N / 2]`` of an activation of
+    #: two halves); else ``[M, K]``, ``[K, N]``, ``[G, M, N]``.
     a: torch.Tensor
     b: torch.Tensor
     out: torch.Tensor
     epilogue: Epilogue
     offsets: torch.Tensor  # int32 ``[G]``: where each group ends
+
+    @property
+    def scales(self) -> GroupedScales:
+        """As `Epilogue.scales`, or ``"block"``."""
+        scale = self.epilogue.scale_b
+        if scale is None or self.b.dim() == 2 or scale.numel() == 1:
+            return self.epilogue.scales
+        is_block = tuple(scale.shape[1:]) == blocks_of(*self.b.shape[1:]) and scale.shape[1:] != (1, self.b.shape[2])
+        return "block" if is_block else self.epilogue.scales
+
+
+def blocks_of(*extents: int) -> tuple[int, ...]:
+    """Blocks of `SCALE_BLOCK` that extents come to."""
+    return tuple(cdiv(extent, SCALE_BLOCK) for extent in extents)

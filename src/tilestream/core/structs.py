@@ -241,6 +241,22 @@ class Loads(NamedTuple):
     #: x_batched, y_batched: 1 where the operand has batches, 0 where all batches share it.
     x_batched: Any
     y_batched: Any
+    half: Any  # rows of y in each of two halves, of which a tile has as many of both; else 0
+
+
+class BlockScales(NamedTuple):
+    """Scales of an accumulator's rows and columns for every 128 of K, and the part of it that they are for."""
+
+    #: rows, columns: `Matrix`, whose columns are blocks of K: one of them has a row for each of the accumulator's rows
+    #: (columns), the other a batch a group and a row for 128 of them.
+    rows: Any
+    columns: Any
+    batch: Any  # the group
+    #: row, column, row_end, column_end: where the part begins, and where its group's rows and its columns end.
+    row: Any
+    column: Any
+    row_end: Any
+    column_end: Any
 
 
 class Strided(NamedTuple):

@@ -93,7 +93,7 @@ class MoePlan:
     def explain(self) -> str:
         """The choices, and what was refused, in words."""
         how = (
-            "fused: each source's rows are multiplied when they are there, and sent back" if self.fused else
+            "fused: each source's rows are multiplied as they come, part by part, and sent back" if self.fused else
             "unfused: an all-to-all of the counts, one of the rows, the experts, an all-to-all back; the host reads "
             "the counts"
         )  # fmt: skip
@@ -337,7 +337,7 @@ def _travel(
             back = tuple(x.new_empty((len(order), *shape), dtype=dtype) for shape, dtype in returned)
             by_messages(state, plan, counts, rows, back, compute, seconds)
         elif state.world == 1:
-            back = compute(0, rows, counts[0])
+            back = compute((0, 0), rows, counts[0])
         else:
             back = by_collectives(state, plan, counts, rows, compute)
     found = []
@@ -354,7 +354,7 @@ def _forward(
 ) -> torch.Tensor:  # fmt: skip
     e, top_k, width = Experts(w1, w2, w3, activation), experts.shape[1], x.shape[1]
 
-    def compute(source: int, rows: Rows, counts: torch.Tensor) -> Rows:
+    def compute(place: tuple[int, int], rows: Rows, counts: torch.Tensor) -> Rows:
         return (moe_experts.forward(e, rows[0], counts),)
 
     def sent(order: torch.Tensor) -> Rows:
@@ -379,15 +379,15 @@ def _backward(
     w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, activation: str, *how: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     e, top_k, width, wide = Experts(w1, w2, w3, activation), experts.shape[1], x.shape[1], wide_dtype(x.dtype)
-    parts: dict[int, Part] = {}
+    parts: dict[tuple[int, int], Part] = {}
 
     def sent(order: torch.Tensor) -> Rows:
         token = order // max(top_k, 1)
         return x[token], grad.to(x.dtype)[token], weights.reshape(-1)[order].to(wide)
 
-    def compute(source: int, rows: Rows, counts: torch.Tensor) -> Rows:
+    def compute(place: tuple[int, int], rows: Rows, counts: torch.Tensor) -> Rows:
         own, of_own, factors = rows
-        of_x, of_factors, parts[source] = moe_experts.backward(e, own, of_own, factors, counts)
+        of_x, of_factors, parts[place] = moe_experts.backward(e, own, of_own, factors, counts)
         return of_x, of_factors
 
     of_rows, of_factors = _travel(
@@ -397,7 +397,7 @@ def _backward(
     of_weights = of_factors.view(weights.shape).to(weights.dtype)
     if not of_experts:
         return of_x, of_weights, *(w.new_empty(0) for w in (w1, w2, w3))
-    return of_x, of_weights, *moe_experts.weight_gradients([parts[source] for source in sorted(parts)])
+    return of_x, of_weights, *moe_experts.weight_gradients([parts[place] for place in sorted(parts)])
 
 
 def _fake_backward(grad: torch.Tensor, of_experts: bool, *args: Any) -> tuple[torch.Tensor, ...]:

@@ -5,25 +5,30 @@ A rank sends rows sorted by expert, so those for one rank lie side by side. What
 *gloo*, with all peers at once (`tilestream.distributed.exchange`), each in its own thread::
 
     a peer's thread:  round 1: how many rows for each expert, both ways         known only now
-                      round 2: the rows, both ways; theirs are there: signal
-                      round 3: send what became of theirs, as soon as that is computed; receive what became of mine
-    calling thread:   this rank's own rows; then each source's as they come: its rows through all experts
+                      round 2: the rows, both ways, part by part (`parts_of`); a part of theirs is there: signal
+                      round 3: send what became of a part as soon as it is computed; receive what became of mine
+    calling thread:   this rank's own rows; then parts as they come, from whichever source: through their experts
 
-Each source's rows are a product of their own, so bits depend on no order of arrival.
+An expert's rows of one source are a product of their own, so bits depend on no order of arrival. The order of it all is
+`tilestream.core.protocols.dispatch`, which the checker explores: the calling thread performs its ``compute``, and a
+peer's thread does its ``converse`` in rounds.
 
 *Any other backend*: an all-to-all of the counts, one of the rows, all rows through the experts, an all-to-all back.
 """
 
 from __future__ import annotations
 
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
 from tilestream.arrival.signals import Outcome, Signals
 from tilestream.core.errors import ArrivalTimeout
+from tilestream.core.protocols import dispatch as text
 from tilestream.distributed.collective import agree, all_to_all
 from tilestream.distributed.exchange import Exchange, Receive, Round
 from tilestream.distributed.group_state import GroupState
@@ -32,9 +37,34 @@ from tilestream.distributed.plan import Call
 
 #: Rows of several tensors, row by row of the same token and expert.
 Rows = tuple[torch.Tensor, ...]
-#: ``compute(source, rows, counts)``: what becomes of rows sorted by expert, of which each has so many; of all sources
-#: together, ``source`` is 0.
-Compute = Callable[[int, Rows, torch.Tensor], Rows]
+#: ``compute(place, rows, counts)``: what becomes of rows sorted by expert, of which each has so many. ``place``: the
+#: source, and the first expert; of all sources together (0, 0).
+Compute = Callable[[tuple[int, int], Rows, torch.Tensor], Rows]
+#: Bytes of rows that arrive together, at least: a message of gloo costs some 20 us.
+PART_BYTES = 2**20
+
+
+class Part(NamedTuple):
+    """Rows that arrive together: those of one source for some neighbouring experts."""
+
+    #: first, end: the experts.
+    first: int
+    end: int
+    rows: slice  # of that source's rows
+
+
+def parts_of(counts: torch.Tensor, row_bytes: int) -> list[Part]:
+    """The parts of a source's rows, of which each expert has so many; both ranks find the same ones.
+
+    A part has `PART_BYTES` or more, but for the last; each expert's rows are in one part.
+    """
+    found, first, begin, end = [], 0, 0, 0
+    for expert, rows in enumerate(counts.tolist()):
+        end += rows
+        if (end - begin) * row_bytes >= PART_BYTES or expert == len(counts) - 1:
+            found.append(Part(first, expert + 1, slice(begin, end)))
+            first, begin = expert + 1, end
+    return found
 
 
 class _Dispatch:
@@ -52,51 +82,60 @@ class _Dispatch:
         self._counts, self._sent, self._back = counts, sent, back
         ends = counts.sum(1).cumsum(0).tolist()
         self.runs = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-        self.arrived = Signals(state.world)
-        #: By source: counts and rows, once they are there.
-        self.received: dict[int, tuple[torch.Tensor, Rows]] = {}
-        self._results: dict[int, Rows] = {}
-        self._computed = [threading.Event() for _ in range(state.world)]
+        self._row_bytes = sum(math.prod(x.shape[1:]) * x.element_size() for x in sent)
+        #: As many signals for each source as it may have parts.
+        self.arrived = Signals(state.world * counts.shape[1])
+        #: By source: counts, rows and parts, once the counts are there.
+        self.received: dict[int, tuple[torch.Tensor, Rows, list[Part]]] = {}
+        self._results: list[SimpleQueue[Rows | None]] = [SimpleQueue() for _ in range(state.world)]
+
+    def chunk(self, source: int, part: int) -> int:
+        """The signal of a part."""
+        return source * self._counts.shape[1] + part
 
     def rounds(self, peer: int) -> Iterator[Round]:
         """See `Traffic`."""
-        run = self.runs[peer]
         with torch.inference_mode(False):
             counts = torch.empty_like(self._counts[peer])
         yield Round([Receive(counts)], [self._counts[peer]])
         with torch.inference_mode(False):
             rows = tuple(x.new_empty((int(counts.sum()), *x.shape[1:])) for x in self._sent)
-        self.received[peer] = counts, rows
-        *before, last = rows
-        receives = [*map(Receive, before), Receive(last, lambda: self.arrived.set(peer))]
-        yield Round(receives, [x[run] for x in self._sent])
-        yield Round([Receive(x[run]) for x in self._back], self._outgoing(peer))
+        theirs, ours = parts_of(counts, self._row_bytes), parts_of(self._counts[peer], self._row_bytes)
+        self.received[peer] = counts, rows, theirs
+        receives = [receive for i, part in enumerate(theirs) for receive in self._receives(peer, rows, i, part)]
+        sent, back = (tuple(x[self.runs[peer]] for x in tensors) for tensors in (self._sent, self._back))
+        yield Round(receives, [x[part.rows] for part in ours for x in sent])
+        yield Round([Receive(x[part.rows]) for part in ours for x in back], self._outgoing(peer, len(theirs)))
 
-    def _outgoing(self, peer: int) -> Iterator[torch.Tensor]:
-        self._computed[peer].wait()
-        if peer not in self._results:
-            raise RuntimeError("this rank could not compute its part")
-        yield from self._results[peer]
+    def _receives(self, peer: int, rows: Rows, i: int, part: Part) -> list[Receive]:
+        *before, last = (x[part.rows] for x in rows)
+        return [*map(Receive, before), Receive(last, lambda: self.arrived.set(self.chunk(peer, i)))]
+
+    def _outgoing(self, peer: int, parts: int) -> Iterator[torch.Tensor]:
+        for _ in range(parts):
+            results = self._results[peer].get()
+            if results is None:
+                raise RuntimeError("this rank could not compute its part")
+            yield from results
 
     def failed(self, peer: int, error: BaseException) -> None:
         """See `Traffic`."""
         self.arrived.fail(error)
 
     def computed(self, source: int, results: Rows) -> None:
-        """What became of the rows of ``source``, to be sent back."""
-        self._results[source] = results
-        self._computed[source].set()
+        """What became of the next part of ``source``, to be sent back."""
+        self._results[source].put(results)
 
     def stop(self) -> None:
         """No more will be computed."""
-        for event in self._computed:
-            event.set()
+        for results in self._results:
+            results.put(None)
 
 
 def by_messages(
     state: GroupState, call: Call, counts: torch.Tensor, sent: Rows, back: Rows, compute: Compute, seconds: float
 ) -> None:
-    """Fill ``back`` over a gloo group, each source's rows computed when they are there. Hold the group's call.
+    """Fill ``back`` over a gloo group, each part computed when it is there. Hold the group's call.
 
     Raises
     ------
@@ -108,29 +147,48 @@ def by_messages(
 
     def own() -> None:
         run = traffic.runs[state.rank]
-        results = compute(state.rank, tuple(x[run] for x in sent), counts[state.rank])
+        results = compute((state.rank, 0), tuple(x[run] for x in sent), counts[state.rank])
         for into, result in zip(back, results, strict=True):
             into[run].copy_(result)
 
-    def others() -> None:
-        left = [(state.rank + x) % state.world for x in range(1, state.world)]
-        while left:
-            begin = time.perf_counter()
-            outcome, i = traffic.arrived.wait_any([(peer,) for peer in left], 1, end, lambda: False)
-            if outcome is Outcome.FAILED:
-                raise traffic.arrived.failure(1)
-            if outcome is not Outcome.ARRIVED:
-                waited, whose = time.perf_counter() - begin, f"rank {left[0]}'s part"
-                raise ArrivalTimeout(call.op, 0, left[0], f"rank {left[0]}'s rows", waited, seconds, state.rank, whose)
-            source = left.pop(i)
-            their_counts, rows = traffic.received.pop(source)
-            traffic.computed(source, compute(source, rows, their_counts))
+    def await_any(parts: Sequence[tuple[int, int]]) -> int:
+        begin = time.perf_counter()
+        outcome, i = traffic.arrived.wait_any([(traffic.chunk(*one),) for one in parts], 1, end, lambda: False)
+        if outcome is Outcome.FAILED:
+            raise traffic.arrived.failure(1)
+        if outcome is not Outcome.ARRIVED:
+            (source, part), waited = parts[0], time.perf_counter() - begin
+            item, whose = f"part {part} of rank {source}'s rows", f"rank {source}'s part"
+            raise ArrivalTimeout(
+                call.op, 0, traffic.chunk(source, part), item, waited, seconds, state.rank, whose
+            )  # fmt: skip
+        return i
+
+    def of_source(op: text.Compute) -> tuple[Rows, bool]:
+        their_counts, rows, parts = traffic.received[op.source]
+        part = parts[op.part]
+        mine = torch.zeros_like(their_counts)
+        mine[part.first : part.end] = their_counts[part.first : part.end]
+        results = compute((op.source, part.first), tuple(x[part.rows] for x in rows), mine)
+        return results, op.part + 1 == len(parts)
 
     def run() -> None:
+        operations = text.compute(state.rank, state.world)
+        results: Rows = ()
         try:
-            own()
-            others()
-        finally:
+            op = next(operations)
+            while not isinstance(op, text.Stop):
+                answer = 0
+                if isinstance(op, text.ComputeOwn):
+                    own()
+                elif isinstance(op, text.AwaitAny):
+                    answer = await_any(op.parts)
+                elif isinstance(op, text.Compute):
+                    results, answer = of_source(op)
+                else:
+                    traffic.computed(op.source, results)
+                op = operations.send(answer)
+        finally:  # what the text does behind Stop, `Exchange.run` does
             traffic.stop()
 
     Exchange(state, call, traffic, seconds).run(run)
@@ -151,7 +209,7 @@ def by_collectives(state: GroupState, call: Call, counts: torch.Tensor, sent: Ro
     ours, received = (x.sum(1).tolist() for x in (counts, theirs))
     rows = [all_to_all(state, x, ours, received) for x in sent]
     order = by_expert(theirs).to(device)
-    results = compute(0, tuple(x[order] for x in rows), theirs.sum(0))
+    results = compute((0, 0), tuple(x[order] for x in rows), theirs.sum(0))
     return tuple(all_to_all(state, _unsorted(x, order), received, ours) for x in results)
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tilestream.core.chunks import Incoming
 from tilestream.core.copy_items import block, vector
+from tilestream.core.operands import HALVES
 
 Config = TypeVar("Config", bound="ScheduleConfig")
 
@@ -72,10 +73,12 @@ class GemmConfig(ScheduleConfig):
     STRIP: int  # columns that the epilogue finishes at a time
     OFFSETS_64BIT: bool  # whether an offset inside one batch may take more than 31 bits
     SCALED: bool  # whether alpha is not 1
-    SCALES: str  # ``"none"``, ``"tensor"`` (one scale an operand) or ``"row"`` (one a row of A and a column of B)
+    #: ``"none"``, ``"tensor"`` (one scale an operand), ``"row"`` (one a row of A and a column of B) or, of groups,
+    #: ``"block"`` (one a row of A and 128 of K, and one for 128 of K and of B's columns: of products, not of sums).
+    SCALES: str
     BIAS: str  # ``"none"``, or along which extent of the accumulator it goes: ``"columns"``, ``"rows"``
     RESIDUAL: bool  # whether there is one
-    ACTIVATION: str  # one of `tilestream.core.operands.ACTIVATIONS`
+    ACTIVATION: str  # one of `tilestream.core.operands.ACTIVATIONS`, or of groups `HALVES`
     #: ROW_CHUNKS, COLUMN_CHUNKS: how A's rows and B's columns arrive: ``"none"``, in ``"uniform"`` or in ``"ragged"``
     #: chunks.
     ROW_CHUNKS: str
@@ -91,6 +94,11 @@ class GemmConfig(ScheduleConfig):
     def GATED(self) -> bool:
         """Whether an operand arrives."""
         return self.ROW_CHUNKS != "none" or self.COLUMN_CHUNKS != "none"
+
+    @property
+    def TWO_HALVES(self) -> bool:
+        """Whether a tile has columns of both halves of B, of which the epilogue makes half as many."""
+        return self.ACTIVATION in HALVES
 
     @staticmethod
     def _shared(plan: Any, layout: Any) -> dict[str, Any]:
@@ -176,6 +184,11 @@ class HopperConfig(GemmConfig):
     def COLUMNS(self) -> int:
         """The accumulator's columns."""
         return self.BLOCK_M if self.SWAP_AB else self.BLOCK_N
+
+    @property
+    def OUT_COLUMNS(self) -> int:
+        """Columns of the output that a tile makes."""
+        return self.COLUMNS // 2 if self.TWO_HALVES else self.COLUMNS
 
     @property
     def HALVES(self) -> int:

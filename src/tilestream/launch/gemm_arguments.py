@@ -47,6 +47,8 @@ class Layout(NamedTuple):
     #: scale_a, scale_b: strides from one batch's scale to the next's, and from one row's (column's); 0: one for all.
     scale_a: ScaleStrides = (0, 0)
     scale_b: ScaleStrides = (0, 0)
+    #: Of scales of blocks: from one block of K to the next, of A's and of B's.
+    scale_k: ScaleStrides = (0, 0)
 
 
 def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, address: int) -> bool:

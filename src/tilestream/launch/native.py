@@ -42,7 +42,7 @@ _ATTENTION = (
 )  # fmt: skip
 _MERGED = ("o_a", "lse_a", "o_b", "lse_b")
 #: The order of `Operand` in csrc/recipe.h.
-OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b", *_ATTENTION, *_MERGED, "local")
+OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b", *_ATTENTION, *_MERGED, "offsets", "local")
 FACTORS = ("alpha", "beta")
 #: The order of `Workspace.addresses`, which follow the operands' addresses.
 REGIONS = ("counters", "counts", "partials", "starts", "order")
@@ -53,7 +53,7 @@ _NAMES = {
         "out_map": "out", "out": "out", "bias": "bias", "residual": "residual",
         "row_scale": f"scale_{second}", "column_scale": f"scale_{first}",
         **{name: name for name in (*_ATTENTION, *_MERGED)}, "q_map": "q", "k_map": "k", "v_map": "v",
-        "local_map": "local",
+        "local_map": "local", "offsets": "offsets",
     }
     for swapped, first, second in ((False, "b", "a"), (True, "a", "b"))
 }  # fmt: skip
@@ -234,6 +234,8 @@ class Extension:
         self.remember_gated_attention = ops.remember_gated_attention.default._op
         self.try_merge_attention = ops.try_merge_attention.default._op
         self.remember_merge_attention = ops.remember_merge_attention.default._op
+        self.try_grouped, self.try_grouped_out = ops.try_grouped.default._op, ops.try_grouped_out.default._op
+        self.remember_grouped = ops.remember_grouped.default._op
         self._lock = free_in_child(threading.Lock())
         #: The words of each stream, by device, stream and context. The extension has their addresses.
         self._words: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
@@ -260,8 +262,8 @@ class Extension:
         into
             Whether the caller gave the output.
         arguments
-            Those of `try_matmul`, `try_attention` or `try_merge_attention`; or those of `find_gated_matmul` or
-            `find_gated_attention` after the output.
+            Those of `try_matmul`, `try_grouped`, `try_attention` or `try_merge_attention`; or those of
+            `find_gated_matmul` or `find_gated_attention` after the output.
         """
         if len(seen.launches) != 1 or seen.launches[0] in self._unfit:
             return False
@@ -276,6 +278,8 @@ class Extension:
                     kept = bool(keep(recipe, result, call.operands["lse"], into, *arguments))
                 elif "o_a" in call.operands:
                     kept = bool(self.remember_merge_attention(recipe, result, call.operands["lse"], *arguments))
+                elif "offsets" in call.operands:
+                    kept = bool(self.remember_grouped(recipe, result, into, *arguments))
                 else:
                     keep = self.remember_gated_matmul if call.words else self.remember_matmul
                     kept = bool(keep(recipe, result, into, *arguments))

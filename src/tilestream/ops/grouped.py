@@ -8,19 +8,22 @@ from torch.compiler import is_compiling
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.arrival.stream import Stream, open_streams
+from tilestream.core.arguments import is_one_of
 from tilestream.core.dtypes import dtype_name
-from tilestream.ops import checks, streamed
+from tilestream.core.operands import HALVES, blocks_of
+from tilestream.ops import checks, native, streamed
 from tilestream.ops.grouped_library import grouped_arriving_op, grouped_arriving_out_op, grouped_op, grouped_out_op
 from tilestream.ops.library import result_dtype
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Overlap, made_fresh
-from tilestream.ops.request import Request, check_out, multiply
+from tilestream.ops.request import ACTIVATIONS, Request, check_out, multiply
 from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
 from tilestream.ops.sharding import is_dtensor
 from tilestream.plan.grouped import check_schedule
 from tilestream.runtime import shutdown
 
 _OP = "grouped_mm"
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
 #: What the dimensions of a and b make of the offsets: they end groups of A's rows, of B's columns, of K; or there are
 #: none.
 _FORMS = {(2, 3): "rows", (3, 2): "columns", (2, 2): "k", (3, 3): "batches"}
@@ -75,12 +78,21 @@ def grouped_mm(
         As for `tilestream.matmul`.
     bias
         ``[G, N]``; where columns are divided ``[N]``.
-    activation, out_dtype, use_fast_accum, workers
+    activation
+        As for `tilestream.matmul`; or ``"swiglu"``, of groups of rows: ``silu(gate) * up`` in float32, where ``gate``
+        is the first half of b's columns and ``up`` the second. So ``b`` is ``[G, K, 2 F]``, the transpose of the
+        stacked ``[G, 2 F, K]`` weights of gate and up (w1 and w3) that vLLM and SGLang keep, and the result is
+        ``[M, F]``. Bias and ``scale_b`` have ``2 F`` columns.
+    out_dtype, use_fast_accum, workers
         As for `tilestream.matmul`. Sums are float32.
     scale_a, scale_b
         float32, for operands of any dtype; None: 1. Of one element; or one a row of A and one a column of B: ``[M]``,
         where a has groups ``[G, M]``; ``[N]``, where b has groups ``[G, N]``. Where K is divided ``[G, M]`` and
-        ``[G, N]``. They get no gradient, and nor do operands that they scale.
+        ``[G, N]``. Of operands of 8 bits whose rows (columns) are divided also of blocks, as DeepSeek-V3 has them: one
+        a row of the divided operand and 128 of K, ``[M, K / 128]`` (``[K / 128, N]``), and one for 128 of K and 128
+        columns (rows) of the other, ``[G, K / 128, N / 128]`` (``[G, M / 128, K / 128]``), quotients rounded up. Each
+        128 of K are scaled before they are added, in float32. Scales get no gradient, and nor do operands that they
+        scale.
     schedule
         ``"static"``, ``"dynamic"`` or ``"auto"``: see `tilestream.grouped_plan`.
     deadline
@@ -112,14 +124,50 @@ def grouped_mm(
     arrival = None
     if isinstance(b, Stream):
         b, arrival = _experts(b)
-    r = Request(
-        _OP, a, b, out=out, bias=bias, activation=activation, out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b,
-        fast_accum=use_fast_accum, schedule=schedule, workers=workers, weight_arrival=arrival, deadline=deadline,
-    )  # fmt: skip
     if not is_compiling() and open_streams:
         of_b = None if arrival is not None else b
         streamed.refuse(_OP, a=a, b=of_b, offsets=offsets, bias=bias, out=out, scale_a=scale_a, scale_b=scale_b)
+    if arrival is not None or deadline is not None:
+        return _grouped(
+            a, b, offsets, out, bias, activation, out_dtype, scale_a, scale_b, use_fast_accum, schedule, workers,
+            arrival, deadline,
+        )  # fmt: skip
+    if not is_compiling():
+        if _is_autocast_enabled() and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            a, b = checks.autocast(_OP, False, a, b)
+            with checks.below_autocast():
+                return grouped_mm(
+                    a, b, offsets, out=out, bias=bias, activation=activation, out_dtype=out_dtype, scale_a=scale_a,
+                    scale_b=scale_b, use_fast_accum=use_fast_accum, schedule=schedule, workers=workers,
+                )  # fmt: skip
+        call = (
+            a, b, offsets, out, bias, activation, out_dtype, scale_a, scale_b, use_fast_accum, schedule, workers,
+        )  # fmt: skip
+        made = native.grouped(*call)
+        return native.observed_grouped(call, lambda: _grouped(*call)) if made is None else made
+    return _grouped(
+        a, b, offsets, out, bias, activation, out_dtype, scale_a, scale_b, use_fast_accum, schedule, workers
+    )
+
+
+def _grouped(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None, out: torch.Tensor | None, bias: torch.Tensor | None,
+    activation: str | None, out_dtype: torch.dtype | None, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None,
+    use_fast_accum: bool, schedule: str, workers: int | None, arrival: Arrival | None = None,
+    deadline: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`grouped_mm`, checked, by the registered ops."""
+    if activation is not None and not is_one_of(activation, (*ACTIVATIONS, *HALVES)):
+        known = ", ".join((*ACTIVATIONS, *HALVES))
+        raise ValueError(f"{_OP}: activation={activation!r}; it is None or one of {known}")
+    r = Request(
+        _OP, a, b, out=out, bias=bias, activation=None if activation in HALVES else activation, out_dtype=out_dtype,
+        scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, schedule=schedule, workers=workers,
+        weight_arrival=arrival, deadline=deadline,
+    )  # fmt: skip
     form = _check(r, offsets)
+    if activation in HALVES:
+        _check_halves(form, activation, r)
     if form == "batches":
         residual = None if bias is None else bias.unsqueeze(1)
         scale_a = None if scale_a is None or scale_a.dim() != 2 else scale_a.unsqueeze(2)
@@ -133,7 +181,7 @@ def grouped_mm(
     checks.check_pair(_OP, x, y)
     groups = offsets.shape[0]
     rows, columns = a.shape[-2], b.shape[-1]
-    shape = (groups, rows, columns) if form == "k" else (rows, columns)
+    shape = (groups, rows, columns) if form == "k" else (rows, columns // 2 if activation in HALVES else columns)
     wanted = (columns,) if form == "columns" else (groups, columns)
     if bias is not None and tuple(bias.shape) != wanted:
         what = "one element a column" if form == "columns" else "one row a group"
@@ -142,8 +190,13 @@ def grouped_mm(
         check_out(r, out, shape, result_dtype(x, out_dtype))
         if tuple(out.shape) != shape:
             out.resize_(shape)
-    per_row = _scale("scale_a", scale_a, (groups, rows) if form != "rows" else (rows,), 1)
-    per_column = _scale("scale_b", scale_b, (groups, columns) if form != "columns" else (columns,), 0)
+    if form != "k" and _are_blocks(form, x, y, scale_a, scale_b):
+        if arrival is not None:
+            raise NotImplementedError(f"{_OP}: b is a Stream, and scales are of blocks; wait for it: stream.wait()")
+        per_row, per_column = scale_a, scale_b
+    else:
+        per_row = _scale("scale_a", scale_a, (groups, rows) if form != "rows" else (rows,), 1)
+        per_column = _scale("scale_b", scale_b, (groups, columns) if form != "columns" else (columns,), 0)
     turned = form == "columns"
     if turned:  # the transposes: groups of rows
         x, y, per_row, per_column = y.t(), x.mT, _turned(per_column), _turned(per_row)
@@ -210,6 +263,38 @@ def _scale(name: str, scale: torch.Tensor | None, shape: tuple[int, ...], missin
             f"{_OP}: {name} has shape {list(scale.shape)}; it has one element, or {list(shape)}, or {list(canonical)}"
         )
     return scale.reshape(canonical)
+
+
+def _are_blocks(
+    form: str, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None
+) -> bool:  # fmt: skip
+    """Whether scales are of blocks; raise where one of them is, and they cannot be."""
+    (rows, k), columns = a.shape[-2:], b.shape[-1]
+    if form == "rows":
+        of_groups, per_group = scale_b, (1, columns)
+        wanted = (rows, *blocks_of(k)), (b.shape[0], *blocks_of(k, columns))
+    else:
+        of_groups, per_group = scale_a, (rows, 1)
+        wanted = (a.shape[0], *blocks_of(rows, k)), (*blocks_of(k), columns)
+    theirs = wanted[form == "rows"]
+    if of_groups is None or of_groups.numel() == 1 or tuple(of_groups.shape) != theirs or theirs[1:] == per_group:
+        return False
+    for name, scale, shape in (("scale_a", scale_a, wanted[0]), ("scale_b", scale_b, wanted[1])):
+        if scale is None or tuple(scale.shape) != shape:
+            given = None if scale is None else list(scale.shape)
+            raise ValueError(f"{_OP}: {name} of shape {given} beside a scale of blocks; of blocks it has {list(shape)}")
+    if a.dtype not in FP8_DTYPES:
+        raise TypeError(f"{_OP}: scales of blocks, and a is {a.dtype}; they are of operands of 8 bits")
+    return True
+
+
+def _check_halves(form: str, activation: str | None, r: Request) -> None:
+    """Raise where an activation of two halves is of what has none."""
+    said = f"{_OP}: activation={activation!r} with a {list(r.a.shape)} and b {list(r.b.shape)}"
+    if form != "rows":
+        raise ValueError(f"{said}; it is of groups of rows: a [M, K], b [G, K, 2 F] and offsets")
+    if r.b.shape[2] % 2:
+        raise ValueError(f"{said}; half of b's columns are gates: it has an even number")
 
 
 def _check(r: Request, offsets: torch.Tensor | None) -> str:

@@ -20,8 +20,8 @@ from tilestream.arrival.signals import Outcome
 from tilestream.core.dtypes import dtype_name
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.groups import Along, by_load
-from tilestream.core.operands import Epilogue, GemmOperands, GroupedOperands
-from tilestream.kernels.cpu.gemm import multiply
+from tilestream.core.operands import HALVES, SCALE_BLOCK, Epilogue, GemmOperands, GroupedOperands
+from tilestream.kernels.cpu.gemm import accumulator, multiply
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops import execute, gpu
 from tilestream.ops.checks import check_pair, check_written, refuse_given, refuse_gradients
@@ -45,17 +45,18 @@ if TYPE_CHECKING:
 
 _OP = "grouped_mm"
 #: Bias ``[G, 1, N]``, or ``[M, 1]`` where groups divide the rows. Scales: of one element, or scale_a ``[M, 1]`` (along
-#: K ``[G, M, 1]``) and scale_b ``[G, 1, N]``. column_major: whether the result's columns are contiguous.
+#: K ``[G, M, 1]``) and scale_b ``[G, 1, N]``, or of blocks. column_major: whether the result's columns are contiguous.
 _SCHEMA = (
     "(Tensor a, Tensor b, Tensor offsets, Tensor? bias, str activation, ScalarType? out_dtype, str schedule, "
     "int workers{more}, Tensor? scale_a=None, Tensor? scale_b=None, bool fast_accum=True, int worker_limit=0) -> "
 )
 _NUM_COMMON, _DEFAULTS = 8, (None, None, True, 0)
+_OF_ROWS = "it is of groups of rows, a [M, K] and b [G, K, N]"
 #: Columns of ones that add up a group's rows, for the gradient of a bias: the fewest that are read in vectors.
 _ONES = 16
 
 
-def _shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> tuple[Any, ...]:
+def _shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, activation: str) -> tuple[Any, ...]:
     """The result's shape, of operands that fit together."""
     if a.dim() != 2 or b.dim() not in (2, 3) or offsets.dim() != 1:
         raise ValueError(
@@ -67,7 +68,9 @@ def _shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> tuple[Any
         torch._check(
             offsets.shape[0] == b.shape[0], lambda: f"grouped_gemm: offsets {list(offsets.shape)}: not b's groups"
         )
-        return a.shape[0], b.shape[2]
+        return a.shape[0], b.shape[2] // (2 if activation in HALVES else 1)
+    if activation in HALVES:
+        raise ValueError(f"grouped_gemm: activation={activation!r} with groups of K: {_OF_ROWS}")
     return offsets.shape[0], a.shape[0], b.shape[1]
 
 
@@ -78,11 +81,11 @@ def _empty(a: torch.Tensor, shape: tuple[Any, ...], dtype: torch.dtype, column_m
 
 
 def _fake(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _empty(a, _shape(a, b, offsets), result_dtype(a, others[2]), others[5])
+    return _empty(a, _shape(a, b, offsets, others[1]), result_dtype(a, others[2]), others[5])
 
 
 def _fake_out(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *others: Any) -> None:
-    shape, out = _shape(a, b, offsets), others[5]
+    shape, out = _shape(a, b, offsets, others[1]), others[5]
     if tuple(out.shape) != shape or out.dtype != result_dtype(a, others[2]):
         raise ValueError(
             f"out: {list(out.shape)} {out.dtype}; the result is {list(shape)} {result_dtype(a, others[2])}"
@@ -138,6 +141,8 @@ def _run(
     bias, scale_a, scale_b = (None if t is None else t.detach() for t in (bias, scale_a, scale_b))
     epilogue = Epilogue(1.0, bias, None, 1.0, activation, scale_a, scale_b)
     x = GroupedOperands(a.detach(), b.detach(), out.detach(), epilogue, offsets)
+    if activation in HALVES and b.shape[2] % 2:
+        raise ValueError(f"{_OP}: activation={activation!r}: b has {b.shape[2]} columns; each half has as many")
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
     refuse_invariance(_OP, how.limit)
     awaited = None
@@ -154,6 +159,7 @@ def _run(
 
 def _on_cpu(x: GroupedOperands, how: gpu.How, awaited: Awaited | None = None) -> None:
     """A product a group, one after the other; each when its matrix of b is there, where these arrive."""
+    x = _dequantized(x) if x.scales == "block" else x
     a, b, out, e, offsets = x
     along_rows = b.dim() == 3
     extent, ends = a.shape[0 if along_rows else 1], offsets.tolist()
@@ -167,7 +173,7 @@ def _on_cpu(x: GroupedOperands, how: gpu.How, awaited: Awaited | None = None) ->
             mine = Epilogue(1.0, vectors[0], None, 1.0, e.activation, *vectors[1:])
             operands = (a[run], b[group], out[run]) if along_rows else (a[:, run], b[run], out[group])
             if operands[2].numel():
-                _product(GemmOperands(*operands, mine), how)
+                (_halves if e.activation in HALVES else _product)(GemmOperands(*operands, mine), how)
         if along_rows:
             out[ends[-1] if ends else 0 :].zero_()
 
@@ -204,6 +210,25 @@ def _of_group(v: torch.Tensor | None, group: int, run: slice) -> torch.Tensor | 
     if v is None or v.numel() == 1:
         return v if v is None else v.reshape(())
     return v[group] if v.dim() == 3 else v[run]
+
+
+def _dequantized(x: GroupedOperands) -> GroupedOperands:
+    """Operands times their scales of blocks, in float32, which adds up their products."""
+    e = x.epilogue
+    assert e.scale_a is not None
+    assert e.scale_b is not None
+    k, n = x.b.shape[1:]
+    of_a = e.scale_a.repeat_interleave(SCALE_BLOCK, 1)[:, :k]
+    of_b = e.scale_b.repeat_interleave(SCALE_BLOCK, 1)[:, :k].repeat_interleave(SCALE_BLOCK, 2)[..., :n]
+    return x._replace(a=x.a.float() * of_a, b=x.b.float() * of_b, epilogue=e._replace(scale_a=None, scale_b=None))
+
+
+def _halves(x: GemmOperands, how: gpu.How) -> None:
+    """A product whose activation is of two halves of its columns: the whole of it, and then that."""
+    wide = x.out.new_empty(x.a.shape[0], x.b.shape[1], dtype=accumulator(x.a.dtype))
+    _product(x._replace(out=wide, epilogue=x.epilogue._replace(activation="none")), how)
+    gate, up = wide.chunk(2, 1)
+    x.out.copy_(torch.nn.functional.silu(gate).mul_(up))
 
 
 def _product(x: GemmOperands, how: gpu.How) -> None:
@@ -252,8 +277,9 @@ def problem_of(x: GroupedOperands, fast_accum: bool = True) -> GroupedProblem:
     return GroupedProblem(
         a.shape[0], b.shape[-1], a.shape[1], 1, dtype_name(a.dtype), dtype_name(out.dtype),
         aligned=_is_aligned(x), no_tma=_no_tma(x), b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
-        scales=e.scales, plain=e.trivial, fast_accum=fast_accum or a.dtype not in FP8_DTYPES, groups=offsets.shape[0],
-        along=along,
+        scales=x.scales, plain=e.trivial or (x.scales == "block" and e._replace(scale_a=None, scale_b=None).trivial),
+        fast_accum=fast_accum or a.dtype not in FP8_DTYPES, groups=offsets.shape[0], along=along,
+        two_halves=e.activation in HALVES,
     )  # fmt: skip
 
 
@@ -318,9 +344,14 @@ def launch_of(plan: Any, x: GroupedOperands) -> Launch:
             return 0, 0
         return scale.stride(0) if scale.dim() == 3 else 0, scale.stride(dim)
 
+    scale_k = (0, 0)
+    if x.scales == "block":
+        assert e.scale_a is not None
+        assert e.scale_b is not None
+        scale_k = e.scale_a.stride(1), e.scale_b.stride(1)
     layout = Layout(
         strides(x.a), strides(x.b), strides(x.out), activation=e.activation, scale_a=of_scale(e.scale_a, -2),
-        scale_b=of_scale(e.scale_b, -1),
+        scale_b=of_scale(e.scale_b, -1), scale_k=scale_k,
     )  # fmt: skip
     bias = Bias()
     if e.bias is not None:
@@ -425,6 +456,11 @@ class _Grouped(Derivative):
             one = grouped_op(x, y, offsets, of_bias, "none", wide, *ctx.how, ctx.column_major, *ctx.more)
             found, of_bias = one if found is None else found + one, None
         assert found is not None
+        if ctx.activation in HALVES:
+            before = grouped_op(a, b, offsets, bias, "none", wide, *ctx.how, False, *ctx.more)
+            (gate, up), (of_gate, of_up) = before.chunk(2, 1), found.chunk(2, 1)
+            through: torch.Tensor = through_activation("silu", of_gate * up, gate) + gate * torch.sigmoid(gate) * of_up
+            return through.to(ctx.dtype)
         return _through(ctx, found, a, b, offsets, output, bias).to(ctx.dtype)
 
 
@@ -467,7 +503,11 @@ def _through(
     if output is not None:
         return torch.ops.aten.threshold_backward(change.to(output.dtype), output, 0)  # type: ignore[no-any-return]
     before = grouped_op(a, b, offsets, bias, "none", _wide(a), *ctx.how, False, *ctx.more)
-    return through_activation(ctx.activation, change.to(before.dtype), before)
+    change = change.to(before.dtype)
+    if ctx.activation in HALVES:
+        gate, up = before.chunk(2, 1)
+        return torch.cat([through_activation("silu", change * up, gate), change * gate * torch.sigmoid(gate)], 1)
+    return through_activation(ctx.activation, change, before)
 
 
 def _bias_gradient(ctx: Any, grad: torch.Tensor, along_rows: bool, offsets: torch.Tensor) -> torch.Tensor:

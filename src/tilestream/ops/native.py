@@ -1,7 +1,7 @@
-"""The native call path of matmul, attention and the merge of attention: `tilestream.launch.native` has the extension.
+"""The native call path of products, grouped products, attention and its merge: see `tilestream.launch.native`.
 
-`product`, `attention` and `merge` ask the extension for the launch of an earlier equal call. They do not ask where
-something between the caller and the kernel has to see the call: a gradient, a mode, a transform, a compiler, a
+`product`, `grouped`, `attention` and `merge` ask the extension for the launch of an earlier equal call. They do not ask
+where something between the caller and the kernel has to see the call: a gradient, a mode, a transform, a compiler, a
 recording. Such calls go through the registered ops. Under autocast the operands are converted before the extension is
 asked.
 """
@@ -23,7 +23,7 @@ from torch._C import _increment_version
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from tilestream.core.operands import ACTIVATIONS
+from tilestream.core.operands import ACTIVATIONS, HALVES
 from tilestream.launch.observe import PRODUCTS, Call, Observation, observe
 from tilestream.ops import inline
 from tilestream.ops.checks import FLOAT32_MAX, autocast, below_autocast
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tilestream.launch.native import Extension
 
 _OPS = {name: i for i, name in enumerate(PRODUCTS)}
-_ACTIVATIONS: dict[object, int] = {None: 0, **{name: i for i, name in enumerate(ACTIVATIONS) if i}}
+_ACTIVATIONS: dict[object, int] = {None: 0, **{name: i for i, name in enumerate((*ACTIVATIONS, *HALVES)) if i}}
 _SCHEDULES: dict[object, int] = {"auto": 0, **{name: i for i, name in enumerate(SCHEDULES, 1) if name != "auto"}}
 _DTYPES: dict[object, int] = {
     None: 0, torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4,
@@ -276,6 +276,38 @@ def merge(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torc
     return None if out is None else (out, lse)
 
 
+def grouped(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None, out: torch.Tensor | None, bias: torch.Tensor | None,
+    activation: str | None, out_dtype: torch.dtype | None, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None,
+    fast_accum: bool, schedule: str, workers: int | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """The answer of `tilestream.grouped_mm`, launched by the extension; None for a call that goes Python's way.
+
+    Parameters are those of the public op, not checked yet; errors as of `product`.
+    """
+    if is_compiling():
+        return None
+    extension = _loaded.extension
+    if extension is None or _is_seen(a, b, out, bias):
+        return None
+    arguments = _grouped_arguments(
+        a, b, offsets, bias, activation, out_dtype, scale_a, scale_b, fast_accum, schedule, workers
+    )
+    if arguments is None:
+        return None
+    check_device(a.get_device())
+    try:
+        if out is None:
+            made: torch.Tensor | None = extension.try_grouped(*arguments)
+            return made
+        if extension.try_grouped_out(out, *arguments):
+            _increment_version((out,))
+            return out
+    except REFUSALS:
+        pass
+    return None
+
+
 def _converted(op: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The operands in autocast's dtype."""
     dtype = _autocast_dtype("cuda")
@@ -326,6 +358,23 @@ def operands_of(call: tuple[Any, ...], answer: Any) -> dict[str, torch.Tensor | 
     """The operands and outputs of a call of `attention`, by name."""
     outputs = answer if isinstance(answer, tuple) else (answer, None)
     return dict(zip((*INPUTS, "out", "lse"), (*call[: len(INPUTS)], *outputs), strict=True))
+
+
+def observed_grouped(call: tuple[Any, ...], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """As `observed`: a call of `grouped`."""
+    a, b, offsets, out, bias, *others = call
+    if type(a) not in PLAIN or type(b) not in PLAIN or not a.is_cuda or _load() is None or _is_seen(a, b, out, bias):
+        return run()
+    arguments = None if _is_seen_by_torch() else _grouped_arguments(a, b, offsets, bias, *others)
+    if arguments is None:
+        return run()
+    with observe() as seen:
+        result = run()
+    names = ("a", "b", "offsets", "", "bias", "scale_a", "scale_b")
+    given = dict(zip(names, arguments, strict=False))
+    operands = {name: given.get(name) for name in names if name} | {"out": result}
+    remember(Call(operands), out is not None, seen, arguments)
+    return result
 
 
 def observed_merge(call: tuple[Any, ...], run: Callable[[], Pair]) -> Pair:
@@ -470,6 +519,30 @@ def _arguments(
         _OPS[op], a, b, bias, residual, scale_a, scale_b, float(alpha), float(beta), options, workers or 0,
         limits.limit(),
     )  # fmt: skip
+
+
+def _grouped_arguments(
+    a: Any, b: Any, offsets: Any, bias: Any, activation: Any, out_dtype: Any, scale_a: Any, scale_b: Any,
+    fast_accum: Any, schedule: Any, workers: Any,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """As `_arguments`, of a grouped product; those behind the last one that is given are left out."""
+    turned = a.dim() == 3
+    if type(offsets) not in PLAIN or (turned and b.dim() == 3):
+        return None
+    first = (b, a, offsets) if turned else (a, b, offsets)
+    limit = limits.limit()
+    if (
+        bias is scale_a is scale_b is activation is out_dtype is workers is None and fast_accum is True
+        and schedule == "auto" and a.dtype is not torch.float32 and not limit
+    ):  # fmt: skip
+        return first
+    made = _arguments(
+        "mm", *first[:2], bias, None, 1.0, 1.0, activation, out_dtype, scale_a, scale_b, fast_accum, schedule, workers
+    )
+    if made is None:
+        return None
+    scales = (scale_b, scale_a) if turned else (scale_a, scale_b)
+    return (*first, made[-3], bias, *scales, *made[-2:])
 
 
 def _options_of_mask(layout: Any, causal: Any) -> int | None:

@@ -1,9 +1,9 @@
 """What was compiled and checked, but never run on a GPU: plans take it only where it is asked for.
 
-There was no AMD GPU to run `tilestream.kernels.cdna` on. The portable kernels have the same text on every GPU, run on
-NVIDIA's and in Triton's interpreter. AMD GPUs therefore get those, though the model expects CDNA's to be faster: a
-wrong number costs more than a slow one. ``backend=`` takes an experimental kernel for a plan, a variable of the
-environment for the whole process. What has run is removed from `KERNELS`.
+The portable kernels have one text for all GPUs, which has run on NVIDIA's and in Triton's interpreter. Calls for which a
+faster kernel has never run get them, though the cost model expects the other to be faster: a wrong number costs more
+than a slow one. ``backend=`` takes an experimental kernel for a plan, an environment variable for the whole process. A
+kernel that has run is removed from `KERNELS`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,29 @@ NOT_RUN = "compiled and checked, not run on a GPU yet"
 
 
 class Experimental(NamedTuple):
-    """Kernels that were not run."""
+    """A kernel, or a way of calling it, that was not run.
 
-    environment: str  # the variable that takes them for all calls
-    what: str  # their name in words
-    backend: bool = True  # whether ``backend=`` takes them for one
+    Attributes
+    ----------
+    environment
+        The variable that takes it for all calls.
+    what
+        Its name in words.
+    backend
+        The ``backend=`` that takes it for one plan; empty: the kernel's own name; None: there is none.
+    """
+
+    environment: str
+    what: str
+    backend: str | None = ""
 
 
 #: By the name that plans give them, and by which a plan is asked for them.
 KERNELS = {
     "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
-    "graph_ranks": Experimental(
-        "TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", backend=False
+    "graph_ranks": Experimental("TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None),
+    "hopper_experts": Experimental(
+        "TILESTREAM_HOPPER_EXPERTS", "the Hopper kernels of SwiGLU and of blocks' scales", "hopper"
     ),
 }
 
@@ -38,7 +49,7 @@ def opt_in(kernel: str) -> str:
     found = KERNELS.get(kernel)
     if found is None:
         return ""
-    one = f"backend={kernel!r} takes it, or " if found.backend else "taken with "
+    one = "taken with " if found.backend is None else f"backend={found.backend or kernel!r} takes it, or "
     return f"{NOT_RUN}: {one}{found.environment}=1 for all calls"
 
 

@@ -10,24 +10,25 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.grid import Grid
 from tilestream.core.groups import ALONGS, Along, mean_row_tiles, most_row_tiles
 from tilestream.core.integers import cdiv
+from tilestream.core.operands import ACTIVATIONS, HALVES, SCALE_BLOCK
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan import tma
-from tilestream.plan.api import SCALES, check_forced, default_workers, device_properties
+from tilestream.plan import experimental, tma
+from tilestream.plan.api import check_forced, default_workers, device_properties
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import log
 from tilestream.plan.limit import is_invariant, limit, workers_of
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.planner import fast_or_portable
 from tilestream.plan.policy import cpu, hopper, portable
-from tilestream.plan.problem import ITEMSIZE, GroupedProblem, Scales, dtype_name, result_name
+from tilestream.plan.problem import ITEMSIZE, GroupedProblem, GroupedScales, dtype_name, result_name
 from tilestream.plan.raster import queues_of
 
 #: Registers of a thread that the portable kernel's accumulator takes at most beside an epilogue that is more than a
@@ -36,7 +37,13 @@ MOST_REGISTERS = 64
 #: The Hopper kernel: groups among which its load warp finds an item's, and bytes of shared memory in which it does.
 HOPPER_GROUPS = 256
 TABLE_BYTES = 2 * 4 * HOPPER_GROUPS
-#: Schedules that a caller may ask for.
+#: Registers of a thread that an accumulator and a product that is scaled before it is added take at most.
+MOST_SCALED_REGISTERS = 160
+#: Columns of a swapped accumulator, each with a scale of its own for every K step, at most: a thread has a quarter of
+#: them in registers.
+MOST_SCALED_ROWS = 64
+#: Scales, and schedules, that a caller may ask for.
+SCALES: tuple[GroupedScales, ...] = get_args(GroupedScales)
 SCHEDULES = ("auto", "static", "dynamic")
 
 
@@ -49,7 +56,8 @@ def grouped_plan(
     along: Along = "rows",
     dtype: object = "bfloat16",
     out_dtype: object | None = None,
-    scales: Scales = "none",
+    scales: GroupedScales = "none",
+    activation: str | None = None,
     device: object = "cpu",
     workers: int | None = None,
     schedule: str = "auto",
@@ -61,13 +69,18 @@ def grouped_plan(
     Parameters
     ----------
     m, n, k
-        Extents. Along rows ``m`` are the rows of all groups together; along K ``k`` is that of all groups.
+        Extents: ``m`` rows of A, ``n`` columns of B. Along rows ``m`` are the rows of all groups together; along K
+        ``k`` is that of all groups.
     groups
         How many there are, from 1 to 1024.
     along
         ``"rows"``: each group is a run of A's rows, multiplied with a B of its own. ``"k"``: each group is a run of K,
         and has an output of its own.
-    dtype, out_dtype, scales, device, workers, tile, backend
+    scales
+        As for `tilestream.plan`, or ``"block"``: see `tilestream.grouped_mm`.
+    activation
+        As for `tilestream.grouped_mm`.
+    dtype, out_dtype, device, workers, tile, backend
         As for `tilestream.plan`. Operands lie as a layer's and its gradients' do: along rows A is ``[m, k]``
         contiguous and B the transpose of ``[groups, n, k]``; along K A is the transpose of ``[k, m]`` and B is
         ``[k, n]``.
@@ -93,9 +106,12 @@ def grouped_plan(
     for name, extent in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if not is_whole(extent) or extent < 0:
             raise ValueError(f"{name}={extent!r}; it is a whole number, and not negative")
+    activations = (None, *ACTIVATIONS[1:], *HALVES)
     for name, word, words in (("along", along, ALONGS), ("scales", scales, SCALES)):
         if not is_one_of(word, words):
             raise ValueError(f"{name}={word!r}; it is one of {', '.join(words)}")
+    if activation is not None and not is_one_of(activation, activations):
+        raise ValueError(f"activation={activation!r}; it is None or one of {', '.join(activations[1:])}")
     check_schedule("grouped_plan", schedule)
     if properties.backend == "cpu" and tile is not None:
         raise ValueError(f"tile={tile!r}; the CPU takes each group's product whole: leave tile= away")
@@ -104,8 +120,9 @@ def grouped_plan(
     aligned = k % 16 == 0 if along == "rows" else m % 16 == 0 and n % 16 == 0
     problem = GroupedProblem(
         m, n, k, 1, kind, result, aligned=properties.backend == "cpu" or aligned,
-        no_tma="" if properties.backend == "cpu" else _no_tma(m, n, k, along, kind), plain=scales == "none",
-        scales=scales, groups=groups, along=along,
+        no_tma="" if properties.backend == "cpu" else _no_tma(m, n, k, along, kind),
+        plain=scales in ("none", "block") and activation is None, scales=scales, groups=groups, along=along,
+        two_halves=activation in HALVES,
     )  # fmt: skip
     asked = Asked(
         workers, schedule, tile, device=properties, default_workers=default_workers(properties), backend=backend,
@@ -152,14 +169,19 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
     if device.backend == "cpu":
         found, backend = [_in_a_loop(problem, device, count)], "cpu"
     else:
+        not_hopper = _not_hopper(problem, device)
+        if not not_hopper and _not_run(problem):
+            not_hopper = experimental.refusal("hopper_experts", how.backend)
         backend, found, other = fast_or_portable(
-            "hopper", how.backend, _not_hopper(problem, device),
+            "hopper", how.backend, not_hopper,
             (lambda: hopper_candidates(problem, device, count, how), lambda: _portable(problem, device, count, how)),
             lambda: f"it has no tile of {how.tile} here", "leave backend=, tile= and schedule= away",
         )  # fmt: skip
         refused += (other,)
     best = min(found, key=lambda one: one.predicted)
     why = f"least of {len(found)} candidates in the cost model, groups of one size"
+    if backend == "hopper" and _not_run(problem):
+        why += f"; {experimental.NOT_RUN}"
     made = of_candidate(problem, device, backend, best, why, refused)
     log(made)
     return made
@@ -229,14 +251,21 @@ def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
         return f"it finds an item's group among {HOPPER_GROUPS} at most, and there are {problem.groups}"
     if problem.along == "k" and ITEMSIZE[problem.dtype] != 2:
         return f"tensor cores take {problem.dtype} along K only, and groups of K end where no copy along K can"
+    if problem.scales == "block" and problem.two_halves and problem.out_columns % SCALE_BLOCK:
+        return f"halves of {problem.out_columns} columns: the second one begins inside a block of {SCALE_BLOCK} scales"
     return hopper.refusal(problem, device)
+
+
+def _not_run(problem: GroupedProblem) -> bool:
+    """Whether no GPU has run the Hopper kernel on such a problem."""
+    return problem.two_halves or problem.scales == "block"
 
 
 def has_registers(problem: GroupedProblem, tile: portable.Tile) -> bool:
     """Whether a tile of the portable kernel spills nothing; of promoted products there are two accumulators."""
-    if problem.plain or problem.along == "k":
-        return True
     registers = tile.block_m * tile.block_n // (32 * tile.warps)
+    if problem.plain or problem.along == "k":
+        return problem.scales != "block" or registers <= MOST_REGISTERS
     return (2 if problem.promoted else 1) * registers <= MOST_REGISTERS
 
 
@@ -245,11 +274,15 @@ def hopper_candidates(
 ) -> Iterator[Candidate]:
     """Every way that the Hopper kernel's model knows, within what the caller forces."""
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
-    rows = [row._replace(lines=1) if problem.promoted else row for row in hopper.TILES]
+    # Of two halves, two lines of a stage are copies for which the load warp has no registers.
+    short = problem.promoted or problem.two_halves
+    rows = [row._replace(lines=1) if short else row for row in hopper.TILES]
     fits = [(row, stages) for row in rows if (stages := row.stages(out_size, device.shared - TABLE_BYTES)) >= 2]
     for (row, stages), swap_ab in itertools.product(fits, (False, True)):
         tile = (row.columns, row.rows) if swap_ab else (row.rows, row.columns)
         if how.tile not in (None, tile) or (swap_ab and row.rows == row.columns):
+            continue
+        if not fits_parts(problem, row, swap_ab):
             continue
         if not hopper.has_registers(problem, row, swap_ab, "dynamic"):
             continue
@@ -258,8 +291,29 @@ def hopper_candidates(
         block = (*tile, row.block_k(size))
         group = hopper.group_of(block, workers, False, swap_ab)
         mean, launched = schedules_of(problem, block, workers, how.schedule, group)
+        parts = parts_of(problem, row.columns)
+        strip = min(row.strip(out_size), parts[-1]) if problem.two_halves else row.strip(out_size)
+        buffers = min(row.buffers(out_size), parts[0] // strip) if problem.two_halves else row.buffers(out_size)
         yield Candidate(
             row.variant, block, launched, hopper.seconds(problem, device, mean, row, swap_ab), 4, stages,
-            swap_ab=swap_ab, strip=row.strip(out_size), buffers=row.buffers(out_size),
-            registers=hopper.registers_of(problem, row),
+            swap_ab=swap_ab, strip=strip, buffers=buffers, registers=hopper.registers_of(problem, row),
         )  # fmt: skip
+
+
+def parts_of(problem: GroupedProblem, columns: int) -> tuple[int, ...]:
+    """The parts that the columns of a tile of the accumulator are multiplied in: of two halves, one of each."""
+    return (columns // 2,) * 2 if problem.two_halves else hopper.widths(columns, hopper.widest(problem))
+
+
+def fits_parts(problem: GroupedProblem, row: hopper.Tile, swap_ab: bool) -> bool:
+    """Whether a tile's parts are what the problem needs, without a spill: two equal ones, or each in a block of scales.
+
+    Triton 3.7 spills where a math loop has 128 rows of both halves, or scales a product of 64 registers beside an
+    accumulator of 128.
+    """
+    is_power = row.columns & (row.columns - 1) == 0
+    if problem.scales == "block" and row.registers + row.rows_per_loop > MOST_SCALED_REGISTERS:
+        return False
+    if problem.two_halves:  # the halves are parts of the accumulator's columns, which are A's rows where it is swapped
+        return is_power and not swap_ab and row.columns >= 32 and row.rows_per_loop <= 64
+    return problem.scales != "block" or (swap_ab and row.columns <= MOST_SCALED_ROWS) or (not swap_ab and is_power)

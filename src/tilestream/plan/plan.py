@@ -177,7 +177,10 @@ def explain(plan: Plan) -> str:
     """What was chosen, what was refused and why, and the floor."""
     problem, floor = plan.problem, plan.floor
     a, b = problem.dtypes
-    scaled = {"none": "", "tensor": ", one scale each", "row": ", a scale a row and column"}[problem.scales]
+    scaled = {
+        "none": "", "tensor": ", one scale each", "row": ", a scale a row and column",
+        "block": ", a scale a row and 128 of K, and for 128x128 of B",
+    }[problem.scales]  # fmt: skip
     promoted = ", added up in float32 every 128 of K" if problem.promoted and sums_lose_bits(plan.device.arch) else ""
     dtypes = (a if a == b else f"{a} x {b}") + scaled + promoted
     work = f"{number(floor.operations / 1e9)} GFLOP, {number(floor.bytes / 1e6)} MB, {number(floor.intensity)} FLOP/B"

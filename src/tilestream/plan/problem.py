@@ -11,6 +11,7 @@ from tilestream.core.dtypes import (
     FP8_RESULT,
     ITEMSIZE,
     OCP,
+    GroupedScales,
     Scales,
     are_a_pair,
     dtype_name,
@@ -21,8 +22,8 @@ from tilestream.core.gate import Gate
 from tilestream.core.groups import MOST_GROUPS, Along
 
 __all__ = [
-    "FNUZ", "FP8", "FP8_RESULT", "ITEMSIZE", "OCP", "GroupedProblem", "Incoming", "Problem", "Scales", "are_a_pair",
-    "dtype_name", "gate_of", "pairs_text", "result_name",
+    "FNUZ", "FP8", "FP8_RESULT", "ITEMSIZE", "OCP", "GroupedProblem", "GroupedScales", "Incoming", "Problem", "Scales",
+    "are_a_pair", "dtype_name", "gate_of", "pairs_text", "result_name",
 ]  # fmt: skip
 
 
@@ -154,12 +155,21 @@ class GroupedProblem(Problem):
     part of K that is group g's.
     """
 
+    scales: GroupedScales = "none"  # type: ignore[assignment]
     groups: int = 1
     along: Along = "rows"
+    two_halves: bool = False  # whether the output has a column for a column of each half of B's: half of ``n``
     arrives: bool = False  # whether each group's matrix of B arrives by itself, most rows first
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.along == "k" and (self.two_halves or self.scales == "block"):
+            what = "an activation of two halves" if self.two_halves else "scales='block'"
+            raise ValueError(f"{what}: groups divide K; that is of groups of rows")
+        if self.two_halves and self.n % 2:
+            raise ValueError(f"n={self.n}; of an activation of two halves B has an even number of columns")
+        if self.scales == "block" and not self.fp8:
+            raise TypeError(f"scales='block': operands are {self.dtype}; they are of {', '.join(FP8)}")
         if not 1 <= self.groups <= MOST_GROUPS:
             raise ValueError(
                 f"groups={self.groups}; there are 1 to {MOST_GROUPS}: make several calls, of fewer groups each"
@@ -174,8 +184,19 @@ class GroupedProblem(Problem):
     def text(self) -> str:
         """The product in words."""
         if self.along == "rows":
-            return f"grouped_mm [{self.m}, {self.k}] @ [{self.groups}, {self.k}, {self.n}] by rows"
+            halves = ", swiglu of two halves" * self.two_halves
+            return f"grouped_mm [{self.m}, {self.k}] @ [{self.groups}, {self.k}, {self.n}] by rows{halves}"
         return f"grouped_mm [{self.m}, {self.k}] @ [{self.k}, {self.n}] by K, {self.groups} groups"
+
+    @property
+    def promoted(self) -> bool:
+        """As of `Problem`; scales of blocks are of products that K steps of 128 at most have added up."""
+        return super().promoted or self.scales == "block"
+
+    @property
+    def out_columns(self) -> int:
+        """The output's."""
+        return self.n // 2 if self.two_halves else self.n
 
     @property
     def bytes(self) -> int:
@@ -183,7 +204,7 @@ class GroupedProblem(Problem):
         size, out = ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype]
         if self.along == "rows":
             used = min(self.groups, self.m)
-            return size * (self.m * self.k + used * self.k * self.n) + out * self.m * self.n
+            return size * (self.m * self.k + used * self.k * self.n) + out * self.m * self.out_columns
         return size * self.k * (self.m + self.n) + out * self.groups * self.m * self.n
 
 

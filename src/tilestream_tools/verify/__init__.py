@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, rings, and exchanges between ranks. Pure Python, no GPU.
 
-It has ten models and explores every interleaving of each:
+It has eleven models and explores every interleaving of each:
 
 1. `workers`: several workers on queues and gates, with a deadline that may expire and the drain after it. It runs
    `tilestream.core.loop`, the CPU backend's text: `work`, whose workers leave when the launch is over. And `gpu_loop`:
@@ -29,6 +29,8 @@ It has ten models and explores every interleaving of each:
    up is as in model 7.
 10. `replay`: ranks whose gathers are replayed from CUDA graphs, without hosts (`tilestream.core.protocols.replay`). The
    text is ahead of the library: nothing performs it yet.
+11. `dispatch`: ranks that send rows to the ranks of their experts and get the results back, in parts whose number is
+   known only when it comes (`tilestream.core.protocols.dispatch`), with ranks that are late, silent or lost.
 
 **Why models 1 and 2 together describe the whole kernel.** In a kernel with load and math loops, a worker is `work` cut
 in two at Compute. The load loop does what comes before (Poll, take, gate), puts the item on the item ring and loads it.

@@ -47,7 +47,10 @@ HOWS: dict[str, dict[str, Any]] = {
     "split, worst": {**_WORST, "splits": 3},
     "arriving": {"causal": True, "return_lse": True, "keys": Incoming(Chunks.uniform(4 * 2048, 100))},
     "arriving, promised": {
-        "causal": True, "return_lse": True, "keys": Incoming(Chunks.uniform(4 * 2048, 100)), "promises": True,
+        "causal": True,
+        "return_lse": True,
+        "keys": Incoming(Chunks.uniform(4 * 2048, 100)),
+        "promises": True,
     },
     "arriving, window": {**_WINDOW, **_PACKED, **_RAGGED, "return_lse": True},
     "arriving, split": {**_WINDOW, **_PACKED, **_RAGGED, "splits": 3},

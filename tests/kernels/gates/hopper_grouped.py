@@ -3,7 +3,9 @@
 * ``plain``: groups of rows, 64 of them, no epilogue; ``many``: 256, static;
 * ``full``: fp32 out, a scale a row and column, a bias a group, exact gelu; ``row bias``: the same with a bias a row;
 * ``turned``: of an output whose columns are contiguous, stored from registers;
-* ``gradient``: groups of K; ``full gradient``.
+* ``gradient``: groups of K; ``full gradient``;
+* ``halves``: swiglu of two halves; ``full halves``: with a scale a row and column and a bias;
+* ``blocks``: of 8 bits, scales of blocks; ``full blocks``: with a bias and exact gelu; ``halves blocks``: with a bias.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class How(NamedTuple):
     schedule: str = "dynamic"
     bias: str = ""
     out: tuple[int, int, int] = _ROW_MAJOR
+    two_halves: bool = False
+    blocks: bool = False
 
 
 HOWS = {
@@ -50,12 +54,18 @@ HOWS = {
     "turned": How(bias="rows", out=_COLUMN_MAJOR),
     "gradient": How("k"),
     "full gradient": How("k", 256, bias="columns"),
+    "halves": How(two_halves=True),
+    "full halves": How(groups=256, bias="columns", two_halves=True),
+    "blocks": How(blocks=True),
+    "full blocks": How(groups=256, bias="columns", blocks=True),
+    "halves blocks": How(bias="columns", two_halves=True, blocks=True),
 }
 INPUTS = ("bfloat16", "float8_e4m3fn", "fp8 precise")
 QUICK = (
     "cooperative 128x256 bfloat16 plain", "cooperative 128x128 bfloat16 full", "ping_pong 64x128 bfloat16 turned",
     "single 64x16 swapped bfloat16 plain", "cooperative 128x192 bfloat16 gradient",
-    "cooperative 128x128 float8_e4m3fn plain",
+    "cooperative 128x128 float8_e4m3fn plain", "cooperative 128x256 bfloat16 halves",
+    "cooperative 128x128 float8_e4m3fn halves blocks", "single 64x32 swapped float8_e4m3fn blocks",
 )  # fmt: skip
 
 
@@ -65,7 +75,9 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
             for inputs in INPUTS:
                 for how, made in HOWS.items():
                     name = f"{tile.variant} {tile.rows}x{tile.columns}{' swapped' * swapped} {inputs} {how}"
-                    fits = inputs == "bfloat16" or (made.along == "rows" and how in ("plain", "full"))
+                    fits = inputs == "bfloat16" or (made.along == "rows" and how in ("plain", "full", "full halves"))
+                    if made.blocks:
+                        fits = inputs == "float8_e4m3fn"
                     if fits and is_wanted("sm_90a", name):
                         yield from _made(name, tile, swapped, inputs, made)
 
@@ -74,9 +86,10 @@ def _made(name: str, tile: hopper.Tile, swapped: bool, inputs: str, how: How) ->
     dtype = inputs if inputs in ("bfloat16", "float8_e4m3fn") else "float8_e4m3fn"
     full = bool(how.bias)
     problem = GroupedProblem(
-        _SIZE, _SIZE, _SIZE, 1, dtype, "float32" if full else "bfloat16", plain=not full and dtype == "bfloat16",
-        scales="row" if full else "none" if dtype == "bfloat16" else "tensor", fast_accum=inputs != "fp8 precise",
-        groups=how.groups, along=how.along,
+        _SIZE, _SIZE, _SIZE, 1, dtype, "float32" if full else "bfloat16",
+        plain=not full and not how.two_halves and (dtype == "bfloat16" or how.blocks),
+        scales="block" if how.blocks else "row" if full else "none" if dtype == "bfloat16" else "tensor",
+        fast_accum=inputs != "fp8 precise", groups=how.groups, along=how.along, two_halves=how.two_halves,
     )  # fmt: skip
     block = (tile.columns, tile.rows) if swapped else (tile.rows, tile.columns)
     asked = Asked(schedule=how.schedule, tile=block)
@@ -91,11 +104,14 @@ def _layout(how: How) -> tuple[Layout, Bias]:
     step = _SIZE * _SIZE
     operands = (_ROW_MAJOR, (step, 1, _SIZE)) if how.along == "rows" else (_COLUMN_MAJOR, _ROW_MAJOR)
     out = how.out if how.along == "rows" else (step, *how.out[1:])
-    layout = Layout(*operands, out)
+    layout = Layout(*operands, out, activation="swiglu" if how.two_halves else "gelu" if how.bias else "none")
+    if how.blocks:
+        layout = layout._replace(scale_a=(0, 32), scale_b=(1024, 1), scale_k=(1, 32))
     if not how.bias:
         return layout, Bias()
     of_group = _SIZE if how.along == "k" else 0
-    layout = layout._replace(activation="gelu", scale_a=(of_group, 1), scale_b=(_SIZE, 1))
+    if not how.blocks:
+        layout = layout._replace(scale_a=(of_group, 1), scale_b=(_SIZE, 1))
     return layout, Bias(how.bias, _SIZE if how.bias == "columns" else 0, 1)
 
 

@@ -6,7 +6,9 @@
 * ``across``: the same, with a bias a row, of an output whose columns are contiguous;
 * ``plain``: a queue a worker, no epilogue, 64 groups: what runs most; ``static``;
 * ``arrives``: each group's matrix of B arrives, 256 groups;
-* ``k``: groups of K, everything else as ``worst``; ``gradient``: groups of K, no epilogue.
+* ``k``: groups of K, everything else as ``worst``; ``gradient``: groups of K, no epilogue;
+* ``halves``: swiglu of two halves; ``worst halves``: with everything else of ``worst``;
+* ``blocks``: of 8 bits, scales of blocks; ``worst blocks``, ``worst halves blocks``: with everything else.
 
 Operands lie as a layer's and its gradients' do.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from gates.engine import DEVICES, NOT_RUN, RELEASE, Case, IsWanted, Rules
 from gates.portable_gemm import INPUTS, REFUSED, common_rules
@@ -31,20 +33,39 @@ from tilestream.plan.problem import FP8, GroupedProblem, result_name
 from tilestream_tools.isa.kernels import pointer
 
 _SIZE = 4096
-#: By name: what groups divide, how many there are, the schedule, whether the epilogue has everything.
+
+
+class How(NamedTuple):
+    """What groups divide, how many there are, the schedule; whether the epilogue has everything; what else it is of."""
+
+    along: Any
+    groups: int
+    schedule: str
+    full: bool
+    two_halves: bool = False
+    blocks: bool = False
+
+
 HOWS = {
-    "worst": ("rows", 256, "dynamic", True),
-    "most": ("rows", 1024, "dynamic", True),
-    "across": ("rows", 64, "dynamic", True),
-    "plain": ("rows", 64, "dynamic", False),
-    "static": ("rows", 64, "static", False),
-    "arrives": ("rows", 256, "dynamic", False),
-    "k": ("k", 1024, "dynamic", True),
-    "gradient": ("k", 64, "dynamic", False),
+    "worst": How("rows", 256, "dynamic", True),
+    "most": How("rows", 1024, "dynamic", True),
+    "across": How("rows", 64, "dynamic", True),
+    "plain": How("rows", 64, "dynamic", False),
+    "static": How("rows", 64, "static", False),
+    "arrives": How("rows", 256, "dynamic", False),
+    "k": How("k", 1024, "dynamic", True),
+    "gradient": How("k", 64, "dynamic", False),
+    "halves": How("rows", 64, "dynamic", False, True),
+    "worst halves": How("rows", 256, "dynamic", True, True),
+    "blocks": How("rows", 64, "dynamic", False, False, True),
+    "worst blocks": How("rows", 256, "dynamic", True, False, True),
+    "worst halves blocks": How("rows", 256, "dynamic", True, True, True),
 }  # fmt: skip
 QUICK = (
     "bfloat16 128x128 worst", "bfloat16 128x256 gradient", "bfloat16 16x128 across", "bfloat16 64x64 plain",
-    "float32 64x64 k", "float8 128x128 worst", "bfloat16 128x128 arrives",
+    "float32 64x64 k", "float8 128x128 worst", "bfloat16 128x128 halves", "bfloat16 128x128 arrives",
+    "float8 64x64 worst halves blocks",
+    "sm_90a float8 128x128 blocks", "gfx950 float8 128x128 blocks",
 )  # fmt: skip
 
 
@@ -53,12 +74,15 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
         if arch in NOT_RUN or inputs in REFUSED[arch] or inputs in ("float16", "float8 mixed", "float8 fnuz mixed"):
             continue
         dtype, _, rounded, fast = INPUTS[inputs]
-        for how, (along, groups, schedule, full) in HOWS.items():
-            extent = _SIZE if aligned else _SIZE + 1
+        for how, (along, groups, schedule, full, two_halves, blocks) in HOWS.items():
+            if blocks and (dtype not in FP8 or not fast):
+                continue
+            extent = _SIZE if aligned else _SIZE + 2 if two_halves else _SIZE + 1
+            scales = "block" if blocks else "row" if full else "tensor" if dtype in FP8 else "none"
             problem = GroupedProblem(
                 extent, extent, extent, 1, dtype, "float32" if full else result_name(dtype, None), tf32=rounded,
-                aligned=aligned, fast_accum=fast, groups=groups, along=along, plain=not full, arrives=how == "arrives",
-                scales="row" if full else "tensor" if dtype in FP8 else "none",
+                aligned=aligned, fast_accum=fast, groups=groups, along=along, plain=not full and not two_halves,
+                scales=scales, two_halves=two_halves, arrives=how == "arrives",
             )  # fmt: skip
             for tile in tiles(problem, device):
                 if not has_registers(problem, tile):
@@ -67,22 +91,26 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
                 if is_wanted(arch, name):
                     block = (tile.block_m, tile.block_n)
                     plan = plan_groups.__wrapped__(problem, None, schedule, block, device=device, backend="portable")
-                    yield Case(arch, name, plan, *_made(plan, how, full))
+                    yield Case(arch, name, plan, *_made(plan, how))
 
 
-def _made(plan: Plan, how: str, full: bool) -> tuple[Layout, Bias]:
-    size = plan.problem.m
+def _made(plan: Plan, how: str) -> tuple[Layout, Bias]:
+    size, made = plan.problem.m, HOWS[how]
     row_major, column_major = (0, size, 1), (0, 1, size)
     matrices = (size * size, 1, size)  # of B's
     operands = (row_major, matrices, row_major)
     if plan.problem.along == "k":
         operands = (column_major, row_major, (size * size, size, 1))
     layout, bias = Layout(*operands), Bias()
-    if full:
+    if made.full:
         groups = size if plan.problem.along == "k" else 0
         out = (operands[2][0], 1, 2**20) if how == "across" else (operands[2][0], 2**20, 1)
         layout = layout._replace(out=out, activation="gelu", scale_a=(groups, 1), scale_b=(size, 1))
         bias = Bias("rows", 0, 1) if how == "across" else Bias("columns", size, 1)
+    if made.two_halves:
+        layout = layout._replace(activation="swiglu")
+    if made.blocks:
+        layout = layout._replace(scale_a=(0, 32), scale_b=(1024, 1), scale_k=(1, 32))
     return layout, bias
 
 

@@ -10,10 +10,10 @@ import torch
 from interpreted import DEVICE, Words, awaited, crossed, laid_out, recorded
 from test_portable_arrival import expired
 
-from error_rule import ACTIVATIONS, check, rand
+from error_rule import ACTIVATIONS, check, passes, rand
 from grouped_cases import expected, offsets_of
 from tilestream.core.groups import by_load
-from tilestream.core.operands import Epilogue, GroupedOperands
+from tilestream.core.operands import HALVES, Epilogue, GroupedOperands
 from tilestream.ops.grouped_library import launch_of, problem_of
 from tilestream.plan.grouped import plan_groups
 from tilestream.runtime.device_workspace import DeviceWorkspace, captured_words
@@ -28,7 +28,8 @@ EXTENT = 71
 
 def made(a, b, sizes, schedule="dynamic", workers=5, epilogue=Epilogue(), out=None, arrives=False):  # noqa: B008
     """``(plan, operands)`` with an output of NaN."""
-    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(sizes), a.shape[0], b.shape[1])
+    columns = b.shape[-1] // (2 if epilogue.activation in HALVES else 1)
+    shape = (a.shape[0], columns) if b.dim() == 3 else (len(sizes), a.shape[0], columns)
     out = (
         torch.full(shape, float("nan"), dtype=torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
         if out is None
@@ -112,6 +113,55 @@ def test_operands_of_8_bits():
     sizes = SIZES[0]
     a, b = rand(EXTENT, 48).to(torch.float8_e4m3fn), rand(5, 33, 48).to(torch.float8_e4m3fn).mT
     run(a, b, sizes, epilogue=Epilogue(scale_a=rand(EXTENT, 1), scale_b=rand(5, 1, 33)))
+
+
+@crossed("columns, sizes", [2, 14, 66], SIZES[:3], ids=str)
+def test_swiglu_of_two_halves(columns, sizes):
+    """Of halves that end inside a tile, and of ones that are several."""
+    run(*operands(sizes, "rows", n=columns), sizes, epilogue=Epilogue(activation="swiglu"))
+
+
+def test_swiglu_with_everything():
+    sizes, halves = SIZES[2], 2 * 27
+    a, b = operands(sizes, "rows", F16, "nn", n=halves)
+    bias, scale_b = rand(len(sizes), 2 * halves)[:, None, ::2], rand(len(sizes), 1, halves)
+    epilogue = Epilogue(1.0, bias, None, 1.0, "swiglu", rand(EXTENT, 1, seed=3), scale_b)
+    store = torch.full((EXTENT + 2, 60), float("nan"), dtype=F16)
+    run(a, b, sizes, epilogue=epilogue, out=store[1:-1, 2 : 2 + 27])
+    assert store[[0, -1]].isnan().all()
+    assert store[:, :2].isnan().all()
+    assert store[:, 29:].isnan().all()
+
+
+def blocks(sizes, k, n, seed=5):
+    """Operands of 8 bits, and their scales of blocks, whose neighbours differ much."""
+    a, b = rand(EXTENT, k).to(torch.float8_e4m3fn), rand(len(sizes), n, k).to(torch.float8_e4m3fn).mT
+    of_k, of_n = -(-k // 128), -(-n // 128)
+    scale_a = torch.exp2(rand(EXTENT, of_k, seed=seed).clamp(-2, 2).round())
+    return a, b, scale_a, torch.exp2(rand(len(sizes), of_n, of_k, seed=seed + 1).clamp(-2, 2).round()).mT
+
+
+@crossed("activation, shape", ["none", "swiglu"], [(140, 150), (160, 130), (40, 33), (272, 264)], ids=str)
+def test_scales_of_blocks(activation, shape):
+    """Of K that ends inside a block; of halves of which the second begins inside one."""
+    (k, n), sizes = shape, SIZES[2]
+    n -= n % 2
+    a, b, scale_a, scale_b = blocks(sizes, k, n)
+    bias = rand(len(sizes), n)[:, None, :] if activation == "swiglu" else None
+    run(a, b, sizes, epilogue=Epilogue(bias=bias, activation=activation, scale_a=scale_a, scale_b=scale_b))
+
+
+def test_a_scale_of_another_block_is_found():
+    """The check of these tests sees a block's scale that is another's."""
+    sizes = SIZES[0]
+    a, b, scale_a, scale_b = blocks(sizes, 140, 150)
+    plan, x = made(a, b, sizes, epilogue=Epilogue(scale_a=scale_a, scale_b=scale_b))
+    launch_of(plan, x)(x)
+    changes = [{"scale_a": scale_a.roll(1, dim)} for dim in range(2)]
+    changes += [{"scale_b": scale_b.roll(1, dim)} for dim in range(3)]
+    for change in changes:
+        wrong = x._replace(epilogue=x.epilogue._replace(**change))
+        assert not all(passes(answer, maths.finer(), maths.by_torch()) for answer, maths in expected(wrong))
 
 
 def test_outputs_of_any_strides_and_nothing_beside_them():

@@ -8,6 +8,7 @@ from tilestream_tools import verify
 from tilestream_tools.verify import sweep
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.copies import CopyCase
+from tilestream_tools.verify.dispatch import DispatchCase
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.product import ProductCase
@@ -200,6 +201,7 @@ def test_sizes_grow():
         ("sums", SumCase),
         ("reduce", OneShotCase),
         ("replay", ReplayCase),
+        ("dispatch", DispatchCase),
         ("copies", CopyCase),
     ):
         cases = verify.configurations(model, "quick")
@@ -226,7 +228,7 @@ def test_sizes_grow():
         (
             lambda: verify.run("quick", models=["rings"]),
             "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums, copies, "
-            "reduce, replay",
+            "reduce, replay, dispatch",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],

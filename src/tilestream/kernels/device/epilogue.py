@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
+from tilestream.core.structs import Epilogue, Vector
 from tilestream.kernels.device.jit import INTERPRETED
 
 
@@ -72,6 +73,35 @@ def activate(x, ACTIVATION: tl.constexpr):
 def finished(x, e, region, C: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr):
     """``activation(alpha * row_scale * column_scale * x + bias + beta * residual)``: the epilogue of every GEMM.
 
+    Parameters as of `affine`.
+    """
+    ACTIVATION: tl.constexpr = C.ACTIVATION
+    return activate(affine(x, e, region, C, ROW, COLUMN, TILE), ACTIVATION)
+
+
+@triton.jit
+def swiglu(gate, up, e, region, C: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr):
+    """``silu(gate) * up``, each scaled and with its bias: the epilogue of the two halves of B's columns.
+
+    The vectors of ``up`` begin ``e.columns`` behind those of ``gate``. Other parameters as of `affine`.
+    """
+    bias, scale = e.bias, e.column_scale
+    if C.BIAS == "columns":
+        bias = Vector(bias.at + tl.cast(e.columns, tl.int64) * bias.step, bias.batch, bias.step)
+    if C.SCALES == "row":
+        if scale.at is not None:
+            scale = Vector(scale.at + tl.cast(e.columns, tl.int64) * scale.step, scale.batch, scale.step)
+    behind = Epilogue(
+        e.out, e.residual, bias, e.row_scale, scale, e.alpha, e.beta, e.rows, e.columns, e.map, e.buffers
+    )  # fmt: skip
+    gate = affine(gate, e, region, C, ROW, COLUMN, TILE)
+    return gate * sigmoid(gate) * affine(up, behind, region, C, ROW, COLUMN, TILE)
+
+
+@triton.jit
+def affine(x, e, region, C: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, TILE: tl.constexpr):
+    """``alpha * row_scale * column_scale * x + bias + beta * residual``.
+
     Parameters
     ----------
     x
@@ -84,7 +114,6 @@ def finished(x, e, region, C: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.conste
         A backend's loads, ``(operand, e, region, C)``: of a `Vector` float32 ``[rows]`` and ``[columns]``, of a
         `Matrix` float32 ``[rows, columns]``; of what lies outside the output, anything.
     """
-    ACTIVATION: tl.constexpr = C.ACTIVATION
     if C.SCALES == "tensor":
         factor = 1.0
         if e.row_scale.at is not None:
@@ -108,4 +137,4 @@ def finished(x, e, region, C: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.conste
         x = x + ROW(e.bias, e, region, C)[:, None]
     if C.RESIDUAL:
         x = x + e.beta * TILE(e.residual, e, region, C)
-    return activate(x, ACTIVATION)
+    return x

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilestream.core.structs import Region
-from tilestream.kernels.device.epilogue import finished
+from tilestream.kernels.device.epilogue import finished, swiglu
 from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
 
 #: The extent of the rows of a map that clips at any row: `BEYOND` times its stride, and one more, is 2**34 elements.
@@ -120,12 +120,14 @@ def prefetch_epilogue(e, batch, row, column, C: gl.constexpr):
     if C.BIAS == "rows":
         early = early + (prefetched(e.bias, batch, row, e.rows, C.HALF_ROWS),)
     for i in gl.static_range(len(C.WIDTHS)):
-        first = column + start_of(C.WIDTHS, i)
+        first, end = column + start_of(C.WIDTHS, i), e.columns
+        if C.TWO_HALVES:
+            first, end = column + i * e.columns, (i + 1) * e.columns
         if C.SCALES != "none":
             if e.column_scale.at is not None:
-                early = early + (prefetched(e.column_scale, batch, first, e.columns, C.WIDTHS[i]),)
+                early = early + (prefetched(e.column_scale, batch, first, end, C.WIDTHS[i]),)
         if C.BIAS == "columns":
-            early = early + (prefetched(e.bias, batch, first, e.columns, C.WIDTHS[i]),)
+            early = early + (prefetched(e.bias, batch, first, end, C.WIDTHS[i]),)
         if C.RESIDUAL:
             prefetch_residual(e, batch, row, first, C.WIDTHS[i], C)
     return early
@@ -184,7 +186,7 @@ def store_strip(acc, e, batch, row, column, BUFFER: gl.constexpr, PENDING: gl.co
     Parameters
     ----------
     acc
-        float32 ``[HALF_ROWS, STRIP]``.
+        float32 ``[HALF_ROWS, STRIP]``; of two halves, a strip of each.
     row, column
         Where its first element is in the output.
     BUFFER
@@ -199,7 +201,10 @@ def store_strip(acc, e, batch, row, column, BUFFER: gl.constexpr, PENDING: gl.co
     if C.N_DIVISIBLE_BY_8:  # said so that the compiler sees that a vector never straddles the end
         left = j // 8 * 8 < e.columns
     region = Region(batch, row, column, i, j, (below, left))
-    x = finished(acc, e, region, C, load_rows, load_columns, load_tile)
+    if C.TWO_HALVES:
+        x = swiglu(acc[0], acc[1], e, region, C, load_rows, load_columns, load_tile)
+    else:
+        x = finished(acc, e, region, C, load_rows, load_columns, load_tile)
     if C.STORE == "direct":
         at, inside = in_matrix(e.out, region, C)
         gl.store(at, x.to(e.out.at.dtype.element_ty), mask=inside)
@@ -348,9 +353,11 @@ def store_tile(accs, at, e, item, row, column, WHO: gl.constexpr, C: gl.constexp
     `first_partial`.
     """
     WIDTHS: gl.constexpr = C.WIDTHS
-    STRIPS: gl.constexpr = C.COLUMNS // C.STRIP
+    STRIPS: gl.constexpr = C.OUT_COLUMNS // C.STRIP
     for i in gl.static_range(STRIPS):
         x = strip_of(accs, i * C.STRIP, WIDTHS, C.STRIP, C.HALF_ROWS)
+        if C.TWO_HALVES:
+            x = (x, strip_of(accs, C.OUT_COLUMNS + i * C.STRIP, WIDTHS, C.STRIP, C.HALF_ROWS))
         if C.KIND == "stream_k":
             if item.parts > 1:
                 x = reduce_partials(x, at + i * C.HALF_ROWS * C.STRIP, item, C)

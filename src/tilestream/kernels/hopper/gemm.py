@@ -311,7 +311,7 @@ def gemm(
         ),
         queue_table, rows_per_batch, row_tiles_per_batch, records, claims, op, allowed,
     )  # fmt: skip
-    loads = Loads(x_map, y_maps, LocalRows(local_map, local_first, local_tiles, local_period), x_batched, y_batched)
+    loads = Loads(x_map, y_maps, LocalRows(local_map, local_first, local_tiles, local_period), x_batched, y_batched, 0)
     work = Work(
         batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, table, group, first, band, first_batch
     )  # fmt: skip

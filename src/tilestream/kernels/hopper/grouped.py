@@ -9,6 +9,8 @@
         hand it on, with the group's end                    epilogue, clipped at the group's end
         for stage in ring: TMA loads of the group's part
 
+Of two halves, the parts of a tile's columns are as many of each half of B, whose accumulators the epilogue makes one.
+
 Groups of rows: a tile of A begins at any row, and may end in the rows of the next group, which the output's tensor map
 clips. B has a matrix a group. Groups of K: the maps of A and B clip at the group's end, so that what lies behind it is
 zero; K is not the contiguous dimension. A group without K has one step, all of it behind its end.
@@ -26,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilestream.core.structs import (
+    BlockScales,
     Epilogue,
     Groups,
     Item,
@@ -46,6 +49,7 @@ from tilestream.kernels.device.items import finish_worker, next_item, with_steps
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import add, cdiv
 from tilestream.kernels.device.trace import end_span
+from tilestream.kernels.hopper.block_scales import scaled_product
 from tilestream.kernels.hopper.compat import barrier, tma_load, viewed
 from tilestream.kernels.hopper.epilogue import BEYOND, await_prefetch, prefetch_epilogue, start_of, store_tile
 from tilestream.kernels.hopper.gemm import (
@@ -134,7 +138,7 @@ def load_group_steps(item, span, loads, ring, place, k_begin, k_end, C: gl.const
     if C.ALONG == "k":
         place = load_k_steps(item, span, loads, ring, place, C)
     else:
-        first, other = span.begin + item.pm * C.BLOCK_M, item.pn * C.BLOCK_N
+        first, other = span.begin + item.pm * C.BLOCK_M, item.pn * (C.OUT_COLUMNS if C.TWO_HALVES else C.BLOCK_N)
         x_batch, y_batch = item.batch * loads.x_batched, item.batch * loads.y_batched
         if C.SWAP_AB:
             source = Source(x_batch, y_batch, other, first, False)
@@ -186,8 +190,11 @@ def hand_on_group(items, slot, found, item, span, C: gl.constexpr):
 
 
 @gluon.jit
-def math_loop(WHO: gl.constexpr, ring, items, order, words, e, C: gl.constexpr):
-    """Consumer ``WHO``: multiply the items that it is handed, and finish them."""
+def math_loop(WHO: gl.constexpr, ring, items, order, words, e, scales, C: gl.constexpr):
+    """Consumer ``WHO``: multiply the items that it is handed, and finish them.
+
+    ``scales``: of blocks, the `Matrix` of the accumulator's rows and that of its columns; else None.
+    """
     zero = tl.cast(0, tl.int32)
     stage, slot = Place(zero, zero), Place(zero, zero)
     number = zero
@@ -202,7 +209,7 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, e, C: gl.constexpr):
         mine = is_mine(steps, number, WHO, C)
         if mine:
             await_turn(order, number, WHO, C)
-            row, column, rows, columns = item.pm * C.ROWS, item.pn * C.COLUMNS, e.rows, e.columns
+            row, column, rows, columns = item.pm * C.ROWS, item.pn * C.OUT_COLUMNS, e.rows, e.columns
             if C.ALONG == "rows":
                 if C.SWAP_AB:
                     column, columns = begin + column, end
@@ -214,7 +221,11 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, e, C: gl.constexpr):
                 e.out, e.residual, e.bias, e.row_scale, e.column_scale, e.alpha, e.beta, rows, columns, e.map, e.buffers
             )  # fmt: skip
             early = prefetch_epilogue(epilogue, item.batch, row, column, C)
-            accs, stage = product(ring, order, stage, steps, WHO, C)
+            if C.SCALES == "block":
+                blocks = BlockScales(scales[0], scales[1], item.batch, row, column, rows, columns)
+                accs, stage = scaled_product(ring, order, stage, steps, blocks, WHO, C)
+            else:
+                accs, stage = product(ring, order, stage, steps, WHO, C)
             await_prefetch(early)
             store_tile(accs, words.partials, epilogue, item, row, column, WHO, C)
             if C.TRACE:
@@ -237,11 +248,15 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, e, C: gl.constexpr):
 def grouped_gemm(
     x_map, y_map, y_map_1, y_map_2, out_map, offsets, out, bias, row_scale, column_scale, counters, log,
     base: tl.int64, reset, num_groups, extent, x_batched, y_batched, rows, columns,
-    stride_ob, stride_or, stride_oc, stride_bias_batch, stride_bias, stride_sb, stride_sr, stride_tb, stride_tc,
+    stride_ob, stride_or, stride_oc, stride_bias_batch, stride_bias, stride_sb, stride_sr, stride_sk, stride_tb,
+    stride_tc, stride_tk,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
     C: gl.constexpr,
 ):  # fmt: skip
     """``out = activation(row_scale * column_scale * x @ y^T + bias)``, group by group, one CTA a worker.
+
+    Of two halves, ``columns`` are those of one, and ``y`` has twice as many rows. Scales of blocks are matrices, and
+    scale K steps.
 
     Parameters
     ----------
@@ -276,12 +291,18 @@ def grouped_gemm(
         order: gl.constexpr = None
     items = Items(make_slots(), item_full, item_empty)
     groups = Groups(offsets, num_groups, extent)
-    loads = Loads(x_map, y_maps, LocalRows(None, 0, 0, 0), x_batched, y_batched)
+    loads = Loads(x_map, y_maps, LocalRows(None, 0, 0, 0), x_batched, y_batched, columns if C.TWO_HALVES else 0)
     words = Words(counters, base, reset, log, capacity, None, None)
+    of_rows, of_columns = Vector(row_scale, stride_sb, stride_sr), Vector(column_scale, stride_tb, stride_tc)
+    scales: gl.constexpr = None
+    if C.SCALES == "block":
+        scales = (
+            Matrix(row_scale, stride_sb, stride_sr, stride_sk), Matrix(column_scale, stride_tb, stride_tc, stride_tk),
+        )  # fmt: skip
+        of_rows, of_columns = Vector(None, 0, 0), Vector(None, 0, 0)
     epilogue = Epilogue(
         Matrix(out, stride_ob, stride_or, stride_oc), Matrix(None, 0, 0, 0),
-        Vector(bias, stride_bias_batch, stride_bias), Vector(row_scale, stride_sb, stride_sr),
-        Vector(column_scale, stride_tb, stride_tc),
+        Vector(bias, stride_bias_batch, stride_bias), of_rows, of_columns,
         1.0, 1.0, rows, columns, out_map, out_buffers,
     )  # fmt: skip
     if C.CHAINED:
@@ -307,12 +328,12 @@ def grouped_gemm(
     )  # fmt: skip
     if C.LOOPS == 2:
         gl.warp_specialize([
-            (math_loop, (0, ring, items, order, words, epilogue, C)),
-            (math_loop, (1, ring, items, order, words, epilogue, C)),
+            (math_loop, (0, ring, items, order, words, epilogue, scales, C)),
+            (math_loop, (1, ring, items, order, words, epilogue, scales, C)),
             (load_loop, (loads, ring, items, work, words, groups, table, valid, C)),
         ], [4, 1], [C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (math_loop, (0, ring, items, order, words, epilogue, C)),
+            (math_loop, (0, ring, items, order, words, epilogue, scales, C)),
             (load_loop, (loads, ring, items, work, words, groups, table, valid, C)),
         ], [1], [C.LOAD_REGISTERS])  # fmt: skip

@@ -97,6 +97,8 @@ def load_steps(begin, end, source, loads, ring, place, C: gl.constexpr):
             load_x(loads.x, ring, stage, source, source.x_batch, at, C.X_K_MAJOR, C.BATCHED, C)
         for i in gl.static_range(len(C.WIDTHS)):
             first = source.column + start_of(C.WIDTHS, i)
+            if C.TWO_HALVES:
+                first = source.column + i * loads.half
             load_operand(loads.y[i], bar, ring.y[i].index(stage), source.y_batch, first, at, C.Y_K_MAJOR, C.BATCHED)
         stage, phase = step(stage, phase, C.STAGES)
     return Place(stage, phase)

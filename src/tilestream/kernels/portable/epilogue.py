@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tilestream.core.structs import Region
-from tilestream.kernels.device.epilogue import finished
+from tilestream.kernels.device.epilogue import finished, swiglu
 
 
 @triton.jit
@@ -52,19 +52,45 @@ def store_tile(acc, e, batch, row, column, WIDTH: tl.constexpr, C: tl.constexpr)
         Where its first element is in the output.
     """
     if WIDTH > C.STRIP:
-        low, high = acc.reshape(C.BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
+        low, high = halves(acc, WIDTH, C)
         store_tile(low, e, batch, row, column, WIDTH // 2, C)
         store_tile(high, e, batch, row, column + WIDTH // 2, WIDTH // 2, C)
     else:
-        i = row + tl.arange(0, C.BLOCK_M)
-        j = column + tl.arange(0, WIDTH)
-        inside = (i < e.rows)[:, None] & (j < e.columns)[None, :]
-        if C.OFFSETS_64BIT:
-            i = i.to(tl.int64)
-            j = j.to(tl.int64)
-        region = Region(batch, row, column, i, j, inside)
+        region = region_of(e, batch, row, column, WIDTH, C)
         x = finished(acc, e, region, C, load_rows, load_columns, load_tile)
-        tl.store(addresses(e.out, region), x.to(e.out.at.dtype.element_ty), mask=inside)
+        tl.store(addresses(e.out, region), x.to(e.out.at.dtype.element_ty), mask=region.inside)
+
+
+@triton.jit
+def store_halves(gate, up, e, batch, row, column, WIDTH: tl.constexpr, C: tl.constexpr):
+    """`store_tile` of two accumulators, whose columns are those of the two halves of B."""
+    if WIDTH > C.STRIP:
+        low_gate, high_gate = halves(gate, WIDTH, C)
+        low_up, high_up = halves(up, WIDTH, C)
+        store_halves(low_gate, low_up, e, batch, row, column, WIDTH // 2, C)
+        store_halves(high_gate, high_up, e, batch, row, column + WIDTH // 2, WIDTH // 2, C)
+    else:
+        region = region_of(e, batch, row, column, WIDTH, C)
+        x = swiglu(gate, up, e, region, C, load_rows, load_columns, load_tile)
+        tl.store(addresses(e.out, region), x.to(e.out.at.dtype.element_ty), mask=region.inside)
+
+
+@triton.jit
+def halves(acc, WIDTH: tl.constexpr, C: tl.constexpr):
+    """The first and the last half of an accumulator's columns."""
+    return acc.reshape(C.BLOCK_M, 2, WIDTH // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def region_of(e, batch, row, column, WIDTH: tl.constexpr, C: tl.constexpr):
+    """The `Region` of ``WIDTH`` columns of a tile."""
+    i = row + tl.arange(0, C.BLOCK_M)
+    j = column + tl.arange(0, WIDTH)
+    inside = (i < e.rows)[:, None] & (j < e.columns)[None, :]
+    if C.OFFSETS_64BIT:
+        i = i.to(tl.int64)
+        j = j.to(tl.int64)
+    return Region(batch, row, column, i, j, inside)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tilestream.core.copy_items import CopyArguments
+from tilestream.core.operands import SCALE_BLOCK as BLOCK
 from tilestream.core.structs import Epilogue, Gate, Incoming, Matrix, Progress, Vector, Words, Work
 from tilestream.kernels.device.copy_items import copy_items
 from tilestream.kernels.device.items import begin_worker, finish_worker, next_item, with_steps
@@ -28,6 +29,8 @@ from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.portable.convert import to_float16
 from tilestream.kernels.portable.epilogue import reduce_partials, store_partial, store_tile
 
+SCALE_BLOCK = tl.constexpr(BLOCK)
+
 
 @triton.jit
 def to_tf32(x):
@@ -37,17 +40,32 @@ def to_tf32(x):
 
 
 @triton.jit
-def product(a, b, item, m, n, k, C: tl.constexpr):
+def columns_of(item, n, C: tl.constexpr):
+    """The columns of b that a tile multiplies.
+
+    Of two halves of ``n`` columns each: the gates' first, and then as many of the other half.
+    """
+    j = tl.arange(0, C.BLOCK_N)
+    if C.TWO_HALVES:
+        HALF: tl.constexpr = C.BLOCK_N // 2
+        cols = (item.pn * HALF + j % HALF) % n + j // HALF * n
+    else:
+        cols = (item.pn * C.BLOCK_N + j) % n
+    return cols
+
+
+@triton.jit
+def product(a, b, item, m, n, k, scales, C: tl.constexpr):
     """The item's K steps of its tile: float32 ``[BLOCK_M, BLOCK_N]``.
 
     ``a`` and ``b`` are `Matrix`: ``[m, k]`` and ``[k, n]`` a batch. Rows and columns past the end wrap around: their
     products are not stored, and no mask is needed. Where an extent is a multiple of 16 the compiler sees that a vector
-    never straddles the end.
+    never straddles the end. ``scales``: of blocks, a's and b's `Matrix`; else None.
     """
     A_KIND: tl.constexpr = C.A_KIND
     B_KIND: tl.constexpr = C.B_KIND
     rows = (item.pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)) % m
-    cols = (item.pn * C.BLOCK_N + tl.arange(0, C.BLOCK_N)) % n
+    cols = columns_of(item, n, C)
     step = tl.arange(0, C.BLOCK_K)
     depth = item.k_begin * C.BLOCK_K + step
     if C.OFFSETS_64BIT:
@@ -77,13 +95,31 @@ def product(a, b, item, m, n, k, C: tl.constexpr):
         if C.A_KIND != "":
             x = to_float16(x, A_KIND)
             y = to_float16(y, B_KIND)
-        if C.PROMOTED:  # with IMPRECISE, which keeps the compiler from making one sum of it again
+        if C.SCALES == "block":
+            part = tl.dot(x, y, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
+            acc += part * block_factor(scales, item, rows, cols, i, C)
+        elif C.PROMOTED:  # with IMPRECISE, which keeps the compiler from making one sum of it again
             acc += tl.dot(x, y, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
         else:
             acc = tl.dot(x, y, acc, input_precision=C.PRECISION, max_num_imprecise_acc=C.IMPRECISE)
         at_a += C.BLOCK_K * a.column
         at_b += C.BLOCK_K * b.row
     return acc
+
+
+@triton.jit
+def block_factor(scales, item, rows, cols, step, C: tl.constexpr):
+    """The scale of each product of a K step, which lies in one block of K."""
+    SIZE: tl.constexpr = SCALE_BLOCK
+    of_rows, of_columns = scales
+    block = tl.cast(step // (SIZE // C.BLOCK_K), tl.int64)
+    factor = tl.load(of_rows.at + rows.to(tl.int64) * of_rows.row + block * of_rows.column)
+    at = of_columns.at + item.batch.to(tl.int64) * of_columns.batch + block * of_columns.row
+    if C.TWO_HALVES or C.BLOCK_N > SIZE:
+        factor = factor[:, None] * tl.load(at + (cols // SIZE) * of_columns.column)[None, :]
+    else:  # the tile's columns are of one block
+        factor = (factor * tl.load(at + (item.pn * C.BLOCK_N // SIZE) * of_columns.column))[:, None]
+    return factor
 
 
 @triton.jit
@@ -176,7 +212,7 @@ def gemm(
         cursor, ready, passed = progress
         if found != 0:
             over = passed.over
-            acc = product(x, y, item, m, n, k, C)
+            acc = product(x, y, item, m, n, k, None, C)
             if C.GATED:
                 acc = tl.where(over != 0, float("nan"), acc)
             complete = item.parts == 1

@@ -4,6 +4,8 @@
 
     ALONG = "rows":  out[rows of g] = epilogue(A[rows of g] @ B[g]);     rows of no group: 0
     ALONG = "k":     out[g] = epilogue(A[:, K of g] @ B[K of g])
+    TWO_HALVES:      a tile multiplies as many columns of each half of B, and stores silu(first) * second
+    blocks' scales:  acc += (A[...] @ B[...]) * scale of rows * scale of columns, for each step
 
     count the tiles of all groups: this launch's grid                   # device.groups
     store zeros in rows of no group
@@ -49,7 +51,7 @@ from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.queues import pick_victim_of_block
 from tilestream.kernels.device.schedule import add, cdiv
 from tilestream.kernels.device.trace import end_span
-from tilestream.kernels.portable.epilogue import addresses, store_tile
+from tilestream.kernels.portable.epilogue import addresses, halves, store_halves, store_tile
 from tilestream.kernels.portable.gemm import no_steps, product
 
 
@@ -86,13 +88,15 @@ def from_column(m, column):
 
 
 @triton.jit
-def group_product(x, y, item, span, m, n, k, C: tl.constexpr):
-    """The product of an item in its group."""
+def group_product(x, y, item, span, m, n, k, scales, C: tl.constexpr):
+    """The product of an item in its group; ``scales``: of blocks, `Matrix` of A's rows and of B; else None."""
     if C.ALONG == "rows":
-        acc = product(from_row(x, span.begin), y, item, span.end - span.begin, n, k, C)
+        if C.SCALES == "block":
+            scales = (from_row(scales[0], span.begin), scales[1])
+        acc = product(from_row(x, span.begin), y, item, span.end - span.begin, n, k, scales, C)
     else:
         acc = product(
-            from_column(x, span.begin), from_row(y, span.begin), item, m, n, span.end - span.begin, C
+            from_column(x, span.begin), from_row(y, span.begin), item, m, n, span.end - span.begin, None, C
         )  # fmt: skip
     return acc
 
@@ -121,7 +125,8 @@ def clear_rows(out, first, rows, columns, worker, workers, C: tl.constexpr):
 def grouped_gemm(
     a, b, offsets, out, bias, row_scale, column_scale, counters, log,
     base: tl.int64, reset, num_groups, m, n, k, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_ob,
-    stride_or, stride_oc, stride_bias_batch, stride_bias, stride_sb, stride_sr, stride_tb, stride_tc,
+    stride_or, stride_oc, stride_bias_batch, stride_bias, stride_sb, stride_sr, stride_sk, stride_tb, stride_tc,
+    stride_tk,
     batches, num_m, num_n, k_steps, full_tiles, shares, units, queues, group, first, band, first_batch, capacity,
     column_signals, column_quarantine, records, claims, column_epoch, column_key, allowed: tl.int64, op,
     C: tl.constexpr,
@@ -136,7 +141,10 @@ def grouped_gemm(
     offsets
         int32 ``[num_groups]``: where each group ends.
     bias, row_scale, column_scale
-        Vectors a group; where the groups divide the rows, what goes along rows is one vector.
+        Vectors a group; where the groups divide the rows, what goes along rows is one vector. Scales of blocks:
+        matrices, ``[m, blocks of k]`` and, a group, ``[blocks of k, blocks of columns]``.
+    n
+        The output's columns: of two halves, those of one.
     C
         A `tilestream.kernels.config.PortableGroupedConfig`.
 
@@ -181,7 +189,14 @@ def grouped_gemm(
                     passed = pass_group(item, tile, passed, words, gate, watch)
                 item, over = no_steps(item, passed.over)
                 right = tl.where(over != 0, 0, valid)
-            acc = group_product(x, y, item, span, m, n, k, C)
+            if C.SCALES == "block":
+                scales = (
+                    Matrix(row_scale, 0, stride_sr, stride_sk),
+                    Matrix(column_scale, stride_tb, stride_tk, stride_tc),
+                )
+            else:
+                scales: tl.constexpr = None
+            acc = group_product(x, y, item, span, m, n, k, scales, C)
             acc = tl.where(right != 0, acc, float("nan"))
             row, end = item.pm * C.BLOCK_M, m
             if C.ALONG == "rows":
@@ -191,7 +206,12 @@ def grouped_gemm(
                 Vector(row_scale, stride_sb, stride_sr), Vector(column_scale, stride_tb, stride_tc),
                 1.0, 1.0, end, n, None, None,
             )  # fmt: skip
-            store_tile(acc, epilogue, item.batch, row, item.pn * C.BLOCK_N, C.BLOCK_N, C)
+            if C.TWO_HALVES:
+                HALF: tl.constexpr = C.BLOCK_N // 2
+                low, high = halves(acc, C.BLOCK_N, C)
+                store_halves(low, high, epilogue, item.batch, row, item.pn * HALF, HALF, C)
+            else:
+                store_tile(acc, epilogue, item.batch, row, item.pn * C.BLOCK_N, C.BLOCK_N, C)
             if C.TRACE:
                 tl.debug_barrier()  # all threads' stores
                 end_span(words.log, item.place, 0, right != 0)

@@ -16,8 +16,9 @@ from tilestream.launch.hopper.maps import Map, clipped, described_by
 from tilestream.launch.launch import Launch, Probe
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher, NoLauncher
 from tilestream.launch.trace import SpanLog
+from tilestream.plan.grouped import parts_of
 from tilestream.plan.plan import Plan
-from tilestream.plan.policy.hopper import MOST_PARTS, rs_tail, widest, widths
+from tilestream.plan.policy.hopper import MOST_PARTS, rs_tail
 from tilestream.plan.policy.hopper_attention import BEYOND
 from tilestream.plan.problem import ITEMSIZE
 from tilestream.plan.tma import store_major_of
@@ -43,7 +44,7 @@ class HopperGroupedArguments(GemmArguments):
         x, y = (b, a) if swap_ab else (a, b)
         self._bias, self._along_rows = bias, problem.along == "rows"
         self._halves = 2 if plan.variant == "cooperative" else 1
-        self.rows, self.widths = x.tile_rows, widths(y.tile_rows, widest(problem))
+        self.rows, self.widths = x.tile_rows, parts_of(problem, y.tile_rows)
         half = self.rows // self._halves
         if self._along_rows:
             maps = [operand_map(one, box, problem.k, block_k, problem.groups) for one, box in self._boxes(x, y, half)]
@@ -55,6 +56,8 @@ class HopperGroupedArguments(GemmArguments):
         self._batched = [int(one is b) if self._along_rows else 0 for one in (x, y)]
         self.out, self._flipped = None, False
         extents, strides = (x.rows, y.rows), (on, om) if swap_ab else (om, on)
+        if problem.two_halves:  # which are not swapped
+            extents = problem.m, problem.out_columns
         size, batch = ITEMSIZE[problem.out_dtype], 0 if self._along_rows else ob
         major = store_major_of(extents, strides, batch, size) if out_aligned else None
         contiguous = 0 if swap_ab else 1  # of the accumulator's dimensions, the one of the output's columns
@@ -64,7 +67,7 @@ class HopperGroupedArguments(GemmArguments):
         elif major == contiguous and problem.m < BEYOND:
             self._flipped = swap_ab
             box = (plan.strip, half) if swap_ab else (half, plan.strip)
-            self.out = clipped(om, problem.n, box)
+            self.out = clipped(om, problem.out_columns, box)
         super().__init__(plan, layout, trace=trace)
         self.options = {"num_warps": plan.warps, "launch_pdl": True}
         if plan.variant == "single":
@@ -75,8 +78,12 @@ class HopperGroupedArguments(GemmArguments):
         return [(x, half), *((y, width) for width in self.widths)]
 
     def _numbers(self) -> dict[str, Any]:
-        (x, y), problem = self._batched, problem_of(self.plan)
-        return super()._numbers() | {
+        (x, y), problem, scale_k = self._batched, problem_of(self.plan), self.layout.scale_k
+        of_rows, of_columns = reversed(scale_k) if self.plan.swap_ab else scale_k
+        numbers = super()._numbers() | {"stride_sk": of_rows, "stride_tk": of_columns}
+        if problem.two_halves:
+            numbers["columns"] = problem.out_columns
+        return numbers | {
             "x_batched": x, "y_batched": y, "num_groups": problem.groups,
             "extent": problem.m if self._along_rows else problem.k,
             "stride_bias_batch": self._bias.batch, "stride_bias": self._bias.step,
@@ -84,16 +91,17 @@ class HopperGroupedArguments(GemmArguments):
 
     def _config(self, **logs: bool) -> HopperGroupedConfig:
         plan, problem = self.plan, problem_of(self.plan)
-        wide = (problem.m - 1) * self.layout.out[1] + (problem.n - 1) * self.layout.out[2] >= _INT31
+        columns = problem.out_columns
+        wide = (problem.m - 1) * self.layout.out[1] + (columns - 1) * self.layout.out[2] >= _INT31
         strip = plan.strip
         if self.out is None:  # no C buffer, and registers are short
             strip = min(strip, DIRECT * self._halves // self.rows, WIDE_STRIP if wide else DIRECT)
         turned = {"none": "none", "rows": "columns", "columns": "rows"}
         bias = turned[self._bias.along] if plan.swap_ab else self._bias.along
         # A group's last row is at any place.
-        divisible = (problem.m % 8 == 0 and not self._along_rows) if plan.swap_ab else problem.n % 8 == 0
+        divisible = (problem.m % 8 == 0 and not self._along_rows) if plan.swap_ab else columns % 8 == 0
         return HopperGroupedConfig.of(
-            plan, self.layout, **logs, SCALES="none" if problem.scales == "none" else "row", BIAS=bias,
+            plan, self.layout, **logs, SCALES="row" if problem.scales == "tensor" else problem.scales, BIAS=bias,
             WIDTHS=self.widths, STAGES=plan.stages, STRIP=strip, BUFFERS=plan.buffers, X_K_MAJOR=self._x_major,
             Y_K_MAJOR=self._y_major, BATCHED=True, SWAP_AB=plan.swap_ab, CONSUMERS=plan.variant,
             PROMOTED=problem.promoted, RS_TAIL=rs_tail(self.widths, 8 * ITEMSIZE[problem.dtype]),

@@ -33,9 +33,10 @@ class GroupedArguments(Arguments):
         super().__init__(plan, layout, trace=trace)
 
     def _numbers(self) -> dict[str, Any]:
-        bias = self._bias
+        bias, problem, (of_a, of_b) = self._bias, problem_of(self.plan), self.layout.scale_k
         mine = {
-            "num_groups": problem_of(self.plan).groups, "stride_bias_batch": bias.batch, "stride_bias": bias.step,
+            "num_groups": problem.groups, "stride_bias_batch": bias.batch, "stride_bias": bias.step,
+            "stride_sk": of_a, "stride_tk": of_b, "n": problem.out_columns,
         }  # fmt: skip
         return super()._numbers() | mine
 
