@@ -38,7 +38,10 @@ COUNTS = {
         "sm_90a": 236, "gfx942": 206, "gfx950": 236, "sm_80": 39, "sm_89": 47, "sm_100": 47, "sm_103": 6, "sm_110": 6,
         "sm_120": 47,
     },
-    "portable grouped": {"sm_90a": 174, "gfx942": 159, "gfx950": 141},
+    "portable grouped": {
+        "sm_90a": 174, "gfx942": 159, "gfx950": 141, "sm_80": 18, "sm_89": 27, "sm_100": 30, "sm_103": 4, "sm_110": 4,
+        "sm_120": 34,
+    },
     "hopper gemm": {"sm_90a": 733},
     "hopper grouped": {"sm_90a": 343},
     "hopper attention": {"sm_90a": 145},
@@ -52,7 +55,7 @@ UNKNOWN = {("3.6.0", "sm_110"): "Value 'sm_110a' is not defined for option 'gpu-
 SAMPLES = {
     "portable gemm": (41, 3),
     "portable attention": (18, 3),
-    "portable grouped": (18, 3),
+    "portable grouped": (21, 3),
     "hopper gemm": (23, 19),
     "hopper grouped": (6, 5),
     "hopper attention": (6, 16),
