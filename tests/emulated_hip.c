@@ -48,6 +48,11 @@ ASKED(hipModuleLaunchKernel,
      unsigned block_z, unsigned shared, u stream, u parameters, u extra),
     function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, parameters, extra)
 
+/* What the extension asks, beside launches: its ops are those of tensors of the CPU here, torch's device -1. */
+ASKED(aoti_torch_get_current_cuda_stream, (int32_t device, u to), device, to)
+int asked_device(int *to) __asm__("hipGetDevice");
+int asked_device(int *to) { *to = -1; return 0; }
+
 static int attribute(int *to, hipFunction_attribute which) {
     *to = which == HIP_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
     return 0;

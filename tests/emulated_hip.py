@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.cpp_extension import include_paths, library_paths
 
 import fake_cuda
+from tilestream.arrival import device, publishing
 from tilestream.runtime import driver
 from tilestream_tools.emulator import Machine, Memory, decode
 from tilestream_tools.emulator.kernel import fill_hidden, grid_of
@@ -72,6 +73,10 @@ class Kernel:
         """Execute all of it."""
         while self._goes_on:
             self.go_on()
+
+    def again(self) -> Kernel:
+        """The same launch once more: a replay's."""
+        return Kernel(self._hip, self._text, *self._launch)
 
     def go_on(self) -> None:
         """Execute a bit of it."""
@@ -149,8 +154,16 @@ class Hip(fake_cuda.FakeCuda):
         to, source, size = a[:3]
         self.streams[a[3]].give(lambda: self.write(to, self.read(source, size)))
 
+    def _is_capturing(self, a: Any) -> None:
+        ctypes.c_int.from_address(a[1]).value = int(self.graph is not None)
+
     def _capture_info(self, a: Any) -> None:
-        ctypes.c_int.from_address(a[1]).value = 0
+        self._is_capturing(a)
+        if a[2]:
+            ctypes.c_uint64.from_address(a[2]).value = 0 if self.graph is None else self.graph.number
+
+    def _current_stream(self, a: Any) -> None:
+        ctypes.c_uint64.from_address(a[1]).value = self.current.cuda_stream
 
     def _create_event(self, a: Any) -> None:
         ctypes.c_uint64.from_address(a[0]).value = self.driver.create_event() + 1
@@ -257,11 +270,20 @@ class Hip(fake_cuda.FakeCuda):
         asked = driver.current
         super()._patch(patch)
         patch.setattr(driver, "current", asked)
+        for module in (device, publishing):
+            patch.setattr(module, "capture_id", driver.capture_id)
         self.streams[0].device = torch.device("cuda", 0)
         for index in range(1, self.devices):  # stream i is the default stream of device i
             self.streams.append(fake_cuda.Stream(self, index))
             self.streams[index].device = torch.device("cuda", index)
         patch.setattr(fake_cuda, "_storage", lambda x: getattr(x, "held", x).untyped_storage().data_ptr())
+        tensor = torch.tensor
+
+        def of_list(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            made = tensor(*args, **kwargs)
+            return self.pin(self.place(made, "pinned memory")) if pin_memory else made
+
+        patch.setattr(torch, "tensor", of_list)  # it does not ask a dispatch mode for pinned memory
         patch.setattr(torch.version, "hip", "7.0")
         patch.setattr(torch.cuda, "device", self._on_device)
         patch.setattr(torch.cuda, "current_stream", self._current)
@@ -301,6 +323,11 @@ class Hip(fake_cuda.FakeCuda):
         """The current stream of the current device."""
         return self._current()
 
+    def replay(self, graph: fake_cuda.Graph) -> None:
+        """Issue what was captured to the current stream."""
+        for work in graph.work:
+            self.current.give(work.again() if isinstance(work, Kernel) else work)
+
     def stream(self) -> fake_cuda.Stream:
         """A new stream of the current device."""
         made = super().stream()
@@ -324,7 +351,10 @@ class Hip(fake_cuda.FakeCuda):
         raw = (ctypes.c_uint8 * size).from_address(address)
         ctypes.memset(address, _POISON, size)
         flat = torch.frombuffer(raw, dtype=torch.uint8)
-        weakref.finalize(flat.untyped_storage(), self._dead.append, (address, size))
+        if self.graph is None:
+            weakref.finalize(flat.untyped_storage(), self._dead.append, (address, size))
+        else:  # of the graph's own memory
+            self.graph.work.append(lambda: flat)
         return flat.view(dtype).as_strided(shape, strides)
 
 
@@ -335,7 +365,7 @@ _METHODS = {
     "hipStreamWaitValue32": Hip._wait_value,
     "hipMemcpyHtoDAsync": Hip._copy,
     "hipStreamGetCaptureInfo_v2": Hip._capture_info,
-    "hipStreamIsCapturing": Hip._capture_info,
+    "hipStreamIsCapturing": Hip._is_capturing,
     "hipEventCreateWithFlags": Hip._create_event,
     "hipEventDestroy": Hip._destroy_event,
     "hipEventRecord": Hip._record_event,
@@ -346,6 +376,7 @@ _METHODS = {
     "hipModuleGetFunction": Hip._get_function,
     "hipModuleLaunchKernel": Hip._launch,
     "hipMemcpyDtoDAsync": Hip._copy,
+    "aoti_torch_get_current_cuda_stream": Hip._current_stream,
 }
 
 

@@ -47,7 +47,7 @@ def questions() -> Iterator[tuple[str, Any]]:
             if arch not in entry.archs:
                 continue
             eight = fp8_units(arch)[0]
-            if name == "cdna-attention":
+            if name.endswith("-attention"):
                 for k in (64, 128, 256):
                     yield name, Question(arch, 4096, 4096, k)
                 continue

@@ -1,6 +1,6 @@
 """What was compiled and checked, but never run on a GPU: plans take it only where it is asked for.
 
-The portable kernels have one text for all GPUs, which has run on NVIDIA's and in Triton's interpreter. Calls for which a
+The portable kernels have one text for all GPUs, which has run on NVIDIA's and in Triton's interpreter. Calls whose
 faster kernel has never run get them, though the cost model expects the other to be faster: a wrong number costs more
 than a slow one. ``backend=`` takes an experimental kernel for a plan, an environment variable for the whole process. A
 kernel that has run is removed from `KERNELS`.

@@ -9,6 +9,8 @@ fills it; barriers that never open; no end after ``limit`` instructions.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import random
 import time
 from collections import deque
@@ -73,8 +75,8 @@ class Wave(Registers):
     ----------
     vector, other
         What the counters ``vmcnt`` and ``lgkmcnt`` count, oldest first.
-    pending
-        By register, what fills it.
+    pending, busy
+        By register, what fills it; the registers.
     epoch
         Barriers passed.
     known
@@ -90,6 +92,7 @@ class Wave(Registers):
         self.vector: deque[Pending] = deque()
         self.other: deque[Pending] = deque()
         self.pending: dict[int, Pending] = {}
+        self.busy = self.pending.keys()
         self.scratch: dict[int, Array] = {}
 
     def issue(self, queue: deque[Pending], one: Pending) -> None:
@@ -226,7 +229,7 @@ class Machine:
             Naming the workgroup, the wave, the line and the instruction.
         """
         self.begin(steps, grid)
-        while self.go_on():
+        while self.go_on(turns=100):
             pass
 
     def begin(self, steps: list[Step], grid: Grid) -> None:
@@ -236,15 +239,21 @@ class Machine:
         self.order = Order(self.memory.bytes.size, grid.groups * grid.waves)
         self.memory.orders.append(self.order)
 
-    def go_on(self) -> bool:
-        """Let one wave go on for a while; whether there is one left. Several machines may take turns on one memory."""
+    def go_on(self, turns: int = 1) -> bool:
+        """Let a wave go on for a while, so many times; whether there is one left.
+
+        Several machines may take turns on one memory.
+        """
         left, live, resident = self._left, self._live, self._grid.resident
         goes_on = False
         try:
-            while left and (not resident or len({wave.group.number for wave in live}) < resident):
-                live += self._start(left.popleft())
             with np.errstate(all="ignore"):
-                self._turn(live, self._steps)
+                for _ in range(turns):
+                    while left and (not resident or len({wave.group.number for wave in live}) < resident):
+                        live += self._start(left.popleft())
+                    self._turn(live, self._steps)
+                    if not (left or live):
+                        break
             goes_on = bool(left or live)
         finally:
             if not goes_on:
@@ -276,7 +285,8 @@ class Machine:
             raise Fault(f"no end after {self.executed} instructions: {self._where(live, steps)}")
         if self.host is not None:
             self.host(self)
-        wave = self.random.choices(ready, [one.speed for one in ready])[0]
+        speeds = list(itertools.accumulate(one.speed for one in ready))
+        wave = ready[bisect.bisect(speeds, self.random.random() * speeds[-1], hi=len(speeds) - 1)]
         self._run(wave, self.random.randint(1, self.quantum), steps)
         if wave.state != "ready":
             if wave.state == "done":
@@ -287,13 +297,13 @@ class Machine:
         return ", ".join(f"{w.group.number}.{w.index} {w.state}, line {steps[w.pc].line}" for w in live)
 
     def _run(self, wave: Wave, count: int, steps: list[Step]) -> None:
-        pending, visited = wave.pending, self.visited
+        busy, visited = wave.busy, self.visited
         for _ in range(count):
             pc = wave.pc
             step = steps[pc]
             visited.add(pc)
             try:
-                if pending and not step.registers.isdisjoint(pending):
+                if busy and not busy.isdisjoint(step.registers):
                     self._refuse_early_use(wave, step)
                 wave.pc = pc + 1
                 self.executed += 1

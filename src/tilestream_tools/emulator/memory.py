@@ -6,13 +6,15 @@ could let down. Tensors lie in it with gaps between them; an access outside of a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from tilestream_tools.emulator.fault import Fault
-from tilestream_tools.emulator.numbers import I64, U8, U32, Array
-from tilestream_tools.emulator.order import Order
+from tilestream_tools.emulator.numbers import I64, U8, U16, U32, U64, Array, to_lanes
+from tilestream_tools.emulator.order import Order, words_of
 
 #: Bytes that memory is a multiple of.
 LINE = 128
@@ -20,12 +22,15 @@ LINE = 128
 GAP = 4096
 #: Under way, no wait has covered it: later than each barrier.
 _OPEN = 1 << 30
+_THREE = np.array(3)
+#: The numbers of no access.
+_UNREAD, _UNWRITTEN = 0, 1
 
 
 def gather(memory: Array, at: Array, size: int) -> Array:
     """``[accesses, size]`` bytes at these offsets."""
-    if size % 4 == 0 and not (at & 3).any():
-        found: Array = memory.view(U32)[(at >> 2)[:, None] + np.arange(size // 4)]
+    if size % 4 == 0 and not np.count_nonzero(at & _THREE):
+        found: Array = memory.view(U32)[words_of(at, size).reshape(-1, size // 4)]
         return found.view(U8)
     return memory[at[:, None] + np.arange(size)]
 
@@ -33,8 +38,8 @@ def gather(memory: Array, at: Array, size: int) -> Array:
 def scatter(memory: Array, at: Array, data: Array) -> None:
     """Write ``[accesses, size]`` bytes at these offsets, in the order of the accesses."""
     size = data.shape[1]
-    if size % 4 == 0 and not (at & 3).any():
-        memory.view(U32)[(at >> 2)[:, None] + np.arange(size // 4)] = data.view(U32)
+    if size % 4 == 0 and not np.count_nonzero(at & _THREE):
+        memory.view(U32)[words_of(at, size).reshape(-1, size // 4)] = data.view(U32)
     else:
         memory[at[:, None] + np.arange(size)] = data
 
@@ -51,7 +56,7 @@ class Memory:
     """
 
     def __init__(self, base: int = 0x7F10_0000_0000, bytes_: Array | None = None) -> None:
-        self.base, self._grows = base, bytes_ is None
+        self.base, self._first, self._grows = base, np.array(base, I64), bytes_ is None
         self.bytes = np.zeros(0, U8) if bytes_ is None else bytes_
         self.owner = np.zeros(self.bytes.size, np.uint16)  # 0: nobody's
         self._end = 0
@@ -120,21 +125,19 @@ class Memory:
         return before
 
     def offsets(self, addresses: Array, size: int) -> Array:
-        """The offsets of accesses of ``size`` bytes each.
+        """The offsets of accesses of ``size`` bytes each, of addresses in 64 bits.
 
         Raises
         ------
         Fault
             If one of them is outside of any tensor.
         """
-        at = addresses.astype(I64) - self.base
-        if not at.size:
-            return at
-        if int(at.min()) < 0 or int(at.max()) + size > self.bytes.size:
+        at: Array = addresses - self._first
+        if np.count_nonzero(at.view(U64) > np.array(self.bytes.size - size, U64)):  # those before it are large numbers
             raise Fault(f"addresses {int(addresses.min()):#x} to {int(addresses.max()):#x} are outside of memory")
-        first = self.owner[at]
-        wrong = (first == 0) | (self.owner[at + size - 1] != first)
-        if wrong.any():
+        first, last = self.owner[at], self.owner[at + np.array(size - 1)]
+        if np.count_nonzero(first) < first.size or np.count_nonzero(first != last):
+            wrong = (first == 0) | (first != last)
             bad = int(at[wrong][0])
             near = np.flatnonzero(self.owner[: bad + 1])
             behind = f"{bad - near[-1]} bytes behind the end of {self.names[self.owner[near[-1]]]}" if near.size else ""
@@ -142,8 +145,53 @@ class Memory:
         return at
 
 
+class Spot(NamedTuple):
+    """The places of an access of LDS.
+
+    Attributes
+    ----------
+    words
+        Its dwords ``[registers, accesses]``, or ``[1, accesses]`` where an access has less than one.
+    cells
+        Where its data are: indices of `Shared`'s elements of ``unit`` bytes.
+    """
+
+    words: Array
+    cells: Array
+    unit: int
+
+
+@functools.lru_cache(1 << 14)
+def spot_of(addresses: bytes, lanes: int, offsets: tuple[int, ...], size: int) -> Spot:
+    """The places of ``size`` bytes at each offset from the addresses of the lanes that are on.
+
+    Loops access the same places again and again, so they are kept.
+
+    Parameters
+    ----------
+    addresses
+        A dword a lane.
+    lanes
+        The lanes that are on, as a mask.
+
+    Raises
+    ------
+    Fault
+        If an address is not aligned.
+    """
+    at = np.frombuffer(addresses, U32)[to_lanes(lanes)].astype(np.intp)
+    cells = np.add.outer(np.array(offsets), at)
+    if (cells & ((4 if size == 12 else min(size, 8)) - 1)).any():
+        raise Fault(f"LDS: {size} bytes at an offset that is not aligned")
+    if size < 4:
+        return Spot(cells >> 2, cells // size, size)
+    words = (cells >> 2)[:, None, :] + np.arange(size // 4)[:, None]
+    words = words.reshape(len(offsets) * size // 4, at.size)
+    return Spot(words, words, 4)
+
+
 class Shared:
-    """A workgroup's LDS, and who has touched which dword of it since which barrier.
+    """A workgroup's LDS, and which access has touched which dword of it.
 
     An access lasts from its issue until a wait covers it. Two accesses of two waves to a dword, one of them a write,
     are a race unless a barrier lies between the end of the first and the issue of the second; a write of what is there
@@ -153,61 +201,88 @@ class Shared:
     def __init__(self, size: int, waves: int) -> None:
         self.size = -(-max(size, 1) // 4) * 4
         self.bytes = np.full(self.size, 0xFF, U8)
-        self._issued = self.bytes.copy()
-        words = self.size // 4
-        self._writer = np.full(words, -1, np.int16)
-        self._written_until = np.full(words, -1, np.int32)
-        self._read_until = np.full((waves, words), -1, np.int32)
+        issued = self.bytes.copy()
+        self._elements, self._issued = (
+            {1: each, 2: each.view(U16), 4: each.view(U32)} for each in (self.bytes, issued)
+        )  # fmt: skip
+        #: By dword: the number of the access that wrote it last, and of each wave's that read it last.
+        self._written = np.full(self.size // 4, _UNWRITTEN, np.int32)
+        self._read = np.full((waves, self.size // 4), _UNREAD, np.int32)
+        #: By number: whose access it is, and the barriers that its wave had passed when a wait covered it.
+        self._wave, self._until = np.full(1024, -1, np.int16), np.full(1024, _OPEN, np.int32)
+        self._until[_UNREAD], self._count = -1, 2
+        #: Reads under way, and the barriers before the last one that has ended.
+        self._reading, self._read_until = 0, -1
 
-    def begin(self, wave: int, epoch: int, at: Array, size: int, data: Array | None = None) -> Array:
-        """Issue an access of ``size`` bytes at each offset, a write where there is ``data``. Returns its dwords.
+    def begin(self, wave: int, epoch: int, spot: Spot, data: Array | None = None) -> int:
+        """Issue an access, a write where there is ``data``. Returns its number.
 
         Raises
         ------
         Fault
-            If it is outside of LDS, not aligned, or a race.
+            If it is outside of LDS, or a race.
         """
-        if at.size and (int(at.min()) < 0 or int(at.max()) + size > self.size):
-            raise Fault(f"LDS has {self.size} bytes; {size} at {int(at.max())}")
-        if (at % (4 if size == 12 else min(size, 8))).any():
-            raise Fault(f"LDS: {size} bytes at an offset that is not aligned")
-        words = at >> 2 if size <= 4 else ((at >> 2)[:, None] + np.arange(size // 4)).ravel()
-        other = (self._written_until[words] >= epoch) & (self._writer[words] != wave)
-        if data is None:
-            if (self._writer[words] < 0).any():
-                raise Fault(f"reads LDS {4 * words[self._writer[words] < 0][0]:#x}, which nothing has written")
-            self._read_until[wave, words] = _OPEN
-        else:
-            index = at[:, None] + np.arange(size)
-            if other.any() and np.array_equal(self._issued[index], data):
-                other[:] = False
-            self._issued[index] = data
-            readers = self._read_until[:, words] >= epoch
-            readers[wave] = False
-            if readers.any():
-                who, which = np.argwhere(readers)[0]
-                raise Fault(f"race: writes LDS {4 * words[which]:#x}, which wave {who} reads; no barrier is between")
-        if other.any():
-            word = words[other][0]
-            what = "reads" if data is None else "writes"
-            raise Fault(
-                f"race: {what} LDS {4 * word:#x}, which wave {self._writer[word]} writes; no barrier is between"
-            )
+        words = spot.words
+        try:
+            last = self._written[words]
+        except IndexError:
+            end = 4 * int(words.max()) + 4
+            raise Fault(f"LDS has {self.size} bytes; an access ends at {end}") from None
+        others = self._until[last] >= epoch
+        if np.count_nonzero(others):
+            others &= self._wave[last] != wave
+            if np.count_nonzero(others):
+                self._refuse_race(spot, data, last, others)
         if data is not None:
-            self._writer[words], self._written_until[words] = wave, _OPEN
-        return words
-
-    def end(self, wave: int, epoch: int, words: Array, is_write: bool) -> None:
-        """A wait has covered an access."""
-        if is_write:
-            self._written_until[words[self._writer[words] == wave]] = epoch
+            if self._reading or self._read_until >= epoch:
+                open_reads = self._until[self._read[:, words]] >= epoch
+                if np.count_nonzero(open_reads):
+                    self._refuse_readers(wave, words, open_reads)
+            self._issued[spot.unit][spot.cells] = data
+        number = self._count
+        if number == self._until.size:
+            self._wave = np.concatenate([self._wave, self._wave])
+            self._until = np.concatenate([self._until, np.full(number, _OPEN, np.int32)])
+        self._wave[number], self._count = wave, number + 1
+        if data is None:
+            self._read[wave][words] = number
+            self._reading += 1
         else:
-            self._read_until[wave, words] = epoch
+            self._written[words] = number
+        return number
 
-    def load(self, at: Array, size: int) -> Array:
-        """``[accesses, size]`` bytes."""
-        return gather(self.bytes, at, size)
+    def _refuse_race(self, spot: Spot, data: Array | None, last: Array, others: Array) -> None:
+        """Of words that another wave has written since the last barrier, or none ever."""
+        words, nothing = spot.words, last == _UNWRITTEN
+        if data is None and nothing.any():
+            raise Fault(f"reads LDS {4 * words[nothing][0]:#x}, which nothing has written")
+        others &= ~nothing
+        if others.any() and not (data is not None and np.array_equal(self._issued[spot.unit][spot.cells], data)):
+            what, whose = "reads" if data is None else "writes", self._wave[last[others][0]]
+            at = 4 * words[others][0]
+            raise Fault(f"race: {what} LDS {at:#x}, which wave {whose} writes; no barrier is between")
 
-    def store(self, at: Array, data: Array) -> None:
-        """Write ``[accesses, size]`` bytes."""
-        scatter(self.bytes, at, data)
+    def _refuse_readers(self, wave: int, words: Array, is_open: Array) -> None:
+        is_open[wave] = False
+        if is_open.any():
+            who, *where = np.argwhere(is_open)[0]
+            at = 4 * words[tuple(where)]
+            raise Fault(f"race: writes LDS {at:#x}, which wave {who} reads; no barrier is between")
+
+    def end_write(self, number: int, epoch: int) -> None:
+        """A wait has covered a write."""
+        self._until[number] = epoch
+
+    def end_read(self, number: int, epoch: int) -> None:
+        """A wait has covered a read."""
+        self._until[number] = epoch
+        self._reading, self._read_until = self._reading - 1, max(self._read_until, epoch)
+
+    def load(self, spot: Spot) -> Array:
+        """The elements of an access."""
+        found: Array = self._elements[spot.unit][spot.cells]
+        return found
+
+    def store(self, spot: Spot, data: Array) -> None:
+        """Write them."""
+        self._elements[spot.unit][spot.cells] = data

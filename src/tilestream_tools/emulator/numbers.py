@@ -20,7 +20,18 @@ U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 I16, I32, I64 = np.int16, np.int32, np.int64
 F16, F32, F64 = np.float16, np.float32, np.float64
 MASK32, MASK64 = 0xFFFFFFFF, (1 << 64) - 1
-FIVE_BITS = U32(31)
+
+
+@functools.lru_cache(1 << 12)
+def uniform(value: int, dtype: Any = U32) -> Array:
+    """A number that all lanes share, as an array of stride 0: numpy is several times slower where sizes differ.
+
+    Not to be written to: equal numbers give the same array.
+    """
+    return np.broadcast_to(np.array(value, dtype), LANES)
+
+
+FIVE_BITS = uniform(31)
 
 
 def signed(x: int, bits: int = 32) -> int:
@@ -28,14 +39,22 @@ def signed(x: int, bits: int = 32) -> int:
     return x - (1 << bits) if x >> (bits - 1) & 1 else x
 
 
+@functools.lru_cache(1 << 12)
 def to_lanes(value: int) -> Array:
-    """The bits of a 64-bit mask, a boolean a lane."""
-    return np.unpackbits(np.frombuffer(value.to_bytes(8, "little"), U8), bitorder="little").view(np.bool_)
+    """The bits of a 64-bit mask, a boolean a lane. Not to be written to: equal masks give the same array."""
+    lanes = np.unpackbits(np.frombuffer(value.to_bytes(8, "little"), U8), bitorder="little").view(np.bool_)
+    lanes.flags.writeable = False
+    return lanes
 
 
 def to_mask(lanes: Array) -> int:
     """A boolean a lane, as a 64-bit mask."""
-    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
+    return _mask_of(lanes.tobytes())
+
+
+@functools.lru_cache(1 << 12)
+def _mask_of(lanes: bytes) -> int:
+    return int.from_bytes(np.packbits(np.frombuffer(lanes, np.bool_), bitorder="little").tobytes(), "little")
 
 
 # Integers -------------------------------------------------------------------------------------------------------------
@@ -62,9 +81,13 @@ def extended(x: Array, bits: int) -> Array:
     return (x ^ top) - top
 
 
+#: By n: a mask of the n lowest bits.
+_LOW_BITS = (U32(1) << np.arange(32, dtype=U32)) - U32(1)
+
+
 def extract(x: Array, offset: Array, width: Array) -> Array:
     """A field of bits, zero-extended."""
-    return (x >> (offset & FIVE_BITS)) & ((U32(1) << (width & FIVE_BITS)) - U32(1))
+    return (x >> (offset & FIVE_BITS)) & _LOW_BITS[width & FIVE_BITS]
 
 
 def extract_signed(x: Array, offset: Array, width: Array) -> Array:
@@ -90,16 +113,37 @@ def trailing_zeros(x: Array) -> Array:
     return np.where(x == 0, U32(MASK32), np.bitwise_count((x & (~x + U32(1))) - U32(1)).astype(U32))
 
 
+@functools.lru_cache(1 << 10)
+def _pieces(select: int) -> tuple[tuple[bool, Array, Array, Array], ...]:
+    """Bytes that come from one register by one shift, as V_PERM_B32 selects them: which, left, right, what is kept.
+
+    Nothing where a selector is of no byte.
+    """
+    keep: dict[tuple[bool, int], int] = {}
+    for to, which in enumerate(select.to_bytes(4, "little")):
+        if which > 7:
+            return ()
+        place = which > 3, 8 * (to - which % 4)
+        keep[place] = keep.get(place, 0) | 0xFF << 8 * to
+    shifts = ((is_high, max(left, 0), max(-left, 0), mask) for (is_high, left), mask in keep.items())
+    return tuple((is_high, uniform(left), uniform(right), uniform(mask)) for is_high, left, right, mask in shifts)
+
+
 def permuted_bytes(high: Array, low: Array, select: Array) -> Array:
     """V_PERM_B32: each byte of ``select`` names a byte of ``high:low``, a sign, 0x00 (12) or 0xFF (above 12)."""
-    high, low, select = np.broadcast_arrays(high, low, select)
-    both = np.ascontiguousarray(wide(high) << U64(32) | wide(low))
-    choice = np.full((*both.shape, 14), 0xFF, U8)  # 0 to 7: bytes; 8 to 11: signs of the halves; 12: zero; 13: ones
-    choice[..., :8] = both.view(U8).reshape(*both.shape, 8)
-    choice[..., 8:12] = U16(0) - (both.view(U16).reshape(*both.shape, 4) >> U16(15))
-    choice[..., 12] = 0
-    which = np.minimum(np.ascontiguousarray(select).view(U8).reshape(*both.shape, 4), 13)
-    return np.take_along_axis(choice, which.astype(np.intp), -1).view(U32)[..., 0]
+    if not any(select.strides):  # the same bytes in all lanes
+        pieces = _pieces(int(select[0]))
+        if pieces:
+            found = [((high if is_high else low) << left >> right) & keep for is_high, left, right, keep in pieces]
+            return functools.reduce(np.bitwise_or, found)
+    both = np.empty((LANES, 2), U32)
+    both[:, 0], both[:, 1] = low, high
+    which = np.ascontiguousarray(select).view(U8).reshape(-1, 4)
+    choice = np.full((LANES, 14), 0xFF, U8)  # 0 to 7: bytes; 8 to 11: signs of the halves; 12: zero; 13: ones
+    choice[:, :8] = both.view(U8)
+    choice[:, 8:12] = U16(0) - (both.view(U16) >> U16(15))
+    choice[:, 12] = 0
+    return np.take_along_axis(choice, np.minimum(which, 13).astype(np.intp), 1).view(U32)[:, 0]
 
 
 def truth_table(table: int) -> Callable[[Array, Array, Array], Array]:
@@ -128,10 +172,23 @@ def to_odd(exact: Array, error: Array) -> Array:
     return np.where(inexact & (raw & 1 == 0), raw + step, raw).view(F64)
 
 
+#: The bits of a float64 that float32 has not, and the highest of them; float32's least normal number, without a sign.
+_BELOW_F32, _HALF_OF_F32 = uniform((1 << 29) - 1, U64), uniform(1 << 28, U64)
+_NORMAL_F32, _ONE = uniform(0x381 << 53, U64), uniform(1, U64)
+
+
 def fma(a: Array, b: Array, c: Array) -> Array:
-    """Fused multiply-add of float32, rounded once: products are exact in float64."""
+    """Fused multiply-add of float32, rounded once: products are exact in float64.
+
+    Rounding the sum in float64 first harms only where that lies halfway between two numbers of float32.
+    """
     product, c = a.astype(F64) * b.astype(F64), c.astype(F64)
     total = product + c
+    found = total.astype(F32)
+    raw = total.view(U64)
+    is_tie, is_subnormal = raw & _BELOW_F32 == _HALF_OF_F32, (raw << _ONE) - _ONE < _NORMAL_F32  # a zero is large there
+    if not np.count_nonzero(is_tie | is_subnormal):
+        return found
     rest = total - product
     return to_odd(total, (product - (total - rest)) + (c - rest)).astype(F32)
 
@@ -148,7 +205,18 @@ def in_float64(function: Callable[..., Any]) -> Callable[..., Array]:
 
 def exponent(x: Array) -> Array:
     """The biased exponent of float32."""
-    return (x.view(U32) >> U32(23)).astype(I32) & 0xFF
+    return (x.view(U32) >> _MANTISSA & _BYTE).view(I32)
+
+
+_MANTISSA, _BYTE = uniform(23), uniform(0xFF)
+_LEAST, _RANGE, _FAR = uniform(24, I32), uniform(206), uniform(95, I32)
+
+
+def _divides_plainly(b: Array, c: Array) -> bool:
+    """Whether no lane's division ``c / b`` needs the care that `div_scale` and `div_fixup` are for."""
+    of_b, of_c = exponent(b), exponent(c)
+    is_extreme = ((of_b - _LEAST).view(U32) > _RANGE) | ((of_c - _LEAST).view(U32) > _RANGE)
+    return not np.count_nonzero(is_extreme | (np.abs(of_c - of_b) > _FAR))
 
 
 def mantissa(x: Array) -> Array:
@@ -168,7 +236,9 @@ def scaled(x: Array, by: Array | int) -> Array:
 
 def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
     """V_DIV_SCALE_F32: ``x``, one of the two, scaled so that the division's steps stay normal; and the flag for it."""
-    x, b, c = np.broadcast_arrays(x, denominator, numerator, np.zeros(LANES, F32))[:3]
+    b, c = denominator, numerator
+    if _divides_plainly(b, c):
+        return x, np.zeros(LANES, np.bool_)
     up, down = scaled(x, 64), scaled(x, -64)
     quotient, inverse = c.astype(F64) / b.astype(F64), 1.0 / b.astype(F64)
     small, tiny_inverse = (np.abs(quotient) < 2.0**-126) & (quotient != 0), np.abs(inverse) < 2.0**-126
@@ -186,12 +256,16 @@ def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Ar
 def div_fmas(a: Array, b: Array, c: Array, flag: Array) -> Array:
     """V_DIV_FMAS_F32: a fused multiply-add, and the scale of `div_scale` undone where it was flagged."""
     found = fma(a, b, c)
+    if not np.count_nonzero(flag):
+        return found
     return np.where(flag, scaled(found, np.where(exponent(c) > 127, 64, -64)), found)
 
 
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     """V_DIV_FIXUP_F32: a quotient, put right where an operand is 0, infinite or NaN."""
     b, c, nan = denominator, numerator, F32(np.nan)
+    if _divides_plainly(b, c):
+        return np.copysign(quotient, b * c)
     sign = np.signbit(b) ^ np.signbit(c)
 
     def with_sign(x: Any) -> Array:
@@ -238,8 +312,10 @@ def to_i32(x: Array) -> Array:
 def to_bf16(x: Array) -> Array:
     """bfloat16's bits, to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(x, F32).view(U32)
-    rounded = (bits + U32(0x7FFF) + (bits >> U32(16) & U32(1))) >> U32(16)
-    return np.where(np.isnan(x), (bits >> U32(16)) | U32(0x40), rounded).astype(U32)
+    up, lowest = uniform(16), uniform(1)
+    rounded: Array = bits + uniform(0x7FFF) + (bits >> up & lowest) >> up
+    nan = np.isnan(x)
+    return np.where(nan, bits >> up | uniform(0x40), rounded) if np.count_nonzero(nan) else rounded
 
 
 def from_bf16(bits: Array) -> Array:

@@ -27,6 +27,7 @@ from tilestream_tools.emulator.numbers import (
     extended,
     to_lanes,
     to_mask,
+    uniform,
 )  # fmt: skip
 from tilestream_tools.emulator.registers import ACCUMULATORS, EXEC, M0, SCALARS, VCC, Registers
 
@@ -43,6 +44,7 @@ _INTEGER = re.compile(r"-?(0x[0-9a-fA-F]+|\d+)")
 _REAL = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?")
 #: 1 / (2 pi), which assembly abbreviates.
 _INVERSE_TAU = 0x3E22F983
+_UPPER = uniform(32, U64)
 KINDS: dict[str, Any] = {"u": U32, "i": I32, "f": F32, "H": U16, "I": I16, "h": F16, "q": U64, "Q": I64, "d": F64}
 
 
@@ -139,18 +141,18 @@ class Operand:
 
 
 def bits_of(o: Operand, width: int, kind: str = "u") -> Read:
-    """A source's bits, 32 or 64 of each lane; of what all lanes share one element."""
+    """A source's bits, 32 or 64 of each lane."""
     n = o.index
     if o.file == "v":
         if width == 64:
-            return lambda w: w.v[n] | w.v[n + 1].astype(U64) << U64(32)
-        return lambda w: w.v[n]
+            return lambda w: w.rows[n] | w.rows[n + 1].astype(U64) << _UPPER
+        return lambda w: w.rows[n]
     if o.file == "s":
         if width == 64:
-            return lambda w: np.array([w.s[n] | w.s[n + 1] << 32], U64)
-        return lambda w: np.array([w.s[n]], U32)
+            return lambda w: uniform(w.s[n] | w.s[n + 1] << 32, U64)
+        return lambda w: uniform(w.s[n])
     if o.file == "k":
-        constant = np.array([o.bits(width, kind)], U64 if width == 64 else U32)
+        constant = uniform(o.bits(width, kind), U64 if width == 64 else U32)
         return lambda w: constant
     raise Unknown(f"operand {o.text}")
 
@@ -167,20 +169,27 @@ def source(o: Operand, kind: str, select: tuple[int, int] | None = None) -> Read
     if size == 2 and o.file == "k":
         # A literal or a small integer has 32 bits, of which an upper half is read; a real has 16, above them zeros.
         bits = o.bits(16) if isinstance(o.value, float) else o.bits(32)
-        half = np.array([bits >> (select or (0,))[0] & 0xFFFF], U16)
-        return lambda w: half.view(as_type)
+        half = uniform(bits >> (select or (0,))[0] & 0xFFFF, U16).view(as_type)
+        return lambda w: half
     if o.file == "v" and size == 4 and select is None and not (o.negated or o.absolute or o.sign_extended):
         n = o.index
         if kind == "u":
-            return lambda w: w.v[n]
+            return lambda w: w.rows[n]
         if kind == "f":
-            return lambda w: w.f[n]
+            return lambda w: w.floats[n]
     raw = bits_of(o, 64 if size == 8 else 32, kind)
+    if size == 2 and o.file == "v" and select in (None, (0, 16), (16, 16)) and not o.sign_extended:
+        n, half = o.index, int(select == (16, 16))
+
+        def get16(w: Registers) -> Array:
+            return w.rows[n].view(as_type)[half::2]
+
+        return _signed(get16, o, kind)
     if size == 2:
         select = select or (0, 16)
     if select is not None and select[1] < 32:
-        shift, width = U32(select[0]), select[1]
-        field, keep, whole = raw, U32((1 << width) - 1), o.sign_extended
+        shift, width = uniform(select[0]), select[1]
+        field, keep, whole = raw, uniform((1 << width) - 1), o.sign_extended
 
         def raw(w: Registers) -> Array:
             x = field(w) >> shift & keep
@@ -190,6 +199,11 @@ def source(o: Operand, kind: str, select: tuple[int, int] | None = None) -> Read
         x = raw(w)
         return (x.astype(U16) if size == 2 else x).view(as_type)
 
+    return _signed(get, o, kind)
+
+
+def _signed(get: Read, o: Operand, kind: str) -> Read:
+    """A source with its modifiers of the sign."""
     if kind not in "fhd" or not (o.negated or o.absolute):
         if o.negated or o.absolute:
             raise Unknown(f"{o.text}: a sign of an integer")
@@ -214,20 +228,22 @@ def target(o: Operand, kind: str, select: tuple[int, int] | None = None, keeps: 
     if size == 8:
 
         def put64(w: Registers, x: Array) -> None:
-            bits = np.atleast_1d(x).view(U64)
-            w.put(n, bits.astype(U32))
-            w.put(n + 1, (bits >> U64(32)).astype(U32))
+            halves = np.ascontiguousarray(x).view(U32)
+            w.put(n, halves[::2])
+            w.put(n + 1, halves[1::2])
 
         return put64
     if select is None and size == 4:
-        return lambda w, x: w.put(n, x.view(U32))
-    shift, width = select or (0, 16)
-    keep = U32(MASK32 ^ ((1 << width) - 1) << shift) if select and keeps else U32(0)
+        return (lambda w, x: w.put(n, x)) if kind == "u" else (lambda w, x: w.put(n, x.view(U32)))
+    if select is None:
+        return lambda w, x: w.put(n, x.view(U16).astype(U32))
+    shift, width = select
+    low, up = uniform((1 << width) - 1), uniform(shift)
+    keep = uniform(MASK32 ^ ((1 << width) - 1) << shift if keeps else 0)
 
     def put_part(w: Registers, x: Array) -> None:
-        x = np.atleast_1d(x)
-        bits = x.view(U16).astype(U32) if size == 2 else x.view(U32) & U32((1 << width) - 1)
-        w.put(n, bits << U32(shift) | (w.v[n] & keep))
+        bits = x.view(U16).astype(U32) if size == 2 else x.view(U32) & low
+        w.put(n, bits << up | (w.rows[n] & keep))
 
     return put_part
 
@@ -246,7 +262,6 @@ def mask_target(o: Operand) -> Write:
     put = scalar_target(o, True)
 
     def act(w: Registers, lanes: Array) -> None:
-        lanes = np.broadcast_to(lanes, 64)
         put(w, to_mask(lanes if w.on is None else lanes & w.on))
 
     return act

@@ -19,11 +19,14 @@ plain load of a published word needs what that word's writer publishes later.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.numbers import I64, Array
 
+_TWO = np.array(2)  # no number of Python's: numpy takes twice as long with those
 #: The agent of what is written past the waves. Waves follow.
 HOST = 0
 
@@ -50,8 +53,13 @@ class Known:
 
 def words_of(at: Array, size: int) -> Array:
     """The dwords of accesses of ``size`` bytes each."""
-    first: Array = at >> 2
-    return first if size <= 4 else (first[:, None] + np.arange(size // 4)).ravel()
+    first: Array = at >> _TWO
+    return first if size <= 4 else np.add.outer(first, _dwords(size)).ravel()
+
+
+@functools.cache
+def _dwords(size: int) -> Array:
+    return np.arange(size // 4)
 
 
 class Order:
@@ -186,7 +194,7 @@ class Order:
             If what is there may not have come to the caches that the wave reads through.
         """
         number = self._number[words]
-        if number.any():
+        if np.count_nonzero(number):
             writer = self._writer[words]
             self._refuse((number > wave.visible[writer]) & (writer != wave.agent), writer, "reads")
 
@@ -198,7 +206,7 @@ class Order:
     def _check(self, wave: Known, words: Array, what: str, learned: Array | None = None) -> None:
         """Refuse words that another wave has stored through caches, unless they are known to be in memory."""
         number = self._number[words]
-        if number.any():
+        if np.count_nonzero(number):
             known = np.maximum(wave.landed, wave.in_memory)
             if learned is not None:
                 np.maximum(known, learned, out=known)
@@ -208,7 +216,7 @@ class Order:
 
     @staticmethod
     def _refuse(which: Array, writer: Array, what: str) -> None:
-        if which.any():
+        if np.count_nonzero(which):
             agent = int(writer[which][0])
             whose = "the host" if agent == HOST else f"wave {agent - 1} of the launch"
             raise Fault(f"{what} what {whose} has written, with no release and acquire between")

@@ -24,7 +24,7 @@ class Registers:
     ----------
     s, v
         Scalar registers, and vector registers ``[512, 64]``; accumulators are those from 256 on. ``f`` is ``v`` as
-        float32.
+        float32; ``rows`` and ``floats`` are their rows.
     scc
         The scalar condition code.
     exec, on
@@ -35,6 +35,7 @@ class Registers:
         self.s = [0] * 128
         self.v = np.full((512, LANES), UNWRITTEN, U32)
         self.f: Array = self.v.view(F32)
+        self.rows, self.floats = list[Array](self.v), list[Array](self.f)
         self.scc = 0
         self.on: Array | None = None
         self.s[EXEC] = self.s[EXEC + 1] = MASK32
@@ -53,6 +54,6 @@ class Registers:
     def put(self, register: int, value: Array) -> None:
         """Write a vector register in the lanes that are on."""
         if self.on is None:
-            self.v[register] = value
+            self.rows[register][...] = value
         else:
-            np.copyto(self.v[register], value, where=self.on)
+            np.copyto(self.rows[register], value, where=self.on)

@@ -17,8 +17,9 @@ from tilestream.core.gpu_specs import named
 from tilestream.core.schedule import Kind
 from tilestream.plan.attention_plan import of_candidate
 from tilestream.plan.attention_problem import AttentionProblem
+from tilestream.plan.grouped import plan_groups
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.problem import FP8, Incoming, Problem, dtype_name, result_name
+from tilestream.plan.problem import FP8, GroupedProblem, Incoming, Problem, dtype_name, result_name
 from tilestream.plan.tma import refuse_contiguous
 
 if TYPE_CHECKING:
@@ -143,6 +144,9 @@ class Entry(NamedTuple):
 
 KERNELS: dict[str, Entry] = {
     "portable-gemm": Entry(tuple(DEVICES), f"{__name__}:portable_gemm", "the Triton kernel, for any GPU"),
+    "portable-grouped": Entry(
+        tuple(DEVICES), f"{__name__}:portable_grouped", "Triton, any GPU; M rows of 64 groups, as a layer's lie"
+    ),
     "cdna-gemm": Entry(
         ("gfx942", "gfx950"), f"{__name__}:cdna_gemm", "Gluon: a ring without mbarriers, inverse swizzle, MFMA"
     ),
@@ -208,6 +212,37 @@ def portable_gemm(question: Question) -> Source:
         plan = replace(plan, stages=question.stages)
     filled, options = portable_arguments(plan, contiguous(question), plan.problem.aligned)
     return Source(gemm, filled, options, plan.warps, plan)
+
+
+#: Groups of a question to a grouped product.
+GROUPS = 64
+
+
+def portable_grouped(question: Question) -> Source:
+    """The portable grouped kernel as its plan would launch it: groups of rows."""
+    from tilestream.kernels.portable.grouped import grouped_gemm
+    from tilestream.launch.gemm_arguments import Layout
+    from tilestream.launch.grouped_arguments import Bias
+    from tilestream.launch.portable.grouped import GroupedArguments
+
+    (m, n, k), plain = (question.m, question.n, question.k), question.problem
+    if question.layout != "nt":
+        raise ValueError(f"layout={question.layout!r}; groups of rows lie as a layer's do: 'nt'")
+    problem = GroupedProblem(
+        m, n, k, 1, plain.dtype, plain.out_dtype, aligned=plain.aligned, scales=plain.scales, plain=plain.plain,
+        groups=GROUPS, along="rows",
+    )  # fmt: skip
+    plan = plan_groups(problem, None, question.schedule, question.tile, device=question.device, backend="portable")
+    if question.stages is not None:
+        plan = replace(plan, stages=question.stages)
+    arguments = GroupedArguments(plan, Layout((0, k, 1), (n * k, 1, k), (0, n, 1)), Bias())
+    scale = pointer("float32", problem.scales != "none", 4)
+    filled = arguments.fill((
+        *[pointer(problem.dtype, address=0 if problem.aligned else 2)] * 2, pointer("int32", address=4),
+        pointer(problem.out_dtype), None, None, scale, scale, None, None,
+        pointer("int64", plan.schedule.kind != "static"), None, None, 0, 0, 1.0, 1.0,
+    ))  # fmt: skip
+    return Source(grouped_gemm, filled, arguments.options, plan.warps, plan)
 
 
 def portable_arguments(plan: Plan, layout: Layout, aligned: bool) -> tuple[list[Any], dict[str, Any]]:

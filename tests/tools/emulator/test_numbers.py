@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tilestream_tools.emulator import numbers
-from tilestream_tools.emulator.instructions.matrix import places
+from tilestream_tools.emulator.instructions.matrix import in_registers
+from tilestream_tools.emulator.numbers import LANES
 
 KINDS = {
     ("fp8", False): torch.float8_e4m3fn, ("fp8", True): torch.float8_e4m3fnuz, ("bf8", False): torch.float8_e5m2,
@@ -48,7 +49,8 @@ def test_beyond_the_largest_number_there_is_nan():
 def test_bfloat16_is_torchs():
     exact = np.arange(0, 2**32, 4099, dtype=np.uint64).astype(np.uint32).view(np.float32)
     ties = (np.arange(2**16, dtype=np.uint32) << 16 | np.uint32(0x8000)).view(np.float32)
-    for x in (exact, ties, NEAR):
+    for x in (exact[: exact.size // LANES * LANES], ties, NEAR):
+        x = x.reshape(-1, LANES)
         mine = numbers.from_bf16(numbers.to_bf16(x))
         np.testing.assert_array_equal(mine, torch.from_numpy(x).bfloat16().float().numpy())
 
@@ -70,25 +72,25 @@ def rounded(x: Fraction) -> np.float32:
 
 def test_a_fused_multiply_add_is_rounded_once():
     generator = np.random.default_rng(0)
-    a, b, c = (generator.standard_normal(2000).astype(np.float32) for _ in range(3))
-    c *= np.exp2(generator.integers(-40, 40, 2000)).astype(np.float32)
+    a, b, c = (generator.standard_normal(2046).astype(np.float32) for _ in range(3))
+    c *= np.exp2(generator.integers(-40, 40, 2046)).astype(np.float32)
     # Sums that are near ties of float32, and just off: twice rounded they go the other way.
     one, tiny = np.float32(1 + 2.0**-12), np.float32(2.0**-60)
     a, b, c = np.append(a, [one, one]), np.append(b, [one, one]), np.append(c, [tiny, -tiny])
     exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
-    found = numbers.fma(a.astype(np.float32), b.astype(np.float32), c.astype(np.float32))
-    assert found.tolist() == [float(rounded(x)) for x in exact]
+    found = numbers.fma(*(x.astype(np.float32).reshape(-1, LANES) for x in (a, b, c)))
+    assert found.ravel().tolist() == [float(rounded(x)) for x in exact]
 
 
 def test_integers_bit_by_bit():
-    x = np.random.default_rng(1).integers(0, 2**32, 500, dtype=np.uint64).astype(np.uint32)
+    x = np.random.default_rng(1).integers(0, 2**32, 512, dtype=np.uint64).astype(np.uint32)
     x[:3] = 0, 1, 0xFFFFFFFF
     whole = x.tolist()
     assert numbers.reversed_bits(x).tolist() == [int(f"{y:032b}"[::-1], 2) for y in whole]
     assert numbers.leading_zeros(x).tolist() == [32 - y.bit_length() if y else 0xFFFFFFFF for y in whole]
     assert numbers.trailing_zeros(x).tolist() == [(y & -y).bit_length() - 1 if y else 0xFFFFFFFF for y in whole]
-    signed = numbers.extract_signed(x, np.uint32([5]), np.uint32([9])).view(np.int32).tolist()
-    assert signed == [(y >> 5 & 511) - (512 if y >> 13 & 1 else 0) for y in whole]
+    signed = numbers.extract_signed(x.reshape(-1, LANES), numbers.uniform(5), numbers.uniform(9)).view(np.int32)
+    assert signed.ravel().tolist() == [(y >> 5 & 511) - (512 if y >> 13 & 1 else 0) for y in whole]
     for table in (0x00, 0xFF, 0x96, 0xE8, 0xCA):
         got = numbers.truth_table(table)(x, x[::-1], np.roll(x, 7)).tolist()
         parts = zip(whole, whole[::-1], np.roll(x, 7).tolist(), strict=True)
@@ -99,10 +101,11 @@ def test_integers_bit_by_bit():
 
 
 def test_bytes_are_permuted():
-    high, low = np.uint32([0x8877F655]), np.uint32([0x44332211])
+    high, low = (np.full(LANES, x, np.uint32) for x in (0x8877F655, 0x44332211))
     for select, wanted in ((0x07060504, 0x8877F655), (0x00010203, 0x11223344), (0x0C0D0504, 0x00FFF655),
                            (0x0B0A0908, 0xFFFF0000)):  # fmt: skip
-        assert numbers.permuted_bytes(high, low, np.uint32([select])).tolist() == [wanted], hex(select)
+        for lanes in (numbers.uniform(select), np.full(LANES, select, np.uint32)):
+            assert numbers.permuted_bytes(high, low, lanes).tolist() == [wanted] * LANES, hex(select)
 
 
 @pytest.mark.parametrize("rows", [16, 32])
@@ -114,6 +117,6 @@ def test_a_matrix_instructions_result_lies_where_gluon_says(rows):
 
     layout = gl.amd.AMDMFMALayout(4, [rows, rows, 16 if rows == 32 else 32], False, [1, 1])
     (lanes,) = holdings(layout, [rows, rows])
-    row, column = places(rows)
-    mine = [[(int(row[n, lane]), int(column[n, lane])) for n in range(len(row))] for lane in range(64)]
+    places = in_registers(np.arange(rows * rows).reshape(rows, rows))
+    mine = [[divmod(int(place), rows) for place in places[:, lane]] for lane in range(LANES)]
     assert mine == lanes

@@ -99,7 +99,12 @@ def test_memory_that_is_further_away_takes_longer():
 @pytest.mark.parametrize(
     ("name", "question", "error", "message"),
     [
-        ("gemm", Question("gfx942"), ValueError, "KERNEL 'gemm'; there are portable-gemm, cdna-gemm, cdna-attention"),
+        (
+            "gemm",
+            Question("gfx942"),
+            ValueError,
+            "KERNEL 'gemm'; there are portable-gemm, portable-grouped, cdna-gemm, cdna-attention",
+        ),
         ("hopper-gemm", Question("gfx942"), ValueError, "arch='gfx942'; hopper-gemm compiles for sm_90a"),
         ("portable-gemm", Question("gfx90a"), ValueError, "arch='gfx90a'; portable-gemm compiles for sm_90a, gfx942"),
         ("portable-gemm", Question("gfx942", layout="xy"), ValueError, "layout='xy'; it is one of nn, nt, tn, tt"),

@@ -10,7 +10,8 @@ import numpy as np
 from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.machine import Act, Pending, Wave
-from tilestream_tools.emulator.numbers import I64, LANES, U8, U16, U32, Array, extended
+from tilestream_tools.emulator.memory import spot_of
+from tilestream_tools.emulator.numbers import LANES, U8, U16, U32, Array, extended
 from tilestream_tools.emulator.operands import Operand, Unknown
 
 _LANE = np.arange(LANES)
@@ -21,36 +22,44 @@ def registers_of(o: Operand, count: int) -> frozenset[int]:
     return frozenset(range(o.index, o.index + count))
 
 
-def put_loaded(w: Wave, to: int, raw: Array, lanes: Array, small: str = "", half: str = "") -> None:
-    """Write ``[lanes, size]`` loaded bytes to registers from ``to`` on.
+def put_words(w: Wave, to: int, words: Array, on: Array | None) -> None:
+    """Write ``[registers, lanes]`` dwords to registers from ``to`` on, in the lanes ``on``; None: all of them."""
+    if on is None:
+        w.v[to : to + len(words)] = words
+    else:
+        w.v[to : to + len(words), on] = words
+
+
+def put_part(w: Wave, to: int, x: Array, on: Array | None, small: str, half: str) -> None:
+    """Write ``[lanes]`` numbers of fewer than 32 bits.
 
     Parameters
     ----------
     small
-        Of fewer than 32 bits: ``u8``, ``i8``, ``u16``, ``i16``.
+        ``u8``, ``i8``, ``u16``, ``i16``.
     half
-        ``_d16`` or ``_d16_hi``: the half of the register that is written; the other stays.
+        ``_d16`` or ``_d16_hi``: the half of the register that is written; the other stays. Else empty.
     """
-    if not small:
-        words = np.ascontiguousarray(raw).view(U32)
-        for i in range(words.shape[1]):
-            w.v[to + i][lanes] = words[:, i]
-        return
-    x = np.ascontiguousarray(raw).view(U16 if raw.shape[1] == 2 else U8)[:, 0].astype(U32)
+    x = x.astype(U32)
     if small[0] == "i":
         x = extended(x, int(small[1:]))
+    row = w.rows[to]
     if half:
-        before = w.v[to][lanes]
+        before = row if on is None else row[on]
         x = before & U32(0xFFFF) | x << U32(16) if half == "_d16_hi" else before & U32(0xFFFF0000) | x & U32(0xFFFF)
-    w.v[to][lanes] = x
+    row[... if on is None else on] = x
 
 
-def stored(w: Wave, of: int, size: int, lanes: Array, is_high: bool = False) -> Array:
-    """``[lanes, size]`` bytes of registers from ``of`` on; of a dword's upper half if ``is_high``."""
-    if size >= 4:
-        return np.ascontiguousarray(w.v[of : of + size // 4, lanes].T).view(U8)
-    x = w.v[of][lanes] >> U32(16 if is_high else 0)
-    return x.astype(U16 if size == 2 else U8)[:, None].view(U8)
+def words_to_store(w: Wave, of: int, count: int, on: Array | None) -> Array:
+    """``[registers, lanes]`` dwords of registers from ``of`` on: a copy."""
+    found: Array = w.v[of : of + count].copy() if on is None else w.v[of : of + count, on]
+    return found
+
+
+def part_to_store(w: Wave, of: int, size: int, on: Array | None, is_high: bool) -> Array:
+    """``[1, lanes]`` numbers of 8 or 16 bits: a register's lowest, or of its upper half."""
+    x = w.rows[of] if on is None else w.rows[of][on]
+    return (x >> U32(16) if is_high else x).astype(U16 if size == 2 else U8)[None]
 
 
 def _issue_read(w: Wave, one: Pending, end: Callable[[], None]) -> None:
@@ -65,99 +74,91 @@ def _issue_read(w: Wave, one: Pending, end: Callable[[], None]) -> None:
     w.issue(w.other, one)
 
 
-def _read(w: Wave, address: Array, parts: list[tuple[int, int, int]], one: Decoded, put: Callable[..., None]) -> None:
-    """Read ``parts``: offset, bytes, first register."""
-    shared, index, lanes = w.group.shared, w.index, w.lanes
-    if w.on is not None:
-        lanes = lanes.copy()
-    accesses = []
-    for offset, size, to in parts:
-        at = address[lanes].astype(I64) + offset
-        accesses.append((at, size, to, shared.begin(index, w.epoch, at, size)))
-
-    def land() -> None:
-        for at, size, to, _ in accesses:
-            put(w, to, shared.load(at, size), lanes)
-
-    def end() -> None:
-        for *_, words in accesses:
-            shared.end(index, w.epoch, words, False)
-
-    registers = frozenset(to + i for _, size, to in parts for i in range(max(1, size // 4)))
-    _issue_read(w, Pending(land, registers, one.text), end)
+#: Write what was read: ``(wave, first register, elements, lanes)``.
+Put = Callable[[Wave, int, Array, "Array | None"], None]
 
 
-def _write(w: Wave, address: Array, parts: list[tuple[int, int, int]], one: Decoded, is_high: bool = False) -> None:
-    """Write ``parts``: offset, bytes, first register."""
-    shared, index, lanes = w.group.shared, w.index, w.lanes
-    accesses = []
-    for offset, size, of in parts:
-        at, data = address[lanes].astype(I64) + offset, stored(w, of, size, lanes, is_high)
-        accesses.append((at, data, shared.begin(index, w.epoch, at, size, data)))
+def _reader(one: Decoded, offsets: tuple[int, ...], size: int, put: Put = put_words) -> Act:
+    """Read ``size`` bytes at each offset from an address, to neighbouring registers."""
+    to, address, text = one.operands[0].index, one.operands[1].index, one.text
+    registers = registers_of(one.operands[0], len(offsets) * max(1, size // 4))
 
-    def land() -> None:
-        for at, data, _ in accesses:
-            shared.store(at, data)
+    def act(w: Wave) -> None:
+        shared, on = w.group.shared, w.on
+        spot = spot_of(w.rows[address].tobytes(), w.exec, offsets, size)
+        number = shared.begin(w.index, w.epoch, spot)
+        _issue_read(
+            w, Pending(lambda: put(w, to, shared.load(spot), on), registers, text),
+            lambda: shared.end_read(number, w.epoch),
+        )  # fmt: skip
 
-    def end() -> None:
-        for *_, words in accesses:
-            shared.end(index, w.epoch, words, True)
+    return act
 
-    w.issue(w.other, Pending(land, text=one.text, end=end))
+
+def _writer(one: Decoded, offsets: tuple[int, ...], size: int, is_high: bool = False) -> Act:
+    """Write ``size`` bytes of each of the operands behind an address, at its offset."""
+    address, *of = (o.index for o in one.operands)
+    text, count = one.text, size // 4
+
+    def act(w: Wave) -> None:
+        shared, on = w.group.shared, w.on
+        spot = spot_of(w.rows[address].tobytes(), w.exec, offsets, size)
+        if not count:
+            data = part_to_store(w, of[0], size, on, is_high)
+        elif len(of) == 1:
+            data = words_to_store(w, of[0], count, on)
+        else:
+            data = np.concatenate([words_to_store(w, n, count, on) for n in of])
+        number = shared.begin(w.index, w.epoch, spot, data)
+        w.issue(w.other, Pending(
+            lambda: shared.store(spot, data), text=text, end=lambda: shared.end_write(number, w.epoch)
+        ))  # fmt: skip
+
+    return act
 
 
 @instruction(r"ds_(read|write)2(st64)?_b(32|64)", "offset0 offset1")
 def _pair(one: Decoded, found: re.Match[str]) -> Act:
     size = int(found[3]) // 8
     step = size * (64 if found[2] else 1)
-    first, second = (int(one.modifiers.get(name, "0"), 0) * step for name in ("offset0", "offset1"))
-    if found[1] == "read":
-        to, a = one.operands[0].index, one.operands[1].index
-        parts = [(first, size, to), (second, size, to + size // 4)]
-        return lambda w: _read(w, w.v[a], parts, one, put_loaded)
-    a, x, y = (o.index for o in one.operands)
-    parts = [(first, size, x), (second, size, y)]
-    return lambda w: _write(w, w.v[a], parts, one)
+    offsets = tuple(int(one.modifiers.get(name, "0"), 0) * step for name in ("offset0", "offset1"))
+    return (_reader if found[1] == "read" else _writer)(one, offsets, size)
 
 
 @instruction(r"ds_(read|write)_b(32|64|96|128)", "offset")
 def _dwords(one: Decoded, found: re.Match[str]) -> Act:
-    size, (x, y) = int(found[2]) // 8, (o.index for o in one.operands)
-    if found[1] == "read":
-        return lambda w: _read(w, w.v[y], [(one.offset, size, x)], one, put_loaded)
-    return lambda w: _write(w, w.v[x], [(one.offset, size, y)], one)
+    return (_reader if found[1] == "read" else _writer)(one, (one.offset,), int(found[2]) // 8)
 
 
 @instruction(r"ds_read_([ui](?:8|16))(_d16(?:_hi)?)?", "offset")
 def _read_small(one: Decoded, found: re.Match[str]) -> Act:
-    small, half, (to, a) = found[1], found[2] or "", (o.index for o in one.operands)
+    small, half = found[1], found[2] or ""
 
-    def put(w: Wave, to: int, raw: Array, lanes: Array) -> None:
-        put_loaded(w, to, raw, lanes, small, half)
+    def put(w: Wave, to: int, x: Array, on: Array | None) -> None:
+        put_part(w, to, x[0], on, small, half)
 
-    return lambda w: _read(w, w.v[a], [(one.offset, int(small[1:]) // 8, to)], one, put)
+    return _reader(one, (one.offset,), int(small[1:]) // 8, put)
 
 
 @instruction(r"ds_write_b(8|16)(_d16_hi)?", "offset")
 def _write_small(one: Decoded, found: re.Match[str]) -> Act:
-    size, is_high, (a, x) = int(found[1]) // 8, bool(found[2]), (o.index for o in one.operands)
-    return lambda w: _write(w, w.v[a], [(one.offset, size, x)], one, is_high)
+    return _writer(one, (one.offset,), int(found[1]) // 8, bool(found[2]))
 
 
 @instruction(r"ds_read_b64_tr_b(8|16)", "offset")
 def _read_transposed(one: Decoded, found: re.Match[str]) -> Act:
     """Within 16 lanes: of their 16 x 8 bytes, seen as rows of 16 elements, a lane gets a column."""
-    to, a = (o.index for o in one.operands)
     size = int(found[1]) // 8
     rows = 8 // size
 
-    def put(w: Wave, to: int, raw: Array, lanes: Array) -> None:
-        if len(raw) != LANES:
+    def put(w: Wave, to: int, words: Array, on: Array | None) -> None:
+        if on is not None:
             raise Fault("a transposing read while lanes are off")
-        columns = raw.reshape(4, rows, 16, size).transpose(0, 2, 1, 3)
-        put_loaded(w, to, np.ascontiguousarray(columns).reshape(LANES, 8), lanes)
+        raw = np.ascontiguousarray(words.T).view(U8)
+        columns = np.ascontiguousarray(raw.reshape(4, rows, 16, size).transpose(0, 2, 1, 3))
+        put_words(w, to, columns.reshape(LANES, 8).view(U32).T, None)
 
-    return lambda w: _read(w, w.v[a], [(one.offset, 8, to)], one, put)
+    return _reader(one, (one.offset,), 8, put)
 
 
 # Moves between lanes --------------------------------------------------------------------------------------------------
@@ -170,8 +171,8 @@ def _shuffle(one: Decoded, origin: Callable[[Wave], Array], of: int) -> Act:
     def act(w: Wave) -> None:
         where = origin(w)
         found = np.where(w.lanes[where], w.v[of][where], U32(0))
-        lanes = w.lanes.copy()
-        w.issue(w.other, Pending(lambda: np.copyto(w.v[to.index], found, where=lanes), to.registers, one.text))
+        on = w.lanes
+        w.issue(w.other, Pending(lambda: np.copyto(w.rows[to.index], found, where=on), to.registers, one.text))
 
     return act
 

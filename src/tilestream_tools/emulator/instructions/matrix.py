@@ -9,6 +9,7 @@ Products and sums are taken in float64 and rounded once, at the end: documents l
 
 from __future__ import annotations
 
+import functools
 import re
 
 import numpy as np
@@ -22,9 +23,10 @@ from tilestream_tools.emulator.operands import Unknown
 _F8F6F4 = {"0": "fp8", "1": "bf8"}
 
 
-def elements(registers: Array, kind: str, fnuz: bool) -> Array:
-    """``[registers, 64]`` dwords as ``[64, elements]`` float64 numbers of a kind."""
-    lanes = np.ascontiguousarray(registers.T)
+@functools.lru_cache(1 << 9)
+def matrix(registers: bytes, rows: int, kind: str, fnuz: bool) -> Array:
+    """``[registers, 64]`` dwords as ``[rows, K]`` float64 numbers of a kind. Tiles use an operand several times."""
+    lanes = np.ascontiguousarray(np.frombuffer(registers, U32).reshape(-1, LANES // rows, rows).T).reshape(rows, -1)
     if kind == "f32":
         return lanes.view(F32).astype(F64)
     if kind == "bf16":
@@ -34,20 +36,18 @@ def elements(registers: Array, kind: str, fnuz: bool) -> Array:
     return fp8_values(kind, fnuz)[lanes.view(U8)].astype(F64)
 
 
-def places(rows: int) -> tuple[Array, Array]:
-    """``(row, column)`` of each register and lane of a result."""
-    register, lane = np.arange(rows * rows // LANES)[:, None], np.arange(LANES)[None, :]
-    groups = LANES // rows
-    row = 4 * groups * (register // 4) + 4 * (lane // rows) + register % 4
-    return row, np.broadcast_to(lane % rows, row.shape)
+def in_registers(product: Array) -> Array:
+    """A result ``[rows, rows]``, as ``[registers, 64]``."""
+    rows = len(product)
+    return product.reshape(-1, LANES // rows, 4, rows).transpose(0, 2, 1, 3).reshape(-1, LANES)
 
 
 @instruction(
-    r"v_mfma_(scale_)?f32_(16|32)x(?:16|32)x(\d+)_?(f32|f16|bf16|f8f6f4|(?:fp8|bf8)_(?:fp8|bf8))",
+    r"v_mfma_(scale_)?f32_(16|32)x(?:16|32)x\d+_?(f32|f16|bf16|f8f6f4|(?:fp8|bf8)_(?:fp8|bf8))",
     "cbsz blgp op_sel op_sel_hi",
 )
 def _multiply(one: Decoded, found: re.Match[str]) -> Act:
-    rows, depth, kinds = int(found[2]), int(found[3]), found[4]
+    rows, kinds = int(found[2]), found[3]
     if kinds == "f8f6f4":
         a_code, b_code = one.modifiers.get("cbsz", "0"), one.modifiers.get("blgp", "0")
         if a_code not in _F8F6F4 or b_code not in _F8F6F4:
@@ -67,9 +67,7 @@ def _multiply(one: Decoded, found: re.Match[str]) -> Act:
         elif o.value not in (127, 0x7F7F7F7F):
             raise Unknown(f"{one.text}: scales other than 1")
     to, a, b, c = one.operands[:4]
-    groups, fnuz = LANES // rows, one.fnuz
-    row, column = places(rows)
-    count, shape = len(row), (groups, rows, depth // groups)
+    fnuz, count = one.fnuz, rows * rows // LANES
     constant = None if c.file == "v" else np.array(c.bits(32), U32).view(F32)
 
     def act(w: Wave) -> None:
@@ -77,10 +75,9 @@ def _multiply(one: Decoded, found: re.Match[str]) -> Act:
             raise Fault("a matrix instruction while lanes are off")
         if any((w.v[n] & U32(0xFF) != 127).any() for n in scales):
             raise Fault("scales other than 1 are not emulated")
-        x = elements(w.v[a.index : a.index + a.count], a_kind, fnuz).reshape(shape)
-        y = elements(w.v[b.index : b.index + b.count], b_kind, fnuz).reshape(shape)
-        product = np.matmul(x, y.transpose(0, 2, 1)).sum(0)
+        x = matrix(w.v[a.index : a.index + a.count].tobytes(), rows, a_kind, fnuz)
+        y = matrix(w.v[b.index : b.index + b.count].tobytes(), rows, b_kind, fnuz)
         before = w.f[c.index : c.index + count] if constant is None else constant
-        w.f[to.index : to.index + count] = (product[row, column] + before).astype(F32)
+        w.f[to.index : to.index + count] = in_registers(x @ y.T) + before
 
     return act

@@ -11,11 +11,11 @@ from tilestream_tools.emulator import numbers as n_
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.instructions.vector import Function
 from tilestream_tools.emulator.machine import Act, Wave
-from tilestream_tools.emulator.numbers import I16, U16, U32
+from tilestream_tools.emulator.numbers import I16, U16, U32, uniform
 from tilestream_tools.emulator.operands import Operand, Read, source, target
 
 _SELECTS = "op_sel op_sel_hi neg_lo neg_hi"
-_FIFTEEN = U16(15)
+_FIFTEEN = uniform(15, U16)
 _OF_32: dict[str, Function] = {
     "fma": n_.fma, "mul": lambda a, b: a * b, "add": lambda a, b: a + b,
 }  # fmt: skip
@@ -78,8 +78,8 @@ def _halfwords(one: Decoded, found: re.Match[str]) -> Act:
     n = one.operands[0].index
 
     def act(w: Wave) -> None:
-        x, y = (np.atleast_1d(compute(*(get(w) for get in half))) for half in (low, high))
-        w.put(n, x.view(U16).astype(U32) | y.view(U16).astype(U32) << U32(16))
+        x, y = (compute(*(get(w) for get in half)) for half in (low, high))
+        w.put(n, x.view(U16).astype(U32) | y.view(U16).astype(U32) << uniform(16))
 
     return act
 

@@ -31,6 +31,7 @@ from tilestream_tools.emulator.numbers import (
     Array,
     in_float64,
     to_lanes,
+    uniform,
     wide,
 )  # fmt: skip
 from tilestream_tools.emulator.operands import (
@@ -49,8 +50,8 @@ from tilestream_tools.emulator.operands import (
 from tilestream_tools.emulator.registers import VCC
 
 Function = Callable[..., Array]
-_FIFTEEN = U16(15)
-_SIX_BITS = U32(63)
+_FIFTEEN = uniform(15, U16)
+_SIX_BITS = uniform(63)
 _LANE = np.arange(LANES, dtype=U32)
 _ENCODED = " ".join(sorted(DPP | SDWA))
 
@@ -66,18 +67,18 @@ def _shift16_signed(by: Array, x: Array) -> Array:
 
 #: By name: the kind of the result, those of the sources (see `operands`), and the function.
 _PLAIN: dict[str, tuple[str, str, Function]] = {
-    "v_mov_b32": ("u", "u", _identity), "v_mov_b64": ("q", "q", _identity), "v_not_b32": ("u", "u", lambda a: ~a),
+    "v_mov_b32": ("u", "u", _identity), "v_mov_b64": ("q", "q", _identity), "v_not_b32": ("u", "u", np.invert),
     "v_accvgpr_read_b32": ("u", "u", _identity), "v_accvgpr_write_b32": ("u", "u", _identity),
     "v_accvgpr_mov_b32": ("u", "u", _identity),
     # Integers
-    "v_add_u32": ("u", "uu", lambda a, b: a + b), "v_sub_u32": ("u", "uu", lambda a, b: a - b),
+    "v_add_u32": ("u", "uu", np.add), "v_sub_u32": ("u", "uu", np.subtract),
     "v_subrev_u32": ("u", "uu", lambda a, b: b - a), "v_add3_u32": ("u", "uuu", lambda a, b, c: a + b + c),
     "v_add_lshl_u32": ("u", "uuu", lambda a, b, c: (a + b) << (c & FIVE_BITS)),
     "v_lshl_add_u32": ("u", "uuu", lambda a, b, c: (a << (b & FIVE_BITS)) + c),
     "v_lshl_or_b32": ("u", "uuu", lambda a, b, c: (a << (b & FIVE_BITS)) | c),
     "v_lshl_add_u64": ("q", "quq", lambda a, b, c: (a << wide(b & U32(7))) + c),
     "v_xad_u32": ("u", "uuu", lambda a, b, c: (a ^ b) + c),
-    "v_mul_lo_u32": ("u", "uu", lambda a, b: a * b),
+    "v_mul_lo_u32": ("u", "uu", np.multiply),
     "v_mul_hi_u32": ("u", "uu", lambda a, b: (wide(a) * wide(b) >> U64(32)).astype(U32)),
     "v_mul_hi_i32": ("u", "ii", lambda a, b: (a.astype(I64) * b.astype(I64) >> 32).astype(U32)),
     "v_mul_u32_u24": ("u", "uu", lambda a, b: n_.low24(a) * n_.low24(b)),
@@ -92,8 +93,8 @@ _PLAIN: dict[str, tuple[str, str, Function]] = {
     "v_min3_i32": ("i", "iii", lambda a, b, c: np.minimum(np.minimum(a, b), c)),
     "v_max3_i32": ("i", "iii", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     # Bits
-    "v_and_b32": ("u", "uu", lambda a, b: a & b), "v_or_b32": ("u", "uu", lambda a, b: a | b),
-    "v_xor_b32": ("u", "uu", lambda a, b: a ^ b), "v_or3_b32": ("u", "uuu", lambda a, b, c: a | b | c),
+    "v_and_b32": ("u", "uu", np.bitwise_and), "v_or_b32": ("u", "uu", np.bitwise_or),
+    "v_xor_b32": ("u", "uu", np.bitwise_xor), "v_or3_b32": ("u", "uuu", lambda a, b, c: a | b | c),
     "v_and_or_b32": ("u", "uuu", lambda a, b, c: (a & b) | c),
     "v_bfi_b32": ("u", "uuu", lambda a, b, c: (a & b) | (~a & c)),
     "v_bfe_u32": ("u", "uuu", n_.extract), "v_bfe_i32": ("u", "uuu", n_.extract_signed),
@@ -111,19 +112,19 @@ _PLAIN: dict[str, tuple[str, str, Function]] = {
         "u", "uuu", lambda a, b, c: ((wide(a) << U64(32) | wide(b)) >> wide((c & U32(3)) << U32(3))).astype(U32)
     ),
     # 16 bits
-    "v_add_u16": ("H", "HH", lambda a, b: a + b), "v_sub_u16": ("H", "HH", lambda a, b: a - b),
-    "v_mul_lo_u16": ("H", "HH", lambda a, b: a * b), "v_min_u16": ("H", "HH", np.minimum),
+    "v_add_u16": ("H", "HH", np.add), "v_sub_u16": ("H", "HH", np.subtract),
+    "v_mul_lo_u16": ("H", "HH", np.multiply), "v_min_u16": ("H", "HH", np.minimum),
     "v_max_u16": ("H", "HH", np.maximum), "v_min_i16": ("I", "II", np.minimum), "v_max_i16": ("I", "II", np.maximum),
     "v_lshlrev_b16": ("H", "HH", lambda a, b: b << (a & _FIFTEEN)),
     "v_lshrrev_b16": ("H", "HH", lambda a, b: b >> (a & _FIFTEEN)),
     "v_ashrrev_i16": ("I", "HI", _shift16_signed),
-    "v_add_f16": ("h", "hh", lambda a, b: a + b), "v_sub_f16": ("h", "hh", lambda a, b: a - b),
-    "v_mul_f16": ("h", "hh", lambda a, b: a * b), "v_fma_f16": ("h", "hhh", n_.fma16),
+    "v_add_f16": ("h", "hh", np.add), "v_sub_f16": ("h", "hh", np.subtract),
+    "v_mul_f16": ("h", "hh", np.multiply), "v_fma_f16": ("h", "hhh", n_.fma16),
     "v_max_f16": ("h", "hh", np.fmax), "v_min_f16": ("h", "hh", np.fmin),
     "v_pack_b32_f16": ("u", "HH", lambda a, b: a.astype(U32) | b.astype(U32) << U32(16)),
     # Floating point
-    "v_add_f32": ("f", "ff", lambda a, b: a + b), "v_sub_f32": ("f", "ff", lambda a, b: a - b),
-    "v_subrev_f32": ("f", "ff", lambda a, b: b - a), "v_mul_f32": ("f", "ff", lambda a, b: a * b),
+    "v_add_f32": ("f", "ff", np.add), "v_sub_f32": ("f", "ff", np.subtract),
+    "v_subrev_f32": ("f", "ff", lambda a, b: b - a), "v_mul_f32": ("f", "ff", np.multiply),
     "v_mul_legacy_f32": ("f", "ff", lambda a, b: np.where((a == 0) | (b == 0), F32(0), a * b)),
     "v_fma_f32": ("f", "fff", n_.fma), "v_fmaak_f32": ("f", "fff", n_.fma), "v_fmamk_f32": ("f", "fff", n_.fma),
     "v_min_f32": ("f", "ff", np.fmin), "v_max_f32": ("f", "ff", np.fmax), "v_med3_f32": ("f", "fff", n_.median),
@@ -140,12 +141,12 @@ _PLAIN: dict[str, tuple[str, str, Function]] = {
     "v_frexp_mant_f32": ("f", "f", n_.mantissa),
     "v_frexp_exp_i32_f32": ("i", "f", n_.power),
     "v_div_fixup_f32": ("f", "fff", n_.div_fixup),
-    "v_add_f64": ("d", "dd", lambda a, b: a + b), "v_mul_f64": ("d", "dd", lambda a, b: a * b),
+    "v_add_f64": ("d", "dd", np.add), "v_mul_f64": ("d", "dd", np.multiply),
     # Conversions
     "v_cvt_f32_u32": ("f", "u", lambda a: a.astype(F32)), "v_cvt_f32_i32": ("f", "i", lambda a: a.astype(F32)),
     "v_cvt_u32_f32": ("u", "f", n_.to_u32), "v_cvt_i32_f32": ("i", "f", n_.to_i32),
     **{
-        f"v_cvt_f32_ubyte{i}": ("f", "u", lambda a, i=i: (a >> U32(8 * i) & U32(255)).astype(F32))
+        f"v_cvt_f32_ubyte{i}": ("f", "u", lambda a, i=i: (a >> uniform(8 * i) & uniform(255)).astype(F32))
         for i in range(4)
     },
     "v_cvt_f16_f32": ("h", "f", lambda a: a.astype(F16)), "v_cvt_f32_f16": ("f", "h", lambda a: a.astype(F32)),
@@ -269,6 +270,8 @@ def _plain(one: Decoded, _: re.Match[str]) -> Act:
     if one.is_dpp:
         return with_dpp(one, (result, kinds), compute)
     put, get = target_of(one, result), sources_of(one, kinds)
+    if isinstance(compute, np.ufunc) and kinds == 2 * result and result in "uf" and not one.is_sdwa:
+        return _in_place(one.operands[0].index, result == "f", compute, put, *get)
     if len(get) == 1:
         (a,) = get
         return lambda w: put(w, compute(a(w)))
@@ -277,6 +280,18 @@ def _plain(one: Decoded, _: re.Match[str]) -> Act:
         return lambda w: put(w, compute(a(w), b(w)))
     a, b, c = get
     return lambda w: put(w, compute(a(w), b(w), c(w)))
+
+
+def _in_place(n: int, is_float: bool, compute: np.ufunc, put: Write, a: Read, b: Read) -> Act:
+    """Where all lanes are on, numpy writes the register itself."""
+
+    def act(w: Wave) -> None:
+        if w.on is None:
+            compute(a(w), b(w), (w.floats if is_float else w.rows)[n])
+        else:
+            put(w, compute(a(w), b(w)))
+
+    return act
 
 
 @instruction("v_(?:fmac|mac)_f32")
@@ -393,7 +408,7 @@ def _read_lane(one: Decoded, found: re.Match[str]) -> Act:
     def act(w: Wave) -> None:
         lane = max((w.exec & -w.exec).bit_length() - 1, 0) if which is None else which(w) & 63
         values = get(w)
-        put(w, int(values[lane if values.size > 1 else 0]))
+        put(w, int(values[lane]))
 
     return act
 

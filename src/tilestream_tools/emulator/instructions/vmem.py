@@ -9,11 +9,18 @@ from typing import NamedTuple
 import numpy as np
 
 from tilestream_tools.emulator.fault import Fault
-from tilestream_tools.emulator.instructions.lds import put_loaded, registers_of, stored
+from tilestream_tools.emulator.instructions.lds import (
+    part_to_store,
+    put_part,
+    put_words,
+    registers_of,
+    words_to_store,
+)  # fmt: skip
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.machine import Act, Pending, Wave
-from tilestream_tools.emulator.numbers import I64, LANES, MASK32, U32, Array, signed
-from tilestream_tools.emulator.operands import Operand, Unknown, scalar
+from tilestream_tools.emulator.memory import spot_of
+from tilestream_tools.emulator.numbers import I64, LANES, MASK32, U8, U16, U32, Array, signed, to_mask, uniform
+from tilestream_tools.emulator.operands import Operand, Unknown, bits_of, scalar
 from tilestream_tools.emulator.order import words_of
 from tilestream_tools.emulator.registers import M0, UNWRITTEN
 
@@ -44,6 +51,11 @@ class Places(NamedTuple):
     on: Array
     outside: Array
 
+    @property
+    def only(self) -> Array | None:
+        """The lanes that access memory; None: all of them."""
+        return None if np.count_nonzero(self.on) == LANES else self.on
+
 
 _NONE = np.zeros(LANES, np.bool_)
 #: ``(wave, bytes) -> Places``.
@@ -53,14 +65,14 @@ Where = Callable[[Wave, int], Places]
 def buffer_places(one: Decoded, operands: tuple[Operand, ...]) -> Where:
     """Of a buffer: the base and the size of a resource, a lane's offset, a scalar one."""
     (n, r), wave_offset = (o.index for o in operands[:2]), scalar(operands[2])
-    has_offset, offset = "offen" in one.modifiers, one.offset
+    has_offset, offset = "offen" in one.modifiers, uniform(one.offset, I64)
 
     def where(w: Wave, size: int) -> Places:
         if w.s[r + 1] >> 16 & 0x3FFF:
             raise Fault("a buffer with a stride is not emulated")
-        inside = (w.v[n].astype(I64) if has_offset else np.zeros(LANES, I64)) + offset
-        fits = inside + size <= w.s[r + 2]
-        base = (w.s[r] | (w.s[r + 1] & 0xFFFF) << 32) + wave_offset(w)
+        inside = w.rows[n].astype(I64) + offset if has_offset else offset
+        fits = inside <= uniform(w.s[r + 2] - size, I64)
+        base = uniform((w.s[r] | (w.s[r + 1] & 0xFFFF) << 32) + wave_offset(w), I64)
         return Places(inside + base, w.lanes & fits, w.lanes & ~fits)
 
     return where
@@ -71,8 +83,9 @@ def global_places(one: Decoded, operands: tuple[Operand, ...]) -> Where:
     n, offset = operands[0].index, one.offset
     if len(operands) > 1 and operands[1].file == "s":
         base = scalar(operands[1], True)
-        return lambda w, size: Places(w.v[n].astype(I64) + (base(w) + offset), w.lanes, _NONE)
-    return lambda w, size: Places((w.v[n].astype(I64) | w.v[n + 1].astype(I64) << 32) + offset, w.lanes, _NONE)
+        return lambda w, size: Places(w.rows[n].astype(I64) + uniform(base(w) + offset, I64), w.lanes, _NONE)
+    get, more = bits_of(operands[0], 64), uniform(offset, I64)
+    return lambda w, size: Places(get(w).view(I64) + more, w.lanes, _NONE)
 
 
 def places(one: Decoded, space: str, operands: tuple[Operand, ...]) -> Where:
@@ -90,6 +103,11 @@ def is_system_scope(one: Decoded) -> bool:
     return "sc0" in one.modifiers and "sc1" in one.modifiers
 
 
+def registers_from(raw: Array) -> Array:
+    """``[accesses, size]`` bytes as ``[registers, accesses]`` dwords."""
+    return raw.view(U32).T
+
+
 @instruction(rf"{_SPACE}_load_({_NAMES})(_d16(?:_hi)?)?", f"offset offen lds {_SCOPES}")
 def _load(one: Decoded, found: re.Match[str]) -> Act:
     (size, small), half = _SIZES[found[2]], found[3] or ""
@@ -98,11 +116,17 @@ def _load(one: Decoded, found: re.Match[str]) -> Act:
     where, device, system = places(one, found[1], one.operands[1:]), is_device_scope(one), is_system_scope(one)
     to, registers = one.operands[0].index, registers_of(one.operands[0], max(1, size // 4))
 
+    def put(w: Wave, raw: Array, on: Array | None) -> None:
+        if small:
+            put_part(w, to, raw.view(U16 if size == 2 else U8)[:, 0], on, small, half)
+        else:
+            put_words(w, to, registers_from(raw), on)
+
     def act(w: Wave) -> None:
         at = where(w, size)
-        on, outside, memory = at.on.copy(), at.outside, w.machine.memory
-        offsets = memory.offsets(at.addresses[on], size)
-        is_cut, order, words = bool(outside.any()), w.machine.order, words_of(offsets, size)
+        on, outside, memory = at.only, at.outside, w.machine.memory
+        offsets = memory.offsets(at.addresses if on is None else at.addresses[on], size)
+        cut, order, words = np.count_nonzero(outside), w.machine.order, words_of(offsets, size)
         learned: Array
         if not device:
             order.load(w.known, words)
@@ -110,9 +134,9 @@ def _load(one: Decoded, found: re.Match[str]) -> Act:
         def land() -> None:
             nonlocal learned
             if offsets.size:
-                put_loaded(w, to, memory.load(offsets, size), on, small, half)
-            if is_cut:
-                put_loaded(w, to, np.zeros((int(outside.sum()), size), np.uint8), outside, small, half)
+                put(w, memory.load(offsets, size), on)
+            if cut:
+                put(w, np.zeros((cut, size), U8), outside)
             if device:
                 learned = order.observe(w.known, words, system)
 
@@ -139,14 +163,15 @@ def _to_lds(one: Decoded, where: Where, size: int) -> Act:
         at = where(w, size)
         if at.outside.any():
             raise Fault("a copy to LDS from past a buffer's end")
-        memory, shared, index = w.machine.memory, w.group.shared, w.index
+        memory, shared = w.machine.memory, w.group.shared
         source = memory.offsets(at.addresses[at.on], size)
         w.machine.order.load(w.known, words_of(source, size))
-        to = (w.s[M0] & 0x3FFFF) + offset + np.flatnonzero(at.on) * size
-        words = shared.begin(index, w.epoch, to, size, memory.load(source, size))
+        to = np.arange(LANES, dtype=U32) * U32(size) + U32(w.s[M0] & 0x3FFFF)
+        spot = spot_of(to.tobytes(), to_mask(at.on), (offset,), size)
+        number = shared.begin(w.index, w.epoch, spot, registers_from(memory.load(source, size)))
         w.issue(w.vector, Pending(
-            lambda: shared.store(to, memory.load(source, size)), text=one.text,
-            end=lambda: shared.end(index, w.epoch, words, True),
+            lambda: shared.store(spot, registers_from(memory.load(source, size))), text=one.text,
+            end=lambda: shared.end_write(number, w.epoch),
         ))  # fmt: skip
 
     return act
@@ -164,8 +189,12 @@ def _store(one: Decoded, found: re.Match[str]) -> Act:
 
     def act(w: Wave) -> None:
         at = where(w, size)
-        memory, order, known = w.machine.memory, w.machine.order, w.known
-        offsets, values = memory.offsets(at.addresses[at.on], size), stored(w, data, size, at.on, is_high)
+        memory, order, known, on = w.machine.memory, w.machine.order, w.known, at.only
+        offsets = memory.offsets(at.addresses[at.on], size)
+        if size < 4:
+            values = part_to_store(w, data, size, on, is_high).T.view(U8)
+        else:
+            values = np.ascontiguousarray(words_to_store(w, data, size // 4, on).T).view(U8)
         known.stores += 1
         number, words = known.stores, words_of(offsets, size)
         released = known.in_memory.copy() if device else None
@@ -252,7 +281,7 @@ def _scratch(one: Decoded, found: re.Match[str]) -> Act:
     count, first = int(found[2] or 1), one.offset // 4
 
     def act(w: Wave) -> None:
-        lanes = w.lanes.copy()
+        lanes = w.lanes
         slots = [w.scratch.setdefault(first + i, np.full(LANES, UNWRITTEN, U32)) for i in range(count)]
         if found[1] == "load":
 
