@@ -236,9 +236,16 @@ def judge(mutant: Mutant | Hole, runs: Iterable[Run]) -> Verdict:
         path.write_text(mutant.apply(path.read_text(encoding="utf-8")), encoding="utf-8")
         for one in runs:
             status, by, _ = _servers.run(source, one)
-            if status not in (0, 5):  # 5: no test was chosen
+            if status not in (0, 5) and _passes(by or one.tests[0]):  # 5: no test was chosen
                 return Verdict("time" if status == -1 else "killed", by or one.tests[0], _since(began))
     return Verdict("survived", "", _since(began))
+
+
+@functools.cache
+def _passes(test: str) -> bool:
+    """Whether a test passes on the package as it is. A file, which failed as it was collected: whether it imports."""
+    status, _, _ = _servers.run(_servers.package(), Run([test.partition("::")[0]], [test]))
+    return status in (0, 5)
 
 
 def _since(began: float) -> float:
