@@ -138,6 +138,9 @@ def test_the_tables_hash_is_of_what_is_in_it(monkeypatch):
     monkeypatch.setattr(dispatch, "table", lambda: {**dispatch_table, "entries": [1]})
     assert dispatch.table_hash() != before
     dispatch.table_hash.cache_clear()
+    monkeypatch.setattr(dispatch, "table", lambda: dict(reversed(dispatch_table.items())))
+    assert dispatch.table_hash() == before, "in whatever order it is written"
+    dispatch.table_hash.cache_clear()
 
 
 def test_the_table_ships_in_a_form_that_is_known():

@@ -260,7 +260,7 @@ def runs_of(mutant: Mutant, killer: str = "", thorough: bool = False) -> list[Ru
     all that are known, and twice as many cases of all close files.
     """
     found = [Run([killer.partition("::")[0]], [killer])] if "::" in killer else []
-    near, batches = closest(mutant.module), reach.batches(mutant.module, mutant.function, 1.0 if thorough else 0.1)
+    near, batches = closest(mutant.module), reach.batches(mutant.module, mutant.function, 1.0 if thorough else 0.05)
     for some in (batches[:1], batches[1:]):
         for interpreted in (False, True):
             those = [one for one in some if one.file.startswith(INTERPRETED) == interpreted]

@@ -23,7 +23,7 @@ from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.candidate import Asked
 from tilestream.plan.grouped import plan_groups
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.policy import cpu, cpu_attention
+from tilestream.plan.policy import cpu, cpu_attention, portable
 from tilestream.plan.problem import GroupedProblem, Problem
 
 RECORD = Path(__file__).with_name("recorded_plans.json")
@@ -32,9 +32,10 @@ DEVICES = {
     **{name: named(name) for name in GPU_SPECS},
 }
 #: Of every kind of kernel one; the other devices plan what is dense and of 16 bits.
-CHOSEN = ("cpu", "a100", "h100", "rtx5090", "mi300x", "mi355x")
+CHOSEN = ("cpu", "a100", "h100", "h100 by portable", "rtx5090", "mi300x by cdna", "mi355x by cdna", "mi300x", "b200")
 BF16 = {"dtype": "bfloat16", "out_dtype": "bfloat16"}
 FP8 = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16"}
+FNUZ = {"dtype": "float8_e4m3fnuz", "out_dtype": "bfloat16"}
 ROWS, COLUMNS = Incoming(Chunks.uniform(4096, 512), pivot=3), Incoming(Chunks.uniform(3072, 256))
 PROBLEMS = {
     "dense": Problem(4096, 4096, 4096, **BF16),
@@ -48,10 +49,13 @@ PROBLEMS = {
     "float32": Problem(1024, 1536, 2048),
     "float32, unaligned": Problem(1023, 1537, 2049, aligned=False, no_tma="odd"),
     "tf32": Problem(2048, 1536, 4096, tf32=True),
+    "tf32, batches": Problem(1024, 1100, 8192, batch=2, tf32=True),
     "16 bits, unaligned": Problem(1023, 1537, 2049, aligned=False, no_tma="odd", **BF16),
     "8 bits": Problem(2048, 3072, 4096, scales="rowwise", **FP8),
     "8 bits, promoted": Problem(2048, 3072, 4096, fast_accum=False, plain=False, **FP8),
     "8 bits, unaligned": Problem(1023, 1537, 2049, aligned=False, no_tma="odd", **FP8),
+    "8 bits, fnuz": Problem(2048, 3072, 4096, **FNUZ),
+    "8 bits, fnuz, unaligned": Problem(1023, 1537, 2049, aligned=False, no_tma="odd", **FNUZ),
 }
 HEADS = {"batch": 2, "heads_q": 16, "heads_kv": 4}
 ATTENTION = {
@@ -62,6 +66,7 @@ ATTENTION = {
         **HEADS, seqlen_q=2048, seqlen_k=2048, head_dim=96, varlen=True, tokens_q=3000, tokens_k=3000, causal=True
     ),
     "pages": AttentionProblem(**HEADS, seqlen_q=4, seqlen_k=8192, head_dim=128, page_size=64, pages=300, lengths=True),
+    "pages of 8": AttentionProblem(**HEADS, seqlen_q=4, seqlen_k=8192, head_dim=128, page_size=8, pages=2400),
     "8 bits": AttentionProblem(
         **HEADS, seqlen_q=1024, seqlen_k=1024, head_dim=128, dtype="float8_e4m3fn", scaled=True, softcap=30.0
     ),
@@ -73,6 +78,8 @@ ATTENTION = {
 }
 GROUPS = {
     "groups of rows": GroupedProblem(8192, 2048, 1024, groups=16, **BF16),
+    "as many groups as Hopper finds": GroupedProblem(8192, 2048, 1024, groups=256, **BF16),
+    "a group more": GroupedProblem(8192, 2048, 1024, groups=257, **BF16),
     "groups of K": GroupedProblem(2048, 1024, 8192, groups=8, along="k", **BF16),
 }
 
@@ -138,11 +145,10 @@ def cases() -> dict[str, tuple[DeviceProperties, object, str | None]]:
     found = {
         f"{device}: {name}": (DEVICES[device], one, None) for device in DEVICES for name, one in everywhere.items()
     }
-    for device in CHOSEN:
-        backend = "cdna" if device.startswith("mi") else None
-        for name, one in {**PROBLEMS, **GROUPS, **attention}.items():
-            own = None if name in GROUPS else backend
-            found[f"{device}{f' by {own}' if own else ''}: {name}"] = DEVICES[device], one, own
+    for chosen in CHOSEN:
+        device, _, backend = chosen.partition(" by ")
+        for name, one in {**PROBLEMS, **({} if backend == "cdna" else GROUPS), **attention}.items():
+            found[f"{chosen}: {name}"] = DEVICES[device], one, backend or None
     return found
 
 
@@ -154,8 +160,20 @@ def recorded():
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
+def figures() -> dict[str, list[str]]:
+    """What plans go by: of each device, and the columns of a strip by those of a tile."""
+    strips = (
+        ", ".join(str(portable.strip(x.arch, columns)) for columns in (16, 64, 128, 256)) for x in DEVICES.values()
+    )
+    return {f"{name}, figures": [text_of(one), of] for (name, one), of in zip(DEVICES.items(), strips, strict=True)}
+
+
 def test_all_cases_are_recorded(recorded):
-    assert recorded.keys() == CASES.keys()
+    assert recorded.keys() == {*CASES, *figures()}
+
+
+def test_the_figures_are_as_recorded(recorded):
+    assert {name: recorded[name] for name in figures()} == figures()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -164,5 +182,6 @@ def test_a_plan_is_as_recorded(recorded, name):
 
 
 if __name__ == "__main__":
-    made = ",\n".join(f"{json.dumps(name)}: {json.dumps(planned(*CASES[name]))}" for name in CASES)
+    rows = {name: planned(*CASES[name]) for name in CASES} | figures()
+    made = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     RECORD.write_text("{\n" + made + "\n}\n", encoding="utf-8")

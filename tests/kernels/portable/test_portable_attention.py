@@ -98,6 +98,18 @@ def test_columns(dims):
     Launched(dense(20, 33, dims=dims, features="softcap")).run().check()
 
 
+def test_what_lies_behind_a_heads_columns_is_not_read():
+    def beside_nan(x: torch.Tensor) -> torch.Tensor:
+        room = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), dtype=x.dtype)
+        return room[..., : x.shape[-1]].copy_(x)
+
+    made = Launched(dense(20, 40, dims=(24, 40)))
+    q, k, v = map(beside_nan, made.operands[:3])
+    made.operands = made.operands._replace(q=q, k=k, v=v)
+    made.launch = type(made.launch)(made.plan, layout_of(made.operands))
+    made.run().check()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("features", ["causal", "all"])
 def test_dtypes(features, dtype):
@@ -138,7 +150,14 @@ CHUNKINGS = {
 
 @pytest.mark.parametrize(
     ("chunking", "features"),
-    [("blocks", "causal"), ("odd", "window"), ("wide", "causal"), ("ragged", "full"), ("empty ends", "causal")],
+    [
+        ("blocks", "causal"),
+        ("odd", "window"),
+        ("wide", "causal"),
+        ("ragged", "full"),
+        ("ragged", "window"),
+        ("empty ends", "causal"),
+    ],
 )
 def test_keys_that_have_arrived(chunking, features):
     chunks = CHUNKINGS[chunking]
