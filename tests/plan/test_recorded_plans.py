@@ -60,6 +60,7 @@ PROBLEMS = {
 HEADS = {"batch": 2, "heads_q": 16, "heads_kv": 4}
 ATTENTION = {
     "causal": AttentionProblem(**HEADS, seqlen_q=4096, seqlen_k=4096, head_dim=128, causal=True),
+    "one row": AttentionProblem(1, 1, 1, seqlen_q=1, seqlen_k=512, head_dim=64),
     "one query": AttentionProblem(**HEADS, seqlen_q=1, seqlen_k=32768, head_dim=128, lengths=True),
     "a window": AttentionProblem(**HEADS, seqlen_q=2048, seqlen_k=4096, head_dim=64, window=(512, 64), softcap=0.5),
     "packed": AttentionProblem(
@@ -129,7 +130,8 @@ def of_product(device: DeviceProperties, problem: Problem, backend: str | None) 
     kinds, workers = ("dynamic", "stream_k"), device.workers
     if device.backend == "cpu":
         return list(cpu.candidates(problem, device, workers, kinds=kinds, inline=True, forced=Asked().forced))
-    return list(planner._on_gpu(problem, device, workers, Asked(backend=backend), kinds)[1])
+    found = planner._on_gpu(problem, device, workers, Asked(backend=backend), kinds)[1]
+    return [*found, *portable.tiles(problem, device)]
 
 
 def of_attention(device: DeviceProperties, problem: AttentionProblem, backend: str | None) -> list:
