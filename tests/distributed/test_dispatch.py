@@ -197,7 +197,7 @@ def test_more_columns_never_make_overlap_less_worth_its_handshake(op):
         assert wins == sorted(wins), (world, m, wins)
 
 
-def planned(patch, op, form="fused", unreachable="", rank=0, state=None):
+def planned(patch, op, form="fused", unreachable="", rank=0, state=None, rows=4096):
     """A plan of two ranks that reach each other, or do not; as on GPUs. ``state``: of earlier plans."""
     reached = ("collective", (planner.Refusal("fused", unreachable),)) if unreachable else ("symmetric memory", ())
     patch.setattr(planner, "_transport", lambda state, x, last: reached)
@@ -205,7 +205,7 @@ def planned(patch, op, form="fused", unreachable="", rank=0, state=None):
     state = state or types.SimpleNamespace(rank=rank, world=2, plans={}, unreachable=unreachable)
     a, b = torch.empty(0, dtype=torch.bfloat16), torch.empty(8192, 3584, device="meta")
     request = Request(op, a, [b], [None], ["none"], None, [None], form=form)
-    return make_plan(state, request, (4096, 8192), 8192, {"a": "rows"})
+    return make_plan(state, request, (rows, 8192), 8192, {"a": "rows"})
 
 
 def test_calls_that_differ_in_their_form_alone_have_plans_of_their_own(monkeypatch):
@@ -215,6 +215,15 @@ def test_calls_that_differ_in_their_form_alone_have_plans_of_their_own(monkeypat
     assert fused.fused
     assert not unfused.fused
     assert again is fused, "and is remembered"
+
+
+def test_calls_of_other_shards_and_on_trial_have_plans_of_their_own(monkeypatch):
+    state = types.SimpleNamespace(rank=0, world=2, plans={}, unreachable="")
+    first, other = (planned(monkeypatch, "all_gather_matmul", "auto", state=state, rows=rows) for rows in (4096, 2048))
+    assert (first.case.rows, other.case.rows) == (4096, 2048)
+    with dispatch.trial(True, 7):
+        assert planned(monkeypatch, "all_gather_matmul", "auto", state=state).decision.chunks == 7
+    assert planned(monkeypatch, "all_gather_matmul", "auto", state=state) is first
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
