@@ -62,7 +62,8 @@ ATTENTION = {
     "causal": AttentionProblem(**HEADS, seqlen_q=4096, seqlen_k=4096, head_dim=128, causal=True),
     "one row": AttentionProblem(1, 1, 1, seqlen_q=1, seqlen_k=512, head_dim=64),
     "one query": AttentionProblem(**HEADS, seqlen_q=1, seqlen_k=32768, head_dim=128, lengths=True),
-    "a window": AttentionProblem(**HEADS, seqlen_q=2048, seqlen_k=4096, head_dim=64, window=(512, 64), softcap=0.5),
+    "a window": AttentionProblem(**HEADS, seqlen_q=2048, seqlen_k=4096, head_dim=64, window=(512, 64)),
+    "capped": AttentionProblem(**HEADS, seqlen_q=2048, seqlen_k=2048, head_dim=128, softcap=0.5),
     "packed": AttentionProblem(
         **HEADS, seqlen_q=2048, seqlen_k=2048, head_dim=96, varlen=True, tokens_q=3000, tokens_k=3000, causal=True
     ),
