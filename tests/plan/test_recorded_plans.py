@@ -17,7 +17,7 @@ import pytest
 
 from tilestream.core.chunks import Chunks, Incoming
 from tilestream.core.device import DeviceProperties
-from tilestream.core.gpu_specs import GPU_SPECS, named
+from tilestream.core.gpu_specs import GPU_SPECS, gpu_properties, named
 from tilestream.plan import attention_planner, planner
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.candidate import Asked
@@ -165,10 +165,12 @@ def recorded():
 
 def figures() -> dict[str, list[str]]:
     """What plans go by: of each device, and the columns of a strip by those of a tile."""
-    strips = (
-        ", ".join(str(portable.strip(x.arch, columns)) for columns in (16, 64, 128, 256)) for x in DEVICES.values()
-    )
-    return {f"{name}, figures": [text_of(one), of] for (name, one), of in zip(DEVICES.items(), strips, strict=True)}
+    known = DEVICES | {"an unknown GPU": gpu_properties("a GPU", "sm_70", 80, 1e9, 1e12, 98304)}
+    tiles = 16, 64, 128, 256
+    return {
+        f"{name}, figures": [text_of(one), text_of([portable.strip(one.arch, columns) for columns in tiles])]
+        for name, one in known.items()
+    }
 
 
 def test_all_cases_are_recorded(recorded):
