@@ -162,7 +162,8 @@ class TestSources:
     def test_empty_matrices(self, shape, tmp_path):
         safetensors = pytest.importorskip("safetensors.torch")
         safetensors.save_file({"x": torch.zeros(shape)}, tmp_path / "x.safetensors")
-        for stream in (ts.stream_in(tmp_path / "x.safetensors"), ts.stream_in(torch.zeros(shape))):
+        blocks = ts.stream_in(iter([torch.zeros(shape)] if shape[0] else []), shape=shape, dtype=F32)
+        for stream in (ts.stream_in(tmp_path / "x.safetensors"), ts.stream_in(torch.zeros(shape)), blocks):
             with stream:
                 assert stream.wait(LONG).shape == shape
 

@@ -186,3 +186,13 @@ def test_a_blas_whose_bits_depend_on_the_place_is_refused(monkeypatch):
         pytest.raises(NotImplementedError, match="BLAS gives equal rows of a product of 64 rows differ"),
     ):
         ts.matmul(rand(5, 8), rand(8, 16))
+
+
+def test_the_blas_is_looked_at_once_for_each_kind_of_call(monkeypatch):
+    monkeypatch.setattr(gemm, "_even", {})
+    a, b = (torch.ones(32, 32, dtype=torch.bfloat16) for _ in range(2))
+    with ts.invariant():
+        for _ in range(2):
+            ts.mm(a, b)
+            ts.mm(a, b, out_dtype=torch.float32)
+    assert len(gemm._even) == 2, "16 bits are added up otherwise where the output has more"
