@@ -51,6 +51,8 @@ RECORD, SURVIVORS, PAGE = HERE / "record.json", HERE / "tables" / "survivors.txt
 CPU_SECONDS = 400
 #: Seconds of a test run: a mutant may wait for ever.
 SECONDS = 1200
+#: How the reason of a survivor begins that no test could kill, and of one that a test on a GPU may.
+ALIKE, ON_GPUS = "Changes nothing", "GPU:"
 #: Files that run on a mutant at first.
 NEXT = 3
 #: Groups of modules, by the beginning of their names, and how many mutants are drawn of each.
@@ -396,10 +398,13 @@ def page() -> str:
     total = sum(of_group.values(), Counter())
     judged, killed = total.total() - total["open"], total["killed"] + total["time"]
     share = f" ({100 * killed / judged:.0f} %)" if judged else ""
+    alike, on_gpus = (sum(why.get(key, "").startswith(word) for key, _ in survivors) for word in (ALIKE, ON_GPUS))
     lines = [
         *_INTRODUCTION.splitlines(),
         "",
-        f"Drawn: {sum(count for _, count in GROUPS.values())}; judged: {judged}; killed: {killed}{share}.",
+        f"Drawn: {sum(count for _, count in GROUPS.values())}; judged: {judged}; killed: {killed}{share}. Of the "
+        f"{len(survivors)} survivors {alike} change nothing that can be seen: {killed} of the other {judged - alike} "
+        f"are killed ({100 * killed / max(judged - alike, 1):.0f} %). {on_gpus} are in what runs on a GPU alone.",
         "",
         "| part | drawn | judged | killed | survived |",
         "|---|---|---|---|---|",
