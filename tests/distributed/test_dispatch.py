@@ -17,7 +17,7 @@ from tilestream.distributed import dispatch, planner
 from tilestream.distributed.dispatch import Case, decide
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import make_plan, without_pulls
-from tilestream.distributed.request import Request
+from tilestream.distributed.request import Request, given_request
 
 
 def gather(m, n, k, world, dtype="bfloat16", itemsize=2, device="sm_90"):
@@ -271,3 +271,11 @@ def test_nodes_need_not_reach_inside_alike(monkeypatch, op):
     assert here.internode.handshake == there.internode.handshake
     other = replace(here, agreed={**here.agreed, "a": "other rows"})
     assert other.internode.handshake != here.internode.handshake
+
+
+@pytest.mark.parametrize("dim", [-3, 2])
+def test_a_dimension_that_a_tensor_has_not_is_no_known_call(dim):
+    """The registered op refuses it by its name."""
+    a, b = torch.ones(4, 8), torch.ones(8, 4)
+    assert given_request("all_gather_matmul", a, b, dim=dim) is None
+    assert given_request("all_gather_matmul", a, b, dim=dim % 2) is not None
