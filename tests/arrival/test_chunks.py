@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from int31 import on_int31
 from strategies import TOP, int31
 from tilestream.arrival import Chunks
-from tilestream.core.chunks import chunk_of, pivot_tile
+from tilestream.core.chunks import Incoming, chunk_of, pivot_tile
 
 
 def chunks_of_rows(chunks: Chunks, begin: int, end: int) -> tuple[int, ...]:
@@ -110,3 +110,11 @@ class TestInRange:
                     inside = [tile for tile in range(num_m) if begin <= tile * block < end]
                     expected = inside[0] if inside else begin // block % num_m
                     assert chunks.pivot_tile(pivot, block, num_m) == expected, (chunks, block, pivot)
+
+
+def test_launches_differ_by_where_chunks_begin_and_by_the_first():
+    ways = [
+        Incoming(Chunks((0, 5, 64))), Incoming(Chunks((0, 9, 64))), Incoming(Chunks((0, 9, 64)), pivot=1),
+        Incoming(Chunks.uniform(64, 32)), Incoming(Chunks.uniform(64, 40)), Incoming(Chunks.uniform(64, 32), copied=4),
+    ]  # fmt: skip
+    assert len({one.chunking for one in ways}) == len(ways)

@@ -57,6 +57,17 @@ class TestEpochs:
         assert there(launch) == [1]
         assert signals.state() == [signals.arrived(chunk) for chunk in range(3)] == [False, True, False]
 
+    def test_the_gradient_of_a_captured_launch_looks_at_no_epoch(self, cuda, monkeypatch):
+        """A replay's epoch is another than that of its capture."""
+        signals = make()
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(Awaited, "of", classmethod(lambda cls, *_: cls(signals, None, epochs=(3, 4))))
+        for captured, epochs in ((False, (3, 4)), (True, (0, 0))):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+            assert Awaited.for_gradient(None, None, "mm", torch.ones(1)).epochs == epochs
+        monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+        assert Awaited.for_gradient(None, None, "mm", torch.ones(1)) is None, "on the CPU it has raised"
+
     def test_a_gradient_is_void_where_a_chunk_has_not_come(self, cuda):
         signals, other = make(), cuda.stream()
         awaited = Awaited(signals, None, epochs=(1, 0))

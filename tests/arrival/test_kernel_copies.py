@@ -463,3 +463,14 @@ def test_what_no_kernel_can_read_is_refused(cuda, x, is_pinned, message):
     with pytest.raises(ValueError, match=re.escape("or copies='engine'")) as caught:
         on_gpu(source, Chunks.uniform(12, 6), by_kernel=True)
     assert message in str(caught.value)
+
+
+def test_what_was_taken_is_waited_for_as_long_as_is_said():
+    copies = SimpleNamespace(pending=False, _taken=None)
+    there = SimpleNamespace(query=lambda: True)
+    timer = threading.Timer(0.05, setattr, (copies, "_taken", there))
+    timer.start()
+    assert kernel_copies.KernelCopies.settled(copies, 600.0)
+    timer.join()
+    copies._taken = SimpleNamespace(query=lambda: False)
+    assert not kernel_copies.KernelCopies.settled(copies, 0.001)

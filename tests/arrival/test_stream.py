@@ -22,7 +22,7 @@ import tilestream as ts
 from strategies import chunkings
 from tilestream.arrival import Outcome, Signals
 from tilestream.arrival.files import RangeReader, find_matrix
-from tilestream.arrival.sources import Source, file_source
+from tilestream.arrival.sources import Source, file_source, tensor_source
 from tilestream.arrival.stream import (
     CHUNK_BYTES,
     CHUNK_SECONDS,
@@ -162,7 +162,8 @@ class TestSources:
     def test_empty_matrices(self, shape, tmp_path):
         safetensors = pytest.importorskip("safetensors.torch")
         safetensors.save_file({"x": torch.zeros(shape)}, tmp_path / "x.safetensors")
-        for stream in (ts.stream_in(tmp_path / "x.safetensors"), ts.stream_in(torch.zeros(shape))):
+        blocks = ts.stream_in(iter([torch.zeros(shape)] if shape[0] else []), shape=shape, dtype=F32)
+        for stream in (ts.stream_in(tmp_path / "x.safetensors"), ts.stream_in(torch.zeros(shape)), blocks):
             with stream:
                 assert stream.wait(LONG).shape == shape
 
@@ -181,6 +182,24 @@ class TestSources:
             assert not stream.tensor.requires_grad
             x.detach().zero_()
             assert torch.equal(stream.tensor, got)
+
+    def test_a_tensor_that_goes_on_to_a_gpu_is_read_where_it_is(self):
+        x = matrix()
+        source = tensor_source(x, onward=True)
+        assert source.tensor is x
+        assert source.readers == 1, "that pins what it reads"
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize(
+        ("made", "what"),
+        [
+            (lambda: torch.nested.nested_tensor([torch.ones(2, 3)]), "is nested"),
+            (lambda: torch.ones(2, 3).to_sparse(), "has layout torch.sparse_coo"),
+        ],
+    )
+    def test_what_is_not_dense_is_refused(self, made, what):
+        with pytest.raises(TypeError, match=f"^stream_in: the source {what}; a dense tensor streams in"):
+            ts.stream_in(made())
 
     @given(st.data(), st.integers(1, 60))
     def test_iterators_of_odd_blocks(self, data, rows):

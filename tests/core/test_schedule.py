@@ -42,6 +42,8 @@ from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, table_
          "Raster: first=3; the pivot's row tile is one of the 3 there are"),
         ({"raster": Raster("table", table=(0, 1))},
          "order: 2 entries; missing [2, 3, 4, 5]; each of the 3 x 4 tiles (ids 0 to 11) comes exactly once"),
+        ({"kind": "stream_k", "grid": Grid(1, 1, 2, 2**30), "workers": 3},
+         "Schedule: a remainder of 2 tiles of 1073741824 K steps; units are counted in 31 bits: take larger K steps"),
         ({"kind": "stream_k", "grid": Grid(1, 1, 3, 2**30), "workers": 4},
          "Schedule: a remainder of 3 tiles of 1073741824 K steps; units are counted in 31 bits: take larger K steps"),
     ],

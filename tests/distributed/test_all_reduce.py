@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import jobs
 import pytest
+import torch
+
+from tilestream.distributed import all_reduce
 
 #: a's rows, K, N, dtype, more.
 CASES = [
@@ -27,3 +33,26 @@ def test_different_calls_raise_and_the_plan_says_why_it_is_unfused(ranks):
         assert "form      unfused: one after the other, by collective" in said
         assert "\n  partial   4 x 6 float32 of each rank" in said
         assert "pivot" not in said
+
+
+def test_on_gpus_a_fused_sum_is_one_launch_of_the_group(monkeypatch):
+    called, plan, connected = (
+        [],
+        SimpleNamespace(fused=False),
+        SimpleNamespace(fused=True, decision=SimpleNamespace(library=True)),
+    )
+    a = SimpleNamespace(is_cuda=True, device="a device", dtype=torch.float16)
+    request = SimpleNamespace(
+        a=a, b=SimpleNamespace(dtype=torch.float16), scale_a=None, scale_b=None, reduce_op="sum",
+        begin=lambda *states: None,
+        running=contextlib.nullcontext,
+    )  # fmt: skip
+    known = {}
+    state = SimpleNamespace(call=contextlib.nullcontext, decided=known.get, decide=known.setdefault)
+    monkeypatch.setattr(all_reduce, "travel_dtype", lambda request: torch.float16)
+    monkeypatch.setattr(all_reduce, "plan_of", lambda *given, **more: plan)
+    monkeypatch.setattr(all_reduce, "connected_plan", lambda state, given, *rest: connected if given is plan else None)
+    monkeypatch.setattr(all_reduce, "matmul_reduce", lambda *given: called.append(given))
+    all_reduce.run([state], request, "key")
+    assert known["key"] == ((connected,), torch.float16, torch.float16, True)
+    assert called == [(state, connected, request, torch.float16)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 
+from tilestream.core.protocols import gather
 from tilestream.distributed import call_queue
 
 
@@ -62,3 +64,12 @@ def test_it_asks_about_events_while_another_thread_captures_a_graph(monkeypatch)
     assert calls.idle.wait(10)
     assert threads == [watchdog._thread]
     watchdog.stop_at_exit(10)
+
+
+def test_what_is_prepared_is_of_a_form_and_a_slot():
+    queue = types.SimpleNamespace(_prepared={})
+    epochs = (1, 2, 1 + gather.SLOTS)
+    first, other, again = (call_queue.CallQueue.prepared(queue, "form", epoch, lambda *key: key) for epoch in epochs)
+    assert (first, other) == (("form", 1 % gather.SLOTS), ("form", 2 % gather.SLOTS))
+    assert again is first
+    assert call_queue.CallQueue.prepared(queue, "another", 1, lambda *key: key) == ("another", 1 % gather.SLOTS)

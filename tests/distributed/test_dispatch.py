@@ -17,7 +17,7 @@ from tilestream.distributed import dispatch, planner
 from tilestream.distributed.dispatch import Case, decide
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import make_plan, without_pulls
-from tilestream.distributed.request import Request
+from tilestream.distributed.request import Request, given_request
 from tilestream.ops.limit import invariant
 from tilestream.plan import experimental
 
@@ -140,6 +140,9 @@ def test_the_tables_hash_is_of_what_is_in_it(monkeypatch):
     monkeypatch.setattr(dispatch, "table", lambda: {**dispatch_table, "entries": [1]})
     assert dispatch.table_hash() != before
     dispatch.table_hash.cache_clear()
+    monkeypatch.setattr(dispatch, "table", lambda: dict(reversed(dispatch_table.items())))
+    assert dispatch.table_hash() == before, "in whatever order it is written"
+    dispatch.table_hash.cache_clear()
 
 
 def test_the_table_ships_in_a_form_that_is_known():
@@ -204,7 +207,7 @@ def group(rank=0, unreachable="", capture=0, agreed=()):
     )  # fmt: skip
 
 
-def planned(patch, op, form="fused", unreachable="", rank=0, state=None):
+def planned(patch, op, form="fused", unreachable="", rank=0, state=None, rows=4096):
     """A plan of two ranks that reach each other, or do not; as on GPUs. ``state``: of earlier plans."""
     reached = ("collective", (planner.Refusal("fused", unreachable),)) if unreachable else ("symmetric memory", ())
     patch.setattr(planner, "_transport", lambda state, x, last: reached)
@@ -212,7 +215,7 @@ def planned(patch, op, form="fused", unreachable="", rank=0, state=None):
     state = state or group(rank, unreachable)
     a, b = torch.empty(0, dtype=torch.bfloat16), torch.empty(8192, 3584, device="meta")
     request = Request(op, a, [b], [None], ["none"], None, [None], form=form)
-    return make_plan(state, request, (4096, 8192), 8192, {"a": "rows"})
+    return make_plan(state, request, (rows, 8192), 8192, {"a": "rows"})
 
 
 def test_calls_that_differ_in_their_form_alone_have_plans_of_their_own(monkeypatch):
@@ -222,6 +225,15 @@ def test_calls_that_differ_in_their_form_alone_have_plans_of_their_own(monkeypat
     assert fused.fused
     assert not unfused.fused
     assert again is fused, "and is remembered"
+
+
+def test_calls_of_other_shards_and_on_trial_have_plans_of_their_own(monkeypatch):
+    state = group()
+    first, other = (planned(monkeypatch, "all_gather_matmul", "auto", state=state, rows=rows) for rows in (4096, 2048))
+    assert (first.case.rows, other.case.rows) == (4096, 2048)
+    with dispatch.trial(True, 7):
+        assert planned(monkeypatch, "all_gather_matmul", "auto", state=state).decision.chunks == 7
+    assert planned(monkeypatch, "all_gather_matmul", "auto", state=state) is first
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
@@ -314,3 +326,11 @@ def test_ranks_that_count_otherwise_differ(monkeypatch, counted):
     assert not theirs.counted
     assert mine.handshake != theirs.handshake
     assert mine.internode.handshake == theirs.internode.handshake, "nodes need not count alike"
+
+
+@pytest.mark.parametrize("dim", [-3, 2])
+def test_a_dimension_that_a_tensor_has_not_is_no_known_call(dim):
+    """The registered op refuses it by its name."""
+    a, b = torch.ones(4, 8), torch.ones(8, 4)
+    assert given_request("all_gather_matmul", a, b, dim=dim) is None
+    assert given_request("all_gather_matmul", a, b, dim=dim % 2) is not None

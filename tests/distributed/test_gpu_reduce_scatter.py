@@ -90,6 +90,7 @@ class ScatterRank(SumRank):
 
         def kernel(out, publication, epoch, rows_per_chunk, pivot):
             self.between("kernel")
+            assert pivot // shards.parts % shards.world == (self.rank + 1) % shards.world, "the next rank's rows first"
             values = self.product(self.rank, number).view(shards.total, shards.width)
             chunks = shards.total // rows_per_chunk
             for i in range(chunks):

@@ -95,6 +95,19 @@ def test_a_failed_call_over_nccl_breaks_the_group(monkeypatch):
     assert broken == ["all_gather_matmul on rank 0: MemoryError: no room"]
 
 
+def test_nccls_messages_go_a_step_on_and_come_from_a_step_before(monkeypatch):
+    made = []
+    dist = types.SimpleNamespace(
+        isend="to", irecv="from", get_global_rank=lambda group, rank: 10 + rank, batch_isend_irecv=list,
+        P2POp=lambda what, x, peer, group: made.append((what, peer)),
+    )  # fmt: skip
+    monkeypatch.setattr(internode, "dist", dist)
+    steps = internode._NcclSteps(types.SimpleNamespace(rank=1, world=5, group=None))
+    for step in (1, 2):
+        steps.put(step, [torch.ones(2)])
+    assert made == [("to", 12), ("from", 10), ("to", 13), ("from", 14)]
+
+
 def test_nodes_compare_only_fields_that_no_node_decides_alone(monkeypatch):
     compared = []
     monkeypatch.setattr(hierarchy, "exchange_between_nodes", lambda state, plan, *rest: compared.append(plan))

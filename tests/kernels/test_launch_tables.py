@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from fake_cuda import DEVICE
 from tilestream.core.chunks import Chunks, Incoming
 from tilestream.core.gpu_specs import named
-from tilestream.launch.gate import chunk_numbers, chunk_table
+from tilestream.launch.gate import chunk_numbers, chunk_table, chunks_of, queue_table
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Problem
 
@@ -45,6 +46,18 @@ def test_an_eager_launch_keeps_nothing_and_tells_the_allocator_of_its_stream(cud
 
 def test_no_table(cuda, kept):
     assert launch.Table(None).on(GPU) is None
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 8])
+def test_the_table_of_queues_says_where_the_chunks_of_each_are(chunks):
+    problem = Problem(1024, 256, 64, rows=Incoming(Chunks.uniform(1024, 1024 // chunks)))
+    plan = plan_problem(problem, schedule="dynamic", device=named("h100"), backend="portable")
+    queues, table = plan.schedule.queues, queue_table(plan)
+    assert table[: queues + 1] == [0, *plan.schedule.ends]
+    starts = table[queues + 1 : 2 * queues + 2]
+    found = [tuple(table[begin:end]) for begin, end in itertools.pairwise(starts)]
+    assert found == [tuple(one) for one in chunks_of(plan.schedule, plan.gate)]
+    assert starts[-1] == len(table)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@
 
 One mutant is a copy of ``src`` with one module changed, in front of all others on PYTHONPATH: so the processes that
 tests start run the mutant, too. It is killed if a test fails or runs out of CPU time: one that runs the function
-(`mutants.reach`), or of a file of `mutants.closest`. The record, ``record.json``, is written after each mutant, and a
-later run goes on with what is missing, or has changed: a verdict counts for as long as the module's text and the key
-are the same. ``survivors.txt`` has a reason for each that was not killed. ``--check`` runs what has killed on the
-package as it is; a verdict by a test that fails there is void.
+(`mutants.reach`), or of a file of `mutants.closest`. The record, ``record.json``, is written after each mutant, with
+the commit whose tests ran. A later run goes on with what is missing or has changed: a verdict counts for as long as the
+module's text and the key are the same. A mutant that few tests do not see is open until a later run judges it by more.
+``survivors.txt`` has a reason for each that was not killed. ``--check`` runs what has killed on the package as it is; a
+verdict by a test that fails there is void.
 
 ``--page`` writes docs/mutants.md from the record; ``--holes`` judges the mistakes of tables/holes.txt.
 """
@@ -15,6 +16,7 @@ package as it is; a verdict by a test that fails there is void.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import functools
 import hashlib
@@ -23,6 +25,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -43,10 +46,13 @@ from mutants.warm import Outcome, Warm
 SEED = "tilestream"
 HERE = Path(__file__).parent
 RECORD, SURVIVORS, PAGE = HERE / "record.json", HERE / "tables" / "survivors.txt", ROOT / "docs" / "mutants.md"
-#: CPU seconds of one process of a test run. The slowest test file takes 60; a mutant may loop for ever.
+#: CPU seconds of one process of a test run, where the tests' own time is not known. The slowest test file takes 60; a
+#: mutant may loop for ever.
 CPU_SECONDS = 400
 #: Seconds of a test run: a mutant may wait for ever.
 SECONDS = 1200
+#: How the reason of a survivor begins that no test could kill, and of one that a test on a GPU may.
+ALIKE, ON_GPUS = "Changes nothing", "GPU:"
 #: Files that run on a mutant at first.
 NEXT = 3
 #: Groups of modules, by the beginning of their names, and how many mutants are drawn of each.
@@ -153,13 +159,38 @@ class Run(NamedTuple):
         return self.tests[0].startswith(INTERPRETED)
 
 
+@functools.cache
+def commit() -> str:
+    """The commit of the working tree."""
+    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run.stdout.strip()
+
+
+def copied(source: Path, folder: Path) -> Path:
+    """A copy of the package's sources, beside links to what else the repository has (its examples)."""
+    for other in ROOT.iterdir():
+        if other.name != SRC.name and not other.name.startswith("."):
+            (folder / other.name).symlink_to(other)
+    return Path(shutil.copytree(source, folder / SRC.name))
+
+
 class Servers:
-    """A `Warm` for each thread that judges, without Triton's interpreter and with it."""
+    """A `Warm` for each thread that judges, without Triton's interpreter and with it; and the package, compiled."""
 
     def __init__(self) -> None:
         self._all: list[Warm] = []
         self._mine = threading.local()
+        self._lock = threading.Lock()
+        self._package: tempfile.TemporaryDirectory[str] | None = None
         self.stop = False  # begin no more
+
+    def package(self) -> Path:
+        """A copy of `SRC` as it is now, with its bytecode: what every mutant is a copy of."""
+        with self._lock:
+            if self._package is None:
+                self._package = tempfile.TemporaryDirectory(prefix="mutants-")
+                compileall.compile_dir(copied(SRC, Path(self._package.name)), quiet=2)
+            return Path(self._package.name) / "src"
 
     def run(self, source: Path, one: Run) -> Outcome:
         if self.stop:
@@ -176,6 +207,9 @@ class Servers:
         while self._all:
             self._all.pop().close()
         self._mine = threading.local()
+        if self._package is not None:
+            self._package.cleanup()
+            self._package = None
 
 
 _servers = Servers()
@@ -199,15 +233,21 @@ def judge(mutant: Mutant | Hole, runs: Iterable[Run]) -> Verdict:
     """Run tests on a mutant until one fails; inside of `judging`."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        source = Path(folder) / "src"
-        shutil.copytree(SRC, source)
+        source = copied(_servers.package(), Path(folder))
         path = source / path_of(mutant.module).relative_to(SRC)
         path.write_text(mutant.apply(path.read_text(encoding="utf-8")), encoding="utf-8")
         for one in runs:
             status, by, _ = _servers.run(source, one)
-            if status not in (0, 5):  # 5: no test was chosen
+            if status not in (0, 5) and _passes(by or one.tests[0]):  # 5: no test was chosen
                 return Verdict("time" if status == -1 else "killed", by or one.tests[0], _since(began))
     return Verdict("survived", "", _since(began))
+
+
+@functools.cache
+def _passes(test: str) -> bool:
+    """Whether a test passes on the package as it is. A file, which failed as it was collected: whether it imports."""
+    status, _, _ = _servers.run(_servers.package(), Run([test.partition("::")[0]], [test]))
+    return status in (0, 5)
 
 
 def _since(began: float) -> float:
@@ -217,25 +257,27 @@ def _since(began: float) -> float:
 def runs_of(mutant: Mutant, killer: str = "", thorough: bool = False) -> list[Run]:
     """What runs on a mutant: the test that has killed it before, those that run its function, the closest files.
 
-    Not ``thorough``: of the closest file two cases of each test function, of the next ones one; and none of them where
-    it is known which tests run the function (`mutants.reach`), which it is not for those of the interpreter.
+    Not ``thorough``: where it is known which tests run the function (`mutants.reach`), a share of them runs and no
+    files; else the three closest files, two cases of each test function of the first, one of the others. ``thorough``:
+    all that are known, and twice as many cases of all close files.
     """
     found = [Run([killer.partition("::")[0]], [killer])] if "::" in killer else []
-    near, batches = closest(mutant.module), reach.batches(mutant.module, mutant.function)
+    near, batches = closest(mutant.module), reach.batches(mutant.module, mutant.function, 1.0 if thorough else 0.05)
     for some in (batches[:1], batches[1:]):
-        if some:
-            seconds = sum(one.seconds for one in some)
-            tests = [test for one in some for test in one.tests]
-            found.append(Run([one.file for one in some], tests, cpu=int(60 + 5 * seconds)))
-    left = [file for file in near if thorough or not batches or file.startswith(INTERPRETED)]
-    left = left if thorough else left[:NEXT]
+        for interpreted in (False, True):
+            those = [one for one in some if one.file.startswith(INTERPRETED) == interpreted]
+            tests = [test for one in those for test in one.tests]
+            if tests:
+                cpu = int(30 + 5 * sum(one.seconds for one in those))
+                found.append(Run([one.file for one in those], tests, cpu))
+    left = list(near) if thorough else [] if batches else near[:NEXT]
     for at, file in enumerate(left):
         last = found[-1] if found else None
         if at > 1 and last and last.interpreted == file.startswith(INTERPRETED):
             found[-1] = last._replace(tests=[*last.tests, file])
         else:
             cases = 1 if at or file.startswith(INTERPRETED) else 2
-            found.append(Run([file], cases=0 if thorough else cases))
+            found.append(Run([file], cases=2 * cases if thorough else cases))
     return found
 
 
@@ -262,7 +304,7 @@ def text_hash(module: str) -> str:
 def entry(group: str, mutant: Mutant, verdict: Verdict) -> dict[str, Any]:
     """A row of the record."""
     about = {"group": group, "module": mutant.module, "function": mutant.function, "line": mutant.line}
-    how = {"operator": mutant.operator, "says": mutant.says, "text": text_hash(mutant.module)}
+    how = {"operator": mutant.operator, "says": mutant.says, "text": text_hash(mutant.module), "commit": commit()[:12]}
     return about | how | verdict._asdict()
 
 
@@ -313,11 +355,11 @@ def check_killers(record: dict[str, dict[str, Any]], keys: Iterable[str]) -> lis
             killers[record[key]["by"]].append(key)
     failed: list[str] = []
     for interpreted in (False, True):
-        tests = [test for test in killers if test.startswith(INTERPRETED) == interpreted and "::" in test]
+        tests = [test for test in killers if test.startswith(INTERPRETED) == interpreted]
         while tests:
             files = sorted({test.partition("::")[0] for test in tests})
-            status, by, output = _servers.run(SRC, Run(files, tests, cpu=3600))
-            if status == 0:
+            status, by, output = _servers.run(_servers.package(), Run(files, tests, cpu=3600))
+            if status in (0, 5):  # 5: all have killed as they were imported
                 break
             if by not in tests:
                 raise SystemExit(f"the tests cannot be run on the package as it is:\n{output[-2000:]}")
@@ -356,10 +398,13 @@ def page() -> str:
     total = sum(of_group.values(), Counter())
     judged, killed = total.total() - total["open"], total["killed"] + total["time"]
     share = f" ({100 * killed / judged:.0f} %)" if judged else ""
+    alike, on_gpus = (sum(why.get(key, "").startswith(word) for key, _ in survivors) for word in (ALIKE, ON_GPUS))
     lines = [
         *_INTRODUCTION.splitlines(),
         "",
-        f"Drawn: {sum(count for _, count in GROUPS.values())}; judged: {judged}; killed: {killed}{share}.",
+        f"Drawn: {sum(count for _, count in GROUPS.values())}; judged: {judged}; killed: {killed}{share}. Of the "
+        f"{len(survivors)} survivors {alike} change nothing that can be seen: {killed} of the other {judged - alike} "
+        f"are killed ({100 * killed / max(judged - alike, 1):.0f} %). {on_gpus} are in what runs on a GPU alone.",
         "",
         "| part | drawn | judged | killed | survived |",
         "|---|---|---|---|---|",

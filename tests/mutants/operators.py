@@ -93,8 +93,9 @@ def dropped(node: Any) -> Changes:
 
 
 def swapped(node: Any) -> Changes:
-    """Two neighbouring arguments that have changed places."""
-    if isinstance(node, ast.Call) and not any(isinstance(one, ast.Starred) for one in node.args):
+    """Two neighbouring arguments that have changed places, where the order matters."""
+    is_call = isinstance(node, ast.Call) and _name(node.func) not in ("min", "max", "minimum", "maximum")
+    if is_call and not any(isinstance(one, ast.Starred) for one in node.args):
         for at, (x, y) in enumerate(itertools.pairwise(node.args)):
             if ast.unparse(x) != ast.unparse(y) and type(x) is type(y):
                 yield _with(node, args=[*node.args[:at], y, x, *node.args[at + 2 :]])

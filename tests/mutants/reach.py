@@ -25,7 +25,7 @@ from mutants.warm import Warm
 
 MAP = Path(__file__).parent / ".reach.json"
 #: Test files of a mutant at most, and the seconds of their tests: of the first file, of each other.
-FILES, FIRST, OTHER = 7, 25.0, 12.0
+FILES, FIRST, OTHER = 7, 25.0, 10.0
 
 
 class Batch(NamedTuple):
@@ -46,8 +46,11 @@ def _hash(file: str) -> str:
     return hashlib.sha1((TESTS / file).read_bytes()).hexdigest()[:12]
 
 
-def batches(module: str, function: str) -> list[Batch]:
-    """The tests that run a function, a batch a file, the closest file first; none if no test is known to run it."""
+def batches(module: str, function: str, share: float = 1.0) -> list[Batch]:
+    """The tests that run a function, a batch a file, the closest file first; none if no test is known to run it.
+
+    ``share``: of the seconds that are spent.
+    """
     while function:
         found = {}
         for file, of in _read().items():
@@ -57,7 +60,9 @@ def batches(module: str, function: str) -> list[Batch]:
         if found:
             near = closest(module)
             order = sorted(found, key=lambda file: (near.index(file) if file in near else len(near), -len(found[file])))
-            return [_batch(file, found[file], OTHER if at else FIRST) for at, file in enumerate(order[:FILES])]
+            return [
+                _batch(file, found[file], share * (OTHER if at else FIRST)) for at, file in enumerate(order[:FILES])
+            ]
         function = function.rpartition(".")[0]
     return []
 
@@ -76,40 +81,41 @@ def _batch(file: str, tests: list[tuple[str, float]], most: float) -> Batch:
 
 
 def files() -> Iterator[str]:
-    """The files to measure: those that are close to any module, the closest of each first.
-
-    The interpreter runs a text of its own making, slowly: its tests are not measured.
-    """
+    """The files to measure: those that are close to any module, the closest of each first."""
     modules = [module_of(path) for path in sorted(SRC.rglob("*.py"))]
     near = itertools.chain(*itertools.zip_longest(*map(closest, modules)))
-    return (one for one in dict.fromkeys(filter(None, near)) if not one.startswith(("mutants/", INTERPRETED)))
+    return iter(dict.fromkeys(filter(None, near)))
 
 
 def measure(seconds: float) -> None:
-    """Run what is not known, until the seconds are over."""
+    """Run what is not known, until the seconds are over: the quick tier; one case a function in the interpreter."""
     end, known = time.monotonic() + seconds, dict(_read())
-    server = Warm(interpreted=False)
+    servers = {interpreted: Warm(interpreted) for interpreted in (False, True)}
     try:
         for file in files():
             if known.get(file, {}).get("hash") == _hash(file):
                 continue
             if time.monotonic() > end:
                 return
-            began = time.monotonic()
+            began, interpreted = time.monotonic(), file.startswith(INTERPRETED)
+            tests = [file] if interpreted else [file, "--tier", "quick"]
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "reach.json"
-                outcome = server.run(SRC, [file], cpu=600, seconds=900, reach=str(path))
+                outcome = servers[interpreted].run(
+                    SRC, tests, cpu=600, seconds=900, cases=int(interpreted), reach=str(path)
+                )  # fmt: skip
                 found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"names": [], "tests": {}}
             names: dict[str, list[int]] = defaultdict(list)
             for number, (_, reached) in enumerate(found["tests"].values()):
                 for at in reached:
                     names[found["names"][at]].append(number)
-            tests = {name: spent for name, (spent, _) in found["tests"].items()}
-            known[file] = {"hash": _hash(file), "tests": tests, "names": names}
+            tests_of = {name: spent for name, (spent, _) in found["tests"].items()}
+            known[file] = {"hash": _hash(file), "tests": tests_of, "names": names}
             MAP.write_text(json.dumps(known), encoding="utf-8")
-            print(f"{outcome.status} {len(tests)} tests {time.monotonic() - began:.0f} s {file}", flush=True)
+            print(f"{outcome.status} {len(tests_of)} tests {time.monotonic() - began:.0f} s {file}", flush=True)
     finally:
-        server.close()
+        for one in servers.values():
+            one.close()
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
 
 import pytest
 
 from mutants import drawn
-from mutants.closest import ALSO, ALWAYS, ROOT, SRC, TESTS, closest, module_of, path_of
+from mutants.closest import ALSO, ALWAYS, SRC, TESTS, closest, module_of, path_of
 from mutants.operators import OPERATORS, draw, sites
 
 TEXT = '''\
@@ -152,17 +151,12 @@ def test_the_page_is_of_this_record():
     assert drawn.PAGE.read_text(encoding="utf-8") == drawn.page(), "python -m mutants.drawn --page"
 
 
-def commit() -> str:
-    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return run.stdout.strip()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_judging")
 @pytest.mark.timeout(2 * drawn.SECONDS)
 @pytest.mark.parametrize("number", range(drawn.NUM_TENTH))
 def test_a_tenth_by_the_commit_is_killed_or_has_a_reason(number):
-    mutant = drawn.tenth(commit())[number]
+    mutant = drawn.tenth(drawn.commit())[number]
     by = drawn.read_record().get(mutant.key, {}).get("by", "")
     runs = (drawn.runs_of(mutant, by, thorough) for thorough in (False, True))
     is_killed = any(drawn.judge(mutant, some).how != "survived" for some in runs)

@@ -124,14 +124,14 @@ def test_batches_are_by_file_the_closest_first(monkeypatch):
 def test_what_runs_on_a_mutant(monkeypatch):
     mutant = next(one for _, one in drawn.drawn() if one.module == "tilestream.core.schedule")
     near = list(closest(mutant.module))
-    monkeypatch.setattr(reach, "batches", lambda module, function: [])
+    monkeypatch.setattr(reach, "batches", lambda module, function, share: [])
     assert [run.tests for run in drawn.runs_of(mutant)] == [near[:1], near[1:3]]
     assert [run.cases for run in drawn.runs_of(mutant)] == [2, 1]
     assert drawn.runs_of(mutant, "a.py::t")[0] == drawn.Run(["a.py"], ["a.py::t"])
     assert [run.tests for run in drawn.runs_of(mutant, thorough=True)] == [near[:1], near[1:]]
-    assert {run.cases for run in drawn.runs_of(mutant, thorough=True)} == {0}
+    assert [run.cases for run in drawn.runs_of(mutant, thorough=True)] == [4, 2]
     batches = [reach.Batch(near[0], [f"{near[0]}::t"], 2.0), reach.Batch("b.py", ["b.py::u"], 1.0)]
-    monkeypatch.setattr(reach, "batches", lambda module, function: batches)
+    monkeypatch.setattr(reach, "batches", lambda module, function, share: batches)
     assert [run.only for run in drawn.runs_of(mutant)] == [[f"{near[0]}::t"], ["b.py::u"]]
     assert [run.tests for run in drawn.runs_of(mutant, thorough=True)][2:] == [near[:1], near[1:]]
 

@@ -189,9 +189,8 @@ class Warm:
     """A server of this module, in a session of its own; ``interpreted``: with Triton's interpreter."""
 
     def __init__(self, interpreted: bool) -> None:
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")
-        }
+        left_out = ("PYTHONPATH", "TRITON_INTERPRET", "PYTHONDONTWRITEBYTECODE")  # tests are compiled once
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mutants.warm"], cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env=environment | ({"TRITON_INTERPRET": "1"} if interpreted else {}), text=True, start_new_session=True,

@@ -282,3 +282,8 @@ def test_a_forked_process_asks_the_driver_itself(asked):
     os.close(read)
     assert os.waitpid(child, 0)[1] == 0
     assert answer == ("0" if asked.native else "-1")
+
+
+def test_what_is_no_operation_is_refused_by_its_place():
+    with pytest.raises(TypeError, match=r"^sequence: operation 3 is a tuple; it is one of this module's"):
+        sequence._checked(3, 1, (1, 2))

@@ -13,6 +13,7 @@ import tilestream as ts
 import tilestream.ops  # the package itself imports them on first use
 from attention_maths import FEATURES, Case, attention_by_torch, call_of
 from tilestream.core.operands import AttentionOperands
+from tilestream.ops import attention_library
 from tilestream.ops.attention_operands import Settings
 
 ops = torch.ops.tilestream
@@ -179,3 +180,20 @@ def test_flops_are_torchs_own():
         ts.attention(q, k, v, layout="bhsd")
     assert ours.get_total_flops() == 2 * 2 * 4 * 6 * 10 * (8 + 8)
     assert torchs.get_total_flops() in (0, ours.get_total_flops())  # it counts some of its kernels
+
+
+def test_the_short_op_of_graphs_takes_numbers_alone():
+    """A bound that is a symbol of the graph is no default, whatever it is compared with."""
+
+    class Symbol(int):
+        pass
+
+    q, k, v = (torch.empty(2, 8, 4, 16) for _ in range(3))
+    settings = attention_library._settings(False, "bottom_right", 0.25, "bshd", False)
+    others = [None] * (len(attention_library._INPUTS) - 3)
+    found = attention_library._in_graphs(q, k, v, *others, *settings)
+    assert found is not None
+    assert found[0] is attention_library.attention_forward_op
+    for name in ("left", "right", "max_seqlen_q", "max_seqlen_k"):
+        symbolic = settings._replace(**{name: Symbol(getattr(settings, name))})
+        assert attention_library._in_graphs(q, k, v, *others, *symbolic) is None, name

@@ -117,3 +117,12 @@ def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"it registers with Hugging Face's transformers, 5\.4 or later"):
         ts.register_attention()
+
+
+def test_as_many_heads_as_attention_takes():
+    def why(heads: int) -> str:
+        q, k = (torch.zeros(1, n, 2, 8) for n in (heads, 1))
+        return attention_routes.unfit(q, k, k)
+
+    assert why(attention_routes.MOST_HEADS) == ""
+    assert why(attention_routes.MOST_HEADS + 1) == f"{attention_routes.MOST_HEADS + 1} heads"

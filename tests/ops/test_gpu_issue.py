@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ from on_gpu import on_gpu
 from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands, GemmOperands
 from tilestream.launch import cache
+from tilestream.launch.gate import bounds_of
+from tilestream.launch.observe import WORDS
 from tilestream.launch.trace import SpanLog
 from tilestream.ops import attention_gpu, gpu
 from tilestream.ops.attention_operands import Settings
+from tilestream.ops.gated import Gate
 from tilestream.plan import DeviceProperties, Problem
 from tilestream.plan.planner import plan_problem
 from tilestream.trace import faults, record
@@ -108,3 +112,47 @@ def test_attention_is_planned_with_the_limit_and_issued(monkeypatch):
     attention_gpu.run(x, SETTINGS, None, 1.0, 7)
     limit, (plan, operands, awaited, op) = seen
     assert (limit, plan.device, operands, awaited, op) == (7, device, x, None, "attention")
+
+
+@pytest.mark.parametrize("by_matmul", [False, True])
+@pytest.mark.parametrize("which", ["rows", "columns"])
+def test_the_allocator_is_told_of_what_a_matmul_has_published(which, by_matmul, monkeypatch):
+    """Its memory may be of that matmul's stream."""
+
+    class Operand:
+        def __init__(self) -> None:
+            self.device, self.streams = torch.device("cuda", 0), []
+
+        def record_stream(self, stream: object) -> None:
+            self.streams.append(stream)
+
+    x, issued = SimpleNamespace(a=Operand(), b=Operand()), []
+    awaited = SimpleNamespace(rows=None, columns=None)
+    setattr(awaited, which, SimpleNamespace(by_matmul=by_matmul))
+    monkeypatch.setattr(gpu, "check_device", lambda index: None)
+    monkeypatch.setattr(gpu.Awaited, "of", lambda *given: awaited)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "a stream")
+    monkeypatch.setattr(gpu, "find", lambda *given: "a launch")
+    monkeypatch.setattr(gpu, "issue", lambda *given: issued.append(given))
+    gpu.run(x, gpu.How())
+    told = {"rows": x.a.streams, "columns": x.b.streams}
+    assert told.pop(which) == ["a stream"] * by_matmul
+    assert not any(told.values())
+    assert issued == [("a launch", x, awaited, "matmul")]
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+def test_a_native_launch_is_told_its_words_in_order(publishes):
+    words = [torch.zeros(1, dtype=torch.int32) for _ in range(6)]
+    rows = SimpleNamespace(eager_words=(words[0], words[1], 11, 12))
+    columns = SimpleNamespace(eager_words=(words[2], words[3], 21, 22))
+    publication = SimpleNamespace(eager_publication=(words[4], words[5], 31))
+    made = Gate(rows, columns, publication if publishes else None, [1, 2, 3, 4], 0, 0.5, "attention").words()
+    told = dict(zip(WORDS, made, strict=True))
+    signals = ("row_signals", "row_quarantine", "column_signals", "column_quarantine")
+    assert [told[name] for name in signals] == [one.data_ptr() for one in words[:4]]
+    assert [told[f"row_{name}"] for name in ("epoch", "key")] == [11, 12]
+    assert [told[f"column_{name}"] for name in ("epoch", "key")] == [21, 22]
+    of_output = [told[name] for name in ("out_signals", "out_counts", "out_epoch")]
+    assert of_output == ([words[4].data_ptr(), words[5].data_ptr(), 31] if publishes else [0, 0, of_output[2]])
+    assert (told["allowed"], told["op"]) == ((0, 0) if publishes else bounds_of(0.5, "attention"))

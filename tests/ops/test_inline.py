@@ -449,6 +449,27 @@ def test_bad_attention_is_refused_after_good_ones(name, checked):
         call(q)
 
 
+def test_attention_that_differs_in_one_thing_has_a_key_of_its_own(monkeypatch):
+    q, k, v, out = (rand(2, 4, 4, 16) for _ in range(4))
+    plain = {"layout": "bshd", "causal": False, "scale": None, "return_lse": False, "schedule": "auto"}
+    others = [{"layout": "bhsd"}, {"causal": True}, {"scale": 0.5}, {"return_lse": True}]
+    longer, half, turned = torch.cat((q, q), 1), q.half(), q.transpose(1, 2)
+    given = [(q, k, v, None), *((*three, x) for three in [(q, k, v)] for x in (out, out.half(), turned, longer))]
+    given += [
+        tuple(x if i == at else y for i, y in enumerate((q, k, v, None)))
+        for at in range(3)
+        for x in (longer, half, turned)
+    ]
+    keys = [inline._key_of_attention((q, k, v, None), **plain | other) for other in others]
+    keys += [inline._key_of_attention(one, **plain) for one in given]
+    for name, number in (("_num_threads", 77), ("limit", 5)):
+        with monkeypatch.context() as patch:
+            patch.setattr(inline, name, lambda number=number: number)
+            keys.append(inline._key_of_attention((q, k, v, None), **plain))
+    assert None not in keys
+    assert len({*keys}) == len(keys)
+
+
 def test_attention_that_wants_a_gradient_has_it(checked):
     q = heads(1, 20, 2, 16)
     ts.attention(q, q, q)

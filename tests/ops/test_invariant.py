@@ -197,3 +197,13 @@ def test_attention_whatever_the_arrival_of_keys():
             arrival.signal(chunk)
         assert torch.equal(ts.attention(q, k, v, causal=True, arrival=arrival), want)
         assert torch.equal(ts.attention(q[:, 33:], k, v, causal=True), want[:, 33:])
+
+
+def test_the_blas_is_looked_at_once_for_each_kind_of_call(monkeypatch):
+    monkeypatch.setattr(gemm, "_even", {})
+    a, b = (torch.ones(32, 32, dtype=torch.bfloat16) for _ in range(2))
+    with ts.invariant():
+        for _ in range(2):
+            ts.mm(a, b)
+            ts.mm(a, b, out_dtype=torch.float32)
+    assert len(gemm._even) == 2, "16 bits are added up otherwise where the output has more"

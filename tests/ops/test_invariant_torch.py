@@ -133,6 +133,12 @@ def test_a_models_logits_are_the_same_alone_and_in_a_batch():
         (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], torch.zeros(1, 8, 8)), "attn_mask="),
         (lambda x: x.double().mean(-1), "mean under use_invariant_torch: torch.float64"),
         (lambda x: F.softmax(x), "dim=None; name the dimension"),
+        (
+            lambda x: x.double().softmax(1),
+            "^softmax under use_invariant_torch: torch.float64; rows are added in float32",
+        ),
+        (lambda x: x.double().log_softmax(1), "^log_softmax under use_invariant_torch: torch.float64"),
+        (lambda x: x.double().sum(1), "^sum under use_invariant_torch: torch.float64"),
         (lambda x: torch.einsum("ij,jk->ik", [x, x]), "einsum"),
         (lambda x: torch.linalg.multi_dot([x, x, x]), "multi_dot"),
         (lambda x: F.conv1d(input=x[None], weight=x[:, :, None]), "conv1d"),

@@ -15,6 +15,7 @@ import tilestream as ts
 import tilestream.ops  # registers torch.ops.tilestream
 from error_rule import FP8, Maths, check, nans, rand
 from tilestream.arrival.flat import FlatArrival
+from tilestream.ops.operands import _may_meet
 
 E4M3 = FP8[0]
 A, B = rand(6, 5), rand(5, 4)
@@ -311,3 +312,9 @@ def test_without_gradients_operands_that_want_one_are_taken():
     with torch.no_grad():
         answer = ts.matmul(wanting(A8), B8, scale_a=wanting(ROW))
     check(answer, Maths(A8, B8, scale_a=ROW))
+
+
+def test_operands_meet_from_the_first_byte_that_both_have():
+    x = torch.zeros(64, dtype=torch.uint8)
+    for one, other, meet in ((x[:33], x[32:], True), (x[:32], x[32:], False), (x[:34], x[33:], True)):
+        assert _may_meet(one, other) == _may_meet(other, one) == meet

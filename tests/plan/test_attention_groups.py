@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_up import H100
 
 from tilestream.core.raster import longest_first
-from tilestream.plan.attention_groups import heads_kept, heads_together
+from tilestream.plan.attention_groups import _blocks, heads_kept, heads_together
 from tilestream.plan.attention_planner import plan_attention
 from tilestream.plan.attention_problem import AttentionProblem
 
@@ -21,6 +21,10 @@ WORKERS, POSITIONS, BLOCK, BESIDE = 132, 128, 128, 1.5
 
 def causal(length: int, heads: int, sharing: int = 1, keys: int | None = None) -> AttentionProblem:
     return AttentionProblem(1, heads * sharing, heads, length, length if keys is None else keys, 128, causal=True)
+
+
+def test_a_tiles_blocks_are_those_that_its_rows_see():
+    assert _blocks(causal(80, 1), 32, 16) == [2, 4, 5]
 
 
 def chosen(problem: AttentionProblem, most: int, kind: str = "dynamic", crowding: float = 0.0) -> int:

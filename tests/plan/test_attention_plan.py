@@ -130,6 +130,9 @@ def test_a_plan_explains_itself():
     ):  # fmt: skip
         assert part in plan.explain(), part
     assert plan.label.startswith("portable dynamic, 108 workers")
+    assert "schedule  dynamic, 108 workers, 1 queue\n" in plan.explain()
+    static = ts.attention_plan(4096, device=A100, schedule="static")
+    assert f"schedule  static, {static.schedule.workers} workers\n" in static.explain()
 
 
 def test_the_same_question_has_the_same_answer():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -304,6 +305,14 @@ class TestOneFailure:
         raises_once(ArrivalTimeout)
         ring.channel.post(self.HOSTS, key=3, since=1)
         raises_once(ValueError, "the host's")
+
+    def test_of_which_a_kernel_only_knows_the_failure_hides_what_is_reported_since(self, ring):
+        ring.channel.post(self.HOSTS, key=3, since=1)
+        failed = SimpleNamespace(key=3, why=module.EXPIRED + 1)
+        assert ring.channel._is_news(1, failed)
+        assert not ring.channel._is_news(2, failed)
+        assert ring.channel._is_news(2, SimpleNamespace(key=4, why=module.EXPIRED + 1))
+        assert ring.channel._is_news(2, SimpleNamespace(key=3, why=module.EXPIRED))
 
 
 class TestHeard:

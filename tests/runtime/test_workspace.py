@@ -176,6 +176,15 @@ def test_scratch_grows_and_is_reused():
     assert space.slots(1, 8, 8, torch.float64).dtype == torch.float64
 
 
+def test_scratch_of_just_the_size_is_reused_by_the_next_tile():
+    space = Workspace()
+    with space.borrow((4, 8), torch.float32) as first:
+        pass
+    with space.borrow((8, 4), torch.float32) as again, space.borrow((1, 1), torch.float32) as another:
+        assert again.data_ptr() == first.data_ptr()
+        assert another.data_ptr() != first.data_ptr()
+
+
 # The pool -------------------------------------------------------------------------------------------------------------
 
 

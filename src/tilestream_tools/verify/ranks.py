@@ -200,7 +200,7 @@ class RanksModel(Model):
 
     def kept(self, rank: int, at: int) -> bool:
         """Whether the word at ``at`` of a rank that is lost matters to the others."""
-        return False
+        raise NotImplementedError
 
     def canonical(self, state: State) -> State:
         """As `Model.canonical`: of a rank that is lost nothing matters but what is `kept`."""

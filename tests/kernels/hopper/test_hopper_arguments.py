@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,17 @@ pytest.importorskip("triton")
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import GateWords, LocalRows
 from tilestream.arrival.flat import Awaited
+from tilestream.core import gpu_specs
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch.gate import GateArguments
 from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.grouped_arguments import Bias
+from tilestream.launch.hopper import grouped as hopper_grouped
 from tilestream.launch.hopper import launch as launching
 from tilestream.launch.hopper.arguments import Arguments
+from tilestream.launch.hopper.grouped import HopperGroupedArguments
 from tilestream.launch.hopper.launch import GemmLaunch
 from tilestream.launch.hopper.maps import Map, described_by
 from tilestream.launch.launch import Probe
@@ -32,9 +37,11 @@ from tilestream.launch.launcher import VARIES, Descriptor
 from tilestream.launch.trace import SpanLog
 from tilestream.ops import gpu
 from tilestream.plan import DeviceProperties, Problem
-from tilestream.plan.candidate import Forced
+from tilestream.plan.candidate import Asked, Forced
+from tilestream.plan.grouped import hopper_candidates
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy import hopper as policy
+from tilestream.plan.problem import GroupedProblem
 from tilestream.plan.problem import Incoming as Arriving
 from tilestream.runtime.channel import channel
 
@@ -613,3 +620,44 @@ def test_the_gate_compiles_what_is_launched(written, monkeypatch):
         triton.runtime.driver._active = before
     assert mine_options == options
     assert seen[0] == seen[1]
+
+
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [64, 60])
+@pytest.mark.parametrize("along", ["rows", "k"])
+def test_operands_of_groups_have_their_own_and_vectors_divide_what_is_stored(along, m):
+    problem = GroupedProblem(m, 512, 1024, 1, "bfloat16", "bfloat16", plain=True, groups=8, along=along)
+    device, seen = gpu_specs.named("h100"), set()
+    operands = ((0, 1024, 1), (512 * 1024, 1, 1024)) if along == "rows" else ((0, 1, m), (0, 512, 1))
+    layout = Layout(*operands, (0 if along == "rows" else m * 512, 512, 1))
+    for one in hopper_candidates(problem, device, 132, Asked(backend="hopper")):
+        made = HopperGroupedArguments(of_candidate(problem, device, "hopper", one, "a test's"), layout, Bias())
+        seen.add(one.swap_ab)
+        of_b = (1, 0) if one.swap_ab else (0, 1)
+        assert made._batched == (list(of_b) if along == "rows" else [0, 0]), "A's rows and K's runs are of all groups"
+        ends_evenly = along == "k" and m % 8 == 0
+        assert (ends_evenly if one.swap_ab else True) == made.config.N_DIVISIBLE_BY_8
+    assert seen == {False, True}
+
+
+def test_what_a_grouped_launch_is_given_varies_and_what_it_has_not_does_not(monkeypatch):
+    made, plan = (
+        SimpleNamespace(fill=tuple, options={}),
+        SimpleNamespace(problem=SimpleNamespace(kind="tf32"), schedule=SimpleNamespace(workers=132)),
+    )
+    monkeypatch.setattr(hopper_grouped, "described_by", lambda one, dtype: one)
+    monkeypatch.setattr(hopper_grouped.compiling, "compiled", lambda *given: "a kernel")
+    monkeypatch.setattr(hopper_grouped, "Launcher", lambda *given: given)
+    one, x = SimpleNamespace(shape=(8, 8), strides=(8, 1)), torch.ones(1)
+    mapped = [(one, x), (None, None), (one, x)]
+    kernel, grid, filled = hopper_grouped.HopperGroupedLaunch._compiled(
+        SimpleNamespace(plan=plan), made, mapped, (x, None, x)
+    )
+    assert (kernel, grid) == ("a kernel", (132, 1, 1))
+    descriptors, given, numbers = filled[:3], filled[3:6], filled[6:]
+    tf32 = [None if descriptor is None else descriptor.tf32 for descriptor in descriptors]
+    assert tf32 == [True, None, False], "the output's map is of float32"
+    assert given == (VARIES, None, VARIES)
+    assert numbers == (VARIES, VARIES, 1.0, 1.0)

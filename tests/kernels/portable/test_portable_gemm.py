@@ -6,10 +6,12 @@ import itertools
 
 import pytest
 import torch
-from interpreted import KINDS, check_product, crossed, laid_out, plan_for, product, run
+from interpreted import DEVICE, KINDS, check_product, crossed, laid_out, plan_for, product, run
 
 from error_rule import ACTIVATIONS, Maths, check, rand
 from tilestream.core.operands import Epilogue
+from tilestream.plan.planner import plan_problem
+from tilestream.plan.problem import Problem
 
 DTYPES = (torch.float32, torch.float16)
 
@@ -20,6 +22,21 @@ DTYPES = (torch.float32, torch.float16)
 def test_layouts(dtype, layout, kind):
     a, b = laid_out(37, 40, layout[0], dtype), laid_out(40, 50, layout[1], dtype)
     check_product(plan_for(a, b, kind), a, b)
+
+
+def test_tf32_rounds_to_nearest_halves_away_from_zero():
+    """The interpreter multiplies in float32: what is added up are the rounded operands' products."""
+    a, b = rand(17, 1), rand(1, 33)
+    a[0], a[1], a[2] = 1 + 2**-11, -(1 + 2**-11), 1 + 2**-11 - 2**-20  # halves, and a little less
+    plan = plan_problem.__wrapped__(Problem(17, 33, 1, tf32=True), 3, "static", device=DEVICE, backend="portable")
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        whole, exponent = torch.frexp(x.double())
+        whole = whole * 2**11
+        return torch.ldexp(whole.sign() * (whole.abs() + 0.5).floor(), exponent - 11).float()
+
+    assert rounded(a[:3, 0]).tolist() == [1 + 2**-10, -(1 + 2**-10), 1.0]
+    assert torch.equal(product(plan, a, b), rounded(a) * rounded(b))
 
 
 @pytest.mark.parametrize("kind", KINDS)
