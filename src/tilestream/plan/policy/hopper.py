@@ -20,7 +20,7 @@ from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 
 #: What a worker is made of: see `tilestream.kernels.hopper.gemm`.
-VARIANTS = ("cooperative", "ping_pong", "single")
+VARIANTS = ("cooperative", "ping_pong", "single", "paired")
 #: Operands whose products are added in fp32, and outputs. float32 as tf32, to which the copies to shared memory round.
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -36,7 +36,7 @@ _MOST = 2**31 - 512
 # Constants of the cost model, fitted to an H100 (benchmarks/gemm/search.py, section `variants`). What matters is
 # the order that they put candidates in: single ones are not measurements of what they are named for.
 #: By variant, the tensor cores' rate beside the nominal one. A single consumer's short steps are charged to `FEED`.
-EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.925, "single": 2.11}
+EFFICIENCY = {"cooperative": 0.94, "ping_pong": 0.925, "single": 2.11, "paired": 0.94}
 #: The rate of ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
 ALONE = 0.78
 #: The loss for each line of K that a ring holds less than `LINES`: the copies run less far ahead.
@@ -114,9 +114,14 @@ class Tile(NamedTuple):
         return 1 if self.variant == "single" else 2
 
     @property
+    def ctas(self) -> int:
+        """CTAs of a worker: each has as large a part of the tile's rows."""
+        return 2 if self.variant == "paired" else 1
+
+    @property
     def rows_per_loop(self) -> int:
         """Rows of the accumulator that a math loop holds."""
-        return self.rows // 2 if self.variant == "cooperative" else self.rows
+        return self.rows // {"cooperative": 2, "paired": 4}.get(self.variant, 1)
 
     @property
     def registers(self) -> int:
@@ -138,7 +143,8 @@ class Tile(NamedTuple):
     def stages(self, out_size: int, shared: int) -> int:
         """Stages that fit the shared memory beside the C buffers."""
         buffers = self.loops * self.buffers(out_size) * self.rows_per_loop * self.strip(out_size) * out_size
-        return min(_MOST_STAGES, (shared - buffers - _BARRIER_BYTES) // (128 * self.lines * (self.rows + self.columns)))
+        line = 128 * self.lines * (self.rows // self.ctas + self.columns)
+        return min(_MOST_STAGES, (shared - buffers - _BARRIER_BYTES) // line)
 
 
 #: An accumulator of 64 x 256 or 128 x 128, of fp32 in four warps, is 128 registers of a thread.
@@ -163,6 +169,10 @@ TILES = (
     Tile("single", 64, 16, 4),
     Tile("cooperative", 128, 32, 2),
     Tile("cooperative", 128, 16, 2),
+    Tile("paired", 256, 256),
+    Tile("paired", 256, 192),
+    Tile("paired", 512, 128),
+    Tile("paired", 512, 192),
 )
 
 
@@ -276,6 +286,8 @@ def candidates(
     fits = [(row, fit) for row in rows if (fit := row.stages(out_size, device.shared)) >= max(2, stages or 2)]
     for (row, fit), swap_ab, asked_kind in itertools.product(fits, (False, True), kinds):
         kind = asked_kind
+        if row.ctas > 1 and (kind != "static" or problem.arriving or problem.publishes is not None):
+            continue
         block = (row.columns, row.rows, row.block_k(size)) if swap_ab else (row.rows, row.columns, row.block_k(size))
         if tile not in (None, block[:2]):
             continue
@@ -288,7 +300,7 @@ def candidates(
             kind = "static"  # one item each: there is nothing for a queue to even out
         group = group_of(block, workers, kind == "stream_k" or bool(problem.arriving), swap_ab)
         raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), order)
-        few = min(workers, grid.tiles)
+        few = min(workers // row.ctas, grid.tiles)
         count_of, split = queues_of(problem, kind, queues, raster, few)
         for count in _shares(grid, workers, shares) if kind == "stream_k" else (0,):
             schedule = Schedule(
