@@ -88,6 +88,12 @@ class Arrive(NamedTuple):
     barrier: Barrier
 
 
+class ArriveAtBoth(NamedTuple):
+    """Arrive at a barrier, and at the same one of the other CTA of a pair."""
+
+    barrier: Barrier
+
+
 class Expect(NamedTuple):
     """``mbarrier.expect``: one arrival, and the phase also waits for the bytes of one load."""
 
@@ -191,6 +197,8 @@ class Ring:
         Strips in which a tile goes through C buffers; 0 where it is stored from registers.
     most_buffers
         C buffers of a math loop, if there are as many strips.
+    ctas
+        CTAs that work together, each with rings of its own: see `tilestream_tools.verify.pair`.
     """
 
     depth: int
@@ -199,6 +207,7 @@ class Ring:
     promoted: bool = False
     strips: int = 0
     most_buffers: int = 2
+    ctas: int = 1
 
     @property
     def num_consumers(self) -> int:
@@ -225,7 +234,7 @@ class Ring:
         """Each barrier, and how many arrivals complete a phase of it."""
         readers = 2 if self.consumers == "cooperative" else 1
         counts = {Barrier("full", s): 1 for s in range(self.depth)}
-        counts |= {Barrier("empty", s): readers for s in range(self.depth)}
+        counts |= {Barrier("empty", s): readers * self.ctas for s in range(self.depth)}
         counts |= {Barrier("item_full", s): 1 for s in range(self.items)}
         counts |= {Barrier("item_empty", s): self.num_consumers for s in range(self.items)}
         if self.consumers == "ping_pong":
@@ -336,6 +345,11 @@ def math_turn(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Ge
     return MathState(stage, state.slot.next(ring.items), number)
 
 
+def given_back(ring: Ring, stage: int) -> Arrive | ArriveAtBoth:
+    """A consumer needs a stage no longer: all that load into it are told."""
+    return (Arrive if ring.ctas == 1 else ArriveAtBoth)(Barrier("empty", stage))
+
+
 def k_loop(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
     """The K loop of one item, in the form that the ring has; the place behind it."""
     return (multiply_promoted if ring.promoted else multiply)(ring, consumer, stage, steps)
@@ -351,12 +365,12 @@ def multiply(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[A
         yield WaitBarrier(Barrier("full", stage.at), stage.phase)
         yield Mma(stage.at)
         yield Retire(1)
-        yield Arrive(Barrier("empty", before(stage.at, ring.depth)))
+        yield given_back(ring, before(stage.at, ring.depth))
         stage = stage.next(ring.depth)
     if ring.consumers == "ping_pong":
         yield Arrive(Barrier("order", 1 - consumer))
     yield Retire(0)
-    yield Arrive(Barrier("empty", before(stage.at, ring.depth)))
+    yield given_back(ring, before(stage.at, ring.depth))
     return stage
 
 
@@ -368,7 +382,7 @@ def multiply_promoted(ring: Ring, consumer: int, stage: Place, steps: int) -> Ge
         if ring.consumers == "ping_pong" and k == steps - 1:
             yield Arrive(Barrier("order", 1 - consumer))
         yield Retire(0)
-        yield Arrive(Barrier("empty", stage.at))
+        yield given_back(ring, stage.at)
         stage = stage.next(ring.depth)
     return stage
 
