@@ -160,12 +160,12 @@ class HopperConfig(GemmConfig):
     CHAINED: bool  # whether the launch may begin before the kernel ahead of it has ended
     PUBLISH: str  # where the output's chunks are: ``"none"``, the accumulator's ``"rows"`` or its ``"columns"``
     LOCAL_ROWS: bool  # whether some row tiles of ``x`` lie in a tensor of their own
-    CLUSTER: int = 1  # CTAs that share a tile's rows, and what they load of ``y``: see `tilestream.kernels.hopper.pair`
+    CTAS: int = 1  # CTAs that share a tile's rows, and what they load of ``y``: see `tilestream.kernels.hopper.pair`
 
     @property
     def ROWS(self) -> int:
         """The accumulator's rows: of one tile, all its consumers' in a CTA."""
-        return (self.BLOCK_N if self.SWAP_AB else self.BLOCK_M) // self.CLUSTER
+        return (self.BLOCK_N if self.SWAP_AB else self.BLOCK_M) // self.CTAS
 
     @property
     def COLUMNS(self) -> int:

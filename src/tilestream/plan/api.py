@@ -107,8 +107,9 @@ def plan(
         GPUs: force ``"hopper"``, ``"cdna"`` or ``"portable"``; None: the fast one if it does the problem, on AMD GPUs
         the portable one.
     variant, stages
-        Hopper: force ``"cooperative"``, ``"ping_pong"`` or ``"single"``, and the depth of the ring. CDNA: ``"direct"``
-        or ``"staged"``, likewise.
+        Hopper: force ``"cooperative"``, ``"ping_pong"``, ``"single"`` or ``"paired"``, and the depth of the ring.
+        ``"paired"`` are two CTAs of a cluster, which no plan takes by itself: no GPU has run them yet. CDNA:
+        ``"direct"`` or ``"staged"``, likewise.
     registers
         Hopper: force the registers of a thread of the load warp and of the math warps where there are two math loops:
         ``(40, 232)`` or ``(24, 240)``. The latter is for static and dynamic schedules whose ``queues`` are not forced,

@@ -81,6 +81,8 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
             f"publishes: the {name} kernel signals no chunk of its output ({elsewhere.why}): launch them one by one"
         )
     best = choice.best
+    if best.ctas > 1:
+        why += f"; {experimental.NOT_RUN}"
     if "stream_k" in kinds and best.schedule.kind != "stream_k" and best.variant != "inline":
         refused += (Refusal("stream_k", choice.why_no_stream_k()),)
     refused += (elsewhere,)
@@ -207,6 +209,8 @@ def _on_gpu(
         return hopper.candidates(problem, device, workers, kinds=every, forced=forced, auto=how.schedule == "auto")
 
     why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
+    if how.variant == "paired":
+        why = why or hopper.no_pairs(problem, every, workers)
     if how.backend not in (None, fast, "portable"):
         why = f"it is not for {device.arch}"
     more = ", registers=" if forced.registers else ""
@@ -290,7 +294,9 @@ class Choice:
         other = "dynamic" if best.schedule.kind == "static" else "static"
         alike = (c.predicted for c in self.found if c.schedule.kind == other and c.block == best.block)
         seconds = min(alike, default=math.inf)
-        if other == "dynamic" and best.schedule.grid.tiles <= best.schedule.workers:
+        if best.ctas > 1:
+            why = hopper.no_pairs(self.problem, (other,), best.ctas)
+        elif other == "dynamic" and best.schedule.grid.tiles <= best.schedule.workers:
             why = "a worker has one tile at most: there is nothing for a queue to even out"
         elif other == "dynamic":
             slower = f"{seconds / best.predicted - 1:.1%}"
@@ -327,6 +333,8 @@ class Choice:
     def why_no_stream_k(self) -> str:
         """Why the last wave's tiles are not split along K."""
         best, ways = self.best, [c for c in self.found if c.schedule.kind == "stream_k"]
+        if best.ctas > 1:
+            return hopper.no_pairs(self.problem, ("stream_k",), best.ctas)
         if self.backend == "hopper" and (why := hopper.no_parts(self.problem)):
             return why
         same = next((c for c in ways if c.block == best.block), None)

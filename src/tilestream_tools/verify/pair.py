@@ -2,8 +2,9 @@
 
 The text of each is `tilestream_tools.verify.protocol`'s, with ``Ring.ctas`` 2. A `Load` brings the CTA's own part of a
 stage, and a half of what both need to both CTAs. So a stage of a CTA is filled by two loads, which land in any order; one
-may land before its own load loop expects it. `ArriveAtBoth` tells both load loops that a stage is free. All loops of
-both CTAs meet before they begin and before they leave: `tilestream.kernels.hopper.pair`.
+may land before its own load loop expects it. A consumer's `Arrive` at ``empty`` counts at that barrier of both CTAs: both
+load loops wait for it. All loops of both CTAs meet before they begin and before they leave:
+`tilestream.kernels.hopper.pair`.
 
 Properties: no loop is ever stuck. A multiplication reads a stage that has both halves of the intended K step. No load
 goes to a stage, of either CTA, that is being read or filled. Nothing is done to a CTA that may not have made its barriers
@@ -195,10 +196,7 @@ class PairModel(Model):
             m[self.come], m[self.round] = 0, 1 - m[self.round]
 
     def _arrive(self, pid: int, op: p.Arrive, answer: int, m: Memory) -> None:
-        self._count(self._cta(pid), op.barrier, m, 1, 0)
-
-    def _arrive_at_both(self, pid: int, op: p.ArriveAtBoth, answer: int, m: Memory) -> None:
-        for cta in CTAS:
+        for cta in CTAS if op.barrier.name == "empty" else (self._cta(pid),):
             self._reached(cta, f"{self.processes[pid].name} arrives at", m)
             self._count(cta, op.barrier, m, 1, 0)
 
@@ -251,7 +249,7 @@ class PairModel(Model):
         p.Get: lambda self, pid, op, m: (m[self.base[self._cta(pid)] + self.slot + op.slot],),
     }
     performed: ClassVar[dict[type, Callable[..., None]]] = {
-        Come: _come, p.Arrive: _arrive, p.ArriveAtBoth: _arrive_at_both, p.Expect: _expect, p.Load: _load, p.Put: _put,
+        Come: _come, p.Arrive: _arrive, p.Expect: _expect, p.Load: _load, p.Put: _put,
         p.Mma: _mma, p.Retire: _retire, p.Epilogue: _epilogue,
     }  # fmt: skip
 

@@ -88,12 +88,6 @@ class Arrive(NamedTuple):
     barrier: Barrier
 
 
-class ArriveAtBoth(NamedTuple):
-    """Arrive at a barrier, and at the same one of the other CTA of a pair."""
-
-    barrier: Barrier
-
-
 class Expect(NamedTuple):
     """``mbarrier.expect``: one arrival, and the phase also waits for the bytes of one load."""
 
@@ -198,7 +192,8 @@ class Ring:
     most_buffers
         C buffers of a math loop, if there are as many strips.
     ctas
-        CTAs that work together, each with rings of its own: see `tilestream_tools.verify.pair`.
+        CTAs that load for each other, each with rings of its own: ``empty`` has the arrivals of all their consumers. See
+        `tilestream_tools.verify.pair`.
     """
 
     depth: int
@@ -345,11 +340,6 @@ def math_turn(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Ge
     return MathState(stage, state.slot.next(ring.items), number)
 
 
-def given_back(ring: Ring, stage: int) -> Arrive | ArriveAtBoth:
-    """A consumer needs a stage no longer: all that load into it are told."""
-    return (Arrive if ring.ctas == 1 else ArriveAtBoth)(Barrier("empty", stage))
-
-
 def k_loop(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
     """The K loop of one item, in the form that the ring has; the place behind it."""
     return (multiply_promoted if ring.promoted else multiply)(ring, consumer, stage, steps)
@@ -365,12 +355,12 @@ def multiply(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[A
         yield WaitBarrier(Barrier("full", stage.at), stage.phase)
         yield Mma(stage.at)
         yield Retire(1)
-        yield given_back(ring, before(stage.at, ring.depth))
+        yield Arrive(Barrier("empty", before(stage.at, ring.depth)))
         stage = stage.next(ring.depth)
     if ring.consumers == "ping_pong":
         yield Arrive(Barrier("order", 1 - consumer))
     yield Retire(0)
-    yield given_back(ring, before(stage.at, ring.depth))
+    yield Arrive(Barrier("empty", before(stage.at, ring.depth)))
     return stage
 
 
@@ -382,7 +372,7 @@ def multiply_promoted(ring: Ring, consumer: int, stage: Place, steps: int) -> Ge
         if ring.consumers == "ping_pong" and k == steps - 1:
             yield Arrive(Barrier("order", 1 - consumer))
         yield Retire(0)
-        yield given_back(ring, stage.at)
+        yield Arrive(Barrier("empty", stage.at))
         stage = stage.next(ring.depth)
     return stage
 

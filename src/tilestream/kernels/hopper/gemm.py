@@ -83,8 +83,8 @@ def make_stages(tensor_map, STAGES: gl.constexpr):
 def begin(work, words, gate, C: gl.constexpr):
     """``(progress, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
     worker, workers = gl.program_id(0), gl.num_programs(0)
-    if C.CLUSTER > 1:
-        worker, workers = worker // C.CLUSTER, workers // C.CLUSTER
+    if C.CTAS > 1:
+        worker, workers = worker // C.CTAS, workers // C.CTAS
     progress, watch = begin_worker(worker, workers, work, words, gate, C)
     if C.PREFETCHES_TICKETS:
         go = tl.cast(1, tl.int32)
@@ -184,7 +184,7 @@ def skip_stages(place, steps, C: gl.constexpr):
 @gluon.jit
 def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
     """Producer, the load warp: take items, pass their gates, hand them on, load their K steps."""
-    if C.CLUSTER > 1:
+    if C.CTAS > 1:
         meet()
     if C.CHAINED:
         gdc_wait()
@@ -210,14 +210,14 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
                 cursor = prefetch_next(cursor, work, words, watch)
             stage = load_steps(k_begin, item.k_end, tile, loads, ring, stage, C)
     finish_worker(passed, work, words, gate, watch, C)
-    if C.CLUSTER > 1:
+    if C.CTAS > 1:
         meet()
 
 
 @gluon.jit
 def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing, C: gl.constexpr):
     """Consumer ``WHO``: multiply the items that it is handed, and finish them."""
-    if C.CLUSTER > 1:
+    if C.CTAS > 1:
         meet()
     if C.CHAINED:
         gdc_wait()
@@ -231,8 +231,8 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
         if mine:
             await_turn(order, number, WHO, C)
             row = item.pm * C.ROWS
-            if C.CLUSTER > 1:
-                row = (item.pm * C.CLUSTER + rank(C)) * C.ROWS
+            if C.CTAS > 1:
+                row = (item.pm * C.CTAS + rank(C)) * C.ROWS
             if C.HALVES == 2:
                 row += WHO * C.HALF_ROWS
             early = prefetch_epilogue(epilogue, item.batch, row, item.pn * C.COLUMNS, C)
@@ -257,7 +257,7 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
         going = steps
     if C.STORE == "tma":
         tma.store_wait(0)
-    if C.CLUSTER > 1:
+    if C.CTAS > 1:
         meet()
 
 
@@ -300,12 +300,12 @@ def gemm(
     x_stages = make_stages(x_map, C.STAGES * C.HALVES)
     y_stages = ()
     for i in gl.static_range(len(C.WIDTHS)):
-        y_stages = y_stages + (make_stages(y_maps[i], C.STAGES * C.CLUSTER),)
+        y_stages = y_stages + (make_stages(y_maps[i], C.STAGES * C.CTAS),)
     if C.STORE == "tma":
         out_buffers = make_stages(out_map, C.LOOPS * C.BUFFERS)
     else:
         out_buffers: gl.constexpr = None
-    ring = Ring(x_stages, y_stages, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, C.HALVES * C.CLUSTER))
+    ring = Ring(x_stages, y_stages, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, C.HALVES * C.CTAS))
     item_full, item_empty = make_barriers(ITEMS, 1), make_barriers(ITEMS, C.LOOPS)
     if C.CONSUMERS == "ping_pong":  # no barrier that is not used: see `tilestream.kernels.hopper.ring`
         order = make_barriers(2, 1)
@@ -345,7 +345,7 @@ def gemm(
             copies, gate.rows if C.COPIES == "rows" else gate.columns, gl.num_programs(0),
             gl.arange(0, C.COPY_BLOCK, LANES), C.COPY_BLOCK, C.COPY_VECTOR,
         )  # fmt: skip
-    if C.CLUSTER > 1:
+    if C.CTAS > 1:
         announce_barriers()
         whole = Ring(x_stages, in_parts(y_stages, C), ring.full, ring.empty)
         gl.warp_specialize([

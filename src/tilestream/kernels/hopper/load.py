@@ -42,8 +42,8 @@ def locate(loads, item, C: gl.constexpr):
     if C.LOCAL_ROWS:
         is_local, row = find_local(loads.local, pr)
     x_batch, y_batch = item.batch * loads.x_batched, item.batch * loads.y_batched
-    if C.CLUSTER > 1:
-        row = row * C.CLUSTER + rank(C)
+    if C.CTAS > 1:
+        row = row * C.CTAS + rank(C)
     return Source(x_batch, y_batch, row * C.ROWS, pc * C.COLUMNS, is_local)
 
 
@@ -101,11 +101,11 @@ def load_steps(begin, end, source, loads, ring, place, C: gl.constexpr):
         for i in gl.static_range(len(C.WIDTHS)):
             first = source.column + start_of(C.WIDTHS, i)
             at_stage = stage
-            if C.CLUSTER > 1:
-                at_stage, first = stage * C.CLUSTER + rank(C), first + rank(C) * (C.WIDTHS[i] // C.CLUSTER)
+            if C.CTAS > 1:
+                at_stage, first = stage * C.CTAS + rank(C), first + rank(C) * (C.WIDTHS[i] // C.CTAS)
                 begin_multicast()
             load_operand(loads.y[i], bar, ring.y[i].index(at_stage), source.y_batch, first, at, C.Y_K_MAJOR, C.BATCHED)
-            if C.CLUSTER > 1:
+            if C.CTAS > 1:
                 end_multicast()
         stage, phase = step(stage, phase, C.STAGES)
     return Place(stage, phase)

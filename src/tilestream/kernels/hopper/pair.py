@@ -17,7 +17,7 @@ CTA ends: an arrival for a CTA that has left goes nowhere.
 
 Triton 3.6 knows no multicast, and 3.7 compiles it wrong. The text of the kernel says what a CTA would do by itself;
 `tilestream.launch.hopper.multicast` rewrites in its PTX the copies between `begin_multicast` and `end_multicast`, and the
-arrivals that count for `CLUSTER`.
+arrivals that count for `CTAS`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tilestream.kernels.hopper.compat import in_blocks
 @gluon.jit
 def rank(C: gl.constexpr):
     """Which of its cluster's CTAs this is."""
-    return gl.program_id(0) % C.CLUSTER
+    return gl.program_id(0) % C.CTAS
 
 
 @gluon.jit

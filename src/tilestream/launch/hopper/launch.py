@@ -106,7 +106,7 @@ class GemmLaunch(launch.GemmLaunch):
             (*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate, publish, copies
         )
         kernel = compiling.compiled(gemm, filled, arguments.options)
-        if arguments.ctas > 1:
+        if self.plan.ctas > 1:
             kernel = compiling.compiled(gemm, filled, arguments.options | rewritten(kernel))
         if compiling.is_ahead():
             return NoLauncher()
@@ -129,5 +129,5 @@ class GemmLaunch(launch.GemmLaunch):
             publish = PublishArguments(VARIES, VARIES, VARIES)
         tiles = NO_LOCAL if local is None else (VARIES, VARIES, VARIES)
         filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, tiles)
-        ctas = arguments.ctas
+        ctas = self.plan.ctas
         return Launcher(kernel, (self.plan.schedule.workers * ctas, 1, 1), filled, ctas)

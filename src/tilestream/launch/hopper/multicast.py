@@ -1,4 +1,8 @@
-"""What Triton cannot say of a cluster, written into a kernel's PTX: see `tilestream.kernels.hopper.pair`."""
+"""What Triton does not compile of a pair of CTAs, written into the kernel's PTX: see `tilestream.kernels.hopper.pair`.
+
+The kernel is compiled twice. The second time Triton takes the rewritten text of the first in place of its own PTX
+(``ir_override``), and all else is as ever: its cache, the assembler, the loader.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,21 @@ import triton
 from tilestream.core.whole_file import write_whole
 
 _REGION = re.compile(r"// multicast begins\n(.*?)// multicast ends\n", re.DOTALL)
+_WHEN = r"(?P<when>@!?%p\d+\s+)?"
 _COPY = re.compile(
-    r"(?P<when>@!?%p\d+\s+)?(?P<copy>cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\."
-    r"mbarrier::complete_tx::bytes)(?P<what> [^;]*);"
+    rf"{_WHEN}(?P<copy>cp\.async\.bulk\.tensor\.\dd)\.shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes "
+    r"(?P<what>[^;]*);"
 )
-_ARRIVAL = re.compile(r"(?P<when>@!?%p\d+\s+)?mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(?P<at>[^\]]+)\], 2;")
-_JUMP = re.compile(r"^\$?\w+:|\bbra\b", re.MULTILINE)
+_ARRIVAL = re.compile(rf"{_WHEN}mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[(?P<at>[^\]]+)\], 2;")
+_JUMP = re.compile(r"^\$L__BB\w+:|\bbra\b", re.MULTILINE)
 #: A copy to the same place in both CTAs, which counts at the same barrier of both.
-_TO_BOTH = "{{ .reg .b16 both; mov.b16 both, 3; {when}{copy}.multicast::cluster{what}, both; }}"
+_TO_BOTH = (
+    "{{ .reg .b16 both; mov.b16 both, 3; {when}{copy}.shared::cluster.global.mbarrier::complete_tx::bytes"
+    ".multicast::cluster {what}, both; }}"
+)
 #: An arrival that counts for two: one here, and one at the same barrier of the other CTA.
 _AT_BOTH = """{{ .reg .b32 other, there; mov.u32 other, %cluster_ctarank; xor.b32 other, other, 1;
-	mov.b32 there, {at}; mapa.shared::cluster.u32 there, there, other;
+	mapa.shared::cluster.u32 there, {at}, other;
 	{when}mbarrier.arrive.shared::cta.b64 _, [{at}];
 	{when}mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }}"""
 
@@ -33,23 +41,27 @@ def for_pairs(ptx: str) -> str:
     Raises
     ------
     NotImplementedError
-        If the compiler has written such a kernel otherwise than is known here.
+        If the compiler has written such a kernel otherwise than Triton 3.6, 3.7 and 3.9 do.
     """
 
-    def to_both(one: re.Match[str]) -> str:
-        return _TO_BOTH.format(when=one["when"] or "", copy=one["copy"], what=one["what"])
-
     def multicast(region: re.Match[str]) -> str:
-        text, copies = _COPY.subn(to_both, region[1])
+        text, copies = _COPY.subn(lambda one: _TO_BOTH.format(**_found(one)), region[1])
         if not copies or _JUMP.search(text):
-            raise NotImplementedError("a copy to both CTAs of a pair is not where Triton 3.6 to 3.9 compile it to")
+            raise NotImplementedError(f"a pair's copy to both CTAs: {_OTHERWISE}")
         return text
 
     made, regions = _REGION.subn(multicast, ptx)
-    made, arrivals = _ARRIVAL.subn(lambda one: _AT_BOTH.format(when=one["when"] or "", at=one["at"]), made)
+    made, arrivals = _ARRIVAL.subn(lambda one: _AT_BOTH.format(**_found(one)), made)
     if not arrivals or not regions or regions != ptx.count("// multicast begins"):
-        raise NotImplementedError(f"{regions} multicasts and {arrivals} arrivals at both CTAs: Triton 3.6 to 3.9 have more")
+        raise NotImplementedError(f"a pair's {regions} copies to both CTAs and {arrivals} arrivals at both: {_OTHERWISE}")
     return made
+
+
+_OTHERWISE = "Triton 3.6, 3.7 and 3.9 compile it otherwise; take another variant"
+
+
+def _found(match: re.Match[str]) -> dict[str, str]:
+    return {name: text or "" for name, text in match.groupdict().items()}
 
 
 def rewritten(kernel: Any) -> dict[str, str]:

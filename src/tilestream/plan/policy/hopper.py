@@ -15,11 +15,11 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan.candidate import FREE, Candidate, Forced, require
+from tilestream.plan.candidate import FREE, Candidate, Forced, ctas_of, require
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 
-#: What a worker is made of: see `tilestream.kernels.hopper.gemm`.
+#: What a worker is made of: see `tilestream.kernels.hopper.gemm`. The last is taken where it is forced: see `PAIRED`.
 VARIANTS = ("cooperative", "ping_pong", "single", "paired")
 #: Operands whose products are added in fp32, and outputs. float32 as tf32, to which the copies to shared memory round.
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
@@ -79,7 +79,7 @@ LEAST_STEPS = 4
 MEMORY_EFFICIENCY = 0.877
 #: The most registers of a thread for an accumulator and the product of a part of 128 columns that is added to it: what
 #: ptxas does without spilling, of no more than two parts.
-_MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
+_MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192, "paired": 192}
 #: An accumulator of more registers leaves none for more than a plain epilogue; of yet more, for stream_k.
 _ROOMY, _LEAST_ROOM = 128, 160
 #: An accumulator of 128 rows and of more registers leaves none to reduce parts before more than a plain epilogue. Where
@@ -115,8 +115,8 @@ class Tile(NamedTuple):
 
     @property
     def ctas(self) -> int:
-        """CTAs of a worker: each has as large a part of the tile's rows."""
-        return 2 if self.variant == "paired" else 1
+        """CTAs of a worker."""
+        return ctas_of(self.variant)
 
     @property
     def rows_per_loop(self) -> int:
@@ -169,11 +169,11 @@ TILES = (
     Tile("single", 64, 16, 4),
     Tile("cooperative", 128, 32, 2),
     Tile("cooperative", 128, 16, 2),
-    Tile("paired", 256, 256),
-    Tile("paired", 256, 192),
-    Tile("paired", 512, 128),
-    Tile("paired", 512, 192),
 )
+#: Tiles of two CTAs that read the columns' operand from L2 once for both: see `tilestream.kernels.hopper.pair`. For 32768
+#: products a CTA reads 128 + 128 rows of operands, of 512 x 192 192 + 43; one of 128 x 256 by itself 384. Compiled, never
+#: run: so plans take none unless ``variant=`` forces it.
+PAIRED = (Tile("paired", 256, 256), Tile("paired", 512, 192))
 
 
 @functools.cache
@@ -221,6 +221,15 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     if counted >= _MOST:
         return f"rows of a chunk that is published, by column tiles: {counted}; it counts them in 31 bits"
     return problem.no_tma
+
+
+def no_pairs(problem: Problem, kinds: tuple[Kind, ...], workers: int) -> str:
+    """Why no two CTAs compute a tile of such a problem together; empty if they can."""
+    if "static" not in kinds:
+        return f"pairs of CTAs take a static grid, of which both know their items, not {' or '.join(kinds)}"
+    if problem.arriving or problem.publishes is not None:
+        return "pairs of CTAs wait for no chunks and publish none"
+    return "a pair of CTAs takes two workers" if workers < 2 else ""
 
 
 def no_parts(problem: Problem, tile: Tile | None = None) -> str:
@@ -281,13 +290,13 @@ def candidates(
     tile, order, queues, shares, variant, stages, registers = forced
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
     rows = [row for row in TILES if variant in (None, row.variant)]
+    if variant == "paired":
+        rows, kinds = list(PAIRED), ("static",)
     if problem.promoted:  # a stage is as much of K as the tensor cores may add up
         rows = [row._replace(lines=1) for row in rows]
     fits = [(row, fit) for row in rows if (fit := row.stages(out_size, device.shared)) >= max(2, stages or 2)]
     for (row, fit), swap_ab, asked_kind in itertools.product(fits, (False, True), kinds):
         kind = asked_kind
-        if row.ctas > 1 and (kind != "static" or problem.arriving or problem.publishes is not None):
-            continue
         block = (row.columns, row.rows, row.block_k(size)) if swap_ab else (row.rows, row.columns, row.block_k(size))
         if tile not in (None, block[:2]):
             continue
@@ -359,14 +368,15 @@ def _step_seconds(problem: Problem, device: DeviceProperties, schedule: Schedule
         rows = 0.0 if rs_tail(parts, 8 * size) and i == len(parts) - 1 else FURTHER_CYCLES if i else ROWS_CYCLES
         cycles += max(width / 2, width / 4 + rows)
     rate = device.peak("bfloat16", 1) / 4096  # cycles a second: an instruction takes 32 bytes of K, of every type
-    instructions = tile.rows // 64 * tile.block_k(size) * size // 32
+    rows = tile.rows // tile.ctas
+    instructions = rows // 64 * tile.block_k(size) * size // 32
     alone = tile.variant == "ping_pong" and schedule.kind != "stream_k" and schedule.grid.tiles <= schedule.workers
     multiply = cycles * instructions / (rate * (ALONE if alone else EFFICIENCY[tile.variant]))
     if len(parts) > 1:
         multiply *= RS_TAIL_LOSS if rs_tail(parts, 8 * size) else PARTS_LOSS
     multiply *= 1 + SHALLOW_LOSS * max(0, LINES - tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared))
     workers = schedule.workers if schedule.kind == "stream_k" else min(schedule.workers, schedule.grid.tiles)
-    feed = 128 * tile.lines * (tile.rows + tile.columns) / min(FEED / workers, FEED_OF_ONE)
+    feed = 128 * tile.lines * (rows + tile.columns) / min(FEED / (workers * tile.ctas), FEED_OF_ONE)
     if schedule.kind == "stream_k" or schedule.grid.tiles > schedule.workers:
         feed *= DRIFTED if schedule.kind == "static" or schedule.split == "strides" else SCATTERED
     return max(multiply, feed) + NOT_HIDDEN[0] * min(multiply, feed) + STEP_SECONDS
