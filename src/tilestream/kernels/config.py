@@ -125,6 +125,11 @@ class PortableConfig(GemmConfig):
     #: empty.
     A_KIND: str
     B_KIND: str
+    #: Elements of a vector that A and B are copied in, where the compiler does not see so much itself; else 1. And by
+    #: operand whether its stride of K is 1: the other stride, the batch's and the extent along it are multiples of so
+    #: many.
+    VECTOR: int = 1
+    K_MAJOR: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True, kw_only=True)

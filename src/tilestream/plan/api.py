@@ -14,7 +14,7 @@ from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.gpu_specs import GPU_SPECS, named
 from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
-from tilestream.plan import tma
+from tilestream.plan import experimental, tma
 from tilestream.plan.arrival_order import OrderName
 from tilestream.plan.candidate import Asked, Refusal
 from tilestream.plan.hooks import hooks
@@ -22,7 +22,7 @@ from tilestream.plan.limit import promising
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import cdna_tiles, hopper
-from tilestream.plan.problem import FP8, Problem, Scales, dtype_name, result_name
+from tilestream.plan.problem import FP8, ITEMSIZE, Problem, Scales, dtype_name, result_name
 
 #: What a caller may ask for as ``schedule=``.
 SCHEDULES = ("auto", *get_args(Kind))
@@ -162,6 +162,7 @@ def plan(
         None if weight_arrival is None else weight_arrival.incoming(n),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=on_cpu or (k % 16 == 0 and n % 16 == 0),  # as contiguous operands are
+        vector=1 if on_cpu else experimental.vector(ITEMSIZE[name], lambda width: k % width == n % width == 0),
         no_tma="" if on_cpu else tma.refuse_contiguous(m, n, k, layout, (name, other)),
         b_dtype=other if other != name else "", scales=scales, fast_accum=use_fast_accum or name not in FP8,
         publishes=None if publish is None else publish.published(batch * m),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 #: What a plan of such a kernel says of it.
@@ -25,6 +26,10 @@ class Experimental(NamedTuple):
 
 #: By the name that plans give them, and by which a plan is asked for them.
 KERNELS = {"cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels")}
+#: Copies of 4, 8 and 16 bytes by the portable kernel, where a stride or an extent is no multiple of 16 elements.
+VECTORS = Experimental("TILESTREAM_VECTORS", "copies of a few elements")
+#: Elements of 16 bits in such a copy, widest first.
+WIDTHS = (8, 4, 2)
 
 
 def opt_in(kernel: str) -> str:
@@ -45,6 +50,13 @@ def refusal(kernel: str, backend: str | None) -> str:
     """
     found = KERNELS.get(kernel)
     return "" if found is None or backend is not None or _of_environment(found) else opt_in(kernel)
+
+
+def vector(itemsize: int, multiples: Callable[[int], bool]) -> int:
+    """`tilestream.plan.problem.Problem.vector` of operands that are in ``multiples`` of so many; 1 if not opted in."""
+    if itemsize != 2 or not _of_environment(VECTORS):
+        return 1
+    return next((width for width in WIDTHS if multiples(width)), 1)
 
 
 @functools.cache

@@ -73,7 +73,10 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
         refused = tuple(choice.static_or_queue() if r.what == "static" else r for r in refused)
     refused += choice.other_variant(given) if on_cpu else choice.other_tiles()
     if name == "portable" and not problem.aligned:
-        refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
+        vectors = "a stride, an extent or an address is no multiple of 16"
+        if problem.vector > 1 and device.arch.startswith("sm_"):
+            vectors += f"; copies of {problem.vector} elements: {experimental.NOT_RUN}"
+        refused += (Refusal("vector loads", vectors),)
     if name == "portable" and (converted := portable.converted(problem, device)):
         refused += (Refusal("8-bit matrix units", converted),)
     if problem.publishes is not None and name not in ("hopper", "cpu"):

@@ -6,10 +6,13 @@ import itertools
 
 import pytest
 import torch
-from interpreted import KINDS, check_product, crossed, laid_out, plan_for, product, run
+from interpreted import KINDS, check_product, crossed, laid_out, plan_for, product, run, strides
 
 from error_rule import ACTIVATIONS, Maths, check, rand
 from tilestream.core.operands import Epilogue
+from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.portable.arguments import Arguments
+from tilestream.plan.experimental import WIDTHS
 
 DTYPES = (torch.float32, torch.float16)
 
@@ -20,6 +23,20 @@ DTYPES = (torch.float32, torch.float16)
 def test_layouts(dtype, layout, kind):
     a, b = laid_out(37, 40, layout[0], dtype), laid_out(40, 50, layout[1], dtype)
     check_product(plan_for(a, b, kind), a, b)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("vector", WIDTHS)
+def test_operands_in_vectors_of_a_few_elements(vector, layout):
+    m, k, n = (vector * x for x in (9, 5, 11))
+    for pad, found in ((vector, vector), (vector + 1, 1)):  # the second is not as the plan's vectors are
+        a = laid_out(m, k, layout[0], torch.float16, pad)
+        b = laid_out(k, n, layout[1], torch.float16, pad)
+        plan = plan_for(a, b, vector=vector)
+        lie = Layout(strides(a), strides(b), (0, n, 1))
+        config = Arguments(plan, lie).config
+        assert (config.VECTOR, config.K_MAJOR) == (found, (layout[0] == "n", layout[1] == "t"))
+        check_product(plan, a, b)
 
 
 @pytest.mark.parametrize("kind", KINDS)

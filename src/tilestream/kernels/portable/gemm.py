@@ -37,6 +37,17 @@ def to_tf32(x):
 
 
 @triton.jit
+def in_vectors(x, ALONG_ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """``x``, a `Matrix` whose rows or columns lie side by side, all else in multiples of ``VECTOR``: said so that the
+    compiler sees it."""
+    batch = x.batch // VECTOR * VECTOR
+    if ALONG_ROWS:
+        return Matrix(x.at, batch, x.row, x.column // VECTOR * VECTOR)
+    else:
+        return Matrix(x.at, batch, x.row // VECTOR * VECTOR, x.column)
+
+
+@triton.jit
 def product(a, b, item, m, n, k, C: tl.constexpr):
     """The item's K steps of its tile: float32 ``[BLOCK_M, BLOCK_N]``.
 
@@ -46,6 +57,17 @@ def product(a, b, item, m, n, k, C: tl.constexpr):
     """
     A_KIND: tl.constexpr = C.A_KIND
     B_KIND: tl.constexpr = C.B_KIND
+    VECTOR: tl.constexpr = C.VECTOR
+    A_ALONG_K: tl.constexpr = C.K_MAJOR[0]
+    B_ALONG_K: tl.constexpr = C.K_MAJOR[1]
+    if C.VECTOR > 1:
+        a, b = in_vectors(a, not A_ALONG_K, VECTOR), in_vectors(b, B_ALONG_K, VECTOR)
+        if not A_ALONG_K:
+            m = m // VECTOR * VECTOR
+        if not B_ALONG_K:
+            n = n // VECTOR * VECTOR
+        if A_ALONG_K or B_ALONG_K:
+            k = k // VECTOR * VECTOR
     rows = (item.pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)) % m
     cols = (item.pn * C.BLOCK_N + tl.arange(0, C.BLOCK_N)) % n
     step = tl.arange(0, C.BLOCK_K)
