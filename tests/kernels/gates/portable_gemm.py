@@ -99,7 +99,9 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
             block = (tile.block_m, tile.block_n)
             if how in _WAITS and tile not in waiting:
                 continue
-            for layout in LAYOUTS if how in ("worst", "plain") else ("nt",):
+            if vector > 1 and how not in ("worst", "plain", "arriving"):
+                continue
+            for layout in LAYOUTS if how in ("worst", "plain") and vector <= 2 else ("nt",):
                 name = f"{inputs}{of_vectors or ('' if aligned else ' unaligned')} {block[0]}x{block[1]} {how} {layout}"
                 is_alike = inputs in ALIKE and (how, layout) != ("worst", "nt")
                 is_left_out = arch in NOT_RUN and not needs_most(arch, inputs, aligned, how, layout)
