@@ -18,6 +18,7 @@ SECTIONS = {
     "variants": _hopper("gemm.search:variants", "every plan of the space: what the cost model is fitted to", 110),
     "host": _hopper("gemm.host:host", "what a call, and a process's first call, cost the host", 70),
     "queues": _hopper("gemm.queues:queues", "a static grid, one queue, a queue a worker; idle and contended"),
+    "pitch": _hopper("gemm.pitch:pitch", "rows that begin anywhere: large tiles, pairs of CTAs, narrow copies", 60),
     "counters": Section("gemm.counters:counters", "what ncu counts where cuBLAS is ahead", 300, nvidia="ncu"),
     "portable": Section("gemm.portable:portable", "the portable Triton kernel beside cuBLAS, by schedule", 120),
     "_compile": Section("gemm.compiling:compile_share", tool=True),

@@ -157,7 +157,8 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         ring = self.ring
         how = "promoted" if ring.promoted else "fast"
-        return f"{'paired-' * (ring.ctas > 1)}{ring.consumers}-{ring.depth}-{how}-{ring.strips}:{ring.buffers}-{'+'.join(map(str, self.widths))}"
+        how = f"paired-{how}" if ring.ctas > 1 else how
+        return f"{ring.consumers}-{ring.depth}-{how}-{ring.strips}:{ring.buffers}-{'+'.join(map(str, self.widths))}"
 
 
 class Dtype(NamedTuple):
@@ -288,7 +289,8 @@ class Kernel:
         rows = ROWS * self.ctas
         tile = (shape.columns, rows) if swapped else (rows, shape.columns)
         self.config = HopperConfig(
-            KIND="stream_k" if split else "static" if self.ctas > 1 else "dynamic", SPLIT="chunks" if ordered else "items", BLOCK_M=tile[0],
+            KIND="stream_k" if split else "static" if self.ctas > 1 else "dynamic",
+            SPLIT="chunks" if ordered else "items", BLOCK_M=tile[0],
             BLOCK_N=tile[1], BLOCK_K=BLOCK_K, STRIP=shape.strip, OFFSETS_64BIT=False, SCALED=False, SCALES="none",
             BIAS="none", RESIDUAL=False, ACTIVATION="none", ROW_CHUNKS="none" if over is None else "uniform",
             COLUMN_CHUNKS="none", COPIES=copies, WIDTHS=shape.widths, STAGES=ring_.depth, BUFFERS=ring_.buffers,
@@ -800,7 +802,8 @@ def test_loops_do_what_is_explored(shape):
 PAIRED_SHAPES = [
     Shape(Ring(depth, 2, "cooperative", promoted, strips, ctas=2), parts)
     for depth, promoted, strips, parts in (
-        (2, False, 0, (64,)), (3, False, 2, (64,)), (3, False, 3, (64, 32)), (4, False, 5, (128, 32)), (2, True, 2, (64, 64))
+        (2, False, 0, (64,)), (3, False, 2, (64,)), (3, False, 3, (64, 32)), (4, False, 5, (128, 32)),
+        (2, True, 2, (64, 64)),
     )
 ]  # fmt: skip
 

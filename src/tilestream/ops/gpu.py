@@ -165,7 +165,8 @@ def _make(
         problem = replace(
             problem_of(x, rows, columns, publishes),
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
-            aligned=not unaligned, vector=experimental.vector(a.element_size(), lambda v: all(is_aligned(*x, v) for x in lie)),
+            aligned=not unaligned,
+            vector=experimental.vector(a.element_size(), lambda width: all(is_aligned(*one, width) for one in lie)),
             no_tma=no_tma, plain=epilogue.trivial and _by_tma(out, layout),
             fast_accum=how.fast_accum or a.dtype not in FP8_DTYPES,
         )  # fmt: skip

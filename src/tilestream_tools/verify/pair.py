@@ -1,14 +1,14 @@
 """Two CTAs of a cluster that load for each other: the load loops and the math loops of both, over a ring each.
 
-The text of each is `tilestream_tools.verify.protocol`'s, with ``Ring.ctas`` 2. A `Load` brings the CTA's own part of a
-stage, and a half of what both need to both CTAs. So a stage of a CTA is filled by two loads, which land in any order; one
-may land before its own load loop expects it. A consumer's `Arrive` at ``empty`` counts at that barrier of both CTAs: both
-load loops wait for it. All loops of both CTAs meet before they begin and before they leave:
+The text of each is `tilestream_tools.verify.protocol`'s, with ``Ring.ctas`` 2. A `Load` brings the CTA's own part of
+a stage, and a half of what both need to both CTAs. So a stage of a CTA is filled by two loads, which land in any order;
+one may land before its own load loop expects it. A consumer's `Arrive` at ``empty`` counts at that barrier of both
+CTAs: both load loops wait for it. All loops of both CTAs meet before they begin and before they leave:
 `tilestream.kernels.hopper.pair`.
 
 Properties: no loop is ever stuck. A multiplication reads a stage that has both halves of the intended K step. No load
-goes to a stage, of either CTA, that is being read or filled. Nothing is done to a CTA that may not have made its barriers
-yet, or whose loops have all left.
+goes to a stage, of either CTA, that is being read or filled. Nothing is done to a CTA that may not have made its
+barriers yet, or whose loops have all left.
 
 Both CTAs are given the same items, as a static schedule gives them. Reductions are those of model 2
 (`tilestream_tools.verify.ring`), whose reasons hold for a stage of either CTA, and one more: *the CTAs are
@@ -81,8 +81,14 @@ class PairCase:
 
     def __str__(self) -> str:
         ring = self.ring
-        own = [f.__name__ for f, ours in ((self.load, p.load_turn), (self.math, p.math_turn), (self.around, paired)) if f is not ours]
-        what = f"two CTAs, {ring.consumers}, {ring.depth} stages, {ring.items} item slots; items of {self.items} K steps"
+        own = [
+            f.__name__
+            for f, ours in ((self.load, p.load_turn), (self.math, p.math_turn), (self.around, paired))
+            if f is not ours
+        ]
+        what = (
+            f"two CTAs, {ring.consumers}, {ring.depth} stages, {ring.items} item slots; items of {self.items} K steps"
+        )
         return ", ".join([what, *own])
 
 
@@ -95,8 +101,8 @@ class PairModel(Model):
     """See the module.
 
     Memory: how many loops have come to the cluster's barrier, and its round; by CTA: whether one of its loops has ever
-    come, its barriers, for each stage the halves that it holds (below 0: on their way), its slots, and for each consumer
-    what it reads next and the stages that its multiplications read.
+    come, its barriers, for each stage the halves that it holds (below 0: on their way), its slots, and for each
+    consumer what it reads next and the stages that its multiplications read.
     """
 
     eager: ClassVar[frozenset[type]] = frozenset({p.Expect, p.Load, p.Mma, p.Epilogue})
@@ -147,10 +153,15 @@ class PairModel(Model):
             return state
         swapped = []
         for cta in CTAS:
-            local, shared = state[cta * self.loops : (cta + 1) * self.loops], state[self.base[cta] : self.base[cta] + self.size]
+            local, shared = (
+                state[cta * self.loops : (cta + 1) * self.loops],
+                state[self.base[cta] : self.base[cta] + self.size],
+            )
             # Of a stage the CTA's own half is first.
             stages = tuple(halves[::-1] if cta else halves for halves in shared[self.stage : self.slot])
-            loops = [(local[1 + c], *shared[self.reads + 2 * c : self.reads + 2 * c + 2]) for c in range(self.loops - 1)]
+            loops = [
+                (local[1 + c], *shared[self.reads + 2 * c : self.reads + 2 * c + 2]) for c in range(self.loops - 1)
+            ]
             swapped.append((local[0], shared[: self.stage], stages, shared[self.slot : self.reads], sorted(loops)))
         swapped.sort(key=repr)
         locals_: list[Any] = []
@@ -224,9 +235,13 @@ class PairModel(Model):
     def _mma(self, pid: int, op: p.Mma, answer: int, m: Memory) -> None:
         at, halves = self._consumer(pid), m[self.base[self._cta(pid)] + self.stage + op.stage]
         if any(half is not None and half < 0 for half in halves):
-            raise Fault("read before arrival", f"{self.processes[pid].name} reads stage {op.stage} before it has landed")
+            raise Fault(
+                "read before arrival", f"{self.processes[pid].name} reads stage {op.stage} before it has landed"
+            )
         if halves != (m[at], m[at]):
-            raise Fault("wrong data", f"{self.processes[pid].name} reads {halves} in stage {op.stage}, meant is {m[at]}")
+            raise Fault(
+                "wrong data", f"{self.processes[pid].name} reads {halves} in stage {op.stage}, meant is {m[at]}"
+            )
         m[at] += 1
         m[at + 1] = (*m[at + 1], op.stage)
 
@@ -237,7 +252,9 @@ class PairModel(Model):
     def _epilogue(self, pid: int, op: p.Epilogue, answer: int, m: Memory) -> None:
         at = self._consumer(pid)
         if m[at] != op.item.tile * STEPS + op.item.k_end or m[at + 1]:
-            raise Fault("wrong data", f"{self.processes[pid].name} ends item {op.item.tile} after {m[at] % STEPS} K steps")
+            raise Fault(
+                "wrong data", f"{self.processes[pid].name} ends item {op.item.tile} after {m[at] % STEPS} K steps"
+            )
         m[at] = (op.item.tile + 1) * STEPS
 
     asked: ClassVar[dict[type, Callable[..., Sequence[Any]]]] = {

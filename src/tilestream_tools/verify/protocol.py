@@ -192,8 +192,8 @@ class Ring:
     most_buffers
         C buffers of a math loop, if there are as many strips.
     ctas
-        CTAs that load for each other, each with rings of its own: ``empty`` has the arrivals of all their consumers. See
-        `tilestream_tools.verify.pair`.
+        CTAs that load for each other, each with rings of its own, where ``empty`` has the arrivals of all their
+        consumers: see `tilestream_tools.verify.pair`.
     """
 
     depth: int

@@ -27,8 +27,8 @@ from tilestream.core.schedule import Schedule
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.arguments import Arguments
-from tilestream.plan.plan import Plan
 from tilestream.plan.experimental import WIDTHS
+from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy.portable import sums_lose_bits, tiles
 from tilestream.plan.problem import FP8, Incoming, Problem, gate_of, result_name
@@ -67,7 +67,8 @@ REFUSED = {
 #: Where operands are copied in a few elements at a time: `tilestream.plan.experimental.VECTORS`.
 _OF_VECTORS = ("sm_90a", "sm_80")
 QUICK = (
-    "sm_90a bfloat16 in vectors of 2 128x128 worst nt", "bfloat16 128x256 worst nt", "bfloat16 16x128 worst nt", "bfloat16 64x64 worst nt", "bfloat16 64x64 arriving nt",
+    "sm_90a bfloat16 in vectors of 2 128x128 worst nt", "bfloat16 128x256 worst nt",
+    "bfloat16 16x128 worst nt", "bfloat16 64x64 worst nt", "bfloat16 64x64 arriving nt",
     "bfloat16 64x64 ordered nt", "bfloat16 64x64 copied nt", "bfloat16 64x64 static nt", "float32 64x64 worst nt",
     "float32 tf32 64x64 worst nt", "float8 128x256 worst nt", "float8 128x256 plain nt",
     "float8 precise 128x128 worst nt", "float8 precise 128x128 plain nt", "float8 fnuz 64x128 worst nt",
@@ -138,7 +139,9 @@ def _made(plan: Plan, how: str, layout: str) -> tuple[Plan, Layout]:
     made = made._replace(
         out=wide, residual=wide, bias=1, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1)
     )
-    problem = replace(problem, k=problem.k + (problem.vector if problem.vector > 1 else 16), out_dtype="float32", scales="row")
+    problem = replace(
+        problem, k=problem.k + (problem.vector if problem.vector > 1 else 16), out_dtype="float32", scales="row"
+    )
     grid = replace(old.grid, k_steps=old.grid.k_steps + 1)
     if how == "arriving":
         rows, columns = Incoming(Chunks.uniform(problem.m, 512)), Incoming(Chunks((0, 5, 5, problem.n)))

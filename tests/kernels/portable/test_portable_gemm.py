@@ -35,7 +35,7 @@ def test_operands_in_vectors_of_a_few_elements(vector, layout):
         plan = plan_for(a, b, vector=vector)
         lie = Layout(strides(a), strides(b), (0, n, 1))
         config = Arguments(plan, lie).config
-        assert (config.VECTOR, config.K_MAJOR) == (found, (layout[0] == "n", layout[1] == "t"))
+        assert (found, (layout[0] == "n", layout[1] == "t")) == (config.VECTOR, config.K_MAJOR)
         check_product(plan, a, b)
 
 

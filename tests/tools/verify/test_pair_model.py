@@ -103,7 +103,10 @@ def reads_without_waiting(op):
         ({"around": never_begins}, {"barrier broken"}),
         ({"around": never_ends}, {"left too early"}),
         ({"math": with_operations(p.math_turn, gives_back_before_the_mma_is_done)}, {"overwritten while read"}),
-        ({"load": with_operations(p.load_turn, takes_every_stage_as_free)}, {"overwritten while read", "barrier broken"}),
+        (
+            {"load": with_operations(p.load_turn, takes_every_stage_as_free)},
+            {"overwritten while read", "barrier broken"},
+        ),
         ({"math": with_operations(p.math_turn, reads_without_waiting)}, {"read before arrival", "wrong data"}),
     ],
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",

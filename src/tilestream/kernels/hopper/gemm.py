@@ -25,6 +25,8 @@ Variants (``CONSUMERS``):
 - ``cooperative``: two, each with half of a tile's rows.
 - ``ping_pong``: two, a tile each; one's epilogue runs under the other's multiplications.
 
+``CTAS``: two CTAs of a cluster may be one worker, each ``cooperative``: `kernels.hopper.pair`.
+
 ``CHAINED``: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch),
 and waits before it touches memory. What comes after it may do likewise, once all workers run. Not with a gate.
 """

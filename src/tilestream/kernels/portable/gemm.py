@@ -38,8 +38,10 @@ def to_tf32(x):
 
 @triton.jit
 def in_vectors(x, ALONG_ROWS: tl.constexpr, VECTOR: tl.constexpr):
-    """``x``, a `Matrix` whose rows or columns lie side by side, all else in multiples of ``VECTOR``: said so that the
-    compiler sees it."""
+    """A `Matrix` whose rows, or columns, lie side by side, with all else in multiples of ``VECTOR``.
+
+    It is ``x``, said so that the compiler sees that.
+    """
     batch = x.batch // VECTOR * VECTOR
     if ALONG_ROWS:
         return Matrix(x.at, batch, x.row, x.column // VECTOR * VECTOR)

@@ -48,12 +48,14 @@ def for_pairs(ptx: str) -> str:
         text, copies = _COPY.subn(lambda one: _TO_BOTH.format(**_found(one)), region[1])
         if not copies or _JUMP.search(text):
             raise NotImplementedError(f"a pair's copy to both CTAs: {_OTHERWISE}")
-        return text
+        return f"\n{text}\n"
 
     made, regions = _REGION.subn(multicast, ptx)
     made, arrivals = _ARRIVAL.subn(lambda one: _AT_BOTH.format(**_found(one)), made)
     if not arrivals or not regions or regions != ptx.count("// multicast begins"):
-        raise NotImplementedError(f"a pair's {regions} copies to both CTAs and {arrivals} arrivals at both: {_OTHERWISE}")
+        raise NotImplementedError(
+            f"a pair's {regions} copies to both CTAs and {arrivals} arrivals at both: {_OTHERWISE}"
+        )
     return made
 
 

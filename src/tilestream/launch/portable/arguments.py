@@ -49,7 +49,7 @@ class Arguments(GemmArguments):
         )
 
     def _vector(self) -> int:
-        """The plan's, if these operands lie so. Of their addresses the compiler sees itself what they are multiples of."""
+        """The plan's, if these operands lie so. What their addresses are multiples of the compiler sees itself."""
         problem, (a, b) = self.plan.problem, self.layout[:2]
         shapes = (((problem.m, problem.k), a), ((problem.k, problem.n), b))
         fits = all(is_aligned(extents, s[1:], s[0], 0, problem.vector) for extents, s in shapes)

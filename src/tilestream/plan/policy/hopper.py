@@ -170,9 +170,9 @@ TILES = (
     Tile("cooperative", 128, 32, 2),
     Tile("cooperative", 128, 16, 2),
 )
-#: Tiles of two CTAs that read the columns' operand from L2 once for both: see `tilestream.kernels.hopper.pair`. For 32768
-#: products a CTA reads 128 + 128 rows of operands, of 512 x 192 192 + 43; one of 128 x 256 by itself 384. Compiled, never
-#: run: so plans take none unless ``variant=`` forces it.
+#: Tiles of two CTAs that read an operand from L2 once for both: see `tilestream.kernels.hopper.pair`. In a K
+#: step 256 x 256 reads 512 rows of operands from L2, and two CTAs of 128 x 256 by themselves 768. Compiled, never run:
+#: plans take none unless ``variant=`` forces it.
 PAIRED = (Tile("paired", 256, 256), Tile("paired", 512, 192))
 
 
