@@ -40,7 +40,7 @@ def test_the_library_and_its_tests_grow_no_more():
     # They had come down to 34,000 and 47,200. Then came native calls, derivatives of every order, DTensor's strategies,
     # calls on the CPU that are looked up, a kernel that merges attentions, compiling ahead, and prepared sequences; of
     # tests alone, those of the report in a browser and of pictures.
-    assert lines_of(SRC / "tilestream") <= 41_100
+    assert lines_of(SRC / "tilestream") <= 41_350
     assert lines_of(ROOT / "tests") <= 68_200
 
 
