@@ -294,7 +294,7 @@ class Choice:
     def static_or_queue(self) -> Refusal:
         """Why not the other of the two."""
         best = self.best
-        other = "dynamic" if best.schedule.kind == "static" else "static"
+        other: Kind = "dynamic" if best.schedule.kind == "static" else "static"
         alike = (c.predicted for c in self.found if c.schedule.kind == other and c.block == best.block)
         seconds = min(alike, default=math.inf)
         if best.ctas > 1:

@@ -79,8 +79,8 @@ TILES: dict[str, tuple[Tile, ...]] = {
         Tile(64, 64, 64, 4, 4, 0.25),  # 64 rows: the least that Hopper's warp-group instructions take
         Tile(16, 128, 64, 4, 4, 0.12),
     ),
-    # Copies of 16 bytes and of 8; and of 4, of which a K step of 64 is more than the registers of 128x128 have addresses
-    # for (Triton 3.9 spills 168 bytes). No GPU has run them, and the shares are guesses.
+    # Copies of 16 bytes and of 8; and of 4, whose addresses for a K step of 64 are more than there are registers beside
+    # 128x128 (Triton 3.9 spills 168 bytes). No GPU has run them, and the shares are guesses.
     "16-bit, vectors": (Tile(128, 128, 64, 8, 4, 0.40), Tile(64, 64, 64, 4, 4, 0.18)),
     "16-bit, vectors of 2": (Tile(128, 128, 32, 8, 4, 0.35), Tile(64, 64, 32, 4, 4, 0.16)),
     # An element a load: one 64-bit address each, in registers.
