@@ -20,6 +20,7 @@ SECTIONS = {
     "sweep": _hopper("gemm.sweep:sweep", "every plan of drawn problems: what the cost model is fitted to", 150),
     "host": _hopper("gemm.host:host", "what a call, and a process's first call, cost the host", 70),
     "queues": _hopper("gemm.queues:queues", "a static grid, one queue, a queue a worker; idle and contended"),
+    "pitch": _hopper("gemm.pitch:pitch", "rows that begin anywhere: large tiles, pairs of CTAs, narrow copies", 60),
     "counters": Section("gemm.counters:counters", "what ncu counts where cuBLAS is ahead", 300, nvidia="ncu"),
     "portable": Section("gemm.portable:portable", "the portable Triton kernel beside cuBLAS, by schedule", 120),
     "fit": Section("gemm.fit:main", "the cost model's constants, of records of sweeps", tool=True, gpus=0),

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 import tilestream as ts
-from benchmarks.gemm import board, grouped, sweep
+from benchmarks.gemm import board, grouped, pitch, queues, sweep
 from benchmarks.gemm.bench import FP8_WAYS, every_plan, fp8_operands, kernel_of, planned
 from benchmarks.gemm.draw import Draw, fit_draws
-from benchmarks.gemm.queues import ways
 from benchmarks.gemm.shapes import Shape, parse
 from tilestream.core.device import DeviceProperties
 from tilestream.plan.api import device_properties
@@ -48,14 +47,15 @@ def compile_part(what: str, shapes: list[Shape], index: int, count: int, within:
     """Compile each kernel that falls to process ``index`` of ``count``.
 
     ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, ``space`` for all plans of each shape, or
-    ``queues`` for those of that section, or ``grouped``, which has shapes of its own.
+    ``queues`` and ``pitch`` for those of these sections, or ``grouped``, which has shapes of its own.
     """
     tasks: dict[str, Callable[[], object]] = grouped.launches() if what == "grouped" else {}
     for shape in shapes:
         asked = planned(shape, "cuda")
-        if what in ("space", "queues"):
-            found = ways(shape, "cuda") if what == "queues" else every_plan(asked.problem, asked.device, within)
-            plans = dict(found).values() if what == "queues" else found
+        if what in ("space", "queues", "pitch"):
+            of = {"queues": queues.ways, "pitch": pitch.ways}.get(what)
+            found = of(shape, "cuda") if of is not None else every_plan(asked.problem, asked.device, within)
+            plans = dict(found).values() if of is not None else found
             tasks |= {kernel_of(plan): functools.partial(_run, shape, plan.run) for plan in plans}
         elif what == "fp8":
             tasks |= {f"{shape} {way}": functools.partial(_run_fp8, shape, *way) for way in FP8_WAYS}

@@ -152,6 +152,12 @@ QUEUES = _shapes(
     "16384x1024x8192 256x57344x8192"
 )
 
+#: Rows 112, 0, 16, 48, 64 and 112 bytes from a multiple of 128; then K a multiple of 4, and of 2.
+PITCHES = _shapes(
+    "2048x13312x15800 2048x13312x15872 4096x4096x4104 4096x4096x4120 4096x4096x4128 1024x10240x8184 4096x4096x4100 "
+    "2048x8192x2052 4096x4096x4098 3000x5000x2050"
+)
+
 
 class Peaks(NamedTuple):
     """A device's data sheet: dense operations a second with 16-bit operands, and bytes a second from memory.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from gpu_cases import BF16, E4M3, E5M2, F16, F32, FULL, KINDS, LAYOUTS, OUTS, Case, uniform
 
 from tilestream.core.device import DeviceProperties
-from tilestream.plan.policy.hopper import REGISTERS, TILES, Tile
+from tilestream.plan.policy.hopper import PAIRED, REGISTERS, TILES, Tile
 
 
 def hopper_case(m: int, n: int, k: int, variant: str, tile: tuple[int, int], **how: Any) -> Case:
@@ -217,6 +217,29 @@ def _batches() -> Iterator[Case]:
         yield _case(row, 130, 144, 96, batch=1)
 
 
+def _pairs() -> Iterator[Case]:
+    """Pairs of CTAs, both ways round: several items a pair, one, none for most; few steps, and many; all stores."""
+    layouts = itertools.cycle(LAYOUTS)
+    for row in PAIRED:
+        for swapped, (bm, bn) in zip(_both(row), ways(row), strict=True):
+            how: dict[str, Any] = {"swapped": swapped, "schedule": "static"}
+            bk = row.block_k(2)
+            for layout in LAYOUTS:
+                yield _case(row, 3 * bm - 5, 3 * bn - 8, 3 * bk + 9, workers=4, layout=layout, **how)
+            yield _case(row, 8 * bm, 8 * bn, 33 * bk, layout="nt", **how)
+            yield _case(row, max(bm - 3, 1), 8, bk // 2 - 3, layout=next(layouts), **how)
+            yield _case(row, 1, 2 * bn + 1, 5 * bk + 1, **how)
+            yield _case(row, bm // 2 + 1, bn // 2 + 1, 5 * bk, **how)
+            yield _case(row, 2 * bm, 2 * bn, 17 * bk, workers=2, stages=2, layout="nt", **how)
+            yield _case(row, 3 * bm, 2 * bn, 9 * bk, batch=3, workers=7, layout="nt", **how)
+            yield _case(row, 2 * bm - 8, bn + 8, 9 * bk, dtype=F16, out_dtype=F32, layout="nt", **how)
+            yield _case(row, 2 * bm - 8, bn + 8, 9 * bk, dtype=E4M3, scales="row", layout="nt", **how)
+            if bm * bn == 256 * 256:
+                yield _case(row, 520, 776, 640, layout="nt", activation="gelu", **how, **FULL)
+                yield _case(row, 520, 264, 640, dtype=E4M3, fast_accum=False, layout="nt", **how)
+                yield _case(row, 520, 264, 640, dtype=F32, layout="nt", **how)
+
+
 def _orders() -> Iterator[Case]:
     """Several queues, shares, and a caller's own order of tiles, which is a table."""
     for row in FEW:
@@ -230,7 +253,7 @@ def _orders() -> Iterator[Case]:
             yield _case(row, 500, 704, 128, schedule=kind, workers=5, order=order)
 
 
-SECTIONS = (_tiles, _layouts, _extents, _registers, _dtypes, _fp8, _tf32, _epilogues, _outs, _batches, _orders)
+SECTIONS = (_tiles, _layouts, _extents, _registers, _dtypes, _fp8, _tf32, _epilogues, _outs, _batches, _orders, _pairs)
 CASES = list({case.name: case for section in SECTIONS for case in section()}.values())
 
 # What other tests launch ---------------------------------------------------------------------------------------------

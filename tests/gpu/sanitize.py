@@ -38,6 +38,8 @@ def cases() -> Iterator[gpu_cases.Case]:
         yield hopper_case(*case, out="columns", bias=True, activation="relu", layout="tt", workers=2)
         yield hopper_case(*case, batch=3, schedule="stream_k", workers=7, residual="rows", beta=2.0)
         yield hopper_case(*case, dtype=E4M3, layout="nt", scales="row", workers=2)
+    for how in ({}, {"out": "odd"}, {"layout": "nn", "stages": 2}):
+        yield hopper_case(507, 264, 457, "paired", (256, 256), schedule="static", workers=2, **how)
     yield hopper_case(200, 136, 200, FEW[0].variant, ways(FEW[0])[0], layout="nt", activation="gelu", **FULL)
 
 

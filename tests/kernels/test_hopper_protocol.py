@@ -38,6 +38,7 @@ from tilestream.kernels.hopper import gate as gate_text
 from tilestream.kernels.hopper import gemm as gemm_text
 from tilestream.kernels.hopper import load as load_text
 from tilestream.kernels.hopper import multiply as multiply_text
+from tilestream.kernels.hopper import pair as pair_text
 from tilestream.kernels.hopper import publish as publish_text
 from tilestream.kernels.hopper import queues as queues_text
 from tilestream.plan.policy.hopper import TILES, rs_tail, widths
@@ -81,6 +82,10 @@ NAMES = ("full", "empty", "item_full", "item_empty", "order")
 
 class Meet(NamedTuple):
     """The threads of a consumer wait for each other."""
+
+
+class MeetBoth(NamedTuple):
+    """All warps of both CTAs of a pair wait for each other."""
 
 
 class LeftGate(NamedTuple):
@@ -152,6 +157,7 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         ring = self.ring
         how = "promoted" if ring.promoted else "fast"
+        how = f"paired-{how}" if ring.ctas > 1 else how
         return f"{ring.consumers}-{ring.depth}-{how}-{ring.strips}:{ring.buffers}-{'+'.join(map(str, self.widths))}"
 
 
@@ -213,13 +219,13 @@ class Kernel:
     ``counted``: the answers to looks and counts. ``edits``: what is changed in the text.
     ``over``: at which item the launch is; None: nothing arrives, and there is no gate. ``ordered``: the K steps of each
     item, where they are taken in arrival order; else 0. ``copies``: what the kernel copies itself. ``local``: the first
-    row tile that stands apart, how many do, and of how many.
+    row tile that stands apart, how many do, and of how many. ``rank``: which CTA of a pair it is.
     """
 
     def __init__(
         self, shape: Shape, items: list[WorkItem], counted: tuple[int, ...] = (), split: bool = False,
         edits: tuple[Edit, ...] = (), over: int | None = None, swapped: bool = False,
-        ordered: int = 0, copies: str = "none", local: tuple[int, int, int] = (0, 0, 1),
+        ordered: int = 0, copies: str = "none", local: tuple[int, int, int] = (0, 0, 1), rank: int = 0,
     ) -> None:  # fmt: skip
         self.shape, self.ring, self.items, self.counted = shape, shape.ring, items, counted
         self.over, self.swapped, self.ordered, self.split = over, swapped, ordered, split
@@ -231,10 +237,12 @@ class Kernel:
         self.made: dict[Barrier, int] = {}
         self.handed_on: list[dict[int, int]] = []
         ring_ = self.ring
+        self.worker: tuple[int, int] | None = None
+        self.ctas, self.rank, self.to_both, self.announced = ring_.ctas, rank, False, False
         self.halves = 2 if ring_.consumers == "cooperative" else 1
         self.half_rows = ROWS // self.halves
         gl = SimpleNamespace(
-            program_id=lambda _: 0, num_programs=lambda _: 1, static_range=range, zeros=self.zeros,
+            program_id=lambda _: rank, num_programs=lambda _: self.ctas, static_range=range, zeros=self.zeros,
             atomic_add=self.atomic_add, store=self.store, warp_specialize=self.warp_specialize,
             allocate_shared_memory=lambda dtype, shape, _: Stages(dtype, shape[0], self),
             NVMMASharedLayout=Anything(), SliceLayout=Anything(), arange=Anything(), int64=None, int32=None,
@@ -242,7 +250,7 @@ class Kernel:
         )  # fmt: skip
         mbarrier = SimpleNamespace(
             wait=lambda bar, parity: self.log.append(WaitBarrier(bar, int(parity))),
-            arrive=lambda bar: self.log.append(Arrive(bar)),
+            arrive=self.arrive,
             expect=self.expect,
         )
         self.names = {
@@ -265,7 +273,7 @@ class Kernel:
             "warpgroup_mma_wait": self.retire, "columns_of": self.columns_of, "reduce_partials": self.reduce_partials,
             "barrier": self.meet, "store_partial": self.store_partial, "activate": lambda x, _: x,
             "fence_async_shared": lambda: self.log.append(Fence()), "tma_store": self.tma_store,
-            "copy_items": self.copy_items,
+            "copy_items": self.copy_items, "do": self.do, "in_blocks": self.in_blocks,
         }  # fmt: skip
         self.loops: list[Any] = []
         self.copied: list[tuple[Any, ...]] = []
@@ -276,18 +284,20 @@ class Kernel:
         code = gemm.__code__
         given = dict.fromkeys(code.co_varnames[: code.co_argcount], 0)
         self.parts = [f"y{i}" for i in range(len(shape.widths))]
-        y_maps = [TensorMap(Dtype(f"y{i}", 8), [width, BLOCK_K]) for i, width in enumerate(shape.widths)]
+        y_maps = [TensorMap(Dtype(f"y{i}", 8), [width // self.ctas, BLOCK_K]) for i, width in enumerate(shape.widths)]
         given |= dict(zip(("y_map", "y_map_1", "y_map_2"), [*y_maps, None, None], strict=False))
-        tile = (shape.columns, ROWS) if swapped else (ROWS, shape.columns)
+        rows = ROWS * self.ctas
+        tile = (shape.columns, rows) if swapped else (rows, shape.columns)
         self.config = HopperConfig(
-            KIND="stream_k" if split else "dynamic", SPLIT="chunks" if ordered else "items", BLOCK_M=tile[0],
+            KIND="stream_k" if split else "static" if self.ctas > 1 else "dynamic",
+            SPLIT="chunks" if ordered else "items", BLOCK_M=tile[0],
             BLOCK_N=tile[1], BLOCK_K=BLOCK_K, STRIP=shape.strip, OFFSETS_64BIT=False, SCALED=False, SCALES="none",
             BIAS="none", RESIDUAL=False, ACTIVATION="none", ROW_CHUNKS="none" if over is None else "uniform",
             COLUMN_CHUNKS="none", COPIES=copies, WIDTHS=shape.widths, STAGES=ring_.depth, BUFFERS=ring_.buffers,
             X_K_MAJOR=True, Y_K_MAJOR=True, BATCHED=False, SWAP_AB=swapped, CONSUMERS=ring_.consumers,
             PROMOTED=ring_.promoted, RS_TAIL=rs_tail(shape.widths, 16), LOAD_REGISTERS=0, MATH_REGISTERS=0,
             STORE="tma" if ring_.strips else "direct", FLIPPED=False, N_DIVISIBLE_BY_8=False, CHAINED=over is None,
-            PUBLISH="none", LOCAL_ROWS=bool(tiles),
+            PUBLISH="none", LOCAL_ROWS=bool(tiles), CTAS=self.ctas,
         )  # fmt: skip
         given |= {
             "x_map": TensorMap(Dtype("x", 16), [self.half_rows, BLOCK_K]), "C": self.config,
@@ -311,6 +321,9 @@ class Kernel:
         function, arguments = self.loops[-1 if who is None else who]
         function(*arguments)
         self.loaded()
+        if self.ctas > 1:
+            assert self.log[0] == self.log.pop() == MeetBoth(), "before the first operation, and behind the last"
+            del self.log[0]
         log = told(self.log)
         parts = len(self.shape.widths)
         return of_stages(in_one(log, parts - 1) if self.shape.narrow else log, parts, self.ring.promoted)
@@ -318,6 +331,15 @@ class Kernel:
     # What the kernel asks for ---------------------------------------------------------------------------------------
 
     def warp_specialize(self, loops, warps, registers) -> None:
+        if self.ctas > 1:
+            assert self.announced, "a barrier is made before the other CTA arrives at it"
+            loops, idle = loops[:-3], loops[-3:]
+            for function, arguments in idle:
+                self.log = []
+                function(*arguments)
+                assert self.log == [MeetBoth(), MeetBoth()]
+            assert warps[-3:] == [1] * 3, "four warps have registers of their own, and each of them is met"
+            warps, registers = warps[:-3], registers[:-3]
         self.loops = loops
         assert warps == [4, 1][-len(warps) :]
         assert len(loops) == len(warps) + 1 == len(registers) + 1 == self.ring.num_consumers + 1
@@ -334,8 +356,9 @@ class Kernel:
     def take(
         self, cursor: Cursor, work: Work, words: Words, watch: Watch, config: Any, add: str, pick: str
     ) -> tuple[Any, ...]:
-        assert (config, add, pick) == (self.config, "await" if self.over is None and not self.split else "add", "pick")
-        if self.over is None and not self.split:
+        self.worker, prefetches = (watch.worker, watch.workers), self.config.PREFETCHES_TICKETS
+        assert (config, add, pick) == (self.config, "await" if prefetches else "add", "pick")
+        if prefetches:
             self.told.append(cursor.asked)
         item = self.item = next(self.left, None)
         if item is None:
@@ -368,6 +391,26 @@ class Kernel:
         self.log.append(Get(slot))
         return Integer(self.handed_on[self.at][field])
 
+    def arrive(self, bar: Barrier, count: int = 1) -> None:
+        assert count == (self.ctas if bar.name == "empty" else 1), "all that load into a stage are told that it is free"
+        self.log.append(Arrive(bar))
+
+    def do(self, text: str) -> None:
+        """Instructions of a pair of CTAs: see `tilestream.kernels.hopper.pair`."""
+        if "barrier.cluster" in text:
+            assert text.index("arrive.release") < text.index("wait.acquire")
+            self.log.append(MeetBoth())
+        elif "mbarrier_init" in text:
+            self.announced = len(self.made) == len(self.ring.barriers())
+        else:
+            assert self.to_both == ("ends" in text)
+            self.to_both = "begins" in text
+
+    def in_blocks(self, stages: Stages, rows: int, columns: int) -> Stages:
+        """The halves of y, which two CTAs load, as one."""
+        assert (rows, columns) == (self.shape.widths[self.parts.index(stages.dtype.name)], BLOCK_K)
+        return Stages(stages.dtype, stages.count // self.ctas, self)
+
     def expect(self, bar: Barrier, nbytes: int) -> None:
         self.loaded()
         self.log.append(Expect(bar))
@@ -376,8 +419,11 @@ class Kernel:
     def tma_load(self, tensor_map: TensorMap, at: list[int], bar: Barrier, buffer: Buffer) -> None:
         name, k = tensor_map.dtype.name, at[1] // BLOCK_K
         assert buffer.stages.dtype == tensor_map.dtype
-        stage, half = divmod(buffer.at, self.halves if name == "x" else 1)
-        self.nbytes -= math.prod(tensor_map.shape) * tensor_map.dtype.primitive_bitwidth // 8
+        stage, half = divmod(buffer.at, self.halves if name == "x" else self.ctas)
+        # Of y the other CTA brings as much.
+        times = 1 if name == "x" else self.ctas
+        assert self.to_both == (times > 1)
+        self.nbytes -= times * math.prod(tensor_map.shape) * tensor_map.dtype.primitive_bitwidth // 8
         load = Load(stage, self.item, k, bar)
         if self.copies:
             assert told(self.log[-1:]) == told([load]), "copies of one load, with nothing between them"
@@ -387,11 +433,14 @@ class Kernel:
         if name == "x":
             assert tensor_map.local == (x_tile in self.local)
             x_tile = self.local.index(x_tile) if tensor_map.local else x_tile
-        row = x_tile * ROWS + half * self.half_rows
+        row = (x_tile * self.ctas + self.rank) * ROWS + half * self.half_rows
         if name != "x":
-            row = y_tile * self.shape.columns + sum(self.shape.widths[: self.parts.index(name)])
+            assert half == self.rank
+            part = self.parts.index(name)
+            row = y_tile * self.shape.columns + sum(self.shape.widths[:part])
+            row += half * (self.shape.widths[part] // self.ctas)
         assert at == [row, k * BLOCK_K]
-        self.copies.append((name, half))
+        self.copies.append((name, half if name == "x" else 0))
 
     def loaded(self) -> None:
         """A load brings all that there is of a stage, once, and that is what was expected."""
@@ -486,7 +535,7 @@ class Kernel:
 
     def tma_store(self, out_map: TensorMap, at: list[int], buffer: Buffer) -> None:
         assert buffer.stages.dtype == out_map.dtype
-        assert at[0] == self.item.pm * ROWS + self.half * self.half_rows
+        assert at[0] == (self.item.pm * self.ctas + self.rank) * ROWS + self.half * self.half_rows
         strip, beside = divmod(at[1] - self.item.pn * self.shape.columns, self.shape.strip)
         assert not beside
         self.log.append(Store(buffer.own, self.item, strip))
@@ -574,7 +623,7 @@ class Held(NamedTuple):
 #: Of these all jitted functions that have no stand-in are run as they stand.
 MODULES = (
     schedule_text, items_text, formula_text, load_text, multiply_text, epilogue_text, publish_text, gate_text,
-    gemm_text,
+    pair_text, gemm_text,
 )  # fmt: skip
 #: The structs that kernels make.
 PARTS = {**structs_of(structs), "CopyArguments": CopyArguments, "Source": load_text.Source}
@@ -750,6 +799,23 @@ def test_loops_do_what_is_explored(shape):
         compared(shape, items_of(script))
 
 
+PAIRED_SHAPES = [
+    Shape(Ring(depth, 2, "cooperative", promoted, strips, ctas=2), parts)
+    for depth, promoted, strips, parts in (
+        (2, False, 0, (64,)), (3, False, 2, (64,)), (3, False, 3, (64, 32)), (4, False, 5, (128, 32)),
+        (2, True, 2, (64, 64)),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", PAIRED_SHAPES, ids=str)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pairs_of_ctas_do_what_is_explored(shape, rank):
+    for script in SCRIPTS:
+        assert compared(shape, items_of(script), rank=rank).worker == (0, 1), "a pair is one worker"
+    compared(shape, items_of((2, 1)), rank=rank, swapped=True, math_loops=False)
+
+
 def test_a_ticket_is_asked_for_shortly_before_an_items_last_steps_and_told_once():
     kernel = compared(SHAPES[0], items_of((9, 1, 4, 5)), math_loops=False)
     assert queues_text.EARLY.value == 4
@@ -834,6 +900,8 @@ def differs(edits: tuple[Edit, ...]) -> bool:
         for shape in CHANGED_SHAPES:
             compared(shape, items, edits=edits)
             compared(shape, in_parts(), (0, 1), split=True, edits=edits)
+        for shape, rank in itertools.product(PAIRED_SHAPES, (0, 1)):
+            assert compared(shape, items, edits=edits, rank=rank).worker == (0, 1), "a pair is one worker"
         for local in LOCAL_ROWS:
             compared(GATED_SHAPES[0], items, edits=edits, over=NEVER, local=local, math_loops=False)
         for shape, over, swapped in itertools.product(GATED_SHAPES, (ALREADY, 1, NEVER), (False, True)):

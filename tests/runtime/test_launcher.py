@@ -193,6 +193,13 @@ def test_attributes_are_tritons(told, stub, metadata, attributes):
     assert launch.config.grid[0] == 5 * metadata.get("num_ctas", 1)
 
 
+def test_programs_of_a_kernel_that_knows_no_clusters_are_launched_in_clusters(told, stub):
+    Launcher(made(told[1], launch_pdl=True), (6, 1, 1), (VARIES, 16), 2)(0, WORDS)
+    launch = stub.launches[0]
+    assert [list(one) for one in launch.attributes][: launch.config.count] == [[6, 1, 0, 0], [4, 2, 1, 1]]
+    assert launch.config.grid[0] == 6
+
+
 def test_four_threads_launch_at_once(launch, stub):
     stub.set("pause_us", 50)  # before the stub reads the parameters, without the GIL
 

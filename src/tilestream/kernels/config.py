@@ -133,6 +133,11 @@ class PortableConfig(GemmConfig):
     #: empty.
     A_KIND: str
     B_KIND: str
+    #: Elements of a vector that A and B are copied in, where the compiler does not see so much itself; else 1. And by
+    #: operand whether its stride of K is 1: the other stride, the batch's and the extent along it are multiples of so
+    #: many.
+    VECTOR: int = 1
+    K_MAJOR: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +179,12 @@ class HopperConfig(GemmConfig):
     CHAINED: bool  # whether the launch may begin before the kernel ahead of it has ended
     PUBLISH: str  # where the output's chunks are: ``"none"``, the accumulator's ``"rows"`` or its ``"columns"``
     LOCAL_ROWS: bool  # whether some row tiles of ``x`` lie in a tensor of their own
+    CTAS: int = 1  # CTAs that share a tile's rows, and what they load of ``y``: see `tilestream.kernels.hopper.pair`
 
     @property
     def ROWS(self) -> int:
-        """The accumulator's rows: of one tile, all its consumers'."""
-        return self.BLOCK_N if self.SWAP_AB else self.BLOCK_M
+        """The accumulator's rows: of one tile, all its consumers' in a CTA."""
+        return (self.BLOCK_N if self.SWAP_AB else self.BLOCK_M) // self.CTAS
 
     @property
     def COLUMNS(self) -> int:

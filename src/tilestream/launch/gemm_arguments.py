@@ -51,17 +51,23 @@ class Layout(NamedTuple):
     scale_k: ScaleStrides = (0, 0)
 
 
-def is_aligned(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, address: int) -> bool:
+def is_aligned(
+    extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, address: int, multiple: int = 16
+) -> bool:
     """Whether Triton can read a matrix in vectors of 16 bytes: all numbers but the stride of 1 are multiples of 16.
 
     Parameters
     ----------
     extents, strides
         Those of its two dimensions.
+    multiple
+        What the extent along the stride of 1 and all other strides are to be multiples of, instead of 16.
     """
-    if address % 16 or batch_stride % 16:
+    if address % 16 or batch_stride % multiple:
         return False
-    return any(strides[i] == 1 and extents[i] % 16 == 0 and strides[1 - i] % 16 == 0 for i in (1, 0))
+    return any(
+        strides[i] == 1 and extents[i] % multiple == 0 and strides[1 - i] % multiple == 0 for i in (1, 0)
+    )  # fmt: skip
 
 
 class GemmArguments:

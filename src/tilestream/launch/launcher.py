@@ -131,6 +131,8 @@ class Launcher:
         All arguments of the kernel, in its order: `Descriptor` for a descriptor, `VARIES` for an argument that a call
         gives, a number (for a pointer an address) for a fixed one. Compile-time arguments have the values that were
         compiled in.
+    cluster
+        CTAs of a cluster, for a kernel that was compiled for one CTA. Programs that follow each other in x form one.
 
     Raises
     ------
@@ -142,7 +144,9 @@ class Launcher:
         compiled in, or specialised as a multiple of 16, and varies or differs; a tensor that no tensor map describes.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any], cluster: int = 1
+    ) -> None:  # fmt: skip
         if min(grid) < 1:
             raise ValueError(f"a grid has extents of 1 and more, not {grid}")
         kernel._init_handles()
@@ -154,7 +158,7 @@ class Launcher:
         self.parameters = tuple(parameters)
         self._issue = _hip_launch() if _is_hip(kernel) else cuda_function("cuLaunchKernelEx", *[ctypes.c_void_p] * 4)
         self._function = ctypes.c_void_p(kernel.function)
-        self._attributes = _attributes(kernel.metadata)
+        self._attributes = _attributes(kernel.metadata, cluster)
         self._constant = (ctypes.addressof(self._attributes), len(self._attributes) // _ATTRIBUTE.size)
 
         # In a frame the varying parameters follow the end of the configuration, so that one packing writes both.
@@ -428,13 +432,15 @@ def hsa_parameter_sizes(assembly: str, entry: str) -> list[int]:
     return [int(size) for size, kind in _HSA_PARAMETER.findall(kernels) if not kind.startswith("hidden_")]
 
 
-def _attributes(metadata: Any) -> ctypes.Array[ctypes.c_char]:
+def _attributes(metadata: Any, cluster: int) -> ctypes.Array[ctypes.c_char]:
     """The attributes that Triton launches such a kernel with."""
     found = []
     if getattr(metadata, "launch_pdl", False):
         found.append((_PROGRAMMATIC, 1, 0, 0))
     if metadata.launch_cooperative_grid:
         found.append((_COOPERATIVE, 1, 0, 0))
+    if cluster != 1:
+        found.append((_CLUSTER_DIMENSION, cluster, 1, 1))
     if metadata.num_ctas != 1:
         found += [(_CLUSTER_DIMENSION, metadata.num_ctas, 1, 1), (_CLUSTER_POLICY, _SPREAD, 0, 0)]
     packed = b"".join(_ATTRIBUTE.pack(*attribute) for attribute in found)

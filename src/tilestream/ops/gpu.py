@@ -20,7 +20,7 @@ from tilestream.core.operands import GemmOperands
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops.operands import problem_of
 from tilestream.ops.scales import FP8_DTYPES
-from tilestream.plan import tma
+from tilestream.plan import experimental, tma
 from tilestream.plan.planner import plan_problem
 from tilestream.runtime import collector
 from tilestream.runtime.channel import check_device
@@ -154,17 +154,20 @@ def _make(
         None if residual is None else _strides(residual), epilogue.alpha != 1.0, epilogue.activation,
         _scale_strides(epilogue.scale_a, -2), _scale_strides(epilogue.scale_b, -1),
     )  # fmt: skip
-    unaligned = [
-        (name, tensor) for name, tensor, strides in (("a", a, layout.a), ("b", b, layout.b))
-        if not is_aligned((tensor.shape[-2], tensor.shape[-1]), strides[1:], strides[0], tensor.data_ptr())
-    ]  # fmt: skip
+    lie = [
+        ((tensor.shape[-2], tensor.shape[-1]), strides[1:], strides[0], tensor.data_ptr())
+        for tensor, strides in ((a, layout.a), (b, layout.b))
+    ]
+    unaligned = [named for named, how in zip((("a", a), ("b", b)), lie, strict=True) if not is_aligned(*how)]
     no_tma = _no_tma(a, b, layout)
     if plan is None:
         device = device or cuda_properties(a.device.index)
         problem = replace(
             problem_of(x, rows, columns, publishes),
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
-            aligned=not unaligned, no_tma=no_tma, plain=epilogue.trivial and _by_tma(out, layout),
+            aligned=not unaligned,
+            vector=experimental.vector(a.element_size(), lambda width: all(is_aligned(*one, width) for one in lie)),
+            no_tma=no_tma, plain=epilogue.trivial and _by_tma(out, layout),
             fast_accum=how.fast_accum or a.dtype not in FP8_DTYPES,
             row_multiples=(_row_multiple(a, layout.a), _row_multiple(b, layout.b)),
         )  # fmt: skip

@@ -73,13 +73,18 @@ def require(why_not: str) -> None:
         raise NotImplementedError(why_not)
 
 
+def ctas_of(variant: str) -> int:
+    """CTAs of a worker of this variant, each of which has an SM and as large a part of a tile's rows."""
+    return 2 if variant == "paired" else 1
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A way to run a problem, and what the device's cost model expects of it."""
 
     #: ``workers``: persistent workers, one intra-op thread each. ``inline``: one tile, in the calling thread with
     #: torch's own threads, where starting workers would cost more than it gains. ``persistent``: on a GPU, resident
-    #: programs, one a worker. Hopper: ``cooperative``, ``ping_pong`` and ``single``, see
+    #: programs, one a worker. Hopper: ``cooperative``, ``ping_pong``, ``single`` and ``paired``, see
     #: `tilestream.kernels.hopper.gemm`. CDNA: ``direct`` and ``staged``, see `tilestream.kernels.cdna.ring`.
     variant: str
     #: ``(block_m, block_n, block_k)``: a tile's rows and columns, and the length of a K step.
@@ -103,6 +108,11 @@ class Candidate:
     def tile(self) -> tuple[int, int]:
         """Rows and columns of a tile."""
         return self.block[:2]
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a worker."""
+        return ctas_of(self.variant)
 
 
 class Deferred(Candidate):

@@ -74,7 +74,8 @@ class Plan(Candidate):
     @property
     def floor(self) -> Floor:
         """What cannot be gone below on this device."""
-        return Floor.of(self.problem, self.device, self.device.workers if self.variant == "inline" else self.workers)
+        workers = self.device.workers if self.variant == "inline" else self.workers * self.ctas
+        return Floor.of(self.problem, self.device, workers)
 
     @property
     def gate(self) -> Gate | None:
@@ -103,7 +104,8 @@ class Plan(Candidate):
             queues += " in arrival order"
         backend = f"{self.backend} {self.variant}" if self.backend in ("hopper", "cdna") else self.backend
         return (
-            f"{backend} {schedule.kind}{queues}, {self.workers} workers{' with a queue each' * each}, "
+            f"{backend} {schedule.kind}{queues}, {self.workers} workers{' with a queue each' * each}"
+            f"{f' of {self.ctas} CTAs' * (self.ctas > 1)}, "
             f"{self.tile[0]}x{self.tile[1]} tiles, {schedule.raster.order} raster"
         )
 
@@ -212,7 +214,8 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
         of_group = f"{problem.groups} of {number(mean)} {'rows' if of_rows else 'of K'} on average"
         yield "groups", f"{of_group}; offsets are read on the device: {how}"
     yield "tiles", f"{most}{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"
-    yield "schedule", f"{schedule.kind}, {schedule.workers} workers{queues}{remainder}"
+    of_ctas = f" of {plan.ctas} CTAs" * (plan.ctas > 1)
+    yield "schedule", f"{schedule.kind}, {schedule.workers} workers{of_ctas}{queues}{remainder}"
     if raster.table is None:
         yield "raster", f"{raster.order}{first}, group {raster.group}"
     else:

@@ -75,7 +75,10 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
     if name == "hopper":
         refused += hopper.crossing(problem)
     if name == "portable" and not problem.aligned:
-        refused += (Refusal("vector loads", "a stride, an extent or an address is no multiple of 16"),)
+        vectors = "a stride, an extent or an address is no multiple of 16"
+        if problem.vector > 1 and device.arch.startswith("sm_"):
+            vectors += f"; copies of {problem.vector} elements: {experimental.NOT_RUN}"
+        refused += (Refusal("vector loads", vectors),)
     if name == "portable" and (converted := portable.converted(problem, device)):
         refused += (Refusal("8-bit matrix units", converted),)
     if problem.publishes is not None and name not in ("hopper", "cpu"):
@@ -83,6 +86,8 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
             f"publishes: the {name} kernel signals no chunk of its output ({elsewhere.why}): launch them one by one"
         )
     best = choice.best
+    if best.ctas > 1:
+        why += f"; {experimental.NOT_RUN}"
     if "stream_k" in kinds and best.kind != "stream_k" and best.variant != "inline":
         refused += (Refusal("stream_k", choice.why_no_stream_k()),)
     refused += (elsewhere,)
@@ -209,6 +214,8 @@ def _on_gpu(
         return hopper.candidates(problem, device, workers, kinds=every, forced=forced, auto=how.schedule == "auto")
 
     why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
+    if how.variant == "paired":
+        why = why or hopper.no_pairs(problem, every, workers)
     if how.backend not in (None, fast, "portable"):
         why = f"it is not for {device.arch}"
     more = ", registers=" if forced.registers else ""
@@ -289,10 +296,12 @@ class Choice:
     def static_or_queue(self) -> Refusal:
         """Why not the other of the two."""
         best = self.best
-        other = "dynamic" if best.kind == "static" else "static"
+        other: Kind = "dynamic" if best.kind == "static" else "static"
         alike = (c.predicted for c in self.found if c.kind == other and c.block == best.block)
         seconds = min(alike, default=math.inf)
-        if other == "dynamic" and best.schedule.grid.tiles <= best.schedule.workers:
+        if best.ctas > 1:
+            why = hopper.no_pairs(self.problem, (other,), best.ctas)
+        elif other == "dynamic" and best.schedule.grid.tiles <= best.schedule.workers:
             why = "a worker has one tile at most: there is nothing for a queue to even out"
         elif other == "dynamic":
             slower = f"{seconds / best.predicted - 1:.1%}"
@@ -329,6 +338,8 @@ class Choice:
     def why_no_stream_k(self) -> str:
         """Why the last wave's tiles are not split along K."""
         best, ways = self.best, [c for c in self.found if c.kind == "stream_k"]
+        if best.ctas > 1:
+            return hopper.no_pairs(self.problem, ("stream_k",), best.ctas)
         if self.backend == "hopper" and (why := hopper.no_parts(self.problem)):
             return why
         same = next((c for c in ways if c.block == best.block), None)

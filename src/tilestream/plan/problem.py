@@ -47,6 +47,9 @@ class Problem:
     #: Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1, and the others, the extent along it and
     #: the address are multiples of 16.
     aligned: bool = True
+    #: Elements of a vector of 4, 8 or 16 bytes in which a GPU can read operands of 16 bits that are not ``aligned``: as
+    #: there, with multiples of so many. 1: none, or not asked for (`tilestream.plan.experimental`).
+    vector: int = 1
     no_tma: str = ""  # what of A and B TMA cannot address, and why; empty where it can
     #: Whether the output is the product and nothing else, and TMA can address it: that takes the fewest registers.
     plain: bool = True

@@ -191,6 +191,9 @@ class Ring:
         Strips in which a tile goes through C buffers; 0 where it is stored from registers.
     most_buffers
         C buffers of a math loop, if there are as many strips.
+    ctas
+        CTAs that load for each other, each with rings of its own, where ``empty`` has the arrivals of all their
+        consumers: see `tilestream_tools.verify.pair`.
     """
 
     depth: int
@@ -199,6 +202,7 @@ class Ring:
     promoted: bool = False
     strips: int = 0
     most_buffers: int = 2
+    ctas: int = 1
 
     @property
     def num_consumers(self) -> int:
@@ -225,7 +229,7 @@ class Ring:
         """Each barrier, and how many arrivals complete a phase of it."""
         readers = 2 if self.consumers == "cooperative" else 1
         counts = {Barrier("full", s): 1 for s in range(self.depth)}
-        counts |= {Barrier("empty", s): readers for s in range(self.depth)}
+        counts |= {Barrier("empty", s): readers * self.ctas for s in range(self.depth)}
         counts |= {Barrier("item_full", s): 1 for s in range(self.items)}
         counts |= {Barrier("item_empty", s): self.num_consumers for s in range(self.items)}
         if self.consumers == "ping_pong":

@@ -5,7 +5,8 @@ A gate is a module of this package with
 * ``cases(is_wanted)``: every `Case` for which ``is_wanted(arch, name)``; what is not wanted costs no plan;
 * ``QUICK``: the names of a sample, one of each kind; an architecture before a name restricts it to that one;
 * ``source(case, trace=False)``: ``(kernel, arguments, options)``, as its launch has them, of no address;
-* ``rules(case, kernel, said)``: what was found and what is wanted, by rule. ``said`` is the assembler's output.
+* ``rules(case, kernel, said)``: what was found and what is wanted, by rule. ``said`` is the assembler's output;
+* ``again(case, kernel)``, if it has it: more options, with which a compiled kernel is compiled once more.
 
 A gate may have ``rules_of(case)`` instead of the last two.
 """
@@ -112,7 +113,13 @@ def cases(gate: ModuleType, what: str, arch: str = "") -> Iterator[Case]:
 
 def compiled(gate: ModuleType, case: Case, **how: Any) -> tuple[Any, str]:
     """The kernel, and what the assembler said."""
-    return build(*gate.source(case, **how), case.arch)
+    return _built(gate, case, *gate.source(case, **how))
+
+
+def _built(gate: ModuleType, case: Case, kernel: Any, filled: Any, options: dict[str, Any]) -> tuple[Any, str]:
+    made, said = build(kernel, filled, options, case.arch)
+    more = gate.again(case, made) if hasattr(gate, "again") else {}
+    return build(kernel, filled, options | more, case.arch) if more else (made, said)
 
 
 class Seed(NamedTuple):
@@ -164,7 +171,7 @@ def seeded(gate: ModuleType, seed: Seed, case: Case) -> tuple[Any, str]:
     if seed.change:
         fields = {key: tuple(value) if isinstance(value, list) else value for key, value in seed.change.items()}
         config = dataclasses.replace(config, **fields)
-    return build(kernel, (*numbers, config), options | seed.options, case.arch)
+    return _built(gate, case, kernel, (*numbers, config), options | seed.options)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ then 216 and 40.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -21,11 +22,12 @@ from tilestream.kernels.hopper.ring import ITEMS
 from tilestream.launch.gate import NO_PUBLISH, PublishArguments
 from tilestream.launch.gemm_arguments import NO_LOCAL, Layout
 from tilestream.launch.hopper.arguments import Arguments
+from tilestream.launch.hopper.multicast import rewritten
 from tilestream.plan.arrival_order import in_arrival_order
 from tilestream.plan.candidate import Forced
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.policy import hopper
-from tilestream.plan.policy.hopper import TILES, Tile
+from tilestream.plan.policy.hopper import PAIRED, TILES, Tile
 from tilestream.plan.problem import FP8, ITEMSIZE, Incoming, Problem
 from tilestream_tools.isa import sass
 from tilestream_tools.isa.kernels import copy_arguments, pointer
@@ -133,6 +135,7 @@ QUICK = (
     "cooperative 128x16 swapped bfloat16 plain nt", "cooperative 128x128 bfloat16 published nt",
     "ping_pong 64x128 swapped bfloat16 parted nt", "cooperative 128x128 bfloat16 probed nt",
     "cooperative 128x128 fp8 slim nt", "ping_pong 64x128 bfloat16 slim full nt",
+    "paired 256x256 bfloat16 plain nt", "paired 512x192 swapped bfloat16 plain nn",
 )  # fmt: skip
 #: Tiles that are compiled in every way: one of each kind.
 _EVERY_WAY = (("cooperative", 128, 128), ("cooperative", 128, 192), ("ping_pong", 64, 128), ("single", 64, 64))
@@ -141,7 +144,7 @@ _GATHERS = (("cooperative", 128, 256), ("cooperative", 128, 224))
 
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
-    for tile in TILES:
+    for tile in (*TILES, *PAIRED):
         # A square tile has one way round.
         for swapped in (False, True)[: 1 if tile.rows == tile.columns else 2]:
             for inputs, how, layout in _of_a_tile(tile, swapped):
@@ -152,6 +155,11 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
 
 def _of_a_tile(tile: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     """Inputs, how, layout. Schedules and layouts are the load warp's, whatever the tile: few tiles have them all."""
+    if tile in PAIRED:
+        yield from itertools.product(("bfloat16",), ("plain",), ("nn", "nt", "tn", "tt"))
+        yield from itertools.product(("bfloat16",), ("slim", "direct", "across", "table", "full"), ("nt",))
+        yield from itertools.product(("fp8", "fp8 precise", "tf32", "float16"), ("plain",), ("nt",))
+        return
     every_way = tile[:3] in _EVERY_WAY
     for layout in ("nn", "nt", "tn", "tt") if every_way else ("nt",):
         yield "bfloat16", "plain", layout
@@ -256,6 +264,11 @@ def fill(
     )  # fmt: skip
 
 
+def again(case: Case, kernel: Any) -> dict[str, Any]:
+    """Pairs of CTAs are assembled from PTX that is rewritten."""
+    return rewritten(kernel) if case.plan.ctas > 1 else {}
+
+
 # What must be true of it ----------------------------------------------------------------------------------------------
 
 
@@ -284,22 +297,34 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     round_of = {16: "128", 2: "U16"}
     rounds = Counter(re.findall(r"\bLDG\.E\.(U8|U16|64|128)\.STRONG\.GPU\b", found.sass))
     copied = [one for one in (problem.rows, problem.columns) if one] if plan.copies != "none" else []
-    ring = Ring(plan.stages, ITEMS.value, plan.variant)
+    paired = plan.ctas > 1
+    halves = tile.variant == "cooperative" or paired
+    ring = Ring(plan.stages, ITEMS.value, "cooperative" if paired else plan.variant, ctas=plan.ctas)
     loops = sass.k_loops(found.sass)
-    shared = plan.stages * 128 * tile.lines * (tile.rows + tile.columns) + (buffers if stored else 0)
+    shared = plan.stages * 128 * tile.lines * (arguments.rows + tile.columns) + (buffers if stored else 0)
     return {
         **found.rules(
             registers={*plan.registers, *((24, 232) if tile.loops == 1 else (120, 256))},
             products={f"m64n{width}k{depth}.f32.{x}.{y}" for width in arguments.widths},
             # Where the load warp prefetches a ticket, there is a loop before that and one behind it. Rows that stand
             # apart are loaded by the instruction that loads the others: its map is selected.
-            loads=(copies[0] * (2 if tile.variant == "cooperative" else 1) + sum(copies[1:])) * (1 + prefetches),
+            loads=(copies[0] * (1 + halves) + sum(copies[1:])) * (1 + prefetches),
             # One instruction does for four copies, each a warp's.
             stores=tile.loops * (tile.columns // plan.strip) if stored else 0,
             # An operand's chunks are waited for by items, and by the last worker out; each looks, then naps and looks.
             # In arrival order the worker that takes an item looks and naps before them, in one place.
             looks=4 * arriving + in_order,
             naps=2 * arriving + in_order,
+        ),
+        "copies to both CTAs of a pair": (found.count_sass(r"\bUTMALDG\S*MULTICAST"), paired * sum(copies[1:])),
+        # Each part of a worker's warps: before its first step, and behind its last. The three that only meet the others
+        # have one text on 3.9.
+        "meetings of a pair": (
+            found.count_ptx(r"\bbarrier\.cluster\.wait"),
+            2 * (4 if RELEASE >= (3, 9) else 6) if paired else 0,
+        ),
+        "arrivals at both CTAs of a pair": (
+            found.count_ptx(r"\bmbarrier\.arrive\.release\.cluster"), paired * tile.loops * (1 + bool(in_flight))
         ),
         "K loops": (
             [loop["gmma"] for loop in loops], [tile.rows_per_loop // 64 * plan.block[2] // depth * parts] * tile.loops

@@ -27,6 +27,7 @@ from tilestream.core.schedule import Schedule
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.arguments import Arguments
+from tilestream.plan.experimental import WIDTHS
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy.portable import sums_lose_bits, tiles
@@ -63,8 +64,11 @@ REFUSED = {
     "gfx942": ("float32 tf32", "float8 precise"),
     "gfx950": ("float32 tf32", "float8 precise"),
 }
+#: Where operands are copied in a few elements at a time: ``vectors`` of `tilestream.plan.experimental`.
+_OF_VECTORS = ("sm_90a", "sm_80")
 QUICK = (
-    "bfloat16 128x256 worst nt", "bfloat16 16x128 worst nt", "bfloat16 64x64 worst nt", "bfloat16 64x64 arriving nt",
+    "sm_90a bfloat16 in vectors of 2 128x128 worst nt", "bfloat16 128x256 worst nt",
+    "bfloat16 16x128 worst nt", "bfloat16 64x64 worst nt", "bfloat16 64x64 arriving nt",
     "bfloat16 64x64 ordered nt", "bfloat16 64x64 copied nt", "bfloat16 64x64 static nt", "float32 64x64 worst nt",
     "float32 tf32 64x64 worst nt", "float8 128x256 worst nt", "float8 128x256 plain nt",
     "float8 precise 128x128 worst nt", "float8 precise 128x128 plain nt", "float8 fnuz 64x128 worst nt",
@@ -80,22 +84,26 @@ CONVERTING = {"plain": 80, "static": 80, "stealing": 80, "worst": 112, "arriving
 
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
-    for (arch, device), inputs, aligned in itertools.product(DEVICES.items(), INPUTS, (True, False)):
-        if inputs in REFUSED[arch]:
+    lie = [(True, 1), (False, 1), *((False, width) for width in WIDTHS)]
+    for (arch, device), inputs, (aligned, vector) in itertools.product(DEVICES.items(), INPUTS, lie):
+        if inputs in REFUSED[arch] or (vector > 1 and (inputs != "bfloat16" or arch not in _OF_VECTORS)):
             continue
         dtype, other, rounded, fast = INPUTS[inputs]
-        extent = _SIZE if aligned else _SIZE + 1
+        extent = _SIZE if aligned else _SIZE + vector
         problem = Problem(
             extent, extent, extent, 1, dtype, result_name(dtype, None), tf32=rounded, aligned=aligned, b_dtype=other,
-            scales="tensor" if dtype in FP8 else "none", fast_accum=fast,
+            scales="tensor" if dtype in FP8 else "none", fast_accum=fast, vector=vector,
         )  # fmt: skip
+        of_vectors = f" in vectors of {vector}" * (vector > 1)
         waiting = tiles(replace(problem, rows=Incoming(Chunks.uniform(extent, 512))), device)
         for tile, how in itertools.product(tiles(problem, device), HOWS):
             block = (tile.block_m, tile.block_n)
             if how in _WAITS and tile not in waiting:
                 continue
-            for layout in LAYOUTS if how in ("worst", "plain") else ("nt",):
-                name = f"{inputs}{'' if aligned else ' unaligned'} {block[0]}x{block[1]} {how} {layout}"
+            if vector > 1 and how not in ("worst", "plain", "arriving"):
+                continue
+            for layout in LAYOUTS if how in ("worst", "plain") and vector <= 2 else ("nt",):
+                name = f"{inputs}{of_vectors or ('' if aligned else ' unaligned')} {block[0]}x{block[1]} {how} {layout}"
                 is_alike = inputs in ALIKE and (how, layout) != ("worst", "nt")
                 is_left_out = arch in NOT_RUN and not needs_most(arch, inputs, aligned, how, layout)
                 if not (is_alike or is_left_out) and is_wanted(arch, name):
@@ -131,7 +139,9 @@ def _made(plan: Plan, how: str, layout: str) -> tuple[Plan, Layout]:
     made = made._replace(
         out=wide, residual=wide, bias=1, scaled=True, activation="gelu", scale_a=(0, 1), scale_b=(0, 1)
     )
-    problem = replace(problem, k=problem.k + 16, out_dtype="float32", scales="row")
+    problem = replace(
+        problem, k=problem.k + (problem.vector if problem.vector > 1 else 16), out_dtype="float32", scales="row"
+    )
     grid = replace(old.grid, k_steps=old.grid.k_steps + 1)
     if how == "arriving":
         rows, columns = Incoming(Chunks.uniform(problem.m, 512)), Incoming(Chunks((0, 5, 5, problem.n)))
@@ -139,7 +149,7 @@ def _made(plan: Plan, how: str, layout: str) -> tuple[Plan, Layout]:
     if how in ("worst", "arriving"):
         schedule = Schedule("stream_k", grid, old.raster, old.workers - 1)
         return replace(plan, problem=problem, schedule=schedule), made
-    word = 0 if how == "ordered" else 16 if problem.aligned else 2
+    word = 0 if how == "ordered" else 16 if problem.aligned or problem.vector > 1 else 2
     problem = replace(problem, rows=Incoming(Chunks((0, 5, 5, problem.m)), 0, word))
     schedule = Schedule("dynamic", grid, old.raster, old.workers)
     gate = gate_of(problem, plan.tile)
@@ -151,7 +161,7 @@ def _made(plan: Plan, how: str, layout: str) -> tuple[Plan, Layout]:
 
 def source(case: Case, trace: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     plan, arguments = case.plan, Arguments(case.plan, case.layout, trace=trace)
-    address = 0 if plan.problem.aligned else 2
+    address = 0 if plan.problem.aligned or plan.problem.vector > 1 else 2
     log = pointer("int64", trace)
     filled = fill_gemm(arguments, plan, case.layout, address=address, log=log, copies=copy_arguments(plan))
     return gemm, filled, arguments.options
@@ -163,6 +173,9 @@ def source(case: Case, trace: bool = False) -> tuple[Any, tuple[Any, ...], dict[
 def rules(case: Case, kernel: Any, said: str) -> Rules:
     inputs, how = case.how
     found = common_rules(case, kernel, said, {})
+    if (width := case.plan.problem.vector) > 1:
+        copies = set(re.findall(r"\bcp\.async\.c[ag]\.shared\.global [^;]*?, (0x\w+),", kernel.asm["ptx"]))
+        found["bytes of a copy"] = (copies, {hex(2 * width)})
     if how == "stealing":
         # A wave of 64 lanes would hold the counters of all queues, keep its own answer, and part from the next wave.
         found["counters that lanes read at once"] = (

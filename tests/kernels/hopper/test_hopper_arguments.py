@@ -481,8 +481,8 @@ class Written:
 
     made: list[Written] = []  # noqa: RUF012
 
-    def __init__(self, kernel, grid, arguments) -> None:
-        self.kernel, self.grid, self.arguments = kernel, grid, by_name(arguments)
+    def __init__(self, kernel, grid, arguments, cluster=1) -> None:
+        self.kernel, self.grid, self.arguments, self.cluster = kernel, grid, by_name(arguments), cluster
         self.calls: list[dict[str, Any]] = []
         Written.made.append(self)
 
@@ -534,6 +534,26 @@ def test_a_launch_gives_each_argument_its_address(written, kind, swapped):
     if kind != "static":
         assert second["base"] - first["base"] == plan.schedule.full_tiles + plan.schedule.num_shares + plan.workers
     check(launcher.arguments, x_map=Descriptor(*Arguments(plan, FULL).x[:2]), y_map_1=None, y_map_2=None)
+
+
+@swapped_or_not
+def test_a_pair_of_ctas_is_launched_from_its_own_ptx(written, monkeypatch, swapped):
+    seen = []
+    monkeypatch.setattr(launching, "rewritten", lambda kernel: seen.append(kernel) or {"ir_override": "there"})
+    tile = (192, 512) if swapped else (512, 192)
+    plan = make("paired", tile, swapped, kind="static", workers=11)
+    given = operands()
+    GemmLaunch(plan, layout())(given)
+    (launcher,) = written
+    assert (plan.workers, launcher.grid, launcher.cluster) == (5, (10, 1, 1), 2), "a CTA of a pair is a program"
+    first, second = seen[0], launcher.kernel
+    assert (first[0], {**first[2], "ir_override": "there"}) == (second[0], second[2]), "the same kernel, from that text"
+    boxes = [one.block_shape for one in second[0][:5] if one is not None]
+    assert [max(box) for box in boxes] == [128, 64, 64], "x: a consumer's rows; y: half of each part, 128 and 64 wide"
+    check(launcher.arguments, CTAS=2, ROWS=256, HALF_ROWS=128, COLUMNS=192, WIDTHS=(128, 64), CONSUMERS="cooperative")
+    (call,) = launcher.calls
+    x, y = (given.b, given.a) if swapped else (given.a, given.b)
+    check(call, x_map=x.data_ptr(), y_map=y.data_ptr(), y_map_1=y.data_ptr(), out_map=given.out.data_ptr())
 
 
 def test_a_launch_of_parts_and_from_registers(written):

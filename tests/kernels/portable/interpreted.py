@@ -44,6 +44,7 @@ def plan_for(a: torch.Tensor, b: torch.Tensor, kind: str = "dynamic", workers: i
     problem = Problem(
         a.shape[-2], b.shape[-1], a.shape[-1], batch, dtype_name(a.dtype), how.pop("out", dtype_name(a.dtype)),
         b_dtype=dtype_name(b.dtype), scales=how.pop("scales", "none"), fast_accum=how.pop("fast_accum", True),
+        vector=how.pop("vector", 1),
     )  # fmt: skip
     return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE, backend="portable", **how)
 

@@ -6,10 +6,13 @@ import itertools
 
 import pytest
 import torch
-from interpreted import DEVICE, KINDS, check_product, crossed, laid_out, plan_for, product, run
+from interpreted import DEVICE, KINDS, check_product, crossed, laid_out, plan_for, product, run, strides
 
 from error_rule import ACTIVATIONS, Maths, check, rand
 from tilestream.core.operands import Epilogue
+from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.portable.arguments import Arguments
+from tilestream.plan.experimental import WIDTHS
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Problem
 
@@ -37,6 +40,20 @@ def test_tf32_rounds_to_nearest_halves_away_from_zero():
 
     assert rounded(a[:3, 0]).tolist() == [1 + 2**-10, -(1 + 2**-10), 1.0]
     assert torch.equal(product(plan, a, b), rounded(a) * rounded(b))
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("vector", WIDTHS)
+def test_operands_in_vectors_of_a_few_elements(vector, layout):
+    m, k, n = (vector * x for x in (9, 5, 11))
+    for pad, found in ((vector, vector), (vector + 1, 1)):  # the second is not as the plan's vectors are
+        a = laid_out(m, k, layout[0], torch.float16, pad)
+        b = laid_out(k, n, layout[1], torch.float16, pad)
+        plan = plan_for(a, b, vector=vector)
+        lie = Layout(strides(a), strides(b), (0, n, 1))
+        config = Arguments(plan, lie).config
+        assert (found, (layout[0] == "n", layout[1] == "t")) == (config.VECTOR, config.K_MAJOR)
+        check_product(plan, a, b)
 
 
 @pytest.mark.parametrize("kind", KINDS)

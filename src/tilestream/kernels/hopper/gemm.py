@@ -25,6 +25,8 @@ Variants (``CONSUMERS``):
 - ``cooperative``: two, each with half of a tile's rows.
 - ``ping_pong``: two, a tile each; one's epilogue runs under the other's multiplications.
 
+``CTAS``: two CTAs of a cluster may be one worker, each ``cooperative``: `kernels.hopper.pair`.
+
 ``CHAINED``: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch),
 and waits before it touches memory. What comes after it may do likewise, once all workers run. Not with a gate.
 """
@@ -65,6 +67,7 @@ from tilestream.kernels.hopper.epilogue import await_prefetch, first_partial, fi
 from tilestream.kernels.hopper.gate import backwards
 from tilestream.kernels.hopper.load import load_steps, locate
 from tilestream.kernels.hopper.multiply import product
+from tilestream.kernels.hopper.pair import announce_barriers, idle, in_parts, meet, rank
 from tilestream.kernels.hopper.publish import publish_tile
 from tilestream.kernels.hopper.queues import EARLY, await_ticket, pick_victim_of_warp, prefetch_ticket
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, skip, step
@@ -81,7 +84,10 @@ def make_stages(tensor_map, STAGES: gl.constexpr):
 @gluon.jit
 def begin(work, words, gate, C: gl.constexpr):
     """``(progress, watch)`` of a load warp that begins; where it prefetches tickets, its first is on the way."""
-    progress, watch = begin_worker(gl.program_id(0), gl.num_programs(0), work, words, gate, C)
+    worker, workers = gl.program_id(0), gl.num_programs(0)
+    if C.CTAS > 1:
+        worker, workers = worker // C.CTAS, workers // C.CTAS
+    progress, watch = begin_worker(worker, workers, work, words, gate, C)
     if C.PREFETCHES_TICKETS:
         go = tl.cast(1, tl.int32)
         asked = prefetch_ticket(words, home_queue(watch.worker, work.queues), go)
@@ -180,6 +186,8 @@ def skip_stages(place, steps, C: gl.constexpr):
 @gluon.jit
 def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
     """Producer, the load warp: take items, pass their gates, hand them on, load their K steps."""
+    if C.CTAS > 1:
+        meet()
     if C.CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -204,11 +212,15 @@ def load_loop(loads, ring, items, work, words, gate, C: gl.constexpr):
                 cursor = prefetch_next(cursor, work, words, watch)
             stage = load_steps(k_begin, item.k_end, tile, loads, ring, stage, C)
     finish_worker(passed, work, words, gate, watch, C)
+    if C.CTAS > 1:
+        meet()
 
 
 @gluon.jit
 def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing, C: gl.constexpr):
     """Consumer ``WHO``: multiply the items that it is handed, and finish them."""
+    if C.CTAS > 1:
+        meet()
     if C.CHAINED:
         gdc_wait()
     zero = tl.cast(0, tl.int32)
@@ -221,6 +233,8 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
         if mine:
             await_turn(order, number, WHO, C)
             row = item.pm * C.ROWS
+            if C.CTAS > 1:
+                row = (item.pm * C.CTAS + rank(C)) * C.ROWS
             if C.HALVES == 2:
                 row += WHO * C.HALF_ROWS
             early = prefetch_epilogue(epilogue, item.batch, row, item.pn * C.COLUMNS, C)
@@ -245,6 +259,8 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, epilogue, publishing
         going = steps
     if C.STORE == "tma":
         tma.store_wait(0)
+    if C.CTAS > 1:
+        meet()
 
 
 @entry(
@@ -286,12 +302,12 @@ def gemm(
     x_stages = make_stages(x_map, C.STAGES * C.HALVES)
     y_stages = ()
     for i in gl.static_range(len(C.WIDTHS)):
-        y_stages = y_stages + (make_stages(y_maps[i], C.STAGES),)
+        y_stages = y_stages + (make_stages(y_maps[i], C.STAGES * C.CTAS),)
     if C.STORE == "tma":
         out_buffers = make_stages(out_map, C.LOOPS * C.BUFFERS)
     else:
         out_buffers: gl.constexpr = None
-    ring = Ring(x_stages, y_stages, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, C.HALVES))
+    ring = Ring(x_stages, y_stages, make_barriers(C.STAGES, 1), make_barriers(C.STAGES, C.HALVES * C.CTAS))
     item_full, item_empty = make_barriers(ITEMS, 1), make_barriers(ITEMS, C.LOOPS)
     if C.CONSUMERS == "ping_pong":  # no barrier that is not used: see `tilestream.kernels.hopper.ring`
         order = make_barriers(2, 1)
@@ -331,7 +347,16 @@ def gemm(
             copies, gate.rows if C.COPIES == "rows" else gate.columns, gl.num_programs(0),
             gl.arange(0, C.COPY_BLOCK, LANES), C.COPY_BLOCK, C.COPY_VECTOR,
         )  # fmt: skip
-    if C.LOOPS == 2:
+    if C.CTAS > 1:
+        announce_barriers()
+        whole = Ring(x_stages, in_parts(y_stages, C), ring.full, ring.empty)
+        gl.warp_specialize([
+            (math_loop, (0, whole, items, order, words, epilogue, publishing, C)),
+            (math_loop, (1, whole, items, order, words, epilogue, publishing, C)),
+            (load_loop, (loads, ring, items, work, words, gate, C)),
+            (idle, (ring,)), (idle, (ring,)), (idle, (ring,)),
+        ], [4, 1, 1, 1, 1], [C.MATH_REGISTERS] + [C.LOAD_REGISTERS] * 4)  # fmt: skip
+    elif C.LOOPS == 2:
         gl.warp_specialize([
             (math_loop, (0, ring, items, order, words, epilogue, publishing, C)),
             (math_loop, (1, ring, items, order, words, epilogue, publishing, C)),

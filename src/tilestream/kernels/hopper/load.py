@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilestream.core.structs import Place
 from tilestream.kernels.hopper.compat import tma_load, viewed
 from tilestream.kernels.hopper.epilogue import start_of
+from tilestream.kernels.hopper.pair import begin_multicast, end_multicast, rank
 from tilestream.kernels.hopper.ring import step
 
 
@@ -41,6 +42,8 @@ def locate(loads, item, C: gl.constexpr):
     if C.LOCAL_ROWS:
         is_local, row = find_local(loads.local, pr)
     x_batch, y_batch = item.batch * loads.x_batched, item.batch * loads.y_batched
+    if C.CTAS > 1:
+        row = row * C.CTAS + rank(C)
     return Source(x_batch, y_batch, row * C.ROWS, pc * C.COLUMNS, is_local)
 
 
@@ -99,6 +102,12 @@ def load_steps(begin, end, source, loads, ring, place, C: gl.constexpr):
             first = source.column + start_of(C.WIDTHS, i)
             if C.TWO_HALVES:
                 first = source.column + i * loads.half
-            load_operand(loads.y[i], bar, ring.y[i].index(stage), source.y_batch, first, at, C.Y_K_MAJOR, C.BATCHED)
+            at_stage = stage
+            if C.CTAS > 1:
+                at_stage, first = stage * C.CTAS + rank(C), first + rank(C) * (C.WIDTHS[i] // C.CTAS)
+                begin_multicast()
+            load_operand(loads.y[i], bar, ring.y[i].index(at_stage), source.y_batch, first, at, C.Y_K_MAJOR, C.BATCHED)
+            if C.CTAS > 1:
+                end_multicast()
         stage, phase = step(stage, phase, C.STAGES)
     return Place(stage, phase)

@@ -87,12 +87,12 @@ def multiply(ring, order, place, steps, WHO: gl.constexpr, C: gl.constexpr):
         mbarrier.wait(ring.full.index(stage), phase)
         x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
         accs = wait_mma(start_mma(x, ring.y, stage, accs, 0, True, C.Y_K_MAJOR), PARTS)
-        mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
+        mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)), count=C.CTAS)
         stage, phase = step(stage, phase, C.STAGES)
     if C.CONSUMERS == "ping_pong":
         mbarrier.arrive(order.index(1 - WHO))
     accs = wait_mma(accs, 0)
-    mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
+    mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)), count=C.CTAS)
     return accs, Place(stage, phase)
 
 
@@ -122,7 +122,7 @@ def multiply_rs_tail(ring, order, place, steps, WHO: gl.constexpr, C: gl.constex
         x = mma_operand(ring.x, stage * C.HALVES + HALF, C.X_K_MAJOR, False)
         wide = start_mma(x, ring.y, stage, wide, 0, True, C.Y_K_MAJOR)
         done = wait_mma(wide + last + (held,), WIDE)
-        mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
+        mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)), count=C.CTAS)
         wide = done[:WIDE]
         held = x.load(LAYOUT)
         last = start_mma(held, ring.y, stage, done[WIDE:-1], WIDE, True, C.Y_K_MAJOR)
@@ -130,7 +130,7 @@ def multiply_rs_tail(ring, order, place, steps, WHO: gl.constexpr, C: gl.constex
     if C.CONSUMERS == "ping_pong":
         mbarrier.arrive(order.index(1 - WHO))
     accs = wait_mma(wide + last + (held,), 0)[:-1]
-    mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)))
+    mbarrier.arrive(ring.empty.index(before(stage, C.STAGES)), count=C.CTAS)
     return accs, Place(stage, phase)
 
 
@@ -158,7 +158,7 @@ def multiply_promoted(ring, order, place, steps, WHO: gl.constexpr, C: gl.conste
                 if k == steps - 1:
                     mbarrier.arrive(order.index(1 - WHO))
             sums = sums + (accs[i] + warpgroup_mma_wait(0, (part,)),)
-        mbarrier.arrive(ring.empty.index(stage))
+        mbarrier.arrive(ring.empty.index(stage), count=C.CTAS)
         accs = sums
         stage, phase = step(stage, phase, C.STAGES)
     return accs, Place(stage, phase)

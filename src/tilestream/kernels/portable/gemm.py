@@ -55,6 +55,16 @@ def columns_of(item, n, C: tl.constexpr):
 
 
 @triton.jit
+def in_vectors(x, ALONG_ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """The `Matrix` ``x``, with its strides written as multiples of ``VECTOR`` for the compiler, except the one of 1."""
+    batch = x.batch // VECTOR * VECTOR
+    if ALONG_ROWS:
+        return Matrix(x.at, batch, x.row, x.column // VECTOR * VECTOR)
+    else:
+        return Matrix(x.at, batch, x.row // VECTOR * VECTOR, x.column)
+
+
+@triton.jit
 def product(a, b, item, m, n, k, scales, C: tl.constexpr):
     """The item's K steps of its tile: float32 ``[BLOCK_M, BLOCK_N]``.
 
@@ -64,6 +74,17 @@ def product(a, b, item, m, n, k, scales, C: tl.constexpr):
     """
     A_KIND: tl.constexpr = C.A_KIND
     B_KIND: tl.constexpr = C.B_KIND
+    VECTOR: tl.constexpr = C.VECTOR
+    A_ALONG_K: tl.constexpr = C.K_MAJOR[0]
+    B_ALONG_K: tl.constexpr = C.K_MAJOR[1]
+    if C.VECTOR > 1:
+        a, b = in_vectors(a, not A_ALONG_K, VECTOR), in_vectors(b, B_ALONG_K, VECTOR)
+        if not A_ALONG_K:
+            m = m // VECTOR * VECTOR
+        if not B_ALONG_K:
+            n = n // VECTOR * VECTOR
+        if A_ALONG_K or B_ALONG_K:
+            k = k // VECTOR * VECTOR
     rows = (item.pm * C.BLOCK_M + tl.arange(0, C.BLOCK_M)) % m
     cols = columns_of(item, n, C)
     step = tl.arange(0, C.BLOCK_K)

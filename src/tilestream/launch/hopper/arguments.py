@@ -52,7 +52,7 @@ class Arguments(GemmArguments):
         Maps, of y three, one for each part of a tile's columns: None where there are fewer, where no rows are local,
         and where TMA cannot address the output.
     rows, widths
-        The accumulator's rows, and the columns of each part.
+        The accumulator's rows in a CTA, and the columns of each part.
     """
 
     kernel: Any = gemm
@@ -70,12 +70,12 @@ class Arguments(GemmArguments):
         b = Operand(problem.n, block_n, bb, bn, bk, problem.dtypes[1])
         x, y = (b, a) if swap_ab else (a, b)
         self._batched = [int(bool(batches and one.batch)) for one in (x, y)]
-        self._halves = 2 if plan.variant == "cooperative" else 1
-        self.rows, self.widths = x.tile_rows, widths(y.tile_rows, widest(problem))
+        self._halves = 2 if plan.variant in ("cooperative", "paired") else 1
+        self.rows, self.widths = x.tile_rows // plan.ctas, widths(y.tile_rows, widest(problem))
         half = self.rows // self._halves
         self.x, self._x_major = operand_map(x, half, problem.k, block_k, batches)
         self.local = None if local_rows is None else Map((local_rows, problem.k), (problem.k, 1), self.x.box)
-        parts = [operand_map(y, width, problem.k, block_k, batches) for width in self.widths]
+        parts = [operand_map(y, width // plan.ctas, problem.k, block_k, batches) for width in self.widths]
         self.y = (*(part for part, _ in parts), *[None] * (MOST_PARTS - len(parts)))
         self._y_major = parts[0][1]
         # The load warp has no registers for it where there are shares, or y is read across, in three boxes a step.
@@ -134,7 +134,7 @@ class Arguments(GemmArguments):
             Y_K_MAJOR=self._y_major,
             BATCHED=problem.batch > 1,
             SWAP_AB=plan.swap_ab,
-            CONSUMERS=plan.variant,
+            CONSUMERS="cooperative" if plan.ctas > 1 else plan.variant,
             PROMOTED=problem.fp8 and not problem.fast_accum,
             RS_TAIL=rs_tail(self.widths, 8 * ITEMSIZE[problem.dtype]),
             LOAD_REGISTERS=plan.registers[0],
@@ -146,6 +146,7 @@ class Arguments(GemmArguments):
             CHAINED=_CHAINED and plan.gate is None,
             PUBLISH="none" if problem.publishes is None else "columns" if plan.swap_ab else "rows",
             LOCAL_ROWS=self.local is not None,
+            CTAS=plan.ctas,
         )
 
     def _wide(self) -> bool:

@@ -15,6 +15,7 @@ from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishAr
 from tilestream.launch.gemm_arguments import NO_LOCAL, Layout, LocalTiles
 from tilestream.launch.hopper.arguments import Arguments
 from tilestream.launch.hopper.maps import described_by
+from tilestream.launch.hopper.multicast import rewritten
 from tilestream.launch.launch import Probe
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher, NoLauncher
 from tilestream.launch.trace import SpanLog
@@ -105,6 +106,8 @@ class GemmLaunch(launch.GemmLaunch):
             (*described, *given, 0, 0, epilogue.alpha, epilogue.beta), capacity, gate, publish, copies
         )
         kernel = compiling.compiled(gemm, filled, arguments.options)
+        if self.plan.ctas > 1:
+            kernel = compiling.compiled(gemm, filled, arguments.options | rewritten(kernel))
         if compiling.is_ahead():
             return NoLauncher()
         problem = self.plan.problem
@@ -126,4 +129,5 @@ class GemmLaunch(launch.GemmLaunch):
             publish = PublishArguments(VARIES, VARIES, VARIES)
         tiles = NO_LOCAL if local is None else (VARIES, VARIES, VARIES)
         filled = arguments.fill((*varying, VARIES, VARIES, VARIES, VARIES), capacity, gate, publish, copies, tiles)
-        return Launcher(kernel, (self.plan.schedule.workers, 1, 1), filled)
+        ctas = self.plan.ctas
+        return Launcher(kernel, (self.plan.schedule.workers * ctas, 1, 1), filled, ctas)

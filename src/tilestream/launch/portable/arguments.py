@@ -6,7 +6,7 @@ from typing import Any
 
 from tilestream.kernels.config import PortableConfig
 from tilestream.kernels.portable.gemm import gemm
-from tilestream.launch.gemm_arguments import GemmArguments, Layout
+from tilestream.launch.gemm_arguments import GemmArguments, Layout, is_aligned
 from tilestream.launch.portable.options import options
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.portable import adds_by_itself, converts, strip, sums_lose_bits
@@ -44,7 +44,16 @@ class Arguments(GemmArguments):
             PROMOTED=empties and adds_by_itself(arch),
             A_KIND=kinds[0],
             B_KIND=kinds[1],
+            VECTOR=self._vector(),
+            K_MAJOR=(self.layout.a[2] == 1, self.layout.b[1] == 1),
         )
+
+    def _vector(self) -> int:
+        """The plan's, if these operands lie so. What their addresses are multiples of the compiler sees itself."""
+        problem, (a, b) = self.plan.problem, self.layout[:2]
+        shapes = (((problem.m, problem.k), a), ((problem.k, problem.n), b))
+        fits = all(is_aligned(extents, s[1:], s[0], 0, problem.vector) for extents, s in shapes)
+        return problem.vector if fits and self.plan.device.arch.startswith("sm_") else 1
 
     def _wide(self) -> bool:
         """Whether an offset inside one batch exceeds 31 bits. Offsets past the end are masked and may do so."""

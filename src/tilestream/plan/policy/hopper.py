@@ -17,13 +17,13 @@ from tilestream.core.device import DeviceProperties
 from tilestream.core.grid import Grid
 from tilestream.core.integers import cdiv
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan.candidate import FREE, Candidate, Deferred, Forced, Refusal, require
+from tilestream.plan.candidate import FREE, Candidate, Deferred, Forced, Refusal, ctas_of, require
 from tilestream.plan.policy.hopper_costs import LINE, Cut, Model, TileFacts
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 
-#: What a worker is made of: see `tilestream.kernels.hopper.gemm`.
-VARIANTS = ("cooperative", "ping_pong", "single")
+#: What a worker is made of: see `tilestream.kernels.hopper.gemm`. The last is taken where it is forced: see `PAIRED`.
+VARIANTS = ("cooperative", "ping_pong", "single", "paired")
 #: Operands whose products are added in fp32, and outputs. float32 as tf32, to which the copies to shared memory round.
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -42,7 +42,7 @@ CLUSTERS = 8
 LEAST_STEPS = 4
 #: The most registers of a thread for an accumulator and the product of a part of 128 columns that is added to it: what
 #: ptxas does without spilling, of no more than two parts.
-_MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192}
+_MOST_TWICE = {"cooperative": 192, "ping_pong": 160, "single": 192, "paired": 192}
 #: An accumulator of more registers leaves none for more than a plain epilogue; of yet more, for stream_k.
 _ROOMY, _LEAST_ROOM = 128, 160
 #: An accumulator of 128 rows and of more registers leaves none to reduce parts before more than a plain epilogue. Where
@@ -77,9 +77,14 @@ class Tile(NamedTuple):
         return 1 if self.variant == "single" else 2
 
     @property
+    def ctas(self) -> int:
+        """CTAs of a worker."""
+        return ctas_of(self.variant)
+
+    @property
     def rows_per_loop(self) -> int:
         """Rows of the accumulator that a math loop holds."""
-        return self.rows // 2 if self.variant == "cooperative" else self.rows
+        return self.rows // {"cooperative": 2, "paired": 4}.get(self.variant, 1)
 
     @property
     def registers(self) -> int:
@@ -101,7 +106,8 @@ class Tile(NamedTuple):
     def stages(self, out_size: int, shared: int) -> int:
         """Stages that fit the shared memory beside the C buffers."""
         buffers = self.loops * self.buffers(out_size) * self.rows_per_loop * self.strip(out_size) * out_size
-        return min(_MOST_STAGES, (shared - buffers - _BARRIER_BYTES) // (128 * self.lines * (self.rows + self.columns)))
+        line = 128 * self.lines * (self.rows // self.ctas + self.columns)
+        return min(_MOST_STAGES, (shared - buffers - _BARRIER_BYTES) // line)
 
 
 #: An accumulator of 64 x 256 or 128 x 128, of fp32 in four warps, is 128 registers of a thread.
@@ -127,6 +133,10 @@ TILES = (
     Tile("cooperative", 128, 32, 2),
     Tile("cooperative", 128, 16, 2),
 )
+#: Tiles of two CTAs that read an operand from L2 once for both: see `tilestream.kernels.hopper.pair`. In a K
+#: step 256 x 256 reads 512 rows of operands from L2, and two CTAs of 128 x 256 by themselves 768. Compiled, never run:
+#: plans take none unless ``variant=`` forces it.
+PAIRED = (Tile("paired", 256, 256), Tile("paired", 512, 192))
 
 
 @functools.cache
@@ -174,6 +184,15 @@ def refusal(problem: Problem, device: DeviceProperties) -> str:
     if counted >= _MOST:
         return f"rows of a chunk that is published, by column tiles: {counted}; it counts them in 31 bits"
     return problem.no_tma
+
+
+def no_pairs(problem: Problem, kinds: tuple[Kind, ...], workers: int) -> str:
+    """Why no two CTAs compute a tile of such a problem together; empty if they can."""
+    if "static" not in kinds:
+        return f"pairs of CTAs take a static grid, of which both know their items, not {' or '.join(kinds)}"
+    if problem.arriving or problem.publishes is not None:
+        return "pairs of CTAs wait for no chunks and publish none"
+    return "a pair of CTAs takes two workers" if workers < 2 else ""
 
 
 def no_parts(problem: Problem, tile: Tile | None = None) -> str:
@@ -239,6 +258,8 @@ def ways(problem: Problem, device: DeviceProperties, kinds: tuple[Kind, ...], fo
     """What there are registers and shared memory for, within what is forced; no extent of ``problem`` counts."""
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
     rows = [row for row in TILES if forced.variant in (None, row.variant)]
+    if forced.variant == "paired":
+        rows, kinds = list(PAIRED), ("static",)
     if problem.promoted:  # a stage is as much of K as the tensor cores may add up
         rows = [row._replace(lines=1) for row in rows]
     fits = [(row, fit) for row in rows if (fit := row.stages(out_size, device.shared)) >= max(2, forced.stages or 2)]
@@ -288,7 +309,7 @@ def candidates(
                 continue
         group = group_of(block, workers, kind == "stream_k" or bool(problem.arriving), way.swap_ab)
         raster = raster_of(problem, grid, block, min(group, max(1, grid.num_m)), forced.order)
-        few = min(workers, grid.tiles)
+        few = min(workers // way.facts.ctas, grid.tiles)
         queues, split = queues_of(problem, kind, forced.queues, raster, few)
         for shares in _shares(grid, workers, forced.shares) if kind == "stream_k" else (0,):
             count = workers if kind == "stream_k" else few
@@ -358,4 +379,5 @@ def facts_of(problem: Problem, device: DeviceProperties, tile: Tile) -> TileFact
     parts = widths(tile.columns)
     depth = tile.lines * tile.stages(ITEMSIZE[problem.out_dtype], device.shared)
     tail = rs_tail(parts, 8 * ITEMSIZE[problem.dtype])
-    return TileFacts(tile.variant, tile.rows, tile.columns, tile.lines, depth, tile.registers, parts, tail)
+    rows = tile.rows // tile.ctas
+    return TileFacts(tile.variant, rows, tile.columns, tile.lines, depth, tile.registers, parts, tail, tile.ctas)

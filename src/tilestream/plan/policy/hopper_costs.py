@@ -29,11 +29,12 @@ LINE, SECTOR = 128, 32
 class Costs:
     """Constants of the model. What matters is the order that they put candidates in: single ones measure nothing."""
 
-    #: cooperative, ping_pong, single: by variant, the tensor cores' rate beside the nominal one. A single consumer's
-    #: short steps are charged to ``feed``.
+    #: cooperative, ping_pong, single, paired: by variant, the tensor cores' rate beside the nominal one. A single
+    #: consumer's short steps are charged to ``feed``. Pairs have not run: theirs is that of ``cooperative``.
     cooperative: float = 0.94
     ping_pong: float = 0.925
     single: float = 2.11
+    paired: float = 0.94
     #: The rate of ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
     alone: float = 0.78
     #: lines, shallow_loss: the loss for each line of K that a ring holds less than so many: its copies run less ahead.
@@ -126,8 +127,9 @@ class Cut(NamedTuple):
 class TileFacts(NamedTuple):
     """What the model knows of a tile.
 
-    ``lines`` is K of a stage, and ``depth`` that of the ring, in lines of 128 bytes. ``parts`` are the widths that the
-    columns are multiplied in, and ``rs_tail`` says whether the last has its x in registers.
+    ``rows`` are those of a CTA; a worker has ``ctas`` CTAs. ``lines`` is K of a stage, and ``depth`` that of the ring,
+    in lines of 128 bytes. ``parts`` are the widths that the columns are multiplied in, and ``rs_tail`` says whether the
+    last has its x in registers.
     """
 
     variant: str
@@ -138,6 +140,7 @@ class TileFacts(NamedTuple):
     registers: int
     parts: tuple[int, ...]
     rs_tail: bool
+    ctas: int = 1
 
 
 @functools.lru_cache(maxsize=1024)
@@ -190,7 +193,8 @@ class Model:
         multiply = multiplying(tile, costs)[alone] / self.cycles
         of_rows, of_columns = self.row_costs[::-1] if swap_ab else self.row_costs
         rows = tile.rows * of_rows + tile.columns * of_columns
-        feed = LINE * tile.lines * rows / min(costs.feed / (cut.tiles if alone else cut.workers), costs.feed_of_one)
+        readers = tile.ctas * (cut.tiles if alone else cut.workers)
+        feed = LINE * tile.lines * rows / min(costs.feed / readers, costs.feed_of_one)
         if not alone:
             feed *= costs.drifted if cut.together else costs.scattered
         longer, shorter = (multiply, feed) if multiply > feed else (feed, multiply)

@@ -79,6 +79,10 @@ TILES: dict[str, tuple[Tile, ...]] = {
         Tile(64, 64, 64, 4, 4, 0.25),  # 64 rows: the least that Hopper's warp-group instructions take
         Tile(16, 128, 64, 4, 4, 0.12),
     ),
+    # Copies of 16 bytes and of 8; and of 4, whose addresses for a K step of 64 are more than there are registers beside
+    # 128x128 (Triton 3.9 spills 168 bytes). No GPU has run them, and the shares are guesses.
+    "16-bit, vectors": (Tile(128, 128, 64, 8, 4, 0.40), Tile(64, 64, 64, 4, 4, 0.18)),
+    "16-bit, vectors of 2": (Tile(128, 128, 32, 8, 4, 0.35), Tile(64, 64, 32, 4, 4, 0.16)),
     # An element a load: one 64-bit address each, in registers.
     "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.10)),
     "8-bit": (
@@ -179,6 +183,8 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
     else:
         kind = "tf32" if problem.tf32 else "float32"
     kinds = [kind] if problem.aligned else [f"{kind}, unaligned", kind]
+    if problem.vector > 1 and not problem.aligned and device.arch.startswith("sm_"):
+        kinds = [f"{kind}, vectors of {problem.vector}", f"{kind}, vectors"]
     here = CDNA.get(device.arch, {})
     rows = next((here[name] for name in kinds if name in here), ())
     if not rows:
