@@ -79,7 +79,7 @@ class _Filling:
     ) -> None:  # fmt: skip
         self._arrival, self._chunks, self._source, self._landing = arrival, chunks, source, landing
         self._epoch = arrival.epoch
-        self._order = [(arrival.pivot + step) % chunks.count for step in range(chunks.count)]
+        self._order: Sequence[int] = [(arrival.pivot + step) % chunks.count for step in range(chunks.count)]
         self._wanted, self._ask = chunks.count, order
         self._lock = threading.Lock()
         self._claimed = 0
