@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tilestream.arrival import device, device_words, landing, lanes, publishing
-from tilestream.runtime import driver, sequence, streams
+from tilestream.runtime import driver, graphs, sequence, streams
 
 #: The "device" of what is really in the CPU's memory.
 DEVICE = torch.device("cpu")
@@ -45,7 +45,7 @@ class Stream:
     def give(self, work: Callable[[], object] | tuple[Stream, int]) -> None:
         """Issue ``work``: a function, or the (stream, position) to wait for."""
         if self._cuda.graph is not None:
-            self._cuda.graph.work.append(work)
+            self._cuda.graph.add(self.cuda_stream, work)
             return
         self._work.append(work)
         self.issued += 1
@@ -103,16 +103,50 @@ class Event:
         assert self.query(), "waits for ever"
 
 
+class Copy:
+    """A copy: done at once as other work is, or begun and ended with other work between."""
+
+    def __init__(self, to: int, source: int, size: int) -> None:
+        self._to, self._source, self._size = to, source, size
+
+    def __call__(self) -> None:
+        self.end(self.begin())
+
+    def begin(self) -> bytes:
+        return ctypes.string_at(self._source, self._size)
+
+    def end(self, read: bytes) -> None:
+        ctypes.memmove(self._to, read, self._size)
+
+
 class Graph:
-    """What was captured."""
+    """What was captured: nodes of work, each behind others."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.work: list[Any] = []
+        #: What each node is behind; by stream: what its next node will be behind.
+        self.behind: list[set[int]] = []
+        self.heads: dict[int, set[int]] = {}
+        self._when_gone: list[tuple[int, int]] = []
+
+    def add(self, handle: int, work: Any) -> None:
+        self.behind.append(set(self.heads.get(handle, ())))
+        self.heads[handle] = {len(self.work)}
+        self.work.append(work)
 
     def replay(self, stream: Stream) -> None:
+        """Do the nodes in the order of their capture."""
         for work in self.work:
             stream.give(work)
+
+    def destroy(self) -> None:
+        for function, argument in self._when_gone:
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+        self._when_gone.clear()
+
+    def call_when_gone(self, function: int, argument: int) -> None:
+        self._when_gone.append((function, argument))
 
 
 class Driver:
@@ -131,9 +165,24 @@ class Driver:
         self._give("stream_wait", stream, Until(lambda: ctypes.c_int32.from_address(address).value >= value))
 
     def copy_in(self, stream: int, to: int, source: int, size: int) -> None:
-        self._give("copy_in", stream, lambda: ctypes.memmove(to, source, size))
+        self._give("copy_in", stream, Copy(to, source, size))
 
     copy_across = copy_in
+
+    def captured_nodes(self, stream: int) -> tuple[int, ...]:
+        return tuple(self._graph.heads.get(stream, ()))
+
+    def follow_nodes(self, stream: int, nodes: tuple[int, ...], alone: bool) -> None:
+        heads = self._graph.heads
+        heads[stream] = set(nodes) | (set() if alone else heads.get(stream, set()))
+
+    def call_when_gone(self, stream: int, function: int, argument: int) -> None:
+        self._graph.call_when_gone(function, argument)
+
+    @property
+    def _graph(self) -> Graph:
+        assert self._cuda.graph is not None, "nothing is captured"
+        return self._cuda.graph
 
     def create_event(self) -> int:
         self._events.append(None)
@@ -203,6 +252,7 @@ class FakeCuda:
         for module in (device, device_words):
             patch.setattr(module, "zero", lambda words: self.current.give(words.zero_))
         patch.setattr(device_words, "_captured_stores", [])
+        patch.setattr(graphs, "_kept", {})
         patch.setattr(device.DeviceSignals, "_failed", {})
         patch.setattr(streams, "create_stream", lambda: self.stream().cuda_stream)
         patch.setattr(streams, "_idle", {})

@@ -40,8 +40,8 @@ def test_the_library_and_its_tests_grow_no_more():
     # They had come down to 34,000 and 47,200. Then came native calls, derivatives of every order, DTensor's strategies,
     # calls on the CPU that are looked up, a kernel that merges attentions, compiling ahead, and prepared sequences; of
     # tests alone, those of the report in a browser and of pictures.
-    assert lines_of(SRC / "tilestream") <= 43_200
-    assert lines_of(ROOT / "tests") <= 69_900
+    assert lines_of(SRC / "tilestream") <= 43_500
+    assert lines_of(ROOT / "tests") <= 70_800
 
 
 def test_the_table_of_the_design_is_of_this_structure():

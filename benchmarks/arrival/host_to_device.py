@@ -12,6 +12,8 @@
     `Stream.restart` of a stream that is kept, and a matmul of it.
 ``streamed``
     `stream_in`, a matmul of the stream, and its end.
+``captured``, ``by hand, captured``
+    ``restarted`` and ``by hand`` as a CUDA graph, replayed: each replay copies anew.
 
 Two clocks: ``ms``, the host's from an idle GPU to an idle GPU; ``gpu_ms``, between two events behind a spin that hides
 the host. ``host_us``: what the calls cost the host until they return, the GPU idle.
@@ -69,6 +71,7 @@ class Problem:
         left, right = (self.there, self.brought.mT) if self.weight else (self.brought, self.other)
         self.reference = left.double() @ right.double()
         self.errors: dict[str, dict[str, float]] = {}
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
     def mm(self, x: torch.Tensor) -> torch.Tensor:
         """Torch's product with what ``x`` holds."""
@@ -86,7 +89,19 @@ class Problem:
             "by hand, our chunks": lambda: self._by_hand(ours),
             "restarted": self._restarted,
             "streamed": self._streamed,
+            "captured": self._graph("captured", self._restarted).replay,
+            "by hand, captured": self._graph("by hand", lambda: self._by_hand(eight)).replay,
         }
+
+    def _graph(self, name: str, issue: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """What ``issue`` issues, captured once."""
+        if name not in self.graphs:
+            issue()  # compiled and loaded
+            torch.cuda.synchronize()
+            self.graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[name]):
+                issue()
+        return self.graphs[name]
 
     def _ours(self, x: Any) -> None:
         if self.weight:
@@ -181,9 +196,12 @@ def row(m: int, n: int, k: int, what: str, pinned: torch.Tensor) -> dict[str, An
         "gpu_ms": {name: round(value, 4) for name, value in gpu_ms.items()},
         "host_us": problem.host_microseconds(),
         "of_by_hand": {
-            name: round(ms[name] / min(ms[hand] for hand in hands), 4) for name in ("restarted", "streamed")
+            **{name: round(ms[name] / min(ms[hand] for hand in hands), 4) for name in ("restarted", "streamed")},
+            "captured": round(ms["captured"] / ms["by hand, captured"], 4),
         },
-        "over_larger_us": {name: round(1e3 * (ms[name] - larger), 1) for name in ("restarted", "streamed", *hands)},
+        "over_larger_us": {
+            name: round(1e3 * (ms[name] - larger), 1) for name in ("restarted", "streamed", "captured", *hands)
+        },
         "errors": problem.errors,
     }
 

@@ -175,7 +175,7 @@ def test_captures_are_refused_or_made_by_the_kernel_and_leave_lanes_whole(issued
         with pytest.raises(RuntimeError, match="a CUDA graph is being captured"):
             ts.stream_in(host)
         with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
-            x.restart()
+            offered.restart()
         y = ts.matmul(offered, w)
     for value in (1.0, 2.0):
         host.fill_(value)

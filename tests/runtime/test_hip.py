@@ -117,6 +117,16 @@ def test_nothing_is_written_at_once_that_was_to_be_captured(stub):
     assert stub.calls == []
 
 
+def test_a_graph_has_no_branches_of_this_package(stub):
+    for ask in (
+        lambda: driver.captured_nodes(5), lambda: driver.follow_nodes(5, (1,), True),
+        lambda: driver.call_when_gone(5, 64, 64),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="in a HIP graph the kernel makes the copies: copies='kernel'"):
+            ask()
+    assert stub.calls == []
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
@@ -171,7 +181,7 @@ def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
 def test_both_do_all_that_the_module_offers():
     """Each function of `Driver` with the same arguments, and as a function of the module."""
     asked = {name: f for name, f in inspect.getmembers(driver.Driver, inspect.isfunction) if name[0] != "_"}
-    assert len(asked) == 17
+    assert len(asked) == 20
     for name, function in asked.items():
         parameters = list(inspect.signature(function).parameters)
         for made in (Cuda, Hip):

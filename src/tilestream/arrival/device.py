@@ -12,11 +12,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from tilestream.arrival.device_words import zero
+from tilestream.arrival.device_words import REPLAYED, zero
 from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.publishing import Publishing
 from tilestream.core.copy_items import CopyArguments
-from tilestream.runtime.driver import capture_id
+from tilestream.runtime.driver import capture_id, follow_nodes
+from tilestream.runtime.graphs import Branch
 from tilestream.runtime.streams import aside
 
 
@@ -54,6 +55,17 @@ class LocalRows(NamedTuple):
     bring: Callable[[], None]
 
 
+class InGraph(NamedTuple):
+    """A filling that a graph makes at each replay."""
+
+    graph: int
+    words: torch.Tensor  # ``int32[chunks]``, zeroed at each replay before anything else touches them
+    #: Its copies and signals, behind that and beside the launches that wait for them.
+    branch: Branch
+    #: Handles of the graph's streams on which a launch waits for them.
+    readers: set[int]
+
+
 class DeviceSignals(Publishing):
     """The signals of one input on a GPU. Parameters as of `tilestream.arrival.device_words.DeviceWords`."""
 
@@ -61,6 +73,8 @@ class DeviceSignals(Publishing):
     local_rows: LocalRows | None = None
     #: The copies that a launch that waits may make itself.
     copies: KernelCopies | None = None
+    #: The last filling that was captured.
+    _in_a_graph: InGraph | None = None
     #: Signals of producers that failed, until a launch has reported it: the exception shall outlive the arrival.
     _failed: ClassVar[dict[int, DeviceSignals]] = {}
 
@@ -94,6 +108,11 @@ class DeviceSignals(Publishing):
             self.local_rows.bring()
         captured = torch.cuda.is_current_stream_capturing()
         graph = capture_id(stream.cuda_stream) if captured else 0
+        if captured and (filling := self._filling_of(graph)) is not None:
+            if stream.cuda_stream != filling.branch.stream:
+                follow_nodes(stream.cuda_stream, filling.branch.begin, False)
+            filling.readers.add(stream.cuda_stream)
+            return GateWords(filling.words, self._quarantine, REPLAYED, self.key)
         if captured:
             self._enter_graph(graph)
         elif self.copies is not None:
@@ -114,12 +133,45 @@ class DeviceSignals(Publishing):
             return GateWords(self._theirs, self._quarantine, 0, self.key)
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
 
+    def _filling_of(self, graph: int) -> InGraph | None:
+        found = self._in_a_graph
+        return found if found is not None and found.graph == graph else None
+
+    @contextlib.contextmanager
+    def filling_in_graph(self) -> Iterator[torch.Tensor]:
+        """The block has the current stream's graph copy and signal the chunks; yields the words, to be `REPLAYED`.
+
+        The copies come behind what the stream was given, and behind those of the filling before in this graph, whose
+        launches may have given up. What the stream is given later waits for its chunks at gates alone.
+        """
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        graph = capture_id(stream)
+        with torch.inference_mode(False):
+            words = torch.empty(self.count, dtype=torch.int32, device=self._device)
+        zero(words)
+        before = self._filling_of(graph)
+        with Branch(stream, () if before is None else before.branch.end) as branch:
+            yield words
+        self._in_a_graph = InGraph(graph, words, branch, set())
+
+    @property
+    def is_in_graphs(self) -> bool:
+        """Whether a filling was captured."""
+        return self._in_a_graph is not None
+
+    @property
+    def is_read_in_graph(self) -> bool | None:
+        """Whether a launch on the current stream waits for a filling of its graph; None where the graph has none."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        found = self._filling_of(capture_id(stream))
+        return None if found is None else stream in found.readers
+
     def _enter_graph(self, graph: int) -> None:
         if self.streamed and (self.copies is None or self.copies.signals_in(graph) is None):
+            again = "this launch makes no copies: take copies='engine', and " if self.copies is not None else ""
             raise RuntimeError(
-                "arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in it; capture copies of "
-                "your own, and arrival.signal() of an Arrival behind each; or take copies='kernel' and a matmul whose "
-                "plan makes them"
+                f"arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in it; {again}call the "
+                "Stream's restart() in the capture, before this: each replay copies then"
             )
         if graph in self._captures:
             raise RuntimeError(
@@ -155,6 +207,12 @@ class DeviceSignals(Publishing):
         captured = torch.cuda.is_current_stream_capturing()
         stream = torch.cuda.current_stream(self._device)
         return self.copies.take(copiers, capture_id(stream.cuda_stream) if captured else 0)
+
+    def _looked_at(self, epoch: int) -> tuple[torch.Tensor, int]:
+        """As of `DeviceWords`; of a filling in the graph that is captured, the graph's own words."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        filling = None if epoch else self._filling_of(capture_id(stream))
+        return super()._looked_at(epoch) if filling is None else (filling.words, REPLAYED)
 
     # Ends ----------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,10 @@ _captured_stores: list[torch.Tensor] = []
 _MOST_USERS, _MOST_EPOCHS = 32, 1 << 30
 
 
+#: What a graph that fills a stream's tensor signals with, in words that it zeroes first: no epoch of the host's.
+REPLAYED = 1 << 30
+
+
 class Last(NamedTuple):
     """Where a chunk was last signalled, and the moment after it."""
 
@@ -307,9 +311,14 @@ class DeviceWords(Signals):
         """
         with torch.cuda.device(self._device):
             self._settle(torch.cuda.current_stream())
-            own_epochs = epoch != 0 and self._theirs is None
-            is_late = (self._eager < epoch).any() if own_epochs else self._quarantine[0] != 0
-            return torch.where(is_late, float("nan"), 0.0)
+            words, least = self._looked_at(epoch)
+            return torch.where((words < least).any(), float("nan"), 0.0)
+
+    def _looked_at(self, epoch: int) -> tuple[torch.Tensor, int]:
+        """Words of which one is less than a number where a launch of ``epoch`` has missed a chunk."""
+        if epoch and self._theirs is None:
+            return self._eager, epoch
+        return -self._quarantine.abs(), 0
 
     def _there(self, word: int, epoch: int | None = None) -> bool:
         return word != 0 if self.self_reset else word >= (self.epoch if epoch is None else epoch)

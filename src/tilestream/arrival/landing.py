@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from tilestream.arrival.device_words import REPLAYED
 from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.lanes import Lane, event_on
 from tilestream.arrival.sources import as_rows
+from tilestream.runtime.graphs import keep, let_go
 from tilestream.runtime.sequence import (
     MOST_OPERATIONS,
     CopyIn,
@@ -80,14 +82,16 @@ class Landing:
 
 
 @functools.lru_cache(maxsize=64)
-def filling(chunks: Chunks, pivot: int, row_bytes: int) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
+def filling(
+    chunks: Chunks, pivot: int, row_bytes: int, in_graph: bool = False
+) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
     """The copies and signals of a filling, in order; how many operations go before each chunk's signal is behind.
 
     Their slots: the stream that it comes behind, the lane's, where the rows go, where they are, the words, the epoch,
-    and the lane's events.
+    and the lane's events; in a graph, which has neither lane nor events, those are not read, but for the lane's stream.
     """
     behind, lane, to, source, words, epoch, ready, landed = map(Slot, range(8))
-    operations: list[Operation] = [Record(behind, ready), WaitEvent(lane, ready)]
+    operations: list[Operation] = [] if in_graph else [Record(behind, ready), WaitEvent(lane, ready)]
     signalled = []
     for step in range(chunks.count):
         chunk = (pivot + step) % chunks.count
@@ -96,7 +100,8 @@ def filling(chunks: Chunks, pivot: int, row_bytes: int) -> tuple[tuple[Sequence,
             operations.append(CopyIn(lane, to + begin, source + begin, end - begin))
         operations.append(Write(lane, words + 4 * chunk, epoch))
         signalled.append(len(operations))
-    operations.append(Record(lane, landed))
+    if not in_graph:
+        operations.append(Record(lane, landed))
     begins = range(0, len(operations), MOST_OPERATIONS)
     return tuple(Sequence(8, operations[at : at + MOST_OPERATIONS]) for at in begins), tuple(signalled)
 
@@ -124,11 +129,11 @@ class DeviceLanding(Landing):
         self._host = host
         self._is_pinned = host.is_pinned()
         #: Whether the driver copies the rows from where they are, without torch.
-        self._in_place = self._is_pinned and host.is_contiguous()
+        self.in_place = self._is_pinned and host.is_contiguous()
 
     def __del__(self) -> None:
         """Have torch's allocator of pinned memory keep the source for copies under way: it knows of torch's alone."""
-        if not getattr(self, "_in_place", False) or sys.is_finalizing():
+        if not getattr(self, "in_place", False) or sys.is_finalizing():
             return
         landed = self._lane.landed
         try:
@@ -165,8 +170,9 @@ class DeviceLanding(Landing):
 
     def fill(self, chunks: Chunks, pivot: int, signals: Signals) -> bool:
         """See `Landing`. Where the driver refuses, what was issued is signalled, and the rest is not."""
-        if not self._in_place:
+        if not self.in_place:
             return False
+        let_go()
         if _kept:
             _kept[:] = [(source, landed) for source, landed in _kept if not landed.query()]
         lane, signals = self._lane, cast("DeviceSignals", signals)
@@ -190,6 +196,20 @@ class DeviceLanding(Landing):
             raise
         signals.end_row(range(chunks.count), self.stream, lane.landed)
         return True
+
+    def fill_in_graph(self, chunks: Chunks, pivot: int, signals: DeviceSignals) -> None:
+        """Have the graph that the current stream is captured into copy and signal all rows at each replay.
+
+        It copies what the source then holds. The graph keeps the source, the tensor and the signals' words alive.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        sequences, _ = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size(), in_graph=True)
+        with on_device(self._device), signals.filling_in_graph() as words:
+            keep(stream, self._host, self.tensor, words)
+            for sequence in sequences:
+                sequence.issue(
+                    0, stream, self.tensor.data_ptr(), self._host.data_ptr(), words.data_ptr(), REPLAYED, 0, 0
+                )
 
     def end(self) -> None:
         """See `Landing`."""
@@ -231,6 +251,8 @@ class DeviceLanding(Landing):
     def settled(self, timeout: float | None) -> bool:
         """See `Landing`."""
         landed = self._lane.landed
+        if torch.cuda.is_current_stream_capturing():
+            return False  # an event that is asked for would end the capture
         if timeout is None:
             landed.synchronize()
             return True

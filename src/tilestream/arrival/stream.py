@@ -299,9 +299,11 @@ class Stream:
         """Whether what is issued now finds every row: all have come, or a launch in front of it waits for them."""
         signals = self.arrival._signals
         if isinstance(self._landing, DeviceLanding):
-            in_graphs = self._copies is not None and self._copies.captured
-            if in_graphs or torch.cuda.is_current_stream_capturing() or cast("DeviceSignals", signals).awaited_here:
-                return True  # what a replay brings is for the owner of the graph to say
+            signals = cast("DeviceSignals", signals)
+            if torch.cuda.is_current_stream_capturing():
+                return signals.is_read_in_graph is not False  # else: for the owner of the graph to say
+            if signals.awaited_here or (self._copies is not None and self._copies.captured):
+                return True
             filled = self.done and signals.error(signals.epoch) is None
         else:
             filled = all(signals.state())
@@ -324,6 +326,8 @@ class Stream:
                 "kernel": " by the kernel that read it first",
                 "engine": " by a copy engine: its first reader makes no copies",
             }[self._copies.maker]
+        if isinstance(self._landing, DeviceLanding) and cast("DeviceSignals", self.arrival._signals).is_in_graphs:
+            onward += ", in CUDA graphs at each replay (not run on a GPU yet)"
         if self.of_experts:
             return f"{self._source.describe()}{onward}; those with rows alone, most rows first"
         return f"{self._source.describe()}{onward}; {self._chunks.rows} rows in {self._chunks.count} chunks"
@@ -335,9 +339,13 @@ class Stream:
         ------
         TimeoutError
             If it takes longer than ``timeout`` seconds.
+        RuntimeError
+            If a CUDA graph is captured: no replay waits for the host.
         Exception
             What the producer raised, if it did; on a GPU, what that device has reported: see `tilestream.check`.
         """
+        if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("stream_in: wait() while a CUDA graph is captured; give the Stream to what reads it")
         left, signals = _countdown(timeout), self.arrival._signals
         begun = self._copies is None or self._copies.by_engine(signals, timeout)
         if not begun or not self._joined(left()):
@@ -365,6 +373,10 @@ class Stream:
         behind those before them, and behind what the current stream was given so far, which must include the readers of
         the tensor; the caller waits for neither.
 
+        Under capture the filling becomes a part of the graph: each replay copies what the pinned source then holds, and
+        the launches that are captured behind it wait for its chunks. Eager fillings, and other graphs', are apart from
+        it. The graph keeps the source and the tensor alive.
+
         Parameters
         ----------
         offsets, weights
@@ -374,7 +386,8 @@ class Stream:
         Raises
         ------
         RuntimeError
-            If the producer is still at work, or a CUDA graph is captured.
+            If the producer is still at work; or if a CUDA graph is captured, and the source is no pinned tensor, or a
+            kernel makes the copies (``copies="kernel"``), which its graph makes at each replay without this.
         ValueError
             If the source can be read only once (an iterator).
         ValueError, TypeError
@@ -389,10 +402,22 @@ class Stream:
         if self._filling is not None and not self._filling.issued:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
         if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "stream_in: restart() while a CUDA graph is captured; with copies='kernel' the graph makes the copies "
-                "at each replay, without it; else capture copies of your own, and arrival.signal() behind each"
-            )
+            if self.of_experts:
+                raise RuntimeError(
+                    "stream_experts: restart() while a CUDA graph is captured; the host reads the offsets of each step"
+                )
+            if self._copies is not None:
+                raise RuntimeError(
+                    "stream_in: restart() while a CUDA graph is captured; with copies='kernel' the graph makes the "
+                    "copies at each replay, without it"
+                )
+            if self._source.readers or not self._landing.in_place:
+                raise RuntimeError(
+                    f"stream_in: restart() while a CUDA graph is captured, from {self._source.describe()}; a replay "
+                    "copies from a contiguous pinned tensor: give source.contiguous().pin_memory()"
+                )
+            self._landing.fill_in_graph(self._chunks, self.arrival.pivot, cast("DeviceSignals", self.arrival._signals))
+            return
         if self._route is not None:
             assert offsets is not None
             self._order = self._route(self._source, offsets, weights)
@@ -471,9 +496,9 @@ def stream_in(
     copies
         To a GPU: ``"engine"``, its copy engine, beside the kernel that waits for the chunks: it costs no SM.
         ``"kernel"``, of a pinned tensor: a few workers of the matmul that reads the tensor first copy it before their
-        tiles. For busy copy engines, for streams that may run one after the other, and for CUDA graphs, which then
-        copy at each replay (keep the `Stream` for as long as the graph). Where the kernel cannot, or the host reads by
-        `Stream.wait`, the engine copies; ``plan(...).explain()`` says which.
+        tiles. For busy copy engines, and for streams that may run one after the other. A CUDA graph that captures that
+        matmul copies at each replay (keep the `Stream` for as long as the graph). Where the kernel cannot, or the host
+        reads by `Stream.wait`, the engine copies; ``plan(...).explain()`` says which.
     direct
         File: read past the page cache (True: where possible), through it (False), or whichever is better (None).
 
@@ -568,7 +593,8 @@ def target_of(source: Streamable, device: str | torch.device | None) -> torch.de
         raise NotImplementedError(f"stream_in: device={str(device)!r}; torch sees no GPU here: stream to the CPU")
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "stream_in: a CUDA graph is being captured; capture copies of your own, and arrival.signal() after each"
+            "stream_in: a CUDA graph is being captured; make the Stream before the capture, and call its restart() in "
+            "it: each replay copies then"
         )
     return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -146,6 +146,25 @@ def map_host_memory(address: int, size: int) -> int:
 def capture_id(stream: int) -> int:
     """A number that is another for each capture; 0 where ``stream`` is in none."""
     return current().capture_id(stream)
+
+
+def captured_nodes(stream: int) -> tuple[int, ...]:
+    """Of the graph that ``stream`` is captured into: the nodes that what the stream is given next comes behind."""
+    return current().captured_nodes(stream)
+
+
+def follow_nodes(stream: int, nodes: Sequence[int], alone: bool) -> None:
+    """Have what ``stream`` is given next come behind these nodes of its graph too; ``alone``: behind them only."""
+    current().follow_nodes(stream, nodes, alone)
+
+
+def call_when_gone(stream: int, function: int, argument: int) -> None:
+    """Have a C function called, with ``argument``, when the graph that ``stream`` is captured into is gone.
+
+    That is: the graph and all that was instantiated of it are destroyed, and the last replay has ended. The driver
+    calls it in a thread of its own; it must not call the driver.
+    """
+    current().call_when_gone(stream, function, argument)
 
 
 def context_id() -> int:

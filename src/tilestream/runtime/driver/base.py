@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 #: A function of the library by its name and the types of its arguments.
@@ -138,6 +138,18 @@ class Driver(ABC):
         if code:
             raise self._failed(code, "does not say what is captured")
         return number.value if status.value == _CAPTURING else 0
+
+    @abstractmethod
+    def captured_nodes(self, stream: int) -> tuple[int, ...]:
+        """Of the graph that the stream is captured into: the nodes that its next work comes behind."""
+
+    @abstractmethod
+    def follow_nodes(self, stream: int, nodes: Sequence[int], alone: bool) -> None:
+        """Have the stream's next work come behind ``nodes``; ``alone``: and behind no others."""
+
+    @abstractmethod
+    def call_when_gone(self, stream: int, function: int, argument: int) -> None:
+        """Have a C function called when the graph that the stream is captured into is gone."""
 
     @abstractmethod
     def context_id(self) -> int:

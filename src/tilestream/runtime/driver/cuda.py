@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,8 @@ _POINTER = ctypes.POINTER(ctypes.c_void_p)
 _REGISTER_ARGUMENTS = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
 #: Of `cuMemHostRegister`: for every context, and with an address on the device.
 _PORTABLE, _MAPPED = 1, 2
+#: Of `cuUserObjectCreate` and `cuGraphRetainUserObject`: no wait for the destructor; the graph takes the reference.
+_NO_DESTRUCTOR_SYNC, _MOVE = 1, 1
 #: CUdevResource, and more than enough of it: its type, 92 bytes of the driver's own, and for SMs their number.
 _RESOURCE_WORDS, _RESOURCE_SM, _SM_COUNT = 128, 1, 24
 
@@ -70,6 +73,41 @@ class Cuda(Driver):
         if code or not there.value:
             raise self._failed(code, "does not map the host's memory")
         return there.value
+
+    def _capture(self, stream: int) -> tuple[int, tuple[int, ...]]:
+        """The graph that the stream is captured into, and the nodes that its next work comes behind."""
+        status, graph, nodes, count = ctypes.c_int(), ctypes.c_void_p(), _POINTER(), ctypes.c_size_t()
+        code = self._find(self.FUNCTIONS["capture"], (ctypes.c_void_p,) * 6)(
+            stream, ctypes.addressof(status), None, ctypes.addressof(graph), ctypes.addressof(nodes),
+            ctypes.addressof(count),
+        )  # fmt: skip
+        if code or not graph.value:
+            raise self._failed(code, "does not say what is captured")
+        return graph.value, tuple(nodes[i] or 0 for i in range(count.value))
+
+    def captured_nodes(self, stream: int) -> tuple[int, ...]:
+        """See `Driver`."""
+        return self._capture(stream)[1]
+
+    def follow_nodes(self, stream: int, nodes: Sequence[int], alone: bool) -> None:
+        """See `Driver`."""
+        distinct = tuple(dict.fromkeys(nodes))
+        follow = self._find(
+            "cuStreamUpdateCaptureDependencies", (ctypes.c_void_p, _POINTER, ctypes.c_size_t, ctypes.c_uint)
+        )
+        code = follow(stream, (ctypes.c_void_p * len(distinct))(*distinct), len(distinct), int(alone))
+        if code:
+            raise self._failed(code, "refused another order in the graph that is captured")
+
+    def call_when_gone(self, stream: int, function: int, argument: int) -> None:
+        """By an object that the graph, and what is instantiated of it, retain."""
+        made, graph = ctypes.c_void_p(), self._capture(stream)[0]
+        create = self._find("cuUserObjectCreate", (_POINTER, *(ctypes.c_void_p,) * 2, *(ctypes.c_uint,) * 2))
+        code = create(ctypes.byref(made), argument, function, 1, _NO_DESTRUCTOR_SYNC)
+        retain = self._find("cuGraphRetainUserObject", (*(ctypes.c_void_p,) * 2, *(ctypes.c_uint,) * 2))
+        code = code or retain(graph, made, 1, _MOVE)
+        if code:
+            raise self._failed(code, "does not say when a graph is gone")
 
     def context_id(self) -> int:
         """See `Driver`: a green context has a number of its own."""

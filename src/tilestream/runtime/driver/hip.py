@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from tilestream.runtime.driver.base import WHOLE_WORD, WRITE_ARGUMENTS, Driver
 
 _NAME = "libamdhip64.so"
 _GTE = 0
+_NO_BRANCHES = "branches of a graph are CUDA's; in a HIP graph the kernel makes the copies: copies='kernel'"
 _MAPS = Path("/proc/self/maps")
 
 
@@ -97,6 +98,18 @@ class Hip(Driver):
     def map_host_memory(self, address: int, size: int) -> int:
         """Never called: symmetric memory is CUDA's (`tilestream.distributed.symmetric.why_not`)."""
         raise NotImplementedError("words that ranks share are CUDA's")
+
+    def captured_nodes(self, stream: int) -> tuple[int, ...]:
+        """Never called: what would be behind them is not captured."""
+        raise NotImplementedError(_NO_BRANCHES)
+
+    def follow_nodes(self, stream: int, nodes: Sequence[int], alone: bool) -> None:
+        """As `captured_nodes`."""
+        raise NotImplementedError(_NO_BRANCHES)
+
+    def call_when_gone(self, stream: int, function: int, argument: int) -> None:
+        """As `captured_nodes`."""
+        raise NotImplementedError(_NO_BRANCHES)
 
     def context_id(self) -> int:
         """See `Driver`: there is one context a device."""
