@@ -66,7 +66,7 @@ RACES = {
     "attention's load warp": (("Read", at(attention_load.hand_on, "mbarrier.")), PUT),
     "values, by the warps that convert": (("Read", at(attention_convert.convert_loop, ".load(layout)")), PUT),
     "a reader who knows where": (("Read", ""), PUT),
-    "a line behind the loop": (("Read", at(gemm.math_loop, "tma.store_wait(0)", 1)), PUT),
+    "a line behind the loop": (("Read", at(gemm.math_loop, "tma.store_wait(0)", 3)), PUT),
     "the same line of another file": (("Read", "other.py:" + GET[1].partition(":")[2]), PUT),
     "a line behind the kernel's head": (("Read", at(attention.attend, "def attend(", 1)), PUT),
     "what is to be run, and a word, at once": (HOME, PUT, ("Write", at(attention.attend, "gl.warp_specialize("))),
