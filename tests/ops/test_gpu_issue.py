@@ -35,10 +35,10 @@ SETTINGS = Settings(False, "bottom_right", -1, -1, 0.0, 0.3)
 class Launch:
     """A launch that does all items in its worker 0, a microsecond each."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, variant: str = "persistent") -> None:
         device = DeviceProperties("a stub", "portable", 4, 1e12, 1e12, "", "sm_90", 232448)
         plan = plan_problem(Problem(512, 512, 512, 1, "bfloat16", "bfloat16"), device=device, backend="portable")
-        self.plan = replace(plan, backend=backend)
+        self.plan = replace(plan, backend=backend, variant=variant)
         self.given: list[object] = []
 
     def __call__(self, x, awaited=None, probe=None) -> None:
@@ -78,15 +78,16 @@ def test_inside_a_block_each_launch_has_a_log_that_is_read_at_its_end(issue):
 
 
 @pytest.mark.parametrize(
-    ("backend", "captured", "why"),
+    ("launch", "captured", "why"),
     [
-        ("cdna", False, "the CDNA kernel writes no trace"),
-        ("portable", True, "a launch that is captured into a graph is not recorded"),
+        (("cdna",), False, "the CDNA kernel writes no trace"),
+        (("hopper", "paired"), False, "a pair of CTAs writes no trace"),
+        (("portable",), True, "a launch that is captured into a graph is not recorded"),
     ],
 )
-def test_a_launch_that_is_not_recorded_is_named(issue, monkeypatch, caplog, backend, captured, why):
+def test_a_launch_that_is_not_recorded_is_named(issue, monkeypatch, caplog, launch, captured, why):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
-    launch = Launch(backend)
+    launch = Launch(*launch)
     with caplog.at_level(logging.WARNING), record() as recorder:
         issue(launch)
     assert launch.given == [None]

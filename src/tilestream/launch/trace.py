@@ -10,6 +10,7 @@ import torch
 
 from tilestream.kernels.device.trace import BEGIN, CHUNK, END, ENDS, READY, TIMES, UNIT, WORDS, WORKER
 from tilestream.plan.attention_plan import AttentionPlan
+from tilestream.plan.candidate import ctas_of
 from tilestream.trace.record import Recorder, Span, SpanKind, Zero
 
 if TYPE_CHECKING:
@@ -62,12 +63,14 @@ class SpanLog:
         return found
 
 
-def untraced(backend: str) -> str:
-    """Why launches of this backend on the current stream are not recorded, for a log line; empty if they are."""
+def untraced(plan: Plan | AttentionPlan) -> str:
+    """Why launches of this plan on the current stream are not recorded, for a log line; empty if they are."""
     if torch.cuda.is_current_stream_capturing():
         return "a launch that is captured into a graph is not recorded: trace an eager one"
-    if backend == "cdna":
+    if plan.backend == "cdna":
         return "the CDNA kernel writes no trace: backend='portable' does"
+    if ctas_of(plan.variant) > 1:
+        return "a pair of CTAs writes no trace, as both would count each item: variant='cooperative' does"
     return ""
 
 

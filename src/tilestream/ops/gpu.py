@@ -87,7 +87,7 @@ def issue(launch: Launch, x: Any, awaited: Awaited | None, op: str) -> None:
         return
     from tilestream.launch.trace import traced, untraced
 
-    if why := untraced(launch.plan.backend):
+    if why := untraced(launch.plan):
         logger.warning("%s: %s", op, why)
         launch(x, awaited)
     else:
