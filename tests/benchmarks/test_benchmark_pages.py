@@ -167,6 +167,13 @@ def test_every_part_of_the_notes_is_used(name, monkeypatch, results):
     assert not re.findall(r"\{[a-z_]+[^}]*\}", text.replace("{toctree}", "")), "a field without its figure"
 
 
+def test_the_readme_has_the_gains_of_the_performance_page():
+    table = re.search(r"^\*\*Measured on.*?\n\n(.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    gains = " ".join(index.short(RESULTS))
+    figures = re.findall(r"\d\.\d\d", table[1])
+    assert sorted(figures) == sorted(re.findall(r"\d\.\d\d", gains))
+
+
 def test_notes_are_named_and_filled(tmp_path, monkeypatch):
     monkeypatch.setattr(notes_module, "NOTES", tmp_path)
     (tmp_path / "x.md").write_text("<!-- a -->\nA {ms:.1f}\nb\n\n<!--\nb 1\nb 2\n-->\n{tiles}: {no}\n")
