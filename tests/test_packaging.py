@@ -137,6 +137,19 @@ def test_plan_stays_a_function_beside_the_subpackage_of_that_name(when):
     run(sys.executable, SUBPACKAGE_AND_FUNCTION, when)
 
 
+@pytest.mark.parametrize(("function", "other"), [("moe", "plan_moe"), ("async_tp", "AsyncTP")])
+@pytest.mark.parametrize("first", ["the other name", "the module", "the function"])
+def test_a_function_stays_one_beside_the_module_of_its_name(function, other, first):
+    name = f"tilestream.distributed.{function}"
+    do = {
+        "the other name": f"ts.distributed.{other}",
+        "the module": f"importlib.import_module({name!r})",
+        "the function": f"ts.distributed.{function}; importlib.import_module({name!r})",
+    }[first]
+    holds = f"ts.distributed.{function} is sys.modules[{name!r}].{function}"
+    run(sys.executable, f"import importlib, sys, tilestream as ts; {do}; assert {holds}")
+
+
 def test_schedules_are_an_attribute_of_the_package():
     run(sys.executable, "import tilestream as ts; assert ts.schedule.Grid and ts.schedule.take_ready")
 

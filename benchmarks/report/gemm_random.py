@@ -17,7 +17,8 @@ SHOWN = 20
 
 
 def page(results: Path) -> list[str]:
-    return NOTES.page(SECTIONS, lambda name: records(results, f"gemm_{name}_*"))
+    parts = NOTES.page(SECTIONS, lambda name: records(results, f"gemm_{name}_*"))
+    return parts if len(parts) > 1 else [*parts, NOTES("none")]
 
 
 def picture(data: Data) -> str:

@@ -141,7 +141,8 @@ def test_ratios_are_judged_by_their_quartiles():
 def test_without_records_a_page_is_its_head(results):
     for name, page in pages.PAGES.items():
         if name != "index":
-            assert page(results) == [Notes(name)("page")]
+            notes = Notes(name)
+            assert page(results) == [notes(part) for part in ("page", "none") if part in notes.parts]
     assert "| --- |" not in pages.text("index", results)
 
 
@@ -161,9 +162,16 @@ def test_every_part_of_the_notes_is_used(name, monkeypatch, results):
     text = pages.text(name, results if name == "gemm_random" else RESULTS)
     # Words on shapes that were lost then, and sentences on what no record has now.
     now = {part for part in Notes(name).parts if not re.match(r"why |loss |behind |unknown|title|timeline|lanes", part)}
-    now -= {"search wrong", "host hidden", "means no handshake", "all_reduce no loss", "no loss", "lists alone"}
+    now -= {"search wrong", "host hidden", "means no handshake", "all_reduce no loss", "no loss", "lists alone", "none"}
     assert not now - used - {part for part in now if part.endswith("title")}
     assert not re.findall(r"\{[a-z_]+[^}]*\}", text.replace("{toctree}", "")), "a field without its figure"
+
+
+def test_the_readme_has_the_gains_of_the_performance_page():
+    table = re.search(r"^\*\*Measured on.*?\n\n(.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    gains = " ".join(index.short(RESULTS))
+    figures = re.findall(r"\d\.\d\d", table[1])
+    assert sorted(figures) == sorted(re.findall(r"\d\.\d\d", gains))
 
 
 def test_notes_are_named_and_filled(tmp_path, monkeypatch):

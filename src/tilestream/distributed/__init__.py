@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tilestream.core.errors import GroupBroken
@@ -36,6 +38,17 @@ __all__ = [
     "matmul_all_reduce", "matmul_reduce_scatter", "moe", "plan_all_gather_matmul", "plan_matmul_all_reduce",
     "plan_matmul_reduce_scatter", "plan_moe",
 ]  # fmt: skip
+
+
+class _Package(ModuleType):
+    """`moe` and `async_tp` stay functions: an import of the module of such a name binds the module to it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        function = getattr(value, name, None) if isinstance(value, ModuleType) and name in _LAZY else None
+        super().__setattr__(name, value if function is None else function)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -73,9 +73,11 @@ def _native() -> str:
     """Whether equal calls are launched natively, and if not, why not."""
     if importlib.util.find_spec("triton") is None:
         return "no: triton is not installed"
+    import torch
+
     from tilestream.launch.native import why_not
 
-    why = why_not()
+    why = why_not() if torch.cuda.is_available() else "torch sees no GPU, and calls on a CPU have no use for them"
     return f"no: {why}" if why else "yes"
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from tilestream.trace.record import SpanKind
+from tilestream.trace.record import LaunchTrace, SpanKind
 from tilestream_tools import palette
 from tilestream_tools.palette import FAINT, SMALL, TEXT
 from tilestream_tools.trace.page import summary
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from tilestream.trace.record import LaunchTrace, Span
+    from tilestream.trace.record import Span
 
 _WAIT_FACE, _WAIT_LINES, _WAIT_THIN = "#f0f0f0", "#c4c4c4", "#d9d9d9"
 _IDLE = "#f8f9fb"
@@ -71,6 +71,8 @@ def draw(
     ------
     ImportError
         If matplotlib is missing.
+    TypeError
+        If ``launch`` is no launch, but a list of them, say.
 
     Examples
     --------
@@ -84,6 +86,8 @@ def draw(
 
 def figure(launch: LaunchTrace, *, title: str | None = None, size: tuple[int, int] | None = None) -> Figure:
     """The same timeline as a matplotlib figure outside pyplot's state. Parameters as for `draw`."""
+    if not isinstance(launch, LaunchTrace):
+        raise TypeError(f"draw: launch is a {type(launch).__name__}; it is one launch, such as recorder.launches[0]")
     width, height = size or default_size(launch)
     scale = max(width / palette.WIDTH, 1.0)
     try:

@@ -32,8 +32,18 @@ def test_every_backend_says_whether_it_runs_and_why_not():
 def test_says_whether_calls_are_native_and_why_not(cli, monkeypatch, why, says):
     native = pytest.importorskip("tilestream.launch.native", exc_type=ImportError)
     monkeypatch.setattr(native, "why_not", lambda: why)
+    monkeypatch.setattr(doctor, "_gpu", lambda: "a GPU")
+    monkeypatch.setattr(doctor, "backend", lambda name: "yes")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     (told,) = [line.split() for line in cli("doctor").stdout.splitlines() if line.startswith("  native calls")]
     assert told == ["native", "calls", *says.split()]
+
+
+def test_sends_nobody_to_build_native_calls_where_no_gpu_would_use_them(cli, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (told,) = [line for line in cli("doctor").stdout.splitlines() if line.startswith("  native calls")]
+    assert "no: t" in told  # torch sees no GPU, or triton is not installed
+    assert "native_build" not in told
 
 
 def test_calls_are_not_native_without_triton(monkeypatch):

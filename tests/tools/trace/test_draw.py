@@ -162,6 +162,11 @@ def test_default_size_fits_a_screen(make_launch, workers):
     assert 300 <= height <= (1000 if workers <= 16 else 1200), "two pixels for each of a page"
 
 
+def test_a_picture_is_of_one_launch(make_launch, tmp_path):
+    with pytest.raises(TypeError, match=r"^draw: launch is a list; it is one launch, such as recorder.launches\[0\]$"):
+        draw([make_launch(2)], tmp_path / "t.png")
+
+
 def test_without_matplotlib_the_extra_is_named(make_launch, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(ImportError, match=r"tilestream\[plot\]"):
