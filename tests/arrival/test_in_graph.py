@@ -29,6 +29,7 @@ from tilestream.arrival.flat import Awaited
 from tilestream.arrival.sources import iterator_source, tensor_source
 from tilestream.arrival.stream import Stream
 from tilestream.core.chunks import Chunks
+from tilestream.ops import streamed
 from tilestream.runtime import graphs
 from tilestream.runtime.sequence import CopyIn, Sequence
 
@@ -285,6 +286,18 @@ def test_the_forgotten_arrival_is_refused_in_a_graph_too(cuda):
         assert stream.is_filled_here, "another graph"
 
 
+def test_an_op_is_refused_the_tensor_alone_after_a_restart_in_a_graph(cuda):
+    """Though the filling before the capture was known to have come, and the tensor was free to be read."""
+    stream, _ = filled(cuda)
+    stream.wait()
+    assert streamed.operand("matmul", "a", stream.tensor, "arrival", None)[0] is stream.tensor
+    with cuda.capture():
+        stream.restart()
+        with refused(ValueError, "matmul: a is a tensor that ts.stream_in has not filled yet; give the Stream itself"):
+            streamed.operand("matmul", "a", stream.tensor, "arrival", None)
+    assert streamed.operand("matmul", "a", stream.tensor, "arrival", None)[0] is stream.tensor, "the eager filling's"
+
+
 def test_nothing_is_asked_of_events_while_a_graph_is_captured(cuda, monkeypatch):
     """An event's query would end the capture."""
     stream, _ = filled(cuda)
@@ -335,6 +348,14 @@ def test_what_is_refused(cuda):
                 one.restart()
         with refused(RuntimeError, "stream_in: restart() while a CUDA graph is captured; with copies='kernel'"):
             by_kernel.restart()
+    assert not graph.work
+
+
+def test_hip_is_refused_before_anything_is_captured(cuda, monkeypatch):
+    stream, _ = filled(cuda)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with cuda.capture() as graph, refused(NotImplementedError, "stream_in: restart() while a HIP graph is captured, which has no branches for copies; make the Stream with copies='kernel'"):  # fmt: skip  # noqa: E501
+        stream.restart()
     assert not graph.work
 
 
@@ -407,4 +428,28 @@ def test_a_driver_that_refuses_leaves_the_filling_before_it(cuda, monkeypatch):
         assert stream.arrival._signals._in_a_graph is None
     monkeypatch.undo()
     assert stream.tensor.device == DEVICE
+    assert torch.equal(stream.tensor, source)
+
+
+def test_no_launch_waits_for_a_filling_beside_one_that_failed_half_way(cuda, monkeypatch):
+    """Its first copies are in the graph, and may overwrite what the filling before has brought."""
+    stream, source = filled(cuda)
+    left, copy_in = [True, False], cuda.driver.copy_in
+
+    def refuse(*how):
+        if not left.pop(0):
+            raise RuntimeError("the driver refused the copy")
+        copy_in(*how)
+
+    with cuda.capture():
+        stream.restart()
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda.driver, "copy_in", refuse)
+            with pytest.raises(RuntimeError, match="refused the copy"):
+                stream.restart()
+        with refused(RuntimeError, "arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in"):
+            stream.arrival._signals.use()
+        stream.restart()
+        assert stream.arrival._signals.use().epoch == REPLAYED
+    assert there(stream.arrival._signals.use()) == [0, 1, 2, 3]
     assert torch.equal(stream.tensor, source)

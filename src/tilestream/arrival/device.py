@@ -149,7 +149,8 @@ class DeviceSignals(Publishing):
         with torch.inference_mode(False):
             words = torch.empty(self.count, dtype=torch.int32, device=self._device)
         zero(words)
-        before = self._filling_of(graph)
+        # A filling that fails half way may copy beside launches that wait for the one before: there is none then.
+        before, self._in_a_graph = self._filling_of(graph), None
         with Branch(stream, () if before is None else before.branch.end) as branch:
             yield words
         self._in_a_graph = InGraph(graph, words, branch, set())

@@ -69,7 +69,7 @@ def stream_experts(
     ...     y = tilestream.grouped_mm(x, experts, ends)
     """
     turned = _check_weights(weights)
-    target = target_of(weights, device)
+    target = target_of(_OP, weights, device)
     count = weights.shape[0]
     host = weights.mT if turned else weights
     source = Source(host, lambda: f"{count} experts {list(weights.shape[1:])} {str(weights.dtype)[6:]}", _claim_nothing)
@@ -121,6 +121,7 @@ class _Route:
             raise ValueError(f"{_OP}: offsets is {what}; it is torch.int32 {list(shape[:1])}: where each expert's end")
         if offsets.device.type != "cpu" and offsets.device != self._target:
             raise ValueError(f"{_OP}: offsets is on {offsets.device}; it is on the CPU or on {self._target}")
+        ordered = None if offsets.is_cuda else _ordered(offsets.tolist())  # raises before anything is changed
         if weights is not None:
             turned = _check_weights(weights)
             if (weights.shape, weights.stride(), weights.dtype) != self._like:
@@ -133,12 +134,11 @@ class _Route:
                 source.claim = _copies(host, source.tensor)
             else:
                 source.tensor = host
-        if offsets.is_cuda:
+        if ordered is None:
             source.readers = 1
             return self._behind_the_router(offsets)
         # A copy on the CPU takes a core's time; one to the GPU is issued, from pinned memory, without waiting for it.
         source.readers = int(self._target.type == "cpu" or not source.tensor.is_pinned())
-        ordered = _ordered(offsets.tolist())
         return lambda: ordered
 
     def _behind_the_router(self, offsets: torch.Tensor) -> Order:

@@ -260,10 +260,14 @@ class Stream:
         if open_streams.get(self._memory) is self._self:
             open_streams.pop(self._memory, None)
 
-    def _begin(self) -> None:
-        self.started = time.perf_counter()
+    def _open(self) -> None:
+        """From here on its tensor without its arrival is refused, until it is filled."""
         if self._memory:
             open_streams[self._memory] = self._self
+
+    def _begin(self) -> None:
+        self.started = time.perf_counter()
+        self._open()
         self._filling: _Filling | _Issued | None = None
         if self._copies is not None:
             return
@@ -388,6 +392,8 @@ class Stream:
         RuntimeError
             If the producer is still at work; or if a CUDA graph is captured, and the source is no pinned tensor, or a
             kernel makes the copies (``copies="kernel"``), which its graph makes at each replay without this.
+        NotImplementedError
+            If a HIP graph is captured.
         ValueError
             If the source can be read only once (an iterator).
         ValueError, TypeError
@@ -397,28 +403,15 @@ class Stream:
             raise TypeError("stream_in: restart(offsets, weights) is of ts.stream_experts; this stream has none")
         if self._route is not None and offsets is None:
             raise TypeError("stream_experts: restart() without offsets; they say which experts this step needs")
+        if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
+            self._check_capturable(self._landing)
+            self._landing.fill_in_graph(self._chunks, self.arrival.pivot, cast("DeviceSignals", self.arrival._signals))
+            self._open()
+            return
         if self.of_experts and isinstance(self._filling, _Filling):
             self._filling.finish_issuing()  # it waits for the router of the step before, not for copies
         if self._filling is not None and not self._filling.issued:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
-        if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
-            if self._copies is not None:
-                raise RuntimeError(
-                    "stream_in: restart() while a CUDA graph is captured; with copies='kernel' the graph makes the "
-                    "copies at each replay, without it"
-                )
-            if self._route is not None:
-                raise RuntimeError(
-                    "stream_experts: restart() while a CUDA graph is captured; the host reads the offsets: call it "
-                    "outside of the capture"
-                )
-            if self._source.readers or not self._landing.in_place:
-                raise RuntimeError(
-                    f"stream_in: restart() while a CUDA graph is captured, from {self._source.describe()}; a replay "
-                    "copies from a contiguous pinned tensor: give source.contiguous().pin_memory()"
-                )
-            self._landing.fill_in_graph(self._chunks, self.arrival.pivot, cast("DeviceSignals", self.arrival._signals))
-            return
         if self._route is not None:
             assert offsets is not None
             self._order = self._route(self._source, offsets, weights)
@@ -432,6 +425,29 @@ class Stream:
         if self._copies is not None:
             self._copies.begin()
         self._begin()
+
+    def _check_capturable(self, landing: DeviceLanding) -> None:
+        """Raise unless a graph can fill the tensor at each replay."""
+        if self._copies is not None:
+            raise RuntimeError(
+                "stream_in: restart() while a CUDA graph is captured; with copies='kernel' the graph makes the copies "
+                "at each replay, without it"
+            )
+        if self._route is not None:
+            raise RuntimeError(
+                "stream_experts: restart() while a CUDA graph is captured; the host reads the offsets: call it outside "
+                "of the capture"
+            )
+        if self._source.readers or not landing.in_place:
+            raise RuntimeError(
+                f"stream_in: restart() while a CUDA graph is captured, from {self._source.describe()}; a replay copies "
+                "from a contiguous pinned tensor: give source.contiguous().pin_memory()"
+            )
+        if torch.version.hip is not None:
+            raise NotImplementedError(
+                "stream_in: restart() while a HIP graph is captured, which has no branches for copies; make the Stream "
+                "with copies='kernel': its graph makes the copies at each replay, without restart()"
+            )
 
     def close(self, timeout: float = 5.0) -> bool:
         """Stop the producer after the chunk it is at, and let go of the source. True once it has ended.
@@ -521,7 +537,7 @@ def stream_in(
     """
     if not is_one_of(copies, ("engine", "kernel")):
         raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
-    target = target_of(source, device)
+    target = target_of("stream_in", source, device)
     if copies == "kernel" and (target.type == "cpu" or not isinstance(source, torch.Tensor)):
         raise ValueError(
             f"stream_in: copies='kernel' of a {type(source).__name__} to {target}; a kernel copies a pinned CPU tensor "
@@ -580,23 +596,23 @@ def onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool
         )
 
 
-def target_of(source: Streamable, device: str | torch.device | None) -> torch.device:
-    """Where the tensor is to be."""
+def target_of(op: str, source: Streamable, device: str | torch.device | None) -> torch.device:
+    """Where the tensor is to be. ``op``: the function that is called, for messages."""
     if device is None:
         pinned = isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.is_pinned()
         device = "cuda" if pinned else "cpu"
-    target = as_device(device, "stream_in: device")
+    target = as_device(device, f"{op}: device")
     if target.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"stream_in: device={str(device)!r}; tensors stream to the CPU and to GPUs")
+        raise NotImplementedError(f"{op}: device={str(device)!r}; tensors stream to the CPU and to GPUs")
     if target.type == "cpu":
         return target
     if not torch.cuda.is_available():
-        raise NotImplementedError(f"stream_in: device={str(device)!r}; torch sees no GPU here: stream to the CPU")
+        raise NotImplementedError(f"{op}: device={str(device)!r}; torch sees no GPU here: stream to the CPU")
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "stream_in: a CUDA graph is being captured; make the Stream before the capture, and call its restart() in "
-            "it: each replay copies then"
-        )
+        again = "and call its restart() in it: each replay copies then"
+        if op != "stream_in":
+            again = "and call its restart() outside of the capture, too: the host reads the offsets"
+        raise RuntimeError(f"{op}: a CUDA graph is being captured; make the Stream before the capture, {again}")
     return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
