@@ -215,6 +215,18 @@ def test_what_does_not_fit_a_restart_or_a_product_is_refused():
         other.wait(LONG)
 
 
+def test_rows_of_an_expert_that_is_not_brought_are_refused():
+    x = rand(8, K)
+    with ts.stream_experts(weights(), offsets_of((1, 0, 5, 2))) as stream:
+        with refused(ValueError, "grouped_mm: offsets=[1, 2, 6, 8] give rows to expert 1, which the stream of offsets=[1, 1, 6, 8] does not bring; give both the same: stream.restart(offsets)"):  # fmt: skip  # noqa: E501
+            ts.grouped_mm(x, stream, offsets_of((1, 1, 4, 2)))
+        fewer = ts.grouped_mm(x, stream, offsets_of((0, 0, 6, 2)))
+        assert torch.equal(fewer, ts.grouped_mm(x, weights(), offsets_of((0, 0, 6, 2))))
+        stream.wait(LONG)
+        stream.restart(offsets_of((1, 1, 4, 2)))
+        ts.grouped_mm(x, stream, offsets_of((1, 1, 4, 2)))
+
+
 def test_a_refused_restart_changes_nothing():
     first, ends = weights(), offsets_of((1, 0, 5, 2))
     with ts.stream_experts(first, ends) as stream:

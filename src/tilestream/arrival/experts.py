@@ -46,7 +46,7 @@ def stream_experts(
         is copied at the link's full speed, and by the copy engine alone.
     offsets
         int32 ``[G]``, on the CPU or on ``device``: where the rows of each expert end, as `tilestream.grouped_mm` takes
-        them. Give both the same ones.
+        them. Give both the same ones: the CPU refuses others, a GPU reads experts that were not brought.
     device
         As for `tilestream.stream_in`.
 
@@ -106,6 +106,8 @@ def _check_weights(weights: torch.Tensor) -> bool:
 class _Route:
     """What a step needs: a `tilestream.arrival.stream.Route`."""
 
+    ends: list[int] | None = None
+
     def __init__(self, weights: torch.Tensor, target: torch.device) -> None:
         self._like, self._target = (weights.shape, weights.stride(), weights.dtype), target
         self._ends: torch.Tensor | None = None
@@ -121,7 +123,8 @@ class _Route:
             raise ValueError(f"{_OP}: offsets is {what}; it is torch.int32 {list(shape[:1])}: where each expert's end")
         if offsets.device.type != "cpu" and offsets.device != self._target:
             raise ValueError(f"{_OP}: offsets is on {offsets.device}; it is on the CPU or on {self._target}")
-        ordered = None if offsets.is_cuda else _ordered(offsets.tolist())  # raises before anything is changed
+        ends = None if offsets.is_cuda else offsets.tolist()
+        ordered = None if ends is None else _ordered(ends)  # raises before anything is changed
         if weights is not None:
             turned = _check_weights(weights)
             if (weights.shape, weights.stride(), weights.dtype) != self._like:
@@ -134,6 +137,7 @@ class _Route:
                 source.claim = _copies(host, source.tensor)
             else:
                 source.tensor = host
+        self.ends = ends
         if ordered is None:
             source.readers = 1
             return self._behind_the_router(offsets)

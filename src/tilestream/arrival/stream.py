@@ -24,6 +24,7 @@ from tilestream.arrival.sources import Job, Source, file_source, ignore, iterato
 from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
+from tilestream.core.groups import by_load
 from tilestream.core.schedule import MOST_QUEUES
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
@@ -59,6 +60,9 @@ Order = Callable[[], tuple[Sequence[int], int]]
 
 class Route(Protocol):
     """What a stream of experts is told of a step: see `tilestream.arrival.experts`."""
+
+    #: Where the rows of this step's experts end; None where the host does not know.
+    ends: Sequence[int] | None
 
     def __call__(self, source: Source, offsets: torch.Tensor, weights: torch.Tensor | None) -> Order:
         """The order of a step's chunks; ``weights``: what ``source`` brings from now on."""
@@ -368,6 +372,19 @@ class Stream:
     def of_experts(self) -> bool:
         """Whether it was made by `stream_experts`: a chunk is an expert's matrix."""
         return self._route is not None
+
+    def check_brings(self, op: str, offsets: object) -> None:
+        """Raise `ValueError` if ``offsets`` give rows to an expert that this step does not bring. CPU only."""
+        ends = None if self._route is None else self._route.ends
+        if ends is None or type(offsets) is not torch.Tensor or offsets.device.type != "cpu":
+            return
+        theirs: list[int] = offsets.detach().flatten().tolist()
+        brought, wanted = (set(order[:count]) for order, count in map(by_load, (ends, theirs)))
+        if len(theirs) == len(ends) and wanted - brought:
+            raise ValueError(
+                f"{op}: offsets={theirs} give rows to expert {min(wanted - brought)}, which the stream of offsets="
+                f"{list(ends)} does not bring; give both the same: stream.restart(offsets)"
+            )
 
     def restart(self, offsets: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
         """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
