@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
 import random
 import time
 import weakref
@@ -25,7 +24,7 @@ from strategies import chunkings
 from tilestream.arrival import device, landing
 from tilestream.arrival.device import GateWords
 from tilestream.arrival.device_words import REPLAYED
-from tilestream.arrival.flat import Awaited
+from tilestream.arrival.flat import Awaited, FlatArrival
 from tilestream.arrival.sources import iterator_source, tensor_source
 from tilestream.arrival.stream import Stream
 from tilestream.core.chunks import Chunks
@@ -315,17 +314,27 @@ def test_nothing_is_asked_of_events_while_a_graph_is_captured(cuda, monkeypatch)
     assert stream.done
 
 
-def test_a_gradient_is_void_where_a_replay_has_missed_a_chunk(cuda):
+@pytest.mark.parametrize("own_graph", [None, False, True])
+def test_a_gradient_is_void_where_a_replay_has_missed_a_chunk(cuda, monkeypatch, own_graph):
+    """In the graph of the launch, eagerly behind it, or in a graph of its own, which keeps the words."""
     stream, _ = filled(cuda)
     signals = stream.arrival._signals
-    with cuda.capture() as graph:
+    with cuda.capture() as graph, monkeypatch.context() as patch:
         stream.restart()
         words = signals.use().words
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        patch.setattr(FlatArrival, "signals", lambda *_: signals)
+        late = Awaited.for_gradient(FlatArrival.of(stream.arrival), None, "matmul", torch.ones(2))
+    with cuda.capture():
+        stream.restart()  # another filling, which has not come
+    if own_graph is None:
+        cuda.graph = graph
+    with cuda.capture() if own_graph else contextlib.nullcontext():
         play(graph, first)
-        assert signals.void_if_late(0).item() == 0
+        assert late.void_if_late(torch.ones(2)).tolist() == [1.0, 1.0]
         words[1] = 0
-        assert math.isnan(signals.void_if_late(0).item())
-        assert Awaited(signals).void_if_late(torch.ones(2)).isnan().all()
+        assert late.void_if_late(torch.ones(2)).isnan().all()
+        assert any(words is kept for objects in list(graphs._kept.values())[2:] for kept in objects) == bool(own_graph)
     assert signals.void_if_late(signals.epoch).item() == 0, "an eager launch's words"
 
 
