@@ -12,7 +12,7 @@ A kernel that reads the same offsets takes the groups in the same order, so it w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -106,7 +106,7 @@ def _check_weights(weights: torch.Tensor) -> bool:
 class _Route:
     """What a step needs: a `tilestream.arrival.stream.Route`."""
 
-    ends: list[int] | None = None
+    ends: Sequence[int] | None = None
 
     def __init__(self, weights: torch.Tensor, target: torch.device) -> None:
         self._like, self._target = (weights.shape, weights.stride(), weights.dtype), target

@@ -215,6 +215,8 @@ class _Issued:
 
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
     """What is left of ``timeout`` seconds, at each call; None where there is no bound."""
+    if timeout is not None and not (hasattr(timeout, "__float__") and math.isfinite(timeout)):
+        raise ValueError(f"stream_in: timeout={timeout!r}; it is a finite number of seconds, or None for no bound")
     end = time.perf_counter() + (timeout or 0.0)
     return lambda: None if timeout is None else max(0.0, end - time.perf_counter())
 
@@ -347,6 +349,8 @@ class Stream:
         ------
         TimeoutError
             If it takes longer than ``timeout`` seconds.
+        ValueError
+            If ``timeout`` is not finite.
         RuntimeError
             If a CUDA graph is captured: no replay waits for the host.
         Exception
@@ -472,6 +476,7 @@ class Stream:
         A producer that is blocked in foreign code (an iterator that never yields) cannot be stopped from outside: after
         ``timeout`` seconds it is left to end by itself; its thread keeps the tensor alive as long (invariant 9).
         """
+        _countdown(timeout)  # checks it
         if self._filling is None:
             return self._copies is None or self._copies.pending or self._joined(timeout)
         self._filling.halt()
