@@ -56,7 +56,7 @@ class LocalRows(NamedTuple):
 
 
 class InGraph(NamedTuple):
-    """A filling that a graph makes at each replay."""
+    """A filling of a tensor that is captured in a graph, so that each replay makes it."""
 
     graph: int
     words: torch.Tensor  # ``int32[chunks]``, zeroed at each replay before anything else touches them
@@ -148,8 +148,8 @@ class DeviceSignals(Publishing):
     def filling_in_graph(self) -> Iterator[torch.Tensor]:
         """The block has the current stream's graph copy and signal the chunks; yields the words, to be `REPLAYED`.
 
-        The copies come behind what the stream was given, and behind those of the filling before in this graph, whose
-        launches may have given up. What the stream is given later waits for its chunks at gates alone.
+        The copies come behind the stream's earlier work, and behind the copies of this graph's filling before, whose
+        launches may have given up. The stream's later work runs beside them: its launches wait for chunks at gates.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream
         graph = capture_id(stream)
