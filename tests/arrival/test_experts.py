@@ -215,6 +215,58 @@ def test_what_does_not_fit_a_restart_or_a_product_is_refused():
         other.wait(LONG)
 
 
+def test_rows_of_an_expert_that_is_not_brought_are_refused():
+    x = rand(8, K)
+    with ts.stream_experts(weights(), offsets_of((1, 0, 5, 2))) as stream:
+        with refused(ValueError, "grouped_mm: offsets=[1, 2, 6, 8] give rows to expert 1, which the stream of offsets=[1, 1, 6, 8] does not bring; give both the same: stream.restart(offsets)"):  # fmt: skip  # noqa: E501
+            ts.grouped_mm(x, stream, offsets_of((1, 1, 4, 2)))
+        fewer = ts.grouped_mm(x, stream, offsets_of((0, 0, 6, 2)))
+        assert torch.equal(fewer, ts.grouped_mm(x, weights(), offsets_of((0, 0, 6, 2))))
+        stream.wait(LONG)
+        stream.restart(offsets_of((1, 1, 4, 2)))
+        ts.grouped_mm(x, stream, offsets_of((1, 1, 4, 2)))
+
+
+def test_a_refused_restart_changes_nothing():
+    first, ends = weights(), offsets_of((1, 0, 5, 2))
+    with ts.stream_experts(first, ends) as stream:
+        stream.wait(LONG)
+        with refused(ValueError, "stream_experts: offsets=[3, 1, 5, 8]; they do not fall"):
+            stream.restart(torch.tensor([3, 1, 5, 8], dtype=torch.int32), weights(seed=1))
+        stream.restart(ends)
+        assert torch.equal(stream.wait(LONG)[2], first[2])
+
+
+def test_a_capture_is_refused_by_the_name_of_the_function(monkeypatch):
+    with fake_cuda() as cuda:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        with cuda.capture(), refused(RuntimeError, "stream_experts: a CUDA graph is being captured; make the Stream before the capture, and call its restart() outside of the capture, too"):  # fmt: skip  # noqa: E501
+            ts.stream_experts(weights(), offsets_of((1, 0, 5, 2)), device="cuda")
+    with refused(NotImplementedError, "stream_experts: device='xpu'; tensors stream to the CPU and to GPUs"):
+        ts.stream_experts(weights(), offsets_of((1, 0, 5, 2)), device="xpu")
+
+
+def test_a_capture_is_refused_without_waiting_for_the_router(monkeypatch):
+    routed = threading.Event()
+    with fake_cuda() as cuda:
+        w, ends = cuda.pin(weights()), offsets_of((1, 0, 5, 2))
+        source = Source(w, lambda: "", lambda begin, end: ignore, readers=1)
+        lane = lanes.take(4, DEVICE, torch.cuda.current_stream().cuda_stream)
+        arrival = Arrival.uniform(K, 4).with_signals(DeviceSignals(4, DEVICE, lane=lane))
+
+        def order():
+            routed.wait(LONG)
+            return by_load(ends.tolist())
+
+        route = experts._Route(w, torch.device("cpu"))
+        stream = Stream(arrival, source, DeviceLanding(w, DEVICE, lane), order=order, route=route)
+        with cuda.capture(), refused(RuntimeError, "stream_experts: restart() while a CUDA graph is captured"):
+            stream.restart(ends)
+        assert not stream._filling.issued
+        routed.set()
+        stream._filling.finish_issuing()
+
+
 def test_a_tensor_that_is_not_filled_yet_is_refused(monkeypatch):
     held, ends = Held(monkeypatch, 2), offsets_of((1, 0, 5, 2))
     with ts.stream_experts(weights(), ends) as stream:

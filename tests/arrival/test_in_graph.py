@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
 import random
 import time
 import weakref
@@ -25,10 +24,11 @@ from strategies import chunkings
 from tilestream.arrival import device, landing
 from tilestream.arrival.device import GateWords
 from tilestream.arrival.device_words import REPLAYED
-from tilestream.arrival.flat import Awaited
+from tilestream.arrival.flat import Awaited, FlatArrival
 from tilestream.arrival.sources import iterator_source, tensor_source
 from tilestream.arrival.stream import Stream
 from tilestream.core.chunks import Chunks
+from tilestream.ops import streamed
 from tilestream.runtime import graphs
 from tilestream.runtime.sequence import CopyIn, Sequence
 
@@ -285,6 +285,18 @@ def test_the_forgotten_arrival_is_refused_in_a_graph_too(cuda):
         assert stream.is_filled_here, "another graph"
 
 
+def test_an_op_is_refused_the_tensor_alone_after_a_restart_in_a_graph(cuda):
+    """Though the filling before the capture was known to have come, and the tensor was free to be read."""
+    stream, _ = filled(cuda)
+    stream.wait()
+    assert streamed.operand("matmul", "a", stream.tensor, "arrival", None)[0] is stream.tensor
+    with cuda.capture():
+        stream.restart()
+        with refused(ValueError, "matmul: a is a tensor that ts.stream_in has not filled yet; give the Stream itself"):
+            streamed.operand("matmul", "a", stream.tensor, "arrival", None)
+    assert streamed.operand("matmul", "a", stream.tensor, "arrival", None)[0] is stream.tensor, "the eager filling's"
+
+
 def test_nothing_is_asked_of_events_while_a_graph_is_captured(cuda, monkeypatch):
     """An event's query would end the capture."""
     stream, _ = filled(cuda)
@@ -302,17 +314,27 @@ def test_nothing_is_asked_of_events_while_a_graph_is_captured(cuda, monkeypatch)
     assert stream.done
 
 
-def test_a_gradient_is_void_where_a_replay_has_missed_a_chunk(cuda):
+@pytest.mark.parametrize("own_graph", [None, False, True])
+def test_a_gradient_is_void_where_a_replay_has_missed_a_chunk(cuda, monkeypatch, own_graph):
+    """In the graph of the launch, eagerly behind it, or in a graph of its own, which keeps the words."""
     stream, _ = filled(cuda)
     signals = stream.arrival._signals
-    with cuda.capture() as graph:
+    with cuda.capture() as graph, monkeypatch.context() as patch:
         stream.restart()
         words = signals.use().words
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        patch.setattr(FlatArrival, "signals", lambda *_: signals)
+        late = Awaited.for_gradient(FlatArrival.of(stream.arrival), None, "matmul", torch.ones(2))
+    with cuda.capture():
+        stream.restart()  # another filling, which has not come
+    if own_graph is None:
+        cuda.graph = graph
+    with cuda.capture() if own_graph else contextlib.nullcontext():
         play(graph, first)
-        assert signals.void_if_late(0).item() == 0
+        assert late.void_if_late(torch.ones(2)).tolist() == [1.0, 1.0]
         words[1] = 0
-        assert math.isnan(signals.void_if_late(0).item())
-        assert Awaited(signals).void_if_late(torch.ones(2)).isnan().all()
+        assert late.void_if_late(torch.ones(2)).isnan().all()
+        assert any(words is kept for objects in list(graphs._kept.values())[2:] for kept in objects) == bool(own_graph)
     assert signals.void_if_late(signals.epoch).item() == 0, "an eager launch's words"
 
 
@@ -335,6 +357,14 @@ def test_what_is_refused(cuda):
                 one.restart()
         with refused(RuntimeError, "stream_in: restart() while a CUDA graph is captured; with copies='kernel'"):
             by_kernel.restart()
+    assert not graph.work
+
+
+def test_hip_is_refused_before_anything_is_captured(cuda, monkeypatch):
+    stream, _ = filled(cuda)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with cuda.capture() as graph, refused(NotImplementedError, "stream_in: restart() while a HIP graph is captured, which has no branches for copies; make the Stream with copies='kernel'"):  # fmt: skip  # noqa: E501
+        stream.restart()
     assert not graph.work
 
 
@@ -407,4 +437,28 @@ def test_a_driver_that_refuses_leaves_the_filling_before_it(cuda, monkeypatch):
         assert stream.arrival._signals._in_a_graph is None
     monkeypatch.undo()
     assert stream.tensor.device == DEVICE
+    assert torch.equal(stream.tensor, source)
+
+
+def test_no_launch_waits_for_a_filling_beside_one_that_failed_half_way(cuda, monkeypatch):
+    """Its first copies are in the graph, and may overwrite what the filling before has brought."""
+    stream, source = filled(cuda)
+    left, copy_in = [True, False], cuda.driver.copy_in
+
+    def refuse(*how):
+        if not left.pop(0):
+            raise RuntimeError("the driver refused the copy")
+        copy_in(*how)
+
+    with cuda.capture():
+        stream.restart()
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda.driver, "copy_in", refuse)
+            with pytest.raises(RuntimeError, match="refused the copy"):
+                stream.restart()
+        with refused(RuntimeError, "arrival: a CUDA graph is being captured, and what ts.stream_in copies is not in"):
+            stream.arrival._signals.use()
+        stream.restart()
+        assert stream.arrival._signals.use().epoch == REPLAYED
+    assert there(stream.arrival._signals.use()) == [0, 1, 2, 3]
     assert torch.equal(stream.tensor, source)

@@ -357,6 +357,18 @@ class TestEnds:
         one.end_waits.set()
         assert one.stream.wait(LONG) is one.stream.tensor
 
+    @pytest.mark.parametrize("timeout", ["5", float("nan"), float("inf")])
+    def test_a_timeout_is_a_number_of_seconds(self, timeout):
+        """No comparison with NaN is ever true: a wait until then would not end."""
+        with ts.stream_in(torch.ones(2, 2)) as stream:
+            for call in (stream.wait, stream.close):
+                with refused(
+                    ValueError,
+                    f"stream_in: timeout={timeout!r}; it is a finite number of seconds, or None for no bound",
+                ):
+                    call(timeout)
+            stream.wait(LONG)
+
     def test_close_stops_after_the_chunk_it_is_at(self, steps):
         one = steps()
         assert one.at[0].wait(LONG)

@@ -301,6 +301,11 @@ def refuses(rank, world):
         ({3: w[0]}, {}, "w2 has shape [2, 10, 12]; with w1 [2, 10, 12]: [2, 12, 10]"),
         ({4: w[1]}, {}, "w3 has shape [2, 12, 10]; with w1 [2, 10, 12]: [2, 10, 12]"),
         ({4: w[2].bfloat16()}, {}, "TypeError: moe: w3 is torch.bfloat16, x is torch.float32; they have one dtype"),
+        (
+            {0: x.view(2, 2, 12), 1: (weights.view(4, 1, 2), chosen.view(4, 1, 2))}, {},
+            "router: weights have shape [4, 1, 2], experts [4, 1, 2]; both are [2, 2, 'top_k'], or [4, 'top_k']",
+        ),
+        *(({}, {"activation": no}, f"activation={no!r}; it is None or one of relu") for no in ("", "none", 0, [])),
         ({}, {"activation": "tanh"}, "activation='tanh'; it is None or one of relu, gelu, gelu_tanh, silu"),
         ({}, {"form": "fast"}, "form='fast'; it is one of auto, fused, unfused"),
         ({}, {"group": "ep"}, "TypeError: moe: group is a str; it is a torch.distributed.ProcessGroup or None"),

@@ -210,6 +210,33 @@ def test_a_call_that_fails_while_it_is_issued_breaks_the_group():
             second.next(False)  # told by the host's flag
 
 
+def test_a_capture_that_fails_says_why_and_leaves_the_group_whole(monkeypatch):
+    """A capture that is lost takes no event any more."""
+    with graph_world(2, GraphScatter, SHARDS[GraphScatter][2]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        first = ranks[0]
+
+        def product(rank, into):
+            lost.setattr(torch.cuda.Event, "record", refuse)
+            raise MemoryError("no room")
+
+        def refuse(*_):
+            raise RuntimeError("the capture is lost")
+
+        with monkeypatch.context() as lost, capture(cuda), cuda.on(first.calling), first.here():
+            with pytest.raises(MemoryError, match="no room"):
+                first.queue.reduce(torch.empty(3, 2), torch.empty(2, 3, 2), product, None, 1.0, 1.0)
+            lost.undo()
+        assert not first.state.broken
+        for replays in (False, True):
+            for rank in ranks:
+                rank.next(replays)
+            cuda.run()
+        for rank in ranks:
+            check(rank)
+            assert len(rank.results) == 3
+
+
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_gather_of_several_products_scales_and_rows(strided, scaled):

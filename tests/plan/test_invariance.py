@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tilestream as ts
-from tilestream.plan import limit
+from tilestream.plan import experimental, limit
 from tilestream.plan.additions import MMA, Additions
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "invariance_alike.json"
@@ -114,6 +114,7 @@ def test_keys_that_arrive_are_taken_in_the_promised_order(device):
     there = ts.attention_plan(256, device=device, invariant=True)
     assert late.key_order == there.key_order
     assert ("a tile waits for all its keys" in late.explain()) == late.downwards == (device == "h100")
+    assert (experimental.NOT_RUN in late.explain()) == late.downwards
     assert not ts.attention_plan(256, device=device, arrival=arrival).downwards
 
 
@@ -121,6 +122,9 @@ def test_attention_refuses_what_takes_keys_otherwise():
     arrival = ts.Arrival.uniform(64, 4)
     with pytest.raises(NotImplementedError, match="leave arrival= away, and call when the keys have arrived"):
         ts.attention_plan(256, device="b200", arrival=arrival, invariant=True)
+    for late in ({}, {"arrival": arrival}):
+        with pytest.raises(NotImplementedError, match="the last first\\); leave backend= away"):
+            ts.attention_plan(256, device="h100", backend="portable", invariant=True, **late)
     with pytest.raises(NotImplementedError, match=r"splits=4 under tilestream\.invariant"):
         ts.attention_plan(1, 4096, device="h100", splits=4, invariant=True)
     with pytest.raises(NotImplementedError, match="pages of too few keys, or rows that are not aligned: copy them"):

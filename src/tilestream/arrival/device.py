@@ -17,7 +17,7 @@ from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.publishing import Publishing
 from tilestream.core.copy_items import CopyArguments
 from tilestream.runtime.driver import capture_id, follow_nodes
-from tilestream.runtime.graphs import Branch
+from tilestream.runtime.graphs import Branch, keep
 from tilestream.runtime.streams import aside
 
 
@@ -56,7 +56,7 @@ class LocalRows(NamedTuple):
 
 
 class InGraph(NamedTuple):
-    """A filling that a graph makes at each replay."""
+    """A filling of a tensor that is captured in a graph, so that each replay makes it."""
 
     graph: int
     words: torch.Tensor  # ``int32[chunks]``, zeroed at each replay before anything else touches them
@@ -64,6 +64,13 @@ class InGraph(NamedTuple):
     branch: Branch
     #: Handles of the graph's streams on which a launch waits for them.
     readers: set[int]
+
+    def void_if_late(self, epoch: int) -> torch.Tensor:
+        """As of `DeviceSignals`, of a launch that waits for this filling. A backward pass may have its own graph."""
+        stream = torch.cuda.current_stream(self.words.device).cuda_stream
+        if capture_id(stream) not in (0, self.graph):
+            keep(stream, self.words)
+        return torch.where((self.words < REPLAYED).any(), float("nan"), 0.0)
 
 
 class DeviceSignals(Publishing):
@@ -141,15 +148,16 @@ class DeviceSignals(Publishing):
     def filling_in_graph(self) -> Iterator[torch.Tensor]:
         """The block has the current stream's graph copy and signal the chunks; yields the words, to be `REPLAYED`.
 
-        The copies come behind what the stream was given, and behind those of the filling before in this graph, whose
-        launches may have given up. What the stream is given later waits for its chunks at gates alone.
+        The copies come behind the stream's earlier work, and behind the copies of this graph's filling before, whose
+        launches may have given up. The stream's later work runs beside them: its launches wait for chunks at gates.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream
         graph = capture_id(stream)
         with torch.inference_mode(False):
             words = torch.empty(self.count, dtype=torch.int32, device=self._device)
         zero(words)
-        before = self._filling_of(graph)
+        # A filling that fails half way may copy beside launches that wait for the one before: there is none then.
+        before, self._in_a_graph = self._filling_of(graph), None
         with Branch(stream, () if before is None else before.branch.end) as branch:
             yield words
         self._in_a_graph = InGraph(graph, words, branch, set())
@@ -208,11 +216,10 @@ class DeviceSignals(Publishing):
         stream = torch.cuda.current_stream(self._device)
         return self.copies.take(copiers, capture_id(stream.cuda_stream) if captured else 0)
 
-    def _looked_at(self, epoch: int) -> tuple[torch.Tensor, int]:
-        """As of `DeviceWords`; of a filling in the graph that is captured, the graph's own words."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        filling = None if epoch else self._filling_of(capture_id(stream))
-        return super()._looked_at(epoch) if filling is None else (filling.words, REPLAYED)
+    @property
+    def of_captured(self) -> DeviceSignals | InGraph:
+        """What says later, by `void_if_late`, whether a launch that is captured now has missed a chunk."""
+        return self._filling_of(capture_id(torch.cuda.current_stream(self._device).cuda_stream)) or self
 
     # Ends ----------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ A kernel that reads the same offsets takes the groups in the same order, so it w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -46,7 +46,7 @@ def stream_experts(
         is copied at the link's full speed, and by the copy engine alone.
     offsets
         int32 ``[G]``, on the CPU or on ``device``: where the rows of each expert end, as `tilestream.grouped_mm` takes
-        them. Give both the same ones.
+        them. Give both the same ones: the CPU refuses others, a GPU reads experts that were not brought.
     device
         As for `tilestream.stream_in`.
 
@@ -69,7 +69,7 @@ def stream_experts(
     ...     y = tilestream.grouped_mm(x, experts, ends)
     """
     turned = _check_weights(weights)
-    target = target_of(weights, device)
+    target = target_of(_OP, weights, device)
     count = weights.shape[0]
     host = weights.mT if turned else weights
     source = Source(host, lambda: f"{count} experts {list(weights.shape[1:])} {str(weights.dtype)[6:]}", _claim_nothing)
@@ -106,6 +106,8 @@ def _check_weights(weights: torch.Tensor) -> bool:
 class _Route:
     """What a step needs: a `tilestream.arrival.stream.Route`."""
 
+    ends: Sequence[int] | None = None
+
     def __init__(self, weights: torch.Tensor, target: torch.device) -> None:
         self._like, self._target = (weights.shape, weights.stride(), weights.dtype), target
         self._ends: torch.Tensor | None = None
@@ -121,6 +123,8 @@ class _Route:
             raise ValueError(f"{_OP}: offsets is {what}; it is torch.int32 {list(shape[:1])}: where each expert's end")
         if offsets.device.type != "cpu" and offsets.device != self._target:
             raise ValueError(f"{_OP}: offsets is on {offsets.device}; it is on the CPU or on {self._target}")
+        ends = None if offsets.is_cuda else offsets.tolist()
+        ordered = None if ends is None else _ordered(ends)  # raises before anything is changed
         if weights is not None:
             turned = _check_weights(weights)
             if (weights.shape, weights.stride(), weights.dtype) != self._like:
@@ -133,12 +137,12 @@ class _Route:
                 source.claim = _copies(host, source.tensor)
             else:
                 source.tensor = host
-        if offsets.is_cuda:
+        self.ends = ends
+        if ordered is None:
             source.readers = 1
             return self._behind_the_router(offsets)
         # A copy on the CPU takes a core's time; one to the GPU is issued, from pinned memory, without waiting for it.
         source.readers = int(self._target.type == "cpu" or not source.tensor.is_pinned())
-        ordered = _ordered(offsets.tolist())
         return lambda: ordered
 
     def _behind_the_router(self, offsets: torch.Tensor) -> Order:

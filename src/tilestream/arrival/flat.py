@@ -135,8 +135,10 @@ class Awaited(NamedTuple):
         if type(out) is not torch.Tensor or not out.is_cuda:
             return None
         found = cls.of(rows, columns, DEFAULT_DEADLINE, op, out.device)
-        captured = torch.cuda.is_current_stream_capturing()
-        return found._replace(epochs=(0, 0)) if found is not None and captured else found
+        if found is None or not torch.cuda.is_current_stream_capturing():
+            return found
+        rows, columns = (None if signals is None else signals.of_captured for signals in found[:2])
+        return found._replace(rows=rows, columns=columns, epochs=(0, 0))
 
     def void_if_late(self, grad: torch.Tensor) -> torch.Tensor:
         """A gradient of the launch's output; NaN where rows that it is multiplied by have not come."""

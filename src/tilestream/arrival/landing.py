@@ -87,8 +87,9 @@ def filling(
 ) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
     """The copies and signals of a filling, in order; how many operations go before each chunk's signal is behind.
 
-    Their slots: the stream that it comes behind, the lane's, where the rows go, where they are, the words, the epoch,
-    and the lane's events; in a graph, which has neither lane nor events, those are not read, but for the lane's stream.
+    Their slots: the stream that the filling comes behind; the lane's stream; the addresses of the tensor, of the source
+    and of the words; the epoch; the lane's two events. A graph has no lane: the stream under capture takes the place of
+    the lane's, and the first slot and the events are not read.
     """
     behind, lane, to, source, words, epoch, ready, landed = map(Slot, range(8))
     operations: list[Operation] = [] if in_graph else [Record(behind, ready), WaitEvent(lane, ready)]

@@ -24,6 +24,7 @@ from tilestream.arrival.sources import Job, Source, file_source, ignore, iterato
 from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.chunks import Chunks
 from tilestream.core.errors import ProducerStopped
+from tilestream.core.groups import by_load
 from tilestream.core.schedule import MOST_QUEUES
 from tilestream.runtime import shutdown
 from tilestream.runtime.channel import check_device
@@ -59,6 +60,9 @@ Order = Callable[[], tuple[Sequence[int], int]]
 
 class Route(Protocol):
     """What a stream of experts is told of a step: see `tilestream.arrival.experts`."""
+
+    #: Where the rows of this step's experts end; None where the host does not know.
+    ends: Sequence[int] | None
 
     def __call__(self, source: Source, offsets: torch.Tensor, weights: torch.Tensor | None) -> Order:
         """The order of a step's chunks; ``weights``: what ``source`` brings from now on."""
@@ -211,6 +215,8 @@ class _Issued:
 
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
     """What is left of ``timeout`` seconds, at each call; None where there is no bound."""
+    if timeout is not None and not (hasattr(timeout, "__float__") and math.isfinite(timeout)):
+        raise ValueError(f"stream_in: timeout={timeout!r}; it is a finite number of seconds, or None for no bound")
     end = time.perf_counter() + (timeout or 0.0)
     return lambda: None if timeout is None else max(0.0, end - time.perf_counter())
 
@@ -260,10 +266,14 @@ class Stream:
         if open_streams.get(self._memory) is self._self:
             open_streams.pop(self._memory, None)
 
-    def _begin(self) -> None:
-        self.started = time.perf_counter()
+    def _open(self) -> None:
+        """From here on its tensor without its arrival is refused, until it is filled."""
         if self._memory:
             open_streams[self._memory] = self._self
+
+    def _begin(self) -> None:
+        self.started = time.perf_counter()
+        self._open()
         self._filling: _Filling | _Issued | None = None
         if self._copies is not None:
             return
@@ -339,6 +349,8 @@ class Stream:
         ------
         TimeoutError
             If it takes longer than ``timeout`` seconds.
+        ValueError
+            If ``timeout`` is not finite.
         RuntimeError
             If a CUDA graph is captured: no replay waits for the host.
         Exception
@@ -365,6 +377,19 @@ class Stream:
         """Whether it was made by `stream_experts`: a chunk is an expert's matrix."""
         return self._route is not None
 
+    def check_brings(self, op: str, offsets: object) -> None:
+        """Raise `ValueError` if ``offsets`` give rows to an expert that this step does not bring. CPU only."""
+        ends = None if self._route is None else self._route.ends
+        if ends is None or type(offsets) is not torch.Tensor or offsets.device.type != "cpu":
+            return
+        theirs: list[int] = offsets.detach().flatten().tolist()
+        brought, wanted = (set(order[:count]) for order, count in map(by_load, (ends, theirs)))
+        if len(theirs) == len(ends) and wanted - brought:
+            raise ValueError(
+                f"{op}: offsets={theirs} give rows to expert {min(wanted - brought)}, which the stream of offsets="
+                f"{list(ends)} does not bring; give both the same: stream.restart(offsets)"
+            )
+
     def restart(self, offsets: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
         """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
 
@@ -388,6 +413,8 @@ class Stream:
         RuntimeError
             If the producer is still at work; or if a CUDA graph is captured, and the source is no pinned tensor, or a
             kernel makes the copies (``copies="kernel"``), which its graph makes at each replay without this.
+        NotImplementedError
+            If a HIP graph is captured.
         ValueError
             If the source can be read only once (an iterator).
         ValueError, TypeError
@@ -397,28 +424,15 @@ class Stream:
             raise TypeError("stream_in: restart(offsets, weights) is of ts.stream_experts; this stream has none")
         if self._route is not None and offsets is None:
             raise TypeError("stream_experts: restart() without offsets; they say which experts this step needs")
+        if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
+            self._check_capturable(self._landing)
+            self._landing.fill_in_graph(self._chunks, self.arrival.pivot, cast("DeviceSignals", self.arrival._signals))
+            self._open()
+            return
         if self.of_experts and isinstance(self._filling, _Filling):
             self._filling.finish_issuing()  # it waits for the router of the step before, not for copies
         if self._filling is not None and not self._filling.issued:
             raise RuntimeError("stream_in: restart() while the producer is at work; wait() for it or close() it first")
-        if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
-            if self._copies is not None:
-                raise RuntimeError(
-                    "stream_in: restart() while a CUDA graph is captured; with copies='kernel' the graph makes the "
-                    "copies at each replay, without it"
-                )
-            if self._route is not None:
-                raise RuntimeError(
-                    "stream_experts: restart() while a CUDA graph is captured; the host reads the offsets: call it "
-                    "outside of the capture"
-                )
-            if self._source.readers or not self._landing.in_place:
-                raise RuntimeError(
-                    f"stream_in: restart() while a CUDA graph is captured, from {self._source.describe()}; a replay "
-                    "copies from a contiguous pinned tensor: give source.contiguous().pin_memory()"
-                )
-            self._landing.fill_in_graph(self._chunks, self.arrival.pivot, cast("DeviceSignals", self.arrival._signals))
-            return
         if self._route is not None:
             assert offsets is not None
             self._order = self._route(self._source, offsets, weights)
@@ -433,12 +447,36 @@ class Stream:
             self._copies.begin()
         self._begin()
 
+    def _check_capturable(self, landing: DeviceLanding) -> None:
+        """Raise unless a graph can fill the tensor at each replay."""
+        if self._copies is not None:
+            raise RuntimeError(
+                "stream_in: restart() while a CUDA graph is captured; with copies='kernel' the graph makes the copies "
+                "at each replay, without it"
+            )
+        if self._route is not None:
+            raise RuntimeError(
+                "stream_experts: restart() while a CUDA graph is captured; the host reads the offsets: call it outside "
+                "of the capture"
+            )
+        if self._source.readers or not landing.in_place:
+            raise RuntimeError(
+                f"stream_in: restart() while a CUDA graph is captured, from {self._source.describe()}; a replay copies "
+                "from a contiguous pinned tensor: give source.contiguous().pin_memory()"
+            )
+        if torch.version.hip is not None:
+            raise NotImplementedError(
+                "stream_in: restart() while a HIP graph is captured, which has no branches for copies; make the Stream "
+                "with copies='kernel': its graph makes the copies at each replay, without restart()"
+            )
+
     def close(self, timeout: float = 5.0) -> bool:
         """Stop the producer after the chunk it is at, and let go of the source. True once it has ended.
 
         A producer that is blocked in foreign code (an iterator that never yields) cannot be stopped from outside: after
         ``timeout`` seconds it is left to end by itself; its thread keeps the tensor alive as long (invariant 9).
         """
+        _countdown(timeout)  # checks it
         if self._filling is None:
             return self._copies is None or self._copies.pending or self._joined(timeout)
         self._filling.halt()
@@ -521,7 +559,7 @@ def stream_in(
     """
     if not is_one_of(copies, ("engine", "kernel")):
         raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
-    target = target_of(source, device)
+    target = target_of("stream_in", source, device)
     if copies == "kernel" and (target.type == "cpu" or not isinstance(source, torch.Tensor)):
         raise ValueError(
             f"stream_in: copies='kernel' of a {type(source).__name__} to {target}; a kernel copies a pinned CPU tensor "
@@ -580,23 +618,23 @@ def onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool
         )
 
 
-def target_of(source: Streamable, device: str | torch.device | None) -> torch.device:
-    """Where the tensor is to be."""
+def target_of(op: str, source: Streamable, device: str | torch.device | None) -> torch.device:
+    """Where the tensor is to be. ``op``: the function that is called, for messages."""
     if device is None:
         pinned = isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.is_pinned()
         device = "cuda" if pinned else "cpu"
-    target = as_device(device, "stream_in: device")
+    target = as_device(device, f"{op}: device")
     if target.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"stream_in: device={str(device)!r}; tensors stream to the CPU and to GPUs")
+        raise NotImplementedError(f"{op}: device={str(device)!r}; tensors stream to the CPU and to GPUs")
     if target.type == "cpu":
         return target
     if not torch.cuda.is_available():
-        raise NotImplementedError(f"stream_in: device={str(device)!r}; torch sees no GPU here: stream to the CPU")
+        raise NotImplementedError(f"{op}: device={str(device)!r}; torch sees no GPU here: stream to the CPU")
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "stream_in: a CUDA graph is being captured; make the Stream before the capture, and call its restart() in "
-            "it: each replay copies then"
-        )
+        again = "and call its restart() in it: each replay copies then"
+        if op != "stream_in":
+            again = "and call its restart() outside of the capture, too: the host reads the offsets"
+        raise RuntimeError(f"{op}: a CUDA graph is being captured; make the Stream before the capture, {again}")
     return target if target.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 

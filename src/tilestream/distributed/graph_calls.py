@@ -186,14 +186,13 @@ class GraphQueue(CallQueue):
         try:
             issue(prepared.program, (calling.cuda_stream, side.cuda_stream, first, second), host)
         except BaseException as error:
-            if graph == 0:  # else there is no graph: nothing runs
+            if graph == 0:  # of a capture nothing runs, and recording an event in a lost one would hide this error
                 self._abort_half_issued(error)
                 calling.wait_stream(side)  # which may read the caller's tensors, and waits for no peer
+                ended.record(calling)
             raise
-        finally:
-            if graph:
-                self._graph = graph
-            ended.record(calling)
+        self._graph = graph or self._graph
+        ended.record(calling)
 
     def record(
         self, recorder: Recorder, texts: tuple[gather.Operations, gather.Operations], pushes: Handlers

@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 
 from tilestream.arrival.flat import check_deadline
 from tilestream.arrival.stream import open_streams
+from tilestream.core.arguments import is_one_of
 from tilestream.core.groups import MOST_GROUPS
 from tilestream.core.operands import ACTIVATIONS
 from tilestream.core.protocols import handshake
@@ -128,9 +129,9 @@ def moe(
     x
         ``[..., H]``: this rank's tokens; float16, bfloat16, float32 or float64.
     router
-        ``(weights, experts)``, each ``[..., top_k]``, as ``torch.topk`` returns them: a weight of any of these dtypes,
-        and the number of an expert (int32 or int64). Or a function that makes them of ``x``. Experts are numbered over
-        the ranks: rank r has ``r * E`` to ``(r + 1) * E - 1``.
+        ``(weights, experts)``, each ``[..., top_k]``, or ``[rows of x, top_k]``, as ``torch.topk`` returns them: a
+        weight of any of these dtypes, and the number of an expert (int32 or int64). Or a function that makes them of
+        ``x``. Experts are numbered over the ranks: rank r has ``r * E`` to ``(r + 1) * E - 1``.
     w1, w3
         ``[E, I, H]``: this rank's experts, E of them on each rank.
     w2
@@ -255,14 +256,15 @@ def _checked(
         if tensor.shape != wanted:
             raise ValueError(f"{_OP}: {name} has shape {list(tensor.shape)}; with w1 {list(w1.shape)}: {list(wanted)}")
     rows = x.shape[:-1].numel()
-    if weights.dim() < 2 or weights.shape != experts.shape or weights.shape[:-1].numel() != rows:
+    leading = (x.shape[:-1], (rows,))
+    if weights.dim() < 2 or weights.shape != experts.shape or weights.shape[:-1] not in leading:
         raise ValueError(
             f"{_OP}: router: weights have shape {list(weights.shape)}, experts {list(experts.shape)}; both are "
-            f"{[*x.shape[:-1], 'top_k']}"
+            f"{[*x.shape[:-1], 'top_k']}, or {[rows, 'top_k']}"
         )
-    if (activation or "none") not in ACTIVATIONS:
+    if activation is not None and not is_one_of(activation, ACTIVATIONS[1:]):
         raise ValueError(f"{_OP}: activation={activation!r}; it is None or one of {', '.join(ACTIVATIONS[1:])}")
-    if form not in FORMS:
+    if not is_one_of(form, FORMS):
         raise ValueError(f"{_OP}: form={form!r}; it is one of {', '.join(FORMS)}")
     if x.is_cuda and w1.shape[0] > MOST_GROUPS:
         raise ValueError(f"{_OP}: w1 has {w1.shape[0]} experts; a rank's GPU has at most {MOST_GROUPS}: use more ranks")

@@ -123,7 +123,7 @@ def grouped_mm(
     """
     arrival = None
     if isinstance(b, Stream):
-        b, arrival = _experts(b)
+        b, arrival = _experts(b, offsets)
     if not is_compiling() and open_streams:
         of_b = None if arrival is not None else b
         streamed.refuse(_OP, a=a, b=of_b, offsets=offsets, bias=bias, out=out, scale_a=scale_a, scale_b=scale_b)
@@ -236,13 +236,14 @@ def _call(
         return result.t()
 
 
-def _experts(stream: Stream) -> tuple[torch.Tensor, Arrival]:
-    """A stream's tensor and its arrival; raise for one whose chunks are no groups' matrices."""
+def _experts(stream: Stream, offsets: torch.Tensor | None) -> tuple[torch.Tensor, Arrival]:
+    """A stream's tensor and its arrival; raise for one whose chunks are no groups' matrices, or not these groups'."""
     if not stream.of_experts:
         raise TypeError(
             f"{_OP}: b is a Stream of {stream.arrival.num_chunks} chunks of rows; one whose chunks are the groups' "
             "matrices is made by ts.stream_experts. Or wait for it: stream.wait()"
         )
+    stream.check_brings(_OP, offsets)
     return stream.tensor, stream.arrival
 
 

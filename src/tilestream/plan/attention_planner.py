@@ -31,7 +31,8 @@ BACKENDS = ("hopper", "cdna", "portable")
 #: Why the default is a queue.
 _NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
 _ALL_KEYS = Refusal(
-    "keys as they arrive", "a tile waits for all its keys and takes them from the last on, which invariance promises"
+    "keys as they arrive",
+    f"a tile waits for all its keys and takes them from the last on, which invariance promises: {experimental.NOT_RUN}",
 )
 
 
@@ -84,7 +85,7 @@ def plan_attention(
     else:
         name, found, elsewhere = _on_gpu(problem, device, count, kind, backend, 1 if promises else splits, promises)
         if promises:
-            found, excluded = _keeping(problem, device, name, found)
+            found, excluded = _keeping(problem, device, name, found, backend)
             refused += excluded
             if problem.keys is not None and found[0].downwards:
                 refused += (_ALL_KEYS,)
@@ -123,7 +124,7 @@ def refuse_splits(splits: int | None) -> None:
 
 
 def _keeping(
-    problem: AttentionProblem, device: DeviceProperties, name: str, found: list[AttentionCandidate]
+    problem: AttentionProblem, device: DeviceProperties, name: str, found: list[AttentionCandidate], asked: str | None
 ) -> tuple[list[AttentionCandidate], tuple[Refusal, ...]]:
     """The candidates that take keys in the promised order, and why not the others."""
     if not (problem.rows and problem.heads_q and problem.seqlen_k):
@@ -131,7 +132,9 @@ def _keeping(
     promised = plan_attention(invariance.plain_attention(problem), schedule="dynamic", device=device, splits=1)
     orders = [key_order(device, name, problem, one) for one in found]
     way_out = f"{problem.no_tma or 'pages of too few keys, or rows that are not aligned'}: copy them (contiguous())"
-    if problem.keys is not None:
+    if asked is not None:
+        way_out = "leave backend= away"
+    elif problem.keys is not None:
         way_out = "leave arrival= away, and call when the keys have arrived"
     kept = invariance.keeping(found, orders, promised.key_order, way_out)
     return kept, invariance.refused(found, kept, orders)

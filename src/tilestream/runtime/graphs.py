@@ -1,4 +1,4 @@
-"""CUDA graphs under capture: branches that their stream does not wait for, and what a graph keeps alive."""
+"""CUDA graphs under capture: branches beside the later work of a stream, and objects that a graph keeps alive."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _kept: dict[int, tuple[object, ...]] = {}
 
 
 class Branch:
-    """Work of a stream under capture that what the stream is given later does not wait for.
+    """A block whose work, captured on a stream, runs beside the stream's later work.
 
-    The block's work comes behind what the stream was given before it, and behind the nodes ``behind``. A graph's replay
-    ends when all its branches have: nothing has to be joined.
+    It comes behind the stream's earlier work and behind the nodes ``behind``. Nothing has to be joined: a replay ends
+    when all branches of the graph have ended.
 
     Attributes
     ----------
     stream
         Its handle.
     begin, end
-        The nodes of the graph that the block's work comes behind, and the last of that work.
+        Nodes of the graph: those in front of the block's work, and the last of that work.
     """
 
     begin: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Branch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A capture that has failed answers nothing any more; what failed it is raised.
+        # The driver refuses all questions about a failed capture: `error`, which failed it, is raised instead.
         with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError):
             self.end = driver.captured_nodes(self.stream)
             driver.follow_nodes(self.stream, self.begin, True)
@@ -58,20 +58,20 @@ class Branch:
 def keep(stream: int, *objects: object) -> None:
     """Keep ``objects`` until the graph that ``stream`` is captured into is destroyed and its last replay has ended.
 
-    They are let go of by the next call of this function or of `let_go`. Where the driver cannot say that a graph is
-    gone, they are kept for ever.
+    The next call of this function or of `let_go` drops them then. If the driver does not report the end of graphs, they
+    are kept for ever.
     """
     let_go()
     semaphore = _libc().calloc(1, _SEMAPHORE)
     with _lock:
         _kept[semaphore] = objects
     with contextlib.suppress(RuntimeError, AttributeError):
-        # The driver calls it in a thread of its own, perhaps when Python is gone: so no Python, and no memory of its.
+        # The driver's own thread calls it, maybe after Python's end: so a C function, and memory that is not Python's.
         driver.call_when_gone(stream, ctypes.cast(_libc().sem_post, ctypes.c_void_p).value or 0, semaphore)
 
 
 def let_go() -> None:
-    """Let go of what the graphs have kept that are gone."""
+    """Drop what was kept for graphs that are gone."""
     if not _kept:
         return
     with _lock:
