@@ -145,7 +145,7 @@ class Arrival:
         bounds
             ``num_chunks + 1`` row numbers: from 0, non-decreasing, the last is the number of rows of the input.
         pivot, signals, device
-            As for `uniform`.
+            See `uniform`.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class Arrival:
         Raises
         ------
         IndexError
-            If there is no such chunk.
+            If ``chunk`` is not the number of a chunk.
         ValueError
             If that epoch has not begun yet.
         """

@@ -48,7 +48,7 @@ def stream_experts(
         int32 ``[G]``, on the CPU or on ``device``: the end of each expert's rows, as for `tilestream.grouped_mm`. Give
         the same offsets to both.
     device
-        As for `tilestream.stream_in`.
+        See `tilestream.stream_in`.
 
     Returns
     -------

@@ -62,7 +62,7 @@ def find_matrix(path: str | os.PathLike[str], tensor: str | None = None) -> Stor
     Raises
     ------
     FileNotFoundError
-        If there is no such file.
+        If the file does not exist.
     ValueError
         If the file is not a regular file, has neither format, is damaged, lacks the tensor or has several to choose
         from, or if the tensor is not a matrix or its shape is too large for torch.

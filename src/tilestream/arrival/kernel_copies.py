@@ -1,4 +1,4 @@
-"""A stream's copies, offered to the kernel that reads them: what makes them, and when.
+"""A stream's copies, offered to the kernel that reads the rows: their maker, and their time.
 
 The first capable launch of an epoch takes the copies (`KernelCopies.take`) and makes them itself: see
 `tilestream.core.copy_items`. Later launches on the same stream find all rows in place. Launches on another stream wait

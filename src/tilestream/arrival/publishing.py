@@ -33,7 +33,7 @@ class PublishWords(NamedTuple):
 
 
 class _Published(NamedTuple):
-    """What readers need to know of a matmul that signals the chunks of an epoch."""
+    """The facts for readers of a matmul that signals the chunks of an epoch."""
 
     #: epoch, stream, end: its epoch and stream, and the event after its last launch.
     epoch: int

@@ -28,7 +28,7 @@ _LONGEST_SLEEP = 3600.0
 
 
 class Outcome(Enum):
-    """How a wait ended."""
+    """The end of a wait."""
 
     ARRIVED = auto()
     FAILED = auto()  # the producer reported an exception

@@ -59,7 +59,7 @@ def all_gather_matmul(
     a_shard
         ``[..., M / world, ..., K]``, at least 2-D, any strides: this rank's part of ``A``.
     b
-        ``[K, N]``, or a list of such matrices, each with its own N; one gather serves them all. Each rank may have
+        ``[K, N]``, or a list of matrices, each with its own N; one gather serves them all. Each rank may have
         other columns.
     gather_dim
         The dimension that is divided between the ranks. For a dimension before the last the call overlaps, and gathers

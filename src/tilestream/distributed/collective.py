@@ -129,5 +129,5 @@ def _on_this_stream(collective: Callable[..., Any], *operands: Any, options: Any
 
 
 def _via_cpu(state: GroupState, x: torch.Tensor) -> bool:
-    """Whether a GPU tensor is staged on the CPU: gloo has no such collectives on GPUs."""
+    """Whether a GPU tensor is staged on the CPU: gloo lacks these collectives on GPUs."""
     return x.is_cuda and state.backend("cuda") == "gloo"

@@ -44,7 +44,7 @@ class Case:
     k: int
     width: int  # elements of a row that travels: K for a gather, N for a scatter
     world: int  # ranks
-    #: dtype, itemsize: those of the elements that travel.
+    #: dtype, itemsize: the dtype and the bytes of the elements that travel.
     dtype: str
     itemsize: int
     device: str  # ``"cpu"``, or a GPU's architecture: ``"sm_90"``

@@ -55,7 +55,7 @@ _WHOLE = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class MoePlan:
-    """How a mixture of experts runs across ranks.
+    """The plan of a mixture of experts across ranks.
 
     Attributes
     ----------
