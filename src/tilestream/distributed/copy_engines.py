@@ -154,7 +154,7 @@ class GatherQueue(CallQueue):
         shard
             The own rows; later work in the calling stream may overwrite or free them.
         gathered
-            The tensor that all ranks' rows are copied to; None: they are not copied, and a later call reuses the slot.
+            The tensor that all ranks' rows are copied to; None: no copy. A later call reuses the slot.
         seconds
             The kernels' deadline.
         way

@@ -73,7 +73,7 @@ class Decision:
     library: bool = False  # whether torch's matmul was measured to be faster for an unfused all-reduce
 
     def with_equal_chunks(self, rows: int) -> Decision:
-        """The same decision with chunks that divide ``rows``, at most as many as before."""
+        """The same decision with equal chunks: at most as many as before, in a number that divides ``rows``."""
         return replace(self, chunks=next(x for x in range(self.chunks, 0, -1) if rows % x == 0))
 
 
