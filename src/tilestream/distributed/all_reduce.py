@@ -50,7 +50,8 @@ class _Decided(NamedTuple):
     Attributes
     ----------
     plans
-        One plan a group, in the order of the sums: the innermost first, so that each sum travels between nodes once.
+        One plan for each group, in the order of the sums: the innermost first, so that each sum travels between nodes
+        once.
     dtype, wide
         The dtypes of the result and of the sum.
     library
