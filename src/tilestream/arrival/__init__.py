@@ -1,6 +1,6 @@
-"""Chunks, signals, gates, deadlines, and the producers that fill them.
+"""Chunks, signals, gates, deadlines, and the producers that fill tensors.
 
-Importing this package imports no torch; `tilestream.arrival.stream`, whose producers fill tensors, does.
+Importing this package imports no torch; `tilestream.arrival.stream`, which has the producers, imports torch.
 """
 
 from tilestream.arrival.arrival import Arrival

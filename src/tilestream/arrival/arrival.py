@@ -1,4 +1,4 @@
-"""`Arrival`: how an input comes in, as the caller says it."""
+"""`Arrival`: the caller's description of an input that arrives in chunks."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _FINAL = ("num_chunks", "rows_per_chunk", "bounds", "pivot", "signals")
 
 
 class Arrival:
-    """The chunks in which the rows of an input arrive, and the signals that say so.
+    """The chunks in which the rows of an input arrive, and one signal a chunk.
 
-    Made by `uniform` or `ragged`, or by `stream_in` for a source that tilestream reads itself. Rows are those of the
-    input seen as a matrix: an ``[B, M, K]`` activation has ``B * M`` of them.
+    Made by `uniform` or `ragged`, or by `stream_in` for a source that tilestream reads itself. Rows are the rows of the
+    input as a matrix: a ``[B, M, K]`` activation has ``B * M`` rows.
 
-    The producer calls `signal` after each chunk; ``ts.matmul(..., arrival=...)`` starts at once and computes each tile
-    when its rows are there. A matmul that fills the input is given the same arrival as ``publish=``, and signals. The
-    next epoch of the same buffers begins with `advance`.
+    The producer calls `signal` after each chunk. ``ts.matmul(..., arrival=...)`` starts at once and computes each tile
+    when its rows have arrived. A matmul that fills the input takes the same arrival as ``publish=``, and signals its
+    chunks. `advance` begins the next epoch of the same buffers.
 
     Attributes
     ----------
     num_chunks : int
         Number of chunks.
     rows_per_chunk : int
-        Rows of each chunk but the last; 0 where they are ragged.
+        Rows of each chunk except the last; 0 for ragged chunks.
     bounds : tuple of int
-        The bounds of ragged chunks; empty where they are uniform.
+        The bounds of ragged chunks; empty for uniform ones.
     pivot : int
-        The chunk the raster starts from.
+        The chunk that the raster starts from.
     signals : torch.Tensor or None
         The caller's own signal words, if any.
 
@@ -75,7 +75,7 @@ class Arrival:
         self._signals = _make_signals(num_chunks, signals, device)
 
     def with_signals(self, signals: Signals) -> Arrival:
-        """An arrival of the same chunks, which were checked, with other signals."""
+        """An arrival of the same, already checked, chunks with other signals."""
         made = object.__new__(Arrival)
         made.__dict__.update(self.__dict__, _signals=signals)
         return made
@@ -94,25 +94,26 @@ class Arrival:
         signals: torch.Tensor | None = None,
         device: str | torch.device | None = None,
     ) -> Arrival:
-        """``num_chunks`` chunks of ``rows_per_chunk`` rows; the last has what is left of the input's rows.
+        """``num_chunks`` chunks of ``rows_per_chunk`` rows; the last chunk has the remaining rows of the input.
 
         Parameters
         ----------
         rows_per_chunk
-            Rows of a chunk, at least 1; it need not divide the rows nor be a multiple of a tile.
+            Rows of a chunk, at least 1. Any number is allowed: it need not divide the input's rows or be a multiple of
+            a tile.
         num_chunks
-            Number of chunks, at least 1. Together they must cover the input's rows, each with at least one of them.
+            Number of chunks, at least 1. Together they must cover the input's rows, each with at least one row.
         pivot
             The chunk to start from; the others follow in order and wrap around.
         signals
-            Your own signal words, ``[num_chunks]`` of int32 or uint32 on the input's device: 0 not arrived, any other
-            number arrived. The call that has seen them all zeroes them, those of chunks without rows included, so they
-            serve one call. After an `ArrivalTimeout` they are left as they are: call `reset` when your producers have
-            stopped. As ``publish=`` on a GPU each matmul zeroes them first, and a reader there begins behind its end.
-            None: tilestream keeps words of its own, which serve several calls.
+            Your own signal words, ``[num_chunks]`` of int32 or uint32 on the input's device: 0 is not arrived, any
+            other number arrived. They serve one call: the call that has seen all words zeroes them, including the words
+            of chunks without rows. After an `ArrivalTimeout` they keep their values: call `reset` when your producers
+            have stopped. With ``publish=`` on a GPU each matmul zeroes them first, and a reader there begins after the
+            matmul's end. None: tilestream keeps its own words, which serve several calls.
         device
-            The input's device, where our words are: ``"cuda"``, ``"cuda:1"``; None: the CPU, or where ``signals`` are.
-            On a GPU a signal is issued on the current stream, see `signal`.
+            The input's device, which holds tilestream's own words: ``"cuda"``, ``"cuda:1"``; None: the device of
+            ``signals``, or the CPU. On a GPU a signal is issued on the current stream, see `signal`.
 
         Raises
         ------
@@ -142,14 +143,14 @@ class Arrival:
         Parameters
         ----------
         bounds
-            ``num_chunks + 1`` rows: from 0, never falling, the last one the number of rows of the input.
+            ``num_chunks + 1`` row numbers: from 0, non-decreasing, the last is the number of rows of the input.
         pivot, signals, device
-            As for `uniform`.
+            See `uniform`.
 
         Raises
         ------
         ValueError, TypeError
-            If the bounds do not begin at 0, fall, or are no whole numbers; else as for `uniform`.
+            If the bounds do not begin at 0, decrease, or are not whole numbers; else as for `uniform`.
         """
         try:
             chunks = Chunks(tuple(operator.index(bound) for bound in bounds))
@@ -159,59 +160,59 @@ class Arrival:
 
     @property
     def device(self) -> str:
-        """Where the signals are: ``"cpu"``, ``"cuda:0"``."""
+        """The device of the signals: ``"cpu"``, ``"cuda:0"``."""
         return self._signals.device
 
     @property
     def key(self) -> int:
-        """What a registered op knows the signals by."""
+        """The number that names the signals in a registered op's arguments."""
         return self._signals.key
 
     @property
     def epoch(self) -> int:
-        """The present epoch: counted up by `advance`."""
+        """The present epoch, which `advance` increments."""
         return self._signals.epoch
 
     @property
     def times(self) -> tuple[float | None, ...]:
-        """When each chunk of this epoch was signalled, on `time.perf_counter`'s clock; None where not yet.
+        """The time of each chunk's signal in this epoch, on `time.perf_counter`'s clock; None before the signal.
 
-        On a GPU all are None: signals are written there without the host.
+        On a GPU all are None: the GPU writes the signals without the host.
         """
         return self._signals.times
 
     @property
     def error(self) -> BaseException | None:
-        """What the producer of this epoch reported by `fail`, if anything: to look at."""
+        """The exception that the producer of this epoch reported by `fail`, for inspection; None without one."""
         return self._signals.error(self._signals.epoch)
 
     def signal(self, chunk: int, *, epoch: int | None = None) -> None:
-        """Chunk ``chunk`` has arrived. Call it after its rows were written, from any thread.
+        """Signal that chunk ``chunk`` has arrived. Call it after its rows were written, from any thread.
 
-        On a GPU: after its rows' copy was issued, on the same stream, which must be the current one. The signal is
-        written when the stream gets there; no kernel and no SM is needed for it. Under capture it becomes a part of
-        the graph. That stream must not be the one on which a kernel waits for the chunk; mind that
-        ``torch.cuda.Stream()`` hands out 32 streams over and over.
+        On a GPU: call it after the copy of its rows was issued, on the copy's stream, which must be the current stream.
+        The GPU writes the signal after the stream's earlier work, without a kernel or an SM. Under capture the signal
+        becomes a part of the graph. A kernel that waits for the chunk must run on another stream; note that
+        ``torch.cuda.Stream()`` hands out 32 streams in turn.
 
         Parameters
         ----------
         epoch
-            The epoch that is meant, so that a late producer cannot signal for the next one; None: the present.
+            The epoch to signal, so that a late producer cannot signal for the next epoch; None: the present epoch.
 
         Raises
         ------
         IndexError
-            If there is no such chunk.
+            If ``chunk`` is not the number of a chunk.
         ValueError
             If that epoch has not begun yet.
         """
         self._signals.set(chunk, epoch)
 
     def fail(self, error: BaseException, *, epoch: int | None = None) -> None:
-        """The missing chunks will not come: ``error`` is raised in the call that waits for them.
+        """Report that the missing chunks will not come: the call that waits for them raises ``error``.
 
-        On a GPU by the next call, or by `tilestream.check`. There, launches that wait for a caller's own words, and
-        captured ones, are not told: they wait until their deadline.
+        On a GPU the next call, or `tilestream.check`, raises it. There, launches that wait for a caller's own words,
+        and captured launches, wait until their deadline.
         """
         self._signals.fail(error, epoch)
 
@@ -220,19 +221,20 @@ class Arrival:
         return self._signals.arrived(chunk)
 
     def advance(self) -> int:
-        """Begin the next epoch: nothing has arrived yet. Returns it, for `signal`.
+        """Begin the next epoch, in which no chunk has arrived yet. Returns the epoch, for `signal`.
 
-        A caller's own words are zeroed; on a GPU on the current stream, behind the launches and signals that were
-        issued so far, and before those that are issued later.
+        A caller's own words are zeroed. On a GPU this is done on the current stream, after the launches and signals
+        that were issued so far, and before those issued later.
         """
         return self._signals.advance()
 
     def reset(self) -> None:
-        """Start afresh after a chunk was missed: zero a caller's own words and, on a GPU, those of captured launches.
+        """Recover from a missed chunk: zero a caller's own words and, on a GPU, the words of captured launches.
 
-        On a GPU such launches give NaN and an error until then, since they could mistake a late signal for one of their
-        own. Call it when the producers of the launch that missed a chunk have stopped, on a stream that comes before
-        the next launch. Our own signals in eager launches need no reset: each epoch has its own.
+        On a GPU, launches that use these words return NaN and an error until the reset, because they could mistake a
+        late signal for one of their own. Call it after the producers of the launch that missed a chunk have stopped, on
+        a stream that is ordered before the next launch. Tilestream's own signals in eager launches need no reset: each
+        epoch has its own value.
         """
         self._signals.reset()
 
@@ -242,7 +244,7 @@ class Arrival:
         Raises
         ------
         ValueError
-            If this arrival does not cover just these rows.
+            If this arrival does not cover exactly these rows.
         """
         return chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds)
 
@@ -256,7 +258,7 @@ class Arrival:
         return Incoming(chunks, self.pivot, own_words=self.signals is not None)
 
     def __copy__(self) -> Arrival:
-        return self  # its attributes are final, and its signals are one
+        return self  # its attributes are final, and the signals cannot be copied
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError(
@@ -266,13 +268,13 @@ class Arrival:
 
     def __repr__(self) -> str:
         shape = f"rows_per_chunk={self.rows_per_chunk}" if self.rows_per_chunk else "ragged"
-        # On a GPU it is not asked how many have arrived: that would wait for the device.
+        # On a GPU the number of arrived chunks is left out: reading it would wait for the device.
         where = f"device={self.device}" if self.device != "cpu" else f"arrived={sum(self._signals.state())}"
         return f"Arrival({shape}, num_chunks={self.num_chunks}, pivot={self.pivot}, {where}, epoch={self.epoch})"
 
 
 def as_device(device: str | torch.device, name: str) -> torch.device:
-    """The device that is meant; `ValueError` where torch knows none of that name."""
+    """The torch device of that name; `ValueError` if torch knows none."""
     import torch
 
     try:
@@ -282,7 +284,7 @@ def as_device(device: str | torch.device, name: str) -> torch.device:
 
 
 def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | torch.device | None) -> Signals:
-    """Signals where the input is."""
+    """Signals on the input's device."""
     if words is None and (device is None or str(device) == "cpu"):
         return Signals(num_chunks)
     import torch
@@ -305,7 +307,7 @@ def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | tor
         raise NotImplementedError(f"device={str(device)!r}; inputs arrive on the CPU and on CUDA and ROCm GPUs")
     if words is None:
         return Signals(num_chunks)
-    # As integers: read and written without torch, in any of its modes.
+    # Integers are read and written without torch, in any of torch's modes.
     integers = (ctypes.c_int32 * num_chunks).from_address(words.data_ptr())
     return Signals(num_chunks, cast("MutableSequence[int]", integers))
 

@@ -1,7 +1,7 @@
-"""Signals on a GPU, as the launches that wait for them use them.
+"""Signals on a GPU, from the side of the launches that wait for them.
 
-The words, the streams that touch them and their producers: `tilestream.arrival.device_words`. A matmul that signals the
-chunks (``publish=``): `tilestream.arrival.publishing`.
+`tilestream.arrival.device_words` has the words, their streams and their producers. `tilestream.arrival.publishing` has
+the matmul that signals the chunks (``publish=``).
 """
 
 from __future__ import annotations
@@ -22,47 +22,48 @@ from tilestream.runtime.streams import aside
 
 
 class GateWords(NamedTuple):
-    """What a launch is told of an operand's signals."""
+    """A launch's arguments for an operand's signals."""
 
     words: torch.Tensor  # ``int32[chunks]``
     quarantine: torch.Tensor  # ``int32[1]``, read and set by launches whose epoch is 0
-    #: The epoch they are compared with; 0: any word that is not 0 has arrived, and they are zeroed at the end.
+    #: The epoch that the words are compared with; 0: any nonzero word is a signal, and the launch zeroes them at its
+    #: end.
     epoch: int
-    key: int  # what an error record knows the signals by
+    key: int  # names the signals in an error record
 
 
 class SignalsAhead:
-    """Stands in for the `DeviceSignals` of an operand on the meta device, where a launch compiles and does not wait."""
+    """Replaces the `DeviceSignals` of an operand on the meta device, where a launch is compiled without waiting."""
 
     local_rows = None
 
     @staticmethod
     def use(local_rows: bool = False) -> GateWords:
-        """As `DeviceSignals.use`."""
+        """See `DeviceSignals.use`."""
         words = torch.empty(1, dtype=torch.int32, device="meta")
         return GateWords(words, words, 1, 0)
 
 
 class LocalRows(NamedTuple):
-    """Rows of an arriving operand that this GPU has already, in another tensor, where a launch may read them."""
+    """Rows of an arriving operand that this GPU already has in another tensor. A launch may read them there."""
 
-    rows: torch.Tensor  # ``[n, K]``, contiguous: those of the first batch, of the next, and so on
-    #: first, height: in each batch of the operand, the first of them, and how many there are.
+    rows: torch.Tensor  # ``[n, K]``, contiguous, batch after batch
+    #: first, height: the first of these rows in each batch of the operand, and their number.
     first: int
     height: int
     period: int  # rows of a batch of the operand
-    #: For a launch that reads them where the others are: copies them there, on the current stream, once.
+    #: Copies the rows into the operand, on the current stream, once; for a launch that reads them there.
     bring: Callable[[], None]
 
 
 class InGraph(NamedTuple):
-    """A filling of a tensor that is captured in a graph, so that each replay makes it."""
+    """A filling that a graph repeats at each replay."""
 
     graph: int
-    words: torch.Tensor  # ``int32[chunks]``, zeroed at each replay before anything else touches them
-    #: Its copies and signals, behind that and beside the launches that wait for them.
+    words: torch.Tensor  # ``int32[chunks]``, zeroed at the beginning of each replay
+    #: Its copies and signals, after the zeroing and parallel to the launches that wait for them.
     branch: Branch
-    #: Handles of the graph's streams on which a launch waits for them.
+    #: Handles of the graph's streams on which a launch waits for the signals.
     readers: set[int]
 
     def void_if_late(self, epoch: int) -> torch.Tensor:
@@ -74,39 +75,39 @@ class InGraph(NamedTuple):
 
 
 class DeviceSignals(Publishing):
-    """The signals of one input on a GPU. Parameters as of `tilestream.arrival.device_words.DeviceWords`."""
+    """The signals of one input on a GPU. For the parameters see `tilestream.arrival.device_words.DeviceWords`."""
 
     #: Local rows for the launches of the present epoch.
     local_rows: LocalRows | None = None
-    #: The copies that a launch that waits may make itself.
+    #: The copies that a waiting launch may make itself.
     copies: KernelCopies | None = None
-    #: The last filling that was captured.
+    #: The filling that was captured last.
     _in_a_graph: InGraph | None = None
-    #: Signals of producers that failed, until a launch has reported it: the exception shall outlive the arrival.
+    #: Signals of failed producers, until a launch has reported the failure: the exception must outlive the arrival.
     _failed: ClassVar[dict[int, DeviceSignals]] = {}
 
     @property
     def index(self) -> int:
-        """The device's, as `torch.Tensor.get_device` says it."""
+        """The device's index, as in `torch.Tensor.get_device`."""
         return -1 if self._device.index is None else self._device.index
 
     @property
     def copied(self) -> int:
-        """As of `Signals`."""
+        """See `Signals`."""
         return 0 if self.copies is None else self.copies.width
 
     # Launches ------------------------------------------------------------------------------------------------------
 
     def use(self, local_rows: bool = False) -> GateWords:
-        """What a launch on the current stream waits for; eager or captured as the stream is.
+        """The words that a launch on the current stream waits for; the launch is captured if the stream is.
 
-        ``local_rows``: it reads the local rows in their own tensor.
+        ``local_rows``: whether the launch reads the local rows in their own tensor.
 
         Raises
         ------
         RuntimeError
-            If it is captured, and nothing would signal, or another launch of that graph zeroes the signals; or if
-            another thread is about to issue the matmul that signals.
+            If the launch is captured, and nothing in the graph would signal, or another launch of the graph zeroes the
+            signals; or if another thread is issuing the matmul that signals.
         """
         stream = torch.cuda.current_stream(self._device)
         self._settle(stream)
@@ -135,7 +136,7 @@ class DeviceSignals(Publishing):
 
     @property
     def eager_words(self) -> GateWords:
-        """What an eager launch of the present epoch is told."""
+        """The words that an eager launch of the present epoch waits for."""
         if self._theirs is not None:
             return GateWords(self._theirs, self._quarantine, 0, self.key)
         return GateWords(self._eager, self._quarantine, self.epoch, self.key)
@@ -146,10 +147,10 @@ class DeviceSignals(Publishing):
 
     @contextlib.contextmanager
     def filling_in_graph(self) -> Iterator[torch.Tensor]:
-        """The block has the current stream's graph copy and signal the chunks; yields the words, to be `REPLAYED`.
+        """The block issues copies and signals into the current stream's graph; yields the words, to become `REPLAYED`.
 
-        The copies come behind the stream's earlier work, and behind the copies of this graph's filling before, whose
-        launches may have given up. The stream's later work runs beside them: its launches wait for chunks at gates.
+        The copies follow the stream's earlier work, and the copies of the graph's preceding filling, whose launches may
+        have given up. Later work of the stream waits for the chunks at gates alone.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream
         graph = capture_id(stream)
@@ -169,7 +170,7 @@ class DeviceSignals(Publishing):
 
     @property
     def is_read_in_graph(self) -> bool | None:
-        """Whether a launch on the current stream waits for a filling of its graph; None where the graph has none."""
+        """Whether a launch on the current stream waits for a filling of its graph; None if the graph has no filling."""
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         found = self._filling_of(capture_id(stream))
         return None if found is None else stream in found.readers
@@ -191,7 +192,7 @@ class DeviceSignals(Publishing):
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """See `KernelCopies.launching`: around a launch whose kernel may make these copies."""
+        """The block that issues a launch whose kernel may make these copies: see `KernelCopies.launching`."""
         if self.copies is None:
             yield
             return
@@ -209,7 +210,7 @@ class DeviceSignals(Publishing):
                 raise
 
     def take_copies(self, copiers: int) -> CopyArguments:
-        """What a launch on the current stream copies, before `use`: see `KernelCopies.take`."""
+        """The copies of a launch on the current stream, to be taken before `use`: see `KernelCopies.take`."""
         if self.copies is None:
             raise RuntimeError("arrival: the plan has the kernel make the copies, and no stream has offered them")
         captured = torch.cuda.is_current_stream_capturing()
@@ -224,9 +225,9 @@ class DeviceSignals(Publishing):
     # Ends ----------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
-        """The producer cannot go on: the chunks whose signals were not issued are signalled as failed, at once.
+        """Report that the producer cannot continue: chunks without an issued signal are at once signalled as failed.
 
-        But after the launches of earlier epochs, which may not have looked at those words yet.
+        These signals follow the launches of earlier epochs, which may not have read the words yet.
         """
         with self._bell:
             self.stopped()
@@ -234,12 +235,12 @@ class DeviceSignals(Publishing):
             if self._theirs is not None or epoch not in (None, self.epoch):
                 return
             self._failed[self.key] = self
-            with aside(self._device) as stream:  # beside the streams that wait
+            with aside(self._device) as stream:  # parallel to the streams that wait
                 self._settle(stream)
                 for event in self._over.values():
                     stream.wait_event(event)
                 missing = [chunk for chunk in range(self.count) if self._issued[chunk] < self.epoch]
-                # Last those for which an earlier epoch's signal is still under way: the others do not wait for it.
+                # Chunks with an earlier epoch's signal in flight come last, so that no other chunk waits for it.
                 for chunk in sorted(missing, key=self._is_under_way):
                     self._follow(chunk, stream)
                     self._fail_chunks([chunk], stream)
@@ -250,9 +251,9 @@ class DeviceSignals(Publishing):
         return last is not None and not last.event.query()
 
     def overrule(self, error: BaseException) -> None:
-        """As `fail`, for the chunks whose signals were issued, too, and have not come: their stream may be stuck.
+        """Like `fail`, but also for chunks whose signals were issued and have not come: their stream may be stuck.
 
-        A caller that lets that stream go afterwards sees to it that the launches of this epoch have ended by then.
+        A caller that releases that stream afterwards must wait for the launches of this epoch to end first.
         """
         with self._bell:
             super().fail(error, None)
@@ -263,11 +264,11 @@ class DeviceSignals(Publishing):
                 self._fail_chunks(missing, stream)
 
     def reported(self) -> None:
-        """A launch has reported that the producer failed."""
+        """Note that a launch has reported the producer's failure."""
         self._failed.pop(self.key, None)
 
     def reset(self) -> None:
-        """End the quarantine: zero what captured launches look at, on the current stream."""
+        """End the quarantine: zero the words that captured launches read, on the current stream."""
         with self._bell, torch.cuda.device(self._device):
             self._settle(torch.cuda.current_stream())
             zero(self._quarantine)
@@ -283,12 +284,12 @@ class DeviceSignals(Publishing):
 class PeerSignals(DeviceSignals):
     """Signals whose words other GPUs can write, in memory that outlives this object. The caller counts the epochs.
 
-    Several may have the same words, as long as no two of them are of one epoch: words only grow.
+    Several objects may share the words if no two have the same epoch: words only grow.
 
     Parameters
     ----------
     words
-        ``int32[count]`` on the device, of which none is more than the first epoch that is begun.
+        ``int32[count]`` on the device, none of them greater than the first epoch that is begun.
     """
 
     def __init__(self, words: torch.Tensor, device: torch.device) -> None:
@@ -296,7 +297,7 @@ class PeerSignals(DeviceSignals):
         self._theirs, self._eager, self._flags, self.self_reset = None, words, words[:0], False
 
     def begin(self, epoch: int) -> None:
-        """A launch that is issued from here on waits for ``epoch``. Those of this object's epoch before have ended."""
+        """Have later launches wait for ``epoch``. The launches of the object's previous epoch must have ended."""
         with self._bell:
             self.epoch = epoch
             self._users.clear()

@@ -1,12 +1,12 @@
 """The signal words of an input in a GPU's memory, and the order in which streams touch them.
 
-A signal is written when the stream has done what it was given before: the copy that brings the chunk. Issuing it costs
-no SM and waits for nothing (invariant 10).
+The GPU writes a signal after the stream's earlier work: the copy of the chunk. Issuing the signal costs no SM and is
+non-blocking (invariant 10).
 
-Eagerly the words are epochs, as on the host. A captured graph would replay one epoch for ever, so a captured signal is
-a 1 in a second set of words, which the captured launch that has seen all of them zeroes (invariant 4): one launch a
-graph. A caller's own words work alike. A launch that misses a chunk sets the quarantine word: such words may hold
-anything until `reset` (invariant 6).
+Eager words are epochs, as on the host. A captured graph would replay one epoch forever, so a captured signal is a 1 in
+a second set of words. The captured launch that has seen all of these zeroes them (invariant 4): one launch a graph. A
+caller's own words follow the same rule. A launch that misses a chunk sets the quarantine word: words of this second
+kind may hold anything until `reset` (invariant 6).
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from tilestream.runtime.driver import stream_write
 from tilestream.runtime.sequence import Event
 from tilestream.runtime.streams import aside, is_torchs
 
-#: Words that captured launches and signals know by address: a graph may live for ever.
+#: Words whose addresses captured launches and signals hold: a graph may live forever.
 _captured_stores: list[torch.Tensor] = []
 
 
-#: Streams that launches on a lane were issued on, and its epochs, in words of 32 bits: with more it is dropped. Also
-#: with a stream of the caller's own, which may be gone when the next filling comes behind its launches.
+#: The most streams of launches on a lane, and the most epochs of its 32-bit words: a lane with more is dropped. It is
+#: also dropped after a launch on a stream that torch does not own: that stream may be gone when the next filling would
+#: wait for its launches.
 _MOST_USERS, _MOST_EPOCHS = 32, 1 << 30
 
 
-#: What a graph that fills a stream's tensor signals with, in words that it zeroes first: no epoch of the host's.
+#: The value of a signal of a graph that fills a stream's tensor, in words that the graph zeroes first. The host has no
+#: such epoch.
 REPLAYED = 1 << 30
 
 
 class Last(NamedTuple):
-    """Where a chunk was last signalled, and the moment after it."""
+    """The stream of a chunk's last signal, and an event after that signal."""
 
     stream: int
     event: torch.cuda.Event | Event
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Have ``stream`` wait for that moment."""
+        """Have ``stream`` wait for the event."""
         if isinstance(self.event, Event):
             self.event.hold(stream.cuda_stream)
         else:
@@ -52,8 +54,8 @@ class Last(NamedTuple):
 
 
 def zero(words: torch.Tensor) -> None:
-    """Zero them, on the current stream."""
-    with torch.inference_mode():  # words made in that mode are changed in no other
+    """Zero ``words`` on the current stream."""
+    with torch.inference_mode():  # words made in inference mode can be changed in that mode only
         words.zero_()
 
 
@@ -67,13 +69,13 @@ class DeviceWords(Signals):
     device
         The GPU.
     words
-        The caller's own ``int32[count]`` there; None for ours.
+        The caller's own ``int32[count]`` on the GPU; None for tilestream's own.
     lane
-        Whose words they are, where a `tilestream.Stream` signals them; the epochs go on from its last.
+        The lane that owns the words, if a `tilestream.Stream` signals them; epochs continue from its last epoch.
     """
 
     _lane: Lane | None = None
-    #: Whether a graph knows our words.
+    #: Whether a graph holds the address of our words.
     _in_graph_too = False
 
     def __init__(
@@ -87,22 +89,22 @@ class DeviceWords(Signals):
                 "Arrival: made while a CUDA graph is captured, which would clear its signals at each replay; make it "
                 "before the capture"
             )
-        channel(device)  # what a launch reports to, made while nothing is captured
+        channel(device)  # the error channel of launches, made outside of captures
         self._theirs = words
         own = Words(0 if words is not None else count, device) if lane is None else lane.words
         self._store, self._eager, self._quarantine = own.store, own.eager, own.quarantine
-        #: Words that are 0 or not: a caller's own, else those of captured launches.
+        #: Words that are zero or nonzero: a caller's own, or else those of captured launches.
         self._flags = own.captured if words is None else words
         self._zeroed, self._streams = own.zeroed, own.streams
         self._issued = [0] * count
         self._last: list[Last | None] = [None] * count
-        self._waiting: dict[int, int] = {}  # by stream: the epoch that its last launch waits for
-        self._users: dict[int, torch.cuda.Stream] = {}  # of this epoch's eager launches
-        self._over: dict[int, torch.cuda.Event] = {}  # by stream: the end of earlier epochs' launches
+        self._waiting: dict[int, int] = {}  # the epoch that each stream's last launch waits for
+        self._users: dict[int, torch.cuda.Stream] = {}  # streams of this epoch's eager launches
+        self._over: dict[int, torch.cuda.Event] = {}  # the end of earlier epochs' launches, by stream
         if lane is not None:
             self._lane, self.epoch, self._users = lane, lane.epoch + 1, dict(lane.users)
             self._last = [Last(lane.handle, lane.landed)] * count
-            self._issued = [lane.epoch] * count  # a late signal must not take a word back from a launch that waits
+            self._issued = [lane.epoch] * count  # a late signal must not lower the word of a waiting launch
 
     def __del__(self) -> None:
         """Leave the lane. The garbage collector may call this in any thread."""
@@ -121,19 +123,19 @@ class DeviceWords(Signals):
             )
 
     def _settle(self, stream: torch.cuda.Stream) -> None:
-        """Before ``stream`` first touches our words: they are zeroed by then, and its use of them is known to torch."""
+        """Before ``stream`` first uses our words: have it wait until they are zeroed, and tell torch."""
         if stream.cuda_stream in self._streams:
             return
         with self._bell:
-            # Freed words are not handed out again before this stream is past its use of them (invariant 9).
+            # The allocator reuses freed words only after this stream's use of them (invariant 9).
             self._store.record_stream(stream)
             if torch.cuda.is_current_stream_capturing():
-                return  # torch synchronises before it captures: they are zeroed
+                return  # torch synchronises before a capture, so the words are zeroed
             stream.wait_event(self._zeroed)
             self._streams.add(stream.cuda_stream)
 
     def _keep(self, *tensors: torch.Tensor) -> None:
-        """A graph that is being captured knows these by address."""
+        """Keep tensors whose addresses the graph under capture holds."""
         _captured_stores.extend(tensors)
         self._in_graph_too = True
 
@@ -145,7 +147,7 @@ class DeviceWords(Signals):
         Raises
         ------
         RuntimeError
-            If a launch that waits for it was issued on this stream before: neither would ever come to its end.
+            If a launch that waits for it was issued on this stream before: neither would ever end.
         """
         self._checked(chunk, epoch)
         with torch.cuda.device(self._device):
@@ -155,10 +157,10 @@ class DeviceWords(Signals):
                 self._set_flag(chunk, stream)
                 return
             with self._bell:
-                value = self.epoch if epoch is None else epoch  # `advance` and `fail` hold the bell, too
+                value = self.epoch if epoch is None else epoch  # `advance` and `fail` also hold the bell
                 if self._issued[chunk] >= value:
-                    return  # a late one must not take a word back
-                # A launch that has ended, expired, waits no more.
+                    return  # a late signal must not lower a word
+                # A launch that has expired no longer waits.
                 if self._waiting.get(stream.cuda_stream) == value and not stream.query():
                     raise RuntimeError(
                         f"signal: chunk {chunk} is signalled on the stream on which a launch already waits for it, and "
@@ -170,7 +172,7 @@ class DeviceWords(Signals):
                 self._wrote([chunk], stream)
 
     def _set_flag(self, chunk: int, stream: torch.cuda.Stream) -> None:
-        """Under capture, and for a caller's own words: not an epoch, but 1."""
+        """Write 1 instead of an epoch: under capture, and for a caller's own words."""
         if not torch.cuda.is_current_stream_capturing():
             self._flags.record_stream(stream)
             with self._bell:
@@ -186,7 +188,7 @@ class DeviceWords(Signals):
         self._write(stream, self._flags, chunk, 1)
 
     def begin_row(self, stream: torch.cuda.Stream) -> int:
-        """Signals of the present epoch are about to be issued on ``stream`` by a sequence. The address of the words."""
+        """Prepare this epoch's signals, which a sequence issues on ``stream``; returns the words' address."""
         self._settle(stream)
         for last in {last for last in self._last if last is not None and last.stream != stream.cuda_stream}:
             last.hold(stream)
@@ -194,7 +196,7 @@ class DeviceWords(Signals):
         return address
 
     def end_row(self, chunks: Sequence[int], stream: torch.cuda.Stream, event: torch.cuda.Event | Event) -> None:
-        """Signals of these chunks were issued there, and ``event`` was recorded behind them."""
+        """Note that signals of these chunks were issued on ``stream``, and ``event`` recorded after them."""
         last = Last(stream.cuda_stream, event)
         if len(chunks) == self.count:
             self._issued, self._last = [self.epoch] * self.count, [last] * self.count
@@ -207,24 +209,24 @@ class DeviceWords(Signals):
         stream_write(stream.cuda_stream, words.data_ptr() + 4 * chunk, value)
 
     def _wrote(self, chunks: Iterable[int], stream: torch.cuda.Stream) -> None:
-        """Signals of these chunks were issued on ``stream``."""
+        """Note that signals of these chunks were issued on ``stream``."""
         last = Last(stream.cuda_stream, event_on(stream))
         for chunk in chunks:
             self._last[chunk] = last
 
     def _follow(self, chunk: int, stream: torch.cuda.Stream) -> None:
-        """Come after an earlier epoch's signal of this chunk, which would take the word back if it came later."""
+        """Order ``stream`` after an earlier epoch's signal of this chunk, which must not lower the word later."""
         last = self._last[chunk]
         if last is not None and last.stream != stream.cuda_stream:
             last.hold(stream)
 
     def _fail_chunks(self, chunks: Iterable[int], stream: torch.cuda.Stream) -> None:
-        """Signal that these will not come in the present epoch."""
+        """Signal that these chunks will not come in the present epoch."""
         for chunk in chunks:
             self._write(stream, self._eager, chunk, -self.epoch)
 
     def _signalled_by_launch(self, stream: torch.cuda.Stream, end: torch.cuda.Event, epoch: int) -> None:
-        """A launch on ``stream`` that signals all chunks of an epoch was issued; ``end`` is behind it."""
+        """Note that a launch on ``stream`` signals all chunks of an epoch; ``end`` is the event after it."""
         self._issued = [epoch] * self.count
         self._last = [Last(stream.cuda_stream, end)] * self.count
 
@@ -236,7 +238,7 @@ class DeviceWords(Signals):
     # Epochs --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> int:
-        """Begin a new epoch. A caller's own words are zeroed, on the current stream: see `_wipe`."""
+        """Begin a new epoch. A caller's own words are zeroed on the current stream: see `_wipe`."""
         with self._bell:
             self._retire()
             if self._theirs is not None:
@@ -245,30 +247,30 @@ class DeviceWords(Signals):
             return self.epoch
 
     def advance_at_once(self) -> None:
-        """As `advance`, where all signals are issued before anything else is; `retire` follows where that fails."""
+        """Like `advance`, for an epoch whose signals are all issued first; the caller calls `retire` if that fails."""
         with self._bell:
             self.epoch += 1
 
     def retire(self) -> None:
-        """The launches so far are over for `fail`, which comes behind them."""
+        """End the epoch of the launches so far: `fail` then waits for their end."""
         with self._bell:
             self._retire()
 
     def clear(self) -> None:
-        """Nothing to do: the launch that has seen all signals zeroes a caller's own words."""
+        """Do nothing: the launch that has seen all signals zeroes a caller's own words."""
 
     def _retire(self) -> None:
-        """The epoch of the launches so far is over: what overwrites what they read comes behind them."""
+        """End the epoch of the launches so far: writes to the words that they read must wait for their end."""
         users, self._users = self._users, {}
         for handle, stream in users.items():
             with torch.cuda.stream(stream):
-                if not torch.cuda.is_current_stream_capturing():  # an event of a graph is none to wait for
+                if not torch.cuda.is_current_stream_capturing():  # nothing outside can wait for a graph's event
                     self._over[handle] = event_on(stream)
 
     def _wipe(self) -> None:
-        """Zero `_flags` on the current stream, behind all that are known to have written or read them.
+        """Zero `_flags` on the current stream, after all their known writers and readers.
 
-        The next use of them, on any stream, comes behind that. Under capture this is a part of the graph.
+        The next use of the words, on any stream, follows that. Under capture this is a part of the graph.
         """
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
@@ -283,31 +285,31 @@ class DeviceWords(Signals):
             self._streams = {stream.cuda_stream}
 
     def _come_behind_all(self, stream: torch.cuda.Stream) -> None:
-        """Behind the launches that wait for earlier epochs, and behind all signals that were issued."""
+        """Order ``stream`` after all issued signals, and after the launches that wait for earlier epochs."""
         for last in self._signal_ends(stream):
             last.hold(stream)
         for event in self._over.values():
             stream.wait_event(event)
 
     def _signal_ends(self, stream: torch.cuda.Stream) -> frozenset[Last]:
-        """The signals that were issued on other streams."""
+        """The last signals on other streams."""
         return frozenset(last for last in self._last if last is not None and last.stream != stream.cuda_stream)
 
     # Looking -------------------------------------------------------------------------------------------------------
 
     def arrived(self, chunk: int, epoch: int | None = None) -> bool:
-        """Whether the chunk's signal was written by now (eager launches' words). Waits for nothing but the look."""
+        """Whether the chunk's signal is written, in eager launches' words. It waits only for reading the words."""
         self._check(chunk)
         return self._there(self._read()[chunk], epoch)
 
     def state(self) -> list[bool]:
-        """As of `Signals`, with one look at all."""
+        """See `Signals`; all words are read at once."""
         return [self._there(word) for word in self._read()]
 
     def void_if_late(self, epoch: int) -> torch.Tensor:
-        """A scalar on the GPU: 0, or NaN where a chunk that a launch of ``epoch`` missed has not come since.
+        """A scalar on the GPU: 0, or NaN if a launch of ``epoch`` missed a chunk that has not come since.
 
-        It is computed on the current stream, behind that launch. ``epoch`` is 0 for a captured one.
+        It is computed on the current stream, after that launch. ``epoch`` is 0 for a captured launch.
         """
         with torch.cuda.device(self._device):
             self._settle(torch.cuda.current_stream())
@@ -315,7 +317,7 @@ class DeviceWords(Signals):
             return torch.where((words < least).any(), float("nan"), 0.0)
 
     def _looked_at(self, epoch: int) -> tuple[torch.Tensor, int]:
-        """Words of which one is less than a number where a launch of ``epoch`` has missed a chunk."""
+        """Words and a number: a word below the number means that a launch of ``epoch`` has missed a chunk."""
         if epoch and self._theirs is None:
             return self._eager, epoch
         return -self._quarantine.abs(), 0
@@ -324,7 +326,7 @@ class DeviceWords(Signals):
         return word != 0 if self.self_reset else word >= (self.epoch if epoch is None else epoch)
 
     def _read(self) -> list[int]:
-        """The words as they are now, read beside all streams that may wait for them."""
+        """The present words, read on a separate stream, since others may wait for them."""
         words = self._eager if self._theirs is None else self._theirs
         with aside(self._device) as stream:
             self._settle(stream)

@@ -1,13 +1,13 @@
-"""`stream_experts`: the weights of the experts that a step needs, most rows first, each its own chunk.
+"""`stream_experts`: the weights of the experts that a step needs, most rows first. Each expert is a chunk.
 
 ::
 
     offsets on the host:   all copies are issued at once, in the order of `tilestream.core.groups.by_load`
-    offsets on the GPU:    copied to pinned memory behind the router; a thread waits for that copy, not the caller,
+    offsets on the GPU:    copied to pinned memory after the router; a thread, not the caller, waits for that copy
                            and issues the experts' copies in that order
-    an expert's copy:      its signal behind it; experts without rows: not copied, and signalled behind all others
+    an expert's copy:      its signal follows it; experts without rows are not copied, and are signalled last
 
-A kernel that reads the same offsets takes the groups in the same order, so it waits for the next copy alone.
+A kernel that reads the same offsets takes the groups in the same order, so it waits only for the next copy.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ Claim = Callable[[int, int], Job]
 def stream_experts(
     weights: torch.Tensor, offsets: torch.Tensor, *, device: str | torch.device | None = None
 ) -> Stream:  # fmt: skip
-    """Start bringing the weights of the experts that have rows, the expert with most rows first; returns at once.
+    """Start copying the weights of the experts that have rows, the expert with most rows first; returns at once.
 
-    The stream goes to `tilestream.grouped_mm` in the place of ``b``: each expert's product begins when its weights are
-    there. Experts without rows are not copied; their part of the tensor keeps what it had. The buffer is kept:
+    `tilestream.grouped_mm` takes the stream in the place of ``b``: each expert's product begins when its weights have
+    arrived. Experts without rows are not copied; their part of the tensor is unchanged. The buffer is kept:
     `Stream.restart` fills it for the next step, or for another layer.
 
-    ``offsets`` may still be computed: on a GPU they are copied to the host behind what the current stream was given,
-    and a thread, not the caller, waits for that copy before it orders the experts' copies.
+    ``offsets`` may still be in computation: on a GPU they are copied to the host after the current stream's earlier
+    work, and a thread, not the caller, waits for that copy before it orders the experts' copies.
 
     Parameters
     ----------
     weights
-        ``[G, K, N]``, on the CPU, in one piece, or the transpose (``.mT``) of such: a matrix an expert. Pinned memory
-        is copied at the link's full speed, and by the copy engine alone.
+        ``[G, K, N]`` on the CPU, contiguous, or the transpose (``.mT``) of a contiguous tensor: a matrix an expert.
+        Pinned memory is copied at the link's full speed, and by the copy engine alone.
     offsets
-        int32 ``[G]``, on the CPU or on ``device``: where the rows of each expert end, as `tilestream.grouped_mm` takes
-        them. Give both the same ones: the CPU refuses others, a GPU reads experts that were not brought.
+        int32 ``[G]``, on the CPU or on ``device``: the end of each expert's rows, as for `tilestream.grouped_mm`. Give
+        the same offsets to both: the CPU refuses others, a GPU reads experts that were not brought.
     device
-        As for `tilestream.stream_in`.
+        See `tilestream.stream_in`.
 
     Returns
     -------
@@ -58,8 +58,8 @@ def stream_experts(
     Raises
     ------
     ValueError, TypeError
-        If the weights or the offsets do not fit. Offsets on a GPU that fall, or are negative, raise in the call that
-        waits for the experts.
+        If the weights or the offsets do not fit. If offsets on a GPU decrease or are negative, the call that waits for
+        the experts raises.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def stream_experts(
 
 
 def _check_weights(weights: torch.Tensor) -> bool:
-    """Whether each matrix lies as its transpose; raise for what is no experts' weights."""
+    """Whether each matrix is stored as its transpose; raise if ``weights`` are not experts' weights."""
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"{_OP}: weights is a {type(weights).__name__}; it is a torch.Tensor [G, K, N]")
     if weights.device.type != "cpu":
@@ -104,7 +104,7 @@ def _check_weights(weights: torch.Tensor) -> bool:
 
 
 class _Route:
-    """What a step needs: a `tilestream.arrival.stream.Route`."""
+    """The `tilestream.arrival.stream.Route` of a step."""
 
     ends: Sequence[int] | None = None
 
@@ -141,12 +141,12 @@ class _Route:
         if ordered is None:
             source.readers = 1
             return self._behind_the_router(offsets)
-        # A copy on the CPU takes a core's time; one to the GPU is issued, from pinned memory, without waiting for it.
+        # A copy on the CPU takes a core's time; a copy from pinned memory to the GPU is issued without waiting.
         source.readers = int(self._target.type == "cpu" or not source.tensor.is_pinned())
         return lambda: ordered
 
     def _behind_the_router(self, offsets: torch.Tensor) -> Order:
-        """Copy offsets to the host on the current stream; who asks for the order waits for that."""
+        """Copy offsets to the host on the current stream; the returned `Order` waits for the copy."""
         if self._ends is None:
             self._ends = torch.empty(offsets.shape, dtype=torch.int32, pin_memory=True)
         ends = self._ends

@@ -1,10 +1,10 @@
-"""Matrices in files: where their bytes lie (safetensors, .npy), and how to bring ranges of them into memory.
+"""Matrices in files: the place of their bytes (safetensors, .npy), and reads of byte ranges into memory.
 
-`RangeReader` reads with O_DIRECT where the file system allows it: the bytes go from the disk into the destination
-without a copy through the page cache, which on a machine whose cores are busy multiplying is what counts (256 MB:
-about 10 ms of CPU time, 55 ms through the cache). O_DIRECT wants file offset, address and length to be multiples of a
-block; the destination is placed so that address and file offset agree modulo a page, and reads are rounded out to
-pages. Elsewhere it reads through the cache, and says why.
+`RangeReader` reads with O_DIRECT if the file system allows it: the bytes go from the disk into the destination without
+a copy through the page cache. This saves CPU time, which is scarce while the cores multiply (256 MB: about 10 ms of CPU
+time, 55 ms through the cache). O_DIRECT needs file offset, address and length to be multiples of a block. So address
+and file offset agree modulo a page, and reads are rounded out to pages. Without O_DIRECT the reader uses the page
+cache, and reports why.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PAGE = 4096
-#: Opening a FIFO would wait for its writer.
+#: O_NONBLOCK: without it, opening a FIFO would wait for its writer.
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 
-#: safetensors' names of the dtypes that a matmul takes, with torch's name and bytes.
+#: The dtypes that a matmul takes: from safetensors' name to torch's name and the bytes of an element.
 _SAFETENSORS = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -41,7 +41,7 @@ _MAX_HEADER = 100 * 2**20  # the safetensors format's own limit
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A row-major tensor in a file: ``dtype`` is torch's name of it, ``offset`` and ``itemsize`` are in bytes."""
+    """A row-major tensor in a file. ``dtype`` is torch's name; ``offset`` and ``itemsize`` are in bytes."""
 
     path: Path
     name: str
@@ -57,17 +57,17 @@ class StoredMatrix:
 
 
 def find_matrix(path: str | os.PathLike[str], tensor: str | None = None) -> StoredMatrix:
-    """The tensor ``tensor`` of a ``.safetensors`` or ``.npy`` file; where None, the only matrix there is.
+    """The tensor ``tensor`` of a ``.safetensors`` or ``.npy`` file; None: the file's only matrix.
 
     Raises
     ------
     FileNotFoundError
-        If there is no such file.
+        If the file does not exist.
     ValueError
-        If the file is no regular one, is neither of these, is damaged, has no such tensor or more than one to choose
-        from, or the tensor is no matrix or of a shape that torch does not have.
+        If the file is not a regular file, has neither format, is damaged, lacks the tensor or has several to choose
+        from, or if the tensor is not a matrix or its shape is too large for torch.
     TypeError
-        If the tensor's dtype is none that a matmul takes.
+        If a matmul does not take the tensor's dtype.
     """
     path = Path(path)
     if "\0" in str(path):
@@ -106,7 +106,7 @@ def find_matrix(path: str | os.PathLike[str], tensor: str | None = None) -> Stor
 
 def _safetensors(path: Path, file: BinaryIO, tensor: str | None) -> StoredMatrix:
     # The format (github.com/huggingface/safetensors): 8 bytes little-endian header length, a JSON header, the data. The
-    # library maps the file and hands out tensors; what streams needs is where the bytes lie.
+    # library maps the file and returns tensors; a stream needs the place of the bytes instead.
     length = int.from_bytes(file.read(8), "little")
     try:
         header = json.loads(file.read(length))
@@ -134,7 +134,7 @@ def _safetensors(path: Path, file: BinaryIO, tensor: str | None) -> StoredMatrix
 
 
 def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """A tensor's dtype, shape, first byte and the byte behind its last, as the header has them."""
+    """A tensor's dtype, shape, first byte and end byte from its entry in the header."""
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     numbers = (*shape, begin, end)
     if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in numbers):
@@ -155,7 +155,7 @@ def _npy(path: Path, file: BinaryIO, tensor: str | None) -> StoredMatrix:
         if version not in readers:
             raise ValueError(f"version {version}; versions 1.0 and 2.0 are read")
         shape, fortran, dtype = readers[version](file)
-    except Exception as error:  # numpy lets what its parser met with through
+    except Exception as error:  # numpy passes on any exception of its parser
         raise ValueError(f"{path}: not a .npy file that can be read ({error})") from None
     offset = file.tell()
     if fortran:
@@ -174,7 +174,7 @@ def _names(shapes: dict[str, tuple[int, ...]]) -> str:
 
 
 def drop_from_page_cache(path: str | os.PathLike[str]) -> bool:
-    """Make the next read of the file come from the disk. False where the system has no way to ask for that."""
+    """Make the next read of the file come from the disk. False if the system cannot do this."""
     if not hasattr(os, "posix_fadvise"):
         return False
     fd = os.open(path, _READ)
@@ -187,22 +187,22 @@ def drop_from_page_cache(path: str | os.PathLike[str]) -> bool:
 
 
 class RangeReader:
-    """Brings byte ranges of a stored matrix into a buffer of its own, each range once.
+    """Reads byte ranges of a stored matrix into a buffer of its own, each range once.
 
-    Pages are read whole, so a range brings along the first bytes of the one behind it, which then skips that page: a
-    byte of an earlier range is never written again, since a reader that was told of it may be reading it.
+    Reads are of whole pages, so a range includes the first bytes of the next range, which then skips that page. A byte
+    of an earlier range is never written again, because a consumer may be reading it after its signal.
 
     Parameters
     ----------
     matrix
-        What to read.
+        The matrix to read.
     direct
-        Whether to bypass the page cache: None where it works.
+        False: read through the page cache; otherwise bypass it if the file system allows it.
 
     Attributes
     ----------
     how
-        How the file is read, and why.
+        The way in which the file is read, and the reason.
     """
 
     def __init__(self, matrix: StoredMatrix, direct: bool | None = None) -> None:
@@ -214,11 +214,11 @@ class RangeReader:
         self._buffer = mmap.mmap(-1, PAGE * math.ceil(self._end / PAGE) + PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
-                self._buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; only ever a hint
+                self._buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; only a hint
         self._view = memoryview(self._buffer)
-        self._whole: set[int] = set()  # pages at a range's first or last byte: read whole, with the range claimed first
+        self._whole: set[int] = set()  # pages with a range's end, read whole with the range claimed first
         self._lock = threading.Lock()
-        self._files: list[int] = []  # open descriptors; the last one is read from, others may still be in use
+        self._files: list[int] = []  # open descriptors: reads use the last, some may still use an earlier one
         self._direct = direct is not False and is_aligned
         self.how = "through the page cache (asked to)"
         if not is_aligned:
@@ -227,7 +227,7 @@ class RangeReader:
 
     @property
     def data(self) -> memoryview:
-        """The matrix's bytes, as far as they were read."""
+        """The matrix's bytes; valid where they were read."""
         return self._view[self._shift : self._end]
 
     def _open(self) -> None:
@@ -245,22 +245,22 @@ class RangeReader:
         self._files.append(os.open(self.matrix.path, _READ))
 
     def again(self) -> None:
-        """Forget what was read: the next epoch reads everything anew into the same buffer."""
+        """Forget the ranges that were read: the next epoch reads all of them again into the same buffer."""
         self._whole.clear()
         if not self._files:
             self._open()
 
     def close(self) -> None:
-        """Close the file; what was read stays."""
+        """Close the file; the bytes that were read stay."""
         while self._files:
             os.close(self._files.pop())
 
     def claim(self, begin: int, end: int) -> Callable[[], None]:
-        """The job that brings bytes [begin, end) of the matrix.
+        """The job that reads bytes [begin, end) of the matrix.
 
-        Claims are made one at a time; the jobs may run at once. A page that two ranges share is read with the one
-        claimed first: the other is complete only when that is, too. A job raises `OSError` where the disk cannot be
-        read, and `EOFError` where the file has become shorter than its header says.
+        Claims are made one at a time; the jobs may run at the same time. A page that two ranges share is read with the
+        range claimed first, so the later range is complete only when both jobs are. A job raises `OSError` if the disk
+        cannot be read, and `EOFError` if the file has become shorter than its header says.
         """
         begin, end = begin + self._shift, end + self._shift
         if begin >= end:
@@ -272,10 +272,10 @@ class RangeReader:
         return lambda: self._fill(start, stop)
 
     def _fill(self, start: int, stop: int) -> None:
-        needed = min(stop, self._end)  # whole pages, where the matrix does not end before
+        needed = min(stop, self._end)  # whole pages, or the matrix's end
         while start < needed:
             direct, file = self._direct, self._files[-1]
-            at = start - start % PAGE if direct else start  # after a short read: from a page's beginning again
+            at = start - start % PAGE if direct else start  # a direct read restarts at a page
             try:
                 count = os.preadv(file, [self._view[at:stop]], self._base + at)
             except OSError as error:
@@ -289,8 +289,8 @@ class RangeReader:
 
     def _leave_direct(self) -> None:
         with self._lock:
-            if self._direct:  # a read beside this one may have found out first
-                # In this order: reads take them the other way round.
+            if self._direct:  # a concurrent read may have done this already
+                # In this order, because reads take `_direct` before `_files`.
                 self._files.append(os.open(self.matrix.path, _READ))
                 self._direct = False
                 self.how = "through the page cache (the file system took O_DIRECT and then refused the read)"

@@ -1,10 +1,10 @@
 """The codec of `Arrival`; and the deadline.
 
-How operands arrive takes four forms between ``ts.matmul(arrival=)`` and the lane that polls:
+The description of an arriving operand has four forms between ``ts.matmul(arrival=)`` and the lane that polls:
 
-1. `Arrival`: what the caller holds.
-2. `FlatArrival`: integers and the caller's own signal words, as a registered op takes them.
-3. `Awaited`: the live signals that a launch waits for. A plan knows the chunks alone (`Incoming`).
+1. `Arrival`: the caller's object.
+2. `FlatArrival`: integers and the caller's own signal words, the arguments of a registered op.
+3. `Awaited`: the live signals that a launch waits for. A plan has only the chunks (`Incoming`).
 4. The gate's addresses and numbers (`tilestream.launch.gate`), from which a kernel makes its ``Gate``.
 """
 
@@ -21,12 +21,12 @@ from tilestream.arrival.signals import Signals
 from tilestream.core.chunks import Incoming, chunks_of
 from tilestream.core.error_record import sources
 
-#: Seconds that all of a call's waits together may take, where the caller does not say.
+#: Default limit in seconds of the sum of a call's waits.
 DEFAULT_DEADLINE = 30.0
 
 
 class FlatArrival(NamedTuple):
-    """An `Arrival` as a registered op takes it: integers, and the caller's own signal words."""
+    """An `Arrival` as arguments of a registered op: integers, and the caller's own signal words."""
 
     key: int
     epoch: int
@@ -38,12 +38,12 @@ class FlatArrival(NamedTuple):
 
     @classmethod
     def of(cls, a: Arrival) -> FlatArrival:
-        """Take an arrival as it is now: its present epoch."""
+        """The flat form of an arrival in its present epoch."""
         return cls(a.key, a.epoch, a.pivot, a.num_chunks, a.rows_per_chunk, a.bounds, a.signals)
 
     @classmethod
     def from_ints(cls, ints: Sequence[int], words: torch.Tensor | None) -> FlatArrival | None:
-        """The inverse of `ints`; None for an empty list: that operand does not arrive."""
+        """The inverse of `ints`; None for an empty list, which means that the operand does not arrive."""
         if not ints:
             return None
         key, epoch, pivot, num_chunks, rows_per_chunk, *bounds = ints
@@ -51,7 +51,7 @@ class FlatArrival(NamedTuple):
 
     @property
     def ints(self) -> list[int]:
-        """All but the words."""
+        """All fields except the words."""
         return [self.key, self.epoch, self.pivot, self.num_chunks, self.rows_per_chunk, *self.bounds]
 
     def incoming(self, rows: int) -> Incoming:
@@ -66,17 +66,17 @@ class FlatArrival(NamedTuple):
 
     @property
     def chunking(self) -> tuple[object, ...]:
-        """What does not change from epoch to epoch."""
+        """The fields that stay the same in all epochs."""
         return self.pivot, self.num_chunks, self.rows_per_chunk, self.bounds, self.copied
 
     @property
     def copied(self) -> int:
-        """See `Incoming`. 0 where the signals' owner has dropped them: `signals` raises then."""
+        """See `Incoming`. 0 if the signals' owner has dropped them; `signals` raises in that case."""
         found = sources.get(self.key)
         return found.copied if isinstance(found, Signals) else 0
 
     def signals(self, op: str, device: torch.device) -> Signals:
-        """The live signals of an operand on ``device``; where that is a GPU, `DeviceSignals`.
+        """The live signals of an operand on ``device``: `DeviceSignals` on a GPU.
 
         Raises
         ------
@@ -101,25 +101,25 @@ class FlatArrival(NamedTuple):
 class Awaited(NamedTuple):
     """The live signals that a launch waits for."""
 
-    #: rows, columns: of A's rows (of attention's keys), and of B's columns: `Signals`, on a GPU `DeviceSignals`; None
-    #: where all is there.
+    #: rows, columns: the signals of A's rows (of attention's keys), and of B's columns: `Signals`, on a GPU
+    #: `DeviceSignals`; None for an operand that does not arrive.
     rows: Any
     columns: Any = None
-    #: Seconds that all waits together may take: on a GPU from the start of each worker.
+    #: Limit in seconds of all waits together; on a GPU from the start of each worker.
     deadline: float = DEFAULT_DEADLINE
     op: str = "matmul"  # for messages
-    epochs: tuple[int, int] = (0, 0)  # that a launch on the CPU waits for; on a GPU it is the present one
+    epochs: tuple[int, int] = (0, 0)  # the epochs that a CPU launch waits for; on a GPU it is the present epoch
 
     @classmethod
     def of(
         cls, rows: FlatArrival | None, columns: FlatArrival | None, deadline: float, op: str, device: torch.device
     ) -> Awaited | None:
-        """What operands on ``device`` wait for; None where none arrives.
+        """The signals that a launch with operands on ``device`` waits for; None if no operand arrives.
 
         Raises
         ------
         ValueError
-            As `FlatArrival.signals`.
+            See `FlatArrival.signals`.
         """
         if rows is None and columns is None:
             return None
@@ -131,7 +131,7 @@ class Awaited(NamedTuple):
     def for_gradient(
         cls, rows: FlatArrival | None, columns: FlatArrival | None, op: str, out: torch.Tensor
     ) -> Awaited | None:
-        """What `void_if_late` looks at: of a launch on a GPU. A launch on the CPU has raised where a chunk was late."""
+        """The signals for `void_if_late` after a GPU launch; None on the CPU, where a late chunk raises."""
         if type(out) is not torch.Tensor or not out.is_cuda:
             return None
         found = cls.of(rows, columns, DEFAULT_DEADLINE, op, out.device)
@@ -141,14 +141,14 @@ class Awaited(NamedTuple):
         return found._replace(rows=rows, columns=columns, epochs=(0, 0))
 
     def void_if_late(self, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient of the launch's output; NaN where rows that it is multiplied by have not come."""
+        """``grad``, a gradient of the launch's output; NaN if a chunk that the launch missed has not come since."""
         for signals, epoch in zip((self.rows, self.columns), self.epochs, strict=True):
             grad = grad if signals is None else grad + signals.void_if_late(epoch)
         return grad
 
     @property
     def operands(self) -> tuple[tuple[Signals, int] | None, ...]:
-        """By operand: its signals and their epoch; None where it does not arrive."""
+        """The signals and the epoch of each operand; None for an operand that does not arrive."""
         pairs = zip((self.rows, self.columns), self.epochs, strict=True)
         return tuple(None if signals is None else (signals, epoch) for signals, epoch in pairs)
 
@@ -159,7 +159,7 @@ def check_deadline(deadline: float | None) -> float:
     Raises
     ------
     ValueError
-        Unless it is positive and finite: a wait without bound is what hangs.
+        If it is not positive and finite: a wait without a bound could hang.
     """
     if deadline is None:
         return DEFAULT_DEADLINE

@@ -1,9 +1,10 @@
-"""A stream's copies, offered to the kernel that reads them: what makes them, and when.
+"""A stream's copies, offered to the kernel that reads the rows: their maker, and their time.
 
-The first launch of an epoch that can takes the copies (`KernelCopies.take`) and makes them itself: see
-`tilestream.core.copy_items`. Launches after it in the same stream find all there; those in another stream wait for it,
-since they might hold the SMs that it needs (invariant 10). A reader that cannot make copies (another kernel, the host)
-has the copy engine make them. A captured launch makes them at each replay, with counts and signals of its own.
+The first capable launch of an epoch takes the copies (`KernelCopies.take`) and makes them itself: see
+`tilestream.core.copy_items`. Later launches on the same stream find all rows in place. Launches on another stream wait
+for it, since they might hold the SMs that it needs (invariant 10). If the first reader cannot make copies (another
+kernel, the host), the copy engine makes them. A captured launch makes them at each replay, with its own counts and
+signals.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Tables that captured launches know by address: a graph may live for ever.
+#: Tables whose addresses captured launches hold: a graph may live forever.
 _captured_tables: list[torch.Tensor] = []
 
 
@@ -36,17 +37,17 @@ class KernelCopies:
     Parameters
     ----------
     source, target
-        ``[rows, K]`` each, contiguous, from an address on that is a multiple of 16: pinned memory, or other memory that
-        the kernel may read by its address; and the GPU's. A captured launch keeps neither alive: the owner of the graph
-        keeps them.
+        ``[rows, K]`` each, contiguous, at an address that is a multiple of 16. The source is pinned memory, or other
+        memory that the kernel can read by its address; the target is the GPU's memory. A captured launch keeps neither
+        alive: the owner of the graph must keep them.
     chunks, pivot
-        How they arrive.
+        The chunks in which the rows arrive, and the first of them.
     by_engine
-        Has the copy engine make the present epoch's copies behind what the current stream was given; returns the event
-        behind the last. It is passed the signals: this object cannot hold them, because they hold it. Where it raises,
-        the current stream comes behind what it had issued.
+        Has the copy engine make the present epoch's copies after the current stream's earlier work; returns the event
+        after the last copy. Its argument is the signals: this object cannot hold them, because they hold it. If it
+        raises, it has ordered the current stream after the copies that it did issue.
     beside
-        The stream that the copy engine copies in. It knows of its use of the target.
+        The stream of the copy engine's copies. The allocator already knows that it uses the target.
 
     Raises
     ------
@@ -81,12 +82,12 @@ class KernelCopies:
         self._made = torch.cuda.Event()
         self._made.record(self._current)
         self._known = {self._current.cuda_stream}
-        self._graph: tuple[int, torch.Tensor] | None = None  # the last that was captured, and its signals
+        self._graph: tuple[int, torch.Tensor] | None = None  # the last captured launch's graph, and its signals
         self._took = self._said = False
         self._begun: torch.cuda.Event | None = None
         self._taken: torch.cuda.Event | None = None
         self._taker: torch.cuda.Stream | None = None
-        #: Whether this epoch's copies are still to be taken.
+        #: Whether this epoch's copies have no maker yet.
         self.pending = False
         self.begin()
 
@@ -95,7 +96,7 @@ class KernelCopies:
         return torch.cuda.current_stream(self._device)
 
     def begin(self) -> None:
-        """A new epoch: its copies come after what the current stream was given so far."""
+        """Begin a new epoch, whose copies follow the current stream's work so far."""
         with self._lock:
             self._ready = torch.cuda.Event()
             self._ready.record(self._current)
@@ -103,9 +104,9 @@ class KernelCopies:
 
     @contextlib.contextmanager
     def launching(self, issued: Callable[[torch.cuda.Stream, torch.cuda.Event], None]) -> Iterator[None]:
-        """Around a launch that may `take` the copies. One that raised has not taken them.
+        """The block that issues a launch that may `take` the copies. If it raises, the copies are not taken.
 
-        ``issued`` is told the stream of a launch that makes this epoch's copies, and the event behind it.
+        ``issued`` is called with the stream of a launch that makes this epoch's copies, and the event after it.
         """
         with self._lock:
             graph, stream = self._graph, self._current
@@ -116,7 +117,7 @@ class KernelCopies:
                 self._graph = graph
                 if self._took:
                     try:
-                        self._issued(stream)  # it may have been issued: the next copies come behind it
+                        self._issued(stream)  # it may have been issued, so the next copies must follow it
                     finally:
                         self.pending = True
                 raise
@@ -124,17 +125,17 @@ class KernelCopies:
                 issued(stream, self._issued(stream))
 
     def take(self, copiers: int, graph: int = 0) -> CopyArguments:
-        """What a launch on the current stream copies; nothing where an earlier launch of the epoch took it all.
+        """The copies of a launch on the current stream; none if an earlier launch of the epoch took them.
 
         Parameters
         ----------
         graph
-            Of the capture that the stream is in; 0: in none.
+            The graph that the stream is captured into; 0: none.
         """
         with self._lock:
             stream, words = self._current, self._words
             if graph:
-                # In the graph's memory, and zeroed at each replay.
+                # The words are in the graph's memory, and zeroed at each replay.
                 store = torch.zeros(COUNTERS + 2 * self._chunks, dtype=torch.int32, device=self._device)
                 words, signals = store.split([COUNTERS + self._chunks, self._chunks])
                 self._graph = graph, signals
@@ -143,7 +144,7 @@ class KernelCopies:
                 self._settle(stream)
                 stream.wait_event(self._ready)
                 self._wait_for_taker(stream)
-                # In this order, as `settled` looks at them.
+                # In this order, which `settled` relies on.
                 self._taken, self._taker, self._took = None, stream, True
                 self.pending = False
             else:
@@ -152,27 +153,27 @@ class KernelCopies:
 
     @property
     def maker(self) -> Literal["kernel", "engine"] | None:
-        """What makes this epoch's copies; None before they are taken. Those of a graph are its own."""
+        """The maker of this epoch's eager copies; None before they are taken."""
         if self.pending:
             return None
         return "engine" if self._taker is None else "kernel"
 
     @property
     def captured(self) -> bool:
-        """Whether a graph makes them, too, at each replay."""
+        """Whether a graph makes the copies, too, at each replay."""
         return self._graph is not None
 
     def signals_in(self, graph: int) -> torch.Tensor | None:
-        """The signals, ``int32[chunks]``, of the launch of this graph that makes the copies; None where none does."""
+        """The signals, ``int32[chunks]``, of the graph's launch that makes the copies; None without such a launch."""
         return self._graph[1] if self._graph is not None and self._graph[0] == graph else None
 
     def follow(self, stream: torch.cuda.Stream, signals: Signals) -> None:
-        """A launch on ``stream``, which is current, waits for these chunks: see that they come."""
+        """Ensure that the chunks come for a launch on ``stream``, the current stream, that waits for them."""
         with self._lock:
             if self.pending:
                 self.by_engine(signals)
             elif self._taker is None and self._begun is not None:
-                # An engine needs no SM, so its chunks are waited for at gates; but what it comes behind may need one.
+                # An engine needs no SM, so gates wait for its chunks. The work before its copies may need one, though.
                 stream.wait_event(self._begun)
             else:
                 self._wait_for_taker(stream)
@@ -183,7 +184,8 @@ class KernelCopies:
         Returns
         -------
         bool
-            False if another thread has been launching a kernel for ``timeout`` seconds, which perhaps takes them.
+            False if another thread has been launching a kernel for ``timeout`` seconds; that kernel may take the
+            copies.
         """
         if not self._lock.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)):
             return False
@@ -197,7 +199,7 @@ class KernelCopies:
                 try:
                     end = self._by_engine(signals)
                 except BaseException:
-                    self.begin()  # behind what was issued
+                    self.begin()  # the next copies follow those already issued
                     raise
                 self._taken, self._taker = end, None
                 self.pending = False
@@ -209,7 +211,7 @@ class KernelCopies:
         return True
 
     def reset(self) -> None:
-        """Zero what eager launches count with, on the current stream. A graph zeroes its own at each replay."""
+        """Zero the counts of eager launches on the current stream. A graph zeroes its own at each replay."""
         with self._lock:
             stream = self._current
             if torch.cuda.is_current_stream_capturing():
@@ -222,9 +224,9 @@ class KernelCopies:
             self._known = {stream.cuda_stream}
 
     def settled(self, timeout: float | None) -> bool:
-        """Wait at most ``timeout`` seconds until what was taken is there; whether it is. False if nothing was taken."""
+        """Wait at most ``timeout`` seconds for the copies that were taken. False if they are not done, or not taken."""
         end = math.inf if timeout is None else time.perf_counter() + timeout
-        while not self.pending:  # read before `_taken`: a new epoch's launch changes them the other way round
+        while not self.pending:  # read before `_taken`: a new epoch's launch sets them in the other order
             taken = self._taken
             if taken is not None and timeout is None:
                 taken.synchronize()
@@ -237,11 +239,12 @@ class KernelCopies:
         return False
 
     def _issued(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """The launch that took the copies was issued on ``stream``; the event behind it."""
+        """Record the event after the launch on ``stream`` that took the copies, and return it."""
         self._taken = torch.cuda.Event()
         self._taken.record(stream)
-        # torch's allocator of pinned memory knows of torch's own copies alone: one of a word that nothing reads keeps
-        # the source until the launch is over (invariant 9). The caller's stream would wait for the copy engine.
+        # Torch's allocator of pinned memory knows only of torch's own copies. So a copy of one word, which nothing
+        # reads, keeps the source until the launch has ended (invariant 9). It is on a separate stream, because the
+        # caller's stream would have to wait for the copy engine.
         if self._source.numel():
             self._beside.wait_event(self._taken)
             with torch.cuda.stream(self._beside), torch.inference_mode():
@@ -249,12 +252,12 @@ class KernelCopies:
         return self._taken
 
     def _wait_for_taker(self, stream: torch.cuda.Stream) -> None:
-        """Come after the copies of this epoch or, before they are taken, of the one before."""
+        """Order ``stream`` after this epoch's copies; before they are taken, after the previous epoch's."""
         if self._taken is not None and (self._taker is None or self._taker.cuda_stream != stream.cuda_stream):
             stream.wait_event(self._taken)
 
     def _settle(self, stream: torch.cuda.Stream) -> None:
-        """Before ``stream`` first touches our memory: it is filled by then, and the allocator knows of that use."""
+        """Before ``stream`` first uses our memory: have it wait until that is filled, and tell the allocator."""
         if stream.cuda_stream in self._known:
             return
         stream.wait_event(self._made)

@@ -1,4 +1,4 @@
-"""Where a stream's rows land: in the tensor that the source fills, or beyond it, on a GPU."""
+"""The destination of a stream's rows: the tensor that the source fills, or a tensor on a GPU."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from tilestream.arrival.signals import Signals
     from tilestream.core.chunks import Chunks
 
-#: Seconds for which the host looks again at once: a sleep of any length takes a tenth of a millisecond or more.
+#: Seconds for which the host polls without sleeping: a sleep of any length takes a tenth of a millisecond or more.
 _SPIN_SECONDS = 0.02
-#: Sources that were dropped while a graph was captured, and the events behind their copies: until the next filling.
+#: Sources that were dropped during a capture, and the events after their copies; kept until the next filling.
 _kept: list[tuple[torch.Tensor, Event]] = []
 
 
 class Landing:
-    """The rows are in place as soon as the source has brought them.
+    """A landing in the source's own tensor: rows are in place as soon as the source has read them.
 
     Attributes
     ----------
     tensor
-        What the stream fills.
+        The tensor that the stream fills.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -56,28 +56,28 @@ class Landing:
 
     @property
     def how(self) -> str:
-        """For people; empty where nothing happens here."""
+        """A description for `Stream.explain`; empty if this step does nothing."""
         return ""
 
     def begin(self) -> None:
-        """A filling begins; called by the thread that begins it."""
+        """Prepare a filling; called by the thread that begins it."""
 
     def issuing(self) -> AbstractContextManager[object]:
-        """The block in which rows land and chunks are signalled."""
+        """The block that lands rows and signals chunks."""
         return contextlib.nullcontext()
 
     def land(self, begin: int, end: int) -> None:
-        """Rows [begin, end) have been brought."""
+        """Land rows [begin, end), which the source has read."""
 
     def fill(self, chunks: Chunks, pivot: int, signals: Signals) -> bool:
-        """All rows are there: land and signal them all, from the pivot's chunk on. False: nothing was done."""
+        """Land and signal all rows, from the pivot's chunk on. False if this is impossible, with nothing done."""
         return False
 
     def end(self) -> None:
-        """Everything has been brought and signalled."""
+        """End a filling, whose producer has stopped."""
 
     def settled(self, timeout: float | None) -> bool:
-        """Wait until what was landed is there, at most ``timeout`` seconds; whether it is."""
+        """Wait at most ``timeout`` seconds for the landed rows; whether they are in place."""
         return True
 
 
@@ -85,11 +85,11 @@ class Landing:
 def filling(
     chunks: Chunks, pivot: int, row_bytes: int, in_graph: bool = False
 ) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
-    """The copies and signals of a filling, in order; how many operations go before each chunk's signal is behind.
+    """The copies and signals of a filling, in order; and the number of operations up to each chunk's signal.
 
-    Their slots: the stream that the filling comes behind; the lane's stream; the addresses of the tensor, of the source
-    and of the words; the epoch; the lane's two events. A graph has no lane: the stream under capture takes the place of
-    the lane's, and the first slot and the events are not read.
+    The slots are: the stream that the filling follows, the lane's stream, the addresses of destination, source and
+    words, the epoch, and the lane's two events. A graph has neither lane nor events: it does not use the first slot and
+    the last two, and the lane's stream is the graph's.
     """
     behind, lane, to, source, words, epoch, ready, landed = map(Slot, range(8))
     operations: list[Operation] = [] if in_graph else [Record(behind, ready), WaitEvent(lane, ready)]
@@ -108,10 +108,10 @@ def filling(
 
 
 class DeviceLanding(Landing):
-    """Rows go on to a GPU, by its copy engine, in the order of a stream of their own.
+    """A landing on a GPU: its copy engine copies the rows, in order, on a separate stream.
 
     A signal that is issued after a copy is written when the copy is done. Neither takes an SM (invariant 10). The
-    copies overwrite the tensor behind what the stream that was current when the filling began was given to read it.
+    copies overwrite the tensor after the earlier work of the stream that was current at the filling's beginning.
     """
 
     def __init__(self, host: torch.Tensor, device: torch.device, lane: Lane) -> None:
@@ -122,23 +122,23 @@ class DeviceLanding(Landing):
         self._lane = lane
         self.stream = lane.stream
         self.take(host)
-        # Freed, the memory is not handed out again before the copies into it are done (invariant 9).
+        # The allocator reuses freed memory only after the copies into it (invariant 9).
         self.tensor.record_stream(self.stream)
 
     def take(self, host: torch.Tensor) -> None:
-        """Bring rows from ``host`` from now on, which has the tensor's shape and dtype."""
+        """Copy rows from ``host``, of the tensor's shape and dtype, from now on."""
         self._host = host
         self._is_pinned = host.is_pinned()
-        #: Whether the driver copies the rows from where they are, without torch.
+        #: Whether the driver copies the rows directly from the source, without torch.
         self.in_place = self._is_pinned and host.is_contiguous()
 
     def __del__(self) -> None:
-        """Have torch's allocator of pinned memory keep the source for copies under way: it knows of torch's alone."""
+        """Have torch's pinned allocator keep the source for copies in flight: it knows only torch's copies."""
         if not getattr(self, "in_place", False) or sys.is_finalizing():
             return
         landed = self._lane.landed
         try:
-            if torch.cuda.is_current_stream_capturing():  # which an event that is asked for would end
+            if torch.cuda.is_current_stream_capturing():  # querying an event would end the capture
                 _kept.append((self._host, landed))
             elif not landed.query():
                 with torch.cuda.stream(self.stream), torch.inference_mode():
@@ -154,7 +154,7 @@ class DeviceLanding(Landing):
 
     def begin(self) -> None:
         """See `Landing`."""
-        # Once a filling: where rows are no view of the source, this is a copy of it.
+        # Once a filling, because this copies the source if its rows cannot be a view.
         self._rows = as_rows(self._host)
         current = torch.cuda.current_stream(self._device)
         self._lane.behind = current.cuda_stream
@@ -170,7 +170,7 @@ class DeviceLanding(Landing):
             as_rows(self.tensor)[begin:end].copy_(self._rows[begin:end], non_blocking=True)
 
     def fill(self, chunks: Chunks, pivot: int, signals: Signals) -> bool:
-        """See `Landing`. Where the driver refuses, what was issued is signalled, and the rest is not."""
+        """See `Landing`. If the driver refuses an operation, only the chunks that were signalled before it arrive."""
         if not self.in_place:
             return False
         let_go()
@@ -201,7 +201,8 @@ class DeviceLanding(Landing):
     def fill_in_graph(self, chunks: Chunks, pivot: int, signals: DeviceSignals) -> None:
         """Have the graph that the current stream is captured into copy and signal all rows at each replay.
 
-        It copies what the source then holds. The graph keeps the source, the tensor and the signals' words alive.
+        A replay copies the source's present contents. The graph keeps the source, the tensor and the signals' words
+        alive.
         """
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         sequences, _ = filling(chunks, pivot, self._host.shape[-1] * self._host.element_size(), in_graph=True)
@@ -218,7 +219,7 @@ class DeviceLanding(Landing):
             self._lane.landed.record(self._lane.handle)
 
     def offer(self, chunks: Chunks, pivot: int) -> KernelCopies:
-        """The copies, for a kernel to make: they are made here if none does.
+        """The copies, for a kernel to make; the copy engine makes them if no kernel does.
 
         Raises
         ------
@@ -253,7 +254,7 @@ class DeviceLanding(Landing):
         """See `Landing`."""
         landed = self._lane.landed
         if torch.cuda.is_current_stream_capturing():
-            return False  # an event that is asked for would end the capture
+            return False  # querying an event would end the capture
         if timeout is None:
             landed.synchronize()
             return True

@@ -1,11 +1,12 @@
 """Lanes: a copy stream with the signal words that are written on it, kept for the next `tilestream.Stream`.
 
-A stream of as many chunks takes a lane that an earlier one has left, and counts on from its epoch: no stream, event or
-word is made, and none is zeroed. An earlier stream's launch may still be waiting: its words say "at least", and what
-signals it was issued on this very stream, in front of everything later. So it finds each chunk when that was copied.
+A `Stream` reuses an idle lane with the same number of chunks, and continues its epochs: no copy stream, event or word
+is made, and no word is zeroed. A launch of the lane's earlier `Stream` may still wait. Its test is "at least its
+epoch", and its signals were issued on the same copy stream, before all later ones. So it sees each chunk once that is
+copied.
 
-A lane is left by the `DeviceSignals` that had it, when nothing refers to them any more. It is dropped where a signal
-of the last epoch is missing, was written on another stream, or has failed.
+`DeviceSignals` leave their lane when nothing refers to them any more. The lane is dropped if a signal of the last epoch
+is missing, was written on another stream, or has failed.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ import torch
 from tilestream.runtime.sequence import Event
 from tilestream.runtime.streams import give_back, lend
 
-#: Lanes that wait for a stream: kinds of them, and of each kind.
+#: The most kinds of idle lanes, and the most idle lanes of a kind.
 _MOST_KINDS, _MOST_IDLE = 64, 8
 _idle: dict[tuple[int | None, int], deque[Lane]] = {}
 
 
 def event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind what ``stream`` was given so far."""
+    """An event after the work of ``stream`` so far."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
 
 
 class Words:
-    """Words of our own: zeroed on the stream that makes them."""
+    """Tilestream's own words, zeroed on the stream that makes them."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.store = torch.zeros(2 * count + 1, dtype=torch.int32, device=device)
-        #: ``int32[count]`` twice, of eager and of captured launches; ``int32[1]``.
+        #: ``int32[count]`` each for eager and for captured launches; ``int32[1]`` for quarantine.
         self.eager, self.captured, self.quarantine = self.store.split([count, count, 1])
         with torch.cuda.device(device):
             stream = torch.cuda.current_stream()
             self.zeroed = event_on(stream)
-        #: Handles of the streams that may touch them.
+        #: Handles of the streams that may use the words.
         self.streams = {stream.cuda_stream}
 
 
@@ -55,16 +56,16 @@ class Lane:
         self.words.store.record_stream(self.stream)
         self.stream.wait_event(self.words.zeroed)
         self.words.streams.add(self.handle)
-        #: Before the first copy of a filling, and behind its last signal.
+        #: Events before the first copy of a filling, and after its last signal.
         self.ready, self.landed = Event(), Event()
-        #: The stream behind which the last filling comes.
+        #: The stream that the last filling follows.
         self.behind = -1
-        #: The last epoch that was signalled; streams of launches that waited for it or for earlier ones, by handle.
+        #: The last epoch; and the streams of launches that waited for it or for earlier epochs, by handle.
         self.epoch = 0
         self.users: dict[int, torch.cuda.Stream] = {}
 
     def leave(self, whole: bool) -> None:
-        """Its signals are gone. ``whole``: all of the last epoch were issued, in its stream, and none has failed."""
+        """Give the lane up. ``whole``: the last epoch's signals were all issued, on its stream, and none failed."""
         idle = _idle.get(self._kind)
         if idle is None and len(_idle) < _MOST_KINDS:
             idle = _idle.setdefault(self._kind, deque())
@@ -80,8 +81,8 @@ def take(count: int, device: torch.device, behind: int) -> Lane:
     Parameters
     ----------
     behind
-        The handle of the stream that the next filling comes behind. A lane is taken while its last filling is under way
-        only where that came behind the same stream: another one might wait for what is issued later (invariant 10).
+        The handle of the stream that the next filling follows. A lane whose last filling is in flight is taken only if
+        that filling follows the same stream: another stream might wait for work that is issued later (invariant 10).
     """
     idle = _idle.get((device.index, count), deque())
     for _ in range(len(idle)):

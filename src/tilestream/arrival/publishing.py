@@ -2,14 +2,14 @@
 
 A reader must not take the SMs that the matmul still needs (invariant 10). So the matmul is issued first, and
 
-- *words of ours*: a reader's stream waits for the first chunk's signal: the matmul has begun then, and its schedule is
-  dynamic, so one worker of it is enough. That wait needs no bound (invariant 5): the launch that writes the word has
-  been issued and waits for nothing, and words that only grow are never taken back. Where several launches make the
-  output, the reader's stream waits for the last one's end;
-- *a caller's own words*: others may write them, and a stream that waits for a word that is taken back is held for ever.
-  So a reader's stream waits for the matmul's end. Each publication begins with zeros, behind all earlier uses and
-  before all later ones, so no reader mistakes what the one before has left for a signal;
-- *under capture* the reader comes behind the matmul's end, too, and each replay begins with zeros.
+- *tilestream's own words*: a reader's stream waits for the first chunk's signal. The matmul has begun then, and its
+  schedule is dynamic, so one worker suffices to complete it. This wait needs no bound (invariant 5): the launch that
+  writes the word has been issued and waits for nothing, and the words only grow. If several launches make the output,
+  the reader's stream waits for the end of the last launch;
+- *a caller's own words*: others may write them, and a stream that waits for a word that is cleared early would wait
+  forever. So a reader's stream waits for the matmul's end. Each publication zeroes the words first, after all earlier
+  uses and before all later ones, so that no reader takes a previous publication's signal for one of its own;
+- *under capture*: the reader follows the matmul's end, and each replay zeroes the words first.
 """
 
 from __future__ import annotations
@@ -24,57 +24,58 @@ from tilestream.runtime.driver import capture_id, stream_wait
 
 
 class PublishWords(NamedTuple):
-    """What a launch is told that signals the chunks of its output."""
+    """The arguments of a launch that signals the chunks of its output."""
 
     #: signals, counts: ``int32[chunks]`` each.
     signals: torch.Tensor
     counts: torch.Tensor
-    epoch: int  # the value that a signal is written as
+    epoch: int  # the value of a signal
 
 
 class _Published(NamedTuple):
-    """A matmul that signals the chunks of an epoch, as its readers must know it."""
+    """The facts for readers of a matmul that signals the chunks of an epoch."""
 
-    #: epoch, stream, end: which, on which stream, and behind its last launch.
+    #: epoch, stream, end: its epoch and stream, and the event after its last launch.
     epoch: int
     stream: int
     end: torch.cuda.Event
-    #: The address of the signal that says that it has begun, and the least value that says so; None where only the end
-    #: does.
+    #: The address of the signal that shows that it has begun, and the least value of that signal; None if readers must
+    #: wait for its end.
     first: tuple[int, int] | None = None
-    graph: int = 0  # the capture that it is in; 0 outside
+    graph: int = 0  # its capture; 0 for none
 
 
 class Publishing(DeviceWords):
-    """The part of `tilestream.arrival.device.DeviceSignals` that concerns a matmul that signals, and its readers."""
+    """The part of `tilestream.arrival.device.DeviceSignals` for a matmul that signals, and for its readers."""
 
-    #: Counts of the eager launches; made when one is first needed.
+    #: Counts of the eager launches; made on first use.
     _counts: torch.Tensor | None = None
-    #: The last matmul that was issued, and the last that was captured.
+    #: The last matmul that was issued eagerly, and the last that was captured.
     _published: _Published | None = None
     _in_graph: _Published | None = None
-    #: The stream of one that is being issued.
+    #: The stream of a matmul that is being issued.
     _underway: torch.cuda.Stream | None = None
 
     def __init__(
         self, count: int, device: torch.device, words: torch.Tensor | None = None, lane: Lane | None = None
     ) -> None:
         super().__init__(count, device, words, lane)
-        self._captures: set[int] = set()  # of launches that wait
+        self._captures: set[int] = set()  # the captures of launches that wait
 
     def publish(self) -> PublishWords:
-        """What a launch on the current stream is told that signals this epoch; `published` says that it was issued.
+        """The arguments of a launch on the current stream that signals this epoch; call `published` once it is issued.
 
-        It comes behind the launches that wait for earlier epochs, since it may write what they read. A caller's own
-        words may be published again without `advance`.
+        The launch follows those that wait for earlier epochs, since it may overwrite the rows that they read. A
+        caller's own words may be published again without `advance`.
 
         Raises
         ------
         ValueError
-            If a chunk of this epoch is signalled already, or, captured, published by this graph; or if a
-            `tilestream.Stream` signals them.
+            If a chunk of this epoch is already signalled; under capture: if the graph already publishes the chunks; or
+            if a `tilestream.Stream` signals them.
         RuntimeError
-            If a launch waits for it already: it may hold the SMs that the matmul would need.
+            If a launch already waits for this epoch, because it may hold the SMs that the matmul needs; or if another
+            thread is issuing a matmul that signals these chunks.
         """
         with self._bell:
             stream = torch.cuda.current_stream(self._device)
@@ -111,14 +112,14 @@ class Publishing(DeviceWords):
 
     @property
     def eager_publication(self) -> PublishWords:
-        """What an eager launch is told that signals the present epoch."""
+        """The arguments of an eager launch that signals the present epoch."""
         assert self._counts is not None
         if self._theirs is not None:
             return PublishWords(self._theirs, self._counts, 1)
         return PublishWords(self._eager, self._counts, self.epoch)
 
     def _known(self) -> bool:
-        """Whether the matmul of this epoch was issued. Readers of a caller's own words have come behind it then."""
+        """Whether the matmul of this epoch was issued. If so, readers of a caller's own words follow it."""
         return self._published is not None and self._published.epoch == self.epoch
 
     def _publish_in_graph(self, graph: int) -> PublishWords:
@@ -132,7 +133,7 @@ class Publishing(DeviceWords):
                 "publish: a launch of this graph that waits for these chunks was captured before the matmul that "
                 "signals them, and may hold the SMs that this one needs; capture them in the other order"
             )
-        # One set of counts a captured launch: a replay may run beside an eager one.
+        # Each captured launch has its own counts: a replay may run in parallel to an eager launch.
         counts = torch.zeros(self.count, dtype=torch.int32, device=self._device)
         self._keep(counts, self._store, self._flags)
         self._wipe()
@@ -140,16 +141,16 @@ class Publishing(DeviceWords):
 
     @property
     def by_matmul(self) -> bool:
-        """Whether it is an eager matmul that signals: what it writes may be of its stream's memory."""
+        """Whether an eager matmul signals; its output may be in its stream's memory."""
         return self._published is not None
 
     def published(self, first: int | None) -> None:
-        """The launch was issued, or the last of several, and nothing after it on this stream.
+        """Note that the launch, or the last of several, was issued, with nothing after it on this stream.
 
         Parameters
         ----------
         first
-            The chunk that it begins with, where one launch with a dynamic schedule does it all; else None.
+            The first chunk of a single launch with a dynamic schedule; None for other launches.
         """
         with self._bell:
             stream = torch.cuda.current_stream(self._device)
@@ -165,28 +166,28 @@ class Publishing(DeviceWords):
             self._published = found
 
     def stopped(self) -> None:
-        """The call that was issuing the matmul has failed. What it did issue still writes a caller's own words."""
+        """Note that the issuing call has failed. Launches that it did issue still write a caller's own words."""
         stream, self._underway = self._underway, None
         if stream is not None and self._theirs is not None:
             self._published = _Published(self.epoch, stream.cuda_stream, event_on(stream))
 
     def _signal_ends(self, stream: torch.cuda.Stream) -> frozenset[Last]:
-        """The matmul's end, too."""
+        """See `DeviceWords`; includes the matmul's end."""
         ends, found = super()._signal_ends(stream), self._published
         return ends if found is None else ends | {Last(found.stream, found.end)}
 
     def _come_behind_matmul(self, stream: torch.cuda.Stream) -> None:
-        """Before a launch on ``stream`` that reads what a matmul of this GPU publishes: it has begun by then.
+        """Order ``stream``, before a launch that reads a published output, after the matmul's beginning or end.
 
         Raises
         ------
         RuntimeError
-            If another thread is about to issue it.
+            If another thread is issuing the matmul.
         """
         if torch.cuda.is_current_stream_capturing():
             found = self._in_graph
             if found is None or found.graph != capture_id(stream.cuda_stream):
-                return  # another replay's
+                return  # the matmul is not of this graph
         else:
             with self._bell:
                 if self._underway is not None:

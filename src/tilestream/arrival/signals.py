@@ -1,11 +1,11 @@
-"""Signals: the words that say that a chunk has arrived, on the host.
+"""Signals on the host: the words that show which chunks have arrived.
 
-Two kinds (invariant 4). Our own are **epochs**: a chunk has arrived when its word is at least the call's epoch, a new
-one begins by counting up, and nothing is ever cleared. A caller's own tensor of words is **self-reset**: a
-chunk has arrived when its word is not zero, and the call that has seen all of them writes zeros.
+There are two kinds (invariant 4). Tilestream's own words are **epochs**: a chunk has arrived when its word is at least
+the call's epoch. A new epoch is the next number, and no word is ever cleared. A caller's own words are **self-reset**:
+a chunk has arrived when its word is nonzero, and the call that has seen all words writes zeros.
 
-A waiting thread sleeps on a condition and does not spin. A caller's own words can be written from outside (another
-process, C++ code) without a notification, so they are polled every `POLL_SECONDS` as well.
+A waiting thread sleeps on a condition and does not spin. Others (another process, C++ code) can write a caller's own
+words without a notification, so a waiting thread also polls these every `POLL_SECONDS`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tilestream.core.error_record import sources
 from tilestream.core.errors import ProducerStopped
 from tilestream.core.forks import free_in_child
 
-#: Seconds between two polls of a caller's own signal words: at first, and at most.
+#: Seconds between two polls of a caller's own signal words: the first pause, and the longest.
 POLL_SECONDS = (0.0002, 0.004)
-#: Longest single sleep, within the range of the system's clocks; a longer wait sleeps again.
+#: Longest single sleep, within the range of the system's clocks; a longer wait sleeps several times.
 _LONGEST_SLEEP = 3600.0
 
 
 class Outcome(Enum):
-    """How a wait ended."""
+    """The end of a wait."""
 
     ARRIVED = auto()
     FAILED = auto()  # the producer reported an exception
@@ -37,59 +37,60 @@ class Outcome(Enum):
 
 
 class Signals:
-    """The signal words of one input, and the bell that is rung when one changes.
+    """The signal words of one input, and the bell that notifies of each change.
 
     Parameters
     ----------
     count
         Number of chunks.
     words
-        The caller's own words (anything indexed like a list of ints); None for our own.
+        The caller's own words (anything indexed like a list of ints); None for tilestream's own.
     """
 
-    #: Where the words are.
+    #: The device of the words.
     device = "cpu"
     _keys = itertools.count(1)
 
     def __init__(self, count: int, words: MutableSequence[int] | None = None) -> None:
         #: Number of chunks.
         self.count = count
-        #: The present epoch: chunks signalled in an earlier one have not arrived. 1 for a caller's own words.
+        #: The present epoch: signals of earlier epochs do not count. Always 1 for a caller's own words.
         self.epoch = 1
-        #: Whether a call that has seen all chunks writes zeros.
+        #: Whether the call that has seen all chunks writes zeros.
         self.self_reset = words is not None
-        #: Whether a `tilestream.Stream`, and nothing else, signals the chunks.
+        #: Whether a `tilestream.Stream` is the only producer.
         self.streamed = False
         self._words: MutableSequence[int] = [0] * count if words is None else words
-        self._bell = free_in_child(threading.Condition())  # its lock may be taken again by the thread that holds it
+        self._bell = free_in_child(threading.Condition())  # its lock is reentrant
         self._error: tuple[int, BaseException] | None = None
         self._times: list[float | None] = [None] * count
-        #: The epochs whose producer's exception was raised.
+        #: The epochs whose producer's exception has been raised.
         self.raised: set[int] = set()
-        #: Of chunks that other ranks send: (the rank that waits here, what to call a chunk's source), by chunk.
+        #: For chunks from other ranks: from a chunk to this rank's number and a name of the chunk's source.
         self.whose: Callable[[int], tuple[int, str]] | None = None
-        #: Called when an expiry is reported of a launch that waited for these.
+        #: Called when a launch that waited for these signals reports an expired deadline.
         self.gave_up: Callable[[], None] | None = None
-        #: Names these signals in the arguments of a registered op, which takes integers; never given twice.
+        #: Names these signals in the arguments of a registered op, which takes integers; never reused.
         self.key = next(self._keys)
         sources[self.key] = self
 
     @classmethod
     def by_key(cls, key: int) -> Signals:
-        """The live signals of that key. `KeyError` once their owner has dropped them."""
+        """The live signals of ``key``; `KeyError` after their owner has dropped them."""
         found = sources[key]
         assert isinstance(found, Signals)
         return found
 
     @property
     def copied(self) -> int:
-        """Bytes of the words in which a kernel copies what these signal; 0 where something else brings it."""
+        """Bytes of a word of the kernel's copies of these chunks; 0 if no kernel copies them."""
         return 0
 
     def advance(self) -> int:
-        """Begin a new epoch, in which nothing has arrived yet; returns it.
+        """Begin a new epoch, in which no chunk has arrived yet; returns it.
 
-        Our own words are not touched: a late signal of an earlier epoch stays below the new epoch and does not count.
+        Tilestream's own words keep their values: a late signal of an earlier epoch is below the new epoch and does not
+        count.
         """
         with self._bell:
             if self.self_reset:
@@ -102,9 +103,9 @@ class Signals:
             return self.epoch
 
     def set(self, chunk: int, epoch: int | None = None) -> None:
-        """Chunk ``chunk`` has arrived (in epoch ``epoch``, the present one where None).
+        """Signal that chunk ``chunk`` has arrived in epoch ``epoch`` (None: the present epoch).
 
-        A thread that sees the signal sees what was written before it: both sides hold the bell's lock.
+        A thread that sees the signal sees all writes before it: both sides hold the bell's lock.
         """
         with self._bell:
             value = self._checked(chunk, epoch)
@@ -117,7 +118,7 @@ class Signals:
             self._bell.notify_all()
 
     def _checked(self, chunk: int, epoch: int | None) -> int:
-        """The epoch meant."""
+        """Check ``chunk`` and ``epoch``; the epoch to signal."""
         self._check(chunk)
         if epoch is not None and epoch > self.epoch:
             raise ValueError(f"signal: epoch={epoch}; the present epoch is {self.epoch}: advance() begins the next")
@@ -128,13 +129,13 @@ class Signals:
             raise IndexError(f"signal: chunk={chunk}; there are {self.count} chunks, from 0")
 
     def begin_publishing(self) -> int:
-        """A matmul is about to signal each chunk of the present epoch. Returns the epoch that it signals.
+        """Check that a matmul may signal each chunk of the present epoch; returns that epoch.
 
         Raises
         ------
         ValueError
-            If a chunk of it is signalled already: a reader would take what is being overwritten. Or if a
-            `tilestream.Stream` signals them.
+            If a chunk of it is already signalled, since a reader would read rows while they are overwritten; or if a
+            `tilestream.Stream` signals the chunks.
         """
         with self._bell:
             self._check_unpublished([chunk for chunk, there in enumerate(self.state()) if there])
@@ -150,21 +151,21 @@ class Signals:
             raise ValueError(f"publish: chunk {signalled[0]} of epoch {self.epoch} is signalled already; {way}")
 
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
-        """The producer cannot go on: ``error`` is raised by the call that waits for what is missing."""
+        """Report that the producer cannot continue: the call that waits for a missing chunk raises ``error``."""
         with self._bell:
-            if epoch in (None, self.epoch) and self.error(self.epoch) is None:  # later ones follow from the first
+            if epoch in (None, self.epoch) and self.error(self.epoch) is None:  # later errors follow from the first
                 self._error = (self.epoch, error)
             self._bell.notify_all()
 
     def error(self, epoch: int) -> BaseException | None:
-        """What the producer of epoch ``epoch`` reported, if anything: to look at. To raise, `take_error`."""
+        """The exception that the producer of ``epoch`` reported, for inspection; `take_error` is for raising."""
         return self._error[1] if self._error is not None and self._error[0] == epoch else None
 
     def take_error(self, epoch: int) -> BaseException | None:
-        """What the producer of epoch ``epoch`` reported, if anything, to be raised.
+        """The exception that the producer of ``epoch`` reported, to be raised; None without one.
 
-        The first call is given the exception itself, later ones a copy: an exception that was raised holds the frames
-        it went through, with the operands in them, and must not be kept here (invariant 8).
+        The first call returns the exception itself, later calls a copy: a raised exception holds the frames that it
+        passed, with the operands in them, and must not be kept here (invariant 8).
         """
         error = self.error(epoch)
         if error is None:
@@ -173,7 +174,7 @@ class Signals:
         try:
             again = copy.copy(error)
             again.__cause__ = error.__cause__
-        except Exception:  # a caller's exception that cannot be copied is kept
+        except Exception:  # a caller's exception that cannot be copied
             again = error
         with self._bell:
             if self._error == (epoch, error):
@@ -181,15 +182,15 @@ class Signals:
         return error
 
     def failure(self, epoch: int) -> BaseException:
-        """What a wait that ended as `Outcome.FAILED` shall raise."""
+        """The exception for a wait that ended as `Outcome.FAILED`."""
         self.raised.add(epoch)
         return self.take_error(epoch) or ProducerStopped("the producer failed, and began anew")
 
     def reported(self) -> None:
-        """A launch has reported that the producer failed."""
+        """Note that a launch has reported the producer's failure."""
 
     def arrived(self, chunk: int, epoch: int | None = None) -> bool:
-        """Whether the chunk has arrived in epoch ``epoch`` (the present one where None)."""
+        """Whether the chunk has arrived in epoch ``epoch`` (None: the present epoch)."""
         self._check(chunk)
         if self.self_reset:
             return int(self._words[chunk]) != 0
@@ -201,41 +202,41 @@ class Signals:
 
     @property
     def times(self) -> tuple[float | None, ...]:
-        """When each chunk of this epoch was signalled (`time.perf_counter`); None where it was not, or not by `set`."""
+        """The time of each chunk's `set` in this epoch (`time.perf_counter`); None for a chunk without one."""
         return tuple(self._times)
 
     def clear(self) -> None:
-        """Write zeros into a caller's own words; our own are never cleared."""
+        """Write zeros into a caller's own words; tilestream's own are never cleared."""
         with self._bell:
             if self.self_reset:
                 for chunk in range(self.count):
                     self._words[chunk] = 0
 
     def reset(self) -> None:
-        """Zero a caller's own words, whatever was seen of them."""
+        """Zero a caller's own words, even if not all were seen."""
         self.clear()
 
     def ring(self) -> None:
-        """Wake the waiting threads, so that each looks at its abort word."""
+        """Wake the waiting threads, so that each reads its abort word."""
         with self._bell:
             self._bell.notify_all()
 
     def wait(self, chunk: int, epoch: int, deadline: float, over: Callable[[], bool]) -> Outcome:
-        """Wait until ``chunk`` has arrived in epoch ``epoch``, its producer failed, the launch is over or time is up.
+        """Wait until ``chunk`` arrives in epoch ``epoch``, its producer fails, the launch ends or the deadline passes.
 
         Parameters
         ----------
         deadline
-            On `time.perf_counter`'s clock.
+            A time on `time.perf_counter`'s clock.
         over
-            The launch's abort word. `ring` comes after setting it.
+            The launch's abort word. The launch calls `ring` after setting it.
         """
         return self.wait_any(((chunk,),), epoch, deadline, over)[0]
 
     def wait_any(
         self, sets: Sequence[Sequence[int]], epoch: int, deadline: float, over: Callable[[], bool]
     ) -> tuple[Outcome, int]:
-        """As `wait`, until all chunks of one of several sets have arrived; with that, the first such set, else -1."""
+        """Like `wait`, for all chunks of any of several sets. Also returns the first arrived set's index, or -1."""
         pause = POLL_SECONDS[0] if self.self_reset else _LONGEST_SLEEP
         with self._bell:
             while True:

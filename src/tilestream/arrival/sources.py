@@ -1,4 +1,4 @@
-"""Where a stream's rows come from: a file, an iterator of blocks, another tensor."""
+"""The sources of a stream's rows: a file, an iterator of blocks, another tensor."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Job = Callable[[], None]
 
 
 def ignore() -> None:
-    """A job that has nothing to do."""
+    """The job that does nothing."""
 
 
 @dataclass
 class Source:
-    """A place that rows come from, and the tensor that they go to.
+    """A source of rows, and the tensor that they go to.
 
-    The producer asks for ranges of rows in the order in which they shall arrive, one call of `claim` at a time, and
-    then does the jobs it was given, `readers` of them at once.
+    The producer claims ranges of rows in the order of their arrival, one call of `claim` at a time. It then does the
+    jobs, up to `readers` of them at the same time.
     """
 
     tensor: torch.Tensor  # the destination
-    describe: Callable[[], str]  # what it is and how it is read, for people
-    claim: Callable[[int, int], Job]  # the job that brings rows [begin, end); called in order
-    end: Callable[[], None] = ignore  # every row has been brought: raises where rows are left over
+    describe: Callable[[], str]  # a description of the source and of how it is read
+    claim: Callable[[int, int], Job]  # the job that reads rows [begin, end); called in order
+    end: Callable[[], None] = ignore  # called after the last row; raises if rows are left over
     rewind: Callable[[], None] = ignore  # prepares another epoch
-    close: Callable[[], None] = ignore  # lets go of what was opened
-    takes: tuple[str, ...] = ()  # arguments of `stream_in` that mean something for this source
-    readers: int = 1  # jobs that may run at once; 0: the rows are there already, and the caller's thread passes them on
+    close: Callable[[], None] = ignore  # closes what was opened
+    takes: tuple[str, ...] = ()  # arguments of `stream_in` that this source uses
+    readers: int = 1  # jobs at the same time; 0: the rows are in place, and the caller's thread lands them
 
 
 def file_source(reader: RangeReader) -> Source:
-    """A matrix in a file. Two reads under way at once, so that the disk never waits for a core that is multiplying."""
+    """A matrix in a file. Two reads are in flight, so that the disk never waits for a core that multiplies."""
     matrix = reader.matrix
     dtype: torch.dtype = getattr(torch, matrix.dtype)
     row_bytes = matrix.shape[-1] * matrix.itemsize
@@ -57,7 +57,7 @@ def file_source(reader: RangeReader) -> Source:
 
 
 def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
-    """A tensor that is copied; ``onward`` to a GPU, from where it is."""
+    """A tensor that is copied; ``onward``: directly from its memory to a GPU."""
     if source.device.type != "cpu":
         raise ValueError(f"stream_in: the source is on {source.device}; what streams in is on the CPU: source.cpu()")
     if source.layout != torch.strided or source.is_nested:
@@ -80,7 +80,7 @@ def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
 
 
 def iterator_source(blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Source:
-    """Blocks of rows in order, of any number of rows each."""
+    """Blocks of rows in order, each with any number of rows."""
     if len(shape) < 2 or min(shape) < 0:
         raise ValueError(f"stream_in: shape={list(shape)}; a matrix has at least 2 dimensions, none negative")
     if not isinstance(dtype, torch.dtype):
@@ -108,7 +108,7 @@ def iterator_source(blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtyp
 
 
 class _Blocks:
-    """An iterator's blocks, and the rows of the last one that were not asked for yet."""
+    """An iterator's blocks, and the unused rows of the last one."""
 
     def __init__(self, blocks: Iterator[torch.Tensor], rows: int, row: int, dtype: torch.dtype) -> None:
         self._blocks, self._rows, self._row, self._dtype = blocks, rows, row, dtype
@@ -137,21 +137,21 @@ class _Blocks:
                     f"stream_in: the iterator yielded a block {list(block.shape)} {block.dtype}; "
                     f"rows are {self._row} long, {self._dtype}"
                 )
-            return rows  # perhaps none: then the next block follows
+            return rows  # perhaps none, then the next block follows
         raise ValueError(f"stream_in: the iterator ended early; it was to yield {self._rows} rows")
 
 
 def _destination(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor on the CPU, whatever torch's default device is; not an inference tensor."""
+    """An uninitialized tensor on the CPU, independent of torch's default device; not an inference tensor."""
     with torch.inference_mode(False):
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def row_count(tensor: torch.Tensor) -> int:
-    """Rows of a tensor seen as a matrix."""
+    """The number of rows of a tensor as a matrix."""
     return math.prod(tensor.shape[:-1])
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor seen as a matrix: its leading dimensions are rows."""
+    """A tensor as a matrix: its leading dimensions are rows."""
     return tensor.reshape(row_count(tensor), tensor.shape[-1])

@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from tilestream.arrival.device import DeviceSignals
     from tilestream.arrival.kernel_copies import KernelCopies
 
-#: Default size of a chunk of a file or a tensor: large enough for a disk's full speed, small enough to start early.
+#: Default bytes of a chunk of a file or a tensor: large enough for a disk's full speed, small enough to start early.
 CHUNK_BYTES = 8 * 2**20
 
-#: On a GPU a default chunk is a multiple of this many rows, whole tiles, so that none reads two chunks; or of a smaller
-#: power of two, where there are too few rows.
+#: On a GPU the rows of a default chunk are a multiple of this number, so that no tile reads two chunks. If there are
+#: too few rows they are a multiple of a smaller power of two.
 GPU_ROWS = 256
 
-#: Bytes a second that one copy brings from pinned memory over PCIe 5.0 (16 lanes), and seconds for which the link idles
-#: between two chunks, at the signal. benchmarks/results/h100/stream.json: 268 MB (134 MB) take 4.84 ms (2.42) in one
-#: copy, and 5.25 ms (2.69) in 32 (16) chunks, of which some 0.1 ms were the host's, before the first.
+#: Bytes a second of one copy from pinned memory over PCIe 5.0 (16 lanes), and seconds for which the link idles between
+#: two chunks, at the signal. benchmarks/results/h100/stream.json: 268 MB (134 MB) take 4.84 ms (2.42) in one copy, and
+#: 5.25 ms (2.69) in 32 (16) chunks, about 0.1 ms of which is the host's time before the first chunk.
 LINK_BYTES, CHUNK_SECONDS = 55e9, 10e-6
 
-#: What `stream_in` takes.
+#: The sources that `stream_in` takes.
 Streamable = str | os.PathLike[str] | torch.Tensor | Iterable[torch.Tensor]
 
 
-#: Streams that may not have filled their tensors yet, by the address of the tensor's memory.
+#: Streams whose tensors may not be filled yet, by the address of the tensor's memory.
 open_streams: dict[int, weakref.ref[Stream]] = {}
 
 
@@ -59,23 +59,23 @@ Order = Callable[[], tuple[Sequence[int], int]]
 
 
 class Route(Protocol):
-    """What a stream of experts is told of a step: see `tilestream.arrival.experts`."""
+    """The chunk order of a step of `stream_experts`: see `tilestream.arrival.experts`."""
 
     #: Where the rows of this step's experts end; None where the host does not know.
     ends: Sequence[int] | None
 
     def __call__(self, source: Source, offsets: torch.Tensor, weights: torch.Tensor | None) -> Order:
-        """The order of a step's chunks; ``weights``: what ``source`` brings from now on."""
+        """The order of a step's chunks; ``weights``, if given, become the data of ``source``."""
 
 
 class _Filling:
-    """One filling of the tensor: the threads that bring its chunks, and land and signal them in order.
+    """One filling of the tensor: the threads that read its chunks, and land and signal them in order.
 
-    In order also where a later one is there first: a page that two chunks share is read with the earlier one, so that
-    the later is complete only when that is, too.
+    The order holds even if a later chunk is read first: a page that two chunks share is read with the chunk that was
+    claimed first, so the later chunk is complete only when both are.
 
-    ``order``: asked by the first thread: the order of the chunks, and how many of them have rows that are wanted. The
-    others are signalled behind these, and not brought. None: all, from the pivot's on.
+    ``order`` is called by the first thread. It returns the order of the chunks, and the number of them that are wanted.
+    The other chunks are not read, and are signalled last. None: all chunks, from the pivot's on.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class _Filling:
                 thread = threading.Thread(target=self._run, name=f"tilestream-producer-{i}", daemon=True)
                 thread.start()
                 self.threads.append(thread)
-        except BaseException:  # no thread to be had: those that run must not outlive the source
+        except BaseException:  # a thread could not start: the others must not outlive the source
             self.stop.set()
             self.join(None)
             raise
 
     def halt(self) -> None:
-        """Have the threads end after the chunks that they are at."""
+        """Have the threads end after their present chunks."""
         self.stop.set()
 
     def stop_at_exit(self, timeout: float) -> None:
@@ -119,7 +119,7 @@ class _Filling:
         self.join(timeout)
 
     def finish_issuing(self) -> None:
-        """Wait for the threads, not for the copies that they have issued."""
+        """Wait for the threads, without the copies that they have issued."""
         for thread in self.threads:
             thread.join()
 
@@ -130,13 +130,13 @@ class _Filling:
 
     @property
     def done(self) -> bool:
-        """Whether what the threads issued is done, too."""
+        """Whether the threads have ended, and the copies that they issued are done."""
         return self.issued and self._landing.settled(0.0)
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for the threads, and for what they issued; whether all have ended.
+        """Wait for the threads, and for the copies that they issued; whether all have ended.
 
-        A thread of this filling waits for the others only.
+        If a thread of this filling calls it, it waits for the other threads only.
         """
         left = _countdown(timeout)
         others = [thread for thread in self.threads if thread is not threading.current_thread()]
@@ -151,9 +151,9 @@ class _Filling:
                 step, job = claim
                 job()
                 self._deliver(step)
-        except BaseException as error:  # whatever it is, the caller that waits for the rest shall see it
+        except BaseException as error:  # any error must reach the call that waits for the rest
             try:
-                self._arrival.fail(error, epoch=self._epoch)  # before another reader can say that it was stopped
+                self._arrival.fail(error, epoch=self._epoch)  # before another reader reports ProducerStopped
             finally:
                 self.stop.set()
         finally:
@@ -162,7 +162,7 @@ class _Filling:
                 self._running -= 1
                 if not self._running:
                     self._landing.end()
-                    self._source.close()  # a stream that is not closed keeps no file open
+                    self._source.close()  # no file stays open if the stream is never closed
 
     def _claim(self) -> tuple[int, Job] | None:
         with self._lock:
@@ -210,11 +210,11 @@ class _Issued:
         return self._landing.settled(timeout)
 
     def halt(self) -> None:
-        """Nothing is left to be stopped."""
+        """Do nothing: no thread runs."""
 
 
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
-    """What is left of ``timeout`` seconds, at each call; None where there is no bound."""
+    """A function that returns the seconds left of ``timeout``; None without a bound."""
     if timeout is not None and not (hasattr(timeout, "__float__") and math.isfinite(timeout)):
         raise ValueError(f"stream_in: timeout={timeout!r}; it is a finite number of seconds, or None for no bound")
     end = time.perf_counter() + (timeout or 0.0)
@@ -223,11 +223,11 @@ def _countdown(timeout: float | None) -> Callable[[], float | None]:
 
 @final
 class Stream:
-    """A tensor that is being filled, and the arrival that says how far it is. Made by `stream_in`.
+    """A tensor that is being filled, and the arrival that shows its progress. Made by `stream_in`.
 
-    A context manager: leaving it stops the producer. `restart` fills the same tensor once more. `tilestream.matmul` and
-    its kin take the stream itself as the operand that arrives. Its tensor without its arrival they refuse, before
-    anything is launched, until it is filled.
+    It is a context manager: leaving it stops the producer. `restart` fills the same tensor again. `tilestream.matmul`
+    and the other ops take the stream itself as an arriving operand. Until the tensor is filled they refuse it without
+    its arrival, before anything is launched.
 
     Attributes
     ----------
@@ -236,7 +236,7 @@ class Stream:
     arrival : Arrival
         The chunks and their signals.
     started : float
-        When the producer was started, on `time.perf_counter`'s clock.
+        The producer's start, on `time.perf_counter`'s clock.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Stream:
             self._shut()
 
     def _shut(self) -> None:
-        """It is open no more."""
+        """Remove this stream from the open ones."""
         if open_streams.get(self._memory) is self._self:
             open_streams.pop(self._memory, None)
 
@@ -279,16 +279,16 @@ class Stream:
             return
         if self._source.readers or self._order is not None or not self._fill():
             if isinstance(self._landing, DeviceLanding):
-                cast("DeviceSignals", self.arrival._signals).retire()  # launches on the lane before
+                cast("DeviceSignals", self.arrival._signals).retire()  # the lane's earlier launches
             self._filling = _Filling(self.arrival, self._chunks, self._source, self._landing, self._order)
 
     def _fill(self) -> bool:
-        """Issue all at once, where the source's rows can be copied from where they are; whether they can."""
+        """Issue all copies at once, if the driver can copy the source's rows directly; whether it can."""
         signals = self.arrival._signals
         try:
             if not self._landing.fill(self._chunks, self.arrival.pivot, signals):
                 return False
-        except Exception as error:  # the call that waits for the rest shall see it
+        except Exception as error:  # the error must reach the call that waits for the rest
             cast("DeviceSignals", signals).retire()
             self.arrival.fail(error)
         self._filling = _Issued(self._landing)
@@ -296,7 +296,7 @@ class Stream:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time the producer took, once it has ended."""
+        """The producer's CPU time, complete once it has ended."""
         return 0.0 if self._filling is None else self._filling.cpu_seconds
 
     @property
@@ -306,12 +306,12 @@ class Stream:
 
     @property
     def is_filled_here(self) -> bool:
-        """Whether what is issued now finds every row: all have come, or a launch in front of it waits for them."""
+        """Whether work issued now finds every row: all have arrived, or an earlier launch waits for them."""
         signals = self.arrival._signals
         if isinstance(self._landing, DeviceLanding):
             signals = cast("DeviceSignals", signals)
             if torch.cuda.is_current_stream_capturing():
-                return signals.is_read_in_graph is not False  # else: for the owner of the graph to say
+                return signals.is_read_in_graph is not False  # without a filling the graph's owner decides
             if signals.awaited_here or (self._copies is not None and self._copies.captured):
                 return True
             filled = self.done and signals.error(signals.epoch) is None
@@ -322,13 +322,13 @@ class Stream:
         return filled
 
     def _joined(self, timeout: float | None) -> bool:
-        """Wait until what was begun has ended, at most ``timeout`` seconds; whether it has."""
+        """Wait at most ``timeout`` seconds for the filling to end; whether it has."""
         if self._filling is not None:
             return self._filling.join(timeout)
         return self._copies is None or self._copies.settled(timeout)
 
     def explain(self) -> str:
-        """Where the data comes from, and how; with ``copies="kernel"``, what made this epoch's copies."""
+        """The source of the data, and how it is read; with ``copies="kernel"``, the maker of this epoch's copies."""
         onward = f", {self._landing.how}" if self._landing.how else ""
         if self._copies is not None:
             onward += {
@@ -354,7 +354,8 @@ class Stream:
         RuntimeError
             If a CUDA graph is captured: no replay waits for the host.
         Exception
-            What the producer raised, if it did; on a GPU, what that device has reported: see `tilestream.check`.
+            The producer's exception, if it raised one; on a GPU, an error that the device has reported: see
+            `tilestream.check`.
         """
         if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("stream_in: wait() while a CUDA graph is captured; give the Stream to what reads it")
@@ -374,7 +375,7 @@ class Stream:
 
     @property
     def of_experts(self) -> bool:
-        """Whether it was made by `stream_experts`: a chunk is an expert's matrix."""
+        """Whether it was made by `stream_experts`, so that a chunk is an expert's matrix."""
         return self._route is not None
 
     def check_brings(self, op: str, offsets: object) -> None:
@@ -391,28 +392,30 @@ class Stream:
             )
 
     def restart(self, offsets: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
-        """Fill the same tensor from the beginning: the next epoch, in which nothing has arrived yet.
+        """Fill the same tensor from the beginning, in the next epoch, in which no chunk has arrived yet.
 
         The producer must have ended, and nothing may still read the tensor, a backward pass included (autograd does not
-        see that a file is read into it). On a GPU it may be called at once where the source is pinned: the copies come
-        behind those before them, and behind what the current stream was given so far, which must include the readers of
-        the tensor; the caller waits for neither.
+        see that a file is read into it). On a GPU with a pinned source it may be called while copies are in flight, and
+        does not wait for them: the new copies follow the earlier ones and the current stream's earlier work, which must
+        include the readers of the tensor.
 
-        Under capture the filling becomes a part of the graph: each replay copies what the pinned source then holds, and
-        the launches that are captured behind it wait for its chunks. Eager fillings, and other graphs', are apart from
-        it. The graph keeps the source and the tensor alive.
+        Under capture the filling becomes a part of the graph: each replay copies the pinned source's present contents,
+        and the launches that are captured after it wait for its chunks. Eager fillings, and fillings of other graphs,
+        are independent of it. The graph keeps the source and the tensor alive.
 
         Parameters
         ----------
         offsets, weights
-            Of `stream_experts`, and of such a stream alone: where the rows of this step's experts end; and their
-            weights where they are others, of another layer, say, that lie as the first ones do.
+            For a stream of `stream_experts` only. ``offsets``: the ends of this step's experts' rows. ``weights``: new
+            weights, for example of another layer, with the shape, strides and dtype of the first ones; None: the same
+            weights.
 
         Raises
         ------
         RuntimeError
-            If the producer is still at work; or if a CUDA graph is captured, and the source is no pinned tensor, or a
-            kernel makes the copies (``copies="kernel"``), which its graph makes at each replay without this.
+            If the producer has not ended; or if a CUDA graph is captured, and the source is not a pinned tensor, or the
+            stream is of `stream_experts`, or a kernel makes the copies (``copies="kernel"``): the kernel's graph makes
+            them at each replay without `restart`.
         NotImplementedError
             If a HIP graph is captured.
         ValueError
@@ -471,10 +474,10 @@ class Stream:
             )
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Stop the producer after the chunk it is at, and let go of the source. True once it has ended.
+        """Stop the producer after its present chunk, and release the source. True if it has ended.
 
-        A producer that is blocked in foreign code (an iterator that never yields) cannot be stopped from outside: after
-        ``timeout`` seconds it is left to end by itself; its thread keeps the tensor alive as long (invariant 9).
+        A producer that is blocked in foreign code (an iterator that never yields) cannot be stopped: after ``timeout``
+        seconds `close` returns, and the producer's thread keeps the tensor alive until it ends (invariant 9).
         """
         _countdown(timeout)  # checks it
         if self._filling is None:
@@ -491,7 +494,7 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # An exception does not wait long for a producer that cannot be stopped.
+        # After an exception the wait for a producer that cannot be stopped is short.
         self.close(5.0 if kind is None else 0.2)
 
     def __repr__(self) -> str:
@@ -511,46 +514,46 @@ def stream_in(
     device: str | torch.device | None = None,
     copies: Literal["engine", "kernel"] = "engine",
 ) -> Stream:
-    """Start filling a tensor from ``source``, chunk by chunk, in threads of its own; returns at once.
+    """Start filling a tensor from ``source``, chunk by chunk, in separate threads; returns at once.
 
-    On a GPU the chunks are copied by its copy engine, in a stream of their own, each followed by its signal, which the
-    GPU writes. A pinned tensor needs no thread: all copies are issued when this returns, none is waited for.
+    A GPU's copy engine copies the chunks on a separate stream. Each copy is followed by its signal, which the GPU
+    writes. A pinned tensor needs no thread: all copies are issued when this returns, and are in flight.
 
     Parameters
     ----------
     source
         A ``.safetensors`` or ``.npy`` file; a CPU tensor; or an iterable of tensors, blocks of rows in order (from the
-        pivot's first row on). It is asked for as many rows as ``shape`` says; a block with more than those is an error.
+        pivot's first row on). An iterable is asked for the rows of ``shape``; extra rows in the last block that it
+        yields are an error.
     tensor
-        File: the tensor's name, needed where the file holds several matrices.
+        File: the tensor's name, needed if the file holds several matrices.
     rows_per_chunk, bounds
-        How rows are divided into chunks: uniform, or ragged (see `Arrival`). Default: uniform, about 8 MiB a chunk; to
-        a GPU as few as the size is worth, between one and 32.
+        The division of the rows into chunks: uniform, or ragged (see `Arrival`). Default: uniform, about 8 MiB a chunk;
+        for a GPU between one and 32 chunks, depending on the size.
     pivot
         The chunk that is delivered first, and that the matmul starts from.
     shape, dtype
-        Iterable: the shape of the whole, at least 2-D, its leading dimensions counted as rows; and its dtype.
+        Iterable: the shape of the whole tensor, at least 2-D, whose leading dimensions are rows; and its dtype.
     device
-        Where the tensor is to be: ``"cpu"``, or a GPU; None: the current GPU for a pinned tensor, else the CPU.
+        The tensor's device: ``"cpu"``, or a GPU; None: the current GPU for a pinned source, else the CPU.
     copies
-        To a GPU: ``"engine"``, its copy engine, beside the kernel that waits for the chunks: it costs no SM.
-        ``"kernel"``, of a pinned tensor: a few workers of the matmul that reads the tensor first copy it before their
-        tiles. For busy copy engines, and for streams that may run one after the other. A CUDA graph that captures that
-        matmul copies at each replay (keep the `Stream` for as long as the graph). Where the kernel cannot, or the host
-        reads by `Stream.wait`, the engine copies; ``plan(...).explain()`` says which.
+        For a GPU: ``"engine"``: the copy engine copies, in parallel to the kernel that waits for the chunks, without an
+        SM. ``"kernel"``, for a pinned tensor: a few workers of the matmul that first reads the tensor copy it before
+        their tiles. This suits busy copy engines, and streams that may run one after the other. A CUDA graph that
+        captures that matmul copies at each replay (keep the `Stream` as long as the graph). If the kernel cannot copy,
+        or the host reads by `Stream.wait`, the engine copies; ``plan(...).explain()`` reports which.
     direct
-        File: read past the page cache (True: where possible), through it (False), or whichever is better (None).
+        File: bypass the page cache. True or None: if the file system allows it; False: never.
 
     Returns
     -------
     Stream
-        It goes to ``ts.matmul``, or its ``tensor`` and its ``arrival`` do.
+        The stream, for ``ts.matmul``, which also takes its ``tensor`` with its ``arrival``.
 
     Raises
     ------
     FileNotFoundError, ValueError, TypeError
-        If the source or the chunks are refused. An error of the producer is raised by the call that waits for the
-        chunk.
+        If the source or the chunks are refused. The call that waits for a chunk raises the producer's errors.
 
     Examples
     --------
@@ -607,7 +610,7 @@ def stream_in(
 
 
 def onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool, **more: Any) -> Stream:
-    """A stream to a GPU, in chunks as of ``chunked``; ``more``: see `Stream`."""
+    """A stream to a GPU with the chunks of ``chunked``; ``more``: see `Stream`."""
     from tilestream.arrival.device import DeviceSignals
 
     with on_device(device):
@@ -619,7 +622,7 @@ def onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool
 
 
 def target_of(op: str, source: Streamable, device: str | torch.device | None) -> torch.device:
-    """Where the tensor is to be. ``op``: the function that is called, for messages."""
+    """The device of the tensor. ``op``: the function that is called, for messages."""
     if device is None:
         pinned = isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.is_pinned()
         device = "cuda" if pinned else "cpu"
@@ -640,29 +643,29 @@ def target_of(op: str, source: Streamable, device: str | torch.device | None) ->
 
 @functools.lru_cache(maxsize=256, typed=True)
 def _uniform(rows: int, row_bytes: int, rows_per_chunk: int | None, pivot: int, on_gpu: bool) -> Arrival:
-    """Uniform chunks, checked; the signals are not used."""
+    """Uniform chunks, checked; the arrival's signals are not used."""
     if rows_per_chunk is None:
         rows_per_chunk = (gpu_rows_per_chunk if on_gpu else default_rows_per_chunk)(rows, row_bytes)
     return Arrival.uniform(rows_per_chunk, Chunks.uniform(rows, rows_per_chunk).count, pivot)
 
 
 def default_rows_per_chunk(rows: int, row_bytes: int) -> int:
-    """Rows of a chunk of about `CHUNK_BYTES`; between 4 and 1024 chunks where there are rows enough."""
+    """Rows of a chunk of about `CHUNK_BYTES`; with enough rows there are between 4 and 1024 chunks."""
     count = math.ceil(rows * row_bytes / CHUNK_BYTES)
     return max(1, math.ceil(rows / min(max(count, 4), 1024)))
 
 
 def gpu_rows_per_chunk(rows: int, row_bytes: int) -> int:
-    """Rows of a chunk to a GPU: as few chunks as the size is worth.
+    """Rows of a chunk to a GPU, for the least total time.
 
-    A chunk costs the link `CHUNK_SECONDS`. The last one's tiles begin when all else is there, and at worst (a matmul as
-    fast as the link) take as long as its copy. So ``n`` chunks of ``t`` seconds in all cost about
-    ``n * CHUNK_SECONDS + t / n`` beside the copy itself, least for ``n = sqrt(t / CHUNK_SECONDS)``.
+    A chunk costs the link `CHUNK_SECONDS`. The last chunk's tiles begin when all others are done, and take at most as
+    long as its copy, if the matmul is as fast as the link. So ``n`` chunks of ``t`` seconds in total cost about
+    ``n * CHUNK_SECONDS + t / n`` more than the copy itself. The minimum is at ``n = sqrt(t / CHUNK_SECONDS)``.
     """
     if not rows * row_bytes:
         return max(rows, 1)
     seconds = rows * row_bytes / LINK_BYTES
-    # With more queues than there are, tiles would be taken in the raster's order.
+    # With more chunks than queues, tiles would be taken in the raster's order.
     count = min(max(1.0, math.sqrt(seconds / CHUNK_SECONDS)), MOST_QUEUES, rows)
     step = min(GPU_ROWS, 1 << int(rows / count).bit_length() - 1)
 
@@ -674,7 +677,7 @@ def gpu_rows_per_chunk(rows: int, row_bytes: int) -> int:
         above = step * math.ceil(exact / step)
         fitting = [per for per in (above - step, above) if per and math.ceil(rows / per) <= MOST_QUEUES]
         best = min(min(fitting, key=cost), rows)
-        # Whole tiles are worth a half more; a single row is `exact` itself.
+        # Whole tiles are worth a half more cost; a step of one row gives `exact`.
         if step == 1 or cost(best) <= 1.5 * cost(exact):
             return best
         step //= 2

@@ -20,7 +20,7 @@ from tilestream.distributed.shards import Product, ScaledRows, Shards
 
 
 def plan_of(state: GroupState, request: Request) -> DistributedPlan:
-    """Check a call, and plan it. Nothing is sent."""
+    """Check a call, and plan it, without sending anything."""
     if request.cuts_last:
         request.check_one_scale()
     else:
@@ -59,7 +59,7 @@ def _products(request: Request, into: Sequence[torch.Tensor]) -> list[Product]:
 
 
 class _Decided(NamedTuple):
-    """What equal calls have in common."""
+    """The decisions that equal calls share."""
 
     plan: DistributedPlan
     shards: Shards
@@ -75,7 +75,7 @@ def run(
     into
         The products' memory, ``[rows of all ranks, N]`` each; if empty, it is allocated.
     key
-        Of the request, if the caller has it.
+        The request's key, if the caller has it.
     """
     request.begin(state)
     key, seconds, a = key or request.key(state), request.seconds(state), request.a
@@ -102,7 +102,7 @@ def run(
 
 def _shards_of(state: GroupState, request: Request, plan: DistributedPlan) -> Shards:
     a = request.a
-    if request.cuts_last:  # gathered as whole shards, rank by rank
+    if request.cuts_last:  # whole shards are gathered, rank by rank
         return Shards(1, state.world, math.prod(a.shape[:-1]), a.shape[-1])
     return Shards.of(a.shape, request.dim, state.world, plan.chunks)
 
@@ -111,11 +111,11 @@ def _gather_in_host_order(
     state: GroupState, request: Request, plan: DistributedPlan, shards: Shards, shard: ScaledRows,
     products: list[Product], seconds: float,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """By gloo's messages, or unfused by a collective."""
+    """Gather by gloo's messages, or, unfused, by a collective."""
     a, last = request.a, request.cuts_last
 
     def memory(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if a.is_cuda or (request.return_a and not last):  # on a GPU another stream may still use the previous call's
+        if a.is_cuda or (request.return_a and not last):  # on a GPU a stream may still use the previous buffer
             return a.new_empty(shape, dtype=dtype)
         return state.buffer(name, shape, dtype, a.device)
 

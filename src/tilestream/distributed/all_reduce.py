@@ -1,8 +1,8 @@
 """Matmul + all-reduce: `tilestream.distributed.matmul_all_reduce`, planned and run.
 
-A few rows leave nothing to overlap: all tiles of such a matmul are done at about the same time. The call takes one of
-two forms: the matmul, then the group's own all-reduce; or, where that was measured to be faster, the matmul into memory
-that peers can read and a kernel that reads and adds all ranks' partial sums (`one_shot`).
+With a few rows nothing can overlap: all tiles of the matmul are done at about the same time. The call has two forms:
+the matmul, then the group's own all-reduce; or, if a measurement shows that it is faster, the matmul into memory that
+peers can read, then a kernel that reads and adds all ranks' partial sums (`one_shot`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.reduce_scatter import travel_dtype
 from tilestream.distributed.request import ALL_REDUCE, Request
 
-#: Why the group's own all-reduce is taken. The arithmetic: docs/distributed.md.
+#: Reasons for the group's own all-reduce. docs/distributed.md has the arithmetic.
 UNMEASURED = "this shape class was not measured to be faster than the group's own all-reduce"
 ON_THE_CPU = "on the CPU the group's own all-reduce adds what it has received as it comes"
 OVER_NODES = "over several nodes: the groups' own all-reduces, inside each node and then between them"
 
 
 def plan_of(state: GroupState, request: Request, nodes: int = 1, **more: object) -> DistributedPlan:
-    """The plan of a call over this many nodes; ``more``: what else the ranks must call alike."""
+    """The plan of a call over ``nodes`` nodes; ``more``: further values that the ranks compare."""
     a = request.a
     unfused = OVER_NODES if nodes > 1 else "" if a.is_cuda else ON_THE_CPU
     agreed = {"a": f"{list(a.shape)[:-1]} rows {a.dtype}".replace("torch.", ""), **more}
@@ -45,16 +45,17 @@ def sum_over(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Decided(NamedTuple):
-    """What equal calls have in common.
+    """The decisions that equal calls share.
 
     Attributes
     ----------
     plans
-        Of each group, the innermost first: there it is summed first, so that each sum travels once between the nodes.
+        One plan for each group, in the order of the sums: the innermost first, so that each sum travels between nodes
+        once.
     dtype, wide
-        Of the result, and of the sum.
+        The dtypes of the result and of the sum.
     library
-        Whether the product is torch's.
+        Whether torch computes the product.
     """
 
     plans: tuple[DistributedPlan, ...]
@@ -64,14 +65,14 @@ class _Decided(NamedTuple):
 
 
 def run(states: list[GroupState], request: Request, key: object = None) -> torch.Tensor:
-    """The sum.
+    """The sum over all ranks of their products.
 
     Parameters
     ----------
     states
-        Of one group; or of the internode and the intranode group, where it is summed first.
+        The state of one group; or those of the internode and the intranode group, which sums first.
     key
-        Of the request in one group, if the caller has it.
+        The request's key in one group, if the caller has it.
     """
     request.begin(*states)
     a, b, inner_first = request.a, request.b, states[::-1]

@@ -59,27 +59,27 @@ def all_gather_matmul(
     a_shard
         ``[..., M / world, ..., K]``, at least 2-D, any strides: this rank's part of ``A``.
     b
-        ``[K, N]``, or a list of such matrices, each with its own N; one gather serves them all. Each rank may have
+        ``[K, N]``, or a list of matrices, each with its own N; one gather serves them all. Each rank may have
         other columns.
     gather_dim
-        The dimension that is cut. A dimension before the last overlaps, and is gathered without a copy; the last does
-        not.
+        The dimension that is divided between the ranks. For a dimension before the last the call overlaps, and gathers
+        without a copy; for the last dimension it does neither.
     group
-        The process group, of at most 8 ranks; None: the default group. Or a `torch.distributed.DeviceMesh`: of one
-        dimension, its group; of two, ``(nodes, ranks of one)``, all its ranks in its order. Then each shard is sent to
-        every other node once, and distributed inside it: see the guide.
+        The process group, of at most 8 ranks; None: the default group. Or a `torch.distributed.DeviceMesh`. A mesh of
+        one dimension means its group. A mesh of two, ``(nodes, ranks of a node)``, means all its ranks in its order:
+        each shard is sent to every other node once, and distributed inside that node. See the guide.
     bias, activation, scale_b
-        As for `tilestream.matmul`; a list with one for each ``b``, or one activation for all.
+        See `tilestream.matmul`; a list with one for each ``b``, or one activation for all.
     scale_a
-        float32: one element, or one a row of ``a_shard`` (what broadcasts to ``[..., M / world, ..., 1]``). Gathered,
-        too: each rank gives its own.
+        float32: one element, or one a row of ``a_shard`` (broadcastable to ``[..., M / world, ..., 1]``). Each rank
+        gives its own scales, which are gathered, too.
     out_dtype, use_fast_accum
-        As for `tilestream.matmul`.
+        See `tilestream.matmul`.
     return_a
         Whether to return ``A``, too.
     form
-        ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: by a table of measurements, or else a model.
-        See `plan_all_gather_matmul`.
+        ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: a table of measurements decides, or else a
+        model. See `plan_all_gather_matmul`.
     deadline
         Seconds from the call (on a GPU, from the kernel's start) after which the call stops waiting; None: the group's
         own timeout.
@@ -87,15 +87,16 @@ def all_gather_matmul(
     Returns
     -------
     torch.Tensor or list of torch.Tensor
-        ``[..., M, ..., N]``, one for each ``b``; a tensor if ``b`` is one. With ``return_a``: ``(A, that)``.
+        ``[..., M, ..., N]``, a list with one for each ``b``, or a tensor if ``b`` is one. With ``return_a``: a tuple of
+        ``A`` and this result.
 
     Raises
     ------
     ValueError, TypeError
         For invalid arguments, before anything is sent; or on every rank, if the ranks' calls differ.
     ArrivalTimeout
-        If a chunk did not arrive in time. Names the rank that reports, and the one whose chunk is missing. What was not
-        computed is NaN. On a GPU it is raised by the next call on that device, or by `tilestream.check`.
+        If a chunk did not arrive in time. It names the reporting rank and the rank whose chunk is missing. Tiles that
+        were not computed are NaN. On a GPU the next call on the device, or `tilestream.check`, raises it.
     GroupBroken
         If a peer was lost, or a rank has given up waiting: by every later call with the group, on all its ranks.
     """
@@ -127,7 +128,7 @@ def plan_all_gather_matmul(
     scale_a: torch.Tensor | None = None,
     form: Form = "auto",
 ) -> DistributedPlan:
-    """How `all_gather_matmul` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
+    """The plan of an `all_gather_matmul`, without sending anything. ``print(plan.explain())`` states the reasons."""
     request = check_request(GATHER, a_shard, b, dim=gather_dim, scale_a=scale_a, form=form)
     return _over_nodes(request, group, lambda state, nodes: all_gather.plan_of(state, request))
 
@@ -147,28 +148,28 @@ def matmul_reduce_scatter(
     form: Form = "auto",
     deadline: float | None = None,
 ) -> torch.Tensor:
-    """The sum over all ranks of ``a @ b``, of which each rank gets its part along ``scatter_dim``; plus ``bias``.
+    """The rank's own part, along ``scatter_dim``, of the sum over all ranks of ``a @ b``; plus ``bias``.
 
-    All ranks of the group make the same call, with operands of one shape. The parts of other ranks are computed first,
-    and sent while the rest is computed. Parts travel in the result's dtype and are added in float32, in the order of
-    the ranks: the same bits each time. (Unfused on GPUs: by the group's own reduce-scatter.)
+    All ranks of the group make the same call, with operands of one shape. The other ranks' parts are computed first,
+    and sent while the rest is computed. Parts travel in the result's dtype. They are added in float32, in the order of
+    the ranks, which gives the same bits each time. An unfused call on GPUs uses the group's own reduce-scatter.
 
     Parameters
     ----------
     a
-        ``[..., M, ..., K]``, at least 2-D; each rank has another part of K.
+        ``[..., M, ..., K]``, at least 2-D: this rank's part of K.
     b
         ``[K, N]``.
     scatter_dim
-        The dimension of the result that is cut, before the last; its extent is a multiple of the number of ranks.
+        The dimension of the result that is divided, before the last; its size is a multiple of the number of ranks.
     reduce_op
         ``"sum"``, or ``"avg"`` for the sum divided by the number of ranks.
     group, form, deadline
-        As for `all_gather_matmul`; on a GPU the deadline counts from the end of this rank's own matmul.
+        See `all_gather_matmul`; on a GPU the deadline counts from the end of this rank's own matmul.
     bias
         ``[N]``: added once, after the sum (or average).
     scale_a, scale_b, out_dtype, use_fast_accum
-        As for `tilestream.matmul`, on ``a @ b``.
+        See `tilestream.matmul`; for ``a @ b``.
 
     Returns
     -------
@@ -178,7 +179,7 @@ def matmul_reduce_scatter(
     Raises
     ------
     ValueError, TypeError, ArrivalTimeout, GroupBroken
-        As `all_gather_matmul`.
+        See `all_gather_matmul`.
     """
     given: dict[str, Any] = {
         "dim": scatter_dim, "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
@@ -204,7 +205,7 @@ def plan_matmul_reduce_scatter(
     group: Group = None,
     form: Form = "auto",
 ) -> DistributedPlan:
-    """How `matmul_reduce_scatter` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
+    """The plan of a `matmul_reduce_scatter`, without sending anything. ``print(plan.explain())`` states the reasons."""
     request = check_request(REDUCE_SCATTER, a, b, dim=scatter_dim, form=form)
     reduce_scatter.travel_dtype(request)
 
@@ -232,25 +233,25 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """The sum over all ranks of ``a @ b``, on each rank; plus ``bias``.
 
-    All ranks of the group make the same call, with operands of one shape. For a few rows, as in decoding; for many
-    rows, `matmul_reduce_scatter` overlaps, and `all_gather_matmul` gathers its rows again.
+    All ranks of the group make the same call, with operands of one shape. It is meant for a few rows, as in decoding.
+    For many rows use `matmul_reduce_scatter`, which overlaps, and `all_gather_matmul`, which gathers its rows again.
 
     Parameters
     ----------
     a
-        ``[..., M, K]``, at least 2-D; each rank has another part of K.
+        ``[..., M, K]``, at least 2-D: this rank's part of K.
     b
         ``[K, N]``.
     group
-        As for `all_gather_matmul`; of a mesh of two dimensions, inside each node first, and then between them.
+        See `all_gather_matmul`; with a mesh of two dimensions the sum is made inside each node, then between nodes.
     reduce_op, bias, scale_a, scale_b, out_dtype, use_fast_accum
-        As for `matmul_reduce_scatter`.
+        See `matmul_reduce_scatter`.
     form
-        ``"fused"``: the kernel that adds reads all ranks' partial sums, on GPUs that reach each other; they travel in
-        the result's dtype and are added in float32, in the order of the ranks. ``"unfused"``: the group's own
-        all-reduce. ``"auto"``: fused where a table says that it was measured to be faster.
+        ``"fused"``: a kernel reads and adds all ranks' partial sums, on GPUs that can reach each other. The sums travel
+        in the result's dtype and are added in float32, in the order of the ranks. ``"unfused"``: the group's own
+        all-reduce. ``"auto"``: fused if a table has a measurement that shows it to be faster.
     deadline
-        As for `matmul_reduce_scatter`; unused by the group's own all-reduce, which has the group's timeout.
+        See `matmul_reduce_scatter`; the group's own all-reduce always has the group's timeout.
 
     Returns
     -------
@@ -260,7 +261,7 @@ def matmul_all_reduce(
     Raises
     ------
     ValueError, TypeError, ArrivalTimeout, GroupBroken
-        As `all_gather_matmul`.
+        See `all_gather_matmul`.
     """
     given: dict[str, Any] = {
         "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "out_dtype": out_dtype,
@@ -281,7 +282,7 @@ def matmul_all_reduce(
 def plan_matmul_all_reduce(
     a: torch.Tensor, b: torch.Tensor, *, group: Group = None, form: Form = "auto"
 ) -> DistributedPlan:
-    """How `matmul_all_reduce` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
+    """The plan of a `matmul_all_reduce`, without sending anything. ``print(plan.explain())`` states the reasons."""
     request = check_request(ALL_REDUCE, a, b, form=form)
     reduce_scatter.travel_dtype(request)
     return _over_nodes(request, group, lambda state, nodes: all_reduce.plan_of(state, request, nodes))
@@ -290,12 +291,12 @@ def plan_matmul_all_reduce(
 def _over_nodes(
     request: Request, group: Group, of_node: Callable[[GroupState, int], DistributedPlan]
 ) -> DistributedPlan:
-    """The plan over all nodes of ``group``; ``of_node(state, nodes)``: that of one step, inside a node."""
+    """The plan over all nodes of ``group``; ``of_node(state, nodes)`` makes the plan of one step, inside a node."""
     *internode, intranode = (state_of(request.op, x) for x in groups_of(request.op, group))
     nodes = internode[0].world if internode else 1
     return replace(of_node(intranode, nodes), nodes=nodes)
 
 
 def _op_deadline(request: Request) -> float:
-    """The deadline as a registered op takes it: -1 for None."""
+    """The deadline argument of a registered op: -1 for None."""
     return -1.0 if request.deadline is None else request.deadline

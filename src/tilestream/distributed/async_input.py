@@ -1,9 +1,9 @@
 """torch's ``symm_mem._async_input_mm``, a matmul whose left operand arrives while it runs, on `tilestream.matmul`.
 
-torch's own all-gather + matmul (``TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP``) consists of copies, a stream write behind
-each, and this op. torch's kernel exists only for Hopper, not for ROCm or the CPU, and waits without a bound. While a
-handle of `tilestream.distributed.async_tp` is open, the op waits for chunks as `tilestream.matmul` with ``arrival=``
-does, and each wait has a bound.
+Torch's own all-gather + matmul (``TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP``) consists of copies, a stream write after
+each, and this op. Torch's kernel exists only for Hopper, and waits without a bound. While a handle of
+`tilestream.distributed.async_tp` is open, the op waits for chunks like `tilestream.matmul` with ``arrival=``: on the
+CPU and on ROCm, too, and each wait has a bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from tilestream.arrival import Arrival
 from tilestream.ops.matmul import matmul
 
-#: The name under which it is registered.
+#: The op's registered name.
 NAME = "_async_input_mm"
 
 
@@ -24,7 +24,7 @@ def register(library: torch.library.Library) -> None:
 
 
 def async_input_mm(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int) -> torch.Tensor:
-    """``a @ b``, each row of ``a`` read after its chunk's signal.
+    """``a @ b``; each row of ``a`` is read after its chunk's signal.
 
     Parameters
     ----------
@@ -32,18 +32,18 @@ def async_input_mm(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tens
         ``[M, K]``, ``[K, N]``.
     a_chunk_signals
         ``[chunks]`` of uint32 or int32, on ``a``'s device; nonzero once a chunk has arrived. Each chunk has
-        ``M // chunks`` rows. The call zeroes them at its end, so each call needs its own, as in torch's caller.
+        ``M // chunks`` rows. The call zeroes the signals at its end, so each call needs its own, as in torch's caller.
     a_chunk_pivot
         The first chunk to be multiplied.
 
     Raises
     ------
     ValueError
-        If the chunks do not divide the rows, the pivot is no chunk, or the operands are not matrices of one K.
+        If the chunks do not divide the rows, the pivot is not a chunk, or the operands are not matrices of one K.
     TypeError
         If the signals are not 32-bit integers.
     ArrivalTimeout
-        If a chunk does not arrive; on a GPU, raised by a later call (see `tilestream.check`).
+        If a chunk does not arrive; on a GPU a later call raises it (see `tilestream.check`).
     """
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"{NAME}: a has {a.dim()} and b {b.dim()} dimensions; both have 2")

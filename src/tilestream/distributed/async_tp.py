@@ -1,10 +1,10 @@
 """`async_tp`: run torch's fused tensor-parallel ops, for one group, on the ops of this package.
 
-torch's compiler fuses an all-gather with the matmuls behind it, and a matmul with the reduce-scatter behind it, into
+Torch's compiler fuses an all-gather with the following matmuls, and a matmul with the following reduce-scatter, into
 its own ops (``symm_mem.fused_all_gather_matmul``, ``fused_matmul_reduce_scatter``, and a scaled variant of each). This
-module registers other implementations, also for the CPU, where torch has none. Calls with another group still run
-torch's. The matmul in torch's own all-gather, which takes no group, is replaced by
-`tilestream.distributed.async_input`.
+module registers other implementations, also for the CPU, for which torch has none. Calls with another group still run
+torch's implementations. `tilestream.distributed.async_input` replaces the matmul in torch's own all-gather, which takes
+no group.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _KEYS = ("CPU", "CUDA", "Meta")
 
 @dataclass
 class Site:
-    """Calls of one op on the same shapes; or collectives of one kind that torch's compiler has not fused.
+    """The calls of one op on the same shapes; or the collectives of a kind that torch's compiler has not fused.
 
     Attributes
     ----------
     op
         torch's name of the op.
     what
-        Shapes and dtype.
+        The shapes and the dtype.
     calls
-        The number of calls so far; of unfused collectives, the number of places in compiled graphs.
+        The number of calls so far; for unfused collectives the number of places in compiled graphs.
     fused
         Whether transfer and matmul overlap.
     why
-        Why they do, or do not.
+        The reason why they overlap, or do not.
     left
-        Whether torch's compiler has left the collective unfused, so that it is not called here.
+        Whether torch's compiler has left the collective unfused, so that these ops are not called.
     """
 
     op: str
@@ -77,7 +77,7 @@ class AsyncTP:
         self._lock = threading.Lock()
 
     def report(self) -> list[Site]:
-        """The calls so far, most first; then the collectives that torch's compiler has left unfused, and why.
+        """The calls so far, most frequent first; then the collectives that torch's compiler left unfused, with reasons.
 
         A graph from the compiler's cache is not reported.
         """
@@ -87,15 +87,15 @@ class AsyncTP:
     def close(self) -> None:
         """Give the group's calls back to torch.
 
-        Graphs that were compiled meanwhile call the ops by name, so they now run torch's, with outputs of the same
-        strides.
+        Graphs that were compiled meanwhile call the ops by name, so they then run torch's implementations, whose
+        outputs have the same strides.
         """
         _close(self._name, self)
 
     def _count(
         self, op: str, a: torch.Tensor, bs: Sequence[torch.Tensor], dim: int, plan: Callable[[], DistributedPlan] | str
     ) -> None:
-        """Count a call. ``plan`` makes its plan, or is the reason why it has none."""
+        """Count a call. ``plan`` is a function that makes its plan, or the reason why it has none."""
         key = op, a.shape, tuple(b.shape for b in bs), dim, a.dtype
         with self._lock:
             site = self._sites.get(key)
@@ -123,7 +123,7 @@ class AsyncTP:
         self.close()
 
 
-#: Why a reduce-scatter runs as torch's matmul, then the group's collective.
+#: The reason to run a reduce-scatter as torch's matmul, then the group's collective.
 _COLUMNS = "columns are scattered: a rank's part is no rows of the product, so it is done one after the other"
 
 _lock = free_in_child(threading.Lock())
@@ -135,18 +135,19 @@ _pass_before = False
 def async_tp(group: dist.ProcessGroup | None = None) -> AsyncTP:
     """Run torch's fused tensor-parallel ops of ``group`` (None: the default group) on this package, until closed.
 
-    Also enables the pass of torch's compiler that makes such ops from a model built with ``parallelize_module``, and
-    enables symmetric memory for the group, without which that pass silently does nothing.
+    It also enables the pass of torch's compiler that makes these ops from a model built with ``parallelize_module``,
+    and symmetric memory for the group, without which the pass silently does nothing.
 
     Returns
     -------
     AsyncTP
-        ``report()`` lists the calls, how they ran, and what the compiler left unfused; ``close()`` ends it.
+        ``report()`` lists the calls, their form, and the collectives that the compiler left unfused. ``close()`` ends
+        it.
 
     Raises
     ------
     ValueError
-        If the group is open already, or `all_gather_matmul` does not take it.
+        If the group is already open, or `all_gather_matmul` does not take it.
 
     Examples
     --------
@@ -178,7 +179,7 @@ def _install() -> None:
 
     _library = torch.library.Library("symm_mem", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of overriding a kernel, which is intended
+        warnings.simplefilter("ignore", UserWarning)  # the warning of an overridden kernel, which is intended
         for op, of_op in _IMPLEMENTATIONS.items():
             for key in _KEYS:
                 _library.impl(op, _implementation(op, *of_op), key, allow_override=True)
@@ -212,7 +213,7 @@ def _close(name: str, handle: AsyncTP) -> None:
 
 
 def _torch_implementation(name: str, fused: bool) -> Callable[..., Any]:
-    """Torch's own implementation: the fused one, or that with plain collectives."""
+    """Torch's own implementation: the fused one, or the one with plain collectives."""
     from torch.distributed import _symmetric_memory as symmetric
 
     found: Callable[..., Any] = getattr(symmetric, f"_{name}" if fused else f"_{name}_fallback")
@@ -223,10 +224,10 @@ def _shapes(a: torch.Tensor, bs: Sequence[torch.Tensor], dim: int) -> str:
     return f"{list(a.shape)} @ {', '.join(str(list(b.shape)) for b in bs)}, dim {dim}, {a.dtype}".replace("torch.", "")
 
 
-# The ops, with the arguments of torch's. Each returns NotImplemented for a call that it leaves to torch.
+# The ops, with the arguments of torch's ops. Each returns NotImplemented for a call that it leaves to torch.
 #
-# torch gathers a dimension d before the last as the first of `movedim(d, 0)`, and gives A and the products as views of
-# that, whose strides a compiled graph asserts. Its compiler lays the shard out so that the moved one is contiguous.
+# Torch gathers a dimension d before the last as the first dimension of `movedim(d, 0)`. It returns A and the products
+# as views of the result, and a compiled graph asserts their strides. Its compiler makes the moved shard contiguous.
 
 
 def _gather(
@@ -249,7 +250,7 @@ def _scaled_gather(
 ) -> Any:  # fmt: skip
     from torch.distributed import _symmetric_memory as symmetric
 
-    # A schema passes a list of dtypes as numbers. None would be a result of 8 bits.
+    # A schema passes a list of dtypes as numbers. None would mean an 8-bit result.
     dtypes = symmetric._maybe_convert_scalar_types_to_dtypes(out_dtypes)
     if None in dtypes or any(x is not None for x in result_scales):
         return NotImplemented
@@ -258,7 +259,7 @@ def _scaled_gather(
     group, rows = resolve(group_name), list(a.shape[:-1])
     of_all_rows = _gathered_shape(a, gather_dim, group_name)[:-1]
     if a_scale.numel() > 1 and list(a_scale.shape[:-1]) == of_all_rows != rows:
-        a_scale = a_scale.chunk(group.size(), gather_dim)[group.rank()]  # this rank's are gathered
+        a_scale = a_scale.chunk(group.size(), gather_dim)[group.rank()]  # this rank's scales are gathered
     moved = _Moved.of(a, gather_dim)
     if a_scale.dim() == a.dim() and a_scale.numel() > 1:
         a_scale = moved.first(a_scale)
@@ -278,9 +279,9 @@ def _scaled_gather(
 
 
 class _Moved(NamedTuple):
-    """The dimension that is gathered, ``dim``, and the place to which it is moved for that: the first.
+    """The gathered dimension ``dim``, and the place ``to`` which it is moved for the gather: the first.
 
-    The last one, of which K is cut, stays.
+    The last dimension, which cuts K, stays in its place.
     """
 
     dim: int
@@ -291,11 +292,11 @@ class _Moved(NamedTuple):
         return cls(dim, dim if dim % a.dim() == a.dim() - 1 else 0)
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` as it is gathered."""
+        """``x`` with the gathered dimension in its place for the gather."""
         return x if self.dim == self.to else x.movedim(self.dim, self.to)
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
-        """What is gathered, or a product of it, as torch gives it."""
+        """The gathered rows, or a product of them, with the dimensions in torch's order."""
         return x if self.dim == self.to else x.movedim(self.to, self.dim)
 
 
@@ -318,7 +319,7 @@ def _count_gather(
     handle: AsyncTP, op: str, a: torch.Tensor, bs: list[torch.Tensor], dim: int, group_name: str, moved: _Moved,
     scale_a: torch.Tensor | None = None,
 ) -> dist.ProcessGroup:  # fmt: skip
-    """Count a call; returns its group."""
+    """Count a call, and return its group."""
     group = resolve(group_name)
 
     def plan() -> DistributedPlan:
@@ -362,7 +363,7 @@ def _scatter_rows(
     handle: AsyncTP, op: str, given: tuple[Any, ...], rows: torch.Tensor, b: torch.Tensor, reduce_op: str, dim: int,
     group_name: str, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """``given``: the arguments of torch's op, which runs where columns are scattered."""
+    """Scatter rows; for columns run torch's op with its arguments ``given``."""
     group = resolve(group_name)
     if rows.is_meta:
         shape = [*rows.shape[:-1], b.shape[1]]
@@ -378,7 +379,7 @@ def _scatter_rows(
 
 
 def _implementation(name: str, ours: Callable[..., Any], group_at: int) -> Callable[..., Any]:
-    """What is registered: ``ours`` with the group's handle, if it is open and takes the call; or else torch's."""
+    """The registered function: ``ours``, if the group is open and ``ours`` takes the call; or else torch's."""
 
     def run(*given: Any, **options: Any) -> Any:
         handle = _open.get(given[group_at])
@@ -390,7 +391,7 @@ def _implementation(name: str, ours: Callable[..., Any], group_at: int) -> Calla
     return run
 
 
-#: Each op's implementation, and where the group's name is among its arguments.
+#: Each op's implementation, and the position of the group's name in its arguments.
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "fused_all_gather_matmul": (_gather, 3),
     "fused_all_gather_scaled_matmul": (_scaled_gather, 5),

@@ -1,6 +1,6 @@
-"""`CallQueue`: the calls of one op of a group on one GPU: epochs, calls under way, the watchdog.
+"""`CallQueue`: the calls of one op of a group on one GPU: epochs, calls in flight, the watchdog.
 
-The protocols that the queues perform are in `tilestream.core.protocols`, with the reasons why they are correct.
+`tilestream.core.protocols` has the protocols of the queues, with the reasons why they are correct.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tilestream.runtime.channel import channel
 from tilestream.runtime.driver import relax_captures
 from tilestream.runtime.streams import lend_to
 
-#: Seconds between two polls of the watchdog while a call is under way.
+#: Seconds between two polls of the watchdog while a call is in flight.
 POLL_SECONDS = 0.05
-#: Seconds that the driver gets to end a kernel before its deadline.
+#: The limit in seconds of an attempt to end a kernel through the driver.
 _OVERRULE_SECONDS = 0.5
 #: Programs that a queue keeps: one for each form of a call and each slot.
 _MOST_PREPARED = 384
@@ -38,9 +38,9 @@ P = TypeVar("P")
 
 
 class SlotEvents(NamedTuple):
-    """The events of the calls in one slot, recorded anew by each: behind its kernel, its other streams, and all of it.
+    """The events of the calls in one slot: after the kernel, after the other streams, and after the whole call.
 
-    A call begins when the last but `SLOTS` is over, and so are its events.
+    Each call records them again. It begins when the call `SLOTS` before it, which used the same events, has ended.
     """
 
     kernel: torch.cuda.Event
@@ -52,11 +52,11 @@ class IssuedCall(NamedTuple):
     """A call that was issued."""
 
     epoch: int  # its epoch in the protocol
-    overrule: Callable[[BaseException], None]  # tells the call that its missing chunks will not come
-    #: kernel, side: recorded behind its kernel, and behind its other streams: see `SlotEvents`.
+    overrule: Callable[[BaseException], None]  # signals to the call that its missing chunks will not come
+    #: kernel, side: the events after its kernel, and after its other streams: see `SlotEvents`.
     kernel: torch.cuda.Event
     side: torch.cuda.Event
-    flag_value: int  # a peer's flag is at least this once that peer has signalled all of this call
+    flag_value: int  # the least value of a peer's flag once the peer has signalled all of this call
     #: Seconds that peers have from the kernel's end; unused by gathers, whose kernels have a deadline.
     peer_seconds: float = 0.0
 
@@ -67,7 +67,7 @@ class CallQueue:
     Parameters
     ----------
     memory
-        The memory that the ranks share; if None, it is made (collectively, when it first grows).
+        The memory that the ranks share; None: made by this queue (collectively, at its first growth).
     """
 
     #: The op, for messages.
@@ -78,14 +78,14 @@ class CallQueue:
         self._state = weakref.ref(state)
         self.memory = memory or PeerMemory(state, device, self.op)
         self.flags = self.memory.flags
-        channel(device)  # made here: the watchdog uses it, and must allocate nothing on the GPU
+        channel(device)  # made here, because the watchdog uses it and must not allocate on the GPU
         self._side = lend_to(self, device)
         self._epoch = 0
         self._calls: list[IssuedCall] = []
         self._lock = threading.Lock()  # of `_calls`
         self._posted = made_event()
         self._events = [SlotEvents(made_event(), made_event(), made_event()) for _ in range(gather.SLOTS)]
-        #: By form and slot; by address, so of the present slots.
+        #: Programs by form and slot; they hold addresses of the present slots.
         self._prepared: dict[object, Any] = {}
         self._watchdog = Watchdog(self)
 
@@ -101,7 +101,7 @@ class CallQueue:
         Raises
         ------
         ValueError
-            If the ranks' calls differ, or the operand of this name is on another GPU than the group's calls.
+            If the ranks' calls differ, or the operand is on another GPU than the group's calls.
         """
         agree(state, plan, device)
         queue = state.queue(cls, device)
@@ -113,7 +113,7 @@ class CallQueue:
         return queue
 
     def begin(self) -> int:
-        """The epoch of a new call, once at most `AHEAD` calls are under way."""
+        """Wait until at most `AHEAD` calls are in flight; returns the epoch of the new call."""
         epoch = self.admit(self._epoch + 1)
         if epoch is None:
             state = self._state()
@@ -121,7 +121,7 @@ class CallQueue:
             state.check()
             raise AssertionError("the call was refused, but the group is not broken")
         self._epoch = epoch
-        with self._lock:  # the call that had this slot is over, and its events are recorded anew
+        with self._lock:  # the slot's last call has ended, and its events are reused
             self._calls = [call for call in self._calls if call.epoch > epoch - gather.SLOTS]
         return epoch
 
@@ -134,29 +134,29 @@ class CallQueue:
         return int(state is not None and not state.broken)
 
     def await_kernel(self, op: gather.AwaitKernel) -> None:
-        """Wait for the kernels up to ``op.epoch``: they have deadlines, or wait for no peer."""
+        """Wait for the kernels up to ``op.epoch``; bounded, because each has a deadline or waits for no peer."""
         for call in self._issued(op.epoch):
             call.kernel.synchronize()
 
     def _issued(self, epoch: int) -> list[IssuedCall]:
-        """The calls up to ``epoch`` that may be under way."""
+        """The calls up to ``epoch`` that may be in flight."""
         with self._lock:
             return [call for call in self._calls if call.epoch <= epoch]
 
     def _under_way(self) -> list[IssuedCall]:
-        """Calls whose other streams have work left; the others are dropped."""
+        """The calls whose other streams have work left; the others are dropped."""
         with self._lock:
             self._calls = [call for call in self._calls if not call.side.query()]
             return list(self._calls)
 
     def track(self, call: IssuedCall) -> None:
-        """Watch a call that has been issued completely."""
+        """Have the watchdog watch a completely issued call."""
         with self._lock:
             self._calls.append(call)
         self._watchdog.wake()
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
-        """Have slots of at least ``size`` bytes with ``chunks`` signals each. Collective, at the same call.
+        """Provide slots of at least ``size`` bytes with ``chunks`` signals each. Collective, at the same call.
 
         Returns
         -------
@@ -167,19 +167,19 @@ class CallQueue:
         if state is None or (memory.slot_bytes >= size and memory.chunks >= chunks):
             return False
         self.drain()
-        barrier(state, self.device)  # no rank writes to the old slots, or pulls from them
+        barrier(state, self.device)  # no rank uses the old slots any more
         self._prepared.clear()
         memory.grow(max(size, memory.slot_bytes), max(chunks, memory.chunks))
         return True
 
     def drain(self) -> None:
-        """Wait until no call is under way here."""
+        """Wait until no call of this rank is in flight."""
         for call in self._under_way():
             call.kernel.synchronize()
             call.side.synchronize()
 
     def prepared(self, form: F, epoch: int, prepare: Callable[[F, int], P]) -> P:
-        """What was prepared for calls of this form in the epoch's slot; ``prepare(form, slot)`` makes it."""
+        """The preparation of calls of this form in the epoch's slot; ``prepare(form, slot)`` makes it."""
         key = form, epoch % gather.SLOTS
         found: P | None = self._prepared.get(key)
         if found is None:
@@ -191,11 +191,11 @@ class CallQueue:
     # Giving up -----------------------------------------------------------------------------------------------------
 
     def describe_expiry(self, call: IssuedCall | None = None) -> str:
-        """Why the group is broken if this rank gives up on ``call`` (None: on an earlier call)."""
+        """The reason of the break when this rank gives up on ``call`` (None: on an earlier call)."""
         return f"{self.op}: rank {self._rank} has given up waiting for a peer"
 
     def abort_group(self, why: str) -> None:
-        """Break the group here and set all peers' abort flags, unless it is broken."""
+        """Break the group and set all peers' abort flags, unless it is already broken."""
         state = self._state()
         if state is not None and not state.broken:
             state.break_(why)
@@ -203,15 +203,15 @@ class CallQueue:
                 self.flags.abort(peer)
 
     def _abort_half_issued(self, error: BaseException) -> None:
-        """Break the group after a call was issued in part: peers may wait for the rest."""
+        """Break the group after a partly issued call: peers may wait for the rest."""
         self.abort_group(f"{self.op} on rank {self._rank}: {type(error).__name__}: {error}")
 
     def why_expired(self, oldest: IssuedCall) -> str:
-        """Why this rank gives up; empty if it does not. ``oldest``: the oldest call under way."""
+        """The reason why this rank gives up; empty if it does not. ``oldest``: the oldest call in flight."""
         raise NotImplementedError
 
     def poll(self) -> bool:
-        """One poll of the watchdog; returns whether a call is under way."""
+        """Poll once for the watchdog; returns whether a call is in flight."""
         calls = self._under_way()
         state = self._state()
         if not calls or state is None:
@@ -222,11 +222,11 @@ class CallQueue:
         return True
 
     def _watch_handlers(self, state: GroupState, why: str) -> Handlers:
-        """The operations of `watch`."""
+        """The handlers of the operations of `watch`."""
 
         def overrule(op: gather.Overrule) -> None:
             if call := self.call_of(op.epoch):
-                error = state.break_(why)  # names the first reason, if the group was broken before
+                error = state.break_(why)  # has the first reason, if the group is already broken
                 _run_bounded(functools.partial(call.overrule, error))
 
         def await_kernel(op: gather.AwaitKernel) -> None:
@@ -257,12 +257,12 @@ class CallQueue:
         }
 
     def call_of(self, epoch: int) -> IssuedCall | None:
-        """The call of this epoch, if it is under way."""
+        """The call of this epoch, if it is in flight."""
         return next((call for call in self._under_way() if call.epoch == epoch), None)
 
 
 class Watchdog:
-    """The thread that polls a queue while calls are under way. It does not keep an idle queue alive."""
+    """The thread that polls a queue while calls are in flight. It does not keep an idle queue alive."""
 
     def __init__(self, queue: CallQueue) -> None:
         self._queue = weakref.ref(queue)
@@ -273,8 +273,8 @@ class Watchdog:
         shutdown.register(self)
 
     def wake(self) -> None:
-        """A call has been issued."""
-        if not self._wake.is_set():  # else the thread has not begun to poll, or polls already
+        """Begin to poll, because a call was issued."""
+        if not self._wake.is_set():  # if set, the thread is about to poll
             self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tilestream-watchdog", daemon=True)
@@ -305,10 +305,11 @@ class Watchdog:
 
 
 def _run_bounded(overrule: Callable[[], None]) -> None:
-    """Overrule a call, unless the driver blocks.
+    """Overrule a call, within a bounded time.
 
-    The driver may be waiting for the very stream that is to be released next (see `tilestream.distributed.host_flags`).
-    Then the overrule is left to its thread, and the kernel ends by its own deadline.
+    The driver may block, because it waits for the stream that is released next (see
+    `tilestream.distributed.host_flags`). In that case the overrule stays in its thread, and the kernel ends by its own
+    deadline.
     """
     thread = threading.Thread(target=overrule, name="tilestream-overrule", daemon=True)
     thread.start()
@@ -316,7 +317,7 @@ def _run_bounded(overrule: Callable[[], None]) -> None:
 
 
 def made_event() -> torch.cuda.Event:
-    """An event that exists: torch makes one when it is first recorded."""
+    """An event with a handle, which torch makes at the first record."""
     event = torch.cuda.Event()
     event.record()
     return event

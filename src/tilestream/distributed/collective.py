@@ -1,6 +1,7 @@
-"""Unfused fallback: the group's own collectives, before the matmul or behind it; and the handshake of each new call.
+"""Unfused fallback: the group's own collectives, before or after the matmul; and the handshake of each new call.
 
-Calls the methods of the process group: the functions of `torch.distributed` change from version to version.
+This module calls the methods of the process group, because the functions of `torch.distributed` change from version to
+version.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from tilestream.distributed.shards import ScaledRows
 
 
 def agree(state: GroupState, call: Call, device: torch.device) -> None:
-    """Compare what the ranks call, once for each kind of call (invariant 11).
+    """Compare the ranks' calls, once for each kind of call (invariant 11).
 
     Raises
     ------
     ValueError
-        On every rank, if they differ.
+        On every rank, if the calls differ.
     """
     mine = call.handshake
     if mine in state.agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -38,9 +39,9 @@ def agree(state: GroupState, call: Call, device: torch.device) -> None:
 
 
 def exchange_bytes(state: GroupState, mine: bytes, device: torch.device) -> list[bytes]:
-    """All-gather at most `HANDSHAKE_BYTES` bytes; trailing blanks are cut off. Blocks the host until all ranks call.
+    """All-gather at most `HANDSHAKE_BYTES` bytes, without trailing blanks. Blocks the host until all ranks call.
 
-    Runs on the CPU if the group has gloo; then it does not wait for a GPU.
+    If the group has gloo, this runs on the CPU and does not wait for a GPU.
     """
     device = torch.device("cpu") if state.backend("cpu") == "gloo" else device
     sent = torch.frombuffer(bytearray(mine.ljust(HANDSHAKE_BYTES)), dtype=torch.uint8).to(device)
@@ -54,7 +55,7 @@ def exchange_bytes(state: GroupState, mine: bytes, device: torch.device) -> list
 
 
 def barrier(state: GroupState, device: torch.device) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called it."""
     exchange_bytes(state, b"here", device)
 
 
@@ -64,7 +65,7 @@ def first_line(error: BaseException) -> str:
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes: not every backend knows dtypes of 8 bits."""
+    """A contiguous tensor as bytes: some backends lack 8-bit dtypes."""
     return x.view(-1).view(torch.uint8)
 
 
@@ -87,7 +88,7 @@ def all_gather(state: GroupState, shard: ScaledRows, gathered: ScaledRows) -> No
 
 
 def all_reduce(state: GroupState, x: torch.Tensor) -> torch.Tensor:
-    """The sum of ``x`` over all ranks, in place if ``x`` is contiguous and its backend can."""
+    """The sum of ``x`` over all ranks; in place if ``x`` is contiguous and not staged on the CPU."""
     x = x.contiguous()
     if not x.numel() or state.world == 1:
         return x
@@ -97,7 +98,7 @@ def all_reduce(state: GroupState, x: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_scatter(state: GroupState, parts: torch.Tensor) -> torch.Tensor:
-    """From ``[world, ...]`` on each rank, the sum over all ranks of this rank's part."""
+    """The sum over all ranks of this rank's part of their ``parts``, ``[world, ...]``."""
     if not parts.numel():
         return parts.new_empty(parts.shape[1:])
     sent = parts.cpu() if _via_cpu(state, parts) else parts
@@ -107,7 +108,7 @@ def reduce_scatter(state: GroupState, parts: torch.Tensor) -> torch.Tensor:
 
 
 def all_to_all(state: GroupState, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-    """The first ``sent[0]`` rows go to rank 0, and so on; of rank ``q`` come ``received[q]`` rows, in its order."""
+    """Send the first ``sent[0]`` rows to rank 0, and so on; ``received[q]`` rows of rank ``q``, in order of ``q``."""
     into = rows.new_empty((sum(received), *rows.shape[1:]))
     width = math.prod(rows.shape[1:]) * rows.element_size()
     mine, theirs = (as_bytes(x.contiguous()).view(-1, width) for x in (rows, into))
@@ -120,13 +121,13 @@ def all_to_all(state: GroupState, rows: torch.Tensor, sent: list[int], received:
 
 
 def _on_this_stream(collective: Callable[..., Any], *operands: Any, options: Any) -> None:
-    # Otherwise NCCL runs on its own stream, with two events between it and ours: 4 us a call on an H200.
+    # With asyncOp NCCL runs on its own stream, and two events connect the streams: 4 us a call on an H200.
     options.asyncOp = False
     work = collective(*operands, options)
-    if work is not None:  # NCCL returns none then
+    if work is not None:  # NCCL returns None
         work.wait()
 
 
 def _via_cpu(state: GroupState, x: torch.Tensor) -> bool:
-    """Whether a GPU tensor is staged on the CPU: gloo has no such collectives on GPUs."""
+    """Whether a GPU tensor is staged on the CPU: gloo lacks these collectives on GPUs."""
     return x.is_cuda and state.backend("cuda") == "gloo"

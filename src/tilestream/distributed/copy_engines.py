@@ -1,21 +1,21 @@
-"""All-gather + matmul on GPUs: copy engines push or pull shards while a gated kernel multiplies the rows that arrived.
+"""All-gather + matmul on GPUs: copy engines push or pull shards while a gated kernel multiplies the arrived rows.
 
 ::
 
     calling stream:  shard -> own slot; signal it; kernel: schedule, gate, load, math, ...; the side stream
-    side stream:     pushed: for each peer: push a chunk into its slot; signal it there; the next
-                     pulled: set my flags; for each peer: wait for its flag; pull a chunk; signal it; the next
-    watchdog:        when this rank or a peer has given up: sets abort flags, ends kernels and streams that wait
+    side stream:     pushed: for each peer: push a chunk into its slot; signal it there; repeat
+                     pulled: set my flags; for each peer: wait for its flag; pull a chunk; signal it; repeat
+    watchdog:        when this rank or a peer has given up: set abort flags, end waiting kernels and streams
 
-The operations are those of `tilestream.core.protocols.gather`, which the checker explores; this module says what each
-is on a GPU, and records them (`tilestream.distributed.program`). Only the kernel needs an SM (invariant 10), and the
-copy of the own shard into the slot before it. No operation waits for one that is issued later, so the driver may run
-the streams in any order.
+`tilestream.core.protocols.gather`, which the checker explores, has the operations. This module maps each to a GPU's
+operation, and records them (`tilestream.distributed.program`). Only the kernel, and the copy of the own shard into the
+slot before it, need an SM (invariant 10). No operation waits for a later one, so the driver may run the streams in any
+order.
 
-A slot has room for all ranks' rows, each shard at its place, and the kernel reads it there. The own shard, if pushed,
-is read where the caller has it, by the kernel and by the copy engines; it is copied into the own slot only for a kernel
-that cannot read two places (`tilestream.arrival.device.LocalRows`). A shard that is pulled or strided is sent from the
-own slot, behind that copy. ``return_a`` copies all rows out of the slot, behind the kernel.
+A slot has a place for each rank's rows, and the kernel reads them there. If the own shard is pushed, the kernel and the
+copy engines read it in the caller's tensor. It is copied into the own slot only for a kernel that cannot read two
+places (`tilestream.arrival.device.LocalRows`). A shard that is pulled or strided is first copied into the own slot, and
+sent from there. ``return_a`` copies all rows out of the slot after the kernel.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime.channel import channel
 from tilestream.runtime.sequence import CopyAcross, Operand, Record, Wait, WaitEvent, Write
 
-#: Arrivals that are kept, one for each shape and slot. More than calls under way: an expiry is found by its arrival.
+#: The most arrivals, one for each shape and slot. This exceeds the calls in flight, since an arrival identifies an
+#: expiry.
 _MOST_ARRIVALS = 128
-#: Seconds after the deadline that a launched kernel has to report its expiry itself.
+#: Seconds after the deadline in which a launched kernel reports its own expiry.
 _LOADING = 0.25
 
 
 class Prepared(NamedTuple):
-    """What calls of one form do in one slot; and that slot, as all ranks' rows with their scales behind them."""
+    """The program of calls of one form in one slot; and the slot as all ranks' rows with their scales."""
 
     program: Program
     slot: ScaledRows
@@ -66,8 +67,8 @@ class Prepared(NamedTuple):
 class _PendingIssue:
     """A pulled call that the host is still issuing, while its side stream may already wait for a peer.
 
-    The host may block on that stream, and so on the peer: the driver loads a kernel, at its first launch, only when
-    all work on the GPU has ended, waiting streams included. The kernel of this call, which has the deadline, may then
+    The host may block on that stream, and so on the peer: at a kernel's first launch the driver loads it only after all
+    work on the GPU has ended, waiting streams included. In that case this call's kernel, which has the deadline, may
     never be launched.
     """
 
@@ -75,11 +76,11 @@ class _PendingIssue:
         self.epoch, self.seconds, self.heard, self.key = epoch, seconds, heard, signals.key
         self._shards, self._signals = shards, signals
         self.begun = time.perf_counter()
-        #: After its stream was released: the ranks whose rows are missing. Results from their rows are undefined.
+        #: The ranks whose rows are missing, once the stream was released. Results from their rows are undefined.
         self.missing: list[int] | None = None
 
     def timeout(self, op: str, rank: int, waited: float) -> ArrivalTimeout:
-        """The error for a missing rank, if no kernel reports it."""
+        """The error for a missing rank that no kernel reports."""
         assert self._signals.whose is not None
         chunk = next(self._shards.of_rank(rank)).chunk
         here, whose = self._signals.whose(chunk)
@@ -94,13 +95,13 @@ class GatherQueue(CallQueue):
     def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
         super().__init__(state, device, memory)
         self._arrivals: dict[tuple[Shards, int], Arrival] = {}
-        self._keys: set[int] = set()  # of their signals
+        self._keys: set[int] = set()  # the keys of their signals
         self._nan: dict[torch.dtype, torch.Tensor] = {}
         self._heard = channel(device).newest
-        #: Calls whose kernels were not all issued, with their deadlines in seconds.
+        #: Calls without all their kernels, with their deadlines in seconds.
         self._without_kernel: dict[int, tuple[PeerSignals, float]] = {}
         self._pending: _PendingIssue | None = None
-        #: By slot: what follows the kernel.
+        #: The program after the kernel, by slot.
         self._finish = [self._prepare_finish(slot) for slot in range(gather.SLOTS)]
 
     def _prepare_finish(self, slot: int) -> Program:
@@ -113,16 +114,16 @@ class GatherQueue(CallQueue):
         return recorder.program()
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
-        """As of `CallQueue`; drops the arrivals of the old signals."""
+        """See `CallQueue`; drops the arrivals of the old signals."""
         new = super().reserve(size, chunks)
         if new:
-            self._check_expired(None)  # while the keys of the old arrivals are known
+            self._check_expired(None)  # before the old arrivals' keys are dropped
             self._arrivals.clear()
             self._keys = set()
         return new
 
     def arrival(self, shards: Shards, epoch: int) -> Arrival:
-        """What the kernel of a call waits for: the signals of its slot."""
+        """The arrival that a call's kernel waits for: the signals of its slot."""
         key = shards, epoch % gather.SLOTS
         found = self._arrivals.pop(key, None)
         if found is None:
@@ -146,18 +147,18 @@ class GatherQueue(CallQueue):
         self, shards: Shards, shard: ScaledRows, gathered: torch.Tensor | None,
         compute: Callable[[ScaledRows, Arrival], list[torch.Tensor]], seconds: float, way: gather.Way,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Issue a call: publish, side stream, kernels. Non-blocking; returns what ``compute`` returns.
+        """Issue a call: publish, side stream, kernels. Non-blocking; returns the results of ``compute``.
 
         Parameters
         ----------
         shard
-            Later work in the calling stream may overwrite or free it.
+            The own rows; later work in the calling stream may overwrite or free them.
         gathered
-            Where all ranks' rows are copied to; None: nowhere. The slot is reused by a later call.
+            The tensor that all ranks' rows are copied to; None: no copy. A later call reuses the slot.
         seconds
             The kernels' deadline.
         way
-            How the shards travel; the same on each rank.
+            The direction in which shards travel; the same on each rank.
         """
         from_slot = way == "pull" or not shard.data.is_contiguous()
         form = Form(shards, shard.data.dtype, shard.scales is not None, way, from_slot)
@@ -168,15 +169,15 @@ class GatherQueue(CallQueue):
             signals = _signals(arrival)
             overrule = signals.overrule
             program, slot = self.prepared(form, epoch, self._prepare)
-            if shard.scales is not None:  # few, and often one number that is expanded
+            if shard.scales is not None:  # they are few, and often one expanded number
                 shard = shard._replace(scales=shard.scales.contiguous())
             for x in shard:
-                if x is not None:  # memory is not reused before the side stream is waited for (invariant 9)
+                if x is not None:  # memory is reused only after the wait for the side stream (invariant 9)
                     x.record_stream(calling)
             own = None if from_slot else local_rows(self._rank, shards, shard.data, slot.data)
 
             def fill() -> None:
-                if from_slot:  # otherwise the rows stay apart, or `bring` copies them behind their signals
+                if from_slot:  # otherwise they stay apart, or `bring` copies them
                     place(self._rank, slot.data, shard.data)
                 if shard.scales is not None and slot.scales is not None:
                     place(self._rank, slot.scales, shard.scales)
@@ -185,13 +186,13 @@ class GatherQueue(CallQueue):
                 self._pending = _PendingIssue(epoch, shards, signals, seconds, self._heard)
                 self._watchdog.wake()
 
-            # Before the kernel: blocking launches (CUDA_LAUNCH_BLOCKING) wait for work that is already issued.
+            # Before the kernel: a blocking launch (CUDA_LAUNCH_BLOCKING) ends only if its copies are already issued.
             scales = 0 if shard.scales is None else shard.scales.data_ptr()
             values = handle, epoch, shard.data.data_ptr(), scales
             issue(program, values, {"fill": fill, "await peers": await_peers})
-        except BaseException as error:  # half a call: peers may wait for the rest
+        except BaseException as error:  # peers may wait for the rest of the call
             self._abort_half_issued(error)
-            self._end(epoch, overrule, handle)  # so that the watchdog releases a side stream that waits
+            self._end(epoch, overrule, handle)  # so that the watchdog releases a waiting side stream
             raise
         self._without_kernel[epoch] = signals, seconds
         signals.local_rows = own
@@ -202,7 +203,7 @@ class GatherQueue(CallQueue):
                 take_out(gathered, slot.data, signals, shards, self._nan)
                 if own is not None:
                     place(self._rank, gathered, shard.data)
-        finally:  # without a kernel, too: the peers get their rows
+        finally:  # without a kernel, too, so that the peers get their rows
             signals.local_rows = None  # drops the reference to the caller's tensor
             missing = self._end(epoch, overrule, handle)
         for rank in missing:
@@ -213,17 +214,17 @@ class GatherQueue(CallQueue):
         return outs
 
     def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: int) -> list[int]:
-        """Issue what follows the kernel. Returns the ranks that were given up while the call was being issued."""
+        """Issue the program after the kernel. Returns the ranks that were given up during the issue."""
         slot = epoch % gather.SLOTS
         issue(self._finish[slot], (calling, epoch, 0, 0), {})
         events = self._events[slot]
         self.track(IssuedCall(epoch, overrule, events.kernel, events.end, epoch))
-        with self._lock:  # from here on the watchdog treats it as a call under way
+        with self._lock:  # from here on the watchdog treats it as a call in flight
             pending, self._pending = self._pending, None
         return [] if pending is None else pending.missing or []
 
     def _prepare(self, form: Form, slot: int) -> Prepared:
-        """Record the calling stream's part before the kernel, then the side stream's."""
+        """Record the calling stream's operations before the kernel, then the side stream's."""
         recorder, memory, shards = Recorder(slot), self.memory, form.shards
         epoch, add = recorder.epoch, recorder.add
         parts = [list(shards.of_rank(rank)) for rank in range(self._world)]
@@ -281,7 +282,7 @@ class GatherQueue(CallQueue):
     # The host, and giving up ---------------------------------------------------------------------------------------
 
     def admit(self, epoch: int) -> int | None:
-        """As of `CallQueue`."""
+        """See `CallQueue`."""
         handlers: Handlers = {
             gather.AwaitKernel: self._await_rows,
             gather.CheckExpired: self._check_expired,
@@ -290,7 +291,7 @@ class GatherQueue(CallQueue):
         return run_protocol(gather.begin(epoch), handlers)
 
     def _await_rows(self, op: gather.AwaitKernel) -> None:
-        """Wait for a kernel; if it was not issued, for the rows that it would have waited for."""
+        """Wait for a call's kernel; if it was not issued, for the call's rows."""
         self.await_kernel(op)
         for epoch in [epoch for epoch in self._without_kernel if epoch <= op.epoch]:
             signals, seconds = self._without_kernel.pop(epoch)
@@ -302,7 +303,7 @@ class GatherQueue(CallQueue):
                 time.sleep(0.001)
 
     def poll(self) -> bool:
-        """As of `CallQueue`; also polls the call that is being issued."""
+        """See `CallQueue`; also polls the call that is being issued."""
         busy, pending = super().poll(), self._pending
         if pending is not None:
             self._poll_pending(pending)
@@ -311,7 +312,7 @@ class GatherQueue(CallQueue):
     def _poll_pending(self, pending: _PendingIssue) -> None:
         """Release the call's side stream if a peer has given up or is late, or a kernel has reported its expiry.
 
-        Uses host memory only: the driver may be waiting for that stream.
+        This uses host memory only, because the driver may be waiting for that stream.
         """
         state = self._state()
         if state is None:
@@ -327,15 +328,15 @@ class GatherQueue(CallQueue):
             elif late and waited > pending.seconds + _LOADING:
                 self.abort_group(self.describe_expiry())
                 error = pending.timeout(self.op, late[0], waited)
-            elif not self._check_expired(pending):  # a launched kernel has its own deadline, and reports
+            elif not self._check_expired(pending):  # a launched kernel reports its own expiry
                 return
         if pending.missing is None:
             with self._lock:
                 if self._pending is not pending:
-                    return  # completely issued meanwhile: it is polled as a call under way
+                    return  # it is issued, and polled as a call in flight
                 pending.missing = late
             if error is not None:
-                channel(self.device).post(error, pending.key, pending.heard)  # one of its kernels may be running
+                channel(self.device).post(error, pending.key, pending.heard)  # a kernel of it may be running
         for peer in gather.peers(self._rank, self._world):
             self.flags.release(peer, pending.epoch)
 
@@ -343,11 +344,11 @@ class GatherQueue(CallQueue):
         newest, expired = channel(self.device).heard(self._heard, self._keys)
         if expired:
             self.abort_group(self.describe_expiry())
-        self._heard = newest  # last: until the group is broken, host and watchdog each see the report
+        self._heard = newest  # last, so that host and watchdog both see the report until the group is broken
         return int(expired)
 
     def why_expired(self, oldest: IssuedCall) -> str:
-        """As of `CallQueue`: a kernel has reported its expiry, or the group is broken."""
+        """See `CallQueue`: a kernel has reported its expiry, or the group is broken."""
         state = self._state()
         return self.describe_expiry() if self._check_expired(oldest) or (state is not None and state.broken) else ""
 
@@ -359,25 +360,25 @@ def _signals(arrival: Arrival) -> PeerSignals:
 
 
 def abort_expired(queue: CallQueue | None) -> None:
-    """Break the group when the device's report is read before the watchdog polls."""
+    """Break the group, because a report of the device was read before the watchdog's poll."""
     if queue is not None:
         queue.abort_group(queue.describe_expiry())
 
 
 def _nothing_to_overrule(error: BaseException) -> None:
-    """Of a call that failed before it had signals."""
+    """The overrule of a call that failed before it had signals: it does nothing."""
 
 
 def take_out(
     into: torch.Tensor, gathered: torch.Tensor, signals: PeerSignals, shards: Shards,
     nans: dict[torch.dtype, torch.Tensor],
 ) -> None:  # fmt: skip
-    """Copy the gathered rows out of their slot, on the current stream behind the kernel; NaN for missing chunks.
+    """Copy the gathered rows out of their slot, on the current stream after the kernel; NaN for missing chunks.
 
-    ``nans``: a NaN of each dtype, kept from call to call: each call begins behind the one that made it.
+    ``nans``: a NaN of each dtype, kept for later calls, which all follow the call that made it.
     """
     words = signals.use(local_rows=True).words.view(shards.batches, shards.world, shards.parts, 1, 1)
-    arrived = words >= signals.epoch  # computed by its own kernel, before the rows are read
+    arrived = words >= signals.epoch  # a separate kernel, before the rows are read
     bits = _bits(into)
     nan = nans.get(bits)
     if nan is None:
@@ -408,7 +409,7 @@ def gather_matmul(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """Gather ``shard`` (``[batches, rows, width]``) from all ranks while ``products`` of all rows are computed.
 
-    Non-blocking. Later errors are raised by the next call on this device, and with this group.
+    Non-blocking. The next call on this device, or with this group, raises later errors.
     """
     device, x = shard.data.device, shard.data
     with torch.cuda.device(device):

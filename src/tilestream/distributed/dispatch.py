@@ -1,11 +1,11 @@
-"""Fused or not, in how many chunks, pushed or pulled: what all ranks of a group must decide alike (invariant 11).
+"""Fused or not, the number of chunks, pushed or pulled: all ranks of a group must decide alike (invariant 11).
 
-The decision is a pure function of what all ranks know, and of the table that ships with the package: measured entries,
-by shape class, and rates. If no entry matches, a model decides from the rates, and the reason says so.
+The decision is a pure function of values that all ranks know, and of the package's table. The table has measured
+entries by shape class, and rates. If no entry matches, a model decides from the rates, and the reason says so.
 
-The model: unfused costs transfer + matmul. Fused costs the longer of the two, where one tile follows the transfer, and
-the matmul is a little slower. Each form has its own latency. A push has a lower latency than a pull (no handshake), and
-slows the matmul more.
+The model: an unfused call costs transfer + matmul. A fused call costs the longer of the transfer with one tile after
+it, and the matmul, which is a little slower. Each form has its own latency. A push has a lower latency than a pull,
+since it needs no handshake, and slows the matmul more.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 Form = Literal["auto", "fused", "unfused"]
 #: The values of ``form=``.
 FORMS: tuple[Form, ...] = get_args(Form)
-#: How shards travel.
+#: The directions in which shards travel.
 WAYS: tuple[Way, ...] = get_args(Way)
 _FILE = Path(__file__).with_name("table.json")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What all ranks of a call know."""
+    """The values that all ranks of a call know."""
 
     op: Op
-    #: rows, n, k: rows of one rank's shard (of the output's, for a scatter), including leading dimensions; columns of
-    #: all B together; the length of the sums that one rank computes.
+    #: rows, n, k: rows of one rank's shard (for a scatter: of the output's shard), including leading dimensions;
+    #: columns of all B together; the length of the sums that one rank computes.
     rows: int
     n: int
     k: int
     width: int  # elements of a row that travels: K for a gather, N for a scatter
     world: int  # ranks
-    #: dtype, itemsize: of the elements that travel.
+    #: dtype, itemsize: the dtype and the bytes of the elements that travel.
     dtype: str
     itemsize: int
     device: str  # ``"cpu"``, or a GPU's architecture: ``"sm_90"``
@@ -68,12 +68,12 @@ class Decision:
     fused: bool  # whether the transfer and the matmul overlap
     chunks: int  # chunks of a shard; at least 1
     why: str  # the reason, in words
-    measured: bool = False  # whether an entry of the table decides; otherwise the model, or the caller
-    way: Way = "push"  # how the shards of a gather on GPUs travel
-    library: bool = False  # whether torch's matmul was measured to be the faster one for an unfused all-reduce
+    measured: bool = False  # whether an entry of the table decides, not the model or the caller
+    way: Way = "push"  # the direction of a GPU gather's shards
+    library: bool = False  # whether torch's matmul was measured to be faster for an unfused all-reduce
 
     def with_equal_chunks(self, rows: int) -> Decision:
-        """The same with equal chunks of ``rows``, at most as many as before."""
+        """The same decision with equal chunks: at most as many as before, in a number that divides ``rows``."""
         return replace(self, chunks=next(x for x in range(self.chunks, 0, -1) if rows % x == 0))
 
 
@@ -86,7 +86,7 @@ def table() -> dict[str, Any]:
 
 @functools.cache
 def table_hash() -> str:
-    """A hash of the table; ranks compare it."""
+    """The hash of the table, which the ranks compare."""
     return hashlib.sha256(json.dumps(table(), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -95,9 +95,9 @@ _trial: tuple[bool, int, Way | None] | None = None
 
 @contextlib.contextmanager
 def trial(fused: bool, chunks: int, way: Way | None = None) -> Iterator[None]:
-    """Override ``form="auto"`` inside the block, on each rank alike: benchmarks measure the table's entries by it.
+    """Override ``form="auto"`` inside the block, the same on each rank. Benchmarks measure the table's entries with it.
 
-    ``way`` None: not overridden.
+    ``way``: None keeps the decision's own.
     """
     global _trial
     before, _trial = _trial, (fused, chunks, way)
@@ -113,7 +113,7 @@ def on_trial() -> tuple[bool, int, Way | None] | None:
 
 
 def decide(case: Case, form: Form = "auto") -> Decision:
-    """Fused or not, in how many chunks a shard, pushed or pulled; a function of its arguments and the table alone."""
+    """The decision of a call: a function of the arguments, the table and `trial` alone."""
     rates = table()["rates"].get(case.device)
     chunks, entry = _chunks(case, rates), next((x for x in table()["entries"] if _matches(x, case)), None)
     # The parts of a reduce-scatter are always pulled.
@@ -151,13 +151,13 @@ def _chunks(case: Case, rates: dict[str, Any] | None) -> int:
 
 
 def _seconds(case: Case, rates: dict[str, Any], way: Way | None = None) -> float:
-    """Modelled seconds of a call: fused, with shards that travel this way; None: unfused."""
+    """Modelled seconds of a call: fused with this ``way``; None: unfused."""
     flops: float = rates["flops"] * (2 if case.itemsize == 1 else 1)
-    # The matmul has the rows of all ranks: gathered, or before they are scattered.
+    # The matmul has the rows of all ranks: after a gather, or before a scatter.
     matmul = 2.0 * case.rows * case.world * case.n * case.k / flops
     name = way or "unfused"
     transfer = (case.world - 1) * case.shard_bytes / _nearest(rates["gather"][name], case.world)
-    # The parts of a sum are awaited, flagged and pulled one after the other, most of that beside the matmul.
+    # The parts of a sum are awaited, flagged and pulled in sequence; most of this overlaps with the matmul.
     kind = "sum" if way and case.op == "matmul_reduce_scatter" and "sum" in rates["latency"] else name
     latency = _nearest(rates["latency"][kind], case.world)
     if way is None:

@@ -1,17 +1,16 @@
-"""The messages of one call between the ranks of a gloo group: with all peers at once, each in its own thread.
+"""The messages of one call between the ranks of a gloo group, with all peers at once, each peer in its own thread.
 
 ::
 
     calling thread:   send the handshake to every peer; start a thread for each
     a peer's thread:  receive its handshake; if it differs: fail, and exchange nothing with that peer
-                      for each round: post all receives; send, as data become ready; as each receive completes: landed
+                      for each round: post all receives; send, as data become ready; after each receive: landed
 
-Both ranks of a pair see that their handshakes differ, and neither posts data. So no rank hangs, all connections stay
-usable, and so does the group. A rank that differs from one peer differs from that peer at both ends: if not all ranks
-make the same call, each of them raises.
+If two handshakes differ, both ranks of the pair see it, and neither posts data. So no rank hangs, and all connections
+and the group stay usable. If not all ranks make the same call, each rank differs from some peer, and raises.
 
-A gloo wait that times out closes every connection of the group. That is how a rank that gives up reaches all others
-(`close`), and why the group is broken then (invariants 5 and 6).
+A gloo wait that times out closes every connection of the group. A rank that gives up informs all others in this way
+(`_close`), and the group is broken (invariants 5 and 6).
 """
 
 from __future__ import annotations
@@ -34,44 +33,44 @@ from tilestream.runtime import shutdown
 
 T = TypeVar("T")
 
-#: Tags: of data, of handshakes, and of a message that no rank sends, which is awaited in order to time out.
+#: Tags of data, of handshakes, and of a message that no rank sends: waiting for it forces a timeout.
 _DATA, _HANDSHAKE, _NEVER_SENT = 0x74731, 0x74732, 0x74733
-#: Seconds that gloo waits beyond the call's deadline, so that the wait for the chunk raises first.
+#: Seconds by which gloo's waits exceed the call's deadline, so that the wait for the chunk raises first.
 _EXTRA_SECONDS = 0.25
 
 
 def ignore() -> None:
-    """``landed`` of a tensor that others follow."""
+    """``landed`` of a tensor that is not the last of its chunk."""
 
 
 class Receive(NamedTuple):
-    """Where a message goes, and what to call when it has arrived."""
+    """The destination of a message, and a function to call after its arrival."""
 
     into: torch.Tensor
     landed: Callable[[], None] = ignore
 
 
 class Round(NamedTuple):
-    """Messages with one peer."""
+    """The messages of one round with one peer."""
 
-    incoming: Sequence[Receive]  # what the peer sends, in order
-    #: What it is sent, in the order in which it receives; may wait for data that are not computed yet, unless these
-    #: depend on this round's ``incoming``.
+    incoming: Sequence[Receive]  # the peer's messages, in order
+    #: The messages to the peer, in the order of its receives. It may wait for data that are still computed, if these do
+    #: not depend on this round's ``incoming``.
     outgoing: Iterable[torch.Tensor]
 
 
 class Traffic(Protocol):
-    """What a call exchanges."""
+    """The messages of a call."""
 
     def rounds(self, peer: int) -> Iterable[Round]:
-        """The rounds with ``peer``; each is asked for when the one before it has landed, and may depend on it."""
+        """The rounds with ``peer``; each is taken after the previous one has landed, and may depend on it."""
 
     def failed(self, peer: int, error: BaseException) -> None:
-        """Nothing more will come from ``peer``."""
+        """Note that no more messages will come from ``peer``."""
 
 
 class Exchange:
-    """One call's exchange; see the module. `run` it: no thread outlives the call.
+    """The exchange of one call, performed by `run`; no thread outlives the call. See the module's docstring.
 
     Parameters
     ----------
@@ -93,19 +92,20 @@ class Exchange:
         self.errors: dict[int, BaseException] = {}
 
     def run(self, compute: Callable[[], T]) -> T:
-        """``compute()``, during which the exchange runs.
+        """Return ``compute()``, during which the exchange runs.
 
         Raises
         ------
         GroupBroken, ArrivalTimeout, ValueError
-            How the exchange with a peer ended. Except for a difference between the ranks' calls, the group is broken.
+            The error of the exchange with a peer. It breaks the group, unless it is a difference between the ranks'
+            calls.
         """
         try:
             self._start()
             result = compute()
             self.finish()
         except BaseException as error:
-            if isinstance(error, ValueError):  # a peer's call differs; the exchange with the others completes
+            if isinstance(error, ValueError):  # a peer's call differs; the exchange with other peers completes
                 self._join()
                 lost = next((e for e in self.errors.values() if isinstance(e, TilestreamError)), None)
                 if lost is None:
@@ -117,12 +117,12 @@ class Exchange:
         return result
 
     def finish(self) -> None:
-        """Wait until everything is exchanged; bounded, like every wait in the threads.
+        """Wait until all messages are exchanged; bounded, like every wait in the threads.
 
         Raises
         ------
         GroupBroken, ArrivalTimeout, ValueError
-            How the exchange with a peer ended: a difference before a loss, the lowest rank first.
+            The error of the exchange with a peer: a difference before a loss, the lowest rank first.
         """
         self._join()
         for peer in sorted(self.errors, key=lambda peer: (isinstance(self.errors[peer], TilestreamError), peer)):
@@ -142,7 +142,7 @@ class Exchange:
                 into = torch.empty(HANDSHAKE_BYTES, dtype=torch.uint8)
                 self._receives[peer] = into, self._group.recv([into], peer, _HANDSHAKE)
                 self._sends[peer] = self._group.send([self._message], peer, _HANDSHAKE)
-        except RuntimeError as error:  # a connection that is closed already
+        except RuntimeError as error:  # a connection is already closed
             raise self._state.break_(first_line(error)) from error
         for peer in peers:
             thread = threading.Thread(target=self._run, args=(peer,), name=f"tilestream-peer-{peer}", daemon=True)
@@ -157,7 +157,7 @@ class Exchange:
         """Give up: close every connection of the group, so that all ranks notice, and wait for the threads."""
         if self._state.world > 1:
             peer = (self._state.rank + 1) % self._state.world
-            with contextlib.suppress(RuntimeError):  # it times out, or the connections are closed already
+            with contextlib.suppress(RuntimeError):  # a timeout, or connections that are already closed
                 self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
         self._join()
 
@@ -166,7 +166,7 @@ class Exchange:
             with torch.inference_mode():
                 self._exchange(peer)
         except BaseException as error:
-            if isinstance(error, RuntimeError):  # gloo's
+            if isinstance(error, RuntimeError):  # from gloo
                 error = self._lost(peer, error)
             with self._lock:
                 self.errors[peer] = error

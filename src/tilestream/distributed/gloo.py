@@ -2,14 +2,14 @@
 
 Gather::
 
-    threads, one a peer:   its chunk lands among the gathered rows; signal it; the next one
+    threads, one a peer:   receive its chunk into the gathered rows; signal it; repeat
     persistent workers:    schedule, gate, load, math, epilogue; a tile begins when its rows' chunks are signalled
-    raster:                begins with the own shard, which is there from the beginning
+    raster:                begins with the own shard, which has arrived from the beginning
 
 Reduce-scatter::
 
-    workers:               the part of the output that belongs to the next rank first, the own one last
-    threads, one a peer:   send each part as soon as it is computed; receive the peer's
+    workers:               compute the next rank's part of the output first, the own part last
+    threads, one a peer:   send each part as soon as it is computed; receive the peer's parts
     calling thread:        add the parts of all ranks in float32, in the order of the ranks: the same bits each time
 """
 
@@ -30,13 +30,13 @@ from tilestream.distributed.shards import Part, Product, ScaledRows, Shards
 
 
 class _Gathering:
-    """`Traffic`: each rank's shard goes to all others, a chunk at a time."""
+    """The `Traffic` of a gather: each rank sends its shard to all others, a chunk at a time."""
 
     def __init__(self, rank: int, shards: Shards, gathered: ScaledRows, arrival: Arrival) -> None:
         self._rank, self._shards, self._gathered, self._arrival = rank, shards, gathered, arrival
 
     def _tensors(self, rank: int, part: Part) -> list[torch.Tensor]:
-        """A chunk: its scales, then its rows."""
+        """The tensors of a chunk: its scales, then its rows."""
         rows = self._gathered
         tensors = [rows.data] if rows.scales is None else [rows.scales, rows.data]
         return [x[part.batch, rank, part.begin : part.end] for x in tensors]
@@ -101,7 +101,7 @@ def gather_matmul(
 
 
 class _Scattering:
-    """`Traffic`: each rank is sent its part of the output as soon as that is computed."""
+    """The `Traffic` of a reduce-scatter: each part of the output is sent to its rank once it is computed."""
 
     def __init__(self, rank: int, shards: Shards, sent: torch.Tensor, received: torch.Tensor) -> None:
         self._rank, self._shards, self._sent, self._received = rank, shards, sent, received
@@ -122,17 +122,17 @@ class _Scattering:
             yield self._sent[part.batch, peer, part.begin : part.end]
 
     def computed(self, peer: int, i: int) -> None:
-        """Part ``i`` of ``peer`` is computed."""
+        """Note that part ``i`` of ``peer`` is computed."""
         self._ready[peer, i].set()
 
     def all_computed(self, failed: bool = False) -> None:
-        """All parts are computed; or, if ``failed``, no more will be."""
+        """Note that all parts are computed; or, if ``failed``, that no more will be."""
         self._failed = failed
         for event in self._ready.values():
             event.set()
 
     def failed(self, peer: int, error: BaseException) -> None:
-        """See `Traffic`: raised when the exchange with all other peers has ended."""
+        """See `Traffic`. The error is raised at the end of the exchange."""
 
 
 def matmul_scatter(
@@ -146,12 +146,12 @@ def matmul_scatter(
     product
         ``product(rank, part, into)`` computes a part of the output of ``rank``.
     dtypes
-        Of the parts that travel, and of the sum.
+        The dtypes of the parts that travel, and of the sum.
 
     Raises
     ------
     ArrivalTimeout, GroupBroken, ValueError
-        As `gather_matmul`.
+        See `gather_matmul`.
     """
     travels, wide = dtypes
     rank, world, cpu = state.rank, state.world, torch.device("cpu")
@@ -176,6 +176,6 @@ def matmul_scatter(
 
     Exchange(state, plan, traffic, seconds).run(compute)
     total = torch.zeros_like(own)
-    for peer in range(world):  # in the order of the ranks, on each rank: the same bits each time
+    for peer in range(world):  # in the order of the ranks, for the same bits each time
         total += own if peer == rank else received[:, peer]
     return total

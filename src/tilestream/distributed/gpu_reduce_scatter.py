@@ -2,13 +2,13 @@
 
 ::
 
-    calling stream:  kernel: the next rank's chunks, published; ...; the own ones; then the sum, when all are here
-    side stream:     for each step: my chunk is published: set my flag at its rank; wait for the peer's flag; pull
-    watchdog:        releases the side stream when a peer has not come in time, and makes the sum NaN
+    calling stream:  kernel: compute and publish the next rank's chunks; ...; the own ones; after all pulls, the sum
+    side stream:     for each step: wait for my published chunk; set my flag at its rank; wait for the peer's flag; pull
+    watchdog:        if a peer is late: release the side stream, and make the sum NaN
 
-The operations are those of `tilestream.core.protocols.reduce_scatter`, which the checker explores; this module says
-what each is on a GPU, and records them (`tilestream.distributed.program`). Only the kernel, and the sum behind it, need
-an SM (invariant 10).
+`tilestream.core.protocols.reduce_scatter`, which the checker explores, has the operations. This module maps each to a
+GPU's operation, and records them (`tilestream.distributed.program`). Only the kernel and the sum need an SM (invariant
+10).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
 from tilestream.runtime.sequence import CopyAcross, CopyIn, Record, Wait, WaitEvent, Write
 
-#: Initial number of a publication's signals; it grows when more are needed.
+#: Initial number of a publication's signals, which grows on demand.
 _CHUNKS = 64
 
-#: The value of every peer's flag before a call, and the address of what is pulled, as values of an issue.
+#: Values of an issue: every peer's flag before the call, and the address that parts are pulled to.
 _BEFORE, _RECEIVED = FIRST, SECOND
-#: Polls after which a kernel that has ended before its side stream is taken to wait for a peer. With all chunks here,
-#: the side stream has only an event left to record.
+#: The number of polls with an ended kernel and a busy side stream that mean a wait for a peer. If all chunks had
+#: arrived, the side stream would only have an event left to record.
 POLLS = 3
 
 #: ``product(out, publication, epoch, rows_per_chunk, pivot)`` issues the kernel that computes ``out`` and publishes it.
@@ -61,14 +61,14 @@ ReducePartials = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 class SumForm(NamedTuple):
-    """What decides the operations of a call: its chunks, and bytes of a row."""
+    """The values that decide a call's operations: its shards, and the bytes of a row."""
 
     shards: Shards
     row_bytes: int
 
 
 class Issuing:
-    """A call while it is issued. Events that are missing when that fails are recorded by `recover`."""
+    """A call while it is issued. After a failure `recover` records the missing events."""
 
     def __init__(
         self, queue: ReduceScatterQueue, epoch: int, flag_value: int, seconds: float,
@@ -81,7 +81,7 @@ class Issuing:
         self._has_kernel = self._tracked = False
 
     def host(self, multiply: Callable[[], object], add: Callable[[], object]) -> Host:
-        """What the host does in a sum's program."""
+        """The host's actions in a sum's program."""
         return {"multiply": multiply, "kernel": self._record_kernel, "track": self._track, "add": add}
 
     def _record_kernel(self) -> None:
@@ -89,12 +89,12 @@ class Issuing:
         self._has_kernel = True
 
     def _track(self) -> None:
-        """Have the call watched, before its sum: a blocking launch (CUDA_LAUNCH_BLOCKING) waits for the peers."""
+        """Have the call watched before its sum, whose launch may block for the peers (CUDA_LAUNCH_BLOCKING)."""
         self._queue.track(self._call)
         self._tracked = True
 
     def recover(self) -> None:
-        """Record the missing events. An event that is recorded again would wait behind a peer."""
+        """Record the missing events only: an event that is recorded again would wait for a peer."""
         if not self._has_kernel:
             self._record_kernel()
         if not self._tracked:
@@ -111,20 +111,20 @@ class ReduceScatterQueue(CallQueue):
 
     def __init__(self, state: GroupState, device: torch.device, memory: PeerMemory | None = None) -> None:
         super().__init__(state, device, memory)
-        #: A call, the polls at which its kernel had ended and its side stream had not, and the time of the first poll.
+        #: A call, its polls with an ended kernel and a busy side stream, and the time of its first poll.
         self._suspect = 0, 0, 0.0
         self._publication = self.make_publication(_CHUNKS)
         with torch.inference_mode(False):
             #: The value of `RankFlags.void` that the stream has copied, for the sum's kernel.
             self._void = torch.zeros(1, dtype=torch.int32, device=device)
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # any stream may write to it
+            torch.cuda.current_stream(device).synchronize()  # any stream may write to it afterwards
         #: The value of every peer's flag after the calls so far.
         self._flag_value = 0
         self._reported = False
 
     def make_publication(self, chunks: int) -> Publication:
-        """Signals in this GPU's memory."""
+        """A publication, with signals in this GPU's memory."""
         return Publication(chunks, self.device)
 
     def issue(
@@ -138,12 +138,12 @@ class ReduceScatterQueue(CallQueue):
         received
             ``[world, batches, rows, width]``: the peers' parts are pulled into it. This rank's part is not written.
         reduce_partials
-            Of ``received`` and this rank's part of its own product, which is the operand.
+            Adds ``received`` and this rank's part of its own product, which is the operand.
         seconds
             Seconds that peers have from the kernel's end.
         """
         assert shards.rows % shards.parts == 0, "a kernel publishes chunks of one size"
-        if self._publication.chunks < shards.chunks:  # may raise, so before the call is counted
+        if self._publication.chunks < shards.chunks:  # before the call is counted, because it may raise
             self.drain()
             self._publication = self.make_publication(shards.chunks)
             self._prepared.clear()
@@ -173,12 +173,12 @@ class ReduceScatterQueue(CallQueue):
         return self._events[epoch % gather.SLOTS]
 
     def recover_half_issued(self, error: BaseException, call: Issuing) -> None:
-        """After a call was issued in part: abort the peers, and watch the streams, which may wait for them."""
+        """After a partly issued call: abort the peers, and watch the streams, which may wait for them."""
         self._abort_half_issued(error)
         call.recover()
 
     def ends(self, recorder: Recorder) -> Handlers:
-        """The operations around the parts of a sum: behind the last call; and the sum, which is void or not."""
+        """The operations before and after the parts of a sum: the wait for the last call, and the sum itself."""
         add, slot = recorder.add, recorder.epoch % gather.SLOTS
 
         def await_call(op: gather.AwaitCall) -> None:
@@ -187,7 +187,7 @@ class ReduceScatterQueue(CallQueue):
                 add(WaitEvent(CALLING, event.cuda_event))
 
         def sum_(op: object) -> None:
-            # The first void call is copied to the GPU behind the stream's waits.
+            # The number of the first void call is copied to the GPU after the stream's waits.
             add(CopyIn(CALLING, self._void.data_ptr(), self.flags.void.data_ptr(), self._void.element_size()))
             recorder.host("add")
 
@@ -248,7 +248,7 @@ class ReduceScatterQueue(CallQueue):
     # The host, and giving up ---------------------------------------------------------------------------------------
 
     def admit(self, epoch: int) -> int | None:
-        """As of `CallQueue`."""
+        """See `CallQueue`."""
 
         def await_side(op: gather.AwaitSide) -> None:
             for call in self._issued(op.epoch):
@@ -257,9 +257,9 @@ class ReduceScatterQueue(CallQueue):
         return run_protocol(reduce_scatter.begin_sum(epoch), {gather.AwaitSide: await_side, gather.Begin: self._begin})
 
     def why_expired(self, oldest: IssuedCall) -> str:
-        """As of `CallQueue`: the kernel has ended, the side stream has not, and the peers' time is over.
+        """See `CallQueue`: the kernel has ended, the side stream has not, and the peers' time is over.
 
-        At once if the group is broken: its peers have been aborted, and send nothing.
+        If the group is broken, this rank gives up at once: the peers have been aborted, and send nothing.
         """
         state = self._state()
         if state is not None and state.broken:
@@ -273,7 +273,7 @@ class ReduceScatterQueue(CallQueue):
         return self.describe_expiry(oldest) if expired else ""
 
     def describe_expiry(self, call: IssuedCall | None = None) -> str:
-        """As of `CallQueue`; the next call on this device raises the expiry, too."""
+        """See `CallQueue`; the next call on this device raises the expiry, too."""
         if call is not None and not self._reported:
             self._reported = True
             flags, seconds = self.flags.peer_flags(), call.peer_seconds
@@ -284,7 +284,7 @@ class ReduceScatterQueue(CallQueue):
         return super().describe_expiry(call)
 
     def _overrule(self, epoch: int, error: BaseException) -> None:
-        """Make the sum NaN from this call on; before the side stream is released."""
+        """Make this sum and all later ones NaN; called before the side stream is released."""
         if not self._reported:
             self._reported = True
             channel(self.device).post(error)
@@ -297,12 +297,12 @@ def matmul_scatter(
 ) -> torch.Tensor:  # fmt: skip
     """The sum (or average) over all ranks of this rank's part of their products, plus the bias.
 
-    Non-blocking. Later errors are raised by the next call on this device, and with this group.
+    Non-blocking. The next call on this device, or with this group, raises later errors.
 
     Parameters
     ----------
     dtype
-        Of the parts that travel, and of the result.
+        The dtype of the parts that travel, and of the result.
 
     Returns
     -------

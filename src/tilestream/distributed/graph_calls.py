@@ -1,22 +1,22 @@
-"""Gathers and sums on GPUs that CUDA graphs may hold: the device counts the calls, and no host takes part in one.
+"""Gathers and sums on GPUs that CUDA graphs may hold: the device counts the calls, without the host.
 
 ::
 
     calling stream:  begin_call; the side stream; matmul with its gate, or await_parts and a sum; end_call; void_out
-    side stream:     for each peer: mark; push a chunk into its slot; signal it there; the next
+    side stream:     for each peer: mark; push a chunk into its slot; signal it there; repeat
 
-The text is `tilestream.core.protocols.replay`, which the checker explores; this module says what each operation is on a
-GPU, and records it (`tilestream.distributed.program`). An eager call and a captured one are issued alike, so ranks may
+`tilestream.core.protocols.replay`, which the checker explores, has the operations. This module maps each to a GPU's
+operation, and records it (`tilestream.distributed.program`). Eager and captured calls are issued alike, so ranks may
 mix them. The kernels are `tilestream.kernels.portable.rank_calls`. A matmul waits as it does for a caller's own words:
 its last worker zeroes the signals, and the word that breaks the group is the signals' quarantine.
 
-A gather pushes the caller's shard, or the own slot's copy of it. A sum pushes products: of a reduce-scatter each
-peer's part when its own matmul has ended, beside the next matmul; of an all-reduce the whole, to all.
+A gather pushes the caller's shard, or its copy in the own slot. A sum pushes products. A reduce-scatter pushes each
+peer's part after its matmul, which overlaps with the next matmul. An all-reduce pushes its one product to all peers.
 
-All calls have one slot, since a graph knows it by address: so a rank may replay what another calls eagerly. What a
-capture has used is never freed. What it needs is made by an eager call of the same form before the capture; without one
-the plan is unfused, and says so. Calls come one behind another, on every rank in the same order. Eager calls of several
-streams are ordered here, and those of one capture; the replays of a graph are ordered by its user.
+All calls use one slot, whose address the graphs hold; so a rank may replay a call that another rank makes eagerly.
+Memory that a capture has used is never freed. A capture needs an earlier eager call of the same form, which makes its
+memory; without one the plan is unfused, and says so. Calls are serial, in the same order on every rank. This module
+orders the eager calls of several streams, and the calls of one capture; the user orders the replays of a graph.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ from tilestream.runtime.streams import lend_to
 if TYPE_CHECKING:
     from tilestream.launch.portable.rank_calls import SlotWords
 
-#: Kinds of gathers that a queue keeps arrivals of.
+#: The most shapes of gathers for which a queue keeps arrivals.
 _MOST_SHARDS = 1024
-#: The side stream, as a value of an issue: captures have one of their own.
+#: The side stream, as a value of an issue: captures have a separate one.
 _SIDE = EPOCH
-#: What graphs know by address.
+#: Objects whose addresses graphs hold.
 _captured: list[object] = []
 
 
 class GraphSignals(PeerSignals):
-    """Signals that are 1 or 0, in memory that peers write, of launches that a graph may hold.
+    """Signals that are 1 or 0, in memory that peers write, for launches that a graph may hold.
 
     Parameters
     ----------
     words
         ``int32[chunks]``.
     broken
-        ``int32[1]``, in memory that peers write: not 0 where the group is broken.
+        ``int32[1]``, in memory that peers write: nonzero if the group is broken.
     why
-        Returns what a call in a broken group raises.
+        Returns the exception that a call in a broken group raises.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class GraphSignals(PeerSignals):
         self._quarantine, self.self_reset, self._why = broken, True, why
 
     def _enter_graph(self, graph: int) -> None:
-        """Calls of a slot, of one graph too, come one behind another: each has cleared what it has seen."""
+        """Accept a further launch in a graph: the calls of a slot are serial, and each clears its signals."""
 
     def failure(self, epoch: int) -> BaseException:
-        """As of `Signals`: the group is broken."""
+        """See `Signals`: the group is broken."""
         return self._why()
 
 
@@ -104,7 +104,7 @@ def signals_of(arrival: Arrival) -> GraphSignals:
 
 
 class _Words(NamedTuple):
-    """The words of the slot, and where they are on each rank: see `kernels.portable.rank_calls.begin_call`."""
+    """The words of the slot, and their addresses on each rank: see `kernels.portable.rank_calls.begin_call`."""
 
     signals: torch.Tensor
     control: torch.Tensor
@@ -118,14 +118,15 @@ class GraphQueue(CallQueue):
         super().__init__(state, device, memory or PeerMemory(state, device, self.op, slots=1))
         self._graph_side = lend_to(self, device)
         self._words: _Words | None = None
-        #: Where the control words begin in the signals of the slot.
+        #: The index of the first control word in the signals of the slot.
         self._control = 0
-        #: The side stream may begin; it has ended; a call has ended; one of the last capture has, and which that is.
+        #: Events: the side stream may begin; it has ended; a call has ended; a call of the last capture has ended. And
+        #: the number of that capture.
         self._fork, self._join, self._ended, self._captured_end = (made_event() for _ in range(4))
         self._graph = 0
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
-        """As of `CallQueue`, with the words of `tilestream.core.protocols.replay`."""
+        """See `CallQueue`; includes the words of `tilestream.core.protocols.replay`."""
         count = replay.control_words(self._world)
         new = super().reserve(size, chunks + count)
         if new or self._words is None:
@@ -135,7 +136,7 @@ class GraphQueue(CallQueue):
         return new
 
     def drain(self) -> None:
-        """As of `CallQueue`: each wait of a call has its deadline."""
+        """See `CallQueue`; bounded, because each wait of a call has a deadline."""
         self._ended.synchronize()
 
     def _made_words(self) -> _Words:
@@ -149,7 +150,7 @@ class GraphQueue(CallQueue):
         return _Words(words[:at], words[at:], places)
 
     def signals_of(self, count: int, whose: Callable[[int], tuple[int, str]]) -> GraphSignals:
-        """The first ``count`` signals. Their failure is that of the group."""
+        """The first ``count`` signals, whose failure is the group's."""
         assert self._words is not None
         queue, of_group, op, name = weakref.ref(self), self._state, self.op, ""
         if (state := of_group()) is not None:
@@ -175,7 +176,7 @@ class GraphQueue(CallQueue):
         state.check()
 
     def run(self, prepared: Prepared, host: Host, first: int = 0, second: int = 0) -> None:
-        """Issue a call behind the last one, or have it captured."""
+        """Issue or capture a call after the last one."""
         calling = torch.cuda.current_stream(self.device)
         graph = capture_id(calling.cuda_stream) if torch.cuda.is_current_stream_capturing() else 0
         side, ended = (self._graph_side, self._captured_end) if graph else (self._side, self._ended)
@@ -186,9 +187,9 @@ class GraphQueue(CallQueue):
         try:
             issue(prepared.program, (calling.cuda_stream, side.cuda_stream, first, second), host)
         except BaseException as error:
-            if graph == 0:  # of a capture nothing runs, and recording an event in a lost one would hide this error
+            if graph == 0:  # a failed capture runs nothing, and recording an event in it would hide this error
                 self._abort_half_issued(error)
-                calling.wait_stream(side)  # which may read the caller's tensors, and waits for no peer
+                calling.wait_stream(side)  # it may read the caller's tensors, and waits for no peer
                 ended.record(calling)
             raise
         self._graph = graph or self._graph
@@ -202,9 +203,10 @@ class GraphQueue(CallQueue):
         Parameters
         ----------
         texts
-            Of the calling stream and of the side stream.
+            The protocols of the calling stream and of the side stream.
         pushes
-            Of `replay.Mark`, before the mark; of `replay.Push`; of `replay.SignalPeer`, which returns an address.
+            The handlers of `replay.Mark`, called before the mark; of `replay.Push`; and of `replay.SignalPeer`, which
+            returns an address.
         """
         memory, at, add = self.memory, self._control, recorder.add
         own, fork, join = memory.signal(self._rank, 0, at), self._fork.cuda_event, self._join.cuda_event
@@ -249,12 +251,12 @@ class GraphQueue(CallQueue):
         return recorder.program()
 
     def fork_again(self, recorder: Recorder) -> None:
-        """Record that what follows on the side stream comes behind what precedes on the calling stream."""
+        """Record that the side stream waits for the calling stream's operations so far."""
         recorder.add(Record(CALLING, self._fork.cuda_event))
         recorder.add(WaitEvent(_SIDE, self._fork.cuda_event))
 
     def words(self, key: int) -> SlotWords:
-        """What the kernels of a call are told."""
+        """The words for a call's kernels."""
         from tilestream.launch.portable.rank_calls import SlotWords  # imports Triton
 
         assert self._words is not None
@@ -271,19 +273,19 @@ class GraphGather(GraphQueue):
         self._arrivals: dict[Shards, Arrival] = {}
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
-        """As of `CallQueue`; has the arrivals for the new signals."""
+        """See `CallQueue`; makes the arrivals again for new signals."""
         new = super().reserve(size, chunks)
         if new:
             self._arrivals = {shards: self._made(shards) for shards in self._arrivals}
         return new
 
     def arrival(self, shards: Shards) -> Arrival:
-        """What the kernel of a call waits for.
+        """The arrival that a call's kernel waits for.
 
         Raises
         ------
         RuntimeError
-            If it would be made during a capture.
+            If it does not exist yet, and a graph is being captured.
         """
         found = self._arrivals.get(shards)
         if found is None:
@@ -305,12 +307,12 @@ class GraphGather(GraphQueue):
         self, shards: Shards, shard: ScaledRows, gathered: torch.Tensor | None,
         compute: Callable[[ScaledRows, Arrival], list[torch.Tensor]], seconds: float,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Issue a call, or have it captured. Parameters and result as of `copy_engines.GatherQueue.issue`."""
+        """Issue or capture a call. For parameters and result see `copy_engines.GatherQueue.issue`."""
         from tilestream.launch.portable import rank_calls  # imports Triton
 
         from_slot, rank = not shard.data.is_contiguous(), self._rank
         form = Form(shards, shard.data.dtype, shard.scales is not None, "push", from_slot)
-        if shard.scales is not None:  # few, and often one number that is expanded
+        if shard.scales is not None:  # they are few, and often one expanded number
             shard = shard._replace(scales=shard.scales.contiguous())
         self.check()
         arrival = self.arrival(shards)
@@ -367,19 +369,19 @@ class GraphGather(GraphQueue):
 
 
 class SumForm(NamedTuple):
-    """What decides the operations of a sum: bytes of a part, and whether every peer gets another one."""
+    """The values that decide a sum's operations: bytes of a part, and whether each peer gets a different part."""
 
     part_bytes: int
     scatters: bool
 
 
 class GraphSum(GraphQueue):
-    """A group's sums that a graph may hold. The slot has a part of each rank, in their order."""
+    """A group's sums that a graph may hold. The slot has a part of each rank, in the order of the ranks."""
 
     _signals: GraphSignals | None = None
 
     def reserve(self, size: int, chunks: int = 0) -> bool:
-        """As of `CallQueue`: one signal a rank."""
+        """See `CallQueue`; there is one signal a rank."""
         new, rank = super().reserve(size, self._world), self._rank
         if new or self._signals is None:
             self._signals = self.signals_of(self._world, lambda chunk: (rank, f"rank {chunk}'s part of the sum"))
@@ -389,16 +391,16 @@ class GraphSum(GraphQueue):
         self, out: torch.Tensor, parts: torch.Tensor | None, product: Callable[[int, torch.Tensor], object],
         bias: torch.Tensor | None, divisor: float, seconds: float,
     ) -> None:  # fmt: skip
-        """Issue a call, or have it captured.
+        """Issue or capture a call.
 
         Parameters
         ----------
         out
             ``[rows, N]``, contiguous: the sum.
         parts
-            ``[world, rows, N]``, for what the peers get; None: all get the own part.
+            ``[world, rows, N]``: memory for the peers' parts; None: all peers get the own part.
         product
-            ``product(rank, part)`` issues the matmul of a rank's part; of this rank's where all get the same.
+            ``product(rank, part)`` issues the matmul of a rank's part; without ``parts``, of this rank's part.
         """
         from tilestream.launch.portable import add, rank_calls  # imports Triton
 
@@ -469,7 +471,7 @@ def gather_matmul(
     state: GroupState, plan: DistributedPlan, shards: Shards, shard: ScaledRows, products: Sequence[Product],
     seconds: float, return_a: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-    """As `copy_engines.gather_matmul`."""
+    """See `copy_engines.gather_matmul`."""
     device, x = shard.data.device, shard.data
     with torch.cuda.device(device):
         queue = GraphGather.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
@@ -480,7 +482,7 @@ def gather_matmul(
             scales = None if rows.scales is None else rows.scales.view(shards.total, 1)
             first, *others = products
             own = signals_of(arrival).local_rows
-            if others and own is not None:  # they come behind the first, and wait for nothing: all rows are in the slot
+            if others and own is not None:  # after the first, all rows are in the slot
                 own.bring()
             return [first(a, scales, arrival, seconds), *(one(a, scales, None, seconds) for one in others)]
 
@@ -492,7 +494,7 @@ def matmul_scatter(
     state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, a: torch.Tensor, dtype: torch.dtype,
     seconds: float,
 ) -> torch.Tensor:  # fmt: skip
-    """As `gpu_reduce_scatter.matmul_scatter`. ``a``: ``[batches, world, rows, K]``."""
+    """See `gpu_reduce_scatter.matmul_scatter`. ``a``: ``[batches, world, rows, K]``."""
     device, scale = a.device, request.scale_a
     of_rows = None if scale is None or scale.numel() == 1 else scale.reshape(*shards.shape[:-1], 1)
     shape = shards.batches * shards.rows, shards.width
@@ -511,7 +513,7 @@ def matmul_scatter(
 
 
 def matmul_reduce(state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype) -> torch.Tensor:
-    """As `one_shot.matmul_reduce`."""
+    """See `one_shot.matmul_reduce`."""
     a, seconds = request.a, request.seconds(state)
     whole = *a.shape[:-1], request.b.shape[-1]
 

@@ -1,6 +1,6 @@
-"""`GroupState`: what this process keeps for each process group: buffers, plans, call queues, whether it is broken.
+"""`GroupState`: this process's state of each process group: buffers, plans, call queues, whether it is broken.
 
-Nothing here keeps a group alive: states are found by their group, through weak references, and freed with it.
+States refer weakly to their groups, so that a state is freed with its group.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tilestream.distributed.plan import DistributedPlan
 
 Q = TypeVar("Q")
 D = TypeVar("D")
-#: What ops take: a group (None: the default one), or a mesh; of two dimensions if the ranks are on several nodes.
+#: The ops' ``group``: a group (None: the default group), or a mesh, which has two dimensions for several nodes.
 Group = dist.ProcessGroup | DeviceMesh | None
 #: Joins the names of a mesh's two groups.
 _NODE_SEPARATOR = " in each of "
-#: Equal calls whose decisions a group keeps.
+#: The most calls whose decisions a group keeps.
 _MOST_DECIDED = 1024
-#: The largest group that the ops take. Larger groups are not in one NVLink domain, or not on one host.
+#: The largest group that the ops take. Larger groups exceed one NVLink domain, or one host.
 MOST_RANKS = 8
 
 
@@ -43,7 +43,7 @@ class GroupState:
     rank, world
         This process's rank, and the number of ranks.
     lock
-        Held for the length of a call: the calls of a group are serialised, as collectives are.
+        Held during a call: the calls of a group are serialised, like collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -51,7 +51,7 @@ class GroupState:
         self.name = group.group_name
         self.rank, self.world = group.rank(), group.size()
         self.lock = threading.Lock()
-        #: Why the ranks' GPUs cannot reach each other; empty if they can, or before they are connected.
+        #: The reason why the ranks' GPUs cannot reach each other; empty if they can, or before they are connected.
         self.unreachable = ""
         self.connected = False
         #: Flags that the ranks share, once they are connected.
@@ -60,7 +60,7 @@ class GroupState:
         self.queues: dict[object, Any] = {}
         #: Handshakes that are known to be equal on all ranks.
         self.agreed: set[bytes] = set()
-        #: Plans made so far, by everything that they depend on.
+        #: Plans made so far, by all values that they depend on.
         self.plans: dict[object, DistributedPlan] = {}
         self._decided: dict[object, Any] = {}
         self._backends: dict[str, str] = {}
@@ -69,22 +69,22 @@ class GroupState:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group, as long as it is alive."""
+        """The group; raises if it has been destroyed."""
         found = self._group()
         if found is None:
             raise RuntimeError(f"process group {self.name!r} has been destroyed")
         return found
 
     def capture(self, x: torch.Tensor) -> int:
-        """0 unless a CUDA graph is being captured; else a number that grows when the ranks have compared a call."""
+        """0 outside of a capture of a CUDA graph; else a number that grows when the ranks have compared a call."""
         return 1 + len(self.agreed) if x.is_cuda and torch.cuda.is_current_stream_capturing() else 0
 
     def decided(self, key: object) -> Any:
-        """What an earlier equal call has decided: see `tilestream.distributed.request.Request.key`."""
+        """The decision of an earlier equal call; None without one. See `tilestream.distributed.request.Request.key`."""
         return self._decided.get(key)
 
     def decide(self, key: object, decision: D) -> D:
-        """Keep what a call has decided, for equal ones; returns it."""
+        """Keep the decision of a call for equal calls; returns it."""
         if len(self._decided) >= _MOST_DECIDED:
             self._decided.clear()
         self._decided[key] = decision
@@ -132,12 +132,12 @@ class GroupState:
         """Make every later call with this group raise; the first reason is kept. Returns the exception to raise."""
         if self._broken is None:
             self._broken = reason
-        # Calls under way may still write to the buffers: they are not reused (invariant 6), and freed with their uses.
+        # Calls in flight may still write to the buffers, so these are not reused (invariant 6).
         self._buffers.clear()
         return GroupBroken(self.name, self._broken)
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that is kept between calls, and grows with the largest problem. Hold `lock`."""
+        """A named buffer, kept between calls, that grows with the largest problem. Hold `lock`."""
         size = math.prod(shape) * dtype.itemsize
         found = self._buffers.get(name)
         if found is None or found.numel() < size or found.device != device:
@@ -159,14 +159,14 @@ _states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.Weak
 
 
 def state_of(op: str, group: dist.ProcessGroup | None, most: int = MOST_RANKS) -> GroupState:
-    """The state of ``group`` (None: the default group) in this process; ``most``: ranks that the op takes.
+    """The state of ``group`` (None: the default group) in this process; ``most``: the op's limit of ranks.
 
     Raises
     ------
     ValueError
-        If there is no such group, this process is not in it, or it has too many ranks.
+        If there is no process group, this process is not in the group, or the group has too many ranks.
     TypeError
-        If it is not a process group.
+        If ``group`` is not a process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{op}: group={group}; there is no process group: call torch.distributed.init_process_group")
@@ -188,7 +188,7 @@ def state_of(op: str, group: dist.ProcessGroup | None, most: int = MOST_RANKS) -
 
 
 def known_state(group: Group) -> GroupState | None:
-    """The state of a group that `state_of` has taken; None for any other, and for several nodes."""
+    """The state of a group that `state_of` has seen; None for other groups, and for several nodes."""
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     found = dist.group.WORLD if group is None else group
@@ -207,7 +207,7 @@ def resolve(name: str) -> dist.ProcessGroup:
 
 
 def name_of(op: str, group: Group, most: int = MOST_RANKS) -> str:
-    """The name of ``group``, as a registered op takes it; of a mesh of two dimensions, the names of both its groups.
+    """The name of ``group`` for a registered op; a mesh of two dimensions gives the names of both its groups.
 
     The group is checked here, except while torch's compiler traces.
     """
@@ -223,7 +223,7 @@ def name_of(op: str, group: Group, most: int = MOST_RANKS) -> str:
 
 
 def groups_of(op: str, group: Group) -> tuple[dist.ProcessGroup | None, ...]:
-    """One group; for several nodes two: this rank's internode group, and the group of its node.
+    """The group; for several nodes two groups: this rank's internode group, and the group of its node.
 
     Raises
     ------

@@ -1,18 +1,18 @@
-"""The ops over several nodes, made of the ops inside one node.
+"""The ops over several nodes, composed of the ops inside one node.
 
 Gather::
 
-    between nodes:  this rank's shard to its counterpart in every other node, once to each, from the beginning
+    between nodes:  send this rank's shard to its counterpart in every other node once, from the beginning
     step 0:         gather the own node's shards inside the node, with their matmul
-    step j:         the same for the shards of the node j before, when the counterpart there has sent its own
+    step j:         the same for the shards of the node j before this one, once its counterpart has sent its shard
 
 Reduce-scatter::
 
-    step j:         the part of the node j after: the matmul, and the sum inside the node; send it to the counterpart
-    last:           the own part; then all nodes' sums of it are added, in the order of the nodes
+    step j:         compute the part of the node j after this one; sum it inside this node; send it to the counterpart
+    last:           compute the own part; then add all nodes' sums of it, in the order of the nodes
 
-A rank's result is that of one node with all ranks: rows in the order of the mesh. Each step is the op inside the node,
-fused or not, and overlaps with the transfers between nodes; `tilestream.distributed.nodes` models by how much.
+A rank's result has the same rows as in one node with all ranks, in the order of the mesh. Each step is the op inside
+the node, fused or not, and overlaps with the transfers between nodes. `tilestream.distributed.nodes` models the time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class NodeMesh(NamedTuple):
-    """The two groups of a mesh: this rank and its counterparts in the other nodes, and the ranks of its node."""
+    """The two groups of a mesh: one of this rank and its counterparts in other nodes, one of its node's ranks."""
 
     internode: GroupState
     intranode: GroupState
@@ -46,12 +46,12 @@ class NodeMesh(NamedTuple):
         return self.internode.world * self.intranode.world
 
     def begin(self, request: Request) -> float:
-        """Raise if a group is broken; returns when the call's deadline ends, as of `time.perf_counter`."""
+        """Raise if a group is broken; returns the end of the call's deadline on `time.perf_counter`'s clock."""
         request.begin(*self)
         return time.perf_counter() + request.seconds(self.internode)
 
     def call(self, plan: DistributedPlan, like: Sequence[torch.Tensor], end: float, compute: Callable[[Steps], T]) -> T:
-        """`exchange_between_nodes`. A failure also breaks the node's group, whose ranks would wait for this one."""
+        """Call `exchange_between_nodes`. A failure also breaks the node's group, since its ranks would wait."""
         with self.internode.call(), torch.no_grad():
             try:
                 return exchange_between_nodes(self.internode, plan.internode, like, _left(end), compute)
@@ -66,14 +66,14 @@ def _left(end: float) -> float:
 
 
 def all_gather_matmul(mesh: NodeMesh, request: Request) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """As `tilestream.distributed.all_gather.run`."""
+    """See `tilestream.distributed.all_gather.run`."""
     if request.cuts_last:
         return _gather_then_multiply(mesh, request)
     (internode, intranode), end, dim = mesh, mesh.begin(request), request.dim
     a_shard, scales = request.a, request.scales_of_rows()
     plan = all_gather.plan_of(intranode, request)
     mine = [a_shard.contiguous()]
-    if scales is not None:  # each rank's own
+    if scales is not None:  # each rank has its own
         mine.append(scales.contiguous())
     shape = list(a_shard.shape[:-1])
     shape[dim] *= mesh.world
@@ -102,12 +102,12 @@ def all_gather_matmul(mesh: NodeMesh, request: Request) -> tuple[torch.Tensor, l
 
 
 def _gather_then_multiply(mesh: NodeMesh, request: Request) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Of columns that are gathered: no tile can begin before all of K has arrived."""
+    """Gather columns, then multiply: no tile can begin before all of K has arrived."""
     request.check_one_scale()
     a_shard = request.a
     k = a_shard.shape[-1] * mesh.world
     request.rehearse(math.prod(a_shard.shape[:-1]), k)
-    # The ranks' shards are gathered along a new first dimension, and then put side by side.
+    # The ranks' shards are gathered along a new first dimension, and then concatenated along K.
     rows = request._replace(
         a=a_shard.unsqueeze(0), bs=[], biases=[], activations=[], scales_b=[], scale_a=None, dim=0, out_dtype=None,
         fast_accum=True, return_a=True,
@@ -120,7 +120,7 @@ def _gather_then_multiply(mesh: NodeMesh, request: Request) -> tuple[torch.Tenso
 
 
 def matmul_reduce_scatter(mesh: NodeMesh, request: Request) -> torch.Tensor:
-    """As `tilestream.distributed.reduce_scatter.run`."""
+    """See `tilestream.distributed.reduce_scatter.run`."""
     (internode, intranode), end, a, dim = mesh, mesh.begin(request), request.a, request.dim
     nodes, dtype = internode.world, reduce_scatter.travel_dtype(request)
     shape = reduce_scatter.part_shape(request, mesh.world)
@@ -144,7 +144,7 @@ def matmul_reduce_scatter(mesh: NodeMesh, request: Request) -> torch.Tensor:
                 steps.put(step, [mine])
         theirs = {(internode.rank - step) % nodes: steps.get(step)[0] for step in range(1, nodes)}
         total = torch.zeros(shape, dtype=wide_dtype(dtype), device=a.device)
-        for node in range(nodes):  # in the order of the nodes: the same bits each time
+        for node in range(nodes):  # in the order of the nodes, for the same bits each time
             total += mine if node == internode.rank else theirs[node]
         return total
 
@@ -153,7 +153,7 @@ def matmul_reduce_scatter(mesh: NodeMesh, request: Request) -> torch.Tensor:
 
 
 def sum_of_parts(op: str, name: str, whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum over ranks of this rank's part of ``whole``, by the groups' own reduce-scatters, inside and between."""
+    """The sum over all ranks of this rank's part of ``whole``, by the groups' own reduce-scatters."""
     states = states_of(op, name)
     parts = torch.stack(whole.chunk(math.prod(state.world for state in states), dim))
     if len(states) == 1:

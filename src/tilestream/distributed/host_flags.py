@@ -1,13 +1,14 @@
 """Flags of the ranks of one host, in host memory that all their GPUs map.
 
-Streams wait for some of these flags without a bound, so the watchdog must be able to write them at any time. Through
-the CUDA driver it cannot: at a kernel's first launch the driver loads it, and waits for all work on the GPU, waiting
-streams included. Meanwhile copies and stream creation of other threads block, and a stream's write is accepted but not
-performed (H100, CUDA 13.0). A flag in host memory is written by a store; NCCL keeps its abort flag there, too.
+Streams wait for some of these flags without a bound, so the watchdog must be able to write them at any time. It cannot
+write them through the CUDA driver. At a kernel's first launch the driver loads the kernel, and waits for all work on
+the GPU, waiting streams included. Meanwhile other threads' copies and stream creations block, and a stream's write is
+accepted but not performed (H100, CUDA 13.0). A flag in host memory is written by a store. NCCL's abort flag is in host
+memory, too.
 
 A stream that waits for a flag reads it over PCIe instead of from the GPU's memory. A flag that every program of a
-kernel reads is copied to the GPU first: an all-reduce of 128 programs that each read such a flag was 15 us slower (two
-H200s).
+kernel reads is first copied to the GPU: an all-reduce of 128 programs that each read a flag in host memory was 15 us
+slower (two H200s).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from tilestream.runtime.driver import map_host_memory
 
 #: Bytes between two flags: each has its own cache line.
 LINE = 128
-#: Ops with call queues, and so with flags, of their own.
+#: The ops that have call queues, and so flags.
 _OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-#: Where memory has a name that other processes of this host can open.
+#: The folder of shared memory that other processes of this host can open.
 _FOLDER = "/dev/shm"
 _TOKEN_BYTES = 16
 
@@ -44,12 +45,12 @@ def size_of(world: int) -> int:
 
 
 def offer(world: int) -> str:
-    """Create the memory. Returns a path and a token, by which the other ranks open it; `withdraw` the path afterwards.
+    """Create the memory; returns a path and a token for the other ranks. `withdraw` the path afterwards.
 
     Raises
     ------
     OSError
-        If this host has no such memory, or not enough.
+        If this host has no shared memory, or too little.
     """
     handle, path = tempfile.mkstemp(prefix="tilestream-", dir=_FOLDER)
     try:
@@ -76,16 +77,16 @@ class GroupFlags:
     Parameters
     ----------
     offered
-        What `offer` returned, on any rank.
+        The result of `offer` on any rank.
     rank, world
-        Of this process.
+        This process's rank, and the number of ranks.
 
     Raises
     ------
     OSError
         If this process cannot open the memory (for example, ranks in separate containers).
     RuntimeError
-        If the driver does not map it.
+        If the driver does not map the memory.
     """
 
     def __init__(self, offered: str, rank: int, world: int) -> None:
@@ -109,7 +110,7 @@ class GroupFlags:
 
 
 class RankFlags:
-    """The flags of one op. Each rank owns a flag for each peer, which that peer writes, an abort and a void flag.
+    """The flags of one op. Each rank owns an abort flag, a void flag, and for each peer a flag that the peer writes.
 
     Parameters
     ----------
@@ -140,12 +141,12 @@ class RankFlags:
         return [self._word(self._rank, writer).value for writer in range(self._world)]
 
     def release(self, peer: int, value: int) -> None:
-        """Write this rank's flag of a peer in the peer's place: a stream that waits for it continues."""
+        """Write this rank's flag in place of its writer ``peer``, so that a waiting stream continues."""
         with self._lock:
             self._word(self._rank, peer).value = value
 
     def abort(self, peer: int) -> None:
-        """Set a peer's abort flag: this rank has given up."""
+        """Set a peer's abort flag, because this rank has given up."""
         with self._lock:
             self._word(peer, self._world).value = 1
 

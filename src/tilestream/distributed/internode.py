@@ -2,11 +2,11 @@
 
 ::
 
-    step j = 1, 2, ...:   mine to the node j after;   theirs from the node j before
+    step j = 1, 2, ...:   send mine to the node j after;   receive theirs from the node j before
 
-At each step a rank sends to one node and receives from one, and no two ranks send to one at the same time. A step is
-NCCL's send and receive; the current stream waits for what it needs. If the internode group has gloo, a step is
-messages, sent by threads, and GPU tensors go through the CPU, which is slow.
+In each step a rank sends to one node and receives from one node, and no two ranks of a group send to the same rank. A
+step is a send and a receive of NCCL, and the current stream waits for the received data. If the internode group has
+gloo, threads send messages, and GPU tensors are staged on the CPU, which is slow.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 
 class Steps(Protocol):
-    """The steps of one call. Each is put once, then got; both on the calling thread and stream."""
+    """The steps of one call. Each has one `put`, then one `get`, both on the calling thread and stream."""
 
     def put(self, step: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Send these tensors to the node ``step`` after this one, behind the current stream's work."""
+        """Send these tensors to the node ``step`` after this one, ordered after the current stream's work."""
 
     def get(self, step: int) -> list[torch.Tensor]:
-        """Wait for what the node ``step`` before this one has sent; of the shapes of what was put."""
+        """Wait for the tensors of the node ``step`` before this one, which have the shapes of the sent ones."""
 
 
 class _NcclSteps:
-    """`Steps` of NCCL's sends and receives."""
+    """`Steps` as NCCL's sends and receives."""
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
@@ -61,7 +61,7 @@ class _NcclSteps:
 
 
 class _GlooSteps:
-    """`Steps` of gloo's messages, and their `tilestream.distributed.exchange.Traffic`: a peer is a node."""
+    """`Steps` as gloo's messages, and their `tilestream.distributed.exchange.Traffic`; a peer is a node."""
 
     def __init__(self, state: GroupState, like: Sequence[torch.Tensor]) -> None:
         self._rank, self._world, self._like = state.rank, state.world, like
@@ -89,7 +89,7 @@ class _GlooSteps:
         self._landed[peer].set()
 
     def fail(self) -> None:
-        """Nothing more will be put."""
+        """Declare that no more steps will be put."""
         self._failed = True
         for event in self._ready.values():
             event.set()
@@ -111,29 +111,29 @@ def exchange_between_nodes(
     state: GroupState, plan: DistributedPlan, like: Sequence[torch.Tensor], seconds: float,
     compute: Callable[[Steps], T],
 ) -> T:  # fmt: skip
-    """``compute(steps)``, during which the steps are exchanged.
+    """Return ``compute(steps)``, during which the steps are exchanged.
 
     Parameters
     ----------
     state
-        Of the internode group. Hold its call.
+        The state of the internode group. Hold its call.
     plan
-        What all ranks call alike: nodes compare it, too.
+        The plan that the nodes compare.
     like
-        What travels in each step: shapes, dtypes and device.
+        Tensors with the shapes, dtypes and device of the tensors that travel in each step.
 
     Raises
     ------
     ArrivalTimeout, GroupBroken, ValueError
-        As `tilestream.distributed.gloo.gather_matmul`. An error of ``compute`` breaks the group here, too. Over NCCL
-        the peers are not informed: their receives end at NCCL's own timeout.
+        See `tilestream.distributed.gloo.gather_matmul`. An error of ``compute`` also breaks the group. Over NCCL the
+        peers are not informed: their receives end at NCCL's own timeout.
     """
     device = like[0].device
     if device.type == "cuda" and state.backend("cuda") != "gloo":
         agree(state, plan, device)
         try:
             return compute(_NcclSteps(state))
-        except BaseException as error:  # a later call would receive what is already sent
+        except BaseException as error:  # a later call would receive the data already sent
             state.break_(f"{plan.case.op} on rank {state.rank}: {type(error).__name__}: {error}")
             raise
     steps = _GlooSteps(state, like)

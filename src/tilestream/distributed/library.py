@@ -1,4 +1,4 @@
-"""The registered ops, which torch.compile can trace: their schemas, fakes and gradients."""
+"""The schemas, fakes and gradients of the registered ops, which torch.compile can trace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tilestream.ops.gradients import through_activation
 from tilestream.ops.library import _alone, gemm_op, library, result_dtype
 from tilestream.ops.limit import within_limit
 
-# An empty bias means none: torch gives gradients to a list of tensors, not to a list of optional ones.
-# worker_limit: the limit of the `tilestream.worker_limit` blocks around the call, which a compiled graph cannot see
-# otherwise; 0: none. It has no default: torch drops arguments that equal their default, and then miscounts gradients.
+# An empty bias means none: torch gives gradients to a list of tensors, not to a list of optional ones. worker_limit:
+# the limit of the `tilestream.worker_limit` blocks around the call, as an argument so that a compiled graph sees it; 0:
+# none. It has no default: torch drops arguments that equal their default, and then miscounts gradients.
 library.define(
     "all_gather_matmul(Tensor a_shard, Tensor[] b, int gather_dim, str group, Tensor[] bias, str[] activation, "
     "Tensor? scale_a, Tensor?[] scale_b, ScalarType? out_dtype, bool fast_accum, bool return_a, str form, "
@@ -41,24 +41,24 @@ sum_over_ranks_op = torch.ops.tilestream.sum_over_ranks.default
 
 
 def _limited(bound: int) -> AbstractContextManager[None]:
-    """A block with a limit; none for 0."""
+    """A block with this limit of workers; 0: without a limit."""
     return within_limit(bound) if bound else contextlib.nullcontext()
 
 
 def _deadline(seconds: float) -> float | None:
-    """A registered op's deadline: negative for None."""
+    """The deadline from a registered op's argument; negative: None."""
     return None if seconds < 0 else seconds
 
 
 class Known(NamedTuple):
-    """Where an equal call has been made, and the key of what it has decided."""
+    """The state of an earlier equal call, and the key of its decision."""
 
     state: GroupState
     key: tuple[object, ...]
 
 
 def known(group: Group, request: Request | None) -> Known | None:
-    """Of a call that needs no dispatcher and is equal to an earlier one; None for any other."""
+    """The earlier equal call of a call that needs no dispatcher; None for other calls."""
     state = None if request is None else known_state(group)
     if request is None or state is None:
         return None
@@ -135,8 +135,9 @@ def _empty_sum(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
 
 # Autograd -----------------------------------------------------------------------------------------------------------
 #
-# The two are each other's transpose: the gradient of a gathered operand is a matmul + reduce-scatter, that of a
-# scattered one an all-gather + matmul, and overlaps as the forward does. The backward pass gathers the shards again.
+# The two ops are each other's transpose: the gradient of a gathered operand is a matmul + reduce-scatter, and the
+# gradient of a scattered product is an all-gather + matmul. Both overlap like the forward pass. The backward pass
+# gathers the shards again.
 
 
 def _refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
@@ -215,7 +216,7 @@ def _multiply(
 
 
 def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Of both sums; ``ctx.dim`` is empty for an all-reduce."""
+    """Save the context of a sum; ``ctx.dim`` is empty for an all-reduce."""
     a, b, *ctx.dim, ctx.reduce_op, ctx.group, bias, scale_a, scale_b, _, _, form, deadline, limit = inputs
     if scale_a is not None or scale_b is not None:
         op = REDUCE_SCATTER if ctx.dim else ALL_REDUCE
@@ -225,7 +226,7 @@ def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 
 def _sum_gradients(ctx: Any, of_product: torch.Tensor, of_a: torch.Tensor, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Gradients of a sum's arguments; ``of_product``: with respect to this rank's product of all rows."""
+    """Gradients of a sum's arguments; ``of_product``: the gradient of this rank's product of all rows."""
     a, _ = ctx.saved_tensors
     of_b = _multiply(_rows(a).mT, _rows(of_product), ctx.how[-1])
     of_bias = None if ctx.bias is None else grad.sum(dim=tuple(range(grad.dim() - 1))).to(ctx.bias)
@@ -249,7 +250,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
-    # Each rank's gradient of the sum contributes to every operand's.
+    # Each rank's gradient of the sum contributes to the gradients of every rank's operands.
     of_product = _product_gradient(ctx, sum_over_ranks_op(grad, ctx.group))
     of_a = _multiply(_rows(of_product), b.mT, ctx.how[-1]).view(a.shape)
     return _sum_gradients(ctx, of_product, of_a, grad)

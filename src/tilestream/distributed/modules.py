@@ -17,7 +17,7 @@ P = TypeVar("P", bound="_ParallelLinear")
 class _ParallelLinear(nn.Module):
     """A Linear with this rank's share of a weight, and of the bias if the output features are divided."""
 
-    #: The features that are divided between the ranks: those of this dimension of the weight.
+    #: The name of the divided features, and their dimension of the weight.
     _features, _weight_dim = "", 0
     bias: nn.Parameter | None
 
@@ -39,7 +39,7 @@ class _ParallelLinear(nn.Module):
 
     @classmethod
     def of(cls: type[P], linear: nn.Linear, *, dim: int = 0, group: Group = None, **options: Any) -> P:
-        """From this rank's share of ``linear``; ``options`` are those of the module."""
+        """A module with this rank's share of ``linear``; ``options`` are those of the module."""
         (rank, world), weight, bias = place_of(cls.__name__, group), linear.weight, linear.bias
         made = cls(
             linear.in_features, linear.out_features, bias is not None, dim=dim, group=group, device=weight.device,
@@ -55,21 +55,21 @@ class _ParallelLinear(nn.Module):
 class ColumnParallelLinear(_ParallelLinear):
     """A Linear whose output features are divided between the ranks.
 
-    ``[..., rows / world, ..., K]`` to ``[..., rows, ..., N / world]``. The rows are gathered while the matmul runs; the
-    backward pass reduce-scatters the input's gradient likewise.
+    It maps ``[..., rows / world, ..., K]`` to ``[..., rows, ..., N / world]``. The matmul overlaps with the gather of
+    the rows; the backward pass overlaps with the reduce-scatter of the input's gradient.
 
     Parameters
     ----------
     in_features, out_features
-        K and N, of all ranks together; N is a multiple of the number of ranks.
+        K and N over all ranks; N is a multiple of the number of ranks.
     bias, device, dtype
-        As for `torch.nn.Linear`.
+        See `torch.nn.Linear`.
     dim
-        The dimension of rows that is cut.
+        The dimension of the rows that is divided between the ranks.
     group
-        The process group; None: the default one.
+        The process group; None: the default group.
     activation
-        As for `tilestream.distributed.all_gather_matmul`.
+        See `tilestream.distributed.all_gather_matmul`.
 
     Raises
     ------
@@ -99,16 +99,17 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A Linear whose input features are divided between the ranks.
 
-    ``[..., rows, ..., K / world]`` to ``[..., rows / world, ..., N]``. The ranks' parts of the sum are sent while the
-    matmul runs; the backward pass gathers the gradient likewise. The bias is added to each rank's own rows, so its
-    gradient covers only those: sum it over the ranks, like every parameter's in a sequence-parallel region.
+    It maps ``[..., rows, ..., K / world]`` to ``[..., rows / world, ..., N]``. The matmul overlaps with the exchange of
+    the ranks' parts of the sum; the backward pass overlaps with the gather of the gradient. The bias is added to each
+    rank's own rows, so its gradient covers only those rows: sum it over the ranks, like the gradient of every parameter
+    in a sequence-parallel region.
 
     Parameters
     ----------
     in_features, out_features
-        K and N, of all ranks together; K is a multiple of the number of ranks.
+        K and N over all ranks; K is a multiple of the number of ranks.
     bias, device, dtype, dim, group
-        As for `ColumnParallelLinear`.
+        See `ColumnParallelLinear`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""`tilestream.distributed.moe`: a mixture of experts whose experts are spread over the ranks.
+"""`tilestream.distributed.moe`: a mixture of experts with the experts spread over the ranks.
 
 ::
 
@@ -6,7 +6,7 @@
     rows of x to the ranks of their experts; through the experts; back      moe_dispatch, moe_experts
     out[token] = sum of weight * row, in the order of the token's choices
 
-The backward pass sends rows of x once more, with those of the gradient, and gets their gradients back the same way.
+The backward pass sends the rows of x again, with the gradient's rows, and receives their gradients in the same way.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from tilestream.plan.problem import dtype_name
 from tilestream.runtime.channel import check_device
 
 _OP = "moe"
-#: A router's choice: weights and experts, as ``torch.topk`` returns values and indices.
+#: A router's choice: weights and experts, like the values and indices of ``torch.topk``.
 Chosen = tuple[torch.Tensor, torch.Tensor]
 Router = Chosen | Callable[[torch.Tensor], Chosen]
-#: Groups of any size: each rank talks to each other one.
+#: The limit of group sizes: groups may have any size.
 _ANY = 1 << 30
-#: What the tensors may be.
+#: The dtypes that the tensors may have.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class MoePlan:
-    """How a mixture of experts runs across ranks.
+    """The plan of a mixture of experts across ranks.
 
     Attributes
     ----------
     rank, world
-        This process's rank, and how many there are.
+        This process's rank, and the number of ranks.
     transport
-        ``"gloo"``: messages with all ranks at once; ``"collective"``: an all-to-all there and one back.
+        ``"gloo"``: messages with all ranks at once; ``"collective"``: an all-to-all in each direction.
     refused
-        Why the call is not fused, where it is not.
+        The reasons why the call is not fused; empty if it is.
     agreed
-        What the ranks compare.
+        The values that the ranks compare.
     """
 
     rank: int
@@ -88,11 +88,11 @@ class MoePlan:
 
     @property
     def fused(self) -> bool:
-        """Whether a group's products begin when its first source is there."""
+        """Whether an expert's products begin when the rows of the first source have arrived."""
         return not self.refused
 
     def explain(self) -> str:
-        """The choices, and what was refused, in words."""
+        """The choices, and the refused ones, in words."""
         how = (
             "fused: each source's rows are multiplied as they come, part by part, and sent back" if self.fused else
             "unfused: an all-to-all of the counts, one of the rows, the experts, an all-to-all back; the host reads "
@@ -120,20 +120,20 @@ def moe(
 ) -> torch.Tensor:
     """``sum(weight * (activation(x @ w1.T) * (x @ w3.T)) @ w2.T)`` over each token's experts, which the ranks share.
 
-    All ranks of the group make the same call, each with tokens of its own, any number of them. Each token goes to the
-    ranks of its experts, and what they make of it comes back. Over gloo an expert's products begin when the rows of
-    the first rank are there. How many rows go where is known to no rank beforehand, and no capacity drops any.
+    All ranks of the group make the same call, each with any number of its own tokens. Each token is sent to the ranks
+    of its experts, and the results are sent back. Over gloo an expert's products begin when the rows of the first rank
+    have arrived. The ranks learn the numbers of rows during the call. There is no capacity, so no token is dropped.
 
     Parameters
     ----------
     x
         ``[..., H]``: this rank's tokens; float16, bfloat16, float32 or float64.
     router
-        ``(weights, experts)``, each ``[..., top_k]``, or ``[rows of x, top_k]``, as ``torch.topk`` returns them: a
-        weight of any of these dtypes, and the number of an expert (int32 or int64). Or a function that makes them of
-        ``x``. Experts are numbered over the ranks: rank r has ``r * E`` to ``(r + 1) * E - 1``.
+        ``(weights, experts)``, each ``[..., top_k]`` or ``[rows of x, top_k]``, as ``torch.topk`` returns them: weights
+        of any of these dtypes, and numbers of experts (int32 or int64). Or a function that computes them from ``x``.
+        Experts are numbered over the ranks: rank r has ``r * E`` to ``(r + 1) * E - 1``.
     w1, w3
-        ``[E, I, H]``: this rank's experts, E of them on each rank.
+        ``[E, I, H]``: this rank's E experts. E is the same on each rank.
     w2
         ``[E, H, I]``.
     group
@@ -141,24 +141,24 @@ def moe(
     activation
         ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or None.
     form
-        ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: fused where the ranks have gloo's messages. See
+        ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: fused if the ranks have gloo's messages. See
         `plan_moe`.
     deadline
-        Seconds from the call after which it stops waiting, and those of the backward pass; None: the group's own
-        timeout. Unused by a backend's own all-to-all, which has the group's timeout.
+        Seconds after which the call stops waiting, and likewise the backward pass; None: the group's own timeout. A
+        backend's own all-to-all always has the group's timeout.
 
     Returns
     -------
     torch.Tensor
-        ``[..., H]`` in x's dtype. Rows travel in x's dtype. They are weighted and added where the token came from, in
-        float32 (float64 for float64), in the order of the token's choices.
+        ``[..., H]`` in x's dtype. Rows travel in x's dtype. The token's own rank weights and adds them in float32
+        (float64 for float64), in the order of the token's choices.
 
     Raises
     ------
     ValueError, TypeError
         For invalid arguments, before anything is sent; or on every rank, if the ranks' calls differ.
     ArrivalTimeout
-        If rows did not come in time. Names the rank that reports, and the one whose rows are missing.
+        If rows did not come in time. It names the reporting rank and the rank whose rows are missing.
     GroupBroken
         If a peer was lost, or a rank has given up waiting: by every later call with the group, on all its ranks.
     NotImplementedError
@@ -166,8 +166,8 @@ def moe(
 
     Notes
     -----
-    All ranks call backward, too: it sends ``x`` and the gradient, and computes the hidden rows once more. Gradients of
-    the weights are sums over the rows of all ranks. There is no second derivative.
+    All ranks must call backward, too. It sends ``x`` and the gradient, and recomputes the hidden rows. Gradients of the
+    weights are sums over the rows of all ranks. There is no second derivative.
 
     Examples
     --------
@@ -197,7 +197,7 @@ def plan_moe(
     activation: str | None = "silu",
     form: Form = "auto",
 ) -> MoePlan:
-    """How `moe` would run a call. Sends nothing. ``print(plan.explain())`` says why."""
+    """The plan of a call of `moe`, without sending anything. ``print(plan.explain())`` states the reasons."""
     weights, experts = _chosen(x, router)
     x, w1, w2, w3 = _checked(x, weights, experts, w1, w2, w3, activation, form)
     (one,) = groups_of(_OP, _one_group(group))
@@ -213,7 +213,7 @@ def _one_group(group: Group) -> Group:
 
 
 def _chosen(x: torch.Tensor, router: Router) -> Chosen:
-    """What the router chooses."""
+    """The router's weights and experts."""
     chosen = router(x) if callable(router) else router
     if not isinstance(chosen, Sequence) or len(chosen) != 2 or not all(isinstance(t, torch.Tensor) for t in chosen):
         raise TypeError(
@@ -227,7 +227,7 @@ def _checked(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
     w3: torch.Tensor, activation: str | None, form: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """``x`` and the experts' weights, as autocast has them.
+    """``x`` and the experts' weights, converted as autocast requires.
 
     Raises
     ------
@@ -318,9 +318,9 @@ def _travel(
     op: str, x: torch.Tensor, chosen: torch.Tensor, sent: Callable[[torch.Tensor], Rows], e: Experts,
     how: Sequence[Any], compute: Compute, returned: Sequence[tuple[tuple[int, ...], torch.dtype]],
 ) -> Rows:  # fmt: skip
-    """What comes back of the rows ``sent(order)``, choice by choice: ``[T * top_k, ...]`` each.
+    """The results of the rows ``sent(order)`` in the order of the choices: ``[T * top_k, ...]`` each.
 
-    ``returned``: the shape of a row, and its dtype.
+    ``returned``: the shape of a row and its dtype, for each result.
     """
     group, form, deadline, worker_limit = how
     (state,) = states_of(_OP, group, _ANY)
@@ -367,7 +367,7 @@ def _forward(
 
 
 def _combined(rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """The sum of each token's rows ``[T, top_k, H]``, weighted, wide, in the order of its choices."""
+    """The weighted sum of each token's rows ``[T, top_k, H]``, in a wide dtype and in the order of its choices."""
     wide = wide_dtype(rows.dtype)
     total = rows.new_zeros((rows.shape[0], rows.shape[2]), dtype=wide)
     for choice in range(rows.shape[1]):

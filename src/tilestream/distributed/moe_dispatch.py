@@ -1,17 +1,17 @@
-"""Rows to the ranks of their experts, and what becomes of them back the same way.
+"""Rows travel to the ranks of their experts, and their results travel back.
 
-A rank sends rows sorted by expert, so those for one rank lie side by side. What comes back lies as what was sent.
+A rank sends rows sorted by expert, so the rows for one rank are contiguous. Results come back in the order of the rows.
 
 *gloo*, with all peers at once (`tilestream.distributed.exchange`), each in its own thread::
 
-    a peer's thread:  round 1: how many rows for each expert, both ways         known only now
-                      round 2: the rows, both ways, part by part (`parts_of`); a part of theirs is there: signal
-                      round 3: send what became of a part as soon as it is computed; receive what became of mine
-    calling thread:   this rank's own rows; then parts as they come, from whichever source: through their experts
+    a peer's thread:  round 1: the number of rows for each expert, both ways    known only now
+                      round 2: the rows, both ways, part by part (`parts_of`); signal each part that arrives
+                      round 3: send the results of a part as soon as it is computed; receive the results of mine
+    calling thread:   this rank's own rows; then parts from any source in the order of arrival: through their experts
 
-An expert's rows of one source are a product of their own, so bits depend on no order of arrival. The order of it all is
-`tilestream.core.protocols.dispatch`, which the checker explores: the calling thread performs its ``compute``, and a
-peer's thread does its ``converse`` in rounds.
+An expert's rows of one source are a separate product, so the bits are independent of the order of arrival. The order of
+the operations is `tilestream.core.protocols.dispatch`, which the checker explores: the calling thread performs its
+``compute``, and a peer's thread performs its ``converse`` in rounds.
 
 *Any other backend*: an all-to-all of the counts, one of the rows, all rows through the experts, an all-to-all back.
 """
@@ -35,28 +35,28 @@ from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.moe_experts import by_expert
 from tilestream.distributed.plan import Call
 
-#: Rows of several tensors, row by row of the same token and expert.
+#: Rows of several tensors; row i of each is of the same token and expert.
 Rows = tuple[torch.Tensor, ...]
-#: ``compute(place, rows, counts)``: what becomes of rows sorted by expert, of which each has so many. ``place``: the
-#: source, and the first expert; of all sources together (0, 0).
+#: ``compute(place, rows, counts)`` returns the results of rows sorted by expert; ``counts``: each expert's rows.
+#: ``place``: the source and the first expert; (0, 0) for all sources together.
 Compute = Callable[[tuple[int, int], Rows, torch.Tensor], Rows]
-#: Bytes of rows that arrive together, at least: a message of gloo costs some 20 us.
+#: The least bytes of rows that arrive together: a message of gloo costs about 20 us.
 PART_BYTES = 2**20
 
 
 class Part(NamedTuple):
-    """Rows that arrive together: those of one source for some neighbouring experts."""
+    """Rows that arrive together: the rows of one source for neighbouring experts."""
 
-    #: first, end: the experts.
+    #: first, end: the range of experts.
     first: int
     end: int
-    rows: slice  # of that source's rows
+    rows: slice  # the range of the source's rows
 
 
 def parts_of(counts: torch.Tensor, row_bytes: int) -> list[Part]:
-    """The parts of a source's rows, of which each expert has so many; both ranks find the same ones.
+    """The parts of a source's rows; ``counts``: each expert's rows. Both ranks compute the same parts.
 
-    A part has `PART_BYTES` or more, but for the last; each expert's rows are in one part.
+    Each part except the last has at least `PART_BYTES`; each expert's rows are in one part.
     """
     found, first, begin, end = [], 0, 0, 0
     for expert, rows in enumerate(counts.tolist()):
@@ -75,7 +75,7 @@ class _Dispatch:
     counts
         int64 ``[world, E]``: the rows that this rank sends, by rank and its experts.
     sent, back
-        Rows that are sent, and the memory of what comes back.
+        Rows that are sent, and the memory for their results.
     """
 
     def __init__(self, state: GroupState, counts: torch.Tensor, sent: Rows, back: Rows) -> None:
@@ -83,14 +83,14 @@ class _Dispatch:
         ends = counts.sum(1).cumsum(0).tolist()
         self.runs = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         self._row_bytes = sum(math.prod(x.shape[1:]) * x.element_size() for x in sent)
-        #: As many signals for each source as it may have parts.
+        #: For each source, one signal for each possible part.
         self.arrived = Signals(state.world * counts.shape[1])
-        #: By source: counts, rows and parts, once the counts are there.
+        #: Counts, rows and parts of each source, once its counts have arrived.
         self.received: dict[int, tuple[torch.Tensor, Rows, list[Part]]] = {}
         self._results: list[SimpleQueue[Rows | None]] = [SimpleQueue() for _ in range(state.world)]
 
     def chunk(self, source: int, part: int) -> int:
-        """The signal of a part."""
+        """The number of a part's signal."""
         return source * self._counts.shape[1] + part
 
     def rounds(self, peer: int) -> Iterator[Round]:
@@ -123,11 +123,11 @@ class _Dispatch:
         self.arrived.fail(error)
 
     def computed(self, source: int, results: Rows) -> None:
-        """What became of the next part of ``source``, to be sent back."""
+        """Hand over the results of the next part of ``source``, which are sent back."""
         self._results[source].put(results)
 
     def stop(self) -> None:
-        """No more will be computed."""
+        """Declare that no more results will be computed."""
         for results in self._results:
             results.put(None)
 
@@ -135,12 +135,12 @@ class _Dispatch:
 def by_messages(
     state: GroupState, call: Call, counts: torch.Tensor, sent: Rows, back: Rows, compute: Compute, seconds: float
 ) -> None:
-    """Fill ``back`` over a gloo group, each part computed when it is there. Hold the group's call.
+    """Fill ``back`` over a gloo group; each part is computed when it has arrived. Hold the group's call.
 
     Raises
     ------
     ArrivalTimeout, GroupBroken, ValueError
-        As `tilestream.distributed.gloo.gather_matmul`.
+        See `tilestream.distributed.gloo.gather_matmul`.
     """
     end = time.perf_counter() + seconds
     traffic = _Dispatch(state, counts, sent, back)
@@ -188,14 +188,14 @@ def by_messages(
                 else:
                     traffic.computed(op.source, results)
                 op = operations.send(answer)
-        finally:  # what the text does behind Stop, `Exchange.run` does
+        finally:  # `Exchange.run` does what the text does after Stop
             traffic.stop()
 
     Exchange(state, call, traffic, seconds).run(run)
 
 
 def by_collectives(state: GroupState, call: Call, counts: torch.Tensor, sent: Rows, compute: Compute) -> Rows:
-    """What comes back, by all-to-all; the host reads the counts. Hold the group's call.
+    """The results, by all-to-all; the host reads the counts. Hold the group's call.
 
     Raises
     ------
@@ -220,14 +220,14 @@ def _unsorted(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def sorted_rows(experts: torch.Tensor, count: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(order, counts)`` of the choices ``experts``: the order that sorts them by expert; int64 ``[world, E]``.
+    """The order that sorts the choices ``experts`` by expert, and their counts, int64 ``[world, E]``.
 
-    ``count``: experts of all ranks.
+    ``count``: the number of experts of all ranks.
 
     Raises
     ------
     ValueError
-        If there is no such expert.
+        If a chosen expert does not exist.
     """
     chosen = experts.reshape(-1)
     if bool(((chosen < 0) | (chosen >= count)).any()):

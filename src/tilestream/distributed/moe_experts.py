@@ -1,14 +1,14 @@
-"""The maths of a mixture's experts, on rows that are sorted by expert: forward, and its gradients.
+"""The maths of a mixture's experts on rows sorted by expert: the forward pass and its gradients.
 
 ::
 
-    forward:   h = act(x @ w1.T) * (x @ w3.T);  y = h @ w2.T                             a grouped product each
+    forward:   h = act(x @ w1.T) * (x @ w3.T);  y = h @ w2.T                             each a grouped product
     backward:  t = grad @ w2;  of_factor = sum(t * h);  t *= factor                      y is not needed
                da = t * (x @ w3.T) * act'(x @ w1.T);  db = t * act(x @ w1.T)
                dx = da @ w1 + db @ w3;  dw1 = da.T @ x;  dw3 = db.T @ x;  dw2 = (factor * grad).T @ h
 
-``grad`` is the gradient with respect to ``factor * y``: the factor of a token and an expert is applied where the token
-came from. The hidden rows are computed once more in the backward pass: nothing is kept between the two.
+``grad`` is the gradient with respect to ``factor * y``: the token's own rank applies the factor of a token and an
+expert. The backward pass recomputes the hidden rows, so that nothing is kept between the passes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Experts(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What the gradients of the weights need of some rows, sorted by expert."""
+    """The data of some rows, sorted by expert, for the gradients of the weights."""
 
     counts: torch.Tensor  # int64 ``[E]``: each expert's rows
     #: x, weighted: ``[rows, H]``: the inputs, and the gradients of y. of_gate, of_up, hidden: ``[rows, I]``.
@@ -45,17 +45,17 @@ class Part(NamedTuple):
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are added that are not a product's own."""
+    """The dtype of sums outside of matmuls."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def ends_of(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Where each group of so many rows ends: int32."""
+    """The ends of groups with these numbers of rows: int32."""
     return counts.cumsum(0).to(device, torch.int32)
 
 
 def forward(e: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Each row through its expert."""
+    """The results of the rows, each by its expert."""
     ends = ends_of(counts, x.device)
     hidden = grouped_mm(x, e.w1.mT, ends, activation=_name(e.activation))
     hidden *= grouped_mm(x, e.w3.mT, ends)
@@ -65,7 +65,7 @@ def forward(e: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 def backward(
     e: Experts, x: torch.Tensor, grad: torch.Tensor, factors: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Part]:
-    """Gradients of the rows and of their factors (``[rows]``, wide), and what those of the weights need."""
+    """The gradients of the rows and of their factors (``[rows]``, wide), and the `Part` for the weights' gradients."""
     ends, wide = ends_of(counts, x.device), wide_dtype(x.dtype)
     gate = grouped_mm(x, e.w1.mT, ends, out_dtype=wide)
     up = grouped_mm(x, e.w3.mT, ends, out_dtype=wide)
@@ -85,7 +85,7 @@ def backward(
 
 
 def weight_gradients(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of w1, w2 and w3, of all rows: those of one expert in the order of the parts."""
+    """Gradients of w1, w2 and w3 over all rows; an expert's rows are in the order of the parts."""
     counts = torch.stack([part.counts for part in parts])
     x, weighted, of_gate, of_up, hidden = (torch.cat(same) for same in zip(*(p[1:] for p in parts), strict=True))
     if len(parts) > 1:
@@ -112,7 +112,7 @@ def _name(activation: str) -> str | None:
 
 
 def _through(activation: str, change: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """A gradient through the activation, at its input."""
+    """The gradient at the activation's input."""
     if activation == "none":
         return change
     if activation == "relu":

@@ -8,9 +8,9 @@ shard and ``nodes`` nodes of ``local`` GPUs:
 
 So a shard crosses between two nodes once, not once for each of the ``local`` GPUs that need it.
 
-A call has ``nodes`` steps: the own node's rows first, then those of the node before, and so on, in the order of
-arrival. A step is a gather inside the node beside its matmul, and takes the longer of the two. A step's shard has
-arrived when the NIC has received that many shards::
+A call has ``nodes`` steps: the own node's rows first, then the previous node's, and so on, in the order of arrival. In
+a step the gather inside the node overlaps with its matmul, and the step takes the longer of the two. The shard of step
+j has arrived when the NIC has received j shards::
 
     there(0) = 0;  there(j) = j * S / nic
     end(j) = max(end(j - 1), there(j)) + max(matmul / nodes, (local - 1) * S / nvlink)
@@ -31,7 +31,7 @@ NIC, NVLINK = 50e9, 450e9
 
 @dataclass(frozen=True)
 class NodeModel:
-    """The model of a call; see the module."""
+    """The model of a call; see the module's docstring."""
 
     #: nodes, local: the number of nodes, and of GPUs in one.
     nodes: int
@@ -49,9 +49,9 @@ class NodeModel:
         Parameters
         ----------
         case
-            Of the ranks of one node.
+            The case of the ranks of one node.
         rates
-            The device's: see ``table.json``.
+            The device's rates: see ``table.json``.
         """
         flops = rates["flops"] * (2 if case.itemsize == 1 else 1)
         matmul = 2.0 * nodes * case.world * case.rows * case.n * case.k / flops
@@ -74,7 +74,7 @@ class NodeModel:
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of the matmul, of the NIC and of NVLink, each alone; the longest bounds any order from below."""
+        """Seconds of the matmul, of the NIC and of NVLink, each alone; the longest is a lower bound of a call."""
         return self.matmul, self.nic_bytes / self.nic, self.nvlink_bytes / self.nvlink
 
     @property
@@ -108,16 +108,16 @@ class NodeModel:
 
 
 def columns_to_hide(itemsize: int, flops: float, local: int, nic: float = NIC) -> float:
-    """The least columns of B on a GPU that hide the NIC, for any number of rows, K and number of nodes.
+    """The least columns of B on a GPU that hide the NIC's transfers, for any numbers of rows, K and nodes.
 
-    A shard of ``r`` rows is ``r * K * itemsize`` bytes, a step's matmul ``2 * local * r * N * K`` operations: what is
-    left is ``N >= itemsize * flops / (2 * local * nic)``. For a reduce-scatter, N and K are exchanged.
+    A shard of ``r`` rows has ``r * K * itemsize`` bytes, and a step's matmul has ``2 * local * r * N * K`` operations.
+    So the condition is ``N >= itemsize * flops / (2 * local * nic)``. For a reduce-scatter, N and K are exchanged.
     """
     return itemsize * flops / (2 * local * nic)
 
 
 def explain(nodes: int, case: Case) -> list[tuple[str, str]]:
-    """The model of a call over ``nodes`` nodes in words; ``case`` is of the ranks of one."""
+    """The model of a call over ``nodes`` nodes in words; ``case`` is that of the ranks of one node."""
     rates = table()["rates"].get(case.device)
     if rates is None or case.device == "cpu":
         return [("nodes", f"{nodes}, each a step")]

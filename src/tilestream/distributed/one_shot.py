@@ -3,14 +3,15 @@
 ::
 
     calling stream:  matmul -> slot; set my flag at each peer; wait for the peers' flags; read all slots, add
-    watchdog:        releases the stream when a peer has not come in time, and makes the sum NaN
+    watchdog:        if a peer is late: release the stream, and make the sum NaN
 
-The operations are those of `tilestream.core.protocols.one_shot`, which the checker explores; this module says what each
-is on a GPU, and records them (`tilestream.distributed.program`). Streams synchronise by memory operations: waiting for
+`tilestream.core.protocols.one_shot`, which the checker explores, has the operations. This module maps each to a GPU's
+operation, and records them (`tilestream.distributed.program`). Streams synchronise by memory operations, so waiting for
 a peer holds no SM (invariant 10).
 
-Measured as a hand-written prototype (2 x H200, benchmarks/results/h200/reduce_by_hand_x2.json): from 64 rows on
-1.04 to 1.31 times as fast as NCCL behind torch.mm; for fewer rows NCCL's kernel, without stream handshakes, is as fast.
+Measurements of a hand-written prototype (2 x H200, benchmarks/results/h200/reduce_by_hand_x2.json): from 64 rows on it
+is 1.04 to 1.31 times as fast as torch.mm followed by NCCL. For fewer rows NCCL's kernel, without stream handshakes, is
+as fast.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ Product = Callable[[torch.Tensor], object]
 
 
 class AllReduceQueue(ReduceScatterQueue):
-    """A group's all-reduces on one GPU; they expire as reduce-scatters do. Hold the group's call."""
+    """A group's all-reduces on one GPU; they expire like reduce-scatters. Hold the group's call."""
 
     op = "matmul_all_reduce"
     _addresses: torch.Tensor | None = None
     _first_slot = 0
 
     def make_publication(self, chunks: int) -> Publication:
-        """None: a slot is signalled when its matmul has ended."""
+        """Return None, since a slot is signalled when its matmul has ended."""
         return cast("Publication", None)
 
     def reduce(
@@ -54,13 +55,13 @@ class AllReduceQueue(ReduceScatterQueue):
         Parameters
         ----------
         shape, dtype
-            Of a partial sum.
+            The shape and the dtype of a partial sum.
         reduce_partials
-            Of the slots at these addresses, ``int64[world]``.
+            Adds the slots at addresses ``int64[world]``.
         seconds
             Seconds that peers have from the matmul's end.
         """
-        addresses = self._slots()  # may raise, so before the call is counted: no peer has heard of it
+        addresses = self._slots()  # before the call is counted, because it may raise
         epoch = self.begin()
         calling = torch.cuda.current_stream(self.device)
         slot, call = epoch % gather.SLOTS, Issuing(self, epoch, epoch, seconds, calling, calling)
@@ -77,7 +78,7 @@ class AllReduceQueue(ReduceScatterQueue):
             raise
 
     def _prepare_call(self, form: None, slot: int) -> Program:
-        """Record a call; of any shape, because only the host's part depends on it."""
+        """Record a call of any shape, since only the host's part depends on the shape."""
         recorder, flag = Recorder(slot), self.flags.flag
         add, epoch_of, side = recorder.add, recorder.epoch_of, self._events[slot].side.cuda_event
 
@@ -97,7 +98,7 @@ class AllReduceQueue(ReduceScatterQueue):
         return recorder.program()
 
     def _slots(self) -> torch.Tensor:
-        """The addresses of every rank's slots, ``int64[SLOTS, world]``; new when the slots have grown."""
+        """The addresses of every rank's slots, ``int64[SLOTS, world]``; made again when the slots have grown."""
         first = self.memory.address(self._rank, 0)
         if self._addresses is None or self._first_slot != first:
             at = [[self.memory.address(rank, slot) for rank in range(self._world)] for slot in range(gather.SLOTS)]
@@ -110,7 +111,7 @@ class AllReduceQueue(ReduceScatterQueue):
 def matmul_reduce(state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype) -> torch.Tensor:
     """The sum (or average) over all ranks of their products, on each rank, plus the bias: ``[..., M, N]`` of ``dtype``.
 
-    Non-blocking. Later errors are raised by the next call on this device, and with this group.
+    Non-blocking. The next call on this device, or with this group, raises later errors.
     """
     a, seconds = request.a, request.seconds(state)
     whole = *a.shape[:-1], request.b.shape[-1]

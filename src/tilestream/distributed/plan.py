@@ -1,4 +1,4 @@
-"""`DistributedPlan`: how a call across ranks runs, and why not otherwise."""
+"""`DistributedPlan`: the form of a call across ranks, with the reasons."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _WAYS: Mapping[Way, str] = {
     "push": "each rank pushes its shard to one peer after the other: the data are the handshake",
     "pull": "each rank pulls from one peer after the other, behind a handshake",
 }
-#: Where the kernel reads this rank's own shard.
+#: The place where the kernel reads this rank's own shard, in words.
 _OWN_SHARD: Mapping[Way, str] = {
     "push": "where the caller has it, if it is in one piece, and whole tiles of the Hopper kernel; else in the slot",
     "pull": "in the slot, where it is copied first: the peers pull it from there",
 }
-#: What a fused call does, and what an unfused one does. An all-reduce has too few rows to overlap with anything.
+#: A fused and an unfused call in words. An all-reduce has too few rows to overlap.
 _OVERLAP, _ONE_SHOT = "transfer and matmul overlap", "in one shot: each rank reads the partial sums of all, and adds"
 _SEQUENTIAL = "one after the other"
-#: The matmul of an unfused all-reduce, where it is torch's.
+#: The matmul of an unfused all-reduce in words, if it is torch's.
 _LIBRARY = "torch's, of operands of one dtype without scales: measured to be the faster one for this shape class"
-#: Fields that each node decides by itself, from what its GPUs can do. Nodes do not compare them.
+#: Fields that each node decides by itself, from its GPUs' capabilities. Nodes do not compare them.
 _OF_A_NODE = ("form", "chunks", "way", "counted")
-#: What carries the data: messages of gloo; copy engines over symmetric memory; a collective of any backend.
+#: The carrier of the data: messages of gloo; copy engines over symmetric memory; a collective of any backend.
 Transport = Literal["gloo", "symmetric memory", "collective"]
 
 
 class Call(Protocol):
-    """What the ranks compare of a call: a plan of any kind."""
+    """The part of a plan that the ranks compare."""
 
     @property
     def op(self) -> str:
@@ -44,31 +44,31 @@ class Call(Protocol):
 
     @property
     def handshake(self) -> bytes:
-        """The same bytes on each rank, or the calls differ."""
+        """Bytes that are the same on each rank, unless the calls differ."""
 
 
 @dataclass(frozen=True)
 class DistributedPlan:
-    """How an op across ranks runs.
+    """The plan of an op across ranks.
 
     Attributes
     ----------
     case
-        What all ranks know alike.
+        The values that all ranks know.
     rank
         This process's rank.
     decision
-        Fused or not, by table, model or caller, regardless of what is possible here.
+        Fused or not, by table, model or caller; ``refused`` has the reasons against a fused form here.
     transport
-        What carries the data.
+        The carrier of the data.
     refused
-        Why the call is not fused, where it is not.
+        The reasons why the call is not fused; empty if it is.
     agreed
-        What the ranks compare: see `tilestream.core.protocols.handshake`.
+        The values that the ranks compare: see `tilestream.core.protocols.handshake`.
     counted
         Whether the device counts the calls, so that CUDA graphs may hold them (`tilestream.distributed.graph_calls`).
     nodes
-        How many nodes take part. Each step of the call handles the rows of one; ``case`` is of the ranks of one.
+        The number of nodes. Each step of the call handles the rows of one node; ``case`` is that of one node's ranks.
     """
 
     case: Case
@@ -92,7 +92,7 @@ class DistributedPlan:
 
     @property
     def fused(self) -> bool:
-        """Whether transfer and matmul overlap; of an all-reduce, whether it is done in one shot."""
+        """Whether transfer and matmul overlap; for an all-reduce, whether it is done in one shot."""
         return not self.refused
 
     @property
@@ -106,7 +106,7 @@ class DistributedPlan:
         return replace(self, agreed={name: value for name, value in self.agreed.items() if name not in _OF_A_NODE})
 
     def explain(self) -> str:
-        """The choices, and what was refused, in words."""
+        """The choices, and the refused ones, in words."""
         case, shard = self.case, f"{self.case.rows} x {self.case.width} {self.case.dtype}"
         if case.op == "matmul_all_reduce":
             how, what = _ONE_SHOT, ("partial", f"{shard} of each rank")

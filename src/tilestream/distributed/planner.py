@@ -1,4 +1,4 @@
-"""The plan of a call: fused or not, over which transport, and why."""
+"""The choice of a call's plan: fused or not, the transport, and the reasons."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tilestream.plan.limit import is_invariant, limit
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime.properties import cuda_properties
 
-#: Plans that a group keeps.
+#: The most plans that a group keeps.
 _MOST_PLANS = 1024
-#: Why a capture holds a call unfused that could be fused.
+#: The reason why a capture holds a call unfused that could be fused.
 UNPREPARED = (
     "a CUDA graph is being captured, and no equal call has made what its ranks share: call it once before the capture"
 )
-#: Why neither a sum nor an all-reduce is fused in one hardware queue.
+#: The reason why no sum is fused in a single hardware queue.
 ONE_QUEUE = (
     "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share a queue, and the one that waits for a peer would hold the "
     "others without a bound, that of the watchdog too; set it to 8, or not at all"
@@ -43,15 +43,15 @@ def make_plan(
     Parameters
     ----------
     shard
-        Shape of one rank's share of what travels.
+        The shape of one rank's share of the data that travel.
     k
         The length of the sums that a rank computes.
     agreed
-        What the ranks must call alike; the decision and the table's hash are added.
+        The values that the ranks compare, to which the decision and the table's hash are added.
     unfused
-        Why the call is not fused, if that is known beforehand.
+        The reason why the call is not fused, if it is known beforehand.
     unmeasured
-        The reason given where an op that is fused only on measurements has none.
+        The reason for an unfused call without a measurement, for an op that is fused only on measurements.
     """
     x, n = request.a, sum(b.shape[-1] for b in request.bs)
     key = (
@@ -70,9 +70,9 @@ def make_plan(
 def connected_plan(
     state: GroupState, plan: DistributedPlan, device: torch.device, make: Callable[[], DistributedPlan]
 ) -> DistributedPlan:
-    """``plan``; or ``make()`` if the ranks connect here for the first time, and cannot all reach each other.
+    """``plan``; or ``make()`` if the ranks connect in this call, and cannot all reach each other.
 
-    Collective, before the first fused call on GPUs.
+    Collective before the first fused call on GPUs.
     """
     if state.connected or plan.transport != "symmetric memory" or not plan.fused:
         return plan
@@ -90,7 +90,7 @@ def _make(
     case = Case(op, rows, n, k, width, state.world, dtype_name(x.dtype), x.element_size(), _device_class(x.device))
     promises = op != GATHER and state.world > 1 and is_invariant(limit())
     if promises and form == "auto":
-        form = "fused"  # there sums are added in the order of the ranks, on every rank and however rows are cut
+        form = "fused"  # this form adds in the order of the ranks, for any cut of the rows
     decision = decide(case, form)
     if op == ALL_REDUCE:
         decision = replace(decision, chunks=1)
@@ -136,7 +136,7 @@ def _make(
 
 
 def _adds_in_another_order(state: GroupState, request: Request, why: str) -> NotImplementedError:
-    """Of a sum that is not fused, under a promise of equal bits."""
+    """The error for an unfused sum under a promise of equal bits."""
     return NotImplementedError(
         f"{request.op} under tilestream.invariant: not fused ({why}), and the {state.backend(request.a.device.type)} "
         "backend adds in an order that depends on the rows; gather the products, and add them in the order of the ranks"
@@ -144,9 +144,10 @@ def _adds_in_another_order(state: GroupState, request: Request, why: str) -> Not
 
 
 def without_pulls(decision: Decision) -> Decision:
-    """A gather's decision where all streams share one hardware queue: shards are pushed.
+    """A gather's decision for streams that share one hardware queue: shards are pushed.
 
-    A stream that waits for a peer's flag would block all others: the kernel with its deadline, and the watchdog's.
+    A stream that waits for a peer's flag would block all others: that of the kernel with the deadline, and the
+    watchdog's.
     """
     if decision.way != "pull":
         return decision
@@ -158,7 +159,7 @@ def _device_class(device: torch.device) -> str:
 
 
 def backend_of(state: GroupState, device: torch.device) -> str:
-    """The group's backend for tensors on ``device``; `ValueError` where it has none."""
+    """The group's backend for tensors on ``device``; `ValueError` if it has none."""
     backend = state.backend(device.type)
     if not backend:
         raise ValueError(
@@ -169,7 +170,7 @@ def backend_of(state: GroupState, device: torch.device) -> str:
 
 
 def _transport(state: GroupState, x: torch.Tensor, cuts_last: bool) -> tuple[Transport, tuple[Refusal, ...]]:
-    """What carries data between ranks on this device, and why it cannot overlap with a matmul."""
+    """The carrier of data between ranks on this device, and the reasons why it cannot overlap with a matmul."""
     backend = backend_of(state, x.device)
     cut = (Refusal("fused", "the last dimension is cut: no tile can begin before all ranks' parts are there"),)
     if x.device.type == "cpu":

@@ -1,10 +1,10 @@
-"""`Program`: what a call gives the driver, recorded once for a form and a slot, and issued at each call.
+"""`Program`: the driver's operations of a call, recorded once for a form and a slot, and issued at each call.
 
-The texts of `tilestream.core.protocols` are the only source of the order. Each is run once for a slot, with handlers
-that record the driver's operation in place of performing it. What differs from call to call is a `Slot` of the
-sequence: the calling stream, the epoch, addresses of the caller's tensors. What only the host can do (a launch, a copy
-of strided rows) is a name in the program. So a call issues the operations of its text, in the order of its text, by a
-few native calls.
+The texts of `tilestream.core.protocols` are the only source of the order. Each text is run once for a slot, with
+handlers that record the driver's operations instead of performing them. The values that differ between calls (the
+calling stream, the epoch, addresses of the caller's tensors) are each a `Slot` of the sequence. The host's actions (a
+launch, a copy of strided rows) are names in the program. So a call issues the operations of its text, in the text's
+order, by a few native calls.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 from tilestream.core.protocols.gather import SLOTS, Operations
 from tilestream.runtime.sequence import MOST_OPERATIONS, Operation, Sequence, Slot
 
-#: What performs, or records, each operation of a protocol, by its type.
+#: The functions that perform, or record, a protocol's operations, by their types.
 Handlers = dict[type, Callable[[Any], Any]]
-#: Sequences, and names of what the host does between them.
+#: Sequences, and the names of the host's actions between them.
 Program = tuple[Sequence | str, ...]
 
-#: What the host does, by the names of a program.
+#: The host's actions, by their names in a program.
 Host = Mapping[str, Callable[[], object]]
 
-#: The values of an issue: the calling stream's handle, the call's epoch, and two that the op gives.
+#: The values of an issue: the calling stream's handle, the call's epoch, and two values of the op.
 CALLING, EPOCH, FIRST, SECOND = map(Slot, range(4))
 _VALUES = 4
 
 
 class Recorder:
-    """A program in the making, of calls in one slot."""
+    """Records the program of calls in one slot."""
 
     def __init__(self, slot: int) -> None:
-        #: A call of that slot, for the texts.
+        #: The epoch of a call of that slot, for the texts.
         self.epoch = slot + SLOTS
         self._parts: list[Sequence | str] = []
         self._operations: list[Operation] = []
@@ -44,7 +44,7 @@ class Recorder:
         self._operations.append(operation)
 
     def host(self, name: str) -> None:
-        """Record that the host does ``name`` here."""
+        """Record the host's action ``name``."""
         self._close()
         self._parts.append(name)
 
@@ -54,11 +54,11 @@ class Recorder:
         return found
 
     def run(self, text: Operations, handlers: Handlers) -> None:
-        """Record all operations of a protocol whose answers decide nothing."""
+        """Record all operations of a protocol that does not depend on answers."""
         run_protocol(text, handlers)
 
     def program(self) -> Program:
-        """What was recorded."""
+        """The recorded program."""
         self._close()
         return tuple(self._parts)
 
@@ -74,9 +74,9 @@ def issue(program: Program, values: tuple[int, int, int, int], host: Host) -> No
     Parameters
     ----------
     values
-        Of `CALLING`, `EPOCH`, `FIRST` and `SECOND`.
+        The values of `CALLING`, `EPOCH`, `FIRST` and `SECOND`.
     host
-        Does what the program names.
+        The host's actions by name.
     """
     for part in program:
         if isinstance(part, str):
@@ -86,7 +86,7 @@ def issue(program: Program, values: tuple[int, int, int, int], host: Host) -> No
 
 
 def run_protocol(text: Operations, handlers: Handlers) -> int | None:
-    """Give each operation that a protocol yields to its handler; returns what the protocol returns."""
+    """Pass each operation of a protocol to its handler; returns the protocol's result."""
     try:
         op = next(text)
         while True:
@@ -97,4 +97,4 @@ def run_protocol(text: Operations, handlers: Handlers) -> int | None:
 
 
 def no_op(op: object) -> None:
-    """An operation that the order of its stream implies."""
+    """The handler of an operation that the order of its stream implies."""

@@ -21,7 +21,7 @@ from tilestream.ops.scales import canonical_scales
 
 
 def travel_dtype(request: Request) -> torch.dtype:
-    """Raise what the matmul would raise; returns the dtype of the partial sums that travel."""
+    """Check the matmul's operands, and return the dtype of the partial sums that travel."""
     (dtype,) = request.rehearse(math.prod(request.a.shape[:-1]), request.a.shape[-1])
     return dtype
 
@@ -42,14 +42,14 @@ def part_shape(request: Request, world: int) -> tuple[int, ...]:
 
 
 def plan_of(state: GroupState, request: Request, **more: object) -> DistributedPlan:
-    """The plan of a call; ``more``: what else the ranks must call alike."""
+    """The plan of a call; ``more``: further values that the ranks compare."""
     a = request.a
     agreed = {"a": f"{list(a.shape)[:-1]} rows {a.dtype}".replace("torch.", ""), "scatter_dim": request.dim, **more}
     return make_plan(state, request, part_shape(request, state.world), a.shape[-1], agreed)
 
 
 class _Decided(NamedTuple):
-    """What equal calls have in common: ``shape`` is of one rank's part of the result, ``dtype`` of what travels."""
+    """The decisions that equal calls share: ``shape`` is a part's, ``dtype`` is that of the data that travel."""
 
     plan: DistributedPlan
     shards: Shards
@@ -58,7 +58,7 @@ class _Decided(NamedTuple):
 
 
 def run(state: GroupState, request: Request, key: object = None) -> torch.Tensor:
-    """The sum over all ranks: this rank's part. ``key``: of the request, if the caller has it."""
+    """The rank's own part of the sum over all ranks. ``key``: the request's key, if the caller has it."""
     request.begin(state)
     key, seconds, a, b = key or request.key(state), request.seconds(state), request.a, request.b
     found: _Decided | None = state.decided(key)
@@ -88,12 +88,12 @@ def run(state: GroupState, request: Request, key: object = None) -> torch.Tensor
             by_rank = _by_rank(shards, a).reshape(rows, -1)
             whole = request.product(by_rank, bias=None, out_dtype=dtype).view(shards.shape)
             agree(state, plan, a.device)
-            total = reduce_scatter(state, whole.transpose(0, 1).contiguous())  # one batch is not copied
+            total = reduce_scatter(state, whole.transpose(0, 1).contiguous())  # a single batch needs no copy
     return finish(request, total, state.world, dtype).view(shape)
 
 
 def finish(request: Request, total: torch.Tensor, world: int, dtype: torch.dtype) -> torch.Tensor:
-    """The average, if asked for, plus the bias, of a sum over all ranks."""
+    """The result from a sum over all ranks: the sum, or the average if requested, plus the bias."""
     if request.reduce_op != "avg" and request.bias is None:
         return total.to(dtype)
     total = total.to(wide_dtype(dtype))
@@ -105,7 +105,7 @@ def finish(request: Request, total: torch.Tensor, world: int, dtype: torch.dtype
 
 
 def _by_rank(shards: Shards, a: torch.Tensor) -> torch.Tensor:
-    """``a`` as ``[batches, world, rows, K]``: a view, unless a transposed ``a`` has none."""
+    """``a`` as ``[batches, world, rows, K]``: a view if its strides allow one, else a copy."""
     return a.reshape(*shards.shape[:-1], a.shape[-1])
 
 

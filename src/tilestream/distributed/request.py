@@ -1,7 +1,7 @@
 """`Request`: the arguments of an op across ranks, checked before anything is sent.
 
-The matmul checks its own operands: it is called once on tensors without memory, of the shapes that it will get, and
-raises there before any rank hears of the call.
+The matmul checks its own operands: it is called once with tensors of the same shapes on the meta device, and raises
+before anything is sent.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ReduceOp = Literal["sum", "avg"]
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
 
 _LISTS, _MAYBE_DTYPE = (list, tuple), (type(None), torch.dtype)
-#: The parameters of `native.product` behind the operands, of a plain product.
+#: The parameters of `native.product` after the operands, with the values of a plain product.
 _PLAIN_PRODUCT: tuple[tuple[str, object], ...] = (
     ("out", None), ("bias", None), ("residual", None), ("alpha", 1.0), ("beta", 1.0), ("activation", None),
     ("out_dtype", None), ("scale_a", None), ("scale_b", None), ("fast_accum", True), ("schedule", "auto"),
     ("workers", None),
 )  # fmt: skip
 
-#: Shape and dtype.
+#: A shape and a dtype.
 Kind = tuple[tuple[int, ...], torch.dtype]
 Tensors = Sequence["torch.Tensor | None"]
 #: One value, or one for each B.
@@ -53,8 +53,8 @@ class Request(NamedTuple):
     """The arguments of one call."""
 
     op: Op
-    a: torch.Tensor  # the left operand; of a gather, this rank's shard of it
-    #: bs, biases, scales_b, activations: the right operands, and what belongs to each; all of one length.
+    a: torch.Tensor  # the left operand; for a gather, this rank's shard of it
+    #: bs, biases, scales_b, activations: the right operands and the options of each; all have one length.
     bs: Sequence[torch.Tensor]
     biases: Tensors
     activations: Sequence[str]
@@ -64,7 +64,7 @@ class Request(NamedTuple):
     reduce_op: str = "sum"
     out_dtype: torch.dtype | None = None
     fast_accum: bool = True
-    return_a: bool = False  # of a gather: whether the gathered ``a`` is returned
+    return_a: bool = False  # whether a gather returns the gathered ``a``
     form: Form = "auto"
     deadline: float | None = None  # seconds; None: the group's own timeout
 
@@ -84,16 +84,16 @@ class Request(NamedTuple):
         return self.scales_b[0]
 
     def divisor(self, world: int) -> float:
-        """What the sum over all ranks is divided by."""
+        """The divisor of the sum over all ranks."""
         return float(world if self.reduce_op == "avg" else 1)
 
     @property
     def cuts_last(self) -> bool:
-        """Whether the last dimension of ``a`` is the one that is cut."""
+        """Whether the last dimension of ``a`` is cut."""
         return self.dim == self.a.dim() - 1
 
     def key(self, state: GroupState) -> tuple[object, ...]:
-        """What decides all of a call but its deadline: equal calls differ in contents and addresses alone."""
+        """The values that decide a call, except its deadline: equal calls differ only in contents and addresses."""
         a = self.a
         return (
             self.op, _layout(a), tuple(map(_layout, self.bs)), tuple(map(_layout, self.biases)),
@@ -104,7 +104,7 @@ class Request(NamedTuple):
         )  # fmt: skip
 
     def product(self, a: torch.Tensor, i: int = 0, **changes: Any) -> torch.Tensor:
-        """``a @ bs[i]`` with the call's options, but for ``changes``."""
+        """``a @ bs[i]`` with the call's options, except ``changes``."""
         activation = None if self.activations[i] == "none" else self.activations[i]
         of_call = {
             "bias": self.biases[i], "activation": activation, "out_dtype": self.out_dtype, "scale_a": self.scale_a,
@@ -116,9 +116,9 @@ class Request(NamedTuple):
         return matmul.multiply(matmul.Request(self.op, a, b, **of_call)) if made is None else made
 
     def rehearse(self, rows: int, k: int, gathers_scales: bool = False) -> list[torch.dtype]:
-        """Raise what the matmuls of ``[rows, k]`` would raise; returns the dtypes of their results.
+        """Check the matmuls of ``[rows, k]`` without memory; returns the dtypes of their results.
 
-        ``gathers_scales``: the matmul gets one scale a row, whatever the caller gave.
+        ``gathers_scales``: whether the matmul gets one scale a row even if the caller gave one scale.
         """
         scale = None if self.scale_a is None else _kind(self.scale_a)
         if self.scale_a is not None and (gathers_scales or self.scale_a.numel() > 1):
@@ -161,12 +161,12 @@ class Request(NamedTuple):
     def begin(self, *states: GroupState) -> None:
         """Raise if an earlier call on the device has expired, or a group is broken."""
         if self.a.is_cuda:
-            check_device(self.a.device.index)  # first: an expiry says more than that the group is broken
+            check_device(self.a.device.index)  # first, because an expiry says more than a broken group
         for state in states:
             state.check()
 
     def running(self, state: GroupState | None = None) -> contextlib.AbstractContextManager[None]:
-        """See `running`."""
+        """The context of the call: see the function `running`."""
         return running(self.a.device.type, state)
 
 
@@ -174,7 +174,7 @@ class Request(NamedTuple):
 def running(kind: str, state: GroupState | None) -> Iterator[None]:
     """The context of a call on this kind of device: serialised in ``state``, without autograd and autocast."""
     call = contextlib.nullcontext() if state is None else state.call()
-    # To make a block of autocast costs more than to look whether one is needed.
+    # Making an autocast block costs more than testing whether it is needed.
     autocasts = torch._C._is_any_autocast_enabled()
     with (
         shutdown.call(), call, torch.no_grad(),
@@ -188,10 +188,10 @@ def given_request(
     scale_a: Any = None, scale_b: Any = None, out_dtype: Any = None, fast_accum: Any = True, return_a: Any = False,
     form: Any = "auto", deadline: Any = None,
 ) -> Request | None:  # fmt: skip
-    """The arguments as `check_request` would have them, not checked; None for a call that the registered op must see.
+    """The arguments in the form of `check_request`, unchecked; None for a call that must go to the registered op.
 
-    If an equal call has been made, by `Request.key`, they are right. Something may have to see a call between the
-    caller and the kernel: autograd, a mode, a subclass of tensors, a transform, a compiler, autocast, a profiler.
+    They are valid if an equal call, by `Request.key`, has been made. A call must go to the registered op if autograd, a
+    mode, a subclass of tensors, a transform, a compiler, autocast or a profiler has to see it.
     """
     if is_compiling():
         return None
@@ -228,7 +228,7 @@ def check_request(
     out_dtype: torch.dtype | None = None, fast_accum: bool = True, return_a: bool = False, form: str = "auto",
     deadline: float | None = None,
 ) -> Request:  # fmt: skip
-    """The caller's arguments as a `Request`: one B as a list of one, operands converted as autocast says.
+    """The caller's arguments as a `Request`: one B becomes a list of one, and autocast converts the operands.
 
     Raises
     ------
@@ -264,7 +264,7 @@ def check_request(
 
 
 def _each(op: str, name: str, given: object, count: int) -> list[object]:
-    """One for each B. A bias or scale that is given for one B alone is a list of one; one activation serves all."""
+    """A list with one value for each B. A single tensor becomes a list of one; one activation serves all."""
     if given is None or (isinstance(given, str) and name == "activation"):
         return [given] * count
     if isinstance(given, torch.Tensor):
@@ -284,7 +284,7 @@ def _tensors(op: str, name: str, given: object, count: int) -> list[torch.Tensor
 
 
 def _check_dim(op: str, cut: str, dim: int, a: torch.Tensor, name: str) -> int:
-    """The dimension of ``a`` that is cut, counted from the front; ``cut`` and ``name`` are the caller's names."""
+    """The cut dimension of ``a``, counted from the front; ``cut`` and ``name`` are the caller's argument names."""
     if not isinstance(a, torch.Tensor):
         raise TypeError(f"{op}: {name} is a {type(a).__name__}; it is a torch.Tensor")
     if a.dim() < 2:
@@ -299,7 +299,7 @@ def _check_dim(op: str, cut: str, dim: int, a: torch.Tensor, name: str) -> int:
 
 
 def _check_devices(op: str, a: torch.Tensor, **others: Tensors) -> None:
-    """Raise unless all are on ``a``'s device, which is the CPU or a GPU."""
+    """Raise if a tensor is not on ``a``'s device, or that is neither the CPU nor a GPU."""
     if a.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"{op}: a is on {a.device}; ranks exchange tensors on the CPU and on GPUs")
     for name, tensors in others.items():
@@ -311,7 +311,7 @@ def _check_devices(op: str, a: torch.Tensor, **others: Tensors) -> None:
 
 
 def _layout(x: torch.Tensor | None) -> object:
-    """How a tensor lies in memory. Its dispatch keys tell a negated view, say, from what its memory holds."""
+    """A tensor's layout. Its dispatch keys tell, for example, a negated view from a plain tensor."""
     if x is None:
         return None
     return x.shape, x.stride(), x.dtype, x.device, torch._C._dispatch_keys(x).raw_repr()

@@ -1,4 +1,4 @@
-"""Where each rank's rows are among the gathered rows, the chunks in which they travel, and what is computed of them."""
+"""`Shards`: the place of each rank's rows among the gathered rows, and the chunks in which they travel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Product = Callable[["torch.Tensor", "torch.Tensor | None", "Arrival | None", flo
 
 
 class ScaledRows(NamedTuple):
-    """Rows, and one float32 scale a row where there are scales.
+    """Rows, and one float32 scale a row; ``scales`` is None for unscaled rows.
 
     All ranks' rows have shape ``[batches, world, rows, width]``; one rank's shard has ``[batches, rows, width]``.
     """
@@ -38,18 +38,18 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """A tensor that is cut along a dimension before its last, viewed as ``[batches, world, rows, width]``."""
+    """A tensor cut along a dimension before its last, viewed as ``[batches, world, rows, width]``."""
 
-    batches: int  # product of the dimensions before the one that is cut
+    batches: int  # product of the dimensions before the cut one
     world: int  # ranks
-    #: Rows of a shard in one batch: the product of the shard's dimensions from the one that is cut to the last but one.
+    #: Rows of a shard in one batch: the product of the shard's dimensions from the cut one to the last but one.
     rows: int
     width: int  # the last dimension
     parts: int = 1  # chunks of a shard in each batch
 
     @classmethod
     def of(cls, shard: Sequence[int], dim: int, world: int, parts: int = 1) -> Shards:
-        """From the shape of one shard."""
+        """The shards of a tensor, from the shape of one shard."""
         batches, rows = math.prod(shard[:dim]), math.prod(shard[dim:-1])
         return cls(batches, world, rows, shard[-1], max(1, min(parts, rows)))
 
@@ -85,11 +85,11 @@ class Shards:
         return (*(s * self.rows + self.rows * i // self.parts for s in shards for i in range(self.parts)), self.total)
 
     def rank_of(self, chunk: int) -> int:
-        """The rank whose shard a chunk is part of."""
+        """The rank whose shard contains ``chunk``."""
         return chunk // self.parts % self.world
 
     def arrival(self, rank: int, device: str | None = None) -> Arrival:
-        """The arrival of all shards on ``rank``, which starts with its own."""
+        """The arrival of all shards on ``rank``; its pivot is the rank's own shard."""
         pivot = rank * self.parts
         if self.rows and self.rows % self.parts == 0:
             return Arrival.uniform(self.rows // self.parts, self.chunks, pivot, device=device)

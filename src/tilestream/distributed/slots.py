@@ -1,4 +1,4 @@
-"""What of a gather lies where on GPUs: a slot's rows and scales, the own rows, and the copies that push them."""
+"""The memory of a gather on GPUs: a slot's rows and scales, the own rows, and the copies that push them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tilestream.runtime.sequence import CopyAcross, Operand
 #: Scales begin at a multiple of this many bytes in a slot.
 _ALIGN = 256
 _SCALE_BYTES = 4
-#: Where the caller's rows and scales are, as values of an issue.
+#: The addresses of the caller's rows and scales, as values of an issue.
 _ROWS, _SCALES = FIRST, SECOND
 
 
 class Form(NamedTuple):
-    """What decides the operations of a call."""
+    """The values that decide the operations of a call."""
 
     shards: Shards
     dtype: torch.dtype
     scaled: bool
     way: gather.Way
-    #: Whether the shard is sent from the own slot: it is pulled, or strided.
+    #: Whether the shard is sent from the own slot, since it is pulled or strided.
     from_slot: bool
 
     @property
@@ -40,12 +40,12 @@ class Form(NamedTuple):
 
     @property
     def fills(self) -> bool:
-        """Whether something is copied into the own slot before the call's kernel is there."""
+        """Whether rows or scales are copied into the own slot before the call's kernel."""
         return self.from_slot or self.scaled
 
 
 class Source(NamedTuple):
-    """Rows, or scales, as they travel: bytes of a row, offset in a slot, address, whether that is in the slot."""
+    """The rows or scales to send: bytes of a row, offset in a slot, address, and whether it is in the slot."""
 
     row_bytes: int
     at: int
@@ -54,7 +54,7 @@ class Source(NamedTuple):
 
 
 class _Bring:
-    """Copies the own rows into the slot, once for all launches of a call that read them there."""
+    """Copies the own rows into the slot, once for all launches of a call that read them in the slot."""
 
     def __init__(self, place: Callable[[torch.Tensor, torch.Tensor], None], *rows: torch.Tensor) -> None:
         self._place, self._rows, self._done = place, rows, False
@@ -66,7 +66,7 @@ class _Bring:
 
 
 def local_rows(rank: int, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> LocalRows:
-    """The own rows where the caller has them; copied into the slot for a launch that reads them there."""
+    """The own rows in the caller's tensor, with a copy into the slot for a launch that reads them there."""
     rows = shards.rows
     flat = mine.view(shards.batches * rows, shards.width)
     bring = _Bring(functools.partial(place, rank), slot, mine)
@@ -74,13 +74,13 @@ def local_rows(rank: int, shards: Shards, mine: torch.Tensor, slot: torch.Tensor
 
 
 def place(rank: int, into: torch.Tensor, mine: torch.Tensor) -> None:
-    """Copy the own rows to their place, each batch in one piece. Inside a GPU the driver copies by a kernel."""
+    """Copy the own rows to their place, batch by batch. Inside a GPU the driver copies by a kernel."""
     for there, source in zip(into[:, rank], mine, strict=True):
         copy(there, source)
 
 
 def sources_of(memory: PeerMemory, rank: int, form: Form, slot: int) -> Iterator[Source]:
-    """Rows and scales as they travel: the caller's, or the own slot's."""
+    """The rows and scales to send, from the caller's tensors or from the own slot."""
     address, row_bytes = memory.address(rank, slot), form.shards.width * form.dtype.itemsize
     yield Source(row_bytes, 0, address if form.from_slot else _ROWS, form.from_slot)
     if form.scaled:
@@ -101,7 +101,7 @@ def push(
 
 
 def slot_rows(memory: PeerMemory, rank: int, slot: int, form: Form) -> ScaledRows:
-    """A slot as all ranks' rows, with their scales behind them."""
+    """A slot as all ranks' rows, followed by their scales."""
     bytes_, shards, at = memory.slot(rank, slot), form.shards, aligned(form.size)
     data = bytes_[: form.size].view(form.dtype).view(shards.shape)
     if not form.scaled:
@@ -111,7 +111,7 @@ def slot_rows(memory: PeerMemory, rank: int, slot: int, form: Form) -> ScaledRow
 
 
 def slot_size(shards: Shards, dtype: torch.dtype) -> int:
-    """Bytes of a slot: all ranks' rows, and a scale of each."""
+    """Bytes of a slot: all ranks' rows, and one scale a row."""
     return aligned(math.prod(shards.shape) * dtype.itemsize) + _SCALE_BYTES * shards.total
 
 
@@ -121,5 +121,5 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def aligned(size: int) -> int:
-    """``size``, rounded up to where scales may begin."""
+    """``size``, rounded up to the alignment of scales."""
     return -(-size // _ALIGN) * _ALIGN

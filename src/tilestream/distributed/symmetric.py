@@ -1,10 +1,10 @@
 """Memory of a group's GPUs that all its ranks can reach: slots and signals (torch's symmetric memory).
 
-Each rank has slots, which peers write to or read from, and for each slot signals, written by whoever copies
-into the slot. The flags by which ranks wait for each other are in host memory (`tilestream.distributed.host_flags`).
-`tilestream.core.protocols.gather` says how they are used, and in which order.
+Each rank has slots, which peers write or read, and signals for each slot, which the rank that copies into the slot
+writes. The flags with which ranks wait for each other are in host memory (`tilestream.distributed.host_flags`).
+`tilestream.core.protocols.gather` defines their use and its order.
 
-Symmetric memory's own barriers are not used (they are kernels that spin without a bound), and neither is multicast.
+Symmetric memory's own barriers, which are kernels that spin without a bound, and multicast are not used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def why_not(state: GroupState, x: torch.Tensor) -> str:
-    """Why shards like ``x`` do not travel over symmetric memory; empty if they do. Nothing is sent.
+    """The reason why shards like ``x`` do not travel over symmetric memory; empty if they do. Nothing is sent.
 
     Whether the GPUs can reach each other is known only after `connect`.
     """
@@ -49,12 +49,12 @@ def why_not(state: GroupState, x: torch.Tensor) -> str:
 
 
 def connect(state: GroupState, device: torch.device) -> str:
-    """Find out whether all ranks can reach each other, and map the flags that they share. Collective; once a group.
+    """Test whether all ranks can reach each other, and map their shared flags. Collective; once a group.
 
     Returns
     -------
     str
-        Why they cannot, the same on each rank; empty if they can. Kept as the state's ``unreachable``.
+        The reason why they cannot, the same on each rank; empty if they can. Kept as the state's ``unreachable``.
     """
     here = f"{socket.gethostname()}\n{device.index}\n{torch.cuda.get_device_properties(device).uuid}"
     places = [x.decode().split("\n") for x in exchange_bytes(state, here.encode(), device)]
@@ -77,7 +77,7 @@ def connect(state: GroupState, device: torch.device) -> str:
                 state.host_flags = host_flags.GroupFlags(found, state.rank, state.world)
             except (OSError, RuntimeError) as error:
                 own = f"no memory of the host that processes share: {error}"
-        # What one rank cannot do, none does (invariant 11).
+        # If one rank cannot, no rank does (invariant 11).
         verdicts = [x.decode() for x in exchange_bytes(state, own.encode()[:200], device)]
     finally:
         if offered:
@@ -87,7 +87,7 @@ def connect(state: GroupState, device: torch.device) -> str:
 
 
 def _peer_access(device: torch.device) -> str:
-    # Each rank may see other GPUs (CUDA_VISIBLE_DEVICES): the visible ones are checked here, the others at rendezvous.
+    # A rank may see some GPUs only (CUDA_VISIBLE_DEVICES). These are checked here, the others at rendezvous.
     for other in range(torch.cuda.device_count()):
         if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
             return f"no peer access from GPU {device.index} to {other}"
@@ -95,7 +95,7 @@ def _peer_access(device: torch.device) -> str:
 
 
 class PeerMemory:
-    """A rank's part of the group's symmetric memory, ``slots`` of them, and its mappings of the peers' parts.
+    """A rank's part of the group's symmetric memory, with ``slots`` slots, and its mappings of the peers' parts.
 
     `grow` is collective: each rank calls it in the same call.
     """
@@ -117,7 +117,7 @@ class PeerMemory:
         with torch.inference_mode(False):
             own = symmetric.empty(size, dtype=torch.uint8, device=self._device)
             own.zero_()
-        torch.cuda.current_stream(self._device).synchronize()  # zeroed before a peer writes
+        torch.cuda.current_stream(self._device).synchronize()  # so that it is zeroed before a peer writes
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             try:
@@ -135,16 +135,16 @@ class PeerMemory:
         return own, [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world)]
 
     def grow(self, size: int, chunks: int = 0) -> None:
-        """Make slots of at least ``size`` bytes, with ``chunks`` signals each. The old ones must be out of use.
+        """Make slots of at least ``size`` bytes, with ``chunks`` signals each. The old slots must be out of use.
 
         The new signals are 0, less than any epoch.
         """
         slot_bytes, chunks = -(-size // _PAGE) * _PAGE, -(-chunks // _SIGNALS) * _SIGNALS
         self._slots, self._peer_slots = self._shared(self.slots * (slot_bytes + 4 * chunks))
-        self.slot_bytes, self.chunks = slot_bytes, chunks  # last: without memory the slots are the old ones
+        self.slot_bytes, self.chunks = slot_bytes, chunks  # last, so that a failure keeps the old slots
 
     def kept(self) -> object:
-        """What must live as long as the present slots are used by address."""
+        """The objects to keep while the addresses of the present slots are in use."""
         return self._slots, tuple(self._peer_slots), tuple(self._handles)
 
     def _of(self, rank: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ class PeerMemory:
         return self._of(rank).data_ptr() + slot * self.slot_bytes
 
     def signals(self, slot: int) -> torch.Tensor:
-        """The own signals of a slot, ``int32[chunks]``, which lie behind all slots."""
+        """The own signals of a slot, ``int32[chunks]``; they follow all slots in memory."""
         at = self.slots * self.slot_bytes + 4 * self.chunks * slot
         return self._of(self._rank)[at : at + 4 * self.chunks].view(torch.int32)
 

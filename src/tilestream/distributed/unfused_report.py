@@ -1,7 +1,7 @@
 """The collectives that torch's compiler has left unfused, with the reason for each.
 
 The compiler's async-TP pass replaces a collective and its adjacent matmuls by one op, and does not report the
-collectives that it skips. A pass behind it finds them in the compiled graph, which it does not change.
+collectives that it skips. A later pass finds these in the compiled graph, and leaves the graph unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRANSPARENT = frozenset({
 })  # fmt: skip
 #: Matmuls, by name.
 _MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
-#: Matmuls that also add; ops that add; ops that scale a product on its way to a sum.
+#: Matmuls that also add; ops that add; ops that scale a product before a sum.
 _ADDING = {"addmm", "baddbmm"}
 _SUMS, _SCALINGS = frozenset({"add", "sub"}), frozenset({"mul", "div", "neg"})
 _WITH_BIAS = (
@@ -35,14 +35,14 @@ class UnfusedCollective(NamedTuple):
     """A collective that is not fused."""
 
     group: str  # the group's name
-    #: op, what: the collective, and the shape and dtype of its input.
+    #: op, what: the collective, and the shape and the dtype of its input.
     op: str
     what: str
-    why: str  # why it is not fused
+    why: str  # the reason why it is not fused
 
 
 def unfused_collectives(graph: Graph) -> Iterator[UnfusedCollective]:
-    """The gathers and scatters of ``graph``, and its all-reduces of a product: none of them overlaps a matmul."""
+    """The gathers and scatters of ``graph``, and its all-reduces of a product; none of these overlaps a matmul."""
     reasons: dict[str, Callable[[Node], str | None]] = {
         "all_gather_into_tensor": _why_gathered, "reduce_scatter_tensor": _why_scattered, "all_reduce": _why_reduced,
     }  # fmt: skip
@@ -83,7 +83,7 @@ def _why_reduced(node: Node) -> str | None:
 
 
 def _adds_more_than_a_bias(matmul: Node) -> bool:
-    """Whether a fused matmul-and-add adds a matrix: the compiler makes such an op from any sum with a product."""
+    """Whether a fused matmul-and-add adds a matrix: the compiler makes this op from any sum with a product."""
     added = matmul.args[0] if _name(matmul) in _ADDING else None
     value = added.meta.get("val") if isinstance(added, Node) else None
     return isinstance(value, torch.Tensor) and value.dim() > 1
@@ -112,7 +112,7 @@ def _skipped(matmul: Node, between: list[str]) -> str:
 
 
 def _producers(node: Node, through: frozenset[str]) -> tuple[list[Node], list[str]]:
-    """The matmuls that a node's input is computed from, and the ops in between."""
+    """The matmuls from which a node's input is computed, and the ops in between."""
 
     def step(one: Node) -> list[Node]:
         made_of = list(one.all_input_nodes)
@@ -153,7 +153,7 @@ def _is_functional(node: Node) -> bool:
 
 
 def _shape_of(node: Any) -> str:
-    """Shape and dtype; empty if unknown: torch's passes make nodes without metadata."""
+    """Shape and dtype; empty for nodes without metadata, which torch's passes make."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(value, torch.Tensor):
         return ""
@@ -161,7 +161,7 @@ def _shape_of(node: Any) -> str:
 
 
 class UnfusedPass(CustomGraphPass):
-    """The pass: calls ``report`` with each unfused collective, behind the caller's own pass ``before``, if any.
+    """The pass that calls ``report`` with each unfused collective, after the user's own pass ``before``, if any.
 
     Graphs from the compiler's cache do not pass through it.
     """
@@ -179,6 +179,6 @@ class UnfusedPass(CustomGraphPass):
             self.report(found)
 
     def uuid(self) -> Any:
-        """The pass's key in the compiler's cache; None, and graphs are not cached, if the caller's pass has none."""
+        """The pass's key in the compiler's cache; None, which disables the cache, if the user's pass has none."""
         known = [other.uuid() if hasattr(other, "uuid") else None for other in self._others]
         return None if None in known else ("tilestream.unfused_report", *map(str, known))
