@@ -187,8 +187,7 @@ def attention_plan(
     seqlen_q, seqlen_k
         Query rows and keys of a sequence; ``seqlen_k`` defaults to ``seqlen_q``.
     batch, heads_q, heads_kv, head_dim, head_dim_v
-        Sequences; query heads; heads of keys (default: ``heads_q``); columns of a head of queries and keys; columns of
-        a head of values (default: ``head_dim``).
+        Sequences; heads of queries and of keys (default: ``heads_q``); columns of keys and of values (default: the same).
     dtype, causal, window, softcap, layout, return_lse, arrival, workers, schedule, splits
         See `tilestream.attention`.
     sinks
