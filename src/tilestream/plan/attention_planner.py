@@ -187,7 +187,7 @@ def attention_plan(
     seqlen_q, seqlen_k
         Query rows and keys of a sequence; ``seqlen_k`` defaults to ``seqlen_q``.
     batch, heads_q, heads_kv, head_dim, head_dim_v
-        Sequences; heads of queries and of keys (default: ``heads_q``); columns of keys and of values (default: the same).
+        Sequences; heads of queries and of keys (default: ``heads_q``); columns of keys and of values (default: equal).
     dtype, causal, window, softcap, layout, return_lse, arrival, workers, schedule, splits
         See `tilestream.attention`.
     sinks
