@@ -39,7 +39,7 @@ def test_on_gpus_a_fused_sum_is_one_launch_of_the_group(monkeypatch):
     called, plan, connected = (
         [],
         SimpleNamespace(fused=False),
-        SimpleNamespace(fused=True, decision=SimpleNamespace(library=True)),
+        SimpleNamespace(fused=True, counted=False, decision=SimpleNamespace(library=True)),
     )
     a = SimpleNamespace(is_cuda=True, device="a device", dtype=torch.float16)
     request = SimpleNamespace(
@@ -52,7 +52,7 @@ def test_on_gpus_a_fused_sum_is_one_launch_of_the_group(monkeypatch):
     monkeypatch.setattr(all_reduce, "travel_dtype", lambda request: torch.float16)
     monkeypatch.setattr(all_reduce, "plan_of", lambda *given, **more: plan)
     monkeypatch.setattr(all_reduce, "connected_plan", lambda state, given, *rest: connected if given is plan else None)
-    monkeypatch.setattr(all_reduce, "matmul_reduce", lambda *given: called.append(given))
+    monkeypatch.setattr(all_reduce.one_shot, "matmul_reduce", lambda *given: called.append(given))
     all_reduce.run([state], request, "key")
     assert known["key"] == ((connected,), torch.float16, torch.float16, True)
     assert called == [(state, connected, request, torch.float16)]

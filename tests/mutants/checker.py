@@ -108,20 +108,7 @@ TABLES = (
 @cache
 def seeded_bugs() -> tuple[Bug, ...]:
     """All of them."""
-    return tuple(
-        _bug(row)
-        for file in (
-            "workers.txt",
-            "rings.txt",
-            "warps.txt",
-            "attention.txt",
-            "copies.txt",
-            "ranks.txt",
-            "replays.txt",
-            "dispatches.txt",
-        )
-        for row in table.read(file, MODULES)
-    )
+    return tuple(_bug(row) for file in TABLES for row in table.read(file, MODULES))
 
 
 class Family(NamedTuple):

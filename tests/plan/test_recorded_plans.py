@@ -138,7 +138,7 @@ def of_product(device: DeviceProperties, problem: Problem, backend: str | None) 
 def of_attention(device: DeviceProperties, problem: AttentionProblem, backend: str | None) -> list:
     if device.backend == "cpu":
         return list(cpu_attention.candidates(problem, device, device.workers, kind="dynamic", forced=False))
-    return list(attention_planner._on_gpu(problem, device, device.workers, "dynamic", backend, None)[1])
+    return list(attention_planner._on_gpu(problem, device, device.workers, "dynamic", backend, None, False)[1])
 
 
 def cases() -> dict[str, tuple[DeviceProperties, object, str | None]]:

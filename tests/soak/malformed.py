@@ -142,6 +142,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = 
     "Arrival.uniform": (ts.Arrival.uniform, {"rows_per_chunk": lambda: 3, "num_chunks": lambda: 2}),
     "Arrival.ragged": (ts.Arrival.ragged, {"bounds": lambda: [0, 3, 6]}),
     "stream_in": (ts.stream_in, {"source": JUNK[_A]}),
+    "stream_experts": (ts.stream_experts, {
+        "weights": _ones(2, 4, 5), "offsets": lambda: torch.tensor([2, 6], dtype=torch.int32),
+    }),
     "worker_limit": (ts.worker_limit, {"count": lambda: 2}),
 }  # fmt: skip
 
