@@ -27,8 +27,8 @@ It has eleven models, and explores all interleavings of each:
    after the last worker has left; this holds because copiers are workers.
 9. `one_shot`: ranks whose kernels add the contents of all ranks' slots (`tilestream.core.protocols.one_shot`). Ranks
    give up as in model 7.
-10. `replay`: ranks whose gathers are replayed from CUDA graphs, without hosts (`tilestream.core.protocols.replay`). The
-   library does not use this protocol yet.
+10. `replay`: ranks whose gathers are replayed from CUDA graphs, without hosts (`tilestream.core.protocols.replay`).
+   `tilestream.distributed.graph_calls` performs this protocol.
 11. `dispatch`: ranks that send rows to the ranks of their experts and get the results back, in parts whose number
    arrives with them (`tilestream.core.protocols.dispatch`), with ranks that are late, silent or lost.
 

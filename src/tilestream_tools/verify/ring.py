@@ -1,28 +1,28 @@
 """Model 2: the load loop and the math loops of one worker, over item ring and stage ring.
 
 The stream of items is endless: any sequence of K counts, and STOP after any of them. So the run length of the loops is
-unbounded; item numbers count modulo `NUMBERS`, more than can be in flight at once. At any item the gate may say that
-the launch is over (`RingCase.expires`): that item and all later ones are void.
+unbounded. Item numbers count modulo `NUMBERS`, which exceeds the items in flight. At any item the gate may find the
+launch over (`RingCase.expires`). Then this item and all later ones are void.
 
 Properties: no loop is ever stuck. Each consumer multiplies each K step of each of its items once, in order, from a
-stage that holds just that step. No load goes to a stage that is being read or loaded, and none lies between a gate and
-the fence behind it. The epilogue has the whole item, or NaN if and only if the item is void. It stores each strip of a
-tile once, from a C buffer that holds just that strip and that no store read when it was filled. After STOP all loops
-leave, no store reads any more, and both rings are as they were. Every circle of states takes a new item, so an item is
-finished in a bounded number of steps.
+stage with exactly this step. No load goes to a stage that is being read or loaded, and none is between a gate and the
+fence after it. The epilogue has the whole item, or NaN if and only if the item is void. It stores each strip of a tile
+once, from a C buffer with exactly this strip, which no store read when it was filled. After STOP all loops leave, no
+store reads any more, and both rings are as at the start. Each circle of states takes a new item, so an item is finished
+in a bounded number of steps.
 
 Reductions, and why they hide no fault:
 
 - *Next*, *Pass* and *Acquired* do not touch the rings, and are delayed until the load loop can hand the item on.
-- *Retire* is delayed to the operation after it: a stage that is read for longer can be overwritten for longer.
+- *Retire* is delayed to the operation after it: a longer read of a stage shows more overwrites.
 - *Expect*, *Load*, *Mma*, *Poisoned* and *Epilogue* are eager. Expect alone completes no phase. A load or an mma uses
-  its stage from its start on: done at once, it shows every overlap. Where the order of a load and an mma on one stage
+  its stage from its start on, so doing it at once shows all overlaps. If the order of a load and an mma on one stage
   could matter, both orders are faults.
-- *Fixup*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer's C buffers are its own, and no other process
-  sees the answer to `Fixup`. (Where two consumers share a buffer by mistake, each leaves it with a store in flight: in
-  either order, the second fills it too early.)
-- *Landing* is lazy: a load lands only when a process may wait for it. What else could come before it, a second load
-  into the stage or an mma on it, is a fault.
+- *Fixup*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer has its own C buffers, and no other process sees
+  the answer to `Fixup`. (If two consumers share a buffer by mistake, each leaves it with a store in flight. In both
+  orders the second fills it too early.)
+- *Landing* is lazy: a load lands only when a process may wait for it. The other events that could precede it, a second
+  load into the stage or an mma on it, are faults.
 - *Symmetry*: the two consumers of a cooperative ring are interchangeable.
 """
 
@@ -39,10 +39,10 @@ from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model, State
 from tilestream_tools.verify.processes import Process
 
-#: Item numbers in use: one held by the load loop, two in the item ring, and one that a consumer is still at.
+#: Item numbers in use: one in the load loop, two in the item ring, and one in a consumer.
 NUMBERS = 4
 
-#: What a consumer does with its own accumulator and C buffers.
+#: A consumer's operations on its own accumulator and C buffers.
 OWN: frozenset[type] = frozenset({p.Mma, p.Retire, p.Poisoned, p.Fixup, p.Drain, p.Fill, p.Fence, p.Store})
 
 LoadTurn = Callable[[p.Ring, p.Source, p.LoadState], Generator[Any, Any, "p.LoadState | None"]]
@@ -53,10 +53,9 @@ MathTurn = Callable[..., Generator[Any, Any, "p.MathState | None"]]
 class RingCase:
     """One configuration of model 2: the rings, the K counts an item may have, and the programs of the loops.
 
-    ``split``: an item may also be a part of a tile, which is the last of them or not.
-    ``expires``: the launch may be over, from any item on.
-    ``ends_clean``: at the end both rings must be as they were. (A kernel that exits could do without; one that goes on
-    with another problem over the same rings cannot.)
+    ``split``: an item may also be a part of a tile, the last one or another. ``expires``: the launch may be over from
+    any item on. ``ends_clean``: at the end both rings must be as at the start. (A kernel that exits does not need this;
+    a kernel that uses the same rings for another problem does.)
     """
 
     ring: p.Ring
@@ -103,8 +102,8 @@ class RingCase:
 class RingModel(Model):
     """See the module.
 
-    Memory: `RingMemory`, whether the launch is over, the next item's number; by number: its K steps, and consumers to
-    come.
+    Memory: `RingMemory`, whether the launch is over, the next item's number; for each number: its K steps, and the
+    number of consumers that have yet to take it.
     """
 
     eager: ClassVar[frozenset[type]] = frozenset({p.Expect, p.Load, p.Epilogue, *OWN}) - {p.Retire}
