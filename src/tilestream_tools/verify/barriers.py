@@ -84,7 +84,7 @@ class RingMemory:
         return [*(fresh(n) for n in self.counts.values()), *[0] * (ring.depth + 2 + ring.items), *consumers]
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
+        """See `Model.answers_of`."""
         if type(op) is p.WaitBarrier:
             at = self.where[op.barrier]
             return lambda pid, op, m: () if blocks(m[at], op.parity) else (0,)

@@ -184,11 +184,11 @@ class PublishModel(Model):
         super().__init__(turns, reduce)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         return [0] * (2 * self.case.items + 2 * self.case.chunks + self.case.workers)
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         return range(self.case.due(op.chunk) + 1) if isinstance(op, CountRows | ReadCount) else (0,)
 
     def _all_left(self, m: Memory) -> int:

@@ -103,7 +103,7 @@ class RingModel(Model):
     """See the module.
 
     Memory: `RingMemory`, whether the launch is over, the next item's number; for each number: its K steps, and the
-    number of consumers that have yet to take it.
+    number of consumers that have yet to finish it.
     """
 
     eager: ClassVar[frozenset[type]] = frozenset({p.Expect, p.Load, p.Epilogue, *OWN}) - {p.Retire}
@@ -136,11 +136,11 @@ class RingModel(Model):
         super().__init__(processes, reduce, symmetry)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         return [*self.rings.memory(), 0, 0, *[0] * NUMBERS]
 
     def canonical(self, state: State) -> State:
-        """As `Model.canonical`."""
+        """See `Model.canonical`."""
         if not self.alike:
             return state
         c, d = self.rings.of_consumer
@@ -150,13 +150,13 @@ class RingModel(Model):
         return (state[0], state[2], state[1], *state[3:c], *state[d:end], *state[c:d], *state[end:])
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         if type(op) is p.Next or type(op) is p.Get:
             return (None, *(self.all_items if type(op) is p.Next else self.handed_on))
         return (0, 1) if type(op) is p.Pass or type(op) is p.Fixup else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
+        """See `Model.answers_of`."""
         if type(op) is p.Next:
             return lambda pid, op, m: (*(item for item in self.all_items if item.tile == m[self.number]), None)
         if type(op) is p.Pass:
@@ -167,7 +167,7 @@ class RingModel(Model):
         return self.rings.answers_of(op)
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
+        """See `Model.performer_of`."""
         kind = type(op)
         if kind is p.Next:
             return self._next
@@ -217,11 +217,11 @@ class RingModel(Model):
         self.rings.finish(op.item, pid - 1, m)
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """As `Model.environment`."""
+        """See `Model.environment`."""
         return landings(self, self.rings, m, range(1, len(self.processes)), "")
 
     def at_end(self, m: Memory) -> None:
-        """As `Model.at_end`."""
+        """See `Model.at_end`."""
         for number in range(NUMBERS):
             if m[self.left + number]:
                 raise Fault("missing work", f"item {number} was handed out and not finished")
@@ -230,11 +230,11 @@ class RingModel(Model):
             self.rings.at_end(m)
 
     def say(self, op: Any) -> str:
-        """As `Model.say`."""
+        """See `Model.say`."""
         return say(op)
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """As `Model.tell`."""
+        """See `Model.tell`."""
         after = ""
         if isinstance(op, p.Next | p.Get):
             after = f" -> {say_item(answer)}"

@@ -98,7 +98,7 @@ class Words(Model):
         self.expected = expected_tiles(schedule, self.case.running)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         words = [0, 0, int(self.case.quarantined), 0]
         return [*words, 0, 0, 0, 0, 0, *[0] * self.case.schedule.queues, *self.partials.memory()]
 
@@ -127,7 +127,7 @@ class Words(Model):
     # What operations mean -------------------------------------------------------------------------------------------
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
+        """See `Model.answers_of`."""
         kind = type(op)
         if kind in ops.WAITS:
             bit = self.oracle.bit(op.operand, op.chunk)
@@ -166,7 +166,7 @@ class Words(Model):
         return [*(ops.queues_of(op) if self.reduce else self.ready(op, m)), -1]
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         schedule = self.case.schedule
         kind = type(op)
         if kind is Ready:
@@ -184,16 +184,16 @@ class Words(Model):
         return (0, 1) if kind in ops.WAITS or (kind in ops.POLLS and self.case.gate is not None) else (0,)
 
     def urgent(self, pid: int, m: Memory) -> bool:
-        """As `Model.urgent`."""
+        """See `Model.urgent`."""
         return m[self.aborted] == 1 and type(self.locals.op[m[pid]]) in WATCHES
 
     def remember(self, op: Any, answer: Any) -> Hashable:
-        """As `Model.remember`: what has told a worker that the launch is over."""
+        """See `Model.remember`: what has told a worker that the launch is over."""
         over = (type(op) in ops.WAITS and not answer) or (type(op) in ops.POLLS and answer)
         return type(op).__name__.lower() if over else None
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
+        """See `Model.performer_of`."""
         return {
             **dict.fromkeys(ops.WAITS, self._wait),
             Ready: self._ready,
