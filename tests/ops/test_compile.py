@@ -40,7 +40,10 @@ def test_what_waits_or_publishes_is_left_out_of_the_compilers_own_cuda_graphs():
         if any(argument.name.endswith("arrival") or argument.name == "publish" for argument in one._schema.arguments)
     }  # fmt: skip
     assert len(alone) >= 5
-    assert alone == {op for op, one in found.items() if torch.Tag.cudagraph_unsafe in one.tags}
+    tagged = {op for op, one in found.items() if torch.Tag.cudagraph_unsafe in one.tags}
+    assert alone <= tagged
+    across_ranks = {op for op in tagged - alone if "str group" in str(op.default._schema)}
+    assert tagged == alone | across_ranks
 
 
 def model(x, w, bias):

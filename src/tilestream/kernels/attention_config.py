@@ -1,4 +1,4 @@
-"""What attention's kernels are compiled for: one frozen value a kernel, ``C``, their only constexpr."""
+"""The compile-time configurations of attention's kernels: one frozen value, ``C``, the kernel's only constexpr."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _CELL = 8
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(ScheduleConfig):
-    """What every backend's kernel is compiled for."""
+    """The configuration that all backends' kernels share."""
 
     ROWS: int  # rows of a tile
     BLOCK: int  # keys of a block
-    PACK: int  # query heads of one K/V head side by side in a tile's rows
+    PACK: int  # query heads, of one K/V head, in a tile's rows
     PAGE: int  # keys of a page; 0: keys are not in pages
     SPLIT_KEYS: bool  # whether a tile's keys are split into shares
-    TOP_LEFT: bool  # whether the diagonal begins in the first corner
-    #: LEFT, RIGHT: whether the window has that side.
+    TOP_LEFT: bool  # whether the diagonal begins in the top left corner
+    #: LEFT, RIGHT: whether the window has a bound on the left, and on the right.
     LEFT: bool
     RIGHT: bool
     CAPPED: bool  # whether scores are capped
-    KEYS: str  # how keys arrive: ``"none"`` (they are there), ``"uniform"``, ``"ragged"``
-    TRACE: bool  # whether items are logged
+    KEYS: str  # the chunks of keys: ``"none"`` (they do not arrive), ``"uniform"`` or ``"ragged"``
+    TRACE: bool  # whether the kernel logs items
 
     @property
     def POSITIONS(self) -> int:
-        """Query positions of a tile."""
+        """The query positions of a tile."""
         return self.ROWS // self.PACK
 
     @property
@@ -40,12 +40,12 @@ class AttentionConfig(ScheduleConfig):
 
     @property
     def ROW_CHUNKS(self) -> str:
-        """What the gate is told when a worker begins and leaves: that any chunk may be one that no tile reads."""
+        """The gate's kind of chunks when a worker begins and leaves. Any chunk may be unread there."""
         return "uniform" if self.GATED else "none"
 
     @property
     def COLUMN_CHUNKS(self) -> str:
-        """Values arrive as keys do."""
+        """The gate's kind for columns: ``"none"``, because values share the keys' signals."""
         return "none"
 
     @staticmethod
@@ -66,27 +66,27 @@ class AttentionConfig(ScheduleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HopperAttentionConfig(AttentionConfig):
-    """The Hopper kernel's."""
+    """The configuration of the Hopper kernel."""
 
-    CONSUMERS: int  # math loops, of 64 rows of a tile each
-    PARTS: int  # boxes of columns that queries and keys are multiplied in
-    COLUMNS: int  # columns of V, a power of two; of K they are more than there are, which copies fill with zeros
-    #: STAGES, QUERIES, BUFFERS: stages of keys and of values; items whose queries there is room for; strips of the
-    #: output a consumer.
+    CONSUMERS: int  # math loops; each has 64 rows of a tile
+    PARTS: int  # boxes of columns of queries and keys, each multiplied by itself
+    COLUMNS: int  # columns of V, rounded up to a power of two; copies fill the additional ones with zeros
+    #: STAGES, QUERIES, BUFFERS: stages of keys and of values; items whose queries fit; C buffers of a consumer, each
+    #: for a strip of the output.
     STAGES: int
     QUERIES: int
     BUFFERS: int
-    #: RAGGED_Q, RAGGED_K: whether tensor maps clip copies at any row: of packed sequences and of pages.
+    #: RAGGED_Q, RAGGED_K: whether tensor maps clip copies at any row, as packed sequences and pages need.
     RAGGED_Q: bool
     RAGGED_K: bool
-    ASCENDING: bool  # whether key blocks are taken from the first on, and not from the last
+    ASCENDING: bool  # whether the first key block is taken first, instead of the last
     OWN: bool  # whether consumers leave out key blocks that none of their rows sees
     ORDERED: bool  # whether consumers take turns at starting their multiplications
-    CHAINED: bool  # whether a launch may begin before the kernel ahead of it has ended
-    #: SCALED, SCALES: whether there are scales; of each, the strides of sequences and heads.
+    CHAINED: bool  # whether a launch may begin before the previous kernel has ended
+    #: SCALED, SCALES: whether there are scales; the strides of sequences and heads of each.
     SCALED: bool
     SCALES: tuple[int, ...]
-    #: MATH_REGISTERS, LOAD_REGISTERS, CONVERT_REGISTERS: registers of a thread.
+    #: MATH_REGISTERS, LOAD_REGISTERS, CONVERT_REGISTERS: registers of a thread of these warps.
     MATH_REGISTERS: int
     LOAD_REGISTERS: int
     CONVERT_REGISTERS: int
@@ -95,113 +95,113 @@ class HopperAttentionConfig(AttentionConfig):
     def TAKES_AHEAD(self) -> bool:
         """Whether the load loop takes the next item before the last values of this one.
 
-        With pages, or a left side, the load warp has no registers for that.
+        With pages, or a left bound, the load warp has no registers for that.
         """
         return not (self.PAGE or self.LEFT)
 
     @property
     def PREFETCHES_TICKETS(self) -> bool:
-        """Whether tickets are asked for ahead. A worker that may wait at a gate holds none that another could use."""
+        """Whether tickets are prefetched. Not with a gate: a waiting worker would hold a ticket others could use."""
         return self.TAKES_AHEAD and self.KIND == "dynamic" and not self.GATED
 
     @property
     def CONSUMER_POSITIONS(self) -> int:
-        """Query positions of a consumer."""
+        """The query positions of a consumer."""
         return self.POSITIONS // self.CONSUMERS
 
     @property
     def LAZY_RESCALE(self) -> bool:
-        """Whether O is rescaled only where a row's largest score has grown a lot: see `hopper.attention_softmax`."""
+        """Whether O is rescaled only if a row's maximum has grown a lot: see `hopper.attention_softmax`."""
         return self.COLUMNS > 128
 
     @property
     def PAIRS(self) -> bool:
-        """Whether loops carry weights two to a register. Caps and a left side leave no registers for that."""
+        """Whether loops carry two weights in a register. A cap, or a left bound, leaves no registers for that."""
         return not (self.LEFT or self.CAPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PortableAttentionConfig(AttentionConfig):
-    """The portable kernel's."""
+    """The configuration of the portable kernel."""
 
     #: D, DV, BLOCK_D, BLOCK_DV: columns of a head of keys and of values, and the next power of two.
     D: int
     DV: int
     BLOCK_D: int
     BLOCK_DV: int
-    #: ALIGN, ALIGN_OUT: what the strides of q, k and v, and of the output, are multiples of.
+    #: ALIGN, ALIGN_OUT: the common divisors of the strides of q, k and v, and of the output.
     ALIGN: int
     ALIGN_OUT: int
-    OFFSETS_64BIT: bool  # whether offsets inside a tile or a block leave 31 bits
-    #: Whether the scale of scores is known to be positive: the largest score is the largest scaled one, too.
+    OFFSETS_64BIT: bool  # whether offsets inside a tile or a block may exceed 31 bits
+    #: Whether the scale of scores is known to be positive, so that the largest product is the largest score.
     POSITIVE: bool
-    PRECISION: str  # of products: ``"tf32"`` or ``"ieee"``
-    #: Whether the matrix units take 8-bit q and k as float16. P and V they always do.
+    PRECISION: str  # the precision of products: ``"tf32"`` or ``"ieee"``
+    #: Whether 8-bit q and k are converted to float16 for the matrix units. P and V always are.
     CONVERT: bool
 
 
 @dataclass(frozen=True)
 class Columns:
-    """How CDNA cuts a head's columns into tiles of shared memory."""
+    """CDNA's partition of a head's columns into tiles of shared memory."""
 
-    #: PARTS, WIDTH, REST: parts, columns of one, columns of the last that there are.
+    #: PARTS, WIDTH, REST: the number of parts, the columns of a part, the head's columns in the last part.
     PARTS: int
     WIDTH: int
     REST: int
     SWIZZLE: tuple[int, int, int]  # ``(vector, every, period)`` of `tilestream.core.swizzle`
-    LANE: int  # elements of a lane in a copy past the registers; 0: none is made
+    LANE: int  # elements of a lane in a direct copy; 0: no direct copies
 
     @property
     def COLUMNS(self) -> int:
-        """Columns of a head."""
+        """The columns of a head."""
         return (self.PARTS - 1) * self.WIDTH + self.REST
 
 
 @dataclass(frozen=True, kw_only=True)
 class CdnaAttentionConfig(AttentionConfig):
-    """The CDNA kernel's."""
+    """The configuration of the CDNA kernel."""
 
-    #: STAGES, DIRECT: stages of keys and values, and whether copies go past the registers.
+    #: STAGES, DIRECT: stages of keys and values, and whether copies bypass the registers.
     STAGES: int
     DIRECT: bool
-    #: Q, K, V: columns of queries, keys and values.
+    #: Q, K, V: the columns of queries, keys and values.
     Q: Columns
     K: Columns
     V: Columns
-    TRANSPOSED_V: bool  # whether values are transposed on their way through registers
-    #: VERSION, SHAPE: of the matrix instruction.
+    TRANSPOSED_V: bool  # whether values are transposed in registers
+    #: VERSION, SHAPE: the version of the matrix instruction's layout; its M, N, K.
     VERSION: int
     SHAPE: tuple[int, int, int]
-    XCDS: int  # neighbouring program ids are on different ones
-    #: Q_64BIT, KEYS_64BIT, OUT_64BIT: whether a tile of queries, of keys, of the output leaves a buffer's 32-bit
+    XCDS: int  # dies; neighbouring program ids are on different dies
+    #: Q_64BIT, KEYS_64BIT, OUT_64BIT: whether a tile of queries, of keys, of the output exceeds a buffer's 32-bit
     #: offsets.
     Q_64BIT: bool
     KEYS_64BIT: bool
     OUT_64BIT: bool
-    VECTOR_OUT: int  # neighbouring columns of the output that are one aligned vector
+    VECTOR_OUT: int  # neighbouring columns of the output in an aligned vector
 
     @property
     def WARPS(self) -> int:
-        """Warps of a workgroup, 32 rows each."""
+        """The warps of a workgroup; each has 32 rows."""
         return self.ROWS // self.SHAPE[0]
 
     @property
     def QUERY_STAGE(self) -> Stage:
-        """Of a part of queries."""
+        """The stage of a part of queries."""
         return Stage(self.ROWS, self.Q.WIDTH, True, False, self.Q.SWIZZLE, _CELL, self.Q.LANE, self.WARPS)
 
     @property
     def KEY_STAGE(self) -> Stage:
-        """Of a part of a block of keys."""
+        """The stage of a part of a block of keys."""
         return Stage(self.BLOCK, self.K.WIDTH, True, False, self.K.SWIZZLE, _CELL, self.K.LANE, self.WARPS)
 
     @property
     def VALUE_STAGE(self) -> Stage:
-        """Of a part of a block of values, whose rows are columns of a head."""
+        """The stage of a part of a block of values. Its rows are columns of a head."""
         turned = self.TRANSPOSED_V and not self.DIRECT
         return Stage(self.V.WIDTH, self.BLOCK, False, turned, self.V.SWIZZLE, _CELL, self.V.LANE, self.WARPS)
 
     @property
     def GATHERED(self) -> bool:
-        """Whether rows of a key block lie in several pages."""
+        """Whether the rows of a key block are in several pages."""
         return 0 < self.PAGE < self.BLOCK

@@ -1,7 +1,7 @@
-"""What is compiled into a kernel: one frozen dataclass, the kernel's only constexpr, which its texts call ``C``.
+"""A kernel's compile-time configuration: one frozen dataclass, the kernel's only constexpr, its parameter ``C``.
 
-Names are in capitals, as they are compile-time constants; derived ones are properties. `ScheduleConfig.of` makes every
-backend's of a plan and a layout.
+Names are in capitals because they are compile-time constants. Derived constants are properties. `ScheduleConfig.of`
+makes the configurations of all backends from a plan and a layout.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ Config = TypeVar("Config", bound="ScheduleConfig")
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How a worker takes items: see `tilestream.kernels.device.schedule.take`."""
+    """The configuration of the schedule: see `tilestream.kernels.device.schedule.take`."""
 
     KIND: str  # ``"static"``, ``"dynamic"`` or ``"stream_k"``
-    #: How queues divide the tiles: ``"items"``, ``"strides"``, ``"rows"``, ``"columns"``, or ``"chunks"`` (arrival
-    #: order).
+    #: The division of tiles among queues: ``"items"``, ``"strides"``, ``"rows"``, ``"columns"``, or ``"chunks"``
+    #: (arrival order).
     SPLIT: str = "items"
     STEAL: bool = False  # whether a worker takes from other queues when its own is empty
-    #: ORDER, TRANSPOSED: the raster: ``"row_major"``, ``"grouped"``, ``"chunk_major"``, ``"longest_first"`` or
-    #: ``"table"``; whether it goes down columns.
+    #: ORDER, TRANSPOSED: the raster's order, ``"row_major"``, ``"grouped"``, ``"chunk_major"``, ``"longest_first"`` or
+    #: ``"table"``; whether it runs down columns.
     ORDER: str = "grouped"
     TRANSPOSED: bool = False
-    PROBE: bool = False  # whether each step of the schedule is written down, for tests
+    PROBE: bool = False  # whether the kernel logs each step of the schedule, for tests
 
     @classmethod
     def of(cls: type[Config], plan: Any, layout: Any, **own: Any) -> Config:
-        """What a kernel is compiled with.
+        """Make the configuration for a plan and a layout.
 
         Parameters
         ----------
         plan, layout
             A `tilestream.plan.Plan` or `AttentionPlan`, and the strides of its canonical operands.
         own
-            Fields of the backend's kernel alone, and those that differ there.
+            The fields that only the backend's kernel has, and those with other values there.
         """
         schedule = plan.schedule
-        # With nothing to split, stream_k is a queue, and there are no slots.
+        # With nothing to split stream_k has no slots, and is the same as a queue.
         kind = "dynamic" if schedule.kind == "stream_k" and not schedule.slots else schedule.kind
         shared = {
             "KIND": kind, "SPLIT": schedule.split, "STEAL": schedule.queues > 1, "ORDER": schedule.raster.order,
@@ -53,42 +53,43 @@ class ScheduleConfig:
 
     @staticmethod
     def _shared(plan: Any, layout: Any) -> dict[str, Any]:
-        """Fields that all backends' kernels of an op have, but for the schedule's."""
+        """The fields, without the schedule's, that all backends' kernels of an op share."""
         raise NotImplementedError
 
 
 def chunk_kind(incoming: Incoming | None) -> str:
-    """How an operand arrives: ``"none"``, in ``"uniform"`` chunks, or in ``"ragged"`` ones."""
+    """The kind of an operand's chunks: ``"none"`` (it does not arrive), ``"uniform"`` or ``"ragged"``."""
     return "none" if incoming is None else "uniform" if incoming.chunks.rows_per_chunk else "ragged"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmConfig(ScheduleConfig):
-    """What every backend's GEMM is compiled with."""
+    """The configuration that all backends' GEMMs share."""
 
     #: BLOCK_M, BLOCK_N, BLOCK_K: a tile's rows of A and columns of B, and the K of a step.
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    STRIP: int  # columns that the epilogue finishes at a time
-    OFFSETS_64BIT: bool  # whether an offset inside one batch may take more than 31 bits
+    STRIP: int  # columns of a strip of the epilogue
+    OFFSETS_64BIT: bool  # whether an offset inside a batch may exceed 31 bits
     SCALED: bool  # whether alpha is not 1
-    #: ``"none"``, ``"tensor"`` (one scale an operand), ``"row"`` (one a row of A and a column of B) or, of groups,
-    #: ``"block"`` (one a row of A and 128 of K, and one for 128 of K and of B's columns: of products, not of sums).
+    #: ``"none"``, ``"tensor"`` (a scale for each operand), ``"row"`` (for each row of A and each column of B) or, for
+    #: groups, ``"block"`` (for each row of A and 128 of K, and for each 128 x 128 of B: they scale a K step's
+    #: products).
     SCALES: str
-    BIAS: str  # ``"none"``, or along which extent of the accumulator it goes: ``"columns"``, ``"rows"``
-    RESIDUAL: bool  # whether there is one
-    ACTIVATION: str  # one of `tilestream.core.operands.ACTIVATIONS`, or of groups `HALVES`
-    #: ROW_CHUNKS, COLUMN_CHUNKS: how A's rows and B's columns arrive: ``"none"``, in ``"uniform"`` or in ``"ragged"``
-    #: chunks.
+    BIAS: str  # ``"none"``, or the accumulator's extent of the bias: ``"columns"`` or ``"rows"``
+    RESIDUAL: bool  # whether there is a residual
+    ACTIVATION: str  # one of `tilestream.core.operands.ACTIVATIONS`; for groups also one of `HALVES`
+    #: ROW_CHUNKS, COLUMN_CHUNKS: the chunks in which A's rows and B's columns arrive: ``"none"``, ``"uniform"`` or
+    #: ``"ragged"``.
     ROW_CHUNKS: str
     COLUMN_CHUNKS: str
-    #: What the kernel copies itself before its tiles: ``"none"``, ``"rows"`` of A or ``"columns"`` of B.
+    #: The operand that the kernel copies before its tiles: ``"none"``, ``"rows"`` of A or ``"columns"`` of B.
     COPIES: str = "none"
-    #: COPY_BLOCK, COPY_VECTOR: elements of a round of such a copy, and those of a word.
+    #: COPY_BLOCK, COPY_VECTOR: elements of a round of this copy, and of a word.
     COPY_BLOCK: int = 1
     COPY_VECTOR: int = 1
-    TRACE: bool = False  # whether spans are written down: see `tilestream.kernels.device.trace`
+    TRACE: bool = False  # whether the kernel writes spans: see `tilestream.kernels.device.trace`
 
     @property
     def GATED(self) -> bool:
@@ -97,7 +98,7 @@ class GemmConfig(ScheduleConfig):
 
     @property
     def TWO_HALVES(self) -> bool:
-        """Whether a tile has columns of both halves of B, of which the epilogue makes half as many."""
+        """Whether a tile has columns of both halves of B, which the epilogue combines."""
         return self.ACTIVATION in HALVES
 
     @staticmethod
@@ -121,16 +122,16 @@ class GemmConfig(ScheduleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PortableConfig(GemmConfig):
-    """The portable GEMM's."""
+    """The configuration of the portable GEMM."""
 
     EVEN_K: bool  # whether K is a multiple of ``BLOCK_K``
-    PRECISION: str  # of float32 products: ``"tf32"`` or ``"ieee"``
-    #: Of K at most, between two times that the tensor cores' accumulator of 8-bit products is emptied; None: Triton's
-    #: own choice.
+    PRECISION: str  # the precision of float32 products: ``"tf32"`` or ``"ieee"``
+    #: The most of K after which the tensor cores' accumulator of 8-bit products is added to a float32 sum; None leaves
+    #: it to Triton.
     IMPRECISE: int | None
-    PROMOTED: bool  # whether the kernel adds each K step's product of 8 bits to the accumulator, in float32
-    #: A_KIND, B_KIND: dtypes of 8 bits that become float16 first: see `tilestream.kernels.portable.convert`; else
-    #: empty.
+    PROMOTED: bool  # whether the kernel adds each K step's 8-bit product to the accumulator in float32
+    #: A_KIND, B_KIND: 8-bit dtypes that are converted to float16, see `tilestream.kernels.portable.convert`; empty
+    #: without a conversion.
     A_KIND: str
     B_KIND: str
     #: Elements of a vector that A and B are copied in, where the compiler does not see so much itself; else 1. And by
@@ -142,48 +143,48 @@ class PortableConfig(GemmConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PortableGroupedConfig(PortableConfig):
-    """The portable grouped GEMM's."""
+    """The configuration of the portable grouped GEMM."""
 
-    ALONG: str  # what the groups divide: ``"rows"`` of A, or ``"k"``
+    ALONG: str  # the dimension that the groups divide: ``"rows"`` of A, or ``"k"``
     LANES: int  # a power of 2 that is at least the number of groups
-    ARRIVES: bool = False  # whether each group's matrix of B arrives, most rows first
+    ARRIVES: bool = False  # whether the groups' matrices of B arrive, that with the most rows first
 
     @property
     def GATED(self) -> bool:
-        """As of `GemmConfig`."""
+        """Whether an operand arrives."""
         return self.ARRIVES
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopperConfig(GemmConfig):
-    """The Hopper GEMM's. Its accumulator has rows of ``x`` and columns of ``y``."""
+    """The configuration of the Hopper GEMM. Its accumulator has rows of ``x`` and columns of ``y``."""
 
-    WIDTHS: tuple[int, ...]  # columns of the parts that a tile is multiplied in: the N of an instruction each
+    WIDTHS: tuple[int, ...]  # columns of a tile's parts: each is the N of an instruction
     STAGES: int  # stages of the ring
     BUFFERS: int  # C buffers of a consumer
     #: X_K_MAJOR, Y_K_MAJOR: whether an operand's stride of K is 1.
     X_K_MAJOR: bool
     Y_K_MAJOR: bool
-    BATCHED: bool  # whether tensor maps have a batch
+    BATCHED: bool  # whether tensor maps have a batch dimension
     SWAP_AB: bool  # whether ``x`` is B and ``y`` is A
     CONSUMERS: str  # ``"single"``, ``"cooperative"`` or ``"ping_pong"``
-    PROMOTED: bool  # two-level accumulation: whether each K step's fp8 product is added to the accumulator in float32
-    #: Whether the last part is multiplied with x in registers: see `tilestream.plan.policy.hopper.rs_tail`.
+    PROMOTED: bool  # whether each K step's fp8 product is added in float32 (two-level accumulation)
+    #: Whether the last part's product has x in registers: see `tilestream.plan.policy.hopper.rs_tail`.
     RS_TAIL: bool
-    #: LOAD_REGISTERS, MATH_REGISTERS: registers of a thread of the load warp, and of a second consumer.
+    #: LOAD_REGISTERS, MATH_REGISTERS: registers of a thread of the load warp, and of the second consumer.
     LOAD_REGISTERS: int
     MATH_REGISTERS: int
     STORE: str  # ``"tma"``, or ``"direct"`` from registers
     FLIPPED: bool  # whether the output's contiguous dimension is the accumulator's rows
     N_DIVISIBLE_BY_8: bool  # whether the accumulator's columns are a multiple of 8
-    CHAINED: bool  # whether the launch may begin before the kernel ahead of it has ended
-    PUBLISH: str  # where the output's chunks are: ``"none"``, the accumulator's ``"rows"`` or its ``"columns"``
-    LOCAL_ROWS: bool  # whether some row tiles of ``x`` lie in a tensor of their own
-    CTAS: int = 1  # CTAs that share a tile's rows, and what they load of ``y``: see `tilestream.kernels.hopper.pair`
+    CHAINED: bool  # whether the launch may begin before the previous kernel has ended
+    PUBLISH: str  # the accumulator's extent of the output's chunks: ``"none"``, ``"rows"`` or ``"columns"``
+    LOCAL_ROWS: bool  # whether some row tiles of ``x`` are in a separate tensor
+    CTAS: int = 1  # CTAs that share a tile's rows, and their loads of ``y``: see `tilestream.kernels.hopper.pair`
 
     @property
     def ROWS(self) -> int:
-        """The accumulator's rows: of one tile, all its consumers' in a CTA."""
+        """The accumulator's rows for a tile, with all its consumers in a CTA."""
         return (self.BLOCK_N if self.SWAP_AB else self.BLOCK_M) // self.CTAS
 
     @property
@@ -193,102 +194,102 @@ class HopperConfig(GemmConfig):
 
     @property
     def OUT_COLUMNS(self) -> int:
-        """Columns of the output that a tile makes."""
+        """The columns of a tile's output."""
         return self.COLUMNS // 2 if self.TWO_HALVES else self.COLUMNS
 
     @property
     def HALVES(self) -> int:
-        """Consumers that share a tile's rows."""
+        """The number of consumers that share a tile's rows."""
         return 2 if self.CONSUMERS == "cooperative" else 1
 
     @property
     def LOOPS(self) -> int:
-        """Math loops."""
+        """The number of math loops."""
         return 1 if self.CONSUMERS == "single" else 2
 
     @property
     def HALF_ROWS(self) -> int:
-        """Rows of one consumer."""
+        """The rows of one consumer."""
         return self.ROWS // self.HALVES
 
     @property
     def PREFETCHES_TICKETS(self) -> bool:
         """Whether the next ticket is drawn while an item loads.
 
-        Not at a gate, where a worker would hold a ticket that another could use; nor with ``stream_k``, which leaves
-        the load warp no registers for it.
+        A gate excludes this, because a waiting worker would hold a ticket that another could use. So does
+        ``stream_k``, which leaves the load warp no registers for it.
         """
         return self.KIND == "dynamic" and not self.GATED
 
     @property
     def CLIPPED(self) -> bool:
-        """Whether the output's map clips at any row: where groups' rows end."""
+        """Whether the output's map clips at any row, as the ends of groups need."""
         return False
 
     @property
     def VOIDS(self) -> bool:
-        """Whether an item may be void: its K runs backwards, and it becomes NaN."""
+        """Whether an item may be void. Its K then runs backwards, and its output is NaN."""
         return self.GATED
 
     @property
     def FULL(self) -> bool:
-        """Whether an epilogue keeps vectors or a residual."""
+        """Whether the epilogue has vectors or a residual in registers."""
         return self.SCALED or self.SCALES != "none" or self.BIAS != "none" or self.RESIDUAL
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopperGroupedConfig(HopperConfig):
-    """The Hopper grouped GEMM's."""
+    """The configuration of the Hopper grouped GEMM."""
 
-    ALONG: str  # what the groups divide: ``"rows"`` of A, or ``"k"``
+    ALONG: str  # the dimension that the groups divide: ``"rows"`` of A, or ``"k"``
     LANES: int  # a power of 2 that is at least the number of groups
 
     @property
     def CLIPPED(self) -> bool:
-        """As of `HopperConfig`."""
+        """See `HopperConfig`."""
         return self.ALONG == "rows"
 
     @property
     def VOIDS(self) -> bool:
-        """As of `HopperConfig`: where offsets are no groups."""
+        """See `HopperConfig`. Items are void for invalid offsets."""
         return True
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of CDNA's ring, and how an operand ``[rows, K]`` comes to it."""
+    """A stage of CDNA's ring, and the copy of an operand ``[rows, K]`` to it."""
 
-    #: ROWS, K: of a tile.
+    #: ROWS, K: the extents of a tile.
     ROWS: int
     K: int
     K_MAJOR: bool  # whether the operand's stride of K is 1
-    TURNED: bool  # whether it is transposed in registers, into a stage that is K-major
+    TURNED: bool  # whether it is transposed in registers, into a K-major stage
     SWIZZLE: tuple[int, int, int]  # the stage's swizzle: vector, every, period
-    #: VECTOR, LANE: elements of a cell, and those that a lane copies at a time past the registers.
+    #: VECTOR, LANE: elements of a cell, and of a lane's direct copy.
     VECTOR: int
     LANE: int
-    WARPS: int  # of a workgroup
-    OFFSETS_64BIT: bool = False  # whether a tile's rows lie too far apart for a buffer's 32-bit offsets
+    WARPS: int  # warps of a workgroup
+    OFFSETS_64BIT: bool = False  # whether a tile exceeds a buffer's 32-bit offsets
 
 
 @dataclass(frozen=True, kw_only=True)
 class CdnaConfig(GemmConfig):
-    """The CDNA GEMM's."""
+    """The configuration of the CDNA GEMM."""
 
-    STAGES: int  # stages of the ring, where ``DIRECT``; else there is one
-    STRIP_M: int  # rows that the epilogue finishes at a time
-    DIRECT: bool  # whether copies go past the registers
-    #: X, Y: stages of the operands.
+    STAGES: int  # stages of the ring if ``DIRECT``; else there is one
+    STRIP_M: int  # rows of a strip of the epilogue
+    DIRECT: bool  # whether copies bypass the registers
+    #: X, Y: the operands' stages.
     X: Stage
     Y: Stage
-    #: VERSION, SHAPE: of the matrix instruction: its layout's version; M, N, K.
+    #: VERSION, SHAPE: the version of the matrix instruction's layout; its M, N, K.
     VERSION: int
     SHAPE: tuple[int, int, int]
     ACROSS: tuple[int, int]  # warps down a tile's rows, and across its columns
-    WIDTH: int  # elements of K that a lane reads of shared memory at a time
-    FORMATS: tuple[str, str] | None  # A's and B's, of 8 bits on gfx950; else None
-    XCDS: int  # dies: neighbouring program ids are on different ones
+    WIDTH: int  # elements of K in a lane's read of shared memory
+    FORMATS: tuple[str, str] | None  # A's and B's 8-bit formats on gfx950; else None
+    XCDS: int  # dies; neighbouring program ids are on different dies
     EVEN_K: bool  # whether K is a multiple of ``BLOCK_K``
-    #: VECTOR_C, VECTOR_RESIDUAL: neighbouring columns that are one aligned vector, all of it inside or none.
+    #: VECTOR_C, VECTOR_RESIDUAL: neighbouring columns of an aligned vector that is entirely inside or outside.
     VECTOR_C: int
     VECTOR_RESIDUAL: int

@@ -1,4 +1,4 @@
-"""Problem + device -> Plan. Pure Python, no GPU needed, explains itself."""
+"""Makes a `Plan` from a problem and a device, in pure Python and without a GPU. `Plan.explain` gives the reasons."""
 
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.plan.api import SCHEDULES, plan

@@ -1,9 +1,9 @@
-"""The order in which a plan adds, as a value: what decides an output's bits beside its operands and the epilogue.
+"""The order in which a plan adds, as a value. With the operands and the epilogue it decides an output's bits.
 
-Two plans with equal values give the same rows the same bits. Which kernels add alike was found on an H100
-(``benchmarks/results/h100/invariance_alike.json``), bit for bit: there the tensor cores' sums of 16-bit and of 8-bit
-products do not depend on a tile's rows and columns, on the width of an instruction, on which operand is its rows, on
-whether that comes from registers, nor on the depth of a stage. Elsewhere each tile is taken to have its own order.
+Two plans with equal values give equal rows equal bits. Kernels were compared bit for bit on an H100
+(``benchmarks/results/h100/invariance_alike.json``). There the tensor cores' sums of 16-bit and of 8-bit products are
+independent of a tile's rows and columns, of the instruction's width, of which operand gives its rows, of whether that
+operand comes from registers, and of a stage's depth. On other devices each tile is assumed to have its own order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.problem import ITEMSIZE, Problem
 
-#: Where tiles were compared: there `MMA` says how products are added, whatever the tile.
+#: The architecture on which tiles were compared, and the `unit` that all of its tiles share.
 COMPARED, MMA = "sm_90", "mma"
-#: Rows that a tile of 8-bit operands must have to be multiplied as such: the portable kernel converts for fewer.
+#: The least rows of a tile that multiplies 8-bit operands directly. With fewer the portable kernel converts them.
 LEAST_ROWS = 64
 
 
@@ -31,12 +31,12 @@ class Additions:
     Attributes
     ----------
     unit
-        What adds the products of a step: `MMA`, or a kernel and its tile where nothing is known of others.
+        The unit that adds the products of a step: `MMA`, or a kernel and its tile if tiles were not compared.
     promoted
-        K after which a sum is added to one in float32, and begins anew; 0: never.
+        The extent of K after which a sum is added to a float32 sum and restarted; 0: never.
     cuts
-        For each kind of tile, where K is cut: the parts' sums are added in float32, in the order of K. ``((),)``: no
-        tile is cut.
+        The places at which K is cut, for each kind of tile. The parts' sums are added in float32, in the order of K.
+        ``((),)``: no tile is cut.
     """
 
     unit: str
@@ -57,13 +57,13 @@ class KeyOrder:
     Attributes
     ----------
     unit
-        What multiplies, as of `Additions`.
+        The unit that adds products, see `Additions`.
     block
-        Keys of a block: blocks are counted from the first key.
+        The number of keys of a block. Blocks begin at the first key.
     downwards
-        Whether blocks are taken from the last key on.
+        Whether the last block is first.
     shares
-        Into how many shares a tile's blocks are split.
+        The number of shares into which a tile's blocks are split.
     """
 
     unit: str
@@ -80,7 +80,7 @@ class KeyOrder:
 
 
 def additions(problem: Problem, device: DeviceProperties, backend: str, found: Candidate) -> Additions:
-    """In which order a backend's candidate adds."""
+    """The order in which a backend's candidate adds."""
     cuts, (block_m, _, block_k) = cuts_of(found.schedule, found.block[2]), found.block
     if backend == "cpu":
         return Additions(f"cpu {found.variant} {found.tile[0]}x{found.tile[1]}", cuts=cuts)
@@ -94,7 +94,7 @@ def additions(problem: Problem, device: DeviceProperties, backend: str, found: C
 
 
 def cuts_of(schedule: Schedule, block_k: int) -> tuple[tuple[int, ...], ...]:
-    """Where a schedule cuts K: once each way that a tile is cut, tiles that are not cut first."""
+    """The distinct ways in which a schedule cuts the K of a tile; uncut tiles come first."""
     found: dict[tuple[int, ...], None] = {(): None} if schedule.full_tiles or not schedule.remainder else {}
     steps = schedule.grid.k_steps
     for tile in range(schedule.remainder):

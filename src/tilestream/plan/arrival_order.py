@@ -1,8 +1,8 @@
-"""Arrival order: whether a plan's items are taken as their chunks arrive, or in the raster's order.
+"""Arrival order: decides whether workers take items as chunks arrive, or in the raster's order.
 
-A late chunk then delays only the tiles that read it. The cost is small: an item costs one atomic add, as with a single
-queue; a queue (all tiles that read the same chunks) costs each worker a poll of its chunks, an atomic max, and the void
-ticket that shows it empty. So dynamic schedules with one arriving operand have it, unless a reason below holds.
+A late chunk then delays only the tiles that read it. The cost is small. An item costs one atomic add, as with a single
+queue. A queue has all tiles of the same chunks, and costs each worker a poll of its chunks, an atomic max, and the void
+ticket that shows it empty. So dynamic schedules with one arriving operand use it, unless a reason below holds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tilestream.core.schedule import MOST_QUEUES
 from tilestream.plan.candidate import Candidate
 from tilestream.plan.problem import Problem, gate_of
 
-#: Orders by name: as chunks arrive, and from the pivot on in the raster's order.
+#: Orders by name: ``arrival``, as chunks arrive; ``chunk_major``, the raster's order from the pivot.
 OrderName = Literal["arrival", "chunk_major"]
 
 
 def in_arrival_order(
     problem: Problem, backend: str, best: Candidate, own_order: bool, named: str | None, queues: int | None
 ) -> tuple[Candidate, str]:
-    """The candidate in arrival order; or unchanged, and why not.
+    """The candidate in arrival order, or the unchanged candidate with the reason.
 
     Parameters
     ----------
@@ -31,12 +31,12 @@ def in_arrival_order(
     named
         One of `OrderName`, or None for the plan's choice.
     queues
-        The number that the caller forces.
+        The caller's number of queues.
 
     Raises
     ------
     ValueError
-        If arrival order is asked for by name, and cannot be had.
+        If the caller names arrival order, and the candidate cannot have it.
     """
     kind = best.schedule.kind
     reasons = {

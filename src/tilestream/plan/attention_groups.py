@@ -1,15 +1,15 @@
-"""How many heads attention takes at a time: as many as L2 keeps the keys of, and so that the last ones end together.
+"""The size of attention's groups of heads. L2 keeps a group's keys, and the last group's workers should end together.
 
-Under a causal mask a head's first tile is its longest. Heads are taken in groups, the longest tiles of a group first,
-so a group's last tiles are short, and its workers end together if each has several tiles. The last group has the heads
-that are left; with few of them each worker has one tile, and all wait for the longest. 32 heads of 64 tiles in groups
+Under a causal mask a head's tiles differ in length. Heads are taken in groups, with a group's longest tiles first. So a
+group's last tiles are short, and its workers end together if each has several tiles. The last group has the remaining
+heads; if these are few, each worker has one tile, and the launch waits for the longest. 32 heads of 64 tiles in groups
 of 5 leave 2 heads, which costs 5 % of the time; with 32 tiles, half as long, 13 %. With groups of 4 no worker idles.
 This holds for dynamic schedules; a static grid is limited by other effects.
 
-A model of the queue finds the sizes that end evenly. Of the sizes timed on an H100 and an H200 with 512 to 4k keys
-(``benchmarks/results/h100/attention_sizes.json``) it ranks those that lose 4 % and more correctly, except those that
-crowd L2 (on an H100 from 16 MB on): the caller says what these lose. Powers of two are always tried: most of those
-between 8 and 17 MB were within 2 % of the fastest.
+A model of the queue finds the sizes that end evenly. For sizes timed on an H100 and an H200 with 512 to 4k keys
+(``benchmarks/results/h100/attention_sizes.json``) it ranks losses of 4 % and more correctly, except those of groups
+that crowd L2 (on an H100 from 16 MB on), which the caller gives. Powers of two are always tried: most of those between
+8 and 17 MB were within 2 % of the fastest.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tilestream.core.schedule import Kind
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.problem import ITEMSIZE
 
-#: Share of a launch that does not pay for a smaller group; sizes tried beside powers of two, at most; tiles a worker
-#: that the model follows, the last ones; and tiles a worker beyond which a tile of twice the average does not matter.
+#: The share of a launch that a smaller group must save; the most sizes tried in addition to powers of two; the number
+#: of last tiles of each worker that the model follows; the tiles of a worker above which an uneven end is negligible.
 _LITTLE, _SIZES, _FOLLOWED, _CERTAIN = 0.01, 6, 24, 200
 
 
 def heads_kept(problem: AttentionProblem, pack: int, room: float) -> int:
-    """Columns of the grid of tiles, of ``pack`` query heads each, whose keys and values fit into ``room`` bytes.
+    """The number of the grid's columns, of ``pack`` query heads each, whose keys and values fit into ``room`` bytes.
 
-    At least all those that share one head of keys.
+    It is at least the number of columns that share one head of keys.
     """
     bytes_of_head = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype])
     return max(1, int(room // bytes_of_head)) * _sharing(problem, pack)
@@ -41,20 +41,20 @@ def heads_together(
     problem: AttentionProblem, kind: Kind, rows: int, pack: int, room: float, workers: int, block: int, beside: float,
     crowding: float = 0.0,
 ) -> int:  # fmt: skip
-    """How many columns make a group, of tiles of ``rows`` and ``pack`` query heads: `heads_kept`, or down to half.
+    """The number of columns of a group, for tiles of ``rows`` and ``pack`` query heads: `heads_kept`, or down to half.
 
-    `heads_kept` for static grids, for tiles that take equally long, and for sequences whose lengths the host does not
-    know; of half the room if groups can be crowded.
+    It is `heads_kept` for static grids, for tiles of equal length, and for sequences whose lengths the host does not
+    know. In these cases half the room counts if groups can be crowded.
 
     Parameters
     ----------
     room
-        Bytes of L2 for keys and values.
+        The bytes of L2 for keys and values.
     block, beside
-        Keys of a block; what a tile costs beside its blocks, in blocks.
+        The keys of a block; the fixed cost of a tile, in units of a block's cost.
     crowding
-        Share of a launch that is lost where a group's keys take all of the room instead of at most half. 0: only a
-        gain of more than `_LITTLE` makes the group smaller.
+        The share of a launch that is lost if a group's keys take all of the room instead of at most half. With 0 the
+        group becomes smaller only for a gain of more than `_LITTLE`.
     """
     positions, heads = rows // pack, problem.batch * problem.heads_q // pack
     kept = heads_kept(problem, pack, room)
@@ -69,7 +69,7 @@ def heads_together(
     costs = [blocks + beside for blocks in _blocks(problem, positions, block)]
     whole = heads * sum(costs) / workers
     best, least = most, float("inf")
-    # Following one takes up to some milliseconds. Crowded sizes come last, since crowding alone may rule them out.
+    # The model takes up to some milliseconds for a size. Crowded sizes are last, as crowding alone may exclude them.
     for group in reversed(sizes) if crowding else sizes:
         crowded = crowding * max(0.0, 2 * group / kept - 1)
         if crowded > least if crowding else least < _LITTLE:
@@ -81,7 +81,7 @@ def heads_together(
 
 
 def _sizes(most: int, unit: int) -> list[int]:
-    """Multiples of ``unit``, the largest first: some from ``most`` to its half, and powers of two."""
+    """The sizes to try, the largest first: multiples of ``unit`` from ``most`` to its half, and powers of two."""
     units = most // unit
     power = 1 << units.bit_length() - 1
     found = {*range(units, units // 2, -cdiv(units, 2 * _SIZES)), power, power // 2}
@@ -89,12 +89,12 @@ def _sizes(most: int, unit: int) -> list[int]:
 
 
 def _sharing(problem: AttentionProblem, pack: int) -> int:
-    """Columns that share keys and values."""
+    """The number of columns that share keys and values."""
     return max(1, problem.ratio // pack)
 
 
 def _blocks(problem: AttentionProblem, positions: int, block: int) -> list[int]:
-    """Key blocks of each tile of a head, from the first query on."""
+    """The number of key blocks of each tile of a head, in the order of queries."""
     queries, keys = problem.seqlen_q, problem.seqlen_k
     ahead, behind = diagonal(queries, keys) if problem.alignment == "bottom_right" else (0, 0)
     found = []
@@ -108,9 +108,9 @@ def _blocks(problem: AttentionProblem, positions: int, block: int) -> list[int]:
 
 
 def _lost(costs: list[float], heads: int, group: int, workers: int) -> float:
-    """Time from the workers' average end to the last one's, each taking the next tile when it has finished one.
+    """The time from the workers' average end to the last worker's, if each takes the next tile when it is free.
 
-    Only the last tiles are followed: those before them end at about the same time.
+    Only the last tiles are simulated: the workers end those before at about the same time.
     """
     tiles, until = len(costs) * heads, [0.0] * workers
     for tile in range(max(0, tiles - _FOLLOWED * workers), tiles):

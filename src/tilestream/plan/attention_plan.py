@@ -1,4 +1,4 @@
-"""`AttentionPlan`: the frozen answer to "how do we run this attention on this device", and what it says of itself."""
+"""`AttentionPlan`: an immutable choice of kernel, tile and schedule for attention on a device, and its explanation."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from tilestream.plan.roofline import Floor
 
 @dataclass(frozen=True)
 class AttentionCandidate:
-    """A way to run a problem, and what the device's cost model expects of it."""
+    """A way to run a problem, and its predicted time."""
 
-    #: ``workers``, ``inline`` and ``persistent`` as of `tilestream.plan.candidate.Candidate`; ``torch``: inline, by one
-    #: call of torch's own kernel, see `tilestream.plan.policy.cpu_attention`. Hopper: ``ordered`` or ``unordered``,
-    #: whether a worker's consumers take turns at starting their multiplications. CDNA: ``direct`` or ``staged``,
-    #: whether copies go past the registers or through them.
+    #: ``workers``, ``inline`` and ``persistent``: see `tilestream.plan.candidate.Candidate`. ``torch``: one call of
+    #: torch's kernel in the calling thread, see `tilestream.plan.policy.cpu_attention`. Hopper: ``ordered`` if a
+    #: worker's consumers take turns at starting their multiplications, else ``unordered``. CDNA: ``direct`` if copies
+    #: bypass the registers, else ``staged``.
     variant: str
     block: tuple[int, int]  # ``(block_m, block_n)``: rows of a tile, and keys of a block
-    #: Dense: row tiles are query blocks, column tiles the packs of heads of all sequences. Packed sequences: row tiles
-    #: are positions of the list that the call makes of them, longest first, some of which are void.
+    #: Dense: row tiles are query blocks, and column tiles the packs of heads of all sequences. Packed sequences: row
+    #: tiles are positions in the call's list of tiles, longest first. Some positions are void.
     schedule: Schedule
     predicted: float  # seconds that the cost model expects, with everything arrived
-    pack: int = 1  # query heads of one head of keys that share a tile's rows
-    #: warps, stages: of a worker, and of its ring; 0 where the backend has none.
+    pack: int = 1  # query heads, of one head of keys, that share a tile's rows
+    #: warps, stages: the warps of a worker, and the stages of its ring; 0 if the backend has none.
     warps: int = 0
     stages: int = 0
-    shares: int = 1  # into how many shares the keys of a tile are split; their outputs are joined by a second launch
-    downwards: bool = False  # whether blocks of keys are taken from the last key on
+    shares: int = 1  # shares of a tile's keys; a second launch joins their outputs
+    downwards: bool = False  # whether the last block of keys is taken first
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan(AttentionCandidate):
-    """How a problem is run: every knob, in one place. `AttentionCandidate` has those of the kernel.
+    """All choices for running a problem. Those for the kernel are fields of `AttentionCandidate`.
 
     Attributes
     ----------
     backend
-        Which package of `tilestream.kernels` runs it.
+        The package of `tilestream.kernels` that runs it.
     why, refused
-        Why this plan, and what else was considered.
+        The reason for this plan, and the alternatives that were refused.
     promise
-        What `tilestream.invariant` costs here, in words; empty where it is not asked for.
+        The cost of `tilestream.invariant` in words; empty without it.
     """
 
     problem: AttentionProblem
@@ -63,7 +63,7 @@ class AttentionPlan(AttentionCandidate):
 
     @property
     def key_order(self) -> KeyOrder:
-        """The order in which the keys of a query are taken."""
+        """The order in which a query's keys are taken."""
         return key_order(self.device, self.backend, self.problem, self)
 
     @property
@@ -83,7 +83,7 @@ class AttentionPlan(AttentionCandidate):
 
     @property
     def floor(self) -> Floor:
-        """What cannot be gone below on this device."""
+        """The lower bound of the time on this device."""
         return Floor.of(self.problem, self.device, self.workers)
 
     @property
@@ -98,7 +98,7 @@ class AttentionPlan(AttentionCandidate):
         )
 
     def explain(self) -> str:
-        """What was chosen, what was refused and why, and the floor."""
+        """The choices, the refused alternatives with their reasons, and the floor, as text."""
         return explain(self)
 
 
@@ -106,14 +106,14 @@ def of_candidate(
     problem: AttentionProblem, device: DeviceProperties, backend: str, found: AttentionCandidate, why: str,
     refused: tuple[Refusal, ...],
 ) -> AttentionPlan:  # fmt: skip
-    """A candidate as a plan."""
+    """Make a plan of a candidate."""
     return AttentionPlan(**vars(found), problem=problem, device=device, backend=backend, why=why, refused=refused)
 
 
 def packed_heads(problem: AttentionProblem, rows: int, most: int = sys.maxsize) -> int:
-    """Query heads of one K/V head in a tile of ``rows``: a power of two, as many as short queries leave rows for.
+    """The number of query heads of one K/V head in a tile of ``rows``: the largest power of two that fits.
 
-    At most ``most``; one where heads have scales, so that a tile has one.
+    It is at most ``most``. It is 1 if heads have scales, so that a tile has one scale.
     """
     pack = 1
     while problem.ratio % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= rows and 2 * pack <= most:
@@ -127,15 +127,15 @@ def schedule_of(
 ) -> Schedule:  # fmt: skip
     """The schedule of tiles of ``positions`` query positions and ``pack`` heads: see `AttentionPlan`.
 
-    Several queues split the heads, so that what shares K and V shares a queue. Shares of a sequence's keys are columns
-    of their own: those of the first keys, of all heads, before those of the next.
+    Several queues split the heads, so that tiles with the same K and V share a queue. Each share of a sequence's keys
+    has its own columns. The columns of the first share, for all heads, precede those of the next.
     """
     heads = problem.heads_q // pack
     if shares > 1:
         group = min(group, heads)
     heads *= shares
     if problem.varlen:
-        # Each sequence has at most one tile that is not full; so have the rows that belong to none.
+        # Each sequence has at most one partial tile. So have the rows that belong to no sequence.
         bound = (problem.tokens_q + (problem.batch + 1) * (positions - 1)) // positions
         return Schedule(kind, Grid(1, bound * heads, 1), Raster(group=max(1, min(group, heads))), workers)
     grid = Grid(1, cdiv(problem.seqlen_q, positions), problem.batch * heads)
@@ -146,7 +146,7 @@ def schedule_of(
 
 
 def explain(plan: AttentionPlan) -> str:
-    """What was chosen, what was refused and why, and the floor."""
+    """The choices, the refused alternatives with their reasons, and the floor, as text."""
     p, floor = plan.problem, plan.floor
     longest = " at most" if p.varlen or p.lengths else ""
     shape = f"{p.batch} x {p.heads_q} heads ({p.heads_kv} of keys), {p.seqlen_q} x {p.seqlen_k}{longest}"

@@ -1,4 +1,4 @@
-"""`attention_plan`, which checks the caller's arguments, and `plan_attention`, which compares backends' candidates."""
+"""`attention_plan` checks the caller's arguments; `plan_attention` compares the backend's candidates."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tilestream.plan.limit import is_invariant, promising, workers_in, workers_o
 from tilestream.plan.planner import NAMES, fast_or_portable
 from tilestream.plan.policy import cdna_attention, cpu_attention, hopper_attention, portable_attention
 
-#: What a caller may give as ``schedule=``: attention has no K to split.
+#: The values of ``schedule=``. Attention has no ``stream_k``.
 ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
-#: What a caller may give as ``backend=``, on GPUs.
+#: The values of ``backend=`` on GPUs.
 BACKENDS = ("hopper", "cdna", "portable")
-#: Why the default is a queue.
+#: The reason for a dynamic schedule by default.
 _NO_STATIC = "tiles differ in length, and those of a worker that a neighbour keeps from running wait"
 _ALL_KEYS = Refusal(
     "keys as they arrive",
@@ -37,7 +37,7 @@ _ALL_KEYS = Refusal(
 
 
 def check_splits(op: str, splits: object) -> None:
-    """Raise `ValueError` unless ``splits`` is a number of shares that a caller may force."""
+    """Raise `ValueError` unless ``splits`` is a valid number of shares, or None."""
     if splits is None:
         return
     if not isinstance(splits, int) or isinstance(splits, bool) or not 1 <= splits <= hopper_attention.MOST_SHARES:
@@ -115,7 +115,7 @@ def plan_attention(
 
 
 def refuse_splits(splits: int | None) -> None:
-    """Raise `NotImplementedError` for split keys, which are added in another order than whole ones."""
+    """Raise `NotImplementedError` for split keys, whose sums have another order than those of unsplit keys."""
     if splits not in (None, 1):
         raise NotImplementedError(
             f"splits={splits} under tilestream.invariant: a prefill's keys are not split, and a row of it has the bits "
@@ -126,7 +126,7 @@ def refuse_splits(splits: int | None) -> None:
 def _keeping(
     problem: AttentionProblem, device: DeviceProperties, name: str, found: list[AttentionCandidate], asked: str | None
 ) -> tuple[list[AttentionCandidate], tuple[Refusal, ...]]:
-    """The candidates that take keys in the promised order, and why not the others."""
+    """The candidates that take keys in the promised order, and the refusals of the others."""
     if not (problem.rows and problem.heads_q and problem.seqlen_k):
         return found, ()
     promised = plan_attention(invariance.plain_attention(problem), schedule="dynamic", device=device, splits=1)
@@ -144,7 +144,7 @@ def _on_gpu(
     problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None,
     splits: int | None, promises: bool,
 ) -> tuple[str, list[AttentionCandidate], Refusal]:  # fmt: skip
-    """The backend, its candidates, and why not the other backend."""
+    """The backend, its candidates, and the refusal of the other backend."""
     fast = "cdna" if device.arch.startswith("gfx") else "hopper"
     if backend in NAMES:
         fast = backend
@@ -183,33 +183,33 @@ def attention_plan(
     splits: int | None = None,
     invariant: bool | None = None,
 ) -> AttentionPlan:
-    """How `tilestream.attention` would run a dense problem, or one in pages.
+    """The plan of `tilestream.attention` for dense or paged keys.
 
     Parameters
     ----------
     seqlen_q, seqlen_k
-        Rows of a sequence; ``seqlen_k`` by default the same.
+        Query rows and keys of a sequence; ``seqlen_k`` defaults to ``seqlen_q``.
     batch, heads_q, heads_kv, head_dim, head_dim_v
-        Sequences; heads of queries, and of keys (default: the same); columns of a head, and of a value's.
+        Sequences; heads of queries and of keys (default: ``heads_q``); columns of keys and of values (default: equal).
     dtype, causal, window, softcap, layout, return_lse, arrival, workers, schedule, splits
-        As for `tilestream.attention`.
+        See `tilestream.attention`.
     sinks
-        Whether there are some.
+        Whether each query head has a sink.
     page_size
-        Keys of a page; 0 where keys are in no pages.
+        Keys of a page; 0 for dense keys.
     device
-        As for `tilestream.plan`.
+        See `tilestream.plan`.
     backend
         Force a GPU's backend: ``"hopper"``, ``"cdna"`` or ``"portable"``.
     invariant
-        As for `tilestream.plan`.
+        See `tilestream.plan`.
 
     Raises
     ------
     ValueError, TypeError
         If an argument is out of range.
     NotImplementedError
-        If there is no backend for the device, or the one that is forced does not do this problem.
+        If no backend supports the device, or the forced backend does not support the problem.
 
     Examples
     --------

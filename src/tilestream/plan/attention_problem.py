@@ -1,19 +1,19 @@
-"""The problem of attention prefill as the plan sees it, and its plan: extents, masks, dtypes, arrivals; no data.
+"""Attention's description for the planner: extents, masks, dtypes and arrivals, without data.
 
-What attention means here, for every backend
---------------------------------------------
+The definition of attention, for all backends
+---------------------------------------------
 Row ``i`` of a sequence's ``sq`` queries sees key ``j`` of its ``sk`` keys where::
 
     i + shift - left <= j <= i + shift + right        shift = sk - sq (bottom right), or 0 (top left)
 
-without the side that is None; ``causal`` is a ``right`` of 0. Its scores are ``s = scale * q k``, capped before they
-are masked: ``softcap * tanh(s / softcap)``. A sink is one more score of its query head, which has no value. So::
+A side that is None has no bound; ``causal`` sets ``right`` to 0. The scores are ``s = scale * q k``, capped before they
+are masked: ``softcap * tanh(s / softcap)``. A sink is one more score of a query head, without a value. So::
 
-    lse[i] = log(sum over what it sees of exp(s) + exp(sink))        natural, fp32
-    out[i] = sum over what it sees of exp(s - lse[i]) * v            added up in fp32, rounded once
+    lse[i] = log(sum over visible keys of exp(s) + exp(sink))        natural, fp32
+    out[i] = sum over visible keys of exp(s - lse[i]) * v            added up in fp32, rounded once
 
-A row that sees no key gives 0; its lse is -inf, or the sink where there is one. Scores and the sum are float32's,
-float64's for float64.
+The output of a row that sees no key is 0; its lse is -inf, or the sink if there is one. Scores and sums are float32,
+or float64 for float64 operands.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Literal, get_args
 from tilestream.core.arguments import is_one_of
 from tilestream.plan.problem import ITEMSIZE, Incoming
 
-#: Where the diagonal of a mask ends, if there are more keys than queries, or fewer.
+#: The corner of the mask through which the diagonal passes, if the numbers of queries and keys differ.
 Alignment = Literal["bottom_right", "top_left"]
 ALIGNMENTS: tuple[Alignment, ...] = get_args(Alignment)
-#: How dense operands lie: ``[B, S, H, D]``, or ``[B, H, S, D]``.
+#: The layouts of dense operands: ``[B, S, H, D]``, or ``[B, H, S, D]``.
 AttentionLayout = Literal["bshd", "bhsd"]
 LAYOUTS: tuple[AttentionLayout, ...] = get_args(AttentionLayout)
 #: Dtypes of the operands. float64 is the CPU's alone; of 8 bits, bfloat16 comes out.
@@ -43,41 +43,41 @@ class AttentionProblem:
     """``out = softmax(mask(scale * q @ k^T)) @ v``, for each sequence and query head."""
 
     batch: int  # sequences
-    #: heads_q, heads_kv: query heads, and heads of keys and values, which ``heads_q // heads_kv`` neighbouring query
-    #: heads share.
+    #: heads_q, heads_kv: query heads, and heads of keys and values. ``heads_q // heads_kv`` neighbouring query heads
+    #: share a head of keys.
     heads_q: int
     heads_kv: int
-    #: seqlen_q, seqlen_k: rows of a sequence. Where sequences differ, those of the longest, or a bound: the lengths are
-    #: on the device.
+    #: seqlen_q, seqlen_k: query rows and keys of a sequence. If sequences differ, those of the longest, or a bound; the
+    #: lengths are on the device.
     seqlen_q: int
     seqlen_k: int
-    #: head_dim, head_dim_v: columns of queries and keys, and of values and output; 0: the same.
+    #: head_dim, head_dim_v: columns of queries and keys, and of values and output; ``head_dim_v=0``: ``head_dim``.
     head_dim: int
     head_dim_v: int = 0
     dtype: str = "bfloat16"  # of queries, keys and values
-    #: causal, alignment: whether a row sees nothing right of its diagonal, and where the diagonal is (of a window too).
+    #: causal, alignment: whether keys right of the diagonal are masked; the diagonal's place, also for a window.
     causal: bool = False
     alignment: Alignment = "bottom_right"
     window: tuple[int | None, int | None] = (None, None)  # keys seen left and right of the diagonal; None: all
     softcap: float = 0.0  # 0: none
-    sinks: bool = False  # whether there is one more score a query head
-    #: varlen, tokens_q, tokens_k: whether queries are packed, sequence behind sequence, by cumulative lengths; rows of
-    #: all. ``tokens_k`` is 0 where keys are dense or in pages all the same.
+    sinks: bool = False  # whether each query head has one more score
+    #: varlen, tokens_q, tokens_k: whether the sequences' queries are packed, with cumulative lengths; the total rows of
+    #: queries and of keys. ``tokens_k`` is 0 if keys are dense or in pages.
     varlen: bool = False
     tokens_q: int = 0
     tokens_k: int = 0
-    #: page_size, pages: keys of a page, and how many pages there are; 0 where keys are in no pages.
+    #: page_size, pages: keys of a page, and the number of pages; 0 if keys are not in pages.
     page_size: int = 0
     pages: int = 0
-    lengths: bool = False  # whether sequences have lengths of keys of their own (``seqlens_k``), in pages or dense
+    lengths: bool = False  # whether each sequence has its own number of keys (``seqlens_k``), in pages or dense
     return_lse: bool = False  # whether the log-sum-exp is an output
-    scaled: bool = False  # whether q, k and v have scales, one a sequence and head
-    layout: AttentionLayout = "bshd"  # how dense operands lie
-    positive: bool = True  # whether the scale is positive; the largest score is the largest product then
+    scaled: bool = False  # whether q, k and v have a scale for each sequence and head
+    layout: AttentionLayout = "bshd"  # the layout of dense operands
+    positive: bool = True  # whether the scale is positive: then the largest product is the largest score
     tf32: bool = False  # whether float32 may be rounded to tf32 for the matrix units
     aligned: bool = True  # whether rows begin at multiples of 16 bytes
     no_tma: str = ""  # why TMA cannot address an operand; empty if it can
-    #: How keys and values arrive, as rows of all sequences one behind the other; None where they are there.
+    #: The arrival of keys and values, as concatenated rows of all sequences; None if they are complete at launch.
     keys: Incoming | None = None
 
     def __post_init__(self) -> None:
@@ -122,48 +122,48 @@ class AttentionProblem:
 
     @property
     def left(self) -> int | None:
-        """Keys seen left of the diagonal; None: all."""
+        """The number of visible keys left of the diagonal; None for all."""
         return self.window[0]
 
     @property
     def right(self) -> int | None:
-        """Keys seen right of the diagonal, 0 where causal; None: all."""
+        """The number of visible keys right of the diagonal, 0 if causal; None for all."""
         return 0 if self.causal else self.window[1]
 
     @property
     def masked(self) -> bool:
-        """Whether the diagonal matters."""
+        """Whether the mask has a bound on either side."""
         return self.left is not None or self.right is not None
 
     @property
     def alike(self) -> bool:
-        """Whether a head's tiles see about as many keys each: all of them, or a window."""
+        """Whether a head's tiles all see about the same number of keys: all keys, or a window."""
         return self.right is None or self.left is not None
 
     @property
     def ratio(self) -> int:
-        """Query heads that share a head of keys."""
+        """The number of query heads that share a head of keys."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
     @property
     def out_dtype(self) -> str:
-        """Of the output."""
+        """The output's dtype."""
         return "bfloat16" if self.dtype == "float8_e4m3fn" else self.dtype
 
     @property
     def kind(self) -> str:
-        """What the matrix units are fed with: the operands' dtype, ``"fp8"`` or ``"tf32"``."""
+        """The matrix units' input: the operands' dtype, ``"fp8"`` or ``"tf32"``."""
         if self.dtype == "float8_e4m3fn":
             return "fp8"
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     @property
     def rows(self) -> int:
-        """Query rows of all sequences."""
+        """The total query rows of all sequences."""
         return self.tokens_q if self.varlen else self.batch * self.seqlen_q
 
     def unfit(self, most: int) -> str:
-        """Why no fast kernel that counts rows below ``most`` does this, on any GPU; empty if one may."""
+        """Why no GPU's fast kernel supports the problem, with extents below ``most``; empty if one may."""
         if not self.positive:
             return "a scale that is not positive: it takes the largest product for the largest score"
         if not self.rows or not self.heads_q or not self.heads_kv or not self.seqlen_k or not self.batch:
@@ -175,14 +175,14 @@ class AttentionProblem:
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
-        """``left`` and ``right``, no wider than it takes to see all keys: kernels add positions to them in 32 bits."""
+        """``left`` and ``right``, clipped to all keys, because kernels add positions to them in 32 bits."""
         widest = self.seqlen_q + self.seqlen_k
         left, right = (None if side is None else min(side, widest) for side in (self.left, self.right))
         return left, right
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query row and a key that it sees, of one head, with every sequence of the longest's extents."""
+        """Pairs of a query row and a visible key of one head, if all sequences are as long as the longest."""
         shift = self.seqlen_k - self.seqlen_q if self.alignment == "bottom_right" else 0
         high = self.seqlen_k * self.seqlen_q if self.right is None else self._before(shift + self.right + 1)
         low = 0 if self.left is None else self._before(shift - self.left)
@@ -191,7 +191,7 @@ class AttentionProblem:
         return self.batch * (high - low)
 
     def _before(self, shift: int) -> int:
-        """Keys before key ``i + shift``, for all rows ``i`` of a sequence."""
+        """The number of keys before key ``i + shift``, summed over all rows ``i`` of a sequence."""
 
         def below(x: int) -> int:  # the sum of min(y, seqlen_k) over 0 <= y < x
             few, rest = min(max(x, 0), self.seqlen_k), max(x - self.seqlen_k, 0)
@@ -201,12 +201,12 @@ class AttentionProblem:
 
     @property
     def operations(self) -> int:
-        """Multiply-adds of both products, counted two each; masked ones not counted."""
+        """The operations of both products, without masked scores; a multiply-add is two."""
         return 2 * self.heads_q * self.pairs * (self.head_dim + self.head_dim_v)
 
     @property
     def bytes(self) -> int:
-        """Bytes that must move at least: q, k and v read once, the output written once."""
+        """The least number of bytes to move: q, k and v are read once, the output is written once."""
         size, out = ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype]
         keys = self.tokens_k or self.batch * self.seqlen_k
         q = self.rows * self.heads_q * (size * self.head_dim + out * self.head_dim_v)

@@ -1,4 +1,4 @@
-"""The table that `Plan.explain` and `AttentionPlan.explain` print, and the line that is logged of a new plan."""
+"""The table of `Plan.explain` and `AttentionPlan.explain`, and a new plan's line in the log."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Lines = list[tuple[str, str]]
 
 
 def number(x: float) -> str:
-    """Three digits at least, and no exponent: ``16,100``, ``98.3``, ``0.0123``."""
+    """A number with at least three digits and without an exponent: ``16,100``, ``98.3``, ``0.0123``."""
     return f"{x:,.0f}" if x >= 999.5 else f"{x:.3g}" if x >= 1e-3 else f"{x:.6f}"
 
 
 def checked(arch: str, grouped: bool = False) -> str:
-    """What is known of the kernels on GPUs of ``arch`` on which they have not run; empty where they have.
+    """How far the kernels were tested for ``arch``, if they have not run on such a GPU; empty if they have.
 
-    ``grouped``: of the grouped ones, which the gates compile for fewer architectures, and no emulator executes.
+    ``grouped``: for the grouped kernels, which the gates compile for fewer architectures, and no emulator executes.
     """
     if arch in ("", "sm_90"):
         return ""
@@ -32,7 +32,7 @@ def checked(arch: str, grouped: bool = False) -> str:
 
 
 def table(head: str, plan: Any, chosen: Lines, floor: str) -> str:
-    """A plan as lines: where it runs, what was chosen, the floor, what was checked, and what was refused.
+    """A plan as lines: device, backend, choices, floor, expected time, tests, and refused alternatives.
 
     ``plan`` is a `Plan` or an `AttentionPlan`, whose modules import this one.
     """
@@ -51,12 +51,12 @@ def table(head: str, plan: Any, chosen: Lines, floor: str) -> str:
 
 
 def promise_lines(promise: str, order: object) -> Lines:
-    """What `tilestream.invariant` promises of a plan, and what that costs; nothing where it is not asked for."""
+    """The lines of the promise of `tilestream.invariant` and its cost; empty without a promise."""
     if not promise:
         return []
     return [("promise", f"the same bits for each row, whatever is beside it: {order}"), ("costs", promise)]
 
 
 def log(plan: Any) -> None:
-    """Log what runs, and what does not and why (invariant 12): once a problem, because plans are cached."""
+    """Log the plan and its refused alternatives (invariant 12). Plans are cached, so this is once for a problem."""
     logger.info("%s: %s; refused: %s", plan.problem, plan.label, "; ".join(f"{r.what}: {r.why}" for r in plan.refused))

@@ -1,7 +1,7 @@
-"""The plan of a grouped matmul: candidates -> cost -> compare, for groups whose lengths the device alone knows.
+"""The plan of a grouped matmul: candidates -> cost -> compare, for groups whose lengths only the device knows.
 
-What is compared is the cost where all groups are of one size. What is launched is a schedule of the most tiles that
-there can be (`tilestream.core.groups`), of which the device takes as many as there are.
+The compared costs assume groups of one size. The launched schedule has the largest possible number of tiles
+(`tilestream.core.groups`), of which the device takes the actual ones.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from tilestream.plan.policy import cpu, hopper, portable
 from tilestream.plan.problem import ITEMSIZE, GroupedProblem, GroupedScales, dtype_name, result_name
 from tilestream.plan.raster import queues_of
 
-#: Registers of a thread that the portable kernel's accumulator takes at most beside an epilogue that is more than a
-#: store, and a group's rows: with 128 of them Triton 3.7 spills up to 140 bytes.
+#: The largest accumulator of the portable kernel, in registers of a thread, with groups of rows and an epilogue that is
+#: more than a store. With 128 registers Triton 3.7 spills up to 140 bytes.
 MOST_REGISTERS = 64
-#: The Hopper kernel: groups among which its load warp finds an item's, and bytes of shared memory in which it does.
+#: The most groups among which the Hopper kernel's load warp finds that of an item, and the table's shared memory.
 HOPPER_GROUPS = 256
 TABLE_BYTES = 2 * 4 * HOPPER_GROUPS
-#: Registers of a thread that an accumulator and a product that is scaled before it is added take at most.
+#: The most registers of a thread for an accumulator and a product that is scaled before it is added.
 MOST_SCALED_REGISTERS = 160
-#: Columns of a swapped accumulator, each with a scale of its own for every K step, at most: a thread has a quarter of
-#: them in registers.
+#: The most columns of a swapped accumulator with block scales. Each column has its own scale in every K step, and a
+#: thread holds a quarter of these in registers.
 MOST_SCALED_ROWS = 64
-#: Scales, and schedules, that a caller may ask for.
+#: The scales and schedules that a caller may request.
 SCALES: tuple[GroupedScales, ...] = get_args(GroupedScales)
 SCHEDULES = ("auto", "static", "dynamic")
 
@@ -64,38 +64,38 @@ def grouped_plan(
     tile: tuple[int, int] | None = None,
     backend: str | None = None,
 ) -> Plan:
-    """How `tilestream.grouped_mm` would run a product of ``groups`` groups, of contiguous operands.
+    """The plan of `tilestream.grouped_mm` for ``groups`` groups and contiguous operands.
 
     Parameters
     ----------
     m, n, k
-        Extents: ``m`` rows of A, ``n`` columns of B. Along rows ``m`` are the rows of all groups together; along K
-        ``k`` is that of all groups.
+        Extents: ``m`` rows of A, ``n`` columns of B. With ``along="rows"`` ``m`` is the sum over all groups; with
+        ``along="k"`` ``k`` is.
     groups
-        How many there are, from 1 to 1024.
+        The number of groups, from 1 to 1024.
     along
-        ``"rows"``: each group is a run of A's rows, multiplied with a B of its own. ``"k"``: each group is a run of K,
-        and has an output of its own.
+        ``"rows"``: each group is a run of A's rows and has its own B. ``"k"``: each group is a run of K and has its own
+        output.
     scales
-        As for `tilestream.plan`, or ``"block"``: see `tilestream.grouped_mm`.
+        See `tilestream.plan`; or ``"block"``, see `tilestream.grouped_mm`.
     activation
-        As for `tilestream.grouped_mm`.
+        See `tilestream.grouped_mm`.
     dtype, out_dtype, device, workers, tile, backend
-        As for `tilestream.plan`. Operands lie as a layer's and its gradients' do: along rows A is ``[m, k]``
-        contiguous and B the transpose of ``[groups, n, k]``; along K A is the transpose of ``[k, m]`` and B is
-        ``[k, n]``.
+        See `tilestream.plan`. Operands have the layout of a linear layer and its gradients: along rows A is a
+        contiguous ``[m, k]`` and B the transpose of ``[groups, n, k]``; along K A is the transpose of ``[k, m]`` and B
+        is ``[k, n]``.
     schedule
         ``"static"``, ``"dynamic"`` or ``"auto"``.
 
     Returns
     -------
     Plan
-        Its ``explain()`` says what was chosen and why. Its ``run`` is refused: a plan has no offsets.
+        Its ``explain()`` gives the choices and their reasons. Its ``run`` raises, because a plan has no offsets.
 
     Raises
     ------
     ValueError, TypeError, NotImplementedError
-        As from `tilestream.plan`.
+        See `tilestream.plan`.
 
     Examples
     --------
@@ -188,7 +188,7 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
 
 
 def check_schedule(op: str, schedule: str) -> None:
-    """Raise for a schedule that there is not for groups."""
+    """Raise `ValueError` for a schedule that groups do not support."""
     if is_one_of(schedule, ("stream_k",)):
         raise ValueError(
             f"{op}: schedule='stream_k'; which tiles would be cut along K is known on the device alone: it is one of "
@@ -199,14 +199,14 @@ def check_schedule(op: str, schedule: str) -> None:
 
 
 def _in_a_loop(problem: GroupedProblem, device: DeviceProperties, workers: int) -> Candidate:
-    """The CPU's way: a matmul a group, one after the other, by all threads."""
+    """The CPU's candidate: the groups' matmuls one after the other, each by all threads."""
     block = (max(problem.m, 1), max(problem.n, 1), cpu.BLOCK_K)
     seconds = cpu.inline_seconds(problem, device, workers) + (problem.groups - 1) * cpu.INLINE_SECONDS
     return Candidate("inline", block, Schedule("dynamic", Grid.of(problem.m, problem.n, problem.k, *block)), seconds)
 
 
 def grids(problem: GroupedProblem, block: tuple[int, int, int]) -> tuple[Grid, Grid]:
-    """The grid where all groups are of one size, and that of the most tiles that there can be."""
+    """The grid for groups of one size, and the grid with the largest possible number of tiles."""
     num_n, groups = cdiv(problem.n, block[1]), problem.groups
     if problem.along == "k":
         whole = Grid.of(problem.m, problem.n, problem.k, *block, batch=groups)
@@ -219,7 +219,7 @@ def grids(problem: GroupedProblem, block: tuple[int, int, int]) -> tuple[Grid, G
 def schedules_of(
     problem: GroupedProblem, block: tuple[int, int, int], workers: int, schedule: str, group: int
 ) -> tuple[Schedule, Schedule]:
-    """The schedule where all groups are of one size, and the one that is launched."""
+    """The schedule for groups of one size, which the model costs, and the schedule that is launched."""
     mean, most = grids(problem, block)
     kind: Kind = "static" if schedule == "static" or (schedule == "auto" and most.tiles <= workers) else "dynamic"
     raster, few = Raster("grouped", group=group), max(1, min(workers, most.tiles))
@@ -244,7 +244,7 @@ def _portable(problem: GroupedProblem, device: DeviceProperties, workers: int, h
 
 
 def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
-    """Why the Hopper kernel does not do such a problem; empty if it does."""
+    """Why the Hopper kernel does not support a problem; empty if it does."""
     if problem.arrives:
         return "its load warp does not wait for the chunk of an item's group yet"
     if problem.groups > HOPPER_GROUPS:
@@ -257,12 +257,12 @@ def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
 
 
 def _not_run(problem: GroupedProblem) -> bool:
-    """Whether no GPU has run the Hopper kernel on such a problem."""
+    """Whether the Hopper kernel has not run on a GPU with such a problem."""
     return problem.two_halves or problem.scales == "block"
 
 
 def has_registers(problem: GroupedProblem, tile: portable.Tile) -> bool:
-    """Whether a tile of the portable kernel spills nothing; of promoted products there are two accumulators."""
+    """Whether a tile of the portable kernel fits the registers. Promoted products have two accumulators."""
     registers = tile.block_m * tile.block_n // (32 * tile.warps)
     if problem.plain or problem.along == "k":
         return problem.scales != "block" or registers <= MOST_REGISTERS
@@ -272,9 +272,9 @@ def has_registers(problem: GroupedProblem, tile: portable.Tile) -> bool:
 def hopper_candidates(
     problem: GroupedProblem, device: DeviceProperties, workers: int, how: Asked
 ) -> Iterator[Candidate]:
-    """Every way that the Hopper kernel's model knows, within what the caller forces."""
+    """All candidates of the Hopper kernel that match the caller's choices."""
     size, out_size = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
-    # Of two halves, two lines of a stage are copies for which the load warp has no registers.
+    # With two halves the load warp lacks the registers for the copies of a stage of two lines.
     short = problem.promoted or problem.two_halves
     rows = [row._replace(lines=1) if short else row for row in hopper.TILES]
     fits = [(row, stages) for row in rows if (stages := row.stages(out_size, device.shared - TABLE_BYTES)) >= 2]
@@ -301,19 +301,19 @@ def hopper_candidates(
 
 
 def parts_of(problem: GroupedProblem, columns: int) -> tuple[int, ...]:
-    """The parts that the columns of a tile of the accumulator are multiplied in: of two halves, one of each."""
+    """The widths of the products of an accumulator's columns. With two halves, each half is one product."""
     return (columns // 2,) * 2 if problem.two_halves else hopper.widths(columns, hopper.widest(problem))
 
 
 def fits_parts(problem: GroupedProblem, row: hopper.Tile, swap_ab: bool) -> bool:
-    """Whether a tile's parts are what the problem needs, without a spill: two equal ones, or each in a block of scales.
+    """Whether a tile's parts suit two halves or block scales, and fit the registers.
 
-    Triton 3.7 spills where a math loop has 128 rows of both halves, or scales a product of 64 registers beside an
+    Triton 3.7 spills if a math loop has 128 rows of both halves, or scales a product of 64 registers with an
     accumulator of 128.
     """
     is_power = row.columns & (row.columns - 1) == 0
     if problem.scales == "block" and row.registers + row.rows_per_loop > MOST_SCALED_REGISTERS:
         return False
-    if problem.two_halves:  # the halves are parts of the accumulator's columns, which are A's rows where it is swapped
+    if problem.two_halves:  # the halves are B's columns, but a swapped accumulator's columns are A's rows
         return is_power and not swap_ab and row.columns >= 32 and row.rows_per_loop <= 64
     return problem.scales != "block" or (swap_ab and row.columns <= MOST_SCALED_ROWS) or (not swap_ab and is_power)

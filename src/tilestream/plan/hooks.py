@@ -1,6 +1,6 @@
-"""What plans take from the layers above them, which the package registers: no plan imports those.
+"""The functions of higher layers that plans call. The package registers them, so plans do not import those layers.
 
-Each hook is a function that imports what it calls, since a plan by itself needs neither torch nor a GPU.
+A hook imports its dependencies when it is called, because planning needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def _missing(*args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class Hooks:
-    """The functions."""
+    """The registered functions."""
 
-    run_plan: Callable[..., Any] = _missing  # `Plan.run`, with the plan and its arguments
-    #: The properties of the GPU with an index; None: of the current one.
+    run_plan: Callable[..., Any] = _missing  # implements `Plan.run`, with the plan as first argument
+    #: The properties of the GPU with an index; None means the current GPU.
     cuda_properties: Callable[[int | None], DeviceProperties] = _missing
     allows_tf32: Callable[[], bool] = _missing  # whether float32 operands may be rounded to tf32
 

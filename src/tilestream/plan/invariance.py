@@ -1,9 +1,9 @@
-"""Which plans keep the promise of `tilestream.invariant`: a row's bits depend on nothing that is computed beside it.
+"""Selects the plans that keep the promise of `tilestream.invariant`: a row's bits are independent of other rows.
 
-An output's bits are decided by its operands, by the order in which its products are added (`tilestream.plan.additions`)
-and by the epilogue, which is the same text in every kernel. Under the promise the planner takes only candidates whose
-order is the *promised* one: that of the plan for the same K, columns, dtypes and epilogue with `ROWS` rows of operands
-that lie plainly. Neither rows nor workers, chunks or strides enter it.
+An output's bits depend on its operands, on the order in which its products are added (`tilestream.plan.additions`) and
+on the epilogue, which is the same code in all kernels. Under the promise the planner takes only candidates with the
+*promised* order. This is the order of the plan for the same K, columns, dtypes and epilogue with `ROWS` rows and
+contiguous operands. It is independent of rows, workers, chunks and strides.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import number
 from tilestream.plan.problem import ITEMSIZE, Problem
 
-#: Rows, and keys, of the problem whose plan decides what is promised.
+#: Rows, and keys, of the problem whose plan has the promised order.
 ROWS, KEYS = 128, 4096
 
 Found = TypeVar("Found", Candidate, AttentionCandidate)
 
 
 def plain(problem: Problem) -> Problem:
-    """The problem whose plan decides what a problem's rows are promised: `ROWS` rows, all there, that lie plainly.
+    """The problem whose plan has the promised order: `ROWS` rows of contiguous operands that do not arrive.
 
-    As far as K allows: a row of A begins at a multiple of 16 bytes where it is one.
+    It is aligned, and open to TMA, if K allows this: a row of A must be a multiple of 16 bytes.
     """
     even = problem.k * ITEMSIZE[problem.dtype] % 16 == 0
     return replace(
@@ -38,7 +38,7 @@ def plain(problem: Problem) -> Problem:
 
 
 def plain_attention(problem: AttentionProblem) -> AttentionProblem:
-    """The same for attention: one sequence of `KEYS` queries and keys, dense."""
+    """`plain` for attention: one dense sequence of `KEYS` queries and keys."""
     return replace(
         problem, batch=1, seqlen_q=KEYS, seqlen_k=KEYS, varlen=False, tokens_q=0, tokens_k=0, page_size=0, pages=0,
         lengths=False, return_lse=False, aligned=True, no_tma="", keys=None,
@@ -46,7 +46,7 @@ def plain_attention(problem: AttentionProblem) -> AttentionProblem:
 
 
 def refuse_splits(how: Asked) -> None:
-    """Raise `NotImplementedError` where a caller asks for K to be cut: where, depends on rows and on workers."""
+    """Raise `NotImplementedError` if a caller requests cuts of K, whose places depend on rows and workers."""
     for name, value in (("schedule", how.schedule if how.schedule == "stream_k" else None), ("shares", how.shares)):
         if value is not None:
             raise NotImplementedError(
@@ -55,7 +55,7 @@ def refuse_splits(how: Asked) -> None:
             )
 
 
-#: Why stream_k is no candidate.
+#: The reason for excluding stream_k.
 NO_STREAM_K = Refusal("stream_k", "it cuts K by the numbers of tiles and workers, and invariance is promised")
 
 
@@ -65,7 +65,7 @@ def keeping(found: Sequence[Found], orders: Sequence[object], promised: object, 
     Raises
     ------
     NotImplementedError
-        If there is none: with ``way_out``.
+        If there is none. The message ends with ``way_out``.
     """
     kept = [one for one, order in zip(found, orders, strict=True) if order == promised]
     if not kept:
@@ -77,7 +77,7 @@ def keeping(found: Sequence[Found], orders: Sequence[object], promised: object, 
 
 
 def refused(found: Sequence[Found], kept: Sequence[Found], orders: Sequence[object]) -> tuple[Refusal, ...]:
-    """Candidates that the promise excludes, by their order."""
+    """The refusal of the candidates that the promise excludes; empty if it excludes none."""
     others = dict.fromkeys(str(order) for one, order in zip(found, orders, strict=True) if one not in kept)
     count = len(found) - len(kept)
     if not count:
@@ -87,7 +87,7 @@ def refused(found: Sequence[Found], kept: Sequence[Found], orders: Sequence[obje
 
 
 def cost(label: str, seconds: float, free_label: str, free_seconds: float) -> str:
-    """What a promise costs, in words: by the cost model, beside the plan without it."""
+    """The cost of a promise in words: the plan's predicted time relative to the plan without the promise."""
     if (label, seconds) == (free_label, free_seconds):
         return "nothing: the plan is the same without it"
     return (

@@ -1,13 +1,13 @@
-"""What the context of a call asks of its launches: few workers, and bits that depend on nothing but the row.
+"""The limits that a call's context sets on its launches: a number of workers, and invariance.
 
-*Workers.* The least of the limits that are given counts: ``workers=``, each `tilestream.worker_limit` block around the
-call, and TILESTREAM_WORKERS, a limit on all that a process does.
+*Workers.* The smallest of the given limits holds: ``workers=``, each `tilestream.worker_limit` block around the call,
+and TILESTREAM_WORKERS, the limit of the process.
 
-*Invariance.* A `tilestream.invariant` block around the call, ``tilestream.invariant(True)`` before it, or
-TILESTREAM_INVARIANT=1: see `tilestream.plan.invariance`.
+*Invariance.* It is requested by a `tilestream.invariant` block around the call, by ``tilestream.invariant(True)``
+before it, or by TILESTREAM_INVARIANT=1: see `tilestream.plan.invariance`.
 
-Both travel as one integer, the *limit*: the number of workers, 0 for no limit, and `INVARIANT` above it. So all that is
-kept by a limit (launches, native recipes, compiled graphs, gradients) is kept by the promise, too.
+Both are in one integer, the *limit*: the number of workers (0: no limit), and the bit `INVARIANT` above it. So every
+cache with a limit in its key (launches, native recipes, compiled graphs, gradients) distinguishes invariance, too.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tilestream.plan.candidate import Refusal
 from tilestream.plan.policy.cdna import workers_beside_producers
 
 ENVIRONMENT, INVARIANT_ENVIRONMENT = "TILESTREAM_WORKERS", "TILESTREAM_INVARIANT"
-#: The bit of a limit that asks for invariance. Numbers of workers are below it.
+#: The bit of a limit that requests invariance. Numbers of workers are below it.
 INVARIANT = 1 << 40
 
-#: The limits within the enclosing ``with`` blocks, the innermost last, in this thread and what it awaits. Not in the
-#: blocks' own objects: one of them may stand in blocks of several threads and tasks at once.
+#: The limits of the enclosing ``with`` blocks, the innermost last, in this thread and what it awaits. They are
+#: not in the blocks' objects, because several threads and tasks may enter one object at once.
 _blocks: ContextVar[tuple[int, ...]] = ContextVar("tilestream_worker_limits", default=())
 
 
 def limit() -> int:
-    """The limit of this context; 0: none.
+    """The limit of this context; 0 for none.
 
     Raises
     ------
     ValueError
-        If TILESTREAM_WORKERS is no positive whole number, or TILESTREAM_INVARIANT neither 0 nor 1.
+        If TILESTREAM_WORKERS is not a positive whole number, or TILESTREAM_INVARIANT is neither 0 nor 1.
     """
     blocks = _blocks.get()
     of_process = _process.limit if _process.limit is not None else _of_environment()
@@ -46,7 +46,7 @@ def limit() -> int:
 
 
 def tighter(one: int, other: int) -> int:
-    """The tighter of two limits, of which 0 is none: the fewer workers, and invariance if either asks for it."""
+    """The tighter of two limits: the fewer workers (0: no limit), and invariance if either requests it."""
     if not one or not other:
         return one or other
     few, fewer = workers_in(one), workers_in(other)
@@ -54,17 +54,17 @@ def tighter(one: int, other: int) -> int:
 
 
 def workers_in(limit: int) -> int:
-    """The number of workers that a limit allows; 0: all."""
+    """The number of workers that a limit allows; 0 for all."""
     return limit & (INVARIANT - 1)
 
 
 def is_invariant(limit: int) -> bool:
-    """Whether a limit asks for invariance."""
+    """Whether a limit requests invariance."""
     return bool(limit & INVARIANT)
 
 
 def promising(invariant: bool | None) -> int:
-    """The limit of this context, with invariance as a caller's ``invariant=`` has it; None: as the context.
+    """The limit of this context, with a caller's ``invariant=`` in place of the context's; None keeps the context's.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def promising(invariant: bool | None) -> int:
 
 
 class _Process:
-    """The limit of the process, as `tilestream.invariant` has set it; None: that of its environment."""
+    """The limit of the process that `tilestream.invariant` has set; None: the environment's limit holds."""
 
     limit: int | None = None
 
@@ -89,7 +89,7 @@ _process = _Process()
 
 
 def set_of_process(invariant: bool) -> bool:
-    """Have all threads promise invariance, or only those whose blocks ask for it; what was so before."""
+    """Promise invariance in all threads, or only inside blocks that request it. Returns the previous setting."""
     before = _process.limit if _process.limit is not None else _of_environment()
     _process.limit = before | INVARIANT if invariant else workers_in(before)
     return is_invariant(before)
@@ -101,7 +101,7 @@ def checked(count: object) -> int:
     Raises
     ------
     ValueError
-        If it is no positive whole number.
+        If it is not a positive whole number.
     """
     if not is_whole(count) or operator.index(count) < 1:
         raise ValueError(f"worker_limit({count!r}): the number of workers is a positive whole number")
@@ -109,9 +109,9 @@ def checked(count: object) -> int:
 
 
 def within(bound: int, workers: int | None, own: int) -> int | None:
-    """Workers to take under a limit of ``bound`` (0: none), of which the call asks for ``workers``.
+    """The number of workers under a limit of ``bound`` (0: none) for a call that requests ``workers``.
 
-    None: all of the device's ``own`` workers.
+    None means all of the device's ``own`` workers.
     """
     if not bound:
         return workers
@@ -121,7 +121,7 @@ def within(bound: int, workers: int | None, own: int) -> int | None:
 
 
 class Workers(NamedTuple):
-    """The number of a plan's workers; whether the caller or a limit forces it; and why there are not more."""
+    """The number of a plan's workers, whether the caller or a limit forces it, and why larger numbers are refused."""
 
     number: int
     forced: bool
@@ -134,13 +134,13 @@ def workers_of(device: DeviceProperties, asked: int | None, default: int | None,
     Parameters
     ----------
     asked
-        What the caller forces; None: the device's own number.
+        The caller's number; None: the device's own number.
     default
-        The device's own number, where it differs from its properties'.
+        The device's own number, if it differs from its properties'.
     bound
         See `limit`.
     arrives
-        Which operand arrives, so that its producers need room; empty where none does.
+        The refusal's text, which names the operand that arrives: its producers need room. Empty if none arrives.
     """
     own = default or device.workers
     bound = workers_in(bound)
@@ -157,7 +157,7 @@ def workers_of(device: DeviceProperties, asked: int | None, default: int | None,
 
 @functools.cache
 def _of_environment() -> int:
-    """The limit that TILESTREAM_WORKERS and TILESTREAM_INVARIANT make, at its first use; 0 where neither is set."""
+    """The limit that TILESTREAM_WORKERS and TILESTREAM_INVARIANT set, read at its first use; 0 if neither is set."""
     text = os.environ.get(ENVIRONMENT, "")
     if text and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"{ENVIRONMENT}={text!r}: it is a positive whole number of workers; or unset it")

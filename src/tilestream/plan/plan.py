@@ -1,4 +1,4 @@
-"""`Plan`: the frozen answer to "how do we run this problem on this device"."""
+"""`Plan`: an immutable choice of kernel, tile and schedule for a problem on a device."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tilestream.plan.roofline import Floor
 if TYPE_CHECKING:
     import torch
 
-#: Which operand a kernel copies itself.
+#: The operand that a kernel copies itself.
 Copies = Literal["none", "rows", "columns"]
-#: Workers that copy, until no piece is left. One reaches 8 GB/s from pinned memory (32 KiB in flight, 4 us latency),
-#: four 33, and eight 44, as do 16 or 32: workers get no more from an H200's link. Its copy engine reaches 49
+#: Workers that copy until no piece is left. From pinned memory one reaches 8 GB/s (32 KiB in flight, 4 us latency),
+#: four reach 33, and 8, 16 or 32 reach 44, the most that workers get from an H200's link. Its copy engine reaches 49
 #: (`benchmarks/results/h200/stream_copies.json`).
 COPIERS = 8
 
 
 def copied_operand(problem: Problem, backend: str) -> tuple[Copies, str]:
-    """The operand that the kernel copies; and why it leaves one that a stream offers to a copy engine."""
+    """The operand that the kernel copies, and why an operand that a stream offers is left to a copy engine."""
     rows, columns = (incoming is not None and incoming.copied > 0 for incoming in (problem.rows, problem.columns))
     if not rows and not columns:
         return "none", ""
@@ -42,20 +42,20 @@ def copied_operand(problem: Problem, backend: str) -> tuple[Copies, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Candidate):
-    """How a problem is run: every knob, in one place. `Candidate` has those of the kernel.
+    """All choices for running a problem. Those for the kernel are fields of `Candidate`.
 
     Attributes
     ----------
     device
-        What the plan was made for.
+        The device that the plan is for.
     backend
-        Which package of `tilestream.kernels` runs it.
+        The package of `tilestream.kernels` that runs it.
     why, refused
-        Why this plan, and what else was considered.
+        The reason for this plan, and the alternatives that were refused.
     copiers
-        Workers that copy the operand whose copies the kernel makes itself, until no piece is left.
+        Workers that copy the operand in `copies`, until no piece is left.
     promise
-        What `tilestream.invariant` costs here, in words; empty where it is not asked for.
+        The cost of `tilestream.invariant` in words; empty without it.
     """
 
     problem: Problem
@@ -73,13 +73,13 @@ class Plan(Candidate):
 
     @property
     def floor(self) -> Floor:
-        """What cannot be gone below on this device."""
+        """The lower bound of the time on this device."""
         workers = self.device.workers if self.variant == "inline" else self.workers * self.ctas
         return Floor.of(self.problem, self.device, workers)
 
     @property
     def gate(self) -> Gate | None:
-        """What items wait for; None, and then no gate code runs, where all is there at launch."""
+        """The chunks that items wait for; None, without gate code, if all operands are complete at launch."""
         return gate_of(self.problem, self.tile)
 
     @property
@@ -110,7 +110,7 @@ class Plan(Candidate):
         )
 
     def explain(self) -> str:
-        """What was chosen, what was refused and why, and the floor."""
+        """The choices, the refused alternatives with their reasons, and the floor, as text."""
         return explain(self)
 
     def run(
@@ -130,28 +130,28 @@ class Plan(Candidate):
         weight_arrival: Arriving | None = None,
         deadline: float | None = None,
     ) -> torch.Tensor:
-        """Run this plan on operands of its shape; arguments as for `tilestream.matmul`, nothing broadcast.
+        """Run this plan on operands of its shape. See `tilestream.matmul` for the arguments; nothing is broadcast.
 
-        Eager, and without autograd: for benchmarks, and for callers that choose the plan.
+        The call is eager and without autograd. It is for benchmarks, and for callers that choose the plan.
 
         Parameters
         ----------
         a, b
-            ``[m, k]`` and ``[k, n]``; ``[batch, m, k]`` and ``[batch, k, n]`` where the plan has several batches.
+            ``[m, k]`` and ``[k, n]``; ``[batch, m, k]`` and ``[batch, k, n]`` if the plan has several batches.
         scale_a, scale_b
-            As the plan's ``scales`` has them: of one element, or of one a row of A and one a column of B. A plan for
-            more takes less: one element where there could be one a row, None where there could be a scale.
+            The plan's ``scales`` says their shapes: one element each, or one for each row of A and each column of B. A
+            plan for scales of rows takes one element too, and a plan for scales takes None.
 
         Raises
         ------
         ValueError, TypeError
-            If an operand is not what the plan was made for.
+            If an operand does not match the plan.
         RuntimeError
             If an operand requires a gradient.
         NotImplementedError
             For a plan of `tilestream.grouped_plan`.
         ArrivalTimeout, Exception
-            As from `tilestream.matmul`.
+            See `tilestream.matmul`.
         """
         if isinstance(self.problem, GroupedProblem):
             raise NotImplementedError(
@@ -168,7 +168,7 @@ def of_candidate(
     problem: Problem, device: DeviceProperties, backend: str, candidate: Candidate, why: str,
     refused: tuple[Refusal, ...] = (),
 ) -> Plan:  # fmt: skip
-    """A candidate as a plan."""
+    """Make a plan of a candidate."""
     copied, _ = copied_operand(problem, backend)
     copiers = 0 if copied == "none" else min(COPIERS, candidate.schedule.workers)
     of_it = {field.name: getattr(candidate, field.name) for field in fields(Candidate)}
@@ -176,7 +176,7 @@ def of_candidate(
 
 
 def explain(plan: Plan) -> str:
-    """What was chosen, what was refused and why, and the floor."""
+    """The choices, the refused alternatives with their reasons, and the floor, as text."""
     problem, floor = plan.problem, plan.floor
     a, b = problem.dtypes
     scaled = {
@@ -247,7 +247,7 @@ def _arrivals(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "copies", why
     if (publishes := problem.publishes) is not None:
         begins = "; a launch that reads them here begins behind the first"
-        if publishes.own_words:  # any program may write those, so no stream waits for one
+        if publishes.own_words:  # any program may write the caller's words, so no stream waits for one of them
             begins = "; a launch that reads them here begins behind the last, since the words are your own (signals=)"
         if plan.backend == "cpu":
             begins = ""

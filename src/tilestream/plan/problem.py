@@ -1,4 +1,4 @@
-"""The problem as the plan sees it: extents, dtypes and arrivals; no data."""
+"""A matmul's description for the planner: extents, dtypes and arrivals, without data."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ class Problem:
     batch: int = 1
     dtype: str = "float32"
     out_dtype: str = "float32"
-    #: rows, columns: how A's rows and B's columns arrive; None where all is there at launch.
+    #: rows, columns: how A's rows and B's columns arrive; None if they are complete at launch.
     rows: Incoming | None = None
     columns: Incoming | None = None
-    #: Whether the batches share one A, so that the chunks bring ``m`` rows and not ``batch * m``.
+    #: Whether the batches share one A. The chunks then bring ``m`` rows instead of ``batch * m``.
     shared_rows: bool = False
     #: Whether float32 operands may be rounded to tf32 for the matrix units, as ``torch.backends`` says.
     tf32: bool = False
-    #: Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1, and the others, the extent along it and
-    #: the address are multiples of 16.
+    #: Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1; the other strides, the extent along the
+    #: stride of 1 and the address are multiples of 16.
     aligned: bool = True
-    #: Elements of a vector of 4, 8 or 16 bytes in which a GPU can read operands of 16 bits that are not ``aligned``: as
-    #: there, with multiples of so many. 1: none, or not asked for (`tilestream.plan.experimental`).
+    #: Elements of a vector of 4, 8 or 16 bytes, by which a GPU reads 16-bit operands that are not ``aligned``: extents
+    #: and strides are multiples of this number. 1: none, or not asked for (`tilestream.plan.experimental`).
     vector: int = 1
-    no_tma: str = ""  # what of A and B TMA cannot address, and why; empty where it can
-    #: Whether the output is the product and nothing else, and TMA can address it: that takes the fewest registers.
+    no_tma: str = ""  # why TMA cannot address A or B; empty if it can
+    #: Whether the output is the plain product and TMA can address it. This epilogue takes the fewest registers.
     plain: bool = True
-    b_dtype: str = ""  # B's dtype where it is not A's: both are of 8 bits then, and of one kind
-    scales: Scales = "none"  # what the products are scaled by
-    #: Whether the matrix units may add up 8-bit products in their own accumulator, which on Hopper keeps fewer bits
-    #: than float32's; otherwise it is emptied into float32 at least every 128 of K.
+    b_dtype: str = ""  # B's dtype if it differs from A's: both have 8 bits then, and are of one kind
+    scales: Scales = "none"  # the scales of the products
+    #: Whether the matrix units may add up 8-bit products in their own accumulator. Hopper's keeps fewer bits than
+    #: float32's. If False, it is added to a float32 sum at least every 128 of K.
     fast_accum: bool = True
-    #: The chunks of the output's rows (of all batches) that are signalled when they are complete, and the one that the
-    #: raster begins with; None where the end of the launch says it all. Nothing arrives then.
+    #: The chunks of the output's rows (of all batches) that are signalled on completion, and the first chunk of the
+    #: raster; None if no chunk is signalled. A problem that publishes has no arriving operand.
     publishes: Incoming | None = None
-    #: Bytes that the beginnings of A's rows, and of B's, as they lie are multiples of, up to L2's line: see
+    #: The multiples of bytes at which A's rows, and B's rows, begin in memory, up to L2's line: see
     #: `tilestream.plan.tma.row_multiple`.
     row_multiples: tuple[int, int] = (128, 128)
 
@@ -85,17 +85,17 @@ class Problem:
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """A's and B's."""
+        """The dtypes of A and B."""
         return self.dtype, self.b_dtype or self.dtype
 
     @property
     def arriving(self) -> int:
-        """How many of the operands arrive."""
+        """The number of operands that arrive."""
         return (self.rows is not None) + (self.columns is not None)
 
     @property
     def fp8(self) -> bool:
-        """Whether the operands are of 8 bits."""
+        """Whether the operands have 8 bits."""
         return self.dtype in FP8
 
     @property
@@ -105,7 +105,7 @@ class Problem:
 
     @property
     def kind(self) -> str:
-        """What the matrix units are fed with: the operands' dtype, ``"fp8"`` for each of 8 bits, or ``"tf32"``."""
+        """The matrix units' input: the operands' dtype, ``"fp8"`` for all dtypes of 8 bits, or ``"tf32"``."""
         if self.fp8:
             return "fp8"
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
@@ -118,23 +118,23 @@ class Problem:
 
     @property
     def operations(self) -> int:
-        """Multiply-adds, counted two each."""
+        """The number of operations; a multiply-add is two."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
     def bytes(self) -> int:
-        """Bytes that must move at least: A and B read once, the output written once."""
+        """The least number of bytes to move: A and B are read once, the output is written once."""
         size, out = ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype]
         a = self.m * self.k * (1 if self.shared_rows else self.batch)
         return size * (a + self.batch * self.k * self.n) + out * self.batch * self.m * self.n
 
     @property
     def is_empty(self) -> bool:
-        """Whether an extent is 0: there is nothing to load."""
+        """Whether an extent is 0, so that nothing is loaded."""
         return 0 in (self.m, self.n, self.k, self.batch)
 
     def unfit(self, most: int) -> str:
-        """Why no fast kernel that counts in extents below ``most`` does this, on any GPU; empty if one may."""
+        """Why no GPU's fast kernel supports the problem, with extents below ``most``; empty if one may."""
         if self.is_empty:
             return "there is nothing to load"
         for name in ("m", "n", "k"):
@@ -144,7 +144,7 @@ class Problem:
 
     @property
     def row_of_batch(self) -> tuple[int, ...]:
-        """Where each batch begins in the rows that arrive; empty where there is one, or all share them."""
+        """The first row of each batch among the rows that arrive; empty for a single batch and for a shared A."""
         if self.batch == 1 or self.shared_rows or not self.m:
             return ()
         return tuple(range(0, self.batch * self.m, self.m))
@@ -152,17 +152,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class GroupedProblem(Problem):
-    """A product a group, of runs of A's rows or of K whose lengths only the device knows.
+    """One product for each group. A group is a run of A's rows, or of K, whose length only the device knows.
 
-    ``along="rows"``: ``out[m, n]``, the rows of group g times ``b[g, k, n]``. ``along="k"``: ``out[g, m, n]``, of the
-    part of K that is group g's.
+    ``along="rows"``: ``out[m, n]`` has the rows of group g times ``b[g, k, n]``. ``along="k"``: ``out[g, m, n]`` is the
+    product over group g's part of K.
     """
 
     scales: GroupedScales = "none"  # type: ignore[assignment]
     groups: int = 1
     along: Along = "rows"
-    two_halves: bool = False  # whether the output has a column for a column of each half of B's: half of ``n``
-    arrives: bool = False  # whether each group's matrix of B arrives by itself, most rows first
+    two_halves: bool = False  # whether an output column combines a column of each half of B: it has ``n // 2``
+    arrives: bool = False  # whether the groups' matrices of B arrive one by one, that with the most rows first
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,7 +180,7 @@ class GroupedProblem(Problem):
 
     @property
     def arriving(self) -> int:
-        """As of `Problem`."""
+        """The number of operands that arrive: 1 if B does, else 0."""
         return int(self.arrives)
 
     @property
@@ -193,17 +193,17 @@ class GroupedProblem(Problem):
 
     @property
     def promoted(self) -> bool:
-        """As of `Problem`; scales of blocks are of products that K steps of 128 at most have added up."""
+        """See `Problem`. Scales of blocks need this too: each applies to a sum over at most 128 of K."""
         return super().promoted or self.scales == "block"
 
     @property
     def out_columns(self) -> int:
-        """The output's."""
+        """The number of the output's columns."""
         return self.n // 2 if self.two_halves else self.n
 
     @property
     def bytes(self) -> int:
-        """As of `Problem`, where each group has rows (a part of K)."""
+        """See `Problem`. Each group is taken to have rows (a part of K)."""
         size, out = ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype]
         if self.along == "rows":
             used = min(self.groups, self.m)
@@ -212,6 +212,6 @@ class GroupedProblem(Problem):
 
 
 def gate_of(problem: Problem, tile: tuple[int, int]) -> Gate | None:
-    """What items of ``tile`` rows and columns wait for; None where all is there at launch."""
+    """The chunks that items of ``tile`` rows and columns wait for; None if all operands are complete at launch."""
     rows, columns = (None if operand is None else operand.chunks for operand in (problem.rows, problem.columns))
     return Gate(problem.m, problem.n, *tile, rows, columns, problem.row_of_batch) if problem.arriving else None

@@ -1,4 +1,4 @@
-"""The raster, first batch and queues of a problem whose operands may arrive, for every backend's policy."""
+"""Raster, first batch and queues of a problem whose operands may arrive, for all backends' policies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tilestream.plan.problem import Incoming, Problem
 def raster_of(
     problem: Problem, grid: Grid, block: tuple[int, int, int], group: int, order: TileOrder | None = None
 ) -> Raster:
-    """The caller's ``order``; else what arrives or is published outermost, from the pivot on; else groups of rows."""
+    """The caller's ``order``, or chunks outermost from the pivot if they arrive or are published, or groups of rows."""
     if order is not None:
         return table_raster(order, grid.num_m, grid.num_n)
-    # Several batches share one raster, and begin inside different chunks: batches from the pivot's, rows in order.
+    # Batches share one raster, but begin inside different chunks. So only the batches begin at the pivot's.
     if (problem.rows is not None and problem.row_of_batch) or (problem.publishes is not None and problem.batch > 1):
         return Raster("chunk_major", group=group, band=1)
     if problem.rows is not None and grid.num_m:
@@ -35,7 +35,7 @@ def _grouped(group: int) -> Raster:
 
 
 def first_batch_of(problem: Problem) -> int:
-    """The batch that a schedule begins with: the one in which the pivot's first row lies."""
+    """The first batch of a schedule: the batch of the pivot's first row."""
     cut = problem.rows if problem.row_of_batch and problem.rows is not None else problem.publishes
     if cut is None or not problem.m:
         return 0
@@ -47,9 +47,10 @@ def _by_chunks(
     incoming: Incoming, rows: int, block: int, num: int, others: int, group: int, *, transposed: bool = False,
     first: bool = False,
 ) -> Raster:  # fmt: skip
-    """Chunk-major from the pivot: by arithmetic where chunks are a whole number of tiles, else by a table.
+    """A chunk-major raster from the pivot: by arithmetic if chunks are whole numbers of tiles, else by a table.
 
-    A tile in several chunks comes with the last of them, for which it waits; or with the ``first``, which waits for it.
+    A tile of several chunks is ranked with the last of them, for which it waits. If ``first``, it is ranked with the
+    first of them, which is published only after the tile.
     """
     chunks, pivot = incoming.chunks, incoming.pivot
     if chunks.rows_per_chunk and chunks.rows_per_chunk % block == 0:
@@ -64,17 +65,17 @@ def _by_chunks(
 
 
 def split_of(raster: Raster) -> Split:
-    """What several queues split: the dimension that does not arrive, so that a late chunk leaves no queue idle."""
+    """The split among several queues: the dimension that does not arrive, so that a late chunk idles no queue."""
     if raster.order == "table":
         return "items"
     return "rows" if raster.transposed else "columns"
 
 
 def queues_of(problem: Problem, kind: Kind, forced: int | None, raster: Raster, workers: int) -> tuple[int, Split]:
-    """How many queues, and what they split: one a worker, with the tiles that a static grid would give that worker.
+    """The number of queues, and their split: a queue for each worker, with that worker's tiles of a static grid.
 
-    Neighbouring SMs then work on neighbouring tiles and share what they read, while the tickets of a single queue soon
-    reach SMs in random order. Where chunks arrive there is one queue: a worker's own could wait for a late chunk.
+    Neighbouring SMs then work on neighbouring tiles and share the operands in L2. The tickets of a single queue soon
+    reach SMs in random order. If chunks arrive there is one queue, because a worker's own could wait for a late chunk.
     """
     if kind != "dynamic":
         return 1, "items"

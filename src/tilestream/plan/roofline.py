@@ -1,4 +1,4 @@
-"""The floor: what no implementation on this device can go below."""
+"""The floor: the least time of any implementation on a device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tilestream.plan.problem import Problem
 class Floor:
     """The roofline's two bounds (Williams, Waterman, Patterson, CACM 2009)."""
 
-    #: operations, bytes: operations to do, and bytes to move at least.
+    #: operations, bytes: the number of operations, and the least number of bytes to move.
     operations: int
     bytes: int
-    #: compute, memory: seconds each takes at the device's peak.
+    #: compute, memory: the seconds of the operations and of the bytes at the device's peaks.
     compute: float
     memory: float
 
@@ -28,12 +28,12 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """The larger of the two."""
+        """The larger of both bounds."""
         return max(self.compute, self.memory)
 
     @property
     def binds(self) -> str:
-        """Which of the two it is: ``operations`` or ``bytes``."""
+        """The larger bound's name: ``operations`` or ``bytes``."""
         return "operations" if self.compute >= self.memory else "bytes"
 
     @property

@@ -1,4 +1,4 @@
-"""What TMA can address: a dimension whose elements are neighbours, everything else in multiples of 16 bytes."""
+"""TMA's rules for operands: one contiguous dimension; other strides and the address are multiples of 16 bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tilestream.plan.problem import ITEMSIZE
 
 _MOST_STRIDE = 2**40
 _ALIGNMENT = 16
-#: Bytes of a line of L2.
+#: Bytes of an L2 line.
 _LINE = 128
 
 
 def major_of(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, size: int) -> int | None:
-    """Which dimension of a matrix TMA sees as the contiguous one: 1, 0, or None if it cannot address it.
+    """The dimension of a matrix that is contiguous to TMA: 1, 0, or None if TMA cannot address the matrix.
 
-    Extents and strides are in elements of ``size`` bytes; the stride of an extent of 1 does not count. ``batch_stride``
-    leads from one matrix to the next, and is 0 for one that is shared or alone.
+    Extents and strides are in elements of ``size`` bytes. The stride of an extent of 1 is ignored. ``batch_stride`` is
+    the distance to the next matrix, and 0 for a shared or single matrix.
     """
     if not _fits(batch_stride * size):
         return None
@@ -29,19 +29,19 @@ def major_of(extents: tuple[int, int], strides: tuple[int, int], batch_stride: i
 
 
 def store_major_of(extents: tuple[int, int], strides: tuple[int, int], batch_stride: int, size: int) -> int | None:
-    """`major_of`, for a matrix that TMA stores to.
+    """`major_of` for a matrix that TMA stores.
 
-    A load reads nothing from outside, but a store is clipped in units of 16 bytes along the contiguous dimension: what
-    lies beyond its end would be written to. (Seen on an H100: tests/gpu/test_gpu_hopper.py.)
+    A load reads nothing beyond the extents. A store is clipped in units of 16 bytes along the contiguous dimension, and
+    could write beyond the end of a row. (Seen on an H100: tests/gpu/test_gpu_hopper.py.)
     """
     major = major_of(extents, strides, batch_stride, size)
     return major if major is not None and extents[major] * size % _ALIGNMENT == 0 else None
 
 
 def k_major_only(size: int) -> bool:
-    """Whether the tensor cores take operands of so many bytes from shared memory only as they lie along K.
+    """Whether the tensor cores take operands of ``size`` bytes from shared memory only if these are contiguous along K.
 
-    Of 16 bits they transpose on the way; of 8, and of tf32's 32, not.
+    The tensor cores can transpose 16-bit operands, but not those of 8 bits and of tf32's 32.
     """
     return size != 2
 
@@ -52,7 +52,7 @@ def refuse(
 ) -> str:  # fmt: skip
     """Why TMA cannot address an operand as the tensor cores need it; empty if it can.
 
-    ``major`` is the dimension that must be the contiguous one; None: either will do. See `k_major_only`.
+    ``major`` is the dimension that must be contiguous; None accepts both. See `k_major_only`.
     """
     if address % _ALIGNMENT:
         return f"{name} lies at an address that is no multiple of {_ALIGNMENT}, TMA's rule"
@@ -69,7 +69,7 @@ def refuse(
 
 
 def refuse_contiguous(m: int, n: int, k: int, layout: str, dtypes: tuple[str, str]) -> str:
-    """`refuse` for A and B that lie as ``layout`` says, without gaps."""
+    """`refuse` for contiguous A and B of a ``layout``."""
     operands = (("a", (m, k), layout[0], 1), ("b", (k, n), layout[1], 0))
     for (name, (rows, columns), letter, along_k), dtype in zip(operands, dtypes, strict=True):
         size = ITEMSIZE[dtype]
@@ -81,12 +81,12 @@ def refuse_contiguous(m: int, n: int, k: int, layout: str, dtypes: tuple[str, st
 
 
 def rows_of(m: int, n: int, k: int, layout: str) -> tuple[int, int]:
-    """Elements of a row of A, and of B, that lie as ``layout`` says, without gaps."""
+    """The contiguous elements of a row of A, and of B, in memory, for contiguous operands of a ``layout``."""
     return (k if layout[0] == "n" else m), (n if layout[1] == "n" else k)
 
 
 def row_multiple(*strides: int) -> int:
-    """Bytes that the beginnings of rows are multiples of, from one to a line of L2, by strides in bytes."""
+    """The largest number of bytes, up to an L2 line, of which all ``strides`` (in bytes) are multiples."""
     return math.gcd(_LINE, *strides)
 
 

@@ -1,7 +1,7 @@
-"""Measurements of `tilestream tune`: an optional file in the user's cache folder.
+"""The file of measurements of `tilestream tune`, in the user's cache folder. It is optional.
 
-If the file has the very problem, on a device of the same name with as many workers and with the same versions of
-tilestream and Triton, the plan is the one that was fastest there, and says so. Otherwise the cost model chooses.
+If the file has exactly this problem, for a device of the same name and number of workers, and for the same versions of
+tilestream and Triton, the plan is the fastest measured one, and says so. Otherwise the cost model chooses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: ``0``: no file; a path: that file; not set: `tuned.json` in the user's cache folder.
+#: ``0``: no file; a path: that file; unset: `tuned.json` in the user's cache folder.
 ENVIRONMENT = "TILESTREAM_TUNED"
 
 Knobs = dict[str, int | str]
@@ -34,7 +34,7 @@ Entry = Mapping[str, Any]
 
 
 def tuned_path() -> Path | None:
-    """The file; None if none is to be read."""
+    """The file's path; None if `ENVIRONMENT` is 0."""
     given = os.environ.get(ENVIRONMENT, "")
     if given == "0":
         return None
@@ -45,7 +45,7 @@ def tuned_path() -> Path | None:
 
 
 def knobs(candidate: Candidate | Plan) -> Knobs:
-    """What distinguishes a candidate, or a plan, from the others of its problem, as the file has it."""
+    """The fields, in the file's form, that identify a candidate or a plan among those of its problem."""
     schedule = candidate.schedule
     return {
         "variant": candidate.variant,
@@ -59,7 +59,7 @@ def knobs(candidate: Candidate | Plan) -> Knobs:
 
 
 def problem_key(problem: Problem) -> str:
-    """A problem as a line: extents, and every field that is not its default."""
+    """The key of a problem: extents, and all fields that differ from their defaults."""
     defaults = {entry.name: entry.default for entry in fields(problem)}
     rest = {name: getattr(problem, name) for name in defaults if name not in ("m", "n", "k", "dtype")}
     extra = [f"{name}={value}" for name, value in rest.items() if value != defaults[name]]
@@ -68,7 +68,7 @@ def problem_key(problem: Problem) -> str:
 
 @functools.cache  # 1 ms
 def _triton() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # 15 ms, which imports need not take
+    from importlib.metadata import PackageNotFoundError, version  # 15 ms, which `import tilestream` avoids
 
     try:
         return version("triton")
@@ -77,12 +77,12 @@ def _triton() -> str:
 
 
 def device_key(device: DeviceProperties) -> str:
-    """A device, and the versions that compile its kernels."""
+    """The key of a device and of the versions that compile its kernels."""
     return f"{device.name}, {device.arch}, {device.workers} workers, tilestream {__version__}, triton {_triton()}"
 
 
 def lookup(problem: Problem, device: DeviceProperties) -> Entry | None:
-    """The measurement of a problem, if there is one."""
+    """The measurement of a problem; None if there is none."""
     path = tuned_path()
     if path is None:
         return None
@@ -98,7 +98,7 @@ def matching(entry: Entry, found: list[Candidate]) -> Candidate | None:
 
 
 def save(problem: Problem, device: DeviceProperties, entry: Entry) -> Path:
-    """Add an entry to the file, whose path is returned; `ValueError` if TILESTREAM_TUNED says that there is none."""
+    """Add an entry to the file and return its path. Raises `ValueError` if TILESTREAM_TUNED is 0."""
     path = tuned_path()
     if path is None:
         raise ValueError(f"{ENVIRONMENT}=0: there is no file to write what is measured to; unset it, or give a path")
@@ -112,13 +112,13 @@ def save(problem: Problem, device: DeviceProperties, entry: Entry) -> Path:
 
 
 def forget() -> None:
-    """Read the file again at its next use."""
+    """Drop the cached file, so that its next use reads it again."""
     _read.cache_clear()
 
 
 @functools.cache
 def _read(path: Path) -> dict[str, dict[str, Entry]]:
-    """The file, read once a process; empty, with a warning, if it cannot be read."""
+    """The file's entries, read once for a process. An unreadable file gives a warning and no entries."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not all(isinstance(entry["knobs"], dict) for entries in data.values() for entry in entries.values()):

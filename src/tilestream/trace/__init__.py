@@ -1,4 +1,4 @@
-"""Which worker did which tile when, recorded; `tilestream_tools.trace` draws, checks and exports the records."""
+"""Records the workers' tiles and times. `tilestream_tools.trace` draws, checks and exports the records."""
 
 from __future__ import annotations
 

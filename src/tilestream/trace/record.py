@@ -1,8 +1,8 @@
-"""Recording which worker did which tile when.
+"""Records the workers' tiles and times.
 
-Off by default, and free when off: a launch checks once for a recorder. `record` turns it on for the calls inside its
-``with`` block, in this thread and what it awaits. On a GPU a traced variant of the kernel is launched then, which
-writes each work item's worker, SM and times; the block reads them at its end.
+Recording is off by default, and then costs a launch one check for a recorder. `record` turns it on for the calls inside
+its ``with`` block, in this thread and the tasks that it awaits. On a GPU it launches a traced variant of the kernel,
+which writes each work item's worker, SM and times. The end of the block reads them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SpanKind = Literal["tile", "part", "reduce", "wait"]
 
 
 class Span(NamedTuple):
-    """What a worker did from ``begin`` to ``end`` (seconds, `time.perf_counter`).
+    """A worker's activity from ``begin`` to ``end`` (seconds, `time.perf_counter`).
 
     Attributes
     ----------
     worker
-        Which worker, from 0.
+        The worker's index, from 0.
     kind
         ``tile``: a whole tile; ``part``: a part of a tile's K range (stream-K); ``reduce``: adding up a tile's parts;
         ``wait``: waiting at the gate.
@@ -35,11 +35,11 @@ class Span(NamedTuple):
     k_begin, k_end
         Its range of K steps.
     chunk
-        The chunk it waited for, or the last one the tile needed; -1 without arrival.
+        The chunk that it waited for, or the last chunk that the tile needed; -1 without arrival.
     operand
-        0 where that chunk is one of A's rows, 1 where it is one of B's columns.
+        0 if ``chunk`` is a chunk of A's rows, 1 if it is one of B's columns.
     unit
-        GPUs: the SM; -1 where the device does not say.
+        The SM on GPUs; -1 if the device does not give it.
     """
 
     worker: int
@@ -69,13 +69,13 @@ class LaunchTrace:
     workers
         Number of workers.
     tiles
-        Tiles in the schedule.
+        Number of tiles in the schedule.
     begin, end
-        When the launch began and ended; ``end`` is 0 while it runs.
+        The times of the launch's begin and end; ``end`` is 0 while it runs.
     arrivals
-        For each operand (0: A's rows, 1: B's columns) that arrives: when each chunk was signalled, None where unknown.
+        The time of each chunk's signal, None if unknown, for each operand that arrives (0: A's rows, 1: B's columns).
     started
-        For each operand that arrives: when its producer began (`Stream.started`), if the caller has entered it.
+        The time at which the producer began (`Stream.started`), for each operand that arrives, if the caller set it.
     """
 
     op: str
@@ -89,43 +89,43 @@ class LaunchTrace:
     started: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # One list a worker, which only that worker appends to: no lock.
+        # Each worker appends to its own list only, so there is no lock.
         self.by_worker = [[] for _ in range(self.workers)]
 
     @property
     def spans(self) -> list[Span]:
-        """All spans, in order of their beginnings."""
+        """All spans, sorted by ``begin``."""
         return sorted((span for spans in self.by_worker for span in spans), key=lambda span: span.begin)
 
     @property
     def tiles_done(self) -> int:
-        """Tiles finished so far; may be read while the launch runs."""
+        """The number of finished tiles. It may be read while the launch runs."""
         return sum(span.kind in ("tile", "reduce") for spans in self.by_worker for span in tuple(spans))
 
     @property
     def waited(self) -> float:
-        """Seconds all workers together spent at the gate."""
+        """The sum of all workers' seconds at the gate."""
         return sum(span.end - span.begin for span in self.spans if span.kind == "wait")
 
 
 class Zero(NamedTuple):
-    """The first launch's begin by two clocks: the host's, in seconds, and a device's, in nanoseconds.
+    """The begin of the first launch on two clocks: the host's, in seconds, and a device's, in nanoseconds.
 
-    One zero for all launches keeps their distances on the device exact; their place on the host's clock is as exact as
-    the first launch's begin.
+    All launches share one zero, so that their distances on the device are exact. Their place on the host's clock is as
+    exact as that of the first launch's begin.
     """
 
     host: float
     device: int
 
     def seconds(self, when: int) -> float:
-        """A device's time by the host's clock. Subtracted first: nanoseconds have more digits than a float."""
+        """A device's time on the host's clock. It is subtracted as an integer, because a float has fewer digits."""
         return self.host + 1e-9 * (when - self.device)
 
 
 @dataclass
 class Recorder:
-    """What a ``with record() as recorder`` block saw: its launches, in order; those on GPUs once it has ended."""
+    """The launches of a ``with record() as recorder`` block, in order. Those on GPUs are read when it ends."""
 
     launches: list[LaunchTrace] = field(default_factory=list)
     zeros: dict[Hashable, Zero] = field(default_factory=dict)  # for each device: see `Zero`
@@ -133,7 +133,7 @@ class Recorder:
     _lock: threading.Lock = field(default_factory=lambda: free_in_child(threading.Lock()))
 
     def begin(self, op: str, label: str, workers: int, tiles: int) -> LaunchTrace:
-        """A new launch's record."""
+        """Add the record of a new launch, and return it."""
         launch = LaunchTrace(op, label, workers, tiles, time.perf_counter())
         with self._lock:
             self.launches.append(launch)
@@ -154,7 +154,7 @@ _current: ContextVar[Recorder | None] = ContextVar("tilestream_recorder", defaul
 
 
 def current() -> Recorder | None:
-    """The recorder of the calling context, if there is one."""
+    """The recorder of the calling context; None if there is none."""
     return _current.get()
 
 
@@ -162,8 +162,8 @@ def current() -> Recorder | None:
 def record() -> Iterator[Recorder]:
     """Record the launches of this block.
 
-    The block's end waits for the launches on GPUs and reads them. Launches captured into a graph run later, and are not
-    recorded; a warning says so.
+    The end of the block waits for the launches on GPUs and reads them. Launches captured into a graph run later, and
+    are not recorded; a warning says so.
 
     Examples
     --------

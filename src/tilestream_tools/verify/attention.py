@@ -107,7 +107,7 @@ class AttentionModel(Model):
         super().__init__(processes, reduce, symmetry)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         ring = self.case.ring
         return [
             *(fresh(count) for count in self.counts.values()), *[_NOTHING] * len(self.buffer), *[None] * ring.items,
@@ -116,7 +116,7 @@ class AttentionModel(Model):
         ]  # fmt: skip
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         if type(op) in (Next, Get):
             return (None, *self.items)
         if type(op) is a.Own:
@@ -263,7 +263,7 @@ class AttentionModel(Model):
     }  # fmt: skip
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """As `Model.environment`: copies land."""
+        """See `Model.environment`: copies land."""
         ops = [self.locals.op[m[pid]] for pid in range(1, len(self.processes))]
         waited = {op.barrier for op in ops if type(op) is WaitBarrier}
         out: list[tuple[str, Memory]] = []
@@ -277,11 +277,11 @@ class AttentionModel(Model):
         return out
 
     def at_end(self, m: Memory) -> None:
-        """As `Model.at_end`."""
+        """See `Model.at_end`."""
         if any(m[self.left : self.left + NUMBERS]):
             raise Fault("missing work", "an item was handed out and not finished")
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """As `Model.tell`."""
+        """See `Model.tell`."""
         after = f" -> {say_item(answer)}" if isinstance(op, Next | Get) else ""
         return f"{self.processes[pid].name}: {op}{after}"

@@ -1,15 +1,15 @@
-"""The barriers, stages and slots of a worker, as the hardware has them: what the operations of `protocol` mean.
+"""A worker's barriers, stages and slots in hardware: the meaning of the operations of `protocol`.
 
 An mbarrier has a phase bit, a count of pending arrivals and a count of pending bytes (here: loads). When both counts
-are zero, the phase completes: the bit flips and the arrivals count anew. ``wait(parity)`` blocks while the bit *is* the
-parity: on a new barrier wait(0) blocks and wait(1) passes. A waiter that is two phases late cannot tell, so it waits in
-vain, or passes.
+are zero, the phase completes: the bit flips and the arrivals restart. ``wait(parity)`` blocks while the bit equals the
+parity: on a new barrier wait(0) blocks and wait(1) passes. A waiter that is two phases late cannot detect this: it
+blocks, or passes, wrongly.
 
-A stage is filled by one load here. On the hardware there are several (A's tile and B's), covered by one `Expect`: the
-phase completes with the last of them, and until then the stage must not be read.
+In the model one load fills a stage. The hardware has several (A's tile and B's), covered by one `Expect`: the phase
+completes with the last of them, and until then the stage must not be read.
 
 A load may fill its stage at any moment after its start. A multiplication reads its stage until the `Retire` that waits
-for it. So a load that starts into a stage that is being read or filled is a fault at once.
+for it. So the start of a load into a stage that is being read or filled is a fault.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tilestream_tools.verify.buffers import MEANING, Buffers
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
 
-#: K steps in what a stage holds: ``1 + tile * STEPS + k``.
+#: The number of K steps in a stage's value ``1 + tile * STEPS + k``.
 STEPS = 64
-#: The last of them, which no item has: what an accumulator that is all NaN holds, of that item.
+#: The last of these K steps, which no item has. In an accumulator's value it stands for NaN.
 VOID = STEPS - 1
 
 
 def fresh(count: int) -> int:
-    """A barrier after init: phase 0, ``count`` arrivals pending, no bytes; as ``phase + 2 * arrivals + 32 * bytes``."""
+    """A barrier after init, as ``phase + 2 * arrivals + 32 * bytes``: phase 0, ``count`` pending arrivals, no bytes."""
     return count << 1
 
 
@@ -53,9 +53,9 @@ def arrived(barrier: int, count: int, arrivals: int = 0, loads: int = 0) -> int:
 class RingMemory:
     """The memory of one worker's rings, from ``base`` on in the memory of a model, and the operations on it.
 
-    Layout: barriers, stages, bits of stages being loaded, whether something was seen at a gate and not fenced since,
-    slots; then for each consumer what it must read next, the stages its multiplications in flight read, and its C
-    buffers.
+    Layout: barriers, stages, bits of stages being loaded, whether a gate has seen an arrival without a fence since,
+    slots; then for each consumer the step that it must read next, the stages of its multiplications in flight, and its
+    C buffers.
     """
 
     def __init__(self, ring: p.Ring, base: int, who: str, items: list[WorkItem]) -> None:
@@ -84,7 +84,7 @@ class RingMemory:
         return [*(fresh(n) for n in self.counts.values()), *[0] * (ring.depth + 2 + ring.items), *consumers]
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
+        """See `Model.answers_of`."""
         if type(op) is p.WaitBarrier:
             at = self.where[op.barrier]
             return lambda pid, op, m: () if blocks(m[at], op.parity) else (0,)
@@ -94,7 +94,7 @@ class RingMemory:
         return None
 
     def performer_of(self, op: Any, consumer: int) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`, for math loop ``consumer`` (the load loop: any)."""
+        """`Model.performer_of` for math loop ``consumer`` (for the load loop: any number)."""
         private = self.of_consumer[consumer]
         meaning = MEANING.get(type(op))
         if meaning is not None:
@@ -119,7 +119,7 @@ class RingMemory:
         m[at] = arrived(m[at], self.counts[barrier], arrivals, loads)
 
     def see(self, m: Memory) -> None:
-        """The load loop has seen an arrival at a gate; copies see it only after a fence."""
+        """Record that the load loop has seen an arrival at a gate. Copies see it only after a fence."""
         m[self.unfenced] = 1
 
     def _acquired(self, m: Memory) -> None:
@@ -137,7 +137,7 @@ class RingMemory:
         m[self.loading] |= 1 << op.stage
 
     def land(self, stage: int, m: Memory) -> None:
-        """The load into ``stage`` is complete."""
+        """Complete the load into ``stage``."""
         m[self.loading] &= ~(1 << stage)
         self._arrive(p.Barrier("full", stage), m, 0, -1)
 
@@ -187,14 +187,14 @@ class RingMemory:
         self.finish(op.item, consumer, m)
 
     def finish(self, item: WorkItem, consumer: int, m: Memory) -> None:
-        """What an accumulator that is whole asks for: that a tile is stored; of a part `Fixup` says whether it is."""
+        """Take a whole accumulator: its tile must be stored, or for a part, if `Fixup` says so."""
         if item.parts == 1:
             self.buffers.begin(item, consumer, m)
         else:
             self.buffers.finished(consumer, m)
 
     def at_end(self, m: Memory) -> None:
-        """All loops have left: raise `Fault` unless both rings are as they were, but for their phases."""
+        """After all loops have left, raise `Fault` unless both rings, except their phases, are as at the start."""
         self.buffers.at_end(m)
         if m[self.loading]:
             raise Fault("ring in use", f"{self.who}a load is still under way")

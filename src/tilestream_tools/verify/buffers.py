@@ -1,9 +1,8 @@
-"""The C buffers of a worker's math loops, as the hardware has them: what `Drain`, `Fill`, `Fence` and `Store` mean.
+"""The C buffers of a worker's math loops in hardware: the meaning of `Drain`, `Fill`, `Fence` and `Store`.
 
 A TMA store may read its buffer at any moment between its start and the `Drain` that waits for it; each consumer waits
-for its own stores, the oldest first. So a buffer that is filled while a store may still read it is a fault at once, and
-so is a store that may still read when the kernel has ended. A store reads through the async proxy: it may not see what
-was written and not fenced.
+for its own stores, the oldest first. So it is a fault to fill a buffer that a store may still read, and to end the
+kernel while a store may still read. A store reads through the async proxy, so it may miss writes without a fence.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
 from tilestream_tools.verify.protocol import Drain, Fence, Fill, Ring, Store
 
-#: Strips in what is told by ``1 + tile * STRIPS + strip``.
+#: The number of strips in a value ``1 + tile * STRIPS + strip``.
 STRIPS = 8
 
 
 class Buffers:
     """Each consumer's C buffers, in the memory of a model.
 
-    ``at``, for each consumer: the strip to store next (0: none), the buffers that stores in flight read, then what is
-    in each buffer and not yet stored (0: nothing), as twice its strip, and 1 more if it was fenced.
+    ``at``, for each consumer: the strip to store next (0: none), the buffers that stores in flight read, then each
+    buffer's content that is not yet stored (0: nothing): twice its strip, and 1 more if it was fenced.
     """
 
     def __init__(self, ring: Ring, at: list[int], who: str) -> None:
@@ -33,22 +32,22 @@ class Buffers:
 
     @staticmethod
     def size(ring: Ring) -> int:
-        """Entries of one consumer."""
+        """The number of entries of a consumer."""
         return 2 + ring.buffers if ring.strips else 0
 
     @staticmethod
     def memory(ring: Ring) -> Memory:
-        """One consumer's entries at the start."""
+        """A consumer's entries at the start."""
         return [0, (), *[0] * ring.buffers] if ring.strips else []
 
     def begin(self, item: WorkItem, consumer: int, m: Memory) -> None:
-        """From here on the consumer has to store ``item``, strip by strip."""
+        """Require the consumer to store ``item``, strip by strip."""
         self.finished(consumer, m)
         if self.ring.strips:
             m[self.at[consumer]] = _code(item, 0)
 
     def finished(self, consumer: int, m: Memory) -> None:
-        """Raise `Fault` unless the consumer has stored all that it has to."""
+        """Raise `Fault` unless the consumer has stored all required strips."""
         if self.ring.strips and m[self.at[consumer]]:
             raise Fault("missing work", f"{self.who}{_say(m[self.at[consumer]])} is not stored")
 
@@ -63,7 +62,7 @@ class Buffers:
         m[self.at[owner] + 2 + op.buffer] = 2 * _code(op.item, op.strip)
 
     def fence(self, op: Fence, consumer: int, m: Memory) -> None:
-        """What is in the buffers, copies see."""
+        """Make the buffers' contents visible to copies."""
         begin = self.at[self.ring.owner(consumer)] + 2
         m[begin : begin + self.ring.buffers] = [x and x | 1 for x in m[begin : begin + self.ring.buffers]]
 
@@ -88,12 +87,12 @@ class Buffers:
         m[buffer] = 0
 
     def drain(self, op: Drain, consumer: int, m: Memory) -> None:
-        """All but the newest stores have read."""
+        """Complete the reads of all but the newest stores."""
         in_flight = m[self.at[consumer] + 1]
         m[self.at[consumer] + 1] = in_flight[max(0, len(in_flight) - op.in_flight) :]
 
     def at_end(self, m: Memory) -> None:
-        """All loops have left, and the kernel with them."""
+        """Raise `Fault` for stores that still read when all loops have left."""
         if not self.ring.strips:
             return
         for consumer, at in enumerate(self.at):
@@ -110,5 +109,5 @@ def _say(code: int) -> str:
     return f"strip {(code - 1) % STRIPS} of item {(code - 1) // STRIPS}"
 
 
-#: What each operation is performed by.
+#: The method that performs each operation.
 MEANING: dict[type, Any] = {Drain: Buffers.drain, Fill: Buffers.fill, Fence: Buffers.fence, Store: Buffers.store}

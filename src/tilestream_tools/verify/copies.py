@@ -262,11 +262,11 @@ class CopyModel(Model):
         super().__init__(turns, reduce)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         return [0] * (self._end - self._copied)
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         case = self.case
         if isinstance(op, Draw | Peek):
             items = isinstance(op, Draw) and op.what == "items"

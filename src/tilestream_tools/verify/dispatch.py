@@ -154,7 +154,7 @@ class DispatchModel(Model):
         super().__init__(processes, reduce)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         m = [0] * (self._size * self.case.world)
         if self.case.silent is not None:
             m[self.case.silent * self._size] = 1
@@ -174,7 +174,7 @@ class DispatchModel(Model):
     # Answers --------------------------------------------------------------------------------------------------------
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         if isinstance(op, text.AwaitAny):
             return range(-1, len(op.parts))
         most = max(max(row) for row in self.case.parts)
@@ -185,7 +185,7 @@ class DispatchModel(Model):
         return (-1, 0) if type(op) in self._waits else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]]:
-        """As `Model.answers_of`: nothing is done by a rank that is lost; any wait may end without what it is for."""
+        """See `Model.answers_of`: nothing is done by a rank that is lost; any wait may end without what it is for."""
         ask = self._waits.get(type(op))
 
         def answers(pid: int, op: Any, m: Memory) -> Sequence[int]:
@@ -224,7 +224,7 @@ class DispatchModel(Model):
     # What operations do ---------------------------------------------------------------------------------------------
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
+        """See `Model.performer_of`."""
         done = self._does.get(type(op))
         return None if done is None else lambda pid, op, answer, m: done(self, self.rank_of(pid), op, answer, m)
 
@@ -261,7 +261,7 @@ class DispatchModel(Model):
     # The world outside, and ends ------------------------------------------------------------------------------------
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """As `Model.environment`."""
+        """See `Model.environment`."""
         lost = self.case.lost
         if lost is None or m[self.at(lost, "dead")]:
             return []
@@ -270,7 +270,7 @@ class DispatchModel(Model):
         return [(f"rank {lost} is lost", n)]
 
     def at_rest(self, m: Memory) -> None:
-        """As `Model.at_rest`."""
+        """See `Model.at_rest`."""
         alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
         here = [pid for pid in range(len(self.processes)) if self.rank_of(pid) in alive and m[pid] != LEFT]
         if here:
@@ -286,6 +286,6 @@ class DispatchModel(Model):
                 raise Fault("missing work", f"rank {rank} has given up, and no rank was late or lost")
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """As `Model.tell`."""
+        """See `Model.tell`."""
         after = f" -> {answer}" if len(self.domain(op, None)) > 1 else ""
         return f"{self.processes[pid].name}: {say(op)}{after}"

@@ -1,10 +1,10 @@
-"""What can go wrong, and how it is reported: `Fault` inside a model, `Violation` outside."""
+"""Faults and their reports: `Fault` inside a model, `Violation` outside."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Kind of a violation, and what it says.
+#: The kinds of violations, with their texts.
 KINDS: dict[str, str] = {
     "deadlock": "no process can go on, and no event from outside can help",
     "livelock": "steps go round in a circle without new work",
@@ -34,7 +34,7 @@ KINDS: dict[str, str] = {
 
 
 class Fault(Exception):
-    """Raised by a model where an operation breaks a property. ``kind`` is a key of `KINDS`."""
+    """Raised by a model if an operation breaks a property. ``kind`` is a key of `KINDS`."""
 
     def __init__(self, kind: str, message: str) -> None:
         if kind not in KINDS:
@@ -42,25 +42,25 @@ class Fault(Exception):
         super().__init__(message)
         self.kind = kind
         self.message = message
-        #: The operations of the step that was being taken, as readable lines.
+        #: The operations of the faulty step, as readable lines.
         self.step: list[str] = []
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A property that does not hold, and how to get there.
+    """A property that does not hold, and a trace that leads to the fault.
 
     Attributes
     ----------
     kind
         A key of `KINDS`.
     message
-        What happened, in the words of this case.
+        A description of this case.
     configuration
-        The size at which it happened: the smallest that fails.
+        The size of the model: the smallest that fails.
     trace
-        The operations that lead there, in order: no shorter order does, unless the configuration was too large for
-        the search without reductions (``shortest`` is then False).
+        The operations that lead to the fault, in order. It is the shortest trace, unless the configuration was too
+        large for the search without reductions (``shortest`` is then False).
     """
 
     kind: str

@@ -1,14 +1,14 @@
-"""The loop of a GPU kernel's worker, as the checker explores it, in terms of `tilestream.core.loop`.
+"""The checker's loop of a GPU kernel's worker, built on `tilestream.core.loop`.
 
-The host does not look at a GPU's output before it is used. So a worker that finds the launch over does not leave as
-`tilestream.core.loop.work` does: it goes on taking items and stores NaN for them (invariant 5). Each item is taken
-once, computed or not, and stream-K's counts are restored as ever.
+The host does not inspect a GPU's output before its use. So a worker that finds the launch over does not leave, as
+`tilestream.core.loop.work` does. It continues to take items, and stores NaN for them (invariant 5). Each item is taken
+once, computed or not, and stream-K's counts are restored as usual.
 
-There are two ways to store the parts of a tile; all contributors of a schedule use the same:
+There are two ways to store the parts of a tile. All contributors of a schedule use the same way:
 
-- `store_and_count`: each writes its partial result and counts. The last to count adds them all.
-- `fixup`, of the Hopper kernel, which holds its product in registers: each reads the count first. The one that finds
-  all others counted is the last, and writes nothing. The last adds the others' partial results and its own.
+- `store_and_count`: each contributor writes its partial result and counts. The last to count adds all of them.
+- `fixup`, of the Hopper kernel, which has its product in registers: each contributor reads the count first. If all
+  others have counted, it is the last and writes nothing. The last adds the others' partial results and its own.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from tilestream.core.grid import WorkItem
 from tilestream.core.loop import Compute, OfItem, Poll, WorkerState, store_and_count
 from tilestream.core.schedule import Peek, Ready, Schedule, Take, take
 
-#: How an item is stored.
+#: The way to store an item.
 Finish = Callable[[Any], Generator[Any, int, None]]
 
 
 class Poison(NamedTuple):
-    """Store NaN in place of an item's product: as `Compute`, without reading any operand."""
+    """Store NaN instead of an item's product: `Compute` without reads of operands."""
 
     item: WorkItem
     held: bool = False
 
 
 class Look(OfItem):
-    """Read the count of an item's tile (acquire). Answer: how many of its parts have been counted."""
+    """Read the count of an item's tile (acquire). Answer: the number of counted parts."""
 
 
 class Write(OfItem):
-    """Write the product that the worker holds into the item's slot: a partial result."""
+    """Write the worker's product into the item's slot, as a partial result."""
 
 
 class Add(OfItem):
-    """As `Count`, and restore nothing. Answer: the count before."""
+    """`Count` without restoring the count. Answer: the count before."""
 
 
 class Restore(OfItem):
-    """Write 0 to the count of an item's tile, plainly."""
+    """Write 0 to the count of an item's tile, without an atomic."""
 
 
 class ReducePartials(OfItem):
-    """As `Reduce`, with the item's own part as the worker holds it: only the others' are read from their slots."""
+    """`Reduce` with the item's own part from the worker. Only the other parts are read from their slots."""
 
 
 class Leave(NamedTuple):
-    """Add one to the exit count (acquire and release). Answer: how many had left before."""
+    """Add one to the exit count (acquire and release). Answer: the number of workers that had left before."""
 
 
 class Reset(NamedTuple):
-    """Write 0 to a word: the signals, all of them; the counter of a queue; the exit count; the abort word."""
+    """Write 0 to all signals, to the counter of a queue, to the exit count, or to the abort word."""
 
     word: Literal["signals", "counter", "exits", "abort"]
     queue: int = 0
@@ -75,17 +75,17 @@ def work_through(
     schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState, reset: bool = False,
     finish: Finish | None = None,
 ) -> Generator[Any, int, WorkerState | None]:  # fmt: skip
-    """As `work`, for a launch that always takes every item: None means STOP only.
+    """`work` for a launch that always takes all items: None means STOP only.
 
-    The abort word is read for each item, after it was taken: so a worker computes at most its present item after the
+    The abort word is read for each item after it was taken. So a worker computes at most its current item after the
     launch has ended.
 
     Parameters
     ----------
     reset
-        Whether the last worker out resets the words of this launch; see `leave`.
+        Whether the last worker to leave resets the words of this launch; see `leave`.
     finish
-        How an item is stored: `store_and_count`, if None, or `fixup`.
+        The way to store an item: `fixup`, or None for `store_and_count`.
     """
     finish = finish or store_and_count
     item, arrived, after = yield from take_and_pass(schedule, gate, worker, state)
@@ -101,7 +101,7 @@ def work_through(
 def take_and_pass(
     schedule: Schedule, gate: Needs | None, worker: int, state: WorkerState
 ) -> Generator[Take | Peek | Ready | Poll | Wait, int, tuple[WorkItem | None, bool, WorkerState]]:
-    """The first half of `work_through`: an item, whether to compute or poison it, and the state after it.
+    """The first half of `work_through`: an item, whether to compute it (or poison it), and the new state.
 
     With warp specialisation the load warp does this half, and the math warps the rest.
     """
@@ -115,17 +115,17 @@ def take_and_pass(
 
 
 def fixup(done: Any) -> Generator[Any, int, None]:
-    """As `store_and_count`, by a worker that holds a part's product, and writes it only if another worker will read it.
+    """`store_and_count` for a worker with a part's product, which it writes only if another worker will read it.
 
     ::
 
         all others have counted:  this is the last, and only it reads its part
-        else:                     write the part; count: if all others have, this is the last after all
+        else:                     write the part; count: if all others have counted now, this is the last
         the last:                 restore the count; add the others' parts and its own
 
-    A worker that finds the others counted has not counted itself, so no other sees a full count: there is one last. It
-    restores the count before it reads the parts: no worker reads the count again in this launch, and the next launch,
-    which writes these slots again, begins when this one has ended.
+    A worker that finds all others counted has not counted itself, so no other sees a full count, and only one is last.
+    It may restore the count before it reads the parts: no worker reads the count again in this launch, and the next
+    launch, which writes these slots again, begins after the end of this one.
     """
     item = done.item
     if item.parts == 1:
@@ -142,19 +142,19 @@ def fixup(done: Any) -> Generator[Any, int, None]:
 
 
 def leave(schedule: Schedule, gate: Needs | None) -> Generator[Leave | Poll | See | Reset | Quarantine, int, None]:
-    """Count a worker out; the last one out leaves the words as a launch has to find them (invariant 4).
+    """Count a worker out. The last one to leave resets the words for the next launch (invariant 4).
 
     ::
 
         exits = add(exit count, 1);  others are still in:   nothing
-        the launch is not over:      see every chunk, those that no tile reads too
-        all have arrived:            zero the signals: none can come any more
-        else:                        quarantine: some may still come
+        the launch is not over:      see all chunks, including those that no tile reads
+        all have arrived:            zero the signals: no later signal is possible
+        else:                        quarantine: later signals are possible
         zero the counters, the exit count and the abort word
 
     The abort word, read after all others have left, says whether the launch is over. This worker's last answer does
-    not: the deadline may have expired at another's gate after this worker's last item. Nor do the signals: in
-    quarantine all may be set, and more may come. All workers must run.
+    not, because the deadline may have expired later at another worker's gate. Nor do the signals: in quarantine all may
+    be set, and more may come. All workers must run.
     """
     if (yield Leave()) < schedule.workers - 1:
         return

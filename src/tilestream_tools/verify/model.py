@@ -1,4 +1,4 @@
-"""`Model`: processes over shared memory; a subclass says what each operation means.
+"""`Model`: processes over shared memory. A subclass defines the meaning of each operation.
 
 A state is a tuple: the local state of each process, then the shared memory. A step is one operation of one process, or
 one event of the environment (a chunk arrives, a deadline expires, a load lands).
@@ -7,10 +7,10 @@ With reductions, a step is a chain: *delayed* operations, one operation, then *e
 
 - An operation may be **delayed** until just before the next operation of its process if delaying removes no behaviour
   of other processes and adds no fault that could not happen anyway.
-- An operation may be **eager**, done directly after the operation before it, if no other process can tell, except that
-  doing it at once shows at least the faults that doing it later would show.
+- An operation may be **eager**, done directly after the previous operation, if no other process can tell the
+  difference, and if doing it at once shows at least the faults that doing it later would show.
 
-Each model argues for its own choices. Tests compare the verdicts with and without reductions on small sizes.
+Each model gives the reasons for its choices. Tests compare the verdicts with and without reductions at small sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilestream_tools.verify.processes import LEFT, Locals, Process
 State = tuple[Any, ...]
 Memory = list[Any]
 
-#: How an operation takes part in a chain. LAZY is delayed also when what follows is blocked: then nothing is done.
+#: An operation's role in a chain. LAZY is delayed even if the next operation is blocked: the step then does nothing.
 STOP, EAGER, DELAYED, LAZY = range(4)
 
 
@@ -35,11 +35,11 @@ class Model:
     Attributes
     ----------
     eager, delayed, lazy
-        Types of operations that may be chained; see the module.
+        The types of operations that may be chained; see the module.
     progress
-        Types of operations that take new work: a circle of states that contains none of them is a livelock.
+        The types of operations that take new work. A circle of states without any of them is a livelock.
     asked, performed
-        `answers_of` and `performer_of` as tables: methods by the type of their operation.
+        The tables of `answers_of` and `performer_of`: methods by the type of their operation.
     """
 
     eager: ClassVar[frozenset[type]] = frozenset()
@@ -60,14 +60,14 @@ class Model:
         self._minimised = False
         self.locals = Locals(self.processes, self._bind, merge=reduce, remember=self.remember)
 
-    # What a subclass says -------------------------------------------------------------------------------------------
+    # A subclass's methods -------------------------------------------------------------------------------------------
 
     def memory(self) -> Memory:
         """The shared memory at the start."""
         raise NotImplementedError
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """What the world outside may do."""
+        """The possible events of the environment."""
         return []
 
     def canonical(self, state: State) -> State:
@@ -75,7 +75,7 @@ class Model:
         return state
 
     def at_rest(self, m: Memory) -> None:
-        """Raise `Fault` where no process can do anything, unless that is a good end or the world outside can help."""
+        """Raise `Fault` for a state without steps, unless it is a good end or the environment can continue it."""
         here = self.blocked(m)
         if not here:
             self.at_end(m)
@@ -83,15 +83,15 @@ class Model:
             raise Fault("deadlock", "; ".join(here))
 
     def at_end(self, m: Memory) -> None:
-        """Raise `Fault` if what all processes have left behind is wrong."""
+        """Raise `Fault` if the memory is wrong after all processes have left."""
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """``(process, op, memory) -> possible answers``, none where ``op`` blocks; None for an op always answered 0."""
+        """``(process, op, memory) -> possible answers``, empty if ``op`` blocks; None if the answer is always 0."""
         ask = self.asked.get(type(op))
         return None if ask is None else partial(ask, self)
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """``(process, op, answer, memory)``: change the memory in place, or raise `Fault`; None: nothing changes."""
+        """``(process, op, answer, memory)``: changes the memory in place or raises `Fault`; None if nothing changes."""
         perform = self.performed.get(type(op))
         return None if perform is None else partial(perform, self)
 
@@ -100,19 +100,19 @@ class Model:
         return f"{self.processes[pid].name}: {op} -> {answer}"
 
     def remember(self, op: Any, answer: Any) -> Hashable:
-        """What of an answer matters to a property ever after, even if the program forgets it; None: nothing."""
+        """The part of an answer that a property needs later, even if the program forgets it; None for nothing."""
         return None
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
-        """All answers ``op`` can have, ``past`` remembered; more do no harm, one that is missing costs merging."""
+        """All possible answers of ``op`` after ``past``. Extra ones are harmless; missing ones cost merging."""
         return (0,)
 
     def urgent(self, pid: int, m: Memory) -> bool:
-        """Whether the next step of this process concerns no other process, now or later: then it goes first, alone."""
+        """Whether the next step of this process never concerns another process. It then goes first, alone."""
         return False
 
     def blocked(self, m: Memory) -> list[str]:
-        """The processes that have not left, and what each is at."""
+        """The processes that have not left, with their current operations."""
         return [
             f"{p.name} at {self.say(self.locals.op[m[pid]])}" for pid, p in enumerate(self.processes) if m[pid] != LEFT
         ]
@@ -121,7 +121,7 @@ class Model:
         """An operation in a trace."""
         return str(op)
 
-    # What all have in common ----------------------------------------------------------------------------------------
+    # The methods of all models ---------------------------------------------------------------------------------------
 
     def start(self) -> State:
         """The state at the start."""
@@ -131,12 +131,12 @@ class Model:
         return (*self.locals.start(), *self.memory())
 
     def steps(self, state: State, log: list[list[str]] | None = None) -> list[tuple[State, bool]]:
-        """The states one step away, and whether the step takes new work; to ``log`` the lines of each step.
+        """The states one step away, and whether the step takes new work. ``log`` gets the lines of each step.
 
         Raises
         ------
         Fault
-            If a step breaks a property, or no process can do anything and that is no good end.
+            If a step breaks a property, or the state has no step and is not a good end.
         """
         out: list[tuple[State, bool]] = []
         pids = [pid for pid in range(len(self.processes)) if state[pid] != LEFT]
@@ -178,7 +178,7 @@ class Model:
     def _advance(
         self, pid: int, state: State, out: list[tuple[State, bool]], log: list[list[str]] | None, alone: bool = False
     ) -> None:
-        """All chains of process ``pid`` from ``state``; ``alone``: only up to an operation that others can tell."""
+        """All chains of process ``pid`` from ``state``; ``alone``: only up to an operation that others can see."""
         nexts, ops, chains, all_answers, performs = (
             self.locals.next, self.locals.op, self._chain, self._answers, self._perform,
         )  # fmt: skip
@@ -195,7 +195,7 @@ class Model:
             op = ops[local]
             ask = all_answers[local]
             options: Sequence[Any] = (0,) if ask is None else ask(pid, op, m)
-            if not options and begun and chains[state[pid]] != LAZY:  # blocked on the way: stop here
+            if not options and begun and chains[state[pid]] != LAZY:  # blocked inside the chain: it ends here
                 out.append((tuple(m), progressed))
                 if log is not None:
                     log.append(lines)

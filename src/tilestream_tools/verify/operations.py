@@ -1,4 +1,4 @@
-"""The operations of model 1 in traces, and the operations that only seeded bugs use."""
+"""The operations of model 1 in traces, and the operations of seeded bugs."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from tilestream_tools.verify.oracle import Oracle
 
 
 class SetCounter(NamedTuple):
-    """Write a queue's counter, plainly. No answer."""
+    """Write a queue's counter without an atomic. No answer."""
 
     queue: int
     value: int
 
 
 class AwaitCount(NamedTuple):
-    """Spin until the count of the item's tile is ``wanted``, watching nothing else; then set it back to 0."""
+    """Spin until the count of the item's tile is ``wanted``, without polling other words; then set it to 0."""
 
     item: WorkItem
     wanted: int
 
 
 class AwaitTile(NamedTuple):
-    """Spin until a tile is finished, watching nothing else. Answered when it is."""
+    """Spin until a tile is finished, without polling other words. The answer comes then."""
 
     tile: int
 
 
 class WaitForever(NamedTuple):
-    """Wait for a chunk with neither deadline nor abort word. Answered when it has arrived."""
+    """Wait for a chunk with neither deadline nor abort word. The answer comes with its arrival."""
 
     operand: int
     chunk: int
 
 
 class WaitAlone(NamedTuple):
-    """Wait for a chunk under the deadline, whose expiry sets no abort word. Answer: as that of `Wait`."""
+    """Wait for a chunk until the deadline, without setting the abort word at its expiry. Answer: see `Wait`."""
 
     operand: int
     chunk: int
 
 
 class PollAbort(NamedTuple):
-    """Read the abort word, and not whether the signals are in quarantine. Answer: as that of `Poll`."""
+    """Read the abort word, but not the signals' quarantine. Answer: see `Poll`."""
 
 
 class ReduceNumbers(NamedTuple):
-    """As `Reduce`, through an epilogue that makes a number of NaN, as ``max(x, 0)`` does on a GPU."""
+    """`Reduce` with an epilogue that turns NaN into a number, as ``max(x, 0)`` does on a GPU."""
 
     item: WorkItem
 
 
-#: Operations that are answered when a signal is up, and those that read the abort word.
+#: Operations whose answer waits for a signal, and operations that read the abort word.
 WAITS: frozenset[type] = frozenset({Wait, See, WaitForever, WaitAlone})
 POLLS: frozenset[type] = frozenset({Poll, PollAbort})
 #: Operations without an answer.
@@ -65,7 +65,7 @@ SILENT: frozenset[type] = frozenset(
 
 
 def queues_of(op: Ready) -> list[int]:
-    """The queues of which one is waited for, first to last."""
+    """The queues of a wait for one of them, first to last."""
     return [queue for queue in range(op.queues.bit_length()) if op.queues >> queue & 1]
 
 
@@ -89,7 +89,7 @@ def say(op: Any, oracle: Oracle) -> str:
 
 
 def say_answer(op: Any, answer: Any) -> str:
-    """What an operation was answered, behind it in a trace."""
+    """An operation's answer in a trace."""
     if type(op) in SILENT:
         return ""
     if type(op) is Ready:

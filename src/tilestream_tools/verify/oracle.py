@@ -1,6 +1,6 @@
-"""What model 1 knows of the problem itself: what a tile reads, and what must be finished.
+"""Model 1's oracle: the chunks that a tile reads, and the tiles that must be finished.
 
-It is worked out from bounds and sizes, row by row and column by column, without the arithmetic that is being checked
+It is computed from bounds and sizes, row by row and column by column, without the arithmetic under test
 (`Chunks.of_rows`, `Gate.needs`, `Schedule.ticket`).
 """
 
@@ -28,23 +28,23 @@ class Oracle:
 
     @property
     def chunks(self) -> int:
-        """Chunks of both operands."""
+        """The number of chunks of both operands."""
         return sum(self.counts)
 
     def bit(self, operand: int, chunk: int) -> int:
-        """The bit of a chunk; 0 where there is no such chunk."""
+        """The bit of a chunk; 0 if there is no such chunk."""
         if not 0 <= chunk < self.counts[operand]:
             return 0
         return 1 << (operand * self.counts[0] + chunk)
 
     def names(self, bits: int) -> str:
-        """The chunks of ``bits`` in a trace."""
+        """The names, in a trace, of the chunks in ``bits``."""
         names = [f"chunk {c}" for c in range(self.counts[0]) if bits >> c & 1]
         names += [f"column chunk {c}" for c in range(self.counts[1]) if bits >> self.counts[0] + c & 1]
         return ", ".join(names)
 
     def needs(self, item: WorkItem) -> int:
-        """The chunks a tile reads."""
+        """The chunks that a tile reads, as bits."""
         key = (item.batch, item.pm, item.pn)
         if key not in self._reads:
             gate, bits = self.gate, 0
@@ -61,7 +61,7 @@ class Oracle:
 
 
 def expected_tiles(schedule: Schedule, running: tuple[int, ...]) -> list[int]:
-    """The tiles that must be finished when nothing expires. ``running``: the workers that run; empty for all."""
+    """The tiles that must be finished without an expiry. ``running``: the workers that run; empty for all."""
     grid = schedule.grid
     if schedule.kind != "static" or not running:
         return list(range(grid.tiles))
@@ -75,7 +75,7 @@ def expected_tiles(schedule: Schedule, running: tuple[int, ...]) -> list[int]:
 
 
 def _arrivals(gate: Gate | None) -> tuple[list[int], list[int]]:
-    """Row -> chunk and column -> chunk, laid out one by one."""
+    """The chunk of each row, and of each column."""
     out = []
     for chunks in (None, None) if gate is None else (gate.rows, gate.columns):
         where: list[int] = []

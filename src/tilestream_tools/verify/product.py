@@ -116,18 +116,18 @@ class ProductModel(WorkersModel):
         return lambda state: p.math_turn(self.product.ring, finish, consumer, state)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         m = super().memory()
         for rings in self.rings:
             m += rings.memory()
         return m
 
     def canonical(self, state: State) -> State:
-        """As `Model.canonical`."""
+        """See `Model.canonical`."""
         return state
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         if type(op) is p.Get:
             return (None, *self.domain_items, *map(p.voided, self.domain_items))
         return super().domain(op, past)
@@ -137,14 +137,14 @@ class ProductModel(WorkersModel):
         return pid % self.loops == 0
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
+        """See `Model.answers_of`."""
         each = [answers for rings in self.rings if (answers := rings.answers_of(op)) is not None]
         if each:
             return lambda pid, op, m: each[pid // self.loops](pid, op, m)
         return super().answers_of(op)
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
+        """See `Model.performer_of`."""
         # Compute and Poison are the epilogue, as far as the rings know.
         known = op
         if type(op) is Compute or type(op) is Poison:
@@ -207,7 +207,7 @@ class ProductModel(WorkersModel):
         self._hand_in(pid, op, m, nan=True)  # that the item is void the rings have checked
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """As `Model.environment`."""
+        """See `Model.environment`."""
         return super().environment(m) + self._landings(m)
 
     def _landings(self, m: Memory) -> list[tuple[str, Memory]]:
@@ -217,7 +217,7 @@ class ProductModel(WorkersModel):
         return out
 
     def at_rest(self, m: Memory) -> None:
-        """As `Model.at_rest`."""
+        """See `Model.at_rest`."""
         if not self._landings(m):
             super().at_rest(m)
 
@@ -228,7 +228,7 @@ class ProductModel(WorkersModel):
             rings.at_end(m)
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """As `Model.tell`."""
+        """See `Model.tell`."""
         if type(op).__module__ != p.__name__:
             return super().tell(pid, op, answer)
         return f"{self.processes[pid].name}: {say(op)}" + (f" -> {say_item(answer)}" if isinstance(op, p.Get) else "")

@@ -19,22 +19,22 @@
                                                       where the store before used the same one of two)
                                                     fill the strip's C buffer; fence; store it
 
-This is `tilestream.kernels.hopper.gemm` with `ring` and `epilogue`, operation by operation; a test runs both texts and
-compares. Places in a ring are arithmetic of `tilestream.core.ring`, the same functions here and there. Both loops walk
-over the same items, and the math loop takes its K counts from the item that it is handed. STOP has no K steps. A *void*
-item, whose gate said that the launch is over, has a negative count: K runs backwards, so the load loop loads no step of
-it and the math loop waits for none. A fence (`Acquired`) orders what a gate has seen before the copies behind it.
+This models `tilestream.kernels.hopper.gemm` with `ring` and `epilogue`, operation by operation; a test runs the code of
+both and compares. Both use the functions of `tilestream.core.ring` for places in a ring. Both loops process the same
+items, and the math loop takes the K counts from the items. STOP has no K steps. A *void* item, whose gate found the
+launch over, has a negative count: K runs backwards, so the load loop loads no step of it and the math loop waits for
+none. A fence (`Acquired`) orders the gate's reads before the copies after it.
 
-`Ring.consumers` says which math loops there are:
+`Ring.consumers` gives the math loops:
 
 - ``single``: one consumer;
 - ``cooperative``: two, each with half of every tile: both read every stage, and ``empty`` counts 2;
 - ``ping_pong``: two that take turns: a consumer does every other item and steps over the stages of the others. Order
-  barriers hand the tensor cores over, so that one's epilogue runs under the other's mma.
+  barriers pass the tensor cores on, so that one's epilogue overlaps with the other's mma.
 
-An operation of a consumer stands for all its threads: each of them performs a `WaitBarrier`, and before an `Arrive`,
-which one thread performs, the compiler makes them meet (``bar.sync`` of the consumer's own barrier). The text leaves
-out chained launches (each loop waits for the kernel before, then begins) and the operands of an epilogue.
+An operation of a consumer stands for all its threads. Each thread performs a `WaitBarrier`. One thread performs an
+`Arrive`, before which the compiler synchronises them (``bar.sync`` of the consumer's own barrier). The model omits
+chained launches (each loop waits for the previous kernel, then begins) and the operands of an epilogue.
 
 The loops are generators like `tilestream.core.loop.work`: one turn is one item.
 """
@@ -72,7 +72,7 @@ class Pass(NamedTuple):
 
 
 class Acquired(NamedTuple):
-    """``fence.proxy.async.global``: what the load loop has seen in memory, loads that it starts see (invariant 7)."""
+    """``fence.proxy.async.global``: later loads see the memory that the load loop has seen (invariant 7)."""
 
 
 class WaitBarrier(NamedTuple):
@@ -95,7 +95,7 @@ class Expect(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Start the copy of K step ``k`` of an item into a stage; when it has landed, ``barrier`` has its bytes."""
+    """Start the copy of K step ``k`` of an item into a stage. When it lands, ``barrier`` gets its bytes."""
 
     stage: int
     item: WorkItem
@@ -111,7 +111,7 @@ class Put(NamedTuple):
 
 
 class Get(NamedTuple):
-    """Read a slot of the item ring. Answer: what is there."""
+    """Read a slot of the item ring. Answer: its content."""
 
     slot: int
 
@@ -143,7 +143,7 @@ class Epilogue(NamedTuple):
 class Fixup(NamedTuple):
     """Fixup a part of a tile. Answer: 1 if it was the last, and this consumer stores the tile.
 
-    What is behind it is `tilestream_tools.verify.gpu_loop.fixup`. To a worker's rings any answer may come.
+    `tilestream_tools.verify.gpu_loop.fixup` is its protocol. For a worker's rings both answers are possible.
     """
 
     item: WorkItem
@@ -164,11 +164,11 @@ class Fill(NamedTuple):
 
 
 class Fence(NamedTuple):
-    """``fence_async_shared``: what this consumer has written to shared memory, copies see."""
+    """``fence_async_shared``: copies see this consumer's writes to shared memory."""
 
 
 class Store(NamedTuple):
-    """Start the copy of a strip of an item from a C buffer to the output: it reads the buffer until a `Drain`."""
+    """Start the copy of a strip of an item from a C buffer to the output. It reads the buffer until a `Drain`."""
 
     buffer: int
     item: WorkItem
@@ -177,23 +177,23 @@ class Store(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """The shapes of both rings, and what a math loop does with its items.
+    """The shapes of both rings, and the form of the math loops.
 
     Attributes
     ----------
     depth
-        Stages: two at least, or one where the form is ``promoted``.
+        Number of stages: at least two, or one if ``promoted``.
     items
-        Slots of the item ring.
+        Number of slots of the item ring.
     promoted
-        fp8 without fast accumulation: a K step's product is waited for, and its stage given back, before the next.
+        fp8 without fast accumulation: the loop waits for a K step's product, and releases its stage, before the next.
     strips
-        Strips in which a tile goes through C buffers; 0 where it is stored from registers.
+        Number of a tile's strips, each stored from a C buffer; 0 if a tile is stored from registers.
     most_buffers
-        C buffers of a math loop, if there are as many strips.
+        The most C buffers of a math loop. There are no more than strips.
     ctas
-        CTAs that load for each other, each with rings of its own, where ``empty`` has the arrivals of all their
-        consumers: see `tilestream_tools.verify.pair`.
+        CTAs that load for each other. Each has its own rings, whose ``empty`` barriers have the arrivals of the
+        consumers of all CTAs: see `tilestream_tools.verify.pair`.
     """
 
     depth: int
@@ -206,27 +206,27 @@ class Ring:
 
     @property
     def num_consumers(self) -> int:
-        """Math loops."""
+        """The number of math loops."""
         return 1 if self.consumers == "single" else 2
 
     @property
     def buffers(self) -> int:
-        """C buffers of a math loop: two, if there are strips to take turns."""
+        """The number of C buffers of a math loop: two if a tile has several strips."""
         return max(1, min(self.most_buffers, self.strips))
 
     def pending(self, strip: int) -> int:
-        """Stores that may still read when a strip's buffer is filled: all but those that read this one.
+        """The number of stores that may be in flight when a strip's buffer is filled: those that read other buffers.
 
-        With two buffers and an odd number of strips a tile begins with the buffer that the one before ended with.
+        With two buffers and an odd number of strips a tile begins with the last buffer of the previous tile.
         """
         return 0 if strip == 0 and self.strips % self.buffers else self.buffers - 1
 
     def owner(self, consumer: int) -> int:
-        """Whose C buffers a consumer writes to: its own."""
+        """The consumer whose C buffers ``consumer`` writes: itself."""
         return consumer
 
     def barriers(self) -> dict[Barrier, int]:
-        """Each barrier, and how many arrivals complete a phase of it."""
+        """Each barrier, with the number of arrivals that complete a phase of it."""
         readers = 2 if self.consumers == "cooperative" else 1
         counts = {Barrier("full", s): 1 for s in range(self.depth)}
         counts |= {Barrier("empty", s): readers * self.ctas for s in range(self.depth)}
@@ -238,7 +238,7 @@ class Ring:
 
 
 class Place(NamedTuple):
-    """Where a loop stands in a ring: the stage or slot, and the parity of the round."""
+    """A loop's place in a ring: the stage or slot, and the parity of the round."""
 
     at: int = 0
     phase: int = 0
@@ -248,12 +248,12 @@ class Place(NamedTuple):
         return Place(*step(self.at, self.phase, depth))
 
     def plus(self, count: int, depth: int) -> Place:
-        """``count`` places on."""
+        """The place ``count`` places later."""
         return Place(*skip(self.at, self.phase, count, depth))
 
 
 class LoadState(NamedTuple):
-    """What the load loop carries from item to item; ``source`` is whatever the source of items carries."""
+    """The load loop's state between items; ``source`` is the state of the source of items."""
 
     source: Any = None
     stage: Place = Place()
@@ -261,31 +261,31 @@ class LoadState(NamedTuple):
 
 
 class MathState(NamedTuple):
-    """What a math loop carries from item to item; ``number`` counts items modulo 4 (``ping_pong``)."""
+    """A math loop's state between items; ``number`` counts items modulo 4 (``ping_pong``)."""
 
     stage: Place = Place()
     slot: Place = Place()
     number: int = 0
 
 
-#: Where items come from: carried state -> (item whose gate was passed, or a void one, or None for STOP; carried state).
+#: The source of items: state -> (an item whose gate was passed, or a void item, or None for STOP; the new state).
 Source = Callable[[Any], Generator[Any, Any, "tuple[WorkItem | None, Any]"]]
-#: What follows the K loop of an item.
+#: The step after the K loop of an item.
 Finish = Callable[[Ring, WorkItem], Generator[Any, Any, None]]
 
 
 def k_steps(item: WorkItem | None) -> int:
-    """K steps of an item, stages that both loops step through for it; of STOP none, of a void item fewer than none."""
+    """The number of an item's K steps, which are its stages: 0 for STOP, negative for a void item."""
     return 0 if item is None else item.k_end - item.k_begin
 
 
 def voided(item: WorkItem) -> WorkItem:
-    """The item as it is handed on when the launch is over: K runs from its end to its beginning."""
+    """The void form of an item, for a launch that is over: K runs from its end to its beginning."""
     return item._replace(k_begin=item.k_end, k_end=item.k_begin)
 
 
 def gated(over: Any) -> Generator[Any, Any, tuple[WorkItem | None, Any]]:
-    """The source of model 2: some item, or STOP; from when a gate has said that the launch is over, void items."""
+    """The source of model 2: any item or STOP. After a gate that finds the launch over, all items are void."""
     item = yield Next()
     if item is not None:
         over = over or not (yield Pass(item))
@@ -326,7 +326,7 @@ def math_turn(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Ge
     stage, number = state.stage, state.number
     if ring.consumers != "ping_pong" or number % 2 == consumer:
         if ring.consumers == "ping_pong":
-            # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it, and passes.
+            # A new barrier is in phase 0: the first consumer waits for the phase "before" it, and passes.
             yield WaitBarrier(Barrier("order", consumer), (number // 2) ^ (1 - consumer))
         if steps > 0:
             stage = yield from k_loop(ring, consumer, stage, steps)
@@ -341,12 +341,12 @@ def math_turn(ring: Ring, finish: Finish, consumer: int, state: MathState) -> Ge
 
 
 def k_loop(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
-    """The K loop of one item, in the form that the ring has; the place behind it."""
+    """The K loop of one item, in the ring's form. Returns the place after it."""
     return (multiply_promoted if ring.promoted else multiply)(ring, consumer, stage, steps)
 
 
 def multiply(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
-    """A stage is given back when the mma after it has been started and its own is done: so a ring has two at least."""
+    """A stage is released when its mma is done and the next mma has started. So a ring has at least two stages."""
     yield WaitBarrier(Barrier("full", stage.at), stage.phase)
     yield Mma(stage.at)
     yield Retire(1)
@@ -365,7 +365,7 @@ def multiply(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[A
 
 
 def multiply_promoted(ring: Ring, consumer: int, stage: Place, steps: int) -> Generator[Any, Any, Place]:
-    """A K step's product is done, its stage given back and the product added, before the next is started."""
+    """A K step's product is finished, its stage released and the product added, before the next one starts."""
     for k in range(steps):
         yield WaitBarrier(Barrier("full", stage.at), stage.phase)
         yield Mma(stage.at)
@@ -392,7 +392,7 @@ def epilogue(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
 
 
 def store(ring: Ring, item: WorkItem) -> Generator[Any, Any, None]:
-    """A tile on its way out, drained under what comes after it."""
+    """Store a tile. Its stores drain during later operations."""
     for strip in range(ring.strips):
         yield Drain(ring.pending(strip))
         yield Fill(strip % ring.buffers, item, strip)

@@ -1,10 +1,10 @@
-"""Model 6: workers that publish their output, chunk by chunk, and readers that take each chunk when it is signalled.
+"""Model 6: workers that publish their output by chunks, and readers that read each chunk after its signal.
 
-It explores `tilestream.core.loop.publish` for tiles that may straddle chunks, over several launches; a launch begins
-when all workers have left the one before. Stores are in flight until their worker has waited for them. What a worker
-does before (multiplications, the epilogue) is private, and readers wait for signals only.
+It explores `tilestream.core.loop.publish` for tiles that may straddle chunks, over several launches. A launch begins
+when all workers have left the previous one. Stores are in flight until their worker has waited for them. A worker's
+earlier operations (multiplications, the epilogue) are private, and readers wait for signals only.
 
-Properties: a reader finds its whole chunk written, by the launch that it waits for. Every chunk is signalled in every
+Properties: a reader finds its whole chunk written by the launch that it waits for. Each chunk is signalled in each
 launch. The counts are zero between launches.
 """
 
@@ -32,7 +32,7 @@ class AwaitLaunch(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Worker: begin an item, whose stores are under way from here on."""
+    """Worker: begin an item. Its stores are in flight from now on."""
 
     item: int
     launch: int
@@ -60,20 +60,20 @@ class ReadChunk(NamedTuple):
 
 
 class AwaitTaken(NamedTuple):
-    """Wait until an item has been begun: what no worker may do."""
+    """Wait until an item has begun, which no worker may do."""
 
     item: int
     launch: int
 
 
 class ReadCount(NamedTuple):
-    """Read a chunk's count: half of a `CountRows` that is none. Answer: the count."""
+    """Read a chunk's count: the first half of a faulty `CountRows`. Answer: the count."""
 
     chunk: int
 
 
 class WriteCount(NamedTuple):
-    """Write a chunk's count: the other half."""
+    """Write a chunk's count: the second half."""
 
     chunk: int
     value: int
@@ -88,9 +88,9 @@ class PublishCase:
     rows, block, per_chunk, columns
         Rows of the output, of a tile and of a chunk; column tiles.
     workers, launches
-        How many; items go round among the workers.
+        The numbers of workers and launches. Items go to the workers in turn.
     text
-        How an item is published.
+        The program that publishes an item.
     """
 
     rows: int = 2
@@ -103,23 +103,23 @@ class PublishCase:
 
     @property
     def chunks(self) -> int:
-        """Chunks of the output."""
+        """The number of the output's chunks."""
         return cdiv(self.rows, self.per_chunk)
 
     @property
     def items(self) -> int:
-        """Tiles."""
+        """The number of tiles."""
         return cdiv(self.rows, self.block) * self.columns
 
     def shares(self, item: int) -> list[Share]:
-        """What an item brings, and to which chunks: by the arithmetic that kernels use."""
+        """An item's rows for each of its chunks, by the kernels' arithmetic."""
         begin = item // self.columns * self.block
         end = min(self.rows, begin + self.block)
         chunks = range(chunk_of(begin, self.per_chunk), chunk_of(end - 1, self.per_chunk) + 1)
         return [Share(c, rows_in(begin, end, c, self.per_chunk), self.due(c)) for c in chunks]
 
     def due(self, chunk: int) -> int:
-        """What a chunk's count comes to."""
+        """The complete count of a chunk."""
         return rows_in(0, self.rows, chunk, self.per_chunk) * self.columns
 
     def build(self, reduce: bool = True, symmetry: bool = True) -> PublishModel:
@@ -136,7 +136,7 @@ class PublishCase:
 
 
 def worker(case: PublishCase, number: int, at: tuple[int, int]) -> Turn:
-    """One turn of a worker: an item, or the end of a launch. ``at``: the launch, and the next item."""
+    """One turn of a worker: an item, or the end of a launch. ``at``: the launch and the next item."""
     launch, item = at
     if item == number:
         yield AwaitLaunch(launch - 1)
@@ -158,8 +158,8 @@ def reader(case: PublishCase, chunk: int, launch: int) -> Turn:
 class PublishModel(Model):
     """See the module.
 
-    Its memory: by item the launch that took it, and the one whose stores of it have landed; by chunk its count and its
-    signal; by worker the launch that it has left.
+    Memory: for each item the launch that took it, and the launch whose stores have landed; for each chunk its count and
+    signal; for each worker the launch that it has left.
     """
 
     eager: ClassVar[frozenset[type]] = frozenset({End})
@@ -184,11 +184,11 @@ class PublishModel(Model):
         super().__init__(turns, reduce)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         return [0] * (2 * self.case.items + 2 * self.case.chunks + self.case.workers)
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         return range(self.case.due(op.chunk) + 1) if isinstance(op, CountRows | ReadCount) else (0,)
 
     def _all_left(self, m: Memory) -> int:
@@ -213,7 +213,7 @@ class PublishModel(Model):
         m[self._counts + op.chunk] = 0
 
     def _announce(self, pid: int, op: Announce, answer: int, m: Memory) -> None:
-        # The launch is what the signalled items were taken by: none of the next is taken before all have left.
+        # The signalled items belong to this launch: none of the next launch is taken before all have left.
         m[self._signals + op.chunk] = max(m[self._taken : self._taken + self.case.items])
 
     def _end(self, pid: int, op: End, answer: int, m: Memory) -> None:

@@ -179,7 +179,7 @@ class RanksModel(Model):
         super().__init__(turns, reduce)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         return [0] * (self._size * self.case.world)
 
     def at(self, rank: int, name: str, index: int = 0) -> int:
@@ -191,7 +191,7 @@ class RanksModel(Model):
         return int((epoch - 1) % self.case.streams)
 
     def urgent(self, pid: int, m: Memory) -> bool:
-        """As `Model.urgent`: where no rank can give up, hosts and watchdogs only let others go on."""
+        """See `Model.urgent`: where no rank can give up, hosts and watchdogs only let others go on."""
         if self.case.expires or self.case.lost is not None or 0 < pid % self._roles < self._roles - 1:
             return False
         op = self.locals.op[m[pid]]
@@ -203,7 +203,7 @@ class RanksModel(Model):
         raise NotImplementedError
 
     def canonical(self, state: State) -> State:
-        """As `Model.canonical`: of a rank that is lost nothing matters but what is `kept`."""
+        """See `Model.canonical`: of a rank that is lost nothing matters but what is `kept`."""
         lost = self.case.lost
         if lost is None or not state[self.at(lost, "dead")]:
             return state
@@ -218,13 +218,13 @@ class RanksModel(Model):
     # Answers --------------------------------------------------------------------------------------------------------
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         if type(op) is p.Oldest:
             return range(self.case.epochs + 1)
         return (0, 1) if type(op) in self._asked else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`: nothing is done by a rank that is lost."""
+        """See `Model.answers_of`: nothing is done by a rank that is lost."""
         ask: Asked = self._asked.get(type(op), RanksModel._always)
 
         def answers(pid: int, op: Any, m: Memory) -> Sequence[Any]:
@@ -281,7 +281,7 @@ class RanksModel(Model):
     # What operations do ---------------------------------------------------------------------------------------------
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
+        """See `Model.performer_of`."""
         done = self._does.get(type(op))
         if done is None:
             return None
@@ -337,7 +337,7 @@ class RanksModel(Model):
         """What else becomes of a rank that is lost."""
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """As `Model.environment`."""
+        """See `Model.environment`."""
         out: list[tuple[str, Memory]] = []
         for rank in range(self.case.world):
             if m[self.at(rank, "dead")]:
@@ -351,7 +351,7 @@ class RanksModel(Model):
         return out
 
     def at_rest(self, m: Memory) -> None:
-        """As `Model.at_rest`."""
+        """See `Model.at_rest`."""
         alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
         roles = range(self._roles)
         here = [pid for rank in alive for pid in (self._roles * rank + role for role in roles) if m[pid] != LEFT]
@@ -368,7 +368,7 @@ class RanksModel(Model):
                 raise Fault("missing work", f"rank {rank} has left after {m[self.at(rank, 'ended')]} calls")
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """As `Model.tell`."""
+        """See `Model.tell`."""
         after = f" -> {answer}" if type(op) in self._asked and len(self.domain(op, None)) > 1 else ""
         return f"{self.processes[pid].name}: {say(op)}{after}"
 

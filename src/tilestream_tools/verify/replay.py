@@ -177,11 +177,11 @@ class ReplayModel(Model):
         return self._base + rank * self._size + self._offset[name] + place
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         return [0] * (self._size * self.case.world)
 
     def canonical(self, state: State) -> State:
-        """As `Model.canonical`: of a rank that is lost nothing matters."""
+        """See `Model.canonical`: of a rank that is lost nothing matters."""
         lost = self.case.lost
         if lost is None or not state[self.at(lost, "dead")]:
             return state
@@ -195,13 +195,13 @@ class ReplayModel(Model):
     # Answers --------------------------------------------------------------------------------------------------------
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         if type(op) in (p.Advance, p.AwaitFork):
             return range(1, self.case.replays + 2)
         return (0, 1) if type(op) in (p.AwaitTaken, p.Gate, p.Intact, p.Unbroken) else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`: nothing is done by a rank that is lost."""
+        """See `Model.answers_of`: nothing is done by a rank that is lost."""
         ask = self._asked.get(type(op))
 
         def answers(pid: int, op: Any, m: Memory) -> Sequence[Any]:
@@ -247,7 +247,7 @@ class ReplayModel(Model):
     # What operations do ---------------------------------------------------------------------------------------------
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
+        """See `Model.performer_of`."""
         done = self._does.get(type(op))
         return None if done is None else lambda pid, op, answer, m: done(self, pid // 2, op, answer, m)
 
@@ -332,7 +332,7 @@ class ReplayModel(Model):
     # The world outside, and ends ------------------------------------------------------------------------------------
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """As `Model.environment`: patience ends at a wait, and a rank is lost."""
+        """See `Model.environment`: patience ends at a wait, and a rank is lost."""
         out: list[tuple[str, Memory]] = []
         for rank in range(self.case.world):
             if m[self.at(rank, "dead")]:
@@ -350,7 +350,7 @@ class ReplayModel(Model):
         return out
 
     def at_rest(self, m: Memory) -> None:
-        """As `Model.at_rest`."""
+        """See `Model.at_rest`."""
         alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
         here = [pid for rank in alive for pid in (2 * rank, 2 * rank + 1) if m[pid] != LEFT]
         if here:
@@ -366,6 +366,6 @@ class ReplayModel(Model):
                 raise Fault("missing work", f"rank {rank} has handed in {m[self.at(rank, 'handed')]} replays")
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """As `Model.tell`."""
+        """See `Model.tell`."""
         after = f" -> {answer}" if len(self.domain(op, None)) > 1 else ""
         return f"{self.processes[pid].name}: {say(op)}{after}"

@@ -1,4 +1,4 @@
-"""`run`: all configurations of a level, one after the other or on several processes, and the report."""
+"""`run` explores all configurations of a level, on one or several processes, and makes the report."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tilestream_tools.verify.processes import NotAlikeError
 from tilestream_tools.verify.search import check
 from tilestream_tools.verify.sweep import MODELS, Case, Level, configurations
 
-#: States at which the search for the shortest trace gives up.
+#: The number of states at which the search for the shortest trace gives up.
 PLAIN_LIMIT = 2_000_000
-#: The same for ranks: each has four processes, and most steps concern no other. There the search with reductions finds.
+#: The same number for ranks, which have four processes each. There the search with reductions gives the trace.
 GATHER_LIMIT = 5_000
 
 
 @dataclass(frozen=True)
 class Result:
-    """One configuration explored: ``states`` of the search with reductions, and the violation, if there is one.
+    """The result of one configuration: ``states`` of the search with reductions, and the violation or None.
 
-    ``seconds`` are of CPU time.
+    ``seconds`` is CPU time.
     """
 
     model: str
@@ -41,7 +41,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """What `run` has found. ``results`` in growing order of size for each model."""
+    """The report of `run`. ``results`` are in growing order of size for each model."""
 
     level: str
     results: tuple[Result, ...]
@@ -49,17 +49,17 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every property holds everywhere."""
+        """Whether all properties hold in all configurations."""
         return not self.violations
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """Of each model that fails, the one at the smallest failing size."""
+        """For each failing model, the violation at its smallest failing size."""
         return tuple(r.violation for r in self.results if r.violation is not None)
 
     @property
     def states(self) -> int:
-        """States explored."""
+        """The number of explored states."""
         return sum(r.states for r in self.results)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def explore(model: str, case: Case) -> Result:
     limit = GATHER_LIMIT if model in ("gather", "sums") else PLAIN_LIMIT
     try:
         violation, states = check(lambda reduce: case.build(reduce), str(case), limit)
-    except NotAlikeError:  # the program depends on its worker's number: no workers are interchangeable
+    except NotAlikeError:  # the program depends on its worker's number, so workers are not interchangeable
         violation, states = check(lambda reduce: case.build(reduce, symmetry=False), str(case), limit)
     return Result(model, str(case), states, time.process_time() - began, violation)
 
@@ -96,19 +96,18 @@ def run(
     models: Sequence[str] = MODELS,
     jobs: int = 1,
 ) -> Report:
-    """Explore every configuration of ``level``. A model that fails is not explored at larger sizes.
+    """Explore all configurations of ``level``. A model that fails is not explored at larger sizes.
 
     Parameters
     ----------
     level
         ``"quick"`` (about 90 s of one core) or ``"full"`` (minutes).
     progress
-        Called after each configuration with its result, how many are done, and how many there are.
+        Called after each configuration with its result, the number of finished configurations, and the total.
     models
-        Some of ``"workers"``, ``"ring"``, ``"product"``, ``"shared"``, ``"attention"``, ``"gather"``, ``"publish"``,
-        ``"sums"``, ``"copies"``, ``"reduce"``.
+        The models to explore, from `tilestream_tools.verify.sweep.MODELS`.
     jobs
-        Processes to use. With more than one, the caller's main module must be importable (multiprocessing's spawn).
+        The number of processes. With more than one, the caller's main module must be importable (spawn).
 
     Raises
     ------
@@ -134,13 +133,13 @@ def run(
 
 
 def _explored(work: Sequence[tuple[str, Case]], jobs: int, failed: set[str]) -> Generator[Result | None, None, None]:
-    """Each result in the order of ``work``; None for what came after a failure of its model."""
+    """The results in the order of ``work``; None for configurations after a failure of their model."""
     if jobs == 1:
         for model, case in work:
             yield None if model in failed else explore(model, case)
         return
     with _processes(jobs) as pool:
-        with _interrupts_held():  # the processes inherit it: Ctrl-C is for their parent, which ends them
+        with _interrupts_held():  # the processes inherit this: Ctrl-C is for their parent, which ends them
             futures = [pool.submit(explore, model, case) for model, case in work]
         for (model, _), future in zip(work, futures, strict=True):
             if model in failed:
@@ -150,9 +149,9 @@ def _explored(work: Sequence[tuple[str, Case]], jobs: int, failed: set[str]) -> 
 
 @contextlib.contextmanager
 def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes for the length of the block; where it ends by an exception they are killed, whatever they are at."""
+    """Processes for the duration of the block. If it ends by an exception they are killed at once."""
     others = set(multiprocessing.active_children())
-    # Spawn: the caller may hold threads (torch's), which fork would copy half way.
+    # Spawn, because the caller may have threads (torch's), which fork does not copy.
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
     try:
         yield pool
@@ -166,7 +165,7 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """A block in which Ctrl-C waits; processes that begin in it take none."""
+    """A block in which Ctrl-C is deferred. Processes that begin in it ignore Ctrl-C."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -1,28 +1,28 @@
 """Model 2: the load loop and the math loops of one worker, over item ring and stage ring.
 
 The stream of items is endless: any sequence of K counts, and STOP after any of them. So the run length of the loops is
-unbounded; item numbers count modulo `NUMBERS`, more than can be in flight at once. At any item the gate may say that
-the launch is over (`RingCase.expires`): that item and all later ones are void.
+unbounded. Item numbers count modulo `NUMBERS`, which exceeds the items in flight. At any item the gate may find the
+launch over (`RingCase.expires`). Then this item and all later ones are void.
 
 Properties: no loop is ever stuck. Each consumer multiplies each K step of each of its items once, in order, from a
-stage that holds just that step. No load goes to a stage that is being read or loaded, and none lies between a gate and
-the fence behind it. The epilogue has the whole item, or NaN if and only if the item is void. It stores each strip of a
-tile once, from a C buffer that holds just that strip and that no store read when it was filled. After STOP all loops
-leave, no store reads any more, and both rings are as they were. Every circle of states takes a new item, so an item is
-finished in a bounded number of steps.
+stage with exactly this step. No load goes to a stage that is being read or loaded, and none is between a gate and the
+fence after it. The epilogue has the whole item, or NaN if and only if the item is void. It stores each strip of a tile
+once, from a C buffer with exactly this strip, which no store read when it was filled. After STOP all loops leave, no
+store reads any more, and both rings are as at the start. Each circle of states takes a new item, so an item is finished
+in a bounded number of steps.
 
 Reductions, and why they hide no fault:
 
 - *Next*, *Pass* and *Acquired* do not touch the rings, and are delayed until the load loop can hand the item on.
-- *Retire* is delayed to the operation after it: a stage that is read for longer can be overwritten for longer.
+- *Retire* is delayed to the operation after it: a longer read of a stage shows more overwrites.
 - *Expect*, *Load*, *Mma*, *Poisoned* and *Epilogue* are eager. Expect alone completes no phase. A load or an mma uses
-  its stage from its start on: done at once, it shows every overlap. Where the order of a load and an mma on one stage
+  its stage from its start on, so doing it at once shows all overlaps. If the order of a load and an mma on one stage
   could matter, both orders are faults.
-- *Fixup*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer's C buffers are its own, and no other process
-  sees the answer to `Fixup`. (Where two consumers share a buffer by mistake, each leaves it with a store in flight: in
-  either order, the second fills it too early.)
-- *Landing* is lazy: a load lands only when a process may wait for it. What else could come before it, a second load
-  into the stage or an mma on it, is a fault.
+- *Fixup*, *Drain*, *Fill*, *Fence* and *Store* are eager: a consumer has its own C buffers, and no other process sees
+  the answer to `Fixup`. (If two consumers share a buffer by mistake, each leaves it with a store in flight. In both
+  orders the second fills it too early.)
+- *Landing* is lazy: a load lands only when a process may wait for it. The other events that could precede it, a second
+  load into the stage or an mma on it, are faults.
 - *Symmetry*: the two consumers of a cooperative ring are interchangeable.
 """
 
@@ -39,10 +39,10 @@ from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model, State
 from tilestream_tools.verify.processes import Process
 
-#: Item numbers in use: one held by the load loop, two in the item ring, and one that a consumer is still at.
+#: Item numbers in use: one in the load loop, two in the item ring, and one in a consumer.
 NUMBERS = 4
 
-#: What a consumer does with its own accumulator and C buffers.
+#: A consumer's operations on its own accumulator and C buffers.
 OWN: frozenset[type] = frozenset({p.Mma, p.Retire, p.Poisoned, p.Fixup, p.Drain, p.Fill, p.Fence, p.Store})
 
 LoadTurn = Callable[[p.Ring, p.Source, p.LoadState], Generator[Any, Any, "p.LoadState | None"]]
@@ -53,10 +53,9 @@ MathTurn = Callable[..., Generator[Any, Any, "p.MathState | None"]]
 class RingCase:
     """One configuration of model 2: the rings, the K counts an item may have, and the programs of the loops.
 
-    ``split``: an item may also be a part of a tile, which is the last of them or not.
-    ``expires``: the launch may be over, from any item on.
-    ``ends_clean``: at the end both rings must be as they were. (A kernel that exits could do without; one that goes on
-    with another problem over the same rings cannot.)
+    ``split``: an item may also be a part of a tile, the last one or another. ``expires``: the launch may be over from
+    any item on. ``ends_clean``: at the end both rings must be as at the start. (A kernel that exits does not need this;
+    a kernel that uses the same rings for another problem does.)
     """
 
     ring: p.Ring
@@ -103,8 +102,8 @@ class RingCase:
 class RingModel(Model):
     """See the module.
 
-    Memory: `RingMemory`, whether the launch is over, the next item's number; by number: its K steps, and consumers to
-    come.
+    Memory: `RingMemory`, whether the launch is over, the next item's number; for each number: its K steps, and the
+    number of consumers that have yet to finish it.
     """
 
     eager: ClassVar[frozenset[type]] = frozenset({p.Expect, p.Load, p.Epilogue, *OWN}) - {p.Retire}
@@ -137,11 +136,11 @@ class RingModel(Model):
         super().__init__(processes, reduce, symmetry)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         return [*self.rings.memory(), 0, 0, *[0] * NUMBERS]
 
     def canonical(self, state: State) -> State:
-        """As `Model.canonical`."""
+        """See `Model.canonical`."""
         if not self.alike:
             return state
         c, d = self.rings.of_consumer
@@ -151,13 +150,13 @@ class RingModel(Model):
         return (state[0], state[2], state[1], *state[3:c], *state[d:end], *state[c:d], *state[end:])
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         if type(op) is p.Next or type(op) is p.Get:
             return (None, *(self.all_items if type(op) is p.Next else self.handed_on))
         return (0, 1) if type(op) is p.Pass or type(op) is p.Fixup else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
+        """See `Model.answers_of`."""
         if type(op) is p.Next:
             return lambda pid, op, m: (*(item for item in self.all_items if item.tile == m[self.number]), None)
         if type(op) is p.Pass:
@@ -168,7 +167,7 @@ class RingModel(Model):
         return self.rings.answers_of(op)
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
+        """See `Model.performer_of`."""
         kind = type(op)
         if kind is p.Next:
             return self._next
@@ -218,11 +217,11 @@ class RingModel(Model):
         self.rings.finish(op.item, pid - 1, m)
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """As `Model.environment`."""
+        """See `Model.environment`."""
         return landings(self, self.rings, m, range(1, len(self.processes)), "")
 
     def at_end(self, m: Memory) -> None:
-        """As `Model.at_end`."""
+        """See `Model.at_end`."""
         for number in range(NUMBERS):
             if m[self.left + number]:
                 raise Fault("missing work", f"item {number} was handed out and not finished")
@@ -231,11 +230,11 @@ class RingModel(Model):
             self.rings.at_end(m)
 
     def say(self, op: Any) -> str:
-        """As `Model.say`."""
+        """See `Model.say`."""
         return say(op)
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """As `Model.tell`."""
+        """See `Model.tell`."""
         after = ""
         if isinstance(op, p.Next | p.Get):
             after = f" -> {say_item(answer)}"

@@ -1,4 +1,4 @@
-"""Breadth-first search through all states of a model, and the shortest way to a fault."""
+"""Breadth-first search through all states of a model, and the shortest path to a fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilestream_tools.verify.model import Model, State
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found: all ``states`` explored, ``complete`` unless it stopped at its limit or at a violation."""
+    """The result of a search: the explored ``states``; ``complete`` unless it stopped at its limit or a violation."""
 
     states: int
     steps: int
@@ -22,10 +22,10 @@ class Outcome:
 
 
 def search(model: Model, limit: int | None = None) -> Outcome:
-    """Explore every state of ``model``, nearest first, up to ``limit`` states or the first fault.
+    """Explore all states of ``model``, nearest first, up to ``limit`` states or the first fault.
 
-    Beyond the faults that operations raise themselves: a state without steps must be a good end (``model.at_rest``),
-    and every circle of states must take new work, so that from every state an end is reached.
+    In addition to the faults that operations raise, a state without steps must be a good end (``model.at_rest``), and
+    each circle of states must take new work, so that each state leads to an end.
     """
     first = model.canonical(model.start())
     index: dict[State, int] = {first: 0}
@@ -61,16 +61,16 @@ def search(model: Model, limit: int | None = None) -> Outcome:
 
 
 def check(build: Callable[[bool], Model], configuration: str, limit: int | None = None) -> tuple[Violation | None, int]:
-    """Search with reductions; what that finds is looked for again without them, nearest first, for the shortest trace.
+    """Search with reductions. If that finds a fault, search again without them for the shortest trace.
 
     Parameters
     ----------
     build
-        Makes the model, with reductions or without.
+        Makes the model; the argument says whether with reductions.
     configuration
-        What the violation says it happened in.
+        The configuration in the violation's text.
     limit
-        States at which the search without reductions gives up.
+        The number of states at which the search without reductions gives up.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def check(build: Callable[[bool], Model], configuration: str, limit: int | None 
 
 
 def _on_a_circle(targets: array[int], begins: array[int]) -> int | None:
-    """A state on a circle, or None: take away states that no step leads to until nothing changes (Kahn)."""
+    """A state on a circle, or None. States without incoming steps are removed until nothing changes (Kahn)."""
     count = len(begins) - 1
     incoming = array("q", bytes(8 * count))
     for target in targets:
@@ -105,7 +105,7 @@ def _on_a_circle(targets: array[int], begins: array[int]) -> int | None:
                 ready.append(target)
     if gone == count:
         return None
-    # What is left is on a circle or behind one; going back from any of it along what is left ends on a circle.
+    # The remaining states are on a circle or behind one. Walking back among them ends on a circle.
     back = {
         target: state
         for state in range(count)
@@ -123,9 +123,9 @@ def _on_a_circle(targets: array[int], begins: array[int]) -> int | None:
 def _trace(model: Model, order: list[State], parent: array[int], at: int, fault: Fault) -> tuple[str, ...]:
     """The lines from the start to state ``at``, then the step of the fault.
 
-    States on the way are representatives, whose interchangeable processes may have changed places. The way is walked
-    again from the start with every process keeping its name: at each state some step leads to a state that the next
-    representative stands for.
+    States on the path are representatives, in which interchangeable processes may have changed places. So the path is
+    walked again from the start with fixed names of processes: at each state some step leads to a state with the next
+    representative.
     """
     path = [at]
     while parent[path[-1]] >= 0:
@@ -143,5 +143,5 @@ def _trace(model: Model, order: list[State], parent: array[int], at: int, fault:
             model.steps(state, [])
         except Fault as again:
             lines += again.step
-            fault.message = again.message  # with the names this walk has given
+            fault.message = again.message  # with the names of this walk
     return tuple(lines)

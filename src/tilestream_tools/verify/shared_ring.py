@@ -251,13 +251,13 @@ class SharedModel(Model):
         super().__init__([Process(name, turn, 0, name) for name in names], reduce, symmetry)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         ring = self.case.ring
         held = (ring.slots + len(OPERANDS)) * ring.warps
         return [0, 0, *[0] * held, *[()] * ring.warps, *[()] * ring.warps]
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         return (0, 1) if type(op) is Arrive else (0,)
 
     def _share(self, stage: int, warp: int) -> int:
@@ -346,7 +346,7 @@ class SharedModel(Model):
     }  # fmt: skip
 
     def at_end(self, m: Memory) -> None:
-        """As `Model.at_end`."""
+        """See `Model.at_end`."""
         for warp in range(self.case.ring.warps):
             if m[self.flying + warp]:
                 raise Fault("left too early", f"warp {warp} has left, and copies of it are in flight")

@@ -1,22 +1,22 @@
-"""The words that workers share, and what the operations of `tilestream.core.loop` mean on them.
+"""The words that workers share, and the meaning of the operations of `tilestream.core.loop` on them.
 
 =====================  ==========================================================================================
 ``Take``, ``Peek``     atomic on a counter that starts at the launch's base, here 0
-``Ready``              one of its queues, any of those whose chunks' signals are all up; -1 once the abort word is set,
-                       or where this worker's deadline has passed; either, where both are so; else blocked
-``Wait``, ``See``      1 once the signal is up; 0 once the abort word is set; either, where both are so; else blocked
-``Poll``               the abort word; 1 too where the launch found its signals in quarantine
-``Compute``            reads its rows and columns at once; a partial result is written, for others not yet visible
-``Poison``             reads nothing, and writes NaN where Compute would write
-``Count``              acquire and release: what the worker has written for this tile is visible; the last restores to 0
+``Ready``              any of its queues whose chunks' signals are all set; -1 once the abort word is set, or this
+                       worker's deadline has passed; either answer if both hold; else blocked
+``Wait``, ``See``      1 once the signal is set; 0 once the abort word is set; either if both are set; else blocked
+``Poll``               the abort word; 1 too if the launch found its signals in quarantine
+``Compute``            reads its rows and columns at once; writes a partial result, not yet visible to others
+``Poison``             reads nothing, and writes NaN instead of Compute's result
+``Count``              acquire and release: makes the worker's writes of this tile visible; the last restores 0
 ``Look``               acquire: an atomic read of the count
-``Write``              what ``Compute`` or ``Poison`` has left with the worker (``held``), for others not yet visible
-``Add``                as ``Count``, and restores nothing
+``Write``              writes the worker's result of ``Compute`` or ``Poison`` (``held``), not yet visible to others
+``Add``                ``Count`` without restoring
 ``Restore``            a plain write of 0
-``Reduce``             reads the slots that schedule and stream-K name, in that order; of NaN comes NaN
-``ReducePartials``     as ``Reduce``; the worker's own part is what it holds
+``Reduce``             reads the slots that schedule and stream-K name, in that order; NaN gives NaN
+``ReducePartials``     ``Reduce`` with the worker's own part from ``held``
 ``Leave``              atomic on the exit count
-``Reset``              a plain write of 0; of the signals, to all of them
+``Reset``              a plain write of 0; for signals, to all of them
 =====================  ==========================================================================================
 """
 
@@ -39,30 +39,30 @@ from tilestream_tools.verify.oracle import Oracle, expected_tiles
 from tilestream_tools.verify.partials import Partials
 from tilestream_tools.verify.processes import LEFT
 
-#: How workers drain: they leave; they poison what is left; they do, and the last one out resets the words.
+#: The workers' drain: they leave; they poison the remaining items; or they poison, and the last resets the words.
 Drain = Literal["leave", "poison", "reset"]
-#: What a worker watches the launch by.
+#: The operations by which a worker watches the launch.
 WATCHES: frozenset[type] = frozenset({Poll, Wait, See})
 
 
 class Case(Protocol):
-    """What the words depend on of a `tilestream_tools.verify.workers.WorkersCase`."""
+    """The part of a `tilestream_tools.verify.workers.WorkersCase` that decides the words."""
 
     @property
     def schedule(self) -> Schedule:
-        """What is run."""
+        """The schedule that is run."""
 
     @property
     def gate(self) -> Gate | None:
-        """None: everything is there."""
+        """The gate; None if no operand arrives."""
 
     @property
     def running(self) -> tuple[int, ...]:
-        """The workers that ever run; empty for all."""
+        """The workers that run; empty for all."""
 
     @property
     def drain(self) -> Drain:
-        """How workers drain."""
+        """The workers' drain."""
 
     @property
     def quarantined(self) -> bool:
@@ -70,22 +70,22 @@ class Case(Protocol):
 
     @property
     def fixup(self) -> bool:
-        """Whether workers hand in the parts of a tile by `fixup`."""
+        """Whether workers contribute the parts of a tile by `fixup`."""
 
 
 class Words(Model):
-    """The memory of a `WorkersCase`: the words and the truth (`set_up`), counters, counts, slots."""
+    """The memory of a `WorkersCase`: the words and the true state (`set_up`), counters, counts, slots."""
 
     case: Case
 
     def set_up(self, private: int) -> None:
-        """Lay out the memory behind ``private`` entries, and work out what each tile is and reads."""
+        """Lay out the memory after ``private`` entries, and compute each tile's parts and chunks."""
         schedule, gate = self.case.schedule, self.case.gate
         grid = schedule.grid
         # The abort word, the signals (chunks as bits), their mark, the exit count.
         self.aborted, self.signals, self.quarantined, self.left = range(private, private + 4)
-        # The truth: chunks that are there, K steps handed in, tiles stored, items computed after the expiry; in arrival
-        # order, whether a worker has found its deadline passed where it waited for several queues.
+        # The true state: arrived chunks, counted K steps, stored tiles, items computed after the expiry; in arrival
+        # order, whether a worker's deadline has passed in a wait for several queues.
         self.arrived, self.done, self.stored, self.late, self.passed = range(private + 4, private + 9)
         self.counter = private + 9
         self.partials = Partials(schedule, self.counter + schedule.queues, self.case.fixup)
@@ -98,12 +98,12 @@ class Words(Model):
         self.expected = expected_tiles(schedule, self.case.running)
 
     def memory(self) -> Memory:
-        """As `Model.memory`."""
+        """See `Model.memory`."""
         words = [0, 0, int(self.case.quarantined), 0]
         return [*words, 0, 0, 0, 0, 0, *[0] * self.case.schedule.queues, *self.partials.memory()]
 
     def _wanted(self) -> list[int]:
-        """In arrival order: by queue, the signals that a worker looks at before it takes from it, as bits."""
+        """In arrival order, for each queue: the signals, as bits, that a worker checks before it takes an item."""
         schedule, gate = self.case.schedule, self.case.gate
         if schedule.split != "chunks":
             return []
@@ -112,11 +112,11 @@ class Words(Model):
         return [sum(self.oracle.bit(operand, chunk) for chunk in of) for of in chunks_of(schedule, gate)]
 
     def ready(self, op: Ready, m: Memory) -> list[int]:
-        """The queues of an operation whose chunks' signals are up."""
+        """The queues of an operation whose chunks' signals are set."""
         return [queue for queue in ops.queues_of(op) if not self.wanted[queue] & ~m[self.signals]]
 
     def idle(self, m: Memory) -> int:
-        """The first queue with an item left and its chunks' signals up; -1 where there is none."""
+        """The first queue with an item and with its chunks' signals set; -1 if there is none."""
         sizes = map(self.case.schedule.queue_size, range(len(self.wanted)))
         found = (
             queue for queue, size in enumerate(sizes)
@@ -124,10 +124,10 @@ class Words(Model):
         )  # fmt: skip
         return next(found, -1)
 
-    # What operations mean -------------------------------------------------------------------------------------------
+    # Meanings of operations ------------------------------------------------------------------------------------------
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """As `Model.answers_of`."""
+        """See `Model.answers_of`."""
         kind = type(op)
         if kind in ops.WAITS:
             bit = self.oracle.bit(op.operand, op.chunk)
@@ -166,7 +166,7 @@ class Words(Model):
         return [*(ops.queues_of(op) if self.reduce else self.ready(op, m)), -1]
 
     def domain(self, op: Any, past: Hashable) -> Sequence[Any]:
-        """As `Model.domain`."""
+        """See `Model.domain`."""
         schedule = self.case.schedule
         kind = type(op)
         if kind is Ready:
@@ -184,16 +184,16 @@ class Words(Model):
         return (0, 1) if kind in ops.WAITS or (kind in ops.POLLS and self.case.gate is not None) else (0,)
 
     def urgent(self, pid: int, m: Memory) -> bool:
-        """As `Model.urgent`."""
+        """See `Model.urgent`."""
         return m[self.aborted] == 1 and type(self.locals.op[m[pid]]) in WATCHES
 
     def remember(self, op: Any, answer: Any) -> Hashable:
-        """As `Model.remember`: what has told a worker that the launch is over."""
+        """See `Model.remember`: what has told a worker that the launch is over."""
         over = (type(op) in ops.WAITS and not answer) or (type(op) in ops.POLLS and answer)
         return type(op).__name__.lower() if over else None
 
     def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """As `Model.performer_of`."""
+        """See `Model.performer_of`."""
         return {
             **dict.fromkeys(ops.WAITS, self._wait),
             Ready: self._ready,
@@ -226,7 +226,7 @@ class Words(Model):
             self._signal(self.wanted[answer], m)
 
     def _signal(self, bits: int, m: Memory) -> None:
-        """Signals come up; the chunks have arrived, unless the signals are those of an earlier launch."""
+        """Set signals. The chunks have arrived, unless the signals are those of an earlier launch."""
         m[self.signals] |= bits
         if not self.case.quarantined:
             m[self.arrived] |= bits
@@ -357,7 +357,7 @@ class Words(Model):
         m[self.quarantined] = 1
 
     def watches(self, pid: int) -> bool:
-        """Whether a process looks at the abort word and at signals."""
+        """Whether a process reads the abort word and signals."""
         return True
 
     def say(self, op: Any) -> str:
@@ -367,7 +367,7 @@ class Words(Model):
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def check_words(self, m: Memory) -> None:
-        """All have left, the last of them through `gpu_loop.leave`: what the next launch finds."""
+        """Check the words for the next launch, after all have left, the last by `gpu_loop.leave`."""
         counters = m[self.counter : self.partials.count]
         if any(counters):
             raise Fault("not reset", f"the queues' counters are {counters}")
@@ -384,6 +384,6 @@ class Words(Model):
 
 
 def _stated(schedule: Schedule) -> set[tuple[int, int]]:
-    """The ranges of K steps that a plan of such a schedule states to be added by themselves."""
+    """The ranges of K steps that a plan of a schedule states as separate sums."""
     ends = schedule.grid.k_steps
     return {(begin, end) for cut in cuts_of(schedule, 1) for begin, end in pairwise((0, *cut, ends))}

@@ -1,37 +1,37 @@
 """Model 1: workers x queues x gates x expiry and drain.
 
-Every worker runs a backend's protocol, `tilestream.core.loop.work` or `gpu_loop.work_through`, or another program given
-in its place. `tilestream_tools.verify.words` says what its operations mean on the words that workers share.
+Each worker runs a backend's protocol, `tilestream.core.loop.work` or `gpu_loop.work_through`, or another given program.
+`tilestream_tools.verify.words` defines its operations on the words that workers share.
 
-Chunks arrive in any order, or never; each signal comes up with its chunk, once. The deadline may expire whenever a
-worker is blocked at a chunk that has not arrived: that sets the abort word, and the wait is answered 0. Only the
-launch's workers set that word. The model works out what a tile reads row by row, from the bounds alone;
-`Chunks.of_rows` and `Gate.needs` are what is being checked.
+Chunks arrive in any order, or never. Each signal is set with its chunk, once. The deadline may expire whenever a worker
+is blocked at a chunk that has not arrived. Its expiry sets the abort word, and the wait's answer is 0. Only the
+launch's workers set that word. The model computes the chunks that a tile reads row by row, from the bounds alone,
+because `Chunks.of_rows` and `Gate.needs` are under test.
 
-Properties for all (each item once, none before its chunks, no worker stuck, counts and slots as they were), and by
-`Drain`:
+Properties of all configurations: each item is done once, none before its chunks, no worker is stuck, counts and slots
+are as at the start. Properties for each `Drain`:
 
-- *leave*: after an expiry a worker that is told so takes no further item.
-- *poison*: after an expiry, too, each item is handed in once and each tile stored. A worker that was told that the
-  launch is over computes no more; a worker that was not told poisons nothing. A split tile is NaN if and only if one of
-  its parts is.
-- *reset*: as *poison*, and in the end counters, exit count and abort word are 0. The abort word was reset after all
-  others had left. The signals were reset after all others had left and each chunk had arrived, so none can come up for
-  the next launch. Or, only if the launch was over, they are in quarantine.
+- *leave*: after an expiry a worker that has been told of it takes no further item.
+- *poison*: after an expiry, too, each item is counted once and each tile stored. A worker that was told that the launch
+  is over computes no more; a worker that was not told poisons nothing. A split tile is NaN if and only if one of its
+  parts is.
+- *reset*: as *poison*, and at the end counters, exit count and abort word are 0. The abort word was reset after all
+  others had left. The signals were reset after all others had left and each chunk had arrived, so none can be set for
+  the next launch. Only if the launch was over, they may be in quarantine instead.
 
 In arrival order, until a worker's deadline has passed in a wait for several queues: no worker waits, at a gate or for
 queues, while a queue has an item whose chunks have arrived. A gate never waits for an item whose chunks were seen.
 
-At most one item a worker is computed after an expiry. A launch whose words are reset leaves to the next either what it
-found, or signals in quarantine, which come up at any time and mean nothing (`WorkersCase.quarantined`). Both beginnings
-are explored, so graphs may be replayed.
+Each worker computes at most one item after an expiry. A launch that resets its words leaves them to the next launch as
+at the start, or with signals in quarantine, which are set at any time and mean nothing (`WorkersCase.quarantined`).
+Both beginnings are explored, so graphs may be replayed.
 
 Reductions, and why they hide no fault:
 
-- *Compute* and *Poison* are eager. No other process reads what they write before their worker's own Count, and what
-  they need (arrived chunks) only grows: done at once they show every read before arrival. *Reduce* is eager for the
-  same reason (visible partials only grow), and so are *Write* and *ReducePartials*. Between those two, a look at the
-  count, adding to it and restoring it are steps of their own.
+- *Compute* and *Poison* are eager. No other process reads their results before their worker's own Count, and their
+  inputs (arrived chunks) only grow: done at once they show all reads before arrival. *Reduce* is eager for the same
+  reason (visible partials only grow), and so are *Write* and *ReducePartials*. Between those two, *Look*, *Add* and
+  *Restore* are separate steps.
 - In *leave*, *Poll* and *Wait* are delayed to the next operation of their worker, but for arrival order, where a Ready
   follows, which reads the abort word too. They change nothing. Delaying removes the orders in which one of them is
   answered "go on", then the deadline expires, then the worker's next operation comes. That operation does not read the
@@ -39,18 +39,18 @@ Reductions, and why they hide no fault:
   lets the deadline expire stays blocked meanwhile, and a worker in between that depends on the expiry was told "over"
   and leaves. In *poison* and *reset* it would not leave: it takes, counts and counts itself out, and the other's next
   operation may see that. There nothing is delayed. (Delaying would hide the seeded bug "over asked too early".)
-- *Ready* is a step of its own. Its answers are more than a device gives, which polls one queue after the other: any
-  queue whose chunks have arrived. And a deadline that has passed for one wait may not have passed for the next.
+- *Ready* is a separate step. Its answer is any queue whose chunks have arrived, which is more than a device gives: that
+  polls one queue after the other. A deadline that has passed for one wait may not have passed for the next.
 - *Arrivals* are lazy: a chunk arrives only when a worker waits for it, or in arrival order for any. An arrival enables
-  that Wait (or Ready) and nothing else. A chunk that arrives as late as possible shows every read before arrival, every
-  expiry, and every signal that is reset before it came. The same holds for late signals out of quarantine.
+  that Wait (or Ready) and nothing else. A chunk that arrives as late as possible shows all reads before arrival, all
+  expiries, and all resets of a signal before it was set. The same holds for quarantined signals that are set late.
 - *After an expiry* a worker at a Poll or a Wait goes first, alone. Its answer depends on no other process: the abort
-  word stays set while a worker is in, or else its Reset is the fault that is found. No other process sees what the
-  worker does up to its next operation on shared words (Poll, Take, Count, Leave), but the check of double work, which
-  depends on no order. A chunk that arrives after the expiry does so in the Wait that sees it.
-- *Local states* that no answers can tell apart are merged (`Locals.minimise`); a worker that was told that the launch
-  is over stays apart from one that was not.
-- *Symmetry*: workers with the same home queue are interchangeable (dynamic, stream_k). `Locals` checks that they are.
+  word stays set while a worker is in; otherwise its Reset is the fault. No other process sees the worker's operations
+  before its next one on shared words (Poll, Take, Count, Leave), except the check of double work, which is independent
+  of the order. A chunk that arrives after the expiry does so in the Wait that sees it.
+- *Local states* that no answers can distinguish are merged (`Locals.minimise`). A worker that was told that the launch
+  is over remains distinct from one that was not.
+- *Symmetry*: workers with the same home queue are interchangeable (dynamic, stream_k). `Locals` checks this.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from tilestream_tools.verify.words import WATCHES, Drain, Words
 #: ``(schedule, gate, worker, state)`` -> one turn.
 Program = Callable[[Schedule, Gate | None, int, WorkerState], Generator[Any, int, WorkerState | None]]
 
-#: By how workers drain, and whether they `fixup` the parts of a tile.
+#: Programs by the workers' drain, and by whether they `fixup` the parts of a tile.
 PROGRAMS: dict[tuple[Drain, bool], Program] = {
     ("leave", False): work,
     ("poison", False): work_through,
@@ -91,17 +91,17 @@ class WorkersCase:
     Attributes
     ----------
     schedule, gate
-        What is run. ``gate`` None: everything is there.
+        The schedule and the gate. ``gate`` None: no operand arrives.
     running
-        The workers that ever run; empty for all. Under ``static``, each does its own positions and no others.
+        The workers that run; empty for all. Under ``static`` each does only its own positions.
     drain
-        How workers drain: what must hold after an expiry, and at the end.
+        The workers' drain, which decides the properties after an expiry and at the end.
     program
-        What runs in place of that of `PROGRAMS`.
+        The program that replaces that of `PROGRAMS`.
     quarantined
-        Whether an earlier launch has left the signals in quarantine: they come up as they like, and nothing with them.
+        Whether an earlier launch has left the signals in quarantine: they are set at any time, without a chunk.
     fixup
-        Whether workers hold the parts of a tile, and hand them in by `fixup`.
+        Whether workers keep the parts of a tile, and contribute them by `fixup`.
     """
 
     schedule: Schedule
@@ -156,7 +156,7 @@ class WorkersModel(Words):
 
     def __init__(self, case: WorkersCase, reduce: bool = True, symmetry: bool = True) -> None:
         self.case = case
-        # Not in arrival order: there a Ready may come next, which looks at the abort word.
+        # Not in arrival order: a Ready may follow there, which reads the abort word.
         leaves = case.drain == "leave" and case.schedule.split != "chunks"
         self.delayed = WATCHES if leaves else frozenset()
         schedule = case.schedule
@@ -179,7 +179,7 @@ class WorkersModel(Words):
         super().__init__(processes, reduce, symmetry)
 
     def canonical(self, state: State) -> State:
-        """As `Model.canonical`."""
+        """See `Model.canonical`."""
         if not self._groups:
             return state
         m = list(state)
@@ -187,10 +187,10 @@ class WorkersModel(Words):
             m[begin:end] = sorted(m[begin:end])
         return tuple(m)
 
-    # The world outside ----------------------------------------------------------------------------------------------
+    # The environment ------------------------------------------------------------------------------------------------
 
     def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """As `Model.environment`."""
+        """See `Model.environment`."""
         if not self.oracle.chunks:
             return []
         out = []
@@ -239,20 +239,20 @@ class WorkersModel(Words):
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def at_rest(self, m: Memory) -> None:
-        """As `Model.at_rest`."""
+        """See `Model.at_rest`."""
         if here := "; ".join(self.blocked(m)):
             if m[self.aborted]:
                 raise Fault("not drained", f"the launch is over, and {here}")
             for op in (self.locals.op[m[pid]] for pid in range(len(self.processes)) if m[pid] != LEFT):
                 if type(op) in ops.WAITS and self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]:
-                    return  # the chunk may come, or the deadline
+                    return  # the chunk may arrive, or the deadline expire
                 if type(op) is Ready and op.queues:
                     return
             raise Fault("deadlock", here)
         self.at_end(m)
 
     def at_end(self, m: Memory) -> None:
-        """All have left."""
+        """Check the memory after all workers have left."""
         schedule = self.case.schedule
         if self.case.drain == "leave" and m[self.aborted]:
             return
@@ -267,12 +267,12 @@ class WorkersModel(Words):
         self.partials.at_end(m)
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """As `Model.tell`."""
+        """See `Model.tell`."""
         return f"{self.processes[pid].name}: {self.say(op)}{ops.say_answer(op, answer)}"
 
 
 def _runs(groups: Sequence[object]) -> list[tuple[int, int]]:
-    """Ranges of neighbours in the same group, two or more."""
+    """The ranges of at least two neighbours in the same group."""
     out = []
     begin = 0
     for i in range(1, len(groups) + 1):

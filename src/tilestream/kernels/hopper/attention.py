@@ -1,4 +1,4 @@
-"""Attention for Hopper: warp-specialised, persistent, in Gluon; on the GEMM's schedule, rings and epilogue.
+"""Attention for Hopper: a warp-specialised, persistent Gluon kernel with the GEMM's schedule, rings and epilogue.
 
 ::
 
@@ -15,19 +15,18 @@
                                                     arrive item_empty
 
 A tile (`tilestream.kernels.device.attention_tile`) is a query block of one head, or of several heads that share a K/V
-head (``PACK``), so that few queries fill a tile's rows. Its key blocks run from the diagonal to the window's edge;
-blocks that some row sees in part are masked, in loops of their own. A consumer returns the stages of blocks that none
-of its own rows sees unread (`leave_out`). The tensor cores compute the next block's scores while a consumer is at its
-softmax; with ``ORDERED`` the consumers take turns at starting them, so that one's exponentials run under another's
-multiplications.
+head (``PACK``), so that few queries fill a tile's rows. Its key blocks run from the diagonal to the window's edge.
+Partly visible blocks are masked, in separate loops. A consumer releases the stages of blocks that none of its rows sees
+(`leave_out`). The tensor cores compute the next block's scores during a consumer's softmax. With ``ORDERED`` the
+consumers take turns at starting them, so that one's exponentials overlap with another's multiplications.
 
 The load warp prefetches a ticket while it loads an item's last blocks, and takes the next item before the last block of
-values. Where keys arrive, it passes the gate before a block's first stage (`load_keys`), and takes blocks from the
-first key on; an item whose chunks do not come is void, and NaN.
+values. If keys arrive, it passes the gate before a block's first stage (`load_keys`), and takes the first block first.
+If an item's chunks do not arrive, the item is void and its output is NaN.
 
-Four more warps, between the load warp and the consumers, convert values of 8 bits to float16:
-`tilestream.kernels.hopper.attention_convert`. The tensor map clips copies of packed sequences and of pages as it clips
-those of a dense batch: `tilestream.kernels.hopper.attention_load`.
+Four more warps, between the load warp and the consumers, convert 8-bit values to float16:
+`tilestream.kernels.hopper.attention_convert`. The tensor maps clip copies of packed sequences and of pages in the same
+way as those of a dense batch: `tilestream.kernels.hopper.attention_load`.
 
 H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (one run of benchmarks/run.py attention)::
 
@@ -36,9 +35,9 @@ H200, bf16, 16k tokens in sequences of 512, 2k and 16k, TFLOP/s, this / cuDNN (o
     128      344/320  587/501  727/632  524/501  683/646  729/684
     256      360/324  641/530  822/653  556/502  764/683  839/749
 
-Sources: Shah et al., "FlashAttention-3" (2024), for S of the next block before P V of this one and the consumers'
-turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). The schedule is ours: see
-`tilestream.core.attention`.
+Sources: Shah et al., "FlashAttention-3" (2024), for the next block's S before this block's P V, and for the consumers'
+turns; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). `tilestream.core.attention` describes
+the schedule.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots
 
 @gluon.jit
 def load_loop(source, ring, items, work, words, C: gl.constexpr):
-    """Producer: take tiles, hand them on through the item ring, load their queries, keys and values."""
+    """Producer: takes tiles, hands them on through the item ring, and loads their queries, keys and values."""
     if C.CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -138,7 +137,7 @@ def load_loop(source, ring, items, work, words, C: gl.constexpr):
 
 @gluon.jit
 def math_loop(WHO: gl.constexpr, ring, items, out, scores, C: gl.constexpr):
-    """Consumer: attend to the key blocks of 64 rows of each tile, and store their output."""
+    """Consumer: attends to the key blocks of 64 rows of each tile, and stores their output."""
     if C.CHAINED:
         gdc_wait()
     zero = tl.cast(0, tl.int32)
@@ -162,8 +161,8 @@ def math_loop(WHO: gl.constexpr, ring, items, out, scores, C: gl.constexpr):
             else:
                 mbarrier.arrive(ring.q_empty.index(q_at))
             q = next_stage(q, C.QUERIES)
-            # What only the epilogue needs is read when there are registers for it: until then the slot is kept.
-            if ring.q.dtype.primitive_bitwidth == 8:  # of which there are fewer with warps that convert values
+            # Fields for the epilogue are read late, when registers are free. So the slot is released after it.
+            if ring.q.dtype.primitive_bitwidth == 8:  # warps that convert values leave fewer registers
                 rows = rows_of_consumer(items, slot.at, WHO, C)
             store_tile(softmax, rows, of_item, items, slot.at, going, out, WHO, C)
         mbarrier.arrive(items.empty.index(slot.at))
@@ -181,16 +180,16 @@ def attend(
     signals, quarantine, bounds, records, claims, epoch, key, allowed: tl.int64, op, rows_per_chunk, chunks,
     C: gl.constexpr,
 ):  # fmt: skip
-    """``out = softmax(mask(scale * q @ k^T)) @ v``, one CTA a worker.
+    """``out = softmax(mask(scale * q @ k^T)) @ v``; each worker is a CTA.
 
-    Parameters are the fields of `tilestream.core.attention_structs`, which it groups them in. Where keys are split
-    (``SPLIT_KEYS``), ``out`` and ``lse`` are those of shares, with as many sequences (rows) for each: see
+    The parameters are the fields of the structs in `tilestream.core.attention_structs`. If keys are split
+    (``SPLIT_KEYS``), ``out`` and ``lse`` are those of the shares, with the number of sequences (rows) for each: see
     `tilestream.kernels.portable.attention_merge`.
 
     Parameters
     ----------
     log
-        int64, a record an item, where ``TRACE``: see `tilestream.kernels.device.trace`.
+        int64, a record for each item, if ``TRACE``: see `tilestream.kernels.device.trace`.
     C
         A `tilestream.kernels.attention_config.HopperAttentionConfig`.
     """
@@ -224,7 +223,7 @@ def attend(
         raw_empty = make_barriers(C.STAGES, 1)
     item_full = make_barriers(ITEMS, 1)
     item_empty = make_barriers(ITEMS, C.CONSUMERS + 1 if CONVERTS else C.CONSUMERS)
-    if C.ORDERED:  # no barrier is made that is not used: see `tilestream.kernels.hopper.ring`
+    if C.ORDERED:  # unused barriers must not be made: see `tilestream.kernels.hopper.ring`
         turns = make_barriers(CONSUMERS, 1)
     else:
         turns: gl.constexpr = None

@@ -1,4 +1,4 @@
-"""The convert loop of attention: values of 8 bits become float16 for the tensor cores.
+"""The convert loop of attention: it converts 8-bit values to float16 for the tensor cores.
 
 ::
 
@@ -6,9 +6,9 @@
       for each of its key blocks:
         wait raw_full; wait v_empty; e4m3 -> float16, a few rows at a time; arrive raw_empty; arrive v_full
 
-The tensor cores take 8-bit operands only where the reduced dimension is contiguous: the columns of Q and K are, the
-keys of V are not. So Q K^T is multiplied in 8 bits and P V in float16, in which e4m3 is exact. V is read, and copied to
-shared memory, in half the bytes; four warps with no other work convert it once for all consumers.
+The tensor cores take 8-bit operands only if the reduced dimension is contiguous. The columns of Q and K are contiguous,
+the keys of V are not. So Q K^T is multiplied in 8 bits and P V in float16, in which e4m3 is exact. V is read, and
+copied to shared memory, in half the bytes of float16. Four warps without other work convert it once for all consumers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilestream.kernels.hopper.compat import barrier, in_blocks
 from tilestream.kernels.hopper.ring import ITEMS, get, step
 
-#: Rows, and columns of a box, that are converted at a time. Of 64 rows Triton 3.9 spills in the largest kernels.
+#: Rows, and columns of a box, of one conversion. With 64 rows Triton 3.9 spills in the largest kernels.
 HEIGHT: gl.constexpr = gl.constexpr(32)
 WIDTH: gl.constexpr = gl.constexpr(64)
 
@@ -30,7 +30,7 @@ WIDTH: gl.constexpr = gl.constexpr(64)
 def convert_loop(loaded, ring, items, C: gl.constexpr):
     """Convert the values of each item's key blocks, stage by stage, from the stages ``loaded.v`` to ``ring.v``."""
     BLOCKS: gl.constexpr = C.BLOCK * C.COLUMNS // (HEIGHT * WIDTH)
-    # A thread has 8 columns of a row: 8 bytes, and then 16.
+    # A thread has 8 columns of a row: 8 bytes before the conversion, and 16 after it.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     sources = in_blocks(loaded.v, HEIGHT, WIDTH)
     targets = in_blocks(ring.v, HEIGHT, WIDTH)

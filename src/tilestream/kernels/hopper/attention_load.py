@@ -1,22 +1,22 @@
-"""What the load warp of attention does with an item: hands it on, and copies its Q, K and V, all by TMA.
+"""The work of attention's load warp on an item: it hands the item on, and copies its Q, K and V by TMA.
 
-A copy must end with its sequence. Rows of another sequence or page may be NaN, and 0 times NaN is not 0, so rows past
-the end come as zeros, and are not stored. For a dense batch the tensor map's extents clip. For packed sequences and
-pages a map of two more dimensions clips (`place`): the rows' extent is ``BEYOND`` for all, and a copy begins as far
-before it as there are rows left. The other two dimensions bring the address back, one by ``BEYOND`` steps that wrap
-around 64 bits, the other by the rows. The technique is that of Triton's `triton.tools.ragged_tma`.
+A copy must end with its sequence. Rows of another sequence or page may be NaN, and 0 times NaN is not 0. So rows past
+the end are loaded as zeros, and are not stored. For a dense batch the tensor map's extents clip. For packed sequences
+and pages a map with two more dimensions clips (`place`). Its extent of rows is ``BEYOND`` for all sequences, and a copy
+begins before this extent by the number of remaining rows. The other two dimensions correct the address, one by
+``BEYOND`` steps that wrap around 64 bits, the other by the rows. Triton's `triton.tools.ragged_tma` has this technique.
 
-Where keys arrive, the load warp passes the gate inside the item, before a block whose chunks it has not seen, and takes
-blocks from the first key on. When the launch is over (`tilestream.kernels.device.gate`), consumers still wait for
-stages: the load warp fills those with nothing, and marks the item's slot void before the last of them, so that its
-result becomes NaN. Later items have no blocks.
+If keys arrive, the load warp passes the gate inside the item, before a block whose chunks it has not seen, and takes
+the first block first. When the launch is over (`tilestream.kernels.device.gate`), consumers still wait for stages. The
+load warp signals these without a copy, and marks the item's slot void before the last of them, so that the result
+becomes NaN. Later items have no blocks.
 
-*Ahead.* The stage of an item's last values becomes free when the block before is multiplied, one step after the last
-keys'. So the next item is taken in between, by a ticket that was prefetched some blocks before
-(`tilestream.kernels.hopper.queues`). The order of what consumers wait for does not change.
+*Taking ahead.* The stage of an item's last values becomes free when the previous block is multiplied, one step after
+the stage of the last keys. So the load warp takes the next item in between, by a ticket that it prefetched some blocks
+earlier (`tilestream.kernels.hopper.queues`). The order of the consumers' waits does not change.
 
-A page that holds less than a key block is a copy of its own for each 128 bytes of a row. The copies lie one behind the
-other in the swizzled block, and 8 rows or more keep its pattern.
+A page with less than a key block needs a separate copy for each 128 bytes of a row. The copies are consecutive in the
+swizzled block; 8 rows or more keep its pattern.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from tilestream.kernels.hopper.ring import ITEMS, put, step
 #: Rows of a consumer.
 ROWS: gl.constexpr = gl.constexpr(64)
 
-# Fields of an item's slot: key blocks, and one more (0 is STOP); first query position, key blocks, keys and offsets, as
-# of `tilestream.core.attention_structs.Tile`.
+# Fields of an item's slot: the number of key blocks plus one (0 is STOP); first query position, bounds of key blocks,
+# keys and offsets, see `tilestream.core.attention_structs.Tile`.
 BLOCKS, FIRST, BEGIN, PLAIN_BEGIN, PLAIN_END, KEYS, OFFSET_RIGHT, OFFSET_LEFT = map(gl.constexpr, range(8))
-# Of the output: first query head, sequence, row the sequence begins at, its rows. Of the log-sum-exp: offset of the
-# sequence and head, strides of rows and of heads. Last: whether the launch ended while the item's keys were awaited.
+# Fields for the output: first query head, sequence, the sequence's first row, its rows. Fields for the log-sum-exp:
+# offset of the sequence and head, strides of rows and of heads. Last: whether the launch ended during the wait for
+# keys.
 HEAD, BATCH, ORIGIN, QUERIES, LSE, LSE_ROW, LSE_HEAD, VOID = map(gl.constexpr, range(8, 16))
 
 
@@ -53,7 +54,7 @@ HEAD, BATCH, ORIGIN, QUERIES, LSE, LSE_ROW, LSE_HEAD, VOID = map(gl.constexpr, r
 
 @gluon.jit
 def place(batch, origin, length, first, head, column, RAGGED: gl.constexpr):
-    """Coordinates of a copy of rows from ``first`` on, of ``length`` that begin at row ``origin`` of the tensor."""
+    """The coordinates of a copy that begins at row ``first`` of ``length`` rows at row ``origin`` of the tensor."""
     if RAGGED:
         return (BEYOND, origin + length, BEYOND - length + first, head, column)
     else:
@@ -62,9 +63,9 @@ def place(batch, origin, length, first, head, column, RAGGED: gl.constexpr):
 
 @gluon.jit
 def load_block(loads, pages, stage, rows, first, COLUMNS: gl.constexpr, C: gl.constexpr):
-    """Start the copies of the key block from key ``first`` on, of K or of V, into a stage.
+    """Start the copies, from K or V to a stage, of the key block that begins at key ``first``.
 
-    A stage's boxes lie column by column of boxes.
+    The order of a stage's boxes is column-major.
     """
     WIDTH: gl.constexpr = loads.map.block_type.shape[-1]
     HEIGHT: gl.constexpr = loads.map.block_type.shape[-3]
@@ -76,7 +77,7 @@ def load_block(loads, pages, stage, rows, first, COLUMNS: gl.constexpr, C: gl.co
         row = first + i * HEIGHT
         length = rows.keys
         if C.PAGE:
-            # A page that holds none of the keys is not in the table: nothing of the one before it is copied then.
+            # Pages without keys are not in the table. Their copies read no row of the last page in it.
             table = pages.table + rows.batch.to(gl.int64) * pages.stride
             page = gl.load(table + gl.minimum(row, rows.keys - 1) // C.PAGE)
             origin = page * loads.page_rows
@@ -89,7 +90,7 @@ def load_block(loads, pages, stage, rows, first, COLUMNS: gl.constexpr, C: gl.co
 
 @gluon.jit
 def fill_stage(loads, pages, at, over, rows, first, COLUMNS: gl.constexpr, C: gl.constexpr):
-    """Load a key block, of K or of V, into the next stage, or nothing where the launch is ``over``; the stage after."""
+    """Load a block of K or V into the next stage, or nothing if the launch is ``over``. Returns the stage after it."""
     BYTES: gl.constexpr = C.BLOCK * COLUMNS * loads.map.dtype.primitive_bitwidth // 8
     mbarrier.wait(loads.empty.index(at.at), at.phase ^ 1)
     if over != 0:
@@ -102,14 +103,14 @@ def fill_stage(loads, pages, at, over, rows, first, COLUMNS: gl.constexpr, C: gl
 
 @gluon.jit
 def next_stage(at, STAGES: gl.constexpr):
-    """The stage after."""
+    """The stage after ``at``."""
     stage, phase = step(at.at, at.phase, STAGES)
     return Place(stage, phase)
 
 
 @gluon.jit
 def load_queries(tile, source, ring, at, C: gl.constexpr):
-    """Load each consumer's rows of queries; the stage of the next item's."""
+    """Load each consumer's rows of queries. Returns the stage of the next item's queries."""
     CONSUMERS: gl.constexpr = C.CONSUMERS
     PARTS: gl.constexpr = C.PARTS
     WIDTH: gl.constexpr = ring.q.shape[2]
@@ -130,7 +131,7 @@ def load_queries(tile, source, ring, at, C: gl.constexpr):
 
 @gluon.jit
 def make_loads(source, ring):
-    """`KeyLoads` of keys and of values."""
+    """The `KeyLoads` of keys and of values."""
     k = KeyLoads(source.k_map, boxes(ring.k, source.k_map), ring.k_full, ring.k_empty, source.page_rows_k)
     v = KeyLoads(source.v_map, boxes(ring.v, source.v_map), ring.v_full, ring.v_empty, source.page_rows_v)
     return k, v
@@ -141,7 +142,7 @@ def make_loads(source, ring):
 
 @gluon.jit
 def hand_on(items, slot, found, tile, over, source, work, C: gl.constexpr):
-    """Hand a tile on to the math loops, or STOP where none is ``found``; the next slot."""
+    """Hand a tile on to the math loops, or STOP if none is ``found``. Returns the next slot."""
     slots, at, lse = items.slots, slot.at, source.lse
     mbarrier.wait(items.empty.index(at), slot.phase ^ 1)
     put(slots, at, BLOCKS, (tile.end - tile.begin + 1) * found, 1)
@@ -153,7 +154,7 @@ def hand_on(items, slot, found, tile, over, source, work, C: gl.constexpr):
     put(slots, at, OFFSET_RIGHT, tile.causal_offset_right, 1)
     put(slots, at, OFFSET_LEFT, tile.causal_offset_left, 1)
     put(slots, at, HEAD, tile.head * C.PACK, 1)
-    # Shares have outputs of their own: as many sequences, or rows of packed ones, once more for each.
+    # Each share has its own output: the sequences, or the rows of packed sequences, are repeated for each share.
     batch, row = tile.batch, tile.origin_q
     if C.SPLIT_KEYS:
         if C.RAGGED_Q:
@@ -178,9 +179,9 @@ def hand_on(items, slot, found, tile, over, source, work, C: gl.constexpr):
 
 @gluon.jit
 def hand_scales_on(items, at, found, tile, source, C: gl.constexpr):
-    """A tile's scales of scores and of values, bits of float32."""
+    """Hand on a tile's scales of scores and of values, as bits of float32."""
     scales, per_kv = source.scales, source.extents.q_heads_per_kv
-    # Rows behind the last sequence see no key, and have no scales.
+    # Rows after the last sequence see no key, and have no scales.
     batch = gl.minimum(tile.batch, source.extents.sequences - 2)
     of_scores = tl.cast(1.0, tl.float32)
     of_values = tl.cast(1.0, tl.float32)
@@ -197,7 +198,7 @@ def hand_scales_on(items, at, found, tile, source, C: gl.constexpr):
 
 @gluon.jit
 def load_last_values(last, at, over, loads, source, C: gl.constexpr):
-    """Load the last values of the tile before, where the next one was taken ahead of them; the stage after."""
+    """Load the previous tile's last values if the next tile was taken ahead of them. Returns the stage after them."""
     if C.TAKES_AHEAD:
         if last.pending != 0:
             at = fill_stage(loads[1], source.pages, at, over, last.rows, last.first, C.COLUMNS, C)
@@ -206,9 +207,9 @@ def load_last_values(last, at, over, loads, source, C: gl.constexpr):
 
 @gluon.jit
 def load_keys(at, tile, slot, loads, source, items, work, words, watch, C: gl.constexpr):
-    """Load a tile's key blocks: keys one block ahead of values, as the next block's scores come before P V.
+    """Load a tile's key blocks. Keys are one block ahead of values, because the next block's scores precede P V.
 
-    ``slot`` is the item's, ``at`` a `LoadPlace`; so is what it returns. `load_last_values` loads a tile's last values.
+    ``slot`` is the item's slot; ``at`` and the result are `LoadPlace`. `load_last_values` loads a tile's last values.
     """
     KEYS: gl.constexpr = C.KEYS
     extents, pages, gate = source.extents, source.pages, source.gate
@@ -216,7 +217,7 @@ def load_keys(at, tile, slot, loads, source, items, work, words, watch, C: gl.co
     begin, end, zero = tile.begin, tile.end, tl.cast(0, tl.int32)
     k, v, passed, asked = at.k, at.v, at.passed, at.asked
     if C.GATED:
-        # The rows of all sequences arrive one behind the other.
+        # The rows of all sequences arrive as one concatenation.
         first_row = tile.origin_k if extents.cu_seqlens_k is not None else tile.batch * extents.seqlen_k
         ready = first_row
     if C.PREFETCHES_TICKETS:
@@ -260,7 +261,7 @@ def load_keys(at, tile, slot, loads, source, items, work, words, watch, C: gl.co
 
 @gluon.jit
 def last_values_of(tile, last, extents, C: gl.constexpr):
-    """What `load_last_values` is to load of a tile, if it has key blocks; else as ``last``, which is not pending."""
+    """The `LastValues` of a tile with key blocks, for `load_last_values`; else ``last``, which is not pending."""
     if C.TAKES_AHEAD:
         if tile.begin < tile.end:
             rows = KeyRows(tile.batch, tile.origin_v, tile.keys, tile.head // extents.q_heads_per_kv)

@@ -1,7 +1,8 @@
-"""What the math warps of attention do with an item: consumers of 64 rows each attend to its key blocks.
+"""The work of attention's math warps on an item: consumers of 64 rows each attend to its key blocks.
 
-A block's scores are multiplied while the softmax of the block before runs, in registers throughout. Masked blocks,
-plain ones and those of a window's edge are loops of their own. `tilestream.kernels.hopper.attention` has the whole.
+The tensor cores compute a block's scores during the softmax of the previous block. Scores and weights stay in
+registers. Blocks at the diagonal, plain blocks, and blocks at a window's edge have separate loops. See
+`tilestream.kernels.hopper.attention` for the whole kernel.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ blocks_of_part = device(rules.blocks_of_part)
 
 @gluon.jit
 def rows_of_consumer(items, slot, WHO: gl.constexpr, C: gl.constexpr):
-    """``(first, position)``: the consumer's first query position, and that of each of its rows."""
+    """``(first, position)``: the consumer's first query position, and the position of each of its rows."""
     first = get(items.slots, slot, FIRST, 4) + WHO * C.CONSUMER_POSITIONS
     row = gl.arange(0, ROWS, gl.SliceLayout(1, mma_layout(C.BLOCK)))
     return first, first + row // C.PACK
@@ -58,7 +59,7 @@ def rows_of_consumer(items, slot, WHO: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def start_softmax(C: gl.constexpr):
-    """`Softmax` of rows that have seen no key."""
+    """The `Softmax` of rows before their first key."""
     rows_layout: gl.constexpr = gl.SliceLayout(1, mma_layout(C.BLOCK))
     row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_layout)
     row_sum = gl.full([ROWS], 0.0, gl.float32, rows_layout)
@@ -69,7 +70,7 @@ def start_softmax(C: gl.constexpr):
 
 @gluon.jit
 def softcap_scale_of_item(scores, items, slot, C: gl.constexpr):
-    """The factor inside the softcap, with an item's scales."""
+    """The factor inside the softcap, including an item's scales."""
     softcap_scale = scores.softcap_scale
     if C.SCALED:
         softcap_scale = get(items.scales, slot, 0, 4).to(gl.float32, bitcast=True)
@@ -80,7 +81,7 @@ def softcap_scale_of_item(scores, items, slot, C: gl.constexpr):
 
 @gluon.jit
 def start_scores(ring, q_at, stage, C: gl.constexpr):
-    """Start ``Q K^T`` of an item's rows and a stage: a multiplication for each part of the head's columns."""
+    """Start ``Q K^T`` of an item's rows and a stage, one product for each part of the head's columns."""
     PARTS: gl.constexpr = C.PARTS
     TILE: gl.constexpr = (ROWS, C.BLOCK)
     scores = gl.zeros(TILE, gl.float32, mma_layout(C.BLOCK, 256 // ring.q.dtype.primitive_bitwidth))
@@ -94,7 +95,7 @@ def start_scores(ring, q_at, stage, C: gl.constexpr):
 
 @gluon.jit
 def capped(x, scores, C: gl.constexpr):
-    """A product that is done, capped, or multiplied by its heads' scales; no data moves."""
+    """A finished product, capped or multiplied by its heads' scales. No data moves."""
     x = gl.convert_layout(x, mma_layout(C.BLOCK), assert_trivial=True)
     if C.CAPPED:
         x = softcap(x, scores.softcap_scale)
@@ -107,14 +108,14 @@ def capped(x, scores, C: gl.constexpr):
 def math_step(
     ring, at, q_at, sums, mask, block, scores, WHO: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """A key block that is not an item's first: its scores, and meanwhile the block before it times V.
+    """Process a key block after an item's first: its scores, overlapped with P V of the previous block.
 
-    ``at`` is the place of the block before, whose weights are ``sums.p``: a `Step`.
+    ``at`` is the place of the previous block, whose weights are in ``sums``, a `Step`.
     """
     stage, phase = step(at.stage, at.phase, C.STAGES)
     mbarrier.wait(ring.k_full.index(stage), phase)
     if C.ORDERED:
-        # A barrier that is new is in phase 0: the consumer that begins waits for the phase "before" it.
+        # A new barrier is in phase 0: the consumer with the first turn waits for the phase "before" it.
         mbarrier.wait(ring.order.index(WHO), at.turn ^ (WHO == 0))
     x = start_scores(ring, q_at, stage, C)
     mbarrier.wait(ring.v_full.index(at.stage), at.phase)
@@ -127,8 +128,8 @@ def math_step(
     x = capped(x, scores, C)
     if MASKED:
         x = masked(x, mask, block * C.BLOCK, C)
-    # Wherever that is said, the compiler waits for the product before most of the exponentials, and scales O under
-    # them. Held back behind them, by a branch, launches took 4 % longer.
+    # Independently of this order, the compiler waits for the product before most of the exponentials, and scales O
+    # during them. With the wait forced behind them, by a branch, launches took 4 % longer.
     row_max, shift, rescale = update_max(x, sums.row_max, scores.scale, MASKED, C.LAZY_RESCALE)
     o, _ = warpgroup_mma_wait(0, (product, p))
     mbarrier.arrive(ring.v_empty.index(at.stage))
@@ -141,12 +142,12 @@ def math_step(
 
 @gluon.jit
 def own_blocks(first, low, high, mask, C: gl.constexpr):
-    """Of a tile's key blocks ``low`` to ``high`` those that a consumer's rows see, in three runs.
+    """The key blocks among a tile's ``low`` to ``high`` that a consumer's rows see, in three runs.
 
     Returns
     -------
     (begin, plain_begin, plain_end, last)
-        As of `tilestream.core.attention.blocks_of_part`; ``last`` is a block.
+        See `tilestream.core.attention.blocks_of_part`; ``last`` is the last block, inclusive.
     """
     at = first + (C.CONSUMER_POSITIONS - 1)
     from_first = tl.cast(0, tl.int32)
@@ -164,9 +165,9 @@ def own_blocks(first, low, high, mask, C: gl.constexpr):
 
 @gluon.jit
 def leave_out(blocks, ring, at, WHO: gl.constexpr, C: gl.constexpr):
-    """Give back stages of key blocks that none of the consumer's rows sees, and its turns at them.
+    """Release the stages, and pass on the turns, of key blocks that none of the consumer's rows sees.
 
-    They are waited for, so that what is given back is this round of the ring's, and not the one before's.
+    The consumer waits for each stage first, so that it releases the ring's current round, and not the previous one.
     """
     stage, phase, turn = at.stage, at.phase, at.turn
     for _ in range(blocks):
@@ -186,10 +187,10 @@ def leave_out(blocks, ring, at, WHO: gl.constexpr, C: gl.constexpr):
 def attend_blocks(
     going, softmax, rows, scores, ring, at, q_at, item, WHO: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """An item's ``going - 1`` key blocks: ``(softmax, at)``, with the item's queries and all stages given back.
+    """Attend to an item's ``going - 1`` key blocks, and release its queries and stages. Returns ``(softmax, at)``.
 
-    ``item`` is the item's slots and slot, ``rows`` those of `rows_of_consumer`. Blocks are taken from the last key on,
-    or if ``ASCENDING`` from the first on.
+    ``item`` is the item's slots and slot; ``rows`` is the result of `rows_of_consumer`. The last block is first, unless
+    ``ASCENDING``.
     """
     slots, slot = item
     first, position = rows
@@ -248,7 +249,7 @@ def attend_blocks(
 
 @gluon.jit
 def last_product(sums, ring, at, C: gl.constexpr):
-    """``O += P V`` of an item's last block: ``(o, at)``."""
+    """``O += P V`` for an item's last block. Returns ``(o, at)``."""
     mbarrier.wait(ring.v_full.index(at.stage), at.phase)
     p = as_operand(sums.p, C.COLUMNS, ring.v.dtype)
     o = warpgroup_mma_wait(0, (warpgroup_mma(p, ring.v.index(at.stage), sums.o, is_async=True),))
@@ -259,9 +260,9 @@ def last_product(sums, ring, at, C: gl.constexpr):
 
 @gluon.jit
 def store_strip(out_map, buffer, x, at, PENDING: gl.constexpr):
-    """A strip of the output, by TMA, which stores no row that the sequence does not have.
+    """Store a strip of the output by TMA, which clips it at the end of the sequence.
 
-    ``PENDING``: stores that may still be under way when ``buffer`` is written.
+    ``PENDING``: the number of stores that may still be in flight when ``buffer`` is written.
     """
     tma.store_wait(PENDING)
     buffer.store(x.to(out_map.dtype))
@@ -271,7 +272,7 @@ def store_strip(out_map, buffer, x, at, PENDING: gl.constexpr):
 
 @gluon.jit
 def store_tile(softmax, rows, scores, items, slot, going, out, WHO: gl.constexpr, C: gl.constexpr):
-    """``O / l`` and the log-sum-exp of an item's rows; NaN where the item is void."""
+    """Store ``O / l`` and the log-sum-exp of an item's rows; NaN if the item is void."""
     STRIP: gl.constexpr = out.buffers.shape[2]
     STRIPS: gl.constexpr = C.COLUMNS // STRIP
     WIDTHS: gl.constexpr = (C.COLUMNS,)

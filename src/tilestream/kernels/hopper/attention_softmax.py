@@ -1,8 +1,8 @@
-"""Hopper's pieces of the softmax (`tilestream.kernels.device.softmax`): masks, rescaling O, weights two to a register.
+"""Hopper's parts of the softmax (`tilestream.kernels.device.softmax`): masks, rescaling of O, packing of weights.
 
-*Lazily*: a warp skips the multiplications of its sums where no row's maximum was replaced (`rescale_o`). With 256
-columns an H200, limited by power there, does 833 TFLOP/s with this and 778 without. With 128 and with 64 columns it is
-2 % slower, because the multiplications run under the exponentials at no cost.
+*Lazy rescaling*: a warp skips the multiplications of its sums if no row's maximum was replaced (`rescale_o`). With 256
+columns an H200 is limited by power, and reaches 833 TFLOP/s with this and 778 without. With 128 and with 64 columns it
+is 2 % slower, because the multiplications overlap with the exponentials at no cost.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from triton.experimental.gluon import language as gl
 
 from tilestream.kernels.hopper.epilogue import mma_layout
 
-#: The bits of a column that say which of four threads of a row has it: see `mma_layout`.
+#: The bits of a column that give its thread, among a row's four: see `mma_layout`.
 LANES: gl.constexpr = gl.constexpr(6)
 
 
 @gluon.jit
 def masked(scores, mask, first_key, C: gl.constexpr):
-    """Scores of the key block from ``first_key`` on, -inf where a row does not see the key: `sees` of a `Mask`.
+    """Scores of the key block that begins at ``first_key``; -inf for keys that a row does not see: `sees` of a `Mask`.
 
-    After capping, which would make -inf -1.
+    Scores are masked after capping, which would turn -inf into -1.
 
-    A thread's columns are 8 apart, in pairs that begin at twice its place among four. Compared as they are, each is a
-    sum that the loop does not change, which the compiler keeps in a register (Triton 3.9 spilled 13 of a thread in the
-    largest kernels), and a masked step of 128 columns was 855 instructions. Without their place they are constants, and
-    what is left of them is one number: 597.
+    A thread's columns are 8 apart, in pairs that begin at twice its place among four. A direct comparison has a
+    loop-invariant sum for each column, which the compiler keeps in a register (Triton 3.9 spilled 13 of a thread in the
+    largest kernels), and a masked step of 128 columns was 855 instructions. Without the thread's place the columns are
+    constants, and the comparison needs one more number: the step is 597 instructions.
     """
     column = gl.arange(0, C.BLOCK, gl.SliceLayout(0, mma_layout(C.BLOCK)))
     place = (first_key + (column & LANES))[None, :]
@@ -43,7 +43,7 @@ def masked(scores, mask, first_key, C: gl.constexpr):
 def lazy_product(count):
     """PTX that multiplies a thread's sums in place by their rows' factors, unless all rows of the warp have 1.
 
-    A thread has two rows, in turns two columns of the one and two of the other: see `mma_layout`.
+    A thread has two rows. Its sums alternate between two columns of one row and two of the other: see `mma_layout`.
     """
     sums = range(count)
     return "\n".join([
@@ -59,13 +59,13 @@ def lazy_product(count):
 
 @gluon.constexpr_function
 def lazy_operands(count):
-    """Constraints of `lazy_product`'s operands: products, sums (the same registers), factors."""
+    """The constraints of `lazy_product`'s operands: products, sums (the same registers), factors."""
     return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
 @gluon.jit
 def rescale_o(o, rescale, COLUMNS: gl.constexpr, LAZILY: gl.constexpr):
-    """Sums of weighted values, rescaled as `update_max` says of their rows."""
+    """The sums of weighted values, multiplied by their rows' factors from `update_max`."""
     rescale = gl.convert_layout(rescale, gl.SliceLayout(1, mma_layout(COLUMNS)))[:, None]
     if LAZILY:
         COUNT: gl.constexpr = COLUMNS // 2
@@ -79,17 +79,17 @@ def rescale_o(o, rescale, COLUMNS: gl.constexpr, LAZILY: gl.constexpr):
 
 @gluon.constexpr_function
 def narrower(dtype):
-    """PTX that rounds two numbers to 16 bits, the first into the lower half of a register."""
+    """PTX that rounds two numbers to 16 bits; the first is the lower half of the register."""
     return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
 
 
 @gluon.jit
 def pack_p(weights, COLUMNS: gl.constexpr, dtype: gl.constexpr, PAIRS: gl.constexpr):
-    """Weights in 16 bits, as a loop carries them: ``PAIRS`` of neighbours a register, or as `as_operand` gives them.
+    """Weights in 16 bits for a loop: pairs of neighbours in a register (``PAIRS``), or the form of `as_operand`.
 
-    Without pairs the compiler takes each register apart and puts it together in every step where there are several
-    loops: 64 of the 525 instructions of a plain step of 128 columns, causal (Triton 3.6). An H100 does 698 TFLOP/s so,
-    740 with pairs. Where scores are capped or cut off at the left too, pairs cost registers that are not there.
+    Without pairs, and with several loops, the compiler unpacks and packs each register in every step: 64 of the 525
+    instructions of a plain step of 128 columns, causal (Triton 3.6). An H100 reaches 698 TFLOP/s without pairs, 740
+    with them. If scores are capped or have a left bound, there are no registers for pairs.
     """
     if PAIRS:
         NARROWER: gl.constexpr = narrower(dtype)
@@ -101,7 +101,7 @@ def pack_p(weights, COLUMNS: gl.constexpr, dtype: gl.constexpr, PAIRS: gl.conste
 
 @gluon.jit
 def as_operand(p, COLUMNS: gl.constexpr, dtype: gl.constexpr):
-    """Weights, as `pack_p`, as the multiplication by V takes them, from registers: no data moves."""
+    """Weights from `pack_p` as a register operand of the product with V. No data moves."""
     if p.dtype == gl.int32:
         left, right = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1

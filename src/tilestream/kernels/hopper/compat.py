@@ -1,7 +1,7 @@
-"""What Triton 3.6, 3.7 and 3.9 call by different names, bound once: kernels of this package call these.
+"""Common names for functions whose names differ in Triton 3.6, 3.7 and 3.9. Kernels of this package call these.
 
 ============================  ==============================  ==========================
-here                          3.6, 3.7                        3.9
+name                          3.6, 3.7                        3.9
 ============================  ==============================  ==========================
 ``tma_load``                  ``async_copy_global_to_shared`` ``async_load``
 ``tma_store``                 ``async_copy_shared_to_global`` ``async_store``
@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-#: The same bytes of shared memory, of another shape and layout.
+#: A view of the same bytes of shared memory with another shape and layout.
 reinterpret = getattr(gl.shared_memory_descriptor, "_reinterpret", None) or gl.shared_memory_descriptor.reinterpret
-#: A plain integer function as kernels of this package call it: see `tilestream.kernels.device.jit`.
+#: Makes a plain integer function callable in kernels of this package: see `tilestream.kernels.device.jit`.
 device = gluon.jit
 
 
@@ -34,20 +34,20 @@ def _in_boxes(shape, box):
 
 @gluon.jit
 def viewed(buffer, tensor_map):
-    """The same bytes of shared memory as a box of ``tensor_map``: with the batch in front."""
+    """A view of shared memory as a box of ``tensor_map``, with the batch as first dimension."""
     return reinterpret(buffer, tensor_map.dtype, tensor_map.block_type.shape, tensor_map.layout)
 
 
 @gluon.jit
 def boxes(stages, tensor_map):
-    """All of some stages as boxes of ``tensor_map``, one behind the other."""
+    """A view of ``stages`` as consecutive boxes of ``tensor_map``."""
     shape: gl.constexpr = _in_boxes(stages.shape, tensor_map.block_type.shape)
     return reinterpret(stages, tensor_map.dtype, shape, tensor_map.layout)
 
 
 @gluon.jit
 def in_blocks(stages, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """All of some stages as blocks of fewer rows, and of columns as many as a box has, one behind the other."""
+    """A view of ``stages`` as consecutive blocks of ``ROWS`` rows and ``COLUMNS`` columns, those of a box."""
     shape: gl.constexpr = _in_boxes(stages.shape, [ROWS, COLUMNS])
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], stages.dtype)
     return reinterpret(stages, stages.dtype, shape, layout)

@@ -1,11 +1,11 @@
-"""The epilogue: finish the accumulator of a math loop, in fp32, and store it.
+"""The epilogue: finishes the accumulator of a math loop in fp32, and stores it.
 
-It works in strips of columns, one after the other: a strip's C buffer leaves room for another stage of the ring, and
-with two buffers one strip is written while the one before it drains. A strip goes through shared memory and is stored
-by TMA, which clips what lies outside; what TMA cannot address is stored from registers.
+It works in strips of columns, one after the other. A strip's C buffer is small, which leaves room for another stage of
+the ring. With two buffers one strip is written while the previous one drains. TMA stores a strip from shared memory,
+and clips it at the output's extents. Outputs that TMA cannot address are stored from registers.
 
-Rows and columns are the accumulator's. Where the output's contiguous dimension is the rows' (``FLIPPED``), a strip is
-written to its buffer transposed.
+Rows and columns are those of the accumulator. If the output's contiguous dimension is the rows (``FLIPPED``), a strip
+is transposed when it is written to its buffer.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from tilestream.core.structs import Region
 from tilestream.kernels.device.epilogue import finished, swiglu
 from tilestream.kernels.hopper.compat import barrier, tma_store, viewed
 
-#: The extent of the rows of a map that clips at any row: `BEYOND` times its stride, and one more, is 2**34 elements.
+#: The extent of rows of a tensor map that clips at any row: `BEYOND` times its stride, and one more, is 2**34 elements.
 #: See `tilestream.kernels.hopper.attention_load`.
 BEYOND: gl.constexpr = gl.constexpr(2**30)
 
 
 @gluon.constexpr_function
 def mma_layout(width, depth=16):
-    """How four warps hold an accumulator of ``width`` columns; ``depth``: elements of K that an instruction takes."""
+    """Four warps' layout of an accumulator of ``width`` columns; ``depth``: elements of K of an instruction."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, depth])
 
 
 @gluon.constexpr_function
 def start_of(widths, i):
-    """The first column of part ``i`` of a tile whose parts are ``widths`` wide."""
+    """The first column of part ``i`` of a tile with parts of ``widths`` columns."""
     return sum(widths[:i])
 
 
 @gluon.constexpr_function
 def pending(i, strips, buffers):
-    """Stores that may be under way when strip ``i`` is written to its buffer, ``i % buffers``.
+    """The number of stores that may be in flight when strip ``i`` is written to its buffer, ``i % buffers``.
 
-    With an odd number of strips a tile begins with the buffer that the one before ended with.
+    With an odd number of strips a tile begins with the last buffer of the previous tile.
     """
     return 0 if i == 0 and strips % buffers else buffers - 1
 
 
 @gluon.constexpr_function
 def part_of(widths, column):
-    """Which part of such a tile a column is in."""
+    """The part of a tile, with parts of ``widths`` columns, that has a column."""
     return next(i for i in range(len(widths)) if column < sum(widths[: i + 1]))
 
 
 @gluon.jit
 def columns_of(acc, START: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr, ROWS: gl.constexpr):
-    """Columns [START, START + STRIP) of an accumulator: no data moves."""
+    """Columns [START, START + STRIP) of an accumulator. No data moves."""
     x = gl.convert_layout(acc, mma_layout(WIDTH), assert_trivial=True)
     if WIDTH == STRIP:
         return x
@@ -67,7 +67,7 @@ def columns_of(acc, START: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexp
 
 @gluon.jit
 def strip_of(accs, START: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexpr, ROWS: gl.constexpr):
-    """Columns [START, START + STRIP) of a tile whose parts are ``WIDTHS`` wide."""
+    """Columns [START, START + STRIP) of a tile with parts of ``WIDTHS`` columns."""
     PART: gl.constexpr = part_of(WIDTHS, START)
     WIDTH: gl.constexpr = WIDTHS[PART]
     return columns_of(accs[PART], START - start_of(WIDTHS, PART), WIDTH, STRIP, ROWS)
@@ -75,7 +75,7 @@ def strip_of(accs, START: gl.constexpr, WIDTHS: gl.constexpr, STRIP: gl.constexp
 
 @gluon.jit
 def prefetched(v, batch, first, count, WIDTH: gl.constexpr):
-    """Elements [first, first + WIDTH) of a `Vector`, those below ``count``."""
+    """Elements [first, first + WIDTH) of a `Vector`; 0 from ``count`` on."""
     layout: gl.constexpr = gl.BlockedLayout([max(1, WIDTH // 128)], [32], [4], [0])
     at = v.at + batch.to(gl.int64) * v.batch
     i = first + gl.arange(0, WIDTH, layout)
@@ -84,7 +84,7 @@ def prefetched(v, batch, first, count, WIDTH: gl.constexpr):
 
 @gluon.jit
 def prefetch_residual(e, batch, row, column, WIDTH: gl.constexpr, C: gl.constexpr):
-    """Have L2 bring a tile of the residual: a request for each 64 elements that lie side by side, or nearly so."""
+    """Prefetch a tile of the residual into L2, with a request for each 64 elements along the output's lines."""
     at = e.residual.at + batch.to(gl.int64) * e.residual.batch
     SIDE: gl.constexpr = 64
     LONG: gl.constexpr = C.HALF_ROWS if C.FLIPPED else WIDTH
@@ -106,12 +106,12 @@ def prefetch_residual(e, batch, row, column, WIDTH: gl.constexpr, C: gl.constexp
 
 @gluon.jit
 def prefetch_epilogue(e, batch, row, column, C: gl.constexpr):
-    """Read once what a tile's epilogue will read, before its K loop: then it is near when it is needed.
+    """Prefetch the operands of a tile's epilogue before its K loop.
 
-    ``row``, ``column``: where the tile begins, in the accumulator's rows and columns.
+    ``row``, ``column``: the tile's first row and column in the accumulator's dimensions.
 
-    Vectors are loaded, which leaves them in the first-level cache; the caller passes the values to `await_prefetch`
-    after the K loop, which waits for them. The residual is prefetched into L2.
+    Vectors are loaded, which leaves them in the first-level cache. After the K loop the caller passes their values to
+    `await_prefetch`. The residual is prefetched into L2.
     """
     early = ()
     if C.SCALES != "none":
@@ -135,33 +135,33 @@ def prefetch_epilogue(e, batch, row, column, C: gl.constexpr):
 
 @gluon.jit
 def await_prefetch(early):
-    """Wait for what `prefetch_epilogue` has read."""
+    """Wait for the loads of `prefetch_epilogue`."""
     for i in gl.static_range(len(early)):
         gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [early[i]], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_vector(v, batch, i, inside):
-    """Elements ``i`` of a `Vector`, float32."""
+    """Elements ``i`` of a `Vector` as float32."""
     at = v.at + batch.to(gl.int64) * v.batch + i.to(gl.int64) * v.step
     return gl.load(at, mask=inside, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def load_rows(v, e, region, C: gl.constexpr):
-    """A `Vector` along the region's rows."""
+    """The elements of a `Vector` along the region's rows."""
     return load_vector(v, region.batch, region.i, region.inside[0])
 
 
 @gluon.jit
 def load_columns(v, e, region, C: gl.constexpr):
-    """A `Vector` along the region's columns."""
+    """The elements of a `Vector` along the region's columns."""
     return load_vector(v, region.batch, region.j, region.inside[1])
 
 
 @gluon.jit
 def in_matrix(m, region, C: gl.constexpr):
-    """Where a `Matrix` has the region's elements, and which of them it has."""
+    """The addresses of the region's elements in a `Matrix`, and the mask of those inside it."""
     below, left = region.inside
     inside = below[:, None] & left[None, :]
     row, column = region.i, region.j
@@ -174,7 +174,7 @@ def in_matrix(m, region, C: gl.constexpr):
 
 @gluon.jit
 def load_tile(m, e, region, C: gl.constexpr):
-    """The region of a `Matrix`, float32."""
+    """The region's elements of a `Matrix` as float32."""
     at, inside = in_matrix(m, region, C)
     return gl.load(at, mask=inside, other=0.0).to(gl.float32)
 
@@ -186,19 +186,19 @@ def store_strip(acc, e, batch, row, column, BUFFER: gl.constexpr, PENDING: gl.co
     Parameters
     ----------
     acc
-        float32 ``[HALF_ROWS, STRIP]``; of two halves, a strip of each.
+        float32 ``[HALF_ROWS, STRIP]``; for two halves, a strip of each.
     row, column
-        Where its first element is in the output.
+        The place of its first element in the output.
     BUFFER
-        The C buffer that it is stored from.
+        The C buffer for its store.
     PENDING
-        Stores that may still be under way when that buffer is written.
+        The number of stores that may still be in flight when that buffer is written.
     """
     layout: gl.constexpr = mma_layout(C.STRIP)
     i = row + gl.arange(0, C.HALF_ROWS, gl.SliceLayout(1, layout))
     j = column + gl.arange(0, C.STRIP, gl.SliceLayout(0, layout))
     below, left = i < e.rows, j < e.columns
-    if C.N_DIVISIBLE_BY_8:  # said so that the compiler sees that a vector never straddles the end
+    if C.N_DIVISIBLE_BY_8:  # so that the compiler sees that a vector never straddles the end
         left = j // 8 * 8 < e.columns
     region = Region(batch, row, column, i, j, (below, left))
     if C.TWO_HALVES:
@@ -231,9 +231,9 @@ def store_strip(acc, e, batch, row, column, BUFFER: gl.constexpr, PENDING: gl.co
 
 @gluon.jit
 def place_in_partial(ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexpr, STRIP: gl.constexpr):
-    """Where a partial result's strip keeps columns [START, START + WIDTH): in 8 x 8 blocks, one behind the other.
+    """The offsets of columns [START, START + WIDTH) in a partial result's strip, which has consecutive 8 x 8 blocks.
 
-    A warp holds such a block in two registers of each thread, so what it stores or loads at once is contiguous.
+    A warp has a block in two registers of each thread, so its loads and stores are contiguous.
     """
     layout: gl.constexpr = mma_layout(WIDTH)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
@@ -243,7 +243,7 @@ def place_in_partial(ROWS: gl.constexpr, START: gl.constexpr, WIDTH: gl.constexp
 
 @gluon.jit
 def store_partial(accs, at, C: gl.constexpr):
-    """Store a partial result at ``at``: strips ``[HALF_ROWS, STRIP]`` of float32, one behind the other."""
+    """Store a partial result at ``at``, as consecutive strips ``[HALF_ROWS, STRIP]`` of float32."""
     WIDTHS: gl.constexpr = C.WIDTHS
     place = place_in_partial(C.HALF_ROWS, 0, C.STRIP, C.STRIP)
     for i in gl.static_range(start_of(C.WIDTHS, len(C.WIDTHS)) // C.STRIP):
@@ -254,7 +254,7 @@ def store_partial(accs, at, C: gl.constexpr):
 
 @gluon.jit
 def first_partial(words, item, WHO: gl.constexpr, C: gl.constexpr):
-    """Where a consumer's partial results of a tile begin: those of the other contributors follow, in K order."""
+    """The address of a consumer's first partial result of a tile. The other contributors' follow in K order."""
     HALF: gl.constexpr = WHO if C.HALVES == 2 else 0
     size: gl.constexpr = C.ROWS * C.COLUMNS
     return words.partials + (item.slot - item.part).to(gl.int64) * size + HALF * C.HALF_ROWS * C.COLUMNS
@@ -262,15 +262,14 @@ def first_partial(words, item, WHO: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def fixup(accs, at, words, item, WHO: gl.constexpr, C: gl.constexpr):
-    """Hand in a part of a tile; whether this consumer is the last contributor, which finishes the tile.
+    """Contribute a part of a tile. Returns whether this consumer is the last contributor, which finishes the tile.
 
-    The last contributor has its own part in its registers, and restores the count. It need not have written that part:
-    where the others have counted already, no other can be the last. The protocol is
-    `tilestream_tools.verify.gpu_loop.fixup`. Each half of a tile is handed in by itself, so that no consumer waits for
-    the other.
+    The last contributor keeps its own part in its registers, and restores the count. If all others have counted before
+    it, it is the last, and does not store its part. The protocol is `tilestream_tools.verify.gpu_loop.fixup`. Each half
+    of a tile has its own count, so that no consumer waits for the other.
 
-    The barriers make one thread's operation (a release at the device's scope, and an acquire) speak for the whole
-    consumer: for its stores before, for its loads after.
+    The barriers extend one thread's operation (a release at device scope, and an acquire) to the whole consumer: to its
+    earlier stores and to its later loads.
 
     ``at``: see `first_partial`.
     """
@@ -290,10 +289,10 @@ def fixup(accs, at, words, item, WHO: gl.constexpr, C: gl.constexpr):
 
 @gluon.constexpr_function
 def together(rows, columns, strip, full):
-    """Strips of partial results whose loads are in flight at once, beside an accumulator of so many columns.
+    """The number of strips of partial results whose loads are in flight at once, for an accumulator of ``columns``.
 
-    Of a thread's registers 192 may hold all of them, their sum, and the accumulator; fewer where the epilogue is
-    ``full``, and has vectors and a residual to keep: Triton 3.6 spills else.
+    They, their sum and the accumulator may take 192 of a thread's registers. A ``full`` epilogue, with vectors and a
+    residual, leaves fewer: otherwise Triton 3.6 spills.
     """
     kept = 32 if full else 0
     return max(1, min((112 - kept) * 128 // rows, (192 - kept) * 128 // rows - columns) // strip - 1)
@@ -301,7 +300,7 @@ def together(rows, columns, strip, full):
 
 @gluon.jit
 def reduce_partials(mine, at, item, C: gl.constexpr):
-    """One strip of a tile's partial results, added in K order; this consumer's is ``mine``, in its registers.
+    """The sum of a strip of a tile's partial results, in K order. This consumer's part is ``mine``, in registers.
 
     Strips of more than 16 registers a thread are reduced in two halves, so that more loads are in flight.
     """
@@ -320,9 +319,10 @@ def reduce_partials(mine, at, item, C: gl.constexpr):
 
 @gluon.jit
 def reduce_columns(mine, at, item, START: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
-    """Columns [START, START + WIDTH) of a strip, added in K order.
+    """The sum of columns [START, START + WIDTH) of a strip, in K order.
 
-    The others' come past the first-level cache, which may be stale; several at once, as the way to L2 is long.
+    Loads of the other parts bypass the first-level cache, which may be stale. Several are in flight, because L2's
+    latency is long.
     """
     layout: gl.constexpr = mma_layout(WIDTH)
     TOGETHER: gl.constexpr = together(C.HALF_ROWS, C.COLUMNS, WIDTH, C.FULL)
@@ -349,8 +349,8 @@ def reduce_columns(mine, at, item, START: gl.constexpr, WIDTH: gl.constexpr, C: 
 def store_tile(accs, at, e, item, row, column, WHO: gl.constexpr, C: gl.constexpr):
     """Finish and store a consumer's part of a tile, strip by strip.
 
-    ``row``, ``column``: where it begins, in the accumulator's rows and columns. ``at``: of a tile in parts, see
-    `first_partial`.
+    ``row``, ``column``: its first row and column in the accumulator's dimensions. ``at``: see `first_partial`; for a
+    tile in parts.
     """
     WIDTHS: gl.constexpr = C.WIDTHS
     STRIPS: gl.constexpr = C.OUT_COLUMNS // C.STRIP

@@ -1,23 +1,23 @@
-"""The gate of the Hopper kernels: `tilestream.kernels.device.gate`, passed by the load warp for each item.
+"""The gate of the Hopper kernels: the load warp passes `tilestream.kernels.device.gate` for each item.
 
 ::
 
     item = take();  none: hand STOP on, leave
     the launch is over:                     hand the item on *void*, and load nothing
-    all its chunks are there:               fence; hand the item on; load it
+    all its chunks have arrived:            fence; hand the item on; load it
 
-Only the load warp waits, and it waits before it hands an item on; nothing behind it can fail to come. K of a void item
-runs backwards, from its end to its beginning. So the load warp has no step of it to load, and the math warps, told a
-negative number of steps, store NaN as they would store a product. Each tile is written once, stream-K's counts are
-restored, and both rings end as always: see `tilestream_tools.verify.protocol`, which the checker explores.
+Only the load warp waits, and it waits before it hands an item on. So the math warps never wait for an arrival. K of a
+void item runs backwards, from its end to its beginning. The load warp therefore loads no step of it, and the math warps
+get a negative number of steps and store NaN in the same way as a product. Each tile is written once, stream-K's counts
+are restored, and both rings end as usual: see `tilestream_tools.verify.protocol`, which the checker explores.
 
-*Order* (invariant 7). One lane polls a signal, an acquire at system scope, and tells the warp's other lanes behind a
-barrier. TMA copies belong to the asynchronous proxy, which that acquire does not order: so each lane fences, whichever
-of them then starts the copies.
+*Order* (invariant 7). One lane polls a signal, by an acquire at system scope, and shares the answer with the warp's
+other lanes through a barrier. TMA copies belong to the asynchronous proxy, which that acquire does not order. So each
+lane fences, because any lane may then start the copies.
 
 *Leaving.* The load warp counts itself out when it has started its last copies, while its math warps still work. The
-last worker out resets counters, signals and abort word, which no math warp touches. Signals that are zero again say
-that all chunks were seen, not that they were read: the end of the launch says that.
+last worker to leave resets counters, signals and abort word, which no math warp uses. Reset signals show that all
+chunks were seen; only the end of the launch shows that they were read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tilestream.kernels.device.items import with_steps
 
 @gluon.jit
 def fenced(value):
-    """``value`` (int32), behind a fence: what this thread has seen in global memory, copies that it starts see, too."""
+    """``value`` (int32) after a fence: this thread's later copies see the global memory that it has seen."""
     return gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -39,7 +39,7 @@ def fenced(value):
 
 @gluon.jit
 def backwards(item, over):
-    """``(item, over)`` behind the gate's fence: K of a void item runs backwards."""
+    """``(item, over)`` after the gate's fence. K of a void item runs backwards."""
     over = fenced(over)
     first = tl.where(over != 0, item.k_end, item.k_begin)
     end = tl.where(over != 0, item.k_begin, item.k_end)

@@ -1,20 +1,20 @@
-"""Publish in the Hopper kernel: each chunk of the output's rows is signalled when all of it is visible.
+"""Publishing in the Hopper kernel: a chunk of the output's rows is signalled when all of it is visible.
 
 ::
 
     an item is finished (a consumer's half of it):
-        wait until its stores have landed: TMA's, which this thread started; then the consumer's other threads'
-        for each chunk of its rows: add its rows to the chunk's count     (acquire and release, the device's scope)
+        wait until its stores have landed: this thread's TMA stores, then the consumer's other threads
+        for each chunk of its rows: add its rows to the chunk's count     (acquire and release, at device scope)
         the count is complete: restore it; signal                         (release, at system scope)
 
-The protocol is `tilestream.core.loop.publish`, which the checker explores. A consumer waits only for its own stores to
-land, never for a later item or for another worker.
+The protocol is `tilestream.core.loop.publish`, which the checker explores. A consumer waits only for its own stores,
+never for a later item or another worker.
 
-*Order* (invariant 7). ``tma.store_wait`` waits until shared memory was read. Here the wait is for the writes
-(``cp.async.bulk.wait_group`` without ``.read``), which orders them before what this thread does next in the generic
-proxy. The barrier makes one thread's release speak for all of the consumer's; the count makes the consumer that
-completes it speak for all that have counted before. So the signal's release, at system scope, covers every tile of the
-chunk, for copy engines, other kernels and other GPUs.
+*Order* (invariant 7). ``tma.store_wait`` only waits until shared memory was read. Here the wait is for the writes
+(``cp.async.bulk.wait_group`` without ``.read``). It orders them before this thread's next operations in the generic
+proxy. After the barrier, one thread's release covers all stores of the consumer. Through the count, the release of the
+consumer that completes it covers all consumers that have counted before. So the signal's release, at system scope,
+covers all tiles of the chunk, for copy engines, other kernels and other GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ rows_in = device(chunks.rows_in)
 
 @gluon.jit
 def landed(value):
-    """``value``, when the copies out of shared memory that this thread started have been written."""
+    """``value``, after the writes of this thread's copies out of shared memory have completed."""
     return gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -40,7 +40,7 @@ def landed(value):
 
 @gluon.jit
 def publish(row, count, rows, publishing):
-    """Publish rows [row, row + count) of ``rows`` in all, which this consumer has stored; see the module.
+    """Publish rows [row, row + count) of ``rows``, which this consumer has stored; see the module.
 
     ``publishing``: `tilestream.core.structs.Publishing`.
     """
@@ -63,5 +63,5 @@ def publish_tile(publishing, e, item, row, C: gl.constexpr):
     """Publish a consumer's part of a tile, which begins at ``row`` of the accumulator."""
     if C.PUBLISH == "rows":
         publish(row, C.HALF_ROWS, e.rows, publishing)
-    elif C.PUBLISH == "columns":  # of the accumulator: the output's rows, with ``SWAP_AB``
+    elif C.PUBLISH == "columns":  # with ``SWAP_AB`` the accumulator's columns are the output's rows
         publish(item.pn * C.COLUMNS, C.COLUMNS, e.columns, publishing)

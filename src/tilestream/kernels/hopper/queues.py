@@ -1,9 +1,9 @@
-"""How the load warp of a Hopper kernel draws tickets: it prefetches one while it loads, and reads many queues at once.
+"""The tickets of a Hopper kernel's load warp: it prefetches one while it loads, and reads many queues at once.
 
-An add to a counter takes as long as some stages do in the math warps. `prefetch_ticket` issues it `EARLY` steps before
-an item's last, and loading goes on; `await_ticket` waits for the answer when the next item is due. So a ticket is drawn
-a little earlier than in `tilestream.core.schedule.take`; every ticket is still looked at. One lane adds and tells the
-others: `tl.atomic_add` of a scalar would wait for the answer at once, to share it.
+An add to a counter takes as long as several stages in the math warps. `prefetch_ticket` issues it `EARLY` steps before
+an item's last, and loading continues; `await_ticket` waits for the answer when the next item is due. So a ticket is
+drawn slightly earlier than in `tilestream.core.schedule.take`, but every ticket is still checked. One lane adds, and
+shares the answer later. `tl.atomic_add` of a scalar would wait for the answer at once.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from triton.experimental.gluon import language as gl
 from tilestream.kernels.device.queues import AT_ONCE, pick_victim_simd
 from tilestream.kernels.device.schedule import LINE
 
-#: Steps of K that are loaded between drawing a ticket and needing it; of attention, key blocks, which take longer. An
-#: add takes about a microsecond.
+#: The number of K steps (key blocks in attention, which take longer) that are loaded between the request of a ticket
+#: and its use. An add takes about a microsecond.
 EARLY: gl.constexpr = gl.constexpr(4)
 
 
 @gluon.jit
 def prefetch_ticket(words, queue, go):
-    """Begin to add one to a queue's counter, if ``go`` is 1 and not 0. The answer, int64, is for `await_ticket`.
+    """Start to add one to a queue's counter if ``go`` is 1. The answer, int64, is for `await_ticket`.
 
-    It is one lane's. Non-blocking: the answer is not copied either, so it is undefined if ``go`` is 0. The address
-    seems to be each lane's own, so that ptxas does not gather the lanes' adds first.
+    Only lane 0 has the answer. The call does not block, and does not copy the answer, which is undefined if ``go`` is
+    0. The address depends on the lane, so that ptxas does not combine the lanes' adds first.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -42,9 +42,9 @@ def prefetch_ticket(words, queue, go):
 
 @gluon.jit
 def await_ticket(words, queue, asked):
-    """`tilestream.kernels.device.schedule.add`, begun by `prefetch_ticket`.
+    """The rest of `tilestream.kernels.device.schedule.add`, which `prefetch_ticket` started.
 
-    All 64 bits of the answer count, or ptxas copies the lower ones as soon as it comes, and waits for it to come.
+    It uses all 64 bits of the answer. Otherwise ptxas would copy the lower bits, and wait for them, at the request.
     """
     ticket = gl.minimum(asked - words.base, 2147483647).to(gl.int32)
     return gl.inline_asm_elementwise(
@@ -54,6 +54,6 @@ def await_ticket(words, queue, asked):
 
 @gluon.jit
 def pick_victim_of_warp(work, words, watch, tickets, noted, SPLIT: gl.constexpr, PROBE: gl.constexpr):
-    """`tilestream.kernels.device.queues.pick_victim_simd`, of a warp."""
+    """`tilestream.kernels.device.queues.pick_victim_simd` for one warp."""
     lane = gl.arange(0, AT_ONCE, gl.BlockedLayout([1], [32], [1], [0]))
     return pick_victim_simd(lane, work, words, watch, tickets, noted, SPLIT, PROBE)

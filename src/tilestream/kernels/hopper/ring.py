@@ -1,4 +1,4 @@
-"""The ring: stages of shared memory between a load loop and the math loops, and the item ring that goes before it.
+"""The ring: stages of shared memory between a load loop and the math loops, and the item ring before it.
 
 ::
 
@@ -15,19 +15,19 @@
                                                   wait until 0 are in flight; arrive empty[the last stage]
                                                   epilogue
 
-`tilestream_tools.verify.protocol` has this and the epilogue's C buffers, operation by operation; a test runs the text
-of both and compares. The checker explores it for one consumer, for two on one tile (cooperative: ``empty`` counts 2)
-and for two that take turns (ping-pong: order barriers, and each skips the other's stages). Both use the arithmetic of
-`tilestream.core.ring` for a loop's position.
+`tilestream_tools.verify.protocol` models this and the epilogue's C buffers, operation by operation; a test runs the
+code of both and compares. The checker explores the model for one consumer, for two on one tile (cooperative: ``empty``
+counts 2) and for two that take turns (ping-pong: order barriers, and each skips the other's stages). Kernel and model
+share the arithmetic of `tilestream.core.ring` for a loop's position.
 
-A new barrier is in phase 0: a wait for the phase before it passes. So the load loop waits for ``empty`` with the
-opposite of its phase, and the first round finds every stage free.
+A new barrier is in phase 0, so a wait for the phase before it passes. The load loop waits for ``empty`` with the
+opposite of its phase, so the first round finds all stages free.
 
-Every barrier that is made is used until the kernel ends. The compiler reuses the place of an unused one, for the word
-by which a warp's lane shares an atomic's answer. Where a GPU that several processes share takes the SM away and gives
-it back, that place becomes a new barrier again. (PTX leaves it undefined: a barrier's memory must not be reused before
-``mbarrier.inval``.) So tickets were lost, and tiles with them: `tests/gpu/test_gpu_again.py`. The compile gates look
-for such a place, and in GEMMs for unused barriers.
+Each barrier must be used until the kernel ends. The compiler reuses an unused barrier's memory for the word by which a
+warp's lane shares an atomic's answer. If several processes share a GPU, and it preempts and restores the SM, that word
+becomes a new barrier again. (PTX leaves this undefined: a barrier's memory must not be reused before
+``mbarrier.inval``.) Tickets, and their tiles, were lost this way: `tests/gpu/test_gpu_again.py`. The compile gates
+search for such a word, and for unused barriers in GEMMs.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ step = device(ring.step)
 skip = device(ring.skip)
 before = device(ring.before)
 
-#: Slots of the item ring: one item under way, and one behind it.
+#: Slots of the item ring: one for the current item, and one for the next.
 ITEMS: gl.constexpr = gl.constexpr(2)
-#: What an item is told by, at most: see the kernels. The first is 0 for STOP.
+#: The most fields of an item: see the kernels. The first field is 0 for STOP.
 FIELDS: gl.constexpr = gl.constexpr(16)
 
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """``COUNT`` barriers, a phase of each of which completes with ``ARRIVALS`` arrivals."""
+    """Make ``COUNT`` barriers. A phase of a barrier completes with ``ARRIVALS`` arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -60,7 +60,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def make_slots():
-    """The item ring's slots."""
+    """Make the item ring's slots."""
     return gl.allocate_shared_memory(gl.int32, [ITEMS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 

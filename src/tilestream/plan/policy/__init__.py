@@ -1,1 +1,1 @@
-"""Candidates and their costs, a file a backend and an op."""
+"""Candidates and their costs: one file for each backend and op."""

@@ -1,19 +1,19 @@
-"""The cost model of AMD's CDNA 3 and 4 (MI300X, MI325X, MI350X, MI355X), and the candidates it chooses between.
+"""The cost model of AMD's CDNA 3 and 4 (MI300X, MI325X, MI350X, MI355X), and the candidates for it.
 
-Pure arithmetic on published figures: there was no such GPU to fit to.
+The model is arithmetic on published figures; no such GPU was available for a fit.
 
-A K step of a tile takes, in cycles of a compute unit, the longest of
+A K step of a tile takes the longest of these times, in cycles of a compute unit:
 
 * its multiplications at the share of the peak that the kernel's main loop reaches (`tilestream isa` estimates it);
 * its bytes at 44 KiB, the most in flight to a compute unit, for each round trip of about 1000 cycles
-  (AMD, *gfx950-gluon-tutorials*, ``docs/tcp_bound_tile_model.md``: tiles below 256 x 128 are bound by it);
+  (AMD, *gfx950-gluon-tutorials*, ``docs/tcp_bound_tile_model.md``: this bounds tiles below 256 x 128);
 * its bytes from L2: 2 KiB a cycle for all workers of a die;
-* what the die's workers read beyond L2: the rows and columns of tiles that they work at together, once each, at the
-  die's share of the Infinity Cache. That is where raster and queues count: see `group_of`.
+* the die's reads beyond L2: the rows and columns of its workers' current tiles, once each, at the die's share of the
+  Infinity Cache. Raster and queues decide this term: see `group_of`.
 
-A launch takes as many waves of tiles as there are workers for, each with an epilogue in which all store at once. The
-clock falls with the share of cycles that the matrix units work, down to what AMD publishes for full load.
-`tests/plan/test_cdna_plan.py` holds all of it to published measurements, within 12 %.
+A launch takes its tiles in waves of one tile for each worker, and all workers of a wave store at once. The clock falls
+with the matrix units' share of busy cycles, down to AMD's published clock at full load.
+`tests/plan/test_cdna_plan.py` compares the model with published measurements, within 12 %.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, raster_of, split_of
 
 ARCHS = ("gfx942", "gfx950")
-#: Bytes that can be under way to a compute unit, and cycles that each takes to come.
+#: The most bytes in flight to a compute unit, and the latency of a byte in cycles.
 UNDER_WAY, ROUND_TRIP = 44 << 10, 1000
-#: What is read beyond L2 costs, by its time, where that is hidden: power, and so clock. AMD measured 1 to 2 % between
-#: rasters of 39 and of 13 tiles a step (*gfx950-gluon-tutorials*, ``kernels/gemm/gfx942/README.md``, 3.2).
+#: The cost of hidden reads beyond L2, as a share of their time: they take power, and so clock. AMD measured 1 to 2 %
+#: between rasters of 39 and of 13 tiles a step (*gfx950-gluon-tutorials*, ``kernels/gemm/gfx942/README.md``, 3.2).
 DRAWN = 0.1
-#: K steps that the workers of a die drift apart: L2 keeps what they share for so long.
+#: K steps that the workers of a die drift apart. L2 must keep shared data for that many steps.
 DRIFT = 4
-#: Share of memory's bandwidth that a wave of epilogues reaches, all stores and nothing else.
+#: The share of memory's bandwidth that a wave of epilogues reaches. These are stores only.
 STORING = 0.6
-#: Compute units of a shader engine, where it is not known; of CDNA 3 and 4 it has 8 to 10.
+#: Compute units of a shader engine, if it is not known. CDNA 3 and 4 have 8 to 10.
 _UNITS_OF_AN_ENGINE = 8
-#: Seconds of a launch, until its first items are under way.
+#: Seconds from the launch to its first items.
 LAUNCH_SECONDS = 8e-6
-#: By how much the loop is slower in the kernel that can also split a tile.
+#: The slowdown of the loop in the kernel that can also split a tile.
 STREAM_K_LOSS = 1.06
-#: Share of the smaller of work and memory traffic that does not overlap. Where memory binds, less work is preferred.
+#: The share of the smaller of work and memory traffic that does not overlap. It prefers less work if memory binds.
 NOT_HIDDEN = 0.1
 
 
 class Row(NamedTuple):
-    """A tile that a kernel has, with K of a step; warps of a worker, stages of its ring.
+    """A kernel's tile: rows, columns, K of a step, warps of a worker, and stages of its ring.
 
-    ``efficiency`` is the share of the matrix units' peak that its main loop reaches, by `tilestream isa`.
+    ``efficiency`` is the share of the matrix units' peak that the main loop reaches, estimated by `tilestream isa`.
     """
 
     block_m: int
@@ -66,18 +66,18 @@ class Row(NamedTuple):
 
 
 def knows(device: DeviceProperties) -> bool:
-    """Whether the constants of this device are published."""
+    """Whether the model has this device's constants."""
     return device.arch in ARCHS and device.clock > 0 and device.l2 > 0
 
 
 def workers_beside_producers(arrives: bool, device: DeviceProperties, workers: int) -> int:
-    """Workers that may wait for chunks, of ``workers``: one compute unit of each shader engine stays free.
+    """The number of ``workers`` that may wait for chunks: one compute unit of each shader engine stays free.
 
-    All of ``workers`` where nothing ``arrives``, and on other GPUs.
+    It is ``workers`` if nothing ``arrives``, and on other GPUs.
 
-    What signals a chunk on an AMD GPU is a kernel: ROCclr writes a word in a stream's order by a kernel of one lane,
-    and copies of 16 KiB and less by one too. Work groups are dealt out to the shader engines in turn, and one that is
-    dealt to an engine without a place waits there, behind workers that wait for it (invariant 10).
+    On an AMD GPU kernels signal chunks: ROCclr writes a word in a stream's order, and makes copies of 16 KiB and less,
+    by a kernel. Work groups go to the shader engines in turn. A work group whose engine is full waits there, behind the
+    workers that wait for it (invariant 10).
     """
     if not device.arch.startswith("gfx") or not arrives:
         return workers
@@ -86,10 +86,10 @@ def workers_beside_producers(arrives: bool, device: DeviceProperties, workers: i
 
 
 def group_of(block: tuple[int, int, int], grid: Grid, workers: int, dies: int) -> int:
-    """Row tiles of a raster's group, with which the workers of one die read the least together.
+    """The number of row tiles of a raster's group with which the workers of one die together read the least.
 
-    ``p`` of them in groups of ``g`` row tiles read ``g`` rows of tiles and ``ceil(p / g)`` columns. For square tiles
-    that is AMD's ``g + ceil(p / g)`` (*gfx950-gluon-tutorials*, v9: 4, 6 and 8 are the best of 32).
+    ``p`` workers in groups of ``g`` row tiles read ``g`` rows of tiles and ``ceil(p / g)`` columns. For square tiles
+    this is AMD's ``g + ceil(p / g)`` (*gfx950-gluon-tutorials*, v9: 4, 6 and 8 are the best of 32).
     """
     together = cdiv(workers, dies)
     most = max(1, min(grid.num_m, together))
@@ -99,7 +99,7 @@ def group_of(block: tuple[int, int, int], grid: Grid, workers: int, dies: int) -
 class Step(NamedTuple):
     """A K step of a tile, in cycles of a compute unit.
 
-    ``peak``: its multiplications at the data sheet's rate. The others are its bounds: see the module.
+    ``peak``: its multiplications at the data sheet's rate. The other fields are its bounds: see the module.
     """
 
     peak: float
@@ -110,19 +110,19 @@ class Step(NamedTuple):
 
     @property
     def cycles(self) -> float:
-        """The longest, and what the way from beyond L2 draws."""
+        """The longest bound, and the cost in clock of reads beyond L2."""
         return max(self.loop, self.under_way, self.l2, self.beyond) + DRAWN * self.beyond
 
     @property
     def share(self) -> float:
-        """Of the peak."""
+        """The share of the peak."""
         return self.peak / self.cycles
 
 
 def step(
     problem: Problem, device: DeviceProperties, schedule: Schedule, block: tuple[int, int, int], efficiency: float
 ) -> Step:
-    """A K step of a tile of ``block``, while all of ``schedule``'s workers are at one of theirs."""
+    """A K step of a tile of ``block``, while all workers of ``schedule`` are in their K loops."""
     rate = device.peak(problem.kind, 1) / device.clock
     peak = 2 * math.prod(block) / rate
     line = block[2] * ITEMSIZE[problem.dtype]
@@ -131,7 +131,7 @@ def step(
     together = cdiv(workers, device.xcds)
     rows, columns = _distinct(schedule, workers, together, device.xcds)
     shared = (rows * block[0] + columns * block[1]) * line
-    kept = min(1.0, device.l2 / (shared * DRIFT))  # of the rest, each worker reads its own
+    kept = min(1.0, device.l2 / (shared * DRIFT))  # each worker reads the rest by itself
     beyond = kept * shared + (1 - kept) * together * read
     cycle = device.cache_bandwidth / device.xcds / device.clock
     return Step(
@@ -141,10 +141,10 @@ def step(
 
 
 def _distinct(schedule: Schedule, workers: int, together: int, dies: int) -> tuple[float, float]:
-    """Rows and columns of tiles that the workers of one die are at together.
+    """The numbers of distinct rows and columns of tiles that the workers of one die have at the same time.
 
-    With a queue a die, its workers take a stripe's tiles in order. With one queue, program ids, dealt out to the dies
-    in turn, take tiles in the order in which they come free: any of those that are under way.
+    With a queue for each die, its workers take a stripe's tiles in order. With one queue a die's workers have a random
+    choice of all current tiles, because they take tiles as they become free.
     """
     grid = schedule.grid
     num_m, num_n, stripes = max(1, grid.num_m), max(1, grid.num_n), schedule.queues >= dies
@@ -159,12 +159,12 @@ def _distinct(schedule: Schedule, workers: int, together: int, dies: int) -> tup
 
 
 def _met(places: int, draws: int) -> float:
-    """How many of ``places`` are expected to be met in so many draws."""
+    """The expected number of distinct ``places`` in ``draws`` random draws."""
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 
 def clock(device: DeviceProperties, kind: str, share: float) -> float:
-    """Cycles a second that are left where the matrix units work for so much of the time."""
+    """The clock in Hz, if the matrix units are busy for a ``share`` of the time."""
     full = dict(device.sustained).get(kind, device.clock)
     return device.clock - (device.clock - full) * min(1.0, share)
 
@@ -172,16 +172,16 @@ def clock(device: DeviceProperties, kind: str, share: float) -> float:
 def seconds(
     problem: Problem, device: DeviceProperties, schedule: Schedule, block: tuple[int, int, int], efficiency: float
 ) -> float:
-    """What a launch takes. ``efficiency``: share of the peak that the kernel's main loop reaches with data in time."""
+    """The predicted time of a launch. ``efficiency``: the main loop's share of the peak, with its data in time."""
     grid, workers = schedule.grid, schedule.workers
     one = step(problem, device, schedule, block, efficiency)
     hertz = clock(device, problem.kind, one.share)
     item = (grid.k_steps * one.cycles + 2 * ROUND_TRIP) / hertz
     tile_bytes = block[0] * block[1] * ITEMSIZE[problem.out_dtype]
-    store = tile_bytes / (STORING * device.bandwidth)  # of one tile; a wave's go out together
+    store = tile_bytes / (STORING * device.bandwidth)  # for one tile; a wave stores its tiles together
     partials = 0.0
     if schedule.kind == "stream_k" and schedule.remainder:
-        partials = 2 * 4 * schedule.slots * block[0] * block[1] / device.bandwidth  # written, and read again
+        partials = 2 * 4 * schedule.slots * block[0] * block[1] / device.bandwidth  # written and read
         waves = grid.tiles / workers
         busy = waves * (STREAM_K_LOSS * item + workers * store) + 4 * ROUND_TRIP / hertz
     else:
@@ -195,10 +195,10 @@ def candidates(
     problem: Problem, device: DeviceProperties, workers: int, rows: Sequence[Row], kinds: tuple[Kind, ...],
     forced: Forced = FREE, variant: str = "persistent",
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Every way of a kernel that has the tiles ``rows``, within what the caller forces.
+    """All candidates of a kernel with the tiles ``rows`` that match the caller's choices.
 
-    With a queue, there is one, or one a die: then the workers of a die go through a stripe of their own, and steal from
-    the others' once it is empty.
+    A dynamic schedule has one queue, or one for each die. In the second case a die's workers take their own stripe, and
+    steal from other stripes when it is empty.
     """
     for row in rows:
         block = (row.block_m, row.block_n, row.block_k)
@@ -215,7 +215,7 @@ def candidates(
 
 
 def _queue_counts(grid: Grid, device: DeviceProperties, forced: Forced) -> tuple[int, ...]:
-    """Numbers of queues that are considered. Of fewer tiles than dies, some would have no stripe."""
+    """The numbers of queues to consider. With fewer tiles than dies some dies would have no stripe."""
     if forced.queues:
         return (forced.queues,)
     if forced.order is not None or device.xcds == 1 or max(grid.num_m, grid.num_n) < device.xcds:
@@ -224,7 +224,7 @@ def _queue_counts(grid: Grid, device: DeviceProperties, forced: Forced) -> tuple
 
 
 def _split(grid: Grid, raster: Raster, queues: int) -> Split:
-    """What several queues split: rows, too, where nothing arrives and there are fewer columns than queues."""
+    """The split among several queues. It is rows if nothing arrives and there are fewer columns than queues."""
     if queues == 1:
         return "items"
     split = split_of(raster)

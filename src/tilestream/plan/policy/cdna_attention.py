@@ -1,9 +1,9 @@
 """The policy of the CDNA attention kernel: candidates -> cost -> compare.
 
-A candidate is a row of `TILES` with a number of query heads in its rows; what bounds a row stands beside it, and
-`why_not` computes it. The model has the constants of `tilestream.plan.policy.cdna`: a key block takes the longer of its
-multiplications, at the share of the peak that the main loop reaches (`tilestream isa` estimates it), and its bytes from
-L2; a tile's start and end are added. There was no such GPU to fit to.
+A candidate is a row of `TILES` with a number of query heads in its rows; `why_not` computes the bounds of a row. The
+model has the constants of `tilestream.plan.policy.cdna`. A key block takes the longer of its multiplications, at the
+main loop's share of the peak (estimated by `tilestream isa`), and its bytes from L2. A tile's start and end are added.
+No such GPU was available for a fit.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ from tilestream.plan.policy.cdna_tiles import (
     stage_swizzle,
 )
 
-#: Operands.
+#: The operands' dtypes.
 DTYPES = ("bfloat16", "float16")
-#: Rows of a warp, which are a matrix instruction's.
+#: Rows of a warp and of a matrix instruction.
 ROWS = 32
-#: Columns of a part, at least: two vectors of a lane; and at most: what a lane reads of a part is in registers
-#: together, of which gfx942 has more to spare; and its squares, in which values are transposed, are larger then.
+#: The least columns of a part (two vectors of a lane), and the most. A lane has all that it reads of a part in
+#: registers at once, of which gfx942 has more to spare; wide parts also give it larger squares for transposing values.
 LEAST_COLUMNS = 32
 MOST_COLUMNS = {"gfx942": 128, "gfx950": 64}
-#: Keys of a lane in an operand of P V: neighbours of its scores.
+#: Neighbouring keys of a lane, in its scores and in an operand of P V.
 KEYS = 4
-#: Registers of a lane kept for addresses, a stage's operands on their way, and what a row has.
+#: Registers of a lane reserved for addresses, a stage's operands in flight, and a row's values.
 _SPARE = 64
 #: Positions, rows and keys below this, twice and a block more, are within 31 bits.
 _MOST = 2**29
-#: Cycles of a tile's start and end that nothing hides: queries on their way, the first block's copies, the last stores.
+#: Cycles of a tile's start and end, which do not overlap: queries, the first block's copies, the last stores.
 TILE_CYCLES = 5 * cdna.ROUND_TRIP
 
 
 class Tile(NamedTuple):
-    """A tile: warps of 32 query rows each, keys of a block, and the ring that feeds it."""
+    """A tile: warps of 32 query rows each, keys of a block, and the ring of key blocks."""
 
-    columns: int  # the most of the wider of keys and values, in whole parts
+    columns: int  # the most columns of keys or values, in whole parts
     warps: int
     block: int
-    stages: int  # blocks in flight: direct, all in shared memory; staged, two, one there and one in registers
+    stages: int  # blocks in flight: direct, all in shared memory; staged, one there and one in registers
     copies: str  # one of `VARIANTS`
-    #: Share of the matrix units' peak that the plain loop reaches: what `tilestream isa` estimates, not measured.
+    #: The share of the matrix units' peak that the unmasked loop reaches: an estimate of `tilestream isa`.
     efficiency: float
-    #: For what takes more registers, which smaller blocks have: see `is_busy`. None: for both.
+    #: Whether it is for problems that take more registers, which smaller blocks leave: see `is_busy`. None: for both.
     busy: bool | None = None
 
     @property
     def rows(self) -> int:
-        """Of queries."""
+        """Query rows."""
         return ROWS * self.warps
 
     @property
     def waves(self) -> int:
-        """Warps of a SIMD."""
+        """The number of warps of a SIMD."""
         return max(1, self.warps // 4)
 
 
-#: Two warps a SIMD have 256 registers of a lane each: one's softmax runs under the other's multiplications. Sums of 256
-#: columns are 128 registers beside 64 of queries, so there a SIMD has one warp. On gfx942 copies past the registers
-#: have 4 bytes a lane, and values are then read an element at a time: that row is there to ask for.
+#: With two warps a SIMD each has 256 registers a lane, and one's softmax overlaps with the other's multiplications.
+#: Sums of 256 columns take 128 registers, and queries 64, so a SIMD has one warp there. gfx942's direct copies have 4
+#: bytes a lane, and values are then read element by element: that row is for ``variant="direct"``.
 TILES: dict[str, tuple[Tile, ...]] = {
     "gfx942": (
         Tile(64, 8, 64, 2, "staged", 0.51, busy=False),
@@ -103,7 +103,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
 
 
 class Parts(NamedTuple):
-    """The columns of a head, as they are copied and multiplied: ``parts`` of ``width``, the last with ``rest``."""
+    """The partition of a head's columns for copies and products: ``parts`` of ``width``; the last has ``rest``."""
 
     parts: int
     width: int
@@ -111,24 +111,24 @@ class Parts(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of all parts."""
+        """The columns of all parts."""
         return self.parts * self.width
 
 
 def parts_of(columns: int, arch: str) -> Parts:
-    """Equal parts of a power of two, as wide as can be with the fewest columns too many."""
+    """Equal parts of a power of two: the widest ones with the least padding."""
     whole = cdiv(columns, LEAST_COLUMNS) * LEAST_COLUMNS
     width = min(MOST_COLUMNS[arch], whole & -whole)
     return Parts(whole // width, width, columns - whole + width)
 
 
 def instruction(arch: str) -> tuple[int, int, int]:
-    """Rows, columns and K of one MFMA, of 32 rows: a row's scores are in two lanes, those of 16 rows in four."""
+    """Rows, columns and K of one MFMA. With 32 rows a row's scores are in two lanes; with 16 they are in four."""
     return (32, 32, 8 if arch == "gfx942" else 16)
 
 
 class Swizzles(NamedTuple):
-    """How queries, keys and values lie in shared memory."""
+    """The swizzles of queries, keys and values in shared memory."""
 
     q: Swizzle
     k: Swizzle
@@ -136,12 +136,12 @@ class Swizzles(NamedTuple):
 
 
 def turned(arch: str, copies: str) -> bool:
-    """Whether values are transposed on their way through registers, since shared memory is not read across."""
+    """Whether values are transposed in registers, because shared memory has no transposed reads."""
     return copies == "staged" and not READS_TRANSPOSED[arch]
 
 
 def swizzles(tile: Tile, keys: Parts, values: Parts, arch: str) -> Swizzles:
-    """Of rows of a part of queries, of keys and of values; of values that are transposed, rows of a block's keys."""
+    """The swizzles of parts of queries, keys and values. Transposed values have rows of a block's keys."""
     if turned(arch, tile.copies):
         # A lane reads four keys at a time: cells of 8 bytes.
         v = Swizzle.of_row(2 * tile.block, 2 * KEYS, BANKS[arch], 2)
@@ -152,13 +152,13 @@ def swizzles(tile: Tile, keys: Parts, values: Parts, arch: str) -> Swizzles:
 
 
 def lane_bytes(rows: int, width: int, warps: int, arch: str) -> int:
-    """Bytes of a lane in a copy past the registers of a part: the widest of which a warp's share is a whole number."""
+    """Bytes of a lane in a direct copy of a part: the widest that divides a warp's share; 0 for none."""
     share = 2 * rows * width // (LANES * warps)
     return next((wide for wide in DIRECT_BYTES[arch] if share and share % wide == 0), 0)
 
 
 def block_loads(tile: Tile, keys: Parts, values: Parts, arch: str) -> int:
-    """Instructions of a warp that copy a key block: what a wait counts."""
+    """The number of a warp's instructions that copy a key block, which a wait counts."""
     count = 0
     for parts in (keys, values):
         wide = lane_bytes(tile.block, parts.width, tile.warps, arch) if tile.copies == "direct" else CELL_BYTES
@@ -167,29 +167,29 @@ def block_loads(tile: Tile, keys: Parts, values: Parts, arch: str) -> int:
 
 
 def stage_bytes(tile: Tile, keys: Parts, values: Parts) -> int:
-    """Of a block of keys and values."""
+    """Bytes of a block of keys and values."""
     return 2 * tile.block * (keys.columns + values.columns)
 
 
 def shared_bytes(tile: Tile, keys: Parts, values: Parts) -> int:
-    """Shared memory: the ring, or before it is filled an item's queries, direct all parts of them, staged one."""
+    """Bytes of shared memory: the larger of the ring and an item's queries (direct: all parts, staged: one)."""
     stages = tile.stages if tile.copies == "direct" else 1
     queries = 2 * tile.rows * (keys.columns if tile.copies == "direct" else keys.width)
     return max(stages * stage_bytes(tile, keys, values), queries)
 
 
 def gathers(problem: AttentionProblem, tile: Tile) -> bool:
-    """Whether rows of a block lie in several pages: each is found by itself, and goes through registers."""
+    """Whether a block's rows are in several pages. Each row is then looked up, and copied through registers."""
     return 0 < problem.page_size < tile.block
 
 
 def is_busy(problem: AttentionProblem, tile: Tile) -> bool:
-    """Whether a block takes more registers: scores are capped, or masked at both ends, or rows are gathered."""
+    """Whether a block takes more registers: scores are capped or have a left bound, or rows are gathered."""
     return problem.left is not None or problem.softcap > 0 or gathers(problem, tile)
 
 
 def registers_of(tile: Tile, keys: Parts, values: Parts) -> int:
-    """Of a lane: scores and weights, sums, queries, and what a block takes on its way through registers."""
+    """Registers of a lane: scores, weights, sums, queries, and staged copies of a block."""
     made = tile.block // 2 + tile.block // 4 + values.columns // 2 + keys.columns // 4
     if tile.copies == "staged":
         made += stage_bytes(tile, keys, values) // (4 * LANES * tile.warps)
@@ -197,7 +197,7 @@ def registers_of(tile: Tile, keys: Parts, values: Parts) -> int:
 
 
 def why_not(tile: Tile, keys: Parts, values: Parts, arch: str, shared: int) -> str:
-    """What of a tile the hardware cannot hold or count, or the copies not do; empty if they can."""
+    """The limit of the hardware, or of the copies, that a tile exceeds; empty if it exceeds none."""
     needed = shared_bytes(tile, keys, values)
     if needed > shared:
         return f"{needed} bytes of shared memory, of {shared}"
@@ -206,7 +206,7 @@ def why_not(tile: Tile, keys: Parts, values: Parts, arch: str, shared: int) -> s
         return f"{registers_of(tile, keys, values)} registers of {room}"
     if tile.copies == "staged":
         share = tile.block * values.width // (LANES * tile.warps)
-        # Squares of a lane, in which values are transposed: their rows are what is fetched, and put, in one go.
+        # Values are transposed in squares of a lane, whose rows are fetched and stored as vectors.
         return "values are transposed an element at a time" if turned(arch, tile.copies) and share < 4 else ""
     if tile.stages < 3:
         return f"{tile.stages} stages: with fewer than three each block waits for every copy"
@@ -219,7 +219,7 @@ def why_not(tile: Tile, keys: Parts, values: Parts, arch: str, shared: int) -> s
 
 
 def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
-    """Why this kernel does not do such a problem; empty if it does."""
+    """Why this kernel does not support a problem; empty if it does."""
     p = problem
     if device.arch not in TILES or not cdna.knows(device):
         return f"it is for {' and '.join(TILES)}, of which the constants are known; this is {device.arch}"
@@ -235,9 +235,9 @@ def refusal(problem: AttentionProblem, device: DeviceProperties) -> str:
 def candidates(
     problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, variant: str | None = None
 ) -> Iterator[AttentionCandidate]:
-    """Every way the model knows, with copies of one ``variant`` or, None, of any.
+    """All candidates with copies of a ``variant``; None allows both.
 
-    A die takes the heads of a queue of its own, as many together as its L2 keeps the keys and values of.
+    Each die has its own queue of heads. Its L2 keeps the keys and values of a group of heads.
     """
     if variant not in (None, *VARIANTS):
         raise ValueError(f"variant={variant!r}; it is one of {', '.join(VARIANTS)}, or None for the model's choice")
@@ -267,9 +267,9 @@ def seconds(
     problem: AttentionProblem, device: DeviceProperties, tile: Tile, keys: Parts, values: Parts, pack: int, tiles: int,
     workers: int,
 ) -> float:  # fmt: skip
-    """What a launch takes: tiles in waves, or memory, whichever is the longer.
+    """The predicted time of a launch: the longer of tiles in waves and memory.
 
-    The matrix units work for the loop's share of the time, and the clock falls with that: see `cdna.clock`.
+    The clock falls with the share of time in which the matrix units are busy: see `cdna.clock`.
     """
     p = problem
     rate = device.peak(p.dtype, 1) / device.clock
@@ -278,12 +278,12 @@ def seconds(
     fed = together * stage_bytes(tile, keys, values) / (device.l2_bandwidth / device.clock)
     step = max(multiply / tile.efficiency, fed)
     hertz = cdna.clock(device, p.dtype, multiply / step)
-    # Of a row on average; and at each masked end what only half of a tile's rows see, and half a block.
+    # The average keys of a row, and at each masked end half of the tile's positions and half a block.
     seen = cdiv(p.pairs, max(p.rows, 1))
     ends = (p.left is not None) + (p.right is not None)
     blocks = max((seen + ends * 0.5 * (tile.rows / pack + tile.block)) / tile.block, 1.0)
     total = (blocks * step + TILE_CYCLES) * tiles / min(workers, tiles) / hertz
-    # Tiles differ: what the last of them leaves undone is on average half of one.
+    # Tiles differ in length: the last ones add half a tile on average.
     tail = 0.5 * step * blocks / hertz if tiles > workers else 0.0
     memory = p.bytes / device.bandwidth
     return cdna.LAUNCH_SECONDS + max(total + tail, memory) + cdna.NOT_HIDDEN * min(total, memory)

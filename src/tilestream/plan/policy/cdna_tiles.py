@@ -1,6 +1,6 @@
-"""The tiles of the CDNA kernel, and what bounds them: shared memory, registers, how many copies a wait can count.
+"""The tiles of the CDNA kernel, and their bounds: shared memory, registers, and the copies that a wait can count.
 
-Pure, and apart from the cost model, `tilestream.plan.policy.cdna`, which is given its rows from here.
+The cost model of these rows is `tilestream.plan.policy.cdna`.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from tilestream.plan.candidate import FREE, Candidate, Forced, require
 from tilestream.plan.policy import cdna
 from tilestream.plan.problem import FNUZ, ITEMSIZE, OCP, Problem
 
-#: Ways of a stage's data into shared memory: past the registers, or through them.
+#: The ways of copying a stage into shared memory: ``direct`` bypasses the registers, ``staged`` goes through them.
 VARIANTS = ("direct", "staged")
-#: Operands whose products are added in fp32, and outputs. Of 8 bits, each takes one kind.
+#: Dtypes of operands, whose products are added in fp32, and of outputs. Each architecture takes one kind of 8 bits.
 DTYPES = {"gfx942": ("bfloat16", "float16", *FNUZ), "gfx950": ("bfloat16", "float16", *OCP)}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
-#: Lanes of a warp, and bytes that a lane reads of shared memory in one go.
+#: Lanes of a warp, and the bytes of a lane's read of shared memory.
 LANES, CELL_BYTES = 64, 16
-#: Bytes of a lane that a copy past the registers may have: other widths do not lower.
+#: Bytes of a lane in a direct copy. Triton lowers no other widths.
 DIRECT_BYTES = {"gfx942": (4,), "gfx950": (16, 4)}
-#: Whether shared memory is also read transposed: then an operand need not lie K-major in it.
+#: Whether shared memory has transposed reads. Then a stage need not be K-major.
 READS_TRANSPOSED = {"gfx942": False, "gfx950": True}
-#: Copies that one wait can count: `vmcnt` has six bits.
+#: The most copies that a wait can count: `vmcnt` has six bits.
 MOST_IN_FLIGHT = 63
-#: Registers of a lane, accumulation registers among them, of two warps a SIMD.
+#: Registers of a lane with two warps a SIMD, including accumulation registers.
 REGISTERS = 256
-#: Of them kept for addresses, operands of a step and the epilogue.
+#: Registers reserved for addresses, operands of a step and the epilogue.
 _SPARE = 72
-#: Shared memory kept for what lies beside the stages: an atomic's answer, on its way to all lanes.
+#: Bytes of shared memory reserved for an atomic's answer, which all lanes read.
 _BESIDE = 64
-#: A buffer's offsets: bytes, below this.
+#: The bound of a buffer's offsets in bytes.
 REACH = 2**31 - 16
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 512
 
 
 class Tile(NamedTuple):
-    """A tile, the warps that share it, and the ring that feeds them."""
+    """A tile, the warps that share it, and their ring."""
 
     block_m: int
     block_n: int
     lines: int  # K of a stage, in lines of 64 bytes
     warps: int
-    stages: int  # steps in flight: direct, all in shared memory; staged, two, one there and one in registers
+    stages: int  # steps in flight: direct, all in shared memory; staged, one there and one in registers
     copies: str  # one of `VARIANTS`
-    #: Share of the matrix units' peak that the main loop reaches: what `tilestream isa` estimates, not measured.
+    #: The share of the matrix units' peak that the main loop reaches: an estimate of `tilestream isa`.
     efficiency: float
 
     @property
     def stage_bytes(self) -> int:
-        """Of A's part and B's."""
+        """Bytes of a stage of A and B."""
         return (self.block_m + self.block_n) * 64 * self.lines
 
     @property
@@ -64,12 +64,12 @@ class Tile(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Those, and what a step takes on its way through registers."""
+        """Registers of a lane for the accumulator and a staged step."""
         return self.accumulator + (self.stage_bytes // (4 * LANES * self.warps) if self.copies == "staged" else 0)
 
     @property
     def splits(self) -> bool:
-        """Whether it may be cut along K: what partial results need finds no registers beside a large accumulator."""
+        """Whether it may be cut along K. A large accumulator leaves no registers for partial results."""
         return self.accumulator < 128
 
     def block_k(self, size: int) -> int:
@@ -77,8 +77,8 @@ class Tile(NamedTuple):
         return 64 * self.lines // size
 
 
-#: An accumulator of 256 x 256 of fp32 in eight warps is 128 registers of a lane. Where copies past the registers have 4
-#: bytes a lane, those through registers take fewer instructions (`better_copies`): the others are there to ask for.
+#: An accumulator of 256 x 256 of fp32 in eight warps is 128 registers of a lane. If direct copies have 4 bytes a lane,
+#: staged copies take fewer instructions (`better_copies`), and the direct rows are for ``variant="direct"``.
 TILES: dict[str, tuple[Tile, ...]] = {
     "gfx942": (
         Tile(256, 256, 1, 8, 2, "staged", 0.73),
@@ -109,7 +109,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
 
 
 def spread(block_m: int, block_n: int, warps: int) -> tuple[int, int]:
-    """Warps down a tile's rows, and across its columns: so that each has a part as square as can be."""
+    """The numbers of warps down a tile's rows and across its columns, so that a warp's part is nearly square."""
     down = across = 1
     while down * across < warps:
         if block_m // down > block_n // across:
@@ -120,21 +120,21 @@ def spread(block_m: int, block_n: int, warps: int) -> tuple[int, int]:
 
 
 class StageCost(NamedTuple):
-    """Instructions of one warp that bring a K step into shared memory."""
+    """A warp's instructions that copy a K step into shared memory."""
 
     loads: int
     writes: int
 
     @property
     def total(self) -> int:
-        """Of both kinds."""
+        """The sum of both kinds."""
         return self.loads + self.writes
 
 
 def stage_cost(tile: Tile, lane_bytes: int, copies: str) -> StageCost:
-    """What a warp issues for a stage: direct, a copy for each ``lane_bytes`` of its lanes; staged, vectors twice.
+    """A warp's instructions for a stage: direct, copies of ``lane_bytes`` a lane; staged, loads and writes of vectors.
 
-    So a lane's 4 bytes (gfx942) are twice as many instructions as the way through registers, and 16 (gfx950) half.
+    So direct copies of 4 bytes (gfx942) take twice the instructions of staged copies, and those of 16 (gfx950) half.
     """
     share = tile.stage_bytes // (LANES * tile.warps)
     if copies == "direct":
@@ -143,7 +143,7 @@ def stage_cost(tile: Tile, lane_bytes: int, copies: str) -> StageCost:
 
 
 def better_copies(tile: Tile, arch: str) -> str:
-    """The way of a stage's data that takes the fewer instructions, if its registers are there."""
+    """The variant of copies with fewer instructions; ``staged`` only if its registers fit."""
     direct = stage_cost(tile, DIRECT_BYTES[arch][0], "direct")
     staged = stage_cost(tile, CELL_BYTES, "staged")
     fits = tile._replace(copies="staged").registers + _SPARE <= REGISTERS
@@ -151,25 +151,25 @@ def better_copies(tile: Tile, arch: str) -> str:
 
 
 def lane_bytes(tile: Tile, arch: str) -> int:
-    """Bytes of a lane in a copy past the registers: the widest of which a warp's share is a whole number; 0: none."""
+    """Bytes of a lane in a direct copy: the widest that divides a warp's share; 0 for none."""
     share = min(tile.block_m, tile.block_n) * 64 * tile.lines // (LANES * tile.warps)
     return next((width for width in DIRECT_BYTES[arch] if share and share % width == 0), 0)
 
 
 def in_flight(tile: Tile, arch: str) -> int:
-    """Copies of a warp that are in flight at most, in the hardware's unit: instructions."""
+    """The most copies of a warp in flight, counted in instructions as the hardware does."""
     if tile.copies == "staged":
         return stage_cost(tile, CELL_BYTES, "staged").loads
     return stage_cost(tile, lane_bytes(tile, arch), "direct").loads * (tile.stages - 1)
 
 
 def outstanding(tile: Tile, arch: str) -> int:
-    """Copies that may still be in flight where the loop waits for a step: what the wait must say."""
+    """The copies that may remain in flight when the loop waits for a step: the operand of the wait."""
     return stage_cost(tile, lane_bytes(tile, arch), "direct").loads * (tile.stages - 2)
 
 
 def why_not(tile: Tile, arch: str, shared: int) -> str:
-    """What of a tile the hardware cannot hold or count; empty if it can."""
+    """The limit of the hardware that a tile exceeds; empty if it exceeds none."""
     needed = tile.stage_bytes * (tile.stages if tile.copies == "direct" else 1)
     if needed > shared or (tile.copies == "direct" and needed + _BESIDE > shared):
         return f"{tile.stages} stages of {tile.stage_bytes} bytes, shared memory has {shared}"
@@ -185,25 +185,25 @@ def why_not(tile: Tile, arch: str, shared: int) -> str:
 
 
 def fitting(rows: Iterable[Tile], device: DeviceProperties, size: int = 2) -> tuple[Tile, ...]:
-    """Those that a device holds, and whose K step is a whole number of instructions."""
+    """The tiles that fit a device, and whose K step is a whole number of instructions."""
     arch, step = device.arch, instruction(device.arch, size)[2]
     return tuple(row for row in rows if not why_not(row, arch, device.shared) and row.block_k(size) % step == 0)
 
 
 def stage_swizzle(tile_rows: int, block_k: int, size: int, arch: str, k_major: bool) -> Swizzle:
-    """How a stage of ``tile_rows`` rows lies in shared memory: K-major in rows of ``block_k``, else the other way."""
+    """The swizzle of a stage of ``tile_rows`` rows: rows of ``block_k`` if K-major, else rows of ``tile_rows``."""
     return Swizzle.of_row((block_k if k_major else tile_rows) * size, CELL_BYTES, BANKS[arch], size)
 
 
 def instruction(arch: str, size: int) -> tuple[int, int, int]:
-    """Rows, columns and K of one MFMA. Of 16 x 16, whose results a lane gets the sooner."""
+    """Rows, columns and K of one MFMA. It is 16 x 16, which has the lower latency."""
     if arch == "gfx942":
         return (16, 16, 32 // size)
     return (16, 16, 32 if size == 2 else 128)
 
 
 def is_far(tile_rows: int, block_k: int, stride: int, size: int, k_major: bool) -> bool:
-    """Whether a step of an operand reaches beyond what a buffer's offset can say."""
+    """Whether a step of an operand exceeds the range of a buffer's offset."""
     outer = tile_rows if k_major else block_k
     inner = block_k if k_major else tile_rows
     return ((outer - 1) * stride + inner) * size > REACH
@@ -212,7 +212,7 @@ def is_far(tile_rows: int, block_k: int, stride: int, size: int, k_major: bool) 
 def candidates(
     problem: Problem, device: DeviceProperties, workers: int, *, kinds: tuple[Kind, ...], forced: Forced = FREE
 ) -> Iterator[Candidate]:
-    """Every way the model knows, within what the caller forces; none if there is no such tile."""
+    """All candidates that match the caller's choices; none if no tile matches."""
     require(refusal(problem, device))
     size = ITEMSIZE[problem.dtype]
     for row in TILES[device.arch]:
@@ -228,7 +228,7 @@ def candidates(
 
 
 def refusal(problem: Problem, device: DeviceProperties) -> str:
-    """Why this kernel does not do such a problem; empty if it does."""
+    """Why this kernel does not support a problem; empty if it does."""
     if device.arch not in TILES or not cdna.knows(device):
         return f"it is for {' and '.join(TILES)}, of which the constants are known; this is {device.arch}"
     known = DTYPES[device.arch]

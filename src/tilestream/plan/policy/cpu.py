@@ -1,14 +1,12 @@
 """The CPU's policy: candidates -> cost -> compare.
 
-The model has five terms, in seconds, fitted on an EPYC (Zen 5) with MKL; what matters is only that the order it puts
-candidates in is right:
+The model adds five times, fitted on an EPYC (Zen 5) with MKL. Only the order of candidates matters. The times are of:
 
-* a tile's multiply-adds, at the rate the BLAS reaches;
-* what the BLAS does once per tile: copying the tile's rows of A and columns of B into its own layout; operands of 8
-  bits are looked up first;
-* what Python does once per tile: taking it, and the call;
-* starting the workers;
-* the bytes that must come from memory and go there, which nothing is assumed to hide.
+* a tile's multiply-adds, at the BLAS's rate;
+* the BLAS's copy of a tile's rows of A and columns of B into its own layout, after a table lookup for 8-bit operands;
+* Python's work for a tile: taking it, and the call;
+* the start of the workers;
+* the memory traffic, of which nothing is assumed to overlap.
 """
 
 from __future__ import annotations
@@ -23,25 +21,25 @@ from tilestream.plan.candidate import FREE, Candidate, Forced
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.raster import first_batch_of, raster_of, split_of
 
-#: Share of the nominal peak that a BLAS reaches on large matrices.
+#: The share of the nominal peak that a BLAS reaches with large matrices.
 BLAS_EFFICIENCY = 0.45
-#: Bytes a second at which one worker copies operands into the BLAS's layout.
+#: Bytes a second of one worker that copies operands into the BLAS's layout.
 PACK_BANDWIDTH = 12e9
-#: 8-bit elements a second that one worker looks up, and one thread in a launch without workers.
+#: 8-bit elements a second that one worker, or one thread in a launch without workers, converts by table lookup.
 WIDEN_RATE = 1.7e9
-#: Seconds of Python a tile, a launch on workers, and a launch in the calling thread take.
+#: Seconds of a tile in Python, of a launch on workers, of each worker, and of a launch in the calling thread.
 TILE_SECONDS = 25e-6
 START_SECONDS = 150e-6
 WORKER_SECONDS = 60e-6
 INLINE_SECONDS = 30e-6
-#: K elements in a K step: only stream-K cuts there, and a part of less than this is not worth a BLAS call.
+#: K elements in a K step. Only stream-K cuts at steps, and a smaller part is not worth a BLAS call.
 BLOCK_K = 256
 
-#: Row tiles per group of a raster.
+#: Row tiles in a group of the raster.
 GROUP = 4
 
-#: A tile under `tilestream.invariant`: rows, to which the last ones are padded, and columns at most. Every call of the
-#: BLAS has one shape then, since its bits depend on that.
+#: A tile under `tilestream.invariant`: its rows, to which the last tile is padded, and its most columns. All calls of
+#: the BLAS then have one shape, because its bits depend on the shape.
 PROMISED_TILE = (64, 512)
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -51,10 +49,10 @@ def candidates(
     problem: Problem, device: DeviceProperties, workers: int, *, kinds: tuple[Kind, ...], inline: bool,
     forced: Forced = FREE,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Every way the model knows, within what the caller forces."""
+    """All candidates that match the caller's choices."""
     if inline:
         block = (max(problem.m, 1), max(problem.n, 1), BLOCK_K)
-        # One item, of all batches: the BLAS takes them in one call.
+        # One item has all batches, which the BLAS takes in one call.
         schedule = Schedule("dynamic", Grid.of(problem.m, problem.n, problem.k, *block, batch=min(problem.batch, 1)))
         yield Candidate("inline", block, schedule, inline_seconds(problem, device, workers))
     for block_m, block_n in [forced.tile] if forced.tile else _tiles(problem):
@@ -74,7 +72,7 @@ def promised_tile(asked: tuple[int, int] | None, problem: Problem) -> tuple[int,
     Raises
     ------
     NotImplementedError
-        If the caller asks for another, or for float64, whose rows MKL adds by their place even in calls of one shape.
+        For another tile, and for float64: MKL's sums of a float64 row depend on its place even in calls of one shape.
     """
     if problem.dtype == "float64":
         raise NotImplementedError(
@@ -94,7 +92,7 @@ def _tiles(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _blocks(extent: int) -> list[int]:
-    """Block sizes worth a look for an extent: those below it, and the extent itself (one tile, however odd)."""
+    """Block sizes to consider for an extent: those below it, and the extent itself (a single tile)."""
     blocks = [block for block in _BLOCKS if block < extent]
     return [*blocks[-5:], extent] if 0 < extent <= _BLOCKS[-1] else blocks[-5:] or [1]
 
@@ -104,7 +102,7 @@ def _grid(problem: Problem, block: tuple[int, int, int]) -> Grid:
 
 
 def inline_seconds(problem: Problem, device: DeviceProperties, workers: int) -> float:
-    """What the model expects of a launch in the calling thread."""
+    """The predicted time of a launch in the calling thread."""
     rate = device.peak(problem.dtype, workers) * BLAS_EFFICIENCY
     widen = problem.batch * (problem.m + problem.n) * problem.k / WIDEN_RATE if problem.fp8 else 0.0
     return INLINE_SECONDS + problem.operations / rate + widen + problem.bytes / device.bandwidth
@@ -124,7 +122,7 @@ def _seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, blo
     else:
         total = tile * cdiv(grid.tiles, workers)
     total += START_SECONDS + WORKER_SECONDS * workers + problem.bytes / device.bandwidth
-    # What is left to do when the last chunk comes is not hidden by anything.
+    # The work that remains when the last chunk arrives overlaps with nothing.
     for incoming, size, others in ((problem.rows, block[0], grid.num_n), (problem.columns, block[1], grid.num_m)):
         if incoming is not None:
             chunks = incoming.chunks

@@ -1,7 +1,7 @@
-"""The CPU's policy for attention: tiles of one query block and head on the workers, or all in the calling thread.
+"""The CPU's policy for attention: tiles of one query block and head on the workers, or one call in the calling thread.
 
-Where torch's own kernel for CPUs computes the same function, ``torch`` is that kernel, called once for all heads: its
-products and its softmax share a cache, which BLAS calls from Python cannot.
+If torch's own CPU kernel computes the same function, ``torch`` is one call of it for all heads. Its products and its
+softmax share a cache, which separate BLAS calls from Python cannot.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tilestream.plan.attention_plan import AttentionCandidate, schedule_of
 from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy.cpu import INLINE_SECONDS, START_SECONDS, WORKER_SECONDS
 
-#: Query rows of a tile, and keys of a block: their scores, 256 KiB of float32, stay in a core's second-level cache.
+#: Query rows of a tile, and keys of a block. Their scores, 256 KiB of float32, stay in a core's second-level cache.
 BLOCK = (128, 512)
-#: Under `tilestream.invariant`: a row by itself, so that the shapes of all calls depend on the keys that it sees alone.
+#: The same under `tilestream.invariant`: single rows, so that a call's shapes depend only on the row's visible keys.
 PROMISED_BLOCK = (1, BLOCK[1])
-#: Share of the nominal peak that products and exponentials together reach.
+#: The share of the nominal peak that products and exponentials together reach.
 EFFICIENCY = 0.2
-#: The same of torch's own kernel.
+#: The same share for torch's own kernel.
 TORCH_EFFICIENCY = 0.3
-#: Seconds of Python a block of keys, and a tile.
+#: Seconds of Python for a block of keys, and for a tile.
 BLOCK_SECONDS, TILE_SECONDS = 60e-6, 60e-6
-#: Heads that are taken together: what they share is in the third-level cache.
+#: Heads in a group, whose shared keys stay in the third-level cache.
 GROUP = 8
 
 
@@ -35,7 +35,7 @@ def candidates(
     problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind, forced: bool,
     block: tuple[int, int] = BLOCK,
 ) -> Iterator[AttentionCandidate]:  # fmt: skip
-    """Both ways; in the calling thread only where nothing arrives and no knob is forced."""
+    """The candidates on workers and, if nothing arrives or is forced, in the calling thread."""
     schedule, alone = (schedule_of(problem, block[0], 1, GROUP, kind, count) for count in (workers, 1))
     tiles, rate = schedule.grid.tiles, device.peak(problem.dtype, 1) * EFFICIENCY
     blocks = tiles * (TILE_SECONDS + cdiv(max(problem.seqlen_k, 1), block[1]) * BLOCK_SECONDS)
@@ -51,7 +51,7 @@ def candidates(
 
 
 def unlike_torch(problem: AttentionProblem) -> str:
-    """What of the problem torch's own kernel for CPUs does not compute; empty where it computes all of it."""
+    """The feature of a problem that torch's CPU kernel lacks; empty if it supports the problem."""
     p = problem
     square = p.seqlen_q == p.seqlen_k or p.alignment == "top_left"
     reasons = {
@@ -66,5 +66,5 @@ def unlike_torch(problem: AttentionProblem) -> str:
 
 
 def whole(problem: AttentionProblem, kind: Kind) -> Schedule:
-    """One item: all heads of all sequences."""
+    """A schedule of one item, with all heads of all sequences."""
     return Schedule(kind, Grid(1, 1, 1), Raster("longest_first", group=1), 1)

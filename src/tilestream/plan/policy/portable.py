@@ -1,9 +1,9 @@
 """The policy of the portable GPU kernel: candidates -> cost -> compare.
 
-What bounds a row of `TILES` stands beside it. The model has three terms, in seconds: a tile's multiply-adds at the rate
-its size reaches, a constant a tile (taking it, filling and emptying the ring, the epilogue), and the launch; the whole
-is never below the memory's floor. Rates were read off an H100; only the order of candidates matters. CDNA 3 and 4 have
-tiles (`CDNA`) and a model (`tilestream.plan.policy.cdna`) of their own.
+The comments in `TILES` give the bounds of its rows. The model adds three times: a tile's multiply-adds at the rate of
+its size, a constant for each tile (taking it, filling and emptying the ring, the epilogue), and the launch. The total
+is at least the memory's floor. The rates are from an H100; only the order of candidates matters. CDNA 3 and 4 have
+their own tiles (`CDNA`) and their own model (`tilestream.plan.policy.cdna`).
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from tilestream.plan.policy import cdna
 from tilestream.plan.problem import FNUZ, FP8, ITEMSIZE, OCP, Problem
 from tilestream.plan.raster import first_batch_of, queues_of, raster_of
 
-#: Row tiles per group of a raster.
+#: Row tiles in a group of the raster.
 GROUP = 8
-#: Columns of a strip of the epilogue. With every part of it, the largest tile needs 224 of a thread's 255 registers, of
-#: 8-bit operands 240; with strips of 64, 240 and more. Of tensor memory, 128 columns spill up to 270 bytes with 32, and
-#: need 178 registers with 16; 64 columns spill 128 bytes with 16, and need 212 registers with 32 (Triton 3.9).
+#: Columns of a strip of the epilogue. With all its parts the largest tile needs 224 of a thread's 255 registers, or 240
+#: for 8-bit operands; strips of 64 need 240 and more. With tensor memory, tiles of 128 columns spill up to 270 bytes in
+#: strips of 32, and need 178 registers with 16; 64 columns spill 128 bytes with 16, and need 212 with 32 (Triton 3.9).
 STRIP, TENSOR_MEMORY_STRIP = 32, 16
-#: Seconds a tile costs beside its multiply-adds, and a launch.
+#: Seconds of a tile in addition to its multiply-adds, and of a launch.
 TILE_SECONDS = 2e-6
 LAUNCH_SECONDS = 8e-6
-#: Slowdown of the loop in the kernel that can also split a tile.
+#: The slowdown of the loop in the kernel that can also split a tile.
 STREAM_K_LOSS = 1.06
-#: A tile's slowdown in the kernel that draws tickets. On an H200 0 to 3 % with B as a Linear weight lies, 7 to 13 %
-#: with B row-major (benchmarks/results/h200/portable_gemm.json); a problem does not say which.
+#: A tile's slowdown in the kernel that draws tickets. On an H200 it is 0 to 3 % with B in a linear layer's layout, and
+#: 7 to 13 % with B row-major (benchmarks/results/h200/portable_gemm.json). A problem does not say which B has.
 QUEUE_LOSS = 1.05
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 256
-#: Dtypes of operands.
+#: The operands' dtypes.
 DTYPES = ("float16", "bfloat16", "float32")
-#: NVIDIA's first architecture with matrix units for 8-bit operands, and AMD's, by the kind that their units take.
+#: NVIDIA's first architecture with matrix units for 8-bit operands.
 _FIRST_SM = 89
-#: By the instructions that Triton multiplies with: a warp's, beside which the last stage is in registers; and those of
-#: Blackwell's tensor memory, whose accumulator comes to the registers as a whole: 128x256 spills, and what is unaligned
-#: or waits at a gate spills with 128 columns.
+#: Architectures by Triton's matrix instructions. With a warp's instructions the last stage is in registers. With those
+#: of Blackwell's tensor memory the whole accumulator comes to the registers: 128x256 spills, and with unaligned
+#: operands or a gate 128 columns spill.
 _OF_A_WARP = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
 _OF_TENSOR_MEMORY = ("sm_100", "sm_103", "sm_110")
+#: AMD's architectures with matrix units for 8-bit operands, by the kind of operand.
 _OCP_GFX = ("gfx950", "gfx1200", "gfx1201", "gfx1250")
 _FNUZ_GFX = ("gfx942",)
 
 
 class Tile(NamedTuple):
-    """A tile, the warps and stages that go with it, and the share of the matrix units' peak it reaches.
+    """A tile, its warps and stages, and its share of the matrix units' peak.
 
-    ``buffers`` of the stages are in shared memory, the others in registers; 0: all are in shared memory.
+    ``buffers`` stages are in shared memory, and the others in registers; 0: all are in shared memory.
     """
 
     block_m: int
@@ -64,26 +65,25 @@ class Tile(NamedTuple):
     buffers: int = 0
 
     def ring_bytes(self, itemsize: int) -> int:
-        """Shared memory of the stages."""
+        """The stages' bytes of shared memory."""
         return (self.block_m + self.block_n) * self.block_k * itemsize * (self.buffers or self.stages)
 
 
-#: By what the inputs allow. Compiled with everything the epilogue has, and with a gate, none spills: see the compile
-#: gate. What a row needs of sm_90a's 255 registers is the least limit with which ptxas spills nothing, at its worst in
-#: Triton 3.6, 3.7 and 3.9.
+#: Tiles by the kind of inputs. None spills with all parts of the epilogue and a gate: see the compile gate. Numbers of
+#: registers, of sm_90a's 255, are the lowest limits without a spill in ptxas, the highest of Triton 3.6, 3.7 and 3.9.
 TILES: dict[str, tuple[Tile, ...]] = {
     "16-bit": (
         Tile(128, 256, 64, 8, 3, 0.70),  # accumulator: 128 registers a thread; ring: 144 KiB
         Tile(128, 128, 64, 8, 4, 0.62),  # with 4 warps, the epilogue needs 248 registers
         Tile(64, 128, 64, 4, 4, 0.41),
-        Tile(64, 64, 64, 4, 4, 0.25),  # 64 rows: the least that Hopper's warp-group instructions take
+        Tile(64, 64, 64, 4, 4, 0.25),  # 64 rows: the least of Hopper's warp-group instructions
         Tile(16, 128, 64, 4, 4, 0.12),
     ),
     # Copies of 16 bytes and of 8; and of 4, whose addresses for a K step of 64 are more than there are registers beside
     # 128x128 (Triton 3.9 spills 168 bytes). No GPU has run them, and the shares are guesses.
     "16-bit, vectors": (Tile(128, 128, 64, 8, 4, 0.40), Tile(64, 64, 64, 4, 4, 0.18)),
     "16-bit, vectors of 2": (Tile(128, 128, 32, 8, 4, 0.35), Tile(64, 64, 32, 4, 4, 0.16)),
-    # An element a load: one 64-bit address each, in registers.
+    # Each element has its own load, with a 64-bit address in registers.
     "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.10)),
     "8-bit": (
         Tile(128, 256, 128, 8, 3, 0.60),  # the ring: 144 KiB
@@ -92,8 +92,8 @@ TILES: dict[str, tuple[Tile, ...]] = {
         Tile(64, 64, 128, 4, 4, 0.22),
         Tile(16, 128, 64, 4, 4, 0.10),  # 16 rows: multiplied as float16
     ),
-    # Each accumulator twice: what the tensor cores add to, and what that is emptied into; 128x256 spills. ptxas puts
-    # their instructions one after the other.
+    # Two accumulators: the tensor cores' own, and the float32 sum to which it is added. 128x256 spills. ptxas
+    # serialises the instructions of both.
     "8-bit, promoted": (
         Tile(128, 128, 128, 8, 4, 0.45),
         Tile(64, 128, 128, 4, 4, 0.30),
@@ -106,15 +106,15 @@ TILES: dict[str, tuple[Tile, ...]] = {
     "float32, unaligned": (Tile(32, 64, 16, 4, 2, 0.20),),
 }
 
-#: Stages where copies go through registers: one tile in shared memory, the next on its way.
+#: Stages if copies go through registers: one in shared memory, and the next in flight.
 _HIP_STAGES = 2
-#: The same for gfx942, whose copies go through registers, and gfx950, where Triton 3.9 copies straight to LDS.
-#: Efficiencies are what `tilestream isa` estimates (benchmarks/results/amd/isa.json), not measured. With everything in
-#: the epilogue, and a gate, none spills: the compile gate's.
+#: The tiles of gfx942, whose copies go through registers, and of gfx950, for which Triton 3.9 copies directly to LDS.
+#: Efficiencies are estimates by `tilestream isa` (benchmarks/results/amd/isa.json), not measurements. None spills with
+#: all parts of the epilogue and a gate: see the compile gate.
 CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
     "gfx942": {
         "16-bit": (
-            Tile(128, 256, 64, 8, 2, 0.56, 1),  # a second buffer, of 48 KiB, does not fit 64 KiB
+            Tile(128, 256, 64, 8, 2, 0.56, 1),  # two buffers, of 48 KiB each, exceed 64 KiB
             Tile(128, 128, 64, 8, 3, 0.60, 2),
             Tile(64, 128, 64, 4, 2, 0.31, 1),
             Tile(64, 64, 64, 4, 2, 0.18, 1),
@@ -129,8 +129,8 @@ CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
             Tile(16, 128, 64, 4, 2, 0.05, 1),
         ),
         "8-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.12, 1), Tile(64, 64, 32, 4, 2, 0.038, 1)),
-        # Multiplied as float16: the share of the peak, which is that of 8 bits, is half of what float16's would be.
-        # What binds is the conversion, which each warp does to all that it reads.
+        # Multiplied as float16. The share of the peak, which is that of 8 bits, is half of the share of float16's. The
+        # conversion is the bound: each warp converts all operands that it reads.
         "8-bit, converted": (
             Tile(128, 256, 64, 8, 2, 0.121, 1),
             Tile(128, 128, 64, 8, 2, 0.072, 1),
@@ -173,7 +173,7 @@ CDNA: dict[str, dict[str, tuple[Tile, ...]]] = {
 
 
 def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
-    """The rows of `TILES` for a problem, those whose ring does not fit the device left out."""
+    """The rows of `TILES` for a problem whose ring fits the device."""
     if ITEMSIZE[problem.dtype] <= 2:
         kind = f"{8 * ITEMSIZE[problem.dtype]}-bit"
         if converts(problem.dtype, device.arch):
@@ -208,14 +208,14 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
 def candidates(
     problem: Problem, device: DeviceProperties, workers: int, *, kinds: tuple[Kind, ...], forced: Forced = FREE
 ) -> Iterator[Candidate]:
-    """Every way the model knows, within what the caller forces.
+    """All candidates that match the caller's choices.
 
     Raises
     ------
     NotImplementedError
-        If this kernel does not do such a problem.
+        If this kernel does not support the problem.
     ValueError
-        If ``tile`` is none that it has for these inputs.
+        If it does not have the forced tile for these inputs.
     """
     refuse(problem, device)
     rows = tiles(problem, device)
@@ -235,31 +235,31 @@ def candidates(
             count, split = queues_of(problem, kind, forced.queues, raster, min(workers, max(1, grid.tiles)))
             schedule = Schedule(kind, grid, raster, workers, count, split, forced.shares or 0, first_batch_of(problem))
             if kind == "stream_k" and len(kinds) > 1 and not schedule.remainder:
-                continue  # not forced, and nothing to split: a queue with a larger kernel
+                continue  # not forced, and nothing to split: the same as a queue, with a larger kernel
             predicted = seconds(problem, device, schedule, row)
             yield Candidate("persistent", block, schedule, predicted, row.warps, row.stages)
 
 
 def has_tensor_memory(arch: str) -> bool:
-    """Whether the accumulator is in tensor memory, from which strips of it can be read."""
+    """Whether the accumulator is in tensor memory, from which it can be read in strips."""
     return arch in _OF_TENSOR_MEMORY
 
 
 def strip(arch: str, columns: int) -> int:
-    """Columns of a strip of the epilogue, of a tile of so many."""
+    """Columns of a strip of the epilogue, for a tile of ``columns``."""
     return min(TENSOR_MEMORY_STRIP if has_tensor_memory(arch) and columns > 64 else STRIP, columns)
 
 
 def by_model(problem: Problem, device: DeviceProperties) -> bool:
-    """Whether the cost model weighs a queue against a static grid: on NVIDIA's GPUs, where both were measured.
+    """Whether the cost model compares a queue with a static grid: on NVIDIA's GPUs, where both were measured.
 
-    Where chunks arrive, late chunks and workers decide, which a model of an idle GPU does not know.
+    It does not if chunks arrive: late chunks and workers decide then, and the model is of an idle GPU.
     """
     return device.arch.startswith("sm_") and not problem.arriving
 
 
 def refuse(problem: Problem, device: DeviceProperties) -> None:
-    """Raise `NotImplementedError` if this kernel does not do such a problem."""
+    """Raise `NotImplementedError` if this kernel does not support a problem."""
     for dtype, known in ((problem.dtype, (*DTYPES, *FP8)), (problem.out_dtype, DTYPES)):
         if dtype not in known:
             raise NotImplementedError(
@@ -282,39 +282,39 @@ def refuse(problem: Problem, device: DeviceProperties) -> None:
 
 
 def fp8_units(arch: str) -> tuple[str, ...]:
-    """The operands of 8 bits that the matrix units take: OCP's, the fnuz ones, or none."""
+    """The 8-bit dtypes of the matrix units: OCP's, the fnuz ones, or none."""
     if arch in _FNUZ_GFX:
         return FNUZ
     return OCP if arch in _OCP_GFX or (arch.startswith("sm_") and int(arch[3:]) >= _FIRST_SM) else ()
 
 
 def has_fp8_units(arch: str) -> bool:
-    """Whether the matrix units take OCP's operands of 8 bits."""
+    """Whether the matrix units take OCP's 8-bit operands."""
     return fp8_units(arch) == OCP
 
 
 def sums_lose_bits(arch: str) -> bool:
-    """Whether the matrix units add up products of 8 bits with fewer bits than float32's.
+    """Whether the matrix units add up 8-bit products with fewer bits than float32's.
 
-    Hopper's and Ada's do (SageAttention2, arXiv:2411.10958, section 3: 13 bits of mantissa). Of sm_120, whose
-    instructions are Ada's, nothing is published, so it is taken to be as they are. AMD's, and those of Blackwell's
-    tensor memory, add up in float32.
+    Hopper's and Ada's do (SageAttention2, arXiv:2411.10958, section 3: 13 bits of mantissa). Nothing is published for
+    sm_120; it has Ada's instructions, so the same is assumed. AMD's units, and those with Blackwell's tensor memory,
+    add up in float32.
     """
     return arch == "sm_90" or adds_by_itself(arch)
 
 
 def adds_by_itself(arch: str) -> bool:
-    """Whether the kernel has to add the sums of a K step to float32 itself, because Triton does not there."""
+    """Whether the kernel itself must add the sums of a K step in float32, because Triton does not on ``arch``."""
     return arch in _OF_A_WARP and has_fp8_units(arch)
 
 
 def converts(dtype: str, arch: str) -> bool:
-    """Whether operands of 8 bits become float16, exactly, on their way to the matrix units, which take others."""
+    """Whether the kernel converts 8-bit operands to float16, exactly, because the matrix units take other dtypes."""
     return arch in CDNA and dtype in FP8 and dtype not in fp8_units(arch)
 
 
 def converted(problem: Problem, device: DeviceProperties) -> str:
-    """What `converts` costs, in words; empty where nothing is converted."""
+    """The cost of a conversion in words; empty without a conversion."""
     if not converts(problem.dtype, device.arch):
         return ""
     return (
@@ -324,7 +324,7 @@ def converted(problem: Problem, device: DeviceProperties) -> str:
 
 
 def seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile: Tile) -> float:
-    """What the model expects of a schedule."""
+    """The predicted time of a schedule."""
     workers, count = schedule.workers, schedule.grid.tiles
     rate = device.peak(problem.kind, 1) * tile.efficiency
     math = 2 * tile.block_m * tile.block_n * problem.k / rate
@@ -335,5 +335,5 @@ def seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile
         total = (STREAM_K_LOSS * math + TILE_SECONDS) * count / workers + partials + 2 * TILE_SECONDS
     else:
         total = (math + TILE_SECONDS) * cdiv(count, workers)
-    # Where memory binds, the way with less else to do is still the better one.
+    # If memory binds, the candidate with less work is still the better one.
     return LAUNCH_SECONDS + max(total, problem.bytes / device.bandwidth) + 0.1 * total

@@ -1,8 +1,8 @@
 """The policy of the portable GPU attention kernel: candidates -> cost -> compare.
 
-What bounds a row of `TILES` stands beside it. The model: blocks of keys at the rate that a tile's size reaches, and a
-constant a tile. The largest rows' rates, and the constant, were read off an H100 (bfloat16, S = 1k to 16k: 3 us a tile
-of 64 columns, 11 of 128); the others are estimates, and what matters is the order they put rows in.
+The comments in `TILES` give the bounds of its rows. The model adds key blocks, at the rate of a tile's size, and a
+constant for each tile. The largest rows' rates, and the constant, are from an H100 (bfloat16, S = 1k to 16k: 3 us a
+tile of 64 columns, 11 of 128). The others are estimates; only the order of candidates matters.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.policy.portable import has_fp8_units
 from tilestream.plan.problem import ITEMSIZE
 
-#: Seconds a tile costs beside its blocks (taking it, the ring's start and end, the epilogue), and a launch.
+#: Seconds of a tile in addition to its blocks (taking it, the ring's start and end, the epilogue), and of a launch.
 TILE_SECONDS = 6e-6
 LAUNCH_SECONDS = 8e-6
-#: Bytes of K and V that the heads that are taken together may have: half of what an H100's L2 holds, or that of a GPU
-#: whose L2 is known; an MI300's XCD has 4 MiB, and a queue of its own.
+#: The most bytes of K and V of a group of heads: half of an H100's L2, if the GPU's own is not known. An MI300's XCD
+#: has 4 MiB, and its own queue.
 L2_BYTES = 24 * 2**20
 XCD_BYTES, XCDS = 4 * 2**20, 8
 #: Positions, rows and keys below this, twice and a block more, are within 31 bits.
@@ -31,7 +31,7 @@ _MOST = 2**29
 
 
 class AttentionTile(NamedTuple):
-    """A tile, the warps and stages that go with it, and the share of the matrix units' peak that it reaches."""
+    """A tile, its warps and stages, and its share of the matrix units' peak."""
 
     block_m: int
     block_n: int
@@ -40,11 +40,11 @@ class AttentionTile(NamedTuple):
     efficiency: float
 
 
-#: By columns of a head, rounded up to a power of two, and bytes of an element. None spills on sm_90a, with all that the
-#: kernel has: see the compile gate.
+#: Tiles by columns of a head, rounded up to a power of two, and bytes of an element. None spills on sm_90a with all
+#: features of the kernel: see the compile gate.
 TILES: dict[tuple[int, int], tuple[AttentionTile, ...]] = {
     (64, 2): (
-        AttentionTile(128, 64, 8, 3, 0.35),  # with 4 warps, scores and sums are 128 registers a thread, and it spills
+        AttentionTile(128, 64, 8, 3, 0.35),  # it spills with 4 warps: scores and sums are 128 registers a thread
         AttentionTile(64, 64, 4, 3, 0.25),
         AttentionTile(16, 64, 4, 3, 0.08),
     ),
@@ -61,7 +61,7 @@ TILES: dict[tuple[int, int], tuple[AttentionTile, ...]] = {
     (128, 4): (AttentionTile(32, 32, 8, 2, 0.20), AttentionTile(16, 32, 8, 2, 0.08)),
     (256, 4): (AttentionTile(32, 16, 8, 2, 0.13), AttentionTile(16, 16, 8, 2, 0.06)),
 }
-#: Where an element is loaded at a time: one 64-bit address each, in registers.
+#: Tiles for unaligned operands: each element has its own load, with a 64-bit address in registers.
 UNALIGNED: dict[tuple[int, int], tuple[AttentionTile, ...]] = {
     (64, 2): (AttentionTile(32, 32, 4, 1, 0.05),),
     (128, 2): (AttentionTile(32, 32, 8, 1, 0.05),),
@@ -70,11 +70,11 @@ UNALIGNED: dict[tuple[int, int], tuple[AttentionTile, ...]] = {
     (128, 4): (AttentionTile(16, 16, 8, 1, 0.05),),
     (256, 4): (AttentionTile(16, 16, 8, 1, 0.04),),
 }
-#: Keys of a block at least. Where keys arrive a block has half as many as else: the gate needs registers, too.
+#: The least keys of a block. If keys arrive a block has half its keys, because the gate needs registers, too.
 _LEAST_KEYS = 16
-#: NVIDIA's architecture whose registers hold the blocks of `TILES`.
+#: The architecture of NVIDIA on which the blocks of `TILES` fit the registers.
 _TILED_FOR = "sm_90"
-#: Stages where copies go through registers.
+#: Stages if copies go through registers.
 _HIP_STAGES = 1
 
 
@@ -87,8 +87,8 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
     if problem.keys is not None:
         rows = tuple(_of_keys(row, row.block_n // 2) for row in rows)
     hip = device.arch.startswith("gfx")
-    masked = {problem.head_dim, problem.head_dim_v} != {size}  # columns that are not there
-    # AMD's registers are too few for large blocks of 8 bits, or of an address an element: see the compile gate.
+    masked = {problem.head_dim, problem.head_dim_v} != {size}  # columns beyond the head's are masked
+    # Large blocks of 8 bits, or with an address for each element, exceed AMD's registers: see the compile gate.
     if itemsize == 1 and not has_fp8_units(device.arch):  # q and k are converted in registers
         rows = tuple(_of_keys(row, row.block_n // 2) for row in rows[1:])
     elif hip and itemsize == 1 and (masked or size == 256):
@@ -100,20 +100,20 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
     if hip:
         return tuple(row._replace(stages=_HIP_STAGES) for row in rows)
     ring = 2 * size * itemsize
-    # The ring, and a tile of queries or output beside it.
+    # Shared memory has the ring and a tile of queries or output.
     fit = [(device.shared - row.block_m * ring // 2) // (row.block_n * ring) for row in rows]
     return tuple(row._replace(stages=max(1, min(row.stages, most))) for row, most in zip(rows, fit, strict=True))
 
 
 def _of_keys(row: AttentionTile, keys: int) -> AttentionTile:
-    """The row with blocks of so many keys, or of as few as there may be."""
+    """The row with blocks of ``keys`` keys, or of the least number."""
     return row._replace(block_n=max(_LEAST_KEYS, keys))
 
 
 def candidates(
     problem: AttentionProblem, device: DeviceProperties, workers: int, *, kind: Kind
 ) -> Iterator[AttentionCandidate]:
-    """Every way the model knows; `NotImplementedError` if this kernel does not do such a problem."""
+    """All candidates. Raises `NotImplementedError` if this kernel does not support the problem."""
     if problem.dtype == "float64":
         raise NotImplementedError("dtype: float64 on a GPU; only the CPU takes it: convert to float32 there")
     for name in ("seqlen_q", "seqlen_k", "tokens_q", "tokens_k"):
@@ -133,7 +133,7 @@ def candidates(
         pack = packed_heads(problem, row.block_m)
         rate = device.peak("fp8" if itemsize == 1 else problem.dtype, 1) * row.efficiency
         a_key = 2 * row.block_m * (problem.head_dim + problem.head_dim_v) / rate
-        if hip:  # each XCD has heads of its own
+        if hip:  # each XCD has its own heads
             group = heads_kept(problem, pack, XCD_BYTES)
         else:
             beside = TILE_SECONDS / (a_key * row.block_n)
@@ -141,7 +141,7 @@ def candidates(
             group = heads_together(problem, kind, row.block_m, pack, cache, workers, row.block_n, beside)
         schedule = schedule_of(problem, row.block_m // pack, pack, group, kind, workers, XCDS if hip else 1)
         rows = max(problem.rows, 1)
-        keys = cdiv(problem.pairs, rows) + row.block_n  # of a row, on average, and what a block has too many
+        keys = cdiv(problem.pairs, rows) + row.block_n  # a row's average keys, and the excess of blocks
         math = keys * a_key
         total = (math + TILE_SECONDS) * cdiv(schedule.grid.tiles, workers)
         seconds = LAUNCH_SECONDS + max(total, problem.bytes / device.bandwidth) + 0.1 * total
