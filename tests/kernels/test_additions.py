@@ -76,7 +76,7 @@ def by_text(name: str, parts: tuple[int, ...], steps: int, edits: tuple[Any, ...
 
     names: dict[str, Any] = {
         "gl": SimpleNamespace(static_range=range, constexpr=None),
-        "mbarrier": SimpleNamespace(wait=ring.wait, arrive=lambda _: None),
+        "mbarrier": SimpleNamespace(wait=ring.wait, arrive=lambda _, count=1: None),
         "warpgroup_mma": mma,
         "warpgroup_mma_wait": lambda _, values: values if len(values) > 1 else values[0],
         "zero": lambda *_: Sum(), "fragment": lambda *_: None, "step": ring_rules.step, "before": ring_rules.before,
@@ -84,7 +84,7 @@ def by_text(name: str, parts: tuple[int, ...], steps: int, edits: tuple[Any, ...
     }  # fmt: skip
     bind(names, jitted_of(multiply_text), edits)
     config = SimpleNamespace(
-        WIDTHS=parts, HALVES=1, HALF_ROWS=64, STAGES=STAGES, CONSUMERS="single", X_K_MAJOR=True, Y_K_MAJOR=False
+        WIDTHS=parts, HALVES=1, HALF_ROWS=64, STAGES=STAGES, CONSUMERS="single", CTAS=1, X_K_MAJOR=True, Y_K_MAJOR=False
     )
     accs, _ = names[name](ring, None, Place(0, 0), steps, 0, config)
     return list(accs)
@@ -155,6 +155,7 @@ def portable_sum(k: int, block_k: int, promoted: bool) -> Sum:
     config = SimpleNamespace(
         A_KIND="", B_KIND="", BLOCK_M=16, BLOCK_N=16, BLOCK_K=block_k, OFFSETS_64BIT=False, EVEN_K=k % block_k == 0,
         PRECISION="ieee", IMPRECISE=128 if promoted else None, PROMOTED=False, TWO_HALVES=False, SCALES="none",
+        VECTOR=1, K_MAJOR=(True, False),
     )  # fmt: skip
     a, b = SimpleNamespace(at=0, batch=0, row=0, column=1), SimpleNamespace(at=0, batch=0, row=1, column=0)
     names["product"](a, b, item, 64, 64, k, None, config)

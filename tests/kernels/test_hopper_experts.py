@@ -145,7 +145,7 @@ def run(x: GroupedOperands, tile: tuple[int, int], variant: str, edits: tuple[An
             minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)), abs=torch.abs,
             where=torch.where, load=load,
         ),
-        "mbarrier": SimpleNamespace(wait=lambda *_: None, arrive=lambda *_: None, expect=lambda *_: None),
+        "mbarrier": SimpleNamespace(wait=lambda *_: None, arrive=lambda *_, count=1: None, expect=lambda *_: None),
         "tma": SimpleNamespace(store_wait=lambda _: None), "fence_async_shared": lambda: None,
         "tma_load": tma_load, "tma_store": tma_store, "viewed": lambda box, _: box, "barrier": lambda: None,
         "mma_layout": lambda *_: None, "SCALE_BLOCK": SCALE_BLOCK, "BEYOND": BEYOND,
