@@ -6,6 +6,7 @@ The same examples each run by default, so that a red `make test` means a change 
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,16 @@ settings.register_profile("repeatable", derandomize=True, max_examples=200, **_c
 #: HYPOTHESIS_PROFILE=explore: other examples each time, and more of them; what it finds becomes an @example.
 settings.register_profile("explore", max_examples=1000, print_blob=True, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(autouse=True)
+def _gradients_stay_on():
+    """A test that turns torch's gradients off for its process fails itself, and not tests that come after it."""
+    yield
+    torch = sys.modules.get("torch")  # only tests that use it import it
+    if torch is not None and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("the test left torch's gradients off for its process")
 
 
 @pytest.fixture

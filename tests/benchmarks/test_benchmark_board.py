@@ -183,13 +183,16 @@ def recorded(results: Path, name: str = "gemm_random_3") -> dict:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch):
-    """A dry run of a board and a sweep of few problems."""
+    """A dry run of a board and a sweep of few problems. What it sets for its process is set back."""
     monkeypatch.setattr(Bench, "alarm", lambda self: None)
+    threads = torch.get_num_threads()
 
     def make(results: Path, *more: str) -> Bench:
         return Bench(options(results, *more))
 
-    return make
+    yield make
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(threads)
 
 
 def test_a_run_that_was_cut_off_goes_on(results, bench, capsys) -> None:

@@ -9,8 +9,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-import triton
-
 from tilestream.launch.hopper.multicast import for_pairs, rewritten
 
 #: As Triton 3.6 writes it, and 3.7 and 3.9 do: the space that a copy's destination is said to be in.
@@ -75,7 +73,7 @@ def test_what_is_compiled_otherwise_is_refused(old, new, space):
 
 
 def test_the_text_lies_in_tritons_cache_by_what_is_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = [SimpleNamespace(asm={"ptx": PTX.replace("SPACE", space)}) for space in SPACES]
     options = [rewritten(kernel) for kernel in (*kernels, kernels[0])]
     paths = [one["ir_override"] for one in options]
