@@ -145,6 +145,11 @@ class Memory:
         return at
 
 
+def _by_unit(of: Array) -> dict[int, Array]:
+    """The same bytes as elements of 1, 2 and 4 bytes."""
+    return {1: of, 2: of.view(U16), 4: of.view(U32)}
+
+
 class Spot(NamedTuple):
     """The places of an access of LDS.
 
@@ -201,10 +206,7 @@ class Shared:
     def __init__(self, size: int, waves: int) -> None:
         self.size = -(-max(size, 1) // 4) * 4
         self.bytes = np.full(self.size, 0xFF, U8)
-        issued = self.bytes.copy()
-        self._elements, self._issued = (
-            {1: each, 2: each.view(U16), 4: each.view(U32)} for each in (self.bytes, issued)
-        )  # fmt: skip
+        self._elements, self._issued = _by_unit(self.bytes), _by_unit(self.bytes.copy())
         #: By dword: the number of the access that wrote it last, and of each wave's that read it last.
         self._written = np.full(self.size // 4, _UNWRITTEN, np.int32)
         self._read = np.full((waves, self.size // 4), _UNREAD, np.int32)
