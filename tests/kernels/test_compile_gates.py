@@ -32,7 +32,7 @@ GATES = Path(__file__).parent / "gates"
 COUNTS = {
     "portable gemm": {
         "sm_90a": 395, "gfx942": 333, "gfx950": 291, "sm_80": 35, "sm_89": 51, "sm_100": 36, "sm_103": 8, "sm_110": 8,
-        "sm_120": 67,
+        "sm_120": 57,
     },
     "portable attention": {
         "sm_90a": 236, "gfx942": 206, "gfx950": 236, "sm_80": 39, "sm_89": 47, "sm_100": 47, "sm_103": 6, "sm_110": 6,
@@ -40,7 +40,7 @@ COUNTS = {
     },
     "portable grouped": {
         "sm_90a": 257, "gfx942": 249, "gfx950": 222, "sm_80": 18, "sm_89": 27, "sm_100": 30, "sm_103": 4, "sm_110": 4,
-        "sm_120": 34,
+        "sm_120": 30,
     },
     "hopper gemm": {"sm_90a": 766},
     "hopper grouped": {"sm_90a": 412},

@@ -106,7 +106,15 @@ def test_tensor_memory_has_no_tile_whose_accumulator_spills(name):
     waits = plan(4096, 4096, 4096, dtype="bfloat16", device=name, arrival=Arrival.uniform(512, 8))
     assert waits.tile == (64, 64), "at a gate 128 columns spill"
     assert [config(name, tile=tile).STRIP for tile in ((128, 128), (64, 128), (64, 64))] == [16, 16, 32]
-    assert config("rtx5090", tile=(128, 256)).STRIP == config("h100", tile=(128, 256)).STRIP == 32
+    assert config("rtx5090", tile=(128, 128)).STRIP == config("h100", tile=(128, 256)).STRIP == 32
+
+
+@pytest.mark.parametrize("name", ["a100", "rtx4090", "rtx5090"])
+def test_a_warps_instructions_have_no_tile_that_spills(name):
+    with refused(
+        ValueError, "tile=(128, 256): the portable kernel has 128x128, 64x128, 64x64, 16x128 for these operands"
+    ):
+        plan(4096, 4096, 4096, dtype="bfloat16", device=name, tile=(128, 256))
 
 
 def config(name: str, **how):

@@ -73,7 +73,7 @@ QUICK = (
     "float32 tf32 64x64 worst nt", "float8 128x256 worst nt", "float8 128x256 plain nt",
     "float8 precise 128x128 worst nt", "float8 precise 128x128 plain nt", "float8 fnuz 64x128 worst nt",
     "sm_80 bfloat16 128x128 worst nt", "sm_89 float8 precise 128x128 worst nt", "sm_100 bfloat16 128x128 worst nt",
-    "sm_103 bfloat16 64x128 worst nt", "sm_110 bfloat16 64x128 worst nt", "sm_120 bfloat16 128x256 worst nt",
+    "sm_103 bfloat16 64x128 worst nt", "sm_110 bfloat16 64x128 worst nt", "sm_120 bfloat16 128x128 worst nt",
 )  # fmt: skip
 #: AMD: scalar registers that are kept in lanes of vector ones, at most, by what is in the kernel: the recorded ceiling,
 #: the most of a sample of every tile on Triton 3.6, 3.7 and 3.9, and a little. What runs most has none; a gate's two
