@@ -117,6 +117,11 @@ def test_no_case_has_dropped_out(gate, tmp_path):
         assert Counter(" ".join(one["name"].split()[:2]) for one in named) == TILES
 
 
+def test_the_assembler_is_heard_of_a_kernel_that_is_in_the_cache(tmp_path):
+    for _ in range(2):
+        check(rows("portable attention", "bfloat16 128 128x32 worst: the list", "--arch", "sm_80", cache=tmp_path), 1)
+
+
 def test_an_instruction_that_the_emulator_does_not_know_is_named():
     known = {("gfx942", "v_add_u32_e32", "v0, s1, v2"), ("gfx950", "s_waitcnt", "vmcnt(0)")}
     unknown = {
