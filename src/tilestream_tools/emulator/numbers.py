@@ -310,7 +310,7 @@ def to_i32(x: Array) -> Array:
 
 
 def to_bf16(x: Array) -> Array:
-    """bfloat16's bits, to nearest, ties to even; NaN stays NaN."""
+    """bfloat16's bits of ``[..., lanes]``, to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(x, F32).view(U32)
     up, lowest = uniform(16), uniform(1)
     rounded: Array = bits + uniform(0x7FFF) + (bits >> up & lowest) >> up

@@ -492,7 +492,8 @@ def _from_scaled_fp8(one: Decoded, found: re.Match[str]) -> Act:
         raise Unknown(f"{one.text}: a scale other than 1")
     values = n_.fp8_values(found[2], one.fnuz)
     bits = {
-        "f16": values.astype(F16).view(U16).astype(U32), "bf16": n_.to_bf16(values), "f32": values.view(U32)
+        "f16": values.astype(F16).view(U16).astype(U32), "f32": values.view(U32),
+        "bf16": n_.to_bf16(values.reshape(-1, LANES)).ravel(),
     }[found[1]]  # fmt: skip
     width = 32 if found[1] == "f32" else 16
     put, get = target(one.operands[0], "q" if width == 32 else "u"), source(one.operands[1], "u")
