@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.core.records import Data, records
 from benchmarks.distributed.dispatch_table import taken
 from benchmarks.distributed.floors import judged
-from benchmarks.report import attention, contention, gemm, tables
+from benchmarks.report import attention, contention, gemm, grouped, tables
 from benchmarks.report.notes import Notes
 from benchmarks.report.tables import geomean, table
 
@@ -67,6 +67,18 @@ def gains(results: Path) -> Iterator[Gain]:
         for what, name in (("random GEMM, 16 bits", "16-bit"), ("random GEMM, fp8", "fp8")):
             ratios = [row["ratio"] for row in data["rows"] if name in row["classes"]]
             yield f"{what}, seed {data['seed']}", "torch", device_of(data), ratios, "gemm_random"
+    for data in records(results, "gemm_grouped"):
+        for kind, rows in grouped.by_kind(data).items():
+            yield (
+                f"grouped matmul, {kind}",
+                "`torch._grouped_mm`",
+                device_of(data),
+                [r["ratio"] for r in rows],
+                "grouped",
+            )
+    for data in records(results, "gemm_experts"):
+        ratios = [row["ratio"] for row in data["rows"] if row["kind"] == "swiglu"]
+        yield "grouped matmul with SwiGLU", "`torch._grouped_mm`, SwiGLU", device_of(data), ratios, "grouped"
     for data in records(results, "gemm_epilogue"):
         yield "bias and GELU", "`torch.compile`", device_of(data), [row["ratio"] for row in data["rows"]], "gemm"
     for device, ratios in beside_neighbour(results):

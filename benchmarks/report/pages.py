@@ -11,12 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.core.paths import DOCS, IMAGES, RESULTS
-from benchmarks.report import arrival, attention, contention, cpu, distributed, gemm, gemm_random, index
+from benchmarks.report import (
+    arrival,
+    attention,
+    contention,
+    cpu,
+    distributed,
+    gemm,
+    gemm_random,
+    grouped,
+    index,
+    invariance,
+)
 
 FOLDER = DOCS / "performance"
 PAGES: dict[str, Callable[[Path], list[str]]] = {
-    "index": index.page, "gemm": gemm.page, "gemm_random": gemm_random.page, "contention": contention.page,
-    "attention": attention.page, "arrival": arrival.page, "distributed": distributed.page, "cpu": cpu.page,
+    "index": index.page, "gemm": gemm.page, "gemm_random": gemm_random.page, "grouped": grouped.page,
+    "contention": contention.page,
+    "attention": attention.page, "arrival": arrival.page, "distributed": distributed.page,
+    "invariance": invariance.page, "cpu": cpu.page,
 }  # fmt: skip
 
 

@@ -1,0 +1,78 @@
+"""The page on what `tilestream.invariant` costs, and on the random pairs of calls that were compared bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.core.records import Data, Row, records
+from benchmarks.report.notes import Notes
+from benchmarks.report.tables import columns, geomean, incomplete, of, table
+
+NOTES = Notes("invariance")
+#: What a product is timed beside, in the order of columns; ours without the promise first.
+BESIDE = ("free", "cublas", "batch_invariant_ops", "sgemm-bi")
+
+
+def page(results: Path) -> list[str]:
+    parts = NOTES.page(SECTIONS, lambda name: records(results, f"invariance_{name}"))
+    return parts if len(parts) > 1 else [*parts, NOTES("none")]
+
+
+def cost(data: Data) -> list[str]:
+    """Means by rows, then every shape."""
+    products = [row for row in data["rows"] if row["what"] == "product"]
+    prefills, steps = attention(data)
+    names = [name for name in BESIDE if any(name in row["us"] for row in products)]
+    heads = [f"of {name}" for name in names]
+    by_rows = {f"product, M = {m}": [row for row in products if _extents(row)[0] == m] for m in _rows(products)}
+    kinds = by_rows | {"attention, prefill": prefills, "attention, decode": steps}
+    figures = ("free", "invariant", *names[1:])
+    return [
+        NOTES.of(data, "cost"),
+        *incomplete(data),
+        table(
+            ["", "shapes", *heads],
+            [[kind, str(len(rows)), *(_mean(rows, name) for name in names)] for kind, rows in kinds.items() if rows],
+        ),
+        columns(products, {
+            "M x N x K": "{shape}", **of("us", figures, ".1f", ", us"), **of("ratios", names, suffix=" / invariant"),
+            "plan": "{plan}",
+        }),
+        columns([*prefills, *steps], {
+            "sequences x queries x keys": "{shape}", **of("us", ("free", "invariant"), ".1f", ", us"),
+            "free / invariant": "{ratios[free]:.3f}",
+        }),
+    ]  # fmt: skip
+
+
+def attention(data: Data) -> tuple[list[Row], list[Row]]:
+    """Prefills, and steps of decoding."""
+    rows = [row for row in data["rows"] if row["what"] == "attention"]
+    return [row for row in rows if _extents(row)[1] > 1], [row for row in rows if _extents(row)[1] == 1]
+
+
+def pairs(data: Data) -> list[str]:
+    """How many pairs, how many differ, and how many calls there were of each kind."""
+    total, *calls = data["rows"]
+    counts = table(["calls", "number"], [[row["what"], f"{row['calls']:,}"] for row in calls])
+    failed = [NOTES("failed", failures="; ".join(map(str, data["failures"])))] if data["failures"] else []
+    figures = {name: f"{total[name]:,}" for name in ("pairs", "numbers", "differing")}
+    return [NOTES.of(data, "pairs", **figures), *failed, counts]
+
+
+def _extents(row: Row) -> tuple[int, ...]:
+    return tuple(map(int, row["shape"].split("x")))
+
+
+def _rows(products: list[Row]) -> list[int]:
+    return sorted({_extents(row)[0] for row in products})
+
+
+def _mean(rows: list[Row], name: str) -> str:
+    """Geometric mean and worst of what ``name`` takes beside ours with the promise."""
+    ratios = [row["ratios"][name] for row in rows if name in row["ratios"]]
+    return f"{geomean(ratios):.3f} ({min(ratios):.3f})" if ratios else "-"
+
+
+SECTIONS: dict[str, Callable[[Data], list[str]]] = {"cost": cost, "pairs": pairs}

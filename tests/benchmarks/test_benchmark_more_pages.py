@@ -1,0 +1,67 @@
+"""The pages on grouped matmuls and on the cost of the same bits, from records of invented figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.report import grouped, invariance
+
+ABOUT = {
+    "device": "NVIDIA H100", "python": "3.12", "torch": "2.11", "triton": "3.6", "commit": "0" * 7,
+    "date": "2026-11-23", "dtype": "bfloat16", "failures": [], "missing": [],
+}  # fmt: skip
+
+
+def written(tmp_path: Path, name: str, rows: list[dict], **more: object) -> Path:
+    folder = tmp_path / "h100"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"name": name, **ABOUT, **more, "rows": rows}))
+    return tmp_path
+
+
+def layer(kind: str, skew: str, ratio: float) -> dict:
+    return {
+        "layer": "a layer", "shape": "64x32x16, 4 experts", "skew": skew, "kind": kind, "largest_group": 16,
+        "us": {"torch": 10.0 * ratio, "ours": 10.0, "loop": 30.0}, "tflops": {"ours": 1.0},
+        "host_us": {"ours": 3.0, "torch": 4.0}, "ratio": ratio, "band": [ratio - 0.01, ratio + 0.01], "plan": "a plan",
+    }  # fmt: skip
+
+
+def test_pages_without_a_record_say_so(tmp_path: Path) -> None:
+    assert "No such run is recorded" in "".join(grouped.page(tmp_path))
+    assert "No such run is recorded" in "".join(invariance.page(tmp_path))
+
+
+def test_layers_are_counted_by_kind_and_skew(tmp_path: Path) -> None:
+    rows = [layer("product", "uniform", 1.25), layer("product", "zipf", 0.8), layer("gradient of weights", "zipf", 2.0)]
+    lines = "\n".join(grouped.page(written(tmp_path, "gemm_grouped", rows))).splitlines()
+    assert "| product | all | 2 | 1.000 | 0.800 | 1 / 0 / 1 |" in lines
+    assert "| product | uniform | 1 | 1.250 | 1.250 | 1 / 0 / 0 |" in lines
+    assert "| gradient of weights | zipf | 1 | 2.000 | 2.000 | 1 / 0 / 0 |" in lines
+    assert sum("a layer" in line for line in lines) == 3
+
+
+def test_the_promises_cost_is_by_rows_and_beside_each_peer(tmp_path: Path) -> None:
+    def row(what: str, shape: str, **ratios: float) -> dict:
+        us = {name: round(10 * ratio, 3) for name, ratio in ratios.items()}
+        return {"what": what, "shape": shape, "us": {**us, "invariant": 10.0}, "ratios": ratios, "plan": "a plan"}
+
+    rows = [
+        row("product", "16x32x64", free=0.9, cublas=1.1), row("product", "16x64x64", free=0.4, cublas=1.1),
+        row("product", "1x32x64", free=1.0, cublas=0.7), row("attention", "1x512x512", free=0.97),
+        row("attention", "4x1x512", free=0.8),
+    ]  # fmt: skip
+    text = "\n".join(invariance.page(written(tmp_path, "invariance_cost", rows)))
+    assert "| product, M = 1 | 1 | 1.000 (1.000) | 0.700 (0.700) |" in text
+    assert "| product, M = 16 | 2 | 0.600 (0.400) | 1.100 (1.100) |" in text
+    assert "| attention, decode | 1 | 0.800 (0.800) | - |" in text
+    assert "sgemm-bi" not in text.partition("| product")[2]
+
+
+def test_pairs_that_differ_are_told(tmp_path: Path) -> None:
+    rows = [{"what": "all", "pairs": 10000, "numbers": 5, "differing": 1}, {"what": "static", "calls": 1234}]
+    text = "\n".join(invariance.page(written(tmp_path, "invariance_pairs", rows, failures=["7/0/1: 3 of 5"])))
+    assert "**10,000 pairs, 5 numbers compared; 1 pairs differ.**" in text
+    assert "Failed: 7/0/1: 3 of 5" in text
+    assert "| static | 1,234 |" in text
