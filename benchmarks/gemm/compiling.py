@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import tilestream as ts
-from benchmarks.gemm import board, grouped, pitch, queues, sweep
+from benchmarks.gemm import board, grouped, grouped_search, pitch, queues, sweep
 from benchmarks.gemm.bench import FP8_WAYS, every_plan, fp8_operands, kernel_of, planned
 from benchmarks.gemm.draw import Draw, fit_draws
 from benchmarks.gemm.shapes import Shape, parse
@@ -47,9 +47,14 @@ def compile_part(what: str, shapes: list[Shape], index: int, count: int, within:
     """Compile each kernel that falls to process ``index`` of ``count``.
 
     ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, ``space`` for all plans of each shape, or
-    ``queues`` and ``pitch`` for those of these sections, or ``grouped``, which has shapes of its own.
+    ``queues`` and ``pitch`` for those of these sections, or ``grouped`` and ``grouped_search``, which have
+    shapes of their own.
     """
-    tasks: dict[str, Callable[[], object]] = grouped.launches() if what == "grouped" else {}
+    tasks: dict[str, Callable[[], object]] = {}
+    if what == "grouped":
+        tasks = grouped.launches()
+    elif what == "grouped_search":
+        tasks = grouped_search.launches(device_properties("cuda"))
     for shape in shapes:
         asked = planned(shape, "cuda")
         if what in ("space", "queues", "pitch"):
