@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import tilestream as ts
 from benchmarks.gemm import board, grouped, grouped_search, pitch, queues, sweep
 from benchmarks.gemm.bench import FP8_WAYS, every_plan, fp8_operands, kernel_of, planned
-from benchmarks.gemm.draw import Draw, fit_draws
+from benchmarks.gemm.draw import fit_draws
 from benchmarks.gemm.shapes import Shape, parse
 from tilestream.core.device import DeviceProperties
 from tilestream.plan.api import device_properties
 from tilestream_tools.warm.ahead import compile_call, kernels_of
+
+if TYPE_CHECKING:
+    from tilestream_tools.warm.calls import Call
 
 
 def compile_share(arguments: list[str]) -> None:
@@ -24,19 +27,19 @@ def compile_share(arguments: list[str]) -> None:
     what, shapes, within, index, count = arguments
     torch.set_grad_enabled(False)
     if what == "sweep":
-        run_parts(of_sweep(shapes.split(","), float(within)), int(index), int(count))
+        device = device_properties("cuda")
+        compile_calls(of_sweep(shapes.split(","), float(within), device), device, int(index), int(count))
     elif what == "random":
-        compile_drawn(shapes.split(","), device_properties("cuda"), int(index), int(count))
+        names = [name.split(":") for name in shapes.split(",")]
+        calls = [board.on_meta(int(seed), int(number)) for seed, number in names]
+        compile_calls(calls, device_properties("cuda"), int(index), int(count))
     else:
         compile_part(what, parse(shapes) if shapes else [], int(index), int(count), float(within))
 
 
-def compile_drawn(names: Sequence[str], device: DeviceProperties, index: int, count: int) -> int:
-    """Compile, launching nothing, the kernels of drawn problems that fall to process ``index``; how many these are.
-
-    A problem's name is its seed and its number: ``"1:17"``.
-    """
-    kernels = kernels_of([board.on_meta(*map(int, name.split(":"))) for name in names], device)
+def compile_calls(calls: Iterable[Call], device: DeviceProperties, index: int, count: int) -> int:
+    """Compile, launching nothing, the kernels of calls that fall to process ``index``; how many these are."""
+    kernels = kernels_of(calls, device)
     mine = sorted(kernels)[index::count]
     for key in mine:
         compile_call(kernels[key], device)
@@ -73,16 +76,17 @@ def compile_part(what: str, shapes: list[Shape], index: int, count: int, within:
     run_parts(tasks, index, count)
 
 
-def of_sweep(names: Sequence[str], within: float) -> dict[str, Callable[[], object]]:
-    """What launches each kernel of a sweep once. A problem's name is its seed, of how many it is, and its number."""
-    tasks: dict[str, Callable[[], object]] = {}
+def of_sweep(names: Sequence[str], within: float, device: DeviceProperties) -> list[Call]:
+    """The launches of a sweep, on the meta device. A problem's name is its seed, of how many it is, and its number."""
+    problems = []
     for name in names:
         seed, count, number = map(int, name.split(":"))
-        problem = fit_draws(seed, count)[number]
-        for plan in sweep.candidates(problem, "cuda", within):
-            key = f"{kernel_of(plan)} {problem.dtype} {problem.layout} {problem.scales}"
-            tasks.setdefault(key, functools.partial(_run_drawn, problem, plan))
-    return tasks
+        problems.append(fit_draws(seed, count)[number])
+    return [
+        functools.partial(sweep.compile_plan, problem, plan, device)
+        for problem in problems
+        for plan in sweep.candidates(problem, device, within)
+    ]
 
 
 def run_parts(tasks: dict[str, Callable[[], object]], index: int, count: int) -> None:
@@ -97,11 +101,6 @@ def run_parts(tasks: dict[str, Callable[[], object]], index: int, count: int) ->
             if failed <= 2:
                 print(f"compiling ahead, {key}: {error}"[:400], file=sys.stderr)
         torch.cuda.empty_cache()
-
-
-def _run_drawn(problem: Draw, plan: Any) -> None:
-    a, b, given = board.operands(problem, "cuda")
-    plan.run(a, b, **{name: value for name, value in given.items() if name.startswith("scale")})
 
 
 def _run(shape: Shape, function: Callable[..., object], biased: bool = False, **options: Any) -> None:

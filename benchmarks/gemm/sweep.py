@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from benchmarks.gemm.bench import Bench, Row, every_plan, rounded
 from benchmarks.gemm.board import checked, operands, peer, planned, tell
 from benchmarks.gemm.draw import Draw, fit_draws
 from benchmarks.gemm.search import launches
 from benchmarks.gemm.shapes import refuse_impossible
 from benchmarks.report import gemm_random
+from tilestream.core.device import DeviceProperties
+from tilestream.core.operands import Epilogue, GemmOperands
+from tilestream.ops import gpu
 from tilestream.plan import tuned
 
 #: Rounds of all candidates of a problem; problems of a sweep, where no other number is given.
@@ -30,13 +35,22 @@ def sweep(bench: Bench) -> None:
         tell(record, gemm_random.sweep)
 
 
-def candidates(problem: Draw, device: str, within: float) -> list[Any]:
+def candidates(problem: Draw, device: str | DeviceProperties, within: float) -> list[Any]:
     """The plan's choice, and the other plans of the search space; one of each key."""
     own = planned(problem, device)
     found = {key_of(own): own}
     for plan in every_plan(own.problem, own.device, within):
         found.setdefault(key_of(plan), plan)
     return list(found.values())
+
+
+def compile_plan(problem: Draw, plan: Any, device: DeviceProperties) -> None:
+    """Compile what a plan launches, in a block of `tilestream_tools.warm.ahead.ahead`."""
+    a, b, given = operands(problem, "meta")
+    out = torch.empty(*a.shape[:-1], b.shape[-1], device="meta", dtype=given.get("out_dtype", a.dtype))
+    epilogue = Epilogue(scale_a=given.get("scale_a"), scale_b=given.get("scale_b"))
+    a, b, out = (x if x.dim() == 3 else x[None] for x in (a, b, out))
+    gpu.compile_ahead(GemmOperands(a, b, out, epilogue), gpu.How(), device, plan=plan)
 
 
 def key_of(candidate: Any) -> str:

@@ -8,15 +8,13 @@ out. Attention has no such peer: it is timed beside itself.
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import tilestream as ts
-from benchmarks.core.paths import command
+from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.session import Session
 from tilestream_tools.sweep.clock import GpuClock
 
@@ -117,10 +115,7 @@ def share(arguments: list[str]) -> int:
 
 def cost(session: Session) -> None:
     """A row for each shape: microseconds, and ratios above 1 where ours with the promise is the faster."""
-    count = min(os.cpu_count() or 1, 16)
-    compiling = [subprocess.Popen(command("invariance", "_cost", str(i), str(count))) for i in range(count)]
-    for process in compiling:
-        process.wait(max(0.6 * session.left, 1))
+    compile_ahead("invariance", limit=max(0.6 * session.left, 1), section="_cost")
     clock = GpuClock()
     record = session.record(RECORD, dtype="bfloat16", peers=sorted(peers()))
 

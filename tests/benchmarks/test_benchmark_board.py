@@ -7,13 +7,12 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from benchmarks.core.section import sections
-from benchmarks.gemm import board, compiling, fit, sweep
+from benchmarks.gemm import board, compiling, fit
 from benchmarks.gemm.bench import Bench
 from benchmarks.gemm.draw import (
     CLASSES,
@@ -237,25 +236,25 @@ def test_a_sweep_measures_every_candidate_and_the_choice(results, bench) -> None
         assert not row["wrong"]
 
 
-def test_kernels_of_a_board_are_shared_out_and_compiled_without_a_gpu(monkeypatch) -> None:
+def shared_out(monkeypatch, calls: list) -> list[object]:
+    """The calls whose kernels two processes compile, between them."""
     compiled: list[object] = []
     monkeypatch.setattr(compiling, "compile_call", lambda call, device: compiled.append(call))
-    names = [f"1:{number}" for number in (5, 7, 9)]
-    counts = [compiling.compile_drawn(names, H100, index, 2) for index in range(2)]
+    counts = [compiling.compile_calls(calls, H100, index, 2) for index in range(2)]
     assert sum(counts) == len(compiled) > 1
     assert abs(counts[0] - counts[1]) <= 1
+    return compiled
 
 
-def test_kernels_of_a_sweep_are_run_once_each(monkeypatch) -> None:
-    monkeypatch.setattr(sweep, "planned", lambda problem, device: board.planned(problem, "h100"))
-    runs: list[tuple[object, object]] = []
-    monkeypatch.setattr(compiling, "_run_drawn", lambda problem, plan: runs.append((problem, plan)))
-    tasks = compiling.of_sweep(["1:8:0", "1:8:0", "1:8:1"], 1.1)
-    monkeypatch.setattr(compiling.torch, "cuda", SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None))
-    for index in range(3):
-        compiling.run_parts(tasks, index, 3)
-    assert len(runs) == len(tasks) > 4
-    assert {problem for problem, _ in runs} == set(fit_draws(1, 8)[:2])
+def test_kernels_of_a_board_are_shared_out_and_compiled_without_a_gpu(monkeypatch) -> None:
+    shared_out(monkeypatch, [board.on_meta(1, number) for number in (5, 7, 9)])
+
+
+def test_each_kernel_of_a_sweep_is_compiled_once(monkeypatch) -> None:
+    calls = compiling.of_sweep(["1:8:0", "1:8:0", "1:8:1"], 1.1, H100)
+    compiled = shared_out(monkeypatch, calls)
+    assert 4 < len(compiled) < len(calls)
+    assert {call.args[0] for call in compiled} <= set(fit_draws(1, 8)[:2])
 
 
 # Fitting --------------------------------------------------------------------------------------------------------------

@@ -124,10 +124,13 @@ def find(
 
 def compile_ahead(
     x: GemmOperands, how: How, device: DeviceProperties, rows: FlatArrival | None = None,
-    columns: FlatArrival | None = None,
+    columns: FlatArrival | None = None, plan: Plan | None = None,
 ) -> None:  # fmt: skip
-    """Compile what a launch on ``device`` would launch, in a block of `tilestream.launch.compiling.ahead`."""
-    _make(x, how, None, rows, columns, device=device)(x, awaited_ahead(rows, columns))
+    """Compile what a launch on ``device`` would launch, in a block of `tilestream.launch.compiling.ahead`.
+
+    ``plan``: one that the caller has chosen.
+    """
+    _make(x, how, plan, rows, columns, device=device)(x, awaited_ahead(rows, columns))
 
 
 def awaited_ahead(rows: FlatArrival | None, columns: FlatArrival | None = None) -> Awaited | None:
