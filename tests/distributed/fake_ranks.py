@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from fake_cuda import DEVICE, FakeCuda, Until
+from tilestream.core.error_record import Told
 from tilestream.core.errors import GroupBroken
 from tilestream.core.protocols import gather
 from tilestream.distributed import call_queue, copy_engines, gpu_reduce_scatter
@@ -88,7 +89,7 @@ class GroupState:
     """As `group_state.GroupState`, as far as a call queue uses it."""
 
     def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world, self.name, self.why = rank, world, "tp", None
+        self.rank, self.world, self.name, self.why, self.told = rank, world, "tp", None, Told()
 
     @property
     def broken(self) -> bool:

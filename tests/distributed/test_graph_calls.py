@@ -140,6 +140,29 @@ def test_a_late_peer_is_waited_for_and_a_lost_one_breaks_every_rank(kind):
             late.gpu.channel.check()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_groups_failure_is_raised_once_however_many_replays_report_it(kind):
+    """Else the next calls of any op on the device would raise it, one for each report."""
+    with graph_world(2, kind, SHARDS[kind][2]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        first, _ = ranks
+        first.next(True)
+        cuda.run()
+        first.gpu.impatient = True
+        cuda.run()
+        with pytest.raises(ArrivalTimeout):
+            first.gpu.channel.check()
+        first.gpu.channel.check()
+        for _ in range(2):
+            for _ in range(10):
+                first.next(True)
+            cuda.run()
+            assert all(result.isnan().all() for result in first.results[1:])
+            with pytest.raises(GroupBroken):
+                first.gpu.channel.check()
+            first.gpu.channel.check()
+
+
 def test_a_replay_needs_no_host():
     """It is work of streams alone: what its queue and its group keep may be gone."""
     with graph_world(2, GraphGather, SHARDS[GraphGather][2]) as (cuda, ranks):

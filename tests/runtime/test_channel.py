@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import tilestream as ts
 from tilestream.arrival.signals import Signals
-from tilestream.core.error_record import EXPIRED, FAILED, FIELDS, QUARANTINED, RECORDS, Record, op_number
-from tilestream.core.errors import ArrivalTimeout, ProducerStopped, TilestreamError
+from tilestream.core.error_record import EXPIRED, FAILED, FIELDS, QUARANTINED, RECORDS, Record, Told, op_number
+from tilestream.core.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
 from tilestream.runtime import channel as module
 from tilestream.runtime.channel import Channel, channel, check_device
 
@@ -244,6 +244,48 @@ class TestErrors:
         for epoch in (1, 2):
             ring.report(FAILED, key=signals.key, epoch=epoch)
         ts.check()
+
+
+class TestOfRanks:
+    """Signals of a group of ranks fail together."""
+
+    @pytest.fixture
+    def group(self):
+        told, signals = Told(), [Signals(1) for _ in range(3)]
+        for one in signals[:2]:
+            one.told, one.gave_up, one.failure = told, lambda: None, lambda epoch: GroupBroken("tp", "a peer is late")
+        return [one.key for one in signals], signals
+
+    def test_what_had_been_reported_when_it_was_raised_is_not_raised_again(self, ring, group):
+        (first, second, _), _ = group
+        ring.report(key=first)
+        ring.report(QUARANTINED, key=first)  # of the launch behind the one that gave up
+        raises_once(ArrivalTimeout)
+        for key in 3 * [first, second]:  # replays in a broken group
+            ring.report(QUARANTINED, key=key)
+        raises_once(GroupBroken, "a peer is late")
+        ring.report(QUARANTINED, key=second)  # one more is told again
+        raises_once(GroupBroken)
+
+    def test_other_signals_and_expiries_are_raised_all_the_same(self, ring, group):
+        (first, second, other), _ = group
+        for why, key in ((QUARANTINED, first), (EXPIRED, second), (QUARANTINED, other), (QUARANTINED, second)):
+            ring.report(why, key=key)
+        for error in (GroupBroken, ArrivalTimeout, TilestreamError):
+            with pytest.raises(error):
+                ts.check()
+        ts.check()
+
+    def test_a_record_that_was_being_written_meanwhile_is_news(self, ring, group):
+        (first, *_), _ = group
+        ring.report(QUARANTINED, key=first)
+        ring.reports += 1
+        ring.report(QUARANTINED, key=first)  # it may be of a later launch than the one that is being written
+        with pytest.raises(GroupBroken):
+            ts.check()
+        ring.reports = 1
+        ring.report(QUARANTINED, key=first)
+        raises_once(GroupBroken)
 
 
 def test_a_device_on_which_nothing_was_launched(monkeypatch):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, MutableSequence, Sequence
 from enum import Enum, auto
 
-from tilestream.core.error_record import sources
+from tilestream.core.error_record import Told, sources
 from tilestream.core.errors import ProducerStopped
 from tilestream.core.forks import free_in_child
 
@@ -70,6 +70,8 @@ class Signals:
         self.whose: Callable[[int], tuple[int, str]] | None = None
         #: Called when a launch that waited for these signals reports an expired deadline.
         self.gave_up: Callable[[], None] | None = None
+        #: For chunks from other ranks: what has been raised of their group; None: these signals fail alone.
+        self.told: Told | None = None
         #: Names these signals in the arguments of a registered op, which takes integers; never reused.
         self.key = next(self._keys)
         sources[self.key] = self

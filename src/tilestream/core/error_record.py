@@ -32,10 +32,23 @@ def op_number(op: str) -> int:
         return _OPS.setdefault(op, len(_OPS))
 
 
+class Told:
+    """What has been raised of a failure that many signals share: a group of ranks is broken as a whole.
+
+    Attributes
+    ----------
+    upto
+        Records up to this one had come when it was raised last.
+    """
+
+    upto = 0
+
+
 class Source(Protocol):
     """What a record's key refers to: `tilestream.arrival.signals.Signals`."""
 
     raised: set[int]
+    told: Told | None
     whose: Callable[[int], tuple[int, str]] | None
     gave_up: Callable[[], None] | None
 

@@ -152,9 +152,9 @@ class GraphQueue(CallQueue):
     def signals_of(self, count: int, whose: Callable[[int], tuple[int, str]]) -> GraphSignals:
         """The first ``count`` signals, whose failure is the group's."""
         assert self._words is not None
-        queue, of_group, op, name = weakref.ref(self), self._state, self.op, ""
+        queue, of_group, op, name, told = weakref.ref(self), self._state, self.op, "", None
         if (state := of_group()) is not None:
-            name = state.name
+            name, told = state.name, state.told
 
         def why() -> BaseException:
             state = of_group()
@@ -164,7 +164,7 @@ class GraphQueue(CallQueue):
 
         broken = self._words.control[replay.BROKEN : replay.BROKEN + 1]
         found = GraphSignals(self._words.signals[:count], broken, self.device, why)
-        found.whose, found.gave_up = whose, lambda: abort_expired(queue())
+        found.whose, found.gave_up, found.told = whose, lambda: abort_expired(queue()), told
         return found
 
     def check(self) -> None:

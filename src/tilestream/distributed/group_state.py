@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tilestream.core.error_record import Told
 from tilestream.core.errors import GroupBroken
 from tilestream.core.forks import free_in_child
 from tilestream.distributed.host_flags import GroupFlags
@@ -60,6 +61,8 @@ class GroupState:
         self.queues: dict[object, Any] = {}
         #: Handshakes that are known to be equal on all ranks.
         self.agreed: set[bytes] = set()
+        #: What has been raised of the group's failure.
+        self.told = Told()
         #: Plans made so far, by all values that they depend on.
         self.plans: dict[object, DistributedPlan] = {}
         self._decided: dict[object, Any] = {}

@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 import torch
 
-from tilestream.core.error_record import EXPIRED, FIELDS, RECORDS, Record
+from tilestream.core.error_record import EXPIRED, FIELDS, QUARANTINED, RECORDS, Record, sources
 from tilestream.core.forks import free_in_child
 from tilestream.runtime.device_workspace import LINE
 
@@ -134,14 +134,31 @@ class Channel:
             raise posted
 
     def _is_news(self, number: int, record: Record) -> bool:
-        """Whether the record's failure has not been raised yet by a posted error: see `post`."""
+        """Whether the record's failure has not been raised yet, by a posted error (see `post`) or by another record.
+
+        Each launch in a broken group reports, and each replay has several: what they had reported when the group's
+        failure was raised is told by that. Otherwise the next call of any op would raise it once more, for each record.
+        """
+        source = sources.get(record.key)
+        told = None if source is None else source.told
         with self._lock:
+            if told is not None:
+                if record.why == QUARANTINED and number <= told.upto:
+                    return False
+                told.upto = self._written_upto(number)
             if record.key in self._told:
                 return False
             if record.why != EXPIRED and any(key == record.key and number > since for _, key, since in self._posted):
                 return False
             self._newest_of[record.key] = number
             return True
+
+    def _written_upto(self, number: int) -> int:
+        """The last record up to which all have been written, from record ``number`` on, which has been."""
+        numbers = set(self._words[::FIELDS])
+        while number + 1 in numbers:
+            number += 1
+        return number
 
     def _next_posted(self) -> BaseException | None:
         """The oldest posted error whose failure has not been raised by a record."""
