@@ -30,7 +30,8 @@ def gradients(model, x, w, bias, grad):
 
 
 def test_what_waits_or_publishes_is_left_out_of_the_compilers_own_cuda_graphs():
-    """Its signals and copies are issued outside of them."""
+    """Its signals and copies are issued outside of them; ranks make memory at their first call, which outlives it."""
+    pytest.importorskip("tilestream.distributed.library", exc_type=ImportError)
     ops = [getattr(torch.ops.tilestream, name) for name in dir(torch.ops.tilestream)]
     # The extension's ops have no overload of that name, and need none: no graph holds them.
     packets = [op for op in ops if isinstance(op, torch._ops.OpOverloadPacket) and "default" in op.overloads()]
@@ -42,7 +43,8 @@ def test_what_waits_or_publishes_is_left_out_of_the_compilers_own_cuda_graphs():
     assert len(alone) >= 5
     tagged = {op for op, one in found.items() if torch.Tag.cudagraph_unsafe in one.tags}
     assert alone <= tagged
-    across_ranks = {op for op in tagged - alone if "str group" in str(op.default._schema)}
+    across_ranks = {op for op, one in found.items() if {"group", "form"} <= {x.name for x in one._schema.arguments}}
+    assert len(across_ranks) == 3
     assert tagged == alone | across_ranks
 
 

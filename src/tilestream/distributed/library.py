@@ -18,6 +18,9 @@ from tilestream.ops.gradients import through_activation
 from tilestream.ops.library import _alone, gemm_op, library, result_dtype
 from tilestream.ops.limit import within_limit
 
+# _alone: for CUDA graphs of its own torch.compile gives calls memory from the graphs' pool, also while it warms up, and
+# raises if any of it outlives the call. What the ranks share does, which the first call of a kind makes.
+#
 # An empty bias means none: torch gives gradients to a list of tensors, not to a list of optional ones. worker_limit:
 # the limit of the `tilestream.worker_limit` blocks around the call, as an argument so that a compiled graph sees it; 0:
 # none. It has no default: torch drops arguments that equal their default, and then miscounts gradients.
@@ -32,7 +35,7 @@ _SUM = (
     "str form, float deadline, int worker_limit) -> Tensor"
 )
 library.define(f"matmul_reduce_scatter(Tensor a, Tensor b, int scatter_dim, {_SUM}", tags=_alone)
-library.define(f"matmul_all_reduce(Tensor a, Tensor b, {_SUM}")
+library.define(f"matmul_all_reduce(Tensor a, Tensor b, {_SUM}", tags=_alone)
 library.define("sum_over_ranks(Tensor x, str group) -> Tensor")
 all_gather_matmul_op = torch.ops.tilestream.all_gather_matmul.default
 matmul_reduce_scatter_op = torch.ops.tilestream.matmul_reduce_scatter.default
