@@ -25,7 +25,7 @@ class Graph:
     """What a capture has issued: work by stream. Places in a stream count from the beginning of a replay."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number, self.lost = number, False
         self.work: list[tuple[Stream, object]] = []
 
     def issued(self, stream: Stream) -> int:
@@ -39,7 +39,10 @@ class Graph:
 
 @contextlib.contextmanager
 def capture(cuda: FakeCuda):
-    """What is issued inside goes into a graph, each stream's in its own order."""
+    """What is issued inside goes into a graph, each stream's in its own order.
+
+    A stream that is synchronised invalidates the capture, as the driver does.
+    """
     give, record = Stream.give, Event.record
     cuda._captures += 1
     graph = cuda.graph = Graph(cuda._captures)
@@ -48,7 +51,12 @@ def capture(cuda: FakeCuda):
         stream = stream or cuda.current
         event.at = stream, graph.issued(stream)
 
+    def synchronized(stream: Stream) -> None:
+        graph.lost = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "synchronize", synchronized)
         patch.setattr(Stream, "give", lambda stream, work: graph.work.append((stream, work)))
         patch.setattr(Event, "record", recorded)
         try:
@@ -56,6 +64,8 @@ def capture(cuda: FakeCuda):
         finally:
             cuda.graph = None
     assert (Stream.give, Event.record) == (give, record)
+    if graph.lost:
+        raise RuntimeError("operation failed due to a previous error during capture")
 
 
 class Memory:

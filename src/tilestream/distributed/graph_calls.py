@@ -21,6 +21,7 @@ orders the eager calls of several streams, and the calls of one capture; the use
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -94,6 +95,15 @@ class GraphSignals(PeerSignals):
     def failure(self, epoch: int) -> BaseException:
         """See `Signals`: the group is broken."""
         return self._why()
+
+
+def lose_capture(stream: torch.cuda.Stream) -> None:
+    """Have the capture fail at its end, after an error in the midst of a call, which the user may catch in the capture.
+
+    Each replay would make a part of the call: signals that are never cleared would be taken for the next call's.
+    """
+    with contextlib.suppress(RuntimeError):
+        stream.synchronize()  # what a capture forbids: the driver invalidates it, and the end says so
 
 
 def signals_of(arrival: Arrival) -> GraphSignals:
@@ -187,7 +197,9 @@ class GraphQueue(CallQueue):
         try:
             issue(prepared.program, (calling.cuda_stream, side.cuda_stream, first, second), host)
         except BaseException as error:
-            if graph == 0:  # a failed capture runs nothing, and recording an event in it would hide this error
+            if graph:
+                lose_capture(calling)
+            else:
                 self._abort_half_issued(error)
                 calling.wait_stream(side)  # it may read the caller's tensors, and waits for no peer
                 ended.record(calling)
