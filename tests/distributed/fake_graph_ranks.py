@@ -12,7 +12,7 @@ from fake_ranks import GroupState, patch_driver
 
 from fake_cuda import DEVICE, Event, FakeCuda, Stream, Until, fake_cuda
 from tilestream.core.error_record import EXPIRED, FIELDS, QUARANTINED, RECORDS, Record, op_number
-from tilestream.core.protocols.replay import COUNT, MARKS, VOID
+from tilestream.core.protocols.replay import COUNT, MARKS, STAMP, VOID, stamp
 from tilestream.distributed import call_queue, graph_calls, slots
 from tilestream.distributed.graph_calls import GraphAllReduce, GraphGather, GraphScatter
 from tilestream.distributed.host_flags import LINE, RankFlags
@@ -154,7 +154,7 @@ class Device:
                     return False
                 self.give_up(words)
                 self.report(EXPIRED, late[0] * parts, words.key, words.op)
-            words.control[COUNT] = call
+            words.control[COUNT], words.control[STAMP] = call, stamp(call, words.form)
             for i in range(batches * parts):
                 words.signals[(i // parts * words.world + words.rank) * parts + i % parts] = 1
             return True
@@ -186,9 +186,9 @@ class Device:
 
     def end_call(self, words) -> None:
         def ended() -> None:
-            call = int(words.control[COUNT])
+            call, mark = int(words.control[COUNT]), int(words.control[STAMP])
             others = [rank for rank in range(words.world) if rank != words.rank]
-            over = self.broken(words) or any(int(words.control[MARKS + rank]) != call for rank in others)
+            over = self.broken(words) or any(int(words.control[MARKS + rank]) != mark for rank in others)
             if over:
                 self.give_up(words)
                 self.report(QUARANTINED, 0, words.key, words.op)
@@ -230,6 +230,8 @@ class GraphRank:
         self.tensor = torch.zeros(shards.batches, shards.rows, shards.width)
         self.results: list[torch.Tensor] = []
         self.issued = 0
+        #: The number of the calls' form.
+        self.form = 5
         self._kept: list[object] = []
         if kind is not GraphGather:
             self.keep_parts()
@@ -278,7 +280,7 @@ class GraphRank:
             self.await_rows(rows.data, arrival, out)
             return [out]
 
-        self.queue.gather(self.shards, ScaledRows(self.tensor, None), None, compute, 1.0)
+        self.queue.gather(self.shards, ScaledRows(self.tensor, None), None, compute, 1.0, self.form)
         return out
 
     def await_rows(self, rows: torch.Tensor, arrival, out: torch.Tensor) -> None:
@@ -323,7 +325,7 @@ class GraphRank:
             more = 1000.0 * rank if parts is not None else 0.0
             self.cuda.current.give(lambda: into.copy_(self.tensor[0] + more))
 
-        self.queue.reduce(out, parts, product, None, 1.0, 1.0)
+        self.queue.reduce(out, parts, product, None, 1.0, 1.0, self.form)
         return out
 
     def capture(self) -> None:

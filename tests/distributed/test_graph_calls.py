@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
+from tilestream.core.protocols import replay
 from tilestream.distributed import graph_calls
 from tilestream.distributed.graph_calls import GraphAllReduce, GraphGather, GraphScatter
 from tilestream.distributed.shards import ScaledRows, Shards
@@ -22,6 +23,8 @@ SHARDS = {
     GraphScatter: {2: Shards(1, 2, 3, 2), 3: Shards(1, 3, 3, 2)},
     GraphAllReduce: {2: Shards(1, 2, 3, 2), 3: Shards(1, 3, 3, 2)},
 }
+#: As far as a call of a queue's uses it.
+PLAN = types.SimpleNamespace(number=5)
 
 
 @contextlib.contextmanager
@@ -148,6 +151,54 @@ def test_a_late_peer_is_waited_for_and_a_lost_one_breaks_every_rank(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("eager", [False, True])
+def test_ranks_that_replay_calls_of_another_form_are_told_and_get_no_number(kind, eager):
+    """Two graphs, replayed in another order on another rank: the calls' numbers are the same."""
+    with graph_world(3, kind, SHARDS[kind][3]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        last = ranks[-1]
+        last.form = 6
+        if not eager:
+            last.capture()
+        for rank in ranks:
+            rank.next(not (eager and rank is last))
+        cuda.run()
+        for rank in ranks:
+            assert rank.results[-1].isnan().all()
+            with pytest.raises(GroupBroken, match="or made another call"):
+                rank.gpu.channel.check()
+            with pytest.raises(GroupBroken):
+                rank.next(False)
+
+
+def test_stamps_tell_calls_and_forms_apart():
+    forms = [replay.form_number(x) for x in (b"", b"[64, 256]", b"[128, 256]")]
+    assert all(0 <= form < 2**31 for form in forms)
+    marks = {replay.stamp(call, form) for call, form in itertools.product(range(1000), forms)}
+    assert len(marks) == 3000
+    assert all(-(2**31) <= replay.stamp(-(2**31) + i, form) < 2**31 for i, form in enumerate(forms))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_may_capture_in_another_order_what_they_replay_in_one(kind):
+    with graph_world(2, kind, SHARDS[kind][2]) as (cuda, ranks):
+        prepared(cuda, ranks)
+        graphs = {}
+        for rank, forms in zip(ranks, ((5, 6), (6, 5)), strict=True):
+            for rank.form in forms:
+                rank.capture()
+                graphs[rank, rank.form] = rank.graph, rank.out
+        for form in (6, 5, 5, 6):
+            for rank in ranks:
+                rank.graph, rank.out = graphs[rank, form]
+                rank.next(True)
+            cuda.run()
+        for rank in ranks:
+            check(rank)
+            assert len(rank.results) == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_groups_failure_is_raised_once_however_many_replays_report_it(kind):
     """Else the next calls of any op on the device would raise it, one for each report."""
     with graph_world(2, kind, SHARDS[kind][2]) as (cuda, ranks):
@@ -234,7 +285,7 @@ def test_a_call_that_fails_while_it_is_issued_breaks_the_group():
             raise MemoryError("no room")
 
         with pytest.raises(MemoryError), cuda.on(first.calling), first.here():
-            first.queue.reduce(torch.empty(3, 2), torch.empty(2, 3, 2), product, None, 1.0, 1.0)
+            first.queue.reduce(torch.empty(3, 2), torch.empty(2, 3, 2), product, None, 1.0, 1.0, 5)
         assert first.state.broken
         with pytest.raises(GroupBroken):
             second.next(False)  # told by the host's flag
@@ -255,7 +306,7 @@ def test_a_capture_that_fails_says_why_and_leaves_the_group_whole(monkeypatch):
 
         with monkeypatch.context() as lost, no_graph(cuda), cuda.on(first.calling), first.here():
             with pytest.raises(MemoryError, match="no room"):
-                first.queue.reduce(torch.empty(3, 2), torch.empty(2, 3, 2), product, None, 1.0, 1.0)
+                first.queue.reduce(torch.empty(3, 2), torch.empty(2, 3, 2), product, None, 1.0, 1.0, 5)
             lost.undo()
         assert not first.state.broken
         for replays in (False, True):
@@ -320,7 +371,7 @@ def test_a_gather_of_several_products_scales_and_rows(strided, scaled):
 
             with cuda.on(rank.calling), rank.here():
                 found[rank] = graph_calls.gather_matmul(
-                    rank.state, None, shards, ScaledRows(mine, scales), [product] * 3, 1.0, True
+                    rank.state, PLAN, shards, ScaledRows(mine, scales), [product] * 3, 1.0, True
                 )
         cuda.run()
         expected = torch.empty(shards.shape)
@@ -360,10 +411,10 @@ def test_sums_are_of_what_the_request_says(op, scaled):
             with cuda.on(rank.calling), rank.here():
                 if op == "scatter":
                     outs.append(
-                        graph_calls.matmul_scatter(rank.state, None, shards, given, a[rank.rank], torch.float32, 1.0)
+                        graph_calls.matmul_scatter(rank.state, PLAN, shards, given, a[rank.rank], torch.float32, 1.0)
                     )
                 else:
-                    outs.append(graph_calls.matmul_reduce(rank.state, None, given, torch.float32))
+                    outs.append(graph_calls.matmul_reduce(rank.state, PLAN, given, torch.float32))
         cuda.run()
         products = [
             (x @ w) * (1.0 if scale is None else scale.view(*x.shape[:-1], 1) if scale.numel() > 1 else scale)

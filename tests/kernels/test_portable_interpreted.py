@@ -22,7 +22,7 @@ HERE = Path(__file__).parent / "portable"
 #: Files, and how many quick and slow tests each has at least.
 FILES = {
     "test_portable_add.py": (7, 0),
-    "test_portable_rank_calls.py": (43, 0),
+    "test_portable_rank_calls.py": (53, 0),
     "test_attention_merge.py": (43, 0),
     "test_portable_gemm.py": (80, 18),
     "test_portable_grouped.py": (56, 18),

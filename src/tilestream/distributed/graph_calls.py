@@ -170,7 +170,7 @@ class GraphQueue(CallQueue):
             state = of_group()
             if state is None:
                 return GroupBroken(name, "it has been destroyed")
-            return state.break_(f"{op}: a peer has given up waiting")  # or the first reason
+            return state.break_(f"{op}: a peer has given up waiting, or made another call")  # or the first reason
 
         broken = self._words.control[replay.BROKEN : replay.BROKEN + 1]
         found = GraphSignals(self._words.signals[:count], broken, self.device, why)
@@ -228,7 +228,7 @@ class GraphQueue(CallQueue):
 
         def mark(op: replay.Mark) -> None:
             pushes[replay.Mark](op)
-            copy_word(memory.signal(op.peer, 0, at + replay.MARKS + self._rank), replay.COUNT)
+            copy_word(memory.signal(op.peer, 0, at + replay.MARKS + self._rank), replay.STAMP)
 
         side: Handlers = {
             replay.AwaitFork: lambda op: add(WaitEvent(_SIDE, fork)),
@@ -267,12 +267,12 @@ class GraphQueue(CallQueue):
         recorder.add(Record(CALLING, self._fork.cuda_event))
         recorder.add(WaitEvent(_SIDE, self._fork.cuda_event))
 
-    def words(self, key: int) -> SlotWords:
-        """The words for a call's kernels."""
+    def words(self, key: int, form: int) -> SlotWords:
+        """The words for the kernels of a call of this form."""
         from tilestream.launch.portable.rank_calls import SlotWords  # imports Triton
 
         assert self._words is not None
-        return SlotWords(*self._words, self._rank, self._world, self.op, key)
+        return SlotWords(*self._words, self._rank, self._world, self.op, key, form)
 
 
 class GraphGather(GraphQueue):
@@ -317,9 +317,12 @@ class GraphGather(GraphQueue):
 
     def gather(
         self, shards: Shards, shard: ScaledRows, gathered: torch.Tensor | None,
-        compute: Callable[[ScaledRows, Arrival], list[torch.Tensor]], seconds: float,
+        compute: Callable[[ScaledRows, Arrival], list[torch.Tensor]], seconds: float, number: int,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Issue or capture a call. For parameters and result see `copy_engines.GatherQueue.issue`."""
+        """Issue or capture a call. For parameters and result see `copy_engines.GatherQueue.issue`.
+
+        ``number``: `DistributedPlan.number`.
+        """
         from tilestream.launch.portable import rank_calls  # imports Triton
 
         from_slot, rank = not shard.data.is_contiguous(), self._rank
@@ -330,7 +333,7 @@ class GraphGather(GraphQueue):
         arrival = self.arrival(shards)
         signals = signals_of(arrival)
         prepared: Prepared = self.prepared(form, 0, self._prepare)
-        words, rows, outs = self.words(signals.key), prepared.slot, list[torch.Tensor]()
+        words, rows, outs = self.words(signals.key, number), prepared.slot, list[torch.Tensor]()
         own = None if from_slot else local_rows(rank, shards, shard.data, rows.data)
         if torch.cuda.is_current_stream_capturing():
             _captured.append(arrival)
@@ -401,7 +404,7 @@ class GraphSum(GraphQueue):
 
     def reduce(
         self, out: torch.Tensor, parts: torch.Tensor | None, product: Callable[[int, torch.Tensor], object],
-        bias: torch.Tensor | None, divisor: float, seconds: float,
+        bias: torch.Tensor | None, divisor: float, seconds: float, number: int,
     ) -> None:  # fmt: skip
         """Issue or capture a call.
 
@@ -413,6 +416,8 @@ class GraphSum(GraphQueue):
             ``[world, rows, N]``: memory for the peers' parts; None: all peers get the own part.
         product
             ``product(rank, part)`` issues the matmul of a rank's part; without ``parts``, of this rank's part.
+        number
+            `DistributedPlan.number`.
         """
         from tilestream.launch.portable import add, rank_calls  # imports Triton
 
@@ -423,7 +428,7 @@ class GraphSum(GraphQueue):
         prepared: Prepared = self.prepared(SumForm(size, parts is not None), 0, self._prepare)
         if torch.cuda.is_current_stream_capturing():
             _captured.append(signals)
-        words = self.words(signals.key)
+        words = self.words(signals.key, number)
         own = self.memory.slot(rank, 0)[: world * size].view(out.dtype).view(world, 1, *out.shape)
         void = words.control[replay.VOID : replay.VOID + 1]
 
@@ -498,7 +503,7 @@ def gather_matmul(
                 own.bring()
             return [first(a, scales, arrival, seconds), *(one(a, scales, None, seconds) for one in others)]
 
-        outs = queue.gather(shards, shard, gathered, compute, seconds)
+        outs = queue.gather(shards, shard, gathered, compute, seconds, plan.number)
     return x if gathered is None else gathered, outs
 
 
@@ -520,7 +525,7 @@ def matmul_scatter(
         out = torch.empty(shape, dtype=dtype, device=device)
         queue = GraphScatter.of(state, plan, "a", device, shards.world * out.numel() * dtype.itemsize)
         parts = torch.empty((shards.world, *shape), dtype=dtype, device=device)
-        _reduce(queue, request, out, parts, product, seconds)
+        _reduce(queue, request, out, parts, product, seconds, plan.number)
     return out
 
 
@@ -535,13 +540,13 @@ def matmul_reduce(state: GroupState, plan: DistributedPlan, request: Request, dt
     with torch.cuda.device(a.device):
         out = torch.empty((math.prod(whole[:-1]), whole[-1]), dtype=dtype, device=a.device)
         queue = GraphAllReduce.of(state, plan, "a", a.device, state.world * out.numel() * dtype.itemsize)
-        _reduce(queue, request, out, None, product, seconds)
+        _reduce(queue, request, out, None, product, seconds, plan.number)
     return out.view(whole)
 
 
 def _reduce(
     queue: GraphSum, request: Request, out: torch.Tensor, parts: torch.Tensor | None,
-    product: Callable[[int, torch.Tensor], object], seconds: float,
+    product: Callable[[int, torch.Tensor], object], seconds: float, number: int,
 ) -> None:  # fmt: skip
     bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
-    queue.reduce(out, parts, product, bias, request.divisor(queue._world), seconds)
+    queue.reduce(out, parts, product, bias, request.divisor(queue._world), seconds, number)

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from tilestream.core.protocols import handshake
 from tilestream.core.protocols.gather import Way
+from tilestream.core.protocols.replay import form_number
 from tilestream.distributed import nodes
 from tilestream.distributed.dispatch import Case, Decision
 from tilestream.plan import experimental
@@ -89,6 +90,11 @@ class DistributedPlan:
     def handshake(self) -> bytes:
         """``agreed``, encoded."""
         return handshake.encode(self.agreed)
+
+    @functools.cached_property
+    def number(self) -> int:
+        """A number for `handshake`, by which devices compare calls."""
+        return form_number(self.handshake)
 
     @property
     def fused(self) -> bool:

@@ -7,10 +7,11 @@ each replay the caller writes the next shard to the tensor that held the last on
 A gate in a broken group may end: on a GPU its own deadline ends it, at some time.
 
 The environment may end the patience of a wait (``expires``), and may remove a rank for good (``lost``). A rank that
-replays once more than the others (``more``) gives up in the end.
+replays once more than the others (``more``) gives up in the end. A rank may replay a call of another form than the
+others' (``others``); its rows are of no use to them.
 
 Properties: a result that is no NaN was made of the complete rows of its own call. No rank is ever stuck for good. Where
-no patience has ended, every call is handed in; where one has, every remaining rank is told.
+no patience has ended, and all forms are the same, every call is handed in; else every remaining rank is told.
 
 Reductions, which are those of `tilestream_tools.verify.gather`: ends of copies and of reads are delayed, their begins
 and signals are eager, the waits for a rank's own streams are lazy.
@@ -29,6 +30,9 @@ from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model, State
 from tilestream_tools.verify.processes import LEFT, Process
 from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, say
+
+#: What the rows, and the marks, of another form differ by.
+_OTHER = 100
 
 Turn = Generator[Any, int, "int | None"]
 Text = Callable[[int, int, int, int, int], Turn]
@@ -56,6 +60,10 @@ class ReplayCase:
         Where patience may end, as (rank, replay).
     lost, more
         Which rank may be lost; which one replays once more. None: none.
+    others
+        Which calls are of another form, as (rank, replay).
+    names_form
+        Whether marks name the form. A model that must fail, otherwise.
     calling, side
         The text.
     """
@@ -67,6 +75,8 @@ class ReplayCase:
     expires: tuple[tuple[int, int], ...] = ()
     lost: int | None = None
     more: int | None = None
+    others: tuple[tuple[int, int], ...] = ()
+    names_form: bool = True
     calling: Text = p.calling
     side: Text = p.side
 
@@ -82,6 +92,10 @@ class ReplayCase:
         """The slot of a replay's call."""
         return self.slots[(replay - 1) % len(self.slots)]
 
+    def form_of(self, rank: int, replay: int) -> int:
+        """What a value of another form differs by; 0: the form is the usual one."""
+        return _OTHER * ((rank, replay) in self.others)
+
     def turn(self, text: Text, rank: int, writes: bool, replay: int) -> Turn:
         """A replay on one of a rank's streams."""
         if writes:
@@ -95,6 +109,8 @@ class ReplayCase:
         words += [f"rank {rank} may give up in replay {replay}" for rank, replay in self.expires]
         words += [f"rank {self.more} replays once more"] if self.more is not None else []
         words += [f"rank {self.lost} may be lost"] if self.lost is not None else []
+        words += [f"rank {rank}'s replay {replay} is of another form" for rank, replay in self.others]
+        words += [] if self.names_form else ["marks do not name it"]
         texts = ((self.calling, p.calling), (self.side, p.side))
         return ", ".join([*words, *(text.__name__ for text, own in texts if text is not own)])
 
@@ -112,6 +128,7 @@ def configurations(full: bool) -> Iterator[ReplayCase]:
     yield ReplayCase(replays=1, lost=1, expires=((0, 1),))
     yield ReplayCase(replays=3, calling=p.adding)
     yield ReplayCase(replays=2, chunks=2, expires=((0, 2),), calling=p.adding)
+    yield ReplayCase(replays=2, others=((0, 1), (1, 2)))
     if full:
         yield ReplayCase(world=3, replays=2, calling=p.adding)
         yield ReplayCase(replays=3, slots=(0, 1), lost=0, expires=((1, 1), (1, 2), (1, 3)), calling=p.adding)
@@ -127,6 +144,9 @@ def configurations(full: bool) -> Iterator[ReplayCase]:
         yield ReplayCase(replays=3, lost=1, expires=((0, 1), (0, 2), (0, 3)))
         yield ReplayCase(replays=3, slots=(0, 1), lost=0, expires=((1, 1), (1, 2), (1, 3)))
         yield ReplayCase(world=3, replays=1, expires=((0, 1),))
+        yield ReplayCase(replays=3, others=((0, 2), (1, 3)))
+        yield ReplayCase(replays=2, others=((0, 1), (1, 2)), calling=p.adding)
+        yield ReplayCase(world=3, replays=1, others=((2, 1),), calling=p.adding)
 
 
 class ReplayModel(Model):
@@ -237,7 +257,12 @@ class ReplayModel(Model):
 
     def _intact(self, rank: int, op: p.Intact, m: Memory) -> Sequence[int]:
         marks = (m[self.at(rank, "marks", op.slot, peer)] for peer in gather.peers(rank, self.case.world))
-        return (int(all(mark == op.call for mark in marks)),)
+        own = op.call + self._form_named(rank, m[self.at(rank, "begun")])
+        return (int(all(mark == own for mark in marks)),)
+
+    def _form_named(self, rank: int, replay: int) -> int:
+        """What a mark says of the form."""
+        return self.case.form_of(rank, replay) if self.case.names_form else 0
 
     _asked: ClassVar[dict[type, Callable[..., Sequence[int]]]] = {
         p.Advance: _advance_count, p.AwaitTaken: _await_taken, p.Gate: _gate, p.AwaitFork: _await_fork,
@@ -252,7 +277,8 @@ class ReplayModel(Model):
         return None if done is None else lambda pid, op, answer, m: done(self, pid // 2, op, answer, m)
 
     def _write_tensor(self, rank: int, op: Write, answer: int, m: Memory) -> None:
-        m[self.at(rank, "begun")] = m[self.at(rank, "tensor")] = op.replay
+        m[self.at(rank, "begun")] = op.replay
+        m[self.at(rank, "tensor")] = op.replay + self.case.form_of(rank, op.replay)
         m[self.at(rank, "dirty")] = 0
         if m[self.at(rank, "push")]:
             m[self.at(rank, "push")] = OVERWRITTEN
@@ -267,7 +293,7 @@ class ReplayModel(Model):
         m[self.at(rank, "joined")] = op.replay
 
     def _mark(self, rank: int, op: p.Mark, answer: int, m: Memory) -> None:
-        m[self.at(op.peer, "marks", op.slot, rank)] = op.call
+        m[self.at(op.peer, "marks", op.slot, rank)] = op.call + self._form_named(rank, m[self.at(rank, "forked")])
 
     def _taken(self, rank: int, op: p.Taken, answer: int, m: Memory) -> None:
         m[self.at(op.peer, "taken", op.slot, rank)] = op.call
@@ -297,7 +323,7 @@ class ReplayModel(Model):
     def _read(self, rank: int, op: p.Read, answer: int, m: Memory) -> None:
         place = self.at(rank, "rows", op.slot, op.peer, op.chunk)
         m[self.at(rank, "read")] = place
-        value, due = m[place], m[self.at(rank, "begun")]
+        value, due = m[place], m[self.at(rank, "begun")] + self.case.form_of(rank, m[self.at(rank, "begun")])
         if value != due and not m[self.at(rank, "dirty")]:
             m[self.at(rank, "dirty")] = OVERWRITTEN if value == OVERWRITTEN or value > due else TORN
 
@@ -358,11 +384,12 @@ class ReplayModel(Model):
                 stuck = (f"{self.processes[pid].name} at {say(self.locals.op[m[pid]])}" for pid in here)
                 raise Fault("deadlock", "; ".join(stuck))
             return
-        gave_up = [rank for rank in alive if m[self.at(rank, "gave up")]]
+        short = [rank for rank in alive if m[self.at(rank, "handed")] < self.case.replays_of(rank)]
+        gave_up = [rank for rank in alive if m[self.at(rank, "gave up")]] or (short if self.case.others else [])
         for rank in alive:
             if gave_up and not m[self.at(rank, "broken")]:
                 raise Fault("not told", f"rank {gave_up[0]} has given up, and rank {rank} does not know")
-            if (not gave_up or not self.case.expires) and m[self.at(rank, "handed")] < self.case.replays_of(rank):
+            if rank in short and (not gave_up or not (self.case.expires or self.case.others)):
                 raise Fault("missing work", f"rank {rank} has handed in {m[self.at(rank, 'handed')]} replays")
 
     def tell(self, pid: int, op: Any, answer: Any) -> str:

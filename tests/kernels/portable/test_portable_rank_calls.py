@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilestream.core.error_record import EXPIRED, QUARANTINED, Record
-from tilestream.core.protocols.replay import BROKEN, COUNT, MARKS, VOID, control_words
+from tilestream.core.protocols.replay import BROKEN, COUNT, MARKS, VOID, control_words, form_number, stamp
 from tilestream.launch.portable import rank_calls as launch
 from tilestream.runtime.channel import Channel
 
@@ -123,13 +123,16 @@ def test_parts_that_do_not_come_void_the_call(ranks):
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 )
-@pytest.mark.parametrize("why", ["", "mark", "broken"])
+@pytest.mark.parametrize("why", ["", "mark", "form", "broken"])
 def test_a_result_is_nan_where_a_mark_is_of_another_call_or_the_group_is_broken(ranks, dtype, why):
     last = ranks.world - 1
-    launch.begin_call(ranks.of(0), 20.0, 1, 1)
-    ranks.marks(0, 1)
+    form = form_number(b"a call")
+    launch.begin_call(ranks.of(0)._replace(form=form), 20.0, 1, 1)
+    ranks.marks(0, stamp(1, form))
     if why == "mark":
-        ranks.control[0][MARKS + last] = 2
+        ranks.control[0][MARKS + last] = stamp(2, form)
+    elif why == "form":
+        ranks.control[0][MARKS + last] = stamp(1, form_number(b"another call"))
     elif why == "broken":
         ranks.control[0][BROKEN] = 1
     launch.end_call(ranks.of(0))

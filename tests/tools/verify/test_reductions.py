@@ -136,6 +136,7 @@ def compare(bug, limit, most):
         ReplayCase(replays=1, expires=((0, 1),)),
         ReplayCase(replays=1, lost=1, expires=((0, 1),)),
         ReplayCase(replays=2, calling=replay.adding),
+        ReplayCase(replays=2, others=((0, 1), (1, 2))),
         DispatchCase(),
         DispatchCase(((2,), (1,)), lost=1),
         DispatchCase(((1,), (2,)), expires=True),
@@ -155,6 +156,15 @@ def test_other_sound_protocols_are_sound_either_way(case):
     assert plain.fault is reduced.fault is None
     gain = 5 if isinstance(case, GatherCase | SumCase) else 1
     assert gain * reduced.states <= plain.states
+
+
+@pytest.mark.parametrize("text", [replay.calling, replay.adding])
+def test_marks_that_name_no_form_are_found_either_way(text):
+    """A rank replays a call of another shape, of the same number: without the form its rows pass for right."""
+    case = ReplayCase(replays=2, others=((0, 1), (1, 2)), names_form=False, calling=text)
+    for found in (outcome(case, reduce=False), outcome(case)):
+        assert found.fault is not None
+        assert "made of rows of another call" in str(found.fault)
 
 
 def test_bugs_of_many_states_are_found_either_way():

@@ -4,8 +4,8 @@ A graph replays one text for ever, and the host issues nothing between two calls
 a word of each slot in the device's memory counts the calls of that slot, and the call's first kernel advances it. What
 is not a kernel, a graph copies: rows, and words. Eager calls have the same text: replays and eager calls may come in
 any order, and differ from rank to rank. Each rank has, for each slot, its own count, a signal for each chunk, and two
-words for each peer, which that peer writes. *mark*: the call whose rows it is about to write here. *taken*: the last
-call whose rows, which this rank has written there, it needs no more::
+words for each peer, which that peer writes. *mark*: the call whose rows it is about to write here, and of what form
+that call is. *taken*: the last call whose rows, which this rank has written there, it needs no more::
 
     calling stream                                      side stream
       a kernel: count = count + 1;
@@ -33,25 +33,40 @@ poll that word; its own deadline ends it. No host takes part. What a graph copie
 of a graph can be left out. It may overwrite rows that a late peer still reads. The mark in front of them says so: a
 rank that has read all its rows looks at the marks, and its result is NaN where one is of another call.
 
+*Another form.* Ranks compare their calls when they make the first of a kind; no host compares replays. If a rank
+replays one graph while another replays a second one, with calls of another shape, both calls have the same number. So a
+mark names the form too (`stamp`), and a rank that finds another one breaks the group.
+
 `tilestream_tools.verify.replay` explores this: replays by turns of several slots, one more on one rank than on another,
 calls that expire, and ranks lost.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import NamedTuple
 
 from tilestream.core.protocols.gather import Abort, Break, Operations, peers, receivers
 
 #: Words of a slot behind its signals, in the memory of each rank: the count; a 1, of which signals are copies; whether
-#: the present call is void; whether the group is broken (of the first slot, for all slots); then a mark for each rank,
-#: and a taken for each rank.
-COUNT, ONE, VOID, BROKEN, MARKS = range(5)
+#: the present call is void; whether the group is broken (of the first slot, for all slots); the stamp of the present
+#: call, of which marks are copies; then a mark for each rank, and a taken for each rank.
+COUNT, ONE, VOID, BROKEN, STAMP, MARKS = range(6)
 
 
 def control_words(world: int) -> int:
     """Their number."""
     return MARKS + 2 * world
+
+
+def form_number(handshake: bytes) -> int:
+    """A number of 31 bits for calls that the ranks take for equal."""
+    return zlib.crc32(handshake) & 0x7FFFFFFF
+
+
+def stamp(call: int, form: int) -> int:
+    """A mark: of one form, two calls' marks differ, and so do the marks of one number of two forms."""
+    return call ^ form
 
 
 class Advance(NamedTuple):
@@ -82,7 +97,7 @@ class AwaitFork(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Say in a peer's memory that the rows of ``call`` are about to be written there."""
+    """Say in a peer's memory that the rows of ``call``, of its form, are about to be written there."""
 
     peer: int
     slot: int
@@ -166,7 +181,7 @@ class Clear(NamedTuple):
 
 
 class Intact(NamedTuple):
-    """A kernel behind the reader looks at all marks. Answer: 1 if they are of ``call``."""
+    """A kernel behind the reader looks at all marks. Answer: 1 if they are of ``call``, and of its form."""
 
     slot: int
     call: int

@@ -21,7 +21,7 @@ from tilestream.core.protocols import replay
 from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.device.schedule import LINE
 
-COUNT, VOID, MARKS = map(tl.constexpr, (replay.COUNT, replay.VOID, replay.MARKS))
+COUNT, VOID, STAMP, MARKS = map(tl.constexpr, (replay.COUNT, replay.VOID, replay.STAMP, replay.MARKS))
 EXPIRED, QUARANTINED = map(tl.constexpr, (record.EXPIRED, record.QUARANTINED))
 RECORDS, FIELDS = map(tl.constexpr, (record.RECORDS, record.FIELDS))
 
@@ -85,9 +85,10 @@ def await_word(word, least, broken, clock, begin, allowed):
     return over
 
 
-@triton.jit(do_not_specialize=("allowed", "op", "key", "rank", "batches", "parts"))
+@triton.jit(do_not_specialize=("allowed", "op", "key", "rank", "batches", "parts", "form"))
 def begin_call(
-    signals, control, places, records, claims, allowed: tl.int64, op, key, rank, batches, parts, WORLD: tl.constexpr
+    signals, control, places, records, claims, allowed: tl.int64, op, key, rank, batches, parts, form,
+    WORLD: tl.constexpr,
 ):  # fmt: skip
     """Count a call and wait until its slots are free.
 
@@ -103,6 +104,8 @@ def begin_call(
         By which a record knows the signals.
     batches, parts
         Of the own rows, whose chunks are signalled here; no batches: there are none.
+    form
+        Of the call: `tilestream.core.protocols.replay.form_number`.
     """
     clock = claims + LINE
     begin = present(clock)
@@ -118,6 +121,7 @@ def begin_call(
         give_up(places, WORLD)
         report(over, late * parts, present(clock) - begin, records, claims, allowed, op, key)
     tl.store(control + COUNT, call)
+    tl.store(control + STAMP, call ^ form)
     for i in range(batches * parts):
         tl.store(signals + (i // parts * WORLD + rank) * parts + i % parts, 1)
 
@@ -152,10 +156,11 @@ def await_parts(
 def end_call(control, places, records, claims, op, key, rank, WORLD: tl.constexpr):
     """Whether the call is void, behind its readers; then tell the peers that their rows are read."""
     call = tl.load(control + COUNT)
+    stamp = tl.load(control + STAMP)
     over = look(word_at(places, WORLD + rank)) != 0
     for r in range(WORLD):
         if r != rank:
-            over = over | (look(control + MARKS + r) != call)
+            over = over | (look(control + MARKS + r) != stamp)
     if over:
         give_up(places, WORLD)
         none = tl.cast(0, tl.int64)

@@ -27,6 +27,7 @@ class SlotWords(NamedTuple):
     world: int
     op: str
     key: int
+    form: int = 0  # of the call: see `tilestream.core.protocols.replay.form_number`
 
 
 def begin_call(words: SlotWords, seconds: float, batches: int, parts: int) -> None:
@@ -34,7 +35,7 @@ def begin_call(words: SlotWords, seconds: float, batches: int, parts: int) -> No
     allowed, op = bounds_of(seconds, words.op)
     launch_keyed(
         rank_calls.begin_call, _ONE, (*words[:3], *records_of(words.signals.device)),
-        (allowed, op, words.key, words.rank, batches, parts), (words.world,), num_warps=1,
+        (allowed, op, words.key, words.rank, batches, parts, words.form), (words.world,), num_warps=1,
     )  # fmt: skip
 
 
