@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from distributed_jobs import BF16, Worst, error_of_a_late_rank, finish, late_in_
 import tilestream as ts
 from rank_checks import raised
 from tilestream import distributed as tsd
+from tilestream.distributed.request import Request
 
 DEADLINE = 20.0
 
@@ -168,6 +170,58 @@ def destroyed(rank, world, name):
     graph.replay()
     worst.add(static, larger.expected(whole))
     return worst.get()
+
+
+def crossed(rank, world, name):
+    """Two graphs of calls of other shapes, which the last rank replays in another order. Returns what was raised."""
+    both = [ops(rank, world, rows=rows, deadline=2.0)[name] for rows in (128, 256)]
+    if name == "all_reduce":
+        short = both[1].operand[:24].clone()
+        b = random(1, 256, 256)
+        both[1] = both[0]._replace(
+            operand=short, call=lambda: tsd.matmul_all_reduce(short, b, form="fused", deadline=2.0),
+            plan=lambda: tsd.plan_matmul_all_reduce(short, b, form="fused"),
+        )  # fmt: skip
+    for one in both:
+        one.operand.fill_(1.0)
+    for one in reversed(both):  # the largest slots first: memory for one is not made anew for the other
+        one.call()
+    finish()
+    graphs = [torch.cuda.CUDAGraph() for _ in both]
+    outs = [torch.empty(0)] * 2
+    for i in (0, 1) if rank == 0 else (1, 0):  # captured in another order, which does not matter
+        with torch.cuda.graph(graphs[i]):
+            outs[i] = both[i].call()
+    for graph in graphs:
+        graph.replay()
+    finish()
+    assert all(out.isfinite().all() for out in outs)
+    dist.barrier()
+    graph, out = graphs[rank == world - 1], outs[rank == world - 1]
+    begin = time.monotonic()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert out.isnan().any(), "rows of another call"
+    return raised(ts.check), time.monotonic() - begin
+
+
+def half_captured(rank, world):
+    """A call fails in a capture, whose user catches the error. Returns what the capture's end raises."""
+    one, worst = ops(rank, world)["all_reduce"], Worst()
+    graph, (static,) = captured(one)
+
+    def capture() -> None:
+        failing = mock.patch.object(Request, "product", side_effect=MemoryError("no room"))
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), failing:
+            assert raised(one.call).startswith("MemoryError")
+
+    said = raised(capture)
+    for seed in (5, 6):
+        whole = random(seed, 128 * world, 256)
+        one.load(whole)
+        graph.replay()
+        worst.add(static, one.expected(whole))
+    return said, worst.get()
 
 
 def expires(rank, world, name, killed):

@@ -95,6 +95,27 @@ def test_a_graph_destroyed_under_way_and_new_memory(ranks, name):
     assert max(ranks.run(2, jobs.destroyed, name, bound=120, seconds=60)) < 4.0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_replays_in_another_order_on_another_rank_raise(name):
+    pool = make_pool(TILESTREAM_GRAPH_RANKS="1")  # of its own, which its broken group does not leave
+    try:
+        for error, seconds in pool.run(2, jobs.crossed, name, bound=120, seconds=30):
+            assert error.startswith(("ArrivalTimeout", "GroupBroken")), error
+            assert seconds < 2.0 + SLACK
+    finally:
+        pool.close()
+
+
+def test_a_capture_with_a_part_of_a_call_makes_no_graph():
+    pool = make_pool(TILESTREAM_GRAPH_RANKS="1")  # of its own: torch may stay in a capture that failed
+    try:
+        for said, wrong in pool.run(2, jobs.half_captured, bound=120, seconds=30):
+            assert "capture" in said, said
+            assert wrong < 4.0
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_that_does_not_replay_ends_all_in_their_deadline(name, killed):
