@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import types
 
 import pytest
 import torch
 
-from tilestream.distributed import host_flags, symmetric
+from tilestream.distributed import collective, host_flags, symmetric
+from tilestream.distributed.group_state import GroupState
 
 BF16 = torch.empty(2, 2, dtype=torch.bfloat16)
 GPU = torch.device("cuda", 0)
@@ -90,6 +92,31 @@ def test_reasons_that_are_known_without_messages(monkeypatch):
     assert "TILESTREAM_GRAPH_RANKS=1" in said
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "on ROCm" in symmetric.why_not(state(), BF16)
+
+
+@pytest.mark.parametrize("captured", [0, 1])
+def test_a_capture_is_asked_for_on_the_operands_device(monkeypatch, captured):
+    """Which need not be the current one: a call took an eager one for captured, or the other way round."""
+    here = [0]
+
+    @contextlib.contextmanager
+    def on(device):
+        here.append(device.index)
+        yield
+        here.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: here[-1])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here[-1] == captured)
+    x = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1), dtype=torch.bfloat16)
+    of = types.SimpleNamespace(agreed={b"a call"}, unreachable="", rank=0, world=1)
+    assert GroupState.capture(of, x) == 2 * captured
+    assert ("is being captured" in symmetric.why_not(of, x)) == bool(captured)
+    compared = []
+    monkeypatch.setattr(collective, "exchange_bytes", lambda state, mine, device: compared.append(mine) or [mine])
+    collective.agree(of, types.SimpleNamespace(handshake=b"another", op="all_gather_matmul"), x.device)
+    assert compared == [b"another"] * (not captured)
+    assert here == [0]
 
 
 def test_slots_that_were_not_made_are_no_larger_ones(monkeypatch):

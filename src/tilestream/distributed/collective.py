@@ -18,6 +18,7 @@ from tilestream.core.protocols.handshake import HANDSHAKE_BYTES, difference
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import Call
 from tilestream.distributed.shards import ScaledRows
+from tilestream.runtime.streams import is_capturing
 
 
 def agree(state: GroupState, call: Call, device: torch.device) -> None:
@@ -29,7 +30,7 @@ def agree(state: GroupState, call: Call, device: torch.device) -> None:
         On every rank, if the calls differ.
     """
     mine = call.handshake
-    if mine in state.agreed or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if mine in state.agreed or (device.type == "cuda" and is_capturing(device)):
         return  # a capture cannot wait for peers: the warm-up call has compared
     for peer, theirs in enumerate(exchange_bytes(state, mine, device)):
         error = difference(call.op, mine.rstrip(), state.rank, theirs, peer)

@@ -21,6 +21,7 @@ from tilestream.core.errors import GroupBroken
 from tilestream.core.forks import free_in_child
 from tilestream.distributed.host_flags import GroupFlags
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.runtime.streams import is_capturing
 
 Q = TypeVar("Q")
 D = TypeVar("D")
@@ -80,7 +81,7 @@ class GroupState:
 
     def capture(self, x: torch.Tensor) -> int:
         """0 outside of a capture of a CUDA graph; else a number that grows when the ranks have compared a call."""
-        return 1 + len(self.agreed) if x.is_cuda and torch.cuda.is_current_stream_capturing() else 0
+        return 1 + len(self.agreed) if x.is_cuda and is_capturing(x.device) else 0
 
     def decided(self, key: object) -> Any:
         """The decision of an earlier equal call; None without one. See `tilestream.distributed.request.Request.key`."""

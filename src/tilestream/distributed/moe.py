@@ -42,6 +42,7 @@ from tilestream.plan.candidate import Refusal
 from tilestream.plan.grouped import refuse_invariance
 from tilestream.plan.problem import dtype_name
 from tilestream.runtime.channel import check_device
+from tilestream.runtime.streams import is_capturing
 
 _OP = "moe"
 #: A router's choice: weights and experts, like the values and indices of ``torch.topk``.
@@ -326,7 +327,7 @@ def _travel(
     (state,) = states_of(_OP, group, _ANY)
     if x.is_cuda:
         check_device(x.device.index)
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(x.device):
             raise NotImplementedError(f"{_OP}: a CUDA graph is captured; the host reads how many rows go where")
     state.check()
     plan = _plan(state, op, x, chosen.shape[-1], e.w1, e.activation, form)

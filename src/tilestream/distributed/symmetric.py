@@ -22,6 +22,7 @@ from tilestream.distributed.collective import exchange_bytes, first_line
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.host_flags import RankFlags
 from tilestream.plan import experimental
+from tilestream.runtime.streams import is_capturing
 
 #: Slots grow by multiples of this many bytes.
 _PAGE = 2 << 20
@@ -40,7 +41,7 @@ def why_not(state: GroupState, x: torch.Tensor) -> str:
         return "symmetric memory's stream waits are CUDA's; on ROCm the group's own collective is used"
     if x.dtype not in _DTYPES:
         return f"{x.dtype}: operands of 16 and 8 bits overlap on GPUs"
-    if torch.cuda.is_current_stream_capturing() and (why := experimental.refusal("graph_ranks", None)):
+    if is_capturing(x.device) and (why := experimental.refusal("graph_ranks", None)):
         return (
             "a CUDA graph is being captured: an epoch of the host's would be the same at each replay; calls that the "
             f"device counts are {why}"

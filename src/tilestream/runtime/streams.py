@@ -58,6 +58,12 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     return contextlib.nullcontext() if here else torch.cuda.device(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of ``device`` is being captured. It need not be the current device."""
+    with on_device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return torch.cuda.is_current_stream_capturing()
+
+
 @contextlib.contextmanager
 def aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """A block in which an idle stream of our own is the current stream."""
