@@ -27,6 +27,7 @@ from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.plan import Copies, Plan
 from tilestream.runtime.channel import channel
 from tilestream.runtime.device_workspace import NO_WORDS, Words, captured_words, device_workspace, words_of
+from tilestream.runtime.outliving import outliving
 
 #: Tables of captured launches, which each replay reads or copies. A graph may live as long as the process.
 _captured_tables: list[torch.Tensor] = []
@@ -287,8 +288,8 @@ class Table:
             _captured_tables.append(source)
             return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source, non_blocking=True)
         if self.there is None:
-            with torch.inference_mode(False):
-                self.there = torch.tensor(self._values, dtype=torch.int32, device="cpu").to(device)
+            values = self._values
+            self.there = outliving(device, lambda: torch.tensor(values, dtype=torch.int32, device="cpu").to(device))
         elif device.type == "cuda":
             self.there.record_stream(torch.cuda.current_stream(device))
         return self.there

@@ -30,6 +30,7 @@ from tilestream.launch.launcher import VARIES, Launcher
 from tilestream.launch.observe import PRODUCTS, WORDS, Call, Observation
 from tilestream.runtime.device_workspace import MOST_STREAMS
 from tilestream.runtime.extension import find, open_library
+from tilestream.runtime.outliving import outliving
 from tilestream.runtime.streams import is_torchs
 
 logger = logging.getLogger(__name__)
@@ -338,13 +339,7 @@ class Extension:
             if held and all(size <= there for size, there in zip(sizes, counts, strict=True)):
                 return
             most = [max(pair) for pair in zip(sizes, counts, strict=True)]
-            made = (
-                torch.zeros(most[0], dtype=torch.int64, device=device),
-                torch.zeros(most[1], dtype=torch.int32, device=device),
-                torch.empty(most[2], dtype=torch.float32, device=device),
-                torch.empty(most[3], dtype=torch.int32, device=device),
-                torch.empty(most[3], dtype=torch.int32, device=device),
-            )
+            made = outliving(device, lambda: _words(most, device))
             addresses = (ctypes.c_void_p * len(made))(*[one.data_ptr() for one in made])
             if self._library.tilestream_give_workspace(index, stream, addresses, (ctypes.c_int64 * 4)(*most)):
                 self._words[place] = made
@@ -375,3 +370,14 @@ def why_not() -> str:
     """Why there is no extension; empty if there is one."""
     found = load()
     return found if isinstance(found, str) else ""
+
+
+def _words(sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, ...]:
+    counters, counts, partials, listed = sizes
+    return (
+        torch.zeros(counters, dtype=torch.int64, device=device),
+        torch.zeros(counts, dtype=torch.int32, device=device),
+        torch.empty(partials, dtype=torch.float32, device=device),
+        torch.empty(listed, dtype=torch.int32, device=device),
+        torch.empty(listed, dtype=torch.int32, device=device),
+    )

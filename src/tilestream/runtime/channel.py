@@ -19,6 +19,7 @@ import torch
 from tilestream.core.error_record import EXPIRED, FIELDS, QUARANTINED, RECORDS, Record, sources
 from tilestream.core.forks import free_in_child
 from tilestream.runtime.device_workspace import LINE
+from tilestream.runtime.outliving import outliving
 
 _Words = ctypes.c_int64 * (FIELDS * RECORDS)
 
@@ -41,7 +42,7 @@ class Channel:
         gpu = device.type == "cuda"
         with torch.inference_mode(False):
             self.records = torch.zeros(FIELDS * RECORDS, dtype=torch.int64, pin_memory=gpu, device="cpu")
-            self.claims = torch.zeros(2 * LINE, dtype=torch.int64, device=device)
+        self.claims = outliving(device, lambda: torch.zeros(2 * LINE, dtype=torch.int64, device=device))
         if gpu:
             torch.cuda.current_stream(device).synchronize()  # launches may be on any stream
         self._words = _Words.from_address(self.records.data_ptr())

@@ -3,8 +3,9 @@
 Invariants 4 and 8. An eager launch uses the workspace of its (device, stream), whose launches run one after the other.
 Counters are never cleared: each launch counts from a base above all that the previous launch can have counted to.
 Buffers grow with the problems and are kept for default streams and for the `MOST_STREAMS` streams that were used last.
-Buffers of other streams go back to torch's allocator. It gives them only to later work of the stream on which they were
-allocated, so nothing has to be waited for, and the stream need not exist any more.
+They come from no graph's pool (`tilestream.runtime.outliving`). Buffers of other streams go back to torch's allocator.
+It gives them only to later work of the stream on which they were allocated, so nothing has to be waited for, and the
+stream need not exist any more.
 
 A captured launch is replayed in any order with eager launches and other graphs. So it has words of its own, which its
 last worker restores. They come from a slab that was zeroed when the device's first workspace was made. Without a slab
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from tilestream.core.schedule import Schedule
 from tilestream.runtime.driver import context_id
+from tilestream.runtime.outliving import outliving
 
 #: 8-byte words from one counter to the next; `tilestream.kernels.device.schedule.LINE` says why.
 LINE = 16
@@ -78,22 +80,25 @@ class DeviceWorkspace:
         """
         words = words_of(schedule)
         if self._counters is None or self._counters.numel() < words:
-            self._counters = torch.zeros(words, dtype=torch.int64, device=self._device)
+            self._counters = self._kept(torch.zeros, words, torch.int64)
         counts, partials = None, None
         if schedule.slots:
             if self._counts is None or self._counts.numel() < 2 * schedule.slots:
-                self._counts = torch.zeros(2 * schedule.slots, dtype=torch.int32, device=self._device)
+                self._counts = self._kept(torch.zeros, 2 * schedule.slots, torch.int32)
             counts = self._counts
         size = max(floats, schedule.slots * block[0] * block[1])
         if size:
             if self._partials is None or self._partials.numel() < size:
-                self._partials = torch.empty(size, dtype=torch.float32, device=self._device)
+                self._partials = self._kept(torch.empty, size, torch.float32)
             partials = self._partials
         if listed and (self._listed is None or self._listed[0].numel() < listed):
-            self._listed = _pair(listed, self._device)
+            self._listed = outliving(self._device, lambda: _pair(listed, self._device))
         base = self._base
         self._base += schedule.most_tickets  # `queues.next_base` for the largest queue
         return Words(self._counters, counts, partials, base, 0, self._listed if listed else None)
+
+    def _kept(self, make: Callable[..., torch.Tensor], count: int, dtype: torch.dtype) -> torch.Tensor:
+        return outliving(self._device, lambda: make(count, dtype=dtype, device=self._device))
 
 
 def _pair(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +110,7 @@ class _Slab:
 
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.Lock()
-        self._words = torch.zeros(_SLAB, dtype=torch.int64, device=device)
+        self._words = outliving(device, lambda: torch.zeros(_SLAB, dtype=torch.int64, device=device))
         self._used = 0
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # replays may run on any stream
