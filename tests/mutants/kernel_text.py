@@ -14,7 +14,7 @@ GEMM, EPILOGUE = f"{HOPPER}.gemm", f"{HOPPER}.epilogue"
 STEPS, STEP = f"{HOPPER}.load:load_steps", f"{HOPPER}.attention_math:math_step"
 
 MODULES = {
-    **{name: f"{HOPPER}.{name}" for name in ("gemm", "load", "multiply", "epilogue", "gate", "ring")},
+    **{name: f"{HOPPER}.{name}" for name in ("gemm", "load", "multiply", "epilogue", "gate", "ring", "pair")},
     **{name: f"{HOPPER}.{name}" for name in ("attention", "attention_convert", "attention_load", "attention_math")},
     **{name: f"{DEVICE}.{name}" for name in ("attention_tile", "items", "softmax")},
 }

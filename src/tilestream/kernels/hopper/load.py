@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from tilestream.core.structs import Place
 from tilestream.kernels.hopper.compat import tma_load, viewed
 from tilestream.kernels.hopper.epilogue import start_of
-from tilestream.kernels.hopper.pair import begin_multicast, end_multicast, rank
+from tilestream.kernels.hopper.pair import begin_multicast, end_multicast, find_half, rank
 from tilestream.kernels.hopper.ring import step
 
 
@@ -102,11 +102,13 @@ def load_steps(begin, end, source, loads, ring, place, C: gl.constexpr):
             first = source.column + start_of(C.WIDTHS, i)
             if C.TWO_HALVES:
                 first = source.column + i * loads.half
-            at_stage = stage
+            at_stage, at_k = stage, at
             if C.CTAS > 1:
-                at_stage, first = stage * C.CTAS + rank(C), first + rank(C) * (C.WIDTHS[i] // C.CTAS)
+                at_stage = stage * C.CTAS + rank(C)
+                first, at_k = find_half(loads.y[i], first, at, C.WIDTHS[i], C)
                 begin_multicast()
-            load_operand(loads.y[i], bar, ring.y[i].index(at_stage), source.y_batch, first, at, C.Y_K_MAJOR, C.BATCHED)
+            buffer = ring.y[i].index(at_stage)
+            load_operand(loads.y[i], bar, buffer, source.y_batch, first, at_k, C.Y_K_MAJOR, C.BATCHED)
             if C.CTAS > 1:
                 end_multicast()
         stage, phase = step(stage, phase, C.STAGES)

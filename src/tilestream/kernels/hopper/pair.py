@@ -12,6 +12,8 @@ A load brings a half of y to the same place in both CTAs, and counts its bytes a
 until the consumers of both are done with the stage: ``empty`` counts the arrivals of both CTAs. Bytes may come before
 the CTA that they come to expects them: the phase does not end before its own load warp has arrived.
 
+Both halves together lie in shared memory as one copy of all of y would: `tilestream.launch.hopper.arguments.part_map`.
+
 All warps of both CTAs meet when barriers have been made, before the other CTA touches them, and once more before either
 CTA ends: an arrival for a CTA that has left goes nowhere.
 
@@ -70,6 +72,19 @@ def idle(ring):
     """A warp of the load warp's group that only meets the others: a cluster's barrier counts all warps."""
     meet()
     meet()
+
+
+@gluon.jit
+def find_half(tensor_map, row, k, WIDTH: gl.constexpr, C: gl.constexpr):
+    """``(row, k)`` where this CTA's half of a part of y begins: of its rows, or of K where a box has all its rows."""
+    BOX: gl.constexpr = tensor_map.block_type.shape[-2:]
+    if C.Y_K_MAJOR:
+        row += rank(C) * BOX[0]
+    elif BOX[1] < WIDTH:
+        row += rank(C) * BOX[1]
+    else:
+        k += rank(C) * BOX[0]
+    return row, k
 
 
 @gluon.jit

@@ -14,6 +14,8 @@ from tilestream.plan.problem import ITEMSIZE
 from tilestream.plan.tma import major_of, store_major_of
 
 _INT31 = 2**31
+#: Bytes of the widest swizzle. A wider box lies in shared memory as blocks so wide, one behind the other.
+_SWIZZLE = 128
 #: A load warp and one consumer are two warp groups: with so many registers each at first, the consumer gets 216.
 SINGLE_REGISTERS = 128
 #: Elements of a strip that a consumer stores from registers at a time: in strips of twice as many Triton 3.6 spills 170
@@ -75,7 +77,7 @@ class Arguments(GemmArguments):
         half = self.rows // self._halves
         self.x, self._x_major = operand_map(x, half, problem.k, block_k, batches)
         self.local = None if local_rows is None else Map((local_rows, problem.k), (problem.k, 1), self.x.box)
-        parts = [operand_map(y, width // plan.ctas, problem.k, block_k, batches) for width in self.widths]
+        parts = [part_map(y, width, problem.k, block_k, batches, plan.ctas) for width in self.widths]
         self.y = (*(part for part, _ in parts), *[None] * (MOST_PARTS - len(parts)))
         self._y_major = parts[0][1]
         # The load warp has no registers for it where there are shares, or y is read across, in three boxes a step.
@@ -166,6 +168,19 @@ def operand_map(operand: Operand, box_rows: int, k: int, block_k: int, batches: 
     if major is None:
         raise ValueError(f"an operand of extents {extents} and strides {strides}: TMA cannot address it")
     return matrix_map(extents, strides, box, batches, operand.batch, major == 0), major == 1
+
+
+def part_map(operand: Operand, width: int, k: int, block_k: int, batches: int, ctas: int) -> tuple[Map, bool]:
+    """As `operand_map`, of ``width`` rows, of which each CTA of a pair loads a half.
+
+    Side by side the halves must be in shared memory what a box of all rows would be. Across K such a box is blocks of
+    rows, each with all K of a stage: it is halved between them. A single block is halved along K: half of its rows
+    would have another swizzle. `tilestream.kernels.hopper.pair.find_half` sees by the box which it is.
+    """
+    made, k_major = operand_map(operand, width // ctas, k, block_k, batches)
+    if ctas > 1 and not k_major and width * ITEMSIZE[operand.dtype] <= _SWIZZLE:
+        made, _ = operand_map(operand, width, k, block_k // ctas, batches)
+    return made, k_major
 
 
 def matrix_map(
