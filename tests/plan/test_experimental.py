@@ -138,6 +138,7 @@ def test_pairs_of_ctas_are_taken_where_they_are_forced(k):
         ({"workers": 1}, "a pair of CTAs takes two workers"),
         ({"arrival": tilestream.Arrival.uniform(512, 8)}, "pairs of CTAs wait for no chunks and publish none"),
         ({"tile": (128, 256)}, "it has no 128x256 tile here with variant=paired"),
+        ({"tile": (512, 192), "batch": 3}, "it has no 512x192 tile here with variant=paired"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -110,6 +110,7 @@ HOWS = {
     "local": How(rows=_uniform(_SIZE), in_order=True, local=True),
     "probed": How(probe=True),
     "full": How(full=True, batch=_BATCH),
+    "batched": How(("static",), batch=_BATCH),
 }
 #: With fewer registers of the load warp's.
 _SLIM = ("slim static", "slim table", "slim full")
@@ -157,14 +158,14 @@ def _of_a_tile(tile: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
     """Inputs, how, layout. Schedules and layouts are the load warp's, whatever the tile: few tiles have them all."""
     if tile in PAIRED:
         yield from itertools.product(("bfloat16",), ("plain",), ("nn", "nt", "tn", "tt"))
-        yield from itertools.product(("bfloat16",), ("slim", "direct", "across", "table", "full"), ("nt",))
+        yield from itertools.product(("bfloat16",), ("slim", "direct", "across", "table", "full", "batched"), ("nt",))
         yield from itertools.product(("fp8", "fp8 precise", "tf32", "float16"), ("plain",), ("nt",))
         return
     every_way = tile[:3] in _EVERY_WAY
     for layout in ("nn", "nt", "tn", "tt") if every_way else ("nt",):
         yield "bfloat16", "plain", layout
         yield "bfloat16", "slim", layout
-    hows = [how for how in HOWS if how not in ("plain", "full")]
+    hows = [how for how in HOWS if how not in ("plain", "full", "batched")]
     for how in (*hows, *_SLIM) if every_way else hows[:9]:
         yield "bfloat16", how, "nt"
     for inputs in ("fp8", "fp8 precise"):

@@ -341,6 +341,8 @@ def has_registers(problem: Problem, row: Tile, swap_ab: bool, kind: Kind) -> boo
         return False
     if parts > {0: MOST_PARTS, 1: MOST_PARTS if problem.plain else 2}.get(problem.arriving, 1):
         return False  # the load warp spills: `no_parts`
+    if row.ctas > 1 and problem.batch > 1 and row.registers > _LEAST_ROOM:
+        return False  # of an item's batch: Triton 3.6, 3.7 and 3.9 keep up to 100 words on the stack
     if kind == "stream_k" and (held > _LEAST_ROOM or no_parts(problem, row)):
         return False
     if problem.plain:
