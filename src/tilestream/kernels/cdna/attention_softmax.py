@@ -96,7 +96,8 @@ def weigh(x, softmax, first, tile, scores, dtype: gl.constexpr, MASKED: gl.const
     if MASKED:
         x = masked(x, first, tile, C)
     PAIR: gl.constexpr = pair_layout(C.WARPS)
-    row_max, shift, rescale = update_max(x, softmax.row_max, scores.scale, MASKED, False)
+    # Blocks of which a row sees no key come after its own at the diagonal.
+    row_max, shift, rescale = update_max(x, softmax.row_max, scores.scale, MASKED, False, C.RIGHT)
     weights = exp_scores(x, scores.scale, shift)
     row_sum = softmax.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, PAIR))[:, None] + halves_of_sum(
         weights, PAIR

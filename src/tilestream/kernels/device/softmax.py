@@ -37,7 +37,7 @@ def softcap(scores, softcap_scale):
 
 
 @triton.jit
-def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexpr):
+def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexpr, KEEPS: tl.constexpr):
     """``(row_max, shift, rescale)`` with a key block's scores.
 
     Parameters
@@ -46,6 +46,10 @@ def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexp
         Whether a row may be without keys so far: then nothing is subtracted from -inf.
     LAZILY
         Whether to keep a maximum that is not too small: see the module.
+    KEEPS
+        Whether the factor of a maximum that stays is exactly 1. Else it has the rounding error of ``shift``: the
+        compiler fuses ``row_max * scale - shift``. Where a row may meet blocks of which it sees no key after its own,
+        because of the tile's other rows, its bits would depend on these.
 
     Returns
     -------
@@ -61,8 +65,8 @@ def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexp
     if MASKED:
         shift = tl.where(row_max_now == float("-inf"), 0.0, shift)
     rescale = power_of_2(row_max * scale - shift)
-    if LAZILY:
-        rescale = tl.where(row_max_now == row_max, 1.0, rescale)  # exactly 1, so that the product can be skipped
+    if LAZILY or KEEPS:  # lazily, so that the product can be skipped
+        rescale = tl.where(row_max_now == row_max, 1.0, rescale)
     return row_max_now, shift, rescale
 
 

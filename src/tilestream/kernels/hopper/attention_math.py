@@ -130,7 +130,9 @@ def math_step(
         x = masked(x, mask, block * C.BLOCK, C)
     # Independently of this order, the compiler waits for the product before most of the exponentials, and scales O
     # during them. With the wait forced behind them, by a branch, launches took 4 % longer.
-    row_max, shift, rescale = update_max(x, sums.row_max, scores.scale, MASKED, C.LAZY_RESCALE)
+    # Downwards, blocks of which a row sees no key come after its own at a window's left edge. No promise is upwards.
+    KEEPS: gl.constexpr = C.LEFT and not C.ASCENDING
+    row_max, shift, rescale = update_max(x, sums.row_max, scores.scale, MASKED, C.LAZY_RESCALE, KEEPS)
     o, _ = warpgroup_mma_wait(0, (product, p))
     mbarrier.arrive(ring.v_empty.index(at.stage))
     o = rescale_o(o, rescale, C.COLUMNS, C.LAZY_RESCALE)
@@ -213,7 +215,7 @@ def attend_blocks(
     first_block = begin if C.ASCENDING else last
     if (first_block >= plain_end) | (first_block < plain_begin):
         x = masked(x, mask, first_block * C.BLOCK, C)
-    row_max, shift, rescale = update_max(x, softmax.row_max, scores.scale, True, False)
+    row_max, shift, rescale = update_max(x, softmax.row_max, scores.scale, True, False, False)
     weights = exp_scores(x, scores.scale, shift)
     row_sum = softmax.row_sum * rescale + gl.sum(weights, 1)
     sums = Step(row_max, row_sum, softmax.o, pack_p(weights, C.COLUMNS, ring.v.dtype, C.PAIRS))
