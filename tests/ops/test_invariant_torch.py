@@ -53,6 +53,15 @@ def test_a_row_has_its_own_bits(name, dtype, monkeypatch):
     torch.testing.assert_close(made, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_least_number_of_a_norm_is_torchs(dtype):
+    """Rows so small that it decides; 16 bits have float32's, as they are computed in that."""
+    x = (1e-3 * rand_of(20, 8)).to(dtype)
+    want = F.rms_norm(x, (8,))
+    with ts.use_invariant_torch():
+        torch.testing.assert_close(F.rms_norm(x, (8,)), want)
+
+
 def rand_of(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 

@@ -204,7 +204,7 @@ def _rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     _checked("rms_norm", input)
-    small = torch.finfo(input.dtype).eps if eps is None else eps
+    small = torch.finfo(torch.float32).eps if eps is None else eps  # of 16 bits, too: torch's, of what it computes in
 
     def normed(x: torch.Tensor) -> torch.Tensor:
         return x * (_sums(x * x) / x.shape[-1] + small).rsqrt()
