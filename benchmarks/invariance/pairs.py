@@ -90,7 +90,7 @@ def product(w: Weight, draw: random.Random, seen: Counter[str]) -> tuple[torch.T
     _put(a, places, w.rows[:kept])
     given: dict[str, Any] = {"use_fast_accum": w.fast}
     if w.epilogue == "bias, gelu":
-        given |= {"bias": w.residual[0], "activation": "gelu", "alpha": 0.7}
+        given |= {"bias": w.residual[0], "activation": "gelu"}
     elif w.epilogue == "scales":
         scale = torch.ones(m, 1, device="cuda")
         scale[places] = w.scale[:kept]
@@ -100,7 +100,7 @@ def product(w: Weight, draw: random.Random, seen: Counter[str]) -> tuple[torch.T
 
     def call(**more: Any) -> torch.Tensor:
         if w.epilogue == "residual":
-            return ts.addmm(residual, a, w.b, **{key: value for key, value in more.items() if key != "arrival"})
+            return ts.addmm(residual, a, w.b, beta=0.3, alpha=0.7, **more)
         return ts.matmul(a, w.b, **given, **more)
 
     return _made(how, draw, call, a, m)[places], kept
@@ -128,13 +128,7 @@ def _made(how: str, draw: random.Random, call: Callable[..., torch.Tensor], a: t
         with ts.worker_limit(draw.randrange(1, 132)):
             return call()
     if how == "captured":
-        call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            made = call()
-        made.fill_(float("nan"))
-        graph.replay()
-        return made
+        return captured(lambda: (call(),))[0]
     if how == "arriving":
         count = draw.randrange(1, min(m, 9) + 1)
         size = -(-m // count)
@@ -149,7 +143,22 @@ def _made(how: str, draw: random.Random, call: Callable[..., torch.Tensor], a: t
     return call()
 
 
+def captured(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """What a graph of the call writes when it is replayed."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    for one in made:
+        one.fill_(float("nan"))
+    graph.replay()
+    return made
+
+
 # Attention ------------------------------------------------------------------------------------------------------------
+
+#: Keys of a sequence, from and to; and below how many a packed call's other sequence has.
+KEYS, OTHER_KEYS = (64, 3000), 300
 
 
 class Sequence(NamedTuple):
@@ -162,8 +171,8 @@ class Sequence(NamedTuple):
 
 
 def sequence_of(draw: random.Random) -> Sequence:
-    """A random sequence, causal, of up to 3000 keys."""
-    length, columns, heads = draw.randrange(64, 3000), draw.choice((64, 128)), draw.choice(((8, 2), (4, 4), (16, 2)))
+    """A random sequence, causal; three in ten have a window."""
+    length, columns, heads = draw.randrange(*KEYS), draw.choice((64, 128)), draw.choice(((8, 2), (4, 4), (16, 2)))
     q, k, v = (torch.randn(1, length, h, columns, device="cuda").to(torch.bfloat16) for h in (heads[0], *heads[1:] * 2))
     window = (draw.randrange(16, length), 0) if draw.random() < 0.3 else None
     return Sequence(2 * q, k, v, window)
@@ -189,7 +198,7 @@ def attended(s: Sequence, draw: random.Random, seen: Counter[str]) -> tuple[torc
         out, lse = ts.attention(*other, **how)
         out, lse = out[before : before + 1], lse[before : before + 1]
     elif way == "packed":
-        first = draw.randrange(1, 300)
+        first = draw.randrange(1, OTHER_KEYS)
         bounds = torch.tensor([0, first, first + length], dtype=torch.int32, device="cuda")
         packed = [torch.cat((torch.randn_like(x[0, :1].expand(first, -1, -1)), x[0])) for x in (q, k, v)]
         out, lse = ts.attention(
@@ -210,11 +219,7 @@ def attended(s: Sequence, draw: random.Random, seen: Counter[str]) -> tuple[torc
             arrival.signal(one)
         out, lse = ts.attention(q, k, v, **how, arrival=arrival)
     elif way == "captured":
-        ts.attention(q, k, v, **how)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, lse = ts.attention(q, k, v, **how)
-        graph.replay()
+        out, lse = captured(lambda: ts.attention(q, k, v, **how))
     else:
         out, lse = ts.attention(q, k, v, **how)
     rows = out.shape[1]
@@ -232,7 +237,8 @@ def in_pages(page: int, *given: torch.Tensor) -> tuple[list[torch.Tensor], dict[
         of = torch.empty(count, page, *x.shape[2:], device="cuda", dtype=x.dtype)
         of[table] = padded.view(of.shape)
         pages.append(of)
-    return pages, {"block_table": table[None].int(), "seqlens_k": torch.tensor([length], dtype=torch.int32).cuda()}
+    lengths = torch.tensor([length], dtype=torch.int32, device="cuda")
+    return pages, {"block_table": table[None].int(), "seqlens_k": lengths}
 
 
 # Pairs ----------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ import pytest
 import torch
 from gpu_runs import ON_HOPPER
 
+from error_rule import passes
+
 if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
@@ -42,18 +44,35 @@ def test_without_the_promise_some_rows_differ():
 
 
 def test_torchs_own_functions_of_rows():
-    """Each row has its own bits, and is right; the lengths are blocks of `sum_rows`, and tails of one."""
+    """Each row has its own bits, and errs as torch's; the lengths are blocks of `sum_rows`, and tails of one."""
     functional = torch.nn.functional
     calls = {
         "mean": lambda x: x.mean(-1), "softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: x.log_softmax(-1),
-        "rms_norm": lambda x: functional.rms_norm(x, (x.shape[-1],)),
+        "rms_norm": lambda x: functional.rms_norm(x, (x.shape[-1],), eps=torch.finfo(torch.float32).eps),
         "layer_norm": lambda x: functional.layer_norm(x, (x.shape[-1],)),
     }  # fmt: skip
     for columns in (1, 7, 1024, 4097):
         x = torch.randn(300, columns, device="cuda")
         for name, call in calls.items():
-            want = call(x.double())
+            want, theirs = call(x.double()), call(x)
             with ts.use_invariant_torch():
                 made = call(x)
                 assert all(torch.equal(call(x[i : i + 3]), made[i : i + 3]) for i in (0, 17, 297)), name
-            torch.testing.assert_close(made.double(), want, atol=1e-5, rtol=1e-4)
+            assert passes(made, want, theirs), (name, columns)
+        normed = functional.rms_norm(x, (columns,))
+        with ts.use_invariant_torch():  # without an eps both have float32's; a double has its own
+            torch.testing.assert_close(functional.rms_norm(x, (columns,)), normed)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_a_windows_edge_is_anywhere_in_a_tile(columns):
+    """A row's bits, log-sum-exp too, where its tile begins at other queries and so has other blocks before its own."""
+    torch.manual_seed(columns)
+    q, k, v = (torch.randn(1, 681, heads, columns, device="cuda").bfloat16() for heads in (16, 2, 2))
+    how = {"causal": True, "window": (300, 0), "return_lse": True}
+    with ts.invariant():
+        whole, whole_lse = ts.attention(2 * q, k, v, **how)
+        for rows in (375, 300, 247, 70, 1):
+            out, lse = ts.attention(2 * q[:, -rows:], k, v, **how)
+            assert torch.equal(lse, whole_lse[..., -rows:]), rows
+            assert torch.equal(out, whole[:, -rows:]), rows

@@ -1,0 +1,130 @@
+"""The calls of benchmarks/invariance, made on the CPU: each form is accepted, and its rows have equal bits."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarks.core.session import Session
+from benchmarks.invariance import cost, pairs
+from benchmarks.run import options
+
+import tilestream as ts
+from tilestream_tools.sweep.clock import WallClock
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    """The GPU is the CPU, extents are small, and a graph is a call."""
+    for name in ("randn", "rand", "zeros", "ones", "full", "empty", "tensor", "randperm"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *x, made=made, device="cpu", **how: made(*x, **how))
+    uniform = ts.Arrival.uniform
+    monkeypatch.setattr(ts.Arrival, "uniform", lambda rows, count, device: uniform(rows, count))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(pairs, "captured", lambda call: call())
+    small = {"MOST_ROWS": 40, "MOST_K": 64, "COLUMNS": (16, 48), "KEYS": (17, 30), "OTHER_KEYS": 9}
+    for name, value in small.items():
+        monkeypatch.setattr(pairs, name, value)
+
+
+@pytest.mark.parametrize("how", sorted(set(pairs.CALLS)))
+def test_each_form_of_a_product_is_accepted(how, monkeypatch):
+    monkeypatch.setattr(pairs, "CALLS", (how,))
+    forms = list(itertools.product(pairs.DTYPES, sorted(set(pairs.EPILOGUES)), sorted(set(pairs.LAYOUTS))))
+    for number, (dtype, epilogue, layout) in enumerate(forms):
+        monkeypatch.setattr(pairs, "DTYPES", {dtype: 1})
+        monkeypatch.setattr(pairs, "EPILOGUES", (epilogue,))
+        monkeypatch.setattr(pairs, "LAYOUTS", (layout,))
+        found = pairs.compare(number, 1, attention=0.0, calls=2)
+        assert found.pairs == 1
+        assert not found.differing
+        assert not found.refused
+        assert f"call {how}" in found.seen
+
+
+@pytest.mark.parametrize("way", pairs.WAYS)
+def test_each_form_of_attention_is_accepted(way, monkeypatch):
+    monkeypatch.setattr(pairs, "WAYS", (way,))
+    seen = set()
+    for seed in range(12):
+        found = pairs.compare(seed, 1, attention=1.0, calls=2)
+        assert found.pairs == 1
+        assert not found.differing
+        assert not found.refused
+        seen |= {kind for kind in found.seen if kind.startswith(("columns", "window"))}
+    assert seen == {"columns 64", "columns 128", "window True", "window False"}
+
+
+def test_a_difference_is_found(monkeypatch):
+    """Of the second call a number is another."""
+    made, product = itertools.count(), pairs.product
+
+    def other(*given):
+        rows, count = product(*given)
+        rows.view(-1)[:1] += next(made) > 0
+        return rows, count
+
+    monkeypatch.setattr(pairs, "product", other)
+    monkeypatch.setattr(pairs, "DTYPES", {("float32", True): 1})
+    found = pairs.compare(0, 1, attention=0.0, calls=2)
+    assert len(found.differing) == 1
+
+
+class Started:
+    """A process of a section, which is a call: its last words are those of `share`."""
+
+    returncode, late = 0, False
+
+    def __init__(self, words):
+        tool = words.index("invariance") + 1
+        {"_pairs": pairs.share, "_cost": cost.share}[words[tool]](words[tool + 1 :])
+
+    def wait(self, seconds=None):
+        if self.late and seconds is not None:
+            raise subprocess.TimeoutExpired("a process", seconds)
+
+    def poll(self):
+        return None if self.late else 0
+
+    def kill(self):
+        pass
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_sections_write_their_records(late, results, monkeypatch):
+    """Also where a process does not end in time."""
+    for one in (pairs, cost):
+        processes = SimpleNamespace(Popen=Started, TimeoutExpired=subprocess.TimeoutExpired)
+        monkeypatch.setattr(one, "subprocess", processes)
+    monkeypatch.setattr(Started, "late", late)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(cost, "GpuClock", WallClock)
+    monkeypatch.setattr(cost, "cases", lambda: [("product", (5, 16, 32)), ("attention", (1, 3, 9))])
+    plan = ts.plan
+    monkeypatch.setattr(ts, "plan", lambda *x, device, **how: plan(*x, **how))
+    monkeypatch.setenv("PAIRS", "2")
+    session = Session(options("invariance", "pairs,cost", str(results), "--seconds", "60"))
+    session.begin(1.0)
+    pairs.pairs(session)
+    cost.cost(session)
+    found, costs = (session.record(one.RECORD) for one in (pairs, cost))
+    assert session.bad == 0
+    assert found.data["failures"] == 2 * late * ["a process did not end in time"]
+    assert found.rows[0]["what"] == "all"
+    assert found.rows[0]["pairs"] >= 2
+    assert [row["what"] for row in costs.rows] == ["product", "attention"]
+    assert all(set(row["ratios"]) >= {"free", "invariant"} for row in costs.rows)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("product", (5, 16, 32)), ("attention", (2, 3, 40))])
+def test_what_the_promise_costs_is_of_calls_that_are_accepted(kind, shape):
+    made = {name: call() for name, call in cost.calls_of(kind, shape).items()}
+    assert {"free", "invariant"} <= set(made)
+    for one in made.values():
+        torch.testing.assert_close(one, made["free"])
+    assert ts.plan(5, 16, 32, dtype="bfloat16", layout="nt", invariant=True).promise
