@@ -29,6 +29,8 @@ from benchmarks.core.paths import command
 from benchmarks.core.session import Session
 
 RECORD = "invariance_pairs"
+#: Calls that share rows: many, as most of the time goes into the kernels of the first.
+CALLS_OF_SHARE = 33
 #: The most rows of a product and K, and columns of weights: few, as each makes other kernels.
 MOST_ROWS, MOST_K, COLUMNS = 16384, 8192, (512, 1024, 1536, 4096, 6144)
 #: Rows that both calls have, at most.
@@ -280,6 +282,8 @@ def compare(seed: int, count: int, seconds: float = math.inf, attention: float =
             run: Callable[..., Any] = attended if of_attention else product
             made: list[tuple[torch.Tensor, int]] = []
             for call in range(calls):
+                if time.monotonic() > end:
+                    break
                 state = draw.getstate()
                 try:
                     one = run(shared, draw, seen)
@@ -310,7 +314,7 @@ def _again(state: Any) -> random.Random:
 def share(arguments: list[str]) -> int:
     """A process of `pairs`: compares until the time is over, and writes what it found."""
     folder, seed, count, seconds = arguments
-    found = compare(int(seed), int(count), float(seconds))
+    found = compare(int(seed), int(count), float(seconds), calls=CALLS_OF_SHARE)
     Path(folder, f"{seed}.json").write_text(json.dumps(found._asdict()))
     return 0
 

@@ -108,6 +108,7 @@ def test_the_sections_write_their_records(late, results, monkeypatch):
     plan = ts.plan
     monkeypatch.setattr(ts, "plan", lambda *x, device, **how: plan(*x, **how))
     monkeypatch.setenv("PAIRS", "2")
+    monkeypatch.setattr(pairs, "CALLS_OF_SHARE", 2)
     session = Session(options("invariance", "pairs,cost", str(results), "--seconds", "60"))
     session.begin(1.0)
     pairs.pairs(session)
