@@ -274,10 +274,11 @@ def _are_blocks(
     if form == "rows":
         of_groups, per_group = scale_b, (1, columns)
         wanted = (rows, *blocks_of(k)), (b.shape[0], *blocks_of(k, columns))
+        theirs = wanted[1]
     else:
         of_groups, per_group = scale_a, (rows, 1)
         wanted = (a.shape[0], *blocks_of(rows, k)), (*blocks_of(k), columns)
-    theirs = wanted[form == "rows"]
+        theirs = wanted[0]
     if of_groups is None or of_groups.numel() == 1 or tuple(of_groups.shape) != theirs or theirs[1:] == per_group:
         return False
     for name, scale, shape in (("scale_a", scale_a, wanted[0]), ("scale_b", scale_b, wanted[1])):
