@@ -19,9 +19,10 @@ from fake_cuda import DEVICE, FakeCuda, Stream, fake_cuda
 from tilestream.arrival import device_words
 from tilestream.arrival.device import DeviceSignals, PeerSignals
 from tilestream.arrival.flat import Awaited
-from tilestream.core.error_record import EXPIRED, FAILED, Record
-from tilestream.core.errors import ProducerStopped
+from tilestream.core.error_record import EXPIRED, FAILED, FIELDS, RECORDS, Record
+from tilestream.core.errors import ArrivalTimeout, ProducerStopped
 from tilestream.runtime import driver
+from tilestream.runtime.channel import channel
 
 GONE = OSError("the disk is gone")
 
@@ -303,6 +304,39 @@ def test_a_signal_behind_its_own_launch_is_refused(cuda):
     with cuda.capture():  # there it may be another branch of the graph
         signals.use()
         signals.set(1)
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_signal_behind_a_launch_that_has_given_up_is_taken(cuda, raised):
+    """Its stream has later work: it is not idle. Until then, and for a launch after that, it is refused."""
+    signals, stream, other = make(), cuda.stream(), make()
+    found = channel(DEVICE)
+
+    def report(key):
+        number = found.newest
+        record = failed(key, why=EXPIRED)
+        at = number % RECORDS * FIELDS
+        found.records[at + 1 : at + 1 + len(record)] = torch.tensor(record)
+        found.records[at] = number + 1
+        if raised:
+            with pytest.raises(ArrivalTimeout):
+                found.check()
+
+    with cuda.on(stream):
+        for _ in range(2):
+            signals.use()
+            stream.give(lambda: None)
+            report(other.key)
+            assert signals.awaited_here
+            with refused(RuntimeError, "signal: chunk 1 is signalled on the stream on which a launch already waits"):
+                signals.set(1)
+            report(signals.key)
+            assert not signals.awaited_here, "what it waited for has not come"
+            while found.pending:
+                found.take()
+        signals.set(1)
+        assert stream.run()
+    assert signals.state() == [False, True, False]
 
 
 class TestFail:

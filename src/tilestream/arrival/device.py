@@ -131,7 +131,7 @@ class DeviceSignals(Publishing):
             copied = None if self.copies is None else self.copies.signals_in(graph)
             return GateWords(self._flags if copied is None else copied, self._quarantine, 0, self.key)
         if self._theirs is None:
-            self._waiting[stream.cuda_stream] = self.epoch
+            self._waits_on(stream.cuda_stream)
         return self.eager_words
 
     @property

@@ -89,7 +89,7 @@ class DeviceWords(Signals):
                 "Arrival: made while a CUDA graph is captured, which would clear its signals at each replay; make it "
                 "before the capture"
             )
-        channel(device)  # the error channel of launches, made outside of captures
+        self._channel = channel(device)  # the error channel of launches, made outside of captures
         self._theirs = words
         own = Words(0 if words is not None else count, device) if lane is None else lane.words
         self._store, self._eager, self._quarantine = own.store, own.eager, own.quarantine
@@ -98,7 +98,8 @@ class DeviceWords(Signals):
         self._zeroed, self._streams = own.zeroed, own.streams
         self._issued = [0] * count
         self._last: list[Last | None] = [None] * count
-        self._waiting: dict[int, int] = {}  # the epoch that each stream's last launch waits for
+        #: By stream: the epoch that its last launch waits for, and the newest record before that launch.
+        self._waiting: dict[int, tuple[int, int]] = {}
         self._users: dict[int, torch.cuda.Stream] = {}  # streams of this epoch's eager launches
         self._over: dict[int, torch.cuda.Event] = {}  # the end of earlier epochs' launches, by stream
         if lane is not None:
@@ -160,8 +161,7 @@ class DeviceWords(Signals):
                 value = self.epoch if epoch is None else epoch  # `advance` and `fail` also hold the bell
                 if self._issued[chunk] >= value:
                     return  # a late signal must not lower a word
-                # A launch that has expired no longer waits.
-                if self._waiting.get(stream.cuda_stream) == value and not stream.query():
+                if self._is_awaited_on(stream.cuda_stream, value) and not stream.query():
                     raise RuntimeError(
                         f"signal: chunk {chunk} is signalled on the stream on which a launch already waits for it, and "
                         "would come after it; copy and signal on a stream of their own, or before the launch"
@@ -232,8 +232,17 @@ class DeviceWords(Signals):
 
     @property
     def awaited_here(self) -> bool:
-        """Whether a launch on the current stream waits for the present epoch."""
-        return self._waiting.get(torch._C._cuda_getCurrentRawStream(self._device.index)) == self.epoch
+        """Whether a launch on the current stream waits for the present epoch, and has not reported that it gave up."""
+        return self._is_awaited_on(torch._C._cuda_getCurrentRawStream(self._device.index), self.epoch)
+
+    def _waits_on(self, stream: int) -> None:
+        """Note that a launch on ``stream`` waits for the present epoch."""
+        self._waiting[stream] = self.epoch, self._channel.raised
+
+    def _is_awaited_on(self, stream: int, epoch: int) -> bool:
+        """Whether the last launch on ``stream`` waits for ``epoch``, and has not reported that it gave up."""
+        of, before = self._waiting.get(stream, (0, 0))
+        return of == epoch and not self._channel.heard(before, (self.key,))[1]
 
     # Epochs --------------------------------------------------------------------------------------------------------
 

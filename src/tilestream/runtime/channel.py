@@ -55,6 +55,11 @@ class Channel:
         self._lock = free_in_child(threading.Lock())
 
     @property
+    def raised(self) -> int:
+        """The number of the newest record that has been raised, or passed over."""
+        return self._raised
+
+    @property
     def pending(self) -> bool:
         """Whether a record has not been raised yet. Reads one word."""
         return self._words[self._raised % RECORDS * FIELDS] > self._raised
