@@ -85,6 +85,29 @@ def test_gradients():
     assert torch.equal(*found, *wanted)
 
 
+def test_an_expert_that_comes_behind_a_product_without_its_rows_is_no_modification(monkeypatch):
+    held, x = Held(monkeypatch, 0, 3), rand(5, K).requires_grad_()
+    with ts.stream_experts(weights(), offsets_of((1, 0, 5, 2))) as stream:
+        out = ts.grouped_mm(x, stream, ends := offsets_of((0, 0, 5, 0)), deadline=LONG)
+        held.release()
+        stream.wait(LONG)
+        found = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(*found, *torch.autograd.grad(ts.grouped_mm(x, weights(), ends).sum(), x))
+
+
+def test_a_gradient_behind_a_restart_is_refused_before_anything_is_copied(monkeypatch):
+    x, ends = rand(8, K).requires_grad_(), offsets_of((1, 0, 5, 2))
+    with ts.stream_experts(weights(), ends) as stream:
+        out = ts.grouped_mm(x, stream, ends, deadline=LONG)
+        stream.wait(LONG)
+        held = Held(monkeypatch, 2)
+        stream.restart(ends, weights(seed=1))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out.sum(), x)
+        held.release()
+        stream.wait(LONG)
+
+
 class Held:
     """Experts whose copies wait, each until it is let go on."""
 
@@ -277,6 +300,22 @@ def test_a_tensor_that_is_not_filled_yet_is_refused(monkeypatch):
         assert not ts.grouped_mm(rand(8, K), stream.tensor, ends).isnan().any()
 
 
+def on_fake_gpu(cuda, w, ends, land=None):
+    """A stream of pinned experts to a fake GPU; ``land``: what is called in place of a copy."""
+    cuda.pin(w)
+    route = experts._Route(w, torch.device("cpu"))
+    source = Source(w, lambda: "", lambda begin, end: ignore)
+    order = route(source, ends, None)
+    source.readers = 0
+    lane = lanes.take(4, DEVICE, torch.cuda.current_stream().cuda_stream)
+    arrival = Arrival.uniform(K, 4).with_signals(DeviceSignals(4, DEVICE, lane=lane))
+    landing = DeviceLanding(w, DEVICE, lane)
+    landing.tensor.fill_(float("nan"))
+    landing.tensor = landing.tensor.detach().data  # its version is 0
+    landing.land = land or landing.land
+    return Stream(arrival, source, landing, order=order, route=route)
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_copies_to_a_gpu_are_issued_in_that_order_and_signalled_behind(monkeypatch, sizes):
     """From pinned memory, offsets on the host: all is issued at once, and lands as the stream's work is done."""
@@ -298,6 +337,16 @@ def test_copies_to_a_gpu_are_issued_in_that_order_and_signalled_behind(monkeypat
         while landing.stream.run():
             pass
         assert all(arrival._signals.state())
+
+
+def test_what_lands_on_a_gpu_is_no_modification_but_a_restart_is(monkeypatch):
+    with fake_cuda() as cuda:
+        stream = on_fake_gpu(cuda, weights(), offsets_of((1, 0, 5, 2)))
+        assert stream.tensor._version == 0
+        assert torch.equal(stream.tensor[2], weights()[2])
+        stream.restart(offsets_of((1, 0, 5, 2)))
+        stream._filling.finish_issuing()
+        assert stream.tensor._version == 1
 
 
 def test_activations_are_those_of_a_plain_product():

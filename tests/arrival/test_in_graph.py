@@ -314,6 +314,14 @@ def test_nothing_is_asked_of_events_while_a_graph_is_captured(cuda, monkeypatch)
     assert stream.done
 
 
+def test_a_captured_restart_is_a_modification_to_autograd(cuda):
+    stream, _ = filled(cuda)
+    before = stream.tensor._version
+    with cuda.capture():
+        stream.restart()
+    assert stream.tensor._version == before + 1
+
+
 @pytest.mark.parametrize("own_graph", [None, False, True])
 def test_a_gradient_is_void_where_a_replay_has_missed_a_chunk(cuda, monkeypatch, own_graph):
     """In the graph of the launch, eagerly behind it, or in a graph of its own, which keeps the words."""

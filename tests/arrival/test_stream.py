@@ -642,3 +642,18 @@ def test_default_chunks_to_a_gpu_cost_little_more_than_the_best_number_of_them(r
 
 def test_the_public_name_is_this_one():
     assert ts.stream_in is stream_in
+
+
+@pytest.mark.parametrize("kind", ["npy", "tensor"])
+def test_a_gradient_behind_a_restart_is_refused(saved, kind):
+    """What is copied for the launch that saved the tensor is no modification; new contents are one."""
+    (source, name), x = saved[0][kind], saved[1]
+    w = torch.randn(19, 3, requires_grad=True)
+    with stream_in(source, tensor=name, rows_per_chunk=200) as stream:
+        y = ts.matmul(stream, w)
+        (found,) = torch.autograd.grad(y.sum(), w, retain_graph=True)
+        torch.testing.assert_close(found, x.sum(0)[:, None].expand(19, 3))
+        stream.wait(LONG)
+        stream.restart()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y.sum(), w)

@@ -18,7 +18,7 @@ import torch
 
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.signals import Signals
-from tilestream.arrival.sources import Job, Source, ignore
+from tilestream.arrival.sources import Job, Source, ignore, unversioned
 from tilestream.arrival.stream import Order, Stream, onto, target_of
 from tilestream.core.groups import by_load
 from tilestream.runtime.streams import on_device
@@ -75,7 +75,7 @@ def stream_experts(
     source = Source(host, lambda: f"{count} experts {list(weights.shape[1:])} {str(weights.dtype)[6:]}", _claim_nothing)
     if target.type == "cpu":
         with torch.inference_mode(False):
-            source.tensor = torch.empty(host.shape, dtype=host.dtype)
+            source.tensor = torch.empty(host.shape, dtype=host.dtype, device="cpu")
         source.claim = _copies(host, source.tensor)
     route = _Route(weights, target)
     order = route(source, offsets, None)
@@ -148,7 +148,7 @@ class _Route:
     def _behind_the_router(self, offsets: torch.Tensor) -> Order:
         """Copy offsets to the host on the current stream; the returned `Order` waits for the copy."""
         if self._ends is None:
-            self._ends = torch.empty(offsets.shape, dtype=torch.int32, pin_memory=True)
+            self._ends = torch.empty(offsets.shape, dtype=torch.int32, pin_memory=True, device="cpu")
         ends = self._ends
         with on_device(offsets.device), torch.inference_mode():
             ends.copy_(offsets.detach(), non_blocking=True)
@@ -174,7 +174,7 @@ def _claim_nothing(begin: int, end: int) -> Job:
 
 def _copies(host: torch.Tensor, into: torch.Tensor) -> Claim:
     """Copy rows of ``host`` to ``into``."""
-    rows, places = host.detach().flatten(0, 1), into.flatten(0, 1)
+    rows, places = host.detach().flatten(0, 1), unversioned(into)
 
     def claim(begin: int, end: int) -> Job:
         def copy() -> None:

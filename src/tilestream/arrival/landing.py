@@ -15,7 +15,7 @@ import torch
 from tilestream.arrival.device_words import REPLAYED
 from tilestream.arrival.kernel_copies import KernelCopies
 from tilestream.arrival.lanes import Lane, event_on
-from tilestream.arrival.sources import as_rows
+from tilestream.arrival.sources import as_rows, unversioned
 from tilestream.runtime.graphs import keep, let_go
 from tilestream.runtime.sequence import (
     MOST_OPERATIONS,
@@ -118,6 +118,7 @@ class DeviceLanding(Landing):
         inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
         with inference:
             super().__init__(torch.empty(host.shape, dtype=host.dtype, device=device))
+            self._places = unversioned(self.tensor)
         self._device = device
         self._lane = lane
         self.stream = lane.stream
@@ -167,7 +168,7 @@ class DeviceLanding(Landing):
     def land(self, begin: int, end: int) -> None:
         """See `Landing`."""
         with torch.inference_mode():
-            as_rows(self.tensor)[begin:end].copy_(self._rows[begin:end], non_blocking=True)
+            self._places[begin:end].copy_(self._rows[begin:end], non_blocking=True)
 
     def fill(self, chunks: Chunks, pivot: int, signals: Signals) -> bool:
         """See `Landing`. If the driver refuses an operation, only the chunks that were signalled before it arrive."""

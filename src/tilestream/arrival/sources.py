@@ -71,10 +71,11 @@ def tensor_source(source: torch.Tensor, onward: bool = False) -> Source:
     if onward:
         return Source(source, lambda: what, lambda begin, end: ignore, readers=0 if source.is_pinned() else 1)
     tensor = _destination(source.shape, source.dtype)
+    places = unversioned(tensor)
 
     def copy(begin: int, end: int) -> None:
         with torch.inference_mode():  # the source may be an inference tensor
-            as_rows(tensor)[begin:end].copy_(as_rows(source)[begin:end])
+            places[begin:end].copy_(as_rows(source)[begin:end])
 
     return Source(tensor, lambda: f"{what}, copied", lambda begin, end: lambda: copy(begin, end))
 
@@ -86,7 +87,7 @@ def iterator_source(blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtyp
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"stream_in: dtype={dtype!r}; it is a torch.dtype")
     tensor = _destination(shape, dtype)
-    queue = _Blocks(iter(blocks), row_count(tensor), shape[-1], dtype)
+    queue, places = _Blocks(iter(blocks), row_count(tensor), shape[-1], dtype), unversioned(tensor)
 
     def end() -> None:
         if queue.left.shape[0]:
@@ -100,7 +101,7 @@ def iterator_source(blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtyp
     return Source(
         tensor,
         lambda: f"an iterator of blocks for {list(shape)} {str(dtype)[6:]}",
-        lambda begin, end: lambda: queue.fill(as_rows(tensor)[begin:end]),
+        lambda begin, end: lambda: queue.fill(places[begin:end]),
         end,
         rewind,
         takes=("shape", "dtype"),
@@ -155,3 +156,12 @@ def row_count(tensor: torch.Tensor) -> int:
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as a matrix: its leading dimensions are rows."""
     return tensor.reshape(row_count(tensor), tensor.shape[-1])
+
+
+def unversioned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as a matrix, with a version counter of its own: autograd does not count what is written into it.
+
+    A launch saves the tensor for its gradient before all of its chunks have come. They are what it waited for, and no
+    modification behind it; `tilestream.Stream.restart` counts as one.
+    """
+    return as_rows(tensor).data

@@ -394,10 +394,10 @@ class Stream:
     def restart(self, offsets: torch.Tensor | None = None, weights: torch.Tensor | None = None) -> None:
         """Fill the same tensor from the beginning, in the next epoch, in which no chunk has arrived yet.
 
-        The producer must have ended, and nothing may still read the tensor, a backward pass included (autograd does not
-        see that a file is read into it). On a GPU with a pinned source it may be called while copies are in flight, and
-        does not wait for them: the new copies follow the earlier ones and the current stream's earlier work, which must
-        include the readers of the tensor.
+        The producer must have ended, and nothing may still read the tensor. A backward pass that needs the earlier
+        contents raises: to autograd this call modifies the tensor in place, and the copies themselves do not. On a GPU
+        with a pinned source it may be called while copies are in flight, and does not wait for them: the new copies
+        follow the earlier ones and the current stream's earlier work, which must include the readers of the tensor.
 
         Under capture the filling becomes a part of the graph: each replay copies the pinned source's present contents,
         and the launches that are captured after it wait for its chunks. Eager fillings, and fillings of other graphs,
@@ -429,6 +429,7 @@ class Stream:
             raise TypeError("stream_experts: restart() without offsets; they say which experts this step needs")
         if isinstance(self._landing, DeviceLanding) and torch.cuda.is_current_stream_capturing():
             self._check_capturable(self._landing)
+            torch._C._increment_version((self.tensor,))
             self._landing.fill_in_graph(self._chunks, self.arrival.pivot, cast("DeviceSignals", self.arrival._signals))
             self._open()
             return
@@ -442,6 +443,7 @@ class Stream:
             if weights is not None and isinstance(self._landing, DeviceLanding):
                 self._landing.take(self._source.tensor)
         self._source.rewind()
+        torch._C._increment_version((self.tensor,))
         if isinstance(self._filling, _Issued):
             cast("DeviceSignals", self.arrival._signals).advance_at_once()
         else:
