@@ -83,6 +83,12 @@ class TestEpochs:
         assert gradient() == [1.0, 1.0]
         signals.advance()
         assert gradient() == [1.0, 1.0], "of its own epoch"
+        signals.set(1)
+        cuda.run()
+        later = Awaited(None, signals, epochs=(0, 2))
+        for needs in ([0, 1, 0], [0, 0, 0], [0, 1, 1]):
+            found = later.void_if_late(torch.ones(1), torch.tensor(needs, dtype=torch.bool))
+            assert bool(found.isnan()) == (needs == [0, 1, 1]), "what no group with rows needs is not looked at"
         with cuda.on(other):
             assert awaited._replace(epochs=(2, 0)).void_if_late(torch.ones(1)).isnan().all()
         both = Awaited(signals, make(), epochs=(1, 1))

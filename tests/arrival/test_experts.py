@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import tilestream as ts
 from error_rule import ACTIVATIONS, rand
@@ -15,6 +17,7 @@ from grouped_cases import offsets_of
 from tilestream.arrival import experts, lanes
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import DeviceSignals
+from tilestream.arrival.flat import Awaited
 from tilestream.arrival.landing import DeviceLanding
 from tilestream.arrival.sources import Source, ignore
 from tilestream.arrival.stream import Stream
@@ -336,7 +339,41 @@ def test_copies_to_a_gpu_are_issued_in_that_order_and_signalled_behind(monkeypat
         assert stream._filling.issued
         while landing.stream.run():
             pass
-        assert all(arrival._signals.state())
+        assert arrival._signals.state() == [expert in SIZES[sizes] for expert in range(4)], "a GPU waits for others"
+        assert stream.done
+        del stream, arrival
+        gc.collect()
+        assert lanes.take(4, DEVICE, 0) is lane, "it is whole: none was left that should come"
+
+
+def test_a_launch_of_experts_fills_nothing_for_what_is_behind_it(monkeypatch):
+    """It may have waited for some of them alone: the device has its offsets."""
+    with fake_cuda() as cuda:
+        stream = on_fake_gpu(cuda, weights(), offsets_of((1, 0, 5, 2)))
+        stream.arrival._signals.use()
+        assert stream.arrival._signals.awaited_here
+        assert not stream.is_filled_here
+        cuda.run()
+        assert stream.is_filled_here
+
+
+def test_the_gradient_of_a_gpu_looks_at_experts_with_rows_alone(monkeypatch):
+    seen = []
+
+    class Late:
+        def void_if_late(self, change, needs):
+            seen.append(needs.tolist())
+            return change * float("nan") if len(seen) == 2 else change
+
+    monkeypatch.setattr(Awaited, "for_gradient", lambda *_: Late())
+    x, ends = rand(11, K).requires_grad_(), offsets_of((1, 0, 5, 2))
+    with ts.stream_experts(weights(), ends) as stream:
+        for activation in (None, "swiglu"):
+            (found,) = torch.autograd.grad(ts.grouped_mm(x, stream, ends, activation=activation).sum(), x)
+            assert bool(found[:8].isnan().all()) == (activation == "swiglu")
+        with forward_ad.dual_level():
+            ts.grouped_mm(forward_ad.make_dual(x, x), stream, ends)
+    assert seen == [[True, False, True, True]] * 3
 
 
 def test_what_lands_on_a_gpu_is_no_modification_but_a_restart_is(monkeypatch):

@@ -66,12 +66,13 @@ class InGraph(NamedTuple):
     #: Handles of the graph's streams on which a launch waits for the signals.
     readers: set[int]
 
-    def void_if_late(self, epoch: int) -> torch.Tensor:
+    def void_if_late(self, epoch: int, needs: torch.Tensor | None = None) -> torch.Tensor:
         """As of `DeviceSignals`, of a launch that waits for this filling. A backward pass may have its own graph."""
         stream = torch.cuda.current_stream(self.words.device).cuda_stream
         if capture_id(stream) not in (0, self.graph):
             keep(stream, self.words)
-        return torch.where((self.words < REPLAYED).any(), float("nan"), 0.0)
+        late = self.words < REPLAYED
+        return torch.where((late if needs is None else late & needs).any(), float("nan"), 0.0)
 
 
 class DeviceSignals(Publishing):

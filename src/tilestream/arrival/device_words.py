@@ -171,6 +171,14 @@ class DeviceWords(Signals):
                 self._issued[chunk] = value
                 self._wrote([chunk], stream)
 
+    def leave_out(self, chunk: int, epoch: int) -> None:
+        """Note that chunk ``chunk`` is not brought in ``epoch``: a launch that needs it waits until its deadline.
+
+        The device alone knows what a launch needs. A signal would have it read what the tensor had there before.
+        """
+        with self._bell:
+            self._issued[chunk] = max(epoch, self._issued[chunk])
+
     def _set_flag(self, chunk: int, stream: torch.cuda.Stream) -> None:
         """Write 1 instead of an epoch: under capture, and for a caller's own words."""
         if not torch.cuda.is_current_stream_capturing():
@@ -315,15 +323,19 @@ class DeviceWords(Signals):
         """See `Signals`; all words are read at once."""
         return [self._there(word) for word in self._read()]
 
-    def void_if_late(self, epoch: int) -> torch.Tensor:
+    def void_if_late(self, epoch: int, needs: torch.Tensor | None = None) -> torch.Tensor:
         """A scalar on the GPU: 0, or NaN if a launch of ``epoch`` missed a chunk that has not come since.
 
-        It is computed on the current stream, after that launch. ``epoch`` is 0 for a captured launch.
+        It is computed on the current stream, after that launch. ``epoch`` is 0 for a captured launch. ``needs``: bool
+        ``[count]``, the chunks that the launch waited for; None: all.
         """
         with torch.cuda.device(self._device):
             self._settle(torch.cuda.current_stream())
             words, least = self._looked_at(epoch)
-            return torch.where((words < least).any(), float("nan"), 0.0)
+            late = words < least
+            if needs is not None and words is self._eager:
+                late = late & needs
+            return torch.where(late.any(), float("nan"), 0.0)
 
     def _looked_at(self, epoch: int) -> tuple[torch.Tensor, int]:
         """Words and a number: a word below the number means that a launch of ``epoch`` has missed a chunk."""

@@ -5,7 +5,7 @@
     offsets on the host:   all copies are issued at once, in the order of `tilestream.core.groups.by_load`
     offsets on the GPU:    copied to pinned memory after the router; a thread, not the caller, waits for that copy
                            and issues the experts' copies in that order
-    an expert's copy:      its signal follows it; experts without rows are not copied, and are signalled last
+    an expert's copy:      its signal follows it; experts without rows are not copied, nor signalled to a GPU
 
 A kernel that reads the same offsets takes the groups in the same order, so it waits only for the next copy.
 """
@@ -46,7 +46,8 @@ def stream_experts(
         Pinned memory is copied at the link's full speed, and by the copy engine alone.
     offsets
         int32 ``[G]``, on the CPU or on ``device``: the end of each expert's rows, as for `tilestream.grouped_mm`. Give
-        the same offsets to both: the CPU refuses others, a GPU reads experts that were not brought.
+        the same offsets to both. For rows of an expert that is not brought the CPU raises at once; a GPU waits until
+        the deadline, then the rows are NaN and `ArrivalTimeout` names the expert as a chunk.
     device
         See `tilestream.stream_in`.
 

@@ -140,10 +140,15 @@ class Awaited(NamedTuple):
         rows, columns = (None if signals is None else signals.of_captured for signals in found[:2])
         return found._replace(rows=rows, columns=columns, epochs=(0, 0))
 
-    def void_if_late(self, grad: torch.Tensor) -> torch.Tensor:
-        """``grad``, a gradient of the launch's output; NaN if a chunk that the launch missed has not come since."""
-        for signals, epoch in zip((self.rows, self.columns), self.epochs, strict=True):
-            grad = grad if signals is None else grad + signals.void_if_late(epoch)
+    def void_if_late(self, grad: torch.Tensor, needs: torch.Tensor | None = None) -> torch.Tensor:
+        """``grad``, a gradient of the launch's output; NaN if a chunk that the launch missed has not come since.
+
+        ``needs``: of the columns' chunks, those that the launch waited for; None: all.
+        """
+        if self.rows is not None:
+            grad = grad + self.rows.void_if_late(self.epochs[0])
+        if self.columns is not None:
+            grad = grad + self.columns.void_if_late(self.epochs[1], needs)
         return grad
 
     @property

@@ -119,6 +119,10 @@ class Signals:
                 self._times[chunk] = time.perf_counter()
             self._bell.notify_all()
 
+    def leave_out(self, chunk: int, epoch: int) -> None:
+        """Note that chunk ``chunk`` is not brought in ``epoch``. It is signalled: calls on the CPU refuse its rows."""
+        self.set(chunk, epoch)
+
     def _checked(self, chunk: int, epoch: int | None) -> int:
         """Check ``chunk`` and ``epoch``; the epoch to signal."""
         self._check(chunk)

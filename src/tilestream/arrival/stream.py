@@ -75,7 +75,7 @@ class _Filling:
     claimed first, so the later chunk is complete only when both are.
 
     ``order`` is called by the first thread. It returns the order of the chunks, and the number of them that are wanted.
-    The other chunks are not read, and are signalled last. None: all chunks, from the pivot's on.
+    The other chunks are not read: see `Signals.leave_out`. None: all chunks, from the pivot's on.
     """
 
     def __init__(
@@ -122,6 +122,11 @@ class _Filling:
         """Wait for the threads, without the copies that they have issued."""
         for thread in self.threads:
             thread.join()
+
+    @property
+    def left_out(self) -> Sequence[int]:
+        """The chunks that are not brought, once a thread has asked for the order."""
+        return () if self._ask is not None else self._order[self._wanted :]
 
     @property
     def issued(self) -> bool:
@@ -185,7 +190,9 @@ class _Filling:
                     chunk = self._order[self._signalled]
                     if self._signalled < self._wanted:
                         self._landing.land(*self._chunks.range_of(chunk))
-                    self._arrival.signal(chunk, epoch=self._epoch)
+                        self._arrival.signal(chunk, epoch=self._epoch)
+                    else:
+                        self._arrival._signals.leave_out(chunk, self._epoch)
                     self._signalled += 1
             last = self._signalled == self._chunks.count
         if last:
@@ -195,7 +202,7 @@ class _Filling:
 class _Issued:
     """A filling whose copies and signals were all issued when it began."""
 
-    cpu_seconds, issued = 0.0, True
+    cpu_seconds, issued, left_out = 0.0, True, ()
 
     def __init__(self, landing: Landing) -> None:
         self._landing = landing
@@ -312,7 +319,8 @@ class Stream:
             signals = cast("DeviceSignals", signals)
             if torch.cuda.is_current_stream_capturing():
                 return signals.is_read_in_graph is not False  # without a filling the graph's owner decides
-            if signals.awaited_here or (self._copies is not None and self._copies.captured):
+            # A launch of experts waits for those that its offsets give rows, which the host does not know.
+            if (signals.awaited_here and not self.of_experts) or (self._copies is not None and self._copies.captured):
                 return True
             filled = self.done and signals.error(signals.epoch) is None
         else:
@@ -362,7 +370,8 @@ class Stream:
         left, signals = _countdown(timeout), self.arrival._signals
         begun = self._copies is None or self._copies.by_engine(signals, timeout)
         if not begun or not self._joined(left()):
-            missing = [c for c, there in enumerate(signals.state()) if not there]
+            left_out = () if self._filling is None else self._filling.left_out
+            missing = [c for c, there in enumerate(signals.state()) if not there and c not in left_out]
             what = f"{len(missing)} chunks not delivered, the first of them {missing[0]}" if missing else "not ended"
             raise TimeoutError(f"stream_in: after {timeout} s {what}")
         error = signals.take_error(signals.epoch)

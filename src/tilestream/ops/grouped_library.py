@@ -410,7 +410,7 @@ class _Grouped(Derivative):
         ctx.how, ctx.more = (schedule, workers), (None, None, fast_accum, worker_limit)
         ctx.activation, ctx.dtype, ctx.column_major = activation, output.dtype, column_major
         ctx.bias = None if bias is None else (bias.dtype, bias.shape)
-        ctx.scaled = scaled
+        ctx.scaled, ctx.awaited = scaled, None
         return output
 
     @staticmethod
@@ -419,7 +419,7 @@ class _Grouped(Derivative):
         if grad is None:
             return tuple(none)
         a, b, offsets, output, bias = ctx.saved_tensors
-        grad = _through(ctx, grad, a, b, offsets, output, bias)
+        grad = _through(ctx, _void_if_late(ctx, grad, offsets), a, b, offsets, output, bias)
         product = grad.to(a.dtype)
         if b.dim() == 3:
             product = product.contiguous()  # else both products read it across: `_is_aligned`, `_no_tma`
@@ -460,8 +460,9 @@ class _Grouped(Derivative):
             before = grouped_op(a, b, offsets, bias, "none", wide, *ctx.how, False, *ctx.more)
             (gate, up), (of_gate, of_up) = before.chunk(2, 1), found.chunk(2, 1)
             through: torch.Tensor = through_activation("silu", of_gate * up, gate) + gate * torch.sigmoid(gate) * of_up
-            return through.to(ctx.dtype)
-        return _through(ctx, found, a, b, offsets, output, bias).to(ctx.dtype)
+        else:
+            through = _through(ctx, found, a, b, offsets, output, bias)
+        return _void_if_late(ctx, through.to(ctx.dtype), offsets)
 
 
 class _Arriving(_Grouped):
@@ -474,15 +475,13 @@ class _Arriving(_Grouped):
         ctx.awaited = Awaited.for_gradient(None, FlatArrival.from_ints(arrival, None), _OP, output)
         return output
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        late = grad is not None and ctx.awaited is not None
-        return _Grouped.backward(ctx, ctx.awaited.void_if_late(grad) if late else grad)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
-        found = _Grouped.jvp(ctx, *tangents)
-        return found if ctx.awaited is None else ctx.awaited.void_if_late(found)
+def _void_if_late(ctx: Any, change: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A gradient, or a tangent; NaN if a matrix that the launch missed has not come since: one whose group has rows."""
+    if ctx.awaited is None:
+        return change
+    needs = offsets.diff(prepend=offsets.new_zeros(1)) > 0
+    return ctx.awaited.void_if_late(change, needs)  # type: ignore[no-any-return]
 
 
 def _plain(
