@@ -15,6 +15,7 @@ from tilestream.core.operands import Epilogue, GroupedOperands
 from tilestream.launch.cache import launch_cache
 from tilestream.plan import experimental
 from tilestream.plan.grouped import plan_groups
+from tilestream.runtime.driver import stream_wait, stream_write
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 M, N, K = 1000, 328, 192
@@ -398,26 +399,61 @@ def test_experts_that_arrive(sizes, where):
 
 
 def test_an_expert_that_does_not_come():
-    """Nothing is copied before the deadline: the copies come behind a kernel that sleeps."""
+    """The copies come behind a word that is written after the deadline."""
     a, ends, b = randn(M, K, dtype=BF16), offsets_of(SIZES[0]).cuda(), torch.randn(8, N, K).to(BF16).pin_memory().mT
-    ts.grouped_mm(a, b.cuda(), ends)
-    late = torch.cuda.Stream()
-    with torch.cuda.stream(late):
-        torch.cuda._sleep(2_000_000_000)
-        stream = ts.stream_experts(b, ends.cpu(), device="cuda")
-    out = ts.grouped_mm(a, stream, ends, deadline=0.1)
+    on_host, word = ends.cpu(), torch.zeros(1, dtype=torch.int32, device="cuda")
+    stream = ts.stream_experts(b, on_host, device="cuda")
+    check_all("rows", a, b.cuda(), ts.grouped_mm(a, stream, ends), ends)  # compiled: the deadline is the kernel's alone
+    late, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    with pytest.raises(ts.ArrivalTimeout, match="weight_arrival's chunk"):
-        ts.check()
-    assert out.isnan().any()
+    stream_wait(late.cuda_stream, word.data_ptr(), 1)
+    try:
+        with torch.cuda.stream(late):
+            stream.restart(on_host)
+        out = ts.grouped_mm(a, stream, ends, deadline=0.1)
+        torch.cuda.current_stream().synchronize()
+        with pytest.raises(ts.ArrivalTimeout, match="weight_arrival's chunk"):
+            ts.check()
+        assert out.isnan().all(), "no row has an expert"
+    finally:  # else nothing ever ends
+        stream_write(other.cuda_stream, word.data_ptr(), 1)
     stream.wait()
     check_all("rows", a, b.cuda(), ts.grouped_mm(a, stream, ends), ends)
 
 
-def test_gradients_of_rows_whose_experts_arrive():
-    a, ends = randn(M, K, dtype=BF16).requires_grad_(), offsets_of(SIZES[4]).cuda()
-    b = torch.randn(8, N, K).to(BF16).pin_memory().mT
+def test_rows_of_an_expert_that_is_not_brought_are_nan():
+    a, b = randn(M, K, dtype=BF16), torch.randn(8, N, K).to(BF16).pin_memory().mT
+    with ts.stream_experts(b, offsets_of(SIZES[1]), device="cuda") as stream:
+        stream.wait()
+        out = ts.grouped_mm(a, stream, offsets_of(SIZES[5], "cuda"), deadline=0.1)
+        torch.cuda.synchronize()
+        with pytest.raises(ts.ArrivalTimeout, match="weight_arrival's chunk"):
+            ts.check()
+        assert out[:256].isnan().all()
+        assert out[384:].isnan().all()
+        few = offsets_of((0, 0, M, 0, 0, 0, 0, 0), "cuda")
+        check_all("rows", a, b.cuda(), ts.grouped_mm(a, stream, few), few)
+
+
+def test_swiglu_of_experts_that_arrive():
+    a, ends, b = randn(M, K, dtype=BF16), offsets_of(SIZES[0], "cuda"), torch.randn(8, N, K).to(BF16).pin_memory().mT
     with ts.stream_experts(b, ends, device="cuda") as stream:
-        found = torch.autograd.grad(ts.grouped_mm(a, stream, ends).sum(), a)
-        wanted = torch.autograd.grad(ts.grouped_mm(a, b.cuda(), ends).sum(), a)
-    assert torch.equal(*found, *wanted)
+        out = ts.grouped_mm(a, stream, ends, activation="swiglu")
+        check_all("rows", a, b.cuda(), out, ends, activation="swiglu")
+    ts.check()
+
+
+def test_gradients_of_rows_whose_experts_arrive():
+    """The copies are no modification of what the launch saved; other contents are one."""
+    a, ends = randn(M, K, dtype=BF16).requires_grad_(), offsets_of(SIZES[0]).cuda()
+    b = torch.randn(8, N, K).to(BF16).pin_memory().mT
+    (wanted,) = torch.autograd.grad(ts.grouped_mm(a, b.cuda(), ends).sum(), a)
+    stream = ts.stream_experts(b, ends, device="cuda")
+    for where in ("cuda", "cpu", "cuda"):
+        out = ts.grouped_mm(a, stream, ends)
+        (found,) = torch.autograd.grad(out.sum(), a, retain_graph=True)
+        assert torch.equal(found, wanted)
+        stream.restart(ends.to(where))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out.sum(), a)
+    stream.wait()
