@@ -1,8 +1,7 @@
 """`tilestream.grouped_mm` beside `torch._grouped_mm` and a loop of `torch.mm`: layers of mixtures of experts, by skew.
 
 ``grouped`` has products and the gradients of weights. ``experts`` has the layers' first products with SwiGLU, and of 8
-bits with blocks' scales, by Hopper kernels that a plan takes only where it is asked (`tilestream.plan.experimental`).
-The loop knows the groups' sizes, which the others read on the device.
+bits with blocks' scales. The loop knows the groups' sizes, which the others read on the device.
 
 Tokens go to experts uniformly, mildly unevenly (each expert's weight is drawn from [0.5, 1.5]), or by Zipf's law
 (weight 1 / rank**1.2, experts in random order). Group sizes follow from the row's seed.
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,7 +21,6 @@ from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.records import Row
 from benchmarks.core.timing import Call, gpu_peak, host_microseconds, refuse_impossible
 from benchmarks.gemm.bench import Bench, rounded
-from tilestream.plan import experimental
 from tilestream_tools.sweep.check import errors, sampled_rows
 
 SKEWS = ("uniform", "mild", "zipf")
@@ -229,7 +226,6 @@ def grouped(bench: Bench) -> None:
 
 def experts(bench: Bench) -> None:
     """SwiGLU, then blocks' scales, of the layers' first products."""
-    os.environ[experimental.KERNELS["hopper_experts"].environment] = "1"  # what no GPU has run is run here
     layers = [layer for layer in LAYERS if "gate+up" in layer.name]
     layers = [small(layer) for layer in layers[:1]] if bench.dry else layers
     items = [(layer, skew, blocks) for blocks, layer, skew in itertools.product((False, True), layers, SKEWS[::2])]

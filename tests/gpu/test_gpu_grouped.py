@@ -13,7 +13,6 @@ from error_rule import Maths, check
 from grouped_cases import expected, offsets_of
 from tilestream.core.operands import Epilogue, GroupedOperands
 from tilestream.launch.cache import launch_cache
-from tilestream.plan import experimental
 from tilestream.plan.grouped import plan_groups
 from tilestream.runtime.driver import stream_wait, stream_write
 
@@ -98,13 +97,12 @@ def test_operands_of_8_bits_with_a_scale_a_row(backend):
 
 
 @pytest.fixture(params=["hopper", "portable"])
-def experts(request, monkeypatch):
-    """The kernel of SwiGLU and of blocks' scales: the Hopper one is none that a plan takes by itself."""
+def experts(request):
+    """The kernel of SwiGLU and of blocks' scales: the one that a plan takes, or the portable one."""
     if request.param == "portable":
         request.getfixturevalue("portable")
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("kernels for sm_90")
-    monkeypatch.delitem(experimental.KERNELS, "hopper_experts")
     plan_groups.cache_clear()
     launch_cache.clear()
     yield request.param

@@ -39,9 +39,6 @@ class Experimental(NamedTuple):
 KERNELS = {
     "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
     "graph_ranks": Experimental("TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None),
-    "hopper_experts": Experimental(
-        "TILESTREAM_HOPPER_EXPERTS", "the Hopper kernels of SwiGLU and of blocks' scales", "hopper"
-    ),
     # Of 4, 8 and 16 bytes by the portable kernel, where a stride or an extent is no multiple of 16 elements.
     "vectors": Experimental("TILESTREAM_VECTORS", "copies of a few elements", None),
 }

@@ -20,7 +20,7 @@ from tilestream.core.integers import cdiv
 from tilestream.core.operands import ACTIVATIONS, HALVES, SCALE_BLOCK
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule
-from tilestream.plan import experimental, tma
+from tilestream.plan import tma
 from tilestream.plan.api import check_forced, default_workers, device_properties
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import log
@@ -170,8 +170,6 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
         found, backend = [_in_a_loop(problem, device, count)], "cpu"
     else:
         not_hopper = _not_hopper(problem, device)
-        if not not_hopper and _not_run(problem):
-            not_hopper = experimental.refusal("hopper_experts", how.backend)
         backend, found, other = fast_or_portable(
             "hopper", how.backend, not_hopper,
             (lambda: hopper_candidates(problem, device, count, how), lambda: _portable(problem, device, count, how)),
@@ -180,8 +178,6 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
         refused += (other,)
     best = min(found, key=lambda one: one.predicted)
     why = f"least of {len(found)} candidates in the cost model, groups of one size"
-    if backend == "hopper" and _not_run(problem):
-        why += f"; {experimental.NOT_RUN}"
     made = of_candidate(problem, device, backend, best, why, refused)
     log(made)
     return made
@@ -254,11 +250,6 @@ def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
     if problem.scales == "block" and problem.two_halves and problem.out_columns % SCALE_BLOCK:
         return f"halves of {problem.out_columns} columns: the second one begins inside a block of {SCALE_BLOCK} scales"
     return hopper.refusal(problem, device)
-
-
-def _not_run(problem: GroupedProblem) -> bool:
-    """Whether the Hopper kernel has not run on a GPU with such a problem."""
-    return problem.two_halves or problem.scales == "block"
 
 
 def has_registers(problem: GroupedProblem, tile: portable.Tile) -> bool:
