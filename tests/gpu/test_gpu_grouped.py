@@ -201,6 +201,14 @@ def test_equal_grouped_calls_are_native():
             check_all(form, a, b, ts.grouped_mm(a, b, ends), ends)
 
 
+def test_equal_operands_of_rows_and_of_columns_are_two_calls():
+    x, y, ends = randn(256, 192), randn(8, 192, 256), offsets_of((32,) * 6, "cuda")
+    ends = torch.cat([ends, ends[-1:], ends[-1:]])
+    for _ in range(3):
+        check_all("rows", x, y, ts.grouped_mm(x, y, ends), ends)
+        check_all("columns", y, x, ts.grouped_mm(y, x, ends), ends)
+
+
 def test_many_groups(backend):
     groups = 256
     a, b = operands("rows", groups=groups)

@@ -316,6 +316,16 @@ def test_another_option_is_another_call(python_calls, other):
     assert len(python_calls) == 3
 
 
+@pytest.mark.parametrize("more", [{}, {"workers": 3}], ids=str)
+def test_groups_of_rows_and_of_columns_of_the_same_operands_are_two_calls(python_calls, more):
+    """One is rows [64, 32] by [3, 32, 64], the other [3, 32, 64] by columns [64, 32]."""
+    rows, experts = zeros(64, 32), zeros(3, 32, 64)
+    for _ in range(2):
+        assert ts.grouped_mm(rows, experts, OFFSETS, **more).shape == (64, 64)
+        assert ts.grouped_mm(experts, rows, OFFSETS, **more).shape == (32, 32)
+    assert len(python_calls) == 2
+
+
 @pytest.mark.parametrize("name", ["a", "b", "bias", "offsets", "scale_a", "out"])
 def test_a_grouped_call_of_another_type_or_with_a_gradient_is_pythons(python_calls, name):
     given = {

@@ -47,7 +47,7 @@ _DTYPES: dict[object, int] = {
     None: 0, torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4,
 }  # fmt: skip
 #: Bit offsets in the integer of options. Activations and schedules take 4 bits each.
-_SCHEDULE, _DTYPE, _SLOW_ACCUM, _TF32 = 4, 8, 16, 17
+_SCHEDULE, _DTYPE, _SLOW_ACCUM, _TF32, _TURNED = 4, 8, 16, 17, 18
 _LAYOUTS: dict[object, int] = {name: i for i, name in enumerate(LAYOUTS)}
 _DIAGONALS: dict[object, int] = {False: 0, True: 1, "bottom_right": 1, "top_left": 2}
 #: Bit offsets in attention's integer of options. The layout takes 1 bit, the diagonal 2.
@@ -535,14 +535,15 @@ def _grouped_arguments(
         bias is scale_a is scale_b is activation is out_dtype is workers is None and fast_accum is True
         and schedule == "auto" and a.dtype is not torch.float32 and not limit
     ):  # fmt: skip
-        return first
+        return (*first, 1 << _TURNED) if turned else first
     made = _arguments(
         "mm", *first[:2], bias, None, 1.0, 1.0, activation, out_dtype, scale_a, scale_b, fast_accum, schedule, workers
     )
     if made is None:
         return None
     scales = (scale_b, scale_a) if turned else (scale_a, scale_b)
-    return (*first, made[-3], bias, *scales, *made[-2:])
+    # Turned operands may lie as others do that are not: of [K, N] and [G, N, K] both are a product.
+    return (*first, made[-3] | turned << _TURNED, bias, *scales, *made[-2:])
 
 
 def _options_of_mask(layout: Any, causal: Any) -> int | None:
