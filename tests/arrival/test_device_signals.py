@@ -94,6 +94,14 @@ class TestEpochs:
         both = Awaited(signals, make(), epochs=(1, 1))
         assert both.void_if_late(torch.ones(1)).isnan().all()
 
+    def test_a_graph_of_a_gradient_keeps_the_words(self, cuda):
+        signals = make()
+        signals.void_if_late(1)
+        assert not device_words._captured_stores
+        with cuda.capture():
+            signals.void_if_late(1)
+        assert device_words._captured_stores[0] is signals._store
+
     @pytest.mark.parametrize("captured", [False, True])
     def test_a_gradient_is_void_under_quarantine(self, cuda, captured):
         """The words of a captured launch, and a caller's own, are zeroed by the launch that has seen them all."""

@@ -249,7 +249,7 @@ class DeviceWords(Signals):
 
     def _is_awaited_on(self, stream: int, epoch: int) -> bool:
         """Whether the last launch on ``stream`` waits for ``epoch``, and has not reported that it gave up."""
-        of, before = self._waiting.get(stream, (0, 0))
+        of, before = self._waiting.get(stream, (-1, 0))
         return of == epoch and not self._channel.heard(before, (self.key,))[1]
 
     # Epochs --------------------------------------------------------------------------------------------------------
@@ -331,6 +331,8 @@ class DeviceWords(Signals):
         """
         with torch.cuda.device(self._device):
             self._settle(torch.cuda.current_stream())
+            if torch.cuda.is_current_stream_capturing():  # a backward pass of an eager launch
+                self._keep(self._store)
             words, least = self._looked_at(epoch)
             late = words < least
             if needs is not None and words is self._eager:
