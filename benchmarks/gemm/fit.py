@@ -29,9 +29,9 @@ from tilestream.plan.policy import hopper
 from tilestream.plan.policy.hopper_costs import Costs, Cut, Model, TileFacts, costs_of
 from tilestream.plan.problem import Problem
 
-#: Constants that a sweep does not show: the rate of pairs of CTAs, a number of lines, what a queue costs an item, and
-#: promoted sums.
-HELD = ("paired", "lines", "ticket", "promoted_loss")
+#: Constants that a sweep does not show: the rate of pairs of CTAs, a number of lines, what a queue costs an item,
+#: promoted sums, and groups of K.
+HELD = ("paired", "lines", "ticket", "promoted_loss", "feed_along_k")
 #: How much a candidate's residual counts that is so many times as slow as its problem's best: that to this power.
 NEAR = -2.0
 #: What holds a constant where it begins that the sweep does not show: a residual of this times the logarithm of its

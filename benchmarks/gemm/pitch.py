@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from benchmarks.gemm.bench import Bench, Row, operands, planned, rounded
 from benchmarks.gemm.search import launches
 from benchmarks.gemm.shapes import PITCHES, Shape, refuse_impossible
-from tilestream.plan import experimental, plan_problem
 from tilestream.plan import plan as ask
+from tilestream.plan import plan_problem
 from tilestream_tools.sweep.check import Check
 
 #: Beside the plan's own.
@@ -25,7 +24,6 @@ TILES = (
 
 def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
     """The plan's own, and static grids by variant and tile; of what TMA cannot address, elements and vectors."""
-    os.environ[experimental.KERNELS["vectors"].environment] = "1"
     own = planned(shape, device)
     if own.problem.no_tma:
         for vector in sorted({1, own.problem.vector}):

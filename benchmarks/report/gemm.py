@@ -300,6 +300,19 @@ def cluster(data: Data) -> list[str]:
     return [NOTES("cluster record", **data), columns(rows, fields)]
 
 
+def pitch(data: Data) -> list[str]:
+    """Tiles by the pitch of rows that TMA reads; and copies of a few elements of the others."""
+    by_tma = [row for row in data["rows"] if "plan" in row["us"]]
+    others = [row for row in data["rows"] if "plan" not in row["us"]]
+    fields = {"M x N x K": "{shape}", "pitch, mod 128 bytes": "{pitch}", "cuBLAS, TFLOP/s": "{tflops[cublas]:.0f}"}
+    tables = [
+        columns(rows, fields | of("ratio", [name for name in names if name != "cublas"], ".2f", suffix=", ratio"))
+        for rows in (by_tma, others)
+        if (names := dict.fromkeys(name for row in rows for name in row["ratio"]))
+    ]
+    return [NOTES.of(data, "pitch"), *incomplete(data), *tables]
+
+
 def portable(data: Data) -> list[str]:
     rates = {"cuBLAS, TFLOP/s": "{tflops[cublas]:.0f}", "auto, TFLOP/s": "{tflops[auto]:.0f}"}
     ratios = of("of_cublas", data["rows"][0]["of_cublas"], suffix=", ratio")
@@ -314,5 +327,5 @@ def portable(data: Data) -> list[str]:
 SECTIONS = {
     "suite": suite, "quack": quack, "fp8": fp8, "epilogue": epilogue, "search": search, "host": host,
     "host calls": host_calls, "first calls": first_calls,
-    "queues": queues, "cluster": cluster, "portable": portable,
+    "queues": queues, "cluster": cluster, "pitch": pitch, "portable": portable,
 }  # fmt: skip

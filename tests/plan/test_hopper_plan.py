@@ -286,9 +286,9 @@ def test_a_tile_that_only_the_portable_kernel_has():
     with pytest.raises(ValueError, match=r"tile=\(48, 48\): the portable kernel has "):
         planned(tile=(48, 48))
     small = dataclasses.replace(H100, shared=49152)
-    made = plan(1000, 1000, 1000, dtype="bfloat16", device=small, tile=(128, 128))
+    made = plan(1000, 1000, 1000, dtype="bfloat16", device=small, tile=(64, 64))
     assert made.backend == "portable"
-    assert reason(made, "hopper").startswith("a tile of 128x128 does not fit with dynamic or stream_k here")
+    assert reason(made, "hopper").startswith("a tile of 64x64 does not fit with dynamic or stream_k here")
 
 
 # Candidates ----------------------------------------------------------------------------------------------------------

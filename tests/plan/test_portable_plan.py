@@ -293,3 +293,15 @@ def test_what_arrives_is_the_outer_dimension_from_the_pivot_on():
     batches = plan(100, 64, 64, batch=3, dtype="float16", arrival=Arrival.uniform(70, 5, pivot=2))
     assert batches.schedule.first_batch == 1
     assert plan(64, 64, 64).gate is None
+
+
+@pytest.mark.parametrize(("k", "vector"), [(4096, 8), (4104, 8), (4100, 4), (4098, 2), (4097, 1)])
+def test_copies_are_of_as_many_elements_as_strides_allow(k, vector):
+    made = tilestream.plan(4096, 4096, k, dtype="bfloat16", layout="nt", device=H100, backend="portable")
+    assert made.problem.vector == vector
+    # As many stages in flight as of aligned operands, where an element at a time has two.
+    assert made.stages == {4096: 3, 4097: 2}.get(k, 4)
+    assert (f"copies are of {vector} elements" in made.explain()) == (k != 4096 and vector > 1)
+    for other in ({"dtype": "float32"}, {"device": "cpu"}):
+        how = {"dtype": "bfloat16", "device": H100} | other
+        assert tilestream.plan(4096, 4096, k, **how).problem.vector == 1

@@ -5,6 +5,7 @@ The host plans for the largest number of tiles that the groups can have. The dev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -13,6 +14,9 @@ Along = Literal["rows", "k"]
 ALONGS = get_args(Along)
 #: The largest number of groups: a worker of a GPU reads all offsets at once.
 MOST_GROUPS = 1024
+#: How far lengths are taken to lie from their mean, as a share of it, and how many of them stand for all: between equal
+#: lengths and those of a mild skew (benchmarks/results/h100/gemm_grouped_search.json).
+SPREAD, SAMPLES = 0.4, 16
 
 
 def most_row_tiles(rows: int, groups: int, block: int) -> int:
@@ -24,9 +28,13 @@ def most_row_tiles(rows: int, groups: int, block: int) -> int:
 
 
 def mean_row_tiles(rows: int, groups: int, block: int) -> int:
-    """The number of tiles of ``block`` rows if all groups have one size."""
+    """The number of tiles of ``block`` rows to expect: lengths spread evenly around their mean, `SPREAD` either way."""
     used = min(groups, rows)
-    return min(used * -(-rows // (used * block)), most_row_tiles(rows, groups, block)) if used else 0
+    if used <= 1:
+        return -(-rows // block)
+    shares = (1 + SPREAD * (2 * i + 1 - SAMPLES) / SAMPLES for i in range(SAMPLES))
+    tiles = sum(math.ceil(share * rows / used / block) for share in shares)
+    return min(round(used * tiles / SAMPLES), most_row_tiles(rows, groups, block))
 
 
 def by_load(ends: Sequence[int]) -> tuple[list[int], int]:

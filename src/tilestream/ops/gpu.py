@@ -20,8 +20,9 @@ from tilestream.core.operands import GemmOperands
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops.operands import problem_of
 from tilestream.ops.scales import FP8_DTYPES
-from tilestream.plan import experimental, tma
+from tilestream.plan import tma
 from tilestream.plan.planner import plan_problem
+from tilestream.plan.problem import vector_of
 from tilestream.runtime import collector
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.properties import allows_tf32, cuda_properties
@@ -169,7 +170,7 @@ def _make(
             problem_of(x, rows, columns, publishes),
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
             aligned=not unaligned,
-            vector=experimental.vector(a.element_size(), lambda width: all(is_aligned(*one, width) for one in lie)),
+            vector=vector_of(a.element_size(), lambda width: all(is_aligned(*one, width) for one in lie)),
             no_tma=no_tma, plain=epilogue.trivial and _by_tma(out, layout),
             fast_accum=how.fast_accum or a.dtype not in FP8_DTYPES,
             row_multiples=(_row_multiple(a, layout.a), _row_multiple(b, layout.b)),

@@ -14,7 +14,7 @@ from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.gpu_specs import GPU_SPECS, named
 from tilestream.core.order import TileOrder
 from tilestream.core.schedule import Kind
-from tilestream.plan import experimental, tma
+from tilestream.plan import tma
 from tilestream.plan.arrival_order import OrderName
 from tilestream.plan.candidate import Asked, Refusal
 from tilestream.plan.hooks import hooks
@@ -22,7 +22,7 @@ from tilestream.plan.limit import promising
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy import cdna_tiles, hopper
-from tilestream.plan.problem import FP8, ITEMSIZE, Problem, Scales, dtype_name, result_name
+from tilestream.plan.problem import FP8, ITEMSIZE, Problem, Scales, dtype_name, result_name, vector_of
 
 #: What a caller may ask for as ``schedule=``.
 SCHEDULES = ("auto", *get_args(Kind))
@@ -108,8 +108,8 @@ def plan(
         the portable one.
     variant, stages
         Hopper: force ``"cooperative"``, ``"ping_pong"``, ``"single"`` or ``"paired"``, and the depth of the ring.
-        ``"paired"`` are two CTAs of a cluster, which no plan takes by itself: no GPU has run them yet. CDNA:
-        ``"direct"`` or ``"staged"``, likewise.
+        ``"paired"`` are two CTAs of a cluster, which no plan takes by itself: on an H100 they are slower. CDNA:
+        ``"direct"`` or ``"staged"``.
     registers
         Hopper: force the registers of a thread of the load warp and of the math warps where there are two math loops:
         ``(40, 232)`` or ``(24, 240)``. The latter is for static and dynamic schedules whose ``queues`` are not forced,
@@ -164,7 +164,7 @@ def plan(
         None if weight_arrival is None else weight_arrival.incoming(n),
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=on_cpu or all(row % 16 == 0 for row in rows),
-        vector=1 if on_cpu else experimental.vector(size, lambda width: all(row % width == 0 for row in rows)),
+        vector=1 if on_cpu else vector_of(size, lambda width: all(row % width == 0 for row in rows)),
         no_tma="" if on_cpu else tma.refuse_contiguous(m, n, k, layout, (name, other)),
         plain=on_cpu or (scales == "none" and by_tma), b_dtype=other if other != name else "", scales=scales,
         fast_accum=use_fast_accum or name not in FP8,

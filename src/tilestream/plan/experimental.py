@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from typing import NamedTuple
 
 #: What a plan of such a kernel says of it.
@@ -39,11 +38,7 @@ class Experimental(NamedTuple):
 KERNELS = {
     "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
     "graph_ranks": Experimental("TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None),
-    # Of 4, 8 and 16 bytes by the portable kernel, where a stride or an extent is no multiple of 16 elements.
-    "vectors": Experimental("TILESTREAM_VECTORS", "copies of a few elements", None),
 }
-#: Elements of 16 bits in a copy of ``vectors``, widest first.
-WIDTHS = (8, 4, 2)
 
 
 def opt_in(kernel: str) -> str:
@@ -72,13 +67,6 @@ def refusal(kernel: str, backend: str | None) -> str:
 def takes(kernel: str) -> bool:
     """Whether the process takes ``kernel``: it has run, or its variable says so."""
     return not refusal(kernel, None)
-
-
-def vector(itemsize: int, multiples: Callable[[int], bool]) -> int:
-    """`tilestream.plan.problem.Problem.vector`: the widest of `WIDTHS` that ``multiples`` finds to fit; else 1."""
-    if itemsize != 2 or not takes("vectors"):
-        return 1
-    return next((width for width in WIDTHS if multiples(width)), 1)
 
 
 @functools.cache

@@ -76,8 +76,8 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
         refused += hopper.crossing(problem)
     if name == "portable" and not problem.aligned:
         vectors = "a stride, an extent or an address is no multiple of 16"
-        if problem.vector > 1 and device.arch.startswith("sm_"):
-            vectors += f"; copies of {problem.vector} elements: {experimental.NOT_RUN}"
+        if portable.in_vectors(problem, device):
+            vectors += f"; copies are of {problem.vector} elements"
         refused += (Refusal("vector loads", vectors),)
     if name == "portable" and (converted := portable.converted(problem, device)):
         refused += (Refusal("8-bit matrix units", converted),)
@@ -87,7 +87,7 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
         )
     best = choice.best
     if best.ctas > 1:
-        why += f"; {experimental.NOT_RUN}"
+        why += "; pairs of CTAs, which on an H100 are slower than single ones"
     if "stream_k" in kinds and best.kind != "stream_k" and best.variant != "inline":
         refused += (Refusal("stream_k", choice.why_no_stream_k()),)
     refused += (elsewhere,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tilestream.core.chunks import Incoming
@@ -23,8 +24,12 @@ from tilestream.core.groups import MOST_GROUPS, Along
 
 __all__ = [
     "FNUZ", "FP8", "FP8_RESULT", "ITEMSIZE", "OCP", "GroupedProblem", "GroupedScales", "Incoming", "Problem", "Scales",
-    "are_a_pair", "dtype_name", "gate_of", "pairs_text", "result_name",
+    "are_a_pair", "dtype_name", "gate_of", "pairs_text", "result_name", "vector_of",
 ]  # fmt: skip
+
+
+#: Elements of 16 bits in a copy of 16, 8 and 4 bytes.
+VECTORS = (8, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ class Problem:
     #: Whether a GPU can read A and B in vectors of 16 bytes: one stride is 1; the other strides, the extent along the
     #: stride of 1 and the address are multiples of 16.
     aligned: bool = True
-    #: Elements of a vector of 4, 8 or 16 bytes, by which a GPU reads 16-bit operands that are not ``aligned``: extents
-    #: and strides are multiples of this number. 1: none, or not asked for (`tilestream.plan.experimental`).
+    #: Elements of a vector of 4, 8 or 16 bytes, by which a GPU reads 16-bit operands that are not ``aligned``: see
+    #: `vector_of`. 1: none.
     vector: int = 1
     no_tma: str = ""  # why TMA cannot address A or B; empty if it can
     #: Whether the output is the plain product and TMA can address it. This epilogue takes the fewest registers.
@@ -92,6 +97,11 @@ class Problem:
     def arriving(self) -> int:
         """The number of operands that arrive."""
         return (self.rows is not None) + (self.columns is not None)
+
+    @property
+    def divides_k(self) -> bool:
+        """Whether groups divide K."""
+        return False
 
     @property
     def fp8(self) -> bool:
@@ -184,6 +194,11 @@ class GroupedProblem(Problem):
         return int(self.arrives)
 
     @property
+    def divides_k(self) -> bool:
+        """See `Problem`."""
+        return self.along == "k"
+
+    @property
     def text(self) -> str:
         """The product in words."""
         if self.along == "rows":
@@ -209,6 +224,11 @@ class GroupedProblem(Problem):
             used = min(self.groups, self.m)
             return size * (self.m * self.k + used * self.k * self.n) + out * self.m * self.out_columns
         return size * self.k * (self.m + self.n) + out * self.groups * self.m * self.n
+
+
+def vector_of(itemsize: int, multiples: Callable[[int], bool]) -> int:
+    """`Problem.vector`: the widest of `VECTORS` of which ``multiples`` says that strides are multiples; else 1."""
+    return next((width for width in VECTORS if itemsize == 2 and multiples(width)), 1)
 
 
 def gate_of(problem: Problem, tile: tuple[int, int]) -> Gate | None:

@@ -19,7 +19,8 @@ CTA ends: an arrival for a CTA that has left goes nowhere.
 
 Triton 3.6 knows no multicast, and 3.7 compiles it wrong. The text of the kernel says what a CTA would do by itself;
 `tilestream.launch.hopper.multicast` rewrites in its PTX the copies between `begin_multicast` and `end_multicast`, and
-the arrivals that count for `CTAS`. `tilestream_tools.verify.pair` explores the protocol. No GPU has run it.
+the arrivals that count for `CTAS`. `tilestream_tools.verify.pair` explores the protocol. On an H100
+pairs are right, and slower than single CTAs at every pitch of rows (`benchmarks/results/h100/gemm_pitch.json`).
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ TILES = (
     Tile("cooperative", 128, 16, 2),
 )
 #: Tiles of two CTAs that read an operand from L2 once for both: see `tilestream.kernels.hopper.pair`. In a K
-#: step 256 x 256 reads 512 rows of operands from L2, and two CTAs of 128 x 256 by themselves 768. Compiled, never run:
-#: plans take none unless ``variant=`` forces it.
+#: step 256 x 256 reads 512 rows of operands from L2, and two CTAs of 128 x 256 by themselves 768. Plans take
+#: none unless ``variant=`` forces it: on an H100 they are slower (benchmarks/results/h100/gemm_pitch.json).
 PAIRED = (Tile("paired", 256, 256), Tile("paired", 512, 192))
 
 

@@ -30,11 +30,12 @@ class Costs:
     """Constants of the model. What matters is the order that they put candidates in: single ones measure nothing."""
 
     #: cooperative, ping_pong, single, paired: by variant, the tensor cores' rate beside the nominal one. A single
-    #: consumer's short steps are charged to ``feed``. Pairs have not run: theirs is that of ``cooperative``.
+    #: consumer's short steps are charged to ``feed``. That of pairs is by the shape of 2048 x 13312 x 15872
+    #: (benchmarks/results/h100/gemm_pitch.json).
     cooperative: float = 0.94
     ping_pong: float = 0.925
     single: float = 2.11
-    paired: float = 0.94
+    paired: float = 0.60
     #: The rate of ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
     alone: float = 0.78
     #: lines, shallow_loss: the loss for each line of K that a ring holds less than so many: its copies run less ahead.
@@ -51,6 +52,9 @@ class Costs:
     parts_loss: float = 1.016
     #: feed, feed_of_one: bytes a second from L2 to all SMs, and to one, in rows that begin at lines.
     feed: float = 15.3e12
+    #: The share of ``feed`` where groups divide K, whose copies are clipped at a group's end: it puts the tiles of
+    #: gradients of weights in the measured order (benchmarks/results/h100/gemm_grouped_search.json).
+    feed_along_k: float = 0.75
     feed_of_one: float = 182.3e9
     #: crossed, fifth: what a row of 128 bytes costs more, beside one that begins at a line of L2: where it lies in two,
     #: and where it lies in five sectors. Of issue 27's rates of an H100, in TFLOP/s: 2048 x 13312 x 15800 (rows of 112
@@ -184,6 +188,7 @@ class Model:
         self.row_costs = tuple(row_cost(multiple, self.costs) for multiple in problem.row_multiples)
         self.bandwidth = device.bandwidth * self.costs.memory
         self.bytes = problem.bytes
+        self.feed = self.costs.feed * (self.costs.feed_along_k if problem.divides_k else 1.0)
         self.by_tma = problem.n * ITEMSIZE[problem.out_dtype] % 16 == 0
 
     def step(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
@@ -194,7 +199,7 @@ class Model:
         of_rows, of_columns = self.row_costs[::-1] if swap_ab else self.row_costs
         rows = tile.rows * of_rows + tile.columns * of_columns
         readers = tile.ctas * (cut.tiles if alone else cut.workers)
-        feed = LINE * tile.lines * rows / min(costs.feed / readers, costs.feed_of_one)
+        feed = LINE * tile.lines * rows / min(self.feed / readers, costs.feed_of_one)
         if not alone:
             feed *= costs.drifted if cut.together else costs.scattered
         longer, shorter = (multiply, feed) if multiply > feed else (feed, multiply)

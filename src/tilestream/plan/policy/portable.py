@@ -80,9 +80,10 @@ TILES: dict[str, tuple[Tile, ...]] = {
         Tile(16, 128, 64, 4, 4, 0.12),
     ),
     # Copies of 16 bytes and of 8; and of 4, whose addresses for a K step of 64 are more than there are registers beside
-    # 128x128 (Triton 3.9 spills 168 bytes). No GPU has run them, and the shares are guesses.
-    "16-bit, vectors": (Tile(128, 128, 64, 8, 4, 0.40), Tile(64, 64, 64, 4, 4, 0.18)),
-    "16-bit, vectors of 2": (Tile(128, 128, 32, 8, 4, 0.35), Tile(64, 64, 32, 4, 4, 0.16)),
+    # 128x128 (Triton 3.9 spills 168 bytes). The shares of 128x128 were measured on an
+    # H100 (benchmarks/results/h100/gemm_pitch.json), those of 64x64 are guesses.
+    "16-bit, vectors": (Tile(128, 128, 64, 8, 4, 0.33), Tile(64, 64, 64, 4, 4, 0.15)),
+    "16-bit, vectors of 2": (Tile(128, 128, 32, 8, 4, 0.23), Tile(64, 64, 32, 4, 4, 0.11)),
     # Each element has its own load, with a 64-bit address in registers.
     "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.10)),
     "8-bit": (
@@ -183,7 +184,7 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
     else:
         kind = "tf32" if problem.tf32 else "float32"
     kinds = [kind] if problem.aligned else [f"{kind}, unaligned", kind]
-    if problem.vector > 1 and not problem.aligned and device.arch.startswith("sm_"):
+    if in_vectors(problem, device):
         kinds = [f"{kind}, vectors of {problem.vector}", f"{kind}, vectors"]
     here = CDNA.get(device.arch, {})
     rows = next((here[name] for name in kinds if name in here), ())
@@ -204,6 +205,11 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
             rows = tuple(row for row in rows if row.block_n <= (64 if small else 128))
     held = tuple(row for row in rows if row.ring_bytes(ITEMSIZE[problem.dtype]) <= device.shared)
     return held or (rows[-1]._replace(stages=_HIP_STAGES),)
+
+
+def in_vectors(problem: Problem, device: DeviceProperties) -> bool:
+    """Whether operands that are not aligned are read in vectors of a few elements: where that has run."""
+    return problem.vector > 1 and not problem.aligned and device.arch == "sm_90"
 
 
 def candidates(
