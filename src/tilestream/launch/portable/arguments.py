@@ -53,7 +53,7 @@ class Arguments(GemmArguments):
         problem, (a, b) = self.plan.problem, self.layout[:2]
         shapes = (((problem.m, problem.k), a), ((problem.k, problem.n), b))
         fits = all(is_aligned(extents, s[1:], s[0], 0, problem.vector) for extents, s in shapes)
-        return problem.vector if fits and self.plan.device.arch == "sm_90" else 1
+        return problem.vector if fits and self.plan.device.arch.startswith("sm_90") else 1
 
     def _wide(self) -> bool:
         """Whether an offset inside one batch exceeds 31 bits. Offsets past the end are masked and may do so."""

@@ -209,7 +209,7 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
 
 def in_vectors(problem: Problem, device: DeviceProperties) -> bool:
     """Whether operands that are not aligned are read in vectors of a few elements: where that has run."""
-    return problem.vector > 1 and not problem.aligned and device.arch == "sm_90"
+    return problem.vector > 1 and not problem.aligned and device.arch.startswith("sm_90")
 
 
 def candidates(
