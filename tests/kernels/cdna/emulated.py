@@ -82,6 +82,9 @@ class Tensor:
     def __getitem__(self, key: Any) -> Tensor:
         return Tensor(self.data[key], self.dtype)
 
+    def __neg__(self) -> Tensor:
+        return Tensor(-self.data, self.dtype)
+
     def to(self, dtype: Dtype, bitcast: bool = False) -> Tensor:
         return Tensor(self.data, dtype)
 
@@ -234,7 +237,7 @@ class Machine:
             "gl": gl, "range": range, **structs_of(structs),
             "tl": SimpleNamespace(
                 cast=lambda x, _: Int(x), where=self.where, load=self.load, store=self.store,
-                atomic_add=self.atomic_add, debug_barrier=self.ignore, int32=INT32, int64=INT64,
+                atomic_add=self.atomic_add, debug_barrier=self.ignore, fma=self.fma, int32=INT32, int64=INT64,
             ),
             "float": float, "len": len, "min": min, "LINE": 16, "swizzled": self.swizzled,
             "after": self.after, "before": self.before, "neighbour": queues_.neighbour, "enter": self.ignore,
@@ -290,6 +293,12 @@ class Machine:
 
     def pass_gate(self, *_: Any) -> tuple[Passed, int]:
         return Passed(Int(self.over), *[Int(0)] * 4), Int(0)
+
+    @staticmethod
+    def fma(x: Any, y: Any, z: Any) -> Tensor:
+        """``x * y + z``."""
+        x, y, z = (one.data if isinstance(one, Tensor) else one for one in (x, y, z))
+        return Tensor(x * y + z, FLOAT32)
 
     @staticmethod
     def after(stage: int, depth: int) -> Int:

@@ -27,11 +27,10 @@ from tilestream.core.schedule import Schedule
 from tilestream.kernels.portable.gemm import gemm
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.arguments import Arguments
-from tilestream.plan.experimental import WIDTHS
 from tilestream.plan.plan import Plan
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.policy.portable import sums_lose_bits, tiles
-from tilestream.plan.problem import FP8, Incoming, Problem, gate_of, result_name
+from tilestream.plan.problem import FP8, VECTORS, Incoming, Problem, gate_of, result_name
 from tilestream_tools.isa import amdgcn, sass
 from tilestream_tools.isa.kernels import copy_arguments, pointer
 
@@ -64,8 +63,8 @@ REFUSED = {
     "gfx942": ("float32 tf32", "float8 precise"),
     "gfx950": ("float32 tf32", "float8 precise"),
 }
-#: Where operands are copied in a few elements at a time: ``vectors`` of `tilestream.plan.experimental`.
-_OF_VECTORS = ("sm_90a", "sm_80")
+#: Where operands are copied in a few elements at a time.
+_OF_VECTORS = ("sm_90a",)
 QUICK = (
     "sm_90a bfloat16 in vectors of 2 128x128 worst nt", "bfloat16 128x256 worst nt",
     "bfloat16 16x128 worst nt", "bfloat16 64x64 worst nt", "bfloat16 64x64 arriving nt",
@@ -84,7 +83,7 @@ CONVERTING = {"plain": 80, "static": 80, "stealing": 80, "worst": 112, "arriving
 
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
-    lie = [(True, 1), (False, 1), *((False, width) for width in WIDTHS)]
+    lie = [(True, 1), (False, 1), *((False, width) for width in VECTORS)]
     for (arch, device), inputs, (aligned, vector) in itertools.product(DEVICES.items(), INPUTS, lie):
         if inputs in REFUSED[arch] or (vector > 1 and (inputs != "bfloat16" or arch not in _OF_VECTORS)):
             continue

@@ -22,7 +22,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from attention_memory import Barrier, Buffer, Dtype, Integer, Memory, Narrow, Pointer, Product, Real, TensorMap, of
+from attention_memory import (
+    Array,
+    Barrier,
+    Buffer,
+    Dtype,
+    Integer,
+    Memory,
+    Narrow,
+    Pointer,
+    Product,
+    Real,
+    TensorMap,
+    of,
+)
 from texts import bind, constants_of, jitted_of, structs_of
 
 from mutants.engine import Edit
@@ -53,6 +66,12 @@ ALSO = (
     schedule_text.first_cursor, schedule_text.with_asked,
 )  # fmt: skip
 _SECONDS = 60
+
+
+def fma(x: Any, y: Any, z: Any) -> Array:
+    """``x * y + z``, rounded once (but where the double's rounding is a tie of the float's)."""
+    exact = np.multiply(np.asarray(x, np.float64), np.asarray(y, np.float64))
+    return of((exact + np.asarray(z, np.float64)).astype(np.float32))
 
 
 class Deadlock(AssertionError):
@@ -173,7 +192,7 @@ class Machine:
             zeros=lambda shape, *_: of(np.zeros(shape, np.float32)), where=where,
             maximum=both(np.maximum), minimum=both(np.minimum),
             max=lambda x, axis: of(np.asarray(x).max(axis)), sum=lambda x, axis: of(np.asarray(x).sum(axis)),
-            log2=lambda x: of(np.log2(np.asarray(x))), convert_layout=lambda x, *_, **__: x,
+            log2=lambda x: of(np.log2(np.asarray(x))), fma=fma, convert_layout=lambda x, *_, **__: x,
             load=lambda pointer: pointer.load(), store=lambda pointer, value, mask: pointer.store(value, mask),
             cast=lambda value, _: Integer(value) if isinstance(value, int) else Real(value),
             allocate_shared_memory=lambda dtype, shape, _: Memory(dtype, *shape, self.unseen),

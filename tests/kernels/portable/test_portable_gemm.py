@@ -12,9 +12,8 @@ from error_rule import ACTIVATIONS, Maths, check, rand
 from tilestream.core.operands import Epilogue
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.portable.arguments import Arguments
-from tilestream.plan.experimental import WIDTHS
 from tilestream.plan.planner import plan_problem
-from tilestream.plan.problem import Problem
+from tilestream.plan.problem import VECTORS, Problem
 
 DTYPES = (torch.float32, torch.float16)
 
@@ -43,7 +42,7 @@ def test_tf32_rounds_to_nearest_halves_away_from_zero():
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
-@pytest.mark.parametrize("vector", WIDTHS)
+@pytest.mark.parametrize("vector", VECTORS)
 def test_operands_in_vectors_of_a_few_elements(vector, layout):
     m, k, n = (vector * x for x in (9, 5, 11))
     for pad, found in ((vector, vector), (vector + 1, 1)):  # the second is not as the plan's vectors are

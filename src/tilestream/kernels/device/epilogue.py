@@ -136,5 +136,6 @@ def affine(x, e, region, C: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexp
     elif C.BIAS == "rows":
         x = x + ROW(e.bias, e, region, C)[:, None]
     if C.RESIDUAL:
-        x = x + e.beta * TILE(e.residual, e, region, C)
+        # Of two products a compiler may fuse either one with the addition, in one kernel so and in another otherwise.
+        x = tl.fma(TILE(e.residual, e, region, C), e.beta, x)
     return x

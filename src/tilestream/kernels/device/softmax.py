@@ -15,6 +15,9 @@ maximum. A row without keys so far has a maximum of -inf and a sum of 0::
 tiny. So the maximum is replaced only when it is more than a factor of ``2 ** LAZY`` too small, which happens in a row's
 first blocks and seldom later, and only then the sums are rescaled. Weights and sums are at most that factor larger, and
 the output is their ratio. Each row decides by its own scores. (FlashAttention-4 does this on Blackwell.)
+
+*The same bits.* Multiply-adds are written as such. Where a compiler may choose what it fuses, of two products or of one
+that it has from the block before, it chooses otherwise in kernels of another mask or packing.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexp
     LAZILY
         Whether to keep a maximum that is not too small: see the module.
     KEEPS
-        Whether the factor of a maximum that stays is exactly 1. Else it has the rounding error of ``shift``: the
-        compiler fuses ``row_max * scale - shift``. Where a row may meet blocks of which it sees no key after its own,
+        Whether the factor of a maximum that stays is exactly 1. Else it has the rounding error of ``shift``, since
+        ``row_max * scale - shift`` is rounded once. Where a row may meet blocks of which it sees no key after its own,
         because of the tile's other rows, its bits would depend on these.
 
     Returns
@@ -64,7 +67,7 @@ def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexp
     shift = row_max_now * scale
     if MASKED:
         shift = tl.where(row_max_now == float("-inf"), 0.0, shift)
-    rescale = power_of_2(row_max * scale - shift)
+    rescale = power_of_2(tl.fma(row_max, scale, -shift))
     if LAZILY or KEEPS:  # lazily, so that the product can be skipped
         rescale = tl.where(row_max_now == row_max, 1.0, rescale)
     return row_max_now, shift, rescale
@@ -74,8 +77,8 @@ def update_max(scores, row_max, scale, MASKED: tl.constexpr, LAZILY: tl.constexp
 def update_scaled_max(scores, scaled_max, scale):
     """`update_max` for a maximum that is kept scaled: ``(scaled_max, shift, rescale)``.
 
-    ``scaled_max`` is rounded once, so a maximum that stays rescales by exactly 1. In `update_max` the compiler fuses
-    ``row_max * scale - shift`` into one multiply-add, which leaves ``shift``'s rounding error: too much for float32.
+    ``scaled_max`` is rounded once, so a maximum that stays rescales by exactly 1. In `update_max` the one rounding of
+    ``row_max * scale - shift`` leaves ``shift``'s rounding error: too much for float32.
     """
     scaled_max_now = tl.maximum(scaled_max, tl.max(scores, 1) * scale)
     shift = tl.where(scaled_max_now == float("-inf"), 0.0, scaled_max_now)
@@ -85,7 +88,7 @@ def update_scaled_max(scores, scaled_max, scale):
 @triton.jit
 def exp_scores(scores, scale, shift):
     """Weights of a key block, with the ``shift`` of `update_max`."""
-    return power_of_2(scores * scale - shift[:, None])
+    return power_of_2(tl.fma(scores, scale, -shift[:, None]))
 
 
 @triton.jit
@@ -94,15 +97,15 @@ def finalize(row_max, row_sum, sinks, head, row, scale, PACK: tl.constexpr):
 
     A sink adds to the sum and has no value. NaN stays NaN.
     """
-    top = row_max * scale
     if sinks is not None:
-        sink = tl.load(sinks + head + row % PACK) * LOG2_E
-        highest = tl.maximum(top, sink)
+        sink = tl.load(sinks + head + row % PACK)
+        highest = tl.maximum(row_max * scale, sink * LOG2_E)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        factor = power_of_2(top - shift)
-        row_sum = row_sum * factor + power_of_2(sink - shift)
-        top = highest
+        factor = power_of_2(tl.fma(row_max, scale, -shift))
+        row_sum = tl.fma(row_sum, factor, power_of_2(tl.fma(sink, LOG2_E, -shift)))
         factor = tl.where(row_sum == 0.0, 0.0, factor / row_sum)
+        lse = highest + tl.log2(row_sum)
     else:
         factor = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
-    return factor, (top + tl.log2(row_sum)) * LN_2
+        lse = tl.fma(row_max, scale, tl.log2(row_sum))
+    return factor, lse * LN_2
