@@ -60,3 +60,22 @@ def written(results: Path, *records: dict[str, Any]) -> list[Path]:
         path.write_text(text_of(json.loads(json.dumps(record))), encoding="utf-8")
         found.append(path)
     return found
+
+
+def promise_records(failures: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """What the promise of equal bits costs, and pairs of calls of which one differs."""
+
+    def row(what: str, shape: str, **ratios: float) -> dict[str, Any]:
+        us = {name: round(10 * ratio, 3) for name, ratio in ratios.items()}
+        return {"what": what, "shape": shape, "us": {**us, "invariant": 10.0}, "ratios": ratios, "plan": "a plan"}
+
+    costs = [
+        row("product", "16x32x64", free=0.9, cublas=1.1), row("product", "16x64x64", free=0.4, cublas=1.1),
+        row("product", "1x32x64", free=1.0, cublas=0.7), row("attention", "1x512x512", free=0.97),
+        row("attention", "4x1x512", free=0.8),
+    ]  # fmt: skip
+    pairs = [{"what": "all", "pairs": 10000, "numbers": 5, "differing": 1}, {"what": "static", "calls": 1234}]
+    return [
+        {"name": "invariance_cost", **ABOUT, "rows": costs},
+        {"name": "invariance_pairs", **ABOUT, "failures": list(failures), "rows": pairs},
+    ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import board_records
 from benchmarks.report import grouped, invariance
+from board_records import promise_records
 
 ABOUT = {
     "device": "NVIDIA H100", "python": "3.12", "torch": "2.11", "triton": "3.6", "commit": "0" * 7,
@@ -43,16 +45,8 @@ def test_layers_are_counted_by_kind_and_skew(tmp_path: Path) -> None:
 
 
 def test_the_promises_cost_is_by_rows_and_beside_each_peer(tmp_path: Path) -> None:
-    def row(what: str, shape: str, **ratios: float) -> dict:
-        us = {name: round(10 * ratio, 3) for name, ratio in ratios.items()}
-        return {"what": what, "shape": shape, "us": {**us, "invariant": 10.0}, "ratios": ratios, "plan": "a plan"}
-
-    rows = [
-        row("product", "16x32x64", free=0.9, cublas=1.1), row("product", "16x64x64", free=0.4, cublas=1.1),
-        row("product", "1x32x64", free=1.0, cublas=0.7), row("attention", "1x512x512", free=0.97),
-        row("attention", "4x1x512", free=0.8),
-    ]  # fmt: skip
-    text = "\n".join(invariance.page(written(tmp_path, "invariance_cost", rows)))
+    board_records.written(tmp_path, *promise_records())
+    text = "\n".join(invariance.page(tmp_path))
     assert "| product, M = 1 | 1 | 1.000 (1.000) | 0.700 (0.700) |" in text
     assert "| product, M = 16 | 2 | 0.600 (0.400) | 1.100 (1.100) |" in text
     assert "| attention, decode | 1 | 0.800 (0.800) | - |" in text
@@ -60,8 +54,8 @@ def test_the_promises_cost_is_by_rows_and_beside_each_peer(tmp_path: Path) -> No
 
 
 def test_pairs_that_differ_are_told(tmp_path: Path) -> None:
-    rows = [{"what": "all", "pairs": 10000, "numbers": 5, "differing": 1}, {"what": "static", "calls": 1234}]
-    text = "\n".join(invariance.page(written(tmp_path, "invariance_pairs", rows, failures=["7/0/1: 3 of 5"])))
+    board_records.written(tmp_path, *promise_records(("7/0/1: 3 of 5",)))
+    text = "\n".join(invariance.page(tmp_path))
     assert "**10,000 pairs, 5 numbers compared; 1 pairs differ.**" in text
     assert "Failed: 7/0/1: 3 of 5" in text
     assert "| static | 1,234 |" in text
