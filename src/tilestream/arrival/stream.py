@@ -345,7 +345,7 @@ class Stream:
                 "engine": " by a copy engine: its first reader makes no copies",
             }[self._copies.maker]
         if isinstance(self._landing, DeviceLanding) and cast("DeviceSignals", self.arrival._signals).is_in_graphs:
-            onward += ", in CUDA graphs at each replay (not run on a GPU yet)"
+            onward += ", in CUDA graphs at each replay"
         if self.of_experts:
             return f"{self._source.describe()}{onward}; those with rows alone, most rows first"
         return f"{self._source.describe()}{onward}; {self._chunks.rows} rows in {self._chunks.count} chunks"
