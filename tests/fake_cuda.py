@@ -201,6 +201,9 @@ class Driver:
         if at is not None:
             self._give("wait_event", stream, at)
 
+    def context_id(self) -> int:
+        return 0
+
     def has_come(self, event: int) -> bool:
         at = self._events[event]
         return self._cuda.over or at is None or at[0].done >= at[1]

@@ -343,7 +343,11 @@ def test_copies_to_a_gpu_are_issued_in_that_order_and_signalled_behind(monkeypat
         assert stream.done
         del stream, arrival
         gc.collect()
-        assert lanes.take(4, DEVICE, 0) is lane, "it is whole: none was left that should come"
+        # A launch may still wait for an expert that was left out: only what is behind it may have the lane.
+        other = lanes.take(4, DEVICE, 7)
+        assert (other is lane) == (len(SIZES[sizes]) == 4)
+        if other is not lane:
+            assert lanes.take(4, DEVICE, 0) is lane, "it is whole: none was left that should come"
 
 
 def test_a_launch_of_experts_fills_nothing_for_what_is_behind_it(monkeypatch):

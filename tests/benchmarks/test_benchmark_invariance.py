@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.core import compiling
 from benchmarks.core.session import Session
 from benchmarks.invariance import cost, pairs
 from benchmarks.run import options
@@ -80,7 +81,7 @@ class Started:
 
     returncode, late = 0, False
 
-    def __init__(self, words):
+    def __init__(self, words, stdout=None):
         tool = words.index("invariance") + 1
         {"_pairs": pairs.share, "_cost": cost.share}[words[tool]](words[tool + 1 :])
 
@@ -98,8 +99,8 @@ class Started:
 @pytest.mark.parametrize("late", [False, True])
 def test_the_sections_write_their_records(late, results, monkeypatch):
     """Also where a process does not end in time."""
-    for one in (pairs, cost):
-        processes = SimpleNamespace(Popen=Started, TimeoutExpired=subprocess.TimeoutExpired)
+    for one in (pairs, compiling):
+        processes = SimpleNamespace(Popen=Started, TimeoutExpired=subprocess.TimeoutExpired, DEVNULL=subprocess.DEVNULL)
         monkeypatch.setattr(one, "subprocess", processes)
     monkeypatch.setattr(Started, "late", late)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)

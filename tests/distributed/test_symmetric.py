@@ -88,7 +88,10 @@ def test_reasons_that_are_known_without_messages(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     said = symmetric.why_not(state(), BF16)
     assert "a CUDA graph is being captured" in said
-    assert "calls that the device counts are compiled and checked, not run on a GPU yet: taken with" in said
+    assert (
+        "calls that the device counts are tested with two ranks that share a GPU, not between GPUs yet: taken with"
+        in said
+    )
     assert "TILESTREAM_GRAPH_RANKS=1" in said
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "on ROCm" in symmetric.why_not(state(), BF16)

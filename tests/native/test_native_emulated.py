@@ -25,7 +25,7 @@ def run(libraries: tuple[Path, ...], arch: str, landing: str, cache: Path, *name
         [sys.executable, SCRIPT, arch, landing, "1", *names], capture_output=True, text=True, timeout=580, check=False,
         env={**environment(cache), "TILESTREAM_TEST_NATIVE": str(libraries[0])},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[:4000]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["name"] for row in rows] == list(names)
     for row in rows:

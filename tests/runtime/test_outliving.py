@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -12,6 +14,7 @@ from tilestream.core.schedule import Grid, Schedule
 from tilestream.launch import launch
 from tilestream.launch.launch import Table
 from tilestream.runtime import channel, device_workspace
+from tilestream.runtime import outliving as outliving_module
 from tilestream.runtime.channel import Channel
 from tilestream.runtime.device_workspace import DeviceWorkspace
 from tilestream.runtime.outliving import outliving
@@ -34,6 +37,49 @@ def test_its_error_is_the_callers():
 
     with fake_cuda(), pytest.raises(MemoryError, match="no room"):
         outliving(GPU, fail)
+
+
+def test_in_a_green_context_this_thread_makes_it(monkeypatch):
+    """Another thread has the primary context, whose default stream is another."""
+    here = threading.get_ident()
+    monkeypatch.setattr(outliving_module, "context_id", lambda: 7 if threading.get_ident() == here else 1)
+    with fake_cuda(), torch.inference_mode():
+        ident, inference = outliving(GPU, lambda: (threading.get_ident(), torch.is_inference_mode_enabled()))
+    assert (ident, inference) == (here, False)
+
+
+def test_without_threads_it_fails(monkeypatch):
+    """Rather than to give memory of a pool."""
+
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with fake_cuda(), pytest.raises(RuntimeError, match="new thread"):
+        outliving(GPU, lambda: 1)
+
+
+AT_THE_END = """
+import contextlib, sys, torch
+from types import SimpleNamespace
+from tilestream.runtime.outliving import outliving
+torch.cuda.current_stream, torch.cuda.stream = lambda device: None, lambda stream: contextlib.nullcontext()
+
+class Late:
+    def __init__(self):
+        self.kept = outliving, SimpleNamespace(type="cuda"), sys.is_finalizing, print
+
+    def __del__(self):
+        make, device, ends, say = self.kept
+        say(ends(), make(device, lambda: "made"), flush=True)
+
+sys.modules["a module that dies late"] = Late()
+"""
+
+
+def test_at_the_interpreters_end_it_waits_for_no_thread():
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "True made\n"), done.stderr
 
 
 def test_on_the_cpu_this_thread_makes_it():

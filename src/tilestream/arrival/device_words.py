@@ -77,6 +77,8 @@ class DeviceWords(Signals):
     _lane: Lane | None = None
     #: Whether a graph holds the address of our words.
     _in_graph_too = False
+    #: Whether a chunk was left out.
+    _left_out = False
 
     def __init__(
         self, count: int, device: torch.device, words: torch.Tensor | None = None, lane: Lane | None = None
@@ -113,9 +115,11 @@ class DeviceWords(Signals):
         if lane is not None and not sys.is_finalizing():
             lane.epoch = self.epoch
             lane.users |= self._users
+            lane.awaited = self._left_out
             lane.leave(
                 self._error is None
                 and not self._in_graph_too
+                and not (self._left_out and any(handle != lane.behind for handle in lane.users))
                 and self.epoch < _MOST_EPOCHS
                 and len(lane.users) <= _MOST_USERS
                 and all(map(is_torchs, lane.users.values()))
@@ -178,6 +182,7 @@ class DeviceWords(Signals):
         """
         with self._bell:
             self._issued[chunk] = max(epoch, self._issued[chunk])
+            self._left_out = True
 
     def _set_flag(self, chunk: int, stream: torch.cuda.Stream) -> None:
         """Write 1 instead of an epoch: under capture, and for a caller's own words."""
@@ -250,7 +255,9 @@ class DeviceWords(Signals):
     def _is_awaited_on(self, stream: int, epoch: int) -> bool:
         """Whether the last launch on ``stream`` waits for ``epoch``, and has not reported that it gave up."""
         of, before = self._waiting.get(stream, (-1, 0))
-        return of == epoch and not self._channel.heard(before, (self.key,))[1]
+        # A report does not name its launch's stream: with launches on several, it may be another one's.
+        alone = sum(one == epoch for one, _ in self._waiting.values()) == 1
+        return of == epoch and not (alone and self._channel.heard(before, (self.key,))[1])
 
     # Epochs --------------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class Lane:
         self.behind = -1
         #: The last epoch; and the streams of launches that waited for it or for earlier epochs, by handle.
         self.epoch = 0
+        #: Whether the last epoch left a chunk out, for which a launch may still wait.
+        self.awaited = False
         self.users: dict[int, torch.cuda.Stream] = {}
 
     def leave(self, whole: bool) -> None:
@@ -90,7 +92,7 @@ def take(count: int, device: torch.device, behind: int) -> Lane:
             found = idle.pop()
         except IndexError:  # another thread was faster
             break
-        if found.behind == behind or found.landed.query():
+        if found.behind == behind or (not found.awaited and found.landed.query()):
             return found
         idle.appendleft(found)
     return Lane(count, device)

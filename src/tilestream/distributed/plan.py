@@ -128,7 +128,7 @@ class DistributedPlan:
         if "way" in self.agreed:
             lines[3:3] = [("way", _WAYS[self.decision.way]), ("own shard", f"read {_OWN_SHARD[self.decision.way]}")]
         if self.counted and self.fused:
-            lines.append(("counted", f"by the device: CUDA graphs may hold the call; {experimental.NOT_RUN}"))
+            lines.append(("counted", f"by the device: CUDA graphs may hold the call; {experimental.BETWEEN_GPUS}"))
         if not self.fused and self.decision.library:
             lines[2:2] = [("matmul", _LIBRARY)]
         lines += [("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused]

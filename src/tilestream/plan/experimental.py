@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 #: What a plan of such a kernel says of it.
 NOT_RUN = "compiled and checked, not run on a GPU yet"
+#: The same of what ran with ranks that share a GPU.
+BETWEEN_GPUS = "tested with two ranks that share a GPU, not between GPUs yet"
 
 
 class Experimental(NamedTuple):
@@ -27,17 +29,22 @@ class Experimental(NamedTuple):
         Its name in words.
     backend
         The ``backend=`` that takes it for one plan; empty: the kernel's own name; None: there is none.
+    tested
+        How far it was tested.
     """
 
     environment: str
     what: str
     backend: str | None = ""
+    tested: str = NOT_RUN
 
 
 #: By the name that plans give them, and by which a plan is asked for them.
 KERNELS = {
     "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
-    "graph_ranks": Experimental("TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None),
+    "graph_ranks": Experimental(
+        "TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None, BETWEEN_GPUS
+    ),
 }
 
 
@@ -47,7 +54,7 @@ def opt_in(kernel: str) -> str:
     if found is None:
         return ""
     one = "taken with " if found.backend is None else f"backend={found.backend or kernel!r} takes it, or "
-    return f"{NOT_RUN}: {one}{found.environment}=1 for all calls"
+    return f"{found.tested}: {one}{found.environment}=1 for all calls"
 
 
 def refusal(kernel: str, backend: str | None) -> str:
@@ -75,6 +82,6 @@ def _of_environment(kernel: Experimental) -> bool:
     text = os.environ.get(kernel.environment, "") or "0"
     if text not in ("0", "1"):
         raise ValueError(
-            f"{kernel.environment}={text!r}: it is 1 to take {kernel.what}, which have never run, or 0; or unset it"
+            f"{kernel.environment}={text!r}: it is 1 to take {kernel.what} ({kernel.tested}), or 0; or unset it"
         )
     return text == "1"

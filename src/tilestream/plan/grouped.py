@@ -1,7 +1,7 @@
 """The plan of a grouped matmul: candidates -> cost -> compare, for groups whose lengths only the device knows.
 
-The compared costs assume groups of one size. The launched schedule has the largest possible number of tiles
-(`tilestream.core.groups`), of which the device takes the actual ones.
+The compared costs are those of likely lengths: see `tilestream.core.groups.mean_row_tiles`. The launched schedule has
+the largest possible number of tiles, of which the device takes the actual ones.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
         )  # fmt: skip
         refused += (other,)
     best = min(found, key=lambda one: one.predicted)
-    why = f"least of {len(found)} candidates in the cost model, groups of one size"
+    lengths = "of equal lengths" if problem.divides_k else "whose lengths differ by up to 40 % from their mean"
+    why = f"least of {len(found)} candidates in the cost model, groups {lengths}"
     made = of_candidate(problem, device, backend, best, why, refused)
     log(made)
     return made
@@ -202,7 +203,7 @@ def _in_a_loop(problem: GroupedProblem, device: DeviceProperties, workers: int) 
 
 
 def grids(problem: GroupedProblem, block: tuple[int, int, int]) -> tuple[Grid, Grid]:
-    """The grid for groups of one size, and the grid with the largest possible number of tiles."""
+    """The grid to expect, and the grid with the largest possible number of tiles."""
     num_n, groups = cdiv(problem.n, block[1]), problem.groups
     if problem.along == "k":
         whole = Grid.of(problem.m, problem.n, problem.k, *block, batch=groups)
@@ -215,7 +216,7 @@ def grids(problem: GroupedProblem, block: tuple[int, int, int]) -> tuple[Grid, G
 def schedules_of(
     problem: GroupedProblem, block: tuple[int, int, int], workers: int, schedule: str, group: int
 ) -> tuple[Schedule, Schedule]:
-    """The schedule for groups of one size, which the model costs, and the schedule that is launched."""
+    """The schedule to expect, which the model costs, and the schedule that is launched."""
     mean, most = grids(problem, block)
     kind: Kind = "static" if schedule == "static" or (schedule == "auto" and most.tiles <= workers) else "dynamic"
     raster, few = Raster("grouped", group=group), max(1, min(workers, most.tiles))

@@ -36,6 +36,7 @@ from tilestream.distributed import async_input
 from tilestream.launch import native as native_launch
 from tilestream.launch.native import Extension, recipe_of
 from tilestream.launch.observe import Call, observe
+from tilestream.runtime import outliving
 
 BF16 = torch.bfloat16
 GPU = "cuda:0"
@@ -251,6 +252,16 @@ class Native(Extension):
             super()._give_words(device, stream, sizes)
 
 
+class Here:
+    """A thread's work, done by the caller: the emulated tensors are those of one thread."""
+
+    def __init__(self, target: Callable[[], None], **_: Any) -> None:
+        self.start = target
+
+    def join(self) -> None:
+        """It has ended."""
+
+
 CASES: dict[str, Callable[[Hip], None]] = {
     "matmul, static": matmul("static"),
     "matmul, dynamic": matmul("dynamic"),
@@ -274,6 +285,7 @@ NATIVE_CASES = {
 
 
 def main(arch: str, landing: str, seed: str, *names: str) -> None:
+    outliving.threading = SimpleNamespace(Thread=Here)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         library = emulated_hip.build(Path(folder))
         os.environ["TRITON_LIBHIP_PATH"] = str(library)
