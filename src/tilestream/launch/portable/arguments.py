@@ -9,7 +9,7 @@ from tilestream.kernels.portable.gemm import gemm
 from tilestream.launch.gemm_arguments import GemmArguments, Layout, is_aligned
 from tilestream.launch.portable.options import options
 from tilestream.plan.plan import Plan
-from tilestream.plan.policy.portable import adds_by_itself, converts, strip, sums_lose_bits
+from tilestream.plan.policy.portable import adds_by_itself, converts, in_vectors, strip, sums_lose_bits
 
 _INT31 = 2**31
 #: The largest extent of K before an accumulator of 8-bit products is added to the float32 sum.
@@ -50,10 +50,12 @@ class Arguments(GemmArguments):
 
     def _vector(self) -> int:
         """The plan's, if these operands lie so. What their addresses are multiples of the compiler sees itself."""
+        if not in_vectors(self.plan.problem, self.plan.device):
+            return 1
         problem, (a, b) = self.plan.problem, self.layout[:2]
         shapes = (((problem.m, problem.k), a), ((problem.k, problem.n), b))
         fits = all(is_aligned(extents, s[1:], s[0], 0, problem.vector) for extents, s in shapes)
-        return problem.vector if fits and self.plan.device.arch.startswith("sm_90") else 1
+        return problem.vector if fits else 1
 
     def _wide(self) -> bool:
         """Whether an offset inside one batch exceeds 31 bits. Offsets past the end are masked and may do so."""
