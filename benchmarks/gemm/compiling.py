@@ -26,15 +26,20 @@ def compile_share(arguments: list[str]) -> None:
     """A process of `core.compiling.compile_ahead`: its share of the kernels."""
     what, shapes, within, index, count = arguments
     torch.set_grad_enabled(False)
-    if what == "sweep":
+    if what in ("sweep", "random", "grouped_search"):
         device = device_properties("cuda")
-        compile_calls(of_sweep(shapes.split(","), float(within), device), device, int(index), int(count))
-    elif what == "random":
-        names = [name.split(":") for name in shapes.split(",")]
-        calls = [board.on_meta(int(seed), int(number)) for seed, number in names]
-        compile_calls(calls, device_properties("cuda"), int(index), int(count))
+        compile_calls(calls_of(what, shapes.split(","), float(within), device), device, int(index), int(count))
     else:
         compile_part(what, parse(shapes) if shapes else [], int(index), int(count), float(within))
+
+
+def calls_of(what: str, names: Sequence[str], within: float, device: DeviceProperties) -> list[Call]:
+    """The calls of a section, on the meta device. A random problem's name is its seed and its number."""
+    if what == "sweep":
+        return of_sweep(names, within, device)
+    if what == "grouped_search":
+        return grouped_search.launches(device)
+    return [board.on_meta(*map(int, name.split(":"))) for name in names]
 
 
 def compile_calls(calls: Iterable[Call], device: DeviceProperties, index: int, count: int) -> int:
@@ -50,14 +55,9 @@ def compile_part(what: str, shapes: list[Shape], index: int, count: int, within:
     """Compile each kernel that falls to process ``index`` of ``count``.
 
     ``what`` is ``mm``, ``fp8``, ``linear`` with either activation, ``space`` for all plans of each shape, or
-    ``queues`` and ``pitch`` for those of these sections, or ``grouped`` and ``grouped_search``, which have
-    shapes of their own.
+    ``queues`` and ``pitch`` for those of these sections, or ``grouped``, which has shapes of its own.
     """
-    tasks: dict[str, Callable[[], object]] = {}
-    if what == "grouped":
-        tasks = grouped.launches()
-    elif what == "grouped_search":
-        tasks = grouped_search.launches(device_properties("cuda"))
+    tasks: dict[str, Callable[[], object]] = grouped.launches() if what == "grouped" else {}
     for shape in shapes:
         asked = planned(shape, "cuda")
         if what in ("space", "queues", "pitch"):

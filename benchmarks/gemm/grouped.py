@@ -74,6 +74,18 @@ def operands(layer: Layer, gradient: bool, make: Callable[..., torch.Tensor]) ->
     return a.t() if gradient else a, b
 
 
+def drawn(
+    layer: Layer, given: list[int], gradient: bool, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`operands` drawn by the seed, and where each of the ``given`` runs ends."""
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    return *operands(layer, gradient, make), torch.tensor(given, device=device).cumsum(0).to(torch.int32)
+
+
 def loop(a: torch.Tensor, b: torch.Tensor, given: list[int]) -> torch.Tensor:
     """A `torch.mm` a group."""
     along_k = b.dim() == 2
@@ -90,14 +102,8 @@ def loop(a: torch.Tensor, b: torch.Tensor, given: list[int]) -> torch.Tensor:
 def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
     """One product; of a gradient, that of the weights."""
     _, rows, n, k, experts = layer
-    generator = torch.Generator(bench.device).manual_seed(SEED)
-
-    def make(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=bench.device, dtype=torch.bfloat16)
-
     given = sizes(rows, experts, skew)
-    ends = torch.tensor(given, device=bench.device).cumsum(0).to(torch.int32)
-    a, b = operands(layer, gradient, make)
+    a, b, ends = drawn(layer, given, gradient, bench.device)
     functions: dict[str, Call] = {
         "torch": lambda: torch._grouped_mm(a, b, ends), "ours": lambda: ts.grouped_mm(a, b, ends),
         "loop": lambda: loop(a, b, given),
@@ -142,14 +148,8 @@ def unfused(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tenso
 def expert_row(bench: Bench, layer: Layer, skew: str, blocks: bool) -> Row:
     """SwiGLU of a product, or the product of 8 bits with scales of blocks; beside torch's of bfloat16."""
     _, rows, n, k, experts = layer
-    generator = torch.Generator(bench.device).manual_seed(SEED)
-
-    def make(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=bench.device, dtype=torch.bfloat16)
-
     given = sizes(rows, experts, skew)
-    ends = torch.tensor(given, device=bench.device).cumsum(0).to(torch.int32)
-    a, b = operands(layer, False, make)
+    a, b, ends = drawn(layer, given, False, bench.device)
     most = max(range(experts), key=given.__getitem__)
     run = slice(sum(given[:most]), sum(given[: most + 1]))
     picked = sampled_rows(given[most]).to(a.device)

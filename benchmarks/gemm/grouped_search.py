@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 
 import torch
 
@@ -13,7 +12,7 @@ from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.records import Row
 from benchmarks.core.timing import Call
 from benchmarks.gemm.bench import Bench, rounded
-from benchmarks.gemm.grouped import LAYERS, Layer, operands, sizes, small
+from benchmarks.gemm.grouped import LAYERS, Layer, drawn, operands, sizes, small
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import Epilogue
 from tilestream.ops import grouped_library
@@ -43,13 +42,10 @@ def candidates(x: GroupedOperands, device: DeviceProperties) -> list[Plan]:
     )]  # fmt: skip
 
 
-def made(layer: Layer, gradient: bool, make: Callable[..., torch.Tensor]) -> GroupedOperands:
-    """Operands whose values ``make`` gives, with an output of their own; offsets are those of empty groups."""
-    a, b = operands(layer, gradient, make)
-    shape = (layer.experts, layer.k, layer.n) if gradient else (layer.rows, layer.n)
-    out = torch.empty(shape, device=a.device, dtype=a.dtype)
-    offsets = torch.zeros(layer.experts, device=a.device, dtype=torch.int32)
-    return GroupedOperands(a, b, out, Epilogue(), offsets)
+def written(layer: Layer, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> GroupedOperands:
+    """Operands with an output of their own."""
+    shape = (layer.rows, layer.n) if b.dim() == 3 else (layer.experts, layer.k, layer.n)
+    return GroupedOperands(a, b, torch.empty(shape, device=a.device, dtype=a.dtype), Epilogue(), offsets)
 
 
 def name_of(plan: Plan) -> str:
@@ -66,14 +62,8 @@ def call_of(plan: Plan, x: GroupedOperands) -> Call:
 
 def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
     """One product: of each candidate the model's microseconds, and the clock's."""
-    generator = torch.Generator(bench.device).manual_seed(0)
-
-    def make(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=bench.device, dtype=torch.bfloat16)
-
     given = sizes(layer.rows, layer.experts, skew)
-    x = made(layer, gradient, make)
-    x = x._replace(offsets=torch.tensor(given, device=bench.device).cumsum(0).to(torch.int32))
+    x = written(layer, *drawn(layer, given, gradient, bench.device))
     theirs = torch._grouped_mm(x.a, x.b, x.offsets)
     plans = candidates(x, device_properties(bench.device))
     functions: dict[str, Call] = {"torch": lambda: torch._grouped_mm(x.a, x.b, x.offsets)}
@@ -98,18 +88,14 @@ def row(bench: Bench, layer: Layer, skew: str, gradient: bool) -> Row:
     }  # fmt: skip
 
 
-def launches(device: DeviceProperties, on: str = "cuda") -> dict[str, Callable[[], object]]:
-    """What the section launches, by name, of operands that nobody has written."""
-
-    def call(layer: Layer, gradient: bool, plan: Plan) -> None:
-        call_of(plan, made(layer, gradient, functools.partial(torch.empty, device=on, dtype=torch.bfloat16)))()
-
-    found: dict[str, Callable[[], object]] = {}
-    on_meta = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
+def launches(device: DeviceProperties) -> list[Call]:
+    """What the section launches, on the meta device."""
+    found: list[Call] = []
+    make = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
     for layer, gradient in itertools.product(LAYERS, (False, True)):
-        for plan in candidates(made(layer, gradient, on_meta), device):
-            key = f"{gradient} {name_of(plan)} {plan.swap_ab} {plan.schedule.kind} {layer.experts}"
-            found.setdefault(key, functools.partial(call, layer, gradient, plan))
+        offsets = torch.empty(layer.experts, device="meta", dtype=torch.int32)
+        x = written(layer, *operands(layer, gradient, make), offsets)
+        found += [call_of(plan, x) for plan in candidates(x, device)]
     return found
 
 

@@ -6,14 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from benchmarks.gemm.bench import Bench, Row, operands, planned, rounded
-from benchmarks.gemm.search import launches
+from benchmarks.gemm.bench import Bench, Row, planned, rounded
+from benchmarks.gemm.search import beside_cublas
 from benchmarks.gemm.shapes import PITCHES, Shape, refuse_impossible
 from tilestream.plan import plan as ask
 from tilestream.plan import plan_problem
-from tilestream_tools.sweep.check import Check
 
 #: Beside the plan's own.
 TILES = (
@@ -46,13 +43,7 @@ def pitch(bench: Bench) -> None:
 
 def pitch_row(bench: Bench, shape: Shape) -> Row:
     """One shape: microseconds and TFLOP/s of each way that is right, and their ratio to cuBLAS."""
-    a, w = operands(shape, bench.device)
-    b = w.t()
-    peer = torch.mm(a, b)
-    found = dict(ways(shape, "cuda"))
-    functions, wrong = launches(list(found.values()), a, b, Check.of_product(a, b, peer))
-    functions = {list(found)[int(name)]: call for name, call in functions.items()}
-    functions["cublas"] = lambda: torch.mm(a, b, out=peer)
+    functions, wrong = beside_cublas(shape, ways(shape, "cuda"), bench.device)
     timing = bench.clock.interleave(functions, rounds=bench.options.rounds or 15)
     refuse_impossible(shape, bench.peaks, timing.medians())
     medians = timing.medians()

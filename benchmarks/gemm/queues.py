@@ -6,13 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from benchmarks.gemm.bench import Bench, Row, operands, planned, rounded
-from benchmarks.gemm.search import launches
+from benchmarks.gemm.bench import Bench, Row, planned, rounded
+from benchmarks.gemm.search import beside_cublas
 from benchmarks.gemm.shapes import QUEUES, Shape, refuse_impossible
 from tilestream.plan import plan as ask
-from tilestream_tools.sweep.check import Check
 
 #: Rows of tiles that a raster's group has, beside those of the plan's own.
 GROUPS = (2, 4, 8, 16)
@@ -55,13 +52,7 @@ def queues_row(bench: Bench, shape: Shape) -> Row:
     from tilestream_tools.sweep.contention import Neighbour
     from tilestream_tools.sweep.run import StreamClock
 
-    a, w = operands(shape, bench.device)
-    b = w.t()
-    peer = torch.mm(a, b)
-    found = dict(ways(shape, "cuda"))
-    functions, wrong = launches(list(found.values()), a, b, Check.of_product(a, b, peer))
-    functions = {list(found)[int(name)]: call for name, call in functions.items()}
-    functions["cublas"] = lambda: torch.mm(a, b, out=peer)
+    functions, wrong = beside_cublas(shape, ways(shape, "cuda"), bench.device)
     idle = bench.clock.interleave(functions, rounds=15)
     refuse_impossible(shape, bench.peaks, idle.medians())
     clock, neighbour = StreamClock(), Neighbour(cuda_properties())

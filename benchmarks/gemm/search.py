@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,20 @@ def launches(
     if not functions:
         raise RuntimeError(f"none of {len(plans)} plans gives an answer: {wrong[:2]}")
     return functions, wrong
+
+
+def beside_cublas(
+    shape: Shape, ways: Iterable[tuple[str, Any]], device: str
+) -> tuple[dict[str, Call], list[dict[str, str]]]:
+    """Calls of the named plans that are right, and of ``"cublas"``; and what is wrong with the others."""
+    a, w = operands(shape, device)
+    b = w.t()
+    peer = torch.mm(a, b)
+    plans = dict(ways)
+    found, wrong = launches(list(plans.values()), a, b, Check.of_product(a, b, peer))
+    names = list(plans)
+    calls = {names[int(index)]: call for index, call in found.items()}
+    return {**calls, "cublas": lambda: torch.mm(a, b, out=peer)}, wrong
 
 
 def search(bench: Bench) -> None:
