@@ -15,7 +15,7 @@ from typing import Any, get_args
 from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.grid import Grid
-from tilestream.core.groups import ALONGS, Along, mean_row_tiles, most_row_tiles
+from tilestream.core.groups import ALONGS, SPREAD, Along, mean_row_tiles, most_row_tiles
 from tilestream.core.integers import cdiv
 from tilestream.core.operands import ACTIVATIONS, HALVES, SCALE_BLOCK
 from tilestream.core.order import Raster
@@ -177,7 +177,7 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
         )  # fmt: skip
         refused += (other,)
     best = min(found, key=lambda one: one.predicted)
-    lengths = "of equal lengths" if problem.divides_k else "whose lengths differ by up to 40 % from their mean"
+    lengths = "of equal lengths" if problem.divides_k else f"whose lengths differ by up to {SPREAD:.0%} from their mean"
     why = f"least of {len(found)} candidates in the cost model, groups {lengths}"
     made = of_candidate(problem, device, backend, best, why, refused)
     log(made)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,16 +15,6 @@ from tilestream.core.structs import Item
 from tilestream.launch.hopper import arguments as launch_arguments
 from tilestream.launch.hopper.arguments import Arguments
 from tilestream.plan.problem import ITEMSIZE
-
-GPU = Path(__file__).parents[2] / "gpu"
-
-
-@pytest.fixture
-def cases(monkeypatch):
-    monkeypatch.syspath_prepend(str(GPU))
-    import hopper_cases
-
-    return hopper_cases
 
 
 def differs(cases, case, edits=()) -> bool:

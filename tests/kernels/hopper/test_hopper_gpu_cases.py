@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -13,16 +12,6 @@ pytest.importorskip("triton")
 import torch
 
 from tilestream.kernels.hopper.attention import attend
-
-GPU = Path(__file__).parents[2] / "gpu"
-
-
-@pytest.fixture
-def cases(monkeypatch):
-    monkeypatch.syspath_prepend(str(GPU))
-    import hopper_cases
-
-    return hopper_cases
 
 
 def test_every_case_has_a_plan_of_its_own(cases):
