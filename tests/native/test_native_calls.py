@@ -270,6 +270,22 @@ def test_contexts_keep_words_of_their_own(extension, driver):
     driver.thread()
 
 
+def test_words_come_from_no_pool_of_the_calling_thread(extension, driver, monkeypatch):
+    """Neither those of a stream's first launch nor those that replace them: all are made by `outliving`."""
+    made = []
+
+    def recorded(device, make):
+        made.extend(make())
+        return tuple(made[-5:])
+
+    monkeypatch.setattr(native, "outliving", recorded)
+    for sizes in ((16, 2, 4, 8), (64, 8, 16, 32)):
+        extension._give_words(torch.device("cpu"), 0, sizes)
+        (held,) = extension._words.values()
+        assert [one.numel() for one in held] == [*sizes, sizes[-1]]
+        assert all(any(one is x for x in made) for one in held)
+
+
 def test_a_call_of_too_many_dimensions_is_never_found(extension, driver):
     many = torch.zeros(*[1] * 60, 64, dtype=torch.bfloat16)
     x = call()
