@@ -34,6 +34,11 @@ def stream(data: Data) -> list[str]:
     })]  # fmt: skip
 
 
+def picture(data: Data) -> str:
+    """The name of a record's picture."""
+    return f"streams_{data['folder']}.png"
+
+
 def host_to_device(data: Data) -> list[str]:
     def of_by_hand(row: Data, clock: str, way: str) -> float:
         return float(row[clock][way] / row[clock]["by hand"])
@@ -47,7 +52,7 @@ def host_to_device(data: Data) -> list[str]:
     ]  # fmt: skip
     missing = f" Not measured: {', '.join(data['missing'])}." if data["missing"] else ""
     in_graphs = all("captured" in row["ms"] for row in rows)  # older records have none
-    return [NOTES.of(data, "host_to_device", missing=missing), columns(rows, {
+    return [NOTES.of(data, "host_to_device", missing=missing, picture=picture(data)), columns(rows, {
         "M x N x K": "{shape}", "chunks": "{count}",
         **of("ms", ("copy", "multiply", "by hand", "by hand, our chunks", "restarted", "streamed"), ".2f", ", ms"),
         "restarted / by hand": "{kept:.3f}", "streamed / by hand": "{new:.3f}",

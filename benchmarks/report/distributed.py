@@ -22,8 +22,15 @@ Found = list[tuple[Row, Judged]]
 TITLES = {"all_gather_matmul": "Gather", "matmul_reduce_scatter": "Reduce-scatter"}
 
 
+def picture(data: Data) -> str:
+    """The name of the picture of a device's gathers and reduce-scatters."""
+    return f"ranks_{data['folder']}.png"
+
+
 def page(results: Path) -> list[str]:
     parts = [NOTES("page")]
+    folders = {data["folder"]: data for data in records(results, "all_gather_x*")}
+    parts += [NOTES("picture", device=data["device"], picture=picture(data)) for data in folders.values()]
     for op in TITLES:
         made = [part for data in records(results, "all_gather_x*") for part in of_op(data, op)]
         parts += [NOTES(op, explained=NOTES("explained")), *made] if made else []

@@ -107,6 +107,13 @@ def beside_neighbour(results: Path) -> Iterator[tuple[str, list[float]]]:
 
 def behind(results: Path) -> Iterator[str]:
     """Where a peer is ahead, or a call costs the host much."""
+    drawn = {
+        f"{device_of(data)}, seed {data['seed']}": geomean(
+            row["ratio"] for row in data["rows"] if "16-bit" in row["classes"]
+        )
+        for data in records(results, "gemm_random_*")
+    }  # fmt: skip
+    yield from _note("not random", drawn)
     fp8 = {
         device_of(data): geomean(row["ratio"] for row in data["rows"] if row["scales"] == "tensor")
         for data in records(results, "gemm_fp8")

@@ -10,7 +10,17 @@ from typing import Any
 
 from benchmarks.core.paths import IMAGES, RESULTS
 from benchmarks.core.records import Data, records
-from benchmarks.report import attention, contention, distributed, gemm, gemm_random, schedule_pictures, timelines
+from benchmarks.distributed.floors import judged
+from benchmarks.report import (
+    arrival,
+    attention,
+    contention,
+    distributed,
+    gemm,
+    gemm_random,
+    schedule_pictures,
+    timelines,
+)
 from benchmarks.report.tables import geomean
 from tilestream_tools import palette
 from tilestream_tools.palette import FAINT, GRID, SMALL, TEXT
@@ -27,6 +37,13 @@ _KINDS = {
     "fp8": palette.PINK,
 }  # fmt: skip
 _RATIOS = (0.5, 0.7, 0.8, 0.9, 1, 1.25, 1.5, 2, 4, 8)
+#: Of the ways to multiply rows that come from the host's memory: colour, mark, and what the legend says.
+_WAYS = {
+    "in turn": (palette.PEER, "s", "copy + torch.mm, in turn"),
+    "by hand": (palette.BRING, "^", "by hand, in 8 chunks"),
+    "streamed": (palette.OTHER, "o", "stream_in in each call"),
+    "restarted": (palette.OURS, "o", "a stream, restarted"),
+}  # fmt: skip
 #: Of the columns of a head.
 _WIDTHS = {64: palette.PEER, 128: palette.OURS, 256: palette.REDUCE}
 
@@ -49,6 +66,12 @@ def draw_all(results: Path, images: Path) -> None:
         suite(data, images / gemm.picture(data))
     for data in records(results, "gemm_random_*"):
         scatter(data, images / gemm_random.picture(data))
+    for data in records(results, "host_to_device"):
+        streams(data, images / arrival.picture(data))
+    gathers = records(results, "all_gather_x*")
+    for folder in dict.fromkeys(data["folder"] for data in gathers):
+        some = [data for data in gathers if data["folder"] == folder]
+        ranks(some, images / distributed.picture(some[0]))
     for data in records(results, "attention"):
         lengths(data, images / f"attention_{data['folder']}.png")
     for data in records(results, "attention*"):
@@ -102,6 +125,59 @@ def cpu_stream(data: Data, path: Path) -> None:
         axes.set_xlabel("N: columns of the weight")
         axes.set_ylabel("ms")
         _legend(axes, 4)
+
+
+def streams(data: Data, path: Path) -> None:
+    """A line a shape: the time of each way by the longer of copy and matmul, which no overlap goes below."""
+    title = f"Rows copied from the host while multiplied, {data['dtype']}, {data['device']}"
+    with _figure(path, title, 460) as ((axes,),):
+        axes.axvline(1, color=TEXT, linewidth=0.8)
+        place = range(len(data["rows"]))
+        for way, (colour, mark, label) in _WAYS.items():
+            times = [row["ms"][way] if way in row["ms"] else row["ms"]["copy"] + row["ms"]["torch.mm"]
+                     for row in data["rows"]]  # fmt: skip
+            shares = [ms / max(row["ms"]["copy"], row["ms"]["multiply"])
+                      for ms, row in zip(times, data["rows"], strict=True)]  # fmt: skip
+            axes.plot(shares, place, mark, color=colour, markersize=6, label=label)
+        axes.set_yticks(list(place), [row["shape"] for row in data["rows"]])
+        axes.invert_yaxis()
+        axes.set_ylabel("M x N x K; rows of A arrive, or the weight")
+        axes.set_xlabel("time / the longer of copy and matmul")
+        axes.grid(visible=True, color=GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+        _legend(axes, 4)
+
+
+def ranks(found: list[Data], path: Path) -> None:
+    """A column an op and number of GPUs: the ratio of each shape to the best peer, as ours is called, and the mean."""
+    title = f"ts.distributed as called, {found[0]['dtype']}, {found[0]['device']}"
+    with _figure(path, title, 430) as ((axes,),):
+        axes.axhline(1, color=TEXT, linewidth=0.8)
+        labels = []
+        for op, name in distributed.TITLES.items():
+            for data in found:
+                rows = sorted((row for row in data["rows"] if row["op"] == op), key=lambda row: row["m"] * row["n"])
+                ratios = [told.ratio for row in rows if (told := judged(row)) is not None]
+                if not ratios:
+                    continue
+                place, mean = len(labels), geomean(ratios)
+                for number, ratio in enumerate(ratios):
+                    x = place - 0.36 + 0.72 * (number + 0.5) / len(ratios)
+                    axes.plot(x, ratio, "o", color=_OUTCOMES["won" if ratio >= 1 else "lost"], markersize=5)
+                axes.hlines(mean, place - 0.4, place + 0.4, color=TEXT, linewidth=2, zorder=1)
+                shapes = f"{len(ratios)} shape{'s' * (len(ratios) > 1)}"
+                labels.append(f"{name}\n{data['world']} GPUs, {shapes}\nmean {mean:.3f}\nworst {min(ratios):.3f}")
+        axes.set_xticks(range(len(labels)), labels)
+        axes.tick_params(axis="x", length=0, labelcolor=TEXT)
+        axes.set_xlim(-0.5, len(labels) - 0.5)
+        axes.set_ylabel("best of NCCL and torch: its time / ours")
+        axes.set_xlabel("matmul beside its collective; small outputs first")
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        for kind, label in (("won", "faster than the best"), ("lost", "slower")):
+            axes.plot([], [], "o", color=_OUTCOMES[kind], label=label)
+        axes.plot([], [], "-", color=TEXT, linewidth=2, label="geometric mean")
+        _legend(axes, 3)
 
 
 def suite(data: Data, path: Path) -> None:

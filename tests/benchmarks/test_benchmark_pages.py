@@ -91,7 +91,7 @@ POLLING = {
         (attention.lists, LISTS, {}, "The record has no dense call to compare with. | packed |"),
         (arrival.order, ORDER, {"failures": ["a: 7 of 9"]}, "| 10,000 | 1,234 | 5 | Not finished: a: 7 of 9."),
         (arrival.polling, POLLING, {}, "| 64 | 1.250 | not readable | 2.500 | - |"),
-        (arrival.host_to_device, BY_HAND, {"missing": []}, "1.026 | 1.053 | 0.987 | 0.991 |"),
+        (arrival.host_to_device, BY_HAND, {"missing": [], "folder": "h100"}, "1.026 | 1.053 | 0.987 | 0.991 |"),
         (reduce_scatter, SUM, {}, "No handshake was measured of this op: the floor is too low by it, and more was"),
         (reduce_scatter, SUM, {}, "No shape is behind"),
         (lost, GEMM | {"plan": "96 workers, 128x128 tiles"}, {"device": "H100"}, "what is known is of 128x96 tiles"),

@@ -30,9 +30,10 @@ def texts(figure):
         found += [("axes", text) for text in (axes.title, axes._left_title, axes._right_title, *axes.texts)]
         for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
             found.append((f"{name} label", axis.label))
-            low, high = sorted(axis.get_view_interval())
+            place = axis.get_transform().transform  # a logarithmic axis is even in it
+            low, high = sorted(map(float, place(axis.get_view_interval())))
             slack = 1e-6 * (high - low)
-            ticks = [tick for tick in axis.get_major_ticks() if low - slack <= tick.get_loc() <= high + slack]
+            ticks = [tick for tick in axis.get_major_ticks() if low - slack <= place(tick.get_loc()) <= high + slack]
             found += [(f"{name} tick", tick.label1) for tick in ticks if tick.label1.get_visible()]
     scale = figure.dpi / palette.DPI
     return [

@@ -97,7 +97,7 @@ def test_the_record_of_an_expiry_names_the_first_item_not_taken(order):
         "worker 0 waited",
         "tile 6",
         "What was not computed is NaN",
-        "longer deadline=",
+        "larger deadline=",
     ):
         assert part in message
     assert not out[:32].isnan().any()

@@ -30,7 +30,7 @@ def test_a_dynamic_schedule_of_one_operand_has_it_by_itself(backend):
         assert (plan.backend, plan.schedule.split) == (backend, "chunks")
         assert reason(plan, "arrival order") is None
         assert plan.label.count("queues in arrival order") == 1
-        assert "in arrival order, from the first queue whose chunks were seen: an atomic add an item" in plan.explain()
+        assert "queue whose chunks have arrived: costs an atomic add an item" in plan.explain()
         assert "candidates in the cost model" in plan.why
 
 

@@ -51,7 +51,7 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
         super().__init__(
             f"{op}: {argument}'s chunk {chunk} did not arrive within the deadline of {deadline:g} s: {where} waited "
             f"{waited:.3f} s for it; first item not taken: {item}. What was not computed is NaN. See that the chunk's "
-            "producer lives and signals it, or give the call a longer deadline="
+            "producer lives and signals it, or pass the call a larger deadline="
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

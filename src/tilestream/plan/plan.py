@@ -198,7 +198,7 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
         return
     queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind != "static" else ""
     if schedule.split == "strides":
-        queues = " with a queue each: what a static grid would give them, and then others' tiles"
+        queues = ", a queue each: first a static grid's tiles, then those of other queues"
     remainder = ""
     if schedule.remainder:
         remainder = f"; {schedule.remainder} tiles split along K into {schedule.num_shares} shares"
@@ -221,8 +221,8 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
     else:
         yield "raster", f"a table of {len(raster.table)} tiles"
     if schedule.split == "chunks":
-        cost = "an atomic add an item, and for each queue and worker a look at each chunk, an atomic max, a void ticket"
-        yield "order", f"in arrival order, from the first queue whose chunks were seen: {cost}"
+        cost = "an atomic add an item; for each queue and worker also a poll of each chunk and two atomics"
+        yield "order", f"in arrival order, from the first queue whose chunks have arrived: costs {cost}"
     if any(plan.registers):
         load, math = plan.registers
         yield "registers", f"of a thread: {load} of the load warp, {math} of the math warps"

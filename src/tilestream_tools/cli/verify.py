@@ -24,8 +24,8 @@ def verify(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this model: workers, ring, product, shared, attention, gather, publish, sums, copies or reduce; "
-            "may be repeated."
+            help="Only this model: workers, ring, product, shared, attention, gather, publish, sums, copies, reduce, "
+            "replay or dispatch; may be repeated."
         ),
     ] = None,
     as_json: ui.Json = False,

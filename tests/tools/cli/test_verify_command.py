@@ -49,6 +49,11 @@ def test_several_processes(cli, small):
     assert "ring" not in result.stdout
 
 
+def test_its_help_names_every_model(cli):
+    said = cli("verify", "--help").stdout
+    assert not [model for model in checker.MODELS if model not in said]
+
+
 def test_options_are_handed_on(cli, monkeypatch):
     asked = fake_run(monkeypatch, checker.Result("ring", "a ring", 5, 0.1))
     assert cli("verify", "--jobs", 3, "--model", "ring").exit_code == 0
