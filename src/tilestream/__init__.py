@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tilestream import distributed, schedule, trace
 from tilestream._version import __version__
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.by_source import SourceArrival
 from tilestream.core.errors import ArrivalTimeout, GroupBroken, ProducerStopped, TilestreamError
 from tilestream.plan import Plan, attention_plan, grouped_plan, plan
 from tilestream.plan.hooks import register as _register
@@ -51,10 +52,10 @@ _MODULES = {
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Arrival", "ArrivalTimeout", "GroupBroken", "Plan", "ProducerStopped", "Stream", "TilestreamError", "__version__",
-    "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "grouped_mm", "grouped_plan", "invariant",
-    "linear", "matmul", "merge_attention", "mm", "plan", "register_attention", "schedule", "stream_experts",
-    "stream_in", "trace", "use_attention", "use_invariant_torch", "worker_limit",
+    "Arrival", "ArrivalTimeout", "GroupBroken", "Plan", "ProducerStopped", "SourceArrival", "Stream", "TilestreamError",
+    "__version__", "addmm", "attention", "attention_plan", "bmm", "check", "distributed", "grouped_mm", "grouped_plan",
+    "invariant", "linear", "matmul", "merge_attention", "mm", "plan", "register_attention", "schedule",
+    "stream_experts", "stream_in", "trace", "use_attention", "use_invariant_torch", "worker_limit",
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from types import FunctionType
 import pytest
 
 from int31 import on_int31
-from tilestream.core import attention, chunks, copy_items, integers, queues, raster, ring, stream_k, swizzle
+from tilestream.core import attention, chunks, copy_items, integers, queues, raster, ring, sources, stream_k, swizzle
 
 SRC = Path(integers.__file__).parents[2]
 
@@ -33,6 +33,7 @@ def functions_of(module) -> list[FunctionType]:
 MODULES = (integers, raster, queues, ring, stream_k, swizzle, attention)
 LEAVES = {f.__name__: f for m in MODULES for f in functions_of(m)}
 LEAVES |= {"chunk_of": chunks.chunk_of, "pivot_tile": chunks.pivot_tile, "piece_chunk": copy_items.piece_chunk}
+LEAVES |= {f.__name__: f for f in (sources.counts_word, sources.rows_word, sources.source_of_turn, sources.share_of)}
 del LEAVES["next_base"]  # the host's alone: it counts in 64 bits
 
 #: Arguments in each leaf's range; the first of each is also what compiling specialises nothing on.
@@ -71,6 +72,10 @@ ARGUMENTS = {
     "halved": [(3, 9, 100, 100), (3, 9, 101, 100), (3, 4, 50, 60)],
     "chunk_of": [(1000, 128), (2**31 - 1, 3)],
     "piece_chunk": [(17, 3, 8, 7), (0, 1, 1, 0), (2**31 - 2, 7, 2**28, 5)],
+    "counts_word": [(3, 256), (2**20, 1000)],
+    "rows_word": [(3, 7, 256), (2**20, 999, 1000)],
+    "source_of_turn": [(3, 5, 8), (2**30, 2**30 - 1, 2**30)],
+    "share_of": [(131, 40), (5, 2**31 - 1)],
     "pivot_tile": [(100, 300, 64, 7), (100, 101, 64, 2), (512, 512, 64, 8)],
 }  # fmt: skip
 

@@ -66,13 +66,13 @@ class Arrival:
                 f"pivot={pivot}: the raster starts from one of the {num_chunks} chunks, 0 to {num_chunks - 1}"
             )
         if signals is not None:
-            _check_signals(signals, num_chunks)
+            check_signals(signals, (num_chunks,))
         self.num_chunks: Final = num_chunks
         self.rows_per_chunk: Final = rows_per_chunk
         self.bounds: Final = bounds
         self.pivot: Final = pivot
         self.signals: Final = signals
-        self._signals = _make_signals(num_chunks, signals, device)
+        self._signals = make_signals(num_chunks, signals, device)
 
     def with_signals(self, signals: Signals) -> Arrival:
         """An arrival of the same, already checked, chunks with other signals."""
@@ -283,7 +283,7 @@ def as_device(device: str | torch.device, name: str) -> torch.device:
         raise ValueError(f"{name}={device!r}; it is a device as torch names them: 'cpu', 'cuda', 'cuda:1'") from None
 
 
-def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | torch.device | None) -> Signals:
+def make_signals(num_chunks: int, words: torch.Tensor | None, device: str | torch.device | None) -> Signals:
     """Signals on the input's device."""
     if words is None and (device is None or str(device) == "cpu"):
         return Signals(num_chunks)
@@ -312,7 +312,8 @@ def _make_signals(num_chunks: int, words: torch.Tensor | None, device: str | tor
     return Signals(num_chunks, cast("MutableSequence[int]", integers))
 
 
-def _check_signals(signals: torch.Tensor, num_chunks: int) -> None:
+def check_signals(signals: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise for what are no signal words of a caller, one a chunk."""
     import torch
 
     if not isinstance(signals, torch.Tensor):
@@ -321,7 +322,7 @@ def _check_signals(signals: torch.Tensor, num_chunks: int) -> None:
         raise TypeError(f"signals: dtype {signals.dtype}; signal words are torch.int32 or torch.uint32")
     if signals.device.type == "meta":
         raise ValueError("signals: on the meta device, which has no memory; they are on the input's device")
-    if tuple(signals.shape) != (num_chunks,):
-        raise ValueError(f"signals: shape {tuple(signals.shape)}; there is one word a chunk: ({num_chunks},)")
+    if tuple(signals.shape) != shape:
+        raise ValueError(f"signals: shape {tuple(signals.shape)}; there is one word a chunk: {shape}")
     if signals.numel() and not signals.is_contiguous():
         raise ValueError(f"signals: stride {signals.stride()}; the words lie side by side: pass signals.contiguous()")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.by_source import SourceArrival
 from tilestream.arrival.signals import Signals
 from tilestream.core.chunks import Incoming, chunks_of
 from tilestream.core.error_record import sources
@@ -37,8 +38,10 @@ class FlatArrival(NamedTuple):
     words: torch.Tensor | None
 
     @classmethod
-    def of(cls, a: Arrival) -> FlatArrival:
-        """The flat form of an arrival in its present epoch."""
+    def of(cls, a: Arrival | SourceArrival) -> FlatArrival:
+        """The flat form of an arrival in its present epoch. One by source has a chunk of no rows for each signal."""
+        if isinstance(a, SourceArrival):
+            return cls(a.key, a.epoch, a.pivot, a.sources * (a.groups + 1), 1, (), None)
         return cls(a.key, a.epoch, a.pivot, a.num_chunks, a.rows_per_chunk, a.bounds, a.signals)
 
     @classmethod

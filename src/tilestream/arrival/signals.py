@@ -68,6 +68,8 @@ class Signals:
         self.raised: set[int] = set()
         #: For chunks from other ranks: from a chunk to this rank's number and a name of the chunk's source.
         self.whose: Callable[[int], tuple[int, str]] | None = None
+        #: For rows by source: from a word to its source and group; -1 for the group: the word of the source's counts.
+        self.named: Callable[[int], tuple[int, int]] | None = None
         #: Called when a launch that waited for these signals reports an expired deadline.
         self.gave_up: Callable[[], None] | None = None
         #: For chunks from other ranks: what has been raised of their group; None: these signals fail alone.

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from tilestream.core.errors import NO_ITEM, ArrivalTimeout, ProducerStopped, TilestreamError, tile_name
+from tilestream.core.errors import NO_ITEM, ArrivalTimeout, ProducerStopped, TilestreamError, source_name, tile_name
 from tilestream.core.forks import free_in_child
 
 #: Words of a record, and records of the ring.
@@ -50,6 +50,7 @@ class Source(Protocol):
     raised: set[int]
     told: Told | None
     whose: Callable[[int], tuple[int, str]] | None
+    named: Callable[[int], tuple[int, int]] | None
     gave_up: Callable[[], None] | None
 
     @property
@@ -115,10 +116,15 @@ class Record(NamedTuple):
             item = tile_name(self.tile, self.pm, self.pn, self.batch if self.batch >= 0 else None)
         if signals is not None and signals.whose is not None:
             rank, argument = signals.whose(self.chunk)
+        source = None
+        if signals is not None and signals.named is not None:
+            source = signals.named(self.chunk)
+            if self.tile < 0:
+                item = source_name(*source)
         if signals is not None and signals.gave_up is not None:
             signals.gave_up()
         error = ArrivalTimeout(
-            op, self.worker, self.chunk, item, self.waited * 1e-9, self.allowed * 1e-9, rank, argument
+            op, self.worker, self.chunk, item, self.waited * 1e-9, self.allowed * 1e-9, rank, argument, source
         )  # fmt: skip
         error.__cause__ = cause
         return error

@@ -14,6 +14,11 @@ def tile_name(tile: int, pm: int, pn: int, batch: int | None) -> str:
     return f"tile {tile} ({where}row tile {pm}, column tile {pn})"
 
 
+def source_name(source: int, group: int) -> str:
+    """The name in messages of the tiles of a source's group; ``group`` -1: of all groups."""
+    return f"source {source}" if group < 0 else f"source {source}, group {group}"
+
+
 class TilestreamError(Exception):
     """Base of the exceptions that a running kernel reports. Bad arguments raise `ValueError` and `TypeError`."""
 
@@ -39,24 +44,35 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
         The rank that reports, if there are several.
     argument : str
         The argument that the chunk belongs to: ``arrival`` or ``weight_arrival``.
+    source, group : int or None
+        Of a `tilestream.SourceArrival`: the source and the group whose rows did not arrive; ``group`` is None if it is
+        the source's counts. Else both are None.
     """
 
     def __init__(
         self, op: str, worker: int, chunk: int, item: str, waited: float, deadline: float, rank: int | None = None,
-        argument: str = "arrival",
+        argument: str = "arrival", source: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         self.op, self.worker, self.chunk, self.item = op, worker, chunk, item
         self.waited, self.deadline, self.rank, self.argument = waited, deadline, rank, argument
+        self.source: int | None = None
+        self.group: int | None = None
+        what = f"chunk {chunk}"
+        if source is not None:
+            self.source, self.group = source[0], source[1] if source[1] >= 0 else None
+            what = source_name(*source) if self.group is not None else f"counts of {source_name(*source)}"
         where = f"rank {rank}, worker {worker}" if rank is not None else f"worker {worker}"
         super().__init__(
-            f"{op}: {argument}'s chunk {chunk} did not arrive within the deadline of {deadline:g} s: {where} waited "
+            f"{op}: {argument}'s {what} did not arrive within the deadline of {deadline:g} s: {where} waited "
             f"{waited:.3f} s for it; first item not taken: {item}. What was not computed is NaN. See that the chunk's "
             "producer lives and signals it, or pass the call a larger deadline="
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         where = (self.op, self.worker, self.chunk, self.item)
-        return type(self), (*where, self.waited, self.deadline, self.rank, self.argument)
+        group = -1 if self.group is None else self.group
+        source = None if self.source is None else (self.source, group)
+        return type(self), (*where, self.waited, self.deadline, self.rank, self.argument, source)
 
 
 class ProducerStopped(TilestreamError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch.compiler import is_compiling
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.by_source import SourceArrival, check_counts
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.arrival.stream import Stream, open_streams
 from tilestream.core.arguments import is_one_of
@@ -13,12 +16,14 @@ from tilestream.core.dtypes import dtype_name
 from tilestream.core.operands import HALVES, blocks_of
 from tilestream.ops import checks, native, streamed
 from tilestream.ops.grouped_library import grouped_arriving_op, grouped_arriving_out_op, grouped_op, grouped_out_op
+from tilestream.ops.grouped_sources import by_source_op, by_source_out_op
 from tilestream.ops.library import result_dtype
 from tilestream.ops.limit import limit
 from tilestream.ops.operands import Overlap, made_fresh
 from tilestream.ops.request import ACTIVATIONS, Request, check_out, multiply
 from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
 from tilestream.ops.sharding import is_dtensor
+from tilestream.plan.api import check_publish
 from tilestream.plan.grouped import check_schedule
 from tilestream.runtime import shutdown
 
@@ -28,12 +33,19 @@ _is_autocast_enabled = torch._C._is_any_autocast_enabled
 #: none.
 _FORMS = {(2, 3): "rows", (3, 2): "columns", (2, 2): "k", (3, 3): "batches"}
 
+_NO_DERIVATIVE = (
+    "rows by source have no derivative: pack the rows and pass offsets=, or detach the operands (torch.no_grad)"
+)
+
 
 def grouped_mm(
     a: torch.Tensor,
     b: torch.Tensor | Stream,
     offsets: torch.Tensor | None = None,
     *,
+    counts: torch.Tensor | None = None,
+    arrival: SourceArrival | None = None,
+    publish: Arrival | None = None,
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
@@ -63,6 +75,11 @@ def grouped_mm(
     Rows (columns) behind the last group are 0 in the result, whatever bias and activation are, and what lies there in
     an operand is not read. (Torch leaves them undefined.)
 
+    Rows may also lie by source, as several producers bring them: in places of equal numbers of rows, in each from its
+    first row on, sorted by group. Then ``counts`` (or an ``arrival``, which has them) replace the offsets, and the
+    result has the same places: ``result[p : p + c] = a[p : p + c] @ b[g]`` for ``c = counts[s, g]`` and ``p = s * (M /
+    sources) + counts[s, :g].sum()``. Rows behind a source's last one are not written: a new result has anything there.
+
     Parameters
     ----------
     a, b
@@ -76,6 +93,16 @@ def grouped_mm(
         or written.
     out
         As for `tilestream.matmul`.
+    counts
+        int32 ``[sources, G]``, contiguous, on the operands' device: the rows of each group of each source, all of them
+        there. Counts that are negative, or come to more than a source's place, raise on the CPU; on a GPU the whole
+        place of that source is NaN.
+    arrival
+        The `tilestream.SourceArrival` by which rows and counts arrive. Each group of a source is computed when both are
+        there, whichever comes first. Beside it operands get no gradient, as beside ``counts``.
+    publish
+        An `Arrival` of the result, ``Arrival.uniform(M / sources, sources)``, beside ``counts``: each source is
+        signalled when all its rows are complete. Its pivot is the source that is computed first.
     bias
         ``[G, N]``; where columns are divided ``[N]``.
     activation
@@ -96,7 +123,7 @@ def grouped_mm(
     schedule
         ``"static"``, ``"dynamic"`` or ``"auto"``: see `tilestream.grouped_plan`.
     deadline
-        As for `tilestream.matmul`, of a stream.
+        As for `tilestream.matmul`, of a stream or an ``arrival``.
 
     Returns
     -------
@@ -108,12 +135,13 @@ def grouped_mm(
     ValueError, TypeError
         For arguments that do not fit, before anything is computed.
     RuntimeError
-        If an operand of 8 bits, a scale or what it scales, or any operand of a call with ``out`` requires a gradient.
+        If an operand of 8 bits, a scale or what it scales, or any operand of a call with ``out``, ``counts`` or
+        ``arrival`` requires a gradient.
     NotImplementedError
         As from `tilestream.matmul`; and under `tilestream.invariant`.
     ArrivalTimeout
-        If a matrix of a stream did not come in time; what was not computed is NaN. On a GPU it is raised by the next
-        call on that device, or by `tilestream.check`.
+        If a matrix of a stream, or the counts or rows of a source, did not come in time; what was not computed is NaN.
+        On a GPU it is raised by the next call on that device, or by `tilestream.check`.
 
     Examples
     --------
@@ -121,16 +149,27 @@ def grouped_mm(
     >>> grouped_mm(tokens, experts, torch.tensor([2, 4], dtype=torch.int32))[:, 0]
     tensor([3., 3., 0., 0., 0.])
     """
-    arrival = None
+    if counts is not None or arrival is not None or publish is not None:
+        if isinstance(b, Stream):
+            raise TypeError(
+                f"{_OP}: b is a Stream, and a's rows lie by source; wait for it: stream.wait(), and pass stream.tensor"
+            )
+        r = Request(
+            _OP, a, b, out=out, bias=bias, activation=None if activation in HALVES else activation,
+            out_dtype=out_dtype, scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, schedule=schedule,
+            workers=workers,
+        )  # fmt: skip
+        return _by_source(r, offsets, activation, counts, arrival, publish, deadline)
+    experts = None
     if isinstance(b, Stream):
-        b, arrival = _experts(b, offsets)
+        b, experts = _experts(b, offsets)
     if not is_compiling() and open_streams:
-        of_b = None if arrival is not None else b
+        of_b = None if experts is not None else b
         streamed.refuse(_OP, a=a, b=of_b, offsets=offsets, bias=bias, out=out, scale_a=scale_a, scale_b=scale_b)
-    if arrival is not None or deadline is not None:
+    if experts is not None or deadline is not None:
         return _grouped(
             a, b, offsets, out, bias, activation, out_dtype, scale_a, scale_b, use_fast_accum, schedule, workers,
-            arrival, deadline,
+            experts, deadline,
         )  # fmt: skip
     if not is_compiling():
         if _is_autocast_enabled() and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -157,9 +196,7 @@ def _grouped(
     deadline: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`grouped_mm`, checked, by the registered ops."""
-    if activation is not None and not is_one_of(activation, (*ACTIVATIONS, *HALVES)):
-        known = ", ".join((*ACTIVATIONS, *HALVES))
-        raise ValueError(f"{_OP}: activation={activation!r}; it is None or one of {known}")
+    _check_activation(activation)
     r = Request(
         _OP, a, b, out=out, bias=bias, activation=None if activation in HALVES else activation, out_dtype=out_dtype,
         scale_a=scale_a, scale_b=scale_b, fast_accum=use_fast_accum, schedule=schedule, workers=workers,
@@ -212,6 +249,127 @@ def _grouped(
             return _call(r, x, y, offsets, turned, how, optional)
     except Overlap as error:
         raise Overlap(f"{_OP}: {error.what}", error.read) from None
+
+
+def _check_activation(activation: str | None) -> None:
+    if activation is not None and not is_one_of(activation, (*ACTIVATIONS, *HALVES)):
+        known = ", ".join((*ACTIVATIONS, *HALVES))
+        raise ValueError(f"{_OP}: activation={activation!r}; it is None or one of {known}")
+
+
+def _by_source(
+    r: Request, offsets: torch.Tensor | None, activation: str | None, counts: torch.Tensor | None,
+    arrival: SourceArrival | None, publish: Arrival | None, deadline: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """`grouped_mm` of rows by source, checked, by the registered ops."""
+    _check_activation(activation)
+    counts = _check_sources(r, offsets, counts, arrival, publish, deadline)
+    a, b = checks.autocast(_OP, arrival is not None, r.a, r.b)
+    checks.check_pair(_OP, a, b)
+    rows, columns, groups = a.shape[0], b.shape[2], counts.shape[1]
+    form = _check_form(r._replace(a=a, b=b), groups)
+    if activation in HALVES:
+        _check_halves(form, activation, r)
+    if r.bias is not None and tuple(r.bias.shape) != (groups, columns):
+        raise ValueError(f"{_OP}: bias has shape {list(r.bias.shape)}; it has one row a group: {[groups, columns]}")
+    shape = (rows, columns // 2 if activation in HALVES else columns)
+    if r.out is not None:
+        check_out(r, r.out, shape, result_dtype(a, r.out_dtype))
+        if tuple(r.out.shape) != shape:
+            r.out.resize_(shape)
+    scales = r.scale_a, r.scale_b
+    if not _are_blocks(form, a, b, *scales):
+        scales = _scale("scale_a", r.scale_a, (rows,), 1), _scale("scale_b", r.scale_b, (groups, columns), 0)
+    pivot = arrival.pivot if arrival is not None else publish.pivot if publish is not None else 0
+    how = (
+        None if r.bias is None else r.bias.unsqueeze(1), activation or "none", r.out_dtype, r.schedule, r.workers or 0,
+        pivot, [] if arrival is None else FlatArrival.of(arrival).ints,
+        None if arrival is None or arrival.signals is None else arrival.signals.view(-1),
+        check_deadline(deadline), [] if publish is None else FlatArrival.of(publish).ints,
+        None if publish is None else publish.signals,
+    )  # fmt: skip
+    optional = (*scales, r.fast_accum, limit())
+    with contextlib.nullcontext() if is_compiling() else shutdown.call():
+        if r.out is None:
+            made: torch.Tensor = by_source_op(a, b, counts, *how, *optional)
+            return made
+        try:
+            by_source_out_op(a, b, counts, *how, r.out, *optional)
+        except Overlap as error:
+            raise Overlap(f"{_OP}: {error.what}", error.read) from None
+        return r.out
+
+
+def _check_sources(
+    r: Request, offsets: torch.Tensor | None, counts: torch.Tensor | None, arrival: SourceArrival | None,
+    publish: Arrival | None, deadline: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """The counts of rows by source; raise for arguments of which one excludes or needs another."""
+    if arrival is not None and not isinstance(arrival, SourceArrival):
+        raise TypeError(
+            f"{_OP}: arrival is a {type(arrival).__name__}; it is a tilestream.SourceArrival, of rows by source. "
+            "Experts that arrive are b: ts.stream_experts"
+        )
+    for name, other in (("counts", counts), ("offsets", offsets)):
+        if other is not None and (arrival is not None or name == "offsets"):
+            raise ValueError(
+                f"{_OP}: {name} beside {'arrival' if arrival is not None else 'counts'}, which say where groups lie; "
+                "leave one of them away"
+            )
+    if publish is not None:
+        checks.check_waiting(_OP, None, None, publish=publish)
+        check_publish(_OP, r.schedule, arrival is not None)
+    if counts is None and arrival is None:
+        raise ValueError(f"{_OP}: publish= without counts=; sources are published, and their counts say what they have")
+    if deadline is not None:
+        if arrival is None:
+            raise ValueError(f"{_OP}: deadline={deadline} without arrival=; nothing is waited for")
+        check_deadline(deadline)
+    counts = arrival.counts if arrival is not None else counts
+    assert counts is not None
+    r.check()
+    for name, tensor in (("a", r.a), ("b", r.b), ("out", r.out), ("counts", counts)):
+        if is_dtensor(tensor):
+            raise TypeError(f"{_OP}: {name} is a DTensor; sources bring one rank's rows: pass {name}.to_local()")
+    sources, _ = check_counts(_OP, counts)
+    tensors = {
+        "a": r.a, "b": r.b, "counts": counts, "bias": r.bias, "out": r.out, "scale_a": r.scale_a, "scale_b": r.scale_b,
+    }  # fmt: skip
+    checks.check_dense(
+        _OP, "torch.nn.functional.grouped_mm", tensors, 3, _check_dtype, "dense tensors are multiplied: "
+        "{name}.to_dense()",
+    )  # fmt: skip
+    if (r.a.dim(), r.b.dim()) != (2, 3):
+        raise ValueError(
+            f"{_OP}: a {list(r.a.shape)} and b {list(r.b.shape)}; with rows by source they are [M, K] and [G, K, N]"
+        )
+    rows = r.a.shape[0]
+    if arrival is not None and rows != sources * arrival.capacity:
+        raise ValueError(
+            f"{_OP}: a has {rows} rows; {sources} sources have places of {arrival.capacity}: "
+            f"{sources * arrival.capacity} rows"
+        )
+    if rows % sources:
+        raise ValueError(f"{_OP}: a has {rows} rows, which are no equal places of {sources} sources (counts' rows)")
+    if publish is not None and (publish.num_chunks, publish.rows_per_chunk) != (sources, rows // sources):
+        raise ValueError(
+            f"{_OP}: publish is {publish}; each source is a chunk: Arrival.uniform({rows // sources}, {sources})"
+        )
+    checks.refuse_tangents(_OP, r.a, r.b, r.bias, r.scale_a, r.scale_b, r.out, why=_NO_DERIVATIVE)
+    if r.needs_gradient(r.scale_a, r.scale_b, r.out):
+        raise RuntimeError(f"{_OP}: an operand requires a gradient; {_NO_DERIVATIVE}")
+    return counts
+
+
+def _check_form(r: Request, groups: int) -> str:
+    """Raise unless A's columns and B's matrices fit; which of `_FORMS` it is."""
+    if r.a.shape[1] != r.b.shape[1]:
+        raise ValueError(
+            f"{_OP}: a {list(r.a.shape)} and b {list(r.b.shape)} differ in K: {r.a.shape[1]} and {r.b.shape[1]}"
+        )
+    if r.b.shape[0] != groups:
+        raise ValueError(f"{_OP}: counts have {groups} groups, b {r.b.shape[0]}")
+    return "rows"
 
 
 def _call(
@@ -347,9 +505,9 @@ def _check(r: Request, offsets: torch.Tensor | None) -> str:
 
 
 def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
-    if name == "offsets":
+    if name in ("offsets", "counts"):
         if tensor.dtype != torch.int32:
-            raise TypeError(f"{op}: offsets is {tensor.dtype}; it is torch.int32: offsets.int()")
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; it is torch.int32: {name}.int()")
     elif name in ("scale_a", "scale_b"):
         check_scale_dtype(op, name, tensor)
     else:

@@ -159,7 +159,7 @@ def _run(
 
 def _on_cpu(x: GroupedOperands, how: gpu.How, awaited: Awaited | None = None) -> None:
     """A product a group, one after the other; each when its matrix of b is there, where these arrive."""
-    x = _dequantized(x) if x.scales == "block" else x
+    x = dequantized(x) if x.scales == "block" else x
     a, b, out, e, offsets = x
     along_rows = b.dim() == 3
     extent, ends = a.shape[0 if along_rows else 1], offsets.tolist()
@@ -169,11 +169,11 @@ def _on_cpu(x: GroupedOperands, how: gpu.How, awaited: Awaited | None = None) ->
     with torch.inference_mode():  # so that a result that is an inference tensor can be written
         for group in range(len(ends)) if awaited is None else _as_they_come(out, ends, awaited):
             run = slice(begins[group], ends[group])
-            vectors = [_of_group(v, group, run) for v in (e.bias, e.scale_a, e.scale_b)]
+            vectors = [of_group(v, group, run) for v in (e.bias, e.scale_a, e.scale_b)]
             mine = Epilogue(1.0, vectors[0], None, 1.0, e.activation, *vectors[1:])
             operands = (a[run], b[group], out[run]) if along_rows else (a[:, run], b[run], out[group])
             if operands[2].numel():
-                (_halves if e.activation in HALVES else _product)(GemmOperands(*operands, mine), how)
+                (halves if e.activation in HALVES else product)(GemmOperands(*operands, mine), how)
         if along_rows:
             out[ends[-1] if ends else 0 :].zero_()
 
@@ -205,14 +205,14 @@ def _as_they_come(out: torch.Tensor, ends: list[int], awaited: Awaited) -> Itera
         raise ArrivalTimeout(awaited.op, 0, left[0], item, waited, deadline, argument="weight_arrival")
 
 
-def _of_group(v: torch.Tensor | None, group: int, run: slice) -> torch.Tensor | None:
+def of_group(v: torch.Tensor | None, group: int, run: slice) -> torch.Tensor | None:
     """A group's bias or scales, as they broadcast to its output."""
     if v is None or v.numel() == 1:
         return v if v is None else v.reshape(())
     return v[group] if v.dim() == 3 else v[run]
 
 
-def _dequantized(x: GroupedOperands) -> GroupedOperands:
+def dequantized(x: GroupedOperands) -> GroupedOperands:
     """Operands times their scales of blocks, in float32, which adds up their products."""
     e = x.epilogue
     assert e.scale_a is not None
@@ -223,15 +223,16 @@ def _dequantized(x: GroupedOperands) -> GroupedOperands:
     return x._replace(a=x.a.float() * of_a, b=x.b.float() * of_b, epilogue=e._replace(scale_a=None, scale_b=None))
 
 
-def _halves(x: GemmOperands, how: gpu.How) -> None:
+def halves(x: GemmOperands, how: gpu.How) -> None:
     """A product whose activation is of two halves of its columns: the whole of it, and then that."""
     wide = x.out.new_empty(x.a.shape[0], x.b.shape[1], dtype=accumulator(x.a.dtype))
-    _product(x._replace(out=wide, epilogue=x.epilogue._replace(activation="none")), how)
+    product(x._replace(out=wide, epilogue=x.epilogue._replace(activation="none")), how)
     gate, up = wide.chunk(2, 1)
     x.out.copy_(torch.nn.functional.silu(gate).mul_(up))
 
 
-def _product(x: GemmOperands, how: gpu.How) -> None:
+def product(x: GemmOperands, how: gpu.How) -> None:
+    """A product, by the caller's threads or by as many workers as were asked for."""
     e = x.epilogue
     if how.workers or how.limit:
         if e.bias is not None:  # workers take a bias along the columns; one along the rows is a residual
