@@ -251,6 +251,19 @@ def test_workflows_and_templates_are_yaml_and_run_what_is_there(path):
     assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= set(targets)
 
 
+def test_the_conda_recipe_asks_for_what_the_package_asks_for():
+    yaml, metadata = pytest.importorskip("yaml"), importlib.metadata.requires("tilestream")
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
+    wanted = {one.partition(";")[0].strip() for one in metadata if ";" not in one or "extra == 'cli'" in one}
+    known = {"torch": "pytorch"}
+    named = {re.match(r"[a-z]+", one)[0]: re.search(r">=.*", one)[0] for one in wanted}
+    asked = dict(one.split() for one in recipe["requirements"]["run"])
+    python = importlib.metadata.metadata("tilestream")["Requires-Python"]
+    assert asked == {"python": python, **{known.get(name, name): bound for name, bound in named.items()}}
+    version = re.match(r"[\d.]+\d", tilestream.__version__)[0]
+    assert recipe["context"] == {"name": "tilestream", "version": version, "home": ""}
+
+
 def test_no_tracked_file_names_a_path_of_some_machine():
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
