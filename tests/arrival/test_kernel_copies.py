@@ -184,6 +184,18 @@ class TestOnceAnEpoch:
         launch(cuda, x)
         check_there(cuda, x)
 
+    def test_reset_elsewhere_comes_after_the_launch_that_copies(self, cuda, x):
+        first, second = cuda.stream(), cuda.stream()
+        with cuda.on(first):
+            launch(cuda, x)
+        with cuda.on(second):
+            x._copies.reset()
+        second.run()
+        assert not second.query(), "the kernel still counts"
+        first.run()
+        second.run()
+        assert second.query()
+
     @pytest.mark.parametrize("close_first", [False, True])
     def test_closed_it_can_still_be_read(self, cuda, x, close_first):
         if close_first:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import faults
 import jobs
 import known_jobs
 import node_jobs
 import pytest
+
+from tilestream.distributed.exchange import Exchange
 
 #: Ranks, job, arguments; ``FOLDER``: a new one.
 FOLDER = object()
@@ -34,3 +39,19 @@ def test_it_holds_on_every_rank(ranks, tmp_path, scenario):
     world, job, *given = scenario
     given = [str(tmp_path) if x is FOLDER else x for x in given]
     assert ranks.run(world, job, *given) == [True] * world
+
+
+def test_a_thread_of_an_exchange_does_not_keep_the_process_alive():
+    """At exit it is waited for within a bound; a peer may hang for longer."""
+    group = SimpleNamespace(recv=lambda *_: None, send=lambda *_: None)
+    exchange = Exchange(
+        SimpleNamespace(group=group, rank=0, world=2), SimpleNamespace(op="", handshake=b"x"), None, 1.0
+    )
+    go_on = threading.Event()
+    exchange._run = lambda peer: go_on.wait()
+    try:
+        exchange._start()
+        assert [thread.daemon for thread in exchange._threads] == [True]
+    finally:
+        go_on.set()
+        exchange._join()

@@ -10,6 +10,7 @@ of `tilestream.kernels.device.gate`, and the stand-ins answer for them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -797,6 +798,18 @@ def compared(
 def test_loops_do_what_is_explored(shape):
     for script in SCRIPTS:
         compared(shape, items_of(script))
+
+
+def test_an_item_is_handed_on_with_its_batch():
+    kernel = Kernel(SHAPES[0], [])
+    bars = SimpleNamespace(index=lambda at: at)
+    items = SimpleNamespace(slots=None, empty=bars, full=bars)
+    kernel.names["mbarrier"].wait = kernel.names["mbarrier"].arrive = lambda *_: None
+    kernel.handed_on.clear()
+    item = kernel.item = items_of((2,))[0]._replace(batch=3)
+    config = dataclasses.replace(kernel.config, BATCHED=True)
+    kernel.names["hand_on"](items, SimpleNamespace(at=0, phase=0), 1, item, config)
+    assert kernel.handed_on[0][3] == 3
 
 
 PAIRED_SHAPES = [

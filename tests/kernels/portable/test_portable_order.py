@@ -10,6 +10,8 @@ from interpreted import DEVICE, KINDS, captured, check_product, crossed, plan_fo
 
 from device_order import check_order, follow
 from error_rule import rand
+from tilestream.core.structs import Cursor
+from tilestream.kernels.device.schedule import with_asked, with_noted
 from tilestream.plan.planner import plan_problem
 from tilestream.plan.problem import Problem
 from tilestream.runtime import device_workspace as workspaces
@@ -35,6 +37,12 @@ def probed(plan, k=40):
 def make(kind, raster, workers, queues=1, split="items", shares=0, m=70, n=60, k=40, batch=2):
     plan = plan_problem.__wrapped__(Problem(m, n, k, batch), workers, device=DEVICE)
     return replace(plan, schedule=Schedule(kind, plan.schedule.grid, raster, workers, queues, split, shares))
+
+
+@pytest.mark.parametrize(("made", "field"), [(with_noted, "noted"), (with_asked, "asked")])
+def test_a_cursor_with_another_field_keeps_the_others(made, field):
+    cursor = Cursor(*range(7))
+    assert made.fn(cursor, 9) == cursor._replace(**{field: 9})
 
 
 @crossed(

@@ -6,14 +6,18 @@ import pytest
 from exploring import kind_of
 
 from tilestream.core.gate import Gate, See
+from tilestream.core.protocols import gather
 from tilestream_tools.verify import barriers
 from tilestream_tools.verify.barriers import RingMemory
+from tilestream_tools.verify.copies import CopyCase
+from tilestream_tools.verify.faults import Fault
+from tilestream_tools.verify.gather import _brought
 from tilestream_tools.verify.oracle import Oracle
 from tilestream_tools.verify.partials import Partials
 from tilestream_tools.verify.product import ProductCase, ProductModel
 from tilestream_tools.verify.protocol import Ring
 from tilestream_tools.verify.ring import RingCase, RingModel
-from tilestream_tools.verify.shared_ring import Copy, SharedCase, SharedRing
+from tilestream_tools.verify.shared_ring import Arrive, Await, Copy, SharedCase, SharedRing
 from tilestream_tools.verify.sweep import matmul
 from tilestream_tools.verify.words import Words
 from tilestream_tools.verify.workers import WorkersModel
@@ -144,3 +148,24 @@ def test_leaving_with_copies_in_flight_is_a_fault():
         yield Copy(0, item, 0)
 
     assert kind_of(SharedCase(SharedRing(), ((1, False),), leaves_copies_behind), "shared") == "left too early"
+
+
+def test_a_launch_that_leaves_a_chunk_without_its_signal_is_a_fault():
+    model = CopyCase(workers=1, bounds=(0, 1), per_chunk=1, launches=1).build()
+    m = model.memory()
+    m[model._written] = 1
+    with pytest.raises(Fault, match="without its signal"):
+        model._check_end(1, m)
+    m[model._signals] = 1
+    model._check_end(1, m)
+
+
+def test_only_a_barriers_arrival_has_two_answers_that_histories_are_merged_by():
+    model = SharedCase(SharedRing(), ((1, False),)).build()
+    assert [len(model.domain(op, None)) for op in (Arrive(), Await(0))] == [2, 1]
+
+
+def test_a_gather_whose_own_rows_are_brought_copies_them_behind_all_else():
+    fill, filled, others = gather.Fill(0, 1), gather.Filled(0, 1), [gather.Break(), gather.Done(1)]
+    turn = (op for op in (others[0], fill, filled, others[1]))
+    assert list(_brought(turn)) == [*others, fill, filled]
