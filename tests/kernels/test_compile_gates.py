@@ -134,6 +134,11 @@ def test_an_instruction_that_the_emulator_does_not_know_is_named():
 
 
 @pytest.mark.timeout(110)
+def test_parts_are_counted_behind_a_barrier(tmp_path):
+    check(rows("portable gemm", "bfloat16 64x64 worst nt", "--arch", "sm_90a", cache=tmp_path), 1)
+
+
+@pytest.mark.timeout(110)
 def test_waves_do_not_read_counters_for_themselves(tmp_path):
     check(rows("portable gemm", "bfloat16 64x64 stealing nt", cache=tmp_path), 3)
 

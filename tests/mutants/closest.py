@@ -30,7 +30,8 @@ _CHANGE_DETECTORS = (
     "test_machine_code.py", "test_structure.py", "test_packaging.py", "test_docs.py", "test_examples.py"
 )  # fmt: skip
 
-#: By the beginning of a module's name: the first row that fits has the test files that come first.
+#: By the beginning of a module's name: the first row that fits has the test files that come first. A line
+#: that begins with a space goes on with the row before.
 _ALWAYS = """
 core.schedule: core/test_schedule.py core/test_coverage.py core/test_stream_k.py core/test_arrival_order.py
 kernels.device.gate: kernels/portable/test_portable_arrival.py
@@ -43,6 +44,7 @@ kernels.device.clock: kernels/portable/test_portable_arrival.py
 kernels.device.trace: kernels/portable/test_portable_trace.py
 kernels.device.groups: kernels/portable/test_portable_grouped.py ops/test_grouped.py
 kernels.device.epilogue: kernels/portable/test_portable_gemm.py kernels/cdna/test_cdna_numbers.py
+ kernels/portable/test_portable_grouped.py
 kernels.device.softmax: kernels/hopper/test_hopper_attention_text.py kernels/cdna/test_attention_numbers.py
 kernels.device.attention: kernels/hopper/test_hopper_attention_text.py kernels/cdna/test_attention_numbers.py
 kernels.device.varlen: kernels/portable/test_portable_attention.py kernels/cdna/test_attention_numbers.py
@@ -53,12 +55,15 @@ kernels.cdna: kernels/cdna/test_cdna_numbers.py kernels/cdna/test_cdna_protocol.
 kernels.portable.attention_merge: kernels/portable/test_attention_merge.py
 kernels.portable.attention: kernels/portable/test_portable_attention.py
 kernels.portable.add: kernels/portable/test_portable_add.py
-kernels.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
+kernels.portable.rank_calls: kernels/portable/test_portable_rank_calls.py kernels/test_rank_calls_compiled.py
 launch.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
 kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
+ kernels/portable/test_portable_grouped.py
 launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_grouped_plan.py
+core.protocols.dispatch: distributed/test_protocols.py distributed/test_moe.py
 core.protocols: distributed/test_gpu_reduce_scatter.py distributed/test_copy_engines.py
 core.attention_structs: kernels/hopper/test_hopper_attention_text.py
+core.groups: plan/test_grouped_plan.py ops/test_grouped.py
 core.dtypes: plan/test_plan.py ops/test_matmul.py
 core.whole_file: core/test_whole_file.py
 core.arguments: core/test_arguments.py ops/test_op_errors.py
@@ -101,7 +106,7 @@ runtime.sequence: native/test_native_sequence.py
 runtime.shutdown: test_exit.py
 """
 ALWAYS = {f"tilestream.{name}": tuple(files.split()) for name, files in (
-    line.split(": ") for line in _ALWAYS.strip().splitlines()
+    line.split(": ") for line in _ALWAYS.strip().replace("\n ", " ").splitlines()
 )}  # fmt: skip
 #: The same, behind what is closest.
 ALSO = {

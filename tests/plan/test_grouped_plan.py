@@ -30,6 +30,11 @@ def test_groups_come_to_no_more_tiles_than_planned_for(sizes, behind, block):
     assert -(-rows // block) <= most_row_tiles(rows, len(sizes), block), "offsets that are none count as one group"
 
 
+def test_the_tiles_to_expect_are_one_a_group_of_few_rows():
+    assert [mean_row_tiles(rows, 4, 64) for rows in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    assert mean_row_tiles(128, 1, 64) == 2
+
+
 @pytest.mark.parametrize("sizes", [(3, 0, 40, 17), (60, 0, 0, 0), (0, 0, 0, 1), (15, 15, 15, 15)])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_workers_take_the_tiles_that_there_are_and_no_more_tickets_than_planned(kind, sizes):

@@ -185,6 +185,8 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
         by_itself = inputs == "float8 precise" and case.arch in ("sm_89", "sm_120")
         found["sums that the kernel adds to its accumulator"] = (adds_products(kernel.asm["ttgir"]), by_itself)
     if case.arch.startswith("sm_"):
+        if HOWS[how] == "stream_k":
+            found["what stands before the count of a tile's parts"] = (before_counts(kernel.asm["ptx"]), {"bar"})
         return found
     parsed = amdgcn.parse(kernel.asm["amdgcn"])
     loop = parsed.main_loop
@@ -202,6 +204,16 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     if case.arch == "gfx950" and RELEASE < (3, 9):
         found["phases of A's and B's reads"] = (phases_that_read(loop.instructions), 1)
     return found
+
+
+def before_counts(ptx: str) -> set[str]:
+    """The stores and barriers of PTX that come last before an add that acquires and releases a 32-bit word.
+
+    One thread's add speaks for the stores of all: between it and them is a barrier.
+    """
+    found = re.findall(r"\b(bar)\.sync|\b(st)\.global|\batom\.global\.gpu\.(acq_rel)\.add\.[us]32", ptx)
+    order = ["".join(one) for one in found]
+    return {before for before, one in itertools.pairwise(order) if one == "acq_rel"}
 
 
 def adds_products(ttgir: str) -> bool:
