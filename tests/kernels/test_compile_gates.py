@@ -42,6 +42,10 @@ COUNTS = {
         "sm_90a": 257, "gfx942": 249, "gfx950": 222, "sm_80": 18, "sm_89": 27, "sm_100": 30, "sm_103": 4, "sm_110": 4,
         "sm_120": 30,
     },
+    "portable grouped sources": {
+        "sm_90a": 58, "gfx942": 84, "gfx950": 76, "sm_80": 4, "sm_89": 4, "sm_100": 1, "sm_103": 1, "sm_110": 1,
+        "sm_120": 4,
+    },
     "hopper gemm": {"sm_90a": 767},
     "hopper grouped": {"sm_90a": 412},
     "hopper attention": {"sm_90a": 149},
@@ -56,6 +60,7 @@ SAMPLES = {
     "portable gemm": (42, 3),
     "portable attention": (18, 3),
     "portable grouped": (32, 3),
+    "portable grouped sources": (19, 5),
     "hopper gemm": (25, 22),
     "hopper grouped": (9, 5),
     "hopper attention": (6, 16),

@@ -26,6 +26,7 @@ FILES = {
     "test_attention_merge.py": (43, 0),
     "test_portable_gemm.py": (80, 18),
     "test_portable_grouped.py": (56, 18),
+    "test_portable_grouped_sources.py": (43, 30),
     "test_portable_order.py": (32, 42),
     "test_portable_arrival.py": (29, 16),
     "test_portable_fp8.py": (61, 0),

@@ -162,6 +162,13 @@ REFUSED = {
     "schedule='now'; it is one of auto, static, dynamic": {"schedule": "now"},
     "scales='rows'; it is one of none,": {"scales": "rows"},
     "tile=(64, 64); the CPU takes each group's product whole": {"tile": (64, 64), "device": "cpu"},
+    "capacity=64, arrives=False without sources=": {"capacity": 64},
+    "capacity=None, arrives=True without sources=": {"arrives": True},
+    "sources=0; it is a whole number, at least 1": {"sources": 0},
+    "capacity=0; it is a whole number, at least 1": {"sources": 2, "capacity": 0},
+    "along='k' with sources=2; sources bring rows": {"sources": 2, "along": "k"},
+    "m=4096 rows; 2 sources have places of 100: 200 at most": {"m": 4096, "sources": 2, "capacity": 100},
+    "schedule='static' with rows by source": {"sources": 2, "schedule": "static"},
     "tile=(3, 3): the portable kernel has": {"tile": (3, 3), "backend": "portable"},
 }  # fmt: skip
 
@@ -188,3 +195,24 @@ def test_the_cost_counts_what_groups_read():
     assert many.bytes == few.bytes + 62 * 2 * 1024 * 1024, "no more matrices are read than there are rows"
     along_k = GroupedProblem(64, 32, 1000, 1, "bfloat16", "bfloat16", groups=4, along="k")
     assert along_k.bytes == 2 * 1000 * 96 + 2 * 4 * 64 * 32
+
+
+def test_rows_by_source_cost_what_is_expected_of_them():
+    few, many = (plan(m=4096, sources=8, capacity=capacity, arrives=True) for capacity in (4096, 2**20))
+    assert few.predicted == many.predicted, "a place's rows that are not there cost nothing"
+    assert (few.block, few.problem.likely) == (many.block, 4096)
+    assert many.problem.m == 8 * 2**20
+    assert many.schedule.grid.num_m > 8 * 2**20 // many.block[0]
+    assert many.schedule.packed == 8 * (many.problem.groups + 1)
+    text = many.explain()
+    for part in (
+        "by source",
+        "if they bring 4096 rows in all",
+        "a queue for each group of a source",
+        "compiled, not run",
+    ):
+        assert part in text
+    assert "no gate code runs" in plan(m=4096, sources=8).explain()
+    assert plan(m=4096, sources=8).problem.m == 8 * 4096
+    with pytest.raises(ValueError, match="sources=3: groups by source divide rows, 64 in equal places"):
+        GroupedProblem(64, 32, 32, groups=2, sources=3)

@@ -187,6 +187,11 @@ class Schedule:
         """The number of slots for partial results; see `stream_k.slot`."""
         return self.num_shares + self.remainder - 1 if self.remainder else 0
 
+    @property
+    def packed(self) -> int:
+        """The number of counters that lie side by side, behind the queues'."""
+        return 0
+
     @functools.cached_property
     def most_tickets(self) -> int:
         """The largest number of tickets that a queue hands out in a launch, including void ones."""
@@ -280,6 +285,20 @@ class Schedule:
                 while cursor.unit < cursor.unit_end:
                     item, cursor = self._next_part(cursor.share, cursor.unit, cursor.unit_end)
                     yield item
+
+
+@dataclass(frozen=True)
+class SourceSchedule(Schedule):
+    """The largest schedule of rows by source, whose tiles `tilestream.core.sources.take` hands out as they come."""
+
+    #: sources, groups: a queue for each group of a source, and a word for each source.
+    sources: int = 1
+    groups: int = 1
+
+    @property
+    def packed(self) -> int:
+        """See `Schedule`."""
+        return self.sources * (self.groups + 1)
 
 
 def take(

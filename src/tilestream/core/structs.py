@@ -9,6 +9,7 @@
     Item      a work item                                             Items    the item ring
     Epilogue  what becomes of an accumulator, and where it goes       Publishing  the output's chunks
     Groups    runs of rows, or of K, that the device counts           Span        a group's
+    Sources   places of rows that several producers bring             SourceItem  a tile of one of their groups
 
 A kernel groups its arguments in these in its first lines, and passes parts from there on, never fields. On the device
 a field is a scalar, a pointer, a descriptor or shared memory; on the host a number, a tensor, or what stands in for
@@ -192,6 +193,36 @@ class Span(NamedTuple):
     #: begin, end: its first row, and the one behind its last.
     begin: Any
     end: Any
+
+
+class Sources(NamedTuple):
+    """Rows of several sources, each sorted by group: see `tilestream.core.sources`."""
+
+    counts: Any  # pointer to int32 ``[count, groups]``: rows of each group of each source
+    #: count, groups, capacity: how many there are, and the rows of a source's place.
+    count: Any
+    groups: Any
+    capacity: Any
+    pivot: Any  # the source that each worker looks at first
+    #: tickets, settled: pointers to int64: a counter for each group of each source, and a word for each source. They
+    #: lie side by side, since a worker reads those of a source at once.
+    tickets: Any
+    settled: Any
+
+
+class SourceItem(NamedTuple):
+    """A tile of a group of a source."""
+
+    #: source, group, ticket: whose, and its number among the group's tiles.
+    source: Any
+    group: Any
+    ticket: Any
+    #: begin, rows: the group's first row, and how many it has.
+    begin: Any
+    rows: Any
+    #: valid, tiles: whether the source's counts are known and fit its place; the tiles of all its groups.
+    valid: Any
+    tiles: Any
 
 
 class Place(NamedTuple):

@@ -156,6 +156,13 @@ class PortableGroupedConfig(PortableConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PortableSourcesConfig(PortableGroupedConfig):
+    """The configuration of the portable grouped GEMM by source. ``ARRIVES``: whether counts and rows arrive."""
+
+    PUBLISHES: bool = False  # whether each source's result is signalled
+
+
+@dataclass(frozen=True, kw_only=True)
 class HopperConfig(GemmConfig):
     """The configuration of the Hopper GEMM. Its accumulator has rows of ``x`` and columns of ``y``."""
 

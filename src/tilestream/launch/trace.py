@@ -67,6 +67,8 @@ def untraced(plan: Plan | AttentionPlan) -> str:
     """Why launches of this plan on the current stream are not recorded, for a log line; empty if they are."""
     if torch.cuda.is_current_stream_capturing():
         return "a launch that is captured into a graph is not recorded: trace an eager one"
+    if getattr(plan.problem, "sources", 0):
+        return "the kernel of rows by source writes no trace: one of packed rows does (offsets=)"
     if plan.backend == "cdna":
         return "the CDNA kernel writes no trace: backend='portable' does"
     if ctas_of(plan.variant) > 1:

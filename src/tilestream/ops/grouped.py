@@ -24,7 +24,7 @@ from tilestream.ops.request import ACTIVATIONS, Request, check_out, multiply
 from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
 from tilestream.ops.sharding import is_dtensor
 from tilestream.plan.api import check_publish
-from tilestream.plan.grouped import check_schedule
+from tilestream.plan.grouped import check_schedule, check_source_schedule
 from tilestream.runtime import shutdown
 
 _OP = "grouped_mm"
@@ -121,7 +121,7 @@ def grouped_mm(
         128 of K are scaled before they are added, in float32. Scales get no gradient, and nor do operands that they
         scale.
     schedule
-        ``"static"``, ``"dynamic"`` or ``"auto"``: see `tilestream.grouped_plan`.
+        ``"static"``, ``"dynamic"`` or ``"auto"``: see `tilestream.grouped_plan`. Rows by source have no static one.
     deadline
         As for `tilestream.matmul`, of a stream or an ``arrival``.
 
@@ -328,6 +328,7 @@ def _check_sources(
     counts = arrival.counts if arrival is not None else counts
     assert counts is not None
     r.check()
+    check_source_schedule(_OP, r.schedule)
     for name, tensor in (("a", r.a), ("b", r.b), ("out", r.out), ("counts", counts)):
         if is_dtensor(tensor):
             raise TypeError(f"{_OP}: {name} is a DTensor; sources bring one rank's rows: pass {name}.to_local()")

@@ -272,15 +272,19 @@ def find(x: GroupedOperands, how: gpu.How, arrives: bool = False) -> Launch:
 
 
 def problem_of(x: GroupedOperands, fast_accum: bool = True) -> GroupedProblem:
-    """The problem of operands, as far as it is the same on every device."""
+    """The problem of operands, as far as it is the same on every device.
+
+    Of rows by source as many are expected as a place has: what all sources bring if each divides its own among as many.
+    """
     a, b, out, e, offsets = x
     along: Along = "rows" if b.dim() == 3 else "k"
+    sources = offsets.shape[0] if offsets.dim() == 2 else 0
     return GroupedProblem(
         a.shape[0], b.shape[-1], a.shape[1], 1, dtype_name(a.dtype), dtype_name(out.dtype),
         aligned=_is_aligned(x), no_tma=_no_tma(x), b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "",
         scales=x.scales, plain=e.trivial or (x.scales == "block" and e._replace(scale_a=None, scale_b=None).trivial),
-        fast_accum=fast_accum or a.dtype not in FP8_DTYPES, groups=offsets.shape[0], along=along,
-        two_halves=e.activation in HALVES,
+        fast_accum=fast_accum or a.dtype not in FP8_DTYPES, groups=offsets.shape[-1], along=along,
+        two_halves=e.activation in HALVES, sources=sources, likely=a.shape[0] // max(1, sources),
     )  # fmt: skip
 
 
@@ -316,7 +320,7 @@ def _is_vector(x: torch.Tensor) -> bool:
 
 
 def make(
-    x: GroupedOperands, how: gpu.How, device: DeviceProperties | None = None, arrives: bool = False
+    x: GroupedOperands, how: gpu.How, device: DeviceProperties | None = None, arrives: bool = False, pivot: int = 0
 ) -> Launch:  # fmt: skip
     """The launch for such operands; ``device``: see `tilestream.ops.gpu.compile_ahead`."""
     from tilestream.launch import compiling
@@ -325,7 +329,7 @@ def make(
 
     device = device or cuda_properties(x.a.device.index)
     tf32 = x.a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32()
-    problem = replace(problem_of(x, how.fast_accum), tf32=tf32, arrives=arrives)
+    problem = replace(problem_of(x, how.fast_accum), tf32=tf32, arrives=arrives, pivot=pivot)
     plan = plan_groups(problem, how.workers or None, how.schedule, device=device, limit=how.limit)
     return launch_of(plan, x)
 
@@ -365,6 +369,10 @@ def launch_of(plan: Any, x: GroupedOperands) -> Launch:
         from tilestream.launch.hopper.grouped import HopperGroupedLaunch
 
         return HopperGroupedLaunch(plan, layout, bias, x.out.data_ptr() % 16 == 0)
+    if plan.problem.sources:
+        from tilestream.launch.portable.sources import SourcesLaunch
+
+        return SourcesLaunch(plan, layout, bias, e.publish is not None)
     from tilestream.launch.portable.grouped import GroupedLaunch
 
     return GroupedLaunch(plan, layout, bias)

@@ -23,13 +23,17 @@ from tilestream.core import sources
 from tilestream.core.errors import ArrivalTimeout, source_name
 from tilestream.core.operands import HALVES, Epilogue, GemmOperands, GroupedOperands
 from tilestream.core.sources import Place, SourcePlaces, SourceTile
+from tilestream.launch.cache import launch_cache, signature
+from tilestream.launch.gate import NO_PUBLISH, PublishArguments
 from tilestream.ops import gpu
 from tilestream.ops.checks import check_pair, check_written
-from tilestream.ops.grouped_library import dequantized, halves, of_group, product
+from tilestream.ops.grouped_library import dequantized, halves, make, of_group, product
 from tilestream.ops.library import register, result_dtype
 from tilestream.ops.operands import refuse_shared
 from tilestream.plan import limit as limits
-from tilestream.plan.grouped import check_schedule, refuse_invariance
+from tilestream.plan.grouped import check_source_schedule, refuse_invariance
+from tilestream.runtime import collector
+from tilestream.runtime.channel import check_device
 
 _OP = "grouped_mm"
 #: Bias ``[G, 1, N]``; scales as of ``grouped_gemm``. arrival: of the rows, as `FlatArrival.ints`, and the caller's own
@@ -89,7 +93,7 @@ def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) ->
     a, b, counts, bias, activation, _, schedule, workers, pivot, arrival, signals, deadline, publish, published = args
     rest: Any = (*optional, *_DEFAULTS[len(optional) :])
     scale_a, scale_b, fast_accum, worker_limit = rest
-    check_schedule(_OP, schedule)
+    check_source_schedule(_OP, schedule)
     bias, scale_a, scale_b = (None if t is None else t.detach() for t in (bias, scale_a, scale_b))
     epilogue = Epilogue(1.0, bias, None, 1.0, activation, scale_a, scale_b)
     x = GroupedOperands(a.detach(), b.detach(), out.detach(), epilogue, counts)
@@ -97,10 +101,11 @@ def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) ->
     refuse_invariance(_OP, how.limit)
     rows, publishes = FlatArrival.from_ints(arrival, signals), FlatArrival.from_ints(publish, published)
     awaited = Awaited.of(rows, None, check_deadline(deadline), _OP, out.device)
-    if out.is_cuda:
-        raise NotImplementedError(f"{_OP}: rows by source on a GPU")
     words = None if publishes is None else publishes.signals(_OP, out.device)
-    _Caller(x, how, pivot, awaited, words).run()
+    if out.is_cuda:
+        _on_gpu(x, how, pivot, awaited, words)
+    else:
+        _Caller(x, how, pivot, awaited, words).run()
 
 
 # CPU ------------------------------------------------------------------------------------------------------------------
@@ -305,6 +310,47 @@ def _rows_of(x: GroupedOperands, group: int, run: slice) -> GemmOperands:
         return GemmOperands(part.a, part.b[0], part.out, Epilogue(1.0, bias, None, 1.0, e.activation))
     vectors = [of_group(v, group, run) for v in (e.bias, e.scale_a, e.scale_b)]
     return GemmOperands(a[run], b[group], out[run], Epilogue(1.0, vectors[0], None, 1.0, e.activation, *vectors[1:]))
+
+
+# GPU ------------------------------------------------------------------------------------------------------------------
+
+
+def _on_gpu(x: GroupedOperands, how: gpu.How, pivot: int, awaited: Awaited | None, publishes: Any) -> None:
+    """Issue the launch on the current stream. ``publishes``: `DeviceSignals` of the sources' results; None for none."""
+    device = x.a.device
+    check_device(device.index)
+    if not x.a.shape[0] and awaited is None and publishes is None:
+        return
+    if awaited is not None and awaited.rows.by_matmul:  # that matmul may have allocated the rows on its own stream
+        x.a.record_stream(torch.cuda.current_stream(device))
+    if publishes is None:
+        gpu.issue(find(x, how, pivot, awaited is not None), x, awaited, _OP)
+        return
+    with torch.cuda.device(device):
+        x = x._replace(epilogue=x.epilogue._replace(publish=NO_PUBLISH))
+        launch = find(x, how, pivot)
+        captured = torch.cuda.is_current_stream_capturing()
+        words = PublishArguments(*publishes.publish())
+        try:
+            gpu.issue(launch, x._replace(epilogue=x.epilogue._replace(publish=words)), None, _OP)
+            publishes.published(pivot)
+        except BaseException as error:
+            if not captured:  # a failed capture has neither a graph nor readers
+                publishes.fail(error)  # readers that wait for the other sources raise it
+            raise
+
+
+def find(x: GroupedOperands, how: gpu.How, pivot: int = 0, arrives: bool = False) -> Any:
+    """The launch for such operands: an earlier one's, or a new one; ``arrives``: the sources' rows."""
+    e = x.epilogue
+    tensors = (x.a, x.b, x.out, e.bias, e.scale_a, e.scale_b, x.offsets)
+    key = signature("sources", tensors, (*how[:-1], e.activation, pivot, arrives, e.publish is not None), how.limit)
+    launch = launch_cache.get(key)
+    if launch is None:
+        generation = launch_cache.generation
+        with collector.paused():  # the first one imports the kernels
+            launch = launch_cache.insert(key, make(x, how, arrives=arrives, pivot=pivot), generation)
+    return launch
 
 
 register("grouped_gemm_by_source", _SCHEMA.format(more="") + "Tensor", _real, _fake, alone=True)

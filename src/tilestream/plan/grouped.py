@@ -19,7 +19,7 @@ from tilestream.core.groups import ALONGS, SPREAD, Along, mean_row_tiles, most_r
 from tilestream.core.integers import cdiv
 from tilestream.core.operands import ACTIVATIONS, HALVES, SCALE_BLOCK
 from tilestream.core.order import Raster
-from tilestream.core.schedule import Kind, Schedule
+from tilestream.core.schedule import Kind, Schedule, SourceSchedule
 from tilestream.plan import tma
 from tilestream.plan.api import check_forced, default_workers, device_properties
 from tilestream.plan.candidate import Asked, Candidate, Refusal
@@ -63,6 +63,9 @@ def grouped_plan(
     schedule: str = "auto",
     tile: tuple[int, int] | None = None,
     backend: str | None = None,
+    sources: int | None = None,
+    capacity: int | None = None,
+    arrives: bool = False,
 ) -> Plan:
     """The plan of `tilestream.grouped_mm` for ``groups`` groups and contiguous operands.
 
@@ -86,6 +89,12 @@ def grouped_plan(
         is ``[k, n]``.
     schedule
         ``"static"``, ``"dynamic"`` or ``"auto"``.
+    sources, capacity
+        For rows by source (``counts=`` or a `tilestream.SourceArrival`): the number of sources, and the rows of a
+        source's place; None: ``m``. ``m`` is then the rows to expect of all sources. A call expects as many as a place
+        has: what all sources bring if each divides its rows among as many ranks.
+    arrives
+        Whether rows by source arrive; else all are there.
 
     Returns
     -------
@@ -118,17 +127,47 @@ def grouped_plan(
     kind = dtype_name(dtype)
     result = result_name(kind, None if out_dtype is None else dtype_name(out_dtype))
     aligned = k % 16 == 0 if along == "rows" else m % 16 == 0 and n % 16 == 0
+    places = _places(m, sources, capacity, arrives, along, schedule)
     problem = GroupedProblem(
-        m, n, k, 1, kind, result, aligned=properties.backend == "cpu" or aligned,
+        places.pop("rows", m), n, k, 1, kind, result, aligned=properties.backend == "cpu" or aligned,
         no_tma="" if properties.backend == "cpu" else _no_tma(m, n, k, along, kind),
         plain=scales in ("none", "block") and activation is None, scales=scales, groups=groups, along=along,
-        two_halves=activation in HALVES,
+        two_halves=activation in HALVES, **places,
     )  # fmt: skip
     asked = Asked(
         workers, schedule, tile, device=properties, default_workers=default_workers(properties), backend=backend,
         limit=limit(),
     )  # fmt: skip
     return plan_groups(problem, *check_forced(asked, device))
+
+
+def _places(
+    m: int, sources: int | None, capacity: int | None, arrives: bool, along: Along, schedule: str
+) -> dict[str, Any]:  # fmt: skip
+    """What a problem of rows by source has beside others; raise for what is none."""
+    if sources is None:
+        if capacity is not None or arrives:
+            raise ValueError(f"capacity={capacity!r}, arrives={arrives!r} without sources=; they are of rows by source")
+        return {}
+    capacity = m if capacity is None else capacity
+    for name, extent in (("sources", sources), ("capacity", capacity)):
+        if not is_whole(extent) or extent < 1:
+            raise ValueError(f"{name}={extent!r}; it is a whole number, at least 1")
+    if along != "rows":
+        raise ValueError(f"along={along!r} with sources={sources}; sources bring rows: along='rows'")
+    if m > sources * capacity:
+        raise ValueError(f"m={m} rows; {sources} sources have places of {capacity}: {sources * capacity} at most")
+    check_source_schedule("grouped_plan", schedule)
+    return {"rows": sources * capacity, "sources": sources, "likely": m, "arrives": arrives}
+
+
+def check_source_schedule(op: str, schedule: str) -> None:
+    """Raise `ValueError` for a schedule that rows by source do not support."""
+    if schedule not in ("auto", "dynamic"):
+        raise ValueError(
+            f"{op}: schedule={schedule!r} with rows by source; no position is known before the counts are: it is "
+            "'auto' or 'dynamic'"
+        )
 
 
 def _no_tma(m: int, n: int, k: int, along: Along, dtype: str) -> str:
@@ -177,6 +216,8 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
         )  # fmt: skip
         refused += (other,)
     best = min(found, key=lambda one: one.predicted)
+    if problem.sources:
+        check_source_schedule("grouped_plan", how.schedule)
     lengths = "of equal lengths" if problem.divides_k else f"whose lengths differ by up to {SPREAD:.0%} from their mean"
     why = f"least of {len(found)} candidates in the cost model, groups {lengths}"
     made = of_candidate(problem, device, backend, best, why, refused)
@@ -208,8 +249,13 @@ def grids(problem: GroupedProblem, block: tuple[int, int, int]) -> tuple[Grid, G
     if problem.along == "k":
         whole = Grid.of(problem.m, problem.n, problem.k, *block, batch=groups)
         return replace(whole, k_steps=max(1, cdiv(cdiv(problem.k, groups), block[2]))), whole
-    tiles = (count(problem.m, groups, block[0]) for count in (mean_row_tiles, most_row_tiles))
-    mean, most = (Grid(1, count, num_n, max(1, cdiv(problem.k, block[2]))) for count in tiles)
+    if problem.sources:
+        runs, capacity = problem.sources * groups, problem.m // problem.sources
+        few = mean_row_tiles(problem.likely, runs, block[0])
+        many = problem.sources * most_row_tiles(capacity, groups, block[0])
+    else:
+        few, many = (count(problem.m, groups, block[0]) for count in (mean_row_tiles, most_row_tiles))
+    mean, most = (Grid(1, count, num_n, max(1, cdiv(problem.k, block[2]))) for count in (few, many))
     return mean, most
 
 
@@ -220,6 +266,9 @@ def schedules_of(
     mean, most = grids(problem, block)
     kind: Kind = "static" if schedule == "static" or (schedule == "auto" and most.tiles <= workers) else "dynamic"
     raster, few = Raster("grouped", group=group), max(1, min(workers, most.tiles))
+    if problem.sources:
+        launched = SourceSchedule("dynamic", most, raster, few, sources=problem.sources, groups=problem.groups)
+        return Schedule("dynamic", mean, raster, few), launched
     count, split = queues_of(problem, kind, None, raster, few)
     return Schedule(kind, mean, raster, few, count, split), Schedule(kind, most, raster, few, count, split)
 
@@ -242,6 +291,8 @@ def _portable(problem: GroupedProblem, device: DeviceProperties, workers: int, h
 
 def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
     """Why the Hopper kernel does not support a problem; empty if it does."""
+    if problem.sources:
+        return "its load warp takes no tiles by source yet"
     if problem.arrives:
         return "its load warp does not wait for the chunk of an item's group yet"
     if problem.groups > HOPPER_GROUPS:

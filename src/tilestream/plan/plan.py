@@ -26,6 +26,7 @@ Copies = Literal["none", "rows", "columns"]
 #: four reach 33, and 8, 16 or 32 reach 44, the most that workers get from an H200's link. Its copy engine reaches 49
 #: (`benchmarks/results/h200/stream_copies.json`).
 COPIERS = 8
+NOT_RUN = "; compiled, not run"
 
 
 def copied_operand(problem: Problem, backend: str) -> tuple[Copies, str]:
@@ -197,6 +198,8 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.variant == "inline":
         return
     queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind != "static" else ""
+    if schedule.packed:
+        queues = ", a queue for each group of a source"
     if schedule.split == "strides":
         queues = ", a queue each: first a static grid's tiles, then those of other queues"
     remainder = ""
@@ -207,12 +210,16 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
         first += f" from batch {schedule.first_batch}"
     most = ""
     if isinstance(problem := plan.problem, GroupedProblem):
-        mean = (problem.m if problem.along == "rows" else problem.k) / problem.groups
+        rows = problem.likely if problem.sources else problem.m
+        mean = (rows if problem.along == "rows" else problem.k) / (problem.groups * max(1, problem.sources))
         of_rows = problem.along == "rows"
         most = "at most " * of_rows
         how = "the device counts the tiles" if of_rows else "the longest is begun first"
         of_group = f"{problem.groups} of {number(mean)} {'rows' if of_rows else 'of K'} on average"
-        yield "groups", f"{of_group}; offsets are read on the device: {how}"
+        if problem.sources:
+            of_group = f"{problem.sources} sources' {of_group}, if they bring {rows} rows in all"
+        what = "counts" if problem.sources else "offsets"
+        yield "groups", f"{of_group}; {what} are read on the device: {how}"
     yield "tiles", f"{most}{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"
     of_ctas = f" of {plan.ctas} CTAs" * (plan.ctas > 1)
     yield "schedule", f"{schedule.kind}, {schedule.workers} workers{of_ctas}{queues}{remainder}"
@@ -234,9 +241,15 @@ def _arrivals(plan: Plan) -> Iterator[tuple[str, str]]:
         if incoming is not None:
             what = f"{_cut(incoming.chunks, name)}, pivot {incoming.pivot}"
             yield "arrival", f"{name} in {what}; a tile waits for the chunks it reads"
-    if isinstance(problem, GroupedProblem) and problem.arrives:
+    if isinstance(problem, GroupedProblem) and problem.arrives and problem.sources:
+        how = "a group's tiles wait for its source's counts and for its own rows, and are taken as they come"
+        yield (
+            "arrival",
+            f"rows by source, from source {problem.pivot} on; {how}{'' if plan.backend == 'cpu' else NOT_RUN}",
+        )
+    elif isinstance(problem, GroupedProblem) and problem.arrives:
         how = "tiles of the group with most rows first, each waits for its own"
-        yield "arrival", f"each group's matrix of B; {how}{'' if plan.backend == 'cpu' else '; compiled, not run'}"
+        yield "arrival", f"each group's matrix of B; {how}{'' if plan.backend == 'cpu' else NOT_RUN}"
     if not problem.arriving:
         yield "arrival", "none: no gate code runs"
     operand, why = copied_operand(problem, plan.backend)

@@ -172,7 +172,13 @@ class GroupedProblem(Problem):
     groups: int = 1
     along: Along = "rows"
     two_halves: bool = False  # whether an output column combines a column of each half of B: it has ``n // 2``
-    arrives: bool = False  # whether the groups' matrices of B arrive one by one, that with the most rows first
+    #: Whether the groups' matrices of B arrive one by one, that with the most rows first. By source: whether rows do.
+    arrives: bool = False
+    #: sources, likely: of rows by source, the number of sources, each with a place of ``m // sources`` rows, and the
+    #: rows to expect of all of them, for costs. 0 sources: offsets say where groups end.
+    sources: int = 0
+    likely: int = 0
+    pivot: int = 0  # the source that each worker looks at first
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,6 +189,8 @@ class GroupedProblem(Problem):
             raise ValueError(f"n={self.n}; of an activation of two halves B has an even number of columns")
         if self.scales == "block" and not self.fp8:
             raise TypeError(f"scales='block': operands are {self.dtype}; they are of {', '.join(FP8)}")
+        if self.sources and (self.along == "k" or self.m % self.sources):
+            raise ValueError(f"sources={self.sources}: groups by source divide rows, {self.m} in equal places")
         if not 1 <= self.groups <= MOST_GROUPS:
             raise ValueError(
                 f"groups={self.groups}; there are 1 to {MOST_GROUPS}: make several calls, of fewer groups each"
@@ -190,8 +198,13 @@ class GroupedProblem(Problem):
 
     @property
     def arriving(self) -> int:
-        """The number of operands that arrive: 1 if B does, else 0."""
+        """The number of operands that arrive: 1 if B does, or rows by source do, else 0."""
         return int(self.arrives)
+
+    @property
+    def operations(self) -> int:
+        """See `Problem`. By source of the rows to expect."""
+        return 2 * self.likely * self.n * self.k if self.sources else super().operations
 
     @property
     def divides_k(self) -> bool:
@@ -201,8 +214,11 @@ class GroupedProblem(Problem):
     @property
     def text(self) -> str:
         """The product in words."""
+        halves = ", swiglu of two halves" * self.two_halves
+        if self.sources:
+            rows = f"{self.sources} x {self.m // self.sources}"
+            return f"grouped_mm [{rows}, {self.k}] @ [{self.groups}, {self.k}, {self.n}] by source{halves}"
         if self.along == "rows":
-            halves = ", swiglu of two halves" * self.two_halves
             return f"grouped_mm [{self.m}, {self.k}] @ [{self.groups}, {self.k}, {self.n}] by rows{halves}"
         return f"grouped_mm [{self.m}, {self.k}] @ [{self.k}, {self.n}] by K, {self.groups} groups"
 
@@ -221,8 +237,9 @@ class GroupedProblem(Problem):
         """See `Problem`. Each group is taken to have rows (a part of K)."""
         size, out = ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype]
         if self.along == "rows":
-            used = min(self.groups, self.m)
-            return size * (self.m * self.k + used * self.k * self.n) + out * self.m * self.out_columns
+            rows = self.likely if self.sources else self.m
+            used = min(self.groups, rows)
+            return size * (rows * self.k + used * self.k * self.n) + out * rows * self.out_columns
         return size * self.k * (self.m + self.n) + out * self.groups * self.m * self.n
 
 

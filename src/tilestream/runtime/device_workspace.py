@@ -36,7 +36,8 @@ _SLAB = 2**18
 class Words(NamedTuple):
     """The memory of one launch; None for each part that its schedule does not use."""
 
-    #: ``int64``, `LINE` apart: a counter for each queue, the number of workers that have left, the abort word.
+    #: ``int64``, `LINE` apart: a counter for each queue, the number of workers that have left, the abort word; behind
+    #: them, side by side, those of rows by source.
     counters: torch.Tensor | None
     #: counts, partials: for stream-K, two ``int32`` a slot (one for each half of a tile) and ``float32``
     #: ``[block_m, block_n]``. Partials without counts: as many ``float32`` as were asked for.
@@ -53,7 +54,7 @@ NO_WORDS = Words(None, None, None, 0, 0)
 
 def words_of(schedule: Schedule) -> int:
     """The number of a launch's 8-byte counters: see `Words`."""
-    return (schedule.queues + 2) * LINE
+    return (schedule.queues + 2) * LINE + schedule.packed
 
 
 class DeviceWorkspace:

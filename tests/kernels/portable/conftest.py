@@ -19,6 +19,7 @@ INTERPRETED = [
     "test_portable_fp8.py",
     "test_portable_gemm.py",
     "test_portable_grouped.py",
+    "test_portable_grouped_sources.py",
     "test_portable_order.py",
     "test_portable_rank_calls.py",
     "test_portable_trace.py",

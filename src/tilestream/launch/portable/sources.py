@@ -1,0 +1,86 @@
+"""Launches the portable grouped GEMM by source, as `tilestream.launch.portable.grouped`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilestream.arrival.flat import Awaited
+from tilestream.core.operands import GroupedOperands
+from tilestream.kernels.config import PortableGroupedConfig, PortableSourcesConfig
+from tilestream.kernels.portable.grouped_sources import grouped_gemm_by_source
+from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments, bounds_of
+from tilestream.launch.gemm_arguments import Layout
+from tilestream.launch.grouped_arguments import Bias, lanes_of, problem_of
+from tilestream.launch.launch import Kernel, Launch, Probe, records_of
+from tilestream.launch.portable.grouped import GroupedArguments
+from tilestream.launch.trace import SpanLog
+from tilestream.plan.plan import Plan
+from tilestream.runtime.device_workspace import Words
+
+#: As `tilestream.launch.portable.grouped` has it. Beside a worker's place in the sources 16 columns spill 32 bytes.
+_STRIP = 8
+
+
+class SourcesArguments(GroupedArguments):
+    """As `GroupedArguments`; ``publishes``: whether each source's result is signalled."""
+
+    kernel: Any = grouped_gemm_by_source
+    matrices = ("a", "b", "source_counts")
+
+    def __init__(self, plan: Plan, layout: Layout, bias: Bias, publishes: bool = False) -> None:
+        self._publishes = publishes
+        super().__init__(plan, layout, bias)
+
+    def _numbers(self) -> dict[str, Any]:
+        problem = problem_of(self.plan)
+        mine = {"num_sources": problem.sources, "place_rows": problem.m // problem.sources, "pivot": problem.pivot}
+        return super()._numbers() | mine
+
+    def _config(self, **logs: bool) -> PortableGroupedConfig:
+        problem, plan = problem_of(self.plan), self.plan
+        # A lane for each thread at least: a word that several threads read might change between their reads.
+        threads = plan.warps * (64 if plan.device.arch.startswith("gfx") else 32)
+        grouped = super()._config(**logs)
+        own = vars(grouped) | {
+            "STRIP": grouped.STRIP if problem.plain else _STRIP,
+            "LANES": max(lanes_of(problem.groups), threads),
+            "ROW_CHUNKS": "sources" if problem.arrives else "none",
+            "PUBLISHES": self._publishes,
+        }
+        return PortableSourcesConfig(**own)
+
+
+class SourcesLaunch(Launch):
+    """The portable grouped GEMM by source for one plan, one layout of the operands and one alignment of addresses."""
+
+    def __init__(self, plan: Plan, layout: Layout, bias: Bias, publishes: bool = False) -> None:
+        super().__init__(plan, True)
+        self._arguments = SourcesArguments(plan, layout, bias, publishes)
+        self._kernel = Kernel(grouped_gemm_by_source, (plan.schedule.workers, 1, 1), self._arguments.options)
+
+    def issue(
+        self, stream: int, x: GroupedOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
+    ) -> None:
+        """See `Launch.issue`."""
+        e, gate, kernel = x.epilogue, self._gate(x, awaited), self._kernel
+        publish = NO_PUBLISH if e.publish is None else e.publish
+        operands = kernel.take((
+            x.a, x.b, x.offsets, x.out, e.bias, None, e.scale_a, e.scale_b, words.partials, words.counts,
+            words.counters, None, None, words.base, words.reset, 1.0, 1.0,
+        ))  # fmt: skip
+        if gate is not NO_GATE:
+            gate = GateArguments._make(kernel.take(gate))
+        publish = PublishArguments._make(kernel.take(publish))
+        kernel(stream, self._arguments.fill(tuple(operands), 0, gate, publish=publish))
+
+    @staticmethod
+    def _gate(x: GroupedOperands, awaited: Awaited | None) -> GateArguments:
+        if awaited is None:
+            return NO_GATE
+        words, quarantine, epoch, key = awaited.rows.use()
+        records, claims = records_of(x.a.device)
+        allowed, op = bounds_of(awaited.deadline, awaited.op)
+        return NO_GATE._replace(
+            row_signals=words, row_quarantine=quarantine, records=records, claims=claims, row_epoch=epoch, row_key=key,
+            allowed=allowed, op=op,
+        )  # fmt: skip
