@@ -59,6 +59,7 @@ kernels.portable.rank_calls: kernels/portable/test_portable_rank_calls.py kernel
 launch.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
 kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
  kernels/portable/test_portable_grouped.py
+launch.gemm_arguments: plan/test_portable_plan.py kernels/portable/test_portable_gemm.py
 launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_grouped_plan.py
 core.protocols.dispatch: distributed/test_protocols.py distributed/test_moe.py
 core.protocols: distributed/test_gpu_reduce_scatter.py distributed/test_copy_engines.py

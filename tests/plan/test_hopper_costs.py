@@ -101,6 +101,16 @@ def test_a_candidate_costs_what_its_schedule_does(m, n, k, batch, multiple, auto
     assert len({(c.variant, c.block, c.swap_ab, c.schedule) for c in found}) == len(found), "none is there twice"
 
 
+def test_sums_that_are_promoted_cost_a_ping_pong_tile_more():
+    exact = Problem(8192, 8192, 8192, dtype="float8_e4m3fn", out_dtype="bfloat16", fast_accum=False)
+    one = next(c for c in hopper.candidates(exact, H100, 132, kinds=KINDS) if c.variant == "ping_pong")
+    rows, columns = one.block[1::-1] if one.swap_ab else one.block[:2]
+    tile = next(row for row in hopper.TILES if row[:3] == (one.variant, rows, columns))
+    fast = dataclasses.replace(exact, fast_accum=True)
+    times = [hopper.seconds(problem, H100, one.schedule, tile, one.swap_ab) for problem in (exact, fast)]
+    assert times[0] > 1.5 * times[1]
+
+
 def test_a_plan_makes_the_schedules_of_few_candidates(monkeypatch):
     """A hundred would take longer than the rest of planning: a new shape is planned in a millisecond."""
     made = []

@@ -336,6 +336,9 @@ class TestPlan:
         made = plan(64, 64, 64, dtype=torch.bfloat16, out_dtype="float32")
         assert (made.problem.dtype, made.problem.out_dtype) == ("bfloat16", "float32")
         assert made.explain().startswith("matmul [64, 64] @ [64, 64], bfloat16 -> float32\n")
+        assert made.problem.b_dtype == "", "that of A"
+        mixed = plan(64, 64, 64, dtype="float8_e4m3fn", b_dtype="float8_e5m2", device="h100")
+        assert mixed.problem.b_dtype == "float8_e5m2"
 
     def test_explain_in_full(self):
         made = plan(1024, 512, 2560, batch=2, tile=(512, 512), workers=3, schedule="stream_k", shares=5)
