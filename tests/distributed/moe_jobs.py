@@ -119,6 +119,7 @@ def shapes_and_routers(rank, world):
             x.view(*shape, 12), lambda t: (weights.view(*t.shape[:-1], 2), chosen.view(*t.shape[:-1], 2)), *w
         )
         assert many.equal(plain.view(*shape, 12))
+    assert tsd.moe(x, (weights, chosen), *w, most_tokens=6).equal(plain), "memory on GPUs alone"
     frozen = [t.detach() for t in w]
     grads = [torch.autograd.grad(tsd.moe(x, (weights, chosen), *one).sum(), (x, weights)) for one in (w, frozen)]
     assert all(map(torch.equal, *grads))
@@ -308,6 +309,9 @@ def refuses(rank, world):
         *(({}, {"activation": no}, f"activation={no!r}; it is None or one of relu") for no in ("", "none", 0, [])),
         ({}, {"activation": "tanh"}, "activation='tanh'; it is None or one of relu, gelu, gelu_tanh, silu"),
         ({}, {"form": "fast"}, "form='fast'; it is one of auto, fused, unfused"),
+        ({}, {"most_tokens": 0}, "ValueError: moe: most_tokens=0; it is a positive number of tokens, or None"),
+        ({}, {"most_tokens": 4.0}, "most_tokens=4.0; it is a positive number of tokens, or None"),
+        ({}, {"most_tokens": 3}, "x has 4 tokens, and most_tokens=3: give the most that any rank gives, the same on"),
         ({}, {"group": "ep"}, "TypeError: moe: group is a str; it is a torch.distributed.ProcessGroup or None"),
     ]  # fmt: skip
     for changes, options, message in calls:

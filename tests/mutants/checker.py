@@ -19,12 +19,14 @@ from mutants import table
 from mutants.engine import Edit, mutated
 from tilestream.core.chunks import Chunks
 from tilestream.core.loop import Count, Poll, Reduce
+from tilestream.core.protocols.replay import Taken
 from tilestream_tools.verify import copies, publish
 from tilestream_tools.verify import operations as ops
 from tilestream_tools.verify.arrival_order import ordered
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.dispatch import DispatchCase
+from tilestream_tools.verify.experts import ExpertsCase
 from tilestream_tools.verify.faults import KINDS
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.gpu_loop import Add, Poison
@@ -42,7 +44,8 @@ from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 CORE, VERIFY = "tilestream.core", "tilestream_tools.verify"
 MODULES = {
     **{name: f"{CORE}.{name}" for name in ("gate", "loop", "schedule")},
-    **{name: f"{CORE}.protocols.{name}" for name in ("dispatch", "gather", "one_shot", "reduce_scatter", "replay")},
+    **{name: f"{CORE}.protocols.{name}" for name in ("dispatch", "experts", "gather", "one_shot", "replay")},
+    "reduce_scatter": f"{CORE}.protocols.reduce_scatter",
     **{name: f"{VERIFY}.{name}" for name in ("attention_protocol", "copies", "gpu_loop", "product", "protocol")},
     **{name: f"{VERIFY}.{name}" for name in ("shared_attention", "shared_ring")},
 }
@@ -101,7 +104,7 @@ class Bug:
 
 TABLES = (
     "workers.txt", "rings.txt", "warps.txt", "attention.txt", "copies.txt", "ranks.txt", "replays.txt",
-    "dispatches.txt",
+    "dispatches.txt", "experts.txt",
 )  # fmt: skip
 
 
@@ -366,6 +369,14 @@ def _replay(role: str) -> Family:
     return Family("replay", (f"{CORE}.protocols.replay:{role}",), make, prefix="replay: ")
 
 
+def _experts(role: str) -> Family:
+    def make(text: Any, replays: int = 1, **more: Any) -> Any:
+        least = replays if "expires" in more else 1
+        return [ExpertsCase(replays=n, **{role: text}, **more) for n in range(least, replays + 1)]
+
+    return Family("experts", (f"{CORE}.protocols.experts:{role}",), make, (Taken,), prefix="experts: ")
+
+
 def _dispatch(role: str) -> Family:
     def make(made: Any, parts: Any = ((1,), (1,)), **more: Any) -> Any:
         return [DispatchCase(parts, **{role: made}, **more)]
@@ -395,5 +406,6 @@ FAMILIES: dict[str, Callable[[str], Family]] = {
     "reduce-scatter": partial(_reduction, "sums", SumCase, _SUM),
     "replay": _replay,
     "dispatch": _dispatch,
+    "experts": _experts,
     "all-reduce": partial(_reduction, "reduce", OneShotCase, _REDUCE),
 }

@@ -17,7 +17,7 @@ import torch
 from tilestream.core.protocols import gather
 from tilestream.distributed.collective import agree, barrier
 from tilestream.distributed.group_state import GroupState
-from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.plan import Call
 from tilestream.distributed.program import Handlers, run_protocol
 from tilestream.distributed.symmetric import PeerMemory
 from tilestream.runtime import shutdown
@@ -93,7 +93,7 @@ class CallQueue:
 
     @classmethod
     def of(
-        cls: type[Q], state: GroupState, plan: DistributedPlan, operand: str, device: torch.device, size: int,
+        cls: type[Q], state: GroupState, plan: Call, operand: str, device: torch.device, size: int,
         chunks: int = 0,
     ) -> Q:  # fmt: skip
         """The group's queue, with slots of at least ``size`` bytes with ``chunks`` signals each. Collective.

@@ -185,7 +185,7 @@ class GraphQueue(CallQueue):
             self.abort_group(f"{self.op}: a peer has given up waiting")
         state.check()
 
-    def run(self, prepared: Prepared, host: Host, first: int = 0, second: int = 0) -> None:
+    def run(self, program: Program, host: Host, first: int = 0, second: int = 0) -> None:
         """Issue or capture a call after the last one."""
         calling = torch.cuda.current_stream(self.device)
         graph = capture_id(calling.cuda_stream) if torch.cuda.is_current_stream_capturing() else 0
@@ -195,7 +195,7 @@ class GraphQueue(CallQueue):
         if graph == 0 or graph == self._graph:
             calling.wait_event(ended)
         try:
-            issue(prepared.program, (calling.cuda_stream, side.cuda_stream, first, second), host)
+            issue(program, (calling.cuda_stream, side.cuda_stream, first, second), host)
         except BaseException as error:
             if graph:
                 lose_capture(calling)
@@ -361,7 +361,7 @@ class GraphGather(GraphQueue):
         scales = 0 if shard.scales is None else shard.scales.data_ptr()
         signals.local_rows = own
         try:
-            self.run(prepared, host, shard.data.data_ptr(), scales)
+            self.run(prepared.program, host, shard.data.data_ptr(), scales)
         finally:
             signals.local_rows = None  # drops the reference to the caller's tensor
         return outs
@@ -449,7 +449,7 @@ class GraphSum(GraphQueue):
         }  # fmt: skip
         if parts is not None:
             host |= {f"multiply {peer}": functools.partial(product, peer, parts[peer]) for peer in range(world)}
-        self.run(prepared, host, 0 if parts is None else parts.data_ptr())
+        self.run(prepared.program, host, 0 if parts is None else parts.data_ptr())
 
     def _prepare(self, form: SumForm, slot: int) -> Prepared:
         """Record a call."""

@@ -29,7 +29,7 @@ from tilestream.runtime.driver import map_host_memory
 #: Bytes between two flags: each has its own cache line.
 LINE = 128
 #: The ops that have call queues, and so flags.
-_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "moe")
 #: The folder of shared memory that other processes of this host can open.
 _FOLDER = "/dev/shm"
 _TOKEN_BYTES = 16

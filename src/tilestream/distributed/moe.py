@@ -12,9 +12,7 @@ The backward pass sends the rows of x again, with the gradient's rows, and recei
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +23,21 @@ from tilestream.arrival.stream import open_streams
 from tilestream.core.arguments import is_one_of
 from tilestream.core.groups import MOST_GROUPS
 from tilestream.core.operands import ACTIVATIONS
-from tilestream.core.protocols import handshake
 from tilestream.distributed import moe_experts
+from tilestream.distributed.collective import agree
 from tilestream.distributed.dispatch import FORMS, Form
 from tilestream.distributed.group_state import Group, GroupState, groups_of, name_of, state_of, states_of
 from tilestream.distributed.moe_dispatch import Compute, Rows, by_collectives, by_messages, sorted_rows
 from tilestream.distributed.moe_experts import Experts, Part, wide_dtype
-from tilestream.distributed.planner import backend_of
+from tilestream.distributed.moe_plan import MoePlan, plan_of
 from tilestream.distributed.request import running
+from tilestream.distributed.symmetric import connect
 from tilestream.ops import streamed
 from tilestream.ops.checks import autocast, check_dense, refuse_tangents
 from tilestream.ops.library import _alone, library
 from tilestream.ops.limit import limit, within_limit
 from tilestream.ops.sharding import is_dtensor
-from tilestream.plan.candidate import Refusal
 from tilestream.plan.grouped import refuse_invariance
-from tilestream.plan.problem import dtype_name
 from tilestream.runtime.channel import check_device
 from tilestream.runtime.streams import is_capturing
 
@@ -55,58 +52,6 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WHOLE = (torch.int32, torch.int64)
 
 
-@dataclass(frozen=True)
-class MoePlan:
-    """The plan of a mixture of experts across ranks.
-
-    Attributes
-    ----------
-    rank, world
-        This process's rank, and the number of ranks.
-    transport
-        ``"gloo"``: messages with all ranks at once; ``"collective"``: an all-to-all in each direction.
-    refused
-        The reasons why the call is not fused; empty if it is.
-    agreed
-        The values that the ranks compare.
-    """
-
-    rank: int
-    world: int
-    transport: str
-    refused: tuple[Refusal, ...]
-    agreed: Mapping[str, object]
-
-    @property
-    def op(self) -> str:
-        """The op's name."""
-        return str(self.agreed["op"])
-
-    @functools.cached_property
-    def handshake(self) -> bytes:
-        """``agreed``, encoded."""
-        return handshake.encode(self.agreed)
-
-    @property
-    def fused(self) -> bool:
-        """Whether an expert's products begin when the rows of the first source have arrived."""
-        return not self.refused
-
-    def explain(self) -> str:
-        """The choices, and the refused ones, in words."""
-        how = (
-            "fused: each source's rows are multiplied as they come, part by part, and sent back" if self.fused else
-            "unfused: an all-to-all of the counts, one of the rows, the experts, an all-to-all back; the host reads "
-            "the counts"
-        )  # fmt: skip
-        lines = [
-            ("form", f"{how}, by {self.transport}"),
-            ("agreed", ", ".join(f"{name} {value}" for name, value in self.agreed.items())),
-            *(("refused", f"{refusal.what}: {refusal.why}") for refusal in self.refused),
-        ]
-        return "\n".join([f"moe, {self.world} ranks", *(f"  {name:<9} {text}" for name, text in lines)])
-
-
 def moe(
     x: torch.Tensor,
     router: Router,
@@ -118,6 +63,7 @@ def moe(
     activation: str | None = "silu",
     form: Form = "auto",
     deadline: float | None = None,
+    most_tokens: int | None = None,
 ) -> torch.Tensor:
     """``sum(weight * (activation(x @ w1.T) * (x @ w3.T)) @ w2.T)`` over each token's experts, which the ranks share.
 
@@ -142,11 +88,14 @@ def moe(
     activation
         ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or None.
     form
-        ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: fused if the ranks have gloo's messages. See
-        `plan_moe`.
+        ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: fused if the ranks have gloo's messages, or
+        GPUs that reach each other and ``most_tokens``. See `plan_moe`.
     deadline
         Seconds after which the call stops waiting, and likewise the backward pass; None: the group's own timeout. A
-        backend's own all-to-all always has the group's timeout.
+        backend's own all-to-all always has the group's timeout. On GPUs it is that of each wait for a peer.
+    most_tokens
+        The most tokens that any rank gives to such a call, the same on all ranks. A fused call on GPUs needs it: it
+        decides how much memory each rank lends the others for their rows. More tokens raise.
 
     Returns
     -------
@@ -159,14 +108,19 @@ def moe(
     ValueError, TypeError
         For invalid arguments, before anything is sent; or on every rank, if the ranks' calls differ.
     ArrivalTimeout
-        If rows did not come in time. It names the reporting rank and the rank whose rows are missing.
+        If rows did not come in time. It names the reporting rank and the rank whose rows are missing. A fused call on
+        GPUs does not wait: the next call on that device, or with that group, raises it, or `tilestream.check`; the
+        result is NaN.
     GroupBroken
         If a peer was lost, or a rank has given up waiting: by every later call with the group, on all its ranks.
     NotImplementedError
-        Under `tilestream.invariant`; while a CUDA graph is captured.
+        Under `tilestream.invariant`; while a CUDA graph is captured, if the call is unfused, as each backward pass is.
 
     Notes
     -----
+    A fused call on GPUs reads no expert's number on the host: a token that chooses an expert that does not exist
+    becomes NaN there. Other calls raise `ValueError`.
+
     All ranks must call backward, too. It sends ``x`` and the gradient, and recomputes the hidden rows. Gradients of the
     weights are sums over the rows of all ranks. There is no second derivative.
 
@@ -177,12 +131,13 @@ def moe(
     """
     weights, experts = _chosen(x, router)
     x, w1, w2, w3 = _checked(x, weights, experts, w1, w2, w3, activation, form)
+    most = _most(most_tokens, x)
     seconds = -1.0 if deadline is None else check_deadline(deadline)
     name = name_of(_OP, _one_group(group), _ANY)
     rows, top_k = x.shape[:-1].numel(), experts.shape[-1]
     result: torch.Tensor = moe_op(
         x.reshape(rows, x.shape[-1]), weights.reshape(rows, top_k), experts.reshape(rows, top_k), w1, w2, w3,
-        activation or "none", name, form, seconds, limit(),
+        activation or "none", name, form, seconds, limit(), most,
     )  # fmt: skip
     return result.view(x.shape)
 
@@ -197,12 +152,28 @@ def plan_moe(
     *,
     activation: str | None = "silu",
     form: Form = "auto",
+    most_tokens: int | None = None,
 ) -> MoePlan:
     """The plan of a call of `moe`, without sending anything. ``print(plan.explain())`` states the reasons."""
     weights, experts = _chosen(x, router)
     x, w1, w2, w3 = _checked(x, weights, experts, w1, w2, w3, activation, form)
     (one,) = groups_of(_OP, _one_group(group))
-    return _plan(state_of(_OP, one, _ANY), _OP, x, experts.shape[-1], w1, activation or "none", form)
+    state, most = state_of(_OP, one, _ANY), _most(most_tokens, x)
+    return plan_of(state, _OP, x, experts.shape[-1], w1, activation or "none", form, most)
+
+
+def _most(most_tokens: int | None, x: torch.Tensor) -> int:
+    """``most_tokens``, 0 for None; raise if ``x`` has more."""
+    if most_tokens is None:
+        return 0
+    if isinstance(most_tokens, bool) or not isinstance(most_tokens, int) or most_tokens < 1:
+        raise ValueError(f"{_OP}: most_tokens={most_tokens!r}; it is a positive number of tokens, or None")
+    if (tokens := x.shape[:-1].numel()) > most_tokens:
+        raise ValueError(
+            f"{_OP}: x has {tokens} tokens, and most_tokens={most_tokens}: give the most that any rank gives, the same "
+            "on all ranks, or cut x"
+        )
+    return most_tokens
 
 
 def _one_group(group: Group) -> Group:
@@ -280,32 +251,11 @@ def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{op}: {name} is {tensor.dtype}; it is one of {names}")
 
 
-def _plan(
-    state: GroupState, op: str, x: torch.Tensor, top_k: int, w1: torch.Tensor, activation: str, form: str
-) -> MoePlan:
-    refused: tuple[Refusal, ...] = ()
-    backend = backend_of(state, x.device)
-    if form == "unfused":
-        refused = (Refusal("fused", 'the caller asks for form="unfused"'),)
-    elif state.world == 1:
-        refused = (Refusal("fused", "one rank: nothing travels"),)
-    elif x.is_cuda:
-        refused = (Refusal("fused", "no kernel sends rows to the ranks of their experts yet"),)
-    elif backend != "gloo":
-        refused = (Refusal("fused", f"{backend} on the CPU; messages of gloo are what overlaps there"),)
-    experts, hidden, width = w1.shape
-    agreed = {
-        "op": op, "x": f"[..., {width}] {dtype_name(x.dtype)}", "top_k": top_k, "experts": experts, "hidden": hidden,
-        "activation": activation, "form": "unfused" if refused else "fused",
-    }  # fmt: skip
-    return MoePlan(state.rank, state.world, "collective" if refused else "gloo", refused, agreed)
-
-
 # The registered ops ---------------------------------------------------------------------------------------------------
 
 _SCHEMA = (
     "Tensor x, Tensor weights, Tensor experts, Tensor w1, Tensor w2, Tensor w3, str activation, str group, str form, "
-    "float deadline, int worker_limit"
+    "float deadline, int worker_limit, int most_tokens"
 )
 library.define(f"moe({_SCHEMA}) -> Tensor", tags=_alone)
 library.define(
@@ -323,15 +273,13 @@ def _travel(
 
     ``returned``: the shape of a row and its dtype, for each result.
     """
-    group, form, deadline, worker_limit = how
-    (state,) = states_of(_OP, group, _ANY)
-    if x.is_cuda:
-        check_device(x.device.index)
-        if is_capturing(x.device):
-            raise NotImplementedError(f"{_OP}: a CUDA graph is captured; the host reads how many rows go where")
-    state.check()
-    plan = _plan(state, op, x, chosen.shape[-1], e.w1, e.activation, form)
-    seconds = check_deadline(state.timeout(x.device.type) if deadline < 0 else deadline)
+    state, plan, seconds = _planned(op, x, chosen, e, *how)
+    if x.is_cuda and is_capturing(x.device):
+        why = "; ".join(refusal.why for refusal in plan.refused)
+        raise NotImplementedError(
+            f"{_OP}: a CUDA graph is captured, and the host reads how many rows go where: the call is unfused ({why})"
+        )
+    worker_limit = how[3]
     order, counts = sorted_rows(chosen, e.w1.shape[0] * state.world, state.world)
     rows = sent(order)
     limited = within_limit(worker_limit) if worker_limit else contextlib.nullcontext()
@@ -351,11 +299,47 @@ def _travel(
     return tuple(found)
 
 
+def _planned(
+    op: str, x: torch.Tensor, chosen: torch.Tensor, e: Experts, group: str, form: str, deadline: float,
+    worker_limit: int, most_tokens: int,
+) -> tuple[GroupState, MoePlan, float]:  # fmt: skip
+    """The group, a call's plan, and its deadline."""
+    (state,) = states_of(_OP, group, _ANY)
+    if x.is_cuda:
+        check_device(x.device.index)
+    state.check()
+    plan = plan_of(state, op, x, chosen.shape[-1], e.w1, e.activation, form, most_tokens)
+    return state, plan, check_deadline(state.timeout(x.device.type) if deadline < 0 else deadline)
+
+
+def _pushed(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, e: Experts, how: Sequence[Any]
+) -> torch.Tensor | None:
+    """The result of a call whose rows kernels push; None for other calls."""
+    if not x.is_cuda:
+        return None
+    state, plan, seconds = _planned(_OP, x, experts, e, *how)
+    if not plan.fused:
+        return None
+    with running("cuda", state):
+        if not state.connected:
+            agree(state, plan, x.device)
+            state.connected = True
+            if connect(state, x.device):
+                return None  # and from now on the plan says so
+        from tilestream.distributed import graph_experts  # imports Triton
+
+        with within_limit(how[3]) if how[3] else contextlib.nullcontext():
+            return graph_experts.mix(state, plan, x, weights, experts, e, seconds)
+
+
 def _forward(
     x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor,
     activation: str, *how: Any,
 ) -> torch.Tensor:  # fmt: skip
     e, top_k, width = Experts(w1, w2, w3, activation), experts.shape[1], x.shape[1]
+    if (result := _pushed(x, weights, experts, e, how)) is not None:
+        return result
 
     def compute(place: tuple[int, int], rows: Rows, counts: torch.Tensor) -> Rows:
         return (moe_experts.forward(e, rows[0], counts),)

@@ -13,6 +13,7 @@ expert. The backward pass recomputes the hidden rows, so that nothing is kept be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from tilestream.core.operands import Epilogue
 from tilestream.kernels.cpu.epilogue import apply
 from tilestream.ops.gradients import through_activation
 from tilestream.ops.grouped import grouped_mm
+
+#: ``multiply(x, y)``: ``x *= y``.
+Multiply = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class Experts(NamedTuple):
@@ -56,9 +60,16 @@ def ends_of(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def forward(e: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The results of the rows, each by its expert."""
-    ends = ends_of(counts, x.device)
+    return through(e, x, ends_of(counts, x.device))
+
+
+def through(e: Experts, x: torch.Tensor, ends: torch.Tensor, multiply: Multiply = torch.Tensor.mul_) -> torch.Tensor:
+    """The results of the rows, each by its expert; ``ends`` (int32 ``[E]``): where each expert's rows end.
+
+    ``multiply``: multiplies one tensor by another, in place, up to the last row of an expert.
+    """
     hidden = grouped_mm(x, e.w1.mT, ends, activation=_name(e.activation))
-    hidden *= grouped_mm(x, e.w3.mT, ends)
+    multiply(hidden, grouped_mm(x, e.w3.mT, ends))
     return grouped_mm(hidden, e.w2.mT, ends)
 
 

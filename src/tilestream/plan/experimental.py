@@ -45,6 +45,9 @@ KERNELS = {
     "graph_ranks": Experimental(
         "TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None, BETWEEN_GPUS
     ),
+    "moe_ranks": Experimental(
+        "TILESTREAM_MOE_RANKS", "mixtures of experts whose rows kernels push to the ranks of their experts", None
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, rings, and exchanges between ranks. Pure Python, no GPU.
 
-It has eleven models, and explores all interleavings of each:
+It has twelve models, and explores all interleavings of each:
 
 1. `workers`: several workers on queues and gates, with a deadline that may expire and the drain after it. It runs
    `work` of `tilestream.core.loop`, the CPU backend's code, whose workers leave when the launch is over. It also runs
@@ -31,6 +31,8 @@ It has eleven models, and explores all interleavings of each:
    `tilestream.distributed.graph_calls` performs this protocol.
 11. `dispatch`: ranks that send rows to the ranks of their experts and get the results back, in parts whose number
    arrives with them (`tilestream.core.protocols.dispatch`), with ranks that are late, silent or lost.
+12. `experts`: the same between GPUs, whose kernels push rows and results in replays of a graph
+   (`tilestream.core.protocols.experts`). `tilestream.distributed.graph_experts` performs this protocol.
 
 **Why models 1 and 2 together describe the whole kernel.** In a kernel with load and math loops, a worker is `work`
 divided at Compute. The load loop does the part before (Poll, take, gate), puts the item on the item ring and loads it.

@@ -157,6 +157,9 @@ class ReplayModel(Model):
     })  # fmt: skip
     delayed: frozenset[type] = frozenset({p.Pushed, p.ReadDone})
     lazy: ClassVar[frozenset[type]] = frozenset({p.AwaitFork, p.AwaitJoin})
+    #: A kernel's waits for a peer, in which its patience may end; and what else is answered by 0 or 1.
+    waits: ClassVar[frozenset[type]] = frozenset({p.AwaitTaken, p.Gate})
+    looks: ClassVar[frozenset[type]] = frozenset({p.Intact, p.Unbroken})
     progress: ClassVar[frozenset[type]] = frozenset({p.Advance})
 
     def __init__(self, case: ReplayCase, reduce: bool = True) -> None:
@@ -218,7 +221,7 @@ class ReplayModel(Model):
         """See `Model.domain`."""
         if type(op) in (p.Advance, p.AwaitFork):
             return range(1, self.case.replays + 2)
-        return (0, 1) if type(op) in (p.AwaitTaken, p.Gate, p.Intact, p.Unbroken) else (0,)
+        return (0, 1) if type(op) in self.waits | self.looks else (0,)
 
     def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
         """See `Model.answers_of`: nothing is done by a rank that is lost."""
@@ -336,7 +339,7 @@ class ReplayModel(Model):
             kind = "overwritten while read" if dirty == OVERWRITTEN else "read before arrival"
             raise Fault(kind, f"rank {rank} hands in replay {op.replay}, made of rows of another call")
 
-    def _waited(self, rank: int, op: p.AwaitTaken | p.Gate, answer: int, m: Memory) -> None:
+    def _waited(self, rank: int, op: Any, answer: int, m: Memory) -> None:
         if answer:  # it came while the deadline passed
             m[self.at(rank, "late")] = 0
         elif not m[self.at(rank, "broken")]:
@@ -365,7 +368,7 @@ class ReplayModel(Model):
                 continue
             op: Any = self.locals.op[m[2 * rank]]
             late = (rank, m[self.at(rank, "begun")]) in self.case.expires and not m[self.at(rank, "late")]
-            if late and type(op) in (p.AwaitTaken, p.Gate):
+            if late and type(op) in self.waits:
                 n = m.copy()
                 n[self.at(rank, "late")] = 1
                 out.append((f"rank {rank} is out of patience", n))

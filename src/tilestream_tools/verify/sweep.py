@@ -12,11 +12,12 @@ from tilestream.core.gate import Gate
 from tilestream.core.order import Order
 from tilestream.core.schedule import Kind, Split
 from tilestream.schedule import Grid, Raster, Schedule
-from tilestream_tools.verify import arrival_order, copies, dispatch, one_shot, replay
+from tilestream_tools.verify import arrival_order, copies, dispatch, experts, one_shot, replay
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.copies import CopyCase
 from tilestream_tools.verify.dispatch import DispatchCase
+from tilestream_tools.verify.experts import ExpertsCase
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.product import ProductCase
@@ -33,11 +34,11 @@ from tilestream_tools.verify.workers import Program, WorkersCase
 Level = Literal["quick", "full"]
 Case = (
     WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | SumCase | PublishCase | CopyCase
-    | OneShotCase | ReplayCase | DispatchCase
+    | OneShotCase | ReplayCase | DispatchCase | ExpertsCase
 )  # fmt: skip
 MODELS = (
     "workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies", "reduce", "replay",
-    "dispatch",
+    "dispatch", "experts",
 )  # fmt: skip
 
 #: What queues split where no chunk decides it: `tilestream_tools.verify.arrival_order` has the rest.
@@ -138,6 +139,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(replay.configurations(level == "full"))
     if model == "dispatch":
         return list(dispatch.configurations(level == "full"))
+    if model == "experts":
+        return list(experts.configurations(level == "full"))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 

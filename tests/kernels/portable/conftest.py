@@ -16,6 +16,7 @@ INTERPRETED = [
     "test_portable_arrival.py",
     "test_portable_attention.py",
     "test_portable_copy_items.py",
+    "test_portable_experts.py",
     "test_portable_fp8.py",
     "test_portable_gemm.py",
     "test_portable_grouped.py",

@@ -9,6 +9,7 @@ from tilestream.core.protocols import replay
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.dispatch import DispatchCase
+from tilestream_tools.verify.experts import ExpertsCase
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.processes import LEFT, NotAlikeError
@@ -101,7 +102,7 @@ def test_sound_protocols_are_sound_either_way(case):
 @pytest.mark.parametrize("bug", seeded_bugs(), ids=lambda bug: bug.name)
 def test_seeded_bugs_are_found_or_not_at_the_same_sizes(bug, limit):
     # Of keys that arrive only the smallest are small enough.
-    ranks = bug.model in ("gather", "sums", "reduce", "replay", "dispatch")
+    ranks = bug.model in ("gather", "sums", "reduce", "replay", "dispatch", "experts")
     least = 1 if limit is FEW or ranks or bug.model == "attention" else 2
     compared = compare(bug, *limit) or compare(bug, MANY[0], least)
     if ranks and not compared:
@@ -140,6 +141,8 @@ def compare(bug, limit, most):
         DispatchCase(),
         DispatchCase(((2,), (1,)), lost=1),
         DispatchCase(((1,), (2,)), expires=True),
+        ExpertsCase(replays=1),
+        ExpertsCase(replays=1, lost=1, expires=((0, 1),)),
         SumCase(epochs=1),
         OneShotCase(epochs=2),
         OneShotCase(epochs=1, expires=((0, 1),)),

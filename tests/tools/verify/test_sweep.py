@@ -9,6 +9,7 @@ from tilestream_tools.verify import sweep
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.copies import CopyCase
 from tilestream_tools.verify.dispatch import DispatchCase
+from tilestream_tools.verify.experts import ExpertsCase
 from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.product import ProductCase
@@ -24,7 +25,7 @@ PARTS = {"workers": 3, "ring": 3, "product": 3}
 MOST_STATES = {
     "workers": 720_000, "ring": 1_450_000, "product": 740_000, "shared": 10_000, "attention": 670_000,
     "gather": 110_000, "publish": 10_000, "sums": 20_000, "copies": 120_000, "reduce": 20_000,
-    "replay": 12_000, "dispatch": 40_000,
+    "replay": 12_000, "dispatch": 40_000, "experts": 60_000,
 }  # fmt: skip
 SWEPT = [
     pytest.param(model, part, marks=pytest.mark.slow if part else ())
@@ -202,6 +203,7 @@ def test_sizes_grow():
         ("reduce", OneShotCase),
         ("replay", ReplayCase),
         ("dispatch", DispatchCase),
+        ("experts", ExpertsCase),
         ("copies", CopyCase),
     ):
         cases = verify.configurations(model, "quick")
@@ -228,7 +230,7 @@ def test_sizes_grow():
         (
             lambda: verify.run("quick", models=["rings"]),
             "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums, copies, "
-            "reduce, replay, dispatch",
+            "reduce, replay, dispatch, experts",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],
