@@ -72,8 +72,8 @@ def grouped_mm(
     ``[G, M, K]``   ``[G, K, N]``   ``[G, M, N]``       ``a[g] @ b[g]``, without offsets
     ==============  ==============  ==================  ================================================================
 
-    Rows (columns) behind the last group are 0 in the result, whatever bias and activation are, and what lies there in
-    an operand is not read. (Torch leaves them undefined.)
+    Rows (columns) behind the last group are not read in an operand, and are 0 in the result, whatever bias and
+    activation are. (Torch leaves them undefined.)
 
     Rows may also lie by source, as several producers bring them: in places of equal numbers of rows, in each from its
     first row on, sorted by group. Then ``counts`` (or an ``arrival``, which has them) replace the offsets, and the
@@ -83,14 +83,14 @@ def grouped_mm(
     Parameters
     ----------
     a, b
-        As above; dtypes as for `tilestream.matmul`, any strides. 16-bit operands are fastest where a row of ``a``, and
-        a column of each matrix of ``b``, is contiguous, as of tokens and of the transposes of ``[G, N, K]`` weights;
-        where K is divided, where a's columns and b's rows are. Where rows are divided ``b`` may be a stream of
-        `tilestream.stream_experts`: each group's product begins when its matrix is there.
+        As above; dtypes as for `tilestream.matmul`, any strides. 16-bit operands are fastest if rows of ``a`` and
+        columns of each matrix of ``b`` are contiguous, as those of tokens and of transposed ``[G, N, K]`` weights. If K
+        is divided, they are fastest if columns of ``a`` and rows of ``b`` are contiguous. If rows are divided, ``b``
+        may be a stream of `tilestream.stream_experts`: each group's product begins when its matrix is there.
     offsets
-        int32 ``[G]`` on the operands' device, not falling, from 0 to the extent that is divided; G is at most 1024 on a
-        GPU. Others raise on the CPU. On a GPU the whole result is NaN then, and no memory outside the operands is read
-        or written.
+        int32 ``[G]`` on the operands' device: non-decreasing, from 0 to the extent that is divided. G is at most 1024
+        on a GPU. Other offsets raise on the CPU. On a GPU they make the whole result NaN; no memory outside the
+        operands is read or written.
     out
         As for `tilestream.matmul`.
     counts
@@ -113,13 +113,16 @@ def grouped_mm(
     out_dtype, use_fast_accum, workers
         As for `tilestream.matmul`. Sums are float32.
     scale_a, scale_b
-        float32, for operands of any dtype; None: 1. Of one element; or one a row of A and one a column of B: ``[M]``,
-        where a has groups ``[G, M]``; ``[N]``, where b has groups ``[G, N]``. Where K is divided ``[G, M]`` and
-        ``[G, N]``. Of operands of 8 bits whose rows (columns) are divided also of blocks, as DeepSeek-V3 has them: one
-        a row of the divided operand and 128 of K, ``[M, K / 128]`` (``[K / 128, N]``), and one for 128 of K and 128
-        columns (rows) of the other, ``[G, K / 128, N / 128]`` (``[G, M / 128, K / 128]``), quotients rounded up. Each
-        128 of K are scaled before they are added, in float32. Scales get no gradient, and nor do operands that they
-        scale.
+        float32, for operands of any dtype. Default: 1. One element; or one a row of A and one a column of B: ``[M]``,
+        or ``[G, M]`` if a has groups, and ``[N]``, or ``[G, N]`` if b has groups. If K is divided: ``[G, M]`` and
+        ``[G, N]``.
+
+        Operands of 8 bits whose rows (columns) are divided may also have scales of blocks, as in DeepSeek-V3. The
+        divided operand has one a row and 128 of K: ``[M, K / 128]`` (``[K / 128, N]``). The other has one for 128 of K
+        and 128 columns (rows): ``[G, K / 128, N / 128]`` (``[G, M / 128, K / 128]``). Quotients are rounded up. Each
+        partial product over 128 of K is scaled in float32, and then added.
+
+        Neither scales nor the operands that they scale get a gradient.
     schedule
         ``"static"``, ``"dynamic"`` or ``"auto"``: see `tilestream.grouped_plan`. Rows by source have no static one.
     deadline

@@ -67,11 +67,11 @@ def plan(
     m, n, k, batch
         Extents, at least 0.
     dtype, b_dtype, out_dtype
-        Of the operands, of B where it is another (both of 8 bits), and of the output (default: the operands', bfloat16
-        where those are of 8 bits), as torch dtypes or their names.
+        torch dtypes or their names. ``b_dtype``: B's, if it differs from A's; both then have 8 bits. Default of
+        ``out_dtype``: the operands' dtype; bfloat16 for operands of 8 bits.
     scales
-        ``"tensor"`` where ``scale_a`` and ``scale_b`` of `tilestream.matmul` have one element each, ``"row"`` where
-        they have one a row and one a column, else ``"none"``.
+        What ``scale_a`` and ``scale_b`` of `tilestream.matmul` are. ``"tensor"``: one element each. ``"row"``: one a
+        row of A and one a column of B. ``"none"``: not given.
     use_fast_accum
         As for `tilestream.matmul`.
     device
@@ -79,33 +79,33 @@ def plan(
         (one of `tilestream.core.gpu_specs.GPU_SPECS`, as ``"h100"``, ``"b200"``, ``"mi300x"``) or its
         `DeviceProperties`.
     workers
-        Workers to use; None: what `tilestream.matmul` uses, ``torch.get_num_threads()``, or the device's cores where
-        torch has not been imported; on a GPU the SMs that the current context has (a green context has fewer). No more
-        than `tilestream.worker_limit` and TILESTREAM_WORKERS allow.
+        Number of workers. Default on a CPU: ``torch.get_num_threads()``, or the cores if torch has not been imported.
+        Default on a GPU: the SMs of the current context (a green context has fewer than the device). At most what
+        `tilestream.worker_limit` and TILESTREAM_WORKERS allow.
     schedule
         ``"static"``, ``"dynamic"``, ``"stream_k"``, or ``"auto"`` for the one the cost model favours.
     tile
         ``(rows, columns)`` of a tile; None: the cost model's choice.
     order
-        Your own order of tiles: a function ``(t, num_m, num_n) -> (pm, pn)``, or the tiles as ids ``pm * num_n + pn``
-        or pairs, in order (with ``tile``, which decides how many there are). Each batch is done in this order. Where an
-        operand arrives: ``"arrival"``, items as their chunks arrive (dynamic schedules; the plan's choice where it
-        can), or ``"chunk_major"``, from the pivot on.
+        Your own order of tiles, the same for each batch: a function ``(t, num_m, num_n) -> (pm, pn)``, or all tiles
+        in order, as ids ``pm * num_n + pn`` or as pairs. Such a list needs ``tile``, which decides the number of tiles.
+        Where an operand arrives also ``"arrival"``: items as their chunks arrive, the default of dynamic schedules;
+        or ``"chunk_major"``: from the pivot on.
     queues, shares
-        Force the number of queues (dynamic), and into how many shares the last wave is cut (stream_k).
+        Force the number of queues (dynamic), and the number of shares that the last wave is cut into (stream_k).
     arrival, weight_arrival
         How A's rows, and B's columns (a weight's rows), arrive.
     publish
-        The chunks of the result's rows that are signalled when they are complete: see `tilestream.matmul`. Where no
-        kernel does that, the plan is that of the whole problem, and says why there is a launch a chunk. Excludes
-        operands that arrive, and schedules other than ``"auto"`` and ``"dynamic"``.
+        The chunks of the result's rows that are signalled when they are complete: see `tilestream.matmul`. If no
+        kernel signals them, each chunk has a launch of its own; the plan is that of the whole problem, and says why.
+        Excludes operands that arrive, and schedules other than ``"auto"`` and ``"dynamic"``.
     layout
-        How A and B lie, in BLAS's letters: ``"nn"`` row-major, ``"t"`` for the transpose of a row-major matrix. A
-        weight ``[N, K]`` of a linear layer makes ``"nt"``. It decides what a GPU can address where an extent is odd.
-        None: ``"nn"``; of 8 bits ``"nt"``, as tensor cores need it.
+        Memory layout of A and B, in BLAS's letters: ``"n"`` is row-major, ``"t"`` the transpose of a row-major matrix.
+        A linear layer with a weight ``[N, K]`` is ``"nt"``. The layout decides what a GPU can address if an extent is
+        odd. Default: ``"nn"``; for 8 bits ``"nt"``, as tensor cores need it.
     backend
-        GPUs: force ``"hopper"``, ``"cdna"`` or ``"portable"``; None: the fast one if it does the problem, on AMD GPUs
-        the portable one.
+        GPUs: force ``"hopper"``, ``"cdna"`` or ``"portable"``. Default: on Hopper its own kernels where they support
+        the problem, else the portable ones.
     variant, stages
         Hopper: force ``"cooperative"``, ``"ping_pong"``, ``"single"`` or ``"paired"``, and the depth of the ring.
         ``"paired"`` are two CTAs of a cluster, which no plan takes by itself: on an H100 they are slower. CDNA:
@@ -122,8 +122,8 @@ def plan(
     ValueError, TypeError
         If an argument is out of range, or two exclude each other.
     NotImplementedError
-        If there is no backend for the device, or the one that is forced does not do this problem; if invariance is
-        asked for, and what is forced would add in another order.
+        If there is no backend for the device, or the forced one does not support this problem. If ``invariant`` is
+        True, and what is forced adds in another order.
 
     Examples
     --------
