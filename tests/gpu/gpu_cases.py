@@ -13,6 +13,7 @@ from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.launch.gemm_arguments import Layout, is_aligned
 from tilestream.ops import gpu
+from tilestream.plan import tma
 from tilestream.plan.arrival_order import OrderName, in_arrival_order
 from tilestream.plan.candidate import Forced
 from tilestream.plan.plan import Plan, of_candidate
@@ -188,12 +189,13 @@ class Case:
             None if residual is None or self.beta == 0 else gpu._strides(residual), self.alpha != 1,
             self.activation or "none", gpu._scale_strides(scale_a, -2), gpu._scale_strides(scale_b, -1),
         )  # fmt: skip
+        no_tma = gpu._no_tma(a, b, layout)
         plain = not (self.bias or self.residual or self.activation or self.alpha != 1 or self.scales != "none")
         problem = Problem(
             self.m, self.n, self.k, self.batch or 1, dtype_name(self.dtype), dtype_name(self.result),
             *(Incoming(chunks_of(bounds), self.pivot) if bounds else None for bounds in (self.rows, self.columns)),
             shared_rows=self.batch > 1 and a.stride(0) == 0, aligned=all(map(_is_aligned, (a, b))),
-            no_tma=gpu._no_tma(a, b, layout),
+            no_tma=no_tma[0] or no_tma[1], not_by_tma=tma.which(*no_tma),
             plain=self.backend is not None or (plain and gpu._by_tma(out, layout)),
             b_dtype=dtype_name(b.dtype) if b.dtype != a.dtype else "", scales=self.scales,
             fast_accum=self.fast_accum or not self.fp8, tf32=self.tf32 or self.forced_tf32,

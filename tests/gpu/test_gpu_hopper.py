@@ -57,13 +57,13 @@ def test_what_tma_addresses_goes_to_this_kernel():
 
 
 @pytest.mark.parametrize("case", list(UNALIGNED), ids=by_name)
-def test_what_tma_cannot_address_goes_to_the_portable_kernel(case):
+def test_what_tma_cannot_address_is_copied_first_or_goes_to_the_portable_kernel(case):
     a, b, *_ = case.operands("cuda").values()
     out, _ = case.output("cuda")
     check(ts.matmul(a, b, out=out), Maths(a, b))
     plan = picked(a, b, out)
-    assert plan.backend == "portable"
-    assert f"refused   hopper: {UNALIGNED[case]}" in plan.explain()
+    assert plan.realigned or plan.backend == "portable"
+    assert UNALIGNED[case] in plan.explain()
     forced = ts.plan(512, 768, 640, dtype=BF16, device="cuda", backend="hopper")
     if (case.m, case.n, case.k, case.dtype) == (512, 768, 640, BF16):
         with pytest.raises(ValueError, match=rf"plan\.run: {UNALIGNED[case]}.*backend='portable'"):

@@ -23,6 +23,7 @@ HERE = Path(__file__).parent / "portable"
 FILES = {
     "test_portable_add.py": (7, 0),
     "test_portable_rank_calls.py": (53, 0),
+    "test_portable_realign.py": (89, 0),
     "test_attention_merge.py": (43, 0),
     "test_portable_gemm.py": (80, 18),
     "test_portable_grouped.py": (56, 18),

@@ -63,7 +63,7 @@ def case(target: str, backend: str, schedule: str, epilogue: bool, m: int, n: in
     )  # fmt: skip
     plan = make_plan(
         m, n, k, dtype="bfloat16", device=DEVICES[target], backend=backend, schedule=schedule,
-        scales="row" if epilogue else "none",
+        scales="row" if epilogue else "none", layout="nt",
     )  # fmt: skip
     if backend == "cdna":
         return CdnaLaunch(plan, layout, (True, True)), x
@@ -74,6 +74,8 @@ CASES = {
     "hopper, static": ("hopper", "static", False, 1024, 1024, 256),
     "hopper, stream-K, epilogue": ("hopper", "stream_k", True, 1152, 1152, 4096),
     "hopper, few rows": ("hopper", "dynamic", True, 16, 4096, 1024),
+    "hopper, realigned": ("hopper", "static", False, 1024, 1024, 257),
+    "hopper, realigned, stream-K, epilogue": ("hopper", "stream_k", True, 1152, 1152, 4098),
     "portable, dynamic": ("portable", "dynamic", False, 1024, 1024, 256),
     "portable, stream-K, epilogue": ("portable", "stream_k", True, 1152, 1152, 4096),
     "cdna, dynamic": ("cdna", "dynamic", False, 1024, 1024, 256),

@@ -952,8 +952,13 @@ def test_why_there_is_no_extension_is_said(monkeypatch, tmp_path):
 
 # Real kernels ---------------------------------------------------------------------------------------------------------
 
-REAL = ["hopper, static", "portable, dynamic"]
-MORE = ["hopper, stream-K, epilogue", "hopper, few rows", "portable, stream-K, epilogue"]
+REAL = ["hopper, static", "hopper, realigned", "portable, dynamic"]
+MORE = [
+    "hopper, stream-K, epilogue",
+    "hopper, realigned, stream-K, epilogue",
+    "hopper, few rows",
+    "portable, stream-K, epilogue",
+]
 ATTENTION = ["hopper, attention, packed, lse", "hopper, attention, split", "portable, attention, paged"]
 MORE_ATTENTION = ["hopper, attention", "portable, attention, packed"]
 MERGE = ["merge, dense", "merge, packed", "merge, heads first"]

@@ -107,17 +107,19 @@ def test_what_it_does_it_does():
     ("layout", "extents", "which"),
     [
         ("nn", (65, 64, 64), ""), ("nn", (64, 65, 64), "b"), ("nn", (64, 64, 65), "a"), ("nt", (64, 65, 64), ""),
-        ("nt", (64, 64, 65), "a"), ("tn", (65, 64, 64), "a"), ("tn", (64, 64, 65), ""), ("tt", (65, 64, 64), "a"),
+        ("nt", (64, 64, 65), "ab"), ("tn", (65, 64, 64), "a"), ("tn", (64, 64, 65), ""), ("tt", (65, 64, 64), "a"),
         ("tt", (64, 65, 64), ""), ("tt", (64, 64, 65), "b"),
     ],
 )  # fmt: skip
 def test_a_layout_is_addressed_where_its_rows_are_aligned(layout, extents, which):
     made = planned(*extents, dtype="float16", layout=layout)
-    assert made.backend == ("portable" if which else "hopper")
-    assert ("hopper" in made.label) == (not which)
-    strides = "(65, 1)" if which and layout["ab".index(which)] == "n" else "(1, 65)"
-    why = f"{which} has strides {strides} of 2 bytes: TMA wants one of 1, and the others in multiples of 16 bytes"
-    assert reason(made, "hopper") == (why if which else None)
+    assert (made.backend, made.realigned, made.problem.not_by_tma) == ("hopper", which, which)
+    assert ("realigned" in made.label) == bool(which)
+    strides = "(65, 1)" if which and layout["ab".index(which[0])] == "n" else "(1, 65)"
+    why = f"{which[:1]} has strides {strides} of 2 bytes: TMA wants one of 1, and the others in multiples of 16 bytes"
+    assert (f" bytes: {why}\n" in made.explain()) == bool(which)
+    here = planned(*extents, dtype="float16", layout=layout, backend="portable")
+    assert (here.backend, here.realigned) == ("portable", "")
 
 
 def test_the_portable_kernel_can_be_had():
@@ -525,7 +527,8 @@ def test_8_bit_operands_lie_along_k(dtypes):
     assert tma.refuse_contiguous(64, 64, 72, "nt", dtypes).startswith("a has strides (72, 1) of 1 bytes")
     made = plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100)
     assert made.backend == "hopper"
-    assert plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100, layout="nn").backend == "portable"
+    across = plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100, layout="nn")
+    assert (across.backend, across.realigned) == ("hopper", "b")
 
 
 def test_other_kinds_of_8_bits_are_refused():

@@ -105,7 +105,8 @@ def line(one) -> str:
     schedule = one.schedule
     raster = schedule.raster
     left_out = ("variant", "block", "schedule", "predicted", "problem", "device", "backend", "why", "refused")
-    rest = [f"{x.name} {text_of(getattr(one, x.name))}" for x in fields(one) if x.name not in left_out]
+    given = {x.name: text_of(getattr(one, x.name)) for x in fields(one) if x.name not in left_out}
+    rest = [f"{name} {value}" for name, value in given.items() if name != "realigned" or value]
     return (
         f"{one.backend} {one.variant} {'x'.join(map(str, one.block))} {schedule.kind}, {schedule.workers} workers, "
         f"{schedule.queues} queues by {schedule.split}, {schedule.num_shares} shares, batch {schedule.first_batch}, "

@@ -159,7 +159,8 @@ class GemmLaunch(Launch):
     """The arguments that the launches of all GEMM kernels share: tables, the gate, copies."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(plan, plan.schedule.kind != "static" or plan.gate is not None, copies=plan.copies)
+        counts = plan.schedule.kind != "static" or plan.gate is not None or bool(plan.realigned)
+        super().__init__(plan, counts, copies=plan.copies)
         self.table = Table(plan.schedule.raster.table)
         self._chunks = [Table(chunk_table(plan, i)) for i in (0, 1)]
         self._queues = Table(queue_table(plan))

@@ -164,6 +164,7 @@ def _make(
     ]
     unaligned = [named for named, how in zip((("a", a), ("b", b)), lie, strict=True) if not is_aligned(*how)]
     no_tma = _no_tma(a, b, layout)
+    not_by_tma = tma.which(*no_tma)
     if plan is None:
         device = device or cuda_properties(a.device.index)
         problem = replace(
@@ -171,16 +172,18 @@ def _make(
             tf32=a.dtype == torch.float32 and device.arch.startswith("sm_") and allows_tf32(),
             aligned=not unaligned,
             vector=vector_of(a.element_size(), lambda width: all(is_aligned(*one, width) for one in lie)),
-            no_tma=no_tma, plain=epilogue.trivial and _by_tma(out, layout),
+            no_tma=no_tma[0] or no_tma[1], not_by_tma=not_by_tma, plain=epilogue.trivial and _by_tma(out, layout),
             fast_accum=how.fast_accum or a.dtype not in FP8_DTYPES,
             row_multiples=(_row_multiple(a, layout.a), _row_multiple(b, layout.b)),
         )  # fmt: skip
         backend = None if publishes is None else "hopper"  # only it publishes
         plan = plan_problem(problem, how.workers or None, how.schedule, device=device, limit=how.limit, backend=backend)
-    elif plan.backend == "hopper" and no_tma:
-        raise ValueError(
-            f"plan.run: {no_tma}; make the plan with layout= and operands as these are, or backend='portable'"
-        )
+    elif plan.backend == "hopper":
+        why = next((why for name, why in zip("ab", no_tma, strict=True) if why and name not in plan.realigned), "")
+        if why:
+            raise ValueError(
+                f"plan.run: {why}; make the plan with layout= and operands as these are, or backend='portable'"
+            )
     if plan.backend == "cdna":
         from tilestream.launch.cdna.launch import GemmLaunch as CdnaLaunch
 
@@ -194,7 +197,8 @@ def _make(
     if plan.backend == "hopper":
         from tilestream.launch.hopper.launch import GemmLaunch as HopperLaunch
 
-        return HopperLaunch(plan, layout, out.data_ptr() % 16 == 0)
+        at_16 = [tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)]
+        return HopperLaunch(plan, layout, at_16[2], (at_16[0], at_16[1]))
     from tilestream.launch.portable.launch import GemmLaunch
 
     return GemmLaunch(plan, layout)
@@ -207,13 +211,14 @@ def _by_tma(out: torch.Tensor, layout: Layout) -> bool:
     return major is not None and out.data_ptr() % 16 == 0
 
 
-def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> str:
-    """Why TMA cannot address A or B; empty if it can address both."""
+def _no_tma(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> tuple[str, str]:
+    """Why TMA cannot address A, and why not B; empty if it can."""
     (ab, *a_strides), (bb, *b_strides) = layout.a, layout.b
-    along_k = tma.k_major_only(a.element_size())
-    return tma.refuse(
-        "a", a.shape[-2:], a_strides, ab, a.element_size(), a.data_ptr(), 1 if along_k else None
-    ) or tma.refuse("b", b.shape[-2:], b_strides, bb, b.element_size(), b.data_ptr(), 0 if along_k else None)
+    along_k, size = tma.k_major_only(a.element_size()), a.element_size()
+    return (
+        tma.refuse("a", a.shape[-2:], a_strides, ab, size, a.data_ptr(), 1 if along_k else None),
+        tma.refuse("b", b.shape[-2:], b_strides, bb, size, b.data_ptr(), 0 if along_k else None),
+    )
 
 
 def _row_multiple(x: torch.Tensor, strides: tuple[int, int, int]) -> int:

@@ -156,6 +156,7 @@ def plan(
     if publish is not None:
         check_publish("plan", schedule, arrives)
     on_cpu, rows, size = properties.backend == "cpu", tma.rows_of(m, n, k, layout), ITEMSIZE[name]
+    no_tma = ("", "") if on_cpu else tma.refuse_each(m, n, k, layout, (name, other))
     result = result_name(name, None if out_dtype is None else dtype_name(out_dtype))
     by_tma = tma.store_major_of((m, n), (n, 1), m * n if batch > 1 else 0, ITEMSIZE[result]) is not None
     problem = Problem(
@@ -165,7 +166,7 @@ def plan(
         tf32=name == "float32" and _uses_tf32(device, properties),
         aligned=on_cpu or all(row % 16 == 0 for row in rows),
         vector=1 if on_cpu else vector_of(size, lambda width: all(row % width == 0 for row in rows)),
-        no_tma="" if on_cpu else tma.refuse_contiguous(m, n, k, layout, (name, other)),
+        no_tma=no_tma[0] or no_tma[1], not_by_tma=tma.which(*no_tma),
         plain=on_cpu or (scales == "none" and by_tma), b_dtype=other if other != name else "", scales=scales,
         fast_accum=use_fast_accum or name not in FP8,
         publishes=None if publish is None else publish.published(batch * m),

@@ -98,6 +98,8 @@ class Candidate:
     strip: int = 0  # Hopper: columns of the accumulator that go through a C buffer at a time
     buffers: int = 0  # Hopper: C buffers of a math loop
     registers: tuple[int, int] = (0, 0)  # Hopper: of a thread of the load warp, and of the math warps
+    #: Hopper: the operands that are copied first: ``"a"``, ``"b"``, ``"ab"`` or none. See `tilestream.plan.realign`.
+    realigned: str = ""
 
     @functools.cached_property
     def kind(self) -> Kind:

@@ -17,6 +17,7 @@ from tilestream.plan.attention_problem import AttentionProblem
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import number
 from tilestream.plan.problem import ITEMSIZE, Problem
+from tilestream.plan.tma import ALIGNMENT
 
 #: Rows, and keys, of the problem whose plan has the promised order.
 ROWS, KEYS = 128, 4096
@@ -29,11 +30,11 @@ def plain(problem: Problem) -> Problem:
 
     It is aligned, and open to TMA, if K allows this: a row of A must be a multiple of 16 bytes.
     """
-    even = problem.k * ITEMSIZE[problem.dtype] % 16 == 0
+    even = problem.k * ITEMSIZE[problem.dtype] % ALIGNMENT == 0
     return replace(
         problem, m=ROWS, batch=1, rows=None, columns=None, shared_rows=False, publishes=None,
-        row_multiples=(128, 128), aligned=problem.k % 16 == 0,
-        no_tma="" if even else "a row of K elements is no multiple of 16 bytes",
+        row_multiples=(128, 128), aligned=problem.k % 16 == 0, not_by_tma="" if even else "ab",
+        no_tma="" if even else f"a row of K elements is no multiple of {ALIGNMENT} bytes",
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from tilestream.plan.explain import number, promise_lines, table
 from tilestream.plan.hooks import hooks
 from tilestream.plan.policy.portable import sums_lose_bits
 from tilestream.plan.problem import GroupedProblem, Problem, gate_of
+from tilestream.plan.realign import realigned_text
 from tilestream.plan.roofline import Floor
 
 if TYPE_CHECKING:
@@ -104,8 +105,9 @@ class Plan(Candidate):
         if schedule.split == "chunks":
             queues += " in arrival order"
         backend = f"{self.backend} {self.variant}" if self.backend in ("hopper", "cdna") else self.backend
+        copied = f"{' and '.join(self.realigned.upper())} realigned, " * bool(self.realigned)
         return (
-            f"{backend} {schedule.kind}{queues}, {self.workers} workers{' with a queue each' * each}"
+            f"{copied}{backend} {schedule.kind}{queues}, {self.workers} workers{' with a queue each' * each}"
             f"{f' of {self.ctas} CTAs' * (self.ctas > 1)}, "
             f"{self.tile[0]}x{self.tile[1]} tiles, {schedule.raster.order} raster"
         )
@@ -220,6 +222,8 @@ def _schedule(plan: Plan) -> Iterator[tuple[str, str]]:
             of_group = f"{problem.sources} sources' {of_group}, if they bring {rows} rows in all"
         what = "counts" if problem.sources else "offsets"
         yield "groups", f"{of_group}; {what} are read on the device: {how}"
+    if plan.realigned:
+        yield "realigned", realigned_text(problem, plan.realigned)
     yield "tiles", f"{most}{grid.batch} x {grid.num_m} x {grid.num_n} of {plan.tile[0]}x{plan.tile[1]}"
     of_ctas = f" of {plan.ctas} CTAs" * (plan.ctas > 1)
     yield "schedule", f"{schedule.kind}, {schedule.workers} workers{of_ctas}{queues}{remainder}"

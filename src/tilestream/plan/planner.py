@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 
 from tilestream.core.device import DeviceProperties, cpu_properties
 from tilestream.core.schedule import Kind
-from tilestream.plan import experimental, invariance, tuned
+from tilestream.plan import experimental, invariance, realign, tuned
 from tilestream.plan.additions import MMA, additions
 from tilestream.plan.arrival_order import in_arrival_order
 from tilestream.plan.candidate import Asked, Candidate, Forced, Refusal
@@ -73,7 +73,7 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
         refused = tuple(choice.static_or_queue() if r.what == "static" else r for r in refused)
     refused += choice.other_variant(given) if on_cpu else choice.other_tiles()
     if name == "hopper":
-        refused += hopper.crossing(problem)
+        refused += hopper.crossing(realign.realigned(problem, choice.best.realigned))
     if name == "portable" and not problem.aligned:
         vectors = "a stride, an extent or an address is no multiple of 16"
         if portable.in_vectors(problem, device):
@@ -133,12 +133,12 @@ def search_space(problem: Problem, device: DeviceProperties, workers: int | None
     """
     count = workers or device.workers
     kinds: tuple[Kind, ...] = ("dynamic", "stream_k")
+    if not realign.refusal(problem, device):
+        for candidate in _of_hopper(problem, device, count, kinds, Forced(), auto=True):
+            yield of_candidate(problem, device, "hopper", candidate, "one of the search space")
     if hopper.refusal(problem, device):
-        found, backend = portable.candidates(problem, device, count, kinds=kinds), "portable"
-    else:
-        found, backend = hopper.candidates(problem, device, count, kinds=kinds, auto=True), "hopper"
-    for candidate in found:
-        yield of_candidate(problem, device, backend, candidate, "one of the search space")
+        for candidate in portable.candidates(problem, device, count, kinds=kinds):
+            yield of_candidate(problem, device, "portable", candidate, "one of the search space")
 
 
 def _given(how: Asked, limited: bool) -> list[str]:
@@ -211,20 +211,51 @@ def _on_gpu(
     def by_fast_kernel() -> Iterable[Candidate]:
         if fast == "cdna":
             return cdna_tiles.candidates(problem, device, workers, kinds=kinds, forced=forced)
-        return hopper.candidates(problem, device, workers, kinds=every, forced=forced, auto=how.schedule == "auto")
+        return _of_hopper(problem, device, workers, every, forced, auto=how.schedule == "auto")
 
-    why = cdna_tiles.refusal(problem, device) if fast == "cdna" else hopper.refusal(problem, device)
+    def by_portable_kernel() -> Iterable[Candidate]:
+        return portable.candidates(problem, device, workers, kinds=of_portable, forced=forced)
+
+    why = cdna_tiles.refusal(problem, device) if fast == "cdna" else realign.refusal(problem, device)
     if how.variant == "paired":
         why = why or hopper.no_pairs(problem, every, workers)
     if how.backend not in (None, fast, "portable"):
         why = f"it is not for {device.arch}"
     more = ", registers=" if forced.registers else ""
-    return fast_or_portable(
-        fast, how.backend, why,
-        (by_fast_kernel, lambda: portable.candidates(problem, device, workers, kinds=of_portable, forced=forced)),
+    name, found, elsewhere = fast_or_portable(
+        fast, how.backend, why, (by_fast_kernel, by_portable_kernel),
         lambda: _no_candidate(problem, fast, kinds, forced),
         f"leave what is forced of backend=, variant=, stages={more}, tile= and schedule= away",
     )  # fmt: skip
+    if name == "hopper" and problem.not_by_tma and how.backend is None and forced.tile is None:
+        return _copied_or_as_it_lies(problem, found, list(by_portable_kernel()))
+    return name, found, elsewhere
+
+
+def _of_hopper(
+    problem: Problem, device: DeviceProperties, workers: int, kinds: tuple[Kind, ...], forced: Forced, auto: bool
+) -> Iterator[Candidate]:
+    """Candidates of the Hopper kernel, with operands that are realigned first."""
+
+    def make(left: Problem, how: Forced, operands: str, before: float) -> Iterator[Candidate]:
+        return hopper.candidates(
+            left, device, workers, kinds=kinds, forced=how, auto=auto, realigned=operands, before=before
+        )
+
+    return realign.candidates(problem, device, forced, make)
+
+
+def _copied_or_as_it_lies(
+    problem: Problem, copied: list[Candidate], as_it_lies: list[Candidate]
+) -> tuple[str, list[Candidate], Refusal]:
+    """The Hopper kernel on copies of operands that TMA cannot address, or the portable kernel on them as they lie."""
+    best, other = fastest(copied), fastest(as_it_lies)
+    names = " and ".join(best.realigned.upper())
+    first = f"{number(best.predicted * 1e3)} ms with {names} copied first"
+    here = f"{number(other.predicted * 1e3)} ms on operands as they lie"
+    if best.predicted <= other.predicted:
+        return "hopper", copied, Refusal("portable", f"the cost model expects {here}, {first}")
+    return "portable", as_it_lies, Refusal("hopper", f"{problem.no_tma}; the cost model expects {first}, {here}")
 
 
 def _no_candidate(problem: Problem, backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:

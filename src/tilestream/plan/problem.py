@@ -56,6 +56,7 @@ class Problem:
     #: `vector_of`. 1: none.
     vector: int = 1
     no_tma: str = ""  # why TMA cannot address A or B; empty if it can
+    not_by_tma: str = ""  # which of them: ``"a"``, ``"b"`` or ``"ab"``
     #: Whether the output is the plain product and TMA can address it. This epilogue takes the fewest registers.
     plain: bool = True
     b_dtype: str = ""  # B's dtype if it differs from A's: both have 8 bits then, and are of one kind

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from tilestream.plan.problem import ITEMSIZE
 
 _MOST_STRIDE = 2**40
-_ALIGNMENT = 16
+#: Bytes of which addresses and strides are multiples.
+ALIGNMENT = 16
 #: Bytes of an L2 line.
 _LINE = 128
 
@@ -35,7 +36,7 @@ def store_major_of(extents: tuple[int, int], strides: tuple[int, int], batch_str
     could write beyond the end of a row. (Seen on an H100: tests/gpu/test_gpu_hopper.py.)
     """
     major = major_of(extents, strides, batch_stride, size)
-    return major if major is not None and extents[major] * size % _ALIGNMENT == 0 else None
+    return major if major is not None and extents[major] * size % ALIGNMENT == 0 else None
 
 
 def k_major_only(size: int) -> bool:
@@ -54,13 +55,13 @@ def refuse(
 
     ``major`` is the dimension that must be contiguous; None accepts both. See `k_major_only`.
     """
-    if address % _ALIGNMENT:
-        return f"{name} lies at an address that is no multiple of {_ALIGNMENT}, TMA's rule"
+    if address % ALIGNMENT:
+        return f"{name} lies at an address that is no multiple of {ALIGNMENT}, TMA's rule"
     found = major_of((extents[0], extents[1]), (strides[0], strides[1]), batch_stride, size)
     if found is None:
         return (
             f"{name} has strides {tuple(strides)} of {size} bytes: TMA wants one of 1, and the others in multiples of "
-            f"{_ALIGNMENT} bytes"
+            f"{ALIGNMENT} bytes"
         )
     if major not in (None, found):
         what = "8-bit operands" if size == 1 else "tf32"
@@ -69,15 +70,24 @@ def refuse(
 
 
 def refuse_contiguous(m: int, n: int, k: int, layout: str, dtypes: tuple[str, str]) -> str:
-    """`refuse` for contiguous A and B of a ``layout``."""
+    """`refuse` for contiguous A and B of a ``layout``: why not the first of them that TMA cannot address."""
+    return next(filter(None, refuse_each(m, n, k, layout, dtypes)), "")
+
+
+def refuse_each(m: int, n: int, k: int, layout: str, dtypes: tuple[str, str]) -> tuple[str, str]:
+    """`refuse` for contiguous A, and for B, of a ``layout``."""
     operands = (("a", (m, k), layout[0], 1), ("b", (k, n), layout[1], 0))
+    whys = []
     for (name, (rows, columns), letter, along_k), dtype in zip(operands, dtypes, strict=True):
         size = ITEMSIZE[dtype]
         strides = (columns, 1) if letter == "n" else (1, rows)
-        why = refuse(name, (rows, columns), strides, 0, size, 0, along_k if k_major_only(size) else None)
-        if why:
-            return why
-    return ""
+        whys.append(refuse(name, (rows, columns), strides, 0, size, 0, along_k if k_major_only(size) else None))
+    return whys[0], whys[1]
+
+
+def which(of_a: str, of_b: str) -> str:
+    """`tilestream.plan.problem.Problem.not_by_tma`, of why TMA cannot address A and why not B."""
+    return "a" * bool(of_a) + "b" * bool(of_b)
 
 
 def rows_of(m: int, n: int, k: int, layout: str) -> tuple[int, int]:
@@ -91,4 +101,4 @@ def row_multiple(*strides: int) -> int:
 
 
 def _fits(stride: int) -> bool:
-    return 0 <= stride < _MOST_STRIDE and stride % _ALIGNMENT == 0
+    return 0 <= stride < _MOST_STRIDE and stride % ALIGNMENT == 0

@@ -51,6 +51,7 @@ def knobs(candidate: Candidate | Plan) -> Knobs:
         "variant": candidate.variant,
         "block": "x".join(map(str, candidate.block)),
         "swap_ab": int(candidate.swap_ab),
+        **({"realigned": candidate.realigned} if candidate.realigned else {}),
         "schedule": schedule.kind,
         **{name: getattr(candidate, name) for name in ("warps", "stages")},
         **{name: getattr(schedule, name) for name in ("queues", "split", "shares")},

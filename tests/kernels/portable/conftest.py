@@ -23,6 +23,7 @@ INTERPRETED = [
     "test_portable_grouped_sources.py",
     "test_portable_order.py",
     "test_portable_rank_calls.py",
+    "test_portable_realign.py",
     "test_portable_trace.py",
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,10 @@ from tilestream.launch.launch import Probe
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher, NoLauncher
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
-from tilestream.runtime.device_workspace import Words
+from tilestream.runtime.device_workspace import NO_WORDS, Words
+
+if TYPE_CHECKING:
+    from tilestream.launch.hopper.realign_launch import Realign
 
 #: With so few rows or columns the other operand is read once and as fast as memory gives it: larger reads are better.
 _FEW, _FAR = 64, 256
@@ -29,12 +32,23 @@ _FEW, _FAR = 64, 256
 class GemmLaunch(launch.GemmLaunch):
     """The Hopper GEMM for one plan, one layout of the operands and one alignment of their addresses.
 
+    ``out_aligned``, ``aligned``: whether the addresses of the output, and of A and B, are multiples of 16.
+
     The kernel is compiled, or found in Triton's cache, at the first call; calls go to the driver directly, and remember
     tensor maps by address: a map says all of what it was made from, so there is no address to trust.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, out_aligned: bool = True) -> None:
+    def __init__(
+        self, plan: Plan, layout: Layout, out_aligned: bool = True, aligned: tuple[bool, bool] = (True, True)
+    ) -> None:
         super().__init__(plan)
+        self._realign: Realign | None = None
+        if plan.realigned:
+            from tilestream.launch.hopper.realign_launch import Realign
+
+            partials = plan.schedule.slots * plan.tile[0] * plan.tile[1]
+            self._realign = Realign(plan, layout, partials, aligned)
+            layout, self._floats = self._realign.layout, self._realign.floats
         self._arguments = Arguments(plan, layout, out_aligned)
         self._out_aligned = out_aligned
         self._layout = layout
@@ -46,6 +60,9 @@ class GemmLaunch(launch.GemmLaunch):
         self, stream: int, x: GemmOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
         """See `Launch.issue`."""
+        if self._realign is not None:
+            assert words.partials is not None
+            x, words = self._realign(stream, x, words.partials), self._of_product(words)
         a, b, out, epilogue = x
         swap_ab = self.plan.swap_ab
         scales = (epilogue.scale_b, epilogue.scale_a) if swap_ab else (epilogue.scale_a, epilogue.scale_b)
@@ -73,6 +90,13 @@ class GemmLaunch(launch.GemmLaunch):
             *[tensor.data_ptr() for tensor in pointers if tensor is not None],
             words.base, words.reset, *numbers, epilogue.alpha, epilogue.beta,
         )  # fmt: skip
+
+    def _of_product(self, words: Words) -> Words:
+        """What the product's kernel has of the words of a launch that copies operands first."""
+        schedule = self.plan.schedule
+        if schedule.kind == "static":
+            return NO_WORDS
+        return words if schedule.slots else words._replace(partials=None)
 
     def _local_rows(self, a: torch.Tensor, awaited: Awaited | None) -> tuple[torch.Tensor | None, LocalTiles]:
         """The local rows of ``a``, if they can be read in their own tensor; and which tiles."""

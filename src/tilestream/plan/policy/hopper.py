@@ -284,11 +284,16 @@ _known_ways = functools.lru_cache(maxsize=64)(ways)
 
 def candidates(
     problem: Problem, device: DeviceProperties, workers: int, *, kinds: tuple[Kind, ...], forced: Forced = FREE,
-    auto: bool = False,
+    auto: bool = False, realigned: str = "", before: float = 0.0,
 ) -> Iterator[Candidate]:  # fmt: skip
     """Every way the model knows, within what the caller forces; none if there is no such tile.
 
-    ``auto``: whether a static grid stands for a queue where there is nothing to even out.
+    Parameters
+    ----------
+    auto
+        Whether a static grid stands for a queue where there is nothing to even out.
+    realigned, before
+        The operands that are copied before, so that ``problem`` is left, and the seconds of that.
     """
     require(refusal(problem, device))
     if problem.arriving or type(problem) is not Problem:
@@ -318,8 +323,8 @@ def candidates(
             make = functools.partial(Schedule, kind, grid, raster, count, queues, split, shares, first_batch)
             yield Deferred(
                 make, kind=kind, variant=way.facts.variant, block=block, warps=4, stages=way.stages,
-                predicted=model.seconds(way.facts, way.swap_ab, cut), swap_ab=way.swap_ab, strip=way.strip,
-                buffers=way.buffers, registers=way.registers,
+                predicted=before + model.seconds(way.facts, way.swap_ab, cut), swap_ab=way.swap_ab, strip=way.strip,
+                buffers=way.buffers, registers=way.registers, realigned=realigned,
             )  # fmt: skip
 
 
