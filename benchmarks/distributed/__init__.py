@@ -15,6 +15,8 @@ SECTIONS = {
     "all_reduce": _symmetric("distributed.all_reduce:all_reduce", "matmul + all-reduce of few rows", 100, usual=True),
     "calls": _any("distributed.calls:calls", "what a call costs the host, and calls one after another", 150),
     "captured": _any("distributed.calls:captured", "replays of a graph of one call, beside captured NCCL", 170),
+    "moe": _symmetric("distributed.moe:moe", "a mixture of experts, 256 to 16k tokens a rank, beside NCCL", 400),
+    "moe_shared": Section("distributed.moe:moe", "its smoke: two ranks on one GPU", 120, nvidia="as of moe"),
     "served": _any("distributed.block:served", "a Llama block, prefill and decode, eager and compiled", 200),
     "served_captured": _any("distributed.block:served_captured", "the same block, replayed", 150),
     "mlp": _any("distributed.mlp:mlp", "an MLP block, compiled, forward and backward", 120, usual=True),

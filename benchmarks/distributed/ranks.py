@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -40,7 +41,7 @@ class Ranks(Session):
 
     def call(self, section: Section) -> None:
         """Start the processes, and wait for them."""
-        world = torch.cuda.device_count()
+        world = max(torch.cuda.device_count(), 2)  # a section that one GPU suffices for has two ranks on it
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, args=(world, f"{folder}/store", section, self.options), nprocs=world)
 
@@ -58,9 +59,12 @@ def record_of(session: Session, rank: int, name: str, **extra: Any) -> Record | 
 
 
 def _rank(rank: int, world: int, where: str, section: Section, options: argparse.Namespace) -> None:
-    torch.cuda.set_device(rank)
+    shared = torch.cuda.device_count() < world
+    if shared:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    torch.cuda.set_device(0 if shared else rank)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world,
+        "gloo" if shared else "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world,
         timeout=timedelta(seconds=TIMEOUT),
     )  # fmt: skip
     section.load()(rank, world, Session(options))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from distributed_jobs import BF16, Worst, finish, give_up_on_the_last_rank, in_poisoned_slots, late_in_turn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from moe_jobs import Mixture
 
 import tilestream as ts

@@ -61,6 +61,12 @@ kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_p
  kernels/portable/test_portable_grouped.py
 launch.gemm_arguments: plan/test_portable_plan.py kernels/portable/test_portable_gemm.py
 launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_grouped_plan.py
+core.protocols.experts: kernels/portable/test_portable_experts.py
+distributed.graph_experts: kernels/portable/test_portable_experts.py
+distributed.moe_plan: distributed/test_moe_plan.py distributed/test_moe.py
+kernels.portable.experts: kernels/portable/test_portable_experts.py
+launch.portable.experts: kernels/portable/test_portable_experts.py
+launch.layout: distributed/test_moe_plan.py
 core.protocols.dispatch: distributed/test_protocols.py distributed/test_moe.py
 core.protocols: distributed/test_gpu_reduce_scatter.py distributed/test_copy_engines.py
 core.attention_structs: kernels/hopper/test_hopper_attention_text.py

@@ -30,6 +30,7 @@ from tilestream.distributed.moe_experts import Experts, through
 from tilestream.distributed.moe_plan import MoePlan
 from tilestream.distributed.program import CALLING, Handlers, Program, Recorder, no_op
 from tilestream.launch.layout import Layout
+from tilestream.plan.limit import limit
 from tilestream.runtime.sequence import Record, WaitEvent
 
 if TYPE_CHECKING:
@@ -208,9 +209,9 @@ def mix(
 
     The next call on this device, or with this group, raises later errors.
     """
-    layout = plan.layout
     from tilestream.launch.portable.experts import multiply_rows  # imports Triton
 
+    layout = plan.layout
     assert layout is not None
 
     def compute(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -218,10 +219,10 @@ def mix(
 
     with torch.cuda.device(x.device):
         queue = GraphExperts.of(state, plan, "x", x.device, layout.size, text.signals(layout.world, layout.experts))
-        return queue.mix(
-            layout, plan.pushers, x.contiguous(), weights.contiguous(), sort(choices, layout.world * layout.experts),
-            compute, seconds, plan.number,
-        )  # fmt: skip
+        chosen = sort(choices, layout.world * layout.experts)
+        pushers = min(plan.pushers, limit() or plan.pushers)
+        x, weights = x.contiguous(), weights.contiguous()
+        return queue.mix(layout, pushers, x, weights, chosen, compute, seconds, plan.number)
 
 
 def sort(choices: torch.Tensor, count: int) -> Chosen:
@@ -232,7 +233,7 @@ def sort(choices: torch.Tensor, count: int) -> Chosen:
     from tilestream.launch.portable.experts import Chosen  # imports Triton
 
     flat = choices.reshape(-1)
-    experts = torch.where((flat < 0) | (flat >= count), count, flat).int()
+    experts = flat.masked_fill((flat < 0) | (flat >= count), count).int()
     by_expert, order = experts.sort(stable=True)
     each = torch.arange(count + 1, dtype=torch.int32, device=flat.device)
     starts = torch.searchsorted(by_expert, each, out_int32=True)

@@ -45,7 +45,7 @@ def push_rows(
         (x, chosen.order, chosen.starts, local.done, words.control, words.places, local.slots), (words.rank,),
         (
             layout.experts, top_k, layout.capacity, layout.width, layout.heads, layout.world,
-            _power(layout.experts), experts.ROWS, min(experts.COLUMNS, _power(layout.width)),
+            _lanes(layout.experts), experts.ROWS, min(experts.COLUMNS, _power(layout.width)),
         ),
         num_warps=experts.WARPS,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def take_rows(words: SlotWords, layout: Layout, local: Local, source: int, secon
             *records_of(words.signals.device),
         ),
         (allowed, op, words.key, words.rank, source),
-        (layout.experts, layout.heads, layout.world, _power(layout.experts)), num_warps=1,
+        (layout.experts, layout.heads, layout.world, _lanes(layout.experts)), num_warps=1,
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def take_results(words: SlotWords, layout: Layout, seconds: float) -> None:
     allowed, op = bounds_of(seconds, words.op)
     launch_keyed(
         experts.take_results, (1, 1, 1), (*words[:3], *records_of(words.signals.device)),
-        (allowed, op, words.key, words.rank), (layout.experts, layout.world, _power(layout.world)), num_warps=1,
+        (allowed, op, words.key, words.rank), (layout.experts, layout.world, _lanes(layout.world)), num_warps=1,
     )  # fmt: skip
 
 
@@ -103,6 +103,14 @@ def add_results(results: torch.Tensor, weights: torch.Tensor, chosen: Chosen, ou
             (results, weights, chosen.place, chosen.starts, out), (),
             (len(chosen.starts) - 1, width, weights.shape[1], experts.ADDED), enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def _lanes(count: int) -> int:
+    """Elements of a block of so many words, at least one a thread of a warp.
+
+    A word that two threads read might change between their reads, and they must not decide differently.
+    """
+    return max(32, _power(count))
 
 
 def _power(count: int) -> int:
