@@ -27,7 +27,7 @@ def page(results: Path) -> list[str]:
             means[device] = f"{geomean(ratios):.3f} ({min(ratios):.3f})"
     devices = sorted({device for means in rows.values() for device in means}, key=lambda name: (" x " in name, name))
     lines = [[*row, *(means.get(device, "") for device in devices)] for row, means in rows.items()]
-    compared = [NOTES("table"), table(["", "beside", *devices], lines), NOTES("pictures")] if lines else []
+    compared = [NOTES("pictures"), NOTES("table"), table(["", "beside", *devices], lines)] if lines else []
     gained = "\n".join(short(results))
     behind_peers = "\n".join([*behind(results), NOTES("not amd")])
     head = [NOTES("page"), *([gained] if gained else []), NOTES("when not"), behind_peers]
