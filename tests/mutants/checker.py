@@ -38,16 +38,18 @@ from tilestream_tools.verify.report import Result, explore
 from tilestream_tools.verify.ring import RingCase
 from tilestream_tools.verify.shared_attention import OPERANDS
 from tilestream_tools.verify.shared_ring import SharedCase, SharedRing
+from tilestream_tools.verify.sources import SourcesCase
 from tilestream_tools.verify.sums import SumCase
 from tilestream_tools.verify.sweep import LAYOUTS, UNREAD, Case, matmul
 
 CORE, VERIFY = "tilestream.core", "tilestream_tools.verify"
 MODULES = {
-    **{name: f"{CORE}.{name}" for name in ("gate", "loop", "schedule")},
+    **{name: f"{CORE}.{name}" for name in ("gate", "loop", "schedule", "sources")},
     **{name: f"{CORE}.protocols.{name}" for name in ("dispatch", "experts", "gather", "one_shot", "replay")},
     "reduce_scatter": f"{CORE}.protocols.reduce_scatter",
     **{name: f"{VERIFY}.{name}" for name in ("attention_protocol", "copies", "gpu_loop", "product", "protocol")},
     **{name: f"{VERIFY}.{name}" for name in ("shared_attention", "shared_ring")},
+    "sources_model": f"{VERIFY}.sources",
 }
 
 
@@ -104,7 +106,7 @@ class Bug:
 
 TABLES = (
     "workers.txt", "rings.txt", "warps.txt", "attention.txt", "copies.txt", "ranks.txt", "replays.txt",
-    "dispatches.txt", "experts.txt",
+    "dispatches.txt", "experts.txt", "sources.txt",
 )  # fmt: skip
 
 
@@ -384,6 +386,15 @@ def _dispatch(role: str) -> Family:
     return Family("dispatch", (f"{CORE}.protocols.dispatch:{role}",), make, prefix="dispatch: ")
 
 
+def _sources(role: str) -> Family:
+    def make(made: Any, counts: Any = None, **more: Any) -> Any:
+        given = (counts,) if counts else (((1,),), ((2,),), ((1,), (1,)))
+        workers = (more.pop("workers"),) if "workers" in more else (1, 2)
+        return [SourcesCase(one, count, program=made, **more) for one in given for count in workers]
+
+    return Family("sources", (f"{VERIFY}.sources:work_by_source",), make, prefix="sources: ")
+
+
 _SUM = {"watch": "gather:watch", **{role: f"reduce_scatter:{role}" for role in ("produce", "scatter", "add_up")}}
 _REDUCE = {"watch": "gather:watch", "reduce": "one_shot:reduce", "begin": "reduce_scatter:begin_sum"}
 
@@ -407,5 +418,6 @@ FAMILIES: dict[str, Callable[[str], Family]] = {
     "replay": _replay,
     "dispatch": _dispatch,
     "experts": _experts,
+    "sources": _sources,
     "all-reduce": partial(_reduction, "reduce", OneShotCase, _REDUCE),
 }

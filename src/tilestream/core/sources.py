@@ -7,7 +7,7 @@ A queue has the tiles of a group of a source. So its tickets are ready together:
 group's rows are there. There are as many queues as sources times groups, and no limit but memory.
 
 `take` is the protocol by which a worker takes its next tile, a generator of operations as of
-`tilestream.core.schedule.take`::
+`tilestream.core.schedule.take`. It repeats `look`::
 
     for each source, from the pivot on, those that are finished left out:
         its counts are not there:            look at the next source; the launch is over -> settle it as lost
@@ -25,7 +25,7 @@ the decision: a source may come while some workers have given it up, and all mus
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tilestream.core import queues
 from tilestream.core.integers import cdiv
@@ -145,52 +145,60 @@ class Place(NamedTuple):
 
 
 Operations = Generator[Any, Any, tuple[SourceTile | None, Place]]
+#: What a look at all sources ends with, other than a tile.
+Left = Literal["nothing", "missing", "again"]
 
 
 def take(places: SourcePlaces, worker: int, place: Place) -> Operations:
     """The worker's next tile, and its state behind it; None for STOP. See the module."""
+    while True:
+        tile, place, left = yield from look(places, worker, place)
+        if tile is not None or left == "nothing":
+            return tile, place
+        if left == "missing":
+            place = place._replace(over=bool((yield Nap())))
+
+
+def look(places: SourcePlaces, worker: int, place: Place) -> Generator[Any, Any, tuple[SourceTile | None, Place, Left]]:
+    """Look at all sources once: ``(tile, place, left)``.
+
+    Without a tile ``left`` says whether nothing is left, or something is missing, or another worker was faster.
+    """
     finished, over = place
-    waiting = True
-    while waiting:
-        waiting, void = False, False
-        for turn in range(finished, places.sources):
-            source = source_of_turn(turn, places.pivot, places.sources)
-            there = (not places.arrives) or bool((yield Look(source)))
-            if not there and not over:
-                waiting = True
-                continue
-            counts = None
-            if (yield Settle(source, COUNTED if there else LOST)) == COUNTED:
-                counts = yield Count(source)
-            sizes = places.tiles(counts)
-            left, late = yield from _left(places, source, sizes, all_there=over or counts is None)
-            if any(left):
-                group = _group_of(left, share_of(worker, sum(left)))
-                ticket = yield Draw(places.queue(source, group))
-                if ticket < sizes[group]:
-                    return SourceTile(source, group, ticket, counts), Place(finished, over)
-                void = True
-                break
-            waiting = waiting or late
-            if turn == finished and not late:
-                finished += 1
-        if void:
-            waiting = True
-        elif waiting:
-            over = bool((yield Nap()))
-    return None, Place(finished, over)
+    missing = False
+    for turn in range(finished, places.sources):
+        source = source_of_turn(turn, places.pivot, places.sources)
+        there = (not places.arrives) or bool((yield Look(source)))
+        if not there and not over:
+            missing = True
+            continue
+        counts = None
+        if (yield Settle(source, COUNTED if there else LOST)) == COUNTED:
+            counts = yield Count(source)
+        sizes = places.tiles(counts)
+        left, late = yield from _left(places, source, sizes, all_there=over or counts is None)
+        if any(left):
+            group = _group_of(left, share_of(worker, sum(left)))
+            ticket = yield Draw(places.queue(source, group))
+            tile = SourceTile(source, group, ticket, counts) if ticket < sizes[group] else None
+            return tile, Place(finished, over), "again"
+        missing = missing or late
+        if turn == finished and not late:
+            finished += 1
+    return None, Place(finished, over), "missing" if missing else "nothing"
 
 
 def _left(
     places: SourcePlaces, source: int, sizes: Sequence[int], all_there: bool
-) -> Generator[Any, Any, tuple[list[int], bool]]:
+) -> Generator[Any, Any, tuple[tuple[int, ...], bool]]:
     """The tiles left of each group whose rows are there; whether others have tiles left."""
-    left, late = [], False
+    left: tuple[int, ...] = ()
+    late = False
     for group, size in enumerate(sizes):
         rest = queues.left(size, (yield Taken(places.queue(source, group)))) if size else 0
         if rest and places.arrives and not all_there and not (yield Arrived(source, group)):
             rest, late = 0, True
-        left.append(rest)
+        left += (rest,)
     return left, late
 
 

@@ -1,6 +1,6 @@
 """The exhaustive checker of the protocols: schedule, gate, rings, and exchanges between ranks. Pure Python, no GPU.
 
-It has twelve models, and explores all interleavings of each:
+It has thirteen models, and explores all interleavings of each:
 
 1. `workers`: several workers on queues and gates, with a deadline that may expire and the drain after it. It runs
    `work` of `tilestream.core.loop`, the CPU backend's code, whose workers leave when the launch is over. It also runs
@@ -33,6 +33,8 @@ It has twelve models, and explores all interleavings of each:
    arrives with them (`tilestream.core.protocols.dispatch`), with ranks that are late, silent or lost.
 12. `experts`: the same between GPUs, whose kernels push rows and results in replays of a graph
    (`tilestream.core.protocols.experts`). `tilestream.distributed.graph_experts` performs this protocol.
+13. `sources`: workers that take tiles of sources whose counts are known only when they come
+   (`tilestream.core.sources`), with sources that are late, empty, lost, or that signal twice.
 
 **Why models 1 and 2 together describe the whole kernel.** In a kernel with load and math loops, a worker is `work`
 divided at Compute. The load loop does the part before (Poll, take, gate), puts the item on the item ring and loads it.

@@ -12,7 +12,7 @@ from tilestream.core.gate import Gate
 from tilestream.core.order import Order
 from tilestream.core.schedule import Kind, Split
 from tilestream.schedule import Grid, Raster, Schedule
-from tilestream_tools.verify import arrival_order, copies, dispatch, experts, one_shot, replay
+from tilestream_tools.verify import arrival_order, copies, dispatch, experts, one_shot, replay, sources
 from tilestream_tools.verify.attention import AttentionCase
 from tilestream_tools.verify.attention_protocol import AttentionRing
 from tilestream_tools.verify.copies import CopyCase
@@ -27,6 +27,7 @@ from tilestream_tools.verify.replay import ReplayCase
 from tilestream_tools.verify.ring import RingCase
 from tilestream_tools.verify.shared_attention import OPERANDS, attend_direct, attend_staged
 from tilestream_tools.verify.shared_ring import SharedCase, SharedRing, direct, staged
+from tilestream_tools.verify.sources import SourcesCase
 from tilestream_tools.verify.sums import SumCase
 from tilestream_tools.verify.words import Drain
 from tilestream_tools.verify.workers import Program, WorkersCase
@@ -34,11 +35,11 @@ from tilestream_tools.verify.workers import Program, WorkersCase
 Level = Literal["quick", "full"]
 Case = (
     WorkersCase | RingCase | ProductCase | SharedCase | AttentionCase | GatherCase | SumCase | PublishCase | CopyCase
-    | OneShotCase | ReplayCase | DispatchCase | ExpertsCase
+    | OneShotCase | ReplayCase | DispatchCase | ExpertsCase | SourcesCase
 )  # fmt: skip
 MODELS = (
     "workers", "ring", "product", "shared", "attention", "gather", "publish", "sums", "copies", "reduce", "replay",
-    "dispatch", "experts",
+    "dispatch", "experts", "sources",
 )  # fmt: skip
 
 #: What queues split where no chunk decides it: `tilestream_tools.verify.arrival_order` has the rest.
@@ -141,6 +142,8 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(dispatch.configurations(level == "full"))
     if model == "experts":
         return list(experts.configurations(level == "full"))
+    if model == "sources":
+        return list(sources.configurations(level == "full"))
     raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
 
 

@@ -16,6 +16,7 @@ from tilestream_tools.verify.product import ProductCase
 from tilestream_tools.verify.publish import PublishCase
 from tilestream_tools.verify.replay import ReplayCase
 from tilestream_tools.verify.ring import RingCase
+from tilestream_tools.verify.sources import SourcesCase
 from tilestream_tools.verify.sums import SumCase
 from tilestream_tools.verify.workers import WorkersCase
 
@@ -25,7 +26,7 @@ PARTS = {"workers": 3, "ring": 3, "product": 3}
 MOST_STATES = {
     "workers": 720_000, "ring": 1_450_000, "product": 740_000, "shared": 10_000, "attention": 670_000,
     "gather": 110_000, "publish": 10_000, "sums": 20_000, "copies": 120_000, "reduce": 20_000,
-    "replay": 12_000, "dispatch": 40_000, "experts": 60_000,
+    "replay": 12_000, "dispatch": 40_000, "experts": 60_000, "sources": 240_000,
 }  # fmt: skip
 SWEPT = [
     pytest.param(model, part, marks=pytest.mark.slow if part else ())
@@ -204,6 +205,7 @@ def test_sizes_grow():
         ("replay", ReplayCase),
         ("dispatch", DispatchCase),
         ("experts", ExpertsCase),
+        ("sources", SourcesCase),
         ("copies", CopyCase),
     ):
         cases = verify.configurations(model, "quick")
@@ -230,7 +232,7 @@ def test_sizes_grow():
         (
             lambda: verify.run("quick", models=["rings"]),
             "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums, copies, "
-            "reduce, replay, dispatch, experts",
+            "reduce, replay, dispatch, experts, sources",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],
