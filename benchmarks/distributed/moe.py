@@ -59,7 +59,9 @@ class Mixture:
             return (torch.randn(*of, generator=seeded, device="cuda") * of[-1] ** -0.5).to(BF16)
 
         own = experts // world
-        self.w1, self.w3, self.w2 = made(own, hidden, width), made(own, hidden, width), made(own, width, hidden)
+        self.w13 = made(own, 2 * hidden, width)  # stacked, as vLLM and SGLang keep them
+        self.w1, self.w3 = self.w13.chunk(2, 1)
+        self.w2 = made(own, width, hidden)
         self.x = torch.randn(tokens, width, generator=seeded, device="cuda").to(BF16)
         self.weights, self.chosen = choices(tokens, experts, self.top_k, power, rank)
 
@@ -93,8 +95,8 @@ class Mixture:
 
     def multiplied(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """By torch's grouped matmul."""
-        h = silu(torch._grouped_mm(rows, self.w1.mT, ends)) * torch._grouped_mm(rows, self.w3.mT, ends)
-        return torch._grouped_mm(h, self.w2.mT, ends)
+        gate, up = torch._grouped_mm(rows, self.w13.mT, ends).chunk(2, -1)
+        return torch._grouped_mm(silu(gate) * up, self.w2.mT, ends)
 
     def by_nccl(self) -> torch.Tensor:
         """All of it by hand."""

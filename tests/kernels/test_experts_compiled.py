@@ -40,7 +40,7 @@ def launched(layout: Layout, tokens: int, top_k: int, dtype: torch.dtype) -> Non
     experts.multiply_rows(rows, rows, local.ends[1, :e])
     experts.push_results(words, layout, local, 1, rows, 16)
     experts.take_results(words, layout, 1800.0)
-    experts.add_results(rows, weights, chosen, torch.empty_like(x))
+    experts.add_results(words, rows, weights, chosen, torch.empty_like(x))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -2,7 +2,7 @@
 
 ::
 
-    calling stream:  begin_call; for each source: take_rows, its products; take_results, add_results; end_call, void_out
+    calling stream:  begin_call; for each source: take_rows, its products; take_results; end_call; add_results
     side stream:     push_rows; for each source behind its products: push_results
 
 `tilestream.core.protocols.experts`, which the checker explores, has the operations. This module maps each to a kernel
@@ -118,8 +118,8 @@ class GraphExperts(GraphQueue):
         host: dict[str, Callable[[], object]] = {
             "begin": lambda: rank_calls.begin_call(words, seconds, 0, 1), "push": push,
             "collect": lambda: experts.take_results(words, layout, seconds),
-            "add": lambda: experts.add_results(results, weights, chosen, out),
-            "end": lambda: rank_calls.end_call(words), "hand in": lambda: rank_calls.void_out(words, out),
+            "add": lambda: experts.add_results(words, results, weights, chosen, out),
+            "end": lambda: rank_calls.end_call(words),
         }  # fmt: skip
         for source in range(layout.world):
             host[f"take {source}"] = partial(experts.take_rows, words, layout, local, source, seconds)
@@ -159,7 +159,7 @@ class GraphExperts(GraphQueue):
             text.Computed: no_op, text.Hand: lambda op: beside.run(text.AwaitHand, text.AwaitHand),
             text.AwaitResults: lambda op: 1, text.ClearResults: named("collect"), text.Add: no_op,
             text.Added: _once(named("add")), replay.Intact: named("end"), replay.Taken: no_op,
-            replay.HandIn: named("hand in"), replay.AwaitJoin: lambda op: add(WaitEvent(CALLING, join)),
+            replay.HandIn: no_op, replay.AwaitJoin: lambda op: add(WaitEvent(CALLING, join)),
         })  # fmt: skip
         return Prepared(recorder.program(), self._made_local(layout), self._made_signals(layout))
 

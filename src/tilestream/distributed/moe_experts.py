@@ -2,7 +2,8 @@
 
 ::
 
-    forward:   h = act(x @ w1.T) * (x @ w3.T);  y = h @ w2.T                             each a grouped product
+    forward:   h = act(x @ w1.T) * (x @ w3.T);  y = h @ w2.T      each a grouped product; h is one, if w1 and w3 are
+                                                                  the halves of one tensor, and act is silu
     backward:  t = grad @ w2;  of_factor = sum(t * h);  t *= factor                      y is not needed
                da = t * (x @ w3.T) * act'(x @ w1.T);  db = t * act(x @ w1.T)
                dx = da @ w1 + db @ w3;  dw1 = da.T @ x;  dw3 = db.T @ x;  dw2 = (factor * grad).T @ h
@@ -68,9 +69,25 @@ def through(e: Experts, x: torch.Tensor, ends: torch.Tensor, multiply: Multiply 
 
     ``multiply``: multiplies one tensor by another, in place, up to the last row of an expert.
     """
-    hidden = grouped_mm(x, e.w1.mT, ends, activation=_name(e.activation))
-    multiply(hidden, grouped_mm(x, e.w3.mT, ends))
+    both = stacked(e.w1, e.w3) if e.activation == "silu" else None
+    if both is not None:
+        hidden = grouped_mm(x, both.mT, ends, activation="swiglu")
+    else:
+        hidden = grouped_mm(x, e.w1.mT, ends, activation=_name(e.activation))
+        multiply(hidden, grouped_mm(x, e.w3.mT, ends))
     return grouped_mm(hidden, e.w2.mT, ends)
+
+
+def stacked(w1: torch.Tensor, w3: torch.Tensor) -> torch.Tensor | None:
+    """``[E, 2 I, H]``, of which ``w1`` and ``w3`` are the halves, as ``chunk(2, 1)`` makes them; None if they are not.
+
+    Weights that lie apart are not stacked: that would copy all of them in each call.
+    """
+    experts, hidden, width = w1.shape
+    same = w1.stride() == w3.stride() and w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
+    if not same or w3.storage_offset() - w1.storage_offset() != hidden * w1.stride(1):
+        return None
+    return w1.detach().as_strided((experts, 2 * hidden, width), w1.stride(), w1.storage_offset())
 
 
 def backward(

@@ -107,9 +107,13 @@ def test_sums_have_the_bits_of_the_unfused_form(dtype, weights):
     chosen = sort(tokens.choices, 4)
     rows, out = torch.randn(21, 1030).to(dtype), torch.empty(7, 1030, dtype=dtype)
     given_weights = tokens.weights.to(weights)
-    experts.add_results(rows, given_weights, chosen, out)
+    words = Ranks(layout, dtype).words(0)
+    experts.add_results(words, rows, given_weights, chosen, out)
     wanted = _combined(rows[chosen.place].view(7, 3, 1030), given_weights).to(dtype)
     assert out.equal(wanted)
+    words.control[VOID] = 1
+    experts.add_results(words, rows, given_weights, chosen, out)
+    assert out.isnan().all()
 
 
 def test_gates_are_multiplied_as_by_torch_up_to_the_last_row():
@@ -123,6 +127,22 @@ def test_gates_are_multiplied_as_by_torch_up_to_the_last_row():
     ends = moe_experts.ends_of(counts, x.device)
     found = moe_experts.through(e, x, ends, lambda a, b: experts.multiply_rows(a, b, ends))
     assert found[:7].equal(moe_experts.forward(e, x, counts)[:7])
+
+
+def test_halves_of_one_tensor_are_one_product():
+    w13, w2, x = torch.randn(2, 10, 6), torch.randn(2, 6, 5), torch.randn(9, 6)
+    w1, w3 = w13.chunk(2, 1)
+    assert moe_experts.stacked(w1, w3).equal(w13)
+    assert moe_experts.stacked(w1, w3).data_ptr() == w13.data_ptr(), "nothing is copied"
+    for one, other in ((w3, w1), (w1, w1), (w1, w3.clone()), (w1.contiguous(), w3.contiguous()), (w1, w13[:, 4:9])):
+        assert moe_experts.stacked(one, other) is None
+    counts = torch.tensor([3, 4])
+    found = moe_experts.forward(moe_experts.Experts(w1, w2, w3, "silu"), x, counts)
+    apart = moe_experts.forward(moe_experts.Experts(w1.clone(), w2, w3.clone(), "silu"), x, counts)
+    torch.testing.assert_close(found, apart, rtol=1e-5, atol=1e-5)
+    other = moe_experts.forward(moe_experts.Experts(w1, w2, w3, "relu"), x, counts)
+    plain = moe_experts.forward(moe_experts.Experts(w1.clone(), w2, w3.clone(), "relu"), x, counts)
+    assert other.equal(plain)
 
 
 @pytest.mark.parametrize("what", ["head", "rows", "results"])

@@ -14,9 +14,8 @@ its own rows the results, with a signal for each rank that sends them::
           is the mark count? clear the signals
         the experts; the side stream may go on            for each source, when its rows are computed:
       a kernel: wait for all results; clear their signals   a kernel: results -> the source; signal them
-      weigh and add
       a kernel: for each peer: taken = count there
-      NaN, where the group is broken
+      weigh and add; NaN, where the group is broken
       the side stream
 
 *Who waits for whom* (invariant 10). A kernel that pushes waits for nothing once it runs. A kernel that waits for a peer
@@ -40,8 +39,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilestream.core.protocols.gather import Operations
-from tilestream.core.protocols.replay import AwaitFork, Fork, Joined, Mark, Unbroken, admit, end, give_up
+from tilestream.core.protocols.gather import Operations, peers
+from tilestream.core.protocols.replay import (
+    AwaitFork,
+    AwaitJoin,
+    Fork,
+    HandIn,
+    Intact,
+    Joined,
+    Mark,
+    Taken,
+    Unbroken,
+    admit,
+    give_up,
+)
 
 
 def signals(world: int, experts: int) -> int:
@@ -237,12 +248,18 @@ def calling(rank: int, world: int, replay: int) -> Operations:
             yield Compute(source, call)
             yield Computed(source, call)
         yield Hand(source, replay, here or 0)
-    there = yield from collect(rank, world, call)
-    if there:
+    intact = yield from collect(rank, world, call)
+    if intact and not (yield Intact(0, call)):
+        intact = 0
+        yield from give_up(rank, world)
+    for peer in peers(rank, world):
+        yield Taken(peer, 0, call)
+    if intact:
         for peer in turns(rank, world):
             yield Add(peer, call)
             yield Added(peer, call)
-    yield from end(rank, world, 0, replay, call, there)
+        yield HandIn(replay)
+    yield AwaitJoin(replay)
     return None
 
 

@@ -8,10 +8,10 @@
     multiply_rows    gate * up, of the rows that there are
     push_results     block by block: results -> the source's memory; landed: count; the last: signal it there
     take_results     wait for all ranks' results; clear their signals
-    add_results      out[token] = sum of weight * result, in the order of the token's choices
+    add_results      out[token] = sum of weight * result, in the order of the token's choices; NaN, if the call is void
 
-The order is `tilestream.core.protocols.experts`, between ``begin_call`` and ``end_call`` of
-`tilestream.kernels.portable.rank_calls`. ``take_rows`` and ``take_results`` are one program of one warp, and the only
+The order is `tilestream.core.protocols.experts`, behind ``begin_call`` of `tilestream.kernels.portable.rank_calls`; its
+``end_call`` is in front of the last. ``take_rows`` and ``take_results`` are one program of one warp, and the only
 ones that wait; each wait has a deadline, and ends when the group is broken.
 
 *Landed* (invariant 7). The stores of a block precede its count, by a drain, a barrier and a release at *system* scope:
@@ -46,7 +46,7 @@ EXPIRED, QUARANTINED = map(tl.constexpr, (record.EXPIRED, record.QUARANTINED))
 ROWS, COLUMNS = 16, 1024
 #: Elements that `push_results` and `multiply_rows` handle at once.
 BLOCK = 8192
-#: Columns of a program of `add_results`.
+#: Columns that a program of `add_results` adds at once.
 ADDED = 1024
 WARPS = 8
 
@@ -296,11 +296,11 @@ def take_results(
     tl.store(control + VOID, (over != 0).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens",))
 def add_results(
-    results, weights, place, starts, out, CHOICES, WIDTH, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    results, weights, place, starts, control, out, tokens, CHOICES, WIDTH, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """``out[token] = sum of weight * result``, in the order of its choices. The grid: tokens, blocks of columns.
+    """``out[token] = sum of weight * result``, in the order of its choices; NaN, if the call is void.
 
     Each product is rounded before it is added, as torch's is: compile it without fused multiply-adds.
 
@@ -315,16 +315,22 @@ def add_results(
     starts
         ``int32[CHOICES + 1]``: entry ``CHOICES``, of all ranks' experts, ends the rows. A choice behind them is of an
         expert that does not exist: its token becomes NaN.
+    tokens
+        T. No other argument depends on it, so that any number of tokens has one compiled kernel.
     """
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
     rows = tl.load(starts + CHOICES)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for choice in tl.static_range(TOP_K):
-        row = tl.load(place + token * TOP_K + choice)
-        exists = row < rows
-        found = tl.load(results + row * WIDTH + column, mask=inside & exists, other=0.0).to(tl.float32)
-        weighted = found * tl.load(weights + token * TOP_K + choice).to(tl.float32)
-        acc += tl.where(exists, weighted, float("nan"))
-    tl.store(out + token * WIDTH + column, acc.to(out.dtype.element_ty), mask=inside)
+    if tl.load(control + VOID) != 0:
+        rows = rows * 0
+    blocks = tl.cdiv(WIDTH, BLOCK)
+    for item in range(tl.program_id(0), tokens * blocks, tl.num_programs(0)):
+        token = (item // blocks).to(tl.int64)
+        column = item % blocks * BLOCK + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for choice in tl.static_range(TOP_K):
+            row = tl.load(place + token * TOP_K + choice)
+            exists = row < rows
+            found = tl.load(results + row * WIDTH + column, mask=inside & exists, other=0.0).to(tl.float32)
+            weighted = found * tl.load(weights + token * TOP_K + choice).to(tl.float32)
+            acc += tl.where(exists, weighted, float("nan"))
+        tl.store(out + token * WIDTH + column, acc.to(out.dtype.element_ty), mask=inside)

@@ -16,6 +16,8 @@ from tilestream.launch.portable.rank_calls import SlotWords
 
 #: Programs of `multiply_rows` at most.
 _MOST_PROGRAMS = 1024
+#: Programs of `add_results`, whatever the number of tokens.
+_ADDERS = 1024
 
 
 class Local(NamedTuple):
@@ -94,13 +96,15 @@ def take_results(words: SlotWords, layout: Layout, seconds: float) -> None:
     )  # fmt: skip
 
 
-def add_results(results: torch.Tensor, weights: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
+def add_results(
+    words: SlotWords, results: torch.Tensor, weights: torch.Tensor, chosen: Chosen, out: torch.Tensor
+) -> None:
     """``out[token]``: the sum of its weighted results. ``weights``: ``[T, top_k]``, contiguous."""
     tokens, width = out.shape
     if tokens:
         launch_keyed(
-            experts.add_results, (tokens, cdiv(width, experts.ADDED), 1),
-            (results, weights, chosen.place, chosen.starts, out), (),
+            experts.add_results, (_ADDERS, 1, 1),
+            (results, weights, chosen.place, chosen.starts, words.control, out), (tokens,),
             (len(chosen.starts) - 1, width, weights.shape[1], experts.ADDED), enable_fp_fusion=False,
         )  # fmt: skip
 
