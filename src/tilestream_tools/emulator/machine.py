@@ -100,10 +100,11 @@ class Wave(Registers):
         queue.append(one)
         for register in one.registers:
             self.pending[register] = one
-        landing, chance = self.machine.landing, self.machine.random
-        if landing == "early" or (landing == "random" and chance.random() < 0.4):
-            count = len(queue) if landing == "early" else chance.randint(1, len(queue))
-            for each in list(queue)[:count]:
+        machine = self.machine
+        if machine.landing == "early":  # so have all before it
+            one.go()
+        elif machine.landing == "random" and machine.random.random() < 0.4:
+            for each in itertools.islice(queue, machine.random.randint(1, len(queue))):
                 each.go()
 
     def wait(self, queue: deque[Pending], left: int) -> None:
@@ -214,6 +215,9 @@ class Machine:
         #: visited, waited: the instructions that were executed; of these, the waits that had something to wait for.
         self.visited: set[int] = set()
         self.waited: set[int] = set()
+        #: The waves that can go on, and sums of their speeds; empty: to be looked for.
+        self._ready: list[Wave] = []
+        self._speeds: list[float] = []
 
     @property
     def clock(self) -> int:
@@ -251,6 +255,7 @@ class Machine:
                 for _ in range(turns):
                     while left and (not resident or len({wave.group.number for wave in live}) < resident):
                         live += self._start(left.popleft())
+                        self._ready = []
                     self._turn(live, self._steps)
                     if not (left or live):
                         break
@@ -278,17 +283,20 @@ class Machine:
 
     def _turn(self, live: list[Wave], steps: list[Step]) -> None:
         """Let one wave go on for a while."""
-        ready = [wave for wave in live if wave.state == "ready"]
+        if not self._ready:
+            self._ready = [wave for wave in live if wave.state == "ready"]
+            self._speeds = list(itertools.accumulate(one.speed for one in self._ready))
+        ready, speeds = self._ready, self._speeds
         if not ready:
             raise Fault(f"no wave can go on: {self._where(live, steps)}")
         if self.executed > self.limit:
             raise Fault(f"no end after {self.executed} instructions: {self._where(live, steps)}")
         if self.host is not None:
             self.host(self)
-        speeds = list(itertools.accumulate(one.speed for one in ready))
         wave = ready[bisect.bisect(speeds, self.random.random() * speeds[-1], hi=len(speeds) - 1)]
         self._run(wave, self.random.randint(1, self.quantum), steps)
         if wave.state != "ready":
+            self._ready = []
             if wave.state == "done":
                 live.remove(wave)
             wave.group.open_barrier()
@@ -297,21 +305,22 @@ class Machine:
         return ", ".join(f"{w.group.number}.{w.index} {w.state}, line {steps[w.pc].line}" for w in live)
 
     def _run(self, wave: Wave, count: int, steps: list[Step]) -> None:
-        busy, visited = wave.busy, self.visited
-        for _ in range(count):
-            pc = wave.pc
-            step = steps[pc]
-            visited.add(pc)
-            try:
-                if busy and not busy.isdisjoint(step.registers):
+        busy, visit = wave.busy, self.visited.add
+        step = steps[wave.pc]
+        try:
+            for _ in range(count):
+                pc = wave.pc
+                step = steps[pc]
+                visit(pc)
+                if busy and not busy.isdisjoint(step[1]):  # its registers
                     self._refuse_early_use(wave, step)
                 wave.pc = pc + 1
                 self.executed += 1
-                if step.act(wave):
+                if step[0](wave):  # its act
                     return
-            except Fault as fault:
-                where = f"workgroup {wave.group.number}, wave {wave.index}, line {step.line}: {step.text}"
-                raise Fault(f"{where}: {fault}") from None
+        except Fault as fault:
+            where = f"workgroup {wave.group.number}, wave {wave.index}, line {step.line}: {step.text}"
+            raise Fault(f"{where}: {fault}") from None
 
     def _refuse_early_use(self, wave: Wave, step: Step) -> None:
         early = set(step.registers & wave.pending.keys())

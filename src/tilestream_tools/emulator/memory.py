@@ -14,7 +14,7 @@ import numpy as np
 
 from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.numbers import I64, U8, U16, U32, U64, Array, to_lanes
-from tilestream_tools.emulator.order import Order, words_of
+from tilestream_tools.emulator.order import Order
 
 #: Bytes that memory is a multiple of.
 LINE = 128
@@ -22,24 +22,28 @@ LINE = 128
 GAP = 4096
 #: Under way, no wait has covered it: later than each barrier.
 _OPEN = 1 << 30
-_THREE = np.array(3)
+_ONE, _THREE = np.array(1), np.array(3)
 #: The numbers of no access.
 _UNREAD, _UNWRITTEN = 0, 1
 
 
-def gather(memory: Array, at: Array, size: int) -> Array:
-    """``[accesses, size]`` bytes at these offsets."""
-    if size % 4 == 0 and not np.count_nonzero(at & _THREE):
-        found: Array = memory.view(U32)[words_of(at, size).reshape(-1, size // 4)]
-        return found.view(U8)
+def gather(memory: Array, at: Array, size: int, words: Array) -> Array:
+    """``[accesses, size]`` bytes at these offsets; ``words``: their dwords, as `words_of` has them."""
+    if size >= 4 and not np.count_nonzero(at & _THREE):
+        found: Array = memory.view(U32)[words]
+        return found.view(U8).reshape(-1, size)
+    if size == 2 and not np.count_nonzero(at & _ONE):
+        return memory.view(U16)[at >> _ONE].view(U8).reshape(-1, 2)
     return memory[at[:, None] + np.arange(size)]
 
 
-def scatter(memory: Array, at: Array, data: Array) -> None:
-    """Write ``[accesses, size]`` bytes at these offsets, in the order of the accesses."""
+def scatter(memory: Array, at: Array, data: Array, words: Array) -> None:
+    """Write ``[accesses, size]`` bytes at these offsets, in the order of the accesses; ``words``: see `gather`."""
     size = data.shape[1]
-    if size % 4 == 0 and not np.count_nonzero(at & _THREE):
-        memory.view(U32)[words_of(at, size).reshape(-1, size // 4)] = data.view(U32)
+    if size >= 4 and not np.count_nonzero(at & _THREE):
+        memory.view(U32)[words] = data.view(U32).reshape(-1)
+    elif size == 2 and not np.count_nonzero(at & _ONE):
+        memory.view(U16)[at >> _ONE] = data.view(U16).reshape(-1)
     else:
         memory[at[:, None] + np.arange(size)] = data
 
@@ -83,7 +87,7 @@ class Memory:
         return self.base + at
 
     def free(self, address: int, size: int) -> None:
-        """Nobody may access these bytes any more, which are not given away again."""
+        """Nobody may access a tensor's bytes any more, which are not given away again."""
         self.owner[address - self.base : address - self.base + size] = 0
 
     def allocate(self, array: Array, name: str, align: int = 256) -> int:
@@ -108,13 +112,13 @@ class Memory:
         for order in self.orders:
             order.host_writes(at, raw.size)
 
-    def load(self, at: Array, size: int) -> Array:
-        """``[accesses, size]`` bytes at these offsets."""
-        return gather(self.bytes, at, size)
+    def load(self, at: Array, size: int, words: Array) -> Array:
+        """``[accesses, size]`` bytes at these offsets; ``words``: their dwords, as `words_of` has them."""
+        return gather(self.bytes, at, size, words)
 
-    def store(self, at: Array, data: Array) -> None:
+    def store(self, at: Array, data: Array, words: Array) -> None:
         """Write ``[accesses, size]`` bytes at these offsets, in the order of the accesses."""
-        scatter(self.bytes, at, data)
+        scatter(self.bytes, at, data, words)
 
     def update(self, at: int, size: int, update: Callable[[int], int]) -> int:
         """Update an unsigned number; the number before."""
@@ -123,6 +127,14 @@ class Memory:
         after = update(before) & ((1 << 8 * size) - 1)
         self.bytes[place] = np.frombuffer(after.to_bytes(size, "little"), U8)
         return before
+
+    def _are_in_one(self, at: Array, size: int) -> bool:
+        """Whether one tensor has all of these accesses: it has what lies between the first and the last."""
+        first, last = at.item(at.argmin()), at.item(at.argmax()) + size - 1
+        if first < 0 or last >= self.bytes.size:
+            return False
+        owner: int = self.owner.item(first)
+        return owner > 0 and owner == self.owner.item(last)
 
     def offsets(self, addresses: Array, size: int) -> Array:
         """The offsets of accesses of ``size`` bytes each, of addresses in 64 bits.
@@ -133,6 +145,8 @@ class Memory:
             If one of them is outside of any tensor.
         """
         at: Array = addresses - self._first
+        if at.size and self._are_in_one(at, size):
+            return at
         if np.count_nonzero(at.view(U64) > np.array(self.bytes.size - size, U64)):  # those before it are large numbers
             raise Fault(f"addresses {int(addresses.min()):#x} to {int(addresses.max()):#x} are outside of memory")
         first, last = self.owner[at], self.owner[at + np.array(size - 1)]
@@ -143,6 +157,12 @@ class Memory:
             behind = f"{bad - near[-1]} bytes behind the end of {self.names[self.owner[near[-1]]]}" if near.size else ""
             raise Fault(f"{size} bytes at {self.base + bad:#x} are of no tensor: {behind}")
         return at
+
+
+@functools.lru_cache(1 << 12)
+def _number(value: int) -> Array:
+    """As an array: numpy takes twice as long to compare with a number of Python's."""
+    return np.array(value, np.int32)
 
 
 def _by_unit(of: Array) -> dict[int, Array]:
@@ -230,14 +250,15 @@ class Shared:
         except IndexError:
             end = 4 * int(words.max()) + 4
             raise Fault(f"LDS has {self.size} bytes; an access ends at {end}") from None
-        others = self._until[last] >= epoch
+        barriers = _number(epoch)
+        others = self._until[last] >= barriers
         if np.count_nonzero(others):
             others &= self._wave[last] != wave
             if np.count_nonzero(others):
                 self._refuse_race(spot, data, last, others)
         if data is not None:
             if self._reading or self._read_until >= epoch:
-                open_reads = self._until[self._read[:, words]] >= epoch
+                open_reads = self._until[self._read[:, words]] >= barriers
                 if np.count_nonzero(open_reads):
                     self._refuse_readers(wave, words, open_reads)
             self._issued[spot.unit][spot.cells] = data

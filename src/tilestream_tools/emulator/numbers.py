@@ -235,17 +235,23 @@ def scaled(x: Array, by: Array | int) -> Array:
 
 
 def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """V_DIV_SCALE_F32: ``x``, one of the two, scaled so that the division's steps stay normal; and the flag for it."""
+    """V_DIV_SCALE_F32: ``x``, one of the two, scaled so that the division's steps stay normal; and the flag for it.
+
+    Where the quotient and the denominator's inverse are both below the normal numbers, AMD's document scales the
+    denominator up, to infinity. It is scaled down here: with the flag, only that gives the quotient.
+    """
     b, c = denominator, numerator
     if _divides_plainly(b, c):
         return x, np.zeros(LANES, np.bool_)
     up, down = scaled(x, 64), scaled(x, -64)
     quotient, inverse = c.astype(F64) / b.astype(F64), 1.0 / b.astype(F64)
     small, tiny_inverse = (np.abs(quotient) < 2.0**-126) & (quotient != 0), np.abs(inverse) < 2.0**-126
-    if_b, if_c = (np.where(x.view(U32) == one.view(U32), up, x) for one in (b, c))
+    is_b, is_c = (x.view(U32) == one.view(U32) for one in (b, c))
+    if_b, if_c = np.where(is_b, up, x), np.where(is_c, up, x)
     cases = [
         ((c == 0) | (b == 0), np.full(LANES, np.nan, F32), False), (exponent(c) - exponent(b) >= 96, if_b, True),
-        ((exponent(b) == 0) & (b != 0), up, False), (tiny_inverse & small, if_b, True), (tiny_inverse, down, False),
+        ((exponent(b) == 0) & (b != 0), up, False), (tiny_inverse & small, np.where(is_b, down, x), True),
+        (tiny_inverse, down, False),
         (small, if_c, True), (exponent(c) <= 23, up, False),
     ]  # fmt: skip
     conditions = [condition for condition, _, _ in cases]

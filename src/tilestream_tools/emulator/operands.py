@@ -289,6 +289,16 @@ def scalar_target(o: Operand, is_wide: bool = False) -> Callable[[Registers, int
     if o.file != "s":
         raise Unknown(f"a scalar result in {o.text}")
 
+    if n < EXEC - 1:
+
+        def put_plain(w: Registers, x: int) -> None:
+            w.s[n] = x & MASK32
+
+        def put_two(w: Registers, x: int) -> None:
+            w.s[n], w.s[n + 1] = x & MASK32, x >> 32 & MASK32
+
+        return put_two if is_wide else put_plain
+
     def put(w: Registers, x: int) -> None:
         w.s[n] = x & MASK32
         if is_wide:

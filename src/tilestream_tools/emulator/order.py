@@ -31,6 +31,26 @@ _TWO = np.array(2)  # no number of Python's: numpy takes twice as long with thos
 HOST = 0
 
 
+#: A store as a number: its own among its agent's, above the agent's, above whether it went past the caches.
+_AGENT_BITS = 20
+_PLAIN, _PUBLISHED = np.array(0), np.array(1)
+_AGENTS, _ABOVE, _ABOVE_AGENT = np.array((1 << _AGENT_BITS) - 1), np.array(1), np.array(1 + _AGENT_BITS)
+
+
+def _tag(agent: int, number: int, is_published: bool) -> int:
+    return (number << _AGENT_BITS | agent) << 1 | is_published
+
+
+def _agent_of(tags: Array) -> Array:
+    found: Array = tags >> _ABOVE & _AGENTS
+    return found
+
+
+def _number_of(tags: Array) -> Array:
+    found: Array = tags >> _ABOVE_AGENT
+    return found
+
+
 class Known:
     """What a wave, or the host, may rely on: of each agent, how many of its stores.
 
@@ -54,12 +74,12 @@ class Known:
 def words_of(at: Array, size: int) -> Array:
     """The dwords of accesses of ``size`` bytes each."""
     first: Array = at >> _TWO
-    return first if size <= 4 else np.add.outer(first, _dwords(size)).ravel()
+    return first if size <= 4 else first.repeat(size // 4) + _dwords(first.size, size)
 
 
 @functools.cache
-def _dwords(size: int) -> Array:
-    return np.arange(size // 4)
+def _dwords(accesses: int, size: int) -> Array:
+    return np.tile(np.arange(size // 4), accesses)
 
 
 class Order:
@@ -73,9 +93,8 @@ class Order:
 
     def __init__(self, size: int, waves: int) -> None:
         self._agents = 1 + waves
-        self._writer = np.zeros(size // 4, np.int32)
-        self._number = np.zeros(size // 4, I64)
-        self._is_published = np.zeros(size // 4, np.bool_)
+        #: By word: the last store's number, its agent, whether it went past the caches (`_tag`); 0: none is known.
+        self._last = np.zeros(size // 4, I64)
         #: By word: what was in memory when it was published; and whether that was for the system.
         self._released: dict[int, tuple[Array, bool]] = {}
         self._host = Known(HOST, self._agents)
@@ -90,7 +109,7 @@ class Order:
         """The host or a copy engine has written."""
         self._host.stores += 1
         words = np.arange(at // 4, -(-(at + size) // 4))
-        self._note(words, HOST, self._host.stores, True)
+        self._last[words] = _tag(HOST, self._host.stores, True)
 
     def host_reads(self, at: int, size: int) -> None:
         """The host reads.
@@ -113,13 +132,14 @@ class Order:
         Fault
             If another wave's may be under way.
         """
-        if is_small:  # a dword of which two waves write a part each has no one writer
-            shared = words[(self._number[words] > 0) & (self._writer[words] != wave.agent)]
-        else:
+        if not is_small:
             self._check(wave, words, "writes over")
-        self._note(words, wave.agent, wave.stores, False)
-        if is_small:
-            self._number[shared] = 0
+            self._last[words] = _tag(wave.agent, wave.stores, False)
+            return
+        last = self._last[words]
+        self._last[words] = _tag(wave.agent, wave.stores, False)
+        if np.count_nonzero(last):  # a dword of which two waves write a part each has no one writer
+            self._last[words[(last != 0) & (_agent_of(last) != wave.agent)]] = 0
 
     @staticmethod
     def land(wave: Known, number: int) -> None:
@@ -131,7 +151,7 @@ class Order:
 
         ``released``: what was in memory when it was issued.
         """
-        self._note(words, wave.agent, number, True)
+        self._last[words] = _tag(wave.agent, number, True)
         for word in words.tolist():
             before = self._released.get(word)
             self._released[word] = released if before is None else np.maximum(before[0], released), is_system
@@ -146,13 +166,14 @@ class Order:
         """
         learned = np.zeros(self._agents, I64)
         for word in words.tolist() if self._released else ():
-            released, was_system = self._released.get(word, (learned, True))
-            if was_system or wave.agent != HOST:
-                np.maximum(learned, released, out=learned)
-        if is_system:
-            seen = self._number[words][self._writer[words] == HOST]
-            learned[HOST] = max(int(learned[HOST]), int(seen.max(initial=0)))
-        if not self._is_published[words].all():
+            found = self._released.get(word)
+            if found is not None and (found[1] or wave.agent != HOST):
+                np.maximum(learned, found[0], out=learned)
+        last = self._last[words]
+        if np.count_nonzero(last):
+            if is_system:
+                seen = _number_of(last[_agent_of(last) == HOST])
+                learned[HOST] = max(int(learned[HOST]), int(seen.max(initial=0)))
             self._check(wave, words, "reads past the caches", learned)
         return learned
 
@@ -193,26 +214,23 @@ class Order:
         Fault
             If what is there may not have come to the caches that the wave reads through.
         """
-        number = self._number[words]
-        if np.count_nonzero(number):
-            writer = self._writer[words]
-            self._refuse((number > wave.visible[writer]) & (writer != wave.agent), writer, "reads")
+        last = self._last[words]
+        if np.count_nonzero(last):
+            writer = _agent_of(last)
+            self._refuse((_number_of(last) > wave.visible[writer]) & (writer != wave.agent), writer, "reads")
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _note(self, words: Array, agent: int, number: int, is_published: bool) -> None:
-        self._writer[words], self._number[words], self._is_published[words] = agent, number, is_published
-
     def _check(self, wave: Known, words: Array, what: str, learned: Array | None = None) -> None:
         """Refuse words that another wave has stored through caches, unless they are known to be in memory."""
-        number = self._number[words]
-        if np.count_nonzero(number):
+        last = self._last[words]
+        if np.count_nonzero(last):
             known = np.maximum(wave.landed, wave.in_memory)
             if learned is not None:
                 np.maximum(known, learned, out=known)
-            writer = self._writer[words]
-            is_late = (number > known[writer]) & (writer != wave.agent) & ~self._is_published[words]
-            self._refuse(is_late, writer, what)
+            writer = _agent_of(last)
+            is_plain = last & _PUBLISHED == _PLAIN
+            self._refuse((_number_of(last) > known[writer]) & (writer != wave.agent) & is_plain, writer, what)
 
     @staticmethod
     def _refuse(which: Array, writer: Array, what: str) -> None:

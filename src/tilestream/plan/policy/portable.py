@@ -200,6 +200,8 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
                 most = 64 * 128
             fit = (row for row in rows if row.block_m * row.block_n <= most)
             rows = tuple(row._replace(buffers=row.stages - 1) for row in fit)
+            if device.arch.startswith("sm_12") and problem.fp8:  # with 4 warps 64x128 spills 8 bytes (Triton 3.7)
+                rows = tuple(row._replace(warps=8) if row.block_m == 64 else row for row in rows)
         elif has_tensor_memory(device.arch):
             small = problem.arriving or not problem.aligned
             rows = tuple(row for row in rows if row.block_n <= (64 if small else 128))

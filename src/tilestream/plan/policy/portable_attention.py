@@ -16,7 +16,7 @@ from tilestream.core.schedule import Kind
 from tilestream.plan.attention_groups import heads_kept, heads_together
 from tilestream.plan.attention_plan import AttentionCandidate, packed_heads, schedule_of
 from tilestream.plan.attention_problem import AttentionProblem
-from tilestream.plan.policy.portable import has_fp8_units
+from tilestream.plan.policy.portable import has_fp8_units, has_tensor_memory
 from tilestream.plan.problem import ITEMSIZE
 
 #: Seconds of a tile in addition to its blocks (taking it, the ring's start and end, the epilogue), and of a launch.
@@ -95,6 +95,8 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
         rows = tuple(_of_keys(row, row.block_n // 2) for row in rows)
     elif not hip and device.arch != _TILED_FOR and itemsize == 2 and size >= 128 and problem.aligned:
         rows = tuple(_of_keys(row, row.block_n // 2) for row in rows)  # 128x64 spills 176 bytes on sm_120
+    if size == 256 and itemsize <= 2 and problem.aligned:
+        rows = tuple(_that_fits(row, itemsize, device.arch) for row in rows)
     if hip and not problem.aligned:
         rows = tuple(_of_keys(row, _LEAST_KEYS) for row in rows)
     if hip:
@@ -103,6 +105,15 @@ def tiles(problem: AttentionProblem, device: DeviceProperties) -> tuple[Attentio
     # Shared memory has the ring and a tile of queries or output.
     fit = [(device.shared - row.block_m * ring // 2) // (row.block_n * ring) for row in rows]
     return tuple(row._replace(stages=max(1, min(row.stages, most))) for row, most in zip(rows, fit, strict=True))
+
+
+def _that_fits(row: AttentionTile, itemsize: int, arch: str) -> AttentionTile:
+    """A tile for heads of 256 columns, of 16 bits or fewer, where that of `TILES` spills."""
+    if has_tensor_memory(arch) and row.block_n == _LEAST_KEYS:
+        return row._replace(stages=1)  # with more, 64x16 spills 36 bytes, and 152 at a gate (Triton 3.7)
+    if arch.startswith("sm_12") and row.block_m == 16 and itemsize == 1:
+        return row._replace(warps=8)  # with 4, 16x32 spills 8 bytes (Triton 3.7)
+    return row
 
 
 def _of_keys(row: AttentionTile, keys: int) -> AttentionTile:

@@ -11,7 +11,7 @@ from tilestream_tools.emulator import numbers as n_
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.instructions.vector import Function
 from tilestream_tools.emulator.machine import Act, Wave
-from tilestream_tools.emulator.numbers import I16, U16, U32, uniform
+from tilestream_tools.emulator.numbers import I16, LANES, U16, U32, uniform
 from tilestream_tools.emulator.operands import Operand, Read, source, target
 
 _SELECTS = "op_sel op_sel_hi neg_lo neg_hi"
@@ -43,9 +43,34 @@ def _halves(one: Decoded) -> list[list[tuple[Operand, int]]]:
     return found
 
 
+def _pair(low: tuple[Operand, int], high: tuple[Operand, int]) -> Read | None:
+    """A source's two numbers in vector registers, ``[2, lanes]``, or ``[1, lanes]`` if they are one; None: others."""
+    (o, first), (other, second) = low, high
+    if o.file != "v" or o.negated or other.negated or o.absolute or first > second:
+        return None
+    begin, end = o.index + first, o.index + second + 1
+    return lambda w: w.f[begin:end]
+
+
+def _of_both(compute: Function, to: int, sources: list[Read]) -> Act:
+    """Both numbers at once."""
+
+    def act(w: Wave) -> None:
+        found = compute(*(get(w) for get in sources)).view(U32)
+        if w.on is None:
+            w.v[to : to + 2] = found
+        else:
+            w.v[to : to + 2, w.on] = np.broadcast_to(found, (2, LANES))[:, w.on]
+
+    return act
+
+
 @instruction("v_pk_(fma|mul|add)_f32", _SELECTS)
 def _floats(one: Decoded, found: re.Match[str]) -> Act:
     compute, to = _OF_32[found[1]], one.operands[0]
+    pairs = [_pair(*sources) for sources in zip(*_halves(one), strict=True)]
+    if None not in pairs:
+        return _of_both(compute, to.index, pairs)  # type: ignore[arg-type]
     low, high = ([source(o.part(which), "f") for o, which in half] for half in _halves(one))
     put_low, put_high = target(to.part(0), "f"), target(replace(to.part(0), index=to.index + 1), "f")
 

@@ -110,6 +110,8 @@ def _arithmetic(one: Decoded, _: re.Match[str]) -> Act:
     put = scalar_target(one.operands[0], widths[0] == 64)
     first = scalar(one.operands[1], widths[1] == 64)
     second = scalar(one.operands[2], widths[2] == 64) if len(widths) > 2 else lambda w: 0
+    if one.name in ("s_add_i32", "s_sub_i32"):
+        return _sum(one.operands[0], first, second, one.name == "s_sub_i32")
 
     def act(w: Wave) -> None:
         found, flag = compute(first(w), second(w), w.scc)
@@ -118,6 +120,25 @@ def _arithmetic(one: Decoded, _: re.Match[str]) -> Act:
             w.scc = int(flag)
 
     return act
+
+
+def _sum(to: Operand, first: Callable[[Wave], int], second: Callable[[Wave], int], is_difference: bool) -> Act:
+    """The most frequent ones: SCC is the overflow of two's complement."""
+    put = scalar_target(to)
+
+    def add(w: Wave) -> None:
+        a, b = first(w), second(w)
+        found = a + b
+        put(w, found)
+        w.scc = ((a ^ found) & (b ^ found)) >> 31 & 1
+
+    def subtract(w: Wave) -> None:
+        a, b = first(w), second(w)
+        found = a - b
+        put(w, found)
+        w.scc = ((a ^ b) & (a ^ found)) >> 31 & 1
+
+    return subtract if is_difference else add
 
 
 @instruction("s_(add|mul)k_i32")
@@ -326,10 +347,11 @@ def _load(one: Decoded, found: re.Match[str]) -> Act:
         memory = w.machine.memory
         address = base(w) + offset(w) + more & ~3
         at = memory.offsets(np.array([address], I64), 4 * count)
-        w.machine.order.load(w.known, words_of(at, 4 * count))
+        words = words_of(at, 4 * count)
+        w.machine.order.load(w.known, words)
 
         def land() -> None:
-            w.s[n : n + count] = memory.load(at, 4 * count).view(U32)[0].tolist()
+            w.s[n : n + count] = memory.load(at, 4 * count, words).view(U32)[0].tolist()
 
         w.issue(w.other, Pending(land, registers, one.text, is_scalar=True))
 

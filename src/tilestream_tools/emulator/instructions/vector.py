@@ -272,6 +272,10 @@ def _plain(one: Decoded, _: re.Match[str]) -> Act:
     put, get = target_of(one, result), sources_of(one, kinds)
     if isinstance(compute, np.ufunc) and kinds == 2 * result and result in "uf" and not one.is_sdwa:
         return _in_place(one.operands[0].index, result == "f", compute, put, *get)
+    if one.name == "v_bfe_u32" and all(o.file == "k" for o in one.operands[2:]):
+        offset, width = (o.bits(32) & 31 for o in one.operands[2:])
+        down, keep, field = uniform(offset), uniform((1 << width) - 1), get[0]
+        return lambda w: put(w, field(w) >> down & keep)
     if len(get) == 1:
         (a,) = get
         return lambda w: put(w, compute(a(w)))
@@ -338,7 +342,13 @@ def _choose(one: Decoded, _: re.Match[str]) -> Act:
     kind = "f" if any(o.negated or o.absolute for o in rest) else "u"
     put, choice = target_of(one, kind), lanes_of(chooser)
     a, b = sources_of(Decoded(one.name, tuple(rest), one.modifiers, one.text), 2 * kind)
-    return lambda w: put(w, np.where(choice(w), b(w), a(w)))
+
+    def act(w: Wave) -> None:
+        found = a(w).copy()
+        np.copyto(found, b(w), where=choice(w))
+        put(w, found)
+
+    return act
 
 
 @instruction("v_(add|sub|subrev)(?:c|b|brev)?_co_u32|v_(sub)brev_co_u32")

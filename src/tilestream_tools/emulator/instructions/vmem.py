@@ -19,7 +19,7 @@ from tilestream_tools.emulator.instructions.lds import (
 from tilestream_tools.emulator.instructions.table import Decoded, instruction
 from tilestream_tools.emulator.machine import Act, Pending, Wave
 from tilestream_tools.emulator.memory import spot_of
-from tilestream_tools.emulator.numbers import I64, LANES, MASK32, U8, U16, U32, Array, signed, to_mask, uniform
+from tilestream_tools.emulator.numbers import I64, LANES, MASK32, MASK64, U8, U16, U32, Array, signed, to_mask, uniform
 from tilestream_tools.emulator.operands import Operand, Unknown, bits_of, scalar
 from tilestream_tools.emulator.order import words_of
 from tilestream_tools.emulator.registers import M0, UNWRITTEN
@@ -40,24 +40,23 @@ class Places(NamedTuple):
     Attributes
     ----------
     addresses
-        Of all lanes.
+        Of the lanes that access memory.
     on
-        The lanes that access memory.
+        Those lanes; None: all of them.
     outside
-        The lanes that are on and past a buffer's end: their loads are 0, their stores nothing.
+        The lanes that are on and past a buffer's end: their loads are 0, their stores nothing. None: there are none.
     """
 
     addresses: Array
-    on: Array
-    outside: Array
-
-    @property
-    def only(self) -> Array | None:
-        """The lanes that access memory; None: all of them."""
-        return None if np.count_nonzero(self.on) == LANES else self.on
+    on: Array | None
+    outside: Array | None = None
 
 
-_NONE = np.zeros(LANES, np.bool_)
+def _of_all(w: Wave, addresses: Array) -> Places:
+    return Places(addresses, None) if w.on is None else Places(addresses[w.on], w.on)
+
+
+_LANE = np.arange(LANES)
 #: ``(wave, bytes) -> Places``.
 Where = Callable[[Wave, int], Places]
 
@@ -72,8 +71,11 @@ def buffer_places(one: Decoded, operands: tuple[Operand, ...]) -> Where:
             raise Fault("a buffer with a stride is not emulated")
         inside = w.rows[n].astype(I64) + offset if has_offset else offset
         fits = inside <= uniform(w.s[r + 2] - size, I64)
-        base = uniform((w.s[r] | (w.s[r + 1] & 0xFFFF) << 32) + wave_offset(w), I64)
-        return Places(inside + base, w.lanes & fits, w.lanes & ~fits)
+        addresses = inside + uniform((w.s[r] | (w.s[r + 1] & 0xFFFF) << 32) + wave_offset(w), I64)
+        if np.count_nonzero(fits) == LANES:
+            return _of_all(w, addresses)
+        on = fits if w.on is None else fits & w.on
+        return Places(addresses[on], on, w.lanes & ~fits)
 
     return where
 
@@ -83,9 +85,9 @@ def global_places(one: Decoded, operands: tuple[Operand, ...]) -> Where:
     n, offset = operands[0].index, one.offset
     if len(operands) > 1 and operands[1].file == "s":
         base = scalar(operands[1], True)
-        return lambda w, size: Places(w.rows[n].astype(I64) + uniform(base(w) + offset, I64), w.lanes, _NONE)
+        return lambda w, size: _of_all(w, w.rows[n].astype(I64) + uniform(base(w) + offset, I64))
     get, more = bits_of(operands[0], 64), uniform(offset, I64)
-    return lambda w, size: Places(get(w).view(I64) + more, w.lanes, _NONE)
+    return lambda w, size: _of_all(w, get(w).view(I64) + more)
 
 
 def places(one: Decoded, space: str, operands: tuple[Operand, ...]) -> Where:
@@ -123,10 +125,10 @@ def _load(one: Decoded, found: re.Match[str]) -> Act:
             put_words(w, to, registers_from(raw), on)
 
     def act(w: Wave) -> None:
-        at = where(w, size)
-        on, outside, memory = at.only, at.outside, w.machine.memory
-        offsets = memory.offsets(at.addresses if on is None else at.addresses[on], size)
-        cut, order, words = np.count_nonzero(outside), w.machine.order, words_of(offsets, size)
+        addresses, on, outside = where(w, size)
+        memory, order = w.machine.memory, w.machine.order
+        offsets = memory.offsets(addresses, size)
+        words = words_of(offsets, size)
         learned: Array
         if not device:
             order.load(w.known, words)
@@ -134,9 +136,9 @@ def _load(one: Decoded, found: re.Match[str]) -> Act:
         def land() -> None:
             nonlocal learned
             if offsets.size:
-                put(w, memory.load(offsets, size), on)
-            if cut:
-                put(w, np.zeros((cut, size), U8), outside)
+                put(w, memory.load(offsets, size, words), on)
+            if outside is not None:
+                put(w, np.zeros((np.count_nonzero(outside), size), U8), outside)
             if device:
                 learned = order.observe(w.known, words, system)
 
@@ -157,20 +159,21 @@ def _to_lds(one: Decoded, where: Where, size: int) -> Act:
     """From memory past the registers: to M0's offset and the immediate one, the lanes side by side."""
     if is_device_scope(one):
         raise Unknown(one.text)
-    offset = one.offset
+    offset, side_by_side = one.offset, np.arange(LANES, dtype=U32) * U32(size)
 
     def act(w: Wave) -> None:
-        at = where(w, size)
-        if at.outside.any():
+        addresses, on, outside = where(w, size)
+        if outside is not None and outside.any():
             raise Fault("a copy to LDS from past a buffer's end")
         memory, shared = w.machine.memory, w.group.shared
-        source = memory.offsets(at.addresses[at.on], size)
-        w.machine.order.load(w.known, words_of(source, size))
-        to = np.arange(LANES, dtype=U32) * U32(size) + U32(w.s[M0] & 0x3FFFF)
-        spot = spot_of(to.tobytes(), to_mask(at.on), (offset,), size)
-        number = shared.begin(w.index, w.epoch, spot, registers_from(memory.load(source, size)))
+        source = memory.offsets(addresses, size)
+        words = words_of(source, size)
+        w.machine.order.load(w.known, words)
+        to = side_by_side + uniform(w.s[M0] & 0x3FFFF)
+        spot = spot_of(to.tobytes(), MASK64 if on is None else to_mask(on), (offset,), size)
+        number = shared.begin(w.index, w.epoch, spot, registers_from(memory.load(source, size, words)))
         w.issue(w.vector, Pending(
-            lambda: shared.store(spot, registers_from(memory.load(source, size))), text=one.text,
+            lambda: shared.store(spot, registers_from(memory.load(source, size, words))), text=one.text,
             end=lambda: shared.end_write(number, w.epoch),
         ))  # fmt: skip
 
@@ -188,9 +191,9 @@ def _store(one: Decoded, found: re.Match[str]) -> Act:
     where = places(one, found[1], rest)
 
     def act(w: Wave) -> None:
-        at = where(w, size)
-        memory, order, known, on = w.machine.memory, w.machine.order, w.known, at.only
-        offsets = memory.offsets(at.addresses[at.on], size)
+        addresses, on, _ = where(w, size)
+        memory, order, known = w.machine.memory, w.machine.order, w.known
+        offsets = memory.offsets(addresses, size)
         if size < 4:
             values = part_to_store(w, data, size, on, is_high).T.view(U8)
         else:
@@ -202,7 +205,7 @@ def _store(one: Decoded, found: re.Match[str]) -> Act:
             order.store(known, words, size < 4)
 
         def land() -> None:
-            memory.store(offsets, values)
+            memory.store(offsets, values, words)
             if released is not None:
                 order.publish(known, number, words, released, system)
 
@@ -238,9 +241,9 @@ def _atomic(one: Decoded, found: re.Match[str]) -> Act:
         return int(w.v[register, lane]) | (int(w.v[register + 1, lane]) << 32 if words == 2 else 0)
 
     def act(w: Wave) -> None:
-        at = where(w, 4 * words)
-        lanes, memory = np.flatnonzero(at.on), w.machine.memory
-        offsets = memory.offsets(at.addresses[lanes], 4 * words)
+        addresses, on, _ = where(w, 4 * words)
+        lanes, memory = _LANE if on is None else np.flatnonzero(on), w.machine.memory
+        offsets = memory.offsets(addresses, 4 * words)
         order, known, released = w.machine.order, w.known, w.known.in_memory.copy()
         known.stores += 1
         count, touched = known.stores, words_of(offsets, 4 * words)

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from executed.grouped import Grouped
 from executed.problems import Arriving, Attention, Call, Gemm
+from executed.small import CASES as SMALL
+from executed.small import Small
 
 ARCHS = ("gfx942", "gfx950")
 _UNIFORM = (0, 64, 128, 192)
@@ -85,6 +88,19 @@ _CDNA: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("gated", "a chunk is lost", "", {
         "tile": (128, 128), "schedule": "dynamic",
         "arriving": Arriving((0, 128, 256), (1, 0), lost=(0,), allowed=300_000)}),
+    ("gated", "a producer fails", "", {
+        "tile": (128, 128), "schedule": "dynamic", "arriving": Arriving((0, 128, 256), (1, 0), failed=1)}),
+    ("gated", "ragged", "", {
+        "tile": (128, 128), "schedule": "dynamic", "dies": 2,
+        "arriving": Arriving((0, 5, 5, 130, 256), (3, 1, 0, 2))}),
+    ("gated", "stream-K", "", {
+        "tile": (128, 128), "schedule": "stream_k", "dies": 2, "arriving": Arriving((0, 128, 256), (1, 0))}),
+    ("static", "128x128, float16", "", {"tile": (128, 128), "workers": 2, "dtype": _F16}),
+    ("captured", "queues", "gfx950", {
+        "tile": (128, 128), "schedule": "dynamic", "queues": 2, "captured": True, "dies": 2}),
+    ("captured", "stream-K", "", {"tile": (128, 128), "schedule": "stream_k", "captured": True}),
+    ("captured", "gated", "", {
+        "tile": (128, 128), "schedule": "dynamic", "captured": True, "arriving": Arriving((0, 128, 256), (1, 0))}),
 )  # fmt: skip
 #: Attention: name, backends and architectures of the sample, the call.
 _ATTENTION: tuple[tuple[str, tuple[tuple[str, str], ...], Call], ...] = (
@@ -108,7 +124,43 @@ _ARRIVING: tuple[tuple[str, str, Call, Arriving], ...] = (
         Arriving((0, 5, 5, 100, 192), (3, 1, 0, 2))),
     ("a chunk is lost", "gfx950", Call((64,), (192,), (2, 1), (64, 64)),
         Arriving(_UNIFORM, (2, 0, 1), lost=(1,), allowed=300_000)),
+    ("a producer fails", "", Call((64,), (192,), (2, 1), (64, 64)), Arriving(_UNIFORM, (2, 0, 1), failed=1)),
 )  # fmt: skip
+#: Attention whose words are its own, or without a queue: backend, name, what there is beside the call.
+_WORDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("portable", "static", {"kind": "static"}),
+    ("portable", "captured", {"captured": True, "dies": 2}),
+    ("portable", "captured, gated", {"captured": True, "arriving": Arriving(_UNIFORM, (1, 0, 2))}),
+    ("cdna", "static", {"kind": "static"}),
+    ("cdna", "captured", {"captured": True, "dies": 2}),
+)
+_SIZES, _EACH = (70, 0, 1, 40, 0, 25), (0, 1, 2, 3, 4, 5, 6)
+#: The grouped GEMM: kernel's row, name, architecture of the sample, what there is; dtype None: 8 bits.
+_GROUPED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("rows", "empty groups, rows of none, two dies", "gfx942", {"dies": 2, "extent": 150}),
+    ("rows", "static, float16, B by rows", "", {"schedule": "static", "layout": "n", "dtype": _F16}),
+    ("rows", "float32", "", {"sizes": (33, 0, 7), "extent": 40, "dtype": _F32, "k": 96}),
+    ("rows", "unaligned", "", {"sizes": (33, 0, 7), "extent": 40, "k": 37}),
+    ("rows", "epilogue", "", {"scales": "row", "activation": "gelu"}),
+    ("rows", "SwiGLU", "gfx950", {"activation": "swiglu"}),
+    ("rows", "8 bits, epilogue", "", {"dtype": None, "scales": "row", "activation": "silu"}),
+    ("rows", "8 bits, scales of blocks", "gfx942", {"dtype": None, "k": 272, "scales": "block"}),
+    ("rows", "8 bits, scales of blocks, SwiGLU", "", {
+        "dtype": None, "k": 272, "scales": "block", "activation": "swiglu"}),
+    ("rows", "offsets that are none", "", {"sizes": (1, 1, 1), "ends": (5, 3, 40), "extent": 40}),
+    ("K", "empty groups", "", {"along": "k", "extent": 150}),
+    ("K", "epilogue", "gfx950", {"along": "k", "scales": "row", "activation": "gelu"}),
+    ("gated", "matrices out of order", "gfx950", {"dies": 2, "arriving": Arriving(_EACH, (3, 0, 5, 2, 4, 1))}),
+    ("gated", "a matrix is lost", "gfx942", {
+        "arriving": Arriving(_EACH, (3, 0, 5, 4, 1), lost=(2,), allowed=300_000)}),
+    ("captured", "queues", "", {"extent": 150, "captured": True}),
+    ("captured", "gated", "", {"captured": True, "arriving": Arriving(_EACH, (0, 1, 2, 3, 4, 5))}),
+)  # fmt: skip
+#: The small kernels of the sample.
+_SMALL_QUICK = {
+    "gfx942": ("two attentions", "late peers and parts"),
+    "gfx950": ("ranks' parts", "a peer does not read"),
+}
 
 
 def cases() -> Iterator[Case]:
@@ -136,6 +188,19 @@ def cases() -> Iterator[Case]:
             ),
             quick == arch,
         )  # fmt: skip
+    for arch, (backend, name, how) in itertools.product(ARCHS, _WORDS):
+        call = Call((64,), (192,), (2, 1), (64, 64), "causal", dtype=_BF16)
+        yield Case(
+            f"{backend} attention, words", name, arch, functools.partial(Attention, backend, arch, call, **how), False
+        )
+    for arch, (kernel, name, quick, how) in itertools.product(ARCHS, _GROUPED):
+        given = {"sizes": _SIZES, "extent": 136, **how}
+        if "dtype" in given and given["dtype"] is None:
+            given["dtype"] = _FP8[arch][0]
+        make = functools.partial(Grouped, arch, **given)
+        yield Case(f"portable grouped GEMM, {kernel}", name, arch, make, quick == arch)
+    for arch, ((kernel, name), steps) in itertools.product(ARCHS, SMALL.items()):
+        yield Case(kernel, name, arch, functools.partial(Small, steps, arch), name in _SMALL_QUICK.get(arch, ()))
     for arch, backend, (name, quick, call), dtype in itertools.product(
         ARCHS, ("portable", "cdna"), _ATTENTION, (_BF16, _F16, _F32, torch.float8_e4m3fn)
     ):

@@ -117,6 +117,17 @@ def _numbers() -> tuple[np.ndarray, np.ndarray]:
     a[:300], b[:300] = generator.standard_normal((2, 300)) * 8
     a[300:308] = 0.0, -0.0, 2.0**-149, 2.0**-126, 3.4e38, 1e-42, 1.5, 2.5
     b[304:308] = 0.1, 3e-39, 2.0**-127, -7.0
+    a[308:316] = (
+        1.0,
+        1.0,
+        -87.5,
+        3e38,
+        5.0,
+        1e-5,
+        2.0**100,
+        3e38,
+    )  # quotients and inverses that are subnormal; too large
+    b[308:316] = 1.2e38, 3e38, 2.9e38, 3e38, -(2.0**127), 2e37, 3.3e38, 1e-2
     return a.astype(np.float32), b.astype(np.float32)
 
 

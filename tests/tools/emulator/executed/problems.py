@@ -55,7 +55,7 @@ from tilestream_tools.emulator import Machine, Memory, Tensor, launch
 from tilestream_tools.isa.build import build
 
 #: Words of 8 bytes from one counter to the next.
-_LINE = 16
+LINE = 16
 #: What the counters of a launch begin with.
 BASE = 1000
 #: The epoch and the key of what arrives, and the op of a record.
@@ -272,7 +272,7 @@ class Gemm:
         takes_tickets = s.kind != "static" or plan.gate is not None
         # What earlier launches left in the counters is at most the number that this launch counts from.
         base = 0 if self.captured else BASE
-        left = torch.arange((s.queues + 2) * _LINE) * 37 % (base + 1)
+        left = torch.arange((s.queues + 2) * LINE) * 37 % (base + 1)
         counters = o.of(left, "the counters") if takes_tickets else None
         scaled = self.dtype.itemsize == 1
         operands = (
@@ -313,7 +313,7 @@ class Gemm:
         gate = GateArguments(
             o.zeros(torch.int32, arrives.chunks.count, "signals"), o.zeros(torch.int32, 1, "the quarantine"),
             table_of(chunk_table(plan, 0), "the table of chunks"),
-            records=o.zeros(torch.int64, FIELDS * RECORDS, "records"), claims=o.zeros(torch.int64, 2 * _LINE, "claims"),
+            records=o.zeros(torch.int64, FIELDS * RECORDS, "records"), claims=o.zeros(torch.int64, 2 * LINE, "claims"),
             queue_table=table_of(queue_table(plan), "the table of queues"),
             row_epoch=EPOCH, row_key=KEY, allowed=arrives.allowed, op=OP,
         )  # fmt: skip
@@ -369,7 +369,8 @@ class Producer:
         order = arrives.order or tuple(range(arrives.chunks.count))
         self._left = [] if arrives.copies else [chunk for chunk in order if chunk not in arrives.lost]
         self._arrives, self._sent, self._records = arrives, 0, gate.records
-        self._signals = gate.signals if isinstance(gate, KeyGate) else gate.row_signals
+        of_rows = gate.signals if isinstance(gate, KeyGate) else gate.row_signals
+        self._signals = gate.column_signals if of_rows is None else of_rows
         self._operands = [(to, bits(x).view(np.uint8).reshape(arrives.bounds[-1], -1)) for to, x in operands]
         self.record, self._elapsed = [0] * FIELDS, 0
 
@@ -385,12 +386,12 @@ class Producer:
             self._signals.write(np.array([epoch], np.int32), 4 * chunk)
             self._sent += 1
 
-    def check_record(self) -> None:
-        """Assert that the record names a chunk that was lost, and all else that it should."""
+    def check_record(self, operand: int = 0) -> None:
+        """Assert that the record names a chunk of this operand that was lost, and all else that it should."""
         arrives = self._arrives
         gone = set(range(arrives.chunks.count)) if arrives.copies else {*arrives.lost, arrives.failed} - {None}
-        number, state, op, _, operand, chunk, key, epoch = self.record[:8]
-        assert (number, op, operand, key, epoch) == (1, OP, 0, KEY, EPOCH), f"the record: {self.record}"
+        number, state, op, _, named, chunk, key, epoch = self.record[:8]
+        assert (number, op, named, key, epoch) == (1, OP, operand, KEY, EPOCH), f"the record: {self.record}"
         assert state == (3 if self._arrives.failed is None else 4), f"the record's state is {state}"
         assert chunk in gone, f"the record names chunk {chunk}"
         assert 0 <= self.record[12] <= self._elapsed, f"waited for {self.record[12]} ns of {self._elapsed}"
@@ -406,6 +407,8 @@ class Attention:
         Which of the candidates; of CDNA's, tiles that do the problem.
     arriving
         How the rows of keys and values of all sequences arrive.
+    captured
+        Whether the launch owns its words, and restores them.
     """
 
     backend: str
@@ -416,6 +419,7 @@ class Attention:
     workers: int = 3
     dies: int = 1
     arriving: Arriving | None = None
+    captured: bool = False
     built: Built | None = field(default=None, init=False)
     lister: Built | None = field(default=None, init=False)
 
@@ -488,13 +492,13 @@ class Attention:
         layout = layout._replace(table=table)
         made = (AttentionArguments if self.backend == "portable" else CdnaAttentionArguments)(plan, layout)
         listed = self._list(o, plan, at, how) if p.varlen else (None, None)
-        counters = o.zeros(torch.int64, (plan.schedule.queues + 2) * _LINE, "the counters")
+        counters = o.zeros(torch.int64, (plan.schedule.queues + 2) * LINE, "the counters")
         takes_tickets = plan.schedule.kind != "static" or arrives is not None
         scale = self.numbers.options.get("scale") or 1 / math.sqrt(self.call.dims[0])
         given = (
             at["q"], at["k"], at["v"], to, logs, sinks, *(at.get(f"scale_{x}") for x in "qkv"), at.get("cu_seqlens_q"),
             at.get("cu_seqlens_k"), at.get("seqlens_k"), at["block_table"], *listed,
-            counters if takes_tickets else None, None, 0, 0, *made.scales(scale),
+            counters if takes_tickets else None, None, 0, int(self.captured), *made.scales(scale),
         )  # fmt: skip
         kernel = attention if self.backend == "portable" else attend
         gate = NO_KEY_GATE if arrives is None else self._arrival(o, arrives)
@@ -503,7 +507,9 @@ class Attention:
         if self.built is None:
             self.built = Built(kernel, made.options, self.arch)
         machine = self.built.launch(filled, o.memory, self.workers, dies=self.dies, host=host, **how)
-        if host is not None and arrives.lost:
+        if self.captured:
+            assert not counters.numpy().any(), "the words are not restored"
+        if host is not None and arrives.may_end:
             assert len(self.call.keys) == 1, "of one sequence every row sees what is lost"
             assert answer(to, out).isnan().all(), "rows whose keys are lost are not NaN"
             host.check_record()
@@ -516,7 +522,7 @@ class Attention:
         return KeyGate(
             o.zeros(torch.int32, arrives.chunks.count, "signals"), o.zeros(torch.int32, 1, "the quarantine"),
             o.of(bounds, "the chunks' bounds"), o.zeros(torch.int64, FIELDS * RECORDS, "records"),
-            o.zeros(torch.int64, 2 * _LINE, "claims"), EPOCH, KEY, arrives.allowed, OP,
+            o.zeros(torch.int64, 2 * LINE, "claims"), EPOCH, KEY, arrives.allowed, OP,
         )  # fmt: skip
 
     def _list(self, o: Operands, plan: AttentionPlan, at: dict[str, Any], how: dict[str, Any]) -> tuple[Any, Any]:
