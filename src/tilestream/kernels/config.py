@@ -181,7 +181,8 @@ class HopperConfig(GemmConfig):
     #: LOAD_REGISTERS, MATH_REGISTERS: registers of a thread of the load warp, and of the second consumer.
     LOAD_REGISTERS: int
     MATH_REGISTERS: int
-    STORE: str  # ``"tma"``, or ``"direct"`` from registers
+    #: ``"tma"``; from registers, ``"lines"``: consecutive elements of the output, or ``"direct"``: as they are held.
+    STORE: str
     FLIPPED: bool  # whether the output's contiguous dimension is the accumulator's rows
     N_DIVISIBLE_BY_8: bool  # whether the accumulator's columns are a multiple of 8
     CHAINED: bool  # whether the launch may begin before the previous kernel has ended

@@ -302,7 +302,10 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     halves = tile.variant == "cooperative" or paired
     ring = Ring(plan.stages, ITEMS.value, "cooperative" if paired else plan.variant, ctas=plan.ctas)
     loops = sass.k_loops(found.sass)
-    shared = plan.stages * 128 * tile.lines * (arguments.rows + tile.columns) + (buffers if stored else 0)
+    # A strip that is stored line by line goes through shared memory, too, of which plans keep more for C buffers.
+    lines = tile.loops * tile.rows_per_loop * arguments.config.STRIP * out_size * (arguments.config.STORE == "lines")
+    assert lines <= buffers
+    shared = plan.stages * 128 * tile.lines * (arguments.rows + tile.columns) + (buffers if stored else lines)
     return {
         **found.rules(
             registers={*plan.registers, *((24, 232) if tile.loops == 1 else (120, 256))},

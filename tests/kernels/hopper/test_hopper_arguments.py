@@ -22,6 +22,7 @@ from tilestream.arrival.flat import Awaited
 from tilestream.core import gpu_specs
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.config import HopperConfig
+from tilestream.kernels.hopper.epilogue import line_layout
 from tilestream.kernels.hopper.gemm import gemm
 from tilestream.launch.gate import GateArguments
 from tilestream.launch.gemm_arguments import Layout
@@ -174,27 +175,59 @@ def test_what_tma_cannot_address_is_refused():
         ((0, N, 1), M, N, "tma", False),
         ((0, N + 8, 1), M, N, "tma", False),  # rows with a gap
         ((0, 1, M), M, N, "tma", True),  # columns
-        ((0, N + 1, 1), M, N, "direct", False),
-        ((0, 2 * N, 2), M, N, "direct", False),
-        ((0, 528, 1), M, 524, "direct", False),  # TMA stores clip at whole 16 bytes
-        ((0, 1, 1000), 996, N, "direct", False),
+        ((0, N + 1, 1), M, N, "lines", False),
+        ((0, 2 * N, 2), M, N, "direct", False),  # no element is beside another
+        ((0, 528, 1), M, 524, "lines", False),  # TMA stores clip at whole 16 bytes
+        ((0, 1, 1000), 996, N, "lines", True),
         ((0, 8, 1), 1, 8, "tma", False),
         ((0, 1, 8), 8, 1, "tma", True),
         ((0, 1, 1), 8, 1, "tma", True),
-        ((0, 1, 1), 1, 1, "direct", False),
+        ((0, 1, 1), 1, 1, "lines", False),
     ],
 )
 def test_how_an_output_is_stored(out, m, n, stored, flipped):
     made = Arguments(make(m=m, n=n), layout("nt", out=out, m=m, n=n))
-    assert (made.out is None) == (stored == "direct")
+    assert (made.out is None) == (stored != "tma")
     check(made, STORE=stored, FLIPPED=flipped, stride_ob=out[0], stride_or=out[1], stride_oc=out[2])
 
 
 def test_an_output_is_stored_by_tma_where_its_address_and_rows_are_multiples_of_16_bytes():
-    check(Arguments(make(), layout(), out_aligned=False), STORE="direct")
+    check(Arguments(make(), layout(), out_aligned=False), STORE="lines")
     plan = make(dtypes=("bfloat16", "float32"))
-    for pitch, stored in ((524, "tma"), (522, "direct")):
+    for pitch, stored in ((524, "tma"), (522, "lines")):
         check(Arguments(plan, layout(out=(0, pitch, 1))), STORE=stored)
+
+
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_lines_are_those_of_the_output_either_way_round(swap_ab):
+    """The accumulator's rows are B's columns where the operands are swapped, and so lie side by side."""
+    tile = (64, 128) if swap_ab else (128, 64)
+    for out, along_rows in (((0, N + 1, 1), swap_ab), ((0, 1, M + 1), not swap_ab)):
+        made = named(Arguments(make("cooperative", tile, swap_ab), layout(out=out)))
+        assert (made["STORE"], made["FLIPPED"]) == ("lines", along_rows)
+
+
+def test_tiles_of_128_rows_a_loop_that_may_be_split_are_stored_as_they_are_held():
+    """There are no registers for more: `tests/kernels/gates/hopper_gemm.py`, of 256x96."""
+    for tile, kind, stored in (
+        ((256, 96), "stream_k", "direct"), ((256, 96), "dynamic", "lines"), ((128, 96), "stream_k", "lines"),
+    ):  # fmt: skip
+        plan = make("cooperative", tile, kind=kind, m=2000, n=904, k=4096)
+        assert bool(plan.schedule.slots) == (kind == "stream_k")
+        check(Arguments(plan, layout(out=(0, 901, 1), m=2000, n=904, k=4096)), STORE=stored, FLIPPED=False)
+
+
+@pytest.mark.parametrize(("columns", "flipped"), [(64, False), (32, False), (16, False), (32, True), (16, True)])
+def test_a_store_of_a_warp_is_of_consecutive_elements(columns, flipped):
+    made = line_layout(columns, flipped)
+    across = made.threads_per_warp[0 if flipped else 1]
+    assert across == (32 if flipped else min(32, columns))
+    assert made.threads_per_warp[0] * made.threads_per_warp[1] == 32
+    assert made.warps_per_cta[0] * made.warps_per_cta[1] == 4
+    assert made.order[0] == (0 if flipped else 1), "the first threads are beside one another along the output's lines"
+    # No element is in two threads: a strip is whole repetitions of what four warps hold.
+    for extent, threads, warps in zip((64, columns), made.threads_per_warp, made.warps_per_cta, strict=True):
+        assert extent % (threads * warps) == 0
 
 
 @pytest.mark.parametrize(
@@ -214,7 +247,7 @@ def test_offsets_that_leave_31_bits(out, residual, wide):
     plan = make()
     given = named(Arguments(plan, layout(out=out, residual=residual)))
     # They take two registers each: where there is no C buffer, fewer columns are finished at a time.
-    check(given, OFFSETS_64BIT=wide, STRIP=16 if wide and given["STORE"] == "direct" else plan.strip)
+    check(given, OFFSETS_64BIT=wide, STRIP=16 if wide and given["STORE"] == "lines" else plan.strip)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +262,7 @@ def test_offsets_that_leave_31_bits(out, residual, wide):
 )
 def test_strips_from_registers_have_few_elements(variant, tile, strips):
     plan = make(variant, tile)
-    for out, stored, strip in zip((ROWS, (0, N + 1, 1)), ("tma", "direct"), strips, strict=True):
+    for out, stored, strip in zip((ROWS, (0, N + 1, 1)), ("tma", "lines"), strips, strict=True):
         check(Arguments(plan, layout(out=out)), STORE=stored, STRIP=strip)
 
 

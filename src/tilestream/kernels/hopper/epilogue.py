@@ -2,7 +2,7 @@
 
 It works in strips of columns, one after the other. A strip's C buffer is small, which leaves room for another stage of
 the ring. With two buffers one strip is written while the previous one drains. TMA stores a strip from shared memory,
-and clips it at the output's extents. Outputs that TMA cannot address are stored from registers.
+and clips it at the output's extents. Outputs that TMA cannot address are stored line by line from registers.
 
 Rows and columns are those of the accumulator. If the output's contiguous dimension is the rows (``FLIPPED``), a strip
 is transposed when it is written to its buffer.
@@ -179,6 +179,28 @@ def load_tile(m, e, region, C: gl.constexpr):
     return gl.load(at, mask=inside, other=0.0).to(gl.float32)
 
 
+@gluon.constexpr_function
+def line_layout(columns, flipped):
+    """Four warps' layout of a strip of ``columns``. A warp stores consecutive elements of the output."""
+    if flipped:
+        return gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    across = min(32, columns)
+    return gl.BlockedLayout([1, 1], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def store_lines(x, e, batch, row, column, C: gl.constexpr):
+    """Store a strip line by line of the output, by way of shared memory.
+
+    From the accumulator's layout a store would be of 8 pieces of 16 bytes, and L2 writes parts of sectors slowly.
+    """
+    layout: gl.constexpr = line_layout(C.STRIP, C.FLIPPED)
+    i = row + gl.arange(0, C.HALF_ROWS, gl.SliceLayout(1, layout))
+    j = column + gl.arange(0, C.STRIP, gl.SliceLayout(0, layout))
+    at, inside = in_matrix(e.out, Region(batch, row, column, i, j, (i < e.rows, j < e.columns)), C)
+    gl.store(at, gl.convert_layout(x, layout), mask=inside)
+
+
 @gluon.jit
 def store_strip(acc, e, batch, row, column, BUFFER: gl.constexpr, PENDING: gl.constexpr, C: gl.constexpr):
     """Finish a strip of an accumulator, and store it.
@@ -208,6 +230,8 @@ def store_strip(acc, e, batch, row, column, BUFFER: gl.constexpr, PENDING: gl.co
     if C.STORE == "direct":
         at, inside = in_matrix(e.out, region, C)
         gl.store(at, x.to(e.out.at.dtype.element_ty), mask=inside)
+    elif C.STORE == "lines":
+        store_lines(x.to(e.out.at.dtype.element_ty), e, batch, row, column, C)
     else:
         buffer = e.buffers.index(BUFFER)
         tma.store_wait(PENDING)

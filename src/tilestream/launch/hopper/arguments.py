@@ -21,6 +21,8 @@ SINGLE_REGISTERS = 128
 #: Elements of a strip that a consumer stores from registers at a time: in strips of twice as many Triton 3.6 spills 170
 #: to 320 words of a full epilogue. And columns of it where an element's offset takes two registers (64 bits).
 DIRECT, WIDE_STRIP = 2048, 16
+#: Rows of an accumulator that four warps multiply at a time.
+_LEAST_ROWS = 64
 #: Whether launches may begin before the kernel ahead has ended. Not one that waits for chunks: its workers would hold
 #: SMs while that kernel still needs them.
 _CHAINED = True
@@ -86,7 +88,7 @@ class Arguments(GemmArguments):
         extents, strides = (x.rows, y.rows), (on, om) if swap_ab else (om, on)
         size = ITEMSIZE[problem.out_dtype]
         major = store_major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
-        self._flipped = major == 0
+        self._store, self._flipped = store_of(major, strides, half, bool(plan.schedule.slots))
         self.out = None
         if major is not None:
             self.out = matrix_map(extents, strides, (half, plan.strip), batches, ob, self._flipped)
@@ -141,7 +143,7 @@ class Arguments(GemmArguments):
             RS_TAIL=rs_tail(self.widths, 8 * ITEMSIZE[problem.dtype]),
             LOAD_REGISTERS=plan.registers[0],
             MATH_REGISTERS=plan.registers[1],
-            STORE="direct" if self.out is None else "tma",
+            STORE=self._store,
             FLIPPED=self._flipped,
             OFFSETS_64BIT=wide,
             N_DIVISIBLE_BY_8=(problem.m if plan.swap_ab else problem.n) % 8 == 0,
@@ -159,6 +161,25 @@ class Arguments(GemmArguments):
             for strides in (self.layout.out, self.layout.residual)
             if strides is not None
         )
+
+
+def store_of(major: int | None, strides: tuple[int, int], rows: int, splits: bool) -> tuple[str, bool]:
+    """`HopperConfig`'s ``STORE`` and ``FLIPPED``.
+
+    Parameters
+    ----------
+    major
+        See `tilestream.plan.tma.store_major_of`.
+    strides
+        The output's strides of the accumulator's rows and columns.
+    rows, splits
+        The rows that a math loop holds, and whether tiles may be split along K.
+    """
+    if major is not None:
+        return "tma", major == 0
+    # Beside what reduces the parts of 128 rows there are no registers for it: Triton 3.7 spills 176 bytes.
+    by_lines = 1 in strides and not (rows > _LEAST_ROWS and splits)
+    return ("lines", strides[1] != 1) if by_lines else ("direct", False)
 
 
 def operand_map(operand: Operand, box_rows: int, k: int, block_k: int, batches: int) -> tuple[Map, bool]:

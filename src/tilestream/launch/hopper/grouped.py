@@ -11,7 +11,15 @@ from tilestream.kernels.hopper.grouped import grouped_gemm
 from tilestream.launch import compiling
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.launch.grouped_arguments import Bias, lanes_of, problem_of
-from tilestream.launch.hopper.arguments import DIRECT, SINGLE_REGISTERS, WIDE_STRIP, Operand, matrix_map, operand_map
+from tilestream.launch.hopper.arguments import (
+    DIRECT,
+    SINGLE_REGISTERS,
+    WIDE_STRIP,
+    Operand,
+    matrix_map,
+    operand_map,
+    store_of,
+)
 from tilestream.launch.hopper.maps import Map, clipped, described_by
 from tilestream.launch.launch import Launch, Probe
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher, NoLauncher
@@ -68,6 +76,9 @@ class HopperGroupedArguments(GemmArguments):
             self._flipped = swap_ab
             box = (plan.strip, half) if swap_ab else (half, plan.strip)
             self.out = clipped(om, problem.out_columns, box)
+        self._store = "tma"
+        if self.out is None:
+            self._store, self._flipped = store_of(None, strides, half, splits=False)
         super().__init__(plan, layout, trace=trace)
         self.options = {"num_warps": plan.warps, "launch_pdl": True}
         if plan.variant == "single":
@@ -106,7 +117,7 @@ class HopperGroupedArguments(GemmArguments):
             Y_K_MAJOR=self._y_major, BATCHED=True, SWAP_AB=plan.swap_ab, CONSUMERS=plan.variant,
             PROMOTED=problem.promoted, RS_TAIL=rs_tail(self.widths, 8 * ITEMSIZE[problem.dtype]),
             LOAD_REGISTERS=plan.registers[0], MATH_REGISTERS=plan.registers[1],
-            STORE="direct" if self.out is None else "tma", FLIPPED=self._flipped, OFFSETS_64BIT=wide,
+            STORE=self._store, FLIPPED=self._flipped, OFFSETS_64BIT=wide,
             N_DIVISIBLE_BY_8=divisible, CHAINED=True, PUBLISH="none", LOCAL_ROWS=False, ALONG=problem.along,
             LANES=lanes_of(problem.groups),
         )  # fmt: skip
