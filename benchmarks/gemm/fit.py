@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from benchmarks.gemm.draw import Draw
 from benchmarks.gemm.sweep import key_of
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gpu_specs import named
+from tilestream.plan import realign
+from tilestream.plan.candidate import FREE, Candidate, Forced
 from tilestream.plan.policy import hopper
 from tilestream.plan.policy.hopper_costs import Costs, Cut, Model, TileFacts, costs_of
 from tilestream.plan.problem import Problem
@@ -46,18 +48,35 @@ LOT = 0.01
 KINDS = ("static", "dynamic", "stream_k")
 
 
+class Way(NamedTuple):
+    """What the model needs of a candidate; ``realigned``: the operands that are copied before."""
+
+    realigned: str
+    facts: TileFacts
+    swap_ab: bool
+    cut: Cut
+
+
 class Measured(NamedTuple):
     """The candidates of a problem: what the model needs of each, and seconds."""
 
     problem: Problem
     device: DeviceProperties
-    candidates: list[tuple[TileFacts, bool, Cut]]
+    candidates: list[Way]
     seconds: np.ndarray
 
     def expected(self, costs: Costs) -> np.ndarray:
-        """Seconds by the model."""
-        model = Model(self.problem, self.device, costs)
-        return np.array([model.seconds(*candidate) for candidate in self.candidates])
+        """Seconds by the model; those of copies before are not fitted."""
+        models = {
+            operands: (Model(realign.realigned(self.problem, operands), self.device, costs),
+                       realign.seconds(self.problem, self.device, operands))
+            for operands in {way.realigned for way in self.candidates}
+        }  # fmt: skip
+        found = []
+        for operands, *way in self.candidates:
+            model, before = models[operands]
+            found.append(before + model.seconds(*way))
+        return np.array(found)
 
 
 def device_of(data: Data) -> DeviceProperties:
@@ -68,12 +87,19 @@ def device_of(data: Data) -> DeviceProperties:
 def of_problem(drawn: Draw, device: DeviceProperties, seconds: dict[str, float] | None = None) -> Measured:
     """A problem's candidates, those of ``seconds`` by their keys, or all."""
     problem = planned(drawn, device).problem
+
+    def make(left: Problem, forced: Forced, operands: str, before: float) -> Iterator[Candidate]:
+        return hopper.candidates(
+            left, device, device.workers, kinds=KINDS, forced=forced, realigned=operands, before=before
+        )
+
     found, taken = [], []
-    for one in hopper.candidates(problem, device, device.workers, kinds=KINDS):
+    may = not realign.refusal(problem, device)
+    for one in realign.candidates(problem, device, FREE, make) if may else ():
         rows, columns = one.block[1::-1] if one.swap_ab else one.block[:2]
         tile = next(row for row in hopper.TILES if row[:3] == (one.variant, rows, columns))
         if seconds is None or (key := key_of(one)) in seconds:
-            found.append((hopper.facts_of(problem, device, tile), one.swap_ab, Cut.of(one.schedule)))
+            found.append(Way(one.realigned, hopper.facts_of(problem, device, tile), one.swap_ab, Cut.of(one.schedule)))
             taken.append(math.nan if seconds is None else seconds[key])
     return Measured(problem, device, found, np.array(taken))
 

@@ -9,8 +9,11 @@ from typing import Any
 from benchmarks.gemm.bench import Bench, Row, planned, rounded
 from benchmarks.gemm.search import beside_cublas
 from benchmarks.gemm.shapes import PITCHES, Shape, refuse_impossible
-from tilestream.plan import plan as ask
-from tilestream.plan import plan_problem
+from tilestream.core.schedule import Kind
+from tilestream.plan import plan_problem, realign
+from tilestream.plan.candidate import FREE, Forced
+from tilestream.plan.plan import Plan, of_candidate
+from tilestream.plan.policy import hopper
 
 #: Beside the plan's own.
 TILES = (
@@ -20,19 +23,30 @@ TILES = (
 
 
 def ways(shape: Shape, device: str) -> Iterator[tuple[str, Any]]:
-    """The plan's own, and static grids by variant and tile; of what TMA cannot address, elements and vectors."""
+    """The plan's own; operands copied first; static grids by variant and tile, or elements and vectors, as they lie."""
     own = planned(shape, device)
-    if own.problem.no_tma:
-        for vector in sorted({1, own.problem.vector}):
-            problem = dataclasses.replace(own.problem, vector=vector)
-            yield f"vectors of {vector}", plan_problem(problem, device=own.device, consult=False)
-        return
+    problem, properties = own.problem, own.device
+
+    def best(kinds: tuple[Kind, ...], forced: Forced, operands: str = "") -> Plan:
+        left = realign.realigned(problem, operands)
+        before = realign.seconds(problem, properties, operands)
+        found = hopper.candidates(
+            left, properties, properties.workers, kinds=kinds, forced=forced, realigned=operands, before=before
+        )
+        one = min(found, key=lambda candidate: candidate.predicted)
+        return of_candidate(problem, properties, "hopper", one, "the benchmark's")
+
     yield "plan", own
+    for operands in ("a", "b", "ab"):
+        if set(problem.not_by_tma) <= set(operands) and min(problem.row_multiples) < hopper.LINE:
+            yield f"{' and '.join(operands.upper())} first", best(("dynamic", "stream_k"), FREE, operands)
+    if problem.no_tma:
+        for vector in sorted({1, problem.vector}):
+            one = dataclasses.replace(problem, vector=vector)
+            yield f"vectors of {vector}", plan_problem(one, device=properties, backend="portable", consult=False)
+        return
     for variant, tile in TILES:
-        made = ask(
-            *shape[:3], dtype="bfloat16", device=device, layout="nt", schedule="static", tile=tile, variant=variant
-        )  # fmt: skip
-        yield f"{variant} {tile[0]}x{tile[1]}", made
+        yield f"{variant} {tile[0]}x{tile[1]}", best(("static",), Forced(tile, variant=variant))
 
 
 def pitch(bench: Bench) -> None:

@@ -95,6 +95,7 @@ HOWS = {
     "direct": How(_SPLIT, full=True, out=_ODD),
     "wide": How(_SPLIT, full=True, out=_ODD, residual=(0, 2**20, 1)),
     "uncut": How(full=True, out=_ODD),
+    "odd": How(_SPLIT, out=_ODD),
     "rows": How(rows=_uniform(_SIZE), in_order=True),
     "split": How(("stream_k",), full=True, batch=_BATCH, rows=_ragged(_BATCH * _SIZE)),
     "arriving": How(full=True, batch=_BATCH, rows=_uniform(_BATCH * _SIZE), columns=_ragged(_SIZE)),
@@ -133,6 +134,7 @@ QUICK = (
     "ping_pong 64x128 swapped bfloat16 weight nt", "cooperative 128x128 bfloat16 copied nt",
     "single 64x64 bfloat16 copied weight nt", "single 64x32 bfloat16 split nt", "single 64x64 bfloat16 arriving nt",
     "cooperative 128x192 bfloat16 ordered nt", "single 64x16 swapped bfloat16 direct nt",
+    "cooperative 128x256 bfloat16 odd nt", "ping_pong 64x128 swapped bfloat16 odd nt",
     "cooperative 128x16 swapped bfloat16 plain nt", "cooperative 128x128 bfloat16 published nt",
     "ping_pong 64x128 swapped bfloat16 parted nt", "cooperative 128x128 bfloat16 probed nt",
     "cooperative 128x128 fp8 slim nt", "ping_pong 64x128 bfloat16 slim full nt",
@@ -166,7 +168,7 @@ def _of_a_tile(tile: Tile, swapped: bool) -> Iterator[tuple[str, str, str]]:
         yield "bfloat16", "plain", layout
         yield "bfloat16", "slim", layout
     hows = [how for how in HOWS if how not in ("plain", "full", "batched")]
-    for how in (*hows, *_SLIM) if every_way else hows[:9]:
+    for how in (*hows, *_SLIM) if every_way else hows[:10]:
         yield "bfloat16", how, "nt"
     for inputs in ("fp8", "fp8 precise"):
         rest = ("worst", "split", "arriving") if every_way or not swapped else ()
@@ -194,7 +196,7 @@ def _made(name: str, tile: Tile, swapped: bool, inputs: str, how: str, layout: s
     problem = Problem(
         _SIZE, _SIZE, _SIZE, made.batch, dtype, "bfloat16" if made.batch == 1 and inputs != "tf32" else "float32",
         made.rows, made.columns, b_dtype=other, scales="row" if made.full else "tensor" if dtype in FP8 else "none",
-        fast_accum=fast, plain=not made.full, tf32=inputs == "tf32",
+        fast_accum=fast, plain=not made.full and made.out != _ODD, tf32=inputs == "tf32",
         publishes=Incoming(Chunks.uniform(_SIZE, 500), 3) if made.publishes else None,
     )  # fmt: skip
     block = (tile.columns, tile.rows) if swapped else (tile.rows, tile.columns)

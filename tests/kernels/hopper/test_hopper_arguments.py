@@ -207,14 +207,26 @@ def test_lines_are_those_of_the_output_either_way_round(swap_ab):
         assert (made["STORE"], made["FLIPPED"]) == ("lines", along_rows)
 
 
-def test_tiles_of_128_rows_a_loop_that_may_be_split_are_stored_as_they_are_held():
-    """There are no registers for more: `tests/kernels/gates/hopper_gemm.py`, of 256x96."""
-    for tile, kind, stored in (
-        ((256, 96), "stream_k", "direct"), ((256, 96), "dynamic", "lines"), ((128, 96), "stream_k", "lines"),
-    ):  # fmt: skip
-        plan = make("cooperative", tile, kind=kind, m=2000, n=904, k=4096)
-        assert bool(plan.schedule.slots) == (kind == "stream_k")
-        check(Arguments(plan, layout(out=(0, 901, 1), m=2000, n=904, k=4096)), STORE=stored, FLIPPED=False)
+@pytest.mark.parametrize(
+    ("tile", "kind", "epilogue", "stored"),
+    [
+        ((128, 256), "dynamic", {}, "lines"),
+        ((128, 256), "stream_k", {}, "lines"),
+        ((128, 96), "stream_k", {"bias": 1}, "lines"),
+        ((256, 96), "dynamic", {"bias": 1}, "lines"),
+        # No registers are left for it: see tests/kernels/gates/hopper_gemm.py.
+        ((256, 96), "stream_k", {}, "direct"),
+        ((256, 96), "stream_k", {"bias": 1}, "direct"),
+        ((128, 256), "dynamic", {"bias": 1}, "direct"),
+        ((128, 128), "dynamic", {"activation": "gelu"}, "lines"),
+        ((128, 224), "dynamic", {"scaled": True}, "direct"),
+        ((128, 224), "dynamic", {"residual": (0, 905, 1)}, "direct"),
+    ],
+)
+def test_lines_are_stored_where_registers_are_left(tile, kind, epilogue, stored):
+    plan = make("cooperative", tile, kind=kind, m=2000, n=904, k=4096)
+    assert bool(plan.schedule.slots) == (kind == "stream_k")
+    check(Arguments(plan, layout(out=(0, 905, 1), m=2000, n=904, k=4096, **epilogue)), STORE=stored, FLIPPED=False)
 
 
 @pytest.mark.parametrize(("columns", "flipped"), [(64, False), (32, False), (16, False), (32, True), (16, True)])

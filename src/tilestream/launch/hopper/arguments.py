@@ -10,7 +10,7 @@ from tilestream.launch.gemm_arguments import GemmArguments, Layout, LocalTiles
 from tilestream.launch.hopper.maps import Map
 from tilestream.plan.plan import Plan
 from tilestream.plan.policy.hopper import MOST_PARTS, rs_tail, widest, widths
-from tilestream.plan.problem import ITEMSIZE
+from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.tma import major_of, store_major_of
 
 _INT31 = 2**31
@@ -21,8 +21,8 @@ SINGLE_REGISTERS = 128
 #: Elements of a strip that a consumer stores from registers at a time: in strips of twice as many Triton 3.6 spills 170
 #: to 320 words of a full epilogue. And columns of it where an element's offset takes two registers (64 bits).
 DIRECT, WIDE_STRIP = 2048, 16
-#: Rows of an accumulator that four warps multiply at a time.
-_LEAST_ROWS = 64
+#: Rows of an accumulator that four warps multiply at a time; its registers that leave room for a store by lines.
+_LEAST_ROWS, _ROOMY = 64, 96
 #: Whether launches may begin before the kernel ahead has ended. Not one that waits for chunks: its workers would hold
 #: SMs while that kernel still needs them.
 _CHAINED = True
@@ -88,7 +88,8 @@ class Arguments(GemmArguments):
         extents, strides = (x.rows, y.rows), (on, om) if swap_ab else (om, on)
         size = ITEMSIZE[problem.out_dtype]
         major = store_major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
-        self._store, self._flipped = store_of(major, strides, half, bool(plan.schedule.slots))
+        roomy = has_room(layout, problem, half * sum(self.widths) // 128, half, bool(plan.schedule.slots))
+        self._store, self._flipped = store_of(major, strides, roomy)
         self.out = None
         if major is not None:
             self.out = matrix_map(extents, strides, (half, plan.strip), batches, ob, self._flipped)
@@ -163,7 +164,25 @@ class Arguments(GemmArguments):
         )
 
 
-def store_of(major: int | None, strides: tuple[int, int], rows: int, splits: bool) -> tuple[str, bool]:
+def has_room(layout: Layout, problem: Problem, registers: int, rows: int, splits: bool) -> bool:
+    """Whether an accumulator leaves registers for a store by lines.
+
+    Beside an epilogue and a large accumulator Triton 3.6 spills up to 144 bytes. Beside what reduces the parts of 128
+    rows, too, Triton 3.7 spills 176.
+
+    Parameters
+    ----------
+    registers, rows
+        Registers of a thread, and the rows of a math loop.
+    splits
+        Whether tiles may be split along K.
+    """
+    vectors = layout.bias is not None or layout.residual is not None or problem.scales != "none"
+    trivial = not (vectors or layout.scaled or layout.activation != "none")
+    return (trivial or registers <= _ROOMY) and not (rows > _LEAST_ROWS and splits)
+
+
+def store_of(major: int | None, strides: tuple[int, int], roomy: bool) -> tuple[str, bool]:
     """`HopperConfig`'s ``STORE`` and ``FLIPPED``.
 
     Parameters
@@ -172,14 +191,12 @@ def store_of(major: int | None, strides: tuple[int, int], rows: int, splits: boo
         See `tilestream.plan.tma.store_major_of`.
     strides
         The output's strides of the accumulator's rows and columns.
-    rows, splits
-        The rows that a math loop holds, and whether tiles may be split along K.
+    roomy
+        See `has_room`.
     """
     if major is not None:
         return "tma", major == 0
-    # Beside what reduces the parts of 128 rows there are no registers for it: Triton 3.7 spills 176 bytes.
-    by_lines = 1 in strides and not (rows > _LEAST_ROWS and splits)
-    return ("lines", strides[1] != 1) if by_lines else ("direct", False)
+    return ("lines", strides[1] != 1) if 1 in strides and roomy else ("direct", False)
 
 
 def operand_map(operand: Operand, box_rows: int, k: int, block_k: int, batches: int) -> tuple[Map, bool]:

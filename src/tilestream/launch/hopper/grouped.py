@@ -16,6 +16,7 @@ from tilestream.launch.hopper.arguments import (
     SINGLE_REGISTERS,
     WIDE_STRIP,
     Operand,
+    has_room,
     matrix_map,
     operand_map,
     store_of,
@@ -78,7 +79,8 @@ class HopperGroupedArguments(GemmArguments):
             self.out = clipped(om, problem.out_columns, box)
         self._store = "tma"
         if self.out is None:
-            self._store, self._flipped = store_of(None, strides, half, splits=False)
+            roomy = has_room(layout, problem, half * sum(self.widths) // 128, half, splits=False)
+            self._store, self._flipped = store_of(None, strides, roomy and bias.along == "none")
         super().__init__(plan, layout, trace=trace)
         self.options = {"num_warps": plan.warps, "launch_pdl": True}
         if plan.variant == "single":
