@@ -213,14 +213,16 @@ def test_lines_are_those_of_the_output_either_way_round(swap_ab):
         ((128, 256), "dynamic", {}, "lines"),
         ((128, 256), "stream_k", {}, "lines"),
         ((128, 96), "stream_k", {"bias": 1}, "lines"),
+        ((128, 192), "stream_k", {"bias": 1}, "lines"),
         ((256, 96), "dynamic", {"bias": 1}, "lines"),
         # No registers are left for it: see tests/kernels/gates/hopper_gemm.py.
         ((256, 96), "stream_k", {}, "direct"),
         ((256, 96), "stream_k", {"bias": 1}, "direct"),
         ((128, 256), "dynamic", {"bias": 1}, "direct"),
         ((128, 128), "dynamic", {"activation": "gelu"}, "lines"),
-        ((128, 224), "dynamic", {"scaled": True}, "direct"),
-        ((128, 224), "dynamic", {"residual": (0, 905, 1)}, "direct"),
+        ((128, 224), "dynamic", {}, "direct"),
+        ((128, 256), "dynamic", {"scaled": True}, "direct"),
+        ((128, 256), "dynamic", {"residual": (0, 905, 1)}, "direct"),
     ],
 )
 def test_lines_are_stored_where_registers_are_left(tile, kind, epilogue, stored):

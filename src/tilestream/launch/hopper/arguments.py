@@ -88,7 +88,7 @@ class Arguments(GemmArguments):
         extents, strides = (x.rows, y.rows), (on, om) if swap_ab else (om, on)
         size = ITEMSIZE[problem.out_dtype]
         major = store_major_of(extents, strides, ob if batches else 0, size) if out_aligned else None
-        roomy = has_room(layout, problem, half * sum(self.widths) // 128, half, bool(plan.schedule.slots))
+        roomy = has_room(layout, problem, self.widths, half, bool(plan.schedule.slots))
         self._store, self._flipped = store_of(major, strides, roomy)
         self.out = None
         if major is not None:
@@ -164,22 +164,23 @@ class Arguments(GemmArguments):
         )
 
 
-def has_room(layout: Layout, problem: Problem, registers: int, rows: int, splits: bool) -> bool:
+def has_room(layout: Layout, problem: Problem, parts: tuple[int, ...], rows: int, splits: bool) -> bool:
     """Whether an accumulator leaves registers for a store by lines.
 
-    Beside an epilogue and a large accumulator Triton 3.6 spills up to 144 bytes. Beside what reduces the parts of 128
-    rows, too, Triton 3.7 spills 176.
+    Beside an epilogue and a large accumulator Triton 3.6 spills up to 144 bytes; beside one in three parts of columns
+    Triton 3.9 spills 76; beside what reduces the parts of 128 rows along K Triton 3.7 spills 176.
 
     Parameters
     ----------
-    registers, rows
-        Registers of a thread, and the rows of a math loop.
+    parts, rows
+        The columns of the parts that a tile is multiplied in, and the rows of a math loop.
     splits
         Whether tiles may be split along K.
     """
     vectors = layout.bias is not None or layout.residual is not None or problem.scales != "none"
     trivial = not (vectors or layout.scaled or layout.activation != "none")
-    return (trivial or registers <= _ROOMY) and not (rows > _LEAST_ROWS and splits)
+    few = rows * sum(parts) // 128 <= _ROOMY
+    return (few or (trivial and len(parts) < 3)) and not (rows > _LEAST_ROWS and splits)
 
 
 def store_of(major: int | None, strides: tuple[int, int], roomy: bool) -> tuple[str, bool]:

@@ -79,7 +79,7 @@ class HopperGroupedArguments(GemmArguments):
             self.out = clipped(om, problem.out_columns, box)
         self._store = "tma"
         if self.out is None:
-            roomy = has_room(layout, problem, half * sum(self.widths) // 128, half, splits=False)
+            roomy = has_room(layout, problem, self.widths, half, splits=False)
             self._store, self._flipped = store_of(None, strides, roomy and bias.along == "none")
         super().__init__(plan, layout, trace=trace)
         self.options = {"num_warps": plan.warps, "launch_pdl": True}
