@@ -147,10 +147,10 @@ def permuted_bytes(high: Array, low: Array, select: Array) -> Array:
 
 
 def truth_table(table: int) -> Callable[[Array, Array, Array], Array]:
-    """V_BITOP3_B32: bit ``4a + 2b + c`` of the table is the result of the bits a, b, c."""
+    """V_BITOP3: bit ``4a + 2b + c`` of the table is the result of the bits a, b, c."""
 
     def of(a: Array, b: Array, c: Array) -> Array:
-        out = np.zeros(np.broadcast(a, b, c).shape, U32)
+        out = np.zeros(np.broadcast(a, b, c).shape, a.dtype)
         for i in range(8):
             if table >> i & 1:
                 out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)

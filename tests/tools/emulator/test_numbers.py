@@ -98,6 +98,9 @@ def test_integers_bit_by_bit():
             sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
             for a, b, c in parts
         ]  # fmt: skip
+        low = numbers.truth_table(table)(*(y.astype(np.uint16) for y in (x, x[::-1], np.roll(x, 7))))
+        assert low.dtype == np.uint16
+        assert low.tolist() == [y & 0xFFFF for y in got]
 
 
 def test_bytes_are_permuted():

@@ -304,9 +304,10 @@ def _accumulate(one: Decoded, _: re.Match[str]) -> Act:
     return lambda w: put(w, n_.fma(a(w), b(w), c(w)))
 
 
-@instruction("v_bitop3_b32", "bitop3")
-def _truth_table(one: Decoded, _: re.Match[str]) -> Act:
-    put, (a, b, c) = target_of(one, "u"), sources_of(one, "uuu")
+@instruction(r"v_bitop3_b(32|16)", "bitop3")
+def _truth_table(one: Decoded, found: re.Match[str]) -> Act:
+    kind = "u" if found[1] == "32" else "H"
+    put, (a, b, c) = target_of(one, kind), sources_of(one, 3 * kind)
     compute = n_.truth_table(int(one.modifiers.get("bitop3", "0"), 0))
     return lambda w: put(w, compute(a(w), b(w), c(w)))
 

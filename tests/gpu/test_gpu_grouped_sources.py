@@ -1,0 +1,174 @@
+"""Rows by source on a GPU: sources that come late by a side stream, or never; replays of a graph; two streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_runs import captured, expired, nan, randn, settle
+
+import tilestream as ts
+from error_rule import Maths, check
+from tilestream.runtime.driver import stream_wait, stream_write
+
+BF16 = torch.bfloat16
+SOURCES, GROUPS, CAPACITY, K, N = 4, 8, 700, 192, 328
+#: Rows of each group: uneven; none; all in one; one a group.
+COUNTS = ((3, 0, 300, 1, 64, 127, 5, 0), (0,) * 8, (0, 0, 0, 700, 0, 0, 0, 0), (1,) * 8)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_reported")]
+
+
+class Sources:
+    """Rows and counts in pinned memory, their places on the GPU, and streams that bring them."""
+
+    def __init__(self, signals: torch.Tensor | None = None, pivot: int = 1) -> None:
+        self.rows = torch.randn(SOURCES * CAPACITY, K).to(BF16).pin_memory()
+        self.host = torch.tensor(COUNTS, dtype=torch.int32).pin_memory()
+        self.a, self.b = nan(SOURCES * CAPACITY, K), randn(GROUPS, N, K).mT
+        self.counts = torch.full((SOURCES, GROUPS), -7, dtype=torch.int32, device="cuda")
+        self.arrival = ts.SourceArrival(self.counts, CAPACITY, pivot=pivot, signals=signals)
+        self.streams = [torch.cuda.Stream() for _ in range(SOURCES)]
+        torch.cuda.synchronize()
+
+    def bring(self, source: int, *, rows: bool = True) -> None:
+        with torch.cuda.stream(self.streams[source]):
+            place = slice(source * CAPACITY, (source + 1) * CAPACITY)
+            self.counts[source].copy_(self.host[source], non_blocking=True)
+            self.arrival.signal_counts(source)
+            if rows:
+                self.a[place].copy_(self.rows[place], non_blocking=True)
+                self.arrival.signal_rows(source)
+
+    def check(self, out: torch.Tensor, *but: int) -> None:
+        rows = self.rows.cuda()
+        for source, counts in enumerate(COUNTS):
+            begin = source * CAPACITY
+            if source in but:
+                continue
+            for group, count in enumerate(counts):
+                run = slice(begin, begin + count)
+                check(out[run], Maths(rows[run], self.b[group]))
+                begin += count
+            assert (out[begin : (source + 1) * CAPACITY] == 7).all(), "rows behind the last one are written"
+
+
+def sevens() -> torch.Tensor:
+    return torch.full((SOURCES * CAPACITY, N), 7.0, dtype=BF16, device="cuda")
+
+
+def test_everything_is_there():
+    x = Sources()
+    x.a.copy_(x.rows)
+    x.counts.copy_(x.host)
+    x.check(ts.grouped_mm(x.a, x.b, counts=x.counts, out=sevens()))
+
+
+def test_sources_that_come_behind_the_launch():
+    x = Sources()
+    for epoch in range(3):
+        if epoch:
+            x.arrival.advance()
+        out = sevens()
+        ts.grouped_mm(x.a, x.b, arrival=x.arrival, out=out)
+        for source in (3, 0, 2, 1):
+            x.bring(source)
+        torch.cuda.synchronize()
+        x.check(out)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_source_that_is_lost(rows):
+    """Source 2 is behind a word that is written after the deadline: its counts, or its rows alone."""
+    x = Sources()
+    for source in range(SOURCES):
+        x.bring(source)
+    x.check(ts.grouped_mm(x.a, x.b, arrival=x.arrival, out=sevens()))  # compiled: the deadline is the kernel's alone
+    settle()
+    x.arrival.advance()
+    word, other = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    if rows:
+        x.bring(2, rows=False)
+    stream_wait(x.streams[2].cuda_stream, word.data_ptr(), 1)
+    try:
+        x.bring(2)
+        for source in (0, 1, 3):
+            x.bring(source)
+        out = sevens()
+        ts.grouped_mm(x.a, x.b, arrival=x.arrival, out=out, deadline=0.1)
+        torch.cuda.current_stream().synchronize()
+        with pytest.raises(ts.ArrivalTimeout, match="source 2") as caught:
+            ts.check()
+        assert (caught.value.source, caught.value.group) == (2, 3 if rows else None)
+        assert out[2 * CAPACITY : 3 * CAPACITY].isnan().all()
+        x.check(out, 2)
+    finally:  # else nothing ever ends
+        stream_write(other.cuda_stream, word.data_ptr(), 1)
+    torch.cuda.synchronize()
+    x.check(ts.grouped_mm(x.a, x.b, arrival=x.arrival, out=sevens()))
+
+
+def test_counts_that_are_none_make_a_place_nan():
+    x = Sources()
+    x.a.copy_(x.rows)
+    x.counts.copy_(x.host)
+    x.counts[1, 0] = CAPACITY + 1
+    out = ts.grouped_mm(x.a, x.b, counts=x.counts, out=sevens())
+    assert out[CAPACITY : 2 * CAPACITY].isnan().all()
+    x.check(out, 1)
+
+
+def test_a_graph_waits_anew_at_each_replay():
+    words = torch.zeros(SOURCES, GROUPS + 1, dtype=torch.int32, device="cuda")
+    x, out = Sources(words), sevens()
+    x.a.copy_(x.rows)
+    x.counts.copy_(x.host)
+    words.fill_(1)
+    ts.grouped_mm(x.a, x.b, arrival=x.arrival, out=out)
+    settle()
+    assert not words.any(), "the call that has seen all words zeroes them"
+    with captured() as graph:
+        ts.grouped_mm(x.a, x.b, arrival=x.arrival, out=out, deadline=0.5)
+    for _ in range(3):
+        out.fill_(7.0)
+        words.fill_(1)
+        graph.replay()
+        settle()
+        x.check(out)
+        assert not words.any()
+    words[:3] = 1
+    graph.replay()
+    error = expired("counts of source 3")
+    assert error.source == 3
+    x.check(out, 3)
+    x.arrival.reset()
+    out.fill_(7.0)
+    words.fill_(1)
+    graph.replay()
+    settle()
+    x.check(out)
+
+
+def test_two_streams():
+    xs, streams = [Sources(pivot=pivot) for pivot in (0, 3)], [torch.cuda.Stream() for _ in range(2)]
+    outs = [sevens() for _ in xs]
+    torch.cuda.synchronize()
+    for x in xs:
+        for source in range(SOURCES):
+            x.bring(source)
+    for x, stream, out in zip(xs, streams, outs, strict=True):
+        with torch.cuda.stream(stream):
+            ts.grouped_mm(x.a, x.b, arrival=x.arrival, out=out)
+    torch.cuda.synchronize()
+    for x, out in zip(xs, outs, strict=True):
+        x.check(out)
+
+
+def test_sources_are_published():
+    x, publish = Sources(), ts.Arrival.uniform(CAPACITY, SOURCES, device="cuda")
+    x.a.copy_(x.rows)
+    x.counts.copy_(x.host)
+    for epoch in range(2):
+        if epoch:
+            publish.advance()
+        x.check(ts.grouped_mm(x.a, x.b, counts=x.counts, publish=publish, out=sevens()))
+        assert all(publish.arrived(source) for source in range(SOURCES))
