@@ -42,6 +42,12 @@ kernels.device.queues: kernels/portable/test_portable_order.py
 kernels.device.copy_items: kernels/portable/test_portable_copy_items.py
 kernels.device.clock: kernels/portable/test_portable_arrival.py
 kernels.device.trace: kernels/portable/test_portable_trace.py
+core.sources: core/test_sources.py ops/test_grouped_sources.py
+arrival.by_source: ops/test_grouped_sources.py
+ops.grouped_sources: ops/test_grouped_sources.py
+kernels.device.sources: kernels/portable/test_portable_grouped_sources.py
+kernels.portable.grouped_sources: kernels/portable/test_portable_grouped_sources.py
+launch.portable.sources: kernels/portable/test_portable_grouped_sources.py
 kernels.device.groups: kernels/portable/test_portable_grouped.py ops/test_grouped.py
 kernels.device.epilogue: kernels/portable/test_portable_gemm.py kernels/cdna/test_cdna_numbers.py
  kernels/portable/test_portable_grouped.py
