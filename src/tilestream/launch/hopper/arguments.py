@@ -22,7 +22,7 @@ SINGLE_REGISTERS = 128
 #: to 320 words of a full epilogue. And columns of it where an element's offset takes two registers (64 bits).
 DIRECT, WIDE_STRIP = 2048, 16
 #: Rows of an accumulator that four warps multiply at a time; its registers that leave room for a store by lines.
-_LEAST_ROWS, _ROOMY = 64, 96
+_LEAST_ROWS, _ROOMY = 64, 48
 #: Whether launches may begin before the kernel ahead has ended. Not one that waits for chunks: its workers would hold
 #: SMs while that kernel still needs them.
 _CHAINED = True
@@ -167,8 +167,8 @@ class Arguments(GemmArguments):
 def has_room(layout: Layout, problem: Problem, parts: tuple[int, ...], rows: int, splits: bool) -> bool:
     """Whether an accumulator leaves registers for a store by lines.
 
-    Beside an epilogue and a large accumulator Triton 3.6 spills up to 144 bytes; beside one in three parts of columns
-    Triton 3.9 spills 76; beside what reduces the parts of 128 rows along K Triton 3.7 spills 176.
+    Beside an epilogue and a large accumulator Triton 3.6 and 3.9 spill up to 144 bytes; beside one in three parts of
+    columns Triton 3.9 spills 76; beside what reduces the parts of 128 rows along K Triton 3.7 spills 176.
 
     Parameters
     ----------
