@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tilestream.core.chunks import Chunks, Incoming
 from tilestream.core.gpu_specs import named
-from tilestream.plan import plan, plan_problem, realign, tma
+from tilestream.plan import plan, plan_problem, realign, tma, tuned
 from tilestream.plan.candidate import FREE
+from tilestream.plan.limit import INVARIANT
 from tilestream.plan.planner import search_space
 from tilestream.plan.problem import Problem
 from tilestream.plan.realign import MOST_BYTES, candidates, copied_bytes, pitch_of, realigned, refusal
@@ -160,6 +161,52 @@ def test_the_promise_holds_for_operands_as_they_lie(k):
         plan(m, 4097, k, layout=layout, **with_promise).additions for m in (1, 200, 4097) for layout in ("nt", "tt")
     }
     assert len(orders) == 1
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize("extents", [(4096, 4096, 1001), (7, 64, 1001)])
+def test_what_was_measured_is_planned_whether_it_copies_or_not(extents, backend, monkeypatch, tmp_path):
+    monkeypatch.setenv(tuned.ENVIRONMENT, str(tmp_path / "tuned.json"))
+    problem = Problem(*extents, **BF16, **ODD)
+    one = next(found for found in search_space(problem, H100) if found.backend == backend)
+    tuned.forget()
+    tuned.save(problem, H100, {"knobs": knobs(one), "us": 1.0, "model_us": 2.0, "plans": 9, "date": "2026-11-24"})
+    plan_problem.cache_clear()
+    made = plan_problem(problem, device=H100)
+    assert (made.backend, knobs(made)) == (backend, knobs(one))
+    assert made.why == "fastest of 9 plans that tilestream tune measured here on 2026-11-24"
+    other = "portable" if backend == "hopper" else "hopper"
+    assert "tilestream tune measured it slower" in reasons(made)[other]
+    tuned.forget()
+    plan_problem.cache_clear()
+
+
+TF32 = {"dtype": "float32", "out_dtype": "float32", "tf32": True}
+SUMMED_TWICE = {
+    "dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "scales": "row", "plain": False, "fast_accum": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [TF32, SUMMED_TWICE], ids=["tf32", "two sums of fp8"])
+def test_a_promise_is_kept_for_all_rows_and_strides(how):
+    """Also where all rows are too many to be copied; K is no multiple of 16 bytes."""
+    for n in (64, 1000, 8192):
+        problems = [
+            Problem(m, n, 4099, **how, **lies) for m in (1, 128, 8192, 2**19) for lies in (ODD, {"aligned": False})
+        ]
+        assert len({plan_problem(one, device=H100, limit=INVARIANT).additions for one in problems}) == 1
+
+
+def test_a_promise_of_copies_is_kept_where_the_cost_model_would_not_copy():
+    orders = set()
+    for m in (1, 128, 1024, 8192):
+        problem = Problem(m, 64, 1024, **TF32, **ODD)
+        made = plan_problem(problem, device=H100, limit=INVARIANT)
+        orders.add(made.additions)
+        assert made.realigned == "ab"
+    assert len(orders) == 1
+    assert plan_problem(problem, device=H100).backend == "portable"
+    assert reasons(made)["portable"] == "it adds in another order than is promised"
 
 
 def test_every_other_device_copies_nothing():

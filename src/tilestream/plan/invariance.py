@@ -28,12 +28,14 @@ Found = TypeVar("Found", Candidate, AttentionCandidate)
 def plain(problem: Problem) -> Problem:
     """The problem whose plan has the promised order: `ROWS` rows of contiguous operands that do not arrive.
 
-    It is aligned, and open to TMA, if K allows this: a row of A must be a multiple of 16 bytes.
+    It is aligned, and open to TMA, if K allows this: a row of A must be a multiple of 16 bytes. If not, operands may be
+    too large to be copied, and their rows be added as they lie. So no copy is promised where the order depends on it.
     """
+    by_copy = "" if problem.kind == "tf32" or problem.promoted else "ab"
     even = problem.k * ITEMSIZE[problem.dtype] % ALIGNMENT == 0
     return replace(
         problem, m=ROWS, batch=1, rows=None, columns=None, shared_rows=False, publishes=None,
-        row_multiples=(128, 128), aligned=problem.k % 16 == 0, not_by_tma="" if even else "ab",
+        row_multiples=(128, 128), aligned=problem.k % 16 == 0, not_by_tma="" if even else by_copy,
         no_tma="" if even else f"a row of K elements is no multiple of {ALIGNMENT} bytes",
     )  # fmt: skip
 

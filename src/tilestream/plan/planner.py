@@ -48,6 +48,10 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
     count, limited, fewer = workers_of(device, how.workers, how.default_workers, how.limit, arrives)
     refused += fewer
     given = _given(how, limited)
+    forced = how.backend or how.variant or how.stages or how.registers
+    entry = None
+    if how.consult and not (on_cpu or given or arriving or forced):
+        entry = tuned.lookup(problem, device)
     if on_cpu:
         inline = not arriving and problem.publishes is None and not given
         forced_here = how.forced._replace(tile=cpu.promised_tile(how.tile, problem)) if promises else how.forced
@@ -55,17 +59,13 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
         name, elsewhere = "cpu", Refusal("GPU backends", "the operands are on the CPU")
     else:
         promised = _promised(problem, device) if promises else None
-        if promised is not None and how.backend is None and promised.additions.unit != MMA:
+        if promised is not None and how.backend is None and (promised.additions.unit != MMA or problem.promoted):
             how = how._replace(backend=promised.backend if promised.backend != "hopper" else None)
-        name, found, elsewhere = _on_gpu(problem, device, count, how, kinds)
+        name, found, elsewhere = _on_gpu(problem, device, count, how, kinds, Wanted(promised, entry))
         if promised is not None:
             found, others = _keeping(problem, device, name, found, promised)
             refused += others
     choice, why = Choice(problem, name, found, fastest(found)), f"least of {len(found)} candidates in the cost model"
-    forced = how.backend or how.variant or how.stages or how.registers
-    entry = None
-    if how.consult and not (on_cpu or given or arriving or forced):
-        entry = tuned.lookup(problem, device)
     if entry is not None:
         choice, why, other = choice.as_measured(entry, why)
         refused += other
@@ -199,9 +199,39 @@ def fast_or_portable(
     return "portable", list(of_portable()), Refusal(fast, why or "backend='portable' given")
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan is to be, whichever backend has it: in the ``promised`` order of additions, or the measured one."""
+
+    promised: Plan | None = None
+    entry: tuned.Entry | None = None
+
+    @property
+    def text(self) -> str:
+        """Why another plan is not wanted."""
+        measured = self.entry is not None
+        return "tilestream tune measured it slower" if measured else "it adds in another order than is promised"
+
+    def among(
+        self, problem: Problem, device: DeviceProperties, backend: str, found: list[Candidate]
+    ) -> list[Candidate]:  # fmt: skip
+        """Those of a backend's candidates that are wanted."""
+        if self.entry is not None:
+            measured = tuned.matching(self.entry, found)
+            return [] if measured is None else [measured]
+        if self.promised is None:
+            return found
+        order = self.promised.additions
+        return [one for one in found if additions(problem, device, backend, one) == order]
+
+
+_ANY = Wanted()
+
+
 def _on_gpu(
-    problem: Problem, device: DeviceProperties, workers: int, how: Asked, kinds: tuple[Kind, ...]
-) -> tuple[str, list[Candidate], Refusal]:
+    problem: Problem, device: DeviceProperties, workers: int, how: Asked, kinds: tuple[Kind, ...],
+    wanted: Wanted = _ANY,
+) -> tuple[str, list[Candidate], Refusal]:  # fmt: skip
     fast = "cdna" if device.arch.startswith("gfx") else "hopper"
     free = how.schedule == "auto" and how.queues is None and how.shares is None
     every: tuple[Kind, ...] = ("static", *kinds) if free else kinds
@@ -228,7 +258,7 @@ def _on_gpu(
         f"leave what is forced of backend=, variant=, stages={more}, tile= and schedule= away",
     )  # fmt: skip
     if name == "hopper" and problem.not_by_tma and how.backend is None and forced.tile is None:
-        return _copied_or_as_it_lies(problem, found, list(by_portable_kernel()))
+        return _copied_or_as_it_lies(problem, device, found, list(by_portable_kernel()), wanted)
     return name, found, elsewhere
 
 
@@ -246,10 +276,16 @@ def _of_hopper(
 
 
 def _copied_or_as_it_lies(
-    problem: Problem, copied: list[Candidate], as_it_lies: list[Candidate]
+    problem: Problem, device: DeviceProperties, copied: list[Candidate], as_it_lies: list[Candidate], wanted: Wanted
 ) -> tuple[str, list[Candidate], Refusal]:
     """The Hopper kernel on copies of operands that TMA cannot address, or the portable kernel on them as they lie."""
-    best, other = fastest(copied), fastest(as_it_lies)
+    of_copied = wanted.among(problem, device, "hopper", copied)
+    of_others = wanted.among(problem, device, "portable", as_it_lies)
+    if of_copied and not of_others:
+        return "hopper", copied, Refusal("portable", wanted.text)
+    if of_others and not of_copied:
+        return "portable", as_it_lies, Refusal("hopper", f"{problem.no_tma}; with copies {wanted.text}")
+    best, other = fastest(of_copied or copied), fastest(of_others or as_it_lies)
     names = " and ".join(best.realigned.upper())
     first = f"{number(best.predicted * 1e3)} ms with {names} copied first"
     here = f"{number(other.predicted * 1e3)} ms on operands as they lie"
