@@ -47,7 +47,7 @@ COUNTS = {
         "sm_120": 4,
     },
     "hopper gemm": {"sm_90a": 799},
-    "hopper grouped": {"sm_90a": 412},
+    "hopper grouped": {"sm_90a": 380},
     "hopper attention": {"sm_90a": 149},
     "hopper realign": {"sm_90a": 9},
     "cdna gemm": {"gfx942": 150, "gfx950": 159},

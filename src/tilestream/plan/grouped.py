@@ -333,6 +333,8 @@ def hopper_candidates(
             continue
         if swap_ab and not problem.plain and row.variant == "cooperative" and row.columns == 16:
             continue  # Triton 3.7 spills three words of an epilogue that is more than a store
+        if not problem.plain and (len(hopper.widths(row.columns)) > 2 or (swap_ab and row.registers >= 128)):
+            continue  # Triton 3.9 spills 100 to 436 bytes
         block = (*tile, row.block_k(size))
         group = hopper.group_of(block, workers, False, swap_ab)
         mean, launched = schedules_of(problem, block, workers, how.schedule, group)
