@@ -39,6 +39,7 @@ CASES: dict[str, tuple[Callable[[], Pair], str]] = {
     "even K": (lambda: pair(700, 900, 1102, "nt"), "ab"),
     "K of 4": (lambda: pair(700, 900, 1100, "nt"), "ab"),
     "odd N, B by rows": (lambda: pair(512, 901, 1024, "nn"), "b"),
+    "short rows of B, copied along K": (lambda: pair(700, 19, 1024, "nn"), "b"),
     "odd M, A by columns": (lambda: pair(701, 512, 1024, "tt"), "a"),
     "float16": (lambda: pair(1001, 999, 777, "nn", F16), "ab"),
     "long K, stream-K": (lambda: pair(112, 96, 10865, "nt"), "ab"),

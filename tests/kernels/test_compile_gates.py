@@ -49,7 +49,7 @@ COUNTS = {
     "hopper gemm": {"sm_90a": 799},
     "hopper grouped": {"sm_90a": 380},
     "hopper attention": {"sm_90a": 149},
-    "hopper realign": {"sm_90a": 9},
+    "hopper realign": {"sm_90a": 10},
     "cdna gemm": {"gfx942": 150, "gfx950": 159},
     "cdna attention": {"gfx942": 90, "gfx950": 121},
     "trace": {"sm_90a": 18},

@@ -15,6 +15,7 @@ from tilestream.launch.hopper.realign_launch import Realign
 from tilestream.ops.gpu import _strides
 from tilestream.plan import plan_problem, tma
 from tilestream.plan.problem import Problem, dtype_name
+from tilestream.plan.realign import copied_bytes, realigned
 
 DTYPES = {2: torch.float16, 4: torch.float32, 1: torch.float8_e4m3fn}
 
@@ -109,6 +110,23 @@ def test_two_operands_are_copied_by_one_launch_side_by_side():
         result = first(0, GemmOperands(a, b, out, Epilogue()), scratch)
         assert result.a.equal(a)
         assert result.b.equal(b)
+
+
+@pytest.mark.parametrize("along_k", [1, 0], ids=["A", "B"])
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 19, 33, 264, 1000])
+@pytest.mark.parametrize("k", [1, 16, 33, 1024])
+def test_a_copy_is_what_the_planner_takes_it_for(rows, k, across, along_k):
+    """Rows of few elements are mostly padding, so a copy is along K where that has better rows."""
+    shape = (rows, k) if along_k else (k, rows)
+    strides = (0, 1, shape[0]) if across else (0, shape[1], 1)
+    made = copy_of(shape, strides, 1, 2, along_k, True, 0)
+    name = "a" if along_k else "b"
+    m, n = (rows, 8) if along_k else (8, rows)
+    problem = Problem(m, n, k, 1, "float16", "float16", no_tma="odd", not_by_tma=name, aligned=False)
+    assert made.bytes <= 2 * max(copied_bytes(problem, name)[1], 128)
+    pitch = max(made.strides)
+    assert tma.row_multiple(2 * pitch) >= realigned(problem, name).row_multiples["ab".index(name)] or pitch == 1
 
 
 @pytest.mark.parametrize(

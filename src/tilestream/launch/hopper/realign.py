@@ -11,7 +11,7 @@ from tilestream.launch.gemm_arguments import Layout, Strides
 from tilestream.plan.plan import Plan
 from tilestream.plan.problem import ITEMSIZE
 from tilestream.plan.realign import pitch_of
-from tilestream.plan.tma import k_major_only
+from tilestream.plan.tma import k_major_only, row_multiple
 
 #: Rows and columns of a program's block: of long rows, of short ones, and where the copy lies across.
 LONG, SHORT, ACROSS = (32, 128), (128, 32), (64, 64)
@@ -70,7 +70,7 @@ def copy_of(
     # Elements of a dimension of 1 are not apart: its stride may be anything.
     apart = [stride if extent > 1 else math.inf for extent, stride in zip(extents, pair, strict=True)]
     inner = 1 if apart[1] <= apart[0] else 0
-    major = k if k_major_only(size) else inner
+    major = k if k_major_only(size) else _major(extents, size, inner, k)
     outer, pitch = 1 - inner, pitch_of(extents[major], size)
     made = [0, 0]
     made[major], made[1 - major] = 1, pitch
@@ -136,6 +136,20 @@ class RealignArguments:
     def fill(self, a: Any, b: Any, partials: Any) -> tuple[Any, ...]:
         """All arguments in the order of the kernel's entry; None for an operand that is not copied."""
         return (a, b, partials, *self._numbers)
+
+
+def _major(extents: tuple[int, int], size: int, inner: int, k: int) -> int:
+    """The dimension of a copy's rows: the operand's own, or K if these begin at less, or take more than twice as much.
+
+    The cost model and the limit of bytes are of rows along K. Rows of few elements are mostly padding.
+    """
+
+    def of(major: int) -> tuple[int, int]:
+        pitch = pitch_of(extents[major], size)
+        return row_multiple(pitch * size), extents[1 - major] * pitch
+
+    (begins, plane), (begins_k, plane_k) = of(inner), of(k)
+    return inner if begins >= begins_k and plane <= 2 * plane_k else k
 
 
 def _rounded(count: int) -> int:
