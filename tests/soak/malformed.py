@@ -141,6 +141,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = 
     "attention_plan": (ts.attention_plan, {"seqlen_q": lambda: 6}),
     "Arrival.uniform": (ts.Arrival.uniform, {"rows_per_chunk": lambda: 3, "num_chunks": lambda: 2}),
     "Arrival.ragged": (ts.Arrival.ragged, {"bounds": lambda: [0, 3, 6]}),
+    "SourceArrival": (ts.SourceArrival, {
+        "counts": lambda: torch.zeros(2, 3, dtype=torch.int32), "capacity": lambda: 4,
+    }),
     "stream_in": (ts.stream_in, {"source": JUNK[_A]}),
     "stream_experts": (ts.stream_experts, {
         "weights": _ones(2, 4, 5), "offsets": lambda: torch.tensor([2, 6], dtype=torch.int32),

@@ -145,6 +145,8 @@ def _places(
     m: int, sources: int | None, capacity: int | None, arrives: bool, along: Along, schedule: str
 ) -> dict[str, Any]:  # fmt: skip
     """What a problem of rows by source has beside others; raise for what is none."""
+    if not isinstance(arrives, bool):
+        raise TypeError(f"arrives={arrives!r}; it is True or False")
     if sources is None:
         if capacity is not None or arrives:
             raise ValueError(f"capacity={capacity!r}, arrives={arrives!r} without sources=; they are of rows by source")
