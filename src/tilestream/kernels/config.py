@@ -160,6 +160,7 @@ class PortableSourcesConfig(PortableGroupedConfig):
     """The configuration of the portable grouped GEMM by source. ``ARRIVES``: whether counts and rows arrive."""
 
     PUBLISHES: bool = False  # whether each source's result is signalled
+    PAST_CACHES: bool = False  # whether words that others write are read past the caches by a modifier of the load
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,9 @@ def test_integers_bit_by_bit():
     for table in (0x00, 0xFF, 0x96, 0xE8, 0xCA):
         got = numbers.truth_table(table)(x, x[::-1], np.roll(x, 7)).tolist()
         parts = zip(whole, whole[::-1], np.roll(x, 7).tolist(), strict=True)
+        halves = numbers.truth_table(table)(*(y.astype(np.uint16) for y in (x, x[::-1], np.roll(x, 7))))
+        assert halves.dtype == np.uint16
+        assert halves.tolist() == [y & 0xFFFF for y in got]
         assert got == [
             sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
             for a, b, c in parts

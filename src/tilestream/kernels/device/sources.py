@@ -49,6 +49,16 @@ COUNTED, LOST = map(tl.constexpr, (rules.COUNTED, rules.LOST))
 
 
 @triton.jit
+def look_at(words, inside, other, C: tl.constexpr):
+    """Words that others write, one a lane. On AMD Triton drops ``volatile``, and caches would answer."""
+    if C.PAST_CACHES:
+        found = tl.load(words, mask=inside, other=other, cache_modifier=".cv")
+    else:
+        found = tl.load(words, mask=inside, other=other, volatile=True)
+    return found
+
+
+@triton.jit
 def settle(source, state, sources, base):
     """Settle a source as ``state`` if nobody has: as what it is settled. The word counts from ``base``."""
     at = sources.settled + source
@@ -69,18 +79,18 @@ def tiles_left(source, counted, over, sources, coming, base, num_n, worker, lane
     left, or ``LANES``.
     """
     inside = lane < sources.groups
-    counts = tl.load(sources.counts + source * sources.groups + lane, mask=inside, other=0, volatile=True)
+    counts = look_at(sources.counts + source * sources.groups + lane, inside, 0, C)
     is_fit = tl.min((counts >= 0).to(tl.int32), 0) & (tl.sum(counts.to(tl.int64), 0) <= sources.capacity).to(tl.int32)
     valid = tl.where(counted != 0, is_fit, 0)
     counts = tl.where(valid != 0, counts, tl.where(lane == 0, sources.capacity, 0))
     sizes = cdiv(counts, C.BLOCK_M) * num_n
     queue = source * sources.groups + lane
-    tickets = tl.load(sources.tickets + queue, mask=inside, other=0, volatile=True)
+    tickets = look_at(sources.tickets + queue, inside, 0, C)
     rest = left(sizes, (tl.maximum(tickets, base) - base).to(tl.int32))
     late = tl.cast(C.LANES, tl.int32)
     if C.ARRIVES:
         words = coming.signals + rows_word(source, lane, sources.groups)
-        word = tl.load(words, mask=inside, other=0, volatile=True)
+        word = look_at(words, inside, 0, C)
         there = ((coming.epoch == 0) & (word != 0)) | (
             (coming.epoch > 0) & ((word >= coming.epoch) | (word == -coming.epoch))
         )
@@ -241,7 +251,7 @@ def see_words(over, sources, gate, words, watch, lane, C: tl.constexpr):
         state = poll_signal(gate.rows, first)
         if state != PENDING:
             inside = lane < sources.groups
-            word = tl.load(gate.rows.signals + first + 1 + lane, mask=inside, other=1, volatile=True)
+            word = look_at(gate.rows.signals + first + 1 + lane, inside, 1, C)
             late = tl.min(tl.where(word == 0, lane, C.LANES), 0)
             missing = tl.where(late < C.LANES, first + 1 + late, -1)
         if missing < 0:

@@ -39,13 +39,15 @@ class SourcesArguments(GroupedArguments):
     def _config(self, **logs: bool) -> PortableGroupedConfig:
         problem, plan = problem_of(self.plan), self.plan
         # A lane for each thread at least: a word that several threads read might change between their reads.
-        threads = plan.warps * (64 if plan.device.arch.startswith("gfx") else 32)
+        amd = plan.device.arch.startswith("gfx")
+        threads = plan.warps * (64 if amd else 32)
         grouped = super()._config(**logs)
         own = vars(grouped) | {
             "STRIP": grouped.STRIP if problem.plain else _STRIP,
             "LANES": max(lanes_of(problem.groups), threads),
             "ROW_CHUNKS": "sources" if problem.arrives else "none",
             "PUBLISHES": self._publishes,
+            "PAST_CACHES": amd,
         }
         return PortableSourcesConfig(**own)
 

@@ -17,6 +17,8 @@ from executed.grouped import Grouped
 from executed.problems import Arriving, Attention, Call, Gemm
 from executed.small import CASES as SMALL
 from executed.small import Small
+from executed.sources import CASES as BY_SOURCE
+from executed.sources import BySource
 
 ARCHS = ("gfx942", "gfx950")
 _UNIFORM = (0, 64, 128, 192)
@@ -199,6 +201,9 @@ def cases() -> Iterator[Case]:
             given["dtype"] = _FP8[arch][0]
         make = functools.partial(Grouped, arch, **given)
         yield Case(f"portable grouped GEMM, {kernel}", name, arch, make, quick == arch)
+    for arch, (name, quick, how) in itertools.product(ARCHS, BY_SOURCE):
+        make = functools.partial(BySource, arch, **how)
+        yield Case("portable grouped GEMM by source", name, arch, make, quick == arch)
     for arch, ((kernel, name), steps) in itertools.product(ARCHS, SMALL.items()):
         yield Case(kernel, name, arch, functools.partial(Small, steps, arch), name in _SMALL_QUICK.get(arch, ()))
     for arch, backend, (name, quick, call), dtype in itertools.product(
