@@ -102,7 +102,8 @@ launch.native: ops/test_inline.py ops/test_launch_cache.py
 launch.pack: kernels/hopper/test_hopper_arguments.py kernels/test_attention_arguments.py
 ops.attention_backward: ops/test_transforms.py ops/test_attention_library.py
 ops.attention_request: ops/test_attention.py ops/test_attention_errors.py
-ops.checks: ops/test_op_errors.py ops/test_attention_errors.py
+ops.checks: ops/test_op_errors.py ops/test_op_arrival.py ops/test_attention_errors.py
+ops.grouped_library: ops/test_grouped.py arrival/test_experts.py
 ops.gated: ops/test_op_arrival.py ops/test_matmul.py
 ops.gradients: ops/test_autograd.py ops/test_transforms.py
 ops.native: ops/test_inline.py ops/test_launch_cache.py
@@ -123,7 +124,8 @@ ALWAYS = {f"tilestream.{name}": tuple(files.split()) for name, files in (
 )}  # fmt: skip
 #: The same, behind what is closest.
 ALSO = {
-    "tilestream_tools.verify": "mutants/test_checker.py", "tilestream.core.protocols": "mutants/test_checker.py",
+    "tilestream_tools.verify": "mutants/test_checker.py", "tilestream_tools.verify.": "tools/verify/test_checks.py",
+    "tilestream.core.protocols": "mutants/test_checker.py",
     "tilestream.plan.policy": "plan/test_refusals.py",
 }  # fmt: skip
 
