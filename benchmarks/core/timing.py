@@ -28,11 +28,6 @@ __all__ = [
     "torch",
 ]
 
-#: Seconds of a cycle, at least: an H100's highest clock.
-_CYCLE = 1 / 1.98e9
-#: How often a spin that was too short is doubled.
-_DOUBLINGS = 8
-
 
 def interleave(
     functions: dict[str, Call],
@@ -70,30 +65,13 @@ def medians(seconds: dict[str, list[float]], digits: int | None = None) -> dict[
 
 
 class HiddenLaunchClock(StreamClock):
-    """A clock for calls whose launch takes the host long: the spin before a call grows until it covers the launch."""
+    """A clock for calls whose launch takes the host long."""
 
-    spin = 1_000_000
+    SPIN_CYCLES = 1_000_000
 
     def milliseconds(self, functions: dict[str, Call], rounds: int = 11, warmup: int = 2) -> dict[str, float]:
         """The median of each."""
         return medians(self.interleave(functions, rounds=rounds, warmup=warmup).seconds)
-
-    def _sample(self, call: Call) -> float:
-        for _ in range(_DOUBLINGS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.sum(self._source, dim=0, out=self._sink)
-            self.synchronize()
-            since = time.perf_counter()
-            torch.cuda._sleep(self.spin)
-            begin.record()
-            call()
-            end.record()
-            issued = time.perf_counter() - since
-            end.synchronize()
-            if issued < 0.8 * self.spin * _CYCLE:
-                return float(begin.elapsed_time(end)) * 1e-3
-            self.spin *= 2
-        raise RuntimeError(f"a call took the host {issued:.3g} s to issue, longer than the GPU can be made to spin")
 
 
 def rates(operations: float, ms: dict[str, float]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Device time of calls side by side.
 
 A sample is: L2 flushed, a spin of the GPU long enough for the host to queue what follows, an event, the call, an event.
-So host time is in no sample. The flush reads: one that writes leaves L2 full of dirty lines, whose way back to memory
-is then timed, too.
+So host time is in no sample: a spin that was too short is doubled, and the sample is taken anew. The flush reads: one
+that writes leaves L2 full of dirty lines, whose way back to memory is then timed, too.
 
 Short calls are replayed from a CUDA graph, one call a graph, so that a call of several kernels has no gaps that a busy
 host would leave. Both peers are then timed in graphs, or neither. What the events and the launch themselves add is the
@@ -63,12 +63,15 @@ class GpuClock:
     device = "cuda"
     #: Several times the L2 of an H100 (50 MB) or H200 (60 MB).
     FLUSH_BYTES = 256 * 2**20
-    #: About 0.2 ms.
-    SPIN_CYCLES = 400_000
+    #: About 0.2 ms; doubled, up to so many times, for calls that take the host longer.
+    SPIN_CYCLES, DOUBLINGS = 400_000, 8
+    #: Seconds of a cycle, at least: an H100's highest clock.
+    CYCLE = 1 / 1.98e9
 
     def __init__(self) -> None:
         self._source = torch.ones(self.FLUSH_BYTES // 4, device=self.device)
         self._sink = torch.empty((), device=self.device)
+        self._spin = self.SPIN_CYCLES
 
     def about(self) -> dict[str, Any]:
         """How it times, for the record."""
@@ -123,14 +126,24 @@ class GpuClock:
         return Timing(seconds, mode, results)
 
     def _sample(self, call: Call) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.sum(self._source, dim=0, out=self._sink)
-        torch.cuda._sleep(self.SPIN_CYCLES)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3
+        longest = self.SPIN_CYCLES << self.DOUBLINGS
+        while True:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.sum(self._source, dim=0, out=self._sink)
+            begin = time.perf_counter()
+            torch.cuda._sleep(self._spin)
+            start.record()
+            call()
+            end.record()
+            issued = time.perf_counter() - begin
+            end.synchronize()
+            if issued < 0.8 * self._spin * self.CYCLE:
+                return float(start.elapsed_time(end)) * 1e-3
+            if self._spin >= longest:
+                raise RuntimeError(
+                    f"a call took the host {issued:.3g} s to issue, longer than the GPU is made to spin: does it wait?"
+                )
+            self._spin *= 2
 
     @staticmethod
     def _captured(function: Call) -> tuple[Any, Any]:
