@@ -201,6 +201,9 @@ class Driver:
         if at is not None:
             self._give("wait_event", stream, at)
 
+    def bind_context(self) -> None:
+        """Every thread has the one context."""
+
     def context_id(self) -> int:
         return 0
 

@@ -48,6 +48,16 @@ def test_in_a_green_context_this_thread_makes_it(monkeypatch):
     assert (ident, inference) == (here, False)
 
 
+def test_a_new_thread_takes_the_devices_context_first(monkeypatch):
+    """It has none, and so not the caller's."""
+    here, bound = threading.get_ident(), []
+    monkeypatch.setattr(outliving_module, "bind_context", lambda: bound.append(threading.get_ident()))
+    monkeypatch.setattr(outliving_module, "context_id", lambda: 1 if threading.get_ident() in (here, *bound) else 0)
+    with fake_cuda():
+        assert outliving(GPU, threading.get_ident) in bound
+    assert here not in bound
+
+
 def test_without_threads_it_fails(monkeypatch):
     """Rather than to give memory of a pool."""
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from tilestream.runtime.driver import context_id
+from tilestream.runtime.driver import bind_context, context_id
 
 T = TypeVar("T")
 
@@ -39,6 +39,7 @@ def outliving(device: torch.device, make: Callable[[], T]) -> T:
         def run() -> None:
             try:
                 with torch.cuda.stream(stream):
+                    bind_context()
                     if context_id() == own:
                         made.append(make())
             except BaseException as error:
