@@ -12,7 +12,6 @@ import torch
 import tilestream as ts
 from benchmarks.gemm import board, grouped, grouped_search, pitch, queues, sweep
 from benchmarks.gemm.bench import FP8_WAYS, every_plan, fp8_operands, kernel_of, planned
-from benchmarks.gemm.draw import fit_draws
 from benchmarks.gemm.shapes import Shape, parse
 from tilestream.core.device import DeviceProperties
 from tilestream.plan.api import device_properties
@@ -77,14 +76,10 @@ def compile_part(what: str, shapes: list[Shape], index: int, count: int, within:
 
 
 def of_sweep(names: Sequence[str], within: float, device: DeviceProperties) -> list[Call]:
-    """The launches of a sweep, on the meta device. A problem's name is its seed, of how many it is, and its number."""
-    problems = []
-    for name in names:
-        seed, count, number = map(int, name.split(":"))
-        problems.append(fit_draws(seed, count)[number])
+    """The launches of a sweep, on the meta device, of problems by name."""
     return [
         functools.partial(sweep.compile_plan, problem, plan, device)
-        for problem in problems
+        for problem in sweep.named(names)
         for plan in sweep.candidates(problem, device, within)
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,17 +23,29 @@ ROUNDS, COUNT = 7, 64
 
 
 def sweep(bench: Bench) -> None:
-    """The problems of ``--seed``, counted from `FITTED_FROM`; those of ``--resume`` left out."""
-    seed, count = bench.options.seed, bench.options.count or COUNT
-    every = {problem.small() if bench.dry else problem: number
-             for number, problem in enumerate(fit_draws(seed, count))}  # fmt: skip
-    record = bench.gemm_record(f"sweep_{seed}", seed=seed, dtype="as drawn", planned=len(every))
+    """The problems of ``--shapes``, or of ``--seed``, counted from `FITTED_FROM`; those of ``--resume`` left out."""
+    seed, count, shapes = bench.options.seed, bench.options.count or COUNT, bench.options.shapes
+    names = shapes.split(",") if shapes else [f"{seed}:{count}:{number}" for number in range(count)]
+    every = {problem.small() if bench.dry else problem: name for name, problem in zip(names, named(names), strict=True)}
+    record = bench.gemm_record(f"sweep_{'shapes' if shapes else seed}", seed=seed, dtype="as drawn", planned=len(every))
     left = bench.unmeasured(record, every)
-    bench.compile_ahead("sweep", [f"{seed}:{count}:{number}" for number in left.values()])
+    bench.compile_ahead("sweep", left.values())
     try:
         bench.rows(record, left, lambda problem: sweep_row(bench, problem))
     finally:
         tell(record, gemm_random.sweep)
+
+
+def named(names: Iterable[str]) -> list[Draw]:
+    """Problems by name: ``"MxNxK"``, or a seed, how many it draws, and the number of one of them: ``"1:64:0"``."""
+    found = []
+    for name in names:
+        if "x" in name:
+            found.append(Draw(*map(int, name.split("x"))))
+        else:
+            seed, count, number = map(int, name.split(":"))
+            found.append(fit_draws(seed, count)[number])
+    return found
 
 
 def candidates(problem: Draw, device: str | DeviceProperties, within: float) -> list[Any]:
