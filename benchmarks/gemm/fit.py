@@ -32,8 +32,9 @@ from tilestream.plan.policy.hopper_costs import Costs, Cut, Model, TileFacts, co
 from tilestream.plan.problem import Problem
 
 #: Constants that a sweep does not show: the rate of pairs of CTAs, a number of lines, what a queue costs an item,
-#: promoted sums, and groups of K.
-HELD = ("paired", "lines", "ticket", "promoted_loss", "feed_along_k")
+#: promoted sums, groups of K, and the launch of a copy, as its copies are long; and the share of memory's rate, which
+#: ``overlap`` would take over.
+HELD = ("paired", "lines", "ticket", "promoted_loss", "feed_along_k", "memory", "copy")
 #: How much a candidate's residual counts that is so many times as slow as its problem's best: that to this power.
 NEAR = -2.0
 #: What holds a constant where it begins that the sweep does not show: a residual of this times the logarithm of its
@@ -66,10 +67,10 @@ class Measured(NamedTuple):
     seconds: np.ndarray
 
     def expected(self, costs: Costs) -> np.ndarray:
-        """Seconds by the model; those of copies before are not fitted."""
+        """Seconds by the model."""
         models = {
             operands: (Model(realign.realigned(self.problem, operands), self.device, costs),
-                       realign.seconds(self.problem, self.device, operands))
+                       realign.seconds(self.problem, self.device, operands, costs))
             for operands in {way.realigned for way in self.candidates}
         }  # fmt: skip
         found = []

@@ -37,7 +37,7 @@ def test_many_waves_are_a_queues(shape):
 
 
 def test_a_wave_that_is_hardly_filled_is_split():
-    schedule = asked(8192, 8192, 8192).schedule
+    schedule = asked(640, 640, 20480).schedule
     assert (schedule.kind, schedule.remainder > 0) == ("stream_k", True)
 
 

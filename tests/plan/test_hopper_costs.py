@@ -51,10 +51,10 @@ def test_where_rows_cross_lines_the_plan_takes_a_tile_that_reads_less():
     as_it_lies = [one for one in search_space(crossing.problem, crossing.device) if not one.realigned]
     best = min(as_it_lies, key=lambda one: one.predicted)
     assert sorted(best.tile) == [192, 256]
-    assert best.predicted > 1.5 * aligned.predicted
+    assert best.predicted > 1.35 * aligned.predicted
     # With A's rows at lines the loss is less by more than the copy takes; B's copy would be six times as long.
-    assert (crossing.realigned, min(crossing.tile)) == ("a", 160)
-    assert aligned.predicted < crossing.predicted < 0.8 * best.predicted
+    assert (crossing.realigned, sorted(crossing.tile)) == ("a", [128, 256])
+    assert aligned.predicted < crossing.predicted < 0.85 * best.predicted
     said = "rows begin elsewhere (B's at multiples of 16), so a copy of 128 bytes reads two"
     assert reason(crossing, "whole lines of L2").startswith(said)
     assert reason(aligned, "whole lines of L2") is None

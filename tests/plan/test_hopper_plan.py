@@ -527,7 +527,7 @@ def test_8_bit_operands_lie_along_k(dtypes):
     assert tma.refuse_contiguous(64, 64, 72, "nt", dtypes).startswith("a has strides (72, 1) of 1 bytes")
     made = plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100)
     assert made.backend == "hopper"
-    across = plan(64, 64, 64, dtype=dtypes[0], b_dtype=dtypes[1], device=H100, layout="nn")
+    across = plan(512, 512, 512, dtype=dtypes[0], b_dtype=dtypes[1], device=H100, layout="nn")
     assert (across.backend, across.realigned) == ("hopper", "b")
 
 

@@ -64,6 +64,6 @@ def test_every_schedule_and_backend_keeps_to_it(kind, device):
 
 def test_a_plan_for_fewer_workers_may_take_another_tile():
     """512 tiles of 128x256 are 4 waves of 132 workers, but 6 of 100: there, smaller ones waste less of the last."""
-    for bound, tile in ((0, (128, 256)), (100, (128, 128))):
+    for bound, tile in ((0, [128, 256]), (100, [128, 128])):
         made = plan_problem(Problem(4096, 4096, 4096, **BF16), device=H100, limit=bound)
-        assert (made.tile, made.workers) == (tile, bound or 132)
+        assert (sorted(made.tile), made.workers) == (tile, bound or 132)

@@ -97,7 +97,7 @@ def test_queues_split_columns():
 def test_explain_names_what_was_refused_and_why():
     text = plan(1600, 3177, 16, backend=None).explain()
     for part in (
-        "refused   static: 0.5% faster by the cost model",
+        "refused   static: 0.6% faster by the cost model",
         "refused   vector loads: a stride",
         "refused   hopper: b has strides (3177, 1)",
         "an H100, 132 workers",

@@ -14,6 +14,7 @@ from tilestream.plan import plan, plan_problem, realign, tma, tuned
 from tilestream.plan.candidate import FREE
 from tilestream.plan.limit import INVARIANT
 from tilestream.plan.planner import search_space
+from tilestream.plan.policy.hopper_costs import costs_of
 from tilestream.plan.problem import Problem
 from tilestream.plan.realign import MOST_BYTES, candidates, copied_bytes, pitch_of, realigned, refusal
 from tilestream.plan.tuned import knobs, matching
@@ -47,7 +48,7 @@ def test_a_copy_reads_and_writes_each_operand_once():
     once, twice = (realign.seconds(problem, H100, operands) for operands in ("a", "ab"))
     assert 0 == realign.seconds(problem, H100, "") < once < twice
     moved = sum(copied_bytes(problem, "ab")) - sum(copied_bytes(problem, "a"))
-    assert twice - once == pytest.approx(moved / (realign.RATE * H100.bandwidth)), "one launch for both"
+    assert twice - once == pytest.approx(moved / (costs_of(H100).copied * H100.bandwidth)), "one launch for both"
 
 
 def test_what_is_left_is_a_problem_of_the_hopper_kernel():

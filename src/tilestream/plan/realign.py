@@ -15,14 +15,12 @@ from dataclasses import replace
 from tilestream.core.device import DeviceProperties
 from tilestream.plan.candidate import Candidate, Forced
 from tilestream.plan.policy import hopper
-from tilestream.plan.policy.hopper_costs import LINE
+from tilestream.plan.policy.hopper_costs import LINE, Costs, costs_of
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream.plan.tma import ALIGNMENT, row_multiple
 
 #: The most bytes of copies. A stream's workspace keeps them from call to call.
 MOST_BYTES = 2**28
-#: Seconds of the launch ahead, and the share of memory's rate that it copies at. Guesses: not measured.
-LAUNCH_SECONDS, RATE = 3e-6, 0.8
 #: The least gain, by the cost model, for which an operand is realigned that TMA can address as it lies. That model's
 #: costs of rows that begin elsewhere are within this of what an H100 took (benchmarks/results/h100/gemm_pitch.json).
 LEAST_GAIN = 0.1
@@ -55,11 +53,12 @@ def copied_bytes(problem: Problem, operands: str) -> tuple[int, int]:
     return read, written
 
 
-def seconds(problem: Problem, device: DeviceProperties, operands: str) -> float:
-    """The time of the copies, by the cost model."""
+def seconds(problem: Problem, device: DeviceProperties, operands: str, costs: Costs | None = None) -> float:
+    """The time of the copies, by the cost model; ``costs``: not the device's."""
     if not operands:
         return 0.0
-    return LAUNCH_SECONDS + sum(copied_bytes(problem, operands)) / (RATE * device.bandwidth)
+    costs = costs or costs_of(device)
+    return costs.copy + sum(copied_bytes(problem, operands)) / (costs.copied * device.bandwidth)
 
 
 def realigned(problem: Problem, operands: str) -> Problem:

@@ -2,9 +2,11 @@
 
 ::
 
-    a K step:  the slower of its multiplications and of its bytes' way from L2, and a part of the other
+    a K step:  its multiplications, and its bytes' way from L2
     an item:   its K steps and its epilogue
-    a launch:  items in waves, stream_k's last wave in shares; or memory; and a part of the other
+    a launch:  items in waves, stream_k's last wave in shares; and memory
+
+Two things that run side by side take ``(x**p + y**p) ** (1 / p)``: about the longer one, if one is much longer.
 
 `FITTED` has the constants. ``benchmarks/run.py gemm sweep`` measures every candidate of drawn problems, and
 ``benchmarks/run.py gemm fit`` fits the constants to that record and prints them as they stand here.
@@ -13,6 +15,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,72 +35,82 @@ class Costs:
     #: cooperative, ping_pong, single, paired: by variant, the tensor cores' rate beside the nominal one. A single
     #: consumer's short steps are charged to ``feed``. That of pairs is by the shape of 2048 x 13312 x 15872
     #: (benchmarks/results/h100/gemm_pitch.json).
-    cooperative: float = 0.94
-    ping_pong: float = 0.925
-    single: float = 2.11
+    cooperative: float = 0.9341
+    ping_pong: float = 0.9609
+    single: float = 0.9776
     paired: float = 0.60
     #: The rate of ping-pong where a worker has one item: its other consumer has nothing to multiply meanwhile.
-    alone: float = 0.78
+    alone: float = 0.8189
+    #: The share of a tile's time that ping-pong takes for it where epilogues are longer than K steps: half, were the
+    #: consumers never in each other's way.
+    in_turns: float = 0.6293
     #: lines, shallow_loss: the loss for each line of K that a ring holds less than so many: its copies run less ahead.
     lines: int = 4
-    shallow_loss: float = 0.0169
+    shallow_loss: float = 0.0409
     #: Cycles that the tensor cores wait for shared memory in an instruction of 64 rows and no columns. Each column adds
     #: its bytes at 4 a cycle; with fewer than 64 columns this is the bound.
-    rows_cycles: float = 22.0
+    rows_cycles: float = 13.81
     #: The same where the instruction before was another part of the same tile: its rows at 128 bytes a cycle.
-    further_cycles: float = 16.0
+    further_cycles: float = 16.75
     #: rs_tail_loss, parts_loss: the loss of a tile with a narrow part, whose x is read into registers, and of any other
     #: tile in several parts, whose rows are read for each: power, which bounds big shapes.
-    rs_tail_loss: float = 1.02
-    parts_loss: float = 1.016
+    rs_tail_loss: float = 1.097
+    parts_loss: float = 1.021
     #: feed, feed_of_one: bytes a second from L2 to all SMs, and to one, in rows that begin at lines.
-    feed: float = 15.3e12
+    feed: float = 11.53e12
     #: The share of ``feed`` where groups divide K, whose copies are clipped at a group's end: it puts the tiles of
     #: gradients of weights in the measured order (benchmarks/results/h100/gemm_grouped_search.json).
     feed_along_k: float = 0.75
-    feed_of_one: float = 182.3e9
+    feed_of_one: float = 171.7e9
     #: crossed, fifth: what a row of 128 bytes costs more, beside one that begins at a line of L2: where it lies in two,
-    #: and where it lies in five sectors. Of issue 27's rates of an H100, in TFLOP/s: 2048 x 13312 x 15800 (rows of 112
-    #: mod 128 bytes) 458 with tiles of 128 x 256 and 563 to 586 with 256 x 192, 454 at 16 mod 128, 697 at 64 mod 128,
-    #: and 801 at 0.
-    crossed: float = 1.0
-    fifth: float = 1.0
+    #: and where it lies in five sectors.
+    crossed: float = 0.5178
+    fifth: float = 1.612
     #: Bytes a second to and from memory, of partial results and by one SM.
-    partials: float = 46.3e9
-    #: direct, direct_swapped: seconds that an epilogue takes longer for each register of a thread where TMA does not
-    #: store: with the rows of the accumulator as the output's rows, and with its columns as the output's rows.
-    direct: float = 180e-9
-    direct_swapped: float = 75e-9
+    partials: float = 59.18e9
+    #: Seconds that an epilogue takes longer for each register of a thread where TMA does not store: by consecutive
+    #: elements (see `by_lines`), and as registers hold them. ``_swapped``: the accumulator's columns are output rows.
+    lined: float = 13.8e-9
+    lined_swapped: float = 11.26e-9
+    direct: float = 110.2e-9
+    direct_swapped: float = 59.65e-9
     #: step, epilogue, register, fix, launch: seconds of a K step beside its work; of an epilogue, and more for each
     #: register of a thread; of reducing a tile's partial results; of a launch.
-    step: float = 6.7e-9
-    epilogue: float = 0.38e-6
-    register: float = 7.2e-9
-    fix: float = 1.1e-6
-    launch: float = 5.1e-6
-    #: drifted, scattered: the loss on the way from L2 to the SMs in several waves, where workers drift apart and
-    #: neighbours share less of what they read; and where one queue hands out the tiles, so that they share little.
-    drifted: float = 1.05
-    scattered: float = 1.1
+    step: float = 12.09e-9
+    epilogue: float = 11e-9
+    register: float = 11.29e-9
+    fix: float = 3.717e-6
+    launch: float = 5.35e-6
+    #: drifted, scattered: what the way from L2 to the SMs costs in several waves, where copies for the next item run
+    #: under this one's end; and where one queue hands out the tiles, so that neighbours share little of what they read.
+    drifted: float = 0.7986
+    scattered: float = 1.036
     #: Seconds that a queue costs an item, beside a static grid of several waves: none that could be measured, down to
     #: items of 8 K steps (benchmarks/results/h100/neighbours_idle.json: 0.999 to 1.006 of static's throughput).
     ticket: float = 0.0
-    #: step_not_hidden, not_hidden: share of the smaller of two things that overlap which does not: in a step, in all.
-    step_not_hidden: float = 0.147
-    not_hidden: float = 0.075
+    #: step_overlap, overlap: the p of two things side by side, in a step, and in a launch: the higher, the better the
+    #: shorter one is hidden.
+    step_overlap: float = 5.433
+    overlap: float = 3.102
     #: Bytes of an operand that L2 keeps beside the other's.
     l2_bytes: float = 28e6
     #: The loss of an output that is written across, or of a tile of B's rows.
-    swapped_loss: float = 1.004
+    swapped_loss: float = 0.9994
     #: Slowdown of ping-pong without fast accumulation: while one consumer promotes its products, the other cannot
     #: multiply.
     promoted_loss: float = 1.7
     #: Share of the nominal bandwidth that memory gives.
-    memory: float = 0.877
+    memory: float = 0.92
+    #: Bytes that each row of a tile of the output counts for more where rows do not begin at lines of L2: the lines at
+    #: its ends are written in two parts, by two tiles.
+    ends: float = 54.52
+    #: copy, copied: seconds of the launch that realigns operands, and the share of the nominal bandwidth that it has.
+    copy: float = 2.7e-6
+    copied: float = 0.7366
 
 
 #: By a part of the device's name; a device without constants of its own has the first ones. The H100's are of
-#: 2026-11-21 (section `variants` then: all candidates of twelve shapes); ``crossed`` and ``fifth`` of issue 27.
+#: 2026-11-24: candidates of 92 problems, the drawn ones of seed 1 and a part of seed 2, and 12 large ones.
 FITTED = {"H100": Costs()}
 
 
@@ -173,6 +186,19 @@ def row_cost(multiple: int, costs: Costs) -> float:
     return 1 + costs.crossed * (1 - multiple / LINE) + (costs.fifth / 2 if multiple < SECTOR else 0.0)
 
 
+def by_lines(tile: TileFacts, cut: Cut) -> bool:
+    """Whether an output that TMA does not store is stored by lines, where no epilogue takes the registers for it."""
+    rows = 128 * tile.registers // sum(tile.parts)  # of a math loop
+    splits = cut.kind == "stream_k" and cut.tiles % cut.workers
+    return len(tile.parts) < 3 and not (rows > 64 and splits)
+
+
+def beside(one: float, other: float, overlap: float) -> float:
+    """Seconds of two things side by side."""
+    longer, shorter = (one, other) if one > other else (other, one)
+    return longer * math.pow(1 + math.pow(shorter / longer, overlap), 1 / overlap)
+
+
 class Model:
     """The model of a problem on a device.
 
@@ -189,10 +215,12 @@ class Model:
         self.bandwidth = device.bandwidth * self.costs.memory
         self.bytes = problem.bytes
         self.feed = self.costs.feed * (self.costs.feed_along_k if problem.divides_k else 1.0)
-        self.by_tma = problem.n * ITEMSIZE[problem.out_dtype] % 16 == 0
+        row = problem.n * ITEMSIZE[problem.out_dtype]
+        self.by_tma = row % 16 == 0
+        self.ends = self.costs.ends * problem.batch * problem.m if row % LINE else 0.0
 
     def step(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
-        """Seconds of a K step: the slower of its multiplications and of its bytes' way from L2."""
+        """Seconds of a K step: its multiplications beside its bytes' way from L2."""
         costs = self.costs
         alone = cut.kind != "stream_k" and cut.tiles <= cut.workers
         multiply = multiplying(tile, costs)[alone] / self.cycles
@@ -202,19 +230,19 @@ class Model:
         feed = LINE * tile.lines * rows / min(self.feed / readers, costs.feed_of_one)
         if not alone:
             feed *= costs.drifted if cut.together else costs.scattered
-        longer, shorter = (multiply, feed) if multiply > feed else (feed, multiply)
-        return longer + costs.step_not_hidden * shorter + costs.step
+        return beside(multiply, feed, costs.step_overlap) + costs.step
 
     def seconds(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
-        """What a launch takes: items in waves, or memory, whichever is the longer."""
+        """What a launch takes: items in waves, beside memory."""
         costs, workers = self.costs, cut.workers
         step = self.step(tile, swap_ab, cut)
         epilogue = costs.epilogue + costs.register * tile.registers
         if not self.by_tma:
-            epilogue += (costs.direct_swapped if swap_ab else costs.direct) * tile.registers
+            name = "lined" if by_lines(tile, cut) else "direct"
+            epilogue += getattr(costs, f"{name}_swapped" if swap_ab else name) * tile.registers
         item, tail = cut.k_steps * step + epilogue + (costs.ticket if cut.kind != "static" else 0.0), 0.0
         if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
-            item, tail = max(cut.k_steps * step, item / 2), epilogue
+            item, tail = max(cut.k_steps * step, costs.in_turns * item), epilogue
         remainder, slots = cut.tiles % workers if cut.kind == "stream_k" else 0, 0
         if remainder:
             units = remainder * cut.k_steps
@@ -233,8 +261,9 @@ class Model:
         if tile.variant == "ping_pong" and self.problem.promoted:
             busy *= costs.promoted_loss
         partials_bytes = 2 * 4 * slots * tile.rows * tile.columns  # written, and read again
-        memory = (self.bytes + partials_bytes) / self.bandwidth
-        return costs.launch + max(busy, memory) + costs.not_hidden * min(busy, memory)
+        ends = self.ends * cdiv(self.problem.n, tile.rows if swap_ab else tile.columns)
+        memory = (self.bytes + partials_bytes + ends) / self.bandwidth
+        return costs.launch + beside(busy, memory, costs.overlap)
 
     def _unshared_bytes(self, tile: TileFacts, swap_ab: bool, cut: Cut, remainder: int, shares: int) -> float:
         """Bytes that come from memory for stream-K's remainder, where its shares cross from tile to tile.

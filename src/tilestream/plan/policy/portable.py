@@ -26,14 +26,17 @@ GROUP = 8
 #: for 8-bit operands; strips of 64 need 240 and more. With tensor memory, tiles of 128 columns spill up to 270 bytes in
 #: strips of 32, and need 178 registers with 16; 64 columns spill 128 bytes with 16, and need 212 with 32 (Triton 3.9).
 STRIP, TENSOR_MEMORY_STRIP = 32, 16
-#: Seconds of a tile in addition to its multiply-adds, and of a launch.
+#: Seconds of a tile in addition to its multiply-adds, and of a launch: on an H100 a call of few operations has 5 us.
 TILE_SECONDS = 2e-6
-LAUNCH_SECONDS = 8e-6
+LAUNCH_SECONDS = 5e-6
 #: The slowdown of the loop in the kernel that can also split a tile.
 STREAM_K_LOSS = 1.06
 #: A tile's slowdown in the kernel that draws tickets. On an H200 it is 0 to 3 % with B in a linear layer's layout, and
 #: 7 to 13 % with B row-major (benchmarks/results/h200/portable_gemm.json). A problem does not say which B has.
 QUEUE_LOSS = 1.05
+#: The slowdown of 8-bit operands that TMA does not address on Hopper, as its tensor cores take them along K alone from
+#: shared memory: a guess.
+ACROSS_LOSS = 2.0
 #: Extents below this, and a tile more, are within 31 bits.
 _MOST = 2**31 - 256
 #: The operands' dtypes.
@@ -80,12 +83,13 @@ TILES: dict[str, tuple[Tile, ...]] = {
         Tile(16, 128, 64, 4, 4, 0.12),
     ),
     # Copies of 16 bytes and of 8; and of 4, whose addresses for a K step of 64 are more than there are registers beside
-    # 128x128 (Triton 3.9 spills 168 bytes). The shares of 128x128 were measured on an
-    # H100 (benchmarks/results/h100/gemm_pitch.json), those of 64x64 are guesses.
+    # 128x128 (Triton 3.9 spills 168 bytes). The shares of 128x128 were measured on an H100
+    # (benchmarks/results/h100/gemm_pitch.json), that of single elements and 64x64 by odd rows of its random problems;
+    # the other two are guesses.
     "16-bit, vectors": (Tile(128, 128, 64, 8, 4, 0.33), Tile(64, 64, 64, 4, 4, 0.15)),
     "16-bit, vectors of 2": (Tile(128, 128, 32, 8, 4, 0.23), Tile(64, 64, 32, 4, 4, 0.11)),
     # Each element has its own load, with a 64-bit address in registers.
-    "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.10)),
+    "16-bit, unaligned": (Tile(128, 128, 32, 8, 2, 0.15), Tile(64, 64, 32, 4, 2, 0.05)),
     "8-bit": (
         Tile(128, 256, 128, 8, 3, 0.60),  # the ring: 144 KiB
         Tile(128, 128, 128, 8, 4, 0.50),
@@ -339,6 +343,8 @@ def seconds(problem: Problem, device: DeviceProperties, schedule: Schedule, tile
     math = 2 * tile.block_m * tile.block_n * problem.k / rate
     if schedule.kind != "static" and by_model(problem, device):
         math *= QUEUE_LOSS
+    if problem.fp8 and problem.not_by_tma and device.arch.startswith("sm_90"):
+        math *= ACROSS_LOSS
     if schedule.kind == "stream_k" and schedule.remainder:
         partials = 2 * 4 * schedule.slots * tile.block_m * tile.block_n / device.bandwidth
         total = (STREAM_K_LOSS * math + TILE_SECONDS) * count / workers + partials + 2 * TILE_SECONDS
