@@ -62,17 +62,22 @@ def _of(name: str, rows: Sequence[Row]) -> list[str]:
 
 
 def sweep(data: Data) -> list[str]:
-    """What the plan's choices reach of the best of its own candidates."""
+    """What the plan's choices reach of the best of its own candidates: those of then, and of the model of today."""
+    from benchmarks.gemm import fit  # imports torch
+
+    costs, lines = fit.costs_of(fit.device_of(data)), []
     kinds = {"all": data["rows"]} | {kind: [row for row in data["rows"] if row["kind"] == kind] for kind in SHARES}
-    lines = [
-        [name, str(len(rows)), f"{geomean(shares):.3f}", f"{min(shares):.3f}"]
-        for name, rows in kinds.items() if (shares := [row["of_best"] for row in rows])
-    ]  # fmt: skip
+    for name, rows in kinds.items():
+        if rows:
+            told = [row["of_best"] for row in rows], fit.shares(costs, fit.sweeps([{**data, "rows": rows}])).tolist()
+            figures = [f"{value:.3f}" for shares in told for value in (geomean(shares), min(shares))]
+            lines.append([name, str(len(rows)), *figures])
     plans = sum(len(row["plans"]) for row in data["rows"])
+    which = "Large shapes" if data["stem"].endswith("shapes") else f"Seed {data['seed']} of the sweeps"
     return [
-        NOTES.of(data, "sweep", seed=data["seed"], plans=plans),
+        NOTES.of(data, "sweep", which=which, plans=plans),
         *incomplete(data),
-        table(["problems", "count", "best / plan, geometric mean", "worst"], lines),
+        table(["problems", "count", "best / plan, geometric mean", "worst", "best / today's choice", "worst"], lines),
     ]
 
 
