@@ -252,6 +252,7 @@ class HopperGroupedConfig(HopperConfig):
 
     ALONG: str  # the dimension that the groups divide: ``"rows"`` of A, or ``"k"``
     LANES: int  # a power of 2 that is at least the number of groups
+    PUBLISHES: bool = False  # whether each source's result is signalled
 
     @property
     def CLIPPED(self) -> bool:
@@ -262,6 +263,23 @@ class HopperGroupedConfig(HopperConfig):
     def VOIDS(self) -> bool:
         """See `HopperConfig`. Items are void for invalid offsets."""
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperSourcesConfig(HopperGroupedConfig):
+    """The configuration of the Hopper grouped GEMM by source. ``ARRIVES``: whether counts and rows arrive."""
+
+    ARRIVES: bool
+
+    @property
+    def PAST_CACHES(self) -> bool:
+        """See `PortableSourcesConfig`."""
+        return False
+
+    @property
+    def PREFETCHES_TICKETS(self) -> bool:
+        """See `HopperConfig`. Tickets are drawn behind a look at what is there."""
+        return False
 
 
 @dataclass(frozen=True)

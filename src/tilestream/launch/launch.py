@@ -208,6 +208,19 @@ def gate_of_groups(device: torch.device, awaited: Awaited | None) -> GateArgumen
     )  # fmt: skip
 
 
+def gate_of_sources(device: torch.device, awaited: Awaited | None) -> GateArguments:
+    """What a launch on the current stream is told of rows that arrive by source."""
+    if awaited is None:
+        return NO_GATE
+    words, quarantine, epoch, key = awaited.rows.use()
+    records, claims = records_of(device)
+    allowed, op = bounds_of(awaited.deadline, awaited.op)
+    return NO_GATE._replace(
+        row_signals=words, row_quarantine=quarantine, records=records, claims=claims, row_epoch=epoch, row_key=key,
+        allowed=allowed, op=op,
+    )  # fmt: skip
+
+
 def records_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The records and the claims of the device's error channel, for a gate."""
     if device.type == "meta":  # for `tilestream.launch.compiling.ahead`: nothing runs

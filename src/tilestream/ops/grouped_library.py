@@ -365,14 +365,19 @@ def launch_of(plan: Any, x: GroupedOperands) -> Launch:
             if e.bias.dim() == 3
             else Bias("rows", 0, e.bias.stride(0))
         )
+    aligned, publishes = x.out.data_ptr() % 16 == 0, e.publish is not None
+    if plan.backend == "hopper" and plan.problem.sources:
+        from tilestream.launch.hopper.sources import HopperSourcesLaunch
+
+        return HopperSourcesLaunch(plan, layout, bias, aligned, publishes)
     if plan.backend == "hopper":
         from tilestream.launch.hopper.grouped import HopperGroupedLaunch
 
-        return HopperGroupedLaunch(plan, layout, bias, x.out.data_ptr() % 16 == 0)
+        return HopperGroupedLaunch(plan, layout, bias, aligned)
     if plan.problem.sources:
         from tilestream.launch.portable.sources import SourcesLaunch
 
-        return SourcesLaunch(plan, layout, bias, e.publish is not None)
+        return SourcesLaunch(plan, layout, bias, publishes)
     from tilestream.launch.portable.grouped import GroupedLaunch
 
     return GroupedLaunch(plan, layout, bias)

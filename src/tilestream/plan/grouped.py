@@ -37,6 +37,12 @@ MOST_REGISTERS = 64
 #: The most groups among which the Hopper kernel's load warp finds that of an item, and the table's shared memory.
 HOPPER_GROUPS = 256
 TABLE_BYTES = 2 * 4 * HOPPER_GROUPS
+#: Rows by source: the most groups of a source, and registers of a thread of the load warp, which looks at the counts,
+#: tickets and words of all of them at once, and of the math warps, with two math loops and with one. With 104 Triton
+#: 3.7 spills 76 bytes of 256 groups; with 56 it spills 88 of 32.
+SOURCE_REGISTERS = {64: ((88, 208), (88, 168)), HOPPER_GROUPS: ((136, 184), (136, 120))}
+#: The most registers of a thread for an accumulator beside these.
+_MOST_BESIDE_SOURCES = 128
 #: The most registers of a thread for an accumulator and a product that is scaled before it is added.
 MOST_SCALED_REGISTERS = 160
 #: The most columns of a swapped accumulator with block scales. Each column has its own scale in every K step, and a
@@ -293,9 +299,7 @@ def _portable(problem: GroupedProblem, device: DeviceProperties, workers: int, h
 
 def _not_hopper(problem: GroupedProblem, device: DeviceProperties) -> str:
     """Why the Hopper kernel does not support a problem; empty if it does."""
-    if problem.sources:
-        return "its load warp takes no tiles by source yet"
-    if problem.arrives:
+    if problem.arrives and not problem.sources:
         return "its load warp does not wait for the chunk of an item's group yet"
     if problem.groups > HOPPER_GROUPS:
         return f"it finds an item's group among {HOPPER_GROUPS} at most, and there are {problem.groups}"
@@ -329,7 +333,7 @@ def hopper_candidates(
         tile = (row.columns, row.rows) if swap_ab else (row.rows, row.columns)
         if how.tile not in (None, tile) or (swap_ab and row.rows == row.columns):
             continue
-        if not fits_parts(problem, row, swap_ab):
+        if not fits_parts(problem, row, swap_ab) or (problem.sources and row.registers > _MOST_BESIDE_SOURCES):
             continue
         if not hopper.has_registers(problem, row, swap_ab, "dynamic"):
             continue
@@ -345,8 +349,16 @@ def hopper_candidates(
         buffers = min(row.buffers(out_size), parts[0] // strip) if problem.two_halves else row.buffers(out_size)
         yield Candidate(
             row.variant, block, launched, hopper.seconds(problem, device, mean, row, swap_ab), 4, stages,
-            swap_ab=swap_ab, strip=strip, buffers=buffers, registers=hopper.registers_of(problem, row),
+            swap_ab=swap_ab, strip=strip, buffers=buffers, registers=registers_of(problem, row),
         )  # fmt: skip
+
+
+def registers_of(problem: GroupedProblem, row: hopper.Tile) -> tuple[int, int]:
+    """Registers of a thread of the load warp, and of the math warps."""
+    if not problem.sources:
+        return hopper.registers_of(problem, row)
+    two, one = next(split for most, split in SOURCE_REGISTERS.items() if problem.groups <= most)
+    return one if row.loops == 1 else two
 
 
 def parts_of(problem: GroupedProblem, columns: int) -> tuple[int, ...]:

@@ -12,8 +12,8 @@
 The tile then passes its gate (`pass_rows`), which polls the word of its group's rows with an acquire: the reads of
 words by lanes only choose. They are fresh, since an acquire has just dropped what caches held.
 
-All threads of a worker must choose alike, although words change while they read. So there are at least as many lanes as
-threads (`tilestream.launch.portable.sources`): then each word is read once, and its value shared.
+All threads that take tiles must choose alike, although words change while they read. So there are at least as many lanes
+as these (`tilestream.launch.portable.sources`; on Hopper one warp): then each word is read once, and its value shared.
 
 ``lane`` is int32 ``[LANES]``: 0, 1, ...; its layout is the caller's.
 """
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tilestream.core import sources as rules
-from tilestream.core.structs import Passed, SourceItem
+from tilestream.core.structs import Item, Passed, SourceItem, Span
 from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.device.gate import (
     ARRIVED,
@@ -37,8 +37,9 @@ from tilestream.kernels.device.gate import (
     poll_signal,
     wait,
 )
+from tilestream.kernels.device.items import with_over
 from tilestream.kernels.device.jit import device
-from tilestream.kernels.device.schedule import cdiv, count_in, count_out, left, restore
+from tilestream.kernels.device.schedule import cdiv, count_in, count_out, grouped, left, restore
 
 counts_word = device(rules.counts_word)
 rows_word = device(rules.rows_word)
@@ -214,6 +215,31 @@ def pass_rows(item, passed, sources, words, gate, watch):
             if state != OVER:
                 give_up(state, word, waited, gate.rows, gate, words, watch)
     return Passed(over, row_low, row_high, column_low, column_high)
+
+
+@triton.jit
+def next_tile(finished, passed, sources, work, words, gate, watch, lane, C: tl.constexpr):
+    """``(found, item, finished, passed)``: `take_from_source`, and the gate; the item is not valid if it is void."""
+    found, item, finished, over = take_from_source(
+        finished, passed.over, sources, work.num_n, words, gate, watch, lane, C
+    )  # fmt: skip
+    valid = item.valid
+    if C.ARRIVES:
+        passed = with_over(passed, over)
+        if found != 0:
+            passed = pass_rows(item, passed, sources, words, gate, watch)
+            valid = tl.where(passed.over != 0, 0, valid)
+    item = SourceItem(item.source, item.group, item.ticket, item.begin, item.rows, valid, item.tiles)
+    return found, item, finished, passed
+
+
+@triton.jit
+def tile_of(its, k_steps, work, C: tl.constexpr):
+    """``(item, span)``: the work item of a source's tile, in its group, and the group's rows."""
+    zero = tl.cast(0, tl.int32)
+    pm, pn = grouped(its.ticket, cdiv(its.rows, C.BLOCK_M), work.num_n, work.group)
+    item = Item(its.group, pm, pn, zero, zero + k_steps, zero, zero + 1, zero - 1, zero)
+    return item, Span(its.group, its.begin, its.begin + its.rows)
 
 
 # Publishing -----------------------------------------------------------------------------------------------------------

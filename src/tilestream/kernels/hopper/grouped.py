@@ -64,11 +64,13 @@ from tilestream.kernels.hopper.gemm import (
 )
 from tilestream.kernels.hopper.load import Source, load_steps
 from tilestream.kernels.hopper.multiply import product
+from tilestream.kernels.hopper.publish import publish_source
 from tilestream.kernels.hopper.queues import EARLY, await_ticket, pick_victim_of_warp
 from tilestream.kernels.hopper.ring import ITEMS, get, make_barriers, make_slots, put, step
 
-# Fields of an item's slot, behind the plain kernel's: the first row of the group, and the one behind its last.
-BEGIN, END = map(gl.constexpr, (8, 9))
+# Fields of an item's slot, behind the plain kernel's: the first row of the group, and the one behind its last; where
+# results of sources are published, whose tile it is, and how many the source has.
+BEGIN, END, SOURCE, TILES = map(gl.constexpr, (8, 9, 10, 11))
 
 
 @gluon.constexpr_function
@@ -190,10 +192,11 @@ def hand_on_group(items, slot, found, item, span, C: gl.constexpr):
 
 
 @gluon.jit
-def math_loop(WHO: gl.constexpr, ring, items, order, words, e, scales, C: gl.constexpr):
+def math_loop(WHO: gl.constexpr, ring, items, order, words, e, scales, publishing, C: gl.constexpr):
     """Consumer ``WHO``: multiply the items that it is handed, and finish them.
 
-    ``scales``: of blocks, the `Matrix` of the accumulator's rows and that of its columns; else None.
+    ``scales``: of blocks, the `Matrix` of the accumulator's rows and that of its columns; else None. ``publishing``: of
+    sources' results; else None.
     """
     zero = tl.cast(0, tl.int32)
     stage, slot = Place(zero, zero), Place(zero, zero)
@@ -205,6 +208,9 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, e, scales, C: gl.con
             mbarrier.wait(items.full.index(slot.at), slot.phase)
             begin = get(items.slots, slot.at, BEGIN, 4)
             end = get(items.slots, slot.at, END, 4)
+        if C.PUBLISHES:
+            source = get(items.slots, slot.at, SOURCE, 4)
+            tiles = get(items.slots, slot.at, TILES, 4)
         steps, item, slot = receive(items, slot, C)
         mine = is_mine(steps, number, WHO, C)
         if mine:
@@ -228,6 +234,8 @@ def math_loop(WHO: gl.constexpr, ring, items, order, words, e, scales, C: gl.con
                 accs, stage = product(ring, order, stage, steps, WHO, C)
             await_prefetch(early)
             store_tile(accs, words.partials, epilogue, item, row, column, WHO, C)
+            if C.PUBLISHES:
+                publish_source(source, tiles * C.HALVES, publishing)
             if C.TRACE:
                 barrier()
                 end_span(words.log, item.place, WHO if C.HALVES == 2 else 0, steps > 0)
@@ -328,12 +336,12 @@ def grouped_gemm(
     )  # fmt: skip
     if C.LOOPS == 2:
         gl.warp_specialize([
-            (math_loop, (0, ring, items, order, words, epilogue, scales, C)),
-            (math_loop, (1, ring, items, order, words, epilogue, scales, C)),
+            (math_loop, (0, ring, items, order, words, epilogue, scales, None, C)),
+            (math_loop, (1, ring, items, order, words, epilogue, scales, None, C)),
             (load_loop, (loads, ring, items, work, words, groups, table, valid, C)),
         ], [4, 1], [C.MATH_REGISTERS, C.LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (math_loop, (0, ring, items, order, words, epilogue, scales, C)),
+            (math_loop, (0, ring, items, order, words, epilogue, scales, None, C)),
             (load_loop, (loads, ring, items, work, words, groups, table, valid, C)),
         ], [1], [C.LOAD_REGISTERS])  # fmt: skip

@@ -23,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilestream.core import chunks
+from tilestream.kernels.device.sources import publish_tile as count_tile
 from tilestream.kernels.hopper.compat import barrier, device
 
 chunk_of = device(chunks.chunk_of)
@@ -65,3 +66,9 @@ def publish_tile(publishing, e, item, row, C: gl.constexpr):
         publish(row, C.HALF_ROWS, e.rows, publishing)
     elif C.PUBLISH == "columns":  # with ``SWAP_AB`` the accumulator's columns are the output's rows
         publish(item.pn * C.COLUMNS, C.COLUMNS, e.columns, publishing)
+
+
+@gluon.jit
+def publish_source(source, parts, publishing):
+    """Count this consumer's part of a tile of a source, which has so many; the consumer of the last one signals it."""
+    count_tile(landed(source), parts, publishing)

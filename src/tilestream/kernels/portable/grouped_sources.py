@@ -4,9 +4,9 @@
 
     out[rows of g of s] = epilogue(A[rows of g of s] @ B[g])             rows behind a source's last one: not written
 
-    while there is a tile:                                               # device.sources.take_from_source
+    while there is a tile:                                               # device.sources.next_tile
         of the first source, from the pivot on, that has tiles whose rows are there
-        gate.wait(its group's rows)                                      # device.sources.pass_rows
+        gate.wait(its group's rows)
         acc = A[...] @ B[g];  out[tile] = epilogue(acc)                  # as for groups of rows
         publish: count the tile; the source's last signals it
 
@@ -22,36 +22,25 @@ from tilestream.core.structs import (
     Epilogue,
     Gate,
     Incoming,
-    Item,
     Matrix,
     Publishing,
     Sources,
-    Span,
     Vector,
     Words,
     Work,
 )
 from tilestream.kernels.device.items import begin_worker
 from tilestream.kernels.device.jit import entry
-from tilestream.kernels.device.schedule import LINE, cdiv, grouped
+from tilestream.kernels.device.schedule import LINE
 from tilestream.kernels.device.sources import (
     leave_sources,
-    pass_rows,
+    next_tile,
     publish_empty,
     publish_tile,
-    take_from_source,
+    tile_of,
 )
 from tilestream.kernels.portable.epilogue import halves, store_halves, store_tile
 from tilestream.kernels.portable.grouped import group_product
-
-
-@triton.jit
-def tile_of(its, k_steps, num_n, group, C: tl.constexpr):
-    """``(item, span)``: the work item of a source's tile, in its group, and the group's rows."""
-    zero = tl.cast(0, tl.int32)
-    pm, pn = grouped(its.ticket, cdiv(its.rows, C.BLOCK_M), num_n, group)
-    item = Item(its.group, pm, pn, zero, zero + k_steps, zero, zero + 1, zero - 1, zero)
-    return item, Span(its.group, its.begin, its.begin + its.rows)
 
 
 @entry(
@@ -114,16 +103,10 @@ def grouped_gemm_by_source(
     passed = progress.passed
     finished = tl.cast(0, tl.int32)
     found = tl.cast(1, tl.int32)
-    over = passed.over
     while found != 0:
-        found, its, finished, over = take_from_source(finished, over, sources, num_n, words, gate, watch, lane, C)
+        found, its, finished, passed = next_tile(finished, passed, sources, work, words, gate, watch, lane, C)
         if found != 0:
-            right = its.valid
-            if C.ARRIVES:
-                passed = pass_rows(its, passed, sources, words, gate, watch)
-                over = over | passed.over
-                right = tl.where(over != 0, 0, its.valid)
-            item, span = tile_of(its, tl.where(right != 0, k_steps, 0), num_n, group, C)
+            item, span = tile_of(its, tl.where(its.valid != 0, k_steps, 0), work, C)
             if C.SCALES == "block":
                 scales = (
                     Matrix(row_scale, 0, stride_sr, stride_sk),
@@ -132,7 +115,7 @@ def grouped_gemm_by_source(
             else:
                 scales: tl.constexpr = None
             acc = group_product(x, y, item, span, m, n, k, scales, C)
-            acc = tl.where(right != 0, acc, float("nan"))
+            acc = tl.where(its.valid != 0, acc, float("nan"))
             epilogue = Epilogue(
                 place, Matrix(None, 0, 0, 0), Vector(bias, stride_bias_batch, stride_bias),
                 Vector(row_scale, stride_sb, stride_sr), Vector(column_scale, stride_tb, stride_tc),

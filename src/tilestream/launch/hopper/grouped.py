@@ -9,6 +9,7 @@ from tilestream.core.operands import GroupedOperands
 from tilestream.kernels.config import HopperGroupedConfig
 from tilestream.kernels.hopper.grouped import grouped_gemm
 from tilestream.launch import compiling
+from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.launch.gemm_arguments import GemmArguments, Layout
 from tilestream.launch.grouped_arguments import Bias, lanes_of, problem_of
 from tilestream.launch.hopper.arguments import (
@@ -144,6 +145,13 @@ class HopperGroupedLaunch(Launch):
         self, stream: int, x: GroupedOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
         """See `Launch.issue`."""
+        self._launch(stream, x, words, probe, NO_GATE, NO_PUBLISH)
+
+    def _launch(
+        self, stream: int, x: GroupedOperands, words: Words, probe: Probe | SpanLog | None, gate: GateArguments,
+        publish: PublishArguments,
+    ) -> None:  # fmt: skip
+        """Launch the kernel with what rows by source wait for, and what is published of them."""
         made, e, swap_ab = self._made[probe is not None], x.epilogue, self.plan.swap_ab
         scales = (e.scale_b, e.scale_a) if swap_ab else (e.scale_a, e.scale_b)
         given = (
@@ -154,17 +162,25 @@ class HopperGroupedLaunch(Launch):
         mapped.append((made.out, x.out))
         launcher = self._launchers.get(probe is not None)
         if launcher is None:
-            launcher = self._launchers[probe is not None] = self._compiled(made, mapped, given)
+            launcher = self._launchers[probe is not None] = self._compiled(made, mapped, given, gate, publish)
+        pointers, numbers = (*given, *gate.pointers, *publish[:2]), ()
+        if gate is not NO_GATE:
+            numbers = (gate.row_epoch, gate.row_key, gate.allowed, gate.op)
+        if publish is not NO_PUBLISH:
+            numbers += (publish.epoch,)
         launcher(
             stream, *[tensor.data_ptr() for one, tensor in mapped if one is not None],
-            *[tensor.data_ptr() for tensor in given if tensor is not None], words.base, words.reset,
+            *[tensor.data_ptr() for tensor in pointers if tensor is not None], words.base, words.reset, *numbers,
         )  # fmt: skip
 
-    def _compiled(self, made: HopperGroupedArguments, mapped: Any, given: tuple[Any, ...]) -> Launcher:
+    def _compiled(
+        self, made: HopperGroupedArguments, mapped: Any, given: tuple[Any, ...], gate: GateArguments = NO_GATE,
+        publish: PublishArguments = NO_PUBLISH,
+    ) -> Launcher:  # fmt: skip
         """The kernel, compiled for operands like these."""
         described = [None if one is None else described_by(one, tensor.dtype) for one, tensor in mapped]
-        numbers = (0, 0, 1.0, 1.0)
-        kernel = compiling.compiled(grouped_gemm, made.fill((*described, *given, *numbers)), made.options)
+        filled = made.fill((*described, *given, 0, 0, 1.0, 1.0), gate=gate, publish=publish)
+        kernel = compiling.compiled(made.kernel, filled, made.options)
         if compiling.is_ahead():
             return NoLauncher()
         tf32, last = self.plan.problem.kind == "tf32", len(mapped) - 1
@@ -173,5 +189,9 @@ class HopperGroupedLaunch(Launch):
             for i, (one, _) in enumerate(mapped)
         ]
         varying += [None if tensor is None else VARIES for tensor in given]
-        filled = made.fill((*varying, VARIES, VARIES, 1.0, 1.0))
+        if gate is not NO_GATE:
+            gate = GateArguments._make(None if x is None else VARIES for x in gate)
+        if publish is not NO_PUBLISH:
+            publish = PublishArguments(VARIES, VARIES, VARIES)
+        filled = made.fill((*varying, VARIES, VARIES, 1.0, 1.0), gate=gate, publish=publish)
         return Launcher(kernel, (self.plan.schedule.workers, 1, 1), filled)

@@ -8,10 +8,10 @@ from tilestream.arrival.flat import Awaited
 from tilestream.core.operands import GroupedOperands
 from tilestream.kernels.config import PortableGroupedConfig, PortableSourcesConfig
 from tilestream.kernels.portable.grouped_sources import grouped_gemm_by_source
-from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments, bounds_of
+from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias, lanes_of, problem_of
-from tilestream.launch.launch import Kernel, Launch, Probe, records_of
+from tilestream.launch.launch import Kernel, Launch, Probe, gate_of_sources
 from tilestream.launch.portable.grouped import GroupedArguments
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
@@ -64,7 +64,7 @@ class SourcesLaunch(Launch):
         self, stream: int, x: GroupedOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
         """See `Launch.issue`."""
-        e, gate, kernel = x.epilogue, self._gate(x, awaited), self._kernel
+        e, gate, kernel = x.epilogue, gate_of_sources(x.a.device, awaited), self._kernel
         publish = NO_PUBLISH if e.publish is None else e.publish
         operands = kernel.take((
             x.a, x.b, x.offsets, x.out, e.bias, None, e.scale_a, e.scale_b, words.partials, words.counts,
@@ -74,15 +74,3 @@ class SourcesLaunch(Launch):
             gate = GateArguments._make(kernel.take(gate))
         publish = PublishArguments._make(kernel.take(publish))
         kernel(stream, self._arguments.fill(tuple(operands), 0, gate, publish=publish))
-
-    @staticmethod
-    def _gate(x: GroupedOperands, awaited: Awaited | None) -> GateArguments:
-        if awaited is None:
-            return NO_GATE
-        words, quarantine, epoch, key = awaited.rows.use()
-        records, claims = records_of(x.a.device)
-        allowed, op = bounds_of(awaited.deadline, awaited.op)
-        return NO_GATE._replace(
-            row_signals=words, row_quarantine=quarantine, records=records, claims=claims, row_epoch=epoch, row_key=key,
-            allowed=allowed, op=op,
-        )  # fmt: skip
