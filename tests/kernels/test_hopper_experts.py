@@ -204,7 +204,7 @@ def run(x: GroupedOperands, tile: tuple[int, int], variant: str, edits: tuple[An
                 names["get"] = lambda _, __, field, ___, span=span: {"begin": span.begin, "end": span.end}[field]
                 items = SimpleNamespace(full=Boxes(0), slots=None)
                 words = SimpleNamespace(partials=None, log=None)
-                names["math_loop"](who, C_ring, items, None, words, epilogue, of_blocks, C)
+                names["math_loop"](who, C_ring, items, None, words, epilogue, of_blocks, None, C)
         begin = end
 
 

@@ -41,8 +41,9 @@ TABLE_BYTES = 2 * 4 * HOPPER_GROUPS
 #: tickets and words of all of them at once, and of the math warps, with two math loops and with one. With 104 Triton
 #: 3.7 spills 76 bytes of 256 groups; with 56 it spills 88 of 32.
 SOURCE_REGISTERS = {64: ((88, 208), (88, 168)), HOPPER_GROUPS: ((136, 184), (136, 120))}
-#: The most registers of a thread for an accumulator beside these.
-_MOST_BESIDE_SOURCES = 128
+#: Rows by source: the most registers of a thread for an accumulator, before a plain epilogue and before any other; and
+#: those that an accumulator and a product that is added to it leave. Beyond Triton 3.7 spills 16 to 1328 bytes.
+_MOST_BY_SOURCE, _BESIDE_PROMOTED = (128, 96), 56
 #: The most registers of a thread for an accumulator and a product that is scaled before it is added.
 MOST_SCALED_REGISTERS = 160
 #: The most columns of a swapped accumulator with block scales. Each column has its own scale in every K step, and a
@@ -333,7 +334,7 @@ def hopper_candidates(
         tile = (row.columns, row.rows) if swap_ab else (row.rows, row.columns)
         if how.tile not in (None, tile) or (swap_ab and row.rows == row.columns):
             continue
-        if not fits_parts(problem, row, swap_ab) or (problem.sources and row.registers > _MOST_BESIDE_SOURCES):
+        if not fits_parts(problem, row, swap_ab) or (problem.sources and not fits_sources(problem, row, swap_ab)):
             continue
         if not hopper.has_registers(problem, row, swap_ab, "dynamic"):
             continue
@@ -359,6 +360,16 @@ def registers_of(problem: GroupedProblem, row: hopper.Tile) -> tuple[int, int]:
         return hopper.registers_of(problem, row)
     two, one = next(split for most, split in SOURCE_REGISTERS.items() if problem.groups <= most)
     return one if row.loops == 1 else two
+
+
+def fits_sources(problem: GroupedProblem, row: hopper.Tile, swap_ab: bool) -> bool:
+    """Whether a tile's math loops have registers beside a load warp that takes tiles of sources."""
+    if row.registers > _MOST_BY_SOURCE[not problem.plain]:
+        return False
+    if not problem.plain and swap_ab and len(parts_of(problem, row.columns)) > 1:
+        return False  # Triton 3.7 spills 16 bytes
+    product = row.rows_per_loop * min(row.columns, hopper.widest(problem)) // 128
+    return not problem.promoted or row.registers + product <= registers_of(problem, row)[1] - _BESIDE_PROMOTED
 
 
 def parts_of(problem: GroupedProblem, columns: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from tilestream.core.structs import (
     Epilogue,
     Gate,
     Incoming,
+    Item,
     Items,
     Loads,
     LocalRows,
@@ -32,6 +33,7 @@ from tilestream.core.structs import (
     Publishing,
     Ring,
     Sources,
+    Span,
     Vector,
     Words,
     Work,
@@ -54,11 +56,14 @@ def load_loop(loads, ring, items, sources, work, words, gate, C: gl.constexpr):
     zero = tl.cast(0, tl.int32)
     progress, watch = begin(work, words, gate, C)
     passed = progress.passed
-    stage, slot, finished, found = Place(zero, zero), Place(zero, zero), zero, zero + 1
+    stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
+    finished = tl.cast(0, tl.int32)
     while found != 0:
         found, its, finished, passed = next_tile(finished, passed, sources, work, words, gate, watch, lane, C)
-        item, span = tile_of(its, work.k_steps, work, C)
-        item, _ = backwards(item, 1 - its.valid)
+        item, span = Item(zero, zero, zero, zero, zero, zero, zero + 1, zero - 1, zero), Span(zero, zero, zero)
+        if found != 0:
+            item, span = tile_of(its, work.k_steps, work, C)
+            item, _ = backwards(item, 1 - its.valid)
         if C.PUBLISHES:
             mbarrier.wait(items.empty.index(slot.at), slot.phase ^ 1)
             put(items.slots, slot.at, SOURCE, its.source, 1)
