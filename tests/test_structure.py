@@ -40,10 +40,10 @@ def test_the_library_and_its_tests_grow_no_more():
     # They had come down to 34,000 and 47,200. Then came native calls, derivatives of every order, DTensor's strategies,
     # calls on the CPU that are looked up, a kernel that merges attentions, compiling ahead, prepared sequences, equal
     # bits, grouped products and mixtures of experts, streams and ranks inside CUDA graphs, a cost model of row pitches,
-    # pairs of CTAs, rows by source, and rows that kernels push; of tests alone, those of the report in a browser, of
-    # pictures, and of all mutants.
-    assert lines_of(SRC / "tilestream") <= 49_200
-    assert lines_of(ROOT / "tests") <= 80_200
+    # pairs of CTAs, rows by source, also on Hopper, and rows that kernels push; of tests alone, those of the report in
+    # a browser, of pictures, of all mutants, and a Hopper kernel's whole text in threads.
+    assert lines_of(SRC / "tilestream") <= 49_500
+    assert lines_of(ROOT / "tests") <= 80_900
 
 
 def test_the_table_of_the_design_is_of_this_structure():

@@ -22,7 +22,7 @@ import torch
 from mutants.engine import Edit, code_of
 
 BEYOND = 2**30
-#: Bits of a dtype, as kernels ask for them.
+#: What a load leaves as it is; it makes float32 of other elements.
 _WORDS = (torch.int32, torch.int64)
 
 
@@ -100,7 +100,7 @@ class Boxes:
 class TensorMap:
     """An operand ``[G, rows, K]``, and the rows and K of a copy; or the output ``[rows, columns]``."""
 
-    def __init__(self, tensor: torch.Tensor, box: Sequence[int]) -> None:
+    def __init__(self, tensor: torch.Tensor, box: Sequence[int] = ()) -> None:
         self.tensor, self.box = tensor, tuple(box)
         self.dtype: Any = SimpleNamespace(primitive_bitwidth=8 * tensor.element_size())
         self.stored = torch.zeros(tensor.shape, dtype=torch.int32)
@@ -301,7 +301,7 @@ class Machine:
             "make_slots": slots, "put": lambda made, slot, field, value, _: made.update({(int(slot), field): value}),
             "get": lambda made, slot, field, _: made[int(slot), field], "mma_layout": lambda *_: None,
             "zero": lambda rows, width, _: torch.zeros(rows, width), "fenced": lambda x: x, "landed": lambda x: x,
-            "mma_operand": _operand, "warpgroup_mma": lambda x, y, acc, is_async, use_acc: x @ y + (acc * use_acc),
+            "mma_operand": operand, "warpgroup_mma": lambda x, y, acc, is_async, use_acc: x @ y + (acc * use_acc),
             "warpgroup_mma_wait": lambda _, values: values if len(values) > 1 else values[0],
             "columns_of": lambda acc, first, _, strip, __: acc[:, int(first) : int(first) + strip],
             "reciprocal": lambda y: 1 / y, "power_of_2": torch.exp2, "lane_layout": lambda *_: None,
@@ -310,7 +310,7 @@ class Machine:
         }  # fmt: skip
 
 
-def _operand(stages: Boxes, at: Any, k_major: bool, transposed: bool) -> torch.Tensor:
+def operand(stages: Boxes, at: Any, k_major: bool, transposed: bool) -> torch.Tensor:
     assert k_major
     return stages.index(at).value.T if transposed else stages.index(at).value
 

@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from hopper_threads import Box, Boxes, Pointer, TensorMap, load, operand
 from texts import bind, jitted_of, structs_of
 
 from error_rule import check, passes, rand
@@ -48,62 +49,6 @@ EPILOGUE = "tilestream.kernels.hopper.epilogue"
 BLOCKS, GROUPED = "tilestream.kernels.hopper.block_scales", "tilestream.kernels.hopper.grouped"
 #: Rows of each group: one in a tile and one that is several, none, and rows that belong to none.
 SIZES = (70, 0, 3)
-
-
-class Pointer:
-    """An address in a tensor's memory; what is read there, or masked, is checked."""
-
-    def __init__(self, tensor: torch.Tensor, offset: Any = None) -> None:
-        self.memory = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-        self.offset = torch.as_tensor(tensor.storage_offset() if offset is None else offset)
-
-    def __add__(self, more: Any) -> Pointer:
-        return Pointer(self.memory, self.offset + more)
-
-
-def load(pointer: Pointer, mask: Any = True, other: float = 0.0) -> torch.Tensor:
-    mask = torch.as_tensor(mask).expand(pointer.offset.shape)
-    assert ((pointer.offset >= 0) & (pointer.offset < len(pointer.memory)) | ~mask).all(), "out of bounds"
-    return torch.where(mask, pointer.memory[torch.where(mask, pointer.offset, 0)].float(), other)
-
-
-class Box:
-    """A stage, or a C buffer."""
-
-    def __init__(self) -> None:
-        self.value = torch.full((), float("nan"))
-
-    def store(self, value: torch.Tensor) -> None:
-        self.value = value
-
-    def permute(self, _: Any) -> Box:
-        found = Box()
-        found.store = lambda value: self.store(value.T)  # type: ignore[method-assign]
-        return found
-
-
-class Boxes:
-    """The stages of an operand."""
-
-    def __init__(self, bits: int) -> None:
-        self.found: dict[int, Box] = {}
-        self.dtype = SimpleNamespace(primitive_bitwidth=bits)
-
-    def index(self, i: int) -> Box:
-        return self.found.setdefault(int(i), Box())
-
-
-class TensorMap:
-    """An operand ``[G, rows, K]``, and the rows and K of a copy; or the output ``[rows, columns]``."""
-
-    def __init__(self, tensor: torch.Tensor, box: tuple[int, ...] = ()) -> None:
-        self.tensor, self.box = tensor, box
-        self.dtype: Any = SimpleNamespace(primitive_bitwidth=8 * tensor.element_size())
-
-
-def operand(stages: Boxes, i: int, k_major: bool, transposed: bool) -> torch.Tensor:
-    assert k_major
-    return stages.index(i).value.T if transposed else stages.index(i).value
 
 
 def tma_load(tensor_map: TensorMap, place: list[Any], bar: Any, box: Box) -> None:
@@ -161,7 +106,7 @@ def run(x: GroupedOperands, tile: tuple[int, int], variant: str, edits: tuple[An
     for name in ("start_of", "pending", "part_of"):
         names[name] = getattr(epilogue_text, name).fn
     bind(names, (*jitted_of(*MODULES), with_steps), edits)
-    operands = [TensorMap(x.a[None], made.x.shape[-2:]), TensorMap(x.b.mT, made.x.shape[-2:])]
+    operands = [TensorMap(x.a[None]), TensorMap(x.b.mT)]
     boxed = [tuple(one.box[-2:]) for one in made.maps if one is not None]
     map_x, map_y = (operands[1], operands[0]) if swap_ab else operands
     map_x.box = boxed[0]

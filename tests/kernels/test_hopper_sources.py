@@ -19,7 +19,8 @@ pytest.importorskip("triton")
 from hopper_threads import Deadlock, Machine, Pointer, TensorMap
 
 from error_rule import Maths, check, passes, rand
-from mutants.engine import at, replace as exchanged
+from mutants.engine import at
+from mutants.engine import replace as exchanged
 from tilestream.arrival.device import GateWords
 from tilestream.arrival.flat import Awaited
 from tilestream.core import error_record

@@ -3,7 +3,7 @@
 * ``worst``: 256 groups, counts and rows that arrive, fp32 out, a scale a row and column, a bias a group, exact gelu;
 * ``arrives``: rows arrive, no epilogue, 64 groups; ``there``: all is there, the epilogue of ``worst``, and results are
   signalled;
-* ``halves``: swiglu of two halves, of rows that arrive; ``blocks``: of 8 bits, scales of blocks.
+* ``halves``: swiglu of two halves, beside the epilogue of ``worst``; ``blocks``: of 8 bits, scales of blocks.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ HOWS = {
     "worst": How(256, full=True),
     "arrives": How(),
     "there": How(full=True, arrives=False),
-    "halves": How(two_halves=True),
+    "halves": How(full=True, two_halves=True),
     "blocks": How(blocks=True),
 }
 INPUTS = ("bfloat16", "float8_e4m3fn", "fp8 precise")
 QUICK = (
     "cooperative 128x128 bfloat16 worst", "cooperative 128x256 bfloat16 arrives", "ping_pong 64x128 bfloat16 there",
     "single 64x16 swapped bfloat16 worst", "cooperative 128x128 float8_e4m3fn blocks",
-    "cooperative 128x256 bfloat16 halves",
+    "cooperative 128x128 bfloat16 halves",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.kernels.config import HopperConfig
 from tilestream.kernels.hopper.epilogue import line_layout
 from tilestream.kernels.hopper.gemm import gemm
-from tilestream.launch.gate import GateArguments
+from tilestream.launch.gate import NO_GATE, GateArguments, PublishArguments
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias
 from tilestream.launch.hopper import grouped as hopper_grouped
@@ -711,7 +711,7 @@ def test_operands_of_groups_have_their_own_and_vectors_divide_what_is_stored(alo
 
 def test_what_a_grouped_launch_is_given_varies_and_what_it_has_not_does_not(monkeypatch):
     made, plan = (
-        SimpleNamespace(fill=tuple, options={}),
+        SimpleNamespace(kernel="", fill=lambda given, gate, publish: (*given, *gate, *publish), options={}),
         SimpleNamespace(problem=SimpleNamespace(kind="tf32"), schedule=SimpleNamespace(workers=132)),
     )
     monkeypatch.setattr(hopper_grouped, "described_by", lambda one, dtype: one)
@@ -720,11 +720,13 @@ def test_what_a_grouped_launch_is_given_varies_and_what_it_has_not_does_not(monk
     one, x = SimpleNamespace(shape=(8, 8), strides=(8, 1)), torch.ones(1)
     mapped = [(one, x), (None, None), (one, x)]
     kernel, grid, filled = hopper_grouped.HopperGroupedLaunch._compiled(
-        SimpleNamespace(plan=plan), made, mapped, (x, None, x)
-    )
+        SimpleNamespace(plan=plan), made, mapped, (x, None, x), NO_GATE._replace(row_signals=x, row_epoch=3),
+        PublishArguments(x, x, 5),
+    )  # fmt: skip
     assert (kernel, grid) == ("a kernel", (132, 1, 1))
-    descriptors, given, numbers = filled[:3], filled[3:6], filled[6:]
+    descriptors, given, numbers = filled[:3], filled[3:6], filled[6:10]
     tf32 = [None if descriptor is None else descriptor.tf32 for descriptor in descriptors]
     assert tf32 == [True, None, False], "the output's map is of float32"
     assert given == (VARIES, None, VARIES)
     assert numbers == (VARIES, VARIES, 1.0, 1.0)
+    assert filled[10:] == (VARIES, *[None] * 8, *[VARIES] * 9), "signals, and what is published"

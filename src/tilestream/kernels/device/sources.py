@@ -12,8 +12,8 @@
 The tile then passes its gate (`pass_rows`), which polls the word of its group's rows with an acquire: the reads of
 words by lanes only choose. They are fresh, since an acquire has just dropped what caches held.
 
-All threads that take tiles must choose alike, although words change while they read. So there are at least as many lanes
-as these (`tilestream.launch.portable.sources`; on Hopper one warp): then each word is read once, and its value shared.
+All threads that take tiles must choose alike, although words change while they read. So there are at least as many
+lanes as these (`tilestream.launch.portable.sources`; on Hopper one warp): then each word is read once, and shared.
 
 ``lane`` is int32 ``[LANES]``: 0, 1, ...; its layout is the caller's.
 """

@@ -163,14 +163,15 @@ class HopperGroupedLaunch(Launch):
         launcher = self._launchers.get(probe is not None)
         if launcher is None:
             launcher = self._launchers[probe is not None] = self._compiled(made, mapped, given, gate, publish)
-        pointers, numbers = (*given, *gate.pointers, *publish[:2]), ()
+        numbers: tuple[Any, ...] = ()
         if gate is not NO_GATE:
             numbers = (gate.row_epoch, gate.row_key, gate.allowed, gate.op)
         if publish is not NO_PUBLISH:
             numbers += (publish.epoch,)
         launcher(
             stream, *[tensor.data_ptr() for one, tensor in mapped if one is not None],
-            *[tensor.data_ptr() for tensor in pointers if tensor is not None], words.base, words.reset, *numbers,
+            *[tensor.data_ptr() for tensor in (*given, *gate.pointers, *publish[:2]) if tensor is not None],
+            words.base, words.reset, *numbers,
         )  # fmt: skip
 
     def _compiled(
