@@ -54,6 +54,23 @@ def backend(request):
     return request.param
 
 
+@pytest.fixture(params=["hopper", "portable"])
+def kernel(request):
+    """A grouped matmul's kernel: the Hopper one, which plans take, or the portable one."""
+    from tilestream.launch.cache import launch_cache
+    from tilestream.plan.grouped import plan_groups
+
+    if request.param == "portable":
+        request.getfixturevalue("portable")
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels for sm_90")
+    plan_groups.cache_clear()
+    launch_cache.clear()
+    yield request.param
+    plan_groups.cache_clear()
+    launch_cache.clear()
+
+
 @pytest.fixture
 def nothing_reported():
     """No launch of the test has reported anything in the end."""

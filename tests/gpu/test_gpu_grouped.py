@@ -96,20 +96,6 @@ def test_operands_of_8_bits_with_a_scale_a_row(backend):
         begin = end
 
 
-@pytest.fixture(params=["hopper", "portable"])
-def experts(request):
-    """The kernel of SwiGLU and of blocks' scales: the one that a plan takes, or the portable one."""
-    if request.param == "portable":
-        request.getfixturevalue("portable")
-    elif torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("kernels for sm_90")
-    plan_groups.cache_clear()
-    launch_cache.clear()
-    yield request.param
-    plan_groups.cache_clear()
-    launch_cache.clear()
-
-
 def ran_on(kernel):
     """Assert which kernel the last call's plan took."""
     assert {launch.plan.backend for launch in launch_cache.of("grouped")} == {kernel}
@@ -117,7 +103,7 @@ def ran_on(kernel):
 
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3], ids=str)
 @pytest.mark.parametrize("half", [N // 2, 328, 500])
-def test_swiglu_of_two_halves(half, dtype, experts):
+def test_swiglu_of_two_halves(half, dtype, kernel):
     a, b = randn(M, K, dtype=dtype), randn(8, 2 * half, K, dtype=dtype).mT
     for sizes in SIZES:
         ends = offsets_of(sizes, "cuda")
@@ -127,10 +113,10 @@ def test_swiglu_of_two_halves(half, dtype, experts):
     check_all("rows", a, b, ts.grouped_mm(a, b, ends, **more), ends, **more)
     few = offsets_of([i % 3 for i in range(8)], "cuda")
     check_all("rows", a[:8], b, ts.grouped_mm(a[:8], b, few, activation="swiglu"), few, activation="swiglu")
-    ran_on(experts)
+    ran_on(kernel)
 
 
-def test_swiglu_of_outputs_of_any_strides_and_nothing_beside_them(experts):
+def test_swiglu_of_outputs_of_any_strides_and_nothing_beside_them(kernel):
     a, b = randn(M, K), randn(8, 2 * N, K).mT
     ends = offsets_of(SIZES[0], "cuda")
     store = nan(M + 2, N + 24)
@@ -145,7 +131,7 @@ def test_swiglu_of_outputs_of_any_strides_and_nothing_beside_them(experts):
     check_all("rows", a, b, ts.grouped_mm(a, b, ends, activation="swiglu"), ends, activation="swiglu")
 
 
-def test_gradients_of_swiglu(experts):
+def test_gradients_of_swiglu(kernel):
     a, b, ends = randn(M, K), randn(8, 2 * N, K).mT, offsets_of(SIZES[4], "cuda")
     inputs = [x.clone().requires_grad_() for x in (a, b)]
     out = ts.grouped_mm(*inputs, ends, activation="swiglu")
@@ -160,13 +146,13 @@ def test_gradients_of_swiglu(experts):
 
 
 @pytest.mark.parametrize(("k", "n"), [(300, 200), (1024, 512), (128, 4096)])
-def test_scales_of_blocks(k, n, experts):
+def test_scales_of_blocks(k, n, kernel):
     k = k // 16 * 16
     a, b = randn(M, k, dtype=E4M3), randn(8, n, k, dtype=E4M3).mT
     of_k, of_n = -(-k // 128), -(-n // 128)
     scale_a, scale_b = rand(of_k, M).t() + 0.1, rand(8, of_n, of_k).mT + 0.1  # A's as DeepGEMM lays them out
     for sizes, activation in itertools.product(SIZES, ("none", "swiglu")):
-        if activation == "swiglu" and n // 2 % 128 and experts == "hopper":
+        if activation == "swiglu" and n // 2 % 128 and kernel == "hopper":
             continue  # which goes to the portable kernel
         ends = offsets_of(sizes, "cuda")
         more = {} if activation == "none" else {"activation": activation}
@@ -179,7 +165,7 @@ def test_scales_of_blocks(k, n, experts):
     out = ts.grouped_mm(a[:8], b, few, scale_a=scale_a[:8], scale_b=scale_b)
     for answer, maths in expected(GroupedOperands(a[:8], b, out, Epilogue(scale_a=scale_a[:8], scale_b=scale_b), few)):
         check(answer, maths)
-    ran_on(experts)
+    ran_on(kernel)
 
 
 def test_equal_grouped_calls_are_native():

@@ -1,20 +1,28 @@
-"""Rows by source on a GPU: sources that come late by a side stream, or never; replays of a graph; two streams."""
+"""Rows by source on a GPU, by both kernels: late by a side stream, or never; replays of a graph; two streams."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from gpu_runs import captured, expired, nan, randn, settle
+from gpu_runs import captured, expired, nan, rand, randn, settle
 
 import tilestream as ts
 from error_rule import Maths, check
+from tilestream.launch.cache import launch_cache
 from tilestream.runtime.driver import stream_wait, stream_write
 
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SOURCES, GROUPS, CAPACITY, K, N = 4, 8, 700, 192, 328
 #: Rows of each group: uneven; none; all in one; one a group.
 COUNTS = ((3, 0, 300, 1, 64, 127, 5, 0), (0,) * 8, (0, 0, 0, 700, 0, 0, 0, 0), (1,) * 8)
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_reported")]
+
+
+@pytest.fixture(autouse=True)
+def taken(kernel):
+    """The kernel that all launches of the test are of."""
+    yield
+    assert {launch.plan.backend for launch in launch_cache.of("sources")} == {kernel}
 
 
 class Sources:
@@ -172,3 +180,80 @@ def test_sources_are_published():
             publish.advance()
         x.check(ts.grouped_mm(x.a, x.b, counts=x.counts, publish=publish, out=sevens()))
         assert all(publish.arrived(source) for source in range(SOURCES))
+
+
+class There:
+    """Operands of 3 sources whose rows are all there, of counts that differ by source; groups without rows too."""
+
+    def __init__(self, capacity: int, n: int, k: int, groups: int, dtype: torch.dtype = BF16) -> None:
+        self.capacity, self.groups = capacity, groups
+        shares = torch.rand(3, groups, generator=torch.Generator().manual_seed(capacity)) ** 3
+        shares[:, 1::3] = 0
+        self.host = (shares / shares.sum(1, keepdim=True) * (capacity - 1)).int()
+        self.counts = self.host.cuda()
+        self.a, self.b = randn(3 * capacity, k, dtype=dtype), randn(groups, n, k, dtype=dtype).mT
+
+    def check(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias=None, **more) -> None:
+        for source, counts in enumerate(self.host.tolist()):
+            begin = source * self.capacity
+            for group, count in enumerate(counts):
+                run = slice(begin, begin + count)
+                check(out[run], Maths(a[run], b[group], None if bias is None else bias[group], **more))
+                begin += count
+            assert (out[begin : (source + 1) * self.capacity] == 7).all(), "rows behind the last one are written"
+
+    def out(self, columns: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.full((len(self.a), columns), 7.0, dtype=dtype, device="cuda")
+
+
+#: Few rows a group, and many; one K step, and many; several groups a lane; columns that no tile divides.
+SHAPES = [(40, 512, 1024, 8), (4096, 1024, 2048, 4), (900, 200, 64, 3), (1500, 264, 320, 60), (300, 136, 96, 200)]
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, arrives):
+    x = There(*shape)
+    out = x.out(shape[1])
+    if arrives:
+        arrival = ts.SourceArrival(x.counts, shape[0])
+        for source in range(3):
+            arrival.signal_counts(source)
+            arrival.signal_rows(source)
+        ts.grouped_mm(x.a, x.b, arrival=arrival, out=out)
+    else:
+        ts.grouped_mm(x.a, x.b, counts=x.counts, out=out)
+    x.check(out, x.a, x.b)
+
+
+def test_epilogues():
+    x = There(700, 328, 192, 8)
+    bias = randn(8, 328)
+    out = x.out(328)
+    ts.grouped_mm(x.a, x.b, counts=x.counts, bias=bias, activation="gelu", out=out)
+    x.check(out, x.a, x.b, bias, activation="gelu")
+    out = x.out(164)
+    ts.grouped_mm(x.a, x.b, counts=x.counts, bias=bias, activation="swiglu", out=out)
+    x.check(out, x.a, x.b, bias, activation="swiglu")
+
+
+@pytest.mark.parametrize("fast_accum", [True, False])
+def test_operands_of_8_bits_with_a_scale_a_row(fast_accum):
+    x = There(700, 336, 320, 8, E4M3)
+    scale_a, scale_b, out = rand(len(x.a)) + 0.1, rand(8, 336) + 0.1, x.out(336)
+    ts.grouped_mm(x.a, x.b, counts=x.counts, scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum, out=out)
+    for source, counts in enumerate(x.host.tolist()):
+        begin = source * x.capacity
+        for group, count in enumerate(counts):
+            run = slice(begin, begin + count)
+            check(out[run], Maths(x.a[run], x.b[group], scale_a=scale_a[run, None], scale_b=scale_b[group, None]))
+            begin += count
+
+
+def test_scales_of_blocks():
+    x = There(700, 256, 384, 8, E4M3)
+    scale_a, scale_b, out = rand(3, len(x.a)).t() + 0.1, rand(8, 2, 3).mT + 0.1, x.out(256)
+    ts.grouped_mm(x.a, x.b, counts=x.counts, scale_a=scale_a, scale_b=scale_b, out=out)
+    depth, column = (torch.arange(extent, device="cuda") // 128 for extent in (384, 256))
+    a, b = x.a.float() * scale_a[:, depth], x.b.float() * scale_b[:, depth[:, None], column]
+    x.check(out, a, b, out_dtype=BF16)
