@@ -237,11 +237,11 @@ def test_epilogues():
     x.check(out, x.a, x.b, bias, activation="swiglu")
 
 
-@pytest.mark.parametrize("fast_accum", [True, False])
-def test_operands_of_8_bits_with_a_scale_a_row(fast_accum):
+@pytest.mark.parametrize("use_fast_accum", [True, False])
+def test_operands_of_8_bits_with_a_scale_a_row(use_fast_accum):
     x = There(700, 336, 320, 8, E4M3)
     scale_a, scale_b, out = rand(len(x.a)) + 0.1, rand(8, 336) + 0.1, x.out(336)
-    ts.grouped_mm(x.a, x.b, counts=x.counts, scale_a=scale_a, scale_b=scale_b, fast_accum=fast_accum, out=out)
+    ts.grouped_mm(x.a, x.b, counts=x.counts, scale_a=scale_a, scale_b=scale_b, use_fast_accum=use_fast_accum, out=out)
     for source, counts in enumerate(x.host.tolist()):
         begin = source * x.capacity
         for group, count in enumerate(counts):

@@ -45,7 +45,10 @@ from triton.runtime.cache import triton_key
 
 RECORD = Path(__file__).parent / "machine_code.json"
 BACKENDS = ("portable", "hopper", "cdna")
-GATES = tuple(f"{backend} {kernel}" for backend in BACKENDS for kernel in ("gemm", "attention"))
+GATES = (
+    *(f"{backend} {kernel}" for backend in BACKENDS for kernel in ("gemm", "attention")),
+    "hopper grouped", "hopper grouped sources",
+)  # fmt: skip
 #: Hashes by name, by architecture.
 Hashes = dict[str, dict[str, str]]
 

@@ -45,7 +45,9 @@ kernels.device.trace: kernels/portable/test_portable_trace.py
 core.sources: core/test_sources.py ops/test_grouped_sources.py
 arrival.by_source: ops/test_grouped_sources.py
 ops.grouped_sources: ops/test_grouped_sources.py
-kernels.device.sources: kernels/portable/test_portable_grouped_sources.py
+kernels.device.sources: kernels/portable/test_portable_grouped_sources.py kernels/test_hopper_sources.py
+kernels.hopper.grouped_sources: kernels/test_hopper_sources.py
+launch.hopper.sources: kernels/test_hopper_sources.py
 kernels.portable.grouped_sources: kernels/portable/test_portable_grouped_sources.py
 launch.portable.sources: kernels/portable/test_portable_grouped_sources.py
 kernels.device.groups: kernels/portable/test_portable_grouped.py ops/test_grouped.py

@@ -130,10 +130,8 @@ def _fake_arriving_out(*args: Any) -> None:
     _fake_out(*args[:_NUM_COMMON], args[_NUM_COMMON + 2])
 
 
-def _run(
-    out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...], late: tuple[Sequence[int], float] | None = None
-) -> None:
-    """What every op does; ``late``: how b's matrices arrive, one a chunk, and the deadline."""
+def _canonical(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> tuple[GroupedOperands, gpu.How]:
+    """What the ops' arguments say is multiplied, and how."""
     a, b, offsets, bias, activation, _, schedule, workers = args
     rest: Any = (*optional, *_DEFAULTS[len(optional) :])
     scale_a, scale_b, fast_accum, worker_limit = rest
@@ -145,6 +143,20 @@ def _run(
         raise ValueError(f"{_OP}: activation={activation!r}: b has {b.shape[2]} columns; each half has as many")
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
     refuse_invariance(_OP, how.limit)
+    return x, how
+
+
+def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProperties) -> None:
+    """Compile what `grouped_op`, called with ``args``, would launch on ``device`` for ``out``."""
+    x, how = _canonical(out, args[:_NUM_COMMON], args[_NUM_COMMON + 1 :])
+    make(x, how, device)(x)
+
+
+def _run(
+    out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...], late: tuple[Sequence[int], float] | None = None
+) -> None:
+    """What every op does; ``late``: how b's matrices arrive, one a chunk, and the deadline."""
+    x, how = _canonical(out, args, optional)
     awaited = None
     if late is not None:
         awaited = Awaited.of(None, FlatArrival.from_ints(late[0], None), check_deadline(late[1]), _OP, out.device)

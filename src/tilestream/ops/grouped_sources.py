@@ -20,6 +20,7 @@ import torch
 from tilestream.arrival.flat import Awaited, FlatArrival, check_deadline
 from tilestream.arrival.signals import Outcome, Signals
 from tilestream.core import sources
+from tilestream.core.device import DeviceProperties
 from tilestream.core.errors import ArrivalTimeout, source_name
 from tilestream.core.operands import HALVES, Epilogue, GemmOperands, GroupedOperands
 from tilestream.core.sources import Place, SourcePlaces, SourceTile
@@ -89,16 +90,28 @@ def _real_out(*args: Any) -> None:
     torch._C._increment_version((out,))  # autograd knows nothing of what a kernel writes
 
 
-def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> None:
-    a, b, counts, bias, activation, _, schedule, workers, pivot, arrival, signals, deadline, publish, published = args
+def _canonical(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> tuple[GroupedOperands, gpu.How]:
+    """What the ops' arguments say is multiplied, and how."""
+    a, b, counts, bias, activation, _, schedule, workers = args[:8]
     rest: Any = (*optional, *_DEFAULTS[len(optional) :])
     scale_a, scale_b, fast_accum, worker_limit = rest
     check_source_schedule(_OP, schedule)
     bias, scale_a, scale_b = (None if t is None else t.detach() for t in (bias, scale_a, scale_b))
     epilogue = Epilogue(1.0, bias, None, 1.0, activation, scale_a, scale_b)
-    x = GroupedOperands(a.detach(), b.detach(), out.detach(), epilogue, counts)
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))
     refuse_invariance(_OP, how.limit)
+    return GroupedOperands(a.detach(), b.detach(), out.detach(), epilogue, counts), how
+
+
+def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProperties) -> None:
+    """Compile what `by_source_op`, called with ``args``, would launch on ``device`` for ``out``: nothing published."""
+    (x, how), (pivot, arrival, signals) = _canonical(out, args[:_NUM_COMMON], args[_NUM_COMMON:]), args[8:11]
+    rows = FlatArrival.from_ints(arrival, signals)
+    make(x, how, device, rows is not None, pivot)(x, gpu.awaited_ahead(rows))
+
+
+def _run(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> None:
+    (x, how), (pivot, arrival, signals, deadline, publish, published) = _canonical(out, args, optional), args[8:]
     rows, publishes = FlatArrival.from_ints(arrival, signals), FlatArrival.from_ints(publish, published)
     awaited = Awaited.of(rows, None, check_deadline(deadline), _OP, out.device)
     words = None if publishes is None else publishes.signals(_OP, out.device)

@@ -30,8 +30,17 @@ def warm(
         list[str] | None,
         typer.Option(help="B,S,H,Hkv,D, then any of a dtype, causal, lse, bhsd, keys=N, chunk=N; repeatable."),
     ] = None,
+    grouped: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="M,N,K,G, then any of a dtype, bias, an activation, sources=N (rows by source), arrives; repeatable."
+        ),
+    ] = None,
     shapes: Annotated[
-        Path | None, typer.Option(help="A file with a line a call: 'gemm M,N,K...' or 'attention B,S,H,Hkv,D...'.")
+        Path | None,
+        typer.Option(
+            help="A file with a line a call: 'gemm M,N,K...', 'attention B,S,H,Hkv,D...', 'grouped M,N,K,G...'."
+        ),
     ] = None,
     tokens: Annotated[str, typer.Option(help="Of a model: rows of its linear layers, and prompts.")] = "1,16,512,4096",
     keys: Annotated[str, typer.Option(help="Of a model: keys that one query sees, in decoding.")] = "",
@@ -69,11 +78,11 @@ def warm(
         typer.echo(f"{source}: {count} kernels, {new} of them new in {kernel_cache.folder()}")
     from tilestream_tools.warm.calls import described
 
-    calls = described(model, gemm or (), attention or (), shapes, tokens, keys, dtype, backward)
+    calls = described(model, gemm or (), attention or (), shapes, tokens, keys, dtype, backward, grouped or ())
     if calls:
         compile_all(calls, gpu(device), jobs or cpu_properties().workers, to)
     elif to is not None or (source is None and save_device is None):
-        raise ValueError("nothing to compile: give a model, --gemm, --attention or --shapes")
+        raise ValueError("nothing to compile: give a model, --gemm, --attention, --grouped or --shapes")
 
 
 def gpu(device: str) -> DeviceProperties:

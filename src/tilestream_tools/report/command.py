@@ -40,12 +40,15 @@ def make(
     if seconds is not None and not seconds > 0:
         raise ValueError(f"--seconds {seconds:g}: it is a positive number")
     from tilestream_tools.report import measure, page
-    from tilestream_tools.warm.calls import described
+    from tilestream_tools.warm.calls import Grouped, described
 
     if source is not None:
         data = page.read(source)
     else:
-        calls = described(None, gemm, attention, shapes, "1", "", None)
+        found = described(None, gemm, attention, shapes, "1", "", None)
+        calls = [call for call in found if not isinstance(call, Grouped)]
+        if len(calls) < len(found):
+            raise ValueError(f"{shapes}: it has grouped products, of which no report is made: leave them away")
         data = measure.report(
             calls, device=device, quick=quick, seconds=seconds, tell=tell, folder=out.absolute().parent
         )  # fmt: skip

@@ -42,7 +42,8 @@ from tilestream_tools.sweep.clock import Call as Callee
 from tilestream_tools.sweep.clock import GpuClock, Timing, host_microseconds, quartiles
 from tilestream_tools.trace.page import timeline
 from tilestream_tools.units import one_line
-from tilestream_tools.warm.calls import Attention, Call, Gemm, parse
+from tilestream_tools.warm.calls import Attention, Gemm, parse
+from tilestream_tools.warm.calls import Measured as Call
 
 PACKAGE = Path(doctor.__file__).parents[2] / "tilestream"
 KIND, SCHEMA = "tilestream report", 1
@@ -169,7 +170,8 @@ def default_calls(where: str, quick: bool) -> list[Call]:
     """What is measured where no call is named."""
     texts = DEFAULT[where]
     kept = (*texts[:QUICK], texts[-1]) if quick else texts
-    return [parse(*text.split(" ", 1)) for text in kept]
+    found: list[Any] = [parse(*text.split(" ", 1)) for text in kept]
+    return found
 
 
 def at_home(text: str) -> str:

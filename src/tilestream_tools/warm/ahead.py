@@ -18,7 +18,7 @@ from triton import AsyncCompileMode
 
 from tilestream.core.device import DeviceProperties
 from tilestream.launch import compiling
-from tilestream.ops import attention_library, library
+from tilestream.ops import attention_library, grouped_library, grouped_sources, library
 
 if TYPE_CHECKING:
     from tilestream_tools.warm.calls import Call
@@ -38,6 +38,10 @@ class _Ahead(TorchDispatchMode):
         elif op in (attention_library.attention_op, attention_library.attention_arriving_op) and made[0].numel():
             arriving = op is attention_library.attention_arriving_op
             attention_library.compile_ahead(args, made, self._device, arriving)
+        elif op is grouped_library.grouped_op and made.numel():
+            grouped_library.compile_ahead(args, made, self._device)
+        elif op is grouped_sources.by_source_op and made.numel():
+            grouped_sources.compile_ahead(args, made, self._device)
         return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 import torch
 
 from tilestream.arrival.arrival import Arrival
+from tilestream.arrival.by_source import SourceArrival
+from tilestream.arrival.flat import FlatArrival
+from tilestream.core.operands import HALVES
 from tilestream.ops.attention import attention
+from tilestream.ops.grouped import grouped_mm
+from tilestream.ops.grouped_sources import by_source_op
 from tilestream.ops.matmul import linear, matmul
 from tilestream.ops.request import ACTIVATIONS
 from tilestream.plan.problem import dtype_name
@@ -139,7 +145,58 @@ class Attention:
         return out
 
 
-Call = Gemm | Attention
+@dataclass(frozen=True)
+class Grouped:
+    """A product ``[m, k] @ [groups, k, n]`` of groups of rows, as a mixture's experts have them.
+
+    Attributes
+    ----------
+    bias
+        Whether each group has one.
+    sources
+        For rows by source, ``m`` of all places, how many there are; 0: rows are packed.
+    arrives
+        Whether rows by source arrive.
+    """
+
+    m: int
+    n: int
+    k: int
+    groups: int
+    dtype: str = "bfloat16"
+    bias: bool = False
+    activation: str | None = None
+    sources: int = 0
+    arrives: bool = False
+
+    def __call__(self) -> None:
+        """Make the call, on the meta device."""
+        a, b = _meta(self.dtype, self.m, self.k), _meta(self.dtype, self.groups, self.n, self.k).mT
+        bias = _meta("bfloat16" if self.dtype.startswith("float8") else self.dtype, self.groups, self.n)
+        more: Any = {"bias": bias if self.bias else None, "activation": self.activation}
+        if not self.sources:
+            grouped_mm(a, b, _meta("int32", self.groups), **more)
+            return
+        counts = _meta("int32", self.sources, self.groups)
+        if not self.arrives:
+            grouped_mm(a, b, counts=counts, **more)
+            return
+        # Signals are the CPU's, since the meta device has no words.
+        there = torch.zeros(counts.shape, dtype=torch.int32, device="cpu")
+        arrival = SourceArrival(there, self.m // self.sources)
+        by_source_op(
+            a, b, counts, bias.unsqueeze(1) if self.bias else None, self.activation or "none", None, "auto", 0, 0,
+            FlatArrival.of(arrival).ints, None, math.inf, [], None,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        options = ["bias"] * self.bias + [self.activation] * (self.activation is not None) + ["arrives"] * self.arrives
+        return _text("grouped", (self.m, self.n, self.k, self.groups, self.dtype), options, sources=self.sources)
+
+
+#: What `tilestream report` measures, and all that `tilestream warm` compiles.
+Measured = Gemm | Attention
+Call = Measured | Grouped
 
 
 def _meta(dtype: str, *shape: int) -> torch.Tensor:
@@ -156,6 +213,14 @@ def _arrival(rows: int, chunk: int) -> Arrival | None:
     return Arrival.uniform(chunk, -(-rows // chunk)) if chunk else None
 
 
+#: By kind: the call, and the form of its extents; its options that are a word, and those that are a number.
+_KINDS: dict[str, tuple[type[Any], str]] = {
+    "gemm": (Gemm, "M,N,K"), "attention": (Attention, "B,S,H,Hkv,D"), "grouped": (Grouped, "M,N,K,G"),
+}  # fmt: skip
+_FLAGS = {"gemm": ("bias", "backward"), "attention": ("causal", "lse"), "grouped": ("bias", "arrives")}
+_NUMBERS = {"gemm": ("chunk",), "attention": ("chunk", "keys"), "grouped": ("sources",)}
+
+
 def parse(kind: str, text: str) -> Call:
     """A call by its kind and shape: ``("gemm", "512,4096,4096,float16,bias")``.
 
@@ -164,33 +229,33 @@ def parse(kind: str, text: str) -> Call:
     kind
         ``"gemm"``: ``M,N,K``, then any of a dtype, a layout, ``bias``, an activation, ``scales=tensor|row``,
         ``backward``. ``"attention"``: ``B,S,H,Hkv,D``, then any of a dtype, ``causal``, ``lse``, ``bhsd``, ``keys=N``.
-        Of either, ``chunk=N``: rows (of all keys) that arrive at a time.
+        Of either, ``chunk=N``: rows (of all keys) that arrive at a time. ``"grouped"``: ``M,N,K,G``, then any of a
+        dtype, ``bias``, an activation, ``sources=N`` (rows by source, that divide M), ``arrives`` (with these).
 
     Raises
     ------
     ValueError
         If it is no such text.
     """
-    kinds: dict[str, tuple[int, type[Any]]] = {"gemm": (3, Gemm), "attention": (5, Attention)}
-    count, made = kinds[kind]
+    made, form = _KINDS[kind]
+    count = form.count(",") + 1
     extents, words = text.split(",")[:count], text.split(",")[count:]
     if len(extents) < count or not all(one.strip().isdecimal() and int(one) for one in extents):
-        form = "M,N,K" if kind == "gemm" else "B,S,H,Hkv,D"
         raise ValueError(f"{kind} {text}: give {form}, positive whole numbers")
     fields: dict[str, Any] = {}
     for word in map(str.strip, words):
         name, _, value = word.partition("=")
         if kind == "gemm" and word in LAYOUTS:
             fields["layout"] = word
-        elif kind == "gemm" and word in ACTIVATIONS:
+        elif word in {"gemm": ACTIVATIONS, "grouped": (*ACTIVATIONS[1:], *HALVES)}.get(kind, ()):
             fields["activation"] = word
         elif kind == "gemm" and name == "scales" and value in SCALES:
             fields["scales"] = value
-        elif (kind == "gemm" and word in ("bias", "backward")) or (kind == "attention" and word in ("causal", "lse")):
+        elif word in _FLAGS[kind]:
             fields[word] = True
         elif (kind, word) == ("attention", "bhsd"):
             fields["layout"] = word
-        elif (name == "chunk" or (kind, name) == ("attention", "keys")) and value.isdecimal() and int(value):
+        elif name in _NUMBERS[kind] and value.isdecimal() and int(value):
             fields[name] = int(value)
         else:
             try:
@@ -200,6 +265,8 @@ def parse(kind: str, text: str) -> Call:
     call: Call = made(*map(int, extents), **fields)
     if isinstance(call, Gemm) and call.backward and (call.dtype.startswith("float8") or call.scales != "none"):
         raise ValueError(f"{kind} {text}: operands of 8 bits and scales get no gradient: leave backward away")
+    if isinstance(call, Grouped) and (call.m % (call.sources or 1) or call.arrives > bool(call.sources)):
+        raise ValueError(f"{kind} {text}: give sources=N, which divide the {call.m} rows in equal places")
     return call
 
 
@@ -276,18 +343,20 @@ def of_model(
 
 def described(
     model: Path | None, gemms: Sequence[str], attentions: Sequence[str], shapes: Path | None, tokens: str, keys: str,
-    dtype: str | None, backward: bool = False,
+    dtype: str | None, backward: bool = False, grouped: Sequence[str] = (),
 ) -> list[Call]:  # fmt: skip
     """The calls that the options of `tilestream warm` and `tilestream report` describe."""
-    found = [parse("gemm", text) for text in gemms] + [parse("attention", text) for text in attentions]
+    given = {"gemm": gemms, "attention": attentions, "grouped": grouped}
+    found = [parse(kind, text) for kind, texts in given.items() for text in texts]
     try:
         lines = [] if shapes is None else shapes.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"--shapes {shapes}: no text: {error}") from None
     for line in lines:
         kind, _, text = line.partition("#")[0].strip().partition(" ")
-        if kind and kind not in ("gemm", "attention"):
-            raise ValueError(f"{shapes}: {line!r}; a line is 'gemm M,N,K...' or 'attention B,S,H,Hkv,D...'")
+        if kind and kind not in _KINDS:
+            lines_are = ", ".join(f"'{name} {form}...'" for name, (_, form) in _KINDS.items())
+            raise ValueError(f"{shapes}: {line!r}; a line is one of {lines_are}")
         found += [parse(kind, text.strip())] if kind else []
     if model is not None:
         path = model / "config.json" if model.is_dir() else model

@@ -127,6 +127,11 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
         "spills": (found.spills, (0, 0, 0)),
         "barriers whose place something else takes": (sass.reused_barriers(found.ptx), []),
         "barriers": ([count for _, count in sass.made_barriers(found.ptx)], list(ring.barriers().values())),
+        # The load warp's, behind what it has seen of a tile's words; and each consumer's, behind its stores.
+        "fences of global memory": (
+            found.count_ptx(r"\bfence\.proxy\.async\.global\b"),
+            1 + arguments.config.LOOPS * arguments.config.PUBLISHES,
+        ),
         "stores by TMA": (found.count_sass(r"\bUTMASTG") > 0, arguments.out is not None),
         "shared memory": (kernel.metadata.shared, range(232448 + 1)),
         "words that lanes read": (count, range(2, 10)),

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tilestream.core.gpu_specs import named
 from tilestream_tools.cli import warm
 from tilestream_tools.warm import kernel_cache
-from tilestream_tools.warm.calls import Attention, Gemm, described
+from tilestream_tools.warm.calls import Attention, Gemm, Grouped, described
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "torch_dtype": "bfloat16"}
 
@@ -98,9 +98,9 @@ def test_a_model_s_backward_passes(cli, tmp_path, compiled, options):
 
 def test_a_file_of_shapes(tmp_path):
     path = tmp_path / "shapes.txt"
-    path.write_text("# of a test\n\ngemm 8,16,24,bias   # with one\nattention 1,8,2,2,64\n")
+    path.write_text("# of a test\n\ngemm 8,16,24,bias   # with one\nattention 1,8,2,2,64\ngrouped 8,16,24,2\n")
     assert described(None, (), (), path, "1", "", None) == [
-        Gemm(8, 16, 24, bias=True), Attention(1, 8, 2, 2, 64)
+        Gemm(8, 16, 24, bias=True), Attention(1, 8, 2, 2, 64), Grouped(8, 16, 24, 2)
     ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_a_gpu_s_properties_are_carried_in_a_file(cli, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "nothing to compile: give a model, --gemm, --attention or --shapes"),
+        ((), "nothing to compile: give a model, --gemm, --attention, --grouped or --shapes"),
         (("--to", "pack"), "nothing to compile"),
         (("--gemm", "8,16"), "gemm 8,16: give M,N,K"),
         (("--gemm", "8,16,24", "--device", "cpu"), "--device cpu: nothing is compiled for a CPU"),
@@ -125,7 +125,7 @@ def test_a_gpu_s_properties_are_carried_in_a_file(cli, tmp_path, monkeypatch):
         (("--gemm", "8,16,24", "--device", "nowhere.json"), "nowhere.json: No such file"),
         (("--gemm", "8,16,24", "--device", "{broken}"), "no file of --save-device"),
         (("--shapes", "{binary}"), "no text"),
-        (("--shapes", "{text}"), "a line is 'gemm M,N,K...' or 'attention"),
+        (("--shapes", "{text}"), "a line is one of 'gemm M,N,K...', 'attention"),
         (("--from", "nowhere.tar"), "nowhere.tar: No such file"),
         (("nowhere",), "nowhere: No such file"),
         (("{folder}",), "config.json: No such file"),

@@ -16,11 +16,12 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import GateWords, SignalsAhead
 from tilestream.arrival.flat import Awaited, FlatArrival
 from tilestream.core.gpu_specs import named
-from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands
+from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands, GroupedOperands
 from tilestream.launch.hopper import attention_launch as hopper_attention
+from tilestream.launch.hopper import grouped as hopper_grouped
 from tilestream.launch.hopper import launch as hopper_gemm
 from tilestream.launch.launch import Kernel
-from tilestream.ops import attention_gpu, gpu
+from tilestream.ops import attention_gpu, gpu, grouped_library, grouped_sources
 from tilestream.ops.attention_operands import Settings
 from tilestream_tools.isa.build import TARGETS, NoGpu
 
@@ -75,6 +76,17 @@ def late_keys() -> None:
     attention_gpu.find(operands, settings, arriving(256, 64))(operands, Awaited(Signals()))
 
 
+def groups(arrives: bool | None = None) -> None:
+    """``arrives``: of rows by two sources, whether they do; None: rows are packed."""
+    a, b = torch.zeros(512, 128, dtype=BF16), torch.zeros(4, 256, 128, dtype=BF16).mT
+    counts = torch.zeros(4 if arrives is None else (2, 4), dtype=torch.int32)
+    x = GroupedOperands(a, b, torch.zeros(512, 256, dtype=BF16), Epilogue(), counts)
+    if arrives is None:
+        grouped_library.find(x, gpu.How())(x)
+    else:
+        grouped_sources.find(x, gpu.How(), arrives=arrives)(x, Awaited(Signals()) if arrives else None)
+
+
 CALLS = {
     "gemm 256,512,128,bias": lambda: linear(256, 512, 128, bias=True),
     "gemm 64,48,40,float32": lambda: linear(64, 48, 40, FP32),
@@ -83,6 +95,9 @@ CALLS = {
     "gemm 256,512,128,backward": gradients,
     "gemm 256,512,128,chunk=64": late_rows,
     "attention 1,256,8,8,64,causal,chunk=64": late_keys,
+    "grouped 512,256,128,4": groups,
+    "grouped 512,256,128,4,sources=2": lambda: groups(False),
+    "grouped 512,256,128,4,sources=2,arrives": lambda: groups(True),
 }
 
 
@@ -100,9 +115,9 @@ def main() -> None:
     found = []
     triton.runtime.driver.set_active(NoGpu(TARGETS["sm_90a"]))
     triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append([src.name, cache_hit])
-    for module in (gpu, attention_gpu):
+    for module in (gpu, attention_gpu, grouped_library):
         module.cuda_properties = lambda index: named("h100")
-    for module in (hopper_gemm, hopper_attention):
+    for module in (hopper_gemm, hopper_attention, hopper_grouped):
         module.Launcher = Issued
     Kernel.__call__ = lambda self, stream, filled: self.compile(filled)
     Kernel.load = Kernel.compile

@@ -15,7 +15,7 @@ import tilestream as ts
 from tilestream.core.gpu_specs import named
 from tilestream_tools.warm import kernel_cache
 from tilestream_tools.warm.ahead import ahead, kernels_of
-from tilestream_tools.warm.calls import Attention, Gemm, of_model, parse
+from tilestream_tools.warm.calls import Attention, Gemm, Grouped, of_model, parse
 from tritons import environment
 
 H100 = named("h100")
@@ -32,6 +32,11 @@ LLAMA = {
         ("gemm", "5, 6, 7, float16, tn, bias, gelu", Gemm(5, 6, 7, "float16", "tn", True, "gelu")),
         ("gemm", "5,6,7,float8_e4m3fn,scales=row", Gemm(5, 6, 7, "float8_e4m3fn", scales="row")),
         ("gemm", "512,6,7,chunk=128,backward", Gemm(512, 6, 7, chunk=128, backward=True)),
+        ("grouped", "512,256,64,8", Grouped(512, 256, 64, 8)),
+        (
+            "grouped", "512,256,64,8,float16,bias,swiglu,sources=4,arrives",
+            Grouped(512, 256, 64, 8, "float16", True, "swiglu", 4, True),
+        ),
         ("attention", "1,512,32,8,128,chunk=64", Attention(1, 512, 32, 8, 128, chunk=64)),
         ("attention", "1,512,32,8,128", Attention(1, 512, 32, 8, 128)),
         (
@@ -59,6 +64,9 @@ def test_a_call_by_its_shape(kind, text, call):
         ("attention", "1,512,32,8", "attention 1,512,32,8: give B,S,H,Hkv,D"),
         ("attention", "1,512,32,8,128,bias", "'bias' is neither a dtype nor an option of attention"),
         ("attention", "1,512,32,8,128,keys=0", "'keys=0' is neither"),
+        ("grouped", "5,6,7", "grouped 5,6,7: give M,N,K,G"),
+        ("grouped", "5,6,7,8,sources=2", "give sources=N, which divide the 5 rows in equal places"),
+        ("grouped", "5,6,7,8,arrives", "give sources=N"),
     ],
 )
 def test_what_is_no_shape_is_refused(kind, text, says):
@@ -161,6 +169,9 @@ def test_what_arrives_has_kernels_of_its_own(tmp_path, monkeypatch):
     for there, arriving in (
         (Gemm(512, 1024, 256), Gemm(512, 1024, 256, chunk=128)),
         (Attention(1, 512, 8, 8, 64), Attention(1, 512, 8, 8, 64, chunk=128)),
+        (Grouped(512, 256, 128, 4), Grouped(512, 256, 128, 4, sources=2)),
+        (Grouped(512, 256, 128, 4, sources=2), Grouped(512, 256, 128, 4, sources=2, arrives=True)),
+        (Grouped(512, 256, 128, 4, bias=True, sources=2, arrives=True), Grouped(512, 256, 128, 4)),
     ):
         without, with_gate = (set(kernels_of([call], H100)) for call in (there, arriving))
         assert with_gate - without
@@ -182,7 +193,7 @@ def test_a_launch_finds_what_was_compiled_ahead(tmp_path):
         [sys.executable, "-c", code, "warm", "--shapes", shapes, "--device", "h100", "--jobs", "1"],
         env=settings, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert "7 calls launch 10 kernels, of which 10 were compiled" in " ".join(warm.stdout.split())
+    assert "10 calls launch 13 kernels, of which 13 were compiled" in " ".join(warm.stdout.split())
     run = subprocess.run(
         [sys.executable, Path(__file__).parent / "found_warm.py", *CALLS], env=settings, capture_output=True, text=True,
         check=True,
@@ -191,5 +202,6 @@ def test_a_launch_finds_what_was_compiled_ahead(tmp_path):
     names = [[name for name, _ in one["kernels"]] for one in launched]
     assert names == [
         ["gemm"], ["gemm"], ["attend"], ["attend", "merge_shares"], ["gemm"] * 3, ["gemm"], ["attend"],
+        ["grouped_gemm"], *[["grouped_gemm_by_source"]] * 2,
     ]  # fmt: skip
     assert all(found for one in launched for _, found in one["kernels"]), launched
