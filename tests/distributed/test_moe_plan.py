@@ -7,7 +7,9 @@ import types
 import pytest
 import torch
 
+from tilestream.core.gpu_specs import named
 from tilestream.distributed import moe_plan, symmetric
+from tilestream.distributed.moe_experts import Experts, through
 from tilestream.distributed.moe_plan import plan_of
 from tilestream.distributed.planner import UNPREPARED
 from tilestream.launch.layout import Layout
@@ -112,3 +114,22 @@ def test_parts_of_the_memory_lie_apart_and_are_aligned():
         assert layout.results >= world * capacity * width * itemsize
         assert layout.heads >= layout.results + capacity * width * itemsize
         assert layout.size == layout.heads + 4 * world * (1 + e)
+
+
+def test_the_products_of_pushed_rows_are_hopper_s(monkeypatch):
+    """Rows of a source are packed, and their experts' ends are on the device: the grouped kernel's."""
+    pytest.importorskip("triton")
+    from tilestream.ops import grouped_library
+    from tilestream_tools.warm.ahead import ahead
+
+    plans = []
+    monkeypatch.setattr(grouped_library, "launch_of", lambda plan, x: lambda *_: plans.append(plan))
+    both, w2, rows = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((16, 2048, 512), (16, 512, 1024), (4096, 512))
+    )
+    w1, w3 = both.chunk(2, 1)
+    ends = torch.empty(16, dtype=torch.int32, device="meta")
+    with ahead(named("h100")):
+        through(Experts(w1, w2, w3, "silu"), rows, ends)
+    assert [(plan.backend, plan.problem.two_halves) for plan in plans] == [("hopper", True), ("hopper", False)]

@@ -15,6 +15,8 @@ import tilestream as ts
 from tilestream.core.groups import mean_row_tiles, most_row_tiles
 from tilestream.core.schedule import Cursor, Schedule, Take, take
 from tilestream.plan import GroupedProblem, plan_groups
+from tilestream.plan.candidate import Asked
+from tilestream.plan.grouped import hopper_candidates
 
 
 def plan(m=8192, n=4096, k=2048, groups=32, device=H100, **how):
@@ -216,3 +218,27 @@ def test_rows_by_source_cost_what_is_expected_of_them():
     assert plan(m=4096, sources=8).problem.m == 8 * 4096
     with pytest.raises(ValueError, match="sources=3: groups by source divide rows, 64 in equal places"):
         GroupedProblem(64, 32, 32, groups=2, sources=3)
+
+
+@pytest.mark.parametrize(
+    ("groups", "arrives", "load"), [(8, True, 88), (64, True, 88), (8, False, 72), (65, True, 136), (256, False, 136)]
+)
+def test_rows_by_source_are_hopper_s_whose_load_warp_has_more_registers(groups, arrives, load):
+    for how in ({}, {"activation": "swiglu"}, {"dtype": "fp8", "scales": "block"}, {"m": 64, "scales": "row"}):
+        made = plan(groups=groups, sources=4, arrives=arrives, **how)
+        assert (made.backend, made.registers[0]) == ("hopper", load)
+        loops = 1 if made.variant == "single" else 2
+        assert load + loops * made.registers[1] <= {1: 256, 2: 504}[loops], "registers of a CTA"
+    assert plan(groups=groups, sources=4, arrives=arrives, backend="portable").backend == "portable"
+
+
+def test_rows_by_source_have_tiles_whose_math_loops_have_room():
+    made = {"m": 4096, "sources": 8, "arrives": True}
+    for how, most in (({}, 128), ({"scales": "row"}, 96), ({"activation": "swiglu"}, 64)):
+        problem = plan(**made, **how).problem
+        rows = list(hopper_candidates(problem, H100, 132, Asked()))
+        registers = {one.block[0] * one.block[1] // (256 if one.variant == "cooperative" else 128) for one in rows}
+        assert max(registers) == most
+    few = plan(groups=257, **made)
+    assert few.backend == "portable"
+    assert any("among 256 at most, and there are 257" in one.why for one in few.refused)

@@ -38,9 +38,10 @@ MOST_REGISTERS = 64
 HOPPER_GROUPS = 256
 TABLE_BYTES = 2 * 4 * HOPPER_GROUPS
 #: Rows by source: the most groups of a source, and registers of a thread of the load warp, which looks at the counts,
-#: tickets and words of all of them at once, and of the math warps, with two math loops and with one. With 104 Triton
-#: 3.7 spills 76 bytes of 256 groups; with 56 it spills 88 of 32.
+#: tickets and words of all of them at once, and of the math warps, with two math loops and with one. And the same of
+#: few groups where nothing arrives. With 104 Triton 3.7 spills 76 bytes of 256 groups; with 56 it spills 88 of 32.
 SOURCE_REGISTERS = {64: ((88, 208), (88, 168)), HOPPER_GROUPS: ((136, 184), (136, 120))}
+_THERE_REGISTERS = ((72, 216), (72, 184))
 #: Rows by source: the most registers of a thread for an accumulator, before a plain epilogue and before any other; and
 #: those that an accumulator and a product that is added to it leave. Beyond Triton 3.7 spills 16 to 1328 bytes.
 _MOST_BY_SOURCE, _BESIDE_PROMOTED = (128, 96), 56
@@ -358,7 +359,8 @@ def registers_of(problem: GroupedProblem, row: hopper.Tile) -> tuple[int, int]:
     """Registers of a thread of the load warp, and of the math warps."""
     if not problem.sources:
         return hopper.registers_of(problem, row)
-    two, one = next(split for most, split in SOURCE_REGISTERS.items() if problem.groups <= most)
+    few, split = next((most, split) for most, split in SOURCE_REGISTERS.items() if problem.groups <= most)
+    two, one = _THERE_REGISTERS if few < HOPPER_GROUPS and not problem.arrives else split
     return one if row.loops == 1 else two
 
 
