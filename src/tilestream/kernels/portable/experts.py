@@ -93,6 +93,7 @@ def tell_peer(starts, control, places, slots, rank, peer, E, HEADS, WORLD: tl.co
     tl.store(head, first)
     tl.store(head + 1 + expert, count, mask=inside)
     tl.store(signals + WORLD + rank * E + expert, tl.full((BLOCK_E,), 1, tl.int32), mask=inside & (count == 0))
+    drain()  # more experts than lanes are several waves' stores
     tl.debug_barrier()
     tl.atomic_xchg(signals + rank, 1, sem="release", scope="sys")
 
