@@ -25,6 +25,8 @@ from tilestream.launch.portable import experts, rank_calls
 from tilestream_tools.emulator import Machine, Tensor
 
 _WORLD, _RANK, _TOKENS, _TOP_K, _WIDTH, _WORKERS, _FORM, _KEY = 3, 1, 11, 2, 40, 3, 5, 41
+#: Experts that tokens choose at most: several rows for each, which are several waves'.
+_CHOSEN = 6
 #: Seconds until the deadline, if nothing is lost; and of the wait for what is.
 _LONG, _SHORT = 1.0, 2e-5
 #: Instructions from one thing that a peer brings to the next.
@@ -58,7 +60,8 @@ class _Tokens(NamedTuple):
     def random(cls, seed: int, count: int) -> _Tokens:
         made = torch.Generator().manual_seed(seed)
         x = torch.randn(_TOKENS, _WIDTH, generator=made).bfloat16()
-        choices = torch.randint(count, (_TOKENS, _TOP_K), generator=made)
+        few = torch.randperm(count, generator=made)[:_CHOSEN]
+        choices = few[torch.randint(len(few), (_TOKENS, _TOP_K), generator=made)]
         choices[3, 1] = count  # which does not exist
         return cls(x, torch.rand(_TOKENS, _TOP_K, generator=made), sort(choices, count))
 
