@@ -352,28 +352,37 @@ def something_is_lost(what: str) -> Callable[[Operands, Launch], None]:
     return steps
 
 
-def peer_gives_up(o: Operands, launch: Launch) -> None:
-    """It breaks the group while the rank waits for rows, then before: the rank waits no more, and the call is void."""
-    call = _Call(o, launch)
-    call.start(0)
-    call.push()
-    own, *others = sources(_RANK, _WORLD)
-    assert call.take(own)
+def peer_gives_up(lost: int) -> Callable[[Operands, Launch], None]:
+    """It breaks the group while the rank waits, then before: the rank waits no more, and the call is void.
 
-    def give_up(at: int) -> Callable[[Machine], None]:
-        left = [*call.control]
+    ``lost``: see `_Call.bring`.
+    """
 
-        def host(machine: Machine) -> None:
-            while left and machine.executed >= at:
-                left.pop().write(np.ones(1, np.int32), 4 * BROKEN)
+    def steps(o: Operands, launch: Launch) -> None:
+        call = _Call(o, launch)
+        call.start(0)
+        call.push()
+        own, *others = sources(_RANK, _WORLD)
+        assert call.take(own)
 
-        return host
+        def give_up(source: int, at: int) -> Callable[[Machine], None]:
+            left, bring = [*call.control], call.bring(source, lost)
 
-    for source, at in zip(others, (2000, 0), strict=True):
-        assert not call.take(source, beside=give_up(at))
-        call.give_back(source)
-    call.check_record(QUARANTINED, others[0])
-    assert call.end().isnan().all()
+            def host(machine: Machine) -> None:
+                if lost >= 0:
+                    bring(machine)
+                while left and machine.executed >= at:
+                    left.pop().write(np.ones(1, np.int32), 4 * BROKEN)
+
+            return host
+
+        for source, at in zip(others, (4000, 0), strict=True):
+            assert not call.take(source, beside=give_up(source, at))
+            call.give_back(source)
+        call.check_record(QUARANTINED, others[0] if lost < 0 else _WORLD + others[0] * call.layout.experts + lost)
+        assert call.end().isnan().all()
+
+    return steps
 
 
 def rows_multiplied(o: Operands, launch: Launch) -> None:
@@ -394,6 +403,7 @@ CASES: dict[tuple[str, str], Callable[[Operands, Launch], None]] = {
     ("mixture over ranks", "a head is lost"): something_is_lost("head"),
     ("mixture over ranks", "rows are lost"): something_is_lost("rows"),
     ("mixture over ranks", "results are lost"): something_is_lost("results"),
-    ("mixture over ranks", "a peer gives up"): peer_gives_up,
+    ("mixture over ranks", "a peer gives up"): peer_gives_up(-1),
+    ("mixture over ranks", "a peer gives up behind its head"): peer_gives_up(0),
     ("mixture over ranks", "gate times up"): rows_multiplied,
 }  # fmt: skip
