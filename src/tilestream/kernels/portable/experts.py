@@ -24,7 +24,7 @@ block acquires the others', and the signal is a release again. Rows are read by 
     results  [CAPACITY, WIDTH]           of the own choices, sorted by expert: each rank's in their places
     heads    int32 [WORLD, 1 + E]        of each source: where its results go there, and its rows for each expert
 
-They have been compiled and run in Triton's interpreter, and not on a GPU yet.
+They have run in Triton's interpreter and, as compiled for AMD, on the emulator; not on a GPU yet.
 """
 
 from __future__ import annotations
