@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import random
 import re
 from collections import Counter
@@ -288,6 +289,8 @@ class Base:
                     return "no end" if "no end" in str(fault) or "no wave can go on" in str(fault) else "a check"
                 except AssertionError:
                     return "numbers"
+                finally:
+                    gc.collect()  # which nothing else does: see `executed.engine`
         return ""
 
 
