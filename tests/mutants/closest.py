@@ -66,12 +66,12 @@ kernels.portable.attention: kernels/portable/test_portable_attention.py
 kernels.portable.add: kernels/portable/test_portable_add.py
 kernels.portable.rank_calls: kernels/portable/test_portable_rank_calls.py kernels/test_rank_calls_compiled.py
 launch.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
-kernels.portable.experts: kernels/portable/test_portable_experts.py
+kernels.portable.experts: kernels/portable/test_portable_experts.py kernels/test_experts_compiled.py
 kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
  kernels/portable/test_portable_grouped.py
 launch.gemm_arguments: plan/test_portable_plan.py kernels/portable/test_portable_gemm.py
 launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_grouped_plan.py
-core.protocols.experts: kernels/portable/test_portable_experts.py
+core.protocols.experts: kernels/portable/test_portable_experts.py tools/verify/test_recorded_sweeps.py
 distributed.graph_experts: kernels/portable/test_portable_experts.py
 distributed.moe_plan: distributed/test_moe_plan.py distributed/test_moe.py
 launch.portable.experts: kernels/portable/test_portable_experts.py
