@@ -12,12 +12,11 @@ from benchmarks.core.records import Record
 from benchmarks.core.timing import Call, host_microseconds
 from benchmarks.gemm.bench import Bench, Row
 from benchmarks.gemm.draw import Draw, draws
+from benchmarks.gemm.plans import planned
 from benchmarks.gemm.sections import compared, timed
 from benchmarks.report import gemm_random
 from benchmarks.report.notes import Section
-from tilestream.core.device import DeviceProperties
 from tilestream.plan import Plan
-from tilestream.plan import plan as ask
 from tilestream_tools.sweep.check import Check, poison
 
 #: Problems, where no other number is given.
@@ -106,14 +105,6 @@ def checked(a: torch.Tensor, b: torch.Tensor, given: dict[str, Any], answer: tor
     return Check.of_product(
         a.float(), b.float(), answer, lambda x, rows: x * scale_b * (scale_a[rows] if by_row else scale_a)
     )
-
-
-def planned(problem: Draw, device: str | DeviceProperties) -> Plan:
-    """The plan that the op takes: such operands are contiguous as their layout says, which a plan is told."""
-    return ask(
-        problem.m, problem.n, problem.k, batch=problem.batch, dtype=problem.dtype, layout=problem.layout,
-        scales=problem.scales, device=device,
-    )  # fmt: skip
 
 
 def reasons(plan: Plan) -> str:

@@ -20,9 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.core.records import Data, load
-from benchmarks.gemm.board import planned
 from benchmarks.gemm.draw import Draw
-from benchmarks.gemm.sweep import key_of
+from benchmarks.gemm.plans import key_of, planned
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gpu_specs import named
 from tilestream.plan import realign
@@ -80,9 +79,9 @@ class Measured(NamedTuple):
         return np.array(found)
 
 
-def device_of(data: Data) -> DeviceProperties:
-    """The device of a record."""
-    return next(named(name) for name in ("h100", "h200") if name.upper() in data["device"])
+def device_of(data: Data) -> DeviceProperties | None:
+    """The device of a record; None: one whose kernels the model does not cost."""
+    return next((named(name) for name in ("h100", "h200") if name.upper() in data["device"]), None)
 
 
 def of_problem(drawn: Draw, device: DeviceProperties, seconds: dict[str, float] | None = None) -> Measured:
@@ -109,9 +108,10 @@ def sweeps(records: Iterable[Data]) -> list[Measured]:
     """The problems of sweeps, those with two candidates at least that are there still."""
     found = []
     for data in records:
-        for row in data["rows"]:
+        device = device_of(data)
+        for row in () if device is None else data["rows"]:
             seconds = {key: 1e-6 * us for key, _, us in row["plans"]}
-            found.append(of_problem(Draw(*row["problem"]), device_of(data), seconds))
+            found.append(of_problem(Draw(*row["problem"]), device, seconds))
     return [one for one in found if len(one.candidates) > 1]
 
 
@@ -201,10 +201,11 @@ def main(arguments: list[str]) -> None:
     """Fit to the records that are named, of one device."""
     fitted, _, beside = " ".join(arguments).partition("--beside")
     data = [load(Path(name)) for name in fitted.split()]
-    if len({one["device"] for one in data}) != 1:
-        raise SystemExit("name the records of sweeps of one device: python benchmarks/run.py gemm fit RECORD...")
+    device = device_of(data[0]) if len({one["device"] for one in data}) == 1 else None
+    if device is None:
+        raise SystemExit("name sweeps of one device, an H100 or H200: python benchmarks/run.py gemm fit RECORD...")
     others = sweeps(load(Path(name)) for name in beside.split())
-    problems, start = sweeps(data), costs_of(device_of(data[0]))
+    problems, start = sweeps(data), costs_of(device)
     found = fit(problems, start)
     for what, costs in (("as it was", start), ("fitted", found)):
         print(f"{what}, {told(costs, problems)}")

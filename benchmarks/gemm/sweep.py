@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from benchmarks.gemm.bench import Bench, Row, every_plan, rounded
-from benchmarks.gemm.board import checked, operands, peer, planned, tell
+from benchmarks.gemm.board import checked, operands, peer, tell
 from benchmarks.gemm.draw import Draw, fit_draws
+from benchmarks.gemm.plans import key_of, planned
 from benchmarks.gemm.search import launches
 from benchmarks.gemm.shapes import refuse_impossible
 from benchmarks.report import gemm_random
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.ops import gpu
-from tilestream.plan import tuned
 
 #: Rounds of all candidates of a problem; problems of a sweep, where no other number is given.
 ROUNDS, COUNT = 7, 64
@@ -64,11 +64,6 @@ def compile_plan(problem: Draw, plan: Any, device: DeviceProperties) -> None:
     epilogue = Epilogue(scale_a=given.get("scale_a"), scale_b=given.get("scale_b"))
     a, b, out = (x if x.dim() == 3 else x[None] for x in (a, b, out))
     gpu.compile_ahead(GemmOperands(a, b, out, epilogue), gpu.How(), device, plan=plan)
-
-
-def key_of(candidate: Any) -> str:
-    """What tells a plan, or a candidate, from the others of its problem."""
-    return " ".join(f"{name}={value}" for name, value in tuned.knobs(candidate).items())
 
 
 def sweep_row(bench: Bench, problem: Draw) -> Row:

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.core.records import Data, Row, records
 from benchmarks.gemm.draw import CLASSES, SHARES
 from benchmarks.report.notes import Notes
-from benchmarks.report.tables import columns, geomean, incomplete, table, verdict
+from benchmarks.report.tables import cell, columns, geomean, incomplete, table, verdict
 
 NOTES = Notes("gemm_random")
 #: How many of a board's problems are shown with their plans and the reasons: the worst.
@@ -65,12 +65,13 @@ def sweep(data: Data) -> list[str]:
     """What the plan's choices reach of the best of its own candidates: those of then, and of the model of today."""
     from benchmarks.gemm import fit  # imports torch
 
-    costs, lines = fit.costs_of(fit.device_of(data)), []
+    device, lines = fit.device_of(data), []
     kinds = {"all": data["rows"]} | {kind: [row for row in data["rows"] if row["kind"] == kind] for kind in SHARES}
     for name, rows in kinds.items():
         if rows:
-            told = [row["of_best"] for row in rows], fit.shares(costs, fit.sweeps([{**data, "rows": rows}])).tolist()
-            figures = [f"{value:.3f}" for shares in told for value in (geomean(shares), min(shares))]
+            today = [] if device is None else fit.shares(fit.costs_of(device), fit.sweeps([{**data, "rows": rows}]))
+            told = [row["of_best"] for row in rows], list(today)
+            figures = [cell(of(shares) if shares else None) for shares in told for of in (geomean, min)]
             lines.append([name, str(len(rows)), *figures])
     plans = sum(len(row["plans"]) for row in data["rows"])
     which = "Large shapes" if data["stem"].endswith("shapes") else f"Seed {data['seed']} of the sweeps"

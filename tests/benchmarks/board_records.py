@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.core.records import text_of
-from benchmarks.gemm.board import planned, reasons
+from benchmarks.gemm.board import reasons
 from benchmarks.gemm.draw import draws, fit_draws
-from benchmarks.gemm.sweep import key_of
+from benchmarks.gemm.plans import key_of, planned
 
 from tilestream.core.gpu_specs import named
 from tilestream.plan.planner import search_space

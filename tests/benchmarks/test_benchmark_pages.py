@@ -29,7 +29,6 @@ from benchmarks.report import (
 )
 from benchmarks.report import notes as notes_module
 from benchmarks.report.notes import NOTES, Notes
-from board_records import board_record, promise_records, sweep_record, written
 
 from tilestream_tools.sweep.record import Sweep
 
@@ -149,7 +148,7 @@ def test_without_records_a_page_is_its_head(results):
 
 
 @pytest.mark.parametrize("name", pages.PAGES)
-def test_every_part_of_the_notes_is_used(name, monkeypatch, results):
+def test_every_part_of_the_notes_is_used(name, monkeypatch):
     used = set()
 
     class Parts(dict):
@@ -167,6 +166,7 @@ def test_every_part_of_the_notes_is_used(name, monkeypatch, results):
     # Words on shapes that were lost then, and sentences on what no record has now.
     now = {part for part in Notes(name).parts if not re.match(r"why |loss |behind |unknown|title|timeline|lanes", part)}
     now -= {"search wrong", "host hidden", "means no handshake", "all_reduce no loss", "no loss", "lists alone", "none"}
+    now -= {"failed", "not random"}
     assert not now - used - {part for part in now if part.endswith("title")}
     assert not re.findall(r"\{[a-z_]+[^}]*\}", text.replace("{toctree}", "")), "a field without its figure"
 

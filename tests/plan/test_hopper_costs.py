@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from tilestream.plan.candidate import Candidate, Deferred
 from tilestream.plan.planner import search_space
 from tilestream.plan.policy import hopper
 from tilestream.plan.policy.hopper_costs import FITTED, Costs, Model, costs_of, row_cost
+from tilestream.plan.problem import GroupedProblem
 
 KINDS = ("static", "dynamic", "stream_k")
 #: Issue 27, an H100, bfloat16: the tile, bytes that rows begin at multiples of, and TFLOP/s of 2048 x 13312 x 15800 and
@@ -44,6 +46,19 @@ def test_a_row_costs_by_the_lines_and_sectors_it_lies_in():
     costs = Costs(crossed=2.0, fifth=4.0)
     # One row in two begins at a line, one in four, one in eight; of the last, one in two lies in five sectors.
     assert [row_cost(multiple, costs) for multiple in (128, 64, 32, 16)] == [1, 2, 2.5, 1 + 2 * 7 / 8 + 4 / 2]
+
+
+def test_rows_of_groups_are_those_that_are_written():
+    """Of sources, those to expect, however many there is room for; of groups of K, each group's; of halves, one's."""
+
+    def ends(m: int, n: int = 200, **more: Any) -> tuple[float, bool]:
+        model = Model(GroupedProblem(m, n, 512, **BF16, groups=4, **more), named("h100"))
+        return model.ends / model.costs.ends, model.by_tma
+
+    assert ends(4096, sources=4, likely=4096) == ends(32768, sources=4, likely=4096) == ends(4096) == (4096, True)
+    assert ends(1024, along="k") == (4096, True)
+    assert ends(4096, 328, two_halves=True) == (4096, False)
+    assert ends(4096, 256, two_halves=True) == (0, True)
 
 
 def test_where_rows_cross_lines_the_plan_takes_a_tile_that_reads_less():

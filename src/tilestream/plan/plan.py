@@ -249,11 +249,11 @@ def _arrivals(plan: Plan) -> Iterator[tuple[str, str]]:
         how = "a group's tiles wait for its source's counts and for its own rows, and are taken as they come"
         yield (
             "arrival",
-            f"rows by source, from source {problem.pivot} on; {how}{'' if plan.backend == 'cpu' else NOT_RUN}",
+            f"rows by source, from source {problem.pivot} on; {how}{NOT_RUN if plan.backend == 'hopper' else ''}",
         )
     elif isinstance(problem, GroupedProblem) and problem.arrives:
         how = "tiles of the group with most rows first, each waits for its own"
-        yield "arrival", f"each group's matrix of B; {how}{'' if plan.backend == 'cpu' else NOT_RUN}"
+        yield "arrival", f"each group's matrix of B; {how}"
     if not problem.arriving:
         yield "arrival", "none: no gate code runs"
     operand, why = copied_operand(problem, plan.backend)

@@ -133,6 +133,16 @@ class Problem:
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
+    def out_rows(self) -> int:
+        """The rows that are written."""
+        return self.batch * self.m
+
+    @property
+    def out_columns(self) -> int:
+        """The number of the output's columns."""
+        return self.n
+
+    @property
     def bytes(self) -> int:
         """The least number of bytes to move: A and B are read once, the output is written once."""
         size, out = ITEMSIZE[self.dtype], ITEMSIZE[self.out_dtype]
@@ -230,8 +240,13 @@ class GroupedProblem(Problem):
 
     @property
     def out_columns(self) -> int:
-        """The number of the output's columns."""
+        """See `Problem`."""
         return self.n // 2 if self.two_halves else self.n
+
+    @property
+    def out_rows(self) -> int:
+        """See `Problem`. By source the rows to expect."""
+        return self.likely if self.sources else self.groups * self.m if self.divides_k else self.m
 
     @property
     def bytes(self) -> int:

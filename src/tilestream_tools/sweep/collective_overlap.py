@@ -48,13 +48,20 @@ def floor(comm: float, matmul: float, taken: int, units: int) -> float:
 
 
 class _Together:
-    """A clock whose samples begin on all ranks at once."""
+    """A clock whose samples begin on all ranks at once, and are taken anew on all of them."""
 
+    device: str
     group: dist.ProcessGroup
 
     def _sample(self, call: Call) -> float:
         dist.barrier(self.group)
         return super()._sample(call)  # type: ignore[misc, no-any-return]
+
+    def _is_late(self, late: bool) -> bool:
+        """Whether any rank is: each makes as many calls, since a collective is of all."""
+        found = torch.tensor(int(late), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
+        return bool(found)
 
 
 class _CpuClock(_Together, CpuClock):

@@ -146,7 +146,8 @@ def _made(plan: Plan, how: str, layout: str) -> tuple[Plan, Layout]:
         rows, columns = Incoming(Chunks.uniform(problem.m, 512)), Incoming(Chunks((0, 5, 5, problem.n)))
         problem = replace(problem, rows=rows, columns=columns)
     if how in ("worst", "arriving"):
-        schedule = Schedule("stream_k", grid, old.raster, old.workers - 1)
+        some = (Schedule("stream_k", grid, old.raster, old.workers - less) for less in (1, 2))
+        schedule = next(one for one in some if one.slots)  # tiles are split
         return replace(plan, problem=problem, schedule=schedule), made
     word = 0 if how == "ordered" else 16 if problem.aligned or problem.vector > 1 else 2
     problem = replace(problem, rows=Incoming(Chunks((0, 5, 5, problem.m)), 0, word))

@@ -63,8 +63,8 @@ HOWS = {
 }  # fmt: skip
 #: Of these, what needs most on an architecture on which nothing has run, and what runs most.
 MOST = ("worst", "k", "plain")
-#: There, what is spilled at most: the most of a sample on Triton 3.7 (sm_120, float8, 128x128), and a little.
-NOT_RUN_SPILLS = {"bytes": 128, "stack": 64}
+#: There, what is spilled at most: the most of all (sm_100, float8, 64x128, Triton 3.9: 136 bytes), and a little.
+NOT_RUN_SPILLS = {"bytes": 144, "stack": 64}
 QUICK = (
     "bfloat16 128x128 worst", "bfloat16 128x256 gradient", "bfloat16 16x128 across", "bfloat16 64x64 plain",
     "float32 64x64 k", "float8 128x128 worst", "bfloat16 128x128 halves", "bfloat16 128x128 arrives",

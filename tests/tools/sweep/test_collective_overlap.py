@@ -27,6 +27,34 @@ def test_bad_input():
             beside.sweep_beside(SUITE, [0], ways(["torch"]))
 
 
+def test_a_sample_is_taken_anew_on_all_ranks(monkeypatch):
+    """Here it was not late, but on another rank: a call made there alone would wait for this rank's."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, _: Event) -> float:
+            return 1.0
+
+    class Clock(beside._GpuClock):
+        device, group, CYCLE = "cpu", None, 1.0
+        _source, _sink = torch.ones(1), torch.empty(())
+
+        def __init__(self) -> None: ...
+
+    late, spins, calls = iter([1, 0]), [], []
+    monkeypatch.setattr(beside.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(beside.dist, "all_reduce", lambda found, op, group: found.fill_(next(late)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", spins.append)
+    assert Clock()._sample(lambda: calls.append(0)) == 1e-3
+    assert (len(calls), spins) == (2, [Clock.SPIN_CYCLES, 2 * Clock.SPIN_CYCLES])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", beside.COLLECTIVES)
 def test_two_ranks(collective):

@@ -24,7 +24,7 @@ block acquires the others', and the signal is a release again. Rows are read by 
     results  [CAPACITY, WIDTH]           of the own choices, sorted by expert: each rank's in their places
     heads    int32 [WORLD, 1 + E]        of each source: where its results go there, and its rows for each expert
 
-They have been compiled and run in Triton's interpreter, and not on a GPU yet.
+They have run in Triton's interpreter and, as compiled for AMD, on the emulator; not on a GPU yet.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def tell_peer(starts, control, places, slots, rank, peer, E, HEADS, WORLD: tl.co
     tl.store(head, first)
     tl.store(head + 1 + expert, count, mask=inside)
     tl.store(signals + WORLD + rank * E + expert, tl.full((BLOCK_E,), 1, tl.int32), mask=inside & (count == 0))
+    drain()  # more experts than lanes are several waves' stores
     tl.debug_barrier()
     tl.atomic_xchg(signals + rank, 1, sem="release", scope="sys")
 

@@ -215,9 +215,9 @@ class Model:
         self.bandwidth = device.bandwidth * self.costs.memory
         self.bytes = problem.bytes
         self.feed = self.costs.feed * (self.costs.feed_along_k if problem.divides_k else 1.0)
-        row = problem.n * ITEMSIZE[problem.out_dtype]
+        row = problem.out_columns * ITEMSIZE[problem.out_dtype]
         self.by_tma = row % 16 == 0
-        self.ends = self.costs.ends * problem.batch * problem.m if row % LINE else 0.0
+        self.ends = self.costs.ends * problem.out_rows if row % LINE else 0.0
 
     def step(self, tile: TileFacts, swap_ab: bool, cut: Cut) -> float:
         """Seconds of a K step: its multiplications beside its bytes' way from L2."""

@@ -198,13 +198,13 @@ def tiles(problem: Problem, device: DeviceProperties) -> tuple[Tile, ...]:
             rows = tuple(row._replace(stages=_HIP_STAGES) for row in rows)
         elif device.arch in _OF_A_WARP:
             # 128x256 spills 24 bytes on sm_80 (Triton 3.9), and up to 336 on sm_120 (Triton 3.7). 128x128 of 8 bits
-            # spills 16 bytes on sm_89 (Triton 3.9).
-            most = 128 * 128
-            if device.arch == "sm_89" and problem.fp8 and problem.fast_accum:
-                most = 64 * 128
+            # spills 16 bytes on sm_89, and 32 on sm_120 where the kernel adds an element at a time (Triton 3.9).
+            blackwell = device.arch.startswith("sm_12")
+            spills = not (problem.fast_accum or problem.aligned) if blackwell else problem.fast_accum
+            most = 64 * 128 if problem.fp8 and spills else 128 * 128
             fit = (row for row in rows if row.block_m * row.block_n <= most)
             rows = tuple(row._replace(buffers=row.stages - 1) for row in fit)
-            if device.arch.startswith("sm_12") and problem.fp8:  # with 4 warps 64x128 spills 8 bytes (Triton 3.7)
+            if problem.fp8:  # with 4 warps 64x128 spills 8 bytes on sm_120 (Triton 3.7), up to 328 on sm_89 (3.9)
                 rows = tuple(row._replace(warps=8) if row.block_m == 64 else row for row in rows)
         elif has_tensor_memory(device.arch):
             small = problem.arriving or not problem.aligned

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from executed.experts import CASES as EXPERTS
 from executed.grouped import Grouped
 from executed.problems import Arriving, Attention, Call, Gemm
 from executed.small import CASES as SMALL
@@ -160,8 +161,8 @@ _GROUPED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 )  # fmt: skip
 #: The small kernels of the sample.
 _SMALL_QUICK = {
-    "gfx942": ("two attentions", "late peers and parts"),
-    "gfx950": ("ranks' parts", "a peer does not read"),
+    "gfx942": ("two attentions", "late peers and parts", "two calls, late peers"),
+    "gfx950": ("ranks' parts", "a peer does not read", "a head is lost"),
 }
 
 
@@ -204,7 +205,7 @@ def cases() -> Iterator[Case]:
     for arch, (name, quick, how) in itertools.product(ARCHS, BY_SOURCE):
         make = functools.partial(BySource, arch, **how)
         yield Case("portable grouped GEMM by source", name, arch, make, quick == arch)
-    for arch, ((kernel, name), steps) in itertools.product(ARCHS, SMALL.items()):
+    for arch, ((kernel, name), steps) in itertools.product(ARCHS, (SMALL | EXPERTS).items()):
         yield Case(kernel, name, arch, functools.partial(Small, steps, arch), name in _SMALL_QUICK.get(arch, ()))
     for arch, backend, (name, quick, call), dtype in itertools.product(
         ARCHS, ("portable", "cdna"), _ATTENTION, (_BF16, _F16, _F32, torch.float8_e4m3fn)

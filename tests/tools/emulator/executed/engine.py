@@ -3,8 +3,8 @@
 ``quick`` or ``all``, or a part of names; ``--seeds N`` orders of each ``--landing late,random,early``. Instead of
 cases: ``faults`` seeds ``--seeds N`` faults of each kind, or of those with ``--kind`` in their names, and ``undrained``
 takes the drain out of each hand-over (`executed.faults`); ``elementwise`` compares single operations with numpy
-(`executed.elementwise`). ``--record FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts
-into docs/amd.md.
+(`executed.elementwise`); ``mnemonics`` runs each case once, and says which instructions that has executed. ``--record
+FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts into docs/amd.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from typing import Any
 
 import triton
 
+from executed import elementwise
 from executed.cases import ARCHS, Case, cases
+from executed.problems import MNEMONICS
+
+#: What a record has, beside Triton's version.
+_KINDS = ("rows", "faults", "mnemonics")
 
 
 def chosen(what: str) -> Iterator[Case]:
@@ -70,23 +75,36 @@ def main() -> None:
         rows = [faults.undrained(*names) for names in faults.HAND_OVERS]
         print("\n".join(map(json.dumps, rows)))
     if given.what == "elementwise":
-        from executed import elementwise
-
         rows = [row for arch in ARCHS for row in elementwise.rows(arch)]
         print("\n".join(map(json.dumps, rows)))
+    if given.what == "mnemonics":
+        rows = [mnemonics()]
+        print(json.dumps(rows[0]))
     for case in chosen(given.what):
         rows.append(row(case, given.seeds, tuple(given.landing.split(","))))
         print(json.dumps(rows[-1]), flush=True)
     if given.record:
-        write(given.record, rows, given.what == "faults")
+        write(given.record, rows, given.what if given.what in _KINDS else "rows")
 
 
-def write(file: Path, rows: list[dict[str, Any]], are_faults: bool) -> None:
+def mnemonics() -> dict[str, Any]:
+    """Of all cases; and of single operations, which are compared with numpy."""
+    for arch in ARCHS:
+        elementwise.rows(arch)
+    compared = {*MNEMONICS}
+    MNEMONICS.clear()
+    for case in cases():
+        case.make().run(landing="random", seed=1)
+        gc.collect()
+    return {"executed": sorted(MNEMONICS), "compared": sorted(compared)}
+
+
+def write(file: Path, rows: list[dict[str, Any]], kind: str) -> None:
     """Put rows into a record, in place of those of their kind; a line each."""
-    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "faults": []}
-    record |= {"faults" if are_faults else "rows": rows, "triton": triton.__version__.partition("+")[0]}
+    record = {name: [] for name in _KINDS} | (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
+    record |= {kind: rows, "triton": triton.__version__.partition("+")[0]}
     parts = [f' "triton": {json.dumps(record["triton"])}']
-    for name in ("rows", "faults"):
+    for name in _KINDS:
         lines = ",\n".join(f"  {json.dumps(row)}" for row in record[name])
         parts.append(f' "{name}": [\n{lines}\n ]')
     file.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")

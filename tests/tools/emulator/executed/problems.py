@@ -51,7 +51,7 @@ from tilestream.plan.policy.cdna_tiles import TILES
 from tilestream.plan.policy.portable_attention import candidates
 from tilestream.plan.problem import ITEMSIZE, Incoming, Problem, gate_of, result_name
 from tilestream.plan.raster import raster_of, split_of
-from tilestream_tools.emulator import Machine, Memory, Tensor, launch
+from tilestream_tools.emulator import Machine, Memory, Tensor, decode, launch
 from tilestream_tools.isa.build import build
 
 #: Words of 8 bytes from one counter to the next.
@@ -60,6 +60,8 @@ LINE = 16
 BASE = 1000
 #: The epoch and the key of what arrives, and the op of a record.
 EPOCH, KEY, OP = 3, 7, 5
+#: Of the instructions that this process has executed.
+MNEMONICS: set[str] = set()
 
 
 def bits(x: torch.Tensor) -> np.ndarray:
@@ -142,7 +144,10 @@ class Built:
     def launch(self, filled: Sequence[Any], memory: Memory, groups: int, **how: Any) -> Machine:
         if self.compiled is None:
             self.compiled, _ = build(self.kernel, filled, self.options, self.arch)
-        return launch(self.compiled, self.kernel.arg_names, filled, memory, groups, **how)
+        machine = launch(self.compiled, self.kernel.arg_names, filled, memory, groups, **how)
+        steps = decode(how.get("text") or self.text).steps
+        MNEMONICS.update(steps[pc].text.partition(" ")[0] for pc in machine.visited)
+        return machine
 
     @property
     def text(self) -> str:

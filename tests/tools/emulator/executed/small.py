@@ -22,38 +22,56 @@ from tilestream.launch.portable.attention_arguments import padded, pair_argument
 from tilestream.launch.portable.attention_launch import MERGE_WARPS, TOGETHER
 from tilestream_tools.emulator import Machine
 
-#: ``launch(kernel, arguments, workgroups, warps=4, host=None)``.
+#: ``launch(kernel, arguments, workgroups, warps=4, host=None, **options)``.
 Launch = Callable[..., Machine]
 _RANKS, _KEY = 3, 40
 
 
 class Small:
-    """Launches that belong together. ``steps(operands, launch)`` makes them, and checks what comes out."""
+    """Launches that belong together. ``steps(operands, launch)`` makes them, and checks what comes out.
+
+    Attributes
+    ----------
+    seeded
+        The kernel whose text may be another; empty: none.
+    built
+        That kernel, once it is compiled.
+    """
 
     def __init__(self, steps: Callable[[Operands, Launch], None], arch: str) -> None:
-        self._steps, self._arch = steps, arch
+        self._steps, self._arch, self.seeded = steps, arch, ""
         self._built: dict[Any, Built] = {}
+        self.built: Built | None = None
 
-    def run(self, **how: Any) -> Any:
-        """Execute them: the instructions and seconds of all.
+    def run(self, text: str | None = None, **how: Any) -> Any:
+        """Execute them: the instructions and seconds of all; of the seeded kernel, see `Machine`.
 
         Raises
         ------
         AssertionError, Fault
         """
-        machines = []
+        machines, of_seeded = [], []
 
-        def launch(kernel: Any, filled: tuple[Any, ...], groups: int, warps: int = 4, host: Any = None) -> Machine:
+        def launch(
+            kernel: Any, filled: tuple[Any, ...], groups: int, warps: int = 4, host: Any = None, **options: Any
+        ) -> Machine:
             constants = tuple(repr(value) for value in filled if isinstance(value, bool | None))
             key = kernel, len(filled), constants
-            built = self._built.setdefault(key, Built(kernel, {"num_warps": warps}, self._arch))
-            machines.append(built.launch(filled, o.memory, groups, host=host, **how))
+            built = self._built.setdefault(key, Built(kernel, {"num_warps": warps, **options}, self._arch))
+            is_seeded = kernel.fn.__name__ == self.seeded
+            given = how | ({"text": text} if is_seeded else {})
+            machines.append(built.launch(filled, o.memory, groups, host=host, **given))
+            if is_seeded:
+                self.built = built
+                of_seeded.append(machines[-1])
             return machines[-1]
 
         o = Operands()
         self._steps(o, launch)
         return SimpleNamespace(
-            executed=sum(one.executed for one in machines), seconds=sum(one.seconds for one in machines)
+            executed=sum(one.executed for one in machines), seconds=sum(one.seconds for one in machines),
+            visited=set().union(*(one.visited for one in of_seeded)),
+            waited=set().union(*(one.waited for one in of_seeded)),
         )  # fmt: skip
 
 
