@@ -227,6 +227,12 @@ def test_calls_that_differ_in_their_form_alone_have_plans_of_their_own(monkeypat
     assert again is fused, "and is remembered"
 
 
+def test_calls_that_differ_in_their_op_alone_have_keys_of_their_own():
+    a, b = torch.empty(4, 2), torch.empty(2, 6)
+    ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    assert len({Request(op, a, [b], [None], ["none"], None, [None]).key(group()) for op in ops}) == len(ops)
+
+
 def test_calls_of_other_shards_and_on_trial_have_plans_of_their_own(monkeypatch):
     state = group()
     first, other = (planned(monkeypatch, "all_gather_matmul", "auto", state=state, rows=rows) for rows in (4096, 2048))

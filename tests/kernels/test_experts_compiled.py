@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -65,6 +67,8 @@ def test_the_kernels_spill_nothing_and_copy_whole_vectors(arch, layout, monkeypa
         assert (kernel.metadata.num_warps == 1) == (name in WAITS), name
         if name in TELLS:
             assert ".sys.release" in ptx or ".sys.acq_rel" in ptx, f"{name} tells peers"
+        words = re.findall(r"atom\.global\.(\w+\.\w+)\.\w+\.[bu]32", ptx)
+        assert set(words) <= {"sys.acquire", "sys.release", "sys.acq_rel"}, f"{name} orders what peers share"
         if name in WAITS:
             assert ".sys.acquire" in ptx, f"{name} looks at what peers write"
         else:

@@ -44,6 +44,7 @@ kernels.device.clock: kernels/portable/test_portable_arrival.py
 kernels.device.trace: kernels/portable/test_portable_trace.py
 core.sources: core/test_sources.py ops/test_grouped_sources.py
 arrival.by_source: ops/test_grouped_sources.py
+arrival.flat: arrival/test_device_signals.py ops/test_grouped_sources.py ops/test_op_arrival.py
 ops.grouped_sources: ops/test_grouped_sources.py
 kernels.device.sources: kernels/portable/test_portable_grouped_sources.py kernels/test_hopper_sources.py
 kernels.hopper.grouped_sources: kernels/test_hopper_sources.py
@@ -65,14 +66,14 @@ kernels.portable.attention: kernels/portable/test_portable_attention.py
 kernels.portable.add: kernels/portable/test_portable_add.py
 kernels.portable.rank_calls: kernels/portable/test_portable_rank_calls.py kernels/test_rank_calls_compiled.py
 launch.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
+kernels.portable.experts: kernels/portable/test_portable_experts.py kernels/test_experts_compiled.py
 kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
  kernels/portable/test_portable_grouped.py
 launch.gemm_arguments: plan/test_portable_plan.py kernels/portable/test_portable_gemm.py
 launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_grouped_plan.py
-core.protocols.experts: kernels/portable/test_portable_experts.py
+core.protocols.experts: kernels/portable/test_portable_experts.py tools/verify/test_recorded_sweeps.py
 distributed.graph_experts: kernels/portable/test_portable_experts.py
 distributed.moe_plan: distributed/test_moe_plan.py distributed/test_moe.py
-kernels.portable.experts: kernels/portable/test_portable_experts.py
 launch.portable.experts: kernels/portable/test_portable_experts.py
 launch.layout: distributed/test_moe_plan.py
 core.protocols.dispatch: distributed/test_protocols.py distributed/test_moe.py
@@ -113,6 +114,7 @@ ops.operands: ops/test_matmul.py ops/test_op_errors.py ops/test_op_arrival.py
 ops.request: ops/test_op_errors.py ops/test_launch_cache.py ops/test_matmul.py
 ops.scales: ops/test_fp8.py
 ops.sharding: distributed/test_dtensor.py
+plan.plan: plan/test_plan.py plan/test_grouped_plan.py
 plan.explain: plan/test_plan.py plan/test_refusals.py
 plan.hooks: plan/test_tuned.py plan/test_plan.py
 plan.raster: plan/test_plan.py plan/test_publishes.py

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 import tilestream as ts
 from error_rule import Maths, check, rand
+from tilestream.arrival.flat import FlatArrival
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped
 
 LONG = 30.0
@@ -256,14 +257,12 @@ def test_one_place_with_everything_and_no_rows_at_all():
     assert (out == 3).all()
 
 
-@pytest.mark.parametrize("with_arrival", [False, True])
-def test_compiled(with_arrival):
+@pytest.mark.parametrize(("with_arrival", "activation"), [(False, "relu"), (True, "relu"), (True, "swiglu")])
+def test_compiled(with_arrival, activation):
     p, b = Producer().everything(), weights()
-    fn = torch.compile(
-        lambda a, b: ts.grouped_mm(a, b, arrival=p.arrival, activation="relu") if with_arrival
-        else ts.grouped_mm(a, b, counts=p.counts, activation="relu"), backend="aot_eager",
-    )  # fmt: skip
-    p.check(fn(p.a, b), b, activation="relu")
+    how = {"arrival": p.arrival} if with_arrival else {"counts": p.counts}
+    fn = torch.compile(lambda a, b: ts.grouped_mm(a, b, activation=activation, **how), backend="aot_eager")
+    p.check(fn(p.a, b), b, activation=activation)
 
 
 A, B, C = rand(SOURCES * CAPACITY, K), weights(), torch.tensor(COUNTS, dtype=torch.int32)
@@ -345,6 +344,7 @@ def test_an_arrival_says_what_it_is():
     one = arrival(pivot=2)
     assert repr(one) == "SourceArrival(sources=4, groups=3, capacity=12, pivot=2, device=cpu, epoch=1)"
     assert copy.copy(one) is one
+    assert FlatArrival.of(one).num_chunks == SOURCES * (GROUPS + 1), "one a signal"
     for name in ("counts", "capacity", "signals"):
         with pytest.raises(AttributeError, match=f"{name} is final"):
             setattr(one, name, None)

@@ -13,9 +13,9 @@ from on_gpu import OnGpu, on_gpu
 from tilestream.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival
 from tilestream.core.chunks import Chunks, Incoming
-from tilestream.core.operands import AttentionOperands, GemmOperands
+from tilestream.core.operands import AttentionOperands, Epilogue, GemmOperands, GroupedOperands
 from tilestream.launch import cache
-from tilestream.ops import attention_gpu, gpu
+from tilestream.ops import attention_gpu, gpu, grouped_sources
 from tilestream.ops.attention_operands import Settings
 from tilestream.runtime.properties import allows_tf32
 
@@ -166,6 +166,21 @@ def test_a_launch_is_for_its_schedule_its_arrival_and_what_it_publishes(units, m
     assert len({id(one) for one in made}) == len(made)
     assert [find_gemm(**other) for other in others] == made[1:]
     assert find_gemm(rows=arrivals[0]._replace(key=99, epoch=7)) is made[4], "of another epoch"
+
+
+def test_a_launch_of_sources_is_for_its_options_its_pivot_and_what_arrives(units, monkeypatch):
+    monkeypatch.setattr(grouped_sources, "launch_cache", cache.LaunchCache())
+    monkeypatch.setattr(grouped_sources, "make", lambda *args, **how: object())
+    x = GroupedOperands(at(0), at(0)[None], at(0), Epilogue(), torch.zeros(1, 1, dtype=torch.int32))
+    others = [
+        *({"how": gpu.How(**how)} for how in ({"schedule": "static"}, {"workers": 3}, {"fast_accum": False})),
+        {"how": gpu.How(limit=5)}, {"pivot": 1}, {"arrives": True}, {"x": x._replace(epilogue=Epilogue(publish=()))},
+        {"x": x._replace(epilogue=Epilogue(activation="relu"))},
+    ]  # fmt: skip
+    calls = [{"x": x, "how": gpu.How()} | other for other in ({}, *others)]
+    made = [grouped_sources.find(**call) for call in calls]
+    assert len({id(one) for one in made}) == len(made)
+    assert [grouped_sources.find(**call) for call in calls] == made
 
 
 def test_what_arrives_and_what_is_published_are_the_problems(monkeypatch):

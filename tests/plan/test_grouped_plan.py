@@ -103,12 +103,15 @@ def test_explain_says_it():
         "at most 1 x", "stream_k: which tiles are the last wave's is known on the device alone",
     ):  # fmt: skip
         assert line in said
-    assert "the longest is begun first" in plan(along="k").explain()
+    assert "32 of 64 of K on average; offsets are read on the device: the longest" in plan(along="k").explain()
 
 
 def test_a_full_epilogue_gets_no_tile_that_would_spill():
     assert plan(65536, groups=4, backend="portable").tile == (128, 256)
     assert plan(65536, groups=4, scales="row", backend="portable").tile != (128, 256)
+    rows = hopper_candidates(plan(activation="gelu").problem, H100, 132, Asked())
+    swapped = [one for one in rows if one.swap_ab]
+    assert max(one.block[0] * one.block[1] // (256 if one.variant == "cooperative" else 128) for one in swapped) < 128
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,14 @@ def test_no_attention_takes_more_shared_memory_than_there_is(name, dtype, column
             assert needed <= device.shared - SLACK, row
 
 
+def test_heads_of_32_bits_keep_their_stages_where_those_of_16_spill():
+    tiles = [
+        portable_attention.tiles(AttentionProblem(1, 4, 4, 512, 512, 256, dtype=dtype), named("b200"))
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert [{row.stages for row in rows if row.block_n == 16} for rows in tiles] == [{2}, {1}]
+
+
 @pytest.mark.parametrize("name", ["b200", "b300", "thor"])
 def test_tensor_memory_has_no_tile_whose_accumulator_spills(name):
     with refused(

@@ -135,10 +135,10 @@ class Ranks:
             self.give_back(rank, source)
         return self.end(rank, tokens, chosen, seconds)
 
-    def call(self, tokens: list[Tokens]) -> list[torch.Tensor]:
-        """One call of all ranks, in lock step."""
+    def call(self, tokens: list[Tokens], backwards: bool = False) -> list[torch.Tensor]:
+        """One call of all ranks, in lock step; ``backwards``: the last rank begins."""
         ranks = range(self.layout.world)
-        chosen = [self.begin(rank, tokens[rank]) for rank in ranks]
+        chosen = {rank: self.begin(rank, tokens[rank]) for rank in (reversed(ranks) if backwards else ranks)}
         for rank in ranks:
             for source in text.sources(rank, self.layout.world):
                 self.take(rank, source)

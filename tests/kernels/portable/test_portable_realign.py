@@ -138,4 +138,5 @@ def test_blocks_are_of_long_rows_or_of_short_ones(shape, size, block):
     made = copy_of(shape, _strides(x), 1, size, 1, x.data_ptr() % 16 == 0, 0)
     assert made.block == block
     assert copy_of(shape, _strides(x), 1, 4, 0, False, 0).block == ACROSS, "K is the other dimension"
+    assert copy_of((2, 64), (0, 1, 2), 1, 2, 1, True, 0).block == ACROSS, "two that lie side by side"
     assert made.blocks == -(-shape[0] // block[0]) * -(-(shape[1] * size // made.word) // block[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from exploring import kind_of
+from exploring import explored, kind_of
 
 from tilestream.core.gate import Gate, See
 from tilestream.core.protocols import gather
@@ -18,6 +18,7 @@ from tilestream_tools.verify.product import ProductCase, ProductModel
 from tilestream_tools.verify.protocol import Ring
 from tilestream_tools.verify.ring import RingCase, RingModel
 from tilestream_tools.verify.shared_ring import Arrive, Await, Copy, SharedCase, SharedRing
+from tilestream_tools.verify.sources import SourcesCase
 from tilestream_tools.verify.sweep import matmul
 from tilestream_tools.verify.words import Words
 from tilestream_tools.verify.workers import WorkersModel
@@ -163,6 +164,12 @@ def test_a_launch_that_leaves_a_chunk_without_its_signal_is_a_fault():
 def test_only_a_barriers_arrival_has_two_answers_that_histories_are_merged_by():
     model = SharedCase(SharedRing(), ((1, False),)).build()
     assert [len(model.domain(op, None)) for op in (Arrive(), Await(0))] == [2, 1]
+
+
+def test_signals_come_again_where_the_case_says_so():
+    cases = [SourcesCase(((1,),), twice=twice) for twice in (False, True)]
+    once, twice = (len(explored(case.build())[0]) for case in cases)
+    assert once < twice
 
 
 def test_a_gather_whose_own_rows_are_brought_copies_them_behind_all_else():

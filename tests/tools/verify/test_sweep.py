@@ -192,6 +192,11 @@ def test_the_quick_level_contains(model, what, contained):
     assert set(map(what, verify.configurations(model, "quick"))) >= contained
 
 
+def test_quick_sources_signal_twice_beside_two_workers():
+    of_two = [c for c in verify.configurations("sources", "quick") if len(c.counts) == c.workers == 2]
+    assert {c.twice for c in of_two if not c.expires} == {*ONE}
+
+
 def test_sizes_grow():
     for model, kind in (
         ("workers", WorkersCase),
