@@ -279,6 +279,7 @@ def check(rank, calls=None):
         assert result.equal(rank.expected(number)), (rank.rank, number)
 
 
+@pytest.mark.slow
 @given(data=st.data(), size=st.sampled_from((2, 3)))
 @settings(max_examples=8, deadline=None)
 def test_each_call_is_of_its_own_rows_whichever_ranks_replay_it(data, size):
@@ -301,6 +302,7 @@ def test_each_call_is_of_its_own_rows_whichever_ranks_replay_it(data, size):
             assert not rank.state.broken
 
 
+@pytest.mark.slow
 @given(data=st.data(), size=st.sampled_from((2, 3)))
 @settings(max_examples=10, deadline=None)
 def test_expiries_yield_no_wrong_number_and_no_deadlock(data, size):
