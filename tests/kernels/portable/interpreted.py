@@ -41,10 +41,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, block: int = 16) -> None:
 
 def plan_for(a: torch.Tensor, b: torch.Tensor, kind: str = "dynamic", workers: int = 5, **how) -> Plan:
     batch = a.shape[0] if a.dim() == 3 else 1
+    vector = how.pop("vector", 1)  # of operands that are not aligned
     problem = Problem(
         a.shape[-2], b.shape[-1], a.shape[-1], batch, dtype_name(a.dtype), how.pop("out", dtype_name(a.dtype)),
         b_dtype=dtype_name(b.dtype), scales=how.pop("scales", "none"), fast_accum=how.pop("fast_accum", True),
-        vector=how.pop("vector", 1),
+        aligned=vector == 1, vector=vector,
     )  # fmt: skip
     return plan_problem.__wrapped__(problem, workers, kind, device=DEVICE, backend="portable", **how)
 
