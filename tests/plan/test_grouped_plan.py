@@ -16,6 +16,7 @@ from tilestream.core.groups import mean_row_tiles, most_row_tiles
 from tilestream.core.schedule import Cursor, Schedule, Take, take
 from tilestream.plan import GroupedProblem, plan_groups
 from tilestream.plan.candidate import Asked
+from tilestream.plan.experimental import NOT_RUN
 from tilestream.plan.grouped import hopper_candidates
 
 
@@ -214,9 +215,11 @@ def test_rows_by_source_cost_what_is_expected_of_them():
         "by source",
         "if they bring 4096 rows in all",
         "a queue for each group of a source",
-        "compiled, not run",
     ):
         assert part in text
+    asked = plan(m=4096, sources=8, arrives=True, backend="hopper")
+    assert NOT_RUN in asked.explain()
+    assert NOT_RUN not in plan(m=4096, sources=8, arrives=True, backend="portable").explain()
     assert "no gate code runs" in plan(m=4096, sources=8).explain()
     assert plan(m=4096, sources=8).problem.m == 8 * 4096
     with pytest.raises(ValueError, match="sources=3: groups by source divide rows, 64 in equal places"):
@@ -228,11 +231,13 @@ def test_rows_by_source_cost_what_is_expected_of_them():
 )
 def test_rows_by_source_are_hopper_s_whose_load_warp_has_more_registers(groups, arrives, load):
     for how in ({}, {"activation": "swiglu"}, {"dtype": "fp8", "scales": "block"}, {"m": 64, "scales": "row"}):
-        made = plan(groups=groups, sources=4, arrives=arrives, **how)
+        made = plan(groups=groups, sources=4, arrives=arrives, backend="hopper", **how)
         assert (made.backend, made.registers[0]) == ("hopper", load)
         loops = 1 if made.variant == "single" else 2
         assert load + loops * made.registers[1] <= {1: 256, 2: 504}[loops], "registers of a CTA"
-    assert plan(groups=groups, sources=4, arrives=arrives, backend="portable").backend == "portable"
+    free = plan(groups=groups, sources=4, arrives=arrives)
+    assert free.backend == "portable", "no GPU has run the Hopper kernel"
+    assert any("TILESTREAM_HOPPER_SOURCES=1" in one.why for one in free.refused)
 
 
 def test_rows_by_source_have_tiles_whose_math_loops_have_room():

@@ -42,6 +42,7 @@ class Experimental(NamedTuple):
 #: By the name that plans give them, and by which a plan is asked for them.
 KERNELS = {
     "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
+    "hopper_sources": Experimental("TILESTREAM_HOPPER_SOURCES", "the Hopper kernel of rows by source", "hopper"),
     "graph_ranks": Experimental(
         "TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None, BETWEEN_GPUS
     ),
@@ -58,6 +59,12 @@ def opt_in(kernel: str) -> str:
         return ""
     one = "taken with " if found.backend is None else f"backend={found.backend or kernel!r} takes it, or "
     return f"{found.tested}: {one}{found.environment}=1 for all calls"
+
+
+def tested(kernel: str) -> str:
+    """How far ``kernel`` was tested; empty if it has run."""
+    found = KERNELS.get(kernel)
+    return "" if found is None else found.tested
 
 
 def refusal(kernel: str, backend: str | None) -> str:

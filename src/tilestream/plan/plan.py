@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from tilestream.core.chunks import Arriving, Chunks
 from tilestream.core.device import DeviceProperties
 from tilestream.core.gate import Gate
+from tilestream.plan import experimental
 from tilestream.plan.additions import Additions, additions
 from tilestream.plan.candidate import Candidate, Refusal
 from tilestream.plan.explain import number, promise_lines, table
@@ -27,7 +28,6 @@ Copies = Literal["none", "rows", "columns"]
 #: four reach 33, and 8, 16 or 32 reach 44, the most that workers get from an H200's link. Its copy engine reaches 49
 #: (`benchmarks/results/h200/stream_copies.json`).
 COPIERS = 8
-NOT_RUN = "; compiled, not run"
 
 
 def copied_operand(problem: Problem, backend: str) -> tuple[Copies, str]:
@@ -247,10 +247,8 @@ def _arrivals(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "arrival", f"{name} in {what}; a tile waits for the chunks it reads"
     if isinstance(problem, GroupedProblem) and problem.arrives and problem.sources:
         how = "a group's tiles wait for its source's counts and for its own rows, and are taken as they come"
-        yield (
-            "arrival",
-            f"rows by source, from source {problem.pivot} on; {how}{NOT_RUN if plan.backend == 'hopper' else ''}",
-        )
+        tested = experimental.tested("hopper_sources") if plan.backend == "hopper" else ""
+        yield "arrival", f"rows by source, from source {problem.pivot} on; {how}{tested and f'; {tested}'}"
     elif isinstance(problem, GroupedProblem) and problem.arrives:
         how = "tiles of the group with most rows first, each waits for its own"
         yield "arrival", f"each group's matrix of B; {how}"
