@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from mutants.engine import Edit, code_of
+from tilestream.kernels.device.schedule import LINE as _LINE
 
-BEYOND = 2**30
+BEYOND, LINE = 2**30, _LINE.value
 #: What a load leaves as it is; it makes float32 of other elements.
 _WORDS = (torch.int32, torch.int64)
 
@@ -41,6 +42,9 @@ class Pointer:
 
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.offset + more)
+
+    def __sub__(self, less: Any) -> Pointer:
+        return self + -less
 
 
 def load(pointer: Pointer, mask: Any = True, other: float = 0, **_: Any) -> torch.Tensor:
@@ -72,13 +76,16 @@ class Barriers(list):
 
 
 class Box:
-    """A stage, or a C buffer."""
+    """A stage, a C buffer, or a row of a table."""
 
     def __init__(self) -> None:
         self.value = torch.full((), float("nan"))
 
     def store(self, value: torch.Tensor) -> None:
         self.value = value
+
+    def load(self, _: Any) -> torch.Tensor:
+        return self.value
 
     def permute(self, _: Any) -> Box:
         found = Box()
@@ -98,7 +105,11 @@ class Boxes:
 
 
 class TensorMap:
-    """An operand ``[G, rows, K]``, and the rows and K of a copy; or the output ``[rows, columns]``."""
+    """An operand, and the box of a copy; or the output.
+
+    Of groups of rows: ``[G, rows, K]`` and ``[rows, columns]``; of groups of K: ``[K, rows]`` and
+    ``[G, rows, columns]``.
+    """
 
     def __init__(self, tensor: torch.Tensor, box: Sequence[int] = ()) -> None:
         self.tensor, self.box = tensor, tuple(box)
@@ -141,7 +152,9 @@ class Machine:
 
     def _names(self, module: str) -> dict[str, Any]:
         if module not in self._modules:
-            names: dict[str, Any] = {"range": lambda *ends: range(*map(int, ends)), "__builtins__": __builtins__}
+            names: dict[str, Any] = {
+                "range": lambda *ends: map(torch.tensor, range(*map(int, ends))), "__builtins__": __builtins__,
+            }  # fmt: skip
             self._modules[module] = names
             for name, value in vars(importlib.import_module(module)).items():
                 if name in self._stand_ins:
@@ -237,18 +250,13 @@ class Machine:
     # What the hardware does ----------------------------------------------------------------------------------------
 
     def tma_load(self, tensor_map: TensorMap, place: Sequence[Any], barrier: Barrier, box: Box) -> None:
-        batch, row, k = (int(x) for x in place)
-        rows, depth = tensor_map.box
-        found = tensor_map.tensor[batch, row : row + rows, k : k + depth].float()
-        box.value = torch.zeros(rows, depth)
+        found = tensor_map.tensor[_part(place, tensor_map.box)].float()
+        box.value = torch.zeros(tensor_map.box)
         box.value[: found.shape[0], : found.shape[1]] = found
-        self.arrive(barrier, 0, -rows * depth * tensor_map.tensor.element_size())
+        self.arrive(barrier, 0, -box.value.numel() * tensor_map.tensor.element_size())
 
     def tma_store(self, tensor_map: TensorMap, place: Sequence[Any], box: Box) -> None:
-        first, end, row, column = (int(x) for x in place)
-        assert first == BEYOND, "the map clips"
-        row, (rows, columns) = row - BEYOND + end, box.value.shape
-        part = slice(row, min(row + rows, end)), slice(column, column + columns)
+        part = _part(place, box.value.shape)
         found = tensor_map.tensor[part]
         with self._changed:
             tensor_map.stored[part] += 1
@@ -268,6 +276,9 @@ class Machine:
         self._exchanged(pointer)
         return self.atomic(lambda old, new: new)(pointer, new)
 
+    def prefetch(self, words: Any, queue: Any, go: Any) -> torch.Tensor | None:
+        return self.atomic(lambda old, new: old + new)(words.counters + queue * LINE, 1) if go else None
+
     def _made_stand_ins(self) -> dict[str, Any]:
         both: dict[str, Any] = {
             "static_range": range, "constexpr": None, "load": load, "store": store, "where": _where,
@@ -282,8 +293,9 @@ class Machine:
         }  # fmt: skip
         gl = {
             "arange": lambda first, end, _=None: torch.arange(first, end), "num_warps": lambda: 4,
-            "SliceLayout": lambda *_: None, "BlockedLayout": lambda *_: None, "convert_layout": lambda x, _: x,
-            "warp_specialize": self.warp_specialize,
+            "SliceLayout": lambda *_: None, "BlockedLayout": lambda *_: None, "SwizzledSharedLayout": lambda *_: None,
+            "convert_layout": lambda x, _: x, "warp_specialize": self.warp_specialize,
+            "allocate_shared_memory": lambda *_: Boxes(0),
             "inline_asm_elementwise": lambda _, __, values, **___: values[0],
         }  # fmt: skip
         slots: Callable[[], dict[Any, Any]] = dict
@@ -305,14 +317,27 @@ class Machine:
             "warpgroup_mma_wait": lambda _, values: values if len(values) > 1 else values[0],
             "columns_of": lambda acc, first, _, strip, __: acc[:, int(first) : int(first) + strip],
             "reciprocal": lambda y: 1 / y, "power_of_2": torch.exp2, "lane_layout": lambda *_: None,
+            "prefetch_ticket": self.prefetch, "await_ticket": lambda words, queue, asked: asked - words.base,
             "nap": lambda _: time.sleep(0), "present": lambda _: torch.tensor(next(tick)),
             "latest": lambda _: torch.tensor(next(tick)),
         }  # fmt: skip
 
 
 def operand(stages: Boxes, at: Any, k_major: bool, transposed: bool) -> torch.Tensor:
-    assert k_major
-    return stages.index(at).value.T if transposed else stages.index(at).value
+    found = stages.index(at).value
+    return found.T if k_major == transposed else found
+
+
+def _part(place: Sequence[Any], extent: Sequence[int]) -> tuple[Any, ...]:
+    """The part of a tensor that a box at a place covers; a map that clips has the end of its rows there, too."""
+    *front, row, column = (int(x) for x in place)
+    rows = slice(row, row + extent[0])
+    if len(front) == 2:
+        first, end = front
+        assert first == BEYOND, "the map clips"
+        front, row = [], row - BEYOND + end
+        rows = slice(row, min(row + extent[0], end))
+    return *front, rows, slice(column, column + extent[1])
 
 
 def _where(found: Any, a: Any, b: Any) -> torch.Tensor:

@@ -74,6 +74,7 @@ class Tensor:
     def __init__(self, data: Any, dtype: Dtype = INT32) -> None:
         self.data, self.dtype = np.asarray(data), dtype
         self.type = SimpleNamespace(layout="its own")
+        self.vector = 1  # offsets that are marked as those of so many neighbours
 
     @property
     def shape(self) -> list[int]:
@@ -102,7 +103,7 @@ def _elementwise(name: str) -> Callable[..., Any]:
     def operate(self: Tensor, other: Any) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
-        wide = self.dtype if not isinstance(other, Tensor) or self.dtype == FLOAT32 else other.dtype
+        wide = self.dtype if not isinstance(other, Tensor) or self.dtype in (FLOAT32, INT64) else other.dtype
         return Tensor(getattr(self.data, name)(other.data if isinstance(other, Tensor) else other), wide)
 
     return operate
@@ -122,6 +123,7 @@ class Memory:
     def __init__(self, values: np.ndarray, dtype: Dtype) -> None:
         self.values = np.concatenate([values.ravel(), np.full(BEHIND, np.nan)])
         self.dtype = dtype
+        self.vectors: set[int] = set()  # neighbours that one store writes
 
     @property
     def start(self) -> Pointer:
@@ -131,12 +133,13 @@ class Memory:
 class Pointer:
     """An address, or a tensor of them."""
 
-    def __init__(self, memory: Memory, at: Any) -> None:
-        self.memory, self.at, self.dtype = memory, at, memory.dtype
+    def __init__(self, memory: Memory, at: Any, offsets: Tensor | None = None) -> None:
+        self.memory, self.at, self.dtype, self.offsets = memory, at, memory.dtype, offsets
 
     def __add__(self, other: Any) -> Pointer:
-        step = other.data if isinstance(other, Tensor) else other
-        return Pointer(self.memory, self.at + step)
+        if isinstance(other, Tensor):
+            return Pointer(self.memory, self.at + other.data, other)
+        return Pointer(self.memory, self.at + other)
 
     def __sub__(self, other: int) -> Pointer:
         return Pointer(self.memory, self.at - other)
@@ -156,6 +159,7 @@ class Pointer:
         assert (at[inside] < len(self.memory.values) - BEHIND).all(), "past the end"
         assert np.isnan(self.memory.values[at[inside]]).all() or self.memory.dtype == INT32, "written twice"
         self.memory.values[at[inside]] = np.broadcast_to(tensor.data, at.shape)[inside]
+        self.memory.vectors.add(1 if self.offsets is None else self.offsets.vector)
 
 
 class Stages:
@@ -337,15 +341,16 @@ class Machine:
         rows, columns = x.data.shape
         vectors = x.data.reshape(rows, columns // of[1], of[1])
         assert (vectors - vectors[:, :, :1] == np.arange(of[1])).all(), "a vector whose elements are no neighbours"
+        x.vector = of[1]
         return x
 
-    @staticmethod
-    def load(at: Pointer, mask: Any = None, other: float = 0.0) -> Any:
+    def load(self, at: Pointer, mask: Any = None, other: float = 0.0) -> Any:
+        self.far(at)
         found = at.read(mask, other)
         return found if found.shape else float(found.data)
 
-    @staticmethod
-    def store(at: Pointer, value: Any, mask: Any = None) -> None:
+    def store(self, at: Pointer, value: Any, mask: Any = None) -> None:
+        self.far(at)
         at.write(value if isinstance(value, Tensor) else Tensor(value), mask)
 
     def buffer_load(
@@ -358,7 +363,10 @@ class Machine:
         """The elements of words of four: what they are packed into is the compiler's."""
         assert at.dtype == FP8, "four of 8 bits are a word"
         each = Tensor((4 * offsets.data[:, :, None] + np.arange(4)).reshape(offsets.data.shape[0], -1))
-        if not far:
+        if far:
+            self.far(at + offsets)
+        else:
+            self.reach(at, offsets, None)
             self.reach(at, each, None)
         return (at + each).read()
 
@@ -367,7 +375,13 @@ class Machine:
         (at + offsets).write(tensor, mask)
 
     @staticmethod
+    def far(at: Pointer) -> None:
+        is_tile = at.offsets is not None and at.offsets.data.ndim == 2
+        assert not is_tile or at.offsets.dtype == INT64, "a tile that no buffer reaches has offsets of 64 bits"
+
+    @staticmethod
     def reach(at: Pointer, offsets: Tensor, mask: Any) -> None:
+        assert offsets.dtype != INT64, "a buffer's offsets have 32 bits"
         size = at.dtype.primitive_bitwidth // 8
         inside = np.ones(offsets.data.shape, bool) if mask is None else np.broadcast_to(mask.data, offsets.data.shape)
         assert (offsets.data[inside] >= 0).all(), "an offset is unsigned"

@@ -21,6 +21,8 @@ from attention_maths import FEATURES, MIXES, Case
 from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands
 from tilestream.kernels.attention_config import Columns
+from tilestream.kernels.cdna.attention_copy import VECTOR
+from tilestream.kernels.cdna.ring import fetch_layout
 from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.plan.attention_plan import AttentionCandidate, of_candidate, packed_heads, schedule_of
@@ -91,6 +93,19 @@ def test_page_numbers_that_lead_outside_stay_inside(page, arch, copies, stages):
 
     case = Case((5, 20), (70, 33), (2, 1), (32, 32), "causal", "packed paged", page=page)
     check(case, arch, copies, stages, damage=damage)
+
+
+@pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)
+def test_what_is_cut_off_lies_as_it_was_fetched(arch, copies, stages):
+    """The machine has no lanes. Elements and the mask of those that count are of one layout, or nothing compiles."""
+    C = check(Case((33,), (70,), (1, 1), (40, 72), "causal"), arch, copies, stages).config()
+    fetch, vector = fetch_layout.fn, VECTOR.value
+    for S, rows, k, k_major, turned in (
+        (C.QUERY_STAGE, C.ROWS, C.Q.WIDTH, True, False), (C.KEY_STAGE, C.BLOCK, C.K.WIDTH, True, False),
+        (C.VALUE_STAGE, C.V.WIDTH, C.BLOCK, False, C.TRANSPOSED_V and not C.DIRECT),
+    ):  # fmt: skip
+        own = fetch(S.ROWS, S.K, S.K_MAJOR, S.TURNED, S.VECTOR, S.WARPS)
+        assert own == fetch(rows, k, k_major, turned, vector, C.WARPS)
 
 
 @pytest.mark.parametrize(("arch", "copies", "stages"), WAYS)

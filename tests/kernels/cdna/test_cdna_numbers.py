@@ -238,6 +238,14 @@ def test_an_output_whose_rows_are_no_vectors():
         check(Case(40, 75 + 5, 64, copies=copies, epilogue=True, out_gap=3))
 
 
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize(("out_gap", "vector"), [(0, 4), (2, 2), (3, 1)])
+def test_neighbours_that_are_a_vector_are_stored_as_one(out_gap, vector, far):
+    made = launch(Case(40, 80, 64, out_gap=out_gap, far=far))
+    Machine(made.items, True).run(made.filled)
+    assert made.out.vectors == {vector}
+
+
 def test_a_launch_that_is_over_hands_in_nan():
     found, _ = run(Case(80, 112, 96, over=True))
     assert np.isnan(found).all()

@@ -15,6 +15,7 @@ deadlock. Memory is flat, with bounds that are checked; a tensor map's coordinat
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -72,6 +73,13 @@ def fma(x: Any, y: Any, z: Any) -> Array:
     """``x * y + z``, rounded once (but where the double's rounding is a tie of the float's)."""
     exact = np.multiply(np.asarray(x, np.float64), np.asarray(y, np.float64))
     return of((exact + np.asarray(z, np.float64)).astype(np.float32))
+
+
+def blocked(elements: list[int], lanes: list[int], warps: list[int], _: list[int]) -> None:
+    """A layout of a warp group, as the compiler takes it: powers of two, of 32 lanes and four warps."""
+    assert math.prod(lanes) == 32, "a warp's lanes"
+    assert math.prod(warps) == 4, "a group's warps"
+    assert all(n & (n - 1) == 0 for n in (*elements, *lanes, *warps)), "powers of two"
 
 
 class Deadlock(AssertionError):
@@ -198,7 +206,7 @@ class Machine:
             allocate_shared_memory=lambda dtype, shape, _: Memory(dtype, *shape, self.unseen),
             warp_specialize=self.warp_specialize,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None), SliceLayout=lambda *_: None,
-            DotOperandLayout=lambda *_: None, BlockedLayout=lambda *_: None, float16=Dtype,
+            DotOperandLayout=lambda *_: None, BlockedLayout=blocked, float16=Dtype,
             float32=None, int32=None, int64=None,
         )  # fmt: skip
         modules = (schedule_text, items_text, gate_text, queues_text, *MODULES)

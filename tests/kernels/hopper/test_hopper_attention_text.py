@@ -22,10 +22,13 @@ from attention_operands import Prepared, joined, listed, prepared
 from turns import operations
 
 from attention_maths import Case
+from layouts import linear
 from mutants import engine, kernel_text
 from mutants.engine import Edit, at
 from tilestream.core.chunks import Chunks
 from tilestream.core.device import DeviceProperties
+from tilestream.kernels.hopper.attention_softmax import LANES
+from tilestream.kernels.hopper.epilogue import mma_layout
 from tilestream.launch.hopper.attention_arguments import HopperAttentionArguments
 from tilestream.ops.attention_gpu import layout_of
 from tilestream.plan.attention_plan import AttentionPlan, of_candidate
@@ -334,6 +337,13 @@ def test_what_256_columns_subtract_need_not_be_the_largest(step):
         q[..., 0] = 1.0
         k[..., 0] = ladder[:, None]
     check(case)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_a_mask_takes_a_threads_place_out_of_its_columns(block):
+    """The bits of a column that the lanes of a warp give: without them a thread's columns are constants."""
+    lanes = linear(mma_layout.fn(block), [64, block]).lane_bases
+    assert LANES.value == sum(column for _, column in lanes)
 
 
 def test_static():

@@ -1,0 +1,96 @@
+"""Memory orders and instructions of what kernels share, as GPUs that need not be here execute them.
+
+Triton's interpreter runs one program after the other, in one thread: it shows no barrier, no order and no scope.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from tilestream.core.structs import Words, Work  # noqa: E402
+from tilestream.kernels.device.epilogue import activate  # noqa: E402
+from tilestream.kernels.device.jit import INTERPRETED  # noqa: E402
+from tilestream.kernels.device.schedule import count_in, count_out  # noqa: E402
+from tilestream.launch import compiling  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+
+@triton.jit
+def counted_in(partials, count, parts):
+    """Store a part, count it, and read all parts if it was the last."""
+    i = tl.arange(0, 256)
+    tl.store(partials + i, i)
+    if count_in(count, parts):
+        tl.store(partials + 256 + i, tl.load(partials + i))
+
+
+@triton.jit
+def counted_out(counters, last, queues, workers):
+    zero, base = 0, tl.cast(0, tl.int64)
+    work = Work(zero, zero, zero, zero, zero, zero, zero, queues, None, zero, zero, zero, zero)
+    is_last = count_out(work, Words(counters, base, zero, None, zero, None, None), base, workers)
+    tl.store(last, is_last.to(tl.int32))
+
+
+@triton.jit
+def activated(x):
+    i = tl.arange(0, 256)
+    tl.store(x + i, activate(tl.load(x + i), "silu"))
+
+
+def instructions(arch: str, function: object, *arguments: object) -> list[str]:
+    """What a kernel of four warps executes, in order: atomics, barriers, waits, accesses to memory, divisions."""
+    given = [torch.empty(1024, dtype=one, device="meta") if isinstance(one, torch.dtype) else one for one in arguments]
+    with compiling.ahead(arch):
+        asm = compiling.compiled(function, given, {"num_warps": 4}).asm
+    lines = (
+        line.strip().removeprefix("@%p1 ") for line in asm["ptx" if arch.startswith("sm") else "amdgcn"].splitlines()
+    )
+    words = r"bar\.sync|atom\.|(st|ld)\.global|global_|buffer_|s_barrier|s_waitcnt vmcnt\(0\)|rcp|div\.|v_rcp|v_div"
+    return [line for line in lines if re.match(words, line)]
+
+
+def places(found: list[str], *beginnings: str) -> list[int]:
+    """Where instructions that begin so follow each other, each behind the one before."""
+    at, at_each = -1, []
+    for beginning in beginnings:
+        at = next(i for i, line in enumerate(found) if i > at and re.match(beginning, line))
+        at_each.append(at)
+    return at_each
+
+
+def test_a_part_is_counted_between_barriers_by_a_release_and_acquire():
+    """All threads store before the count, and the last part's threads load behind it: none before all know."""
+    found = instructions("sm_90", counted_in, torch.int32, torch.int32, 3)
+    places(
+        found, "st.global", "bar.sync", "atom.global.gpu.acq_rel.add", "bar.sync", "bar.sync", "st.global", "ld.global"
+    )
+    found = instructions("gfx942", counted_in, torch.int32, torch.int32, 3)
+    _, count, *_ = places(
+        found, "s_barrier", "global_atomic_add", "buffer_inv sc1", "s_barrier", "s_barrier", "(buffer|global)_load"
+    )
+    before = found[: found.index("s_barrier")]
+    assert before[-1] == "s_waitcnt vmcnt(0)", "each wave's stores are in the cache before the barrier"
+    assert "buffer_wbl2 sc1" in found[:count]
+
+
+def test_a_worker_that_leaves_counts_by_a_release_and_acquire():
+    found = instructions("sm_90", counted_out, torch.int64, torch.int32, 5, 7)
+    assert [line.split()[0] for line in found if line.startswith("atom")] == ["atom.global.gpu.acq_rel.add.u64"]
+    found = instructions("gfx942", counted_out, torch.int64, torch.int32, 5, 7)
+    places(found, "buffer_wbl2 sc1", "global_atomic_add_x2", "buffer_inv sc1")
+
+
+def test_a_sigmoid_takes_one_instruction_for_its_reciprocal_on_nvidia():
+    found = instructions("sm_90", activated, torch.float32)
+    assert any(line.startswith("rcp.approx.ftz.f32") for line in found)
+    assert not any(line.startswith("div") for line in found)
+    assert any(line.startswith("v_rcp_f32") for line in instructions("gfx942", activated, torch.float32))
