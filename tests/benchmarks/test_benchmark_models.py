@@ -1,4 +1,4 @@
-"""The benchmark of models of transformers without a GPU: a dry run, its record and page, and what it refuses to time."""
+"""The benchmark of models of transformers without a GPU: a dry run, its record and page; what is not timed."""
 
 from __future__ import annotations
 
