@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("sections", nargs="?", help="with commas")
     made.add_argument("out", nargs="?", type=Path, help="folder of the records")
     made.add_argument("--seconds", type=float, default=540, help="for all sections (default: 540)")
-    made.add_argument("--dry", action="store_true", help="gemm, contention: on the CPU, with small extents")
+    made.add_argument("--dry", action="store_true", help="gemm, contention, attention transformers: on the CPU, small")
     made.add_argument("--name", help="name of the record, where a run measures a part of it")
     made.add_argument("--shapes", help="MxNxK,... instead of the section's own")
     made.add_argument("--rounds", type=int, help="samples of each call")

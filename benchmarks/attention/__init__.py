@@ -21,7 +21,7 @@ SECTIONS = {
     "neighbour": _cudnn("attention.prefill:neighbour", "16 SMs held by another kernel", 20),
     "split": _cudnn("attention.prefill:split", "few queries over many keys", 30),
     "fp8": _cudnn("attention.fp8:fp8", "8 bits, by the Hopper kernel and the portable one", 120),
-    "transformers": Section("attention.models:models", "models of transformers, beside sdpa and eager", 300),
+    "transformers": Section("attention.models:models", "models of transformers, beside its own attentions", 300),
     "variants": _tiles("attention.tiles:variants", "every tile, with turns and without", 120),
     "blocks": _tiles("attention.tiles:blocks", "the same at short lengths, without turns"),
     "groups": _tiles("attention.tiles:groups", "the plan's tile, by the bytes of a group of heads"),

@@ -15,6 +15,8 @@ from tilestream.trace import LaunchTrace
 NOTES = Notes("attention")
 #: Peers in a row; all other implementations are ours.
 PEERS = {"cudnn": "cuDNN", "fa4": "FA4"}
+#: Ours in records of models.
+OURS = "tilestream"
 #: The columns of a table of 8 bits.
 NARROW = {"cudnn": "cuDNN, bfloat16", "hopper": "Hopper", "portable": "portable"}
 #: Ratios below this are explained.
@@ -216,6 +218,36 @@ def listed(what: str, key: str = "tflops", form: str = ".0f") -> Callable[[Data]
     return section
 
 
+def transformers(data: Data) -> list[str]:
+    """Models by both clocks: ours beside eager, and beside the fastest of the other attentions."""
+    rows = [row for row in data["rows"] if "model" in row]
+    if not rows:
+        return []
+    refused = {f"{row['model']} has no {name}" for row in rows for name in row["refused"] if name != "eager"}
+    note = f" Refused by transformers: {', '.join(sorted(refused))}." if refused else ""
+    worst = max(error for row in rows for error in row["errors"].values())
+    return [
+        NOTES.of(data, "transformers", layers=data["layers"], note=note, worst=worst),
+        *(part for clock in ("ms", "gpu_ms") for part in by_clock(rows, clock)),
+    ]
+
+
+def by_clock(rows: list[Row], clock: str) -> list[str]:
+    """A table of models by one clock, and the mean of what ours takes less."""
+    names = list(dict.fromkeys(name for row in rows for name in row[clock] if name != OURS))
+    made, ratios = [], []
+    for row in rows:
+        ms = row[clock]
+        best = min((ms[name] for name in names if name in ms), default=None)
+        both = None if best is None or OURS not in ms else best / ms[OURS]
+        ratios += [] if both is None else [both]
+        made.append([row["name"], *cells(ms, (*names, OURS), ".2f", ""), cell(both, without="")])
+    if not ratios:
+        return []
+    head = ["", *names, "ours", "best other / ours"]
+    return [NOTES(f"transformers {clock}", mean=geomean(ratios), least=min(ratios)), table(head, made)]
+
+
 def sizes(data: Data) -> list[str]:
     found = sizes_of(data)
     if not found:
@@ -275,4 +307,5 @@ SECTIONS: dict[str, Callable[[Data], list[str]]] = {
     "dense": dense, "heads": heads, "host": host, "split": listed("split", "us", ""),
     "arrival": listed("arrival", "ms", ""), "neighbour": listed("neighbour", "share", ""), "lists": lists, "fp8": fp8,
     "groups": listed("groups"), "sizes": sizes, "variants": variants, "blocks": listed("blocks"),
+    "transformers": transformers,
 }  # fmt: skip

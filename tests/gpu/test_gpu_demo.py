@@ -29,7 +29,7 @@ def demo(*arguments):
 
 
 def test_a_small_problem_on_the_gpu_that_auto_finds(tmp_path):
-    result = demo(*SMALL, "--json", tmp_path / "figures.json", "--out-dir", tmp_path / "out")
+    result = demo(*SMALL, "--figures", tmp_path / "figures.json", "--out-dir", tmp_path / "out")
     assert result.exit_code == 0, result.output
     backend = "hopper" if ON_HOPPER else "portable"
     for words in ("copy ", "answer right", "copied to cuda:0", f"backend   {backend}", "8 chunks of 128 rows"):

@@ -206,3 +206,14 @@ def test_equal_rows_and_heads_of_a_transposed_tensor_are_pointed_out_once(caplog
     (said,) = [record.message for record in caplog.records if record.name == attention_request.logger.name]
     assert said.startswith("attention: layout='bshd' is [B, S, H, D], and q [2, 6, 6, 8] has as many rows as heads")
     assert "pass layout='bhsd'" in said
+
+
+def test_more_heads_than_rows_are_pointed_out_once(caplog):
+    """As a caller of scaled_dot_product_attention passes them: 8 heads of 32 rows are read as 32 heads of 8 rows."""
+    attention_request._point_out.cache_clear()
+    one_row, prompt, long = (torch.zeros(1, rows, 32, 8) for rows in (1, 8, 40))
+    for q, k in ((one_row, long), (prompt, long), (long, long), (prompt, prompt), (prompt[:, :4].contiguous(),) * 2):
+        ts.attention(q, k, k)
+    ts.attention(prompt, prompt, prompt, layout="bhsd")
+    (said,) = [record.message for record in caplog.records if record.name == attention_request.logger.name]
+    assert said.startswith("attention: layout='bshd' is [B, S, H, D], and q has more heads than rows; if it is")

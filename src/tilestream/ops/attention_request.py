@@ -319,18 +319,29 @@ def _to_rows_first(
             )
     if r.layout == "bhsd":
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if not (packed_q or torch.compiler.is_compiling()) and q.shape[1] == q.shape[2] > 1 and q.stride(1) < q.stride(2):
-        _point_out(str(list(q.shape)), str(list(q.stride())))
+    if not (packed_q or torch.compiler.is_compiling()):
+        if q.shape[1] == q.shape[2] > 1 and q.stride(1) < q.stride(2):
+            _point_out(_as_many(q))
+        elif q.shape[2] > q.shape[1] > 1 and q.shape == k.shape and q.is_contiguous():
+            _point_out(_FEWER)
     return q, k, v
 
 
+#: For tensors of more heads than rows, whatever their extents: a prompt that short is rare, but right.
+_FEWER = "q has more heads than rows"
+
+
+def _as_many(q: torch.Tensor) -> str:
+    return f"q {list(q.shape)} has as many rows as heads, and the strides {list(q.stride())} of a transposed tensor"
+
+
 @functools.lru_cache(maxsize=256)
-def _point_out(shape: str, strides: str) -> None:
-    """Warn once that rows and heads may be swapped: they are equally many, with the strides of ``transpose(1, 2)``."""
+def _point_out(what: str) -> None:
+    """Warn once that rows and heads may be swapped."""
     logger.warning(
-        "%s: layout='bshd' is [B, S, H, D], and q %s has as many rows as heads, whose strides %s are those of a "
-        "transposed tensor; if it is [B, H, S, D], as scaled_dot_product_attention has it, pass layout='bhsd'",
-        _OP, shape, strides,
+        "%s: layout='bshd' is [B, S, H, D], and %s; if it is [B, H, S, D], as scaled_dot_product_attention has "
+        "it, pass layout='bhsd'",
+        _OP, what,
     )  # fmt: skip
 
 

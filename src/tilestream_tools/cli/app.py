@@ -11,8 +11,8 @@ from tilestream_tools.cli import demo, doctor, isa, plan, report, sweep, trace, 
 
 app = typer.Typer(
     name="tilestream",
-    help="Matmuls that start before their input is there: the demonstration, the checker, and plans.",
-    epilog="Bad input ends with one line and status 2; a wrong answer or a violation with status 1.",
+    help="Persistent matmul and attention kernels: demonstrate, plan, measure, compile ahead, check.",
+    epilog="Exit status: 0; 1 for a wrong answer or a violated property; 2 for bad input, said in one line.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -38,7 +38,10 @@ def options(
 
 
 def _doctor(as_json: ui.Json = False) -> None:
-    """Print versions, this machine, the backends that can run, and the extras: what a bug report should hold."""
+    """Print versions, this machine, and which backends can run.
+
+    Also what is compiled already, and the extras. Put it into a bug report.
+    """
     doctor.doctor(as_json)
 
 

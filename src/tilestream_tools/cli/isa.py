@@ -18,35 +18,38 @@ Row = tuple[Any, ...]
 
 def isa(
     kernel: Annotated[
-        str | None, typer.Argument(help="A kernel's name, or a file of AMDGCN assembly; none: list the kernels.")
+        str | None,
+        typer.Argument(help="A kernel's name, or a file of AMDGCN assembly. Without it, the kernels are listed."),
     ] = None,
     arch: Annotated[
         str | None,
-        typer.Option(help="One of those that the list of kernels has, as sm_100; default: the first of the kernel's."),
+        typer.Option(help="An architecture, such as sm_100; default: the first that the list has for this kernel."),
     ] = None,
-    m: Annotated[int, typer.Option(min=1, help="Rows of A; attention's queries.")] = 8192,
-    n: Annotated[int, typer.Option(min=1, help="Columns of B; attention's keys.")] = 8192,
+    m: Annotated[int, typer.Option(min=1, help="Rows of A; for attention, queries.")] = 8192,
+    n: Annotated[int, typer.Option(min=1, help="Columns of B; for attention, keys.")] = 8192,
     k: Annotated[
-        int | None, typer.Option(min=1, help="Columns of A, rows of B (8192); attention's: of a head (128).")
+        int | None, typer.Option(min=1, help="Columns of A, rows of B (8192); for attention, the head dim (128).")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the operands.")] = "bfloat16",
-    layout: Annotated[str, typer.Option(help="How A and B lie: nn, nt, tn or tt.")] = "nt",
+    dtype: Annotated[str, typer.Option(help="Dtype of the operands.")] = "bfloat16",
+    layout: Annotated[
+        str, typer.Option(help="Layouts of A and B: nn, nt, tn or tt; t is transposed in memory.")
+    ] = "nt",
     tile: Annotated[
-        str | None, typer.Option(help="Rows and columns of a tile, as 128x256; default: the plan's.")
+        str | None, typer.Option(help="Rows and columns of a tile, such as 128x256; default: the plan's.")
     ] = None,
     schedule: Annotated[str, typer.Option(help="auto, static, dynamic or stream_k.")] = "auto",
-    stages: Annotated[int | None, typer.Option(min=1, help="Of the ring; default: the plan's.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Stages of the ring; default: the plan's.")] = None,
     memory_cycles: Annotated[
-        int | None, typer.Option(min=1, help="Cycles from a load to its data, which no vendor publishes.")
+        int | None, typer.Option(min=1, help="Assumed cycles from a load to its data; no vendor publishes them.")
     ] = None,
-    warps: Annotated[int | None, typer.Option(min=1, help="A file's: waves of a work group.")] = None,
-    lds: Annotated[int | None, typer.Option(min=0, help="A file's: bytes of LDS given at launch.")] = None,
+    warps: Annotated[int | None, typer.Option(min=1, help="For a file: waves of a work group.")] = None,
+    lds: Annotated[int | None, typer.Option(min=0, help="For a file: bytes of LDS given at launch.")] = None,
     as_json: ui.Json = False,
 ) -> None:
     """Compile a kernel without a GPU, and report on its machine code.
 
-    Registers, spills, LDS, occupancy; the main loop's instructions and waits; the time of an iteration by published
-    rates, beside its floor. Compiled and read, not run.
+    The report has registers, spills, LDS and occupancy; the main loop's instructions and waits; and the time of an
+    iteration by published rates, beside its floor. The kernel is compiled and read, not run.
     """
     from tilestream_tools.cli.plan import parsed_tile
     from tilestream_tools.isa import kernels, report

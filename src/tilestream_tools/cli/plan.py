@@ -25,21 +25,28 @@ def plan(
         ),
     ] = "float32",
     device: Annotated[
-        str, typer.Option(help=f"cpu, cuda, or a GPU that need not be here: {', '.join(GPU_SPECS)}.")
+        str, typer.Option(help=f"cpu, cuda, or a GPU that is planned for without being here: {', '.join(GPU_SPECS)}.")
     ] = "cpu",
-    layout: Annotated[str | None, typer.Option(help="How A and B lie: nn, nt, tn or tt.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Layouts of A and B: nn, nt, tn or tt; t is transposed in memory.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Workers; default: as many as the device holds.")] = None,
     schedule: Annotated[str, typer.Option(help="auto, static, dynamic or stream_k.")] = "auto",
-    tile: Annotated[str | None, typer.Option(help="Rows and columns of a tile, as 256x512.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Forced: hopper, cdna or portable.")] = None,
-    variant: Annotated[str | None, typer.Option(help="Forced: a variant of that backend.")] = None,
-    stages: Annotated[int | None, typer.Option(min=2, help="Forced: stages of the ring.")] = None,
-    chunks: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in so many chunks.")] = None,
-    rows_per_chunk: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in chunks of so many.")] = None,
-    pivot: Annotated[int, typer.Option(min=0, help="The chunk that arrives first.")] = 0,
+    tile: Annotated[
+        str | None, typer.Option(help="Rows and columns of a tile, such as 256x512; default: the plan chooses.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Force a backend: hopper, cdna or portable.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Force a variant of that backend.")] = None,
+    stages: Annotated[int | None, typer.Option(min=2, help="Force the number of stages of the ring.")] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in this many chunks.")] = None,
+    rows_per_chunk: Annotated[int | None, typer.Option(min=1, help="A's rows arrive in chunks of this many.")] = None,
+    pivot: Annotated[int, typer.Option(min=0, help="The chunk that is expected first.")] = 0,
     as_json: ui.Json = False,
 ) -> None:
-    """Print the plan of a matmul, A [M, K] @ B [K, N]: what was chosen, what was refused and why, and the floor."""
+    """Print the plan of a matmul, A [M, K] @ B [K, N].
+
+    It says what was chosen, what was refused and why, and the least time that operations and bytes allow.
+    """
     import tilestream as ts
 
     arrival = None

@@ -24,10 +24,11 @@ def report(
     show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     as_json: ui.Json = False,
 ) -> None:
-    """Measure this machine, and write what was found as one HTML file, with the JSON beside it.
+    """Measure this machine, and write one HTML page.
 
-    Doctor's findings; each call beside torch's, its answer checked; the roofline; the overlap that streaming wins; a
-    timeline to zoom into; kernels that are warm; plans, and what they refuse. Without calls a default set is measured.
+    It has doctor's findings; each call beside torch's, with its answer checked; the roofline; the overlap that
+    streaming wins; a timeline to zoom into; which kernels are warm; plans, and what they refuse. Without calls a
+    default set is measured. A JSON file with the same figures lies beside the page.
     """
     with _bar() as tell:
         data, page, beside = make(

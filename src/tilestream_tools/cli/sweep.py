@@ -18,35 +18,41 @@ _BY = (
 
 
 def sweep(
-    plot: Annotated[list[Path] | None, typer.Argument(help="With --plot: records to lay over one another.")] = None,
-    only_plot: Annotated[
-        bool, typer.Option("--plot", help="Draw the records that are named; measure nothing.")
-    ] = False,
+    plot: Annotated[
+        list[Path] | None, typer.Argument(help="With --plot: the records to draw into one picture.")
+    ] = None,
+    only_plot: Annotated[bool, typer.Option("--plot", help="Only draw the named records.")] = False,
     suite: Annotated[
         str | None, typer.Option(help="A suite of the package, or your own .yaml file; default: 8k, on the CPU cpu.")
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="MxNxK, instead of a suite; may be repeated.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of --shape: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Dtype of --shape: bfloat16, float16 or float32.")] = "bfloat16",
     ways: Annotated[
-        str, typer.Option(help="Of auto, static, dynamic, stream_k, told, torch, quack, quack-dynamic; with commas.")
+        str,
+        typer.Option(
+            help="Any of auto, static, dynamic, stream_k, told (it knows the free SMs), torch, quack, quack-dynamic; "
+            "with commas."
+        ),
     ] = "static,dynamic,stream_k,torch,quack,quack-dynamic",
-    queues: Annotated[str, typer.Option(help="Numbers of queues of dynamic, with commas.")] = "1",
+    queues: Annotated[str, typer.Option(help="How many queues dynamic has: numbers, with commas.")] = "1",
     by: Annotated[str | None, typer.Option(help=_BY)] = None,
-    taken: Annotated[str, typer.Option(help="SMs (cores) taken away: 4,8,16 or FIRST:LAST:STEP.")] = "",
-    rounds: Annotated[int | None, typer.Option(min=3, help="Samples of each; default: by the time they take.")] = None,
+    taken: Annotated[str, typer.Option(help="SMs (or cores) that are taken away: 4,8,16 or FIRST:LAST:STEP.")] = "",
+    rounds: Annotated[
+        int | None, typer.Option(min=3, help="Samples of each; default: as many as fit the time.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="gpu or cpu.")] = "gpu",
     collective: Annotated[str, typer.Option(help="With nccl: all_reduce or all_gather.")] = "all_reduce",
-    megabytes: Annotated[int, typer.Option(min=1, help="With nccl: MiB of its tensor.")] = 256,
+    megabytes: Annotated[int, typer.Option(min=1, help="With nccl: size of its tensor in MiB.")] = 256,
     head_start: Annotated[
         float, typer.Option(min=0, help="With nccl: microseconds that the collective is ahead of the matmul.")
     ] = 20.0,
-    out: Annotated[Path, typer.Option(help="The record, .json; CSV and PNG beside it.")] = Path("sweep.json"),
+    out: Annotated[Path, typer.Option(help="The record (.json); CSV and PNG lie beside it.")] = Path("sweep.json"),
     as_json: ui.Json = False,
 ) -> None:
-    """Measure schedules and peers while a part of the device is taken away.
+    """Measure schedules while a neighbour holds SMs or cores.
 
-    Every point's answer is checked, and figures above the peak of what is left are refused. Writes JSON, CSV and, where
-    matplotlib is installed, a picture.
+    Peers such as torch are measured beside them. Every answer is checked, and a figure above the peak of the SMs that
+    are left is an error. Writes JSON, CSV and, where matplotlib is installed, a picture.
     """
     from tilestream_tools.sweep import record
 

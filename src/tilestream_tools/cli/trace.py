@@ -15,17 +15,20 @@ def trace(
     file: Annotated[Path, typer.Argument(help="A trace that tilestream wrote: .json or .json.gz.")],
     html: Annotated[Path | None, typer.Option(help="Write the timelines here as a page (.html) to zoom into.")] = None,
     show: Annotated[
-        bool, typer.Option("--open", help="Open that page; without --html it is a temporary file.")
+        bool, typer.Option("--open", help="Open that page in the browser; without --html it is a temporary file.")
     ] = False,
     png: Annotated[Path | None, typer.Option(help="Draw the timeline here (.png, .svg or .pdf).")] = None,
     launch: Annotated[
-        int | None, typer.Option(min=0, help="Only this launch, from 0; default: all, and for --png the last.")
+        int | None, typer.Option(min=0, help="Number of one launch, from 0; default: all, with --png the last.")
     ] = None,
-    width: Annotated[int, typer.Option(min=400, help="Pixels of the picture.")] = 1600,
-    height: Annotated[int | None, typer.Option(min=250, help="Pixels; default: by the number of rows.")] = None,
+    width: Annotated[int, typer.Option(min=400, help="Width of the picture in pixels.")] = 1600,
+    height: Annotated[int | None, typer.Option(min=250, help="Pixels; default: from the number of workers.")] = None,
     as_json: ui.Json = False,
 ) -> None:
-    """Print what each worker did in a saved trace; with --html or --open the timelines as a page to zoom into."""
+    """Print or draw what each worker did in a saved trace.
+
+    With --html or --open the timelines are a page to zoom into.
+    """
     from rich import box
     from rich.table import Table
 

@@ -10,18 +10,18 @@ from tilestream_tools.cli import ui
 
 
 def tune(
-    shape: Annotated[list[str], typer.Argument(help="MxNxK; several may be named.")],
+    shape: Annotated[list[str], typer.Argument(help="Shapes MxNxK.")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
-    layout: Annotated[str, typer.Option(help="How A and B lie: nn, nt, tn or tt; nt is a Linear layer's.")] = "nt",
+    layout: Annotated[str, typer.Option(help="Layouts of A and B: nn, nt, tn or tt; nt is a linear layer's.")] = "nt",
     within: Annotated[
-        float, typer.Option(min=1.0, help="Only plans expected to take no more than so many times the best.")
+        float, typer.Option(min=1.0, help="Measure plans whose expected time is at most this many times the best.")
     ] = 1.2,
     as_json: ui.Json = False,
 ) -> None:
-    """Measure the plans that the cost model thinks likely, and keep the fastest.
+    """Measure the plans that the cost model expects to be fast.
 
-    Optional: without it the cost model chooses. Each plan's answer is checked. The fastest are kept in a file in your
-    cache folder, by device and versions; TILESTREAM_TUNED names another file, and 0 none.
+    Tuning is optional: without it the cost model chooses. Each plan's answer is checked. The fastest plans are kept in
+    a file in your cache folder, by device and versions; TILESTREAM_TUNED names another file, and 0 none.
     """
     import torch
 

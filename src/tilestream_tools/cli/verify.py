@@ -19,8 +19,8 @@ PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 def verify(
-    quick: Annotated[bool, typer.Option("--quick", help="A subset: about 90 s of CPU time in all.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Check a subset, in about 90 s of CPU time.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: one a core.")] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -30,10 +30,11 @@ def verify(
     ] = None,
     as_json: ui.Json = False,
 ) -> None:
-    """Check the protocols through every interleaving.
+    """Check the protocols in every interleaving.
 
-    Schedule, gate, rings and a gather's ranks, in growing sizes: takes minutes, with --quick less. A violation is
-    printed with the shortest way to it, and the status is 1. Ctrl-C ends it and its processes, with status 130.
+    Schedules, gates, rings and the ranks of a gather are explored in growing sizes. This takes minutes, with --quick
+    less. A violation is printed with the shortest path to it, and the status is 1. Ctrl-C ends the command and its
+    processes, with status 130.
     """
     console = ui.console()
     if not _sweep(console, quick, jobs or _cores(), model):

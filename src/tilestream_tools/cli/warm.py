@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def warm(
     model: Annotated[
-        Path | None, typer.Argument(help="A model: its config.json (Hugging Face), or the folder that has it.")
+        Path | None, typer.Argument(help="A model: Hugging Face's config.json, or the folder that holds it.")
     ] = None,
     gemm: Annotated[
         list[str] | None,
@@ -42,31 +42,35 @@ def warm(
             help="A file with a line a call: 'gemm M,N,K...', 'attention B,S,H,Hkv,D...', 'grouped M,N,K,G...'."
         ),
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Of a model: rows of its linear layers, and prompts.")] = "1,16,512,4096",
-    keys: Annotated[str, typer.Option(help="Of a model: keys that one query sees, in decoding.")] = "",
-    dtype: Annotated[str | None, typer.Option(help="Of a model; default: its configuration's.")] = None,
+    tokens: Annotated[
+        str, typer.Option(help="For a model: rows of its linear layers, and lengths of prompts.")
+    ] = "1,16,512,4096",
+    keys: Annotated[str, typer.Option(help="For a model: keys that one query sees in decoding.")] = "",
+    dtype: Annotated[str | None, typer.Option(help="For a model: its dtype; default: its configuration's.")] = None,
     backward: Annotated[
-        bool, typer.Option(help="Of a model: the gradients of its linear layers, too. Attention's are torch's.")
+        bool, typer.Option(help="For a model: also the gradients of its linear layers. Those of attention are torch's.")
     ] = False,
     device: Annotated[
-        str, typer.Option(help="cuda; a GPU that need not be here, as h100; or a file of --save-device.")
+        str, typer.Option(help="cuda; a GPU by name, such as h100; or a file of --save-device.")
     ] = "cuda",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: one a core.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of processes; default: one a core.")] = None,
     to: Annotated[
-        Path | None, typer.Option(help="Copy the kernels into a new folder, or a .tar or .tar.gz, for --from.")
+        Path | None,
+        typer.Option(help="Also copy the kernels into a new folder, .tar or .tar.gz, for --from on another machine."),
     ] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Copy the kernels of such a folder or tar into this machine's cache.")
+        Path | None,
+        typer.Option("--from", help="Copy the kernels of such a folder or archive into this machine's cache."),
     ] = None,
     save_device: Annotated[
-        Path | None, typer.Option(help="Write this machine's GPU, as its driver describes it, to a JSON file.")
+        Path | None, typer.Option(help="Write what the driver says of this machine's GPU to a JSON file.")
     ] = None,
     as_json: ui.Json = False,
 ) -> None:
-    """Compile kernels into Triton's cache, so that first calls find them.
+    """Compile kernels ahead, into Triton's cache.
 
-    Without a GPU, too: --device says for which. A named GPU is planned for as its data sheet says; a file that
-    --save-device wrote on the machine itself has its own clocks, and so its own plans.
+    First calls then find their kernels. No GPU is needed: --device names one. A named GPU is planned for with its data
+    sheet's clocks; a file that --save-device wrote on the machine itself has that machine's clocks.
     """
     if save_device is not None:
         save_device.write_text(json.dumps(dataclasses.asdict(gpu("cuda")), indent=1) + "\n", encoding="utf-8")

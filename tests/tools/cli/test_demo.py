@@ -62,7 +62,7 @@ def assert_refused(result, says):
 
 def test_end_to_end_on_a_file_of_its_own(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_example, "FILE_SHAPE", (1024, 128))
-    result = demo("--device", "cpu", "--json", tmp_path / "figures.json")
+    result = demo("--device", "cpu", "--figures", tmp_path / "figures.json")
     assert_right(
         result, "- writing 512 KiB", "read ", "in turn", "backend   cpu", "float64", "read cold", "overlap won"
     )
@@ -142,7 +142,7 @@ def test_your_own_file_of_any_format_shape_and_dtype(demo, tmp_path, make, words
 
 
 def test_end_to_end_on_a_gpu(demo, gpu, tmp_path):
-    result = demo(*SMALL, "--json", tmp_path / "figures.json", "--rows-per-chunk", 100)
+    result = demo(*SMALL, "--figures", tmp_path / "figures.json", "--rows-per-chunk", 100)
     assert_right(
         result, "37.5 KiB of random bfloat16 in pinned memory", "[300, 64] @ [64, 40], bfloat16", "copy ",
         "rows in 3 chunks of 100 rows",
@@ -335,7 +335,7 @@ def test_a_bad_file_is_one_line_and_status_2(demo, tmp_path, make, says):
         (["--device", "cuda", "--input", "x.npy", "--k", 8], "--k 8: the input is a file's"),
         (["--device", "cuda", "--cache-dir", "here"], "--cache-dir here: "),
         (["--device", "cuda", "--tensor", "x"], "--tensor x: give the file"),
-        (["--device", "cuda", "--json", "/nowhere/at/all.json"], "/nowhere/at"),
+        (["--device", "cuda", "--figures", "/nowhere/at/all.json"], "/nowhere/at"),
         ([*SMALL, "--schedule", "best"], "schedule='best'"),
         (["--device", "cuda", "--rows", 0], "--rows"),
         (["--input", "mine.safetensors", "--tensor", "nope"], "no tensor 'nope'; there are acts"),
@@ -354,7 +354,7 @@ def test_a_run_that_fails_leaves_no_folder_behind(cli, tmp_path):
 
 
 def test_json_to_standard_output(demo, safetensors):
-    result = demo("--input", safetensors, "--tensor", "acts", "--n", 16, "--json", "-")
+    result = demo("--input", safetensors, "--tensor", "acts", "--n", 16, "--json")
     assert json.loads(result.stdout)["answer"]["right"] is True
     assert "answer right" in result.stderr
 
