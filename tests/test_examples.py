@@ -18,6 +18,8 @@ EXAMPLES = sorted(path for path in (Path(__file__).parent.parent / "examples").g
 def test_example_agrees_with_torch(path: Path) -> None:
     if "gpu" in path.stem and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+    if "from transformers" in path.read_text(encoding="utf-8"):
+        pytest.importorskip("transformers")
     arguments = ["1000"] if path.stem == "weights_from_disk" else []
     run = subprocess.run([sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr

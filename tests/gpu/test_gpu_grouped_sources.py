@@ -83,6 +83,25 @@ def test_sources_that_come_behind_the_launch():
         x.check(out)
 
 
+def test_a_trace_has_each_tile_once():
+    x = Sources()
+    out = sevens()
+    with ts.trace.record() as recorder:
+        ts.grouped_mm(x.a, x.b, arrival=x.arrival, out=out)
+        for source in (3, 0, 2, 1):
+            x.bring(source)
+    x.check(out)
+    (launch,) = recorder.launches
+    done = [(span.batch, span.pm, span.pn) for span in launch.spans if span.kind == "tile"]
+    assert len(done) == len(set(done)) == launch.tiles_done
+    block = launch_cache.of("sources")[0].plan.block
+    for source, counts in enumerate(COUNTS):
+        of_source = [tile for tile in done if tile[0] == source]
+        assert len(of_source) == sum(-(-rows // block[0]) for rows in counts) * -(-N // block[1])
+    assert {span.unit >= 0 for span in launch.spans} == {True}
+    assert any(span.kind == "wait" and span.batch == 3 for span in launch.spans), "the first one that came"
+
+
 @pytest.mark.parametrize("rows", [False, True])
 def test_a_source_that_is_lost(rows):
     """Source 2 is behind a word that is written after the deadline: its counts, or its rows alone."""

@@ -319,7 +319,8 @@ class Machine:
             "reciprocal": lambda y: 1 / y, "power_of_2": torch.exp2, "lane_layout": lambda *_: None,
             "prefetch_ticket": self.prefetch, "await_ticket": lambda words, queue, asked: asked - words.base,
             "nap": lambda _: time.sleep(0), "present": lambda _: torch.tensor(next(tick)),
-            "latest": lambda _: torch.tensor(next(tick)),
+            "latest": lambda _: torch.tensor(next(tick)), "now": lambda: torch.tensor(next(tick)),
+            "unit_of": lambda: torch.tensor(-1),
         }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ COUNTS = {
     "hopper realign": {"sm_90a": 10},
     "cdna gemm": {"gfx942": 150, "gfx950": 159},
     "cdna attention": {"gfx942": 90, "gfx950": 121},
-    "trace": {"sm_90a": 18},
+    "trace": {"sm_90a": 22},
 }  # fmt: skip
 #: What a Triton that does not know an architecture says of it.
 UNKNOWN = {("3.6.0", "sm_110"): "Value 'sm_110a' is not defined for option 'gpu-name'"}

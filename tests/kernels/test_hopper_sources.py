@@ -30,6 +30,7 @@ from tilestream.core.sources import counts_word, rows_word
 from tilestream.kernels.device.schedule import LINE
 from tilestream.launch.gate import NO_PUBLISH, PublishArguments
 from tilestream.launch.launch import gate_of_sources
+from tilestream.launch.trace import SpanLog
 from tilestream.ops.grouped_library import launch_of, problem_of
 from tilestream.plan.candidate import Asked
 from tilestream.plan.grouped import hopper_candidates
@@ -95,8 +96,9 @@ class Case:
     def run(
         self, how: tuple[str, tuple[int, int]] = COOPERATIVE, *, arrives: bool = True, workers: int = 2,
         deadline: float = 60.0, base: int = 55, publish: PublishArguments = NO_PUBLISH, edits: Any = (),
-    ) -> None:  # fmt: skip
-        """Launch the kernel's text; a step of the clock is a nanosecond."""
+        trace: bool = False,
+    ) -> SpanLog:  # fmt: skip
+        """Launch the kernel's text; a step of the clock is a nanosecond. With ``trace`` it writes the log."""
         x = self.x
         if publish is not NO_PUBLISH:
             x = x._replace(epilogue=x.epilogue._replace(publish=publish))
@@ -104,7 +106,8 @@ class Case:
         variant, tile = how
         fit = hopper_candidates(problem, DEVICE, workers, Asked(tile=tile))
         plan = of_candidate(problem, DEVICE, "hopper", next(one for one in fit if one.variant == variant), "a test's")
-        made, swap = launch_of(plan, x)._made[False], plan.swap_ab
+        made, swap = launch_of(plan, x)._made[trace], plan.swap_ab
+        log = SpanLog(plan, torch.device("cpu"))
         operands: list[Any] = [(made.x, x.b.mT if swap else x.a[None])]
         operands += [(one, x.a[None] if swap else x.b.mT) for one in made.y]
         maps = [None if one is None else TensorMap(tensor, one.box[-2:]) for one, tensor in operands]
@@ -116,8 +119,8 @@ class Case:
         gate = gate_of_sources(torch.device("meta"), Awaited(self.words, None, deadline, "x") if arrives else None)
         gate = gate._replace(records=self.records, claims=self.claims) if arrives else gate
         given = made.fill((
-            *maps, out, x.offsets, x.out, e.bias, None, *scales, None, None, self.counters, None, None, base,
-            int(not base), 1.0, 1.0,
+            *maps, out, x.offsets, x.out, e.bias, None, *scales, None, None, self.counters, None,
+            log.words if trace else None, base, int(not base), 1.0, 1.0,
         ), gate=gate, publish=publish)  # fmt: skip
 
         def signalled(word: Pointer) -> None:
@@ -131,6 +134,7 @@ class Case:
             [Pointer(one) if isinstance(one, torch.Tensor) else one for one in given],
         )  # fmt: skip
         assert out is None or (out.stored <= 1).all(), "an element is stored twice"
+        return log
 
     def parts(self) -> Any:
         x, e = self.x, self.x.epilogue
@@ -174,6 +178,29 @@ def test_each_form_of_the_math_loops(how, arrives):
     case = Case()
     case.run(how, arrives=arrives)
     case.check()
+
+
+@pytest.mark.parametrize("how", [COOPERATIVE, PING_PONG, SWAPPED], ids=str)
+@pytest.mark.parametrize("arrives", [True, False])
+def test_the_trace_has_each_tile_once(how, arrives):
+    case, (_, (block, columns)) = Case(), how
+    log = case.run(how, arrives=arrives, trace=True)
+    case.check()
+    done = log.done()
+    wanted = [
+        (source, pm, pn)
+        for source, counts in enumerate(COUNTS)
+        for pm in range(sum(-(-rows // block) for rows in counts))
+        for pn in range(-(-N // columns))
+    ]
+    assert [(one.item.batch, one.item.pm, one.item.pn) for one in done] == wanted
+    halves = 2 if how is COOPERATIVE else 1
+    assert {(one.times, one.complete) for one in done} == {(1, halves)}
+    assert all(one.begin < one.ready < one.end for one in done)
+    tiles_of_130 = -(-130 // block) * -(-N // columns)
+    words = [one.chunk for one in done]
+    assert words.count(case.word(0, 2)) == (tiles_of_130 if arrives else 0)
+    assert arrives or set(words) == {-1}
 
 
 ROWS, GROUPS = len(COUNTS) * CAPACITY, len(COUNTS[0])

@@ -31,7 +31,7 @@ FILES = {
     "test_portable_order.py": (32, 42),
     "test_portable_arrival.py": (29, 16),
     "test_portable_fp8.py": (61, 0),
-    "test_portable_trace.py": (13, 0),
+    "test_portable_trace.py": (25, 0),
     "test_portable_copy_items.py": (21, 6),
     "test_portable_experts.py": (29, 2),
     "test_portable_attention.py": (53, 0),

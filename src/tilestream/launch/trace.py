@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from tilestream.core.schedule import SourceSchedule
 from tilestream.kernels.device.trace import BEGIN, CHUNK, END, ENDS, READY, TIMES, UNIT, WORDS, WORKER
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.candidate import ctas_of
@@ -35,7 +36,8 @@ class Done(NamedTuple):
     end: int
     complete: int  # the number of complete parts of the tile's rows; 1 for a tile that is finished as a whole
     #: The chunk that it waited for, if the kernel records it, else -1. Attention waits inside of an item: this is the
-    #: chunk of its first keys, and ``ready`` is the time when that was there.
+    #: chunk of its first keys, and ``ready`` is the time when that was there. Of rows by source it is the word of its
+    #: group's rows (`tilestream.core.sources.rows_word`), and ``begin`` is when the worker began to look for a tile.
     chunk: int = -1
 
 
@@ -49,12 +51,18 @@ class SpanLog:
         self.words = torch.zeros(count, WORDS.value, dtype=torch.int64, device=device)
 
     def done(self) -> list[Done]:
-        """The records of all items that were taken. Waits for the current stream's work."""
+        """The records of all items that were taken. Waits for the current stream's work.
+
+        Of rows by source an item's batch is its source, and its row tile is counted from the source's first on.
+        """
         schedule, rows = self.plan.schedule, self.words.tolist()
         found = []
         for item in schedule.items():
             row = rows[item.tile if item.parts == 1 else schedule.grid.tiles + item.slot]
             if row[TIMES.value]:
+                if isinstance(schedule, SourceSchedule):
+                    source, pm = divmod(item.pm, schedule.grid.num_m // schedule.sources)
+                    item = item._replace(batch=source, pm=pm)
                 ends = row[END.value : END.value + ENDS.value]
                 found.append(Done(
                     item, row[TIMES.value], row[WORKER.value], row[UNIT.value], row[BEGIN.value], row[READY.value],
@@ -67,8 +75,6 @@ def untraced(plan: Plan | AttentionPlan) -> str:
     """Why launches of this plan on the current stream are not recorded, for a log line; empty if they are."""
     if torch.cuda.is_current_stream_capturing():
         return "a launch that is captured into a graph is not recorded: trace an eager one"
-    if getattr(plan.problem, "sources", 0):
-        return "the kernel of rows by source writes no trace: one of packed rows does (offsets=)"
     if plan.backend == "cdna":
         return "the CDNA kernel writes no trace: backend='portable' does"
     if ctas_of(plan.variant) > 1:
@@ -119,6 +125,8 @@ def traced(
             for operand, incoming in enumerate(arriving)
             if incoming is not None
         }
+        if isinstance(schedule, SourceSchedule) and plan.problem.arrives:
+            launch.arrivals = {0: (None,) * schedule.packed}  # a word for a source's counts, and one a group's rows
 
     recorder.later(read)
 

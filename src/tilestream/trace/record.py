@@ -31,11 +31,12 @@ class Span(NamedTuple):
         ``tile``: a whole tile; ``part``: a part of a tile's K range (stream-K); ``reduce``: adding up a tile's parts;
         ``wait``: waiting at the gate.
     batch, pm, pn
-        The tile.
+        The tile. Of rows by source ``batch`` is the source, and ``pm`` counts its row tiles, group by group.
     k_begin, k_end
         Its range of K steps.
     chunk
-        The chunk that it waited for, or the last chunk that the tile needed; -1 without arrival.
+        The chunk that it waited for, or the last chunk that the tile needed; -1 without arrival. Of rows by source it
+        is the word of its group's rows: ``source * (groups + 1) + 1 + group``.
     operand
         0 if ``chunk`` is a chunk of A's rows, 1 if it is one of B's columns.
     unit

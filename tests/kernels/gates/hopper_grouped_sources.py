@@ -100,12 +100,13 @@ def _layout(how: How) -> tuple[Layout, Bias]:
     return layout, bias
 
 
-def _arguments(case: Case) -> HopperSourcesArguments:
-    return HopperSourcesArguments(case.plan, case.layout, case.how, publishes=not case.plan.problem.arrives)
+def _arguments(case: Case, trace: bool = False) -> HopperSourcesArguments:
+    publishes = not case.plan.problem.arrives
+    return HopperSourcesArguments(case.plan, case.layout, case.how, publishes=publishes, trace=trace)
 
 
-def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    problem, arguments = case.plan.problem, _arguments(case)
+def source(case: Case, *, trace: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    problem, arguments = case.plan.problem, _arguments(case, trace)
     scale = pointer("float32", problem.scales != "none")
     maps = [described(one, problem.out_dtype if one is arguments.out else problem.dtype) for one in arguments.maps]
     words, records = pointer("int32", address=4), pointer("int64")
@@ -114,7 +115,7 @@ def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         gate = NO_GATE._replace(row_signals=words, row_quarantine=words, records=records, claims=records)
     filled = arguments.fill((
         *maps, words, pointer(problem.out_dtype), pointer("bfloat16", case.how.along != "none"), None, scale, scale,
-        None, None, pointer("int64"), None, None, 0, 0, 1.0, 1.0,
+        None, None, pointer("int64"), None, pointer("int64", trace), 0, 0, 1.0, 1.0,
     ), gate=gate, publish=NO_PUBLISH if problem.arrives else PublishArguments(words, words, 1))  # fmt: skip
     return grouped_gemm_by_source, tuple(filled), arguments.options
 

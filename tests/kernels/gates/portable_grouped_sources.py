@@ -96,10 +96,10 @@ def _made(how: How) -> tuple[Layout, Bias]:
     return layout, bias
 
 
-def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def source(case: Case, *, trace: bool = False) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     plan, problem = case.plan, case.plan.problem
     publishes = not problem.arrives
-    arguments = SourcesArguments(plan, case.layout, case.how, publishes)
+    arguments = SourcesArguments(plan, case.layout, case.how, publishes, trace)
     scale = pointer("float32", problem.scales != "none", 4)
     addend = "bfloat16" if problem.fp8 else problem.dtype
     words, records = pointer("int32", address=4), pointer("int64")
@@ -108,8 +108,8 @@ def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         gate = NO_GATE._replace(row_signals=words, row_quarantine=words, records=records, claims=records)
     filled = arguments.fill((
         *[pointer(problem.dtype)] * 2, pointer("int32", address=4), pointer(problem.out_dtype),
-        pointer(addend, case.how.along != "none"), None, scale, scale, None, None, pointer("int64"), None, None, 0, 0,
-        1.0, 1.0,
+        pointer(addend, case.how.along != "none"), None, scale, scale, None, None, pointer("int64"), None,
+        pointer("int64", trace), 0, 0, 1.0, 1.0,
     ), gate=gate, publish=PublishArguments(words, words, 1) if publishes else NO_PUBLISH)  # fmt: skip
     return grouped_gemm_by_source, tuple(filled), arguments.options
 

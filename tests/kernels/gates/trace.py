@@ -23,6 +23,12 @@ _EDITS = {
     "portable gemm": (*_ITEMS, *at(f"{KERNELS}.portable.gemm", delete(TRACED))),
     "portable attention": at(f"{KERNELS}.portable.attention", delete(TRACED, count=3)),
     "hopper gemm": (*_ITEMS, *at(f"{KERNELS}.hopper.gemm", delete(TRACED, count=3))),
+    "portable grouped sources": at(f"{KERNELS}.portable.grouped_sources", delete(TRACED, count=3)),
+    "hopper grouped sources": (
+        *at(f"{KERNELS}.hopper.gemm", delete(TRACED, count=3)),
+        *at(f"{KERNELS}.hopper.grouped", delete(TRACED)),
+        *at(f"{KERNELS}.hopper.grouped_sources", delete(TRACED, count=2)),
+    ),
     "hopper attention": (
         *at(f"{KERNELS}.hopper.attention_load", delete(TRACED, count=2)),
         *at(f"{KERNELS}.hopper.attention_math", delete(TRACED)),
@@ -42,6 +48,8 @@ CASES = {
         "cooperative 128x128 fp8 precise plain nt", "cooperative 256x128 bfloat16 across nt",
         "cooperative 128x128 bfloat16 worst nt",
     ),
+    "portable grouped sources": ("bfloat16 128x128 arrives", "bfloat16 64x64 there"),
+    "hopper grouped sources": ("cooperative 128x256 bfloat16 arrives", "ping_pong 64x128 bfloat16 there"),
     "hopper attention": (
         "128-128 causal unordered 2x128", "64-64 full ordered 3x128", "128-128 arriving ordered 2x128",
         "256-256 worst ordered 2x32",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import KINDS, check_product, nan_like, plan_for, recorded, run
+from interpreted import KINDS, Words, awaited, check_product, nan_like, plan_for, recorded, run
+from test_portable_arrival import expired
+from test_portable_grouped_sources import COUNTS, Case
 
 from error_rule import rand
 from tilestream.core.chunks import Chunks
 from tilestream.launch import trace as log_of
 from tilestream.launch.trace import SpanLog
+from tilestream.ops.grouped_library import launch_of
 from tilestream.trace import Recorder, faults
 from tilestream.trace.record import Zero
 
@@ -71,6 +76,69 @@ def test_no_output_no_spans():
     launch = record(plan_for(a, b), a, b)
     assert launch.end == launch.begin
     assert not launch.spans
+
+
+# Rows by source -----------------------------------------------------------------------------------------------------
+
+
+def by_source(case, plan, incoming=None):
+    return recorded("grouped_mm", plan, lambda log: launch_of(plan, case.x)(case.x, incoming, log))
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("name", COUNTS)
+def test_each_tile_of_a_source_once(name, arrives):
+    case = Case(COUNTS[name])
+    plan = case.plan(workers=3, arrives=arrives)
+    launch = by_source(case, plan, awaited(Words(case.words, 3).arrive()) if arrives else None)
+    case.check()
+    tiles = [(span.batch, span.pm, span.pn) for span in launch.spans if span.kind == "tile"]
+    wanted = [
+        (source, pm, pn)
+        for source, counts in enumerate(case.counts)
+        for pm in range(sum(-(-rows // 16) for rows in counts))
+        for pn in range(plan.schedule.grid.num_n)
+    ]
+    assert sorted(tiles) == wanted
+    assert launch.tiles_done == len(wanted)
+    assert {span.chunk >= 0 for span in launch.spans} <= {arrives}
+    if arrives and wanted:
+        assert {0: case.words} == {operand: len(of) for operand, of in launch.arrivals.items()}
+
+
+def test_a_source_that_is_late_is_waited_for_and_its_tiles_come_last():
+    case = Case(COUNTS["ragged"], n=16)
+    words = Words(case.words, 3).arrive()
+    late = [case.word(1, group) for group in range(-1, 4)]
+    words.words[late] = 0
+    others = [case.x.out[case.rows(source, group)] for source in (0, 2) for group in range(4)]
+
+    def bring() -> None:
+        while any((rows == 7).any() for rows in others):  # what they hold before they are computed
+            time.sleep(0.01)
+        words.words[late] = 3
+
+    thread = threading.Thread(target=bring)
+    thread.start()
+    launch = by_source(case, case.plan(workers=2, pivot=1), awaited(words, deadline=60.0))
+    thread.join()
+    case.check()
+    tiles = [span.batch for span in sorted(launch.spans, key=lambda span: span.end) if span.kind == "tile"]
+    assert tiles.index(1) == len(tiles) - tiles.count(1), "what is there is computed before"
+    waits = [span for span in launch.spans if span.kind == "wait" and span.batch == 1]
+    assert waits
+    assert {span.chunk for span in waits} <= {case.word(1, group) for group in range(4)}
+
+
+def test_what_a_lost_source_leaves_is_no_tile():
+    case = Case(COUNTS["ragged"], n=16)
+    words = Words(case.words, 3).arrive()
+    words.words[[case.word(2, group) for group in range(-1, 4)]] = 0
+    launch = by_source(case, case.plan(workers=2), awaited(words))
+    expired()
+    case.check((2, -1))
+    assert {span.batch for span in launch.spans if span.kind == "tile"} == {0, 1}
+    assert {span.kind for span in launch.spans if span.batch == 2} == {"wait"}
 
 
 # What is made of the device's log -----------------------------------------------------------------------------------

@@ -37,9 +37,10 @@ from tilestream.kernels.device.gate import (
     poll_signal,
     wait,
 )
-from tilestream.kernels.device.items import with_over
+from tilestream.kernels.device.items import with_over, with_place
 from tilestream.kernels.device.jit import device
 from tilestream.kernels.device.schedule import cdiv, count_in, count_out, grouped, left, restore
+from tilestream.kernels.device.trace import begin_span, chunk_span, ready_span
 
 counts_word = device(rules.counts_word)
 rows_word = device(rules.rows_word)
@@ -240,6 +241,22 @@ def tile_of(its, k_steps, work, C: tl.constexpr):
     pm, pn = grouped(its.ticket, cdiv(its.rows, C.BLOCK_M), work.num_n, work.group)
     item = Item(its.group, pm, pn, zero, zero + k_steps, zero, zero + 1, zero - 1, zero)
     return item, Span(its.group, its.begin, its.begin + its.rows)
+
+
+@triton.jit
+def log_tile(item, its, began, sources, work, words, watch, lane, C: tl.constexpr):
+    """``item`` with the place of its record, which is begun: the worker looked for a tile from ``began`` on.
+
+    A source's records lie as its row tiles do, the groups' one behind the other.
+    """
+    counts = look_at(sources.counts + its.source * sources.groups + lane, lane < its.group, 0, C)
+    first = its.source * (work.num_m // sources.count) + tl.sum(cdiv(counts, C.BLOCK_M), 0)
+    place = (first + item.pm) * work.num_n + item.pn
+    begin_span(words.log, place, watch.worker, began)
+    if C.ARRIVES:
+        chunk_span(words.log, place, rows_word(its.source, its.group, sources.groups))
+    ready_span(words.log, place)
+    return with_place(item, place)
 
 
 # Publishing -----------------------------------------------------------------------------------------------------------

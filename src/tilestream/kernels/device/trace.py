@@ -59,13 +59,16 @@ def place_of(item, work):
 
 
 @triton.jit
-def begin_span(log, place, worker):
-    """Record that the item was taken."""
+def begin_span(log, place, worker, began=None):
+    """Record that the item was taken, now or where the worker began to look for it."""
     at = log + place.to(tl.int64) * WORDS
     tl.atomic_add(at + TIMES, 1, sem="relaxed")
     tl.store(at + WORKER, worker.to(tl.int64))
     tl.store(at + UNIT, unit_of().to(tl.int64))
-    tl.store(at + BEGIN, now())
+    if began is None:
+        tl.store(at + BEGIN, now())
+    else:
+        tl.store(at + BEGIN, began)
 
 
 @triton.jit

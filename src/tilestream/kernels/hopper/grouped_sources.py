@@ -38,9 +38,10 @@ from tilestream.core.structs import (
     Words,
     Work,
 )
+from tilestream.kernels.device.clock import now
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import LINE
-from tilestream.kernels.device.sources import leave_sources, next_tile, publish_empty, tile_of
+from tilestream.kernels.device.sources import leave_sources, log_tile, next_tile, publish_empty, tile_of
 from tilestream.kernels.hopper.gate import backwards
 from tilestream.kernels.hopper.gemm import begin, make_stages
 from tilestream.kernels.hopper.grouped import SOURCE, TILES, hand_on_group, lane_layout, load_group_steps, math_loop
@@ -59,10 +60,14 @@ def load_loop(loads, ring, items, sources, work, words, gate, C: gl.constexpr):
     stage, slot, found = Place(zero, zero), Place(zero, zero), zero + 1
     finished = tl.cast(0, tl.int32)
     while found != 0:
+        if C.TRACE:
+            began = now()
         found, its, finished, passed = next_tile(finished, passed, sources, work, words, gate, watch, lane, C)
         item, span = Item(zero, zero, zero, zero, zero, zero, zero + 1, zero - 1, zero), Span(zero, zero, zero)
         if found != 0:
             item, span = tile_of(its, work.k_steps, work, C)
+            if C.TRACE:
+                item = log_tile(item, its, began, sources, work, words, watch, lane, C)
             item, _ = backwards(item, 1 - its.valid)
         if C.PUBLISHES:
             mbarrier.wait(items.empty.index(slot.at), slot.phase ^ 1)

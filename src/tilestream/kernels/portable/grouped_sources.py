@@ -29,16 +29,19 @@ from tilestream.core.structs import (
     Words,
     Work,
 )
+from tilestream.kernels.device.clock import now
 from tilestream.kernels.device.items import begin_worker
 from tilestream.kernels.device.jit import entry
 from tilestream.kernels.device.schedule import LINE
 from tilestream.kernels.device.sources import (
     leave_sources,
+    log_tile,
     next_tile,
     publish_empty,
     publish_tile,
     tile_of,
 )
+from tilestream.kernels.device.trace import end_span
 from tilestream.kernels.portable.epilogue import halves, store_halves, store_tile
 from tilestream.kernels.portable.grouped import group_product
 
@@ -104,9 +107,13 @@ def grouped_gemm_by_source(
     finished = tl.cast(0, tl.int32)
     found = tl.cast(1, tl.int32)
     while found != 0:
+        if C.TRACE:
+            began = now()
         found, its, finished, passed = next_tile(finished, passed, sources, work, words, gate, watch, lane, C)
         if found != 0:
             item, span = tile_of(its, tl.where(its.valid != 0, k_steps, 0), work, C)
+            if C.TRACE:
+                item = log_tile(item, its, began, sources, work, words, watch, lane, C)
             if C.SCALES == "block":
                 scales = (
                     Matrix(row_scale, 0, stride_sr, stride_sk),
@@ -130,4 +137,7 @@ def grouped_gemm_by_source(
                 store_tile(acc, epilogue, item.batch, row, item.pn * C.BLOCK_N, C.BLOCK_N, C)
             if C.PUBLISHES:
                 publish_tile(its.source, its.tiles, publishing)
+            if C.TRACE:
+                tl.debug_barrier()  # all threads' stores
+                end_span(words.log, item.place, 0, its.valid != 0)
     leave_sources(sources, work, words, gate, watch, lane, C)

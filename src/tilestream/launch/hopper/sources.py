@@ -26,10 +26,11 @@ class HopperSourcesArguments(HopperGroupedArguments):
     matrices = ("x_map", "y_map", "y_map_1", "y_map_2", "out_map", "source_counts")
 
     def __init__(
-        self, plan: Plan, layout: Layout, bias: Bias, out_aligned: bool = True, publishes: bool = False
+        self, plan: Plan, layout: Layout, bias: Bias, out_aligned: bool = True, publishes: bool = False,
+        trace: bool = False,
     ) -> None:  # fmt: skip
         self._publishes = publishes
-        super().__init__(plan, layout, bias, out_aligned)
+        super().__init__(plan, layout, bias, out_aligned, trace)
         self.options["launch_pdl"] = self.config.CHAINED
 
     def _numbers(self) -> dict[str, Any]:
@@ -51,7 +52,10 @@ class HopperSourcesLaunch(HopperGroupedLaunch):
 
     def __init__(self, plan: Plan, layout: Layout, bias: Bias, out_aligned: bool, publishes: bool = False) -> None:
         Launch.__init__(self, plan, True)
-        self._made = {False: HopperSourcesArguments(plan, layout, bias, out_aligned, publishes)}
+        self._made = {
+            traced: HopperSourcesArguments(plan, layout, bias, out_aligned, publishes, traced)
+            for traced in (False, True)
+        }
         self._launchers: dict[bool, Launcher] = {}
 
     def issue(
@@ -59,4 +63,4 @@ class HopperSourcesLaunch(HopperGroupedLaunch):
     ) -> None:
         """See `Launch.issue`."""
         publish = NO_PUBLISH if x.epilogue.publish is None else x.epilogue.publish
-        self._launch(stream, x, words, None, gate_of_sources(x.a.device, awaited), publish)
+        self._launch(stream, x, words, probe, gate_of_sources(x.a.device, awaited), publish)

@@ -27,9 +27,11 @@ class SourcesArguments(GroupedArguments):
     kernel: Any = grouped_gemm_by_source
     matrices = ("a", "b", "source_counts")
 
-    def __init__(self, plan: Plan, layout: Layout, bias: Bias, publishes: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, layout: Layout, bias: Bias, publishes: bool = False, trace: bool = False
+    ) -> None:  # fmt: skip
         self._publishes = publishes
-        super().__init__(plan, layout, bias)
+        super().__init__(plan, layout, bias, trace)
 
     def _numbers(self) -> dict[str, Any]:
         problem = problem_of(self.plan)
@@ -57,20 +59,24 @@ class SourcesLaunch(Launch):
 
     def __init__(self, plan: Plan, layout: Layout, bias: Bias, publishes: bool = False) -> None:
         super().__init__(plan, True)
-        self._arguments = SourcesArguments(plan, layout, bias, publishes)
-        self._kernel = Kernel(grouped_gemm_by_source, (plan.schedule.workers, 1, 1), self._arguments.options)
+        grid = (plan.schedule.workers, 1, 1)
+        self._made = {traced: SourcesArguments(plan, layout, bias, publishes, traced) for traced in (False, True)}
+        self._kernels = {
+            traced: Kernel(grouped_gemm_by_source, grid, one.options) for traced, one in self._made.items()
+        }
 
     def issue(
         self, stream: int, x: GroupedOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
         """See `Launch.issue`."""
-        e, gate, kernel = x.epilogue, gate_of_sources(x.a.device, awaited), self._kernel
+        e, gate, traced = x.epilogue, gate_of_sources(x.a.device, awaited), probe is not None
+        kernel, arguments = self._kernels[traced], self._made[traced]
         publish = NO_PUBLISH if e.publish is None else e.publish
         operands = kernel.take((
             x.a, x.b, x.offsets, x.out, e.bias, None, e.scale_a, e.scale_b, words.partials, words.counts,
-            words.counters, None, None, words.base, words.reset, 1.0, 1.0,
+            words.counters, None, None if probe is None else probe.words, words.base, words.reset, 1.0, 1.0,
         ))  # fmt: skip
         if gate is not NO_GATE:
             gate = GateArguments._make(kernel.take(gate))
         publish = PublishArguments._make(kernel.take(publish))
-        kernel(stream, self._arguments.fill(tuple(operands), 0, gate, publish=publish))
+        kernel(stream, arguments.fill(tuple(operands), 0, gate, publish=publish))
