@@ -15,7 +15,6 @@ import math
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch
 
 import tilestream as ts
 from tilestream.arrival.files import drop_from_page_cache, find_matrix
+from tilestream.core.whole_file import write_whole
 from tilestream.plan.problem import FP8
 from tilestream_tools.cli.doctor import available_memory, backend
 from tilestream_tools.units import milliseconds, one_line, size
@@ -70,9 +70,8 @@ def demo(
             raise ValueError(f"{option} {value}: the input is a file's; --device cuda without --input makes one")
     if gpu and cache_dir is not None:
         raise ValueError(f"--cache-dir {cache_dir}: it holds the file that the CPU reads; a GPU's input is made anew")
-    # Fail before minutes are spent, not when the results are written.
     if not gpu:
-        writable_folder(out_dir)
+        writable_folder(out_dir)  # fails now, not after minutes of measuring
     if figures_to is not None and not figures_to.parent.is_dir():
         raise ValueError(f"--figures {figures_to}: there is no folder {figures_to.parent}")
     options = {"schedule": schedule, "workers": workers}
@@ -94,8 +93,7 @@ def demo(
             files = {} if gpu else bench.draw(out_dir)  # makes the folder: a run that failed leaves none behind
             report(bench, origin, timings, error, files)
             if figures_to is not None:
-                found = figures(bench, timings, error)
-                figures_to.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                figures_to.write_text(json.dumps(figures(bench, timings, error), indent=1) + "\n", encoding="utf-8")
     except torch.OutOfMemoryError as problem:
         raise ValueError(f"too little GPU memory: give smaller --rows, --k or --n ({one_line(problem)})") from None
     return error.right
@@ -156,17 +154,10 @@ def demo_file(folder: Path | None, shape: tuple[int, int] | None = None) -> Path
     if free < need:
         message = f"{size(free)} free, the file takes {size(need)}; give another folder with --cache-dir"
         raise OSError(errno.ENOSPC, message, str(folder))
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     print(f"- writing {size(4 * rows * columns)} of random activations, once")
-    # Written beside its place and renamed, so that a reader finds the whole file or none.
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
-    os.close(handle)
-    try:
-        save_file({"x": torch.randn(shape, generator=torch.Generator().manual_seed(SEED))}, name)
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    write_whole(path, save({"x": torch.randn(shape, generator=torch.Generator().manual_seed(SEED))}))
     return path
 
 
@@ -252,9 +243,8 @@ class Bench:
 
     def plan(self) -> ts.Plan:
         """The plan of the streamed matmul."""
-        (rows, k), arrival = self.x.shape, self.stream.arrival
-        n = self.w.shape[1]
-        return ts.plan(rows, n, k, dtype=self.x.dtype, device=self.x.device, arrival=arrival, **self.options)
+        (rows, k), given = self.x.shape, {"arrival": self.stream.arrival, **self.options}
+        return ts.plan(rows, self.w.shape[1], k, dtype=self.x.dtype, device=self.x.device, **given)
 
     def ways(self) -> dict[str, Callable[[], None]]:
         """Each way by its name: issues the work of one run."""
@@ -338,20 +328,12 @@ class Bench:
             found.append(check(self.truth, self.w, expected, self.out))
         return timings, max(found, key=lambda error: (not error.right, error.missing, error.ours))
 
-    def traced(self) -> ts.trace.LaunchTrace:
-        """The launch of one more streamed run."""
+    def draw(self, folder: Path) -> dict[str, str]:
+        """Trace one more streamed run, of the CPU; the files of the trace and its picture."""
         with ts.trace.record() as recorder:
-            if self.file is None:
-                self.seconds("streamed")  # compiles the kernel that records
             self.seconds("streamed")
         launch = recorder.launches[-1]
-        if self.file is not None:
-            launch.started = {0: self.stream.started}
-        return launch
-
-    def draw(self, folder: Path) -> dict[str, str]:
-        """Trace one more streamed run; the files of the trace and its picture."""
-        launch = self.traced()
+        launch.started = {0: self.stream.started}
         folder.mkdir(parents=True, exist_ok=True)
         try:
             timeline = str(ts.trace.draw(launch, folder / "timeline.png"))

@@ -46,6 +46,10 @@ def test_the_library_and_its_tests_grow_no_more():
     assert lines_of(ROOT / "tests") <= 81_400
 
 
+def test_the_demonstration_stays_an_example():
+    assert len((ROOT / "examples" / "demo.py").read_text(encoding="utf-8").splitlines()) <= 400
+
+
 def test_the_table_of_the_design_is_of_this_structure():
     run = subprocess.run([sys.executable, str(ROOT / "tests" / "structure.py"), "--check"], check=False)
     assert run.returncode == 0, "make the table anew: python tests/structure.py"

@@ -67,14 +67,14 @@ def driver() -> str:
 def isa() -> dict[str, Any]:
     """What the compiler made of the kernels of this device's arch."""
     from tilestream_tools.isa import report
-    from tilestream_tools.isa.kernels import KERNELS, Question
+    from tilestream_tools.isa.kernels import KERNELS, CompileRequest
 
     arch = device_properties("cuda").arch
     arch = "sm_90a" if arch == "sm_90" else arch
     fit = [name for name, entry in KERNELS.items() if arch in entry.archs]
     made: dict[str, Any] = {"arch": arch}
     for name in fit:
-        found = asdict(report.of(name, Question(arch)))
+        found = asdict(report.of(name, CompileRequest(arch)))
         made[name] = {key: found[key] for key in ("plan", "registers", "spilled", "shared", "loop", "cycles", "triton")}
     return made
 

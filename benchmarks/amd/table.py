@@ -38,9 +38,9 @@ MARKS = {
 
 
 def questions() -> Iterator[tuple[str, Any]]:
-    """``(kernel, question)``: each kernel with its plan's tile; the portable one with the other large tiles, too."""
+    """``(kernel, request)``: each kernel with its plan's tile; the portable one with the other large tiles, too."""
     from tilestream.plan.policy.portable import CDNA, fp8_units
-    from tilestream_tools.isa.kernels import KERNELS, Question
+    from tilestream_tools.isa.kernels import KERNELS, CompileRequest
 
     for arch in ("gfx942", "gfx950"):
         for name, entry in KERNELS.items():
@@ -49,16 +49,16 @@ def questions() -> Iterator[tuple[str, Any]]:
             eight = fp8_units(arch)[0]
             if name.endswith("-attention"):
                 for k in (64, 128, 256):
-                    yield name, Question(arch, 4096, 4096, k)
+                    yield name, CompileRequest(arch, 4096, 4096, k)
                 continue
             if name != "portable-gemm":
-                yield name, Question(arch)
+                yield name, CompileRequest(arch)
                 if name == "cdna-gemm":
-                    yield name, Question(arch, dtype=eight)
+                    yield name, CompileRequest(arch, dtype=eight)
                 continue
             for kind, dtype in (("16-bit", "bfloat16"), ("8-bit", eight), ("float32", "float32")):
                 for row in CDNA[arch].get(kind, ())[: 3 if kind == "16-bit" else 1]:
-                    yield name, Question(arch, dtype=dtype, tile=(row.block_m, row.block_n))
+                    yield name, CompileRequest(arch, dtype=dtype, tile=(row.block_m, row.block_n))
 
 
 def record() -> dict[str, Any]:
@@ -67,10 +67,10 @@ def record() -> dict[str, Any]:
 
     made_by = {key: value for key, value in about("isa").items() if key not in ("device", "dtype")}
     rows = []
-    for name, question in questions():
-        made = asdict(of(name, question))
-        rows.append({"dtype": question.dtype, "k": question.k, **made})
-        print(name, question.arch, question.dtype, made["tile"], made["cycles"].get("share"), flush=True)
+    for name, request in questions():
+        made = asdict(of(name, request))
+        rows.append({"dtype": request.dtype, "k": request.k, **made})
+        print(name, request.arch, request.dtype, made["tile"], made["cycles"].get("share"), flush=True)
     return {**made_by, "run": False, "rows": rows}
 
 

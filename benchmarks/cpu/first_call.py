@@ -56,9 +56,9 @@ def process(_: list[str]) -> None:
     triton_key()
     done()
     from tilestream_tools.isa.build import build
-    from tilestream_tools.isa.kernels import Question, source
+    from tilestream_tools.isa.kernels import CompileRequest, source
 
-    kernel, filled, options, *_ = source("hopper-gemm", Question("sm_90a", 4096, 4096, 4096))
+    kernel, filled, options, *_ = source("hopper-gemm", CompileRequest("sm_90a", 4096, 4096, 4096))
     begin = time.perf_counter()
     build(kernel, filled, options, "sm_90a")
     done()

@@ -29,7 +29,7 @@ from tilestream.core.operands import HALVES, Epilogue, GroupedOperands
 from tilestream.core.sources import counts_word, rows_word
 from tilestream.kernels.device.schedule import LINE
 from tilestream.launch.gate import NO_PUBLISH, PublishArguments
-from tilestream.launch.launch import gate_of_sources
+from tilestream.launch.launch import gate_of
 from tilestream.launch.trace import SpanLog
 from tilestream.ops.grouped_library import launch_of, problem_of
 from tilestream.plan.candidate import Asked
@@ -116,7 +116,8 @@ class Case:
             out.dtype = x.out.dtype
         e = x.epilogue
         scales = (e.scale_b, e.scale_a) if swap else (e.scale_a, e.scale_b)
-        gate = gate_of_sources(torch.device("meta"), Awaited(self.words, None, deadline, "x") if arrives else None)
+        awaited = Awaited(self.words, None, deadline, "x") if arrives else None
+        gate = gate_of(torch.device("meta"), awaited, "row")
         gate = gate._replace(records=self.records, claims=self.claims) if arrives else gate
         given = made.fill((
             *maps, out, x.offsets, x.out, e.bias, None, *scales, None, None, self.counters, None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import MutableSequence, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from tilestream.arrival.signals import Signals
 from tilestream.core.arguments import is_whole
@@ -14,11 +14,71 @@ from tilestream.core.chunks import MOST_CHUNKS, Chunks, Incoming, chunks_of
 if TYPE_CHECKING:
     import torch
 
-#: Attributes that an `Arrival` keeps for life.
-_FINAL = ("num_chunks", "rows_per_chunk", "bounds", "pivot", "signals")
+
+class Signalled:
+    """What `Arrival` and `SourceArrival` share: their signals, which other threads and the device write."""
+
+    #: Attributes that are kept for life.
+    _FINAL: ClassVar[tuple[str, ...]] = ()
+    _signals: Signals
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self._FINAL and name in self.__dict__:
+            kind = type(self).__name__
+            raise AttributeError(f"{kind}: {name} is final: its signals were made by it; make another {kind}")
+        super().__setattr__(name, value)
+
+    @property
+    def device(self) -> str:
+        """The device of the signals: ``"cpu"``, ``"cuda:0"``."""
+        return self._signals.device
+
+    @property
+    def key(self) -> int:
+        """The number that names the signals in a registered op's arguments."""
+        return self._signals.key
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch, which `advance` increments."""
+        return self._signals.epoch
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that a producer of this epoch reported by `fail`, for inspection; None without one."""
+        return self._signals.error(self._signals.epoch)
+
+    def fail(self, error: BaseException, *, epoch: int | None = None) -> None:
+        """Report that what is missing will not come: the call that waits for it raises ``error``.
+
+        On a GPU the next call, or `tilestream.check`, raises it. There, launches that wait for a caller's own words,
+        and captured launches, wait until their deadline.
+        """
+        self._signals.fail(error, epoch)
+
+    def advance(self) -> int:
+        """Begin the next epoch, in which nothing has arrived yet. Returns the epoch, for what signals.
+
+        A caller's own words are zeroed. On a GPU this is done on the current stream, after the launches and signals
+        that were issued so far, and before those issued later.
+        """
+        return self._signals.advance()
+
+    def reset(self) -> None:
+        """Recover from what was missed: zero a caller's own words and, on a GPU, the words of captured launches.
+
+        On a GPU, launches that use these words return NaN and an error until the reset, because they could mistake a
+        late signal for one of their own. Call it after the producers of the launch that missed something have stopped,
+        on a stream that is ordered before the next launch. Tilestream's own signals in eager launches need no reset:
+        each epoch has its own value.
+        """
+        self._signals.reset()
+
+    def __copy__(self) -> Signalled:
+        return self  # its attributes are final, and the signals cannot be copied
 
 
-class Arrival:
+class Arrival(Signalled):
     """The chunks in which the rows of an input arrive, and one signal a chunk.
 
     Made by `uniform` or `ragged`, or by `stream_in` for a source that tilestream reads itself. Rows are the rows of the
@@ -48,6 +108,8 @@ class Arrival:
     >>> arrival.arrived(2), arrival.arrived(3)
     (True, False)
     """
+
+    _FINAL = ("num_chunks", "rows_per_chunk", "bounds", "pivot", "signals")
 
     def __init__(
         self,
@@ -79,11 +141,6 @@ class Arrival:
         made = object.__new__(Arrival)
         made.__dict__.update(self.__dict__, _signals=signals)
         return made
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _FINAL and name in self.__dict__:
-            raise AttributeError(f"Arrival: {name} is final: its signals were made by it; make another Arrival")
-        super().__setattr__(name, value)
 
     @classmethod
     def uniform(
@@ -159,32 +216,12 @@ class Arrival:
         return cls(chunks.count, bounds=chunks.bounds, pivot=pivot, signals=signals, device=device)
 
     @property
-    def device(self) -> str:
-        """The device of the signals: ``"cpu"``, ``"cuda:0"``."""
-        return self._signals.device
-
-    @property
-    def key(self) -> int:
-        """The number that names the signals in a registered op's arguments."""
-        return self._signals.key
-
-    @property
-    def epoch(self) -> int:
-        """The present epoch, which `advance` increments."""
-        return self._signals.epoch
-
-    @property
     def times(self) -> tuple[float | None, ...]:
         """The time of each chunk's signal in this epoch, on `time.perf_counter`'s clock; None before the signal.
 
         On a GPU all are None: the GPU writes the signals without the host.
         """
         return self._signals.times
-
-    @property
-    def error(self) -> BaseException | None:
-        """The exception that the producer of this epoch reported by `fail`, for inspection; None without one."""
-        return self._signals.error(self._signals.epoch)
 
     def signal(self, chunk: int, *, epoch: int | None = None) -> None:
         """Signal that chunk ``chunk`` has arrived. Call it after its rows were written, from any thread.
@@ -208,35 +245,9 @@ class Arrival:
         """
         self._signals.set(chunk, epoch)
 
-    def fail(self, error: BaseException, *, epoch: int | None = None) -> None:
-        """Report that the missing chunks will not come: the call that waits for them raises ``error``.
-
-        On a GPU the next call, or `tilestream.check`, raises it. There, launches that wait for a caller's own words,
-        and captured launches, wait until their deadline.
-        """
-        self._signals.fail(error, epoch)
-
     def arrived(self, chunk: int) -> bool:
         """Whether chunk ``chunk`` has arrived in this epoch."""
         return self._signals.arrived(chunk)
-
-    def advance(self) -> int:
-        """Begin the next epoch, in which no chunk has arrived yet. Returns the epoch, for `signal`.
-
-        A caller's own words are zeroed. On a GPU this is done on the current stream, after the launches and signals
-        that were issued so far, and before those issued later.
-        """
-        return self._signals.advance()
-
-    def reset(self) -> None:
-        """Recover from a missed chunk: zero a caller's own words and, on a GPU, the words of captured launches.
-
-        On a GPU, launches that use these words return NaN and an error until the reset, because they could mistake a
-        late signal for one of their own. Call it after the producers of the launch that missed a chunk have stopped, on
-        a stream that is ordered before the next launch. Tilestream's own signals in eager launches need no reset: each
-        epoch has its own value.
-        """
-        self._signals.reset()
 
     def chunks(self, rows: int) -> Chunks:
         """The chunks of an input of ``rows`` rows.
@@ -256,9 +267,6 @@ class Arrival:
         """See `tilestream.core.chunks.Arriving`."""
         chunks = chunks_of(rows, self.num_chunks, self.rows_per_chunk, self.bounds, "publish", "the result")
         return Incoming(chunks, self.pivot, own_words=self.signals is not None)
-
-    def __copy__(self) -> Arrival:
-        return self  # its attributes are final, and the signals cannot be copied
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Final
 
-from tilestream.arrival.arrival import check_signals, make_signals
+from tilestream.arrival.arrival import Signalled, check_signals, make_signals
 from tilestream.arrival.signals import Signals
 from tilestream.core.arguments import is_whole
 from tilestream.core.chunks import MOST_CHUNKS
@@ -19,10 +19,8 @@ from tilestream.core.sources import counts_word, rows_word
 if TYPE_CHECKING:
     import torch
 
-_FINAL = ("counts", "capacity", "sources", "groups", "pivot", "signals")
 
-
-class SourceArrival:
+class SourceArrival(Signalled):
     """The rows of several sources, which arrive in any order, and whose numbers are known only when they come.
 
     Source ``s`` has a place of ``capacity`` rows of the input ``[sources * capacity, K]``: from row ``s * capacity``
@@ -71,6 +69,8 @@ class SourceArrival:
     (True, True, False)
     """
 
+    _FINAL = ("counts", "capacity", "sources", "groups", "pivot", "signals")
+
     def __init__(
         self, counts: torch.Tensor, capacity: int, *, pivot: int = 0, signals: torch.Tensor | None = None
     ) -> None:  # fmt: skip
@@ -108,31 +108,6 @@ class SourceArrival:
         made.__dict__.update(self.__dict__, _signals=self._named(signals))
         return made
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _FINAL and name in self.__dict__:
-            raise AttributeError(f"SourceArrival: {name} is final: its signals were made by it; make another one")
-        super().__setattr__(name, value)
-
-    @property
-    def device(self) -> str:
-        """The device of the signals: ``"cpu"``, ``"cuda:0"``."""
-        return self._signals.device
-
-    @property
-    def key(self) -> int:
-        """The number that names the signals in a registered op's arguments."""
-        return self._signals.key
-
-    @property
-    def epoch(self) -> int:
-        """The present epoch, which `advance` increments."""
-        return self._signals.epoch
-
-    @property
-    def error(self) -> BaseException | None:
-        """The exception that a producer of this epoch reported by `fail`, for inspection; None without one."""
-        return self._signals.error(self._signals.epoch)
-
     def signal_counts(self, source: int, *, epoch: int | None = None) -> None:
         """Signal that the counts of a source have arrived. Call it after they were written, from any thread.
 
@@ -163,10 +138,6 @@ class SourceArrival:
         for one in range(self.groups) if group is None else (self._checked(group, "group"),):
             self._signals.set(rows_word(source, one, self.groups), epoch)
 
-    def fail(self, error: BaseException, *, epoch: int | None = None) -> None:
-        """Report that what is missing will not come: see `Arrival.fail`."""
-        self._signals.fail(error, epoch)
-
     def arrived(self, source: int, group: int | None = None) -> bool:
         """Whether the counts of a source have arrived in this epoch; with ``group`` whether that group's rows have."""
         source = self._checked(source)
@@ -174,22 +145,11 @@ class SourceArrival:
             return self._signals.arrived(counts_word(source, self.groups))
         return self._signals.arrived(rows_word(source, self._checked(group, "group"), self.groups))
 
-    def advance(self) -> int:
-        """Begin the next epoch, in which nothing has arrived yet: see `Arrival.advance`."""
-        return self._signals.advance()
-
-    def reset(self) -> None:
-        """Recover from what was missed: see `Arrival.reset`."""
-        self._signals.reset()
-
     def _checked(self, number: int, what: str = "source") -> int:
         count = self.sources if what == "source" else self.groups
         if not is_whole(number) or not 0 <= number < count:
             raise IndexError(f"{what}={number!r}; there are {count} {what}s, from 0")
         return operator.index(number)
-
-    def __copy__(self) -> SourceArrival:
-        return self  # its attributes are final, and the signals cannot be copied
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError(

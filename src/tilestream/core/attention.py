@@ -7,8 +7,8 @@ of ``keys`` if::
     i + shift - left <= j <= i + shift + right          causal: right = 0
 
 ``shift`` is ``keys - queries`` for a bottom-right diagonal (the default: the last query sees the last key) and 0 for a
-top-left one. These functions take no negative numbers, so ``shift`` is passed as ``ahead - behind``, one of which is 0
-(`diagonal`). A side without a limit is ``queries + keys`` wide, which covers all keys from every position.
+top-left one. These functions take no negative numbers, so ``shift`` is passed as ``diagonal_k - diagonal_q``, one of
+which is 0 (`diagonal`). A side without a limit is ``queries + keys`` wide, which covers all keys from every position.
 
 A tile's key blocks form three runs (`key_blocks`). Only blocks that some row sees in part are masked::
 
@@ -38,24 +38,24 @@ def row_of(row: int, pack: int) -> tuple[int, int]:
 
 
 def diagonal(queries: int, keys: int) -> tuple[int, int]:
-    """``(ahead, behind)`` of a bottom-right diagonal: how far keys are ahead of, or behind, query positions.
+    """``(diagonal_k, diagonal_q)`` of a bottom-right diagonal: how far keys are ahead of, or behind, query positions.
 
     For a top-left diagonal it is ``(0, 0)``.
     """
     return keys - min(queries, keys), queries - min(queries, keys)
 
 
-def seen_keys(position: int, ahead: int, behind: int, left: int, right: int, keys: int) -> tuple[int, int]:
+def seen_keys(position: int, diagonal_k: int, diagonal_q: int, left: int, right: int, keys: int) -> tuple[int, int]:
     """The keys ``[begin, end)`` that a query position sees; none if ``begin == end``."""
-    at = position + ahead
+    at = position + diagonal_k
     past = at + right + 1
-    end = min(keys, past - min(past, behind))
-    begin = min(end, at - min(at, behind + left))
+    end = min(keys, past - min(past, diagonal_q))
+    begin = min(end, at - min(at, diagonal_q + left))
     return begin, end
 
 
 def key_blocks(
-    first: int, last: int, ahead: int, behind: int, left: int, right: int, keys: int, block: int
+    first: int, last: int, diagonal_k: int, diagonal_q: int, left: int, right: int, keys: int, block: int
 ) -> tuple[int, int, int, int]:
     """The key blocks of query positions ``first`` to ``last``, both included, in three runs.
 
@@ -65,14 +65,14 @@ def key_blocks(
         Blocks ``[begin, end)`` hold all keys that some position sees. Each position sees all ``block`` keys of each
         block in ``[plain_begin, plain_end)``.
     """
-    at = first + ahead
+    at = first + diagonal_k
     past = at + right + 1
-    until_first = min(keys, past - min(past, behind))
-    from_first = at - min(at, behind + left)
-    at = last + ahead
+    until_first = min(keys, past - min(past, diagonal_q))
+    from_first = at - min(at, diagonal_q + left)
+    at = last + diagonal_k
     past = at + right + 1
-    until_last = min(keys, past - min(past, behind))
-    from_last = at - min(at, behind + left)
+    until_last = min(keys, past - min(past, diagonal_q))
+    from_last = at - min(at, diagonal_q + left)
     from_first = min(from_first, until_last)
     begin = from_first // block
     end = (until_last + block - 1) // block

@@ -7,7 +7,7 @@ A queue has the tiles of a group of a source. So its tickets are ready together:
 group's rows are there. There are as many queues as sources times groups, and no limit but memory.
 
 `take` is the protocol by which a worker takes its next tile, a generator of operations as of
-`tilestream.core.schedule.take`. It repeats `look`::
+`tilestream.core.schedule.take`. It repeats `poll_sources`::
 
     for each source, from the pivot on, those that are finished left out:
         its counts are not there:            look at the next source; the launch is over -> settle it as lost
@@ -152,14 +152,16 @@ Left = Literal["nothing", "missing", "again"]
 def take(places: SourcePlaces, worker: int, place: Place) -> Operations:
     """The worker's next tile, and its state behind it; None for STOP. See the module."""
     while True:
-        tile, place, left = yield from look(places, worker, place)
+        tile, place, left = yield from poll_sources(places, worker, place)
         if tile is not None or left == "nothing":
             return tile, place
         if left == "missing":
             place = place._replace(over=bool((yield Nap())))
 
 
-def look(places: SourcePlaces, worker: int, place: Place) -> Generator[Any, Any, tuple[SourceTile | None, Place, Left]]:
+def poll_sources(
+    places: SourcePlaces, worker: int, place: Place
+) -> Generator[Any, Any, tuple[SourceTile | None, Place, Left]]:
     """Look at all sources once: ``(tile, place, left)``.
 
     Without a tile ``left`` says whether nothing is left, or something is missing, or another worker was faster.

@@ -110,12 +110,3 @@ class Swizzle:
         """Where element ``column`` of a row lies in it. Its own inverse: which element lies there."""
         cell = swizzled(row, column // self.vector, self.every, self.period)
         return cell * self.vector + column % self.vector
-
-    def conflicts(self, row_bytes: int, itemsize: int, rows: range, column: int, banks: int) -> int:
-        """How often the bank that is met most is met when lanes read the cell of ``column`` in ``rows``, one each."""
-        met: dict[int, set[int]] = {}
-        for row in rows:
-            first = row * row_bytes + self.place(row, column // self.vector * self.vector) * itemsize
-            for at in range(first, first + self.vector * itemsize, BANK):
-                met.setdefault(at // BANK % banks, set()).add(at // BANK)
-        return max(map(len, met.values()))

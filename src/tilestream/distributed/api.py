@@ -13,7 +13,7 @@ from tilestream.distributed.dispatch import Form
 from tilestream.distributed.group_state import Group, GroupState, groups_of, name_of, state_of
 from tilestream.distributed.library import (
     all_gather_matmul_op,
-    known,
+    equal_call,
     matmul_all_reduce_op,
     matmul_reduce_scatter_op,
 )
@@ -105,7 +105,7 @@ def all_gather_matmul(
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "return_a": return_a, "form": form, "deadline": deadline,
     }  # fmt: skip
     request = given_request(GATHER, a_shard, b, **given)
-    if request is not None and (found := known(group, request)):
+    if request is not None and (found := equal_call(group, request)):
         with untracked():
             gathered, outs = all_gather.run(found.state, request, key=found.key)
     else:
@@ -186,7 +186,7 @@ def matmul_reduce_scatter(
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
     }  # fmt: skip
     request = given_request(REDUCE_SCATTER, a, b, **given)
-    if request is not None and (found := known(group, request)):
+    if request is not None and (found := equal_call(group, request)):
         with untracked():
             return reduce_scatter.run(found.state, request, found.key)
     request = check_request(REDUCE_SCATTER, a, b, **given)
@@ -268,7 +268,7 @@ def matmul_all_reduce(
         "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
     }  # fmt: skip
     request = given_request(ALL_REDUCE, a, b, **given)
-    if request is not None and (found := known(group, request)):
+    if request is not None and (found := equal_call(group, request)):
         with untracked():
             return all_reduce.run([found.state], request, found.key)
     request = check_request(ALL_REDUCE, a, b, **given)

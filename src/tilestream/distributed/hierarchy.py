@@ -28,7 +28,8 @@ from tilestream.distributed import all_gather, collective, reduce_scatter
 from tilestream.distributed.group_state import GroupState, states_of
 from tilestream.distributed.internode import Steps, exchange_between_nodes
 from tilestream.distributed.plan import DistributedPlan
-from tilestream.distributed.request import Request, wide_dtype
+from tilestream.distributed.request import Request
+from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops.library import result_dtype
 
 T = TypeVar("T")

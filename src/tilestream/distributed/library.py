@@ -14,6 +14,7 @@ from tilestream.distributed.dispatch import Form, Op
 from tilestream.distributed.group_state import Group, GroupState, known_state, states_of, world_of
 from tilestream.distributed.hierarchy import NodeMesh, sum_of_parts
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
+from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops.gradients import through_activation
 from tilestream.ops.library import _alone, gemm_op, library, result_dtype
 from tilestream.ops.limit import within_limit
@@ -53,20 +54,20 @@ def _deadline(seconds: float) -> float | None:
     return None if seconds < 0 else seconds
 
 
-class Known(NamedTuple):
+class EqualCall(NamedTuple):
     """The state of an earlier equal call, and the key of its decision."""
 
     state: GroupState
     key: tuple[object, ...]
 
 
-def known(group: Group, request: Request | None) -> Known | None:
+def equal_call(group: Group, request: Request | None) -> EqualCall | None:
     """The earlier equal call of a call that needs no dispatcher; None for other calls."""
     state = None if request is None else known_state(group)
     if request is None or state is None:
         return None
     key = request.key(state)
-    return None if state.decided(key) is None else Known(state, key)
+    return None if state.decided(key) is None else EqualCall(state, key)
 
 
 def _all_gather_matmul(
@@ -197,7 +198,7 @@ def _before_activation(
     """The gradient with respect to the activation's input, which is recomputed."""
     if activation == "none" or gathered is None:
         return grad
-    wide = torch.float64 if b.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(b.dtype)
     before = _multiply(_rows(gathered), b, worker_limit, bias if bias.numel() else None, wide).view(grad.shape)
     if activation == "relu":
         return torch.ops.aten.threshold_backward(grad.to(wide), before, 0).to(grad.dtype)  # type: ignore[no-any-return]

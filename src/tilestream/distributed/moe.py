@@ -28,10 +28,11 @@ from tilestream.distributed.collective import agree
 from tilestream.distributed.dispatch import FORMS, Form
 from tilestream.distributed.group_state import Group, GroupState, groups_of, name_of, state_of, states_of
 from tilestream.distributed.moe_dispatch import Compute, Rows, by_collectives, by_messages, sorted_rows
-from tilestream.distributed.moe_experts import Experts, Part, wide_dtype
+from tilestream.distributed.moe_experts import Experts, Part
 from tilestream.distributed.moe_plan import MoePlan, plan_of
 from tilestream.distributed.request import running
 from tilestream.distributed.symmetric import connect
+from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops import streamed
 from tilestream.ops.checks import autocast, check_dense, refuse_tangents
 from tilestream.ops.library import _alone, library

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from tilestream.core.operands import Epilogue
-from tilestream.kernels.cpu.epilogue import apply
+from tilestream.kernels.cpu.epilogue import apply, wide_dtype
 from tilestream.ops.gradients import through_activation
 from tilestream.ops.grouped import grouped_mm
 
@@ -47,11 +47,6 @@ class Part(NamedTuple):
     of_gate: torch.Tensor
     of_up: torch.Tensor
     hidden: torch.Tensor
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums outside of matmuls."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def ends_of(counts: torch.Tensor, device: torch.device) -> torch.Tensor:

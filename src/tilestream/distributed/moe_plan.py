@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from tilestream.core.protocols import handshake
-from tilestream.core.protocols.replay import form_number
 from tilestream.distributed.group_state import MOST_RANKS, GroupState
+from tilestream.distributed.plan import AgreedPlan
 from tilestream.distributed.planner import UNPREPARED, backend_of
 from tilestream.distributed.symmetric import why_not
 from tilestream.launch.layout import Layout
@@ -39,7 +37,7 @@ _FUSED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class MoePlan:
+class MoePlan(AgreedPlan):
     """The plan of a mixture of experts across ranks.
 
     Attributes
@@ -71,21 +69,6 @@ class MoePlan:
     def op(self) -> str:
         """The op's name."""
         return str(self.agreed["op"])
-
-    @functools.cached_property
-    def handshake(self) -> bytes:
-        """``agreed``, encoded."""
-        return handshake.encode(self.agreed)
-
-    @functools.cached_property
-    def number(self) -> int:
-        """A number for `handshake`, by which devices compare calls."""
-        return form_number(self.handshake)
-
-    @property
-    def fused(self) -> bool:
-        """Whether an expert's products begin when the rows of the first source have arrived."""
-        return not self.refused
 
     def explain(self) -> str:
         """The choices, and the refused ones, in words."""

@@ -107,15 +107,6 @@ class NodeModel:
         ]
 
 
-def columns_to_hide(itemsize: int, flops: float, local: int, nic: float = NIC) -> float:
-    """The least columns of B on a GPU that hide the NIC's transfers, for any numbers of rows, K and nodes.
-
-    A shard of ``r`` rows has ``r * K * itemsize`` bytes, and a step's matmul has ``2 * local * r * N * K`` operations.
-    So the condition is ``N >= itemsize * flops / (2 * local * nic)``. For a reduce-scatter, N and K are exchanged.
-    """
-    return itemsize * flops / (2 * local * nic)
-
-
 def explain(nodes: int, case: Case) -> list[tuple[str, str]]:
     """The model of a call over ``nodes`` nodes in words; ``case`` is that of the ranks of one node."""
     rates = table()["rates"].get(case.device)

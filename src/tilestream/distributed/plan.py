@@ -48,8 +48,30 @@ class Call(Protocol):
         """Bytes that are the same on each rank, unless the calls differ."""
 
 
+class AgreedPlan:
+    """What the plans of all ops across ranks share."""
+
+    agreed: Mapping[str, object]
+    refused: tuple[Refusal, ...]
+
+    @functools.cached_property
+    def handshake(self) -> bytes:
+        """``agreed``, encoded."""
+        return handshake.encode(self.agreed)
+
+    @functools.cached_property
+    def number(self) -> int:
+        """A number for `handshake`, by which devices compare calls."""
+        return form_number(self.handshake)
+
+    @property
+    def fused(self) -> bool:
+        """Whether transfers overlap with computation; for an all-reduce, whether it is done in one shot."""
+        return not self.refused
+
+
 @dataclass(frozen=True)
-class DistributedPlan:
+class DistributedPlan(AgreedPlan):
     """The plan of an op across ranks.
 
     Attributes
@@ -85,21 +107,6 @@ class DistributedPlan:
     def op(self) -> str:
         """The op's name."""
         return self.case.op
-
-    @functools.cached_property
-    def handshake(self) -> bytes:
-        """``agreed``, encoded."""
-        return handshake.encode(self.agreed)
-
-    @functools.cached_property
-    def number(self) -> int:
-        """A number for `handshake`, by which devices compare calls."""
-        return form_number(self.handshake)
-
-    @property
-    def fused(self) -> bool:
-        """Whether transfer and matmul overlap; for an all-reduce, whether it is done in one shot."""
-        return not self.refused
 
     @property
     def chunks(self) -> int:

@@ -13,8 +13,9 @@ from tilestream.distributed.collective import agree, reduce_scatter
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import connected_plan, make_plan
-from tilestream.distributed.request import Request, wide_dtype
+from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Part, Shards
+from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops.limit import limit
 from tilestream.ops.publish import Publication, matmul_published
 from tilestream.ops.scales import canonical_scales

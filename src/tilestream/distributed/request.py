@@ -337,8 +337,3 @@ def _rehearsed(
     )  # fmt: skip
     with torch.no_grad():
         return matmul.multiply(request).dtype
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial sums of ``dtype`` are added on the CPU."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -72,8 +72,8 @@ class AttentionArguments:
 
     def scales(self, scale: float) -> tuple[float, float]:
         """``scale`` and ``softcap_scale`` of `tilestream.core.attention_structs.Scores`, for the caller's ``scale``."""
-        cap = self.plan.problem.softcap
-        return (cap * _LOG2_E, scale / cap) if cap else (scale * _LOG2_E, 0.0)
+        softcap = self.plan.problem.softcap
+        return (softcap * _LOG2_E, scale / softcap) if softcap else (scale * _LOG2_E, 0.0)
 
     def config(self) -> Any:
         """The compile-time configuration: a `tilestream.kernels.attention_config.AttentionConfig`."""

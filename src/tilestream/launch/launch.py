@@ -195,30 +195,16 @@ class GemmLaunch(Launch):
         )  # fmt: skip
 
 
-def gate_of_groups(device: torch.device, awaited: Awaited | None) -> GateArguments:
-    """What a launch on the current stream is told of groups whose matrices of B arrive."""
+def gate_of(device: torch.device, awaited: Awaited | None, what: str) -> GateArguments:
+    """What a launch on the current stream is told of rows by source (``"row"``) or of B's matrices (``"column"``)."""
     if awaited is None:
         return NO_GATE
-    words, quarantine, epoch, key = awaited.columns.use()
+    signals = awaited.rows if what == "row" else awaited.columns
+    words, quarantine, epoch, key = signals.use()
     records, claims = records_of(device)
     allowed, op = bounds_of(awaited.deadline, awaited.op)
-    return NO_GATE._replace(
-        column_signals=words, column_quarantine=quarantine, records=records, claims=claims, column_epoch=epoch,
-        column_key=key, allowed=allowed, op=op,
-    )  # fmt: skip
-
-
-def gate_of_sources(device: torch.device, awaited: Awaited | None) -> GateArguments:
-    """What a launch on the current stream is told of rows that arrive by source."""
-    if awaited is None:
-        return NO_GATE
-    words, quarantine, epoch, key = awaited.rows.use()
-    records, claims = records_of(device)
-    allowed, op = bounds_of(awaited.deadline, awaited.op)
-    return NO_GATE._replace(
-        row_signals=words, row_quarantine=quarantine, records=records, claims=claims, row_epoch=epoch, row_key=key,
-        allowed=allowed, op=op,
-    )  # fmt: skip
+    its = {f"{what}_signals": words, f"{what}_quarantine": quarantine, f"{what}_epoch": epoch, f"{what}_key": key}
+    return NO_GATE._replace(**its, records=records, claims=claims, allowed=allowed, op=op)
 
 
 def records_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
 from tilestream.core.device import DeviceProperties
 from tilestream.core.operands import AttentionOperands
+from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.launch.observe import observation
 from tilestream.ops import attention_gpu, native
 from tilestream.ops.attention_backward import gradients, second, tangents
@@ -66,11 +67,6 @@ def result_dtype(q: torch.Tensor) -> torch.dtype:
     return getattr(torch, FP8_RESULT) if q.dtype == torch.float8_e4m3fn else q.dtype
 
 
-def wide_dtype(q: torch.Tensor) -> torch.dtype:
-    """The dtype of the log-sum-exp and of the accumulators."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def lse_shape(x: AttentionOperands) -> tuple[int, ...]:
     """``[B, Hq, Sq]``; ``[T, Hq]`` for packed sequences."""
     return tuple(x.q.shape[:2]) if x.cu_seqlens_q is not None else (x.q.shape[0], x.q.shape[2], x.q.shape[1])
@@ -86,7 +82,7 @@ def _outputs(x: AttentionOperands, s: Settings) -> Pair:
         out = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype, device=x.q.device)
     else:
         out = x.q.new_empty(shape, dtype=dtype)
-    return out, x.q.new_empty(lse_shape(x) if s.return_lse else (0,), dtype=wide_dtype(x.q))
+    return out, x.q.new_empty(lse_shape(x) if s.return_lse else (0,), dtype=wide_dtype(x.q.dtype))
 
 
 def as_given(shape: Sequence[int], s: Settings) -> list[int]:
@@ -110,8 +106,8 @@ def check_outputs(x: AttentionOperands, s: Settings) -> None:
         raise ValueError(f"out: on {out.device}, the operands on {x.q.device}; they are on one device")
     if (lse is not None) != s.return_lse or (lse is not None and tuple(lse.shape) != lse_shape(x)):
         raise ValueError(f"lse: given with return_lse=True, and only with it, of shape {list(lse_shape(x))}")
-    if lse is not None and (lse.dtype != wide_dtype(x.q) or lse.device != x.q.device):
-        raise ValueError(f"lse: {lse.dtype} on {lse.device}; it is {wide_dtype(x.q)} on {x.q.device}")
+    if lse is not None and (lse.dtype != wide_dtype(x.q.dtype) or lse.device != x.q.device):
+        raise ValueError(f"lse: {lse.dtype} on {lse.device}; it is {wide_dtype(x.q.dtype)} on {x.q.device}")
 
 
 def _launched(

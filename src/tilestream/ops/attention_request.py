@@ -14,6 +14,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.core.arguments import is_one_of
 from tilestream.core.operands import AttentionOperands
+from tilestream.kernels.cpu.epilogue import wide_dtype
 from tilestream.ops import attention_library as library
 from tilestream.ops import gated, inline, native
 from tilestream.ops.attention_operands import Settings, check_shapes
@@ -153,7 +154,7 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
         None if scale is None else _canonical_scale(name, scale, batch, y.shape[-2])
         for name, scale, y in (("scale_q", r.scale_q, q), ("scale_k", r.scale_k, k), ("scale_v", r.scale_v, v))
     )
-    sinks = None if r.sinks is None else r.sinks.to(library.wide_dtype(q))
+    sinks = None if r.sinks is None else r.sinks.to(wide_dtype(q.dtype))
     if torch.is_grad_enabled():
         _check_gradients(r)
     s = Settings(
@@ -171,7 +172,7 @@ def _canonical(r: AttentionRequest) -> tuple[AttentionOperands, Settings]:
     if r.out is None:
         return x, s
     _resize(r.out, x, s)
-    lse = q.new_empty(library.lse_shape(x), dtype=library.wide_dtype(q)) if s.return_lse else None
+    lse = q.new_empty(library.lse_shape(x), dtype=wide_dtype(q.dtype)) if s.return_lse else None
     return x._replace(out=_outermost(r, r.out), lse=lse), s
 
 

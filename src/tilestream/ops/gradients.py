@@ -16,6 +16,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from tilestream.kernels.cpu.epilogue import wide_dtype
+
 #: The base class of a `derivative`: torch.func's form of a ``torch.autograd.Function`` for one of its levels.
 Derivative = _SingleLevelFunction
 
@@ -154,7 +156,7 @@ def product_tangent(ctx: Any, tangents: Sequence[torch.Tensor | None], gemm: Gem
     a, b, *_, scale_a, scale_b = saved = ctx.saved_tensors
     alpha, beta, _, schedule, workers, *others = ctx.numbers
     of_a, of_b, of_bias, of_residual = tangents[:4]
-    wide = _wide(a)
+    wide = wide_dtype(a.dtype)
     found, factor = of_residual, beta
     for x, y in ((of_a, b), (a, of_b)):
         if x is not None and y is not None:
@@ -177,7 +179,7 @@ def _through_activation(ctx: Any, saved: Sequence[Any], change: torch.Tensor, ge
     a, b, output, bias, residual, scale_a, scale_b = saved
     if activation == "relu":
         return torch.ops.aten.threshold_backward(change.to(output.dtype), output, 0)  # type: ignore[no-any-return]
-    wide = _wide(a)
+    wide = wide_dtype(a.dtype)
     b = b.mT if ctx.is_weight else b
     before = gemm(
         a, b, bias, residual, alpha, beta, "none", wide, schedule, workers, scale_a, scale_b, *others
@@ -193,10 +195,6 @@ def through_activation(activation: str, change: torch.Tensor, before: torch.Tens
         return change * gate * (1 + before * (1 - gate))
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     return torch.ops.aten.gelu_backward(change, before, approximate=approximate)  # type: ignore[no-any-return]
-
-
-def _wide(a: torch.Tensor) -> torch.dtype:
-    return torch.float64 if a.dtype == torch.float64 else torch.float32
 
 
 def _is_column_major(x: torch.Tensor) -> bool:
@@ -241,7 +239,7 @@ def batched_product(
     if bias is not None and dim_bias is not None:  # gemm has one bias for all of its batches
         each = bias.movedim(dim_bias, 0).reshape(count, *[1] * (len(full) - 1), full[-1])
         of_rows = merged(each, 0, full)
-        wide = _wide(a)
+        wide = wide_dtype(a.dtype)
         residual = of_rows if residual is None else of_rows.to(wide) + beta * residual.to(wide)
         bias, beta = None, 1.0
     result = gemm(

@@ -21,7 +21,8 @@ from tilestream.core.dtypes import dtype_name
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.core.groups import Along, by_load
 from tilestream.core.operands import HALVES, SCALE_BLOCK, Epilogue, GemmOperands, GroupedOperands
-from tilestream.kernels.cpu.gemm import accumulator, multiply
+from tilestream.kernels.cpu.epilogue import wide_dtype
+from tilestream.kernels.cpu.gemm import multiply
 from tilestream.launch.cache import launch_cache, signature
 from tilestream.ops import execute, gpu
 from tilestream.ops.checks import check_pair, check_written, refuse_given, refuse_gradients
@@ -237,7 +238,7 @@ def dequantized(x: GroupedOperands) -> GroupedOperands:
 
 def halves(x: GemmOperands, how: gpu.How) -> None:
     """A product whose activation is of two halves of its columns: the whole of it, and then that."""
-    wide = x.out.new_empty(x.a.shape[0], x.b.shape[1], dtype=accumulator(x.a.dtype))
+    wide = x.out.new_empty(x.a.shape[0], x.b.shape[1], dtype=wide_dtype(x.a.dtype))
     product(x._replace(out=wide, epilogue=x.epilogue._replace(activation="none")), how)
     gate, up = wide.chunk(2, 1)
     x.out.copy_(torch.nn.functional.silu(gate).mul_(up))
@@ -472,7 +473,7 @@ class _Grouped(Derivative):
             refuse_given("grouped_gemm", *tangents[:4], why="scaled operands have no forward-mode derivative")
         a, b, offsets, output, bias = ctx.saved_tensors
         of_a, of_b, _, of_bias = tangents[:4]
-        wide = _wide(a)
+        wide = wide_dtype(a.dtype)
         pairs = [(x, y) for x, y in ((of_a, b), (a, of_b)) if x is not None and y is not None]
         pairs = pairs or [(a[:, :0], b[..., :0, :])]
         if b.dim() == 2 and of_a is of_b is None:
@@ -527,7 +528,7 @@ def _through(
         return change
     if output is not None:
         return torch.ops.aten.threshold_backward(change.to(output.dtype), output, 0)  # type: ignore[no-any-return]
-    before = grouped_op(a, b, offsets, bias, "none", _wide(a), *ctx.how, False, *ctx.more)
+    before = grouped_op(a, b, offsets, bias, "none", wide_dtype(a.dtype), *ctx.how, False, *ctx.more)
     change = change.to(before.dtype)
     if ctx.activation in HALVES:
         gate, up = before.chunk(2, 1)
@@ -547,10 +548,6 @@ def _bias_gradient(ctx: Any, grad: torch.Tensor, along_rows: bool, offsets: torc
     ones = grad.new_ones(grad.shape[0], _ONES)
     sums = grouped_op(ones.t(), grad, offsets, None, "none", None, *ctx.how, False, *ctx.more)
     return sums[:, :1].to(dtype)  # type: ignore[no-any-return]
-
-
-def _wide(a: torch.Tensor) -> torch.dtype:
-    return torch.float64 if a.dtype == torch.float64 else torch.float32
 
 
 def _is_column_major(x: torch.Tensor) -> bool:

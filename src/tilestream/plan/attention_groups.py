@@ -96,12 +96,12 @@ def _sharing(problem: AttentionProblem, pack: int) -> int:
 def _blocks(problem: AttentionProblem, positions: int, block: int) -> list[int]:
     """The number of key blocks of each tile of a head, in the order of queries."""
     queries, keys = problem.seqlen_q, problem.seqlen_k
-    ahead, behind = diagonal(queries, keys) if problem.alignment == "bottom_right" else (0, 0)
+    diagonal_k, diagonal_q = diagonal(queries, keys) if problem.alignment == "bottom_right" else (0, 0)
     found = []
     for first in range(0, queries, positions):
         last = min(first + positions, queries) - 1
         begin, _, _, end = key_blocks(
-            first, last, ahead, behind, queries + keys, min(problem.right or 0, queries + keys), keys, block
+            first, last, diagonal_k, diagonal_q, queries + keys, min(problem.right or 0, queries + keys), keys, block
         )
         found.append(end - begin)
     return found

@@ -66,8 +66,8 @@ def isa(
         made = report.of_amdgcn(text, warps=warps, shared=lds, memory_cycles=latency)
     else:
         known = kernels.KERNELS.get(kernel)
-        deep = k or (known.k if known else kernels.Question.k)
-        question = kernels.Question(
+        deep = k or (known.k if known else kernels.CompileRequest.k)
+        request = kernels.CompileRequest(
             arch or (known.archs[0] if known else ""),
             m,
             n,
@@ -78,7 +78,7 @@ def isa(
             schedule,
             stages,
         )
-        made = report.of(kernel, question, latency)
+        made = report.of(kernel, request, latency)
     ui.found(**asdict(made))
     show(made)
 

@@ -22,7 +22,7 @@ import numpy as np
 from tilestream_tools.emulator.fault import Fault
 from tilestream_tools.emulator.memory import Memory, Shared
 from tilestream_tools.emulator.numbers import LANES, MASK32, U32, Array
-from tilestream_tools.emulator.order import Known, Order
+from tilestream_tools.emulator.order import Knowledge, Order
 from tilestream_tools.emulator.registers import SCALARS, Registers
 
 #: When loads and stores land: at once; when a wait covers them; at a moment that the seed decides.
@@ -83,7 +83,7 @@ class Wave(Registers):
         Which stores it may rely on.
     """
 
-    def __init__(self, index: int, group: Group, machine: Machine, known: Known) -> None:
+    def __init__(self, index: int, group: Group, machine: Machine, known: Knowledge) -> None:
         super().__init__()
         self.index, self.group, self.machine, self.known = index, group, machine, known
         self.pc, self.epoch = 0, 0

@@ -51,7 +51,7 @@ def _number_of(tags: Array) -> Array:
     return found
 
 
-class Known:
+class Knowledge:
     """What a wave, or the host, may rely on: of each agent, how many of its stores.
 
     Attributes
@@ -97,11 +97,11 @@ class Order:
         self._last = np.zeros(size // 4, I64)
         #: By word: what was in memory when it was published; and whether that was for the system.
         self._released: dict[int, tuple[Array, bool]] = {}
-        self._host = Known(HOST, self._agents)
+        self._host = Knowledge(HOST, self._agents)
 
-    def wave(self, number: int) -> Known:
+    def wave(self, number: int) -> Knowledge:
         """What a wave knows that begins: what was there before the launch."""
-        return Known(1 + number, self._agents)
+        return Knowledge(1 + number, self._agents)
 
     # The host ---------------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Order:
 
     # Waves ------------------------------------------------------------------------------------------------------------
 
-    def store(self, wave: Known, words: Array, is_small: bool) -> None:
+    def store(self, wave: Knowledge, words: Array, is_small: bool) -> None:
         """A plain store is issued, the last that the wave has counted.
 
         Raises
@@ -142,11 +142,11 @@ class Order:
             self._last[words[(last != 0) & (_agent_of(last) != wave.agent)]] = 0
 
     @staticmethod
-    def land(wave: Known, number: int) -> None:
+    def land(wave: Knowledge, number: int) -> None:
         """A wait has covered a store."""
         wave.landed[wave.agent] = number
 
-    def publish(self, wave: Known, number: int, words: Array, released: Array, is_system: bool) -> None:
+    def publish(self, wave: Knowledge, number: int, words: Array, released: Array, is_system: bool) -> None:
         """An access past the caches, this one of a wave's stores, has written.
 
         ``released``: what was in memory when it was issued.
@@ -156,7 +156,7 @@ class Order:
             before = self._released.get(word)
             self._released[word] = released if before is None else np.maximum(before[0], released), is_system
 
-    def observe(self, wave: Known, words: Array, is_system: bool) -> Array:
+    def observe(self, wave: Knowledge, words: Array, is_system: bool) -> Array:
         """What an access past the caches learns from these words.
 
         Raises
@@ -178,19 +178,19 @@ class Order:
         return learned
 
     @staticmethod
-    def acquire(wave: Known, learned: Array) -> None:
+    def acquire(wave: Knowledge, learned: Array) -> None:
         """A wait has covered an access that has learned this."""
         np.maximum(wave.in_memory, learned, out=wave.in_memory)
 
     @staticmethod
-    def write_back(wave: Known) -> Array:
+    def write_back(wave: Knowledge) -> Array:
         """A write-back is issued: what it covers. The wave's own stores come before it."""
         covered = wave.landed.copy()
         covered[wave.agent] = wave.stores
         return covered
 
     @staticmethod
-    def invalidate(wave: Known, is_system: bool) -> None:
+    def invalidate(wave: Knowledge, is_system: bool) -> None:
         """The caches that the wave reads through have forgotten what they had."""
         host = wave.visible[HOST]
         np.maximum(wave.visible, wave.in_memory, out=wave.visible)
@@ -198,7 +198,7 @@ class Order:
             wave.visible[HOST] = host
 
     @staticmethod
-    def meet(waves: list[Known]) -> None:
+    def meet(waves: list[Knowledge]) -> None:
         """A workgroup's waves pass a barrier."""
         landed, in_memory, visible = (
             np.maximum.reduce([getattr(wave, name) for wave in waves]) for name in ("landed", "in_memory", "visible")
@@ -206,7 +206,7 @@ class Order:
         for wave in waves:
             wave.landed, wave.in_memory, wave.visible = landed.copy(), in_memory.copy(), np.maximum(visible, landed)
 
-    def load(self, wave: Known, words: Array) -> None:
+    def load(self, wave: Knowledge, words: Array) -> None:
         """A plain load is issued.
 
         Raises
@@ -221,7 +221,7 @@ class Order:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _check(self, wave: Known, words: Array, what: str, learned: Array | None = None) -> None:
+    def _check(self, wave: Knowledge, words: Array, what: str, learned: Array | None = None) -> None:
         """Refuse words that another wave has stored through caches, unless they are known to be in memory."""
         last = self._last[words]
         if np.count_nonzero(last):

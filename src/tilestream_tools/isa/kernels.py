@@ -1,6 +1,6 @@
 """The kernels that `tilestream isa` knows, by name: a table that a new kernel joins by one line.
 
-An entry says which archs it compiles for and names the function ``(question) -> Source`` that makes what is compiled;
+An entry says which archs it compiles for and names the function ``(request) -> Source`` that makes what is compiled;
 the function is imported on demand. A kernel outside this package joins by `register`.
 """
 
@@ -40,7 +40,7 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 
 
 @dataclass(frozen=True)
-class Question:
+class CompileRequest:
     """What is to be compiled.
 
     Attributes
@@ -129,11 +129,11 @@ class Entry(NamedTuple):
     archs
         That it compiles for.
     make
-        ``"module:function"``, a function of a `Question` that gives a `Source`.
+        ``"module:function"``, a function of a `CompileRequest` that gives a `Source`.
     what
         In a few words.
     k
-        Of the question; the default.
+        Of the request; the default.
     """
 
     archs: tuple[str, ...]
@@ -171,8 +171,8 @@ def register(name: str, archs: tuple[str, ...], make: str, what: str) -> None:
     KERNELS[name] = Entry(archs, make, what)
 
 
-def source(name: str, question: Question) -> Source:
-    """What is compiled for a question to the kernel ``name``.
+def source(name: str, request: CompileRequest) -> Source:
+    """What is compiled for a request to the kernel ``name``.
 
     Raises
     ------
@@ -184,57 +184,57 @@ def source(name: str, question: Question) -> Source:
     entry = KERNELS.get(name)
     if entry is None:
         raise ValueError(f"KERNEL {name!r}; there are {', '.join(KERNELS)}")
-    if question.arch not in entry.archs:
-        raise ValueError(f"arch={question.arch!r}; {name} compiles for {', '.join(entry.archs)}")
+    if request.arch not in entry.archs:
+        raise ValueError(f"arch={request.arch!r}; {name} compiles for {', '.join(entry.archs)}")
     module, _, function = entry.make.partition(":")
-    made: Source = getattr(importlib.import_module(module), function)(question)
+    made: Source = getattr(importlib.import_module(module), function)(request)
     return made
 
 
-def contiguous(question: Question, batch_stride: int = 0) -> Layout:
+def contiguous(request: CompileRequest, batch_stride: int = 0) -> Layout:
     """The operands' layout, without gaps, and no epilogue."""
     from tilestream.launch.gemm_arguments import Layout
 
-    (m, n, k), letters = (question.m, question.n, question.k), question.layout
+    (m, n, k), letters = (request.m, request.n, request.k), request.layout
     a = (batch_stride, k, 1) if letters[0] == "n" else (batch_stride, 1, m)
     b = (batch_stride, n, 1) if letters[1] == "n" else (batch_stride, 1, k)
     return Layout(a, b, (batch_stride, n, 1))
 
 
-def portable_gemm(question: Question) -> Source:
+def portable_gemm(request: CompileRequest) -> Source:
     """The portable kernel as its plan would launch it."""
     from tilestream.kernels.portable.gemm import gemm
 
     plan = plan_problem(
-        question.problem, None, question.schedule, question.tile, device=question.device, backend="portable"
+        request.problem, None, request.schedule, request.tile, device=request.device, backend="portable"
     )
-    if question.stages is not None:
-        plan = replace(plan, stages=question.stages)
-    filled, options = portable_arguments(plan, contiguous(question), plan.problem.aligned)
+    if request.stages is not None:
+        plan = replace(plan, stages=request.stages)
+    filled, options = portable_arguments(plan, contiguous(request), plan.problem.aligned)
     return Source(gemm, filled, options, plan.warps, plan)
 
 
-#: Groups of a question to a grouped product.
+#: Groups of a request to a grouped product.
 GROUPS = 64
 
 
-def portable_grouped(question: Question) -> Source:
+def portable_grouped(request: CompileRequest) -> Source:
     """The portable grouped kernel as its plan would launch it: groups of rows."""
     from tilestream.kernels.portable.grouped import grouped_gemm
     from tilestream.launch.gemm_arguments import Layout
     from tilestream.launch.grouped_arguments import Bias
     from tilestream.launch.portable.grouped import GroupedArguments
 
-    (m, n, k), plain = (question.m, question.n, question.k), question.problem
-    if question.layout != "nt":
-        raise ValueError(f"layout={question.layout!r}; groups of rows lie as a layer's do: 'nt'")
+    (m, n, k), plain = (request.m, request.n, request.k), request.problem
+    if request.layout != "nt":
+        raise ValueError(f"layout={request.layout!r}; groups of rows lie as a layer's do: 'nt'")
     problem = GroupedProblem(
         m, n, k, 1, plain.dtype, plain.out_dtype, aligned=plain.aligned, scales=plain.scales, plain=plain.plain,
         groups=GROUPS, along="rows",
     )  # fmt: skip
-    plan = plan_groups(problem, None, question.schedule, question.tile, device=question.device, backend="portable")
-    if question.stages is not None:
-        plan = replace(plan, stages=question.stages)
+    plan = plan_groups(problem, None, request.schedule, request.tile, device=request.device, backend="portable")
+    if request.stages is not None:
+        plan = replace(plan, stages=request.stages)
     arguments = GroupedArguments(plan, Layout((0, k, 1), (n * k, 1, k), (0, n, 1)), Bias())
     scale = pointer("float32", problem.scales != "none", 4)
     filled = arguments.fill((
@@ -338,27 +338,27 @@ def gate_arguments(plan: Plan) -> GateArguments:
     return GateArguments(*words(plan.problem.rows), *words(plan.problem.columns), channel, channel, queues)
 
 
-def cdna_gemm(question: Question) -> Source:
+def cdna_gemm(request: CompileRequest) -> Source:
     """The CDNA kernel as its plan would launch it."""
     from tilestream.kernels.cdna.gemm import gemm
     from tilestream.launch.cdna.arguments import Arguments
 
     plan = plan_problem(
-        question.problem, None, question.schedule, question.tile, device=question.device, backend="cdna",
-        stages=question.stages,
+        request.problem, None, request.schedule, request.tile, device=request.device, backend="cdna",
+        stages=request.stages,
     )  # fmt: skip
-    layout = contiguous(question)
+    layout = contiguous(request)
     arguments = Arguments(plan, layout)
     filled = arguments.fill(operands(plan, layout, map(pointer, plan.problem.dtypes)))
     return Source(gemm, filled, arguments.options, plan.warps, plan)
 
 
-#: Sequences, and heads of each, of a question to attention.
+#: Sequences, and heads of each, of a request to attention.
 ATTENTION_HEADS = (16, 16)
 
 
 def attention_of(
-    question: Question, backend: str, candidates: Callable[..., Iterable[AttentionCandidate]]
+    request: CompileRequest, backend: str, candidates: Callable[..., Iterable[AttentionCandidate]]
 ) -> tuple[AttentionPlan, AttentionLayout]:
     """The plan and the layout of whole sequences without a mask.
 
@@ -369,50 +369,46 @@ def attention_of(
     """
     from tilestream.launch.attention_arguments import AttentionLayout
 
-    device, (batch, heads) = question.device, ATTENTION_HEADS
-    problem = AttentionProblem(
-        batch, heads, heads, question.m, question.n, question.k, dtype=dtype_name(question.dtype)
-    )
-    kind: Kind = "static" if question.schedule == "static" else "dynamic"
+    device, (batch, heads) = request.device, ATTENTION_HEADS
+    problem = AttentionProblem(batch, heads, heads, request.m, request.n, request.k, dtype=dtype_name(request.dtype))
+    kind: Kind = "static" if request.schedule == "static" else "dynamic"
     found = [
         one
         for one in candidates(problem, device, device.workers, kind=kind)
-        if question.tile in (None, one.block) and question.stages in (None, one.stages)
+        if request.tile in (None, one.block) and request.stages in (None, one.stages)
     ]
     if not found:
-        raise ValueError(
-            f"tile={question.tile}, stages={question.stages}; it has no such tile for {question.k} columns"
-        )
+        raise ValueError(f"tile={request.tile}, stages={request.stages}; it has no such tile for {request.k} columns")
     best = min(found, key=lambda one: one.predicted)
     plan = of_candidate(problem, device, backend, best, "asked for", ())
-    q, k = ((rows * heads * question.k, heads * question.k, question.k) for rows in (question.m, question.n))
+    q, k = ((rows * heads * request.k, heads * request.k, request.k) for rows in (request.m, request.n))
     return plan, AttentionLayout(q, k, k, q)
 
 
-def cdna_attention(question: Question) -> Source:
+def cdna_attention(request: CompileRequest) -> Source:
     """CDNA's attention as its plan would launch it: see `attention_of`."""
     from tilestream.kernels.cdna.attention import attend
     from tilestream.launch.cdna.attention_arguments import CdnaAttentionArguments
     from tilestream.plan.policy.cdna_attention import candidates
 
-    plan, layout = attention_of(question, "cdna", candidates)
+    plan, layout = attention_of(request, "cdna", candidates)
     arguments = CdnaAttentionArguments(plan, layout)
     return Source(attend, arguments.pack(attend)(*attention_operands(arguments)), arguments.options, plan.warps, plan)
 
 
-def portable_attention(question: Question) -> Source:
+def portable_attention(request: CompileRequest) -> Source:
     """The portable attention as its plan would launch it: see `attention_of`."""
     from tilestream.kernels.portable.attention import attention
     from tilestream.launch.portable.attention_arguments import AttentionArguments
     from tilestream.plan.policy.portable_attention import candidates
 
-    plan, layout = attention_of(question, "portable", candidates)
+    plan, layout = attention_of(request, "portable", candidates)
     arguments = AttentionArguments(plan, layout)
     filled = arguments.pack(attention)(*attention_operands(arguments))
     return Source(attention, filled, arguments.options, plan.warps, plan)
 
 
-def hopper_attention(question: Question) -> Source:
+def hopper_attention(request: CompileRequest) -> Source:
     """Hopper's attention as its plan would launch it, its keys in one share: see `attention_of`."""
     import torch
 
@@ -421,7 +417,7 @@ def hopper_attention(question: Question) -> Source:
     from tilestream.launch.hopper.maps import described_by
     from tilestream.plan.policy.hopper_attention import candidates
 
-    plan, layout = attention_of(question, "hopper", functools.partial(candidates, splits=1))
+    plan, layout = attention_of(request, "hopper", functools.partial(candidates, splits=1))
     arguments, problem = HopperAttentionArguments(plan, layout), plan.problem
     kinds = ((arguments.q, problem.dtype), (arguments.k, problem.dtype), (arguments.v, problem.dtype),
              (arguments.out, problem.out_dtype))  # fmt: skip
@@ -430,7 +426,7 @@ def hopper_attention(question: Question) -> Source:
     return Source(attend, filled, arguments.options, plan.warps, plan)
 
 
-def hopper_gemm(question: Question) -> Source:
+def hopper_gemm(request: CompileRequest) -> Source:
     """The Hopper kernel as its plan would launch it."""
     import torch
 
@@ -439,10 +435,10 @@ def hopper_gemm(question: Question) -> Source:
     from tilestream.launch.hopper.maps import described_by
 
     plan = plan_problem(
-        question.problem, None, question.schedule, question.tile, device=question.device, backend="hopper",
-        stages=question.stages,
+        request.problem, None, request.schedule, request.tile, device=request.device, backend="hopper",
+        stages=request.stages,
     )  # fmt: skip
-    problem, layout = plan.problem, contiguous(question)
+    problem, layout = plan.problem, contiguous(request)
     arguments = Arguments(plan, layout)
     x, y = problem.dtypes[::-1] if plan.swap_ab else problem.dtypes
     parts = ((arguments.x, x), (None, x), *((part, y) for part in arguments.y), (arguments.out, problem.out_dtype))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tilestream.core.errors import TilestreamError
 from tilestream.plan.problem import ITEMSIZE, Problem
 from tilestream_tools.isa import amdgcn, sass
-from tilestream_tools.isa.kernels import Question, Source, source
+from tilestream_tools.isa.kernels import CompileRequest, Source, source
 from tilestream_tools.isa.model import estimate, occupancy
 from tilestream_tools.isa.rates import MEMORY_CYCLES
 
@@ -89,7 +89,7 @@ class Report:
         return json.dumps(asdict(self))
 
 
-def of(name: str, question: Question, memory_cycles: float = MEMORY_CYCLES, timeout: float = TIMEOUT) -> Report:
+def of(name: str, request: CompileRequest, memory_cycles: float = MEMORY_CYCLES, timeout: float = TIMEOUT) -> Report:
     """Compile the kernel ``name`` in a process of its own, and report on it.
 
     Parameters
@@ -108,7 +108,7 @@ def of(name: str, question: Question, memory_cycles: float = MEMORY_CYCLES, time
     TilestreamError
         If it does not compile, or not in time.
     """
-    asked = json.dumps({"name": name, "memory_cycles": memory_cycles, "question": asdict(question)})
+    asked = json.dumps({"name": name, "memory_cycles": memory_cycles, "request": asdict(request)})
     # Compiled, not interpreted, and by the package that asks.
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -119,11 +119,11 @@ def of(name: str, question: Question, memory_cycles: float = MEMORY_CYCLES, time
             capture_output=True, text=True, timeout=timeout, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise TilestreamError(f"{name} for {question.arch} did not compile within {timeout:g} s") from None
+        raise TilestreamError(f"{name} for {request.arch} did not compile within {timeout:g} s") from None
     lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
     if run.returncode or not lines:
         last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise TilestreamError(f"{name} for {question.arch} did not compile (status {run.returncode}): {last}")
+        raise TilestreamError(f"{name} for {request.arch} did not compile (status {run.returncode}): {last}")
     said = json.loads(lines[-1])
     if "error" in said:
         raise _ERRORS.get(said["error"], TilestreamError)(said["message"])
@@ -133,10 +133,12 @@ def of(name: str, question: Question, memory_cycles: float = MEMORY_CYCLES, time
 def answer(asked: str) -> str:
     """What the process of `of` prints: a report, or an error, as a line of JSON."""
     given = json.loads(asked)
-    question = given["question"]
-    tile = question.pop("tile")
+    request = given["request"]
+    tile = request.pop("tile")
     try:
-        made = compiled(given["name"], Question(**question, tile=tuple(tile) if tile else None), given["memory_cycles"])
+        made = compiled(
+            given["name"], CompileRequest(**request, tile=tuple(tile) if tile else None), given["memory_cycles"]
+        )
     except Exception as error:
         kind = type(error).__name__
         message = str(error) if kind in _ERRORS else f"{given['name']} did not compile: {kind}: {error}"[-2000:]
@@ -144,21 +146,21 @@ def answer(asked: str) -> str:
     return made.to_json()
 
 
-def compiled(name: str, question: Question, memory_cycles: float = MEMORY_CYCLES) -> Report:
+def compiled(name: str, request: CompileRequest, memory_cycles: float = MEMORY_CYCLES) -> Report:
     """As `of`, in this process, which can launch nothing from then on."""
     import triton
 
     from tilestream_tools.isa.build import build
 
-    asked = source(name, question)
-    kernel, said = build(asked.kernel, asked.filled, asked.options, question.arch)
+    asked = source(name, request)
+    kernel, said = build(asked.kernel, asked.filled, asked.options, request.arch)
     if "amdgcn" in kernel.asm:
         made = of_amdgcn(
             kernel.asm["amdgcn"], name=name, triton=triton.__version__, warps=asked.warps,
             shared=kernel.metadata.shared, plan=asked.plan, memory_cycles=memory_cycles,
         )  # fmt: skip
     else:
-        made = _of_cubin(kernel, said, name, triton.__version__, asked, question)
+        made = _of_cubin(kernel, said, name, triton.__version__, asked, request)
     return made
 
 
@@ -217,12 +219,12 @@ def of_amdgcn(
     )  # fmt: skip
 
 
-def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source, question: Question) -> Report:
+def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source, request: CompileRequest) -> Report:
     """The report of a kernel for NVIDIA: its loops, and the tensor cores' floor of them together."""
     text, usage = sass.disassembled(kernel.asm["cubin"])
     by_unit = {unit: sass.loop_texts(text, form) for unit, form in _PRODUCTS.items()}
     unit, loops = next(((unit, found) for unit, found in by_unit.items() if found), ("", []))
-    plan, device = asked.plan, question.device
+    plan, device = asked.plan, request.device
     shapes: Counter[str] = Counter()
     operations = 0
     for one in (one for body in loops for one in body):
@@ -236,7 +238,7 @@ def _of_cubin(kernel: Any, said: str, name: str, triton: str, asked: Source, que
         rate = device.peak("fp8" if kind.startswith("float8") else kind, 1) / device.clock
         cycles = {"floor": {unit: operations / rate}, "operations": operations}
     return Report(
-        kernel=name, arch=question.arch, triton=triton, plan=plan.label if plan else "", warps=asked.warps,
+        kernel=name, arch=request.arch, triton=triton, plan=plan.label if plan else "", warps=asked.warps,
         registers={"registers": sass.registers(usage)},
         spilled={"bytes": sass.spilled_bytes(said), "stack": sass.stack_bytes(usage)},
         shared=kernel.metadata.shared, stages=plan.stages if plan else 0, tile=plan.block if plan else (),

@@ -27,7 +27,7 @@ from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
 from tilestream_tools.verify.processes import Process
 from tilestream_tools.verify.protocol import Arrive, Expect, Fence, Get, Next, Put, Retire, WaitBarrier, k_steps
-from tilestream_tools.verify.ring import say_item
+from tilestream_tools.verify.ring import describe_item
 
 #: Item numbers in use: one that the load loop holds, two in the item ring, one whose last store a consumer is at.
 NUMBERS = 4
@@ -281,7 +281,6 @@ class AttentionModel(Model):
         if any(m[self.left : self.left + NUMBERS]):
             raise Fault("missing work", "an item was handed out and not finished")
 
-    def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """See `Model.tell`."""
-        after = f" -> {say_item(answer)}" if isinstance(op, Next | Get) else ""
-        return f"{self.processes[pid].name}: {op}{after}"
+    def describe_answer(self, op: Any, answer: Any) -> str:
+        """See `Model.describe_answer`."""
+        return f" -> {describe_item(answer)}" if isinstance(op, Next | Get) else ""

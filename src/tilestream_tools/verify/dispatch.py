@@ -24,7 +24,6 @@ from tilestream.core.protocols import dispatch as text
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model
 from tilestream_tools.verify.processes import LEFT, Process
-from tilestream_tools.verify.ranks import say
 
 Asks = Callable[[Any, int, Any, Memory], Sequence[int]]
 Does = Callable[[Any, int, Any, int, Memory], None]
@@ -116,7 +115,7 @@ def _next(name: str, kind: str) -> Does:
     def does(model: DispatchModel, rank: int, op: Any, answer: int, m: Memory) -> None:
         at = model.at(rank, name, getattr(op, "peer", getattr(op, "source", 0)))
         if m[at] != getattr(op, "part", 0):
-            raise Fault(kind, f"rank {rank}: {say(op)}, behind {m[at]} of them")
+            raise Fault(kind, f"rank {rank}: {model.describe(op)}, behind {m[at]} of them")
         m[at] += 1
 
     return does
@@ -274,7 +273,7 @@ class DispatchModel(Model):
         alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
         here = [pid for pid in range(len(self.processes)) if self.rank_of(pid) in alive and m[pid] != LEFT]
         if here:
-            stuck = (f"{self.processes[pid].name} at {say(self.locals.op[m[pid]])}" for pid in here)
+            stuck = (f"{self.processes[pid].name} at {self.describe(self.locals.op[m[pid]])}" for pid in here)
             raise Fault("deadlock", "; ".join(stuck))
         for rank in alive:
             peers = [peer for peer in range(self.case.world) if peer != rank]
@@ -284,8 +283,3 @@ class DispatchModel(Model):
             may_fail = self.case.expires or len(alive) < self.case.world
             if not has_all and not may_fail:
                 raise Fault("missing work", f"rank {rank} has given up, and no rank was late or lost")
-
-    def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """See `Model.tell`."""
-        after = f" -> {answer}" if len(self.domain(op, None)) > 1 else ""
-        return f"{self.processes[pid].name}: {say(op)}{after}"

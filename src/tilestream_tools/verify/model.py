@@ -95,9 +95,17 @@ class Model:
         perform = self.performed.get(type(op))
         return None if perform is None else partial(perform, self)
 
-    def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """An operation as a line of a trace."""
-        return f"{self.processes[pid].name}: {op} -> {answer}"
+    def format_step(self, pid: int, op: Any, answer: Any) -> str:
+        """A process, an operation and its answer as a line of a trace."""
+        return f"{self.processes[pid].name}: {self.describe(op)}{self.describe_answer(op, answer)}"
+
+    def describe(self, op: Any) -> str:
+        """An operation in a trace."""
+        return describe(op)
+
+    def describe_answer(self, op: Any, answer: Any) -> str:
+        """What follows an operation in a trace: its answer, if there are several."""
+        return f" -> {answer}" if len(self.domain(op, None)) > 1 else ""
 
     def remember(self, op: Any, answer: Any) -> Hashable:
         """The part of an answer that a property needs later, even if the program forgets it; None for nothing."""
@@ -113,13 +121,8 @@ class Model:
 
     def blocked(self, m: Memory) -> list[str]:
         """The processes that have not left, with their current operations."""
-        return [
-            f"{p.name} at {self.say(self.locals.op[m[pid]])}" for pid, p in enumerate(self.processes) if m[pid] != LEFT
-        ]
-
-    def say(self, op: Any) -> str:
-        """An operation in a trace."""
-        return str(op)
+        here = ((p.name, m[pid]) for pid, p in enumerate(self.processes) if m[pid] != LEFT)
+        return [f"{name} at {self.describe(self.locals.op[local])}" for name, local in here]
 
     # The methods of all models ---------------------------------------------------------------------------------------
 
@@ -207,7 +210,7 @@ class Model:
                     try:
                         perform(pid, op, answer, n)
                     except Fault as fault:
-                        fault.step = [*lines, self.tell(pid, op, answer)]
+                        fault.step = [*lines, self.format_step(pid, op, answer)]
                         raise
                 n[pid] = nexts(local, answer)
                 stack.append(
@@ -216,6 +219,11 @@ class Model:
                         True,
                         committed or chain <= EAGER,
                         progressed or self._progresses[local],
-                        lines if log is None else [*lines, self.tell(pid, op, answer)],
+                        lines if log is None else [*lines, self.format_step(pid, op, answer)],
                     )
                 )
+
+
+def describe(op: Any) -> str:
+    """An operation in a trace: its name and its fields."""
+    return f"{type(op).__name__.lower()}({', '.join(f'{name} {value}' for name, value in op._asdict().items())})"

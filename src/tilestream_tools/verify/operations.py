@@ -69,7 +69,7 @@ def queues_of(op: Ready) -> list[int]:
     return [queue for queue in range(op.queues.bit_length()) if op.queues >> queue & 1]
 
 
-def say(op: Any, oracle: Oracle) -> str:
+def describe(op: Any, oracle: Oracle) -> str:
     """An operation in a trace."""
     name = type(op).__name__.lower()
     if isinstance(op, Take | Peek):
@@ -88,7 +88,7 @@ def say(op: Any, oracle: Oracle) -> str:
     return f"{name}({', '.join(f'{k} {v}' for k, v in op._asdict().items())})"
 
 
-def say_answer(op: Any, answer: Any) -> str:
+def describe_answer(op: Any, answer: Any) -> str:
     """An operation's answer in a trace."""
     if type(op) in SILENT:
         return ""

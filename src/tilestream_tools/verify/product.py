@@ -26,7 +26,7 @@ from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.gpu_loop import Poison, fixup, leave, take_and_pass
 from tilestream_tools.verify.model import Memory, State
 from tilestream_tools.verify.processes import Process
-from tilestream_tools.verify.ring import RingModel, landings, say, say_item
+from tilestream_tools.verify.ring import RingModel, describe, describe_item, landings
 from tilestream_tools.verify.workers import WorkersCase, WorkersModel
 
 #: ``(schedule, gate, worker)`` -> the source of a load loop.
@@ -227,12 +227,12 @@ class ProductModel(WorkersModel):
         for rings in self.rings:
             rings.at_end(m)
 
-    def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """See `Model.tell`."""
-        if type(op).__module__ != p.__name__:
-            return super().tell(pid, op, answer)
-        return f"{self.processes[pid].name}: {say(op)}" + (f" -> {say_item(answer)}" if isinstance(op, p.Get) else "")
+    def describe(self, op: Any) -> str:
+        """As `Words.describe`."""
+        return describe(op) if type(op).__module__ == p.__name__ else super().describe(op)
 
-    def say(self, op: Any) -> str:
-        """As `Words.say`."""
-        return say(op) if type(op).__module__ == p.__name__ else super().say(op)
+    def describe_answer(self, op: Any, answer: Any) -> str:
+        """See `Model.describe_answer`."""
+        if type(op).__module__ != p.__name__:
+            return super().describe_answer(op, answer)
+        return f" -> {describe_item(answer)}" if isinstance(op, p.Get) else ""

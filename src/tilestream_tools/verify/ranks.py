@@ -357,7 +357,7 @@ class RanksModel(Model):
         here = [pid for rank in alive for pid in (self._roles * rank + role for role in roles) if m[pid] != LEFT]
         if here:
             if not self.environment(m):
-                stuck = (f"{self.processes[pid].name} at {say(self.locals.op[m[pid]])}" for pid in here)
+                stuck = (f"{self.processes[pid].name} at {self.describe(self.locals.op[m[pid]])}" for pid in here)
                 raise Fault("deadlock", "; ".join(stuck))
             return
         gave_up = [rank for rank in alive if m[self.at(rank, "expired")]]
@@ -366,13 +366,3 @@ class RanksModel(Model):
                 raise Fault("not told", f"rank {gave_up[0]} has given up, and rank {rank} does not know")
             if not m[self.at(rank, "broken")] and m[self.at(rank, "ended")] < self.case.epochs:
                 raise Fault("missing work", f"rank {rank} has left after {m[self.at(rank, 'ended')]} calls")
-
-    def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """See `Model.tell`."""
-        after = f" -> {answer}" if type(op) in self._asked and len(self.domain(op, None)) > 1 else ""
-        return f"{self.processes[pid].name}: {say(op)}{after}"
-
-
-def say(op: Any) -> str:
-    """An operation in a trace."""
-    return f"{type(op).__name__.lower()}({', '.join(f'{name} {value}' for name, value in op._asdict().items())})"

@@ -29,7 +29,7 @@ from tilestream.core.protocols import replay as p
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory, Model, State
 from tilestream_tools.verify.processes import LEFT, Process
-from tilestream_tools.verify.ranks import OVERWRITTEN, TORN, say
+from tilestream_tools.verify.ranks import OVERWRITTEN, TORN
 
 #: What the rows, and the marks, of another form differ by.
 _OTHER = 100
@@ -384,7 +384,7 @@ class ReplayModel(Model):
         here = [pid for rank in alive for pid in (2 * rank, 2 * rank + 1) if m[pid] != LEFT]
         if here:
             if not self.environment(m):
-                stuck = (f"{self.processes[pid].name} at {say(self.locals.op[m[pid]])}" for pid in here)
+                stuck = (f"{self.processes[pid].name} at {self.describe(self.locals.op[m[pid]])}" for pid in here)
                 raise Fault("deadlock", "; ".join(stuck))
             return
         short = [rank for rank in alive if m[self.at(rank, "handed")] < self.case.replays_of(rank)]
@@ -394,8 +394,3 @@ class ReplayModel(Model):
                 raise Fault("not told", f"rank {gave_up[0]} has given up, and rank {rank} does not know")
             if rank in short and (not gave_up or not (self.case.expires or self.case.others)):
                 raise Fault("missing work", f"rank {rank} has handed in {m[self.at(rank, 'handed')]} replays")
-
-    def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """See `Model.tell`."""
-        after = f" -> {answer}" if len(self.domain(op, None)) > 1 else ""
-        return f"{self.processes[pid].name}: {say(op)}{after}"

@@ -229,20 +229,19 @@ class RingModel(Model):
         if self.case.ends_clean:
             self.rings.at_end(m)
 
-    def say(self, op: Any) -> str:
-        """See `Model.say`."""
-        return say(op)
+    def describe(self, op: Any) -> str:
+        """See `Model.describe`."""
+        return describe(op)
 
-    def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """See `Model.tell`."""
-        after = ""
+    def describe_answer(self, op: Any, answer: Any) -> str:
+        """See `Model.describe_answer`."""
         if isinstance(op, p.Next | p.Get):
-            after = f" -> {say_item(answer)}"
-        elif isinstance(op, p.Pass):
-            after = " -> arrived" if answer else " -> the launch is over"
-        elif isinstance(op, p.Fixup):
-            after = " -> the last part" if answer else " -> others are to come"
-        return f"{self.processes[pid].name}: {say(op)}{after}"
+            return f" -> {describe_item(answer)}"
+        if isinstance(op, p.Pass):
+            return " -> arrived" if answer else " -> the launch is over"
+        if isinstance(op, p.Fixup):
+            return " -> the last part" if answer else " -> others are to come"
+        return ""
 
 
 def landings(model: Model, rings: RingMemory, m: Memory, math: Sequence[int], who: str) -> list[tuple[str, Memory]]:
@@ -265,19 +264,19 @@ def landings(model: Model, rings: RingMemory, m: Memory, math: Sequence[int], wh
     return out
 
 
-def say_item(item: WorkItem | None) -> str:
+def describe_item(item: WorkItem | None) -> str:
     """An item in a trace."""
     if item is None:
         return "STOP"
     return f"item {item.tile}, void" if item.k_end < item.k_begin else f"item {item.tile} of {p.k_steps(item)} K steps"
 
 
-def say(op: Any) -> str:
+def describe(op: Any) -> str:
     """An operation of `protocol` in a trace."""
     if isinstance(op, p.WaitBarrier):
         return f"wait({op.barrier}, phase {op.parity})"
     if isinstance(op, p.Put):
-        return f"put(slot {op.slot}, {say_item(op.item)})"
+        return f"put(slot {op.slot}, {describe_item(op.item)})"
     if isinstance(op, p.Load):
         return f"load(stage {op.stage}, K step {op.k} of item {op.item.tile})"
     if isinstance(op, p.Retire):

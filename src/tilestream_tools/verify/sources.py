@@ -1,8 +1,8 @@
 """Model 13: workers that take tiles of sources whose counts are known only when they come.
 
-It explores `tilestream.core.sources.look` and the GPU's loop around it, `work_by_source`: several workers, sources
-whose counts and rows come in any order, late, twice (a signal of the next epoch, while this launch still runs), or
-never, and deadlines that may pass in any wait.
+It explores `tilestream.core.sources.poll_sources` and the GPU's loop around it, `work_by_source`: several workers,
+sources whose counts and rows come in any order, late, twice (a signal of the next epoch, while this launch still runs),
+or never, and deadlines that may pass in any wait.
 
 Properties: counts are read and tiles computed behind their signals only. Each tile is stored once, by whatever workers
 run: those of a source's counts if it is settled as counted, those of its whole place if as lost; a worker that was not
@@ -23,12 +23,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from tilestream.core import sources as text
 from tilestream.core.loop import Poll
-from tilestream.core.sources import COUNTED, LOST, Nap, Place, SourcePlaces, SourceTile, look
+from tilestream.core.sources import COUNTED, LOST, Nap, Place, SourcePlaces, SourceTile, poll_sources
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.gpu_loop import Leave
 from tilestream_tools.verify.model import Memory, Model
 from tilestream_tools.verify.processes import LEFT, Process
-from tilestream_tools.verify.ranks import say
 
 Counts = tuple[tuple[int, ...], ...]
 Program = Callable[[SourcePlaces, int, int, Place, bool], Generator[Any, Any, Place | None]]
@@ -69,7 +68,7 @@ def work_by_source(
     places: SourcePlaces, workers: int, worker: int, place: Place, reset: bool = False
 ) -> Generator[Any, Any, Place | None]:
     """One look of a worker at all sources, as `take` repeats it; the state for the next, or None to leave."""
-    tile, place, left = yield from look(places, worker, place)
+    tile, place, left = yield from poll_sources(places, worker, place)
     if tile is None and left == "again":
         return place
     if tile is None and left == "missing":
@@ -335,12 +334,13 @@ class SourcesModel(Model):
                 continue
             waits = True
             if isinstance(op, AwaitRows) and self.left(m)[0]:
-                raise Fault("idle beside work", f"{process.name} is at {say(op)}, and there is a tile to take")
+                what = f"{process.name} is at {self.describe(op)}, and there is a tile to take"
+                raise Fault("idle beside work", what)
             if self.case.expires:
                 n = m.copy()
                 n[self.over] = 1
                 n[pid] = self.locals.next(m[pid], int(isinstance(op, Nap)))
-                out.append((f"{process.name}: {say(op)} -> the deadline expires, abort is set", n))
+                out.append((f"{process.name}: {self.describe(op)} -> the deadline expires, abort is set", n))
         if waits or m[self.over] or not self.reduce:
             out += [(f"{self._named(word)} comes", self._with(m, word, 1)) for word in self._words(m, 0)]
             if self.case.twice:
@@ -371,8 +371,3 @@ class SourcesModel(Model):
                 raise Fault("missing work", f"source {source} is given up, and the launch was not over")
         if self.case.reset and m[self.restored] != (1 if m[self.over] else 2):
             raise Fault("not reset", "the words are not as the next launch has to find them")
-
-    def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """See `Model.tell`."""
-        after = f" -> {answer}" if len(self.domain(op, None)) > 1 else ""
-        return f"{self.processes[pid].name}: {say(op)}{after}"

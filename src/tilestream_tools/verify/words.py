@@ -338,7 +338,8 @@ class Words(Model):
         if op.word == "signals" or op.word == "abort":
             still = [p.name for o, p in enumerate(self.processes) if o != pid and m[o] != LEFT and self.watches(o)]
             if still:
-                raise Fault("reset too early", f"{name} does {self.say(op)}, and {', '.join(still)} may still read it")
+                what = f"{name} does {self.describe(op)}, and {', '.join(still)} may still read it"
+                raise Fault("reset too early", what)
         if op.word == "signals":
             missing = self.all_chunks & ~m[self.arrived]
             if missing:
@@ -360,9 +361,9 @@ class Words(Model):
         """Whether a process reads the abort word and signals."""
         return True
 
-    def say(self, op: Any) -> str:
+    def describe(self, op: Any) -> str:
         """An operation in a trace."""
-        return ops.say(op, self.oracle)
+        return ops.describe(op, self.oracle)
 
     # Ends -----------------------------------------------------------------------------------------------------------
 

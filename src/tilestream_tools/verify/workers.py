@@ -202,7 +202,7 @@ class WorkersModel(Words):
                 n = m.copy()
                 n[self.passed] = 1
                 n[pid] = self.locals.next(m[pid], -1)
-                out.append((f"{process.name}: {self.say(op)} -> the deadline has passed", n))
+                out.append((f"{process.name}: {self.describe(op)} -> the deadline has passed", n))
                 blocked |= self.all_chunks & ~m[self.signals]
             elif type(op) in ops.WAITS:
                 bit = self.oracle.bit(op.operand, op.chunk) & ~m[self.signals]
@@ -211,7 +211,7 @@ class WorkersModel(Words):
                     n[self.aborted] = int(type(op) is not ops.WaitAlone)
                     n[pid] = self.locals.next(m[pid], 0)
                     after = ", abort is set" if n[self.aborted] else ""
-                    out.append((f"{process.name}: {self.say(op)} -> the deadline expires{after}", n))
+                    out.append((f"{process.name}: {self.describe(op)} -> the deadline expires{after}", n))
                 blocked |= bit
                 if bit and self.wanted:
                     self._check_idle(process.name, op, m)
@@ -234,7 +234,7 @@ class WorkersModel(Words):
             return
         queue = self.idle(m)
         if queue >= 0:
-            raise Fault("idle beside work", f"{name} is at {self.say(op)}, and queue {queue} has an item to take")
+            raise Fault("idle beside work", f"{name} is at {self.describe(op)}, and queue {queue} has an item to take")
 
     # Ends -----------------------------------------------------------------------------------------------------------
 
@@ -266,9 +266,9 @@ class WorkersModel(Words):
                 raise Fault("missing work", f"tile {tile} is not finished")
         self.partials.at_end(m)
 
-    def tell(self, pid: int, op: Any, answer: Any) -> str:
-        """See `Model.tell`."""
-        return f"{self.processes[pid].name}: {self.say(op)}{ops.say_answer(op, answer)}"
+    def describe_answer(self, op: Any, answer: Any) -> str:
+        """See `Model.describe_answer`."""
+        return ops.describe_answer(op, answer)
 
 
 def _runs(groups: Sequence[object]) -> list[tuple[int, int]]:

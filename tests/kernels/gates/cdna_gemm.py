@@ -36,7 +36,6 @@ from tilestream.plan.policy.cdna_tiles import (
     fitting,
     instruction,
     lane_bytes,
-    outstanding,
     spread,
     stage_cost,
 )
@@ -137,8 +136,10 @@ def rules(case: Case, kernel: Any, _: str) -> Rules:
     width = lane_bytes(tile, arch) if direct else 16
     cost = stage_cost(tile, width, tile.copies)
     operands = ((arguments.x, tile.block_m), (arguments.y, tile.block_n))
-    # Through registers, an operand is put while the other one's loads are in flight.
-    least = outstanding(tile, arch) if direct else min(_fetches(one, rows, plan, size) for one, rows in operands)
+    # Copies that may remain in flight when the loop waits for a step: the operand of the wait. Through registers, an
+    # operand is put while the other one's loads are in flight.
+    left = cost.loads * (tile.stages - 2)
+    least = left if direct else min(_fetches(one, rows, plan, size) for one, rows in operands)
     is_gated = plan.gate is not None
     # The last steps, behind the loop, are steps too; here the text's order is the one they run in.
     behind = [one for one in parsed.instructions if one.line > loop.instructions[-1].line]
@@ -146,7 +147,7 @@ def rules(case: Case, kernel: Any, _: str) -> Rules:
     found = {
         **loop_rules(
             loop, {f"load_to_lds {8 * width}": cost.loads} if direct else {},
-            [outstanding(tile, arch)] if direct else None, least, steps,
+            [left] if direct else None, least, steps,
         ),
         "instructions of the matrix units": (dict(loop.mfma), {shape: steps * products}),
         "waits": (any("vmcnt" in wait for wait in loop.waits), True),

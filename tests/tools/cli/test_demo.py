@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tilestream as ts
+from tilestream.core import whole_file
 from tilestream_tools.cli import doctor
 from tilestream_tools.installed import _PACKAGE, _PLACES, example
 
@@ -459,7 +460,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(folder, monkeypatch):
     def broken(*_, **__):
         raise OSError("Input/output error")
 
-    monkeypatch.setattr("safetensors.torch.save_file", broken)
+    monkeypatch.setattr(whole_file.Path, "replace", broken)
     with pytest.raises(OSError, match="Input/output"):
         demo_example.demo_file(folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000))

@@ -15,7 +15,7 @@ from tilestream.core.errors import TilestreamError
 from tilestream.core.gpu_specs import named
 from tilestream.plan.policy import portable
 from tilestream_tools.isa import kernels, report
-from tilestream_tools.isa.kernels import KERNELS, Question
+from tilestream_tools.isa.kernels import KERNELS, CompileRequest
 from tilestream_tools.isa.report import of, of_amdgcn
 
 
@@ -30,8 +30,8 @@ def test_text_is_read_without_torch_and_triton():
 import sys
 sys.modules.update(torch=None, triton=None)
 from tilestream_tools.isa import report, sass
-from tilestream_tools.isa.kernels import KERNELS, Question
-print(report.of_amdgcn(sys.stdin.read()).cycles["binds"], Question("gfx942").problem.m, len(KERNELS))
+from tilestream_tools.isa.kernels import KERNELS, CompileRequest
+print(report.of_amdgcn(sys.stdin.read()).cycles["binds"], CompileRequest("gfx942").problem.m, len(KERNELS))
 """
     run = subprocess.run(
         [sys.executable, "-c", code], input=text(gemm(128, 128)), capture_output=True, text=True, check=True
@@ -43,7 +43,7 @@ print(report.of_amdgcn(sys.stdin.read()).cycles["binds"], Question("gfx942").pro
     ("arch", "matrix", "limit"), [("gfx942", "32x32x8_bf16", 65536), ("gfx950", "32x32x16_bf16", 163840)]
 )
 def test_a_kernel_for_amd(arch, matrix, limit):
-    found = of("portable-gemm", Question(arch, tile=(128, 128)), timeout=100)
+    found = of("portable-gemm", CompileRequest(arch, tile=(128, 128)), timeout=100)
     assert (found.kernel, found.arch, found.tile, found.warps) == ("portable-gemm", arch, (128, 128, 64), 8)
     assert not any(found.spilled.values())
     assert 0 < found.shared <= limit
@@ -63,7 +63,7 @@ def test_a_kernel_for_amd(arch, matrix, limit):
 
 
 def test_a_kernel_for_nvidia():
-    found = of("hopper-gemm", Question("sm_90a", tile=(128, 256)), timeout=100)
+    found = of("hopper-gemm", CompileRequest("sm_90a", tile=(128, 256)), timeout=100)
     assert not any(found.spilled.values())
     assert found.loop["mfma"] == {"m64n256k16": 8}, "four of each math loop"
     # A step of 128 x 256 x 64, by two math loops.
@@ -80,7 +80,7 @@ def test_a_kernel_for_nvidia():
     ],
 )
 def test_a_kernel_for_nvidia_that_is_not_hopper(arch, unit, shapes, rate):
-    found = of("portable-gemm", Question(arch, tile=(128, 128)), timeout=100)
+    found = of("portable-gemm", CompileRequest(arch, tile=(128, 128)), timeout=100)
     assert (found.arch, found.tile, found.warps) == (arch, (128, 128, 64), 8)
     assert not any(found.spilled.values())
     assert found.loop["mfma"] == shapes
@@ -97,30 +97,40 @@ def test_memory_that_is_further_away_takes_longer():
 
 
 @pytest.mark.parametrize(
-    ("name", "question", "error", "message"),
+    ("name", "how", "error", "message"),
     [
         (
             "gemm",
-            Question("gfx942"),
+            {"arch": "gfx942"},
             ValueError,
             "KERNEL 'gemm'; there are portable-gemm, portable-grouped, cdna-gemm, cdna-attention",
         ),
-        ("hopper-gemm", Question("gfx942"), ValueError, "arch='gfx942'; hopper-gemm compiles for sm_90a"),
-        ("portable-gemm", Question("gfx90a"), ValueError, "arch='gfx90a'; portable-gemm compiles for sm_90a, gfx942"),
-        ("portable-gemm", Question("gfx942", layout="xy"), ValueError, "layout='xy'; it is one of nn, nt, tn, tt"),
-        ("portable-gemm", Question("sm_90a", dtype="float8_e4m3fnuz"), NotImplementedError, "to which the same bits"),
-        ("portable-gemm", Question("gfx942", dtype="int4"), TypeError, "dtype: int4; tilestream multiplies"),
-        ("portable-gemm", Question("gfx942", tile=(48, 48)), ValueError, r"tile=\(48, 48\): the portable kernel has 1"),
+        ("hopper-gemm", {"arch": "gfx942"}, ValueError, "arch='gfx942'; hopper-gemm compiles for sm_90a"),
+        ("portable-gemm", {"arch": "gfx90a"}, ValueError, "arch='gfx90a'; portable-gemm compiles for sm_90a, gfx942"),
+        ("portable-gemm", {"arch": "gfx942", "layout": "xy"}, ValueError, "layout='xy'; it is one of nn, nt, tn, tt"),
+        (
+            "portable-gemm",
+            {"arch": "sm_90a", "dtype": "float8_e4m3fnuz"},
+            NotImplementedError,
+            "to which the same bits",
+        ),
+        ("portable-gemm", {"arch": "gfx942", "dtype": "int4"}, TypeError, "dtype: int4; tilestream multiplies"),
+        (
+            "portable-gemm",
+            {"arch": "gfx942", "tile": (48, 48)},
+            ValueError,
+            r"tile=\(48, 48\): the portable kernel has 1",
+        ),
     ],
 )
-def test_what_cannot_be_compiled_says_why(name, question, error, message):
+def test_what_cannot_be_compiled_says_why(name, how, error, message):
     with pytest.raises(error, match=message):
-        kernels.source(name, question)
+        kernels.source(name, CompileRequest(**how))
 
 
 @pytest.mark.parametrize(("name", "shape"), [("hopper-attention", "m64n128k16"), ("portable-attention", "m64n64k16")])
 def test_attention_of_whole_sequences_is_compiled(name, shape):
-    made = report.of(name, Question("sm_90a", 1024, 1024, 128))
+    made = report.of(name, CompileRequest("sm_90a", 1024, 1024, 128))
     assert (made.arch, made.tile[0], made.spilled["bytes"]) == ("sm_90a", 128, 0)
     assert shape in made.loop["mfma"]
     assert "query rows" in made.plan
@@ -128,18 +138,18 @@ def test_attention_of_whole_sequences_is_compiled(name, shape):
 
 def test_errors_come_back_from_the_other_process():
     with pytest.raises(NotImplementedError, match="to which the same bits are other numbers"):
-        of("portable-gemm", Question("sm_90a", dtype="float8_e4m3fnuz"), timeout=100)
+        of("portable-gemm", CompileRequest("sm_90a", dtype="float8_e4m3fnuz"), timeout=100)
 
 
 def test_a_compilation_that_takes_too_long_is_ended():
     with pytest.raises(TilestreamError, match=r"portable-gemm for gfx942 did not compile within 0\.01 s"):
-        of("portable-gemm", Question("gfx942"), timeout=0.01)
+        of("portable-gemm", CompileRequest("gfx942"), timeout=0.01)
 
 
 def test_a_kernel_joins_by_name(monkeypatch):
     monkeypatch.setattr(kernels, "KERNELS", dict(KERNELS))
     kernels.register("mine", ("gfx942",), f"{__name__}:_asked", "a test's")
-    assert kernels.source("mine", Question("gfx942")) == ("made for", Question("gfx942"))
+    assert kernels.source("mine", CompileRequest("gfx942")) == ("made for", CompileRequest("gfx942"))
     assert "mine" not in KERNELS
 
 
@@ -159,7 +169,7 @@ def test_the_plans_efficiencies_are_the_estimates(arch):
         dtype = {"1": "bfloat16", "8": other if converted else own, "f": "float32"}[kind[0]]
         extent = 8193 if "unaligned" in kind else 8192
         for row in rows:
-            found = of("portable-gemm", Question(arch, extent, extent, extent, dtype, tile=row[:2]), timeout=200)
+            found = of("portable-gemm", CompileRequest(arch, extent, extent, extent, dtype, tile=row[:2]), timeout=200)
             assert found.stages == row.stages
             assert not any(found.spilled.values())
             assert found.shared <= named(kernels.DEVICES[arch]).shared
@@ -175,5 +185,5 @@ def test_the_plans_efficiencies_are_the_estimates(arch):
 def test_every_kernel_compiles_for_every_arch():
     for name, entry in KERNELS.items():
         for arch in entry.archs:
-            assert not any(of(name, Question(arch, k=entry.k), timeout=200).spilled.values()), (name, arch)
+            assert not any(of(name, CompileRequest(arch, k=entry.k), timeout=200).spilled.values()), (name, arch)
     assert report.TIMEOUT > 200

@@ -67,8 +67,8 @@ class Toy(Model):
         if stuck:
             raise Fault("deadlock", ", ".join(stuck))
 
-    def tell(self, pid, op, answer):
-        return f"{self.processes[pid].name}: {type(op).__name__}({op.name})"
+    def describe(self, op):
+        return f"{type(op).__name__}({op.name})"
 
 
 def takes(*locks):

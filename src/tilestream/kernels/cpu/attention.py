@@ -32,6 +32,7 @@ from tilestream.core.integers import cdiv
 from tilestream.core.operands import AttentionOperands
 from tilestream.core.raster import longest_first
 from tilestream.kernels.cpu.convert import Scratch, widened
+from tilestream.kernels.cpu.epilogue import wide_dtype
 
 #: Keys of one call of `flash`. Keys of other dtypes, and of pages, are copied first.
 FLASH_KEYS = 4096
@@ -186,7 +187,7 @@ class AttentionBody:
 
     def __init__(self, plan: Any, operands: AttentionOperands, tiles: Tiles, workspace: Scratch) -> None:
         self._plan, self._x, self._tiles, self._workspace = plan, operands, tiles, workspace
-        self._wide = torch.float64 if operands.q.dtype == torch.float64 else torch.float32
+        self._wide = wide_dtype(operands.q.dtype)
         self._copies = bool(plan.promise)  # copy keys and values: the BLAS's bits depend on strides and alignment
 
     def compute(self, item: WorkItem) -> None:
@@ -226,8 +227,8 @@ class AttentionBody:
                 scores = block_of_scores[:, : end - begin]
                 with widened(self._keys(x.k, tile, head, begin, end), wide, self._workspace) as k:
                     torch.addmm(scores, q, k.t(), beta=0, alpha=factor, out=scores)  # beta 0: not read
-                if cap := plan.problem.softcap:
-                    scores.div_(cap).tanh_().mul_(cap)
+                if softcap := plan.problem.softcap:
+                    scores.div_(softcap).tanh_().mul_(softcap)
                 if not seen.plain_begin <= block < seen.plain_end:
                     position = torch.arange(seen.first, seen.last + 1)[:, None] + seen.shift
                     key = torch.arange(begin, end)

@@ -23,6 +23,11 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], object]] = {
 _ALL = slice(None)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of accumulators, and of other sums, of operands in ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def part(e: Epilogue, batch: int, rows: slice, cols: slice) -> Epilogue:
     """The part of a canonical epilogue that a tile reads."""
     if e.bias is e.residual is e.scale_a is e.scale_b is None:

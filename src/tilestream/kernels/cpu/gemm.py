@@ -26,15 +26,10 @@ from tilestream.core.integers import cdiv
 from tilestream.core.operands import Epilogue, GemmOperands
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.convert import Scratch, widened
-from tilestream.kernels.cpu.epilogue import apply, part
+from tilestream.kernels.cpu.epilogue import apply, part, wide_dtype
 
 #: Whether the BLAS gives equal rows equal bits, by operands, product, rows and columns.
 _even: dict[tuple[object, ...], bool] = {}
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the accumulator of products with an epilogue, for operands in ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def multiply(
@@ -54,7 +49,7 @@ def multiply(
     """
     if epilogue.trivial and dtype == a.dtype:
         return product(a, b, out)
-    wide = accumulator(a.dtype)
+    wide = wide_dtype(a.dtype)
     if dtype == wide and not _is_residual(out, epilogue):
         acc = _accumulate(a, b, out, epilogue.alpha, wide, scratch)
         apply(epilogue, acc)
@@ -70,7 +65,7 @@ def needs_scratch(x: GemmOperands) -> bool:
     """Whether `multiply` converts an operand, or needs an accumulator other than the output."""
     if x.epilogue.trivial and x.out.dtype == x.a.dtype:
         return False
-    wide = accumulator(x.a.dtype)
+    wide = wide_dtype(x.a.dtype)
     return x.a.dtype != wide or x.out.dtype != wide or _is_residual(x.out, x.epilogue)
 
 
@@ -175,7 +170,7 @@ class GemmBody:
         self._workspace = workspace
         self._slots: torch.Tensor | None = None
         if schedule.slots:
-            self._slots = workspace.slots(schedule.slots, self._block_m, self._block_n, accumulator(a.dtype))
+            self._slots = workspace.slots(schedule.slots, self._block_m, self._block_n, wide_dtype(a.dtype))
         self._padded = padded
         if padded and out.numel():
             self._refuse_places()
@@ -224,7 +219,7 @@ class GemmBody:
     def _refuse_places(self) -> None:
         """Raise unless the BLAS gives equal rows of a padded tile equal bits. Tested once for each kind of call."""
         plain, b = self._epilogue.trivial and self._out.dtype == self._a.dtype, self._b[0, :, : self._block_n]
-        dtype = self._a.dtype if plain else accumulator(self._a.dtype)
+        dtype = self._a.dtype if plain else wide_dtype(self._a.dtype)
         key = self._a.dtype, b.dtype, dtype, self._block_m, b.shape, b.stride()
         if key not in _even:
             made_b = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype)

@@ -94,7 +94,7 @@ def start_scores(ring, q_at, stage, C: gl.constexpr):
 
 
 @gluon.jit
-def capped(x, scores, C: gl.constexpr):
+def scaled_product(x, scores, C: gl.constexpr):
     """A finished product, capped or multiplied by its heads' scales. No data moves."""
     x = gl.convert_layout(x, mma_layout(C.BLOCK), assert_trivial=True)
     if C.CAPPED:
@@ -125,7 +125,7 @@ def math_step(
         mbarrier.arrive(ring.order.index((WHO + 1) % C.CONSUMERS))
     x = warpgroup_mma_wait(1, (x,))
     mbarrier.arrive(ring.k_empty.index(stage))
-    x = capped(x, scores, C)
+    x = scaled_product(x, scores, C)
     if MASKED:
         x = masked(x, mask, block * C.BLOCK, C)
     # Independently of this order, the compiler waits for the product before most of the exponentials, and scales O
@@ -211,7 +211,7 @@ def attend_blocks(
     mbarrier.wait(ring.k_full.index(at.stage), at.phase)
     x = warpgroup_mma_wait(0, (start_scores(ring, q_at, at.stage, C),))
     mbarrier.arrive(ring.k_empty.index(at.stage))
-    x = capped(x, scores, C)
+    x = scaled_product(x, scores, C)
     first_block = begin if C.ASCENDING else last
     if (first_block >= plain_end) | (first_block < plain_begin):
         x = masked(x, mask, first_block * C.BLOCK, C)

@@ -36,7 +36,7 @@ from tilestream.core import error_record as record
 from tilestream.core.protocols import replay
 from tilestream.kernels.device.clock import LONGEST, SHORTEST, latest, nap, present
 from tilestream.kernels.device.schedule import LINE, drain
-from tilestream.kernels.portable.rank_calls import give_up, look, report, word_at
+from tilestream.kernels.portable.rank_calls import acquired, give_up, report, word_at
 
 VOID, STAMP, MARKS = map(tl.constexpr, (replay.VOID, replay.STAMP, replay.MARKS))
 EXPIRED, QUARANTINED = map(tl.constexpr, (record.EXPIRED, record.QUARANTINED))
@@ -141,7 +141,7 @@ def push_rows(
     """
     worker = tl.program_id(0)
     workers = tl.num_programs(0)
-    if look(word_at(places, WORLD + rank)) == 0:
+    if acquired(word_at(places, WORLD + rank)) == 0:
         for turn in range(worker, WORLD, workers):
             tell_peer(starts, control, places, slots, rank, (rank + turn) % WORLD, E, HEADS, WORLD, BLOCK_E)
         for turn in range(WORLD):
@@ -171,7 +171,7 @@ def await_all(words, mask, broken, clock, begin, allowed):
     missing = mask & (tl.atomic_add(words, none, mask=mask, sem="acquire", scope="sys") == 0)
     left = tl.sum(missing.to(tl.int32))
     over = tl.cast(0, tl.int32)
-    if look(broken) != 0:
+    if acquired(broken) != 0:
         over = tl.cast(QUARANTINED, tl.int32)
     pause = tl.cast(SHORTEST, tl.int32)
     while (left != 0) & (over == 0):
@@ -180,7 +180,7 @@ def await_all(words, mask, broken, clock, begin, allowed):
         missing = mask & (tl.atomic_add(words, none, mask=mask, sem="acquire", scope="sys") == 0)
         left = tl.sum(missing.to(tl.int32))
         if left != 0:
-            if look(broken) != 0:
+            if acquired(broken) != 0:
                 over = tl.cast(QUARANTINED, tl.int32)
             elif latest(clock) - begin > allowed:
                 over = tl.cast(EXPIRED, tl.int32)
@@ -214,10 +214,10 @@ def take_rows(
         if over != 0:
             late = late * 0 + tl.min(tl.where(missing, rows, WORLD + WORLD * E))
     if over == 0:
-        if (source != rank) & (look(control + MARKS + source) != tl.load(control + STAMP)):
+        if (source != rank) & (acquired(control + MARKS + source) != tl.load(control + STAMP)):
             over = tl.cast(QUARANTINED, tl.int32)
     if over != 0:
-        if (over == EXPIRED) | (look(broken) == 0):
+        if (over == EXPIRED) | (acquired(broken) == 0):
             give_up(places, WORLD)
         report(over, late, present(clock) - begin, records, claims, allowed, op, key)
         tl.store(taken, 0)

@@ -30,7 +30,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def look(word):
+def acquired(word):
     """A word that peers write. What they wrote before it is visible behind."""
     return tl.atomic_add(word, 0, sem="acquire", scope="sys")
 
@@ -71,14 +71,14 @@ def report(why, chunk, waited, records, claims, allowed, op, key):
 def await_word(word, least, broken, clock, begin, allowed):
     """Wait until ``word`` is at least ``least``, compared cyclically: 0, or why it is waited for no more."""
     over = tl.cast(0, tl.int32)
-    there = look(word) - least >= 0
+    there = acquired(word) - least >= 0
     pause = tl.cast(SHORTEST, tl.int32)
     while (there == 0) & (over == 0):
         nap(pause)
         pause = tl.minimum(2 * pause, LONGEST)
-        there = look(word) - least >= 0
+        there = acquired(word) - least >= 0
         if there == 0:
-            if look(broken) != 0:
+            if acquired(broken) != 0:
                 over = tl.cast(QUARANTINED, tl.int32)
             elif latest(clock) - begin > allowed:
                 over = tl.cast(EXPIRED, tl.int32)
@@ -136,7 +136,7 @@ def await_parts(
     broken = word_at(places, WORLD + rank)
     over = tl.cast(0, tl.int32)
     late = tl.cast(0, tl.int32)
-    if look(broken) != 0:
+    if acquired(broken) != 0:
         over = tl.cast(QUARANTINED, tl.int32)
     for chunk in range(WORLD * parts):
         if (chunk // parts != rank) & (over == 0):
@@ -157,10 +157,10 @@ def end_call(control, places, records, claims, op, key, rank, WORLD: tl.constexp
     """Whether the call is void, behind its readers; then tell the peers that their rows are read."""
     call = tl.load(control + COUNT)
     stamp = tl.load(control + STAMP)
-    over = look(word_at(places, WORLD + rank)) != 0
+    over = acquired(word_at(places, WORLD + rank)) != 0
     for r in range(WORLD):
         if r != rank:
-            over = over | (look(control + MARKS + r) != stamp)
+            over = over | (acquired(control + MARKS + r) != stamp)
     if over:
         give_up(places, WORLD)
         none = tl.cast(0, tl.int64)

@@ -12,7 +12,7 @@ from tilestream.launch.gate import NO_PUBLISH
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias, problem_of
 from tilestream.launch.hopper.grouped import HopperGroupedArguments, HopperGroupedLaunch
-from tilestream.launch.launch import Launch, Probe, gate_of_sources
+from tilestream.launch.launch import Launch, Probe, gate_of
 from tilestream.launch.launcher import Launcher
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
@@ -63,4 +63,4 @@ class HopperSourcesLaunch(HopperGroupedLaunch):
     ) -> None:
         """See `Launch.issue`."""
         publish = NO_PUBLISH if x.epilogue.publish is None else x.epilogue.publish
-        self._launch(stream, x, words, probe, gate_of_sources(x.a.device, awaited), publish)
+        self._launch(stream, x, words, probe, gate_of(x.a.device, awaited, "row"), publish)

@@ -11,7 +11,7 @@ from tilestream.kernels.portable.grouped import grouped_gemm
 from tilestream.launch.gate import NO_GATE, GateArguments
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias, lanes_of, problem_of
-from tilestream.launch.launch import Kernel, Launch, Probe, gate_of_groups
+from tilestream.launch.launch import Kernel, Launch, Probe, gate_of
 from tilestream.launch.portable.arguments import Arguments
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
@@ -68,7 +68,7 @@ class GroupedLaunch(Launch):
     ) -> None:
         """See `Launch.issue`."""
         kernel, arguments = self._kernels[probe is not None], self._made[probe is not None]
-        e, gate = x.epilogue, gate_of_groups(x.a.device, awaited)
+        e, gate = x.epilogue, gate_of(x.a.device, awaited, "column")
         operands = kernel.take((
             x.a, x.b, x.offsets, x.out, e.bias, None, e.scale_a, e.scale_b, words.partials, words.counts,
             words.counters, None, None if probe is None else probe.words, words.base, words.reset, 1.0, 1.0,

@@ -11,7 +11,7 @@ from tilestream.kernels.portable.grouped_sources import grouped_gemm_by_source
 from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias, lanes_of, problem_of
-from tilestream.launch.launch import Kernel, Launch, Probe, gate_of_sources
+from tilestream.launch.launch import Kernel, Launch, Probe, gate_of
 from tilestream.launch.portable.grouped import GroupedArguments
 from tilestream.launch.trace import SpanLog
 from tilestream.plan.plan import Plan
@@ -69,7 +69,7 @@ class SourcesLaunch(Launch):
         self, stream: int, x: GroupedOperands, words: Words, awaited: Awaited | None, probe: Probe | SpanLog | None
     ) -> None:
         """See `Launch.issue`."""
-        e, gate, traced = x.epilogue, gate_of_sources(x.a.device, awaited), probe is not None
+        e, gate, traced = x.epilogue, gate_of(x.a.device, awaited, "row"), probe is not None
         kernel, arguments = self._kernels[traced], self._made[traced]
         publish = NO_PUBLISH if e.publish is None else e.publish
         operands = kernel.take((

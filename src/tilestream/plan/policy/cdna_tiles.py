@@ -78,7 +78,7 @@ class Tile(NamedTuple):
 
 
 #: An accumulator of 256 x 256 of fp32 in eight warps is 128 registers of a lane. If direct copies have 4 bytes a lane,
-#: staged copies take fewer instructions (`better_copies`), and the direct rows are for ``variant="direct"``.
+#: staged copies take fewer instructions, and the direct rows are for ``variant="direct"``.
 TILES: dict[str, tuple[Tile, ...]] = {
     "gfx942": (
         Tile(256, 256, 1, 8, 2, "staged", 0.73),
@@ -142,14 +142,6 @@ def stage_cost(tile: Tile, lane_bytes: int, copies: str) -> StageCost:
     return StageCost(share // CELL_BYTES, share // CELL_BYTES)
 
 
-def better_copies(tile: Tile, arch: str) -> str:
-    """The variant of copies with fewer instructions; ``staged`` only if its registers fit."""
-    direct = stage_cost(tile, DIRECT_BYTES[arch][0], "direct")
-    staged = stage_cost(tile, CELL_BYTES, "staged")
-    fits = tile._replace(copies="staged").registers + _SPARE <= REGISTERS
-    return "staged" if staged.total < direct.total and fits else "direct"
-
-
 def lane_bytes(tile: Tile, arch: str) -> int:
     """Bytes of a lane in a direct copy: the widest that divides a warp's share; 0 for none."""
     share = min(tile.block_m, tile.block_n) * 64 * tile.lines // (LANES * tile.warps)
@@ -161,11 +153,6 @@ def in_flight(tile: Tile, arch: str) -> int:
     if tile.copies == "staged":
         return stage_cost(tile, CELL_BYTES, "staged").loads
     return stage_cost(tile, lane_bytes(tile, arch), "direct").loads * (tile.stages - 1)
-
-
-def outstanding(tile: Tile, arch: str) -> int:
-    """The copies that may remain in flight when the loop waits for a step: the operand of the wait."""
-    return stage_cost(tile, lane_bytes(tile, arch), "direct").loads * (tile.stages - 2)
 
 
 def why_not(tile: Tile, arch: str, shared: int) -> str:

@@ -69,11 +69,11 @@ class Costs:
     #: Bytes a second to and from memory, of partial results and by one SM.
     partials: float = 59.18e9
     #: Seconds that an epilogue takes longer for each register of a thread where TMA does not store: by consecutive
-    #: elements (see `by_lines`), and as registers hold them. ``_swapped``: the accumulator's columns are output rows.
+    #: elements (see `by_lines`), and as registers hold them. ``_swap_ab``: the accumulator's columns are output rows.
     lined: float = 13.8e-9
-    lined_swapped: float = 11.26e-9
+    lined_swap_ab: float = 11.26e-9
     direct: float = 110.2e-9
-    direct_swapped: float = 59.65e-9
+    direct_swap_ab: float = 59.65e-9
     #: step, epilogue, register, fix, launch: seconds of a K step beside its work; of an epilogue, and more for each
     #: register of a thread; of reducing a tile's partial results; of a launch.
     step: float = 12.09e-9
@@ -239,7 +239,7 @@ class Model:
         epilogue = costs.epilogue + costs.register * tile.registers
         if not self.by_tma:
             name = "lined" if by_lines(tile, cut) else "direct"
-            epilogue += getattr(costs, f"{name}_swapped" if swap_ab else name) * tile.registers
+            epilogue += getattr(costs, f"{name}_swap_ab" if swap_ab else name) * tile.registers
         item, tail = cut.k_steps * step + epilogue + (costs.ticket if cut.kind != "static" else 0.0), 0.0
         if tile.variant == "ping_pong":  # a tile's epilogue runs under the other's steps, as far as these reach
             item, tail = max(cut.k_steps * step, costs.in_turns * item), epilogue
