@@ -2,8 +2,6 @@
 
 ``tilestream demo`` (its ``--help`` has the options) and ``make demo`` run this file. On a CPU the input is a file that
 is read cold from the disk; on a GPU it is copied from pinned host memory.
-
-python examples/demo.py
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from tilestream.core.schedule import SourceSchedule
 from tilestream.kernels.device.trace import BEGIN, CHUNK, END, ENDS, READY, TIMES, UNIT, WORDS, WORKER
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.candidate import ctas_of
+from tilestream.plan.problem import GroupedProblem
 from tilestream.trace.record import Recorder, Span, SpanKind, Zero
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def traced(
             for operand, incoming in enumerate(arriving)
             if incoming is not None
         }
-        if isinstance(schedule, SourceSchedule) and plan.problem.arrives:
+        if isinstance(schedule, SourceSchedule) and isinstance(plan.problem, GroupedProblem) and plan.problem.arrives:
             launch.arrivals = {0: (None,) * schedule.packed}  # a word for a source's counts, and one a group's rows
 
     recorder.later(read)
