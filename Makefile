@@ -23,7 +23,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo native wheel test test-all mutants lint format docs links clean
+.PHONY: help demo native wheel test test-all mutants gates lint format docs links clean
 .NOTPARALLEL:
 
 help: ## Show this list.
@@ -53,6 +53,9 @@ test-all: $(VENV)/.stamp-dev ## Run every test that needs no GPU, the exhaustive
 
 mutants: $(VENV)/.stamp-dev ## Judge mutants by the closest tests, from where the last run ended: make mutants ARGS="--seconds 3600".
 	cd tests && ../$(BIN)/python -m mutants.drawn --processes $(JOBS) $(ARGS)
+
+gates: $(VENV)/.stamp-dev ## Compile the kernels that the gates' record does not hold yet: make gates ARGS="--seconds 3600".
+	$(BIN)/python tests/kernels/gates/held.py --processes $(JOBS) $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## Check style, formatting, and types for every supported Python.
 	@failed=0; run() { echo "$$*"; "$$@" || failed=1; }; \

@@ -93,10 +93,15 @@ def build(kernel: Any, filled: Sequence[Any], options: dict[str, Any], arch: str
     filled, options
         Its arguments, as for a launch, with `Pointer` for tensors; and how it is compiled.
     """
-    triton.runtime.driver.set_active(NoGpu(TARGETS[arch]))
-    kernel.device_caches.clear()  # Triton takes a device's target to be for ever
     with caught() as said:
-        made = kernel.run(*filled, grid=(1,), warmup=True, **options)
+        made = warm_up(kernel, filled, options, arch)
         if hasattr(made, "result"):
             made = made.result()
     return made, said[0]
+
+
+def warm_up(kernel: Any, filled: Sequence[Any], options: dict[str, Any], arch: str) -> Any:
+    """What Triton returns of a launch that ends when the kernel is compiled for ``arch``: see `build`."""
+    triton.runtime.driver.set_active(NoGpu(TARGETS[arch]))
+    kernel.device_caches.clear()  # Triton takes a device's target to be for ever
+    return kernel.run(*filled, grid=(1,), warmup=True, **options)

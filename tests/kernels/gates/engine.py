@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import triton
 
+from gates import held
 from releases import release
 from tilestream.core.gpu_specs import named
 from tilestream.launch.attention_arguments import AttentionLayout
@@ -96,9 +97,9 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"gates.{name.replace(' ', '_')}")
 
 
-def cases(gate: ModuleType, what: str, arch: str = "") -> Iterator[Case]:
-    """Those of ``"all"``, of ``"quick"``, or of that name; all architectures, or one."""
-    asked = {"all": None, "quick": set(gate.QUICK)}.get(what, {what})
+def cases(gate: ModuleType, what: str, *more: str, arch: str = "") -> Iterator[Case]:
+    """Those of ``"all"``, of ``"quick"``, or of these names; all architectures, or one."""
+    asked = {"all": None, "quick": set(gate.QUICK)}.get(what, {what, *more})
     met = set()
 
     def is_wanted(its_arch: str, name: str) -> bool:
@@ -179,17 +180,23 @@ def seeded(gate: ModuleType, seed: Seed, case: Case) -> tuple[Any, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the cases of a gate, and print their faults.")
     parser.add_argument("gate", help="such as 'hopper gemm'")
-    parser.add_argument("what", help="all, quick, a case's name; names: compile nothing, and print the names of all")
+    parser.add_argument(
+        "what", nargs="+",
+        help="all, quick, names of cases; names, keys: compile nothing, and print the names or the keys of all",
+    )  # fmt: skip
     parser.add_argument("--arch", default="", choices=("", *DEVICES))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--change", type=json.loads, default={}, help="other fields of the case's config")
     parser.add_argument("--options", type=json.loads, default={}, help="other options of the compiler")
     parser.add_argument("--mutant", default="", help="of tests/mutants/kernel_text.py")
     given = parser.parse_args()
-    chosen = cases(load(given.gate), "all" if given.what == "names" else given.what, given.arch)
+    what = ["all"] if given.what in (["names"], ["keys"]) else given.what
+    chosen = cases(load(given.gate), *what, arch=given.arch)
     make_row = functools.partial(row, given.gate, Seed(given.change, given.options, given.mutant))
-    if given.what == "names":
+    if given.what == ["names"]:
         rows: Any = ({"name": case.name, "arch": case.arch} for case in chosen)
+    elif given.what == ["keys"]:
+        rows = held.keys(given.gate, given.arch)
     elif given.processes == 1:
         rows = map(make_row, chosen)
     else:

@@ -66,7 +66,7 @@ def cases(is_wanted: IsWanted) -> Iterator[Case]:
     for name, chosen in CASES.items():
         for one in chosen:
             if is_wanted("sm_90a", f"{name} {one}"):
-                for case in engine.cases(engine.load(name), one, "sm_90a"):
+                for case in engine.cases(engine.load(name), one, arch="sm_90a"):
                     yield case._replace(name=f"{name} {one}", how=(name, case))
 
 
