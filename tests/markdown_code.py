@@ -118,6 +118,6 @@ def _run_shell(block: Block, folder: Path) -> None:
     }
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", _SCRIPTS + block.text], cwd=folder, env=environment, capture_output=True,
-        text=True, timeout=550, check=False,
+        text=True, timeout=850, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{block.at}:\n{block.text}\n{done.stdout}\n{done.stderr}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +23,25 @@ def raised(call) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def told(what: str) -> None:
+    """Let the ranks that `hear` go on."""
+    dist.distributed_c10d._get_default_store().set(what, "told")
+
+
+def hear(*what: str) -> None:
+    """Wait until all of this is `told`."""
+    dist.distributed_c10d._get_default_store().wait(list(what), datetime.timedelta(seconds=300))
+
+
+def slowest(seconds: float, call: Callable[[], object]) -> float:
+    """A deadline that no rank's call like this one misses: ten times what it took on the slowest, at least so many."""
+    began = time.monotonic()
+    call()
+    spent = torch.tensor([10 * (time.monotonic() - began)])
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return max(seconds, spent.item())
 
 
 class Gathered(NamedTuple):

@@ -48,7 +48,7 @@ class Feeder:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._thread.join(20)
+        self._thread.join(300)
         assert not self._thread.is_alive()
         if self._error is not None:
             raise self._error

@@ -21,7 +21,6 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.timeout(600)  # several processes, of which each imports torch
 @pytest.mark.parametrize("page", RUN, ids=name)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

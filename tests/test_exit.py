@@ -44,7 +44,7 @@ def run_of(program: str, first: str = "") -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", f"{first}\nimport threading, time, torch, tilestream as ts\n{program}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=850,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
 

@@ -79,7 +79,7 @@ def run(python: str, script: str, *args: str) -> str:
         [python, "-W", "error::SyntaxWarning", "-c", script, *args],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=850,
         env=env,
         stdin=subprocess.DEVNULL,
     )

@@ -32,7 +32,7 @@ from tilestream.runtime import channel as channels
 from tilestream.runtime import streams as streams_module
 from tilestream.runtime.channel import Channel
 
-LONG = 30.0
+LONG = 300.0
 
 
 @pytest.fixture(autouse=True)

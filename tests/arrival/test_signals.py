@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tilestream.arrival import Outcome, Signals
 
-LONG = 30.0  # a bound, never waited out by a test that passes
+LONG = 300.0  # a bound, never waited out by a test that passes
 
 
 def never() -> bool:

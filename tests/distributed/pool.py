@@ -77,7 +77,7 @@ class Pool:
         theirs.close()
         return process, ours
 
-    def run(self, world: int, job: Any, *args: Any, seconds: float = 20.0, bound: float = 60.0) -> list[Any]:
+    def run(self, world: int, job: Any, *args: Any, seconds: float = 300.0, bound: float = 800.0) -> list[Any]:
         """Each rank's answer. The group's timeout is ``seconds``; a job may take ``bound`` seconds.
 
         Raises

@@ -13,7 +13,7 @@ from error_rule import Maths, check, nans, rand
 from tilestream.core.errors import ArrivalTimeout
 from tilestream.distributed import async_input
 
-pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_rows_are_read_when_their_chunk_has_arrived(op, pivot, dtype):
     begun = threading.Event()
 
     def feed():
-        begun.wait(10)
+        begun.wait(300)
         for chunk in ((pivot + 2) % 3, (pivot + 1) % 3):
             a[16 * chunk : 16 * chunk + 16] = source[16 * chunk : 16 * chunk + 16]
             words.view(torch.int32)[chunk] = 1
@@ -59,7 +59,7 @@ def test_rows_are_read_when_their_chunk_has_arrived(op, pivot, dtype):
     thread.start()
     begun.set()
     answer = op(a, b, words, pivot)
-    thread.join(10)
+    thread.join(300)
     check(answer, Maths(source, b))
     assert not words.view(torch.int32).any(), "zeroed at the end"
 

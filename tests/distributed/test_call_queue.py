@@ -30,13 +30,13 @@ def test_it_polls_until_nothing_is_under_way_and_again_when_woken(monkeypatch):
     watchdog = call_queue.Watchdog(calls)
     for polls in (3, 4):
         watchdog.wake()
-        assert calls.idle.wait(10)
+        assert calls.idle.wait(300)
         time.sleep(0.05)
         assert calls.polls == polls
         calls.idle.clear()
     assert watchdog._thread.is_alive()
     del calls
-    watchdog._thread.join(10)
+    watchdog._thread.join(300)
     assert not watchdog._thread.is_alive()
 
 
@@ -46,7 +46,7 @@ def test_it_does_not_compete_with_the_thread_that_issues_the_call(monkeypatch):
     watchdog = call_queue.Watchdog(calls)
     begin = time.monotonic()
     watchdog.wake()
-    assert calls.idle.wait(10)
+    assert calls.idle.wait(300)
     assert time.monotonic() - begin >= 0.5
     watchdog.stop_at_exit(10)
     assert not watchdog._thread.is_alive()
@@ -61,7 +61,7 @@ def test_it_asks_about_events_while_another_thread_captures_a_graph(monkeypatch)
     calls = Calls(1)
     watchdog = call_queue.Watchdog(calls)
     watchdog.wake()
-    assert calls.idle.wait(10)
+    assert calls.idle.wait(300)
     assert threads == [watchdog._thread]
     watchdog.stop_at_exit(10)
 

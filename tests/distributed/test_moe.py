@@ -83,7 +83,7 @@ def test_a_lost_rank_raises_on_all_others(ranks, when, tmp_path):
     for first, second, waited in others:
         assert first.startswith("GroupBroken"), first
         assert second.startswith("GroupBroken"), second
-        assert waited < 14
+        assert waited < 300
 
 
 @pytest.mark.parametrize("form", ["fused"])

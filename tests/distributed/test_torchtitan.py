@@ -11,4 +11,4 @@ pytest.importorskip("torchtitan")
 @pytest.mark.timeout(1100)
 @pytest.mark.parametrize("job", [jobs.overlaps, jobs.has_nothing_to_overlap], ids=lambda job: job.__name__)
 def test_torchtitans_group_runs_here(ranks, job):
-    assert ranks.run(2, job, seconds=400.0, bound=500.0)  # most of it imports torchtitan
+    assert ranks.run(2, job, bound=850.0)  # most of it imports torchtitan

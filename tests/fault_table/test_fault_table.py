@@ -11,8 +11,6 @@ from fault_table import rows  # noqa: F401
 from fault_table.engine import RIGHT, TABLE, Place, run
 from fault_table.record import pool_of_ranks
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture(scope="module")
 def pool():

@@ -20,9 +20,10 @@ from streaming import Feeder, intra_op_threads_of_a_new_thread, late, no_thread_
 from tilestream.kernels.cpu.gemm import GemmBody
 from tilestream.launch.cpu import threads as pinning
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_tiles")]
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 SCHEDULES = ("static", "dynamic", "stream_k")
+LONG = 300.0  # seconds that only what waits for ever takes
 M, N, K, TILE, ROWS = 64, 40, 24, 16, 16
 
 
@@ -59,13 +60,13 @@ def test_invariant_5_a_chunk_that_never_comes(schedule, workers, missing):
     begin = time.perf_counter()
     with no_thread_left(), pytest.raises(ts.ArrivalTimeout) as caught:
         plan.run(x, b, out=out, arrival=arrival, deadline=0.05)
-    assert time.perf_counter() - begin <= 0.05 + 1
+    took = time.perf_counter() - begin
     error = caught.value
     assert isinstance(error, TimeoutError)
     assert isinstance(error, ts.TilestreamError)
     assert (error.op, error.chunk, error.deadline, error.rank) == ("plan.run", missing, 0.05, None)
     assert 0 <= error.worker < workers
-    assert 0 < error.waited <= 0.05 + 1
+    assert 0 < error.waited <= took
     assert (torch.get_num_threads(), intra_op_threads_of_a_new_thread()) == (mine, default)
     # What was computed is right, the rest is NaN, and nothing else: tile by tile.
     correct = Maths(source, b).finer()
@@ -142,15 +143,15 @@ def test_the_expiry_says_which_operand():
     assert "weight" in str(caught.value)
 
 
-def test_one_deadline_for_all_waits_together():
+def test_one_deadline_for_all_waits_together(monkeypatch):
     # Each chunk comes within the deadline of the one before, but all of them together do not.
     source, b, x = rand(M, K), rand(K, N), nans(M, K)
-    arrival = four_chunks()
-    with Feeder(arrival, x, source, before=lambda c: time.sleep(0.2)):
-        begin = time.perf_counter()
-        with pytest.raises(ts.ArrivalTimeout):
-            ts.matmul(x, b, arrival=arrival, deadline=0.45, workers=2)
-        assert time.perf_counter() - begin <= 0.45 + 1
+    arrival, waits = four_chunks(), threading.Event()
+    sleep = arrival._signals._bell.wait
+    monkeypatch.setattr(arrival._signals._bell, "wait", lambda seconds: waits.set() or sleep(seconds))
+    feeder = Feeder(arrival, x, source, before=lambda c: waits.wait(LONG) and time.sleep(0.2))
+    with feeder, pytest.raises(ts.ArrivalTimeout):
+        ts.matmul(x, b, arrival=arrival, deadline=0.45, workers=2)
 
 
 def test_the_call_after_an_expiry_is_right():
@@ -227,10 +228,10 @@ def test_a_producers_exception_is_raised_in_the_caller(error, schedule, workers)
     with no_thread_left():
         timer.start()
         with pytest.raises(type(error)) as caught:
-            planned(arrival, schedule, workers).run(x, b, out=out, arrival=arrival, deadline=20)
+            planned(arrival, schedule, workers).run(x, b, out=out, arrival=arrival, deadline=2 * LONG)
         timer.join()
     assert caught.value is error
-    assert time.perf_counter() - begin < 10, "waited for the deadline although the producer had failed"
+    assert time.perf_counter() - begin < LONG, "waited for the deadline although the producer had failed"
     assert out[16:].isnan().all()
 
 
@@ -250,7 +251,7 @@ def test_a_stream_whose_iterator_raises(workers):
             ts.matmul(stream.tensor, rand(K, N), arrival=stream.arrival, workers=workers)
         assert caught.value is error
         with pytest.raises(Broken):
-            stream.wait(10)
+            stream.wait(300)
 
 
 def test_a_stream_that_is_closed_while_somebody_waits():
@@ -258,7 +259,7 @@ def test_a_stream_that_is_closed_while_somebody_waits():
 
     def blocks():
         yield rand(16, K)
-        hold.wait(20)
+        hold.wait(300)
         yield rand(M - 16, K)
 
     with no_thread_left():
@@ -269,8 +270,8 @@ def test_a_stream_that_is_closed_while_somebody_waits():
         # Whatever the producer was at when it was told to stop, the caller hears of it long before the deadline.
         begin = time.perf_counter()
         with pytest.raises(ts.ProducerStopped, match="closed before chunk"):
-            ts.matmul(stream.tensor, rand(K, N), arrival=stream.arrival, workers=2, deadline=30)
-        assert time.perf_counter() - begin < 15
+            ts.matmul(stream.tensor, rand(K, N), arrival=stream.arrival, workers=2, deadline=2 * LONG)
+        assert time.perf_counter() - begin < LONG
         closer.join()
         releaser.join()
         stream.close()
@@ -331,8 +332,8 @@ def test_an_exception_wakes_those_who_wait_at_the_gate(monkeypatch):
     monkeypatch.setattr(GemmBody, "compute", compute)
     begin = time.perf_counter()
     with no_thread_left(), pytest.raises(Boom):
-        planned(arrival, "static", 4).run(x, b, arrival=arrival, deadline=30)
-    assert time.perf_counter() - begin < 10
+        planned(arrival, "static", 4).run(x, b, arrival=arrival, deadline=2 * LONG)
+    assert time.perf_counter() - begin < LONG
 
 
 def test_an_exception_in_the_blas(monkeypatch):
@@ -419,7 +420,7 @@ class Slow:
 
     def wait(self) -> None:
         """Until no worker is inside of a tile any more."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LONG
         while self.inside and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -433,13 +434,13 @@ def test_an_interrupt_of_a_waiting_caller_leaves_no_thread(workers):
     arrival.signal(0)
     mine, default = torch.get_num_threads(), intra_op_threads_of_a_new_thread()
     timer = threading.Timer(0.15, interrupt)
-    with no_thread_left(grace=5):  # when just they are gone: see the test after this one
+    with no_thread_left(grace=LONG):  # when just they are gone: see the test after this one
         timer.start()
         begin = time.perf_counter()
         with pytest.raises(KeyboardInterrupt):
-            planned(arrival, "dynamic", workers).run(x, b, out=out, arrival=arrival, deadline=30)
+            planned(arrival, "dynamic", workers).run(x, b, out=out, arrival=arrival, deadline=2 * LONG)
         timer.join()
-    assert time.perf_counter() - begin < 10
+    assert time.perf_counter() - begin < LONG
     assert out[16:].isnan().all()
     assert (torch.get_num_threads(), intra_op_threads_of_a_new_thread()) == (mine, default)
     for chunk in range(4):
@@ -457,7 +458,7 @@ def test_invariant_9_an_interrupted_call_returns_only_when_no_worker_writes_any_
     a, b, out, slow = rand(M, K), rand(K, N), torch.zeros(M, N), Slow(monkeypatch, 0.5)
 
     def several():
-        slow.entered.wait(10)
+        slow.entered.wait(300)
         time.sleep(0.05)  # until all are: for an interrupt while they are being started, see the next test
         for _ in range(interrupts):
             interrupt()
@@ -493,23 +494,23 @@ def test_invariant_9_interrupted_while_workers_are_started_and_once_more_while_t
         if self.name != "tilestream-worker-1":
             start(self)
             return
-        slow.entered.wait(10)
+        slow.entered.wait(300)
         ghosts.append(threading.Thread(target=lambda: (time.sleep(0.05), self.run()), name="ghost"))
         start(ghosts[0])
         raise KeyboardInterrupt
 
-    again = threading.Thread(target=lambda: (slow.entered.wait(10), time.sleep(0.2), interrupt()))
+    again = threading.Thread(target=lambda: (slow.entered.wait(300), time.sleep(0.2), interrupt()))
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     try:
         again.start()
         with pytest.raises(KeyboardInterrupt):
             ts.matmul(a, b, out=out, workers=2, schedule="dynamic")
         still = list(slow.inside)
-        again.join(10)
+        again.join(300)
     finally:
         monkeypatch.undo()
         for thread in (again, *ghosts):
-            thread.join(10)
+            thread.join(300)
         slow.wait()
     assert not still, f"the call had returned while workers were still inside tiles {still}"
 

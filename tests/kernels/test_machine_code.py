@@ -49,10 +49,9 @@ def test_the_record_has_the_same_kernels_of_every_triton():
     assert {arch: len(of) for arch, of in names[0].items()} == {"sm_90a": 72, "gfx942": 22, "gfx950": 22}
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.skipif(INSTALLED not in RECORD, reason=f"the record has no Triton {INSTALLED}")
 def test_a_sample_is_as_recorded(tmp_path):
-    check(sys.executable, *(f"--match={name}" for name in SAMPLE), cache=tmp_path, seconds=100)
+    check(sys.executable, *(f"--match={name}" for name in SAMPLE), cache=tmp_path, seconds=850)
 
 
 @pytest.mark.slow

@@ -90,11 +90,11 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent():
     def hold():
         with compiling._making_driver, compiling._making_key:
             held.set()
-            end.wait(20)
+            end.wait(300)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert held.wait(10)
+    assert held.wait(300)
     if not (child := os.fork()):
         os._exit(0 if compiling._making_driver.acquire(timeout=5) and compiling._making_key.acquire(timeout=5) else 1)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -149,11 +149,11 @@ def test_steps_side_by_side_are_done_as_by_their_caller():
     seen, both = [], threading.Barrier(3)
 
     def step():
-        both.wait(10)  # all of them at a time
+        both.wait(300)  # all of them at a time
         seen.append((triton.runtime.driver.active.get_current_target(), compiling.is_ahead(), setting.get()))
 
     with compiling.ahead("sm_90"):
-        assert compiling.side_by_side(lambda: both.wait(10) is not None, step, step)
+        assert compiling.side_by_side(lambda: both.wait(300) is not None, step, step)
     assert seen == [(SM_90, True, "the caller's")] * 2
 
 

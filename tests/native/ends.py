@@ -116,7 +116,7 @@ def blocked_at_exit(x: Any) -> None:
 
 
 def wait_until_blocked() -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not driver.library.fake_blocked():
         assert time.monotonic() < deadline
         time.sleep(0.001)

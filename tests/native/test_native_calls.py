@@ -899,7 +899,7 @@ def test_an_end_of_a_process(libraries, scenario, also):
         [sys.executable, Path(__file__).parent / "ends.py", *libraries[:2], scenario],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=850,
         check=False,
     )
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["well", *also], "")
@@ -992,7 +992,7 @@ def test_a_real_kernel_is_given_what_python_gives_it(libraries, target, names):
         ],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=850,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -22,7 +22,7 @@ def run(libraries: tuple[Path, ...], arch: str, landing: str, cache: Path, *name
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("needs Python's headers: Triton builds its launcher")
     done = subprocess.run(
-        [sys.executable, SCRIPT, arch, landing, "1", *names], capture_output=True, text=True, timeout=580, check=False,
+        [sys.executable, SCRIPT, arch, landing, "1", *names], capture_output=True, text=True, timeout=850, check=False,
         env={**environment(cache), "TILESTREAM_TEST_NATIVE": str(libraries[0])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[:4000]
@@ -34,13 +34,11 @@ def run(libraries: tuple[Path, ...], arch: str, landing: str, cache: Path, *name
         assert "aoti_torch_get_current_cuda_stream" in row["asked"], "the extension has asked for the stream"
 
 
-@pytest.mark.timeout(600)
 def test_an_equal_call_is_launched_natively_and_right(libraries, tmp_path):
     run(libraries, "gfx942", "late", tmp_path, "native, dynamic")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_each_schedule_is_launched_natively_and_right(libraries, arch, tmp_path):
     run(libraries, arch, "random", tmp_path, "native, static", "native, dynamic", "native, stream-K")

@@ -32,7 +32,6 @@ def path_of(library: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_a_sanitizer_finds_nothing_in_native_calls(libraries, sanitizer, tmp_path):
     names, options = SANITIZERS[sanitizer]
@@ -52,7 +51,7 @@ def test_a_sanitizer_finds_nothing_in_native_calls(libraries, sanitizer, tmp_pat
         env=preloaded | {"TILESTREAM_TEST_SANITIZER": sanitizer},
         capture_output=True,
         text=True,
-        timeout=590,
+        timeout=850,
         check=False,
     )  # fmt: skip
     reports = [path.read_text() for path in tmp_path.glob("report*")]

@@ -284,9 +284,9 @@ def test_backward_after_the_next_round_began_is_noticed():
     stream = ts.stream_in(source, rows_per_chunk=8)
     with stream:
         y = ts.matmul(stream.tensor, weight, arrival=stream.arrival)
-        stream.wait(10)
+        stream.wait(300)
         stream.restart()
-        stream.wait(10)
+        stream.wait(300)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 

@@ -15,8 +15,6 @@ from error_rule import Maths, check, check_gradient, nans, rand
 from streaming import Feeder, late
 from tilestream.ops import native
 
-pytestmark = pytest.mark.timeout(110)
-
 
 @pytest.fixture(autouse=True)
 def _fresh():
@@ -270,7 +268,6 @@ def test_an_exported_model_has_the_registered_ops():
 
 
 @pytest.mark.slow  # a compiler of C++ takes 20 s
-@pytest.mark.timeout(600)
 def test_a_package_of_aot_inductor_runs(tmp_path):
     module = Decoder()
     package = torch._inductor.aoti_compile_and_package(

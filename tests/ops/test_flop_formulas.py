@@ -9,7 +9,7 @@ from tilestream.ops import flops
 COUNTER = """
 import threading
 going_on = threading.Event()
-going_on.wait(10)
+going_on.wait(300)
 known = {}
 def register_flop_formula(ops):
     return lambda formula: known.setdefault(ops, formula)

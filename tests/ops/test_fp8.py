@@ -13,7 +13,7 @@ from error_rule import ACTIVATIONS, DTYPES, FNUZ, FP8, NARROW, Maths, check, che
 from tilestream.kernels.cpu.convert import widened
 from tilestream.runtime.workspace import workspace
 
-pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 E4M3, E5M2 = FP8
 PAIRS = [*itertools.product(FP8, FP8), *itertools.product(FNUZ, FNUZ)]

@@ -17,7 +17,7 @@ from error_rule import Maths, check, rand
 from tilestream.arrival.flat import FlatArrival
 from tilestream.core.errors import ArrivalTimeout, ProducerStopped
 
-LONG = 30.0
+LONG = 300.0
 SOURCES, GROUPS, CAPACITY, K, N = 4, 3, 12, 8, 6
 COUNTS = ((3, 0, 5), (0, 0, 0), (1, 4, 1), (0, 12, 0))
 NAN = float("nan")

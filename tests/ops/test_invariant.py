@@ -130,7 +130,7 @@ def test_blocks_threads_and_the_process():
     with ts.invariant():
         other = threading.Thread(target=lambda: seen.append(ts.plan(8, 8, 8).promise))
         other.start()
-        other.join(60)
+        other.join(300)
     assert seen == [""]
     ts.invariant(True)
     assert ts.plan(8, 8, 8).promise

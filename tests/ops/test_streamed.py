@@ -35,7 +35,7 @@ def source():
 
     def blocks():
         yield rows[:4]
-        assert go.wait(30)
+        assert go.wait(300)
         yield rows[4:]
 
     yield blocks(), rows, go
@@ -230,7 +230,7 @@ class TestOpen:
         assert not streams.open_streams
         x.restart()
         assert streams.open_streams
-        x._filling.join(30)
+        x._filling.join(300)
         assert ts.matmul(x.tensor, B).shape == (ROWS, N), "seen to be filled by the call that asks"
         assert not streams.open_streams
 
@@ -239,7 +239,7 @@ class TestOpen:
         other = torch.randn(ROWS, K)
         ts.matmul(other, B)  # in other memory
         source[2].set()
-        x._filling.join(30)
+        x._filling.join(300)
         del x
         gc.collect()
         assert not streams.open_streams
@@ -261,7 +261,7 @@ class TestOpen:
             raise OSError("the disk is gone")
 
         x = ts.stream_in(blocks(), shape=(ROWS, K), dtype=torch.float32, rows_per_chunk=4)
-        x._filling.join(30)
+        x._filling.join(300)
         with pytest.raises(ValueError, match="has not filled yet"):
             ts.matmul(x.tensor, B)
         with pytest.raises(OSError, match="the disk is gone"):

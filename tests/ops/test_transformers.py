@@ -431,7 +431,6 @@ def compiler(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.timeout(600)  # thousands of lines of transformers are traced
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_compiled_forward_pass(family, said, compiler):
     """With a cache; without one, transformers cannot tell whether position_ids are packed."""
@@ -447,7 +446,6 @@ def ours(model):
     return model.config._attn_implementation == OURS
 
 
-@pytest.mark.timeout(600)
 def test_a_compiled_forward_pass_cannot_look_at_padding(said, compiler):
     model, mask = model_of("llama"), padding("left")
 
@@ -461,7 +459,6 @@ def test_a_compiled_forward_pass_cannot_look_at_padding(said, compiler):
     assert sum("attention_mask= in a compiled function" in line for line in said()) == 1
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_steps_on_a_static_cache(family, said, compiler):
     """As ``generate`` does it: masks are made outside of the graph, and one graph serves all steps."""

@@ -104,7 +104,7 @@ def test_other_threads_have_their_own():
     with ts.worker_limit(1):
         other = threading.Thread(target=lambda: seen.append(ts.plan(64, 64, 64, schedule="dynamic").workers))
         other.start()
-        other.join(60)
+        other.join(300)
     assert seen == [4]
 
 

@@ -133,11 +133,11 @@ class TestRing:
 
         def meanwhile():
             began.set()
-            assert went_on.wait(20), "the record is taken as it is"
+            assert went_on.wait(300), "the record is taken as it is"
 
         began, writer = threading.Event(), threading.Thread(target=lambda: ring.report(meanwhile=meanwhile))
         writer.start()
-        assert began.wait(20)
+        assert began.wait(300)
         try:
             found = ring.taken()
         finally:

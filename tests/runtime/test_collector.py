@@ -44,11 +44,11 @@ def test_a_block_of_another_thread_holds_on():
     def hold():
         with collector.paused():
             began.set()
-            end.wait(10)
+            end.wait(300)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert began.wait(10)
+    assert began.wait(300)
     with collector.paused():
         pass
     assert not gc.isenabled()
@@ -79,11 +79,11 @@ def test_a_block_of_another_thread_is_not_in_a_forked_child():
     def hold():
         with collector.paused():
             began.set()
-            end.wait(10)
+            end.wait(300)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert began.wait(10)
+    assert began.wait(300)
     statuses = [in_child(collects)]
     with collector.paused():
         statuses.append(in_child(collects))  # the block of the thread that forks is

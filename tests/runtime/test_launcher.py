@@ -37,7 +37,7 @@ def run(script: str, python: str, cache: Path, **environment: str) -> Any:
     environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run(
         [python, Path(__file__).with_name(script)], env=inherited | environment, capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=850, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -88,7 +88,7 @@ sys.modules["a module that dies late"] = Late()
 
 
 def test_at_the_interpreters_end_it_waits_for_no_thread():
-    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False, timeout=850)
     assert (done.returncode, done.stdout) == (0, "True made\n"), done.stderr
 
 

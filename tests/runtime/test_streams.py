@@ -11,7 +11,7 @@ from fake_cuda import DEVICE, fake_cuda
 from tilestream.runtime import streams
 from tilestream.runtime.streams import aside, give_back, lend, lend_to
 
-LONG = 5.0  # a bound, never waited out by a test that passes
+LONG = 300.0  # a bound, never waited out by a test that passes
 
 
 class Borrower:

@@ -22,8 +22,6 @@ from tilestream.runtime.device_workspace import LINE, DeviceWorkspace, captured_
 from tilestream.runtime.workspace import Counter, Workspace, workspace
 from tilestream.schedule import Grid, Schedule
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def pool(monkeypatch):
@@ -200,7 +198,7 @@ def test_invariant_8_a_workspace_is_reused_and_no_other_launchs_for_the_length_o
     def task(i):
         with workspace() as mine:
             taken.append(mine)
-            together.wait(20)
+            together.wait(300)
 
     run_together(module._KEPT + 4, task)
     assert len(set(map(id, taken))) == module._KEPT + 4

@@ -52,6 +52,34 @@ SLOWER = {"cpu": 3.0, "cuda": 1.25}
 GROWTH = 64 * 2**20
 
 
+class Pulse:
+    """A thread that wakes ten times a second, and so knows how long the process has not run.
+
+    A deadline is in seconds of the machine's clock, which goes on while the process or the machine is stopped.
+    """
+
+    def __init__(self) -> None:
+        self._ended, self._longest = threading.Event(), 0.0
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(0.1):
+            now = time.monotonic()
+            self._longest, before = max(self._longest, now - before), now
+
+    def longest(self) -> float:
+        """The longest pause since the last call of this, in seconds."""
+        time.sleep(0.3)  # it wakes after what was stopped with it
+        found, self._longest = self._longest, 0.0
+        return found
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
 @dataclass(frozen=True)
 class Case:
     """What one call is: the op, extents, dtype, layout, schedule, epilogue, and how its rows arrive."""
@@ -270,6 +298,8 @@ def soak(device: str, seconds: float, seed: int, count: int = CASES) -> dict[str
     rng = random.Random(f"soak {device} {seed}")
     torch.manual_seed(seed)
     calls, wrong, made = [], [], Counter[str]()
+    pulse = Pulse()
+    paused: list[float] = []
     for _ in range(count):
         case = draw(rng, device)
         try:
@@ -291,6 +321,12 @@ def soak(device: str, seconds: float, seed: int, count: int = CASES) -> dict[str
                     call.launch()
                 settle(device)
             except Exception as error:
+                pause = pulse.longest() if isinstance(error, ts.ArrivalTimeout) else 0.0
+                if pause > LONG / 2:  # nothing ran, the feeding threads neither: this case ends here
+                    paused.append(round(pause, 1))
+                    calls.remove(call)
+                    fed = [one for one in fed if one is not call]
+                    break
                 wrong.append(f"{call.case}: {type(error).__name__}: {error}")
                 break
             made[call.case.arrival or "plain"] += times
@@ -305,12 +341,13 @@ def soak(device: str, seconds: float, seed: int, count: int = CASES) -> dict[str
     wrong += [f"{one.case}: {int(one.differ)} answers differ from the first" for one in calls if int(one.differ)]
     for one in calls:
         one.close()
+    pulse.end()
     drifted = drifts(samples, device, made.total())
     spent = {"seconds": round(time.monotonic() - began, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
     return {
         "seed": seed, **spent, "warm_seconds": round(warm, 1), "cases": len(calls), "launches": made.total(),
-        "of": dict(made), "expired": expired, "samples": len(samples), "first": _rounded(samples[WARM:][:1]),
-        "last": _rounded(samples[-1:]), "wrong": wrong[:10], "drifted": drifted,
+        "of": dict(made), "expired": expired, "paused": paused, "samples": len(samples),
+        "first": _rounded(samples[WARM:][:1]), "last": _rounded(samples[-1:]), "wrong": wrong[:10], "drifted": drifted,
     }  # fmt: skip
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,9 +52,51 @@ def test_a_wrong_launch_is_seen(monkeypatch):
 
     monkeypatch.setattr(launches.ts, "matmul", matmul)
     monkeypatch.setattr(launches.ts, "linear", lambda x, w, **how: matmul(x, w.t(), **how))
-    wrong = launches.soak("cpu", 20.0, 0, 4)["wrong"]
+    wrong = launches.soak("cpu", 300.0, 0, 4)["wrong"]
     assert wrong
     assert any("answers differ from the first" in one or "AssertionError" in one for one in wrong)
+
+
+STOPPED = """
+import os, signal, subprocess, sys
+sys.path[:0] = sys.argv[1:]
+from soak.launches import Pulse
+pulse = Pulse()
+pulse.longest()
+subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+os.kill(os.getpid(), signal.SIGSTOP)
+assert pulse.longest() > 1.5
+pulse.end()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP here")
+def test_a_pause_of_the_process_is_seen():
+    """A call whose deadline passed meanwhile has not failed: its rows could not come."""
+    tests = Path(__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-c", STOPPED, str(tests), str(tests.parent / "src")], capture_output=True, text=True,
+        timeout=850, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_call_that_expires_in_a_pause_is_no_failure(monkeypatch):
+    pauses = iter([2 * launches.LONG, 0.0])
+    real, made = launches.Call.launch, []
+
+    def launch(self):
+        made.extend([self] * self.is_fed)
+        if self.is_fed and len(made) in (20, 60):
+            raise ts.ArrivalTimeout("matmul", 0, 0, "tile 0", 861.0, 60.0)
+        real(self)
+
+    monkeypatch.setattr(launches.Call, "launch", launch)
+    monkeypatch.setattr(launches.Pulse, "longest", lambda self: next(pauses))
+    row = launches.soak("cpu", 300.0, 0, 12)
+    assert row["paused"] == [2 * launches.LONG]
+    (wrong,) = row["wrong"]
+    assert "ArrivalTimeout" in wrong, "the second expired while everything ran"
 
 
 def samples(**last):

@@ -5,6 +5,7 @@ Programs run one after the other there, so all signals are set before the launch
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -101,12 +102,13 @@ def test_a_chunk_that_never_comes(chunks, kind):
         a[begin:end] = float("nan")
         plan = plan_of(70, 33, 40, kind, rows=cut, pivot=min(1, missing))
         want = torch.relu(source @ b)
+        began = time.perf_counter()
         _, error = check_missing(plan, a, b, want, missing, epoch=7, epilogue=Epilogue(activation="relu"))
         if error is None:
             continue
         assert (error.op, error.chunk, error.argument) == ("matmul", missing, "arrival")
         assert "0.05 s" in str(error)
-        assert 0 < error.waited < 5
+        assert 0 < error.waited <= time.perf_counter() - began
         assert 0 <= error.worker < 3
         assert error.item in {
             f"tile {i.tile} (row tile {i.pm}, column tile {i.pn})" for i in plan.schedule.items() if missing in

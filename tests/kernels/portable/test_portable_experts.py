@@ -224,10 +224,10 @@ def test_processes_that_share_memory_wait_for_each_other():
     for one in others:
         one.start()
     try:
-        said = sorted(found.get(timeout=100) for _ in range(12))
+        said = sorted(found.get(timeout=850) for _ in range(12))
     finally:
         for one in others:
-            one.join(20)
+            one.join(300)
             one.kill()
     assert said == [(rank, call, True) for rank in range(3) for call in range(4)]
     assert ranks.broken() == [0, 0, 0]
@@ -250,10 +250,10 @@ def test_a_process_that_is_lost_ends_all_others_in_their_deadline():
     for one in processes:
         one.start()
     try:
-        said = [found.get(timeout=100) for _ in range(2)]
+        said = [found.get(timeout=850) for _ in range(2)]
     finally:
         for one in processes:
-            one.join(20)
+            one.join(300)
             one.kill()
     assert all(nan for _, nan, _ in said)
     assert any(EXPIRED in why for *_, why in said)

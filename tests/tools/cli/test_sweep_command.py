@@ -30,7 +30,6 @@ def test_records_are_laid_over_one_another_anywhere(cli, saved):
     assert f"picture: {saved / 'both.png'}" in result.stdout
 
 
-@pytest.mark.timeout(200)
 def test_on_the_cpu(cli, tmp_path):
     out = tmp_path / "cpu.json"
     result = cli(

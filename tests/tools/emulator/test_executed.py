@@ -40,9 +40,8 @@ def check(rows: list[dict], count: int) -> None:
     assert not wrong, f"{len(wrong)} of {count}, such as {wrong[:3]}"
 
 
-@pytest.mark.timeout(600)
 def test_a_sample_is_right_when_loads_and_stores_land_late_and_at_random(tmp_path):
-    rows = executed("quick", cache=tmp_path, seconds=580)
+    rows = executed("quick", cache=tmp_path, seconds=850)
     check(rows, 39)
     assert {(row["kernel"], row["arch"]) for row in rows} >= {
         ("portable GEMM, stream-K", "gfx942"), ("portable GEMM, stream-K", "gfx950"),
@@ -52,9 +51,8 @@ def test_a_sample_is_right_when_loads_and_stores_land_late_and_at_random(tmp_pat
     }  # fmt: skip
 
 
-@pytest.mark.timeout(300)
 def test_single_operations_are_numpys(tmp_path):
-    rows = executed("elementwise", cache=tmp_path, seconds=280)
+    rows = executed("elementwise", cache=tmp_path, seconds=850)
     assert len({(row["arch"], row["operation"]) for row in rows}) == len(rows) == 2 * (26 + 28)
     assert [row for row in rows if row["wrong"]] == []
 
@@ -74,9 +72,8 @@ def test_seeded_faults_are_found(tmp_path):
     assert sum(row["found"] for row in rows) >= 0.98 * sum(row["tried"] for row in rows) > 98, missed
 
 
-@pytest.mark.timeout(600)
 def test_a_hand_over_without_its_drain_is_wrong(tmp_path):
     """One lane's release covers no other wave's stores: as `tilestream.kernels.device.schedule.drain` says."""
-    rows = executed("undrained", cache=tmp_path, seconds=580)
+    rows = executed("undrained", cache=tmp_path, seconds=850)
     assert len(rows) == 5
     assert all(row["right"] == row["orders"] and row["undrained wrong"] > row["orders"] / 2 for row in rows), rows

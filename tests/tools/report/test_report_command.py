@@ -132,7 +132,7 @@ def test_needs_neither_typer_nor_rich(tmp_path):
     (tmp_path / "r.json").write_text(json.dumps(made_up("h100")))
     run = subprocess.run(
         [sys.executable, "-c", code, "report", "--from", str(tmp_path / "r.json"), "--out", str(tmp_path / "r.html")],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=850, check=False,
     )  # fmt: skip
     assert (run.returncode, run.stderr) == (0, "")
     assert (tmp_path / "r.html").is_file()
