@@ -107,7 +107,7 @@ def test_memory_that_is_further_away_takes_longer():
         ),
         ("hopper-gemm", Question("gfx942"), ValueError, "arch='gfx942'; hopper-gemm compiles for sm_90a"),
         ("portable-gemm", Question("gfx90a"), ValueError, "arch='gfx90a'; portable-gemm compiles for sm_90a, gfx942"),
-        ("portable-gemm", Question("gfx942", layout="xy"), ValueError, "layout='xy'; it is one of nn, nt, tn, tt"),
+        ("portable-gemm", Question("gfx942", layout="xy"), ValueError, "layout='xy'; it must be one of nn, nt, tn, tt"),
         ("portable-gemm", Question("sm_90a", dtype="float8_e4m3fnuz"), NotImplementedError, "to which the same bits"),
         ("portable-gemm", Question("gfx942", dtype="int4"), TypeError, "dtype: int4; tilestream multiplies"),
         ("portable-gemm", Question("gfx942", tile=(48, 48)), ValueError, r"tile=\(48, 48\): the portable kernel has 1"),
