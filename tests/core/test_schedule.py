@@ -20,7 +20,10 @@ from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, table_
     ("arguments", "message"),
     [
         ({"kind": "greedy"}, "Schedule: kind='greedy'; it must be one of static, dynamic, stream_k"),
-        ({"split": "diagonals"}, "Schedule: split='diagonals'; it must be one of " "items, columns, rows, strides, chunks"),
+        (
+            {"split": "diagonals"},
+            "Schedule: split='diagonals'; it must be one of items, columns, rows, strides, chunks",
+        ),
         ({"workers": 0}, "Schedule: workers=0; it must be at least 1"),
         ({"workers": -4}, "Schedule: workers=-4; it must be at least 1"),
         ({"queues": 0}, "Schedule: queues=0; it must be at least 1"),

@@ -86,7 +86,7 @@ def test_which_kernel():
     assert plan(device="cpu").backend == "cpu"
     reasons = {
         "there are 512": {"groups": 512}, "portable' given": {"backend": "portable"},
-        "no multiple of 16|in multiples of 16 bytes": {"k": 2047}, "take float8_e4m3fn along K only":
+        "no multiple of 16|the others multiples of 16 bytes": {"k": 2047}, "take float8_e4m3fn along K only":
         {"along": "k", "dtype": "float8_e4m3fn"},
     }  # fmt: skip
     for said, how in reasons.items():
