@@ -87,7 +87,7 @@ def entries(record: dict[str, Any]) -> list[dict[str, Any]]:
     """
     device = next((arch for name, arch in ARCH.items() if name in record["device"]), None)
     if device is None:
-        raise ValueError(f"device={record['device']!r}; it is one of {', '.join(ARCH)}")
+        raise ValueError(f"device={record['device']!r}; it must be one of {', '.join(ARCH)}")
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in record["rows"]:
         made_of = decided(row["ms"])

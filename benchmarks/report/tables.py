@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.core.records import Data, Row
 
+#: Of what was not measured, how many are named on a page.
+NAMED = 4
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, numbers right-aligned."""
@@ -77,7 +80,9 @@ def incomplete(data: Data) -> list[str]:
         why = "" if data.get("missing") else ": the run was cut off"
         parts.append(f"{len(data['rows'])} of {planned} planned rows{why}.")
     if data.get("missing"):
-        parts.append(f"Not measured, for want of time: {', '.join(data['missing'])}.")
+        names = ", ".join(data["missing"][:NAMED])
+        more = f", and {len(data['missing']) - NAMED} more, which the record names" * (len(data["missing"]) > NAMED)
+        parts.append(f"Not measured, for want of time: {names}{more}.")
     return [" ".join(parts).replace("|", "/").replace("\n", " ")] if parts else []
 
 

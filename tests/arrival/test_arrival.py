@@ -71,7 +71,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("signals", "error", "message"),
         [
-            ([0, 0, 0], TypeError, "list; it is a torch tensor of int32 or uint32"),
+            ([0, 0, 0], TypeError, "list; it must be a torch tensor of int32 or uint32"),
             (words.long(), TypeError, f"dtype torch.int64; {DTYPES}"),
             (words.float(), TypeError, f"dtype torch.float32; {DTYPES}"),
             (words.bool(), TypeError, f"dtype torch.bool; {DTYPES}"),

@@ -364,7 +364,7 @@ class TestEnds:
             for call in (stream.wait, stream.close):
                 with refused(
                     ValueError,
-                    f"stream_in: timeout={timeout!r}; it is a finite number of seconds, or None for no bound",
+                    f"stream_in: timeout={timeout!r}; it must be a finite number of seconds, or None for no bound",
                 ):
                     call(timeout)
             stream.wait(LONG)
@@ -527,13 +527,13 @@ class TestRefused:
             (matrix(), {"direct": False}, ValueError, f"stream_in: direct=False {CPU_TENSOR}"),
             (matrix(), {"shape": (50, 6)}, ValueError, f"stream_in: shape=(50, 6) {CPU_TENSOR}"),
             (matrix(), {"dtype": F32}, ValueError, f"stream_in: dtype=torch.float32 {CPU_TENSOR}"),
-            (matrix(), {"copies": "sm"}, ValueError, "stream_in: copies='sm'; it is 'engine' or 'kernel'"),
+            (matrix(), {"copies": "sm"}, ValueError, "stream_in: copies='sm'; it must be 'engine' or 'kernel'"),
             (matrix(), {"copies": "kernel"}, ValueError, "stream_in: copies='kernel' of a Tensor to cpu; a kernel copies a pinned CPU tensor to its GPU: give one, or copies='engine'"),
             (torch.ones(3), {}, ValueError, "stream_in: the source has shape [3]; a matrix has at least 2 dimensions"),
             (torch.tensor(1.0), {}, ValueError, "stream_in: the source has shape []; a matrix has at least 2 dimensions"),
             (torch.ones(2, 2, device="meta"), {}, ValueError, "stream_in: the source is on meta; what streams in is on the CPU: source.cpu()"),
-            (3, {}, TypeError, "stream_in: source is a int; it is a file's path, a CPU tensor or an iterable of tensors"),
-            (None, {}, TypeError, "stream_in: source is a NoneType; it is a file's path, a CPU tensor or an iterable of tensors"),
+            (3, {}, TypeError, "stream_in: source is a int; it must be a file's path, a CPU tensor or an iterable of tensors"),
+            (None, {}, TypeError, "stream_in: source is a NoneType; it must be a file's path, a CPU tensor or an iterable of tensors"),
             ([], {}, ValueError, NO_SIZE),
             ([], {"shape": (2, 2)}, ValueError, NO_SIZE),
             ([], {"shape": (4,), "dtype": F32}, ValueError, "stream_in: shape=[4]; a matrix has at least 2 dimensions, none negative"),

@@ -18,11 +18,11 @@ from tilestream.schedule import Grid, Raster, by_arrival, by_cost, table_raster
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"order": "spiral"}, "Raster: order='spiral'; it is one of row_major, grouped, chunk_major, longest_first, table"),
-        ({"order": "grouped", "group": 0}, "Raster: group=0; it is at least 1"),
-        ({"order": "grouped", "group": -3}, "Raster: group=-3; it is at least 1"),
-        ({"order": "chunk_major", "band": 0}, "Raster: band=0; it is at least 1"),
-        ({"order": "chunk_major", "first": -1}, "Raster: first=-1; it is at least 0"),
+        ({"order": "spiral"}, "Raster: order='spiral'; it must be one of row_major, grouped, chunk_major, longest_first, table"),
+        ({"order": "grouped", "group": 0}, "Raster: group=0; it must be at least 1"),
+        ({"order": "grouped", "group": -3}, "Raster: group=-3; it must be at least 1"),
+        ({"order": "chunk_major", "band": 0}, "Raster: band=0; it must be at least 1"),
+        ({"order": "chunk_major", "first": -1}, "Raster: first=-1; it must be at least 0"),
         ({"order": "table"}, "Raster: a table goes with order='table', and only with it"),
         ({"order": "grouped", "table": (0, 1)}, "Raster: a table goes with order='table', and only with it"),
         ({"order": "table", "table": (0,), "transposed": True}, "Raster: transposed=True with a table; write the table in the order that is meant"),

@@ -19,12 +19,15 @@ from tilestream.schedule import Cursor, Grid, Raster, Schedule, WorkItem, table_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "greedy"}, "Schedule: kind='greedy'; it is one of static, dynamic, stream_k"),
-        ({"split": "diagonals"}, "Schedule: split='diagonals'; it is one of items, columns, rows, strides, chunks"),
-        ({"workers": 0}, "Schedule: workers=0; it is at least 1"),
-        ({"workers": -4}, "Schedule: workers=-4; it is at least 1"),
-        ({"queues": 0}, "Schedule: queues=0; it is at least 1"),
-        ({"shares": -1, "kind": "stream_k"}, "Schedule: shares=-1; it is at least 0"),
+        ({"kind": "greedy"}, "Schedule: kind='greedy'; it must be one of static, dynamic, stream_k"),
+        (
+            {"split": "diagonals"},
+            "Schedule: split='diagonals'; it must be one of items, columns, rows, strides, chunks",
+        ),
+        ({"workers": 0}, "Schedule: workers=0; it must be at least 1"),
+        ({"workers": -4}, "Schedule: workers=-4; it must be at least 1"),
+        ({"queues": 0}, "Schedule: queues=0; it must be at least 1"),
+        ({"shares": -1, "kind": "stream_k"}, "Schedule: shares=-1; it must be at least 0"),
         ({"kind": "static", "queues": 2}, "Schedule: queues=2 with kind='static'; only dynamic has more than one"),
         ({"kind": "stream_k", "queues": 3}, "Schedule: queues=3 with kind='stream_k'; only dynamic has more than one"),
         *(({"kind": kind, "split": split},

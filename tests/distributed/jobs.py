@@ -460,7 +460,7 @@ def layers(rank, world, group=None):
     assert fresh(torch.ones(1, 8)).shape == (world, 2)
     for made, what in ((tsd.RowParallelLinear, "in"), (tsd.ColumnParallelLinear, "out")):
         text = raised(lambda: made(2 * world + 1, 2 * world + 1, group=group))  # noqa: B023
-        wrong = f"{what}_features={2 * world + 1}; it is a multiple of the {world} ranks"
+        wrong = f"{what}_features={2 * world + 1}; it must be a multiple of the {world} ranks"
         assert text == f"ValueError: {made.__name__}: {wrong}"
     return True
 

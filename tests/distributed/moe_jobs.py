@@ -287,22 +287,22 @@ def refuses(rank, world):
     x, (weights, chosen), *w = (t.detach() if isinstance(t, torch.Tensor) else t for t in (x, router, w1, w2, w3))
     weights = weights.detach()
     good = (x, (weights, chosen), *w)
-    floats = "it is one of torch.float16, torch.bfloat16, torch.float32, torch.float64"
+    floats = "it must be one of torch.float16, torch.bfloat16, torch.float32, torch.float64"
     calls = [
         ({0: x.int()}, {}, f"TypeError: moe: x is torch.int32; {floats}"),
-        ({0: 1.0}, {}, "TypeError: moe: x is a float; it is a torch.Tensor"),
+        ({0: 1.0}, {}, "TypeError: moe: x is a float; it must be a torch.Tensor"),
         ({0: x[0]}, {}, "ValueError: moe: x has 1 dimensions; it has at least 2: [..., H]: unsqueeze a token"),
         ({0: x.to("meta")}, {}, "on the others on meta"),
         ({0: x.to_sparse()}, {}, "x has layout torch.sparse_coo; dense tensors are multiplied: x.to_dense()"),
-        ({1: weights}, {}, "TypeError: moe: router is a Tensor; it is (weights, experts), as torch.topk returns them"),
-        ({1: lambda t: (t,)}, {}, "TypeError: moe: router made a tuple; it is (weights, experts)"),
-        ({1: (weights, weights)}, {}, "router's experts is torch.float32; it is one of torch.int32, torch.int64"),
+        ({1: weights}, {}, "TypeError: moe: router is a Tensor; it must be (weights, experts), as torch.topk"),
+        ({1: lambda t: (t,)}, {}, "TypeError: moe: router made a tuple; it must be (weights, experts)"),
+        ({1: (weights, weights)}, {}, "router's experts is torch.float32; it must be one of torch.int32, torch.int64"),
         ({1: (chosen, chosen)}, {}, f"router's weights is torch.int64; {floats}"),
         ({1: (weights[:2], chosen[:2])}, {}, "router: weights have shape [2, 2], experts [2, 2]; both are [4,"),
         ({1: (weights, chosen[:, :1])}, {}, "router: weights have shape [4, 2], experts [4, 1]; both are"),
-        ({2: w[0][0]}, {}, "ValueError: moe: w1 has shape [10, 12]; it is [E, I, 12] for x [4, 12], none of them 0"),
-        ({2: w[0][:, :, :8]}, {}, "w1 has shape [2, 10, 8]; it is [E, I, 12]"),
-        ({2: w[0][:0]}, {}, "w1 has shape [0, 10, 12]; it is [E, I, 12]"),
+        ({2: w[0][0]}, {}, "ValueError: moe: w1 has shape [10, 12]; it must be [E, I, 12] for x [4, 12], none of"),
+        ({2: w[0][:, :, :8]}, {}, "w1 has shape [2, 10, 8]; it must be [E, I, 12]"),
+        ({2: w[0][:0]}, {}, "w1 has shape [0, 10, 12]; it must be [E, I, 12]"),
         ({3: w[0]}, {}, "w2 has shape [2, 10, 12]; with w1 [2, 10, 12]: [2, 12, 10]"),
         ({4: w[1]}, {}, "w3 has shape [2, 12, 10]; with w1 [2, 10, 12]: [2, 10, 12]"),
         ({4: w[2].bfloat16()}, {}, "TypeError: moe: w3 is torch.bfloat16, x is torch.float32; they have one dtype"),
@@ -310,13 +310,13 @@ def refuses(rank, world):
             {0: x.view(2, 2, 12), 1: (weights.view(4, 1, 2), chosen.view(4, 1, 2))}, {},
             "router: weights have shape [4, 1, 2], experts [4, 1, 2]; both are [2, 2, 'top_k'], or [4, 'top_k']",
         ),
-        *(({}, {"activation": no}, f"activation={no!r}; it is None or one of relu") for no in ("", "none", 0, [])),
-        ({}, {"activation": "tanh"}, "activation='tanh'; it is None or one of relu, gelu, gelu_tanh, silu"),
-        ({}, {"form": "fast"}, "form='fast'; it is one of auto, fused, unfused"),
-        ({}, {"most_tokens": 0}, "ValueError: moe: most_tokens=0; it is a positive number of tokens, or None"),
-        ({}, {"most_tokens": 4.0}, "most_tokens=4.0; it is a positive number of tokens, or None"),
+        *(({}, {"activation": no}, f"activation={no!r}; it must be None or one of relu") for no in ("", "none", 0, [])),
+        ({}, {"activation": "tanh"}, "activation='tanh'; it must be None or one of relu, gelu, gelu_tanh, silu"),
+        ({}, {"form": "fast"}, "form='fast'; it must be one of auto, fused, unfused"),
+        ({}, {"most_tokens": 0}, "ValueError: moe: most_tokens=0; it must be a positive number of tokens, or None"),
+        ({}, {"most_tokens": 4.0}, "most_tokens=4.0; it must be a positive number of tokens, or None"),
         ({}, {"most_tokens": 3}, "x has 4 tokens, and most_tokens=3: give the most that any rank gives, the same on"),
-        ({}, {"group": "ep"}, "TypeError: moe: group is a str; it is a torch.distributed.ProcessGroup or None"),
+        ({}, {"group": "ep"}, "TypeError: moe: group is a str; it must be a torch.distributed.ProcessGroup or None"),
     ]  # fmt: skip
     for changes, options, message in calls:
         args = [changes.get(i, one) for i, one in enumerate(good)]
@@ -325,7 +325,7 @@ def refuses(rank, world):
             assert message in text or "on the others on" in message, (text, message)
             assert text.startswith(("ValueError", "TypeError")), text
     text = raised(lambda: tsd.moe(*good, deadline=0))
-    assert "deadline=0; it is a positive, finite number of seconds" in text, text
+    assert "deadline=0; it must be a positive, finite number of seconds" in text, text
     for wrong in (-1, 2 * world):
         text = raised(lambda wrong=wrong: tsd.moe(x, (weights, torch.full_like(chosen, wrong)), *w))
         assert f"expert {wrong} is chosen; the {world} ranks have {2 * world}, numbered from 0" in text, text

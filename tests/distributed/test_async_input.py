@@ -85,11 +85,11 @@ A, B, WORDS = rand(8, 4), rand(4, 4), torch.ones(2, dtype=torch.uint32)
     [
         ((A[0], B, WORDS, 0), ValueError, "a has 1 and b 2 dimensions; both have 2"),
         ((A, B[:3], WORDS, 0), ValueError, r"a \[8, 4\] and b \[3, 4\] differ in K"),
-        ((A, B, WORDS.float(), 0), TypeError, r"a_chunk_signals is torch.float32 \[2\]; it is uint32 \[chunks\]"),
+        ((A, B, WORDS.float(), 0), TypeError, r"a_chunk_signals is torch.float32 \[2\]; it must be uint32 \[chunks\]"),
         ((A[:7], B, WORDS, 0), ValueError, "7 rows of a in 2 chunks .*: give signals whose number divides the rows"),
         ((A, B, WORDS[:0], 0), ValueError, "8 rows of a in 0 chunks"),
-        ((A, B, WORDS, 2), ValueError, "a_chunk_pivot=2; it is one of the 2 chunks, 0 to 1"),
-        ((A, B, WORDS, -1), ValueError, "a_chunk_pivot=-1; it is one of the 2 chunks, 0 to 1"),
+        ((A, B, WORDS, 2), ValueError, "a_chunk_pivot=2; it must be one of the 2 chunks, 0 to 1"),
+        ((A, B, WORDS, -1), ValueError, "a_chunk_pivot=-1; it must be one of the 2 chunks, 0 to 1"),
     ],
 )
 def test_invalid_arguments(op, given, error, message):

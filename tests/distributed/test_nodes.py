@@ -59,7 +59,7 @@ def test_plans_say_how_many_nodes(ranks):
 def test_invalid_arguments_raise_before_anything_is_sent(ranks):
     for cube, rows, scales, k in ranks.run(4, node_jobs.refuses, 2):
         assert cube.startswith("ValueError: all_gather_matmul: group: a mesh of 3 dimensions; it has one, or two for")
-        assert "it is a multiple of the 4 ranks" in rows
+        assert "it must be a multiple of the 4 ranks" in rows
         assert "scale_a has 4 elements; with K cut" in scales
         assert "differ in K" in k
 

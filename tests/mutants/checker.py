@@ -86,7 +86,7 @@ class Bug:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"Bug: kind={self.kind!r}; it is one of {', '.join(KINDS)}")
+            raise ValueError(f"Bug: kind={self.kind!r}; it must be one of {', '.join(KINDS)}")
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:

@@ -216,7 +216,7 @@ def test_threads_issue_one_sequence_with_values_of_their_own(asked):
         (2, [Wait(0, Slot(-1), 1)], ValueError, "operation 0, Wait: address is of slot -1; there are 2 slots"),
         (0, [CopyIn(0, 64, 64, 0)], ValueError, "operation 0, CopyIn: size=0; a copy has at least one byte: leave it"),
         (0, [CopyAcross(0, 64, 64, -8)], ValueError, "operation 0, CopyAcross: size=-8; a copy has at least one byte"),
-        (0, [(0, 64, 64)], TypeError, "operation 0 is a tuple; it is one of this module's"),
+        (0, [(0, 64, 64)], TypeError, "operation 0 is a tuple; it must be one of this module's"),
         (-1, [], ValueError, "-1 slots and 0 operations; there are at most 4096 and 65536: make several sequences"),
         (4097, [], ValueError, "4097 slots"),
         (0, [Write(0, 64, 1)] * 65537, ValueError, "65537 operations; there are at most"),
@@ -285,5 +285,5 @@ def test_a_forked_process_asks_the_driver_itself(asked):
 
 
 def test_what_is_no_operation_is_refused_by_its_place():
-    with pytest.raises(TypeError, match=r"^sequence: operation 3 is a tuple; it is one of this module's"):
+    with pytest.raises(TypeError, match=r"^sequence: operation 3 is a tuple; it must be one of this module's"):
         sequence._checked(3, 1, (1, 2))

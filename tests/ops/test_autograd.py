@@ -188,7 +188,7 @@ def test_gradients_of_a_batch_of_gradients(activation, count):
 def test_a_bad_factor_is_refused_with_a_gradient_too():
     a, b = leaves(rand(6, 8), rand(8, 7))
     for beta in (1.0, 1.0, "x"):
-        with pytest.raises(TypeError, match="mm: beta='x'; it is a number") if beta == "x" else nullcontext():
+        with pytest.raises(TypeError, match="mm: beta='x'; it must be a number") if beta == "x" else nullcontext():
             ts.mm(a, b, beta=beta)
 
 

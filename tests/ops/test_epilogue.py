@@ -108,9 +108,9 @@ def test_factors_are_numbers_of_numpy_too(number):
 
 def test_a_plan_takes_numbers_alone():
     plan, x = ts.plan(4, 4, 4), torch.ones(4, 4)
-    with pytest.raises(TypeError, match=r"plan.run: alpha='x'; it is a number"):
+    with pytest.raises(TypeError, match=r"plan.run: alpha='x'; it must be a number"):
         plan.run(x, x, alpha="x")
-    with pytest.raises(TypeError, match=r"plan.run: beta=None; it is a number"):
+    with pytest.raises(TypeError, match=r"plan.run: beta=None; it must be a number"):
         plan.run(x, x, residual=x, beta=None)
     with pytest.raises(TypeError, match=r"plan\.run: b has layout torch\.sparse_coo; tensors are dense"):
         plan.run(x, x.to_sparse())

@@ -273,22 +273,22 @@ def arrival(counts=C, capacity=CAPACITY, **more):
 
 
 REFUSED = [
-    ({"arrival": ts.Arrival.uniform(4, 12)}, TypeError, "arrival is a Arrival; it is a tilestream.SourceArrival"),
+    ({"arrival": ts.Arrival.uniform(4, 12)}, TypeError, "arrival is a Arrival; it must be a tilestream.SourceArrival"),
     ({"counts": C, "offsets": C[0]}, ValueError, "offsets beside counts"),
     ({"arrival": arrival(), "offsets": C[0]}, ValueError, "offsets beside arrival"),
     ({"arrival": arrival(), "counts": C}, ValueError, "counts beside arrival"),
-    ({"arrival": arrival(), "publish": ts.Arrival.uniform(12, 4)}, ValueError, "publish= beside arrival="),
+    ({"arrival": arrival(), "publish": ts.Arrival.uniform(12, 4)}, ValueError, "publish= with arrival="),
     ({"publish": ts.Arrival.uniform(12, 4)}, ValueError, "publish= without counts="),
     ({"counts": C, "publish": ts.Arrival.uniform(24, 2)}, ValueError, r"each source is a chunk: Arrival.uniform\(12"),
-    ({"counts": C, "publish": 3}, TypeError, "publish is a int; it is a tilestream.Arrival"),
+    ({"counts": C, "publish": 3}, TypeError, "publish is a int; it must be a tilestream.Arrival"),
     ({"counts": C, "publish": ts.Arrival.uniform(12, 4), "schedule": "static"}, ValueError, "with publish="),
     ({"counts": C, "deadline": 3.0}, ValueError, "deadline=3.0 without arrival="),
-    ({"arrival": arrival(), "deadline": -3.0}, ValueError, "deadline=-3.0; it is a positive"),
-    ({"counts": C.long()}, TypeError, "counts is torch.int64; it is torch.int32"),
-    ({"counts": C[0]}, ValueError, r"counts has shape \[3\]; it is \[sources, groups\]"),
+    ({"arrival": arrival(), "deadline": -3.0}, ValueError, "deadline=-3.0; it must be a positive"),
+    ({"counts": C.long()}, TypeError, "counts is torch.int64; it must be torch.int32"),
+    ({"counts": C[0]}, ValueError, r"counts has shape \[3\]; it must be \[sources, groups\]"),
     ({"counts": C.t().contiguous().t()}, ValueError, "counts has stride .*: counts.contiguous"),
     ({"counts": C[:, :2].contiguous()}, ValueError, "counts have 2 groups, b 3"),
-    ({"counts": [[1]]}, TypeError, "counts is a list; it is a torch.Tensor"),
+    ({"counts": [[1]]}, TypeError, "counts is a list; it must be a torch.Tensor"),
     ({"counts": C.to("meta")}, ValueError, "counts is on meta, the others on cpu"),
     ({"arrival": arrival(capacity=13)}, ValueError, "a has 48 rows; 4 sources have places of 13: 52 rows"),
     ({"counts": torch.zeros(5, 3, dtype=torch.int32)}, ValueError, "a has 48 rows, which are no equal places of 5"),
@@ -314,7 +314,7 @@ def test_refused(given, kind, text):
 
 
 def test_other_calls_refuse_it():
-    with pytest.raises(TypeError, match=r"arrival is a SourceArrival; it is a tilestream\.Arrival"):
+    with pytest.raises(TypeError, match=r"arrival is a SourceArrival; it must be a tilestream\.Arrival"):
         ts.matmul(A, B[0], arrival=arrival())
     with pytest.raises(NotImplementedError, match=r"tilestream\.invariant promises"), ts.invariant():
         ts.grouped_mm(A, B, counts=C)

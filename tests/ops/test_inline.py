@@ -131,17 +131,17 @@ def test_other_numbers_of_the_same_shapes_give_their_own_product(checked):
 A, B = of()
 #: Each after an equal call that went through; its message is that of a call which nothing came before.
 BAD = {
-    "use_fast_accum is 1": (lambda: ts.matmul(A, B, use_fast_accum=1), "use_fast_accum=1; it is True or False"),
-    "workers is 1.0": (lambda: ts.matmul(A, B, workers=1.0), "workers=1.0; it is a positive whole number"),
-    "beta is complex": (lambda: ts.matmul(A, B, beta=1 + 0j), r"beta=\(1\+0j\); it is a number"),
-    "activation": (lambda: ts.matmul(A, B, activation=["relu"]), r"activation=\['relu'\]; it is None or one of"),
-    "schedule": (lambda: ts.matmul(A, B, schedule="none"), "schedule='none'; it is one of"),
+    "use_fast_accum is 1": (lambda: ts.matmul(A, B, use_fast_accum=1), "use_fast_accum=1; it must be True or False"),
+    "workers is 1.0": (lambda: ts.matmul(A, B, workers=1.0), "workers=1.0; it must be a positive whole number"),
+    "beta is complex": (lambda: ts.matmul(A, B, beta=1 + 0j), r"beta=\(1\+0j\); it must be a number"),
+    "activation": (lambda: ts.matmul(A, B, activation=["relu"]), r"activation=\['relu'\]; it must be None or one of"),
+    "schedule": (lambda: ts.matmul(A, B, schedule="none"), "schedule='none'; it must be one of"),
     "a deadline": (lambda: ts.matmul(A, B, deadline=1.0), "without arrival=; nothing is waited for"),
     "sparse": (lambda: ts.matmul(A.to_sparse(), B), "has layout torch.sparse_coo"),
     "compressed": (lambda: ts.matmul(A.to_sparse_csr(), B), "has layout torch.sparse_csr"),
     "mkldnn": (lambda: ts.matmul(A.to_mkldnn(), B), "has layout torch._mkldnn"),
     "nested": (lambda: ts.matmul(torch.nested.nested_tensor([A, A]), B), "is nested"),
-    "no tensor": (lambda: ts.matmul(A, B.tolist()), "b is a list; it is a torch.Tensor"),
+    "no tensor": (lambda: ts.matmul(A, B.tolist()), "b is a list; it must be a torch.Tensor"),
     "dtypes": (lambda: ts.matmul(A.double(), B), "a is torch.float64, b is torch.float32"),
     "mm of a vector": (lambda: ts.mm(A[0], B), "it has 2 dimensions: use matmul for others"),
     "out overlaps a": (
@@ -428,10 +428,10 @@ def test_what_torchs_kernel_does_not_compute_is_not_asked_of_it(name, checked):
 
 BAD_ATTENTION = {
     "return_lse": (lambda q: ts.attention(q, q, q, deadline=1.0), "without arrival=; nothing is waited for"),
-    "causal": (lambda q: ts.attention(q, q, q, causal=["top_left"]), r"causal=\['top_left'\]; it is False"),
-    "scale": (lambda q: ts.attention(q, q, q, scale=True), "scale=True; it is a number"),
-    "layout": (lambda q: ts.attention(q, q, q, layout="hbsd"), "layout='hbsd'; it is one of"),
-    "workers": (lambda q: ts.attention(q, q, q, workers=1.0), "workers=1.0; it is a positive whole number"),
+    "causal": (lambda q: ts.attention(q, q, q, causal=["top_left"]), r"causal=\['top_left'\]; it must be False"),
+    "scale": (lambda q: ts.attention(q, q, q, scale=True), "scale=True; it must be a number"),
+    "layout": (lambda q: ts.attention(q, q, q, layout="hbsd"), "layout='hbsd'; it must be one of"),
+    "workers": (lambda q: ts.attention(q, q, q, workers=1.0), "workers=1.0; it must be a positive whole number"),
     "dtype": (lambda q: ts.attention(q, q.double(), q), "they have one dtype"),
     "sparse": (lambda q: ts.attention(q.to_sparse(), q, q), "attention: q has layout torch.sparse_coo"),
     "overlap": (lambda q: ts.attention(q, q, q, out=q), "out: overlaps q in memory"),

@@ -141,7 +141,7 @@ def test_blocks_threads_and_the_process():
     assert ts.plan(8, 8, 8).promise
     ts.invariant(False)
     assert not ts.plan(8, 8, 8).promise
-    with pytest.raises(TypeError, match=r"invariant\(1\): it is True or False"):
+    with pytest.raises(TypeError, match=r"invariant\(1\): it must be True or False"):
         ts.invariant(1)
 
 

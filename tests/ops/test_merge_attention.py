@@ -340,17 +340,23 @@ def test_a_launch_is_kept_for_equal_calls(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"o_a": None}, "o_a is a NoneType; it is a torch.Tensor"),
-        ({"lse_b": 1.0}, "lse_b is a float; it is a torch.Tensor"),
-        ({"layout": "hsbd"}, "layout='hsbd'; it is one of bshd, bhsd"),
+        ({"o_a": None}, "o_a is a NoneType; it must be a torch.Tensor"),
+        ({"lse_b": 1.0}, "lse_b is a float; it must be a torch.Tensor"),
+        ({"layout": "hsbd"}, "layout='hsbd'; it must be one of bshd, bhsd"),
         ({"o_b": torch.zeros(1, 5, 2, 4)}, r"o_a \[1, 3, 2, 4\] and o_b \[1, 5, 2, 4\]; they are alike"),
         ({"lse_b": torch.zeros(1, 3, 2)}, r"lse_b has shape \[1, 3, 2\]; of such outputs it is \[1, 2, 3\]"),
         ({"lse_a": torch.zeros(1, 2, 3, device="meta")}, "lse_a is on meta, o_a on cpu; all are on one device"),
         ({"o_b": torch.zeros(1, 3, 2, 4, device="meta")}, "o_b is on meta, o_a on cpu; all are on one device"),
         ({"o_a": torch.zeros(1, 3, 2, 4).to_sparse()}, "o_a has layout torch.sparse_coo; tensors are dense"),
         ({"lse_b": torch.nested.nested_tensor([torch.zeros(2, 3)])}, "lse_b is nested; tensors are dense"),
-        ({"o_b": torch.zeros(1, 3, 2, 4).int()}, "o_b is torch.int32; it is of a floating-point dtype of 16 bits or"),
-        ({"o_a": torch.zeros(1, 3, 2, 4).to(torch.float8_e4m3fn)}, "o_a is torch.float8_e4m3fn; it is of a floating"),
+        (
+            {"o_b": torch.zeros(1, 3, 2, 4).int()},
+            "o_b is torch.int32; it must be of a floating-point dtype of 16 bits or",
+        ),
+        (
+            {"o_a": torch.zeros(1, 3, 2, 4).to(torch.float8_e4m3fn)},
+            "o_a is torch.float8_e4m3fn; it must be of a floating",
+        ),
     ],
 )
 def test_refuses(change, message):

@@ -147,15 +147,15 @@ def refused(error: type[BaseException], says: str):
 def test_what_is_refused_before_anything_is_computed():
     a, b = rand(50, 40), rand(40, 37)
     publish = ts.Arrival.uniform(13, 4)
-    with refused(TypeError, "matmul: publish is a str; it is a tilestream.Arrival"):
+    with refused(TypeError, "matmul: publish is a str; it must be a tilestream.Arrival"):
         ts.matmul(a, b, publish="chunks")
     with refused(ValueError, r"publish: 5 chunks of 13 rows bring 53 to 65 rows, the result has 50; it takes num_chu"):
         ts.matmul(a, b, publish=ts.Arrival.uniform(13, 5))
     with refused(ValueError, "publish: its bounds end at row 49, the result has 50 rows"):
         ts.matmul(a, b, publish=ts.Arrival.ragged([0, 20, 49]))
-    with refused(ValueError, "matmul: publish= beside arrival=: what is NaN after an expiry would be signalled"):
+    with refused(ValueError, "matmul: publish= with arrival=: after an expired deadline, NaN would be signalled"):
         ts.matmul(a, b, publish=publish, arrival=ts.Arrival.uniform(13, 4))
-    with refused(ValueError, "matmul: schedule='static' with publish=; it is 'auto' or 'dynamic'"):
+    with refused(ValueError, "matmul: schedule='static' with publish=; it must be 'auto' or 'dynamic'"):
         ts.matmul(a, b, publish=publish, schedule="static")
     with refused(RuntimeError, "matmul: publish= has no gradient, and an operand requires one"):
         ts.matmul(a.requires_grad_(), b, publish=publish)

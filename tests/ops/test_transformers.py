@@ -6,7 +6,6 @@ One file, because the import of transformers takes seconds.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import random
 import warnings
@@ -15,40 +14,13 @@ import pytest
 import torch
 
 import tilestream as ts
+from model_families import FAMILIES, LAYERS, LLAMA, WINDOW, model_of, tokens
 from tilestream.ops import attention_routes, attention_transformers
 
 transformers = pytest.importorskip("transformers", minversion="5.4", reason="pip install '.[dev]' brings transformers")
 masking = pytest.importorskip("transformers.masking_utils")
 
-TOKENS, PADDED, WINDOW, LAYERS, STEPS = 21, 6, 8, 2, 3
-#: Weights so large that each key matters.
-_SIZES = {"initializer_range": 0.3, "vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_LLAMA = {
-    **_SIZES, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
-_WINDOW = {"sliding_window": WINDOW}
-_BOTH = {**_WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
-_EXPERTS = {
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}
-_GPT2 = {
-    **_SIZES, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-}  # fmt: skip
-#: Family -> class, configuration, and its layers' windows.
-FAMILIES = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA, (None, None)),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**_LLAMA, **_WINDOW}, (WINDOW, WINDOW)),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_LLAMA, **_BOTH, "attn_logit_softcapping": 2.0}, (WINDOW, None)),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_LLAMA, **_BOTH}, (WINDOW, None)),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 16}, (None, None)),
-    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**_LLAMA, **_BOTH, **_EXPERTS}, (WINDOW, None)),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_LLAMA, **_WINDOW}, (WINDOW, WINDOW)),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", _GPT2, (None, None)),
-}
+TOKENS, PADDED, STEPS = 21, 6, 3
 CAPPED, WITH_SINKS = ("gemma2",), ("gpt_oss",)
 OURS = "tilestream"
 
@@ -60,13 +32,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@functools.cache
-def model_of(family):
-    cls, config, sizes, _ = FAMILIES[family]
-    torch.manual_seed(0)
-    return getattr(transformers, cls)(getattr(transformers, config)(**sizes)).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -89,10 +54,6 @@ def said(caplog):
     """Why calls went to torch."""
     caplog.set_level(logging.INFO, "tilestream.ops")
     return lambda: [record.getMessage() for record in caplog.records if "goes to torch" in record.getMessage()]
-
-
-def tokens(seed=1, count=TOKENS):
-    return torch.randint(3, 99, (2, count), generator=torch.Generator().manual_seed(seed))
 
 
 def padding(kind):
@@ -199,7 +160,7 @@ ENCODERS = {
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders(family, kind, taken, said):
     cls, config, more = ENCODERS[family]
-    sizes = {key: x for key, x in _LLAMA.items() if key != "num_key_value_heads"}
+    sizes = {key: x for key, x in LLAMA.items() if key != "num_key_value_heads"}
     torch.manual_seed(0)
     model = getattr(transformers, cls)(getattr(transformers, config)(**{**sizes, **more})).eval()
     mask = kind and padding(kind)

@@ -136,7 +136,7 @@ def test_the_environment(tmp_path):
         )  # fmt: skip
 
     assert run("2").stdout.split() == ["2", "2", "True"]
-    assert "TILESTREAM_WORKERS='none': it is a positive whole number" in run("none").stderr
+    assert "TILESTREAM_WORKERS='none': it must be a positive whole number" in run("none").stderr
 
 
 # The registered ops' argument -----------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_which_kernel():
     assert plan(device="cpu").backend == "cpu"
     reasons = {
         "there are 512": {"groups": 512}, "portable' given": {"backend": "portable"},
-        "no multiple of 16|in multiples of 16 bytes": {"k": 2047}, "take float8_e4m3fn along K only":
+        "no multiple of 16|the others multiples of 16 bytes": {"k": 2047}, "take float8_e4m3fn along K only":
         {"along": "k", "dtype": "float8_e4m3fn"},
     }  # fmt: skip
     for said, how in reasons.items():
@@ -155,23 +155,23 @@ def test_what_is_known_of_other_gpus_is_said():
 REFUSED = {
     "groups=0; there are 1 to 1024": {"groups": 0},
     "groups=1025; there are 1 to 1024": {"groups": 1025},
-    "groups=2.5; it is a whole number": {"groups": 2.5},
-    "m=-1; it is a whole number": {"m": -1},
-    "along='n'; it is one of rows, k": {"along": "n"},
-    "along=['k']; it is one of rows, k": {"along": ["k"]},
-    "scales='rows'; it is one of none, tensor, row, block": {"scales": "rows"},
-    "activation='tanh'; it is None or one of relu, gelu, gelu_tanh, silu, swiglu": {"activation": "tanh"},
+    "groups=2.5; it must be a whole number": {"groups": 2.5},
+    "m=-1; it must be a whole number": {"m": -1},
+    "along='n'; it must be one of rows, k": {"along": "n"},
+    "along=['k']; it must be one of rows, k": {"along": ["k"]},
+    "scales='rows'; it must be one of none, tensor, row, block": {"scales": "rows"},
+    "activation='tanh'; it must be None or one of relu, gelu, gelu_tanh, silu, swiglu": {"activation": "tanh"},
     "an activation of two halves: groups divide K": {"activation": "swiglu", "along": "k"},
     "scales='block': groups divide K": {"scales": "block", "dtype": "fp8", "along": "k"},
     "n=33; of an activation of two halves B has an even number of columns": {"n": 33, "activation": "swiglu"},
     "schedule='stream_k'": {"schedule": "stream_k"},
-    "schedule='now'; it is one of auto, static, dynamic": {"schedule": "now"},
-    "scales='rows'; it is one of none,": {"scales": "rows"},
+    "schedule='now'; it must be one of auto, static, dynamic": {"schedule": "now"},
+    "scales='rows'; it must be one of none,": {"scales": "rows"},
     "tile=(64, 64); the CPU takes each group's product whole": {"tile": (64, 64), "device": "cpu"},
     "capacity=64, arrives=False without sources=": {"capacity": 64},
     "capacity=None, arrives=True without sources=": {"arrives": True},
-    "sources=0; it is a whole number, at least 1": {"sources": 0},
-    "capacity=0; it is a whole number, at least 1": {"sources": 2, "capacity": 0},
+    "sources=0; it must be a whole number, at least 1": {"sources": 0},
+    "capacity=0; it must be a whole number, at least 1": {"sources": 2, "capacity": 0},
     "along='k' with sources=2; sources bring rows": {"sources": 2, "along": "k"},
     "m=4096 rows; 2 sources have places of 100: 200 at most": {"m": 4096, "sources": 2, "capacity": 100},
     "schedule='static' with rows by source": {"sources": 2, "schedule": "static"},

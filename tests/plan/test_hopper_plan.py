@@ -116,7 +116,7 @@ def test_a_layout_is_addressed_where_its_rows_are_aligned(layout, extents, which
     assert (made.backend, made.realigned, made.problem.not_by_tma) == ("hopper", which, which)
     assert ("realigned" in made.label) == bool(which)
     strides = "(65, 1)" if which and layout["ab".index(which[0])] == "n" else "(1, 65)"
-    why = f"{which[:1]} has strides {strides} of 2 bytes: TMA wants one of 1, and the others in multiples of 16 bytes"
+    why = f"{which[:1]} has strides {strides} of 2 bytes: TMA needs one stride of 1, the others multiples of 16 bytes"
     assert (f" bytes: {why}\n" in made.explain()) == bool(which)
     here = planned(*extents, dtype="float16", layout=layout, backend="portable")
     assert (here.backend, here.realigned) == ("portable", "")
@@ -511,7 +511,7 @@ def test_a_store_ends_at_whole_16_bytes(extents, strides, size):
         ((1, 64), 0, None, ""),
         ((64, 1), 8, None, "a lies at an address that is no multiple of 16, TMA's rule"),
         ((63, 1), 0, None,
-         "a has strides (63, 1) of 1 bytes: TMA wants one of 1, and the others in multiples of 16 bytes"),
+         "a has strides (63, 1) of 1 bytes: TMA needs one stride of 1, the others multiples of 16 bytes"),
         ((1, 64), 0, 1, "a is not contiguous along K, and the tensor cores take 8-bit operands only so"),
     ],
 )  # fmt: skip

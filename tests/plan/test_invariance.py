@@ -70,7 +70,7 @@ def test_what_would_add_otherwise_is_refused(how, why):
 
 def test_only_true_false_and_none():
     for function in (ts.plan, ts.attention_plan):
-        with pytest.raises(TypeError, match="invariant=1; it is True, False, or None"):
+        with pytest.raises(TypeError, match="invariant=1; it must be True, False, or None"):
             function(64, 64, **({"k": 64} if function is ts.plan else {}), invariant=1)
 
 

@@ -117,9 +117,9 @@ def test_a_published_plan_is_dynamic_whatever_would_be_faster():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"schedule": "static"}, "plan: schedule='static' with publish=; it is 'auto' or 'dynamic', of"),
-        ({"schedule": "stream_k"}, "plan: schedule='stream_k' with publish=; it is 'auto' or 'dynamic', of"),
-        ({"weight_arrival": ts.Arrival.uniform(64, 4)}, "plan: publish= beside arrival=: what is NaN after an expiry"),
+        ({"schedule": "static"}, "plan: schedule='static' with publish=; it must be 'auto' or 'dynamic': with these"),
+        ({"schedule": "stream_k"}, "plan: schedule='stream_k' with publish=; it must be 'auto' or 'dynamic'"),
+        ({"weight_arrival": ts.Arrival.uniform(64, 4)}, "plan: publish= with arrival=: after an expired deadline"),
         ({"publish": ts.Arrival.uniform(100, 3)},
          "publish: 3 chunks of 100 rows bring 201 to 300 rows, the result has 512"),
     ],

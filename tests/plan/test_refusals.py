@@ -156,7 +156,7 @@ def test_what_is_just_within_it_takes(name, change, device):
 )
 def test_attention_refuses_a_variant_that_there_is_not(name, device, variants):
     policy = KERNELS[name].policy
-    with refused(ValueError, f"variant='foo'; it is one of {variants}, or None for the model's choice"):
+    with refused(ValueError, f"variant='foo'; it must be one of {variants}, or None for the model's choice"):
         next(policy.candidates(ATTENTION, device, 132, kind="dynamic", variant="foo"))
     for variant in variants.split(", "):
         found = policy.candidates(ATTENTION, device, 132, kind="dynamic", variant=variant)

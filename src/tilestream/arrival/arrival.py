@@ -288,7 +288,9 @@ def as_device(device: str | torch.device, name: str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"{name}={device!r}; it is a device as torch names them: 'cpu', 'cuda', 'cuda:1'") from None
+        raise ValueError(
+            f"{name}={device!r}; it must be a device as torch names them: 'cpu', 'cuda', 'cuda:1'"
+        ) from None
 
 
 def make_signals(num_chunks: int, words: torch.Tensor | None, device: str | torch.device | None) -> Signals:
@@ -325,7 +327,7 @@ def check_signals(signals: torch.Tensor, shape: tuple[int, ...]) -> None:
     import torch
 
     if not isinstance(signals, torch.Tensor):
-        raise TypeError(f"signals: {type(signals).__name__}; it is a torch tensor of int32 or uint32")
+        raise TypeError(f"signals: {type(signals).__name__}; it must be a torch tensor of int32 or uint32")
     if signals.dtype not in (torch.int32, torch.uint32):
         raise TypeError(f"signals: dtype {signals.dtype}; signal words are torch.int32 or torch.uint32")
     if signals.device.type == "meta":

@@ -169,11 +169,11 @@ def check_counts(op: str, counts: torch.Tensor) -> tuple[int, int]:
     import torch
 
     if not isinstance(counts, torch.Tensor):
-        raise TypeError(f"{op}: counts is a {type(counts).__name__}; it is a torch.Tensor [sources, groups]")
+        raise TypeError(f"{op}: counts is a {type(counts).__name__}; it must be a torch.Tensor [sources, groups]")
     if counts.dtype != torch.int32:
-        raise TypeError(f"{op}: counts is {counts.dtype}; it is torch.int32: counts.int()")
+        raise TypeError(f"{op}: counts is {counts.dtype}; it must be torch.int32: counts.int()")
     if counts.dim() != 2 or 0 in counts.shape:
-        raise ValueError(f"{op}: counts has shape {list(counts.shape)}; it is [sources, groups], none of them 0")
+        raise ValueError(f"{op}: counts has shape {list(counts.shape)}; it must be [sources, groups], none of them 0")
     if not counts.is_contiguous():
         raise ValueError(f"{op}: counts has stride {counts.stride()}; it lies in one piece: counts.contiguous()")
     sources, groups = counts.shape

@@ -89,13 +89,13 @@ def stream_experts(
 def _check_weights(weights: torch.Tensor) -> bool:
     """Whether each matrix is stored as its transpose; raise if ``weights`` are not experts' weights."""
     if not isinstance(weights, torch.Tensor):
-        raise TypeError(f"{_OP}: weights is a {type(weights).__name__}; it is a torch.Tensor [G, K, N]")
+        raise TypeError(f"{_OP}: weights is a {type(weights).__name__}; it must be a torch.Tensor [G, K, N]")
     if weights.device.type != "cpu":
         raise ValueError(f"{_OP}: weights is on {weights.device}; what is streamed is on the CPU: weights.cpu()")
     if weights.layout != torch.strided or weights.is_nested:
         raise TypeError(f"{_OP}: weights has layout {weights.layout}; dense tensors are streamed: weights.to_dense()")
     if weights.dim() != 3 or 0 in weights.shape:
-        raise ValueError(f"{_OP}: weights has shape {list(weights.shape)}; it is [G, K, N], none of them 0")
+        raise ValueError(f"{_OP}: weights has shape {list(weights.shape)}; it must be [G, K, N], none of them 0")
     if not weights.is_contiguous() and not weights.mT.is_contiguous():
         raise ValueError(
             f"{_OP}: weights has strides {weights.stride()}; experts lie in one piece, or as the transpose of such: "
@@ -121,9 +121,12 @@ class _Route:
                 f"{list(offsets.shape)} {offsets.dtype}" if isinstance(offsets, torch.Tensor)
                 else f"a {type(offsets).__name__}"
             )  # fmt: skip
-            raise ValueError(f"{_OP}: offsets is {what}; it is torch.int32 {list(shape[:1])}: where each expert's end")
+            raise ValueError(
+                f"{_OP}: offsets is {what}; it must be torch.int32 {list(shape[:1])}: where each expert's end"
+            )
         if offsets.device.type != "cpu" and offsets.device != self._target:
-            raise ValueError(f"{_OP}: offsets is on {offsets.device}; it is on the CPU or on {self._target}")
+            there = "" if self._target.type == "cpu" else f" or on {self._target}"
+            raise ValueError(f"{_OP}: offsets is on {offsets.device}; it must be on the CPU{there}")
         ends = None if offsets.is_cuda else offsets.tolist()
         ordered = None if ends is None else _ordered(ends)  # raises before anything is changed
         if weights is not None:

@@ -174,6 +174,6 @@ def check_deadline(deadline: float | None) -> float:
     seconds = float(deadline) if hasattr(deadline, "__float__") else math.nan
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError(
-            f"deadline={deadline!r}; it is a positive, finite number of seconds (default {DEFAULT_DEADLINE:g})"
+            f"deadline={deadline!r}; it must be a positive, finite number of seconds (default {DEFAULT_DEADLINE:g})"
         )
     return seconds

@@ -85,7 +85,7 @@ def iterator_source(blocks: Iterable[torch.Tensor], shape: tuple[int, ...], dtyp
     if len(shape) < 2 or min(shape) < 0:
         raise ValueError(f"stream_in: shape={list(shape)}; a matrix has at least 2 dimensions, none negative")
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"stream_in: dtype={dtype!r}; it is a torch.dtype")
+        raise TypeError(f"stream_in: dtype={dtype!r}; it must be a torch.dtype")
     tensor = _destination(shape, dtype)
     queue, places = _Blocks(iter(blocks), row_count(tensor), shape[-1], dtype), unversioned(tensor)
 

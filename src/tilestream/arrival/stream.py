@@ -223,7 +223,7 @@ class _Issued:
 def _countdown(timeout: float | None) -> Callable[[], float | None]:
     """A function that returns the seconds left of ``timeout``; None without a bound."""
     if timeout is not None and not (hasattr(timeout, "__float__") and math.isfinite(timeout)):
-        raise ValueError(f"stream_in: timeout={timeout!r}; it is a finite number of seconds, or None for no bound")
+        raise ValueError(f"stream_in: timeout={timeout!r}; it must be a finite number of seconds, or None for no bound")
     end = time.perf_counter() + (timeout or 0.0)
     return lambda: None if timeout is None else max(0.0, end - time.perf_counter())
 
@@ -572,7 +572,7 @@ def stream_in(
     ...     y = ts.matmul(x, w)
     """
     if not is_one_of(copies, ("engine", "kernel")):
-        raise ValueError(f"stream_in: copies={copies!r}; it is 'engine' or 'kernel'")
+        raise ValueError(f"stream_in: copies={copies!r}; it must be 'engine' or 'kernel'")
     target = target_of("stream_in", source, device)
     if copies == "kernel" and (target.type == "cpu" or not isinstance(source, torch.Tensor)):
         raise ValueError(
@@ -589,11 +589,11 @@ def stream_in(
         try:
             extents = tuple(map(operator.index, shape))
         except TypeError:
-            raise TypeError(f"stream_in: shape={shape!r}; it is a sequence of whole numbers") from None
+            raise TypeError(f"stream_in: shape={shape!r}; it must be a sequence of whole numbers") from None
         made = iterator_source(source, extents, dtype)
     else:
         raise TypeError(
-            f"stream_in: source is a {type(source).__name__}; it is a file's path, a CPU tensor or an iterable of "
+            f"stream_in: source is a {type(source).__name__}; it must be a file's path, a CPU tensor or an iterable of "
             "tensors"
         )
     try:
@@ -602,7 +602,7 @@ def stream_in(
                 raise ValueError(f"stream_in: {name}={value!r} means nothing for {made.describe()}")
         of = made.tensor
         if not is_whole(pivot):
-            raise ValueError(f"stream_in: pivot={pivot!r}; it is the number of a chunk")
+            raise ValueError(f"stream_in: pivot={pivot!r}; it must be the number of a chunk")
         if bounds is None:
             if rows_per_chunk is not None and (not is_whole(rows_per_chunk) or rows_per_chunk < 1):
                 raise ValueError(f"stream_in: rows_per_chunk={rows_per_chunk!r}; a chunk has at least one row")

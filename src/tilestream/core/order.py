@@ -45,12 +45,12 @@ class Raster:
 
     def __post_init__(self) -> None:
         if self.order not in get_args(Order):
-            raise ValueError(f"Raster: order={self.order!r}; it is one of {', '.join(get_args(Order))}")
+            raise ValueError(f"Raster: order={self.order!r}; it must be one of {', '.join(get_args(Order))}")
         if self.order == "table" and self.transposed:
             raise ValueError("Raster: transposed=True with a table; write the table in the order that is meant")
         for name, least in (("group", 1), ("band", 1), ("first", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"Raster: {name}={getattr(self, name)}; it is at least {least}")
+                raise ValueError(f"Raster: {name}={getattr(self, name)}; it must be at least {least}")
         if (self.order == "table") != (self.table is not None):
             raise ValueError("Raster: a table goes with order='table', and only with it")
 

@@ -112,10 +112,10 @@ class Schedule:
     def __post_init__(self) -> None:
         for name, choices in (("kind", get_args(Kind)), ("split", get_args(Split))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"Schedule: {name}={getattr(self, name)!r}; it is one of {', '.join(choices)}")
+                raise ValueError(f"Schedule: {name}={getattr(self, name)!r}; it must be one of {', '.join(choices)}")
         for name, least in (("workers", 1), ("queues", 1), ("shares", 0), ("first_batch", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"Schedule: {name}={getattr(self, name)}; it is at least {least}")
+                raise ValueError(f"Schedule: {name}={getattr(self, name)}; it must be at least {least}")
         if self.queues > queue_rules.MOST_QUEUES:
             raise ValueError(f"Schedule: queues={self.queues}; there are {queue_rules.MOST_QUEUES} at most: take fewer")
         if self.kind != "dynamic" and self.queues != 1:

@@ -51,7 +51,8 @@ def async_input_mm(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tens
         raise ValueError(f"{NAME}: a {list(a.shape)} and b {list(b.shape)} differ in K")
     if a_chunk_signals.dtype not in (torch.uint32, torch.int32) or a_chunk_signals.dim() != 1:
         raise TypeError(
-            f"{NAME}: a_chunk_signals is {a_chunk_signals.dtype} {list(a_chunk_signals.shape)}; it is uint32 [chunks]"
+            f"{NAME}: a_chunk_signals is {a_chunk_signals.dtype} {list(a_chunk_signals.shape)}; it must be "
+            "uint32 [chunks]"
         )
     rows, chunks = a.shape[0], a_chunk_signals.numel()
     if not chunks or not rows or rows % chunks:
@@ -60,7 +61,9 @@ def async_input_mm(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tens
             "number divides the rows"
         )
     if not 0 <= a_chunk_pivot < chunks:
-        raise ValueError(f"{NAME}: a_chunk_pivot={a_chunk_pivot}; it is one of the {chunks} chunks, 0 to {chunks - 1}")
+        raise ValueError(
+            f"{NAME}: a_chunk_pivot={a_chunk_pivot}; it must be one of the {chunks} chunks, 0 to {chunks - 1}"
+        )
     if a.is_meta:
         return a.new_empty((rows, b.shape[1]))
     arrival = Arrival.uniform(rows // chunks, chunks, a_chunk_pivot, signals=a_chunk_signals.view(torch.int32))

@@ -178,7 +178,7 @@ def state_of(op: str, group: dist.ProcessGroup | None, most: int = MOST_RANKS) -
     if found is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{op}: group: this process is not in it; call it on the group's own ranks")
     if not isinstance(found, dist.ProcessGroup):
-        raise TypeError(f"{op}: group is a {type(found).__name__}; it is a torch.distributed.ProcessGroup or None")
+        raise TypeError(f"{op}: group is a {type(found).__name__}; it must be a torch.distributed.ProcessGroup or None")
     if found.size() > most:
         raise ValueError(
             f"{op}: group: {found.size()} ranks; 1 to {most} overlap: use torch.distributed's own collective and "

@@ -31,7 +31,7 @@ class _ParallelLinear(nn.Module):
         name, features = type(self).__name__, shape[self._weight_dim]
         _, world = place_of(name, group)
         if features % world:
-            raise ValueError(f"{name}: {self._features}={features}; it is a multiple of the {world} ranks")
+            raise ValueError(f"{name}: {self._features}={features}; it must be a multiple of the {world} ranks")
         shape[self._weight_dim] //= world
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(shape[0], device=device, dtype=dtype)) if bias else None

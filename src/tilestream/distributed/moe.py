@@ -168,7 +168,7 @@ def _most(most_tokens: int | None, x: torch.Tensor) -> int:
     if most_tokens is None:
         return 0
     if isinstance(most_tokens, bool) or not isinstance(most_tokens, int) or most_tokens < 1:
-        raise ValueError(f"{_OP}: most_tokens={most_tokens!r}; it is a positive number of tokens, or None")
+        raise ValueError(f"{_OP}: most_tokens={most_tokens!r}; it must be a positive number of tokens, or None")
     if (tokens := x.shape[:-1].numel()) > most_tokens:
         raise ValueError(
             f"{_OP}: x has {tokens} tokens, and most_tokens={most_tokens}: give the most that any rank gives, the same "
@@ -190,7 +190,7 @@ def _chosen(x: torch.Tensor, router: Router) -> Chosen:
     chosen = router(x) if callable(router) else router
     if not isinstance(chosen, Sequence) or len(chosen) != 2 or not all(isinstance(t, torch.Tensor) for t in chosen):
         raise TypeError(
-            f"{_OP}: router {'made' if callable(router) else 'is'} a {type(chosen).__name__}; it is (weights, "
+            f"{_OP}: router {'made' if callable(router) else 'is'} a {type(chosen).__name__}; it must be (weights, "
             "experts), as torch.topk returns them, or a function of x that returns them"
         )
     return chosen[0], chosen[1]
@@ -223,7 +223,8 @@ def _checked(
         raise ValueError(f"{_OP}: x has {x.dim()} dimensions; it has at least 2: [..., H]: unsqueeze a token")
     if w1.dim() != 3 or w1.shape[2] != x.shape[-1] or 0 in w1.shape:
         raise ValueError(
-            f"{_OP}: w1 has shape {list(w1.shape)}; it is [E, I, {x.shape[-1]}] for x {list(x.shape)}, none of them 0"
+            f"{_OP}: w1 has shape {list(w1.shape)}; it must be [E, I, {x.shape[-1]}] for x {list(x.shape)}, "
+            "none of them 0"
         )
     for name, tensor, wanted in (("w2", w2, w1.mT.shape), ("w3", w3, w1.shape)):
         if tensor.shape != wanted:
@@ -236,9 +237,9 @@ def _checked(
             f"{[*x.shape[:-1], 'top_k']}, or {[rows, 'top_k']}"
         )
     if activation is not None and not is_one_of(activation, ACTIVATIONS[1:]):
-        raise ValueError(f"{_OP}: activation={activation!r}; it is None or one of {', '.join(ACTIVATIONS[1:])}")
+        raise ValueError(f"{_OP}: activation={activation!r}; it must be None or one of {', '.join(ACTIVATIONS[1:])}")
     if not is_one_of(form, FORMS):
-        raise ValueError(f"{_OP}: form={form!r}; it is one of {', '.join(FORMS)}")
+        raise ValueError(f"{_OP}: form={form!r}; it must be one of {', '.join(FORMS)}")
     if x.is_cuda and w1.shape[0] > MOST_GROUPS:
         raise ValueError(f"{_OP}: w1 has {w1.shape[0]} experts; a rank's GPU has at most {MOST_GROUPS}: use more ranks")
     refuse_invariance(_OP, limit())
@@ -249,7 +250,7 @@ def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
     of_experts = name == "router's experts"
     if tensor.dtype not in (_WHOLE if of_experts else _FLOATS):
         names = ", ".join(str(dtype) for dtype in (_WHOLE if of_experts else _FLOATS))
-        raise TypeError(f"{op}: {name} is {tensor.dtype}; it is one of {names}")
+        raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be one of {names}")
 
 
 # The registered ops ---------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ def part_shape(request: Request, world: int) -> tuple[int, ...]:
         raise ValueError(f"{request.op}: scatter_dim={dim} is the last; one before it is cut: 0 to {a.dim() - 2}")
     if a.shape[dim] % world:
         raise ValueError(
-            f"{request.op}: a {list(a.shape)} has {a.shape[dim]} rows along scatter_dim={dim}; it is a multiple of the "
-            f"{world} ranks: pad it, and cut the padding off the result"
+            f"{request.op}: a {list(a.shape)} has {a.shape[dim]} rows along scatter_dim={dim}; it must be a multiple "
+            f"of the {world} ranks: pad it, and cut the padding off the result"
         )
     shape = [*a.shape[:-1], request.b.shape[-1]]
     shape[dim] //= world

@@ -238,18 +238,19 @@ def check_request(
     name, cut = ("a_shard", "gather_dim") if op == GATHER else ("a", "scatter_dim")
     if op != GATHER and not isinstance(b, torch.Tensor):
         raise TypeError(
-            f"{op}: b is a {type(b).__name__}; it is one torch.Tensor: torch.cat(b, -1), or a call for each of them"
+            f"{op}: b is a {type(b).__name__}; it must be one torch.Tensor: torch.cat(b, -1), or a call for each of "
+            "them"
         )
     bs = [b] if isinstance(b, torch.Tensor) else b
     if not isinstance(bs, list | tuple) or not bs or not all(isinstance(x, torch.Tensor) for x in bs):
-        raise TypeError(f"{op}: b is {type(b).__name__}; it is a tensor, or a list of at least one")
+        raise TypeError(f"{op}: b is {type(b).__name__}; it must be a tensor, or a list of at least one")
     biases, scales_b = (_tensors(op, *given, len(bs)) for given in (("bias", bias), ("scale_b", scale_b)))
     activations = [str(x or "none") for x in _each(op, "activation", activation, len(bs))]
     dim = _check_dim(op, cut, dim, a, name)
     if form not in FORMS:
-        raise ValueError(f"{op}: form={form!r}; it is one of {', '.join(FORMS)}")
+        raise ValueError(f"{op}: form={form!r}; it must be one of {', '.join(FORMS)}")
     if reduce_op not in REDUCE_OPS:
-        raise ValueError(f"{op}: reduce_op={reduce_op!r}; it is one of {', '.join(REDUCE_OPS)}")
+        raise ValueError(f"{op}: reduce_op={reduce_op!r}; it must be one of {', '.join(REDUCE_OPS)}")
     _check_devices(op, a, b=bs, bias=biases, scale_a=[scale_a], scale_b=scales_b)
     refuse_tangents(
         op, a, *bs, *biases, scale_a, *scales_b,
@@ -279,18 +280,18 @@ def _tensors(op: str, name: str, given: object, count: int) -> list[torch.Tensor
     found = _each(op, name, given, count)
     for x in found:
         if x is not None and not isinstance(x, torch.Tensor):
-            raise TypeError(f"{op}: {name} is a {type(x).__name__}; it is a torch.Tensor or None")
+            raise TypeError(f"{op}: {name} is a {type(x).__name__}; it must be a torch.Tensor or None")
     return cast("list[torch.Tensor | None]", found)
 
 
 def _check_dim(op: str, cut: str, dim: int, a: torch.Tensor, name: str) -> int:
     """The cut dimension of ``a``, counted from the front; ``cut`` and ``name`` are the caller's argument names."""
     if not isinstance(a, torch.Tensor):
-        raise TypeError(f"{op}: {name} is a {type(a).__name__}; it is a torch.Tensor")
+        raise TypeError(f"{op}: {name} is a {type(a).__name__}; it must be a torch.Tensor")
     if a.dim() < 2:
         raise ValueError(f"{op}: {name} has {a.dim()} dimensions; it has at least 2: unsqueeze a vector")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -a.dim() <= dim < a.dim():
-        raise ValueError(f"{op}: {cut}={dim!r}; it is a dimension of {name}, {-a.dim()} to {a.dim() - 1}")
+        raise ValueError(f"{op}: {cut}={dim!r}; it must be a dimension of {name}, {-a.dim()} to {a.dim() - 1}")
     try:
         dtype_name(a.dtype)
     except TypeError as error:
@@ -305,7 +306,7 @@ def _check_devices(op: str, a: torch.Tensor, **others: Tensors) -> None:
     for name, tensors in others.items():
         for x in tensors:
             if x is not None and not isinstance(x, torch.Tensor):
-                raise TypeError(f"{op}: {name} is a {type(x).__name__}; it is a torch.Tensor or None")
+                raise TypeError(f"{op}: {name} is a {type(x).__name__}; it must be a torch.Tensor or None")
             if x is not None and x.device != a.device:
                 raise ValueError(f"{op}: {name} is on {x.device}, a on {a.device}; all are on one device")
 
@@ -327,7 +328,7 @@ def _rehearsed(
     out_dtype: torch.dtype | None,
 ) -> torch.dtype:  # fmt: skip
     if len(b[0]) != 2:
-        raise ValueError(f"{op}: b has shape {list(b[0])}; it is a matrix: [{a[0][-1]}, N]")
+        raise ValueError(f"{op}: b has shape {list(b[0])}; it must be a matrix: [{a[0][-1]}, N]")
     kinds = (bias, scale_a, scale_b)
     added, of_a, of_b = (None if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in kinds)
     left, right = (torch.empty(x[0], dtype=x[1], device="meta") for x in (a, b))

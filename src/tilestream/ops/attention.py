@@ -208,11 +208,11 @@ def merge_attention(
         check_strided("merge_attention", name, x, "tensors are dense")
         if not x.is_floating_point() or x.element_size() < 2:
             raise TypeError(
-                f"merge_attention: {name} is {x.dtype}; it is of a floating-point dtype of 16 bits or more, as "
+                f"merge_attention: {name} is {x.dtype}; it must be of a floating-point dtype of 16 bits or more, as "
                 "attention gives it"
             )
     if not is_one_of(layout, LAYOUTS):
-        raise ValueError(f"merge_attention: layout={layout!r}; it is one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"merge_attention: layout={layout!r}; it must be one of {', '.join(LAYOUTS)}")
     if o_a.shape != o_b.shape or o_a.dim() not in (3, 4):
         raise ValueError(
             f"merge_attention: o_a {list(o_a.shape)} and o_b {list(o_b.shape)}; they are alike, [B, S, H, D] or "

@@ -107,7 +107,7 @@ def check_outputs(x: AttentionOperands, s: Settings) -> None:
     if (lse is not None) != s.return_lse or (lse is not None and tuple(lse.shape) != lse_shape(x)):
         raise ValueError(f"lse: given with return_lse=True, and only with it, of shape {list(lse_shape(x))}")
     if lse is not None and (lse.dtype != wide_dtype(x.q.dtype) or lse.device != x.q.device):
-        raise ValueError(f"lse: {lse.dtype} on {lse.device}; it is {wide_dtype(x.q.dtype)} on {x.q.device}")
+        raise ValueError(f"lse: {lse.dtype} on {lse.device}; it must be {wide_dtype(x.q.dtype)} on {x.q.device}")
 
 
 def _launched(

@@ -89,7 +89,7 @@ def _check_lists(op: str, x: AttentionOperands, heads_q: int, heads_kv: int) -> 
         tensor = getattr(x, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             what = "an entry a sequence, and one more" if name.startswith("cu_") else "an entry each"
-            raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}; it is {list(shape)}: {what}")
+            raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}; it must be {list(shape)}: {what}")
     if x.cu_seqlens_q is not None and batch < 0:
         raise ValueError(f"{op}: cu_seqlens_q is empty; it has an entry a sequence, and one more")
     if x.block_table is None:
@@ -97,7 +97,7 @@ def _check_lists(op: str, x: AttentionOperands, heads_q: int, heads_kv: int) -> 
             raise ValueError(f"{op}: k has {x.k.shape[0]} sequences, q has {batch}; they have the same")
     elif x.block_table.dim() != 2 or x.block_table.shape[0] != batch:
         raise ValueError(
-            f"{op}: block_table has shape {list(x.block_table.shape)}; it is [{batch}, pages of a sequence]"
+            f"{op}: block_table has shape {list(x.block_table.shape)}; it must be [{batch}, pages of a sequence]"
         )
     elif x.k.shape[1] not in PAGE_SIZES:
         raise ValueError(

@@ -84,18 +84,18 @@ class AttentionRequest(NamedTuple):
         """Raise for wrong options, and for tensors of a wrong kind."""
         check_waiting(_OP, self.workers, self.deadline, arrival=self.arrival)
         if not is_one_of(self.schedule, ATTENTION_SCHEDULES):
-            raise ValueError(f"{_OP}: schedule={self.schedule!r}; it is one of {', '.join(ATTENTION_SCHEDULES)}")
+            raise ValueError(f"{_OP}: schedule={self.schedule!r}; it must be one of {', '.join(ATTENTION_SCHEDULES)}")
         check_splits(f"{_OP}: ", self.splits)
         tensors = dict(zip(self._fields, self[:12], strict=False))
         check_dense(_OP, _INSTEAD, tensors, 3, _check_dtype, "tensors are dense", ": pack it, and pass cu_seqlens_q=")
         if not isinstance(self.return_lse, bool):
-            raise TypeError(f"{_OP}: return_lse={self.return_lse!r}; it is True or False")
+            raise TypeError(f"{_OP}: return_lse={self.return_lse!r}; it must be True or False")
         if self.out is not None:
             check_written(_OP, self.out)
         others = () if self.out is None else (self.q, self.k, self.v, self.sinks, self.out)
         refuse_tangents(_OP, self.scale_q, self.scale_k, self.scale_v, *others)
         if not is_one_of(self.layout, LAYOUTS):
-            raise ValueError(f"{_OP}: layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+            raise ValueError(f"{_OP}: layout={self.layout!r}; it must be one of {', '.join(LAYOUTS)}")
         if self.arrival is not None:
             refuse_dtensors(_OP, q=self.q, k=self.k, v=self.v, out=self.out)
         if self.arrival is not None and self.block_table is not None:
@@ -233,7 +233,7 @@ def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
         if not tensor.is_floating_point():
             raise TypeError(f"{op}: sinks is {dtype}; sinks are scores, of a floating-point dtype")
     elif name != "out" and dtype != torch.int32:
-        raise TypeError(f"{op}: {name} is {dtype}; it is torch.int32: {name}.int()")
+        raise TypeError(f"{op}: {name} is {dtype}; it must be torch.int32: {name}.int()")
 
 
 def _alignment(causal: object) -> tuple[bool, Alignment]:
@@ -243,7 +243,7 @@ def _alignment(causal: object) -> tuple[bool, Alignment]:
     if causal == "top_left":
         return True, "top_left"
     raise ValueError(
-        f"{_OP}: causal={causal!r}; it is False, True (the same as 'bottom_right'), 'bottom_right' or 'top_left'"
+        f"{_OP}: causal={causal!r}; it must be False, True (the same as 'bottom_right'), 'bottom_right' or 'top_left'"
     )
 
 
@@ -252,7 +252,9 @@ def _window(window: object) -> tuple[int, int]:
     if window is None:
         return -1, -1
     if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
-        raise ValueError(f"{_OP}: window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
+        raise ValueError(
+            f"{_OP}: window={window!r}; it must be (left, right): keys on either side of the diagonal, or None"
+        )
     left, right = (-1 if side is None else side for side in window)
     if not all(_is_whole(side) and -1 <= side <= MOST for side in (left, right)):
         raise ValueError(
@@ -271,9 +273,9 @@ def _number(name: str, value: object, *, positive: bool) -> float:
     """A finite number; with ``positive`` a positive one. Raise for others."""
     number = None if isinstance(value, bool) else as_number(value)
     if number is None:
-        raise TypeError(f"{_OP}: {name}={value!r}; it is a number, or None")
+        raise TypeError(f"{_OP}: {name}={value!r}; it must be a number, or None")
     if not math.isfinite(number) or (positive and number <= 0):
-        raise ValueError(f"{_OP}: {name}={value}; it is finite{' and positive' if positive else ''}, or None")
+        raise ValueError(f"{_OP}: {name}={value}; it must be finite{' and positive' if positive else ''}, or None")
     return number
 
 
@@ -285,7 +287,7 @@ def _most(name: str, value: object, packed: torch.Tensor | None, lengths: str) -
         raise ValueError(f"{_OP}: {name}={value} without {lengths}=; it belongs to packed sequences: leave it away")
     if not _is_whole(value) or not 0 <= value <= MOST:
         raise ValueError(
-            f"{_OP}: {name}={value!r}; it is a whole number of rows, not negative and at most 2**30, or None"
+            f"{_OP}: {name}={value!r}; it must be a whole number of rows, not negative and at most 2**30, or None"
         )
     return value
 
@@ -300,7 +302,7 @@ def _to_rows_first(
     for name, tensor, packed in (("q", q, packed_q), ("k", k, packed_k), ("v", v, packed_k)):
         if tensor.dim() != 4 - packed:
             said = "[T, H, D]" if packed else f"{shape}; packed sequences need cu_seqlens_q= and cu_seqlens_k="
-            raise ValueError(f"{_OP}: {name} has shape {list(tensor.shape)}; it is {said}")
+            raise ValueError(f"{_OP}: {name} has shape {list(tensor.shape)}; it must be {said}")
     rows, heads = (-3, -2) if r.layout == "bshd" else (-2, -3)
     mine, theirs = q.shape[heads], k.shape[heads]
     fits = not theirs or mine % theirs == 0

@@ -31,12 +31,14 @@ def check_waiting(op: str, workers: object, deadline: float | None, **arrivals: 
     """Raise for an invalid number of workers, arrival or deadline."""
     if workers is not None and (not isinstance(workers, int) or not 1 <= workers <= MOST):
         raise ValueError(
-            f"{op}: workers={workers!r}; it is a positive whole number, at most 2**30, or None for the device's own"
+            f"{op}: workers={workers!r}; it must be a positive whole number, at most 2**30, or None for the "
+            "device's own"
         )
     for name, arrival in arrivals.items():
         if arrival is not None and not isinstance(arrival, Arrival):
             raise TypeError(
-                f"{op}: {name} is a {type(arrival).__name__}; it is a tilestream.Arrival (a Stream's is stream.arrival)"
+                f"{op}: {name} is a {type(arrival).__name__}; it must be a tilestream.Arrival (a Stream's is "
+                "stream.arrival)"
             )
     if deadline is not None:
         if all(arrival is None for name, arrival in arrivals.items() if name != "publish"):
@@ -50,7 +52,9 @@ def check_tensors(op: str, **tensors: object) -> None:
         if not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__
             array = f": torch.from_numpy({name})" if kind == "ndarray" else ""
-            raise TypeError(f"{op}: {name} is {'a NumPy array' if array else f'a {kind}'}; it is a torch.Tensor{array}")
+            raise TypeError(
+                f"{op}: {name} is {'a NumPy array' if array else f'a {kind}'}; it must be a torch.Tensor{array}"
+            )
 
 
 def check_dense(

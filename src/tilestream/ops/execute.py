@@ -176,12 +176,12 @@ def run_plan(
     optional = {"out": out, "bias": bias, "residual": residual, "scale_a": scale_a, "scale_b": scale_b}
     for name, given in (("a", a), ("b", b), *optional.items()):
         if not isinstance(given, torch.Tensor) and (given is not None or name in ("a", "b")):
-            raise TypeError(f"{name} is a {type(given).__name__}; it is a torch.Tensor")
+            raise TypeError(f"{name} is a {type(given).__name__}; it must be a torch.Tensor")
         if given is not None:
             check_strided(op, name, given, "tensors are dense")
     for name, factor in (("alpha", alpha), ("beta", beta)):
         if as_number(factor) is None:
-            raise TypeError(f"{op}: {name}={factor!r}; it is a number")
+            raise TypeError(f"{op}: {name}={factor!r}; it must be a number")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, *optional.values())):
         raise RuntimeError(
             "plan.run: has no autograd, and an operand requires a gradient; use tilestream.matmul, or torch.no_grad()"

@@ -257,7 +257,7 @@ def _grouped(
 def _check_activation(activation: str | None) -> None:
     if activation is not None and not is_one_of(activation, (*ACTIVATIONS, *HALVES)):
         known = ", ".join((*ACTIVATIONS, *HALVES))
-        raise ValueError(f"{_OP}: activation={activation!r}; it is None or one of {known}")
+        raise ValueError(f"{_OP}: activation={activation!r}; it must be None or one of {known}")
 
 
 def _by_source(
@@ -310,7 +310,7 @@ def _check_sources(
     """The counts of rows by source; raise for arguments of which one excludes or needs another."""
     if arrival is not None and not isinstance(arrival, SourceArrival):
         raise TypeError(
-            f"{_OP}: arrival is a {type(arrival).__name__}; it is a tilestream.SourceArrival, of rows by source. "
+            f"{_OP}: arrival is a {type(arrival).__name__}; it must be a tilestream.SourceArrival, of rows by source. "
             "Experts that arrive are b: ts.stream_experts"
         )
     for name, other in (("counts", counts), ("offsets", offsets)):
@@ -511,7 +511,7 @@ def _check(r: Request, offsets: torch.Tensor | None) -> str:
 def _check_dtype(op: str, name: str, tensor: torch.Tensor) -> None:
     if name in ("offsets", "counts"):
         if tensor.dtype != torch.int32:
-            raise TypeError(f"{op}: {name} is {tensor.dtype}; it is torch.int32: {name}.int()")
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be torch.int32: {name}.int()")
     elif name in ("scale_a", "scale_b"):
         check_scale_dtype(op, name, tensor)
     else:

@@ -122,7 +122,7 @@ def _canonical(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ..
     a, b, bias, residual, alpha, beta, activation, _, schedule, workers = args
     scale_a, scale_b, fast_accum, worker_limit = (*optional, *_DEFAULTS[len(optional) :])
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={schedule!r}; it must be one of {', '.join(SCHEDULES)}")
     epilogue = epilogue_of(out, alpha, bias, residual, beta, activation, scale_a, scale_b)
     # The argument has the limit of blocks inside a compiled function, this thread that of blocks around it.
     how = gpu.How(schedule, workers, fast_accum, limits.tighter(worker_limit, limits.limit()))

@@ -113,7 +113,9 @@ class invariant(within_limit):  # noqa: N801 -- read as `with invariant():`
 
     def __init__(self, enabled: bool | None = None) -> None:
         if enabled is not None and not isinstance(enabled, bool):
-            raise TypeError(f"invariant({enabled!r}): it is True or False for the process, or left away for a block")
+            raise TypeError(
+                f"invariant({enabled!r}): it must be True or False for the process, or left out for a block"
+            )
         super().__init__(limits.INVARIANT)
         self._of_process = None if enabled is None else limits.set_of_process(enabled)
 

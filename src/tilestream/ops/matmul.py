@@ -319,7 +319,7 @@ def linear(
     if isinstance(weight, torch.Tensor) and weight.is_nested:  # it cannot be transposed
         check_operands("linear", {"x": x, "weight": weight})
     if isinstance(weight, torch.Tensor) and weight.dim() not in (1, 2):
-        raise ValueError(f"linear: weight has shape {list(weight.shape)}; it is [N, K]")
+        raise ValueError(f"linear: weight has shape {list(weight.shape)}; it must be [N, K]")
     return multiply(Request(
         *call, arrival=arrival, weight_arrival=weight_arrival, publish=publish, deadline=deadline
     ))  # fmt: skip

@@ -42,7 +42,7 @@ def epilogue_of(
     """The checked epilogue for an output ``[M, N]`` or ``[B, M, N]``. A residual times 0 is left out."""
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"activation={activation!r}; it is one of {', '.join(name for name in ACTIVATIONS if name != 'none')}"
+            f"activation={activation!r}; it must be one of {', '.join(name for name in ACTIVATIONS if name != 'none')}"
         )
     if bias is residual is scale_a is scale_b is None:
         return Epilogue(alpha, beta=beta, activation=activation)

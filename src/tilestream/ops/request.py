@@ -72,21 +72,23 @@ class Request(NamedTuple):
         """Raise for options that are wrong for all operands."""
         op = self.op
         if self.activation is not None and not is_one_of(self.activation, ACTIVATIONS):
-            raise ValueError(f"{op}: activation={self.activation!r}; it is None or one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(
+                f"{op}: activation={self.activation!r}; it must be None or one of {', '.join(ACTIVATIONS)}"
+            )
         if not is_one_of(self.schedule, SCHEDULES):
-            raise ValueError(f"{op}: schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
+            raise ValueError(f"{op}: schedule={self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
         for name, factor in (("alpha", self.alpha), ("beta", self.beta)):
             number = checks.as_number(factor)
             if number is None:
-                raise TypeError(f"{op}: {name}={factor!r}; it is a number")
+                raise TypeError(f"{op}: {name}={factor!r}; it must be a number")
             is_wide = getattr(self.a, "dtype", None) == torch.float64
             most, kind = (sys.float_info.max, "float64") if is_wide else (checks.FLOAT32_MAX, "float32")
             if most < abs(number) and abs(factor) < math.inf:
                 raise ValueError(f"{op}: {name}={factor!r}; it is applied in {kind}, and at most {most:.3g}")
         if self.out_dtype is not None and not isinstance(self.out_dtype, torch.dtype):
-            raise TypeError(f"{op}: out_dtype={self.out_dtype!r}; it is a torch.dtype")
+            raise TypeError(f"{op}: out_dtype={self.out_dtype!r}; it must be a torch.dtype")
         if not isinstance(self.fast_accum, bool):
-            raise TypeError(f"{op}: use_fast_accum={self.fast_accum!r}; it is True or False")
+            raise TypeError(f"{op}: use_fast_accum={self.fast_accum!r}; it must be True or False")
         arriving = self.arrives()
         if arriving or self.publish is not None or self.workers is not None or self.deadline is not None:
             checks.check_waiting(

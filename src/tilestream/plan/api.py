@@ -136,16 +136,18 @@ def plan(
     m, n, k, batch = checked_extents({"m": m, "n": n, "k": k, "batch": batch}).values()
     for name, coming in (("arrival", arrival), ("weight_arrival", weight_arrival), ("publish", publish)):
         if coming is not None and not isinstance(coming, Arriving):
-            raise TypeError(f"{name}={coming!r}; it is a tilestream.Arrival, or None for what is there")
+            raise TypeError(f"{name}={coming!r}; it must be a tilestream.Arrival, or None for what is there")
     name = dtype_name(dtype)
     other = name if b_dtype is None else dtype_name(b_dtype)
     layout = ("nt" if name in FP8 else "nn") if layout is None else layout
     if not is_one_of(layout, ("nn", "nt", "tn", "tt")):
-        raise ValueError(f"layout={layout!r}; it is 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first")
+        raise ValueError(
+            f"layout={layout!r}; it must be 'nn', 'nt', 'tn' or 'tt': 't' for a transposed operand, A's first"
+        )
     if not is_one_of(scales, SCALES):
-        raise ValueError(f"scales={scales!r}; it is one of {', '.join(SCALES)}")
+        raise ValueError(f"scales={scales!r}; it must be one of {', '.join(SCALES)}")
     if not isinstance(use_fast_accum, bool):
-        raise TypeError(f"use_fast_accum={use_fast_accum!r}; it is True or False")
+        raise TypeError(f"use_fast_accum={use_fast_accum!r}; it must be True or False")
     default = None if isinstance(device, DeviceProperties) else default_workers(properties)
     asked = Asked(
         workers, schedule, tile, order, queues, shares, default, properties, backend, variant, stages, registers,
@@ -193,7 +195,7 @@ def check_forced(asked: Asked, device: object, arrives: bool = False) -> Asked:
     variant, stages, registers, properties = asked.variant, asked.stages, asked.registers, asked.device
     assert properties is not None
     if not is_one_of(schedule, SCHEDULES):
-        raise ValueError(f"schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={schedule!r}; it must be one of {', '.join(SCHEDULES)}")
     if isinstance(order, str):
         if order not in get_args(OrderName):
             raise ValueError(f"order={order!r}; by name it is one of {', '.join(get_args(OrderName))}")
@@ -202,20 +204,20 @@ def check_forced(asked: Asked, device: object, arrives: bool = False) -> Asked:
                 f"order={order!r}: nothing arrives; give arrival or weight_arrival, or your own order of tiles"
             )
     elif order is not None and not callable(order) and not isinstance(order, Sequence):
-        raise TypeError(f"order={order!r}; it is a function of a position, or a sequence of tiles")
+        raise TypeError(f"order={order!r}; it must be a function of a position, or a sequence of tiles")
     for name, value in (("workers", asked.workers), ("queues", asked.queues), ("shares", asked.shares)):
         if value is not None and (not is_whole(value) or value < 1):
-            raise ValueError(f"{name}={value!r}; it is a positive whole number, or None for the plan's choice")
+            raise ValueError(f"{name}={value!r}; it must be a positive whole number, or None for the plan's choice")
     if tile is not None:
         if not isinstance(tile, tuple | list) or len(tile) != 2 or not all(is_whole(x) and x > 0 for x in tile):
             raise ValueError(f"tile={tile!r}; a tile has (rows, columns), both positive whole numbers")
         asked = asked._replace(tile=(operator.index(tile[0]), operator.index(tile[1])))
     if not is_one_of(backend, (None, "hopper", "cdna", "portable")):
-        raise ValueError(f"backend={backend!r}; it is 'hopper', 'cdna', 'portable', or None for the plan's choice")
+        raise ValueError(f"backend={backend!r}; it must be 'hopper', 'cdna', 'portable', or None for the plan's choice")
     fast = "cdna" if properties.arch.startswith("gfx") else "hopper"
     variants = cdna_tiles.VARIANTS if fast == "cdna" else hopper.VARIANTS
     if variant is not None and not is_one_of(variant, variants):
-        raise ValueError(f"variant={variant!r}; it is one of {', '.join(variants)}, or None for the plan's choice")
+        raise ValueError(f"variant={variant!r}; it must be one of {', '.join(variants)}, or None for the plan's choice")
     if stages is not None and (not is_whole(stages) or stages < 2):
         raise ValueError(f"stages={stages!r}; a ring has two stages at least, or None for as many as fit")
     if properties.backend == "cpu":
@@ -232,8 +234,8 @@ def check_forced(asked: Asked, device: object, arrives: bool = False) -> Asked:
     if registers is not None:
         if registers not in hopper.REGISTERS:
             raise ValueError(
-                f"registers={registers!r}; it is {' or '.join(map(str, hopper.REGISTERS))}, of a thread of the load "
-                "warp and of the math warps, or None for the plan's choice"
+                f"registers={registers!r}; it must be {' or '.join(map(str, hopper.REGISTERS))}, of a thread of the "
+                "load warp and of the math warps, or None for the plan's choice"
             )
         if "hopper" not in (backend or fast):
             raise ValueError(f"registers={registers!r} with backend={backend or fast!r}: only 'hopper' splits them so")
@@ -245,13 +247,13 @@ def check_publish(op: str, schedule: str, arriving: bool) -> None:
     """Raise `ValueError` for what ``publish=`` excludes: operands that arrive, and schedules but auto and dynamic."""
     if arriving:
         raise ValueError(
-            f"{op}: publish= beside arrival=: what is NaN after an expiry would be signalled as if it were there; "
-            "leave publish= away, and signal behind the call"
+            f"{op}: publish= with arrival=: after an expired deadline, NaN would be signalled as a result; leave "
+            "publish= away, and signal after the call"
         )
     if schedule not in ("auto", "dynamic"):
         raise ValueError(
-            f"{op}: schedule={schedule!r} with publish=; it is 'auto' or 'dynamic', of which one worker comes to the "
-            "end whatever SMs a reader of the result holds"
+            f"{op}: schedule={schedule!r} with publish=; it must be 'auto' or 'dynamic': with these, one worker alone "
+            "can finish while a reader of the result holds the other SMs"
         )
 
 
@@ -292,7 +294,7 @@ def device_properties(device: object) -> DeviceProperties:
             f"device={str(device)!r}: there are backends for the CPU and for CUDA and ROCm GPUs; use torch.matmul there"
         )
     raise ValueError(
-        f"device={str(device)!r} is no device that is known: give 'cpu', 'cuda', 'cuda:1', a DeviceProperties, or, for "
+        f"device={str(device)!r} is unknown: give 'cpu', 'cuda', 'cuda:1', a DeviceProperties, or, for "
         f"a plan without the GPU, one of {', '.join(GPU_SPECS)}"
     )
 

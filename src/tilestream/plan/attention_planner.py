@@ -42,7 +42,7 @@ def check_splits(op: str, splits: object) -> None:
         return
     if not isinstance(splits, int) or isinstance(splits, bool) or not 1 <= splits <= hopper_attention.MOST_SHARES:
         raise ValueError(
-            f"{op}splits={splits!r}; it is how many shares a tile's keys are split into, from 1 to "
+            f"{op}splits={splits!r}; it must be the number of shares of a tile's keys, 1 to "
             f"{hopper_attention.MOST_SHARES}, or None for the plan's choice"
         )
 
@@ -225,7 +225,7 @@ def attention_plan(
     if not is_one_of(schedule, ATTENTION_SCHEDULES):
         raise ValueError(f"schedule={schedule!r}; attention has {', '.join(ATTENTION_SCHEDULES)}")
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
-        raise ValueError(f"workers={workers!r}; it is a positive whole number, or None for the device's own")
+        raise ValueError(f"workers={workers!r}; it must be a positive whole number, or None for the device's own")
     if not is_one_of(backend, (None, *BACKENDS)):
         raise ValueError(
             f"backend={backend!r}; attention has {', '.join(map(repr, BACKENDS))} on GPUs: leave backend= away for "
@@ -233,9 +233,9 @@ def attention_plan(
         )
     check_splits("", splits)
     if not is_one_of(causal, (False, True, *get_args(Alignment))):
-        raise ValueError(f"causal={causal!r}; it is False, True, {' or '.join(map(repr, get_args(Alignment)))}")
+        raise ValueError(f"causal={causal!r}; it must be False, True, {' or '.join(map(repr, get_args(Alignment)))}")
     if window is not None and (not isinstance(window, Sequence) or len(window) != 2):
-        raise ValueError(f"window={window!r}; it is (left, right): keys on either side of the diagonal, or None")
+        raise ValueError(f"window={window!r}; it must be (left, right): keys on either side of the diagonal, or None")
     left, right = window or (None, None)
     for side in (left, right):
         if side is not None and (not is_whole(side) or side < -1):
@@ -245,16 +245,16 @@ def attention_plan(
     if softcap is not None:
         number: object = softcap
         if not isinstance(number, int | float | Real) or isinstance(number, bool):
-            raise TypeError(f"softcap={softcap!r}; it is a number, or None for none")
+            raise TypeError(f"softcap={softcap!r}; it must be a number, or None for none")
         if not math.isfinite(softcap) or softcap < 0:
-            raise ValueError(f"softcap={softcap!r}; it is finite and positive, or None for none")
+            raise ValueError(f"softcap={softcap!r}; it must be finite and positive, or None for none")
     for name, given in (("sinks", sinks), ("return_lse", return_lse)):
         if not isinstance(given, bool):
-            raise TypeError(f"{name}={given!r}; it is True or False: a plan has no data")
+            raise TypeError(f"{name}={given!r}; it must be True or False: a plan has no data")
     if arrival is not None and not isinstance(arrival, Arriving):
         raise TypeError(
-            f"arrival={arrival!r}; it is a tilestream.Arrival (a Stream's is stream.arrival), or None where the keys "
-            "are there"
+            f"arrival={arrival!r}; it must be a tilestream.Arrival (a Stream's is stream.arrival), or None where the "
+            "keys are there"
         )
     properties = device_properties(device)
     keys = None if arrival is None else arrival.incoming(extents["batch"] * extents["seqlen_k"])

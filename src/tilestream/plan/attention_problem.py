@@ -103,16 +103,16 @@ class AttentionProblem:
         if self.dtype not in ATTENTION_DTYPES:
             raise TypeError(f"dtype: {self.dtype}; attention takes {', '.join(ATTENTION_DTYPES)}: convert first")
         if self.alignment not in ALIGNMENTS:
-            raise ValueError(f"alignment={self.alignment!r}; it is one of {', '.join(ALIGNMENTS)}")
+            raise ValueError(f"alignment={self.alignment!r}; it must be one of {', '.join(ALIGNMENTS)}")
         if not is_one_of(self.layout, LAYOUTS):
-            raise ValueError(f"layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+            raise ValueError(f"layout={self.layout!r}; it must be one of {', '.join(LAYOUTS)}")
         if self.page_size and self.page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size={self.page_size}; it is a power of two, at most {PAGE_SIZES[-1]}")
+            raise ValueError(f"page_size={self.page_size}; it must be a power of two, at most {PAGE_SIZES[-1]}")
         for side, width in zip(("left", "right"), self.window, strict=True):
             if width is not None and width < 0:
-                raise ValueError(f"window: {side}={width}; it is a number of keys, not negative, or None for all")
+                raise ValueError(f"window: {side}={width}; it must be a number of keys, not negative, or None for all")
         if self.softcap < 0:
-            raise ValueError(f"softcap={self.softcap}; it is positive, or 0 for none")
+            raise ValueError(f"softcap={self.softcap}; it must be positive, or 0 for none")
         if self.keys is not None:
             rows = self.tokens_k or self.batch * self.seqlen_k
             if self.page_size:

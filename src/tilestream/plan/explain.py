@@ -59,4 +59,7 @@ def promise_lines(promise: str, order: object) -> Lines:
 
 def log(plan: Any) -> None:
     """Log the plan and its refused alternatives (invariant 12). Plans are cached, so this is once for a problem."""
-    logger.info("%s: %s; refused: %s", plan.problem, plan.label, "; ".join(f"{r.what}: {r.why}" for r in plan.refused))
+    if logger.isEnabledFor(logging.INFO):
+        problem = plan.explain().partition("\n")[0]
+        refused = "; ".join(f"{refusal.what}: {refusal.why}" for refusal in plan.refused)
+        logger.info("%s: %s; refused: %s", problem, plan.label, refused)

@@ -122,13 +122,13 @@ def grouped_plan(
     properties = device_properties(device)
     for name, extent in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if not is_whole(extent) or extent < 0:
-            raise ValueError(f"{name}={extent!r}; it is a whole number, and not negative")
+            raise ValueError(f"{name}={extent!r}; it must be a whole number, and not negative")
     activations = (None, *ACTIVATIONS[1:], *HALVES)
     for name, word, words in (("along", along, ALONGS), ("scales", scales, SCALES)):
         if not is_one_of(word, words):
-            raise ValueError(f"{name}={word!r}; it is one of {', '.join(words)}")
+            raise ValueError(f"{name}={word!r}; it must be one of {', '.join(words)}")
     if activation is not None and not is_one_of(activation, activations):
-        raise ValueError(f"activation={activation!r}; it is None or one of {', '.join(activations[1:])}")
+        raise ValueError(f"activation={activation!r}; it must be None or one of {', '.join(activations[1:])}")
     check_schedule("grouped_plan", schedule)
     if properties.backend == "cpu" and tile is not None:
         raise ValueError(f"tile={tile!r}; the CPU takes each group's product whole: leave tile= away")
@@ -154,7 +154,7 @@ def _places(
 ) -> dict[str, Any]:  # fmt: skip
     """What a problem of rows by source has beside others; raise for what is none."""
     if not isinstance(arrives, bool):
-        raise TypeError(f"arrives={arrives!r}; it is True or False")
+        raise TypeError(f"arrives={arrives!r}; it must be True or False")
     if sources is None:
         if capacity is not None or arrives:
             raise ValueError(f"capacity={capacity!r}, arrives={arrives!r} without sources=; they are of rows by source")
@@ -162,7 +162,7 @@ def _places(
     capacity = m if capacity is None else capacity
     for name, extent in (("sources", sources), ("capacity", capacity)):
         if not is_whole(extent) or extent < 1:
-            raise ValueError(f"{name}={extent!r}; it is a whole number, at least 1")
+            raise ValueError(f"{name}={extent!r}; it must be a whole number, at least 1")
     if along != "rows":
         raise ValueError(f"along={along!r} with sources={sources}; sources bring rows: along='rows'")
     if m > sources * capacity:
@@ -245,7 +245,7 @@ def check_schedule(op: str, schedule: str) -> None:
             f"{', '.join(SCHEDULES)}"
         )
     if not is_one_of(schedule, SCHEDULES):
-        raise ValueError(f"{op}: schedule={schedule!r}; it is one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"{op}: schedule={schedule!r}; it must be one of {', '.join(SCHEDULES)}")
 
 
 def _in_a_loop(problem: GroupedProblem, device: DeviceProperties, workers: int) -> Candidate:

@@ -72,7 +72,7 @@ def promising(invariant: bool | None) -> int:
         If it is neither True, False nor None.
     """
     if invariant is not None and not isinstance(invariant, bool):
-        raise TypeError(f"invariant={invariant!r}; it is True, False, or None for what tilestream.invariant says")
+        raise TypeError(f"invariant={invariant!r}; it must be True, False, or None for what tilestream.invariant says")
     found = limit()
     if invariant is None:
         return found
@@ -160,7 +160,7 @@ def _of_environment() -> int:
     """The limit that TILESTREAM_WORKERS and TILESTREAM_INVARIANT set, read at its first use; 0 if neither is set."""
     text = os.environ.get(ENVIRONMENT, "")
     if text and (not text.isdecimal() or int(text) < 1):
-        raise ValueError(f"{ENVIRONMENT}={text!r}: it is a positive whole number of workers; or unset it")
+        raise ValueError(f"{ENVIRONMENT}={text!r}: it must be a positive whole number of workers; or unset it")
     promise = os.environ.get(INVARIANT_ENVIRONMENT, "")
     if promise not in ("", "0", "1"):
         raise ValueError(f"{INVARIANT_ENVIRONMENT}={promise!r}: it is 1, or 0; or unset it")

@@ -60,7 +60,7 @@ def refuse(
     found = major_of((extents[0], extents[1]), (strides[0], strides[1]), batch_stride, size)
     if found is None:
         return (
-            f"{name} has strides {tuple(strides)} of {size} bytes: TMA wants one of 1, and the others in multiples of "
+            f"{name} has strides {tuple(strides)} of {size} bytes: TMA needs one stride of 1, the others multiples of "
             f"{ALIGNMENT} bytes"
         )
     if major not in (None, found):

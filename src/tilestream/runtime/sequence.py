@@ -241,7 +241,9 @@ def _checked(number: int, slots: int, operation: Operation) -> tuple[int, tuple[
     """The operation's kind, and for each operand a slot (or -1) and a constant."""
     kind = _NUMBERS.get(type(operation))
     if kind is None:
-        raise TypeError(f"sequence: operation {number} is a {type(operation).__name__}; it is one of this module's")
+        raise TypeError(
+            f"sequence: operation {number} is a {type(operation).__name__}; it must be one of this module's"
+        )
     made = []
     for name, operand in zip(operation._fields, operation, strict=True):
         if isinstance(operand, Event):

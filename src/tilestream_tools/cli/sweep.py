@@ -78,7 +78,7 @@ def sweep(
         raise ValueError(f"--by {by}: with --backend {backend} it is one of {', '.join(known)}")
     dtype = SHORT.get(dtype, dtype)
     if dtype not in suites.DTYPES:
-        raise ValueError(f"--dtype {dtype}: it is one of {', '.join(suites.DTYPES)}")
+        raise ValueError(f"--dtype {dtype}: it must be one of {', '.join(suites.DTYPES)}")
     if shape:
         given = suites.Suite("shapes", dtype, tuple(map(suites.Shape.parse, shape)))
     else:

@@ -92,7 +92,7 @@ class CompileRequest:
         """
         dtype = dtype_name(self.dtype)
         if self.layout not in LAYOUTS:
-            raise ValueError(f"layout={self.layout!r}; it is one of {', '.join(LAYOUTS)}")
+            raise ValueError(f"layout={self.layout!r}; it must be one of {', '.join(LAYOUTS)}")
         return Problem(
             self.m, self.n, self.k, 1, dtype, result_name(dtype, None),
             aligned=not (self.m % 16 or self.n % 16 or self.k % 16),

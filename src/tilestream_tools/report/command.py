@@ -38,7 +38,7 @@ def make(
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
     if seconds is not None and not seconds > 0:
-        raise ValueError(f"--seconds {seconds:g}: it is a positive number")
+        raise ValueError(f"--seconds {seconds:g}: it must be a positive number")
     from tilestream_tools.report import measure, page
     from tilestream_tools.warm.calls import Grouped, described
 

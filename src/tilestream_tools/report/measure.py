@@ -159,7 +159,7 @@ def report(
 def device_name(device: str) -> str:
     """``"cpu"`` or ``"cuda"``, of what the caller asked for."""
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={device!r}: it is one of auto, cpu, cuda")
+        raise ValueError(f"device={device!r}: it must be one of auto, cpu, cuda")
     there = doctor.backend("portable")
     if device == "cuda" and there.startswith("no: "):
         raise ValueError(f"device='cuda': {there.removeprefix('no: ')}; device='cpu' measures the CPU")

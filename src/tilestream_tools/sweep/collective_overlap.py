@@ -106,7 +106,7 @@ def sweep_beside(
         If a rank fails, or the deadline passes: then all ranks are ended.
     """
     if collective not in COLLECTIVES:
-        raise ValueError(f"collective={collective!r}; it is one of {', '.join(COLLECTIVES)}")
+        raise ValueError(f"collective={collective!r}; it must be one of {', '.join(COLLECTIVES)}")
     if not 0 <= head_start < 1:
         raise ValueError(f"head_start={head_start}: it is 0 or more seconds, and less than 1")
     if backend == "nccl" and torch.cuda.device_count() < world:

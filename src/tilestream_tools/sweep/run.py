@@ -58,11 +58,11 @@ def ways(names: Iterable[str], queues: Sequence[int] = (1,)) -> list[Way]:
     found = []
     for name in names:
         if name not in (*OURS, *PEERS):
-            raise ValueError(f"implementation {name!r}: it is one of {', '.join((*OURS, *PEERS))}")
+            raise ValueError(f"implementation {name!r}: it must be one of {', '.join((*OURS, *PEERS))}")
         found += [Way(name, count) for count in queues] if name == "dynamic" else [Way(name)]
     for count in queues:
         if count < 1:
-            raise ValueError(f"queues {count}: it is a positive whole number")
+            raise ValueError(f"queues {count}: it must be a positive whole number")
     return found
 
 

@@ -97,7 +97,7 @@ def _checked(name: str, found: Any, where: str) -> Suite:
         raise ValueError(f"{where}: {', '.join(map(str, sorted(odd)))}: a suite has `shapes` and `dtype`")
     dtype = found.get("dtype", DTYPES[0])
     if dtype not in DTYPES:
-        raise ValueError(f"{where}: dtype: {dtype!r}; it is one of {', '.join(DTYPES)}")
+        raise ValueError(f"{where}: dtype: {dtype!r}; it must be one of {', '.join(DTYPES)}")
     return Suite(name, dtype, tuple(_shape(entry, f"{where}: shape {i}") for i, entry in enumerate(found["shapes"], 1)))
 
 

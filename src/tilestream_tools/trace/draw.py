@@ -87,7 +87,9 @@ def draw(
 def figure(launch: LaunchTrace, *, title: str | None = None, size: tuple[int, int] | None = None) -> Figure:
     """The same timeline as a matplotlib figure outside pyplot's state. Parameters as for `draw`."""
     if not isinstance(launch, LaunchTrace):
-        raise TypeError(f"draw: launch is a {type(launch).__name__}; it is one launch, such as recorder.launches[0]")
+        raise TypeError(
+            f"draw: launch is a {type(launch).__name__}; it must be one launch, such as recorder.launches[0]"
+        )
     width, height = size or default_size(launch)
     scale = max(width / palette.WIDTH, 1.0)
     try:

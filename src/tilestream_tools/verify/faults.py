@@ -38,7 +38,7 @@ class Fault(Exception):
 
     def __init__(self, kind: str, message: str) -> None:
         if kind not in KINDS:
-            raise ValueError(f"Fault: kind={kind!r}; it is one of {', '.join(KINDS)}")
+            raise ValueError(f"Fault: kind={kind!r}; it must be one of {', '.join(KINDS)}")
         super().__init__(message)
         self.kind = kind
         self.message = message

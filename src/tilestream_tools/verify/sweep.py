@@ -115,7 +115,7 @@ def matmul(
 def configurations(model: str, level: Level) -> list[Case]:
     """The configurations of ``model`` (one of `MODELS`), smallest first."""
     if level not in get_args(Level):
-        raise ValueError(f"level={level!r}; it is one of {', '.join(get_args(Level))}")
+        raise ValueError(f"level={level!r}; it must be one of {', '.join(get_args(Level))}")
     if model == "workers":
         return list(dict.fromkeys(workers(level)))  # pivots of chunks without a tile of their own are alike
     if model == "ring":
@@ -144,7 +144,7 @@ def configurations(model: str, level: Level) -> list[Case]:
         return list(experts.configurations(level == "full"))
     if model == "sources":
         return list(sources.configurations(level == "full"))
-    raise ValueError(f"model={model!r}; it is one of {', '.join(MODELS)}")
+    raise ValueError(f"model={model!r}; it must be one of {', '.join(MODELS)}")
 
 
 def workers(level: Level) -> Iterator[WorkersCase]:

@@ -107,7 +107,12 @@ def test_memory_that_is_further_away_takes_longer():
         ),
         ("hopper-gemm", {"arch": "gfx942"}, ValueError, "arch='gfx942'; hopper-gemm compiles for sm_90a"),
         ("portable-gemm", {"arch": "gfx90a"}, ValueError, "arch='gfx90a'; portable-gemm compiles for sm_90a, gfx942"),
-        ("portable-gemm", {"arch": "gfx942", "layout": "xy"}, ValueError, "layout='xy'; it is one of nn, nt, tn, tt"),
+        (
+            "portable-gemm",
+            {"arch": "gfx942", "layout": "xy"},
+            ValueError,
+            "layout='xy'; it must be one of nn, nt, tn, tt",
+        ),
         (
             "portable-gemm",
             {"arch": "sm_90a", "dtype": "float8_e4m3fnuz"},

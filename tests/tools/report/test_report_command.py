@@ -80,8 +80,8 @@ def test_a_page_is_made_again_of_its_json(run, asked, tmp_path):
 @pytest.mark.parametrize(("arguments", "says"), [
     (("--out", "x.pdf"), "--out x.pdf: the page ends with .html"),
     (("--out", "nowhere/x.html"), "there is no folder nowhere"),
-    (("--seconds", "0"), "--seconds 0: it is a positive number"),
-    (("--seconds", "nan"), "it is a positive number"),
+    (("--seconds", "0"), "--seconds 0: it must be a positive number"),
+    (("--seconds", "nan"), "it must be a positive number"),
     (("--gemm", "1,2"), "gemm 1,2: give M,N,K"),
     (("--shapes", "nowhere.txt"), "nowhere.txt: No such file"),
     (("--from", "nowhere.json"), "nowhere.json: No such file"),

@@ -140,7 +140,7 @@ def test_the_check_of_attention_knows_its_mask(causal, keys):
 
 
 def test_an_unknown_device_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="device='tpu': it is one of auto, cpu, cuda"):
+    with pytest.raises(ValueError, match="device='tpu': it must be one of auto, cpu, cuda"):
         measure.report([], device="tpu")
     monkeypatch.setattr(measure.doctor, "backend", lambda name: "no: torch sees no GPU")
     with pytest.raises(ValueError, match="device='cuda': torch sees no GPU; device='cpu' measures the CPU"):

@@ -18,7 +18,7 @@ def test_what_both_take_at_least():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="collective='gather'; it is one of all_reduce, all_gather"):
+    with pytest.raises(ValueError, match="collective='gather'; it must be one of all_reduce, all_gather"):
         beside.sweep_beside(SUITE, [0], ways(["torch"]), collective="gather")
     with pytest.raises(ValueError, match=r"head_start=-1\.0: it is 0 or more seconds"):
         beside.sweep_beside(SUITE, [0], ways(["torch"]), head_start=-1.0)

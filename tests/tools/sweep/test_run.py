@@ -148,9 +148,9 @@ def test_ways():
     assert ways(["dynamic", "torch"], [1, 2, 8]) == [
         Way("dynamic"), Way("dynamic", 2), Way("dynamic", 8), Way("torch"),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="implementation 'cublas': it is one of auto, static"):
+    with pytest.raises(ValueError, match="implementation 'cublas': it must be one of auto, static"):
         ways(["cublas"])
-    with pytest.raises(ValueError, match="queues 0: it is a positive whole number"):
+    with pytest.raises(ValueError, match="queues 0: it must be a positive whole number"):
         ways(["dynamic"], [0])
 
 

@@ -41,7 +41,7 @@ def test_a_file_of_ones_own(tmp_path):
         ("- 1", "a suite is a mapping with a list of `shapes`"),
         ("shapes: []", "a suite is a mapping with a list of `shapes`"),
         ("shapes: [{m: 1, n: 2, k: 3}]\nsize: 3", "size: a suite has `shapes` and `dtype`"),
-        ("dtype: int8\nshapes: [{m: 1, n: 2, k: 3}]", "dtype: 'int8'; it is one of bfloat16, float16, float32"),
+        ("dtype: int8\nshapes: [{m: 1, n: 2, k: 3}]", "dtype: 'int8'; it must be one of bfloat16, float16, float32"),
         ("shapes: [{m: 1, n: 2, k: 3}, {m: 1, n: 2}]", "shape 2: {'m': 1, 'n': 2}; a shape has m, n, k and"),
         ("shapes: [{m: 1, n: 2, k: 3, o: 4}]", "a shape has m, n, k and, if you like, name"),
         ("shapes: [{m: 0, n: 2, k: 3}]", "shape 1: m: 0; an extent is a positive whole number"),

@@ -163,7 +163,9 @@ def test_default_size_fits_a_screen(make_launch, workers):
 
 
 def test_a_picture_is_of_one_launch(make_launch, tmp_path):
-    with pytest.raises(TypeError, match=r"^draw: launch is a list; it is one launch, such as recorder.launches\[0\]$"):
+    with pytest.raises(
+        TypeError, match=r"^draw: launch is a list; it must be one launch, such as recorder.launches\[0\]$"
+    ):
         draw([make_launch(2)], tmp_path / "t.png")
 
 

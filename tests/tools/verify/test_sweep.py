@@ -233,11 +233,11 @@ def test_sizes_grow():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: verify.run("slow"), "level='slow'; it is one of quick, full"),
+        (lambda: verify.run("slow"), "level='slow'; it must be one of quick, full"),
         (
             lambda: verify.run("quick", models=["rings"]),
-            "model='rings'; it is one of workers, ring, product, shared, attention, gather, publish, sums, copies, "
-            "reduce, replay, dispatch, experts, sources",
+            "model='rings'; it must be one of workers, ring, product, shared, attention, gather, publish, sums, "
+            "copies, reduce, replay, dispatch, experts, sources",
         ),
         (lambda: verify.run("quick", jobs=0), "jobs=0"),
     ],

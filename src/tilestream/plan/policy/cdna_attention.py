@@ -240,7 +240,9 @@ def candidates(
     Each die has its own queue of heads. Its L2 keeps the keys and values of a group of heads.
     """
     if variant not in (None, *VARIANTS):
-        raise ValueError(f"variant={variant!r}; it is one of {', '.join(VARIANTS)}, or None for the model's choice")
+        raise ValueError(
+            f"variant={variant!r}; it must be one of {', '.join(VARIANTS)}, or None for the model's choice"
+        )
     require(refusal(problem, device))
     p, arch = problem, device.arch
     keys, values = parts_of(p.head_dim, arch), parts_of(p.head_dim_v, arch)

@@ -324,7 +324,9 @@ def candidates(
     `tilestream.plan.invariance`.
     """
     if variant not in (None, *VARIANTS):
-        raise ValueError(f"variant={variant!r}; it is one of {', '.join(VARIANTS)}, or None for the model's choice")
+        raise ValueError(
+            f"variant={variant!r}; it must be one of {', '.join(VARIANTS)}, or None for the model's choice"
+        )
     require(refusal(problem, device))
     keys = parts_of(problem) * width(problem)
     # Keys' columns take shared memory, but no registers. More than 128 columns leave room for small blocks only.
