@@ -251,7 +251,7 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
     alone: Forms = {
         "mm": lambda: torch.mm(a, w, out=whole),
         "ours mm": lambda: ts.matmul(a, w),
-        **{f"published {c}": publishing(a, w, whole, rank, m // world // c) for c in counts},
+        **{f"published {c}": publishing(a, w, whole, rank, m // world // c) for c in counts if a.is_cuda},
         "nccl": lambda: dist.reduce_scatter_tensor(part, whole),
         "copies": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*short, deadline=DEADLINE)),
         "handshake": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*little, deadline=DEADLINE)),
