@@ -39,7 +39,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("sections", nargs="?", help="with commas")
     made.add_argument("out", nargs="?", type=Path, help="folder of the records")
     made.add_argument("--seconds", type=float, default=540, help="for all sections (default: 540)")
-    made.add_argument("--dry", action="store_true", help="gemm, contention, attention transformers: on the CPU, small")
+    made.add_argument(
+        "--dry",
+        action="store_true",
+        help="gemm, contention, distributed, attention transformers, arrival experts: on the CPU, with small extents",
+    )
     made.add_argument("--name", help="name of the record, where a run measures a part of it")
     made.add_argument("--shapes", help="MxNxK,... instead of the section's own")
     made.add_argument("--rounds", type=int, help="samples of each call")
@@ -49,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
         "--seed", type=int, default=1, help="gemm random: what is drawn (default: 1; 1 and 2 are published)"
     )
     made.add_argument("--count", type=int, default=200, help="gemm random: how many problems (default: 200)")
-    made.add_argument("--resume", type=Path, help="gemm random: the record of a run that was cut off, to go on with")
+    made.add_argument(
+        "--resume", type=Path, help="the record, or the folder of records, of a run that was cut off, to go on with"
+    )
     made.add_argument("--copiers", type=lambda text: [int(count) for count in text.split(",")], default=[],
                       help="arrival stream: counts of workers that copy, instead of peers")  # fmt: skip
     made.add_argument("--portable", action="store_true", help="arrival stream: by the portable kernel")

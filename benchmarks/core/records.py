@@ -77,12 +77,20 @@ class Record:
         Of the file, without its ending.
     out
         The record lies in a folder of this one that is named by the device.
+    resume
+        What to begin with: see `resume`. It may lie where this one will.
     """
 
-    def __init__(self, name: str, out: Path, *, cpu: bool = False, **extra: Any) -> None:
+    def __init__(
+        self, name: str, out: Path, *, cpu: bool = False, resume: Path | None = None, **extra: Any
+    ) -> None:  # fmt: skip
         found = about(name, cpu)
         self.path = out / ("cpu" if cpu else folder_of(found["device"])) / f"{name}.json"
         self.data: Data = {**found, **extra, "failures": [], "missing": [], "rows": []}
+        #: What the rows of the run that was cut off are known by.
+        self.earlier: set[str] = set()
+        if resume is not None:
+            self.resume(resume)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.write()
 
@@ -100,11 +108,20 @@ class Record:
     def resume(self, path: Path) -> None:
         """Begin with the rows of a run that was cut off.
 
+        Parameters
+        ----------
+        path
+            Its record, or the folder that it wrote records to; with none of this name there, nothing is begun with.
+
         Raises
         ------
         ValueError
             If it is the record of something else, or of another device or version: rows of one record are of one.
         """
+        if path.is_dir():
+            path = path / self.path.parent.name / self.path.name
+            if not path.exists():
+                return
         earlier = load(path)
         for key in ("name", "device", "torch", "triton", "tilestream", "commit"):
             if earlier[key] != self.data[key]:
@@ -112,7 +129,7 @@ class Record:
                     f"--resume {path}: its {key} is {earlier[key]!r}, this run's {self.data[key]!r}: measure anew"
                 )
         self.rows.extend(earlier["rows"])
-        self.write()
+        self.earlier = {row["item"] for row in earlier["rows"] if "item" in row}
 
     def fail(self, what: str) -> None:
         """Note what went wrong."""

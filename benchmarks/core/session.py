@@ -39,7 +39,7 @@ class Session:
         self.options = options
         self.out: Path = options.out or RESULTS
         self.dry: bool = options.dry
-        self.bad = 0
+        self.bad, self.section = 0, ""
         self.end = self.section_end = time.monotonic() + options.seconds
         self._records: dict[str, Record] = {}
 
@@ -69,6 +69,7 @@ class Session:
         """Run the named sections in order, each with its share of the time; how many things went wrong."""
         try:
             for index, name in enumerate(names):
+                self.section = name
                 self.begin(sections[name].seconds / sum(sections[other].seconds for other in names[index:]))
                 if not name.startswith("_"):
                     print(f"== {name}, {self.left:.0f} s", flush=True)
@@ -91,11 +92,14 @@ class Session:
 
     # Records ----------------------------------------------------------------------------------------------------------
 
-    def record(self, name: str, **extra: Any) -> Record:
-        """The record of that name, or the one that ``--name`` names; sections of one run share it."""
+    def record(self, name: str, *, cpu: bool = False, **extra: Any) -> Record:
+        """The record of that name, or the one that ``--name`` names; sections of one run share it.
+
+        It begins with the rows of the run that ``--resume`` names.
+        """
         name = self.options.name or name
         if name not in self._records:
-            self._records[name] = Record(name, self.out, **extra)
+            self._records[name] = Record(name, self.out, cpu=cpu, resume=self.options.resume, **extra)
         self._records[name].data.update(extra)
         return self._records[name]
 
@@ -113,9 +117,10 @@ class Session:
         """Measure each item while there is time; write after each, keep failures and go on.
 
         A section whose first items all fail is given up: the others would fail, too. ``measure`` may return None where
-        there is nothing to write.
+        there is nothing to write. A row keeps its item's name, by which a run with ``--resume`` knows that it is there.
         """
-        items, begin, before = list(items), time.monotonic(), len(record.rows)
+        items = [item for item in items if self.key_of(item) not in record.earlier]
+        begin, before = time.monotonic(), len(record.rows)
         lasting: list[float] = []
         earlier, done = list(record.data["missing"]), 0
 
@@ -139,7 +144,7 @@ class Session:
                     self.failed(record, item, error)
                 else:
                     if row is not None:
-                        record.rows.append(row)
+                        record.rows.append({"item": self.key_of(item), **row})
                         print(f"{time.monotonic() - begin:6.1f} s  {summary(row)}", flush=True)
                 done += 1
                 if done > 1:  # the first item may have taken long to compile
@@ -151,6 +156,10 @@ class Session:
         finally:
             if missing := write():
                 print(f"not measured: {', '.join(missing)}", flush=True)
+
+    def key_of(self, item: Any) -> str:
+        """What a row is known by: its section, and its item's name."""
+        return f"{self.section} {name_of(item)}".strip()
 
     def free(self) -> None:
         """Give memory back after a row. Raises if the device is lost: then nothing more can be measured."""

@@ -28,7 +28,19 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.floors import judged
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, operands, record_of, slowest
+from benchmarks.distributed.ranks import (
+    BF16,
+    DEADLINE,
+    Forms,
+    MeetingClock,
+    device,
+    operands,
+    record_of,
+    rows_of,
+    slowest,
+    small,
+    synchronize,
+)
 from tilestream import distributed as tsd
 from tilestream.core.protocols.gather import Way
 from tilestream.distributed.dispatch import WAYS, trial
@@ -69,7 +81,7 @@ def attempt(function: Callable[[], Any]) -> str:
     """What went wrong on this rank, or nothing."""
     try:
         function()
-        torch.cuda.synchronize()
+        synchronize()
         ts.check()
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
@@ -154,7 +166,7 @@ def gather_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> di
 
     torch.manual_seed(rank)
     a, w = operands(m // world, n, k)
-    full = torch.empty(m, k, device="cuda", dtype=BF16)
+    full = torch.empty(m, k, device=device(), dtype=BF16)
     name = dist.group.WORLD.group_name
     dist.all_gather_into_tensor(full, a)
     exact = full.double() @ w.double()
@@ -206,8 +218,8 @@ def publishing(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rank: int, r
 def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> dict[str, Any]:
     torch.manual_seed(rank)
     a, w = operands(m, n, k)
-    part = torch.empty(m // world, n, device="cuda", dtype=BF16)
-    whole = torch.empty(m, n, device="cuda", dtype=BF16)
+    part = torch.empty(m // world, n, device=device(), dtype=BF16)
+    whole = torch.empty(m, n, device=device(), dtype=BF16)
     name = dist.group.WORLD.group_name
     exact = a.double() @ w.double()
     dist.all_reduce(exact)
@@ -239,7 +251,7 @@ def scatter_row(m: int, n: int, k: int, world: int, rank: int, rounds: int) -> d
     alone: Forms = {
         "mm": lambda: torch.mm(a, w, out=whole),
         "ours mm": lambda: ts.matmul(a, w),
-        **{f"published {c}": publishing(a, w, whole, rank, m // world // c) for c in counts},
+        **{f"published {c}": publishing(a, w, whole, rank, m // world // c) for c in counts if a.is_cuda},
         "nccl": lambda: dist.reduce_scatter_tensor(part, whole),
         "copies": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*short, deadline=DEADLINE)),
         "handshake": on_trial(True, 1, lambda: tsd.matmul_reduce_scatter(*little, deadline=DEADLINE)),
@@ -266,14 +278,15 @@ def measured(
 
 
 def gather(rank: int, world: int, session: Session) -> None:
-    import torch.distributed._symmetric_memory  # torch's fused ops are there from here on
+    import torch.distributed._symmetric_memory  # noqa: F401  # torch's fused ops are there from here on
 
     op, record = session.options.op, record_of(session, rank, "all_gather")
-    work = [(gather_row, shape) for shape in gathers(world) if op != "scatter"]
-    work += [(scatter_row, shape) for shape in scatters(world) if op != "gather"]
-    for make_row, (m, n, k) in work:
-        row = make_row(m, n, k, world, rank, session.options.rounds or 15)
-        torch.cuda.empty_cache()
-        if record is not None:
-            record.add(row)
-            print({name: value for name, value in row.items() if name not in ("errors", "why")}, flush=True)
+    work = [("gather", gather_row, shape) for shape in gathers(world) if op != "scatter"]
+    work += [("scatter", scatter_row, shape) for shape in scatters(world) if op != "gather"]
+    made = {(name, *shape): make_row for name, make_row, shape in work}
+
+    def measure(item: tuple[str, int, int, int]) -> dict[str, Any]:
+        m, n, k = (small(session, extent) for extent in item[1:])
+        return made[item](m, n, k, world, rank, session.options.rounds or 15)
+
+    rows_of(session, record, made, measure)

@@ -25,12 +25,14 @@ import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.all_gather import checked
 from benchmarks.distributed.calls import Replayed, wall_us
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, record_of, slowest
+from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, device, record_of, rows_of, slowest
 from tilestream import distributed as tsd
 
 #: Model: width, hidden, heads of queries, heads of keys; a head has 128 columns.
-MODELS = {"8B": (4096, 14336, 32, 8), "70B": (8192, 28672, 64, 8)}
+MODELS = {"8B": (4096, 14336, 32, 8), "70B": (8192, 28672, 64, 8), "dry": (512, 512, 4, 2)}
 PREFILL, DECODE = (2048, 8192), (1, 16, 64, 256)
+#: Models of a run, and its tokens; of a dry one, the second.
+RUNS = {False: (("8B", "70B"), PREFILL, DECODE), True: (("dry",), (32,), (2,))}
 _HEAD = 128
 #: Cycles that the GPU sleeps while the host issues: 5 ms and more.
 _PAUSE = 10_000_000
@@ -57,7 +59,7 @@ class Weights(NamedTuple):
             (2 * hidden // world, width),
             (width, hidden // world),
         )
-        return cls(*((torch.randn(n, k, device="cuda") * k**-0.5).to(BF16).t() for n, k in shapes))
+        return cls(*((torch.randn(n, k, device=device()) * k**-0.5).to(BF16).t() for n, k in shapes))
 
 
 def attended(qkv: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
@@ -118,45 +120,51 @@ def ways_of(prefill: bool) -> dict[str, tuple[Gather, Gather]]:
 def _measure(rank: int, world: int, session: Session, of: str, made: Callable[[Callable[[], Any]], Forms]) -> None:
     """``made``: the ways in which a block's call is run, by name."""
     record, clock, shuffle = record_of(session, rank, of), MeetingClock(_PAUSE), random.Random(0).shuffle
-    for model in MODELS:
-        torch.manual_seed(rank)
-        weights = Weights.random(model, world)
-        for tokens, prefill in (*((n, True) for n in PREFILL), *((n, False) for n in DECODE)):
-            torch.manual_seed(100 + rank if prefill else 100)
-            x = torch.randn(tokens // world if prefill else tokens, MODELS[model][0], device="cuda").to(BF16)
-            blocks = {name: block(model, world, weights, *how) for name, how in ways_of(prefill).items()}
-            with torch.no_grad():
-                exact = blocks["nccl"](x).double()
-                ways: Forms = {
-                    f"{name} {how}": call
-                    for name, run in blocks.items()
-                    for how, call in made(lambda run=run, x=x: run(x)).items()  # type: ignore[misc]
-                }
-                right, errors, failures = checked(ways, exact)
-                samples: dict[str, dict[str, list[float]]] = {
-                    what: {name: [] for name in right} for what in ("gpu us", "wall us")
-                }
-                names = list(right)
-                for _ in range(session.options.rounds or 7):
-                    shuffle(names)
-                    for name in names:
-                        samples["gpu us"][name].append(clock(right[name])[0] * 1e3)
-                        samples["wall us"][name].append(wall_us(right[name]))
-            ts.check()
-            row = {"model": model, "tokens": tokens, "prefill": prefill, "errors": errors, "failures": failures}
-            row |= {what: slowest(found) for what, found in samples.items()}
-            if record is not None:
-                record.data["failures"] += [f"{model} {tokens} {name}: {text}" for name, text in failures.items()]
-                record.add(row)
-                print({name: value for name, value in row.items() if name != "errors"}, flush=True)
-            torch.cuda.empty_cache()
+    models, prefills, decodes = RUNS[session.dry]
+    kept: dict[str, Weights] = {}
+
+    def measure(item: tuple[str, str, int]) -> dict[str, Any]:
+        model, prefill, tokens = item[0], item[1] == "prefill", item[2]
+        if model not in kept:
+            kept.clear()
+            torch.manual_seed(rank)
+            kept[model] = Weights.random(model, world)
+        torch.manual_seed(100 + rank if prefill else 100)
+        x = torch.randn(tokens // world if prefill else tokens, MODELS[model][0], device=device()).to(BF16)
+        blocks = {name: block(model, world, kept[model], *how) for name, how in ways_of(prefill).items()}
+        with torch.no_grad():
+            exact = blocks["nccl"](x).double()
+            ways: Forms = {
+                f"{name} {how}": call
+                for name, run in blocks.items()
+                for how, call in made(lambda run=run, x=x: run(x)).items()  # type: ignore[misc]
+            }
+            right, errors, failures = checked(ways, exact)
+            samples: dict[str, dict[str, list[float]]] = {
+                what: {name: [] for name in right} for what in ("gpu us", "wall us")
+            }
+            names = list(right)
+            for _ in range(session.options.rounds or 7):
+                shuffle(names)
+                for name in names:
+                    samples["gpu us"][name].append(clock(right[name])[0] * 1e3)
+                    samples["wall us"][name].append(wall_us(right[name]))
+        ts.check()
+        row = {"model": model, "tokens": tokens, "prefill": prefill, "errors": errors, "failures": failures}
+        return row | {what: slowest(found) for what, found in samples.items()}
+
+    shapes = [(kind, n) for kind, of_kind in (("prefill", prefills), ("decode", decodes)) for n in of_kind]
+    rows_of(session, record, [(model, *shape) for model in models for shape in shapes], measure)
 
 
 def served(rank: int, world: int, session: Session) -> None:
     """Eager and compiled."""
-    _measure(
-        rank, world, session, "served", lambda call: {"eager": call, "compiled": torch.compile(call, dynamic=False)}
-    )
+    backend = "eager" if session.dry else "inductor"
+
+    def made(call: Callable[[], Any]) -> Forms:
+        return {"eager": call, "compiled": torch.compile(call, dynamic=False, backend=backend)}
+
+    _measure(rank, world, session, "served", made)
 
 
 def served_captured(rank: int, world: int, session: Session) -> None:

@@ -28,7 +28,20 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.all_gather import checked
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, operands, record_of, slowest
+from benchmarks.distributed.ranks import (
+    BF16,
+    DEADLINE,
+    Forms,
+    MeetingClock,
+    device,
+    operands,
+    pause,
+    record_of,
+    rows_of,
+    slowest,
+    small,
+    synchronize,
+)
 from tilestream import distributed as tsd
 
 #: Op, rows of all ranks, N and K of one rank; those that are measured first count most.
@@ -53,7 +66,7 @@ _MANY = 30
 def gathers(m: int, n: int, k: int, world: int) -> tuple[Forms, torch.Tensor]:
     """The ways of a gather, and the exact answer."""
     a, w = operands(m // world, n, k)
-    full, name = torch.empty(m, k, device="cuda", dtype=BF16), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    full, name = torch.empty(m, k, device=device(), dtype=BF16), dist.group.WORLD.group_name  # type: ignore[union-attr]
     dist.all_gather_into_tensor(full, a)
     exact = full.double() @ w.double()
 
@@ -72,7 +85,7 @@ def gathers(m: int, n: int, k: int, world: int) -> tuple[Forms, torch.Tensor]:
 def sums(m: int, n: int, k: int, world: int) -> tuple[Forms, torch.Tensor]:
     """The ways of a reduce-scatter, and the exact answer."""
     a, w = operands(m, n, k)
-    part, name = torch.empty(m // world, n, device="cuda", dtype=BF16), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    part, name = torch.empty(m // world, n, device=device(), dtype=BF16), dist.group.WORLD.group_name  # type: ignore[union-attr]
     exact = a.double() @ w.double()
     dist.all_reduce(exact)
 
@@ -113,15 +126,15 @@ WAYS: dict[str, Callable[[int, int, int, int], tuple[Forms, torch.Tensor]]] = {
 
 def idle() -> None:
     """Wait until all ranks are here, and their GPUs have nothing to do."""
-    torch.cuda.synchronize()
+    synchronize()
     dist.barrier()
-    torch.cuda.synchronize()
+    synchronize()
 
 
 def host_us(call: Callable[[], Any]) -> float:
     """To issue the second of two calls."""
     idle()
-    torch.cuda._sleep(_PAUSE)
+    pause(_PAUSE)
     call()
     begin = time.perf_counter()
     call()
@@ -131,22 +144,28 @@ def host_us(call: Callable[[], Any]) -> float:
 def wall_us(call: Callable[[], Any]) -> float:
     """Of one of many calls, from idle to idle."""
     idle()
-    begin = time.perf_counter()
-    for _ in range(_MANY):
+    begin, many = time.perf_counter(), _MANY if torch.cuda.is_available() else 2
+    for _ in range(many):
         call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e6 / _MANY
+    synchronize()
+    return (time.perf_counter() - begin) * 1e6 / many
 
 
 class Replayed:
-    """A call that is captured when it is first made, behind three eager ones, and replayed from then on."""
+    """A call that is captured when it is first made, behind three eager ones, and replayed from then on.
+
+    Without a GPU it is made again.
+    """
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call, self._graph = call, torch.cuda.CUDAGraph()
+        self._call = call
+        self._graph = torch.cuda.CUDAGraph() if torch.cuda.is_available() else None
         self._out: Any = None
 
     def __call__(self) -> Any:
         """Replay it; its result, in the graph's memory."""
+        if self._graph is None:
+            return self._call()
         if self._out is None:
             for _ in range(3):
                 self._call()
@@ -175,7 +194,9 @@ def _measure(
     import torch.distributed._symmetric_memory  # torch's fused ops are there from here on
 
     record, clock, shuffle = record_of(session, rank, of), MeetingClock(_PAUSE), random.Random(0).shuffle
-    for op, m, n, k in rows:
+
+    def measure_row(item: tuple[str, int, int, int]) -> dict[str, Any]:
+        op, (m, n, k) = item[0], (small(session, extent) for extent in item[1:])
         torch.manual_seed(rank)
         plain, exact = WAYS[op](m, n, k, world)
         ways = {way: made(call) for way, call in plain.items()}
@@ -197,9 +218,6 @@ def _measure(
         ts.check()
         row = {"op": op, "m": m, "n": n, "k": k, "failures": failures, "errors": errors}
         row |= {what: slowest(found) for what, found in samples.items()}
-        row |= {"host us, least": {name: round(min(found), 1) for name, found in samples["host us"].items()}}
-        if record is not None:
-            record.data["failures"] += [f"{op} {m}x{n}x{k} {name}: {text}" for name, text in failures.items()]
-            record.add(row)
-            print({name: value for name, value in row.items() if name != "errors"}, flush=True)
-        torch.cuda.empty_cache()
+        return row | {"host us, least": {name: round(min(found), 1) for name, found in samples["host us"].items()}}
+
+    rows_of(session, record, rows, measure_row)

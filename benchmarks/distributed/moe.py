@@ -26,13 +26,15 @@ import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.all_gather import checked
 from benchmarks.distributed.calls import Replayed, host_us, wall_us
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, record_of, slowest
+from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, device, record_of, rows_of, slowest
 from tilestream import distributed as tsd
 from tilestream.distributed.graph_experts import sort
 
 #: Name, width, hidden width, experts of all ranks, experts of a token.
 WIDTHS = [("Mixtral 8x7B", 4096, 14336, 8, 2), ("Qwen3-30B-A3B", 2048, 768, 128, 8), ("gpt-oss-20b", 2880, 2880, 32, 4)]
 TOKENS = (256, 1024, 4096, 16384)
+#: Widths and tokens of a dry run.
+DRY, DRY_TOKENS = [("dry", 64, 96, 8, 2)], (16,)
 #: By what power of its rank an expert's share of the tokens falls: none, and Zipf's.
 SKEWS = {"uniform": 0.0, "Zipf": 1.0}
 _PAUSE = 6_000_000
@@ -40,11 +42,11 @@ _PAUSE = 6_000_000
 
 def choices(tokens: int, experts: int, top_k: int, power: float, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a router of this skew chooses, the same in each run: weights, and experts that differ in a token."""
-    seeded = torch.Generator("cuda").manual_seed(100 + rank)
-    logits = -power * torch.arange(1, experts + 1, device="cuda").log()
-    noise = torch.empty(tokens, experts, device="cuda").exponential_(generator=seeded)
+    seeded = torch.Generator(device()).manual_seed(100 + rank)
+    logits = -power * torch.arange(1, experts + 1, device=device()).log()
+    noise = torch.empty(tokens, experts, device=device()).exponential_(generator=seeded)
     _, chosen = (logits - noise.log()).topk(top_k)
-    return torch.rand(tokens, top_k, generator=seeded, device="cuda").softmax(-1), chosen
+    return torch.rand(tokens, top_k, generator=seeded, device=device()).softmax(-1), chosen
 
 
 class Mixture:
@@ -53,16 +55,16 @@ class Mixture:
     def __init__(self, rank: int, world: int, tokens: int, power: float, shape: tuple[int, int, int, int]) -> None:
         width, hidden, experts, self.top_k = shape
         self.world, self.experts, self.tokens = world, experts, tokens
-        seeded = torch.Generator("cuda").manual_seed(rank)
+        seeded = torch.Generator(device()).manual_seed(rank)
 
         def made(*of: int) -> torch.Tensor:
-            return (torch.randn(*of, generator=seeded, device="cuda") * of[-1] ** -0.5).to(BF16)
+            return (torch.randn(*of, generator=seeded, device=device()) * of[-1] ** -0.5).to(BF16)
 
         own = experts // world
         self.w13 = made(own, 2 * hidden, width)  # stacked, as vLLM and SGLang keep them
         self.w1, self.w3 = self.w13.chunk(2, 1)
         self.w2 = made(own, width, hidden)
-        self.x = torch.randn(tokens, width, generator=seeded, device="cuda").to(BF16)
+        self.x = torch.randn(tokens, width, generator=seeded, device=device()).to(BF16)
         self.weights, self.chosen = choices(tokens, experts, self.top_k, power, rank)
 
     def ours(self, form: str = "fused") -> torch.Tensor:
@@ -87,7 +89,7 @@ class Mixture:
         sent, received = torch.stack([x.view(self.world, -1).sum(1) for x in (counts, theirs)]).tolist()
         rows = self.x.new_empty(sum(received), self.x.shape[1])
         dist.all_to_all_single(rows, self.x[found.order // self.top_k], received, sent)
-        expert = torch.arange(len(self.w1), device="cuda").repeat(self.world)
+        expert = torch.arange(len(self.w1), device=device()).repeat(self.world)
         expert = expert.repeat_interleave(theirs.long(), output_size=len(rows))
         order = expert.argsort(stable=True)
         ends = theirs.view(self.world, -1).sum(0).cumsum(0).int()
@@ -110,7 +112,7 @@ class Mixture:
 
     def exact(self) -> torch.Tensor:
         """In float64, expert by expert; each rank's weights are sent to all."""
-        out = torch.zeros(self.x.shape, dtype=torch.float64, device="cuda")
+        out = torch.zeros(self.x.shape, dtype=torch.float64, device=device())
         for rank in range(self.world):
             for e in range(len(self.w1)):
                 w1, w3, w2 = (w[e].clone() for w in (self.w1, self.w3, self.w2))
@@ -143,28 +145,27 @@ def _ways(mixture: Mixture, shared: bool) -> tuple[Forms, Forms]:
 def moe(rank: int, world: int, session: Session) -> None:
     """All of it; a smoke where ranks share a GPU."""
     os.environ["TILESTREAM_MOE_RANKS"] = "1"
-    shared = torch.cuda.device_count() < world
+    shared = not session.dry and torch.cuda.device_count() < world
     record = record_of(session, rank, "moe_shared" if shared else "moe")
     clock, shuffle = MeetingClock(_PAUSE), random.Random(0).shuffle
-    for name, *shape in WIDTHS:
-        for tokens in TOKENS[:2] if shared else TOKENS:
-            for skew, power in SKEWS.items():
-                mixture = Mixture(rank, world, tokens, power, tuple(shape))  # type: ignore[arg-type]
-                said, exact = mixture.plan(), mixture.exact()
-                ways, alone = _ways(mixture, shared)
-                right, errors, failures = checked(ways, exact)
-                del exact
-                row: dict[str, Any] = {
-                    "op": "moe", "of": name, "skew": skew, "tokens": tokens, "width": shape[0], "hidden": shape[1],
-                    "experts": shape[2], "top_k": shape[3], "plan": said, "errors": errors, "failures": failures,
-                }  # fmt: skip
-                row |= _measured({**right, **alone}, clock, shuffle, session.options.rounds or 9)
-                if record is not None:
-                    record.data["failures"] += [f"{name} {tokens} {skew} {way}: {why}" for way, why in failures.items()]
-                    record.add(row)
-                    print({key: value for key, value in row.items() if key not in ("errors", "plan")}, flush=True)
-                del mixture, ways, alone, right
-                torch.cuda.empty_cache()
+    widths = {name: shape for name, *shape in (DRY if session.dry else WIDTHS)}
+    counts = DRY_TOKENS if session.dry else TOKENS[:2] if shared else TOKENS
+
+    def measure(item: tuple[str, int, str]) -> dict[str, Any]:
+        name, tokens, skew = item
+        shape = widths[name]
+        mixture = Mixture(rank, world, tokens, SKEWS[skew], tuple(shape))  # type: ignore[arg-type]
+        said, exact = mixture.plan(), mixture.exact()
+        ways, alone = _ways(mixture, shared)
+        right, errors, failures = checked(ways, exact)
+        del exact
+        row: dict[str, Any] = {
+            "op": "moe", "of": name, "skew": skew, "tokens": tokens, "width": shape[0], "hidden": shape[1],
+            "experts": shape[2], "top_k": shape[3], "plan": said, "errors": errors, "failures": failures,
+        }  # fmt: skip
+        return row | _measured({**right, **alone}, clock, shuffle, session.options.rounds or 9)
+
+    rows_of(session, record, [(name, n, skew) for name in widths for n in counts for skew in SKEWS], measure)
 
 
 def _measured(

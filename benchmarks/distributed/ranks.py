@@ -1,4 +1,7 @@
-"""What benchmarks across GPUs share: a process a GPU, a call timed on all at once, the profiler's activities."""
+"""What benchmarks across GPUs share: a process a GPU, a call timed on all at once, the profiler's activities.
+
+With ``--dry`` the ranks are two of the CPU, over gloo, and extents are small: the same code, meaningless figures.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +23,7 @@ import torch.multiprocessing as mp
 import tilestream as ts
 from benchmarks.core.records import Record
 from benchmarks.core.section import Section
-from benchmarks.core.session import Session
+from benchmarks.core.session import Session, name_of
 
 #: Bytes that are written to flush L2.
 _FLUSH = 256 << 20
@@ -43,13 +46,76 @@ class Ranks(Session):
         """Start the processes, and wait for them."""
         world = max(torch.cuda.device_count(), 2)  # a section that one GPU suffices for has two ranks on it
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, args=(world, f"{folder}/store", section, self.options), nprocs=world)
+            given = world, f"{folder}/store", section, self.options, self.section_end
+            mp.spawn(_rank, args=given, nprocs=world)
+
+
+def device() -> str:
+    """Where operands are: a dry run has none of GPUs."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize() -> None:
+    """Wait for this rank's GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def pause(cycles: int) -> None:
+    """The GPU does nothing for so many cycles."""
+    if torch.cuda.is_available():
+        torch.cuda._sleep(cycles)
+
+
+def give_back() -> None:
+    """Give memory of the allocator back to the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def small(session: Session, extent: int) -> int:
+    """An extent; a small one in a dry run."""
+    return max(extent // 64 // 8 * 8, 8) if session.dry else extent
 
 
 def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A ``[m, k]``, and a Linear's weight as ``[k, n]``; bf16."""
-    a, w = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") * k**-0.5
+    a, w = torch.randn(m, k, device=device()), torch.randn(n, k, device=device()) * k**-0.5
     return a.to(BF16), w.to(BF16).t()
+
+
+def rows_of(
+    session: Session, record: Record | None, items: Iterable[Any], measure: Callable[[Any], dict[str, Any]]
+) -> None:  # fmt: skip
+    """Measure items on all ranks while rank 0 has time; those that rank 0's record has rows of are left out.
+
+    Rank 0 writes after each row. ``measure`` returns a row whose ``failures`` are by form. An item is begun if the
+    section's time is not over by then, and twice the longest one so far fits in.
+    """
+    items, longest, begin = list(items), 0.0, time.monotonic()
+    there = set() if record is None else record.earlier
+    if record is not None:
+        record.data["missing"] = [name_of(item) for item in items if name_of(item) not in there]
+        record.write()
+    for item in items:
+        going: list[Any] = [name_of(item) not in there, session.left > 2 * longest]
+        dist.broadcast_object_list(going, 0)
+        if not going[0]:
+            continue
+        if not going[1]:
+            break
+        started = time.monotonic()
+        row = measure(item)
+        longest = max(longest, time.monotonic() - started)
+        give_back()
+        if record is not None:
+            record.data["missing"].remove(name_of(item))
+            record.data["seconds"] = round(time.monotonic() - begin, 1)
+            failures = row.get("failures", {})
+            record.data["failures"] += [f"{name_of(item)} {name}: {text}" for name, text in failures.items()]
+            record.add({"item": name_of(item), **row})
+            shown = {name: value for name, value in row.items() if name not in ("errors", "plan", "why")}
+            print(f"{record.data['seconds']:6.1f} s ", shown, flush=True)
 
 
 def record_of(session: Session, rank: int, name: str, **extra: Any) -> Record | None:
@@ -58,16 +124,24 @@ def record_of(session: Session, rank: int, name: str, **extra: Any) -> Record | 
     return session.record(f"{name}_x{world}", world=world, **extra) if rank == 0 else None
 
 
-def _rank(rank: int, world: int, where: str, section: Section, options: argparse.Namespace) -> None:
+def _rank(
+    rank: int, world: int, where: str, section: Section, options: argparse.Namespace, end: float
+) -> None:  # fmt: skip
     shared = torch.cuda.device_count() < world
-    if shared:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    torch.cuda.set_device(0 if shared else rank)
+    if options.dry:
+        torch.set_num_threads(1)
+        torch.cuda.is_available = lambda: False
+    else:
+        if shared:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        torch.cuda.set_device(0 if shared else rank)
     dist.init_process_group(
         "gloo" if shared else "cpu:gloo,cuda:nccl", init_method=f"file://{where}", rank=rank, world_size=world,
         timeout=timedelta(seconds=TIMEOUT),
     )  # fmt: skip
-    section.load()(rank, world, Session(options))
+    session = Session(options)
+    session.end = session.section_end = end
+    section.load()(rank, world, session)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -82,11 +156,17 @@ class MeetingClock:
     """
 
     def __init__(self, pause: int) -> None:
-        self._flush = torch.empty(_FLUSH, dtype=torch.uint8, device="cuda")
-        self._meet, self._pause = torch.zeros(1, device="cuda"), pause
+        on_gpu = torch.cuda.is_available()
+        self._flush = torch.empty(_FLUSH if on_gpu else 0, dtype=torch.uint8, device=device())
+        self._meet, self._pause = torch.zeros(1, device=device()), pause
 
     def __call__(self, function: Callable[[], Any]) -> tuple[float, float]:
         """Milliseconds of one call, and what issuing it cost the host."""
+        if not torch.cuda.is_available():
+            dist.all_reduce(self._meet)
+            issue = time.perf_counter()
+            function()
+            return (ms := (time.perf_counter() - issue) * 1e3), ms
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         dist.all_reduce(self._meet)  # so that no rank is still at the call before
@@ -105,7 +185,7 @@ class MeetingClock:
 
 def slowest(times: Mapping[str, list[float]]) -> dict[str, float]:
     """The median of each, and of those the largest over ranks."""
-    medians = torch.tensor([statistics.median(of) for of in times.values()]).cuda()
+    medians = torch.tensor([statistics.median(of) for of in times.values()], device=device())
     dist.all_reduce(medians, dist.ReduceOp.MAX)
     return {name: round(ms, 4) for name, ms in zip(times, medians.tolist(), strict=True)}
 

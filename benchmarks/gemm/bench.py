@@ -69,9 +69,7 @@ class Bench(Session):
         return compile_ahead("gemm", what, text, str(self.options.within), limit=limit)
 
     def unmeasured(self, record: Record, problems: dict[Draw, int]) -> dict[Draw, int]:
-        """The problems that ``--resume`` has no rows of, with their numbers; its rows become the record's first."""
-        if self.options.resume:
-            record.resume(self.options.resume)
+        """The problems that ``--resume`` has no rows of, with their numbers."""
         done = {row["shape"] for row in record.rows}
         return {problem: number for problem, number in problems.items() if str(problem) not in done}
 

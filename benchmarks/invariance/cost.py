@@ -1,15 +1,20 @@
 """What the promise costs: plans with and without it, cuBLAS and the peers that promise it, in one process, in turns.
 
-Peers are on PYTHONPATH, in a folder of their own: ``pip download --no-deps sgemm-bi==0.1.2``, unpacked; and
-``batch_invariant_ops`` of https://github.com/thinking-machines-lab/batch_invariant_ops. One that is not there is left
-out. Attention has no such peer: it is timed beside itself.
+Peers are on PYTHONPATH, in a folder of their own: ``pip download --no-deps sgemm-bi==0.1.2``, unpacked;
+``batch_invariant_ops`` of https://github.com/thinking-machines-lab/batch_invariant_ops; and vLLM 0.33, or of its wheel
+``vllm/model_executor/determinism`` alone (``unzip vllm-*.whl 'vllm/model_executor/determinism/*'``). One that is
+not there is left out. Attention has no such peer: it is timed beside itself.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -45,14 +50,20 @@ def promised(call: Callable[[], Any]) -> Callable[[], Any]:
 def peers() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
     """What multiplies ``x @ w.t()`` with the same promise, where it is installed."""
     found: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
-    try:
-        peer = importlib.import_module("batch_invariant_ops")
-        found["batch_invariant_ops"] = lambda x, w: peer.matmul_persistent(x, w.t())
-    except ImportError:
-        pass
+    modules = {"batch_invariant_ops": _batch_invariant_ops, "vllm": _vllm}
+    for name, module in modules.items():
+        try:
+            multiply = module().matmul_persistent
+        except ImportError:
+            continue
+        found[name] = lambda x, w, multiply=multiply: multiply(x, w.t())
     try:
         engine = importlib.import_module("sgemm_bi").Engine(0)
     except (ImportError, RuntimeError):
+        return found
+    except BaseException as error:  # of a Rust extension that has no driver
+        if type(error).__name__ != "PanicException":
+            raise
         return found
     kept: dict[int, torch.Tensor] = {}
 
@@ -69,6 +80,52 @@ def peers() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
 
     found["sgemm-bi"] = sgemm
     return found
+
+
+def _batch_invariant_ops() -> ModuleType:
+    return importlib.import_module("batch_invariant_ops.batch_invariant_ops")
+
+
+def _vllm() -> ModuleType:
+    """The module of such kernels that vLLM has; alone, it has stand-ins for what it imports of the rest of vLLM."""
+    name = "vllm.model_executor.determinism.batch_invariant"
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        pass
+    import triton
+    import triton.language as tl
+
+    own = [Path(at) / "vllm" / "model_executor" for at in sys.path]
+    paths = [str(at) for at in own if (at / "determinism" / "batch_invariant.py").exists()]
+
+    def units(device: int | None = 0) -> int:
+        return torch.cuda.get_device_properties(device or 0).multi_processor_count
+
+    def capability() -> SimpleNamespace:
+        major, minor = torch.cuda.get_device_capability()
+        return SimpleNamespace(major=major, minor=minor)
+
+    yes, no = (lambda: True), (lambda: False)
+    platform = SimpleNamespace(
+        is_cuda=yes, is_cuda_alike=yes, is_rocm=no, is_xpu=no, get_device_capability=capability
+    )  # fmt: skip
+    has: dict[str, dict[str, Any]] = {
+        "vllm": {}, "vllm.envs": {}, "vllm.model_executor": {"__path__": paths}, "vllm.utils": {},
+        "vllm.platforms": {"current_platform": platform}, "vllm.platforms.interface": {"DeviceCapability": object},
+        "vllm.triton_utils": {"tl": tl, "triton": triton},
+        "vllm.utils.mem_utils": {"get_max_shared_memory_bytes": lambda: 232448},
+        "vllm.utils.nccl": {"pin_nccl_env": None}, "vllm.utils.platform_utils": {"num_compute_units": units},
+        "vllm.utils.torch_utils": {"is_torch_equal_or_newer": lambda _: True},
+    }  # fmt: skip
+    stands = {one: ModuleType(one) for one in has}
+    for one, module in stands.items():
+        vars(module).update(has[one])
+        above, _, below = one.rpartition(".")
+        if above:
+            setattr(stands[above], below, module)
+    with mock.patch.dict(sys.modules, stands):
+        return importlib.import_module(name)
 
 
 def product_calls(m: int, n: int, k: int) -> dict[str, Callable[[], Any]]:

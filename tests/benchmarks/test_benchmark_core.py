@@ -271,6 +271,34 @@ def test_what_there_is_no_time_for_is_missing(session) -> None:
     assert written(record) == (["a", "b"], ["c", "d"])
 
 
+def test_a_run_goes_on_where_another_was_cut_off(session, tmp_path: Path) -> None:
+    made, record = session
+    made.section = "suite"
+
+    def cut_off(item: str) -> dict:
+        if item == "c":
+            raise OutOfTime
+        return {"shape": item}
+
+    with pytest.raises(OutOfTime):
+        made.rows(record, "abcd", cut_off)
+    again = Session(run.options("gemm", "suite", str(tmp_path), "--dry", "--resume", str(tmp_path)))
+    again.section, measured = "suite", []
+
+    def measure(item: str) -> dict:
+        measured.append(item)
+        return {"shape": item}
+
+    record = again.record("gemm_suite")  # it lies where the one before lay
+    again.rows(record, "abcd", measure)
+    assert measured == ["c", "d"]
+    again.section = "another"  # with items of the same names
+    again.rows(record, "ab", measure)
+    assert measured == ["c", "d", "a", "b"]
+    assert written(record) == ([*"abcdab"], [])
+    assert not again.record("gemm_none").rows, "nothing to go on with"
+
+
 def test_what_is_cut_off_is_missing(session) -> None:
     made, record = session
 

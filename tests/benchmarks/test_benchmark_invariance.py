@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -130,3 +131,35 @@ def test_what_the_promise_costs_is_of_calls_that_are_accepted(kind, shape):
     for one in made.values():
         torch.testing.assert_close(one, made["free"])
     assert ts.plan(5, 16, 32, dtype="bfloat16", layout="nt", invariant=True).promise
+
+
+def test_peers_are_those_that_are_installed(monkeypatch, tmp_path):
+    """Files as the peers have them: a package, and a folder of vLLM that imports what is not there."""
+    assert not cost.peers()
+    text = "def matmul_persistent(a, b, bias=None):\n    return a @ b\n"
+    imports = (
+        "import vllm.envs as envs\nfrom vllm.model_executor.determinism.batch_invariant_configs import of\n"
+        "from vllm.platforms import current_platform\nfrom vllm.triton_utils import tl, triton\n"
+        "from vllm.utils.mem_utils import get_max_shared_memory_bytes\nfrom vllm.utils.nccl import pin_nccl_env\n"
+        "from vllm.utils.platform_utils import num_compute_units\n"
+        "from vllm.utils.torch_utils import is_torch_equal_or_newer\n"
+        "assert current_platform.is_cuda_alike() and not current_platform.is_xpu()\n"
+        "@triton.jit\ndef kernel(x):\n    tl.store(x, 1)\n"
+    )
+    files = {
+        "batch_invariant_ops/__init__.py": "", "batch_invariant_ops/batch_invariant_ops.py": text,
+        "vllm/model_executor/determinism/__init__.py": "",
+        "vllm/model_executor/determinism/batch_invariant.py": imports + text,
+        "vllm/model_executor/determinism/batch_invariant_configs.py":
+            "from vllm.platforms.interface import DeviceCapability\nof = DeviceCapability\n",
+    }  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    x, w = torch.randn(3, 8), torch.randn(5, 8)
+    found = cost.peers()
+    assert sorted(found) == ["batch_invariant_ops", "vllm"]
+    for peer in found.values():
+        torch.testing.assert_close(peer(x, w), x @ w.t())
+    assert "vllm.envs" not in sys.modules

@@ -190,9 +190,21 @@ def comes_late(rank, world, seconds):
     return multiplies(rank, world), time.monotonic() - begin
 
 
-def stops(rank, world, folder, deadline):
+def mixture(rank, world):
+    """A rank's arguments of a mixture of experts, two a rank."""
+    from moe_jobs import Mixture
+
+    return Mixture.random([3] * world, 2, 2 * world).own(rank, world)
+
+
+def stops(rank, world, folder, deadline, op="gather"):
     """The last rank is stopped until the others have given up: they raise at their deadline, that rank after them."""
     a, b, place = torch.ones(4, 8), torch.ones(8, 6), Path(folder)
+    calls = {
+        "gather": lambda: tsd.all_gather_matmul(a, b, form="fused", deadline=deadline),
+        "sum": lambda: tsd.matmul_reduce_scatter(torch.ones(world, 8), b, form="fused", deadline=deadline),
+        "moe": functools.partial(tsd.moe, *mixture(rank, world), form="fused", deadline=deadline),
+    }
     multiplies(rank, world)
     if rank == world - 1:
         (place / "pid.new").write_text(str(os.getpid()))
@@ -205,7 +217,7 @@ def stops(rank, world, folder, deadline):
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.002)
     begin = time.monotonic()
-    first = raised(lambda: tsd.all_gather_matmul(a, b, form="fused", deadline=deadline))
+    first = raised(calls[op])
     waited = time.monotonic() - begin
     (place / str(rank)).touch()
     if rank == 0:

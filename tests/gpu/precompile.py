@@ -1,8 +1,9 @@
 """Compile what benchmarks launch, on all cores at once, before they run one by one.
 
-``python tests/gpu/precompile.py [gemm] [distributed] [attention]``. It only saves time: a kernel that it leaves out is
-compiled at its launch. Tests need none of it: the processes of a pass of `record` compile at once. Without a GPU it
-compiles for an H100.
+``python tests/gpu/precompile.py [gemm] [distributed] [calls] [moe] [attention] [--count]``. It only saves time: a
+kernel that it leaves out is compiled at its launch. ``distributed`` is of sections ``gather`` and ``all_reduce``,
+``calls`` of those of single calls and of a Llama block. ``--count`` says how many kernels there are, and compiles none.
+Tests need none of it: the processes of a pass of `record` compile at once. Without a GPU it compiles for an H100.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from gates.portable_gemm import gemm as portable_gemm
 from gpu_cases import E4M3, KINDS, Case, chunks_of, uniform
 
 from tilestream.core.device import DeviceProperties
+from tilestream.distributed.dispatch import Case as DispatchCase
+from tilestream.distributed.dispatch import decide
 from tilestream.launch.hopper.arguments import Arguments
 from tilestream.plan.attention_plan import of_candidate
 from tilestream.plan.planner import plan_problem, search_space
@@ -38,6 +41,8 @@ from tilestream.plan.policy import hopper_attention
 from tilestream.plan.problem import Incoming
 from tilestream_tools.isa.build import build
 from tilestream_tools.isa.kernels import portable_arguments
+from tilestream_tools.warm.ahead import compile_call, kernels_of
+from tilestream_tools.warm.calls import Grouped
 
 #: The device where there is no GPU. A plan depends a little on the clock.
 STAND_IN = DeviceProperties(
@@ -91,6 +96,21 @@ class Job(NamedTuple):
         return None
 
 
+class Ahead(NamedTuple):
+    """A call on the meta device, whose kernels are compiled as `tilestream warm` does it."""
+
+    call: Any
+    device: DeviceProperties
+
+    def build(self) -> str | None:
+        """Compile them. Returns what went wrong."""
+        try:
+            compile_call(self.call, self.device)
+        except Exception as error:
+            return f"{self.call}: {type(error).__name__}: {error}"[-400:]
+        return None
+
+
 # What is launched ----------------------------------------------------------------------------------------------------
 
 
@@ -122,13 +142,67 @@ def of_distributed(device: DeviceProperties) -> Iterator[Job]:
             yield from gathered(device, world, m // world, 8, k, chunks, "nn")
         yield Job(*Case(m, n, k, layout="nt").plan(device))
     for m, n, k in bench.scatters(world):
-        plan, layout = Case(m, n, k, layout="nt").plan(device)
-        yield Job(plan, layout)
-        for chunks in bench.chunk_counts(m // world):
-            problem = replace(plan.problem, publishes=Incoming(chunks_of(uniform(m, m // world // chunks))))
-            published = plan_problem(problem, device=device)
-            if published.backend == "hopper":  # else: a launch a chunk
-                yield Job(published, layout)
+        yield from summed(device, world, m, n, k, bench.chunk_counts(m // world))
+
+
+def of_calls(device: DeviceProperties) -> Iterator[Job]:
+    """Of benchmarks/distributed/calls.py and block.py, in as many chunks as the table says, and in one."""
+    import torch
+    from benchmarks.distributed import block, calls
+
+    world = max(2, torch.cuda.device_count())
+    shapes = {*calls.ROWS, *calls.CAPTURED}
+    for width, hidden, queries, keys in (block.MODELS[model] for model in block.RUNS[False][0]):
+        head, columns = block._HEAD, (queries + 2 * keys) * block._HEAD
+        into = ((columns // world, width), (2 * hidden // world, width))
+        out_of = ((width, queries * head // world), (width, hidden // world))
+        for tokens in block.PREFILL:
+            shapes |= {("gather", tokens, n, k) for n, k in into} | {("sum", tokens, n, k) for n, k in out_of}
+        for tokens in block.DECODE:
+            shapes |= {("all_reduce", tokens, n, k) for n, k in (*into, *out_of)}
+    for op, m, n, k in sorted(shapes):
+        rows = m // world
+        if op == "all_reduce":
+            yield Job(*Case(m, n, k, layout="nt").plan(device))
+            continue
+        full = "all_gather_matmul" if op == "gather" else "matmul_reduce_scatter"
+        said = decide(
+            DispatchCase(full, rows, n, k, k if op == "gather" else n, world, "bfloat16", 2, "sm_90"), "fused"
+        )
+        counts = sorted({1, said.chunks})
+        if op == "gather":
+            for chunks in counts:
+                yield from gathered(device, world, rows, n, k, chunks)
+            yield Job(*Case(m, n, k, layout="nt").plan(device))
+        else:
+            yield from summed(device, world, m, n, k, [c for c in counts if rows % c == 0])
+
+
+def of_moe(device: DeviceProperties) -> Iterator[tuple[str, Ahead]]:
+    """Of benchmarks/distributed/moe.py: grouped products of a source's rows, and of all that come to a rank."""
+    import torch
+    from benchmarks.distributed import moe
+
+    world, found = max(2, torch.cuda.device_count()), []
+    for _, width, hidden, experts, top_k in moe.WIDTHS:
+        for tokens, share in itertools.product(moe.TOKENS, (1, 2)):
+            rows = tokens * top_k * share // 2  # a source's rows come here all, or half of them: also of all sources
+            found.append(Grouped(rows, 2 * hidden, width, experts // world, activation="swiglu"))
+            found.append(Grouped(rows, width, hidden, experts // world))
+    yield from ((key, Ahead(call, device)) for key, call in kernels_of(found, device).items())
+
+
+def summed(
+    device: DeviceProperties, world: int, m: int, n: int, k: int, counts: Iterable[int]
+) -> Iterator[Job]:  # fmt: skip
+    """What a sum of so many rows launches: its product, and in so many chunks the one that publishes."""
+    plan, layout = Case(m, n, k, layout="nt").plan(device)
+    yield Job(plan, layout)
+    for chunks in counts:
+        problem = replace(plan.problem, publishes=Incoming(chunks_of(uniform(m, m // world // chunks))))
+        published = plan_problem(problem, device=device)
+        if published.backend == "hopper":  # else: a launch a chunk
+            yield Job(published, layout)
 
 
 def gathered(
@@ -160,7 +234,13 @@ def of_attention(device: DeviceProperties) -> Iterator[Job]:
         yield from (Job(*launch) for launch in fp8.launches(shape, device).values())
 
 
-SECTIONS = {"gemm": of_gemm, "distributed": of_distributed, "attention": of_attention}
+SECTIONS: dict[str, Any] = {
+    "gemm": of_gemm, "distributed": of_distributed, "calls": of_calls, "moe": of_moe, "attention": of_attention,
+}  # fmt: skip
+
+
+def _build(one: Job | Ahead) -> str | None:
+    return one.build()
 
 
 def main() -> None:
@@ -171,13 +251,16 @@ def main() -> None:
     begin = time.monotonic()
     device = cuda_properties(0) if torch.cuda.is_available() else STAND_IN
     no_gpu()
-    todo: dict[str, Job] = {}
-    for name in sys.argv[1:] or SECTIONS:
+    todo: dict[str, Any] = {}
+    names = [name for name in sys.argv[1:] if name != "--count"]
+    for name in names or SECTIONS:
         before, launches = len(todo), list(SECTIONS[name](device))
-        todo |= {one.key(): one for one in launches}
+        todo |= dict(one if type(one) is tuple else (one.key(), one) for one in launches)
         print(f"{name}: {len(launches)} launches, {len(todo) - before} more kernels", flush=True)
+    if "--count" in sys.argv:
+        return
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        failed = [error for error in pool.imap_unordered(Job.build, todo.values(), 1) if error]
+        failed = [error for error in pool.imap_unordered(_build, todo.values(), 1) if error]
     print(f"{len(todo)} kernels compiled in {time.monotonic() - begin:.0f} s; {len(failed)} failed: {failed[:3]}")
 
 

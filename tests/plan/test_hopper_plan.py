@@ -27,6 +27,23 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 CHUNKED = Incoming(Arrival.uniform(512, 8).chunks(4096))
 
 
+def test_what_no_extent_decides_is_made_once():
+    hopper._known_ways.cache_clear()
+    for m, n, k, rows, batch in (
+        (4096, 4096, 4096, (128, 128), 1), (31, 8192, 520, (16, 16), 1), (700, 96, 4096, (128, 32), 1),
+    ):  # fmt: skip
+        problem = Problem(m, n, k, batch, **BF16, row_multiples=rows, vector=4)
+        assert list(hopper.candidates(problem, H100, 132, kinds=KINDS))
+    assert hopper._known_ways.cache_info().misses == 1
+    for other in ({"plain": False}, {"out_dtype": "float32"}, {"batch": 3}, {"dtype": "float8_e4m3fn"}):
+        made = list(hopper.candidates(Problem(64, 64, 64, **(BF16 | other)), H100, 132, kinds=KINDS))
+        alone = hopper.ways(Problem(64, 64, 64, **(BF16 | other)), H100, KINDS, hopper.FREE)
+        assert {(one.block, one.swap_ab, one.registers) for one in made} == {
+            (way.block, way.swap_ab, way.registers) for way in alone
+        }
+    assert hopper._known_ways.cache_info().misses == 5
+
+
 def candidates(problem=None, workers=132, kinds=KINDS, auto=False, **how):
     problem = problem or Problem(4096, 4096, 4096, **BF16)
     return list(hopper.candidates(problem, H100, workers, kinds=kinds, forced=Forced(**how), auto=auto))

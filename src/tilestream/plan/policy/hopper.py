@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from tilestream.core.device import DeviceProperties
@@ -279,7 +278,7 @@ def ways(problem: Problem, device: DeviceProperties, kinds: tuple[Kind, ...], fo
     return tuple(found)
 
 
-_known_ways = functools.lru_cache(maxsize=64)(ways)
+_known_ways = functools.lru_cache(maxsize=512)(ways)
 
 
 def candidates(
@@ -299,7 +298,10 @@ def candidates(
     if problem.arriving or type(problem) is not Problem:
         found = ways(problem, device, kinds, forced)
     else:  # what no extent decides is known from earlier problems
-        alike = replace(problem, m=1, n=1, k=1, batch=min(problem.batch, 2), publishes=None)
+        alike = Problem(
+            1, 1, 1, min(problem.batch, 2), problem.dtype, problem.out_dtype, tf32=problem.tf32, plain=problem.plain,
+            fast_accum=problem.fast_accum,
+        )  # fmt: skip
         found = _known_ways(alike, device, kinds, forced._replace(order=None))
     model, first_batch = Model(problem, device), first_batch_of(problem)
     block = (0, 0, 0)
