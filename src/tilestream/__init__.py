@@ -1,6 +1,6 @@
 """GPU kernels that stay resident and take work as it becomes possible: the public names.
 
-What computes imports torch, and is imported on first use; schedules, plans and the checker do without.
+Names that compute import torch, on first use. Schedules, plans and the checker do not need it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _register(run_plan=_run_plan, cuda_properties=_cuda_properties, allows_tf32=_all
 
 
 def _prepare() -> None:
-    """Where a GPU is used already: begin what its first launch waits for."""
+    """If the process already uses a GPU, begin the work that its first launch waits for."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized() and importlib.util.find_spec("triton") is not None:
         from tilestream.launch.compiling import prepare

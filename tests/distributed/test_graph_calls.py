@@ -11,6 +11,7 @@ import torch
 from fake_graph_ranks import KINDS, capture, graph_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replaying import check, in_any_order, prepared, with_expiries
 
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
 from tilestream.core.protocols import replay
@@ -34,41 +35,12 @@ def no_graph(cuda):
         yield
 
 
-def prepared(cuda, ranks):
-    """All ranks have made a call, and captured one."""
-    for rank in ranks:
-        rank.next(False)
-    cuda.run()
-    for rank in ranks:
-        rank.capture()
-
-
-def check(rank, calls=None):
-    for number, result in enumerate(rank.results if calls is None else rank.results[:calls], 1):
-        assert result.equal(rank.expected(number)), (rank.rank, number, result)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), size=st.sampled_from((2, 3)))
 @settings(max_examples=25)
 def test_each_call_is_of_its_own_rows_whichever_ranks_replay_it(kind, data, size):
     with graph_world(size, kind, SHARDS[kind][size]) as (cuda, ranks):
-        prepared(cuda, ranks)
-        while any(len(rank.results) < 6 for rank in ranks):
-            rank = data.draw(st.sampled_from(ranks))
-            if data.draw(st.integers(0, 2)) == 0 and rank.issued < 6:
-                rank.next(data.draw(st.booleans()))
-            else:
-                data.draw(st.sampled_from(rank.streams)).run(data.draw(st.integers(1, 5)))
-            if data.draw(st.integers(0, 9)) == 0:
-                for each in ranks:
-                    if each.issued < 6:
-                        each.next(data.draw(st.booleans()))
-                cuda.run()
-        for rank in ranks:
-            check(rank)
-            rank.gpu.channel.check()
-            assert not rank.state.broken
+        in_any_order(data, cuda, ranks, 6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,43 +48,7 @@ def test_each_call_is_of_its_own_rows_whichever_ranks_replay_it(kind, data, size
 @settings(max_examples=40)
 def test_expiries_in_replays_yield_no_wrong_number_and_no_deadlock(kind, data, size):
     with graph_world(size, kind, SHARDS[kind][size]) as (cuda, ranks):
-        prepared(cuda, ranks)
-        lost = data.draw(st.sampled_from((None, *ranks)))
-        for _ in range(data.draw(st.integers(5, 60))):
-            rank = data.draw(st.sampled_from(ranks))
-            what = data.draw(st.integers(0, 9))
-            if what <= 1 and rank is not lost:
-                with contextlib.suppress(GroupBroken):  # an eager call, whose host has heard
-                    rank.next(data.draw(st.booleans()))
-            elif what == 2:
-                rank.gpu.impatient = True
-                data.draw(st.sampled_from(rank.streams)).run(1)
-                rank.gpu.impatient = False
-            else:
-                data.draw(st.sampled_from(rank.streams)).run(data.draw(st.integers(1, 4)))
-        for _ in range(4 * len(ranks)):  # finally every deadline passes
-            cuda.run()
-            for rank in ranks:
-                rank.gpu.impatient = True
-        cuda.run()
-        expired = []
-        for rank in ranks:
-            assert rank.idle, "stuck"
-            for number, result in enumerate(rank.results, 1):
-                assert result.isnan().all() or result.equal(rank.expected(number)), (rank.rank, number, result)
-            failed = any(result.isnan().any() for result in rank.results)
-            if failed:
-                with pytest.raises((ArrivalTimeout, GroupBroken)):
-                    rank.gpu.channel.check()
-                assert rank.state.broken, "a rank that has given up knows that its group is broken"
-                expired.append(rank)
-        if expired:
-            for rank in ranks:
-                rank.next(True)  # each is told, by its next replay at the latest
-                cuda.run()
-                assert rank.results[-1].isnan().all()
-                with pytest.raises((ArrivalTimeout, GroupBroken)):
-                    rank.gpu.channel.check()
+        with_expiries(data, cuda, ranks, 60)
 
 
 @pytest.mark.parametrize("kind", KINDS)

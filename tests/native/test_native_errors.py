@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import kernel
+from stand_ins import kernel, on_fake_gpu
 
 import tilestream as ts
 from tilestream.launch.launcher import VARIES, Launcher
@@ -124,13 +124,8 @@ def on_gpu(extension, driver, monkeypatch) -> None:
     monkeypatch.setattr(attention_gpu, "run", attended)
     for module in (request, attention_request):
         monkeypatch.setattr(module, "_signature", lambda r: None, raising=False)
-    monkeypatch.setattr(native._loaded, "asked", True)
-    monkeypatch.setattr(native._loaded, "watched", lambda: False, raising=False)
-    monkeypatch.setattr(native, "allows_tf32", lambda: False)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(native._loaded, "extension", None)
+    on_fake_gpu(monkeypatch, None)
 
 
 def said(call: Callable[[], Any]) -> str:

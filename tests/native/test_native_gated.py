@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import TICKETS, Attention, AttentionLaunch, Launch, Matmul, remember
+from stand_ins import TICKETS, Attention, AttentionLaunch, Launch, Matmul, on_fake_gpu, remember
 
 import tilestream as ts
 from fake_cuda import DEVICE, FakeCuda, fake_cuda
@@ -95,12 +95,7 @@ def python_calls(extension, driver, cuda, monkeypatch) -> list[Any]:
 
     monkeypatch.setattr(request, "_multiply", multiplied)
     monkeypatch.setattr(attention_request, "_attend", attended)
-    monkeypatch.setattr(native._loaded, "asked", True)
-    monkeypatch.setattr(native._loaded, "extension", extension)
-    monkeypatch.setattr(native._loaded, "watched", lambda: False, raising=False)
-    monkeypatch.setattr(native, "allows_tf32", lambda: False)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    on_fake_gpu(monkeypatch, extension)
     return made
 
 

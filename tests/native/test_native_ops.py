@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from stand_ins import Attention, AttentionLaunch, Grouped, Launch, Matmul, Merge
+from stand_ins import Attention, AttentionLaunch, Grouped, Launch, Matmul, Merge, on_fake_gpu
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilestream as ts
@@ -89,13 +89,8 @@ def python_calls(extension, driver, monkeypatch) -> list[object]:
     monkeypatch.setattr(attention_merge, "merge_attention_op", merged)
     monkeypatch.setattr(request, "_multiply", multiplied)
     monkeypatch.setattr(attention_request, "_attend", attended)
-    monkeypatch.setattr(native._loaded, "asked", True)
-    monkeypatch.setattr(native._loaded, "extension", extension)
-    monkeypatch.setattr(native._loaded, "watched", lambda: False, raising=False)
-    monkeypatch.setattr(native, "allows_tf32", lambda: False)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    on_fake_gpu(monkeypatch, extension)
     return made
 
 

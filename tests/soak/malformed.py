@@ -29,7 +29,7 @@ import torch
 
 import tilestream as ts
 from soak.launches import RESULTS, add
-from tilestream.launch.cpu.launch import Launch
+from tilestream.launch.cpu.launch import CpuLaunch
 from tilestream.ops import execute
 
 #: What a refusal may be. A file that is not there is an OSError.
@@ -181,7 +181,7 @@ def draw(rng: random.Random) -> Malformed:
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
     """A block in which the number of launches is counted: its only element."""
-    count, run, inline = [0], Launch.run, execute._run_inline
+    count, run, inline = [0], CpuLaunch.run, execute._run_inline
 
     def counting(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*how: Any) -> Any:
@@ -190,11 +190,11 @@ def counted() -> Iterator[list[int]]:
 
         return call
 
-    Launch.run, execute._run_inline = counting(run), counting(inline)  # type: ignore[method-assign]
+    CpuLaunch.run, execute._run_inline = counting(run), counting(inline)  # type: ignore[method-assign]
     try:
         yield count
     finally:
-        Launch.run, execute._run_inline = run, inline  # type: ignore[method-assign]
+        CpuLaunch.run, execute._run_inline = run, inline  # type: ignore[method-assign]
 
 
 def attempt(one: Malformed, launches: list[int]) -> tuple[str, str]:

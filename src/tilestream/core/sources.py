@@ -1,12 +1,12 @@
 """Sources: rows that several producers bring, each sorted by group, whose counts are known only when they come.
 
-A source has a place of ``capacity`` rows. Its rows lie there from the first on, group by group. It brings, in any
-order and at any time, its counts (the rows of each group), and the rows of each group. Each of these has a signal.
+A source has a place of ``capacity`` rows. Its rows fill the place from the beginning, group by group. Its counts (the
+number of rows of each group) and the rows of each group arrive in any order and at any time. Each has a signal.
 
-A queue has the tiles of a group of a source. So its tickets are ready together: when the source's counts and that
-group's rows are there. There are as many queues as sources times groups, and no limit but memory.
+Each group of each source has a queue of tiles. All tickets of a queue become ready together: when the source's counts
+and that group's rows have arrived. Only memory limits the number of queues, which is sources times groups.
 
-`take` is the protocol by which a worker takes its next tile, a generator of operations as of
+`take` is the protocol by which a worker takes its next tile: a generator of operations, like
 `tilestream.core.schedule.take`. It repeats `poll_sources`::
 
     for each source, from the pivot on, those that are finished left out:
@@ -17,9 +17,10 @@ group's rows are there. There are as many queues as sources times groups, and no
     something is not there:                  nap, look again; deadline passed or abort word set -> the launch is over
     nothing is missing:                      STOP
 
-A worker blocks only when no source has a tile whose rows are there. When the launch is over, all that is left is taken
-and stored as NaN. Of a lost source nobody knows the rows, so its whole place is one group, and becomes NaN. That needs
-the decision: a source may come while some workers have given it up, and all must count the same tiles.
+A worker blocks only when no source has a tile whose rows are there. When the launch is over, workers take all tiles
+that are left and store NaN. The number of rows of a lost source is unknown, so its whole place is one group and becomes
+NaN. Workers settle each source for this reason: a source may arrive after some workers have given it up, and all
+workers must count the same tiles.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 from tilestream.core import queues
 from tilestream.core.integers import cdiv
 
-#: What is settled of a source: nothing yet; its counts are valid as they are; nobody will read its counts.
+#: The state of a source: not settled; settled, its counts are read; settled as lost, its counts are never read.
 UNKNOWN, COUNTED, LOST = 0, 1, 2
 
 
@@ -102,7 +103,7 @@ class Look(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """Settle a source as `COUNTED` or `LOST` if nobody has (acquire and release). Answer: as what it is settled."""
+    """Settle a source as `COUNTED` or `LOST` if no worker has (acquire and release). Answer: its state."""
 
     source: int
     state: int
@@ -145,7 +146,7 @@ class Place(NamedTuple):
 
 
 Operations = Generator[Any, Any, tuple[SourceTile | None, Place]]
-#: What a look at all sources ends with, other than a tile.
+#: The result of a poll of all sources that yields no tile.
 Left = Literal["nothing", "missing", "again"]
 
 
@@ -162,9 +163,9 @@ def take(places: SourcePlaces, worker: int, place: Place) -> Operations:
 def poll_sources(
     places: SourcePlaces, worker: int, place: Place
 ) -> Generator[Any, Any, tuple[SourceTile | None, Place, Left]]:
-    """Look at all sources once: ``(tile, place, left)``.
+    """Poll all sources once: ``(tile, place, left)``.
 
-    Without a tile ``left`` says whether nothing is left, or something is missing, or another worker was faster.
+    Without a tile, ``left`` says whether nothing is left, something is missing, or another worker took the tile.
     """
     finished, over = place
     missing = False
@@ -193,7 +194,7 @@ def poll_sources(
 def _left(
     places: SourcePlaces, source: int, sizes: Sequence[int], all_there: bool
 ) -> Generator[Any, Any, tuple[tuple[int, ...], bool]]:
-    """The tiles left of each group whose rows are there; whether others have tiles left."""
+    """The tiles left of each group whose rows are there; whether groups whose rows are missing have tiles left."""
     left: tuple[int, ...] = ()
     late = False
     for group, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""What the serving engines share: attention of a packed batch to keys in an engine's pages."""
+"""Attention of a packed batch to keys in a serving engine's pages, for all engines."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncTPMetrics(MetricsProcessor):
-    """torchtitan's metrics, which it makes before it compiles the model and closes behind the last step.
+    """torchtitan's metrics, which it makes before it compiles the model and closes after the last step.
 
     In between the tensor-parallel group's fused ops run here (`tilestream.distributed.async_tp`). `close` logs each of
     them, and what torch's compiler left unfused.

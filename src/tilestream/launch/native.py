@@ -2,10 +2,9 @@
 
 The extension's op looks a call up by a key: shapes, strides, dtypes and alignment of the operands, options, the
 context. If it is not found, the call takes the Python path and is observed (`tilestream.launch.observe`). `remember`
-then makes a
-*recipe* of its launches: the kernels, the constant parameters of each, and the source of each other parameter. A recipe
-is made only if it reproduces every observed parameter. Other calls (with copies that the kernel makes, or a second
-launch) always take the Python path.
+then makes a *recipe* of its launches: the kernels, the constant parameters of each, and the source of each other
+parameter. A recipe is made only if it reproduces every observed parameter. Other calls (with copies that the kernel
+makes, or a second launch) always take the Python path.
 
 The extension needs no CUDA to build and is optional: `extension` is None without it, and `why_not` says why.
 """

@@ -20,7 +20,7 @@ from tilestream.core.gate import Needs
 from tilestream.core.operands import GemmOperands
 from tilestream.core.schedule import Schedule
 from tilestream.kernels.cpu.gemm import GemmBody, InlineBody, whole
-from tilestream.launch.cpu.launch import Body, Launch
+from tilestream.launch.cpu.launch import Body, CpuLaunch
 from tilestream.launch.cpu.publish import Publisher
 from tilestream.launch.observe import observation
 from tilestream.ops import gpu
@@ -112,7 +112,7 @@ def launch(
             if inline and recorder is None:
                 _run_inline(plan.schedule, body)
             else:
-                Launch(
+                CpuLaunch(
                     op, plan.schedule, gate, body, scratch, awaited=awaited, publisher=publisher, recorder=recorder,
                     threads=torch.get_num_threads() if inline else 1, label=plan.label,
                 ).run()  # fmt: skip

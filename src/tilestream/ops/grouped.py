@@ -29,8 +29,7 @@ from tilestream.runtime import shutdown
 
 _OP = "grouped_mm"
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
-#: What the dimensions of a and b make of the offsets: they end groups of A's rows, of B's columns, of K; or there are
-#: none.
+#: What the offsets divide, by the dimensions of a and b: A's rows, B's columns, K; or there are no offsets.
 _FORMS = {(2, 3): "rows", (3, 2): "columns", (2, 2): "k", (3, 3): "batches"}
 
 _NO_DERIVATIVE = (
@@ -78,7 +77,8 @@ def grouped_mm(
     Rows may also lie by source, as several producers bring them: in places of equal numbers of rows, in each from its
     first row on, sorted by group. Then ``counts`` (or an ``arrival``, which has them) replace the offsets, and the
     result has the same places: ``result[p : p + c] = a[p : p + c] @ b[g]`` for ``c = counts[s, g]`` and ``p = s * (M /
-    sources) + counts[s, :g].sum()``. Rows behind a source's last one are not written: a new result has anything there.
+    sources) + counts[s, :g].sum()``. Rows behind a source's last one are not written, so a new result has undefined
+    values there.
 
     Parameters
     ----------

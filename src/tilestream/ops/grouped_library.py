@@ -1,9 +1,9 @@
 """The registered ops of grouped matmuls: schemas, CPU, GPU and fake implementations, derivatives, batching, FLOPs.
 
-``tilestream::grouped_gemm``, ``tilestream::grouped_gemm_arriving``, of groups whose matrix of b arrives, and their
-``out`` forms are canonical (`tilestream.core.operands.GroupedOperands`): offsets
-end groups of A's rows where B has three dimensions, and groups of K where it has two. `tilestream.grouped_mm` makes
-views of torch's other forms. The gradients of each kind are products of the other kinds.
+``tilestream::grouped_gemm``, ``tilestream::grouped_gemm_arriving`` (each group's matrix of b arrives) and their ``out``
+forms take canonical operands (`tilestream.core.operands.GroupedOperands`): the offsets end groups of A's rows if B has
+three dimensions, and groups of K if it has two. `tilestream.grouped_mm` makes views of torch's other forms. The
+gradients of each kind are products of the other kinds.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _fake_arriving_out(*args: Any) -> None:
 
 
 def _canonical(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> tuple[GroupedOperands, gpu.How]:
-    """What the ops' arguments say is multiplied, and how."""
+    """The operands and options of a launch, from the ops' arguments."""
     a, b, offsets, bias, activation, _, schedule, workers = args
     rest: Any = (*optional, *_DEFAULTS[len(optional) :])
     scale_a, scale_b, fast_accum, worker_limit = rest
@@ -156,7 +156,7 @@ def compile_ahead(args: tuple[Any, ...], out: torch.Tensor, device: DeviceProper
 def _run(
     out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...], late: tuple[Sequence[int], float] | None = None
 ) -> None:
-    """What every op does; ``late``: how b's matrices arrive, one a chunk, and the deadline."""
+    """Run an op. ``late``: how b's matrices arrive, one a chunk, and the deadline."""
     x, how = _canonical(out, args, optional)
     awaited = None
     if late is not None:
@@ -287,7 +287,7 @@ def find(x: GroupedOperands, how: gpu.How, arrives: bool = False) -> Launch:
 def problem_of(x: GroupedOperands, fast_accum: bool = True) -> GroupedProblem:
     """The problem of operands, as far as it is the same on every device.
 
-    Of rows by source as many are expected as a place has: what all sources bring if each divides its own among as many.
+    Of rows by source, one place of rows is expected: so many come if each source divides its own among as many ranks.
     """
     a, b, out, e, offsets = x
     along: Along = "rows" if b.dim() == 3 else "k"
@@ -315,7 +315,7 @@ def _is_aligned(x: GroupedOperands) -> bool:
 
 
 def _no_tma(x: GroupedOperands) -> str:
-    """What of the operands TMA cannot address, and why. A copy along K ends at no group's end."""
+    """Which operand TMA cannot address, and why; else empty. A copy along K does not end at a group's end."""
     a, b = x.a, x.b
     if b.dim() == 3 and a.stride(1) != 1:
         # On an H100 such a launch ended with CUDA_ERROR_ILLEGAL_INSTRUCTION.
@@ -504,7 +504,7 @@ class _Arriving(_Grouped):
 
 
 def _void_if_late(ctx: Any, change: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """A gradient, or a tangent; NaN if a matrix that the launch missed has not come since: one whose group has rows."""
+    """A gradient, or a tangent; NaN if the matrix of a group with rows, which the launch missed, has not come since."""
     if ctx.awaited is None:
         return change
     needs = offsets.diff(prepend=offsets.new_zeros(1)) > 0

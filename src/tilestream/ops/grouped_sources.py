@@ -91,7 +91,7 @@ def _real_out(*args: Any) -> None:
 
 
 def _canonical(out: torch.Tensor, args: tuple[Any, ...], optional: tuple[Any, ...]) -> tuple[GroupedOperands, gpu.How]:
-    """What the ops' arguments say is multiplied, and how."""
+    """The operands and options of a launch, from the ops' arguments."""
     a, b, counts, bias, activation, _, schedule, workers = args[:8]
     rest: Any = (*optional, *_DEFAULTS[len(optional) :])
     scale_a, scale_b, fast_accum, worker_limit = rest

@@ -106,7 +106,7 @@ def plan_problem(problem: Problem, *asked: Any, **more: Any) -> Plan:
 
 
 def _promised(problem: Problem, device: DeviceProperties) -> Plan | None:
-    """The plan that decides in which order a problem's products are added; None where there is one at most."""
+    """The plan whose order of additions is promised for a problem; None if there is at most one order."""
     if problem.is_empty or problem.k == 1:
         return None
     return plan_problem(invariance.plain(problem), schedule="dynamic", device=device, consult=False)
@@ -115,7 +115,7 @@ def _promised(problem: Problem, device: DeviceProperties) -> Plan | None:
 def _keeping(
     problem: Problem, device: DeviceProperties, name: str, found: list[Candidate], promised: Plan
 ) -> tuple[list[Candidate], tuple[Refusal, ...]]:
-    """The candidates that add in the promised order, and why not the others."""
+    """The candidates that add in the promised order, and the reasons against the others."""
     orders = [additions(problem, device, name, one) for one in found]
     why = problem.no_tma or ("" if problem.aligned else "a stride, an extent or an address is no multiple of 16")
     way_out = f"{why}: copy them (contiguous()), or pad K" if why else "leave tile=, variant= and backend= away"
@@ -124,7 +124,7 @@ def _keeping(
 
 
 def search_space(problem: Problem, device: DeviceProperties, workers: int | None = None) -> Iterator[Plan]:
-    """The plans of which a GPU's cost model takes the fastest: what it is measured against, and fitted to.
+    """The plans among which a GPU's cost model chooses. The model is fitted to them, and measured on them.
 
     Raises
     ------
@@ -142,7 +142,7 @@ def search_space(problem: Problem, device: DeviceProperties, workers: int | None
 
 
 def _given(how: Asked, limited: bool) -> list[str]:
-    """What the caller forces, by the names that messages have for it."""
+    """The caller's forced choices, by their names in messages."""
     given = {
         "workers": how.workers, "a limit of workers": limited and not how.workers, "schedule": how.schedule != "auto",
         "tile": how.tile, "order": how.order is not None, "queues": how.queues, "shares": how.shares,
@@ -152,7 +152,7 @@ def _given(how: Asked, limited: bool) -> list[str]:
 
 
 def _kinds(how: Asked) -> tuple[tuple[Kind, ...], tuple[Refusal, ...]]:
-    """The kinds of schedule that are tried, and why not the others."""
+    """The kinds of schedule that are tried, and the reasons against the others."""
     if is_invariant(how.limit):
         invariance.refuse_splits(how)
     if how.queues is not None and how.shares is not None:
@@ -182,10 +182,10 @@ def fast_or_portable(
     fast: str, backend: str | None, why_not: str, candidates: tuple[Callable[[], Iterable[Found]], ...],
     none_fits: Callable[[], str], leave: str,
 ) -> tuple[str, list[Found], Refusal]:  # fmt: skip
-    """The device's ``fast`` backend, or else the portable one; its candidates; and why not the other backend.
+    """The device's ``fast`` backend, or else the portable one; its candidates; and the reason against the other one.
 
-    ``why_not`` is why the fast kernel does not do the problem, ``none_fits`` why it has no candidate for what is
-    forced. Where ``backend`` forces it in vain, the error says what to ``leave`` away.
+    ``why_not`` is the reason why the fast kernel cannot compute the problem, ``none_fits`` the reason why it has no
+    candidate for the forced choices. If ``backend`` forces it in vain, the error says which argument to ``leave`` away.
     """
     why = why_not or experimental.refusal(fast, backend)
     of_fast, of_portable = candidates
@@ -201,21 +201,21 @@ def fast_or_portable(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a plan is to be, whichever backend has it: in the ``promised`` order of additions, or the measured one."""
+    """What is wanted of a plan of any backend: the ``promised`` order of additions, or the measured plan."""
 
     promised: Plan | None = None
     entry: tuned.Entry | None = None
 
     @property
     def text(self) -> str:
-        """Why another plan is not wanted."""
+        """The reason why another plan is not wanted."""
         measured = self.entry is not None
         return "tilestream tune measured it slower" if measured else "it adds in another order than is promised"
 
     def among(
         self, problem: Problem, device: DeviceProperties, backend: str, found: list[Candidate]
     ) -> list[Candidate]:  # fmt: skip
-        """Those of a backend's candidates that are wanted."""
+        """The wanted ones of a backend's candidates."""
         if self.entry is not None:
             measured = tuned.matching(self.entry, found)
             return [] if measured is None else [measured]
@@ -295,7 +295,7 @@ def _copied_or_as_it_lies(
 
 
 def _no_candidate(problem: Problem, backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
-    """Why a fast backend has no way to do what is forced."""
+    """The reason why a fast backend has no candidate for the forced choices."""
     tile, variant, stages, registers = forced.tile, forced.variant, forced.stages, forced.registers
     rows = [row for row in hopper.TILES if variant in (None, row.variant)]
     if registers:
@@ -329,7 +329,7 @@ def _no_tile(backend: str, kinds: tuple[Kind, ...], forced: Forced) -> str:
 
 
 def fastest(found: list[Candidate]) -> Candidate:
-    """The fastest; but a queue instead of a static grid of several waves, where that costs next to nothing."""
+    """The fastest candidate; or a queue in place of a static grid of several waves, if that costs almost nothing."""
     best = min(found, key=lambda candidate: candidate.predicted)
     if best.kind != "static" or best.schedule.grid.tiles <= best.schedule.workers:
         return best
@@ -340,7 +340,7 @@ def fastest(found: list[Candidate]) -> Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend's candidates for a problem, the best of them, and why not the others."""
+    """A backend's candidates for a problem, the best of them, and the reasons against the others."""
 
     problem: Problem
     backend: str
@@ -348,7 +348,7 @@ class Choice:
     best: Candidate
 
     def as_measured(self, entry: tuned.Entry, why: str) -> tuple[Choice, str, tuple[Refusal, ...]]:
-        """The fastest candidate by `tilestream tune`, if it still exists; why; and what it replaces."""
+        """The fastest candidate by `tilestream tune`, if it still exists; the reason; and the candidate it replaces."""
         measured = tuned.matching(entry, self.found)
         if measured is None:
             gone = "tilestream tune kept a plan that no longer exists: tune again"
@@ -361,7 +361,7 @@ class Choice:
         return Choice(self.problem, self.backend, self.found, measured), why, (refused,)
 
     def static_or_queue(self) -> Refusal:
-        """Why not the other of the two."""
+        """The reason against a queue, or against a static grid."""
         best = self.best
         other: Kind = "dynamic" if best.kind == "static" else "static"
         alike = (c.predicted for c in self.found if c.kind == other and c.block == best.block)
@@ -381,7 +381,7 @@ class Choice:
         return Refusal(other, why)
 
     def other_variant(self, given: list[str]) -> tuple[Refusal, ...]:
-        """Why not in the calling thread, or why not on workers."""
+        """The reason against the calling thread, or against workers."""
         if self.problem.arriving:
             return (Refusal("inline", "chunks are waited for by workers, not by the calling thread"),)
         if self.problem.publishes is not None:
@@ -392,7 +392,7 @@ class Choice:
         return (Refusal(other.variant, self._costs(other, self.best.variant)),)
 
     def other_tiles(self) -> tuple[Refusal, ...]:
-        """Why not the next best tile, if there is a choice."""
+        """The reason against the next best tile, if there is a choice."""
         best, others = self.best, [c for c in self.found if c.block != self.best.block]
         if not others:
             return ()
@@ -403,7 +403,7 @@ class Choice:
         return (Refusal(f"{'x'.join(map(str, shown))} tiles", self._costs(other, name)),)
 
     def why_no_stream_k(self) -> str:
-        """Why the last wave's tiles are not split along K."""
+        """The reason why the last wave's tiles are not split along K."""
         best, ways = self.best, [c for c in self.found if c.kind == "stream_k"]
         if best.ctas > 1:
             return hopper.no_pairs(self.problem, ("stream_k",), best.ctas)

@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from gates.engine import Case, IsWanted, Rules
@@ -23,7 +24,6 @@ from tilestream.launch.hopper.grouped import HopperGroupedArguments
 from tilestream.plan.candidate import Asked
 from tilestream.plan.grouped import hopper_candidates
 from tilestream.plan.plan import of_candidate
-from tilestream.plan.policy import hopper
 from tilestream.plan.policy.hopper import TILES
 from tilestream.plan.problem import GroupedProblem
 from tilestream_tools.isa import sass
@@ -70,34 +70,40 @@ QUICK = (
 
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
+    return of_tiles(HOWS, ("plain", "full", "full halves"), is_wanted, _problem, lambda how: how.schedule, _layout)
+
+
+def of_tiles(
+    hows: dict[str, Any], of_8_bits: tuple[str, ...], is_wanted: IsWanted,
+    problem_of: Callable[[str, Any], GroupedProblem], schedule_of: Callable[[Any], str],
+    layout_of: Callable[[Any], tuple[Layout, Bias]],
+) -> Iterator[Case]:  # fmt: skip
+    """A case of each tile, both ways round, of each dtype; ``of_8_bits``: the ``hows`` that there are with 8 bits."""
     for tile in TILES:
         for swapped in (False, True)[: 1 if tile.rows == tile.columns else 2]:
-            for inputs in INPUTS:
-                for how, made in HOWS.items():
-                    name = f"{tile.variant} {tile.rows}x{tile.columns}{' swapped' * swapped} {inputs} {how}"
-                    fits = inputs == "bfloat16" or (made.along == "rows" and how in ("plain", "full", "full halves"))
-                    if made.blocks:
-                        fits = inputs == "float8_e4m3fn"
-                    if fits and is_wanted("sm_90a", name):
-                        yield from _made(name, tile, swapped, inputs, made)
+            for inputs, (how, made) in itertools.product(INPUTS, hows.items()):
+                name = f"{tile.variant} {tile.rows}x{tile.columns}{' swapped' * swapped} {inputs} {how}"
+                fits = inputs == "float8_e4m3fn" if made.blocks else inputs == "bfloat16" or how in of_8_bits
+                if not fits or not is_wanted("sm_90a", name):
+                    continue
+                problem = problem_of(inputs, made)
+                block = (tile.columns, tile.rows) if swapped else (tile.rows, tile.columns)
+                for one in hopper_candidates(problem, DEVICE, 132, Asked(schedule=schedule_of(made), tile=block)):
+                    if one.swap_ab == swapped and one.variant == tile.variant:
+                        plan = of_candidate(problem, DEVICE, "hopper", one, "the gate's")
+                        yield Case("sm_90a", name, plan, *layout_of(made))
+                        break
 
 
-def _made(name: str, tile: hopper.Tile, swapped: bool, inputs: str, how: How) -> Iterator[Case]:
+def _problem(inputs: str, how: How) -> GroupedProblem:
     dtype = inputs if inputs in ("bfloat16", "float8_e4m3fn") else "float8_e4m3fn"
     full = bool(how.bias)
-    problem = GroupedProblem(
+    return GroupedProblem(
         _SIZE, _SIZE, _SIZE, 1, dtype, "float32" if full else "bfloat16",
         plain=not full and not how.two_halves and (dtype == "bfloat16" or how.blocks),
         scales="block" if how.blocks else "row" if full else "none" if dtype == "bfloat16" else "tensor",
         fast_accum=inputs != "fp8 precise", groups=how.groups, along=how.along, two_halves=how.two_halves,
     )  # fmt: skip
-    block = (tile.columns, tile.rows) if swapped else (tile.rows, tile.columns)
-    asked = Asked(schedule=how.schedule, tile=block)
-    for one in hopper_candidates(problem, DEVICE, 132, asked):
-        if one.swap_ab == swapped and one.variant == tile.variant:
-            plan = of_candidate(problem, DEVICE, "hopper", one, "the gate's")
-            yield Case("sm_90a", name, plan, *_layout(how))
-            return
 
 
 def _layout(how: How) -> tuple[Layout, Bias]:
@@ -128,13 +134,15 @@ def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def rules(case: Case, kernel: Any, said: str) -> Rules:
-    plan, found = case.plan, Assembly(kernel, said)
-    arguments = HopperGroupedArguments(plan, case.layout, case.how)
-    ring = Ring(plan.stages, ITEMS.value, plan.variant)
+    return rules_of(case, HopperGroupedArguments(case.plan, case.layout, case.how), Assembly(kernel, said))
+
+
+def rules_of(case: Case, arguments: HopperGroupedArguments, found: Assembly) -> Rules:
+    ring = Ring(case.plan.stages, ITEMS.value, case.plan.variant)
     return {
         "spills": (found.spills, (0, 0, 0)),
         "barriers whose place something else takes": (sass.reused_barriers(found.ptx), []),
         "barriers": ([count for _, count in sass.made_barriers(found.ptx)], list(ring.barriers().values())),
         "stores by TMA": (found.count_sass(r"\bUTMASTG") > 0, arguments.out is not None),
-        "shared memory": (kernel.metadata.shared, range(232448 + 1)),
+        "shared memory": (found.kernel.metadata.shared, range(232448 + 1)),
     }

@@ -12,23 +12,16 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gates.engine import Case, IsWanted, Rules
-from gates.hopper import DEVICE, Assembly, described
+from gates.hopper import Assembly, described
+from gates.hopper_grouped import of_tiles, rules_of
 from gates.portable_grouped_sources import shared_words
 from tilestream.kernels.hopper.grouped_sources import grouped_gemm_by_source
-from tilestream.kernels.hopper.ring import ITEMS
 from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
 from tilestream.launch.gemm_arguments import Layout
 from tilestream.launch.grouped_arguments import Bias
 from tilestream.launch.hopper.sources import HopperSourcesArguments
-from tilestream.plan.candidate import Asked
-from tilestream.plan.grouped import hopper_candidates
-from tilestream.plan.plan import of_candidate
-from tilestream.plan.policy import hopper
-from tilestream.plan.policy.hopper import TILES
 from tilestream.plan.problem import GroupedProblem
-from tilestream_tools.isa import sass
 from tilestream_tools.isa.kernels import pointer
-from tilestream_tools.verify.protocol import Ring
 
 _SIZE, _SOURCES = 4096, 8
 
@@ -50,7 +43,6 @@ HOWS = {
     "halves": How(full=True, two_halves=True),
     "blocks": How(blocks=True),
 }
-INPUTS = ("bfloat16", "float8_e4m3fn", "fp8 precise")
 QUICK = (
     "cooperative 128x128 bfloat16 worst", "cooperative 128x256 bfloat16 arrives", "ping_pong 64x128 bfloat16 there",
     "single 64x16 swapped bfloat16 worst", "cooperative 128x128 float8_e4m3fn blocks",
@@ -59,32 +51,18 @@ QUICK = (
 
 
 def cases(is_wanted: IsWanted) -> Iterator[Case]:
-    for tile in TILES:
-        for swapped in (False, True)[: 1 if tile.rows == tile.columns else 2]:
-            for inputs in INPUTS:
-                for how, made in HOWS.items():
-                    name = f"{tile.variant} {tile.rows}x{tile.columns}{' swapped' * swapped} {inputs} {how}"
-                    fits = inputs == "bfloat16" or how in ("arrives", "worst")
-                    if made.blocks:
-                        fits = inputs == "float8_e4m3fn"
-                    if fits and is_wanted("sm_90a", name):
-                        yield from _made(name, tile, swapped, inputs, made)
+    return of_tiles(HOWS, ("arrives", "worst"), is_wanted, _problem, lambda how: "auto", _layout)
 
 
-def _made(name: str, tile: hopper.Tile, swapped: bool, inputs: str, how: How) -> Iterator[Case]:
+def _problem(inputs: str, how: How) -> GroupedProblem:
     dtype = inputs if inputs in ("bfloat16", "float8_e4m3fn") else "float8_e4m3fn"
-    problem = GroupedProblem(
+    return GroupedProblem(
         _SOURCES * _SIZE, _SIZE, _SIZE, 1, dtype, "float32" if how.full else "bfloat16",
         plain=not how.full and not how.two_halves and (dtype == "bfloat16" or how.blocks),
         scales="block" if how.blocks else "row" if how.full else "none" if dtype == "bfloat16" else "tensor",
         fast_accum=inputs != "fp8 precise", groups=how.groups, two_halves=how.two_halves, arrives=how.arrives,
         sources=_SOURCES, likely=_SIZE,
     )  # fmt: skip
-    block = (tile.columns, tile.rows) if swapped else (tile.rows, tile.columns)
-    for one in hopper_candidates(problem, DEVICE, 132, Asked(schedule="auto", tile=block)):
-        if one.swap_ab == swapped and one.variant == tile.variant:
-            yield Case("sm_90a", name, of_candidate(problem, DEVICE, "hopper", one, "the gate's"), *_layout(how))
-            return
 
 
 def _layout(how: How) -> tuple[Layout, Bias]:
@@ -121,20 +99,14 @@ def source(case: Case, *, trace: bool = False) -> tuple[Any, tuple[Any, ...], di
 
 
 def rules(case: Case, kernel: Any, said: str) -> Rules:
-    plan, arguments, found = case.plan, _arguments(case), Assembly(kernel, said)
-    ring = Ring(plan.stages, ITEMS.value, plan.variant)
+    arguments, found = _arguments(case), Assembly(kernel, said)
     count, shared = shared_words(kernel.asm["ttgir"], arguments.config.LANES)
-    return {
-        "spills": (found.spills, (0, 0, 0)),
-        "barriers whose place something else takes": (sass.reused_barriers(found.ptx), []),
-        "barriers": ([count for _, count in sass.made_barriers(found.ptx)], list(ring.barriers().values())),
+    return rules_of(case, arguments, found) | {
         # The load warp's, behind what it has seen of a tile's words; and each consumer's, behind its stores.
         "fences of global memory": (
             found.count_ptx(r"\bfence\.proxy\.async\.global\b"),
             1 + arguments.config.LOOPS * arguments.config.PUBLISHES,
         ),
-        "stores by TMA": (found.count_sass(r"\bUTMASTG") > 0, arguments.out is not None),
-        "shared memory": (kernel.metadata.shared, range(232448 + 1)),
         "words that lanes read": (count, range(2, 10)),
-        "words that several threads read": (shared, int(not plan.problem.arrives)),  # `publish_empty`: they stay
+        "words that several threads read": (shared, int(not case.plan.problem.arrives)),  # `publish_empty`: they stay
     }

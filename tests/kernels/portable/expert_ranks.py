@@ -183,6 +183,11 @@ class ExpertRank:
         return self.tokens(call).expected(self.layout.world * self.layout.experts)
 
     @property
+    def gpu(self) -> ExpertRank:
+        """What has a channel and patience; of other ranks it is an object of its own."""
+        return self
+
+    @property
     def streams(self) -> list:
         return [self.calling, self.queue._side, self.queue._graph_side]
 

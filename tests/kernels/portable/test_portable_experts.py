@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import time
 
@@ -11,6 +10,7 @@ import torch
 from expert_ranks import FORM, Ranks, Tokens, capture, expert_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replaying import check, in_any_order, prepared, with_expiries
 
 from tilestream.core.error_record import EXPIRED, QUARANTINED
 from tilestream.core.errors import ArrivalTimeout, GroupBroken
@@ -265,41 +265,12 @@ def test_a_process_that_is_lost_ends_all_others_in_their_deadline():
 LAYOUTS = {2: Layout(2, 2, 12, 8, 4), 3: Layout(3, 1, 12, 8, 4)}
 
 
-def prepared(cuda, ranks):
-    """All ranks have made a call, and captured one."""
-    for rank in ranks:
-        rank.next(False)
-    cuda.run()
-    for rank in ranks:
-        rank.capture()
-
-
-def check(rank, calls=None):
-    for number, result in enumerate(rank.results if calls is None else rank.results[:calls], 1):
-        assert result.equal(rank.expected(number)), (rank.rank, number)
-
-
 @pytest.mark.slow
 @given(data=st.data(), size=st.sampled_from((2, 3)))
 @settings(max_examples=8, deadline=None)
 def test_each_call_is_of_its_own_rows_whichever_ranks_replay_it(data, size):
     with expert_world(LAYOUTS[size], 2) as (cuda, ranks):
-        prepared(cuda, ranks)
-        while any(len(rank.results) < 4 for rank in ranks):
-            rank = data.draw(st.sampled_from(ranks))
-            if data.draw(st.integers(0, 2)) == 0 and rank.issued < 4:
-                rank.next(data.draw(st.booleans()))
-            else:
-                data.draw(st.sampled_from(rank.streams)).run(data.draw(st.integers(1, 5)))
-            if data.draw(st.integers(0, 9)) == 0:
-                for each in ranks:
-                    if each.issued < 4:
-                        each.next(data.draw(st.booleans()))
-                cuda.run()
-        for rank in ranks:
-            check(rank)
-            rank.channel.check()
-            assert not rank.state.broken
+        in_any_order(data, cuda, ranks, 4)
 
 
 @pytest.mark.slow
@@ -307,42 +278,7 @@ def test_each_call_is_of_its_own_rows_whichever_ranks_replay_it(data, size):
 @settings(max_examples=10, deadline=None)
 def test_expiries_yield_no_wrong_number_and_no_deadlock(data, size):
     with expert_world(LAYOUTS[size], 2) as (cuda, ranks):
-        prepared(cuda, ranks)
-        lost = data.draw(st.sampled_from((None, *ranks)))
-        for _ in range(data.draw(st.integers(5, 40))):
-            rank = data.draw(st.sampled_from(ranks))
-            what = data.draw(st.integers(0, 9))
-            if what <= 1 and rank is not lost and rank.issued < 4:
-                with contextlib.suppress(GroupBroken):  # an eager call, whose host has heard
-                    rank.next(data.draw(st.booleans()))
-            elif what == 2:
-                rank.impatient = True
-                data.draw(st.sampled_from(rank.streams)).run(1)
-                rank.impatient = False
-            else:
-                data.draw(st.sampled_from(rank.streams)).run(data.draw(st.integers(1, 4)))
-        for _ in range(4 * len(ranks)):  # finally every deadline passes
-            cuda.run()
-            for rank in ranks:
-                rank.impatient = True
-        cuda.run()
-        expired = []
-        for rank in ranks:
-            assert rank.idle, "stuck"
-            for number, result in enumerate(rank.results, 1):
-                assert result.isnan().all() or result.equal(rank.expected(number)), (rank.rank, number)
-            if any(result.isnan().any() for result in rank.results):
-                with pytest.raises((ArrivalTimeout, GroupBroken)):
-                    rank.channel.check()
-                assert rank.state.broken, "a rank that has given up knows that its group is broken"
-                expired.append(rank)
-        if expired:
-            for rank in ranks:
-                rank.next(True)  # each is told, by its next replay at the latest
-                cuda.run()
-                assert rank.results[-1].isnan().all()
-                with pytest.raises((ArrivalTimeout, GroupBroken)):
-                    rank.channel.check()
+        with_expiries(data, cuda, ranks, 40, 4)
 
 
 def test_a_late_rank_is_waited_for_and_a_lost_one_is_named():

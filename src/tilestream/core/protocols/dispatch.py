@@ -1,8 +1,8 @@
 """Rows to the ranks of a mixture's experts and results back: the order in which a rank's threads do it. No torch here.
 
-A rank has a thread for each peer, `converse`, and its calling thread, `compute`. Rows of a source come in parts, of
-which nobody knows the number before that source's counts are there. A wait is answered -1 where its connection is lost,
-this rank has given up, or the deadline has passed.
+A rank has a thread for each peer, `converse`, and its calling thread, `compute`. The rows of a source come in parts.
+Their number is unknown until that source's counts arrive. The answer to a wait is -1 if its connection is lost, this
+rank has given up, or the deadline has passed.
 
 `tilestream.distributed.moe_dispatch` performs `compute`, and each `converse` as rounds of messages;
 `tilestream_tools.verify.dispatch` explores both: a source that is silent, late, lost, or that another rank gives up.
@@ -57,14 +57,14 @@ class AwaitComputed(NamedTuple):
 
 
 class SendResult(NamedTuple):
-    """Send a peer what became of a part of its rows."""
+    """Send a peer the results of a part of its rows."""
 
     peer: int
     part: int
 
 
 class AwaitResult(NamedTuple):
-    """Wait for what became of a part of the rows for a peer."""
+    """Wait for the results of a part of the rows for a peer."""
 
     peer: int
     part: int
@@ -94,7 +94,7 @@ class Compute(NamedTuple):
 
 
 class Hand(NamedTuple):
-    """What became of a part may be sent back."""
+    """The results of a part may be sent back."""
 
     source: int
     part: int

@@ -1,9 +1,9 @@
 """The order in which GPUs push rows to the ranks of their experts, and results back, in calls that graphs may hold.
 
-No host takes part, and none knows how many rows go where: the sender's kernel writes its counts in front of its rows.
-Words and wait for the last call are those of `tilestream.core.protocols.replay`. Beside them a rank has in its memory,
-for each source: a head (the counts, and where the source wants its results), rows, and the signals of both; and for
-its own rows the results, with a signal for each rank that sends them::
+No host takes part or knows how many rows go where: the sender's kernel writes its counts in front of its rows. The
+words, and the wait for the previous call, are those of `tilestream.core.protocols.replay`. In addition, a rank's memory
+has for each source: a head (the counts, and the place for the source's results), rows, and the signals of both. It also
+has the results of the rank's own rows, with a signal for each rank that sends them::
 
     calling stream                                      side stream
       a kernel: count = count + 1;
@@ -26,7 +26,7 @@ results of the same call, so there is no circle. The deadline ends the rest.
 
 *Rows are overwritten behind their reader*: a rank pushes call n + 1 when each peer has written `Taken` n, which is
 behind all its products of n. Results need no such handshake: they come only to a rank whose rows of that call were
-read, and it sent those behind its last sum. One slot will do, whose address graphs hold.
+read, and it sent those after its last sum. One slot suffices; graphs hold its address.
 
 *A broken group*: a rank that gives up says so in the memory of all. Unlike what a graph copies, kernels look before
 they push: nothing is pushed, nor signalled, for a call that is not computed. A mark names call and form, and comes

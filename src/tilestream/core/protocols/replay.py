@@ -1,11 +1,11 @@
 """The order in which ranks access each other's memory in calls that CUDA graphs may hold.
 
-A graph replays one text for ever, and the host issues nothing between two calls. So a call's number is not the host's:
-a word of each slot in the device's memory counts the calls of that slot, and the call's first kernel advances it. What
-is not a kernel, a graph copies: rows, and words. Eager calls have the same text: replays and eager calls may come in
-any order, and differ from rank to rank. Each rank has, for each slot, its own count, a signal for each chunk, and two
-words for each peer, which that peer writes. *mark*: the call whose rows it is about to write here, and of what form
-that call is. *taken*: the last call whose rows, which this rank has written there, it needs no more::
+A graph replays one text for ever, and the host issues nothing between two calls. So the device counts the calls: each
+slot has a count in the device's memory, and a call's first kernel advances it. All other operations of the graph are
+copies, of rows and of words. Eager calls have the same text: replays and eager calls may come in any order, which may
+differ from rank to rank. For each slot a rank has its own count, a signal for each chunk, and two words for each peer,
+which that peer writes. *mark*: the number and form of the call whose rows the peer is about to write here. *taken*: the
+last call whose rows, which this rank wrote there, the peer has finished reading::
 
     calling stream                                      side stream
       a kernel: count = count + 1;
@@ -24,14 +24,14 @@ chunk by chunk. The reader of a sum waits for all chunks first, then adds (`addi
 *A signal is 1 or 0*, since a launch in a graph cannot be told another number each time. The reader clears the signals
 when it has seen all of them. No peer signals the next call before that: it has not been told `Taken`.
 
-*One slot may serve all calls*: no rank writes to a slot of a peer before that peer has said that it needs no more the
-rows of the call before. With several slots in turn that was said long ago, and the wait costs nothing.
+*One slot may serve all calls*: a rank writes to a slot of a peer only after that peer has said that it has finished
+reading the rows of the previous call. With several slots in turn that was said long ago, and the wait costs nothing.
 
 *Giving up.* Both waits are a kernel's, with a deadline. A rank that gives up breaks the group, by a word in the memory
 of every rank: a call that finds it set computes nothing, since its signals may be an earlier call's. A gate does not
-poll that word; its own deadline ends it. No host takes part. What a graph copies, it copies all the same, since no node
-of a graph can be left out. It may overwrite rows that a late peer still reads. The mark in front of them says so: a
-rank that has read all its rows looks at the marks, and its result is NaN where one is of another call.
+poll that word; its own deadline ends it. No host takes part. A graph makes its copies in any case, since no node of a
+graph can be left out, and may overwrite rows that a late peer still reads. The mark in front of the rows reveals this:
+a rank that has read all its rows checks the marks, and its result is NaN if one is of another call.
 
 *Another form.* Ranks compare their calls when they make the first of a kind; no host compares replays. If a rank
 replays one graph while another replays a second one, with calls of another shape, both calls have the same number. So a
@@ -60,7 +60,7 @@ def control_words(world: int) -> int:
 
 
 def form_number(handshake: bytes) -> int:
-    """A number of 31 bits for calls that the ranks take for equal."""
+    """A number of 31 bits, equal for calls with equal handshakes."""
     return zlib.crc32(handshake) & 0x7FFFFFFF
 
 
@@ -76,7 +76,7 @@ class Advance(NamedTuple):
 
 
 class AwaitTaken(NamedTuple):
-    """A kernel waits until a peer needs the rows of ``call`` no more. Answer: 1; 0 if broken, or its time is up."""
+    """A kernel waits until a peer has read the rows of ``call``. Answer: 1; 0 if broken, or its time is up."""
 
     peer: int
     slot: int
@@ -194,7 +194,7 @@ class HandIn(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Say in a peer's memory that this rank needs the rows of ``call`` no more."""
+    """Say in a peer's memory that this rank has read the rows of ``call``."""
 
     peer: int
     slot: int

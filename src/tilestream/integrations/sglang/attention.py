@@ -1,7 +1,7 @@
 """SGLang's attention backend: prefill, chunked prefill and mixed batches by `tilestream.attention`.
 
-It is SGLang's own Triton backend in everything else: decoding, speculative decoding, multi-head latent attention,
-caches of other pools or of 8 bits, deterministic inference. A log line says so once a reason.
+Everything else is SGLang's own Triton backend: decoding, speculative decoding, multi-head latent attention, caches of
+other pools or of 8 bits, deterministic inference. Each reason is logged once.
 """
 
 from __future__ import annotations

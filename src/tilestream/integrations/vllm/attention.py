@@ -1,8 +1,8 @@
 """vLLM's attention backend: prefill, chunked prefill and mixed batches by `tilestream.attention`.
 
-It is vLLM's own Triton backend in everything else. That one's cache, its writes, its metadata and its CUDA graphs are
-kept, and it computes what is not done here: batches of one row a sequence (decoding), 8-bit caches, ALiBi, encoders,
-ranges of a prompt that see each other. A log line says so once a reason.
+Everything else is vLLM's own Triton backend: the cache, its writes, the metadata and the CUDA graphs. That backend also
+computes what is not computed here: batches of one row a sequence (decoding), 8-bit caches, ALiBi, encoders, ranges of a
+prompt that see each other. Each reason is logged once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class TilestreamBuilder(TritonAttentionMetadataBuilder):
 
 
 class TilestreamBackend(TritonAttentionBackend):
-    """What vLLM's selector asks."""
+    """The backend, as vLLM's selector sees it."""
 
     @staticmethod
     def get_name() -> str:
-        """Of a member of vLLM's ``AttentionBackendEnum``."""
+        """The name of a member of vLLM's ``AttentionBackendEnum``."""
         return "CUSTOM"
 
     @staticmethod
@@ -78,7 +78,7 @@ class TilestreamImpl(TritonAttentionImpl):
         )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Outputs are quantized behind the attention."""
+        """Outputs are quantized after the attention, not in it."""
         return False
 
     def forward(

@@ -34,21 +34,21 @@ class TilestreamConfig(QuantizationConfig):
     """``--quantization tilestream``: for checkpoints that are not quantized."""
 
     def get_name(self) -> str:
-        """As it is registered."""
+        """The name under which it is registered."""
         return NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Of activations and weights."""
+        """The dtypes of activations and weights."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of the portable kernels: Ampere."""
+        """The least compute capability: that of the portable kernels, Ampere."""
         return 80
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: there is nothing to read beside the model."""
+        """No files: only the model is read."""
         return []
 
     @classmethod
@@ -58,7 +58,7 @@ class TilestreamConfig(QuantizationConfig):
         Raises
         ------
         ValueError
-            Always: vLLM calls it with what a quantized checkpoint says of itself.
+            Always: vLLM calls it only for a checkpoint that is quantized.
         """
         raise ValueError(
             f"quantization={NAME!r}: the checkpoint is quantized ({config.get('quant_method', config)}); {NAME} is for "

@@ -183,7 +183,7 @@ def seen_by(plan: Any, tile: Tile, block_n: int) -> Seen:
 
 
 class AttentionBody:
-    """Load, math and epilogue of one call: the `kernels.cpu.launch.Body` of attention."""
+    """Load, math and epilogue of one call: the `tilestream.launch.cpu.launch.Body` of attention."""
 
     def __init__(self, plan: Any, operands: AttentionOperands, tiles: Tiles, workspace: Scratch) -> None:
         self._plan, self._x, self._tiles, self._workspace = plan, operands, tiles, workspace

@@ -14,7 +14,8 @@ Uniform chunks of an item come from `tilestream.core.chunks.chunk_of`. Ragged on
 with `Gate.needs`: the chunks of each row tile, those without rows left out (`tilestream.launch.gate.chunk_table`).
 
 Words (invariants 4 and 5). *Signals*: int32; a chunk has arrived when its signal is at least the call's epoch. With an
-epoch of 0 (captured launches, a caller's own words) any word but 0 will do, and the last worker out zeroes the words.
+epoch of 0 (captured launches, a caller's own words) every nonzero word is a signal, and the last worker out zeroes the
+words.
 ``-epoch`` says that the producer failed. *Abort*: a 64-bit word behind the counters; a launch is over when it is at
 least ``base + 1``. *Quarantine*: an expired launch may leave signals behind whose epoch is 0; the launches after it
 give NaN until the host has cleared the word.

@@ -8,7 +8,8 @@ read them. A worker reads all of them at once, one a lane:
     before the first item:   row tiles of each group, added up: the grid of this launch    count_rows
     for each item:           behind[g] = row tiles of groups 0 to g;  pm is of the first with pm < behind   find_rows
 
-Where the groups' matrices of B arrive, those with most rows first, so do their tiles: `tiles_by_load`, `find_loaded`.
+If the groups' matrices of B arrive, those with most rows come first, and so do their tiles: `tiles_by_load`,
+`find_loaded`.
 
 Rows past the last group belong to none, and are zero in the output.
 
@@ -94,7 +95,7 @@ def tiles_by_load(groups, lane, BLOCK: tl.constexpr):
 
 @triton.jit
 def find_loaded(pm, behind, lane, groups, valid, BLOCK: tl.constexpr):
-    """As `find_rows`, where ``behind`` is that of `tiles_by_load`."""
+    """Like `find_rows`, with ``behind`` from `tiles_by_load`."""
     LAST: tl.constexpr = 2147483647
     end = tl.min(tl.where(behind > pm, behind, LAST), 0)
     group = tl.where(valid != 0, tl.sum(tl.where(behind == end, lane, 0), 0), 0)

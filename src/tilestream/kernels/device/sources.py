@@ -9,11 +9,11 @@
         tiles left of groups that are there: a group by `share_of`; ticket = add(its counter, 1); valid -> tile
     none of all sources:                     nap; abort word set, or deadline passed -> the launch is over
 
-The tile then passes its gate (`pass_rows`), which polls the word of its group's rows with an acquire: the reads of
-words by lanes only choose. They are fresh, since an acquire has just dropped what caches held.
+The tile then passes its gate (`pass_rows`), which polls the word of its group's rows with an acquire. The lanes' reads
+of words only choose a tile. They see recent values, since an acquire has just invalidated the caches.
 
-All threads that take tiles must choose alike, although words change while they read. So there are at least as many
-lanes as these (`tilestream.launch.portable.sources`; on Hopper one warp): then each word is read once, and shared.
+All threads that take tiles must choose the same one, although words change while they read. So there are at least as
+many lanes as threads (`tilestream.launch.portable.sources`; on Hopper one warp): each word is read once, and shared.
 
 ``lane`` is int32 ``[LANES]``: 0, 1, ...; its layout is the caller's.
 """
@@ -62,7 +62,7 @@ def look_at(words, inside, other, C: tl.constexpr):
 
 @triton.jit
 def settle(source, state, sources, base):
-    """Settle a source as ``state`` if nobody has: as what it is settled. The word counts from ``base``."""
+    """Settle a source as ``state`` if no worker has; returns its state. The word counts from ``base``."""
     at = sources.settled + source
     found = tl.atomic_max(at, base, sem="acq_rel")
     if found <= base:
@@ -203,7 +203,7 @@ def take_from_source(finished, over, sources, num_n, words, gate, watch, lane, C
 
 @triton.jit
 def pass_rows(item, passed, sources, words, gate, watch):
-    """``passed`` behind the rows of an item's group. ``passed.row_low``: the word of the item before."""
+    """``passed``, after waiting for the rows of an item's group. ``passed.row_low``: the previous item's word."""
     over, row_low, row_high, column_low, column_high = passed
     if over == 0:
         over = is_over(words, watch).to(tl.int32)
@@ -271,7 +271,7 @@ def publish_tile(source, tiles, publishing):
 
 @triton.jit
 def publish_empty(sources, publishing, worker, workers, lane):
-    """Signal the sources without rows: of each one worker, as no tile is stored."""
+    """Signal the sources without rows, of which no tile is stored: one worker each."""
     for source in range(worker, sources.count, workers):
         inside = lane < sources.groups
         counts = tl.load(sources.counts + source * sources.groups + lane, mask=inside, other=0)

@@ -10,13 +10,13 @@
     take_results     wait for all ranks' results; clear their signals
     add_results      out[token] = sum of weight * result, in the order of the token's choices; NaN, if the call is void
 
-The order is `tilestream.core.protocols.experts`, behind ``begin_call`` of `tilestream.kernels.portable.rank_calls`; its
-``end_call`` is in front of the last. ``take_rows`` and ``take_results`` are one program of one warp, and the only
-ones that wait; each wait has a deadline, and ends when the group is broken.
+The order is that of `tilestream.core.protocols.experts`. ``begin_call`` of `tilestream.kernels.portable.rank_calls`
+precedes it, and ``end_call`` precedes ``add_results``. Only ``take_rows`` and ``take_results`` wait. Each is one
+program of one warp; each wait has a deadline, and ends when the group is broken.
 
-*Landed* (invariant 7). The stores of a block precede its count, by a drain, a barrier and a release at *system* scope:
-they go to another GPU's memory, and each worker waits itself until its own have landed there. The count of the last
-block acquires the others', and the signal is a release again. Rows are read by later launches.
+*Landed* (invariant 7). A drain, a barrier and a release at *system* scope order the stores of a block before its count,
+because they go to another GPU's memory: each worker waits until its own stores have landed there. The count of the last
+block acquires the other counts, and the signal is a release again. Later launches read the rows.
 
 *Memory of a rank*, the same on all::
 
@@ -257,7 +257,7 @@ def push_results(
     taken, ends
         See `take_rows`.
     done
-        ``int32[1]``, 0: how many workers have stored theirs.
+        ``int32[1]``, 0: how many workers have stored their results.
     RESULTS
         Bytes in front of the results in a rank's memory.
     """

@@ -2,7 +2,7 @@
 
 ::
 
-    begin_call     count the call; wait until the peers need the rows of the last one no more; signal the own chunks
+    begin_call     count the call; wait until the peers have read the rows of the last one; signal the own chunks
     await_parts    a sum: wait for all parts, clear their signals
     end_call       look at the marks; tell the peers that their rows are read
     void_out       NaN, where the call has failed
@@ -31,7 +31,7 @@ BLOCK = 4096
 
 @triton.jit
 def acquired(word):
-    """A word that peers write. What they wrote before it is visible behind."""
+    """Load a word that peers write. Later reads see what they wrote before it."""
     return tl.atomic_add(word, 0, sem="acquire", scope="sys")
 
 
@@ -154,7 +154,7 @@ def await_parts(
 
 @triton.jit(do_not_specialize=("op", "key", "rank"))
 def end_call(control, places, records, claims, op, key, rank, WORLD: tl.constexpr):
-    """Whether the call is void, behind its readers; then tell the peers that their rows are read."""
+    """After the call's readers: note whether the call is void, and tell the peers that their rows are read."""
     call = tl.load(control + COUNT)
     stamp = tl.load(control + STAMP)
     over = acquired(word_at(places, WORLD + rank)) != 0

@@ -47,7 +47,7 @@ class Body(Protocol):
         """Write NaN into a tile that will not be computed."""
 
 
-class Launch:
+class CpuLaunch:
     """One launch, which its workers share.
 
     Parameters

@@ -40,7 +40,7 @@ class Operand(NamedTuple):
 
 
 class Arguments(GemmArguments):
-    """As `GemmArguments`.
+    """See `GemmArguments`.
 
     Parameters
     ----------

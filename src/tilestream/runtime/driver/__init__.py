@@ -149,7 +149,7 @@ def capture_id(stream: int) -> int:
 
 
 def captured_nodes(stream: int) -> tuple[int, ...]:
-    """Of the graph that ``stream`` is captured into: the nodes that what the stream is given next comes behind."""
+    """The nodes that the next work of ``stream`` will follow, in the graph into which it is captured."""
     return current().captured_nodes(stream)
 
 

@@ -150,7 +150,7 @@ class Driver(ABC):
 
     @abstractmethod
     def captured_nodes(self, stream: int) -> tuple[int, ...]:
-        """Of the graph that the stream is captured into: the nodes that its next work comes behind."""
+        """The nodes that the stream's next work will follow, in the graph into which it is captured."""
 
     @abstractmethod
     def follow_nodes(self, stream: int, nodes: Sequence[int], alone: bool) -> None:

@@ -76,7 +76,7 @@ class Cuda(Driver):
         return there.value
 
     def _capture(self, stream: int) -> tuple[int, tuple[int, ...]]:
-        """The graph that the stream is captured into, and the nodes that its next work comes behind."""
+        """The graph into which the stream is captured, and the nodes that its next work will follow."""
         status, graph, nodes, count = ctypes.c_int(), ctypes.c_void_p(), _POINTER(), ctypes.c_size_t()
         code = self._find(self.FUNCTIONS["capture"], (ctypes.c_void_p,) * 6)(
             stream, ctypes.addressof(status), None, ctypes.addressof(graph), ctypes.addressof(nodes),
