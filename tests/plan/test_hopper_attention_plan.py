@@ -266,7 +266,7 @@ def test_what_the_caller_asks_for():
 
 @pytest.mark.parametrize("splits", [0, -1, 129, True, 2.0, "4"])
 def test_splits_out_of_range(splits):
-    with pytest.raises(ValueError, match=r"splits=.*; it is how many shares .* from 1 to 128, or None"):
+    with pytest.raises(ValueError, match=r"splits=.*; it must be the number of shares .* 1 to 128, or None"):
         attention_plan(1, 4096, splits=splits)
 
 
