@@ -319,6 +319,8 @@ def has_registers(problem: GroupedProblem, tile: portable.Tile) -> bool:
     registers = tile.block_m * tile.block_n // (32 * tile.warps)
     if problem.sources and problem.dtype == "float32" and not problem.plain and registers >= MOST_REGISTERS:
         return False  # Triton 3.7 spills 40 bytes: a worker's place in the sources takes registers, too
+    if problem.sources and problem.arrives and tile.buffers and registers > MOST_REGISTERS:
+        return False  # the next stage is in registers, too: Triton 3.9 spills 3 or 4 of them (gfx942, 128x256)
     if problem.plain or problem.along == "k":
         return problem.scales != "block" or registers <= MOST_REGISTERS
     return (2 if problem.promoted else 1) * registers <= MOST_REGISTERS

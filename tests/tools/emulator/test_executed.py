@@ -25,9 +25,9 @@ ALWAYS = {
 }  # fmt: skip
 
 
-def executed(*arguments: str, cache: Path, seconds: float) -> list[dict]:
+def executed(*arguments: str, cache: Path, seconds: float, **environ: str) -> list[dict]:
     run = subprocess.run(
-        [sys.executable, EXECUTED, *arguments], env=environment(cache), capture_output=True, text=True,
+        [sys.executable, EXECUTED, *arguments], env=environment(cache) | environ, capture_output=True, text=True,
         timeout=seconds, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
@@ -51,9 +51,24 @@ def test_a_sample_is_right_when_loads_and_stores_land_late_and_at_random(tmp_pat
     }  # fmt: skip
 
 
-def test_single_operations_are_numpys(tmp_path):
-    rows = executed("elementwise", cache=tmp_path, seconds=850)
-    assert len({(row["arch"], row["operation"]) for row in rows}) == len(rows) == 2 * (26 + 28)
+@pytest.mark.parametrize(("what", "count"), [("elementwise", 2 * (26 + 29)), ("moves", 2 * (20 + 4 + 2 + 2))])
+def test_single_operations_are_numpys(what, count, tmp_path):
+    rows = executed(what, cache=tmp_path, seconds=850)
+    assert len({(row["arch"], row["operation"]) for row in rows}) == len(rows) == count
+    assert [row for row in rows if row["wrong"]] == []
+
+
+def test_single_operations_are_what_llvm_folds(tmp_path):
+    rows = executed("folding", cache=tmp_path, seconds=850)
+    assert len({(row["arch"], row["operation"]) for row in rows}) == len(rows) == 2 * (382 + 255)
+    assert [row for row in rows if row["wrong"]] == []
+
+
+def test_single_operations_are_the_interpreters(tmp_path):
+    file = str(tmp_path / "interpreted.npz")
+    executed("interpreted", "--file", file, cache=tmp_path, seconds=850, TRITON_INTERPRET="1")
+    rows = executed("interpreted", "--file", file, cache=tmp_path, seconds=850)
+    assert len(rows) == 2 * (23 + 29)
     assert [row for row in rows if row["wrong"]] == []
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilestream_tools.emulator import numbers
-from tilestream_tools.emulator.instructions.matrix import in_registers
+from tilestream_tools.emulator.instructions.matrix import in_registers, matrix
 from tilestream_tools.emulator.numbers import LANES
 
 KINDS = {
@@ -126,3 +126,36 @@ def test_a_matrix_instructions_result_lies_where_gluon_says(rows):
     places = in_registers(np.arange(rows * rows).reshape(rows, rows))
     mine = [[divmod(int(place), rows) for place in places[:, lane]] for lane in range(LANES)]
     assert mine == lanes
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "kind"),
+    [
+        (16, 4, "f32"), (32, 2, "f32"), (16, 16, "f16"), (32, 8, "f16"), (16, 32, "f16"), (32, 16, "f16"),
+        (16, 16, "bf16"), (32, 8, "bf16"), (16, 32, "bf16"), (32, 16, "bf16"), (16, 32, "fp8"), (32, 16, "fp8"),
+        (16, 32, "bf8"), (32, 16, "bf8"),
+    ],
+)  # fmt: skip
+def test_a_matrix_instructions_operands_lie_where_gluon_says(rows, k, kind):
+    """Of the widest instructions, K may be in another order: in that of both operands, which changes no sum."""
+    pytest.importorskip("triton")
+    from triton.experimental.gluon import language as gl
+
+    from layouts import holdings
+
+    made = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "fp8": np.uint8, "bf8": np.uint8}[kind]
+    parent = gl.amd.AMDMFMALayout(4, [rows, rows, k], False, [1, 1])
+    for operand, shape in ((0, [rows, k]), (1, [k, rows])):
+        (lanes,) = holdings(gl.DotOperandLayout(operand, parent, k * rows // LANES), shape)
+        for axis in (0, 1):  # of which the lanes' elements are told
+            told = np.array([[place[axis] for place in lane] for lane in lanes], np.float32)
+            if kind == "bf16":
+                elements = (told.view(np.uint32) >> 16).astype(np.uint16)
+            else:
+                elements = told.astype(made)  # of 8 bits: a byte's number, not its value
+            registers = np.ascontiguousarray(elements.view(np.uint32).T)
+            found = matrix(registers.tobytes(), rows, kind, False)
+            wanted = np.indices(shape)[axis]
+            if kind in ("fp8", "bf8"):
+                wanted = numbers.fp8_values(kind, False)[wanted]
+            np.testing.assert_array_equal(found, wanted if operand == 0 else wanted.T)

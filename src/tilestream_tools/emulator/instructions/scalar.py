@@ -70,7 +70,7 @@ _ARITHMETIC: dict[str, tuple[tuple[int, ...], Arithmetic]] = {
     "s_max_i32": ((32, 32, 32), lambda a, b, c: (max(signed(a), signed(b)), signed(a) > signed(b))),
     "s_min_u32": ((32, 32, 32), lambda a, b, c: (min(a, b), a < b)),
     "s_max_u32": ((32, 32, 32), lambda a, b, c: (max(a, b), a > b)),
-    "s_absdiff_i32": ((32, 32, 32), lambda a, b, c: _and_not_zero(abs(signed(a) - signed(b)))),
+    "s_absdiff_i32": ((32, 32, 32), lambda a, b, c: _and_not_zero(abs(signed(a - b & MASK32)))),
     "s_lshl_b32": ((32, 32, 32), lambda a, b, c: _and_not_zero(a << (b & 31))),
     "s_lshr_b32": ((32, 32, 32), lambda a, b, c: _and_not_zero(a >> (b & 31))),
     "s_ashr_i32": ((32, 32, 32), lambda a, b, c: _and_not_zero(signed(a) >> (b & 31))),

@@ -94,7 +94,8 @@ _PLAIN: dict[str, tuple[str, str, Function]] = {
     "v_max3_i32": ("i", "iii", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     # Bits
     "v_and_b32": ("u", "uu", np.bitwise_and), "v_or_b32": ("u", "uu", np.bitwise_or),
-    "v_xor_b32": ("u", "uu", np.bitwise_xor), "v_or3_b32": ("u", "uuu", lambda a, b, c: a | b | c),
+    "v_xor_b32": ("u", "uu", np.bitwise_xor), "v_xnor_b32": ("u", "uu", lambda a, b: ~(a ^ b)),
+    "v_or3_b32": ("u", "uuu", lambda a, b, c: a | b | c),
     "v_and_or_b32": ("u", "uuu", lambda a, b, c: (a & b) | c),
     "v_bfi_b32": ("u", "uuu", lambda a, b, c: (a & b) | (~a & c)),
     "v_bfe_u32": ("u", "uuu", n_.extract), "v_bfe_i32": ("u", "uuu", n_.extract_signed),

@@ -6,7 +6,9 @@ moves lanes by DPP and LDS.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,8 +50,8 @@ def _integers(x, y, out, COUNT: tl.constexpr):
         (unsigned // other).to(tl.int32, bitcast=True), (unsigned >> s.to(tl.uint32)).to(tl.int32, bitcast=True),
         (wide >> 13).to(tl.int32), (wide // 77777).to(tl.int32),
         (a < b).to(tl.int32), a.to(tl.int8).to(tl.int32), a.to(tl.int16).to(tl.int32), a.to(tl.uint8).to(tl.int32),
-        tl.sum(a, 0) + tl.zeros_like(a), tl.max(a, 0) + tl.zeros_like(a), tl.cumsum(a, 0),
-        tl.xor_sum(a, 0) + tl.zeros_like(a), tl.argmax(a, 0) + tl.zeros_like(a), tl.sort(a, 0),
+        tl.sum(a, 0) + tl.zeros_like(a), tl.max(a, 0) + tl.zeros_like(a), tl.min(a, 0) + tl.zeros_like(a),
+        tl.cumsum(a, 0), tl.xor_sum(a, 0) + tl.zeros_like(a), tl.argmax(a, 0) + tl.zeros_like(a), tl.sort(a, 0),
     )  # fmt: skip
     for n in tl.static_range(len(results)):
         tl.store(out + n * COUNT + i, results[n])
@@ -84,6 +86,10 @@ FLOATS: dict[str, tuple[Callable[..., Any], int]] = {
 }  # fmt: skip
 
 
+#: What the interpreter computes otherwise: it rounds twice, cuts bits off, and has numpy's numbers beyond int32.
+NOT_INTERPRETED = ("float fma", "float to bfloat16", "float to int32")
+
+
 def _divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Towards zero, as C's."""
     return np.trunc(a.astype(np.float64) / b).astype(np.int64)
@@ -105,7 +111,7 @@ INTEGERS: dict[str, Callable[..., Any]] = {
     "64 bits //": lambda a, b: [int(x) // 77777 if x >= 0 else -(-int(x) // 77777) for x in a * b],
     "<": lambda a, b: a < b, "to int8": lambda a, b: a.astype(np.int8), "to int16": lambda a, b: a.astype(np.int16),
     "to uint8": lambda a, b: a.astype(np.uint8), "sum": lambda a, b: a.sum(), "max": lambda a, b: a.max(),
-    "cumsum": lambda a, b: a.cumsum(), "xor_sum": lambda a, b: np.bitwise_xor.reduce(a),
+    "min": lambda a, b: a.min(), "cumsum": lambda a, b: a.cumsum(), "xor_sum": lambda a, b: np.bitwise_xor.reduce(a),
     "argmax": lambda a, b: a.argmax(), "sort": lambda a, b: np.sort(a),
 }  # fmt: skip
 
@@ -131,6 +137,13 @@ def _numbers() -> tuple[np.ndarray, np.ndarray]:
     return a.astype(np.float32), b.astype(np.float32)
 
 
+def _integer_numbers() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(6)
+    x, y = generator.integers(-(2**31), 2**31, (2, COUNT), dtype=np.int64)
+    y[: COUNT // 2] = generator.integers(1, 100, COUNT // 2)
+    return x, y
+
+
 def rows(arch: str) -> list[dict[str, Any]]:
     """Operation by operation: how many elements are off by more than they may be."""
     a, b = _numbers()
@@ -144,14 +157,45 @@ def rows(arch: str) -> list[dict[str, Any]]:
             made.append(
                 {"arch": arch, "operation": f"float {name}", "wrong": int(wrong.sum()), "at": _first(wrong, a, b)}
             )
-    generator = np.random.default_rng(6)
-    x, y = generator.integers(-(2**31), 2**31, (2, COUNT), dtype=np.int64)
-    y[: COUNT // 2] = generator.integers(1, 100, COUNT // 2)
+    x, y = _integer_numbers()
     found = _run(_integers, arch, x.astype(np.int32), y.astype(np.int32), len(INTEGERS))
     for got, (name, oracle) in zip(found, INTEGERS.items(), strict=True):
         wanted = np.broadcast_to(np.asarray(oracle(x, y)).astype(np.int64, casting="unsafe").astype(np.int32), COUNT)
         wrong = got != wanted
         made.append({"arch": arch, "operation": f"int {name}", "wrong": int(wrong.sum()), "at": _first(wrong, x, y)})
+    return made
+
+
+def interpreted(archs: tuple[str, ...], file: Path) -> list[dict[str, Any]]:
+    """Of Triton's interpreter, if this process has it: write what both kernels give to a file. Else compare with it.
+
+    Both round alike but for what is off by units in the last place: see `FLOATS`.
+    """
+    a, b = _numbers()
+    x, y = (one.astype(np.int32) for one in _integer_numbers())
+    x >>= 12  # the interpreter's sums may not overflow
+    asked = (("float", _floats, a, b, FLOATS), ("int", _integers, x, y, INTEGERS))
+    if triton.knobs.runtime.interpret:
+        found = {}
+        for what, kernel, one, other, names in asked:
+            out = torch.zeros((len(names), COUNT), dtype=torch.from_numpy(one).dtype)
+            with np.errstate(all="ignore"):
+                kernel[(1,)](torch.from_numpy(one), torch.from_numpy(other), out, COUNT)
+            found[what] = out.numpy()
+        np.savez(file, **found)
+        return []
+    made = []
+    with np.load(file) as wanted, np.errstate(all="ignore"):
+        for arch, (what, kernel, one, other, names) in itertools.product(archs, asked):
+            found = _run(kernel, arch, one, other, len(names))
+            for got, want, name in zip(found, wanted[what], names, strict=True):
+                if f"{what} {name}" in NOT_INTERPRETED:
+                    continue
+                ulps = 2 * FLOATS[name][1] if what == "float" else 0
+                off = np.abs(got.astype(np.float64) - want) > ulps * np.spacing(np.abs(want)).astype(np.float64)
+                wrong = (got != want) & ~(np.isnan(got) & np.isnan(want)) & (off | ~np.isfinite(want))
+                at = _first(wrong, one, other)
+                made.append({"arch": arch, "operation": f"{what} {name}", "wrong": int(wrong.sum()), "at": at})
     return made
 
 

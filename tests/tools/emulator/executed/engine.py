@@ -1,16 +1,23 @@
 """Execute cases on the emulator, and print what came of each, a JSON object a line.
 
 ``quick`` or ``all``, or a part of names; ``--seeds N`` orders of each ``--landing late,random,early``. Instead of
-cases: ``faults`` seeds ``--seeds N`` faults of each kind, or of those with ``--kind`` in their names, and ``undrained``
-takes the drain out of each hand-over (`executed.faults`); ``elementwise`` compares single operations with numpy
-(`executed.elementwise`); ``mnemonics`` runs each case once, and says which instructions that has executed. ``--record
-FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts into docs/amd.md.
+cases:
+
+* ``faults`` seeds ``--seeds N`` faults of each kind, or of those with ``--kind`` in their names; ``undrained`` takes
+  the drain out of each hand-over (`executed.faults`);
+* ``elementwise`` and ``moves`` compare single operations with numpy (the modules of these names), ``folding`` with
+  LLVM's constant folding, ``interpreted --file FILE`` with Triton's interpreter: a process that has it, by
+  TRITON_INTERPRET=1, writes the file, another one compares;
+* ``mnemonics`` runs each case once, and says which instructions that has executed.
+
+``--record FILE`` adds the rows to a record, which ``python benchmarks/run.py amd table`` puts into docs/amd.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +25,7 @@ from typing import Any
 
 import triton
 
-from executed import elementwise
+from executed import elementwise, moves
 from executed.cases import ARCHS, Case, cases
 from executed.problems import MNEMONICS
 
@@ -58,6 +65,7 @@ def main() -> None:
     parser.add_argument("--landing", default="late,random")
     parser.add_argument("--kind", default="")
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--file", type=Path)
     given = parser.parse_args()
     # What has been imported is no garbage, and what a launch leaves is collected behind it: to look at all again and
     # again while it runs takes a third of the time.
@@ -74,8 +82,11 @@ def main() -> None:
 
         rows = [faults.undrained(*names) for names in faults.HAND_OVERS]
         print("\n".join(map(json.dumps, rows)))
-    if given.what == "elementwise":
-        rows = [row for arch in ARCHS for row in elementwise.rows(arch)]
+    if given.what == "interpreted":
+        rows = elementwise.interpreted(ARCHS, given.file)
+        print("\n".join(map(json.dumps, rows)))
+    if given.what in ("elementwise", "moves", "folding"):
+        rows = [row for arch in ARCHS for row in compared(given.what, arch)]
         print("\n".join(map(json.dumps, rows)))
     if given.what == "mnemonics":
         rows = [mnemonics()]
@@ -87,16 +98,25 @@ def main() -> None:
         write(given.record, rows, given.what if given.what in _KINDS else "rows")
 
 
+def compared(what: str, arch: str) -> list[dict[str, Any]]:
+    """Single operations beside an oracle, a row each."""
+    if what == "folding":
+        from executed import folding  # which needs Triton's LLVM
+
+        return folding.rows(arch)
+    return (elementwise if what == "elementwise" else moves).rows(arch)
+
+
 def mnemonics() -> dict[str, Any]:
-    """Of all cases; and of single operations, which are compared with numpy."""
-    for arch in ARCHS:
-        elementwise.rows(arch)
-    compared = {*MNEMONICS}
+    """Of all cases; and of single operations, which are compared with oracles."""
+    for arch, what in itertools.product(ARCHS, ("elementwise", "moves", "folding")):
+        compared(what, arch)
+    alone = {*MNEMONICS}
     MNEMONICS.clear()
     for case in cases():
         case.make().run(landing="random", seed=1)
         gc.collect()
-    return {"executed": sorted(MNEMONICS), "compared": sorted(compared)}
+    return {"executed": sorted(MNEMONICS), "compared": sorted(alone)}
 
 
 def write(file: Path, rows: list[dict[str, Any]], kind: str) -> None:
