@@ -94,13 +94,15 @@ class Box:
 
 
 class Boxes:
-    """The stages of an operand."""
+    """The stages of an operand, as many as were allocated."""
 
-    def __init__(self, bits: int) -> None:
+    def __init__(self, bits: int, count: int = 64) -> None:
         self.found: dict[int, Box] = {}
+        self.count = count
         self.dtype = SimpleNamespace(primitive_bitwidth=bits)
 
     def index(self, i: Any) -> Box:
+        assert 0 <= i < self.count, "a stage that is not there"
         return self.found.setdefault(int(i), Box())
 
 
@@ -295,7 +297,7 @@ class Machine:
             "arange": lambda first, end, _=None: torch.arange(first, end), "num_warps": lambda: 4,
             "SliceLayout": lambda *_: None, "BlockedLayout": lambda *_: None, "SwizzledSharedLayout": lambda *_: None,
             "convert_layout": lambda x, _: x, "warp_specialize": self.warp_specialize,
-            "allocate_shared_memory": lambda *_: Boxes(0),
+            "allocate_shared_memory": lambda _, shape, __: Boxes(0, shape[0]),
             "inline_asm_elementwise": lambda _, __, values, **___: values[0],
         }  # fmt: skip
         slots: Callable[[], dict[Any, Any]] = dict
@@ -308,7 +310,7 @@ class Machine:
             ),
             "tma": SimpleNamespace(store_wait=lambda _: None), "fence_async_shared": lambda: None,
             "tma_load": self.tma_load, "tma_store": self.tma_store, "viewed": lambda box, _: box,
-            "make_stages": lambda made, _: Boxes(8 * made.tensor.element_size()),
+            "make_stages": lambda made, count: Boxes(8 * made.tensor.element_size(), count),
             "make_barriers": lambda count, arrivals: Barriers(Barrier(arrivals) for _ in range(count)),
             "make_slots": slots, "put": lambda made, slot, field, value, _: made.update({(int(slot), field): value}),
             "get": lambda made, slot, field, _: made[int(slot), field], "mma_layout": lambda *_: None,

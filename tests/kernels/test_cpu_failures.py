@@ -42,6 +42,13 @@ def planned(arrival, schedule="dynamic", workers=3, order=None) -> ts.Plan:
     return ts.plan(M, N, K, tile=(TILE, TILE), schedule=schedule, workers=workers, arrival=arrival, order=order)
 
 
+def first_wait_of(arrival, monkeypatch) -> threading.Event:
+    """Set when somebody first waits for a chunk."""
+    waits, sleep = threading.Event(), arrival._signals._bell.wait
+    monkeypatch.setattr(arrival._signals._bell, "wait", lambda seconds: waits.set() or sleep(seconds))
+    return waits
+
+
 # Expiry ---------------------------------------------------------------------------------------------------------------
 
 
@@ -146,9 +153,8 @@ def test_the_expiry_says_which_operand():
 def test_one_deadline_for_all_waits_together(monkeypatch):
     # Each chunk comes within the deadline of the one before, but all of them together do not.
     source, b, x = rand(M, K), rand(K, N), nans(M, K)
-    arrival, waits = four_chunks(), threading.Event()
-    sleep = arrival._signals._bell.wait
-    monkeypatch.setattr(arrival._signals._bell, "wait", lambda seconds: waits.set() or sleep(seconds))
+    arrival = four_chunks()
+    waits = first_wait_of(arrival, monkeypatch)
     feeder = Feeder(arrival, x, source, before=lambda c: waits.wait(LONG) and time.sleep(0.2))
     with feeder, pytest.raises(ts.ArrivalTimeout):
         ts.matmul(x, b, arrival=arrival, deadline=0.45, workers=2)
@@ -428,18 +434,19 @@ class Slow:
 @interrupts_this_thread
 @pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_an_interrupt_of_a_waiting_caller_leaves_no_thread(workers):
+def test_an_interrupt_of_a_waiting_caller_leaves_no_thread(workers, monkeypatch):
     x, b, out = rand(M, K), rand(K, N), torch.zeros(M, N)
     arrival = four_chunks()
     arrival.signal(0)
     mine, default = torch.get_num_threads(), intra_op_threads_of_a_new_thread()
-    timer = threading.Timer(0.15, interrupt)
+    waits = first_wait_of(arrival, monkeypatch)
+    later = threading.Thread(target=lambda: (waits.wait(LONG), time.sleep(0.15), interrupt()))
     with no_thread_left(grace=LONG):  # when just they are gone: see the test after this one
-        timer.start()
+        later.start()
         begin = time.perf_counter()
         with pytest.raises(KeyboardInterrupt):
             planned(arrival, "dynamic", workers).run(x, b, out=out, arrival=arrival, deadline=2 * LONG)
-        timer.join()
+        later.join()
     assert time.perf_counter() - begin < LONG
     assert out[16:].isnan().all()
     assert (torch.get_num_threads(), intra_op_threads_of_a_new_thread()) == (mine, default)

@@ -110,6 +110,14 @@ def test_a_lane_looks_at_several_groups():
         check(part, maths)
 
 
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_a_launch_has_counters_where_it_draws_tickets(schedule):
+    problem = problem_of(x := of_rows())
+    fit = hopper_candidates(problem, DEVICE, 2, Asked(schedule=schedule, tile=(128, 128)))
+    plan = of_candidate(problem, DEVICE, "hopper", next(fit), "a test's")
+    assert (launch_of(plan, x)._schedule is not None) == (schedule == "dynamic")
+
+
 @pytest.mark.parametrize("offsets", [(3, 2, 5, 5, 6), (-1, 2, 5, 5, 6), (0, 2, 5, 5, 300)], ids=str)
 def test_offsets_that_are_none_make_all_rows_nan(offsets):
     x = of_rows()

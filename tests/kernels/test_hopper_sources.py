@@ -35,6 +35,7 @@ from tilestream.ops.grouped_library import launch_of, problem_of
 from tilestream.plan.candidate import Asked
 from tilestream.plan.grouped import hopper_candidates
 from tilestream.plan.plan import of_candidate
+from tilestream.runtime.device_workspace import Words as DeviceWords
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 DEVICE = named("h100")
@@ -300,6 +301,37 @@ def test_sources_are_signalled_when_their_rows_are_complete(how):
     case.check()
     assert signals.tolist() == [9] * 3
     assert not counts.any(), "counts are restored"
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_launch_is_given_what_its_kernel_waits_for_and_publishes(arrives, publishes, monkeypatch):
+    """In the order of the kernel's parameters, those that it does not have left out."""
+    x = Case().x
+    signals, counts = torch.zeros(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    if publishes:
+        x = x._replace(epilogue=x.epilogue._replace(publish=PublishArguments(signals, counts, 9)))
+    problem = replace(problem_of(x), arrives=arrives)
+    fit = hopper_candidates(problem, DEVICE, 2, Asked(tile=(128, 128)))
+    launch = launch_of(of_candidate(problem, DEVICE, "hopper", next(fit), "a test's"), x)
+    compiled, made = [], []
+    monkeypatch.setattr(launch, "_compiled", lambda *given: compiled.append(given) or (lambda *own: made.append(own)))
+    words, words_that_come = DeviceWords(torch.zeros(64, dtype=torch.int64), None, None, 7, 0), Words(15)
+    for _ in range(2):
+        launch.issue(5, x, words, Awaited(words_that_come, None, 60.0, "x") if arrives else None, None)
+    gate = compiled[0][3]
+    assert len(compiled) == 1, "the same launch is compiled once"
+    assert (gate.row_signals is words_that_come.words) == arrives
+    expected = [5, x.a.data_ptr(), *[x.b.data_ptr()] * sum(one is not None for one in launch._made[False].y)]
+    expected += [x.out.data_ptr(), x.offsets.data_ptr(), x.out.data_ptr(), words.counters.data_ptr()]
+    if arrives:
+        expected += [one.data_ptr() for one in gate.pointers if one is not None]
+    if publishes:
+        expected += [signals.data_ptr(), counts.data_ptr()]
+    expected += [7, 0]
+    if arrives:
+        expected += [3, gate.row_key, gate.allowed, gate.op]
+    assert list(made[1]) == expected + [9] * publishes
 
 
 def published(case: Case, **how: Any) -> bool:

@@ -16,7 +16,7 @@ from tilestream.plan import Problem, plan, plan_problem, tma
 from tilestream.plan.candidate import Candidate, Deferred
 from tilestream.plan.planner import search_space
 from tilestream.plan.policy import hopper
-from tilestream.plan.policy.hopper_costs import FITTED, Costs, Model, costs_of, row_cost
+from tilestream.plan.policy.hopper_costs import FITTED, Costs, Cut, Model, TileFacts, costs_of, row_cost
 from tilestream.plan.problem import GroupedProblem
 
 KINDS = ("static", "dynamic", "stream_k")
@@ -166,3 +166,91 @@ def test_constants_are_those_of_the_device(monkeypatch):
     assert costs_of(H100) is costs_of(dataclasses.replace(H100, name="another")) is FITTED["H100"]
     problem = Problem(512, 512, 512, **BF16)
     assert Model(problem, H100, mine).costs is mine
+
+
+# Terms of the model, each where the others are nothing ----------------------------------------------------------------
+
+TILE = TileFacts("cooperative", 128, 256, 1, 4, 100, (256,), False)
+#: Of 100 tiles of 8 K steps on 4 workers, and an output that TMA stores.
+CUT = Cut("static", 100, 10, 8, 4, True, 8)
+PLAIN = Problem(1024, 1024, 512, **BF16)
+
+
+def seconds(tile: TileFacts = TILE, cut: Cut = CUT, problem: Problem = PLAIN, swap_ab: bool = False, **costs: float):
+    """Seconds of a launch whose K steps take one each, on a device that reads memory at once."""
+    free = dict.fromkeys(("epilogue", "register", "fix", "launch", "lined", "direct"), 0.0) | {"partials": 1e30}
+    device = dataclasses.replace(H100, bandwidth=1e40)
+    model = Model(problem, device, Costs(**free | costs))
+    model.step = lambda *_: 1.0
+    return model.seconds(tile, swap_ab, cut)
+
+
+def test_waves_take_their_items_and_epilogues():
+    assert seconds() == 25 * 8
+    assert seconds(cut=CUT._replace(tiles=101)) == 26 * 8
+    assert seconds(epilogue=2.0, register=0.5) == 25 * (8 + 2 + 100 * 0.5)
+    assert seconds(ticket=3.0) == 25 * 8, "a static grid has no queue"
+    assert seconds(cut=CUT._replace(kind="dynamic"), ticket=3.0) == 25 * (8 + 3)
+
+
+def test_a_swapped_tile_has_its_loss():
+    assert seconds(swap_ab=True, swapped_loss=3.0) == 3 * seconds(swapped_loss=3.0)
+
+
+@pytest.mark.parametrize(("parts", "name"), [((256,), "lined"), ((128, 128), "lined"), ((96, 96, 64), "direct")])
+def test_what_tma_does_not_store_costs_by_lines_or_as_registers_hold_it(parts, name):
+    """Tiles of three parts lack the registers for lines."""
+    odd = dataclasses.replace(PLAIN, n=1023)
+    costs = {"lined": 0.25, "direct": 0.5}
+    found = seconds(TILE._replace(parts=parts), problem=odd, **costs)
+    assert found == 25 * (8 + costs[name] * 100)
+    assert seconds(TILE._replace(parts=parts), **costs) == 25 * 8, "TMA stores"
+
+
+@pytest.mark.parametrize(
+    ("tiles", "shares", "each", "written"),
+    # Of the last wave's tiles, each in so many shares: parts that a share writes, and parts of a tile.
+    [(9, 4, 2, 1 + 4), (11, 4, 6, 2 + 4 / 3), (10, 4, 4, 1 + 2)],
+)  # fmt: skip
+def test_stream_k_writes_a_partial_or_two_for_each_share_and_reads_a_tiles(tiles, shares, each, written):
+    cut = Cut("stream_k", tiles, 10, 8, 4, True, 8, shares)
+    size = 4.0 * 128 * 256
+    assert seconds(cut=cut) == 2 * 8 + each, "waves, and a share"
+    assert seconds(cut=cut, fix=1.0, partials=size) == pytest.approx(2 * 8 + each + 1 + written)
+
+
+def test_a_worker_with_one_item_multiplies_at_the_rate_of_one_consumer():
+    free = Costs(alone=0.25, ping_pong=1.0, cooperative=1.0, feed=1e40, feed_of_one=1e40, step=0.0)
+    model = Model(PLAIN, H100, free)
+    times = {
+        variant: [model.step(TILE._replace(variant=variant), False, CUT._replace(tiles=tiles)) for tiles in (3, 4, 5)]
+        for variant in ("ping_pong", "cooperative")
+    }
+    few, as_many, more = times["ping_pong"]
+    assert few == as_many == 4 * more, "of ping-pong the other has nothing to do"
+    assert len(set(times["cooperative"])) == 1
+
+
+def test_an_operand_that_l2_keeps_is_read_once():
+    """Of 3 tiles in 4 shares: 1024 rows of A, and 3 columns of tiles of B, of 1024 bytes each."""
+    line = 512 * 2
+    rows, columns = 1024 * line, 1 * 256 * line
+    of_rows, of_columns = 3 * 128 * line, 3 * 256 * line
+
+    def read(l2_bytes: float, shares: int = 4) -> float:
+        model = Model(PLAIN, H100, Costs(l2_bytes=l2_bytes))
+        return model._unshared_bytes(TILE, False, CUT, 3, shares)
+
+    assert read(rows) == 0, "it keeps both"
+    assert read(rows - 1) == of_rows
+    assert read(columns) == of_rows
+    assert read(columns - 1) == of_rows + of_columns
+    assert read(0, shares=6) == 0, "shares that begin where tiles do read alike"
+
+
+def test_a_cut_is_together_where_workers_take_neighbours():
+    grid = hopper.Grid.of(512, 512, 512, 128, 128, 64)
+    made = [Schedule(kind, grid, workers=4, **how) for kind, how in (
+        ("static", {}), ("dynamic", {}), ("dynamic", {"queues": 4, "split": "strides"}),
+    )]  # fmt: skip
+    assert [Cut.of(one).together for one in made] == [True, False, True]
