@@ -43,7 +43,7 @@ def test_the_library_and_its_tests_grow_no_more():
     # pairs of CTAs, rows by source, also on Hopper, and rows that kernels push; of tests alone, those of the report in
     # a browser, of pictures, of all mutants, and a Hopper kernel's whole text in threads.
     assert lines_of(SRC / "tilestream") <= 49_500
-    assert lines_of(ROOT / "tests") <= 81_400
+    assert lines_of(ROOT / "tests") <= 81_900
 
 
 def test_the_table_of_the_design_is_of_this_structure():
