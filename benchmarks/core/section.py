@@ -6,7 +6,18 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-SUBJECTS = ("gemm", "attention", "invariance", "arrival", "distributed", "contention", "cpu", "amd", "report")
+SUBJECTS = (
+    "gemm",
+    "attention",
+    "serving",
+    "invariance",
+    "arrival",
+    "distributed",
+    "contention",
+    "cpu",
+    "amd",
+    "report",
+)
 
 
 class Section(NamedTuple):

@@ -139,8 +139,8 @@ def behind(results: Path) -> Iterator[str]:
     natives = {device_of(data): [row["ratio"]["warm"] for row in data["rows"]] for data in gemm.native_calls(results)}
     slower = {device: [ratio for ratio in ratios if ratio > 1] for device, ratios in natives.items()}
     if any(slower.values()):
-        found = [f"{len(its)}, at most {max(its):.2f} times ({device})" for device, its in slower.items() if its]
-        yield NOTES("not native", calls=max(map(len, natives.values())), figures=", ".join(found))
+        found = [f"{len(its)} ({device}, at most {max(its):.2f} times)" for device, its in slower.items() if its]
+        yield NOTES("not native", calls=max(map(len, natives.values())), figures=" and ".join(found))
 
 
 def lost_of_random(results: Path) -> Iterator[str]:

@@ -64,8 +64,8 @@ class ArrivalTimeout(TilestreamError, TimeoutError):
         where = f"rank {rank}, worker {worker}" if rank is not None else f"worker {worker}"
         super().__init__(
             f"{op}: {argument}'s {what} did not arrive within the deadline of {deadline:g} s: {where} waited "
-            f"{waited:.3f} s for it; first item not taken: {item}. What was not computed is NaN. See that the chunk's "
-            "producer lives and signals it, or pass the call a larger deadline="
+            f"{waited:.3f} s for it; first item not taken: {item}. What was not computed is NaN. Check that the "
+            "chunk's producer runs and signals it, or pass a larger deadline="
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -99,10 +99,14 @@ def show(made: "Report") -> None:
         console.print(table)
 
 
+#: Names for NVIDIA's; those of AMD are the assembler's own.
+_SPILLED = {"bytes": "spilled bytes a thread", "stack": "stack bytes a thread"}
+
+
 def _sections(made: "Report") -> Iterator[tuple[str, list[Row]]]:
     on_amd, by = bool(made.occupancy), made.occupancy or {}
     resources: list[Row] = [(key.upper() if on_amd else key, x) for key, x in made.registers.items()]
-    resources += [(key.replace("_", " "), x) for key, x in made.spilled.items()]
+    resources += [(_SPILLED.get(key, key.replace("_", " ")), x) for key, x in made.spilled.items()]
     resources += [("LDS" if on_amd else "shared memory", size(made.shared)), ("warps", made.warps)]
     yield "resources", [*resources, *([("stages", made.stages)] if made.stages else [])]
     if on_amd:

@@ -43,9 +43,10 @@ def plan(
     pivot: Annotated[int, typer.Option(min=0, help="The chunk that is expected first.")] = 0,
     as_json: ui.Json = False,
 ) -> None:
-    """Print the plan of a matmul, A [M, K] @ B [K, N].
+    """Print the plan of a matmul.
 
-    It says what was chosen, what was refused and why, and the least time that operations and bytes allow.
+    A is [M, K] and B is [K, N]. The plan says what was chosen, what was refused and why, and the least time
+    that operations and bytes allow.
     """
     import tilestream as ts
 
