@@ -125,7 +125,7 @@ def traced(
             for operand, incoming in enumerate(arriving)
             if incoming is not None
         }
-        if isinstance(schedule, SourceSchedule) and plan.problem.arrives:
+        if isinstance(schedule, SourceSchedule) and getattr(plan.problem, "arrives", False):
             launch.arrivals = {0: (None,) * schedule.packed}  # a word for a source's counts, and one a group's rows
 
     recorder.later(read)
