@@ -52,8 +52,12 @@ def _prefill(row: Row) -> str:
 
 
 KINDS = {
-    "calls": Kind("Eager calls", ("ours",), ("nccl + mm", "torch fused"), _shape, lambda row: str(row["op"])),
-    "captured": Kind("Replays", ("ours",), ("nccl + mm", "torch fused"), _shape, lambda row: str(row["op"])),
+    "calls": Kind(
+        "Eager calls", ("ours", "ours invariant"), ("nccl + mm", "torch fused"), _shape, lambda row: str(row["op"])
+    ),
+    "captured": Kind(
+        "Replays", ("ours", "ours invariant"), ("nccl + mm", "torch fused"), _shape, lambda row: str(row["op"])
+    ),
     "served": Kind(
         "A Llama block", ("ours eager", "ours compiled"), ("nccl eager", "nccl compiled"), _block, _prefill
     ),
