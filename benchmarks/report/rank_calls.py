@@ -55,9 +55,7 @@ KINDS = {
     "calls": Kind(
         "Eager calls", ("ours", "ours invariant"), ("nccl + mm", "torch fused"), _shape, lambda row: str(row["op"])
     ),
-    "captured": Kind(
-        "Replays", ("ours", "ours invariant"), ("nccl + mm", "torch fused"), _shape, lambda row: str(row["op"])
-    ),
+    "captured": Kind("Replays", ("ours",), ("nccl + mm", "torch fused"), _shape, lambda row: str(row["op"])),
     "served": Kind(
         "A Llama block", ("ours eager", "ours compiled"), ("nccl eager", "nccl compiled"), _block, _prefill
     ),
