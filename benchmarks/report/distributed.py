@@ -1,4 +1,4 @@
-"""The page on matmuls and collectives: gathers and sums, and the timelines. `blocks` has the rest of it."""
+"""The page on matmuls and collectives: gathers and sums, and the timelines. `blocks` and `rank_calls` have the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import mean, median
 from benchmarks.core.records import Data, Row, load, paths, records
 from benchmarks.distributed.dispatch_table import Decided, decided, shape_of, taken
 from benchmarks.distributed.floors import PEERS, Judged, floor_of, judged
-from benchmarks.report import blocks
+from benchmarks.report import blocks, rank_calls
 from benchmarks.report.notes import Notes
 from benchmarks.report.tables import cells, device_of, geomean, table, versions
 from benchmarks.report.timelines import Timelines, lanes_picture
@@ -34,7 +34,7 @@ def page(results: Path) -> list[str]:
     for op in TITLES:
         made = [part for data in records(results, "all_gather_x*") for part in of_op(data, op)]
         parts += [NOTES(op, explained=NOTES("explained")), *made] if made else []
-    parts += blocks.sections(results) + TIMELINES.sections(results)
+    parts += blocks.sections(results) + rank_calls.sections(results) + TIMELINES.sections(results)
     return parts + [lanes(path) for path in paths(results, "mlp_timeline_x*.json")]
 
 

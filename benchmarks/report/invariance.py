@@ -11,7 +11,7 @@ from benchmarks.report.tables import columns, geomean, incomplete, of, table
 
 NOTES = Notes("invariance")
 #: What a product is timed beside, in the order of columns; ours without the promise first.
-BESIDE = ("free", "cublas", "batch_invariant_ops", "sgemm-bi")
+BESIDE = ("free", "cublas", "batch_invariant_ops", "vllm", "sgemm-bi")
 
 
 def page(results: Path) -> list[str]:

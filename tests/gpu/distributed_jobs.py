@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
+import subprocess
 import threading
 import time
 
@@ -131,17 +133,26 @@ def iterates(rank, world, count):
     return worst.get()
 
 
-def give_up_on_the_last_rank(rank, world, killed, timed, late, again, check):
-    """The last rank does not come, or dies: the others give up at the deadline, and their GPUs stay usable.
+def stay_away(absent, seconds):
+    """Sleep for so many seconds; ``absent``: die ("killed"), or be stopped meanwhile, watchdogs and all ("stopped")."""
+    if absent == "killed":
+        os._exit(0)
+    if absent == "stopped":
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        time.sleep(seconds)
+
+
+def give_up_on_the_last_rank(rank, world, absent, timed, late, again, check):
+    """The last rank does not come, is stopped, or dies: the others give up, and their GPUs stay usable.
 
     ``timed``: the others' call; ``check`` examines its result. ``late``: the last rank's call, if it is not killed.
     ``again``: the others' next call. Returns the errors of both, whether the GPU works, and the seconds of the first.
     """
     torch.cuda.synchronize()
     if rank == world - 1:
-        if killed:
-            os._exit(0)
-        time.sleep(4)
+        stay_away(absent, 4)
         return "", error_of_a_late_rank(late), True, 0.0
     begin = time.monotonic()
     result = timed()
@@ -156,7 +167,7 @@ def give_up_on_the_last_rank(rank, world, killed, timed, late, again, check):
     return first, raised(again), product.isfinite().all().item(), waited
 
 
-def expires(rank, world, killed, way):
+def expires(rank, world, absent, way):
     """A gather: what does not come is NaN, and the own rows are computed."""
     a, b = random(rank, 256, 256), random(99, 256, 256)
 
@@ -175,7 +186,7 @@ def expires(rank, world, killed, way):
     for either in ("push", "pull", way):
         call(20, either)
     return give_up_on_the_last_rank(
-        rank, world, killed, lambda: call(0.5, way, return_a=True), lambda: call(5), lambda: call(5), check
+        rank, world, absent, lambda: call(0.5, way, return_a=True), lambda: call(5), lambda: call(5), check
     )
 
 
@@ -367,7 +378,7 @@ def blocks(rank, world, count, group=None):
     return worst.get()
 
 
-def sum_expires(rank, world, killed, op):
+def sum_expires(rank, world, absent, op):
     """A sum."""
     a, b = random(rank, (64 if op == "matmul_all_reduce" else 128 * world), 256), random(99, 256, 256)
 
@@ -377,7 +388,7 @@ def sum_expires(rank, world, killed, op):
     for _ in range(3):
         call(20)
     return give_up_on_the_last_rank(
-        rank, world, killed, lambda: call(0.5), lambda: call(5), lambda: call(5, "auto"), check_void
+        rank, world, absent, lambda: call(0.5), lambda: call(5), lambda: call(5, "auto"), check_void
     )
 
 

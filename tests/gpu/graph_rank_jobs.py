@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from distributed_jobs import BF16, Worst, error_of_a_late_rank, finish, late_in_turn, random
+from distributed_jobs import BF16, Worst, error_of_a_late_rank, finish, late_in_turn, random, stay_away
 
 import tilestream as ts
 from rank_checks import raised
@@ -151,6 +150,29 @@ def layers(rank, world):
     return worst.get()
 
 
+def piecewise(rank, world):
+    """Steps cut into graphs, as engines capture a model: a gather, an eager all-reduce, a sum, an eager product."""
+    each, worst = ops(rank, world), Worst()
+    pieces = {name: captured(each[name]) for name in ("gather", "sum")}
+    b = random(1, 256, 256)
+    for i in range(30):
+        whole = random(300 + i, 128 * world, 256)
+        for one in each.values():
+            one.load(whole)
+        late_in_turn(i, rank)
+        pieces["gather"][0].replay()
+        reduced = each["all_reduce"].call()
+        product = ts.matmul(pieces["gather"][1][0], b)
+        late_in_turn(i, world - 1 - rank)
+        pieces["sum"][0].replay()
+        worst.add(pieces["gather"][1][0], each["gather"].expected(whole))
+        worst.add(reduced, each["all_reduce"].expected(whole))
+        worst.add(pieces["sum"][1][0], each["sum"].expected(whole))
+        # The product of what was gathered: relative, since it is 16 times as large.
+        worst.add(product / 16, (whole @ b).float() @ b.float() / 16)
+    return worst.get()
+
+
 def destroyed(rank, world, name):
     """A graph is destroyed while its replay is under way, and another one of new memory goes on."""
     one, worst = ops(rank, world)[name], Worst()
@@ -224,8 +246,8 @@ def half_captured(rank, world):
     return said, worst.get()
 
 
-def expires(rank, world, name, killed):
-    """The last rank does not replay, or dies. Returns as `distributed_jobs.give_up_on_the_last_rank`."""
+def expires(rank, world, name, absent):
+    """The last rank does not replay, is stopped, or dies. Returns as `distributed_jobs.give_up_on_the_last_rank`."""
     patient, one = ops(rank, world)[name], ops(rank, world, deadline=0.5)[name]
     for each in (patient, one):
         each.load(random(5, 128 * world, 256))
@@ -236,9 +258,7 @@ def expires(rank, world, name, killed):
         finish()
     dist.barrier()
     if rank == world - 1:
-        if killed:
-            os._exit(0)
-        time.sleep(8)
+        stay_away(absent, 8)
         return "", error_of_a_late_rank(graph.replay), True, 0.0, 0.0
     begin = time.monotonic()
     graph.replay()

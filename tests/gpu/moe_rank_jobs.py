@@ -146,8 +146,8 @@ def too_many(rank, world):
     return raised(lambda: call(mixture(world, 7), rank, world, TOKENS - 1))
 
 
-def expires(rank, world, killed):
-    """The last rank does not call, or dies."""
+def expires(rank, world, absent):
+    """The last rank does not call, is stopped, or dies."""
     data = mixture(world, 7)
     args = arguments(data, rank, world)
 
@@ -163,7 +163,7 @@ def expires(rank, world, killed):
         assert out.isnan().all(), "what did not come is NaN"
 
     return give_up_on_the_last_rank(
-        rank, world, killed, lambda: made(0.5), lambda: made(DEADLINE), lambda: made(DEADLINE), check
+        rank, world, absent, lambda: made(0.5), lambda: made(DEADLINE), lambda: made(DEADLINE), check
     )
 
 

@@ -230,7 +230,7 @@ def test_modules_train_as_one_gpu_would(ranks):
         assert len(plans) == 2
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("absent", ["late", "stopped", "killed"])
 @pytest.mark.parametrize(
     ("op", "way", "part", "most"),
     [
@@ -240,14 +240,14 @@ def test_modules_train_as_one_gpu_would(ranks):
         ("matmul_all_reduce", "", "the sum", 3.0),
     ],
 )
-def test_a_rank_that_does_not_come(killed, op, way, part, most):
+def test_a_rank_that_does_not_come(absent, op, way, part, most):
     job, how = (jobs.expires, way) if way else (jobs.sum_expires, op)
     pool = make_pool()  # of its own, which its broken group does not leave
     try:
-        *others, late = pool.run(WORLDS[-1] if killed else 2, job, killed, how, bound=120, seconds=30)
+        *others, late = pool.run(WORLDS[-1] if absent == "killed" else 2, job, absent, how, bound=120, seconds=30)
     finally:
         pool.close()
-    assert killed or late[1].startswith("GroupBroken"), late
+    assert absent == "killed" or late[1].startswith("GroupBroken"), late
     for first, second, works, waited in others:
         assert works
         # Of three ranks the first may abort the second before its deadline.
@@ -262,7 +262,7 @@ def test_a_rank_that_does_not_come(killed, op, way, part, most):
 def test_a_rank_that_does_not_come_to_a_sum_where_launches_block(op):
     pool = make_pool(CUDA_LAUNCH_BLOCKING="1")
     try:
-        (first, second, works, _), late = pool.run(2, jobs.sum_expires, False, op, bound=60, seconds=30)
+        (first, second, works, _), late = pool.run(2, jobs.sum_expires, "late", op, bound=60, seconds=30)
     finally:
         pool.close()
     assert works

@@ -90,6 +90,11 @@ def test_graphs_of_several_calls_and_two_groups(ranks):
     assert max(ranks.run(2, jobs.layers, bound=200, seconds=60)) < 4.0
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_steps_cut_into_graphs_with_eager_calls_between(ranks, world):
+    assert max(ranks.run(world, jobs.piecewise, bound=200, seconds=60)) < 4.0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_destroyed_under_way_and_new_memory(ranks, name):
     assert max(ranks.run(2, jobs.destroyed, name, bound=120, seconds=60)) < 4.0
@@ -116,15 +121,17 @@ def test_a_capture_with_a_part_of_a_call_makes_no_graph():
         pool.close()
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("absent", ["late", "stopped", "killed"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rank_that_does_not_replay_ends_all_in_their_deadline(name, killed):
+def test_a_rank_that_does_not_replay_ends_all_in_their_deadline(name, absent):
     pool = make_pool(TILESTREAM_GRAPH_RANKS="1")  # of its own, which its broken group does not leave
     try:
-        *others, late = pool.run(WORLDS[-1] if killed else 2, jobs.expires, name, killed, bound=120, seconds=30)
+        *others, late = pool.run(
+            WORLDS[-1] if absent == "killed" else 2, jobs.expires, name, absent, bound=120, seconds=30
+        )
     finally:
         pool.close()
-    assert killed or late[1].startswith("GroupBroken"), late
+    assert absent == "killed" or late[1].startswith("GroupBroken"), late
     for error, again, works, first, rest in others:
         assert error.startswith(("ArrivalTimeout", "GroupBroken")), error
         assert again.startswith("GroupBroken"), again

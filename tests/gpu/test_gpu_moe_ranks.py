@@ -76,14 +76,14 @@ def test_more_tokens_than_agreed_raise_before_anything_is_launched(ranks):
         assert said.startswith("ValueError: moe: x has 96 tokens, and most_tokens=95"), said
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_rank_that_does_not_come_ends_all_in_their_deadline(killed):
+@pytest.mark.parametrize("absent", ["late", "stopped", "killed"])
+def test_a_rank_that_does_not_come_ends_all_in_their_deadline(absent):
     pool = make_pool(**ENVIRONMENT)  # of its own, which its broken group does not leave
     try:
-        *others, late = pool.run(WORLDS[-1] if killed else 2, jobs.expires, killed, bound=120, seconds=30)
+        *others, late = pool.run(WORLDS[-1] if absent == "killed" else 2, jobs.expires, absent, bound=120, seconds=30)
     finally:
         pool.close()
-    assert killed or late[1].startswith("GroupBroken"), late
+    assert absent == "killed" or late[1].startswith("GroupBroken"), late
     for first, again, works, waited in others:
         assert first.startswith(("ArrivalTimeout", "GroupBroken")), first
         assert again.startswith("GroupBroken"), again
