@@ -114,3 +114,11 @@ def test_a_case_without_a_fault_is_compiled_once(compiling, tmp_path):
 def test_no_case_is_compiled_behind_the_time(compiling, tmp_path):
     assert held.run(PART, Held(tmp_path / "held.json"), time.monotonic() - 1, 1, tmp_path) == {}
     assert compiling[1] == []
+
+
+def test_what_was_compiled_while_a_file_changed_is_not_held(compiling, tmp_path, monkeypatch, capsys):
+    states = iter(range(9))
+    monkeypatch.setattr(held, "state_of_sources", lambda: next(states))
+    assert held.run(PART, Held(tmp_path / "held.json"), time.monotonic() + 1e6, 1, tmp_path) == {}
+    assert Held(tmp_path / "held.json").of(PART) == set()
+    assert "a source file has changed meanwhile" in capsys.readouterr().out

@@ -127,6 +127,12 @@ def named(part: Part, python: str, cache: Path) -> dict[str, str]:
     return {one["name"]: one["key"] for one in found}
 
 
+def state_of_sources() -> int:
+    """Changes where a source file is written: keys that were made before are then not those of what is compiled."""
+    files = [*(HERE.parents[2] / "src").rglob("*.py"), *HERE.glob("*.py")]
+    return hash(tuple((str(file), file.stat().st_mtime_ns) for file in sorted(files)))
+
+
 def left_of(names: dict[str, str], held: set[str]) -> list[str]:
     """The names of cases that are not held."""
     return [name for name, key in names.items() if key not in held]
@@ -165,7 +171,7 @@ def run(part: Part, held: Held, until: float, processes: int, cache: Path) -> di
     """Compile what is not held of a part, until a time of the monotonic clock; the faults that were found."""
     from tritons import gate_rows, triton
 
-    python = triton(part.triton)
+    python, state = triton(part.triton), state_of_sources()
     names = named(part, python, cache)
     known = held.of(part) & set(names.values())  # the keys of texts that are gone are dropped
     left, broken, done = left_of(names, known), {}, 0
@@ -173,6 +179,9 @@ def run(part: Part, held: Held, until: float, processes: int, cache: Path) -> di
         some, left = left[: 16 * processes], left[16 * processes :]
         arguments = (part.gate, *some, "--arch", part.arch, "--processes", str(processes))
         rows = gate_rows(python, HERE, *arguments, cache=cache, seconds=3600)
+        if state_of_sources() != state:
+            print(f"{' '.join(part)}: a source file has changed meanwhile; begin again", flush=True)
+            break
         broken |= (faulty := faults_of(rows))
         known |= {names[one["name"]] for one in rows if one["name"] not in faulty}
         held.put(part, known)
