@@ -41,9 +41,10 @@ def test_the_library_and_its_tests_grow_no_more():
     # calls on the CPU that are looked up, a kernel that merges attentions, compiling ahead, prepared sequences, equal
     # bits, grouped products and mixtures of experts, streams and ranks inside CUDA graphs, a cost model of row pitches,
     # pairs of CTAs, rows by source, also on Hopper, and rows that kernels push; of tests alone, those of the report in
-    # a browser, of pictures, of all mutants, and a Hopper kernel's whole text in threads.
+    # a browser, of pictures, of all mutants, a Hopper kernel's whole text in threads, and oracles of the
+    # emulator's instructions.
     assert lines_of(SRC / "tilestream") <= 49_500
-    assert lines_of(ROOT / "tests") <= 81_400
+    assert lines_of(ROOT / "tests") <= 82_300
 
 
 def test_the_table_of_the_design_is_of_this_structure():
