@@ -77,6 +77,19 @@ _PORTABLE: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         "schedule": "dynamic", "k": 512, "workers": 4, "dies": 2,
         "arriving": Arriving(_UNIFORM, in_order=True, copies=1)}),
 )  # fmt: skip
+#: Each schedule, and a gate, of the portable GEMM and of CDNA's: for dtypes other than bfloat16.
+_SCHEDULES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "portable": (
+        ("queues", {"schedule": "dynamic", "queues": 2, "dies": 2, "workers": 4}),
+        ("stream-K", {"schedule": "stream_k", "k": 256, "workers": 4, "dies": 2}),
+        ("gated", {"schedule": "dynamic", "dies": 2, "arriving": Arriving(_UNIFORM, (2, 0, 1))}),
+    ),
+    "cdna": (
+        ("queues", {"schedule": "dynamic", "queues": 2, "workers": 2, "dies": 2}),
+        ("stream-K", {"schedule": "stream_k", "dies": 2}),
+        ("gated", {"schedule": "dynamic", "dies": 2, "arriving": Arriving((0, 128, 256), (1, 0))}),
+    ),
+}  # fmt: skip
 #: CDNA's GEMM, likewise.
 _CDNA: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("static", "128x128", "gfx950", {"tile": (128, 128), "workers": 2}),
@@ -183,6 +196,7 @@ def cases() -> Iterator[Case]:
             name = what + str(how["dtype"]).removeprefix("torch.")
             quick = "gfx950" if not dtype and not what else ""
             yield _gemm(backend, "8 bits", name, arch, quick, extents | how)
+    yield from _of_dtypes()
     for arch, (name, quick, call, arriving) in itertools.product(ARCHS, _ARRIVING):
         yield Case(
             "portable attention, gated", name, arch,
@@ -222,6 +236,23 @@ def cases() -> Iterator[Case]:
             f"{backend} attention", what, arch,
             functools.partial(Attention, backend, arch, dataclasses.replace(call, dtype=dtype)),
             (backend, arch) in quick and dtype == _BF16,
+        )  # fmt: skip
+
+
+def _of_dtypes() -> Iterator[Case]:
+    """Schedules and gates of dtypes that have none of their own above."""
+    for arch, (backend, schedules) in itertools.product(ARCHS, _SCHEDULES.items()):
+        dtypes = (_F16, _F32, _FP8[arch][0]) if backend == "portable" else (_F16, _FP8[arch][0])
+        for dtype, (kernel, how) in itertools.product(dtypes, schedules):
+            extents = {"m": 192, "n": 128, "k": 128} if backend == "portable" else {"m": 256, "n": 256, "k": 256}
+            tile = (64, 64) if backend == "portable" else (128, 128)
+            name = str(dtype).removeprefix("torch.")
+            yield _gemm(backend, kernel, name, arch, "", {**extents, "dtype": dtype, "tile": tile, **how})
+    for arch, dtype in itertools.product(ARCHS, (_F16, _F32, torch.float8_e4m3fn)):
+        call = Call((64,), (192,), (2, 1), (64, 64), "causal", dtype=dtype)
+        yield Case(
+            "portable attention, gated", f"chunks out of order, {str(dtype).removeprefix('torch.')}", arch,
+            functools.partial(Attention, "portable", arch, call, dies=2, arriving=Arriving(_UNIFORM, (1, 0, 2))), False,
         )  # fmt: skip
 
 

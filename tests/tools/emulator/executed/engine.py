@@ -119,9 +119,17 @@ def mnemonics() -> dict[str, Any]:
     return {"executed": sorted(MNEMONICS), "compared": sorted(alone)}
 
 
+def _of(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["kernel"], row["name"], row["arch"]
+
+
 def write(file: Path, rows: list[dict[str, Any]], kind: str) -> None:
-    """Put rows into a record, in place of those of their kind; a line each."""
+    """Put rows into a record, a line each: those of cases in place of the same cases', else of all of their kind."""
     record = {name: [] for name in _KINDS} | (json.loads(file.read_text(encoding="utf-8")) if file.exists() else {})
+    if kind == "rows":
+        new = {_of(row): row for row in rows}
+        kept = {_of(row): row for row in record[kind]}
+        rows = [row for case in cases() if (row := new.get(key := _of(case._asdict()), kept.get(key)))]
     record |= {kind: rows, "triton": triton.__version__.partition("+")[0]}
     parts = [f' "triton": {json.dumps(record["triton"])}']
     for name in _KINDS:
