@@ -62,3 +62,26 @@ def test_unfused_calls_and_those_on_the_cpu_are_not_pushed(seen):
     assert pushed() is None
     assert moe._pushed(torch.empty(1, 1), None, None, None, ()) is None
     assert not seen.steps
+
+
+def test_one_kernel_performs_an_operation_of_every_rank_once():
+    made = []
+    first = graph_experts._once(lambda op: made.append(op) or 1)
+    assert [first(rank) for rank in range(3)] == [1, 1, 1]
+    assert made == [0]
+
+
+def test_a_layout_is_prepared_outside_a_capture(monkeypatch):
+    pytest.importorskip("triton")
+
+    class Reached(Exception):
+        pass
+
+    def prepared(*_):
+        raise Reached
+
+    queue = types.SimpleNamespace(check=lambda: None, _prepared={}, op="moe", prepared=prepared, _prepare=None)
+    for capturing, ends in ((False, Reached), (True, RuntimeError)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda found=capturing: found)
+        with pytest.raises(ends):
+            graph_experts.GraphExperts.mix(queue, "a layout", 1, X, None, None, None, 1.0, 1)

@@ -267,7 +267,7 @@ def test_what_comes_late_and_in_any_order(seed):
 @pytest.mark.parametrize("how", [COOPERATIVE, PING_PONG], ids=str)
 def test_what_never_comes_is_nan_and_named(missing, how):
     case = Case()
-    case.words.words[case.word(*missing)] = 0
+    case.words.words[case.word(*missing)] = 2  # of the epoch before
     case.run(how, deadline=1e-6, workers=1)
     case.check(missing)
     assert (case.records[1], case.records[5]) == (error_record.EXPIRED, case.word(*missing))
@@ -340,6 +340,13 @@ def published(case: Case, **how: Any) -> bool:
     return bool((signals == 9).all()) and not counts.any()
 
 
+def all_but_one(case: Case, **how: Any) -> bool:
+    """Whether rows that never come cost no others theirs."""
+    case.words.words[case.word(0, 2)] = 2
+    case.run(deadline=1e-6, workers=1, **how)
+    return all(passes(out, maths.finer(), maths.by_torch()) for name, out, maths in case.parts() if name != (0, 2))
+
+
 def lost(case: Case, **how: Any) -> bool:
     case.words.words[case.word(2, 1)] = 0
     case.run(deadline=1e-6, workers=1, **how)
@@ -355,6 +362,10 @@ FAULTS = {
     "a void tile is handed on forwards": (lost, SOURCES + ":load_loop", "1 - its.valid", "its.valid * 0"),
     "a tile that came too late is valid": (
         lost, WAITING + ":next_tile", "tl.where(passed.over != 0, 0, valid)", "valid",
+    ),
+    "rows of the epoch before are there": (
+        all_but_one, WAITING + ":tiles_left", "(coming.epoch == 0) & (word != 0)",
+        "(coming.epoch == 0) | (word != 0)",
     ),
     "a tile is clipped at its source's place": (
         right, WAITING + ":tile_of", "its.begin + its.rows", "its.begin + its.rows * 2",

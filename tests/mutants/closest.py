@@ -36,7 +36,8 @@ _ALWAYS = """
 core.schedule: core/test_schedule.py core/test_coverage.py core/test_stream_k.py core/test_arrival_order.py
 kernels.device.gate: kernels/portable/test_portable_arrival.py
 kernels.device.items: kernels/portable/test_portable_order.py kernels/portable/test_portable_arrival.py
-kernels.device.schedule: kernels/portable/test_portable_order.py kernels/portable/test_portable_arrival.py
+kernels.device.schedule: kernels/test_compiled_orders.py kernels/portable/test_portable_order.py
+ kernels/portable/test_portable_arrival.py
 kernels.device.arrival_order: kernels/portable/test_portable_order.py kernels/portable/test_portable_arrival.py
 kernels.device.queues: kernels/portable/test_portable_order.py
 kernels.device.copy_items: kernels/portable/test_portable_copy_items.py
@@ -51,14 +52,16 @@ kernels.hopper.grouped_sources: kernels/test_hopper_sources.py
 launch.hopper.sources: kernels/test_hopper_sources.py
 kernels.portable.grouped_sources: kernels/portable/test_portable_grouped_sources.py
 launch.portable.sources: kernels/portable/test_portable_grouped_sources.py
+kernels.hopper.grouped: kernels/test_hopper_grouped.py kernels/test_hopper_experts.py
 kernels.device.groups: kernels/portable/test_portable_grouped.py ops/test_grouped.py
-kernels.device.epilogue: kernels/portable/test_portable_gemm.py kernels/cdna/test_cdna_numbers.py
- kernels/portable/test_portable_grouped.py
+kernels.device.epilogue: kernels/test_compiled_orders.py kernels/portable/test_portable_gemm.py
+ kernels/cdna/test_cdna_numbers.py kernels/portable/test_portable_grouped.py
 kernels.device.softmax: kernels/hopper/test_hopper_attention_text.py kernels/cdna/test_attention_numbers.py
 kernels.device.attention: kernels/hopper/test_hopper_attention_text.py kernels/cdna/test_attention_numbers.py
 kernels.device.varlen: kernels/portable/test_portable_attention.py kernels/cdna/test_attention_numbers.py
 kernels.hopper.attention: kernels/hopper/test_hopper_attention_text.py
 kernels.hopper: kernels/test_hopper_protocol.py kernels/test_compile_gates.py
+kernels.attention_config: kernels/test_attention_arguments.py kernels/cdna/test_attention_numbers.py
 kernels.cdna.attention: kernels/cdna/test_attention_numbers.py
 kernels.cdna: kernels/cdna/test_cdna_numbers.py kernels/cdna/test_cdna_protocol.py
 kernels.portable.attention_merge: kernels/portable/test_attention_merge.py
@@ -67,12 +70,14 @@ kernels.portable.add: kernels/portable/test_portable_add.py
 kernels.portable.rank_calls: kernels/portable/test_portable_rank_calls.py kernels/test_rank_calls_compiled.py
 launch.portable.rank_calls: kernels/portable/test_portable_rank_calls.py
 kernels.portable.experts: kernels/portable/test_portable_experts.py kernels/test_experts_compiled.py
+kernels.portable.realign: kernels/portable/test_portable_realign.py
+kernels.portable.grouped: kernels/portable/test_portable_grouped.py ops/test_grouped.py
 kernels.portable: kernels/portable/test_portable_gemm.py kernels/portable/test_portable_fp8.py
  kernels/portable/test_portable_grouped.py
 launch.gemm_arguments: plan/test_portable_plan.py kernels/portable/test_portable_gemm.py
 launch.grouped_arguments: kernels/portable/test_portable_grouped.py plan/test_grouped_plan.py
 core.protocols.experts: kernels/portable/test_portable_experts.py tools/verify/test_recorded_sweeps.py
-distributed.graph_experts: kernels/portable/test_portable_experts.py
+distributed.graph_experts: kernels/portable/test_portable_experts.py distributed/test_moe_pushed.py
 distributed.moe_plan: distributed/test_moe_plan.py distributed/test_moe.py
 launch.portable.experts: kernels/portable/test_portable_experts.py
 launch.layout: distributed/test_moe_plan.py
@@ -94,6 +99,7 @@ distributed.library: distributed/test_all_gather.py distributed/test_reduce_scat
 plan.api: plan/test_plan.py plan/test_auto.py plan/test_refusals.py plan/test_arrival_order_plan.py
 plan.attention_problem: plan/test_attention_plan.py plan/test_refusals.py plan/test_hopper_attention_plan.py
 plan.attention_plan: plan/test_attention_plan.py plan/test_attention_groups.py plan/test_hopper_attention_plan.py
+plan.policy.hopper_costs: plan/test_hopper_costs.py plan/test_recorded_plans.py plan/test_hopper_plan.py
 plan.policy.portable_attention: plan/test_attention_plan.py plan/test_attention_groups.py
 plan.policy.portable: plan/test_portable_plan.py plan/test_refusals.py plan/test_plan.py
 runtime.device_workspace: runtime/test_workspace.py kernels/test_launch_tables.py
@@ -109,6 +115,7 @@ ops.checks: ops/test_op_errors.py ops/test_op_arrival.py ops/test_attention_erro
 ops.grouped_library: ops/test_grouped.py arrival/test_experts.py
 ops.gated: ops/test_op_arrival.py ops/test_matmul.py
 ops.gradients: ops/test_autograd.py ops/test_transforms.py
+ops.library: ops/test_library.py ops/test_matmul.py native/test_native_ops.py
 ops.native: ops/test_inline.py ops/test_launch_cache.py
 ops.operands: ops/test_matmul.py ops/test_op_errors.py ops/test_op_arrival.py
 ops.request: ops/test_op_errors.py ops/test_launch_cache.py ops/test_matmul.py

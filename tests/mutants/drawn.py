@@ -70,7 +70,33 @@ GROUPS = {
     "distributed": (("tilestream.distributed",), 30),
     "runtime": (("tilestream.runtime",), 20),
     "verify": (("tilestream_tools.verify",), 30),
-}
+    # Parts across these folders: what is drawn already is not drawn again.
+    "grouped products": (
+        (
+            "tilestream.arrival.by_source", "tilestream.core.groups", "tilestream.core.sources",
+            "tilestream.kernels.device.groups", "tilestream.kernels.device.sources",
+            "tilestream.kernels.hopper.grouped", "tilestream.kernels.portable.grouped",
+            "tilestream.launch.grouped_arguments", "tilestream.launch.hopper.grouped",
+            "tilestream.launch.hopper.sources", "tilestream.launch.portable.grouped",
+            "tilestream.launch.portable.sources", "tilestream.ops.grouped", "tilestream.plan.grouped",
+        ),
+        27,
+    ),
+    "mixtures of experts": (
+        (
+            "tilestream.core.protocols.experts", "tilestream.distributed.graph_experts", "tilestream.distributed.moe",
+            "tilestream.kernels.portable.experts", "tilestream.launch.portable.experts",
+        ),
+        14,
+    ),
+    "costs, realign": (
+        (
+            "tilestream.kernels.portable.realign", "tilestream.launch.hopper.realign",
+            "tilestream.plan.policy.hopper_costs", "tilestream.plan.realign",
+        ),
+        13,
+    ),
+}  # fmt: skip
 NUM_TENTH = sum(count for _, count in GROUPS.values()) // 10
 #: What only says how something is shown, or is not reached without a GPU.
 _LEFT_OUT = re.compile(r"\.__init__$|\._version$|\.explain$|\.runtime\.driver\.|\.kernels\.device\.jit$|\.compat$")
@@ -86,11 +112,11 @@ def modules(group: str) -> list[str]:
 @functools.cache
 def drawn(seed: str = SEED) -> list[tuple[str, Mutant]]:
     """The mutants of every group, and the group of each."""
-    found = []
+    found: dict[str, tuple[str, Mutant]] = {}
     for group, (_, count) in GROUPS.items():
         every = (one for module in modules(group) for one in sites(module, path_of(module).read_text(encoding="utf-8")))
-        found += [(group, one) for one in draw(every, count, seed)]
-    return found
+        found |= {one.key: (group, one) for one in draw((one for one in every if one.key not in found), count, seed)}
+    return list(found.values())
 
 
 class Hole(NamedTuple):
@@ -424,7 +450,7 @@ def page() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draw mutants, and run the closest tests on each.")
-    parser.add_argument("--only", default="", help="a regular expression of group, module and operator")
+    parser.add_argument("--only", default="", help="a regular expression of group, module, operator and key")
     parser.add_argument("--count", type=int, default=10**6, help="mutants to judge, at most")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after these")
@@ -448,7 +474,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return not is_known or row["how"] == "open" or (given.again and row["how"] == "survived")
 
         wanted = [
-            (group, one) for group, one in drawn() if re.search(given.only, f"{group} {one.module} {one.operator}")
+            (group, one)
+            for group, one in drawn()
+            if re.search(given.only, f"{group} {one.module} {one.operator} {one.key}")
         ]
         missing = (one for one in wanted if is_open(one[1]))
         chosen = sorted(missing, key=lambda one: (one[1].key in record, rank(SEED, one[1].key)))[: given.count]

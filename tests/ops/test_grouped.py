@@ -247,6 +247,12 @@ def test_gradients_lie_as_their_operands_do(form):
             assert grad.stride() == x.stride()
 
 
+def test_the_gradient_of_two_columns_lies_as_they_do():
+    a, b = rand(9, 2).mT.contiguous().mT.requires_grad_(), rand(3, 2, 6)
+    (grad,) = torch.autograd.grad(ts.grouped_mm(a, b, offsets_of((4, 0, 5))).sum(), (a,))
+    assert grad.stride() == a.stride() == (1, 9)
+
+
 def test_the_rows_of_no_group_have_no_gradient():
     a, b = (x.requires_grad_() for x in operands("rows"))
     bias = rand(3, 6).requires_grad_()

@@ -110,7 +110,9 @@ def test_explain_says_it():
 def test_a_full_epilogue_gets_no_tile_that_would_spill():
     assert plan(65536, groups=4, backend="portable").tile == (128, 256)
     assert plan(65536, groups=4, scales="row", backend="portable").tile != (128, 256)
-    rows = hopper_candidates(plan(activation="gelu").problem, H100, 132, Asked())
+    rows = list(hopper_candidates(plan(activation="gelu").problem, H100, 132, Asked()))
+    assert not any(224 in one.block for one in rows), "224 columns are of three parts"
+    assert any(224 in one.block for one in hopper_candidates(plan().problem, H100, 132, Asked()))
     swapped = [one for one in rows if one.swap_ab]
     assert max(one.block[0] * one.block[1] // (256 if one.variant == "cooperative" else 128) for one in swapped) < 128
 
