@@ -273,7 +273,7 @@ def arrival(counts=C, capacity=CAPACITY, **more):
 
 
 REFUSED = [
-    ({"arrival": ts.Arrival.uniform(4, 12)}, TypeError, "arrival is a Arrival; it must be a tilestream.SourceArrival"),
+    ({"arrival": ts.Arrival.uniform(4, 12)}, TypeError, "arrival is an Arrival; it must be a tilestream.SourceArrival"),
     ({"counts": C, "offsets": C[0]}, ValueError, "offsets beside counts"),
     ({"arrival": arrival(), "offsets": C[0]}, ValueError, "offsets beside arrival"),
     ({"arrival": arrival(), "counts": C}, ValueError, "counts beside arrival"),

@@ -58,6 +58,7 @@ BAD = [
     ("no a", lambda: ts.matmul(None, B), TypeError, r"matmul: a is None; it must be a torch.Tensor"),
     ("no b", lambda: ts.matmul(A, None), TypeError, r"matmul: b is None; it must be a torch.Tensor"),
     ("no x", lambda: ts.linear(None, B.t()), TypeError, r"linear: x is None; it must be a torch.Tensor"),
+    ("a layer", lambda: ts.linear(A, torch.nn.Linear(5, 4)), TypeError, r"linear: weight is a Linear; it must be a torch.Tensor: weight.weight"),
     ("no weight", lambda: ts.linear(A, None), TypeError, r"linear: weight is None; it must be a torch.Tensor"),
     ("weight's K", lambda: ts.linear(A, rand(4, 7)), ValueError, r"linear: x \[6, 5\] and weight \[4, 7\] differ in K: 5 columns of x, 7 columns of weight"),
     ("weight's vector", lambda: ts.linear(A[0], rand(7)), ValueError, r"linear: x \[5\] and weight \[7\] differ in K"),

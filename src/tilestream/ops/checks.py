@@ -50,8 +50,12 @@ def check_tensors(op: str, **tensors: object) -> None:
     """Raise `TypeError` for an argument that is not a tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            array = f": torch.from_numpy({name})" if type(tensor).__name__ == "ndarray" else ""
-            raise TypeError(f"{op}: {name} is {kind_of(tensor)}; it must be a torch.Tensor{array}")
+            instead = ""
+            if type(tensor).__name__ == "ndarray":
+                instead = f": torch.from_numpy({name})"
+            elif isinstance(getattr(tensor, "weight", None), torch.Tensor):  # a layer
+                instead = f": {name}.weight"
+            raise TypeError(f"{op}: {name} is {kind_of(tensor)}; it must be a torch.Tensor{instead}")
 
 
 def check_dense(
