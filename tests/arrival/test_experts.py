@@ -197,7 +197,7 @@ def refused(error, message):
 @pytest.mark.parametrize(
     ("w", "ends", "error", "message"),
     [
-        (3, None, TypeError, "stream_experts: weights is a int; it must be a torch.Tensor [G, K, N]"),
+        (3, None, TypeError, "stream_experts: weights is an int; it must be a torch.Tensor [G, K, N]"),
         (torch.ones(4, 8), None, ValueError, "weights has shape [4, 8]; it must be [G, K, N], none of them 0"),
         (torch.ones(4, 0, 8), None, ValueError, "weights has shape [4, 0, 8]; it must be [G, K, N]"),
         (torch.ones(4, 8, 12)[..., ::2], None, ValueError, "weights has strides (96, 12, 2); experts lie in one piece"),

@@ -43,6 +43,7 @@ def logits(model, attention: str, mask: torch.Tensor) -> torch.Tensor:
     model.set_attn_implementation(attention)
     with torch.no_grad():
         out = model(tokens().to(DEVICE), attention_mask=mask).logits[mask.bool()].float()
+    assert out.isfinite().all()  # waits for the GPU
     ts.check()
     return out
 
@@ -73,8 +74,10 @@ def test_generated_tokens_are_those_of_eager(family, cache):
             eos_token_id=None, cache_implementation=cache, disable_compile=True, return_dict_in_generate=True,
             output_logits=True,
         )  # fmt: skip
+        out = torch.stack(made.logits)
+        assert out.isfinite().all()
         ts.check()
-        return torch.stack(made.logits)
+        return out
 
     torch.testing.assert_close(generated(OURS), generated("eager"), rtol=2e-3, atol=2e-3)
 
@@ -88,5 +91,6 @@ def test_a_compiled_forward_pass(family):
     model.set_attn_implementation(OURS)
     with torch.no_grad():
         found = torch.compile(model)(tokens().to(DEVICE), use_cache=True).logits[whole]
+    assert found.isfinite().all()
     ts.check()
     torch.testing.assert_close(found, right, rtol=2e-3, atol=2e-3)

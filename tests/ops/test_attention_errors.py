@@ -54,7 +54,7 @@ CASES = {
         tensors(k=torch.zeros(2, 9, 8, 2).transpose(2, 3)), ValueError,
         r"k has strides .*; a head's columns lie side by side: k\.contiguous\(\)",
     ),
-    "None": (tensors(k=None), TypeError, r"attention: k is a NoneType; it must be a torch\.Tensor"),
+    "None": (tensors(k=None), TypeError, r"attention: k is None; it must be a torch\.Tensor"),
     "no columns": (
         {name: torch.zeros(1, 3, 1, 0) for name in "qkv"}, ValueError, "q has 0 columns a head; a head has a multiple",
     ),

@@ -273,14 +273,14 @@ def arrival(counts=C, capacity=CAPACITY, **more):
 
 
 REFUSED = [
-    ({"arrival": ts.Arrival.uniform(4, 12)}, TypeError, "arrival is a Arrival; it must be a tilestream.SourceArrival"),
+    ({"arrival": ts.Arrival.uniform(4, 12)}, TypeError, "arrival is an Arrival; it must be a tilestream.SourceArrival"),
     ({"counts": C, "offsets": C[0]}, ValueError, "offsets beside counts"),
     ({"arrival": arrival(), "offsets": C[0]}, ValueError, "offsets beside arrival"),
     ({"arrival": arrival(), "counts": C}, ValueError, "counts beside arrival"),
     ({"arrival": arrival(), "publish": ts.Arrival.uniform(12, 4)}, ValueError, "publish= with arrival="),
     ({"publish": ts.Arrival.uniform(12, 4)}, ValueError, "publish= without counts="),
     ({"counts": C, "publish": ts.Arrival.uniform(24, 2)}, ValueError, r"each source is a chunk: Arrival.uniform\(12"),
-    ({"counts": C, "publish": 3}, TypeError, "publish is a int; it must be a tilestream.Arrival"),
+    ({"counts": C, "publish": 3}, TypeError, "publish is an int; it must be a tilestream.Arrival"),
     ({"counts": C, "publish": ts.Arrival.uniform(12, 4), "schedule": "static"}, ValueError, "with publish="),
     ({"counts": C, "deadline": 3.0}, ValueError, "deadline=3.0 without arrival="),
     ({"arrival": arrival(), "deadline": -3.0}, ValueError, "deadline=-3.0; it must be a positive"),

@@ -340,7 +340,7 @@ def test_a_launch_is_kept_for_equal_calls(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"o_a": None}, "o_a is a NoneType; it must be a torch.Tensor"),
+        ({"o_a": None}, "o_a is None; it must be a torch.Tensor"),
         ({"lse_b": 1.0}, "lse_b is a float; it must be a torch.Tensor"),
         ({"layout": "hsbd"}, "layout='hsbd'; it must be one of bshd, bhsd"),
         ({"o_b": torch.zeros(1, 5, 2, 4)}, r"o_a \[1, 3, 2, 4\] and o_b \[1, 5, 2, 4\]; they are alike"),

@@ -13,6 +13,7 @@ from tilestream.arrival.arrival import Signalled, check_signals, make_signals
 from tilestream.arrival.signals import Signals
 from tilestream.core.arguments import is_whole
 from tilestream.core.chunks import MOST_CHUNKS
+from tilestream.core.errors import kind_of
 from tilestream.core.grid import INT31
 from tilestream.core.sources import counts_word, rows_word
 
@@ -169,7 +170,7 @@ def check_counts(op: str, counts: torch.Tensor) -> tuple[int, int]:
     import torch
 
     if not isinstance(counts, torch.Tensor):
-        raise TypeError(f"{op}: counts is a {type(counts).__name__}; it must be a torch.Tensor [sources, groups]")
+        raise TypeError(f"{op}: counts is {kind_of(counts)}; it must be a torch.Tensor [sources, groups]")
     if counts.dtype != torch.int32:
         raise TypeError(f"{op}: counts is {counts.dtype}; it must be torch.int32: counts.int()")
     if counts.dim() != 2 or 0 in counts.shape:

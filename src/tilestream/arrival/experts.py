@@ -20,6 +20,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Job, Source, ignore, unversioned
 from tilestream.arrival.stream import Order, Stream, onto, target_of
+from tilestream.core.errors import kind_of
 from tilestream.core.groups import by_load
 from tilestream.runtime.streams import on_device
 
@@ -89,7 +90,7 @@ def stream_experts(
 def _check_weights(weights: torch.Tensor) -> bool:
     """Whether each matrix is stored as its transpose; raise if ``weights`` are not experts' weights."""
     if not isinstance(weights, torch.Tensor):
-        raise TypeError(f"{_OP}: weights is a {type(weights).__name__}; it must be a torch.Tensor [G, K, N]")
+        raise TypeError(f"{_OP}: weights is {kind_of(weights)}; it must be a torch.Tensor [G, K, N]")
     if weights.device.type != "cpu":
         raise ValueError(f"{_OP}: weights is on {weights.device}; what is streamed is on the CPU: weights.cpu()")
     if weights.layout != torch.strided or weights.is_nested:

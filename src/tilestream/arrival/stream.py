@@ -23,7 +23,7 @@ from tilestream.arrival.signals import Signals
 from tilestream.arrival.sources import Job, Source, file_source, ignore, iterator_source, row_count, tensor_source
 from tilestream.core.arguments import is_one_of, is_whole
 from tilestream.core.chunks import Chunks
-from tilestream.core.errors import ProducerStopped
+from tilestream.core.errors import ProducerStopped, kind_of
 from tilestream.core.groups import by_load
 from tilestream.core.schedule import MOST_QUEUES
 from tilestream.runtime import shutdown
@@ -593,8 +593,7 @@ def stream_in(
         made = iterator_source(source, extents, dtype)
     else:
         raise TypeError(
-            f"stream_in: source is a {type(source).__name__}; it must be a file's path, a CPU tensor or an iterable of "
-            "tensors"
+            f"stream_in: source is {kind_of(source)}; it must be a file's path, a CPU tensor or an iterable of tensors"
         )
     try:
         for name, value in (("tensor", tensor), ("shape", shape), ("dtype", dtype), ("direct", direct)):

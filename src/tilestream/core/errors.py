@@ -19,6 +19,12 @@ def source_name(source: int, group: int) -> str:
     return f"source {source}" if group < 0 else f"source {source}, group {group}"
 
 
+def kind_of(value: object) -> str:
+    """What a value is, in messages on its type: ``a list``, ``an int``, ``None``, ``a NumPy array``."""
+    name = "NumPy array" if type(value).__name__ == "ndarray" else type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 class TilestreamError(Exception):
     """Base of the exceptions that a running kernel reports. Bad arguments raise `ValueError` and `TypeError`."""
 

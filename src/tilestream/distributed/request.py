@@ -16,6 +16,7 @@ import torch
 from torch.compiler import is_compiling
 
 from tilestream.arrival.flat import check_deadline
+from tilestream.core.errors import kind_of
 from tilestream.distributed.dispatch import FORMS, Form, Op, on_trial
 from tilestream.distributed.group_state import GroupState
 from tilestream.ops import native
@@ -238,8 +239,7 @@ def check_request(
     name, cut = ("a_shard", "gather_dim") if op == GATHER else ("a", "scatter_dim")
     if op != GATHER and not isinstance(b, torch.Tensor):
         raise TypeError(
-            f"{op}: b is a {type(b).__name__}; it must be one torch.Tensor: torch.cat(b, -1), or a call for each of "
-            "them"
+            f"{op}: b is {kind_of(b)}; it must be one torch.Tensor: torch.cat(b, -1), or a call for each of them"
         )
     bs = [b] if isinstance(b, torch.Tensor) else b
     if not isinstance(bs, list | tuple) or not bs or not all(isinstance(x, torch.Tensor) for x in bs):
@@ -280,14 +280,14 @@ def _tensors(op: str, name: str, given: object, count: int) -> list[torch.Tensor
     found = _each(op, name, given, count)
     for x in found:
         if x is not None and not isinstance(x, torch.Tensor):
-            raise TypeError(f"{op}: {name} is a {type(x).__name__}; it must be a torch.Tensor or None")
+            raise TypeError(f"{op}: {name} is {kind_of(x)}; it must be a torch.Tensor or None")
     return cast("list[torch.Tensor | None]", found)
 
 
 def _check_dim(op: str, cut: str, dim: int, a: torch.Tensor, name: str) -> int:
     """The cut dimension of ``a``, counted from the front; ``cut`` and ``name`` are the caller's argument names."""
     if not isinstance(a, torch.Tensor):
-        raise TypeError(f"{op}: {name} is a {type(a).__name__}; it must be a torch.Tensor")
+        raise TypeError(f"{op}: {name} is {kind_of(a)}; it must be a torch.Tensor")
     if a.dim() < 2:
         raise ValueError(f"{op}: {name} has {a.dim()} dimensions; it has at least 2: unsqueeze a vector")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -a.dim() <= dim < a.dim():
@@ -306,7 +306,7 @@ def _check_devices(op: str, a: torch.Tensor, **others: Tensors) -> None:
     for name, tensors in others.items():
         for x in tensors:
             if x is not None and not isinstance(x, torch.Tensor):
-                raise TypeError(f"{op}: {name} is a {type(x).__name__}; it must be a torch.Tensor or None")
+                raise TypeError(f"{op}: {name} is {kind_of(x)}; it must be a torch.Tensor or None")
             if x is not None and x.device != a.device:
                 raise ValueError(f"{op}: {name} is on {x.device}, a on {a.device}; all are on one device")
 

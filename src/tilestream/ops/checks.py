@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import check_deadline
 from tilestream.core.dtypes import are_a_pair, dtype_name, pairs_text
+from tilestream.core.errors import kind_of
 from tilestream.ops.operands import is_frozen
 from tilestream.ops.scales import FP8_DTYPES, check_scale_dtype
 
@@ -37,8 +38,7 @@ def check_waiting(op: str, workers: object, deadline: float | None, **arrivals: 
     for name, arrival in arrivals.items():
         if arrival is not None and not isinstance(arrival, Arrival):
             raise TypeError(
-                f"{op}: {name} is a {type(arrival).__name__}; it must be a tilestream.Arrival (a Stream's is "
-                "stream.arrival)"
+                f"{op}: {name} is {kind_of(arrival)}; it must be a tilestream.Arrival (a Stream's is stream.arrival)"
             )
     if deadline is not None:
         if all(arrival is None for name, arrival in arrivals.items() if name != "publish"):
@@ -50,11 +50,12 @@ def check_tensors(op: str, **tensors: object) -> None:
     """Raise `TypeError` for an argument that is not a tensor."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            kind = type(tensor).__name__
-            array = f": torch.from_numpy({name})" if kind == "ndarray" else ""
-            raise TypeError(
-                f"{op}: {name} is {'a NumPy array' if array else f'a {kind}'}; it must be a torch.Tensor{array}"
-            )
+            instead = ""
+            if type(tensor).__name__ == "ndarray":
+                instead = f": torch.from_numpy({name})"
+            elif isinstance(getattr(tensor, "weight", None), torch.Tensor):  # a layer
+                instead = f": {name}.weight"
+            raise TypeError(f"{op}: {name} is {kind_of(tensor)}; it must be a torch.Tensor{instead}")
 
 
 def check_dense(

@@ -15,7 +15,7 @@ from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.flat import DEFAULT_DEADLINE, Awaited, FlatArrival, check_deadline
 from tilestream.arrival.signals import Outcome, Signals
 from tilestream.core.chunks import Incoming
-from tilestream.core.errors import NO_ITEM, ArrivalTimeout
+from tilestream.core.errors import NO_ITEM, ArrivalTimeout, kind_of
 from tilestream.core.gate import Needs
 from tilestream.core.operands import GemmOperands
 from tilestream.core.schedule import Schedule
@@ -176,7 +176,7 @@ def run_plan(
     optional = {"out": out, "bias": bias, "residual": residual, "scale_a": scale_a, "scale_b": scale_b}
     for name, given in (("a", a), ("b", b), *optional.items()):
         if not isinstance(given, torch.Tensor) and (given is not None or name in ("a", "b")):
-            raise TypeError(f"{name} is a {type(given).__name__}; it must be a torch.Tensor")
+            raise TypeError(f"{name} is {kind_of(given)}; it must be a torch.Tensor")
         if given is not None:
             check_strided(op, name, given, "tensors are dense")
     for name, factor in (("alpha", alpha), ("beta", beta)):

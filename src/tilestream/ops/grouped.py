@@ -13,6 +13,7 @@ from tilestream.arrival.flat import FlatArrival, check_deadline
 from tilestream.arrival.stream import Stream, open_streams
 from tilestream.core.arguments import is_one_of
 from tilestream.core.dtypes import dtype_name
+from tilestream.core.errors import kind_of
 from tilestream.core.operands import HALVES, blocks_of
 from tilestream.ops import checks, native, streamed
 from tilestream.ops.grouped_library import grouped_arriving_op, grouped_arriving_out_op, grouped_op, grouped_out_op
@@ -310,7 +311,7 @@ def _check_sources(
     """The counts of rows by source; raise for arguments of which one excludes or needs another."""
     if arrival is not None and not isinstance(arrival, SourceArrival):
         raise TypeError(
-            f"{_OP}: arrival is a {type(arrival).__name__}; it must be a tilestream.SourceArrival, of rows by source. "
+            f"{_OP}: arrival is {kind_of(arrival)}; it must be a tilestream.SourceArrival, of rows by source. "
             "Experts that arrive are b: ts.stream_experts"
         )
     for name, other in (("counts", counts), ("offsets", offsets)):

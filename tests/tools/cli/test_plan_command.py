@@ -51,7 +51,7 @@ def test_pivot(cli):
     [
         ([4, 4, 4, "--schedule", "best"], "schedule='best'"),
         ([4, 4, 4, "--dtype", "int8"], "int8"),
-        ([4, 4, 4, "--device", "v100"], "no device that is known"),
+        ([4, 4, 4, "--device", "v100"], "is unknown: give"),
         ([4, 4, 4, "--device", "mps"], "use torch.matmul there"),
         ([4, 4, 4, "--tile", "64"], "--tile 64"),
         ([4, 4, 4, "--tile", "0x64"], "tile"),
