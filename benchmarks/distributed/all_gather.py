@@ -39,6 +39,7 @@ from benchmarks.distributed.ranks import (
     rows_of,
     slowest,
     small,
+    some,
     synchronize,
 )
 from tilestream import distributed as tsd
@@ -283,7 +284,7 @@ def gather(rank: int, world: int, session: Session) -> None:
     op, record = session.options.op, record_of(session, rank, "all_gather")
     work = [("gather", gather_row, shape) for shape in gathers(world) if op != "scatter"]
     work += [("scatter", scatter_row, shape) for shape in scatters(world) if op != "gather"]
-    made = {(name, *shape): make_row for name, make_row, shape in work}
+    made = {(name, *shape): make_row for name, make_row, shape in some(session, work)}
 
     def measure(item: tuple[str, int, int, int]) -> dict[str, Any]:
         m, n, k = (small(session, extent) for extent in item[1:])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.all_gather import bench, checked
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, device, operands, record_of, rows_of, small
+from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, device, operands, record_of, rows_of, small, some
 from tilestream import distributed as tsd
 from tilestream.distributed.dispatch import trial
 
@@ -89,4 +89,5 @@ def all_reduce(rank: int, world: int, session: Session) -> None:
             "errors": errors, "failures": failures,
         }  # fmt: skip
 
-    rows_of(session, record, [(rows, n, k) for (n, k), rows in itertools.product(shapes(world), ROWS)], measure)
+    items = [(rows, n, k) for (n, k), rows in itertools.product(shapes(world), ROWS)]
+    rows_of(session, record, some(session, items), measure)

@@ -225,4 +225,4 @@ def _measure(
         row |= {what: slowest(found) for what, found in samples.items()}
         return row | {"host us, least": {name: round(min(found), 1) for name, found in samples["host us"].items()}}
 
-    rows_of(session, record, rows, measure_row)
+    rows_of(session, record, rows if not session.dry else list({row[0]: row for row in rows}.values()), measure_row)
