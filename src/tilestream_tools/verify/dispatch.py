@@ -22,11 +22,10 @@ from typing import Any, ClassVar
 
 from tilestream.core.protocols import dispatch as text
 from tilestream_tools.verify.faults import Fault
-from tilestream_tools.verify.model import Memory, Model
+from tilestream_tools.verify.model import Memory
 from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.ranked import Asked, Does, RankedModel
 
-Asks = Callable[[Any, int, Any, Memory], Sequence[int]]
-Does = Callable[[Any, int, Any, int, Memory], None]
 #: A rank's own words; and those that it has for each peer: what it has sent it and what it has of it, in parts.
 _OWN = ("dead", "failed", "stopped", "closed", "left")
 _OF_PEER = ("counts", "rows", "results", "signalled", "computed", "handed", "received")
@@ -96,7 +95,7 @@ def configurations(full: bool) -> Iterator[DispatchCase]:
         yield DispatchCase(((1, 1), (1, 1), (1, 1)), lost=2)
 
 
-def _message(name: str) -> Asks:
+def _message(name: str) -> Asked:
     """A wait for a message: it is there, or the connection is closed at either end."""
 
     def ask(model: DispatchModel, rank: int, op: Any, m: Memory) -> Sequence[int]:
@@ -130,7 +129,7 @@ def _set(name: str) -> Does:
     return does
 
 
-class DispatchModel(Model):
+class DispatchModel(RankedModel):
     """See the module. Processes: of each rank the calling thread, then its peers' threads in the order of the ranks."""
 
     eager = frozenset({
@@ -138,8 +137,10 @@ class DispatchModel(Model):
         text.Hand, text.Stop, text.Close,
     })  # fmt: skip
 
+    may_be_continued = False  # no wait is for the loss of a rank
+
     def __init__(self, case: DispatchCase, reduce: bool = True) -> None:
-        self.case = case
+        self.case, self.roles = case, case.world
         world = case.world
         processes = []
         for rank in range(world):
@@ -166,10 +167,6 @@ class DispatchModel(Model):
             return base + _OWN.index(name)
         return base + len(_OWN) + peer * len(_OF_PEER) + _OF_PEER.index(name)
 
-    def rank_of(self, pid: int) -> int:
-        """Whose process it is."""
-        return pid // self.case.world
-
     # Answers --------------------------------------------------------------------------------------------------------
 
     def domain(self, op: Any, past: Any) -> Sequence[Any]:
@@ -181,24 +178,10 @@ class DispatchModel(Model):
             return range(-1, 1 + most)
         if isinstance(op, text.Compute):
             return (0, 1) if op.part + 1 < most else (1,)
-        return (-1, 0) if type(op) in self._waits else (0,)
+        return (-1, 0) if type(op) in self.asked else (0,)
 
-    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]]:
-        """See `Model.answers_of`: nothing is done by a rank that is lost; any wait may end without what it is for."""
-        ask = self._waits.get(type(op))
-
-        def answers(pid: int, op: Any, m: Memory) -> Sequence[int]:
-            rank = self.rank_of(pid)
-            if m[self.at(rank, "dead")]:
-                return ()
-            if ask is None:
-                return (self._last(rank, op),) if isinstance(op, text.Compute) else (0,)
-            return ask(self, rank, op, m)
-
-        return answers
-
-    def _last(self, rank: int, op: text.Compute) -> int:
-        return int(op.part + 1 >= self.case.of(op.source, rank))
+    def _last(self, rank: int, op: text.Compute, m: Memory) -> Sequence[int]:
+        return (int(op.part + 1 >= self.case.of(op.source, rank)),)
 
     def _computed(self, rank: int, op: text.AwaitComputed, m: Memory) -> Sequence[int]:
         if m[self.at(rank, "handed", op.peer)] > op.part:
@@ -215,17 +198,12 @@ class DispatchModel(Model):
             return ()
         return (-1,) if m[self.at(rank, "failed")] else (0,)
 
-    _waits: ClassVar[dict[type, Asks]] = {
+    asked: ClassVar[dict[type, Asked]] = {
         text.AwaitCounts: _message("counts"), text.AwaitRows: _message("rows"), text.AwaitResult: _message("results"),
-        text.AwaitComputed: _computed, text.AwaitAny: _any, text.AwaitPeers: _peers,
+        text.AwaitComputed: _computed, text.AwaitAny: _any, text.AwaitPeers: _peers, text.Compute: _last,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
-
-    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """See `Model.performer_of`."""
-        done = self._does.get(type(op))
-        return None if done is None else lambda pid, op, answer, m: done(self, self.rank_of(pid), op, answer, m)
 
     def _compute(self, rank: int, op: text.Compute, answer: int, m: Memory) -> None:
         if m[self.at(op.source, "rows", rank)] <= op.part or m[self.at(rank, "signalled", op.source)] <= op.part:
@@ -251,7 +229,7 @@ class DispatchModel(Model):
         if answer >= 0:
             m[self.at(rank, "received", op.peer)] += 1
 
-    _does: ClassVar[dict[type, Does]] = {
+    performed: ClassVar[dict[type, Does]] = {
         text.SendCounts: _next("counts", "wrong data"), text.SendRows: _next("rows", "wrong data"),
         text.Signal: _signal, text.Compute: _compute, text.Hand: _hand, text.SendResult: _send_result,
         text.AwaitResult: _receive, text.Fail: _set("failed"), text.Stop: _set("stopped"), text.Close: _set("closed"),
@@ -259,22 +237,8 @@ class DispatchModel(Model):
 
     # The world outside, and ends ------------------------------------------------------------------------------------
 
-    def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """See `Model.environment`."""
-        lost = self.case.lost
-        if lost is None or m[self.at(lost, "dead")]:
-            return []
-        n = m.copy()
-        n[self.at(lost, "dead")] = 1
-        return [(f"rank {lost} is lost", n)]
-
-    def at_rest(self, m: Memory) -> None:
-        """See `Model.at_rest`."""
-        alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
-        here = [pid for pid in range(len(self.processes)) if self.rank_of(pid) in alive and m[pid] != LEFT]
-        if here:
-            stuck = (f"{self.processes[pid].name} at {self.describe(self.locals.op[m[pid]])}" for pid in here)
-            raise Fault("deadlock", "; ".join(stuck))
+    def all_have_left(self, alive: list[int], m: Memory) -> None:
+        """See `RankedModel.all_have_left`."""
         for rank in alive:
             peers = [peer for peer in range(self.case.world) if peer != rank]
             has_all = all(m[self.at(rank, "received", peer)] == self.case.of(rank, peer) for peer in peers)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, cast
 from tilestream.core.protocols import experts as e
 from tilestream.core.protocols import replay as p
 from tilestream_tools.verify.model import Memory
+from tilestream_tools.verify.ranked import Asked, Does
 from tilestream_tools.verify.ranks import OVERWRITTEN, TORN
 from tilestream_tools.verify.replay import ReplayCase, ReplayModel, Turn, Write
 
@@ -119,8 +120,8 @@ class ExpertsModel(ReplayModel):
         handed = m[self.of(rank, "handed over", op.source)]
         return (handed % 2,) if handed >= 2 * op.replay else ()
 
-    _asked: ClassVar[dict[type, Callable[..., Sequence[int]]]] = {
-        **ReplayModel._asked, e.AwaitHead: _await_head, e.AwaitRows: _await_rows, e.AwaitResults: _await_results,
+    asked: ClassVar[dict[type, Asked]] = {
+        **ReplayModel.asked, e.AwaitHead: _await_head, e.AwaitRows: _await_rows, e.AwaitResults: _await_results,
         e.Matches: _matches, e.AwaitHand: _await_hand,
     }  # fmt: skip
 
@@ -206,8 +207,9 @@ class ExpertsModel(ReplayModel):
     def _signal_results(self, rank: int, op: e.SignalResults, answer: int, m: Memory) -> None:
         m[self.of(op.source, "result signals", rank)] = 1
 
-    _does: ClassVar[dict[type, Callable[..., None]]] = {
-        **ReplayModel._does, Write: _write_tensor, e.Head: _tell, e.SignalHead: _signal_head, e.PushRows: _push_rows,
+    performed: ClassVar[dict[type, Does]] = {
+        **ReplayModel.performed, Write: _write_tensor, e.Head: _tell, e.SignalHead: _signal_head,
+        e.PushRows: _push_rows,
         e.PushedRows: _pushed_rows, e.SignalRows: _signal_rows, e.ClearRows: _clear_rows, e.Compute: _compute,
         e.Computed: _computed, e.Hand: _hand_over, e.PushResults: _push_results, e.PushedResults: _pushed_results,
         e.SignalResults: _signal_results, e.ClearResults: _clear_results, e.Add: _add, e.Added: _added,

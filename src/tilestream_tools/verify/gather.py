@@ -36,6 +36,7 @@ from tilestream.core.protocols import gather as p
 from tilestream_tools.verify import ranks as r
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
+from tilestream_tools.verify.ranked import Asked, Does
 
 
 class Write(NamedTuple):
@@ -211,7 +212,7 @@ class GatherModel(r.RanksModel):
 
     def waiting(self, rank: int, m: Memory) -> p.AwaitFlag | None:
         """As of `RanksModel`: the side stream's."""
-        op: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]
+        op: Any = self.locals.op[m[(rank + 1) * self.roles - 2]]
         return op if type(op) is p.AwaitFlag and not r.FLAGGED(self, rank, op, m) else None
 
     def _gate(self, rank: int, op: Gate, m: Memory) -> Sequence[int]:
@@ -219,8 +220,8 @@ class GatherModel(r.RanksModel):
         arrived = (1,) if m[self.at(rank, "signals", place)] >= op.epoch else ()
         return (*arrived, 0) if m[self.at(rank, "over")] >= op.epoch else arrived
 
-    _asked: ClassVar[dict[type, r.Asked]] = {
-        **r.RanksModel._asked, p.CheckExpired: _expired, p.AwaitCall: _await_call, p.AwaitSide: r.reached("sided"),
+    asked: ClassVar[dict[type, Asked]] = {
+        **r.RanksModel.asked, p.CheckExpired: _expired, p.AwaitCall: _await_call, p.AwaitSide: r.reached("sided"),
         p.AwaitFlag: r.FLAGGED, Gate: _gate,
     }  # fmt: skip
 
@@ -318,8 +319,9 @@ class GatherModel(r.RanksModel):
     def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
         m[self.at(rank, "over")] = max(m[self.at(rank, "over")], op.epoch)
 
-    _does: ClassVar[dict[type, r.Does]] = {
-        **r.RanksModel._does, p.CheckExpired: _break_if_expired, Write: _write_tensor, p.Fill: _fill, p.Filled: _filled,
+    performed: ClassVar[dict[type, Does]] = {
+        **r.RanksModel.performed, p.CheckExpired: _break_if_expired, Write: _write_tensor, p.Fill: _fill,
+        p.Filled: _filled,
         p.Signal: _signal, p.Push: _push, p.Pushed: _pushed, p.SignalPeer: _signal_peer, p.Flag: r.flags, p.Pull: _pull,
         p.Pulled: _pulled, p.Done: r.sets("sided"), Read: _read, ReadDone: _read_done, p.Overrule: _overrule,
     }  # fmt: skip
@@ -334,7 +336,7 @@ class GatherModel(r.RanksModel):
         """As of `RanksModel`: a kernel that waits."""
         out: list[tuple[str, Memory]] = []
         for stream in range(self.case.streams):
-            waits: Any = self.locals.op[m[rank * self._roles + 1 + stream]]
+            waits: Any = self.locals.op[m[rank * self.roles + 1 + stream]]
             may = type(waits) is Gate and (rank, waits.epoch) in self.case.expires
             if may and not self._gate(rank, waits, m):
                 n = m.copy()

@@ -15,7 +15,7 @@ Each model gives the reasons for its choices. Tests compare the verdicts with an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -119,10 +119,10 @@ class Model:
         """Whether the next step of this process never concerns another process. It then goes first, alone."""
         return False
 
-    def blocked(self, m: Memory) -> list[str]:
-        """The processes that have not left, with their current operations."""
-        here = ((p.name, m[pid]) for pid, p in enumerate(self.processes) if m[pid] != LEFT)
-        return [f"{name} at {self.describe(self.locals.op[local])}" for name, local in here]
+    def blocked(self, m: Memory, pids: Iterable[int] | None = None) -> list[str]:
+        """The processes (None: all) that have not left, with their current operations."""
+        here = (pid for pid in pids or range(len(self.processes)) if m[pid] != LEFT)
+        return [f"{self.processes[pid].name} at {self.describe(self.locals.op[m[pid]])}" for pid in here]
 
     # The methods of all models ---------------------------------------------------------------------------------------
 

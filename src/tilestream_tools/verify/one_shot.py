@@ -19,7 +19,8 @@ from tilestream.core.protocols import one_shot as text
 from tilestream.core.protocols import reduce_scatter as q
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
-from tilestream_tools.verify.ranks import FLAGGED, Asked, Does, RanksCase, RanksModel, Turn, flags, reached, sets
+from tilestream_tools.verify.ranked import Asked, Does
+from tilestream_tools.verify.ranks import FLAGGED, RanksCase, RanksModel, Turn, flags, reached, sets
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,11 @@ class OneShotModel(RanksModel):
 
     def waiting(self, rank: int, m: Memory) -> text.AwaitPeer | None:
         """As of `RanksModel`: the calling stream's."""
-        op: Any = self.locals.op[m[rank * self._roles + 1]]
+        op: Any = self.locals.op[m[rank * self.roles + 1]]
         return op if isinstance(op, text.AwaitPeer) and not FLAGGED(self, rank, op, m) else None
 
-    _asked: ClassVar[dict[type, Asked]] = {
-        **RanksModel._asked, p.AwaitCall: reached("added"), p.AwaitSide: reached("heard"), text.AwaitPeer: FLAGGED,
+    asked: ClassVar[dict[type, Asked]] = {
+        **RanksModel.asked, p.AwaitCall: reached("added"), p.AwaitSide: reached("heard"), text.AwaitPeer: FLAGGED,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
@@ -118,8 +119,8 @@ class OneShotModel(RanksModel):
     def _added(self, rank: int, op: text.Added, answer: int, m: Memory) -> None:
         m[self.at(rank, "adding")], m[self.at(rank, "from")], m[self.at(rank, "added")] = 0, 0, op.epoch
 
-    _does: ClassVar[dict[type, Does]] = {
-        **RanksModel._does, text.Multiply: _multiply, text.Multiplied: _multiplied, text.FlagPeer: flags,
+    performed: ClassVar[dict[type, Does]] = {
+        **RanksModel.performed, text.Multiply: _multiply, text.Multiplied: _multiplied, text.FlagPeer: flags,
         text.AllFlagged: sets("heard"), text.AddSlots: _add, text.Added: _added,
     }  # fmt: skip
 

@@ -14,17 +14,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from tilestream.core.protocols import gather as p
 from tilestream_tools.verify.faults import Fault
-from tilestream_tools.verify.model import Memory, Model, State
+from tilestream_tools.verify.model import Memory, State
 from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.ranked import Asked, Does, RankedModel
 
 #: What a place holds that is no epoch: half a copy; a copy of what was written again meanwhile.
 TORN, OVERWRITTEN = -1, -2
 
 Turn = Generator[Any, int, "int | None"]
-#: ``(model, rank, operation, memory)`` to the possible answers.
-Asked = Callable[[Any, int, Any, Memory], Sequence[int]]
-#: ``(model, rank, operation, answer, memory)``: changes the memory.
-Does = Callable[[Any, int, Any, int, Memory], None]
 
 
 def _watchdog(case: RanksCase, rank: int, carried: int) -> Turn:
@@ -154,7 +151,7 @@ class RanksCase:
 FIELDS = ("issued", "ended", "over", "broken", "expired", "abort", "dead")
 
 
-class RanksModel(Model):
+class RanksModel(RankedModel):
     """See the module. A rank's memory: `FIELDS`, by stream the call that was posted, then what `sizes` says."""
 
     progress: ClassVar[frozenset[type]] = frozenset({p.Begin})
@@ -169,7 +166,7 @@ class RanksModel(Model):
                 ("watchdog", functools.partial(_watchdog, case, rank), 0),
             ]
             turns += [Process(f"rank {rank}'s {role}", turn, start, (role, rank)) for role, turn, start in programs]
-        self._roles = len(turns) // case.world
+        self.roles = len(turns) // case.world
         self._offset = {name: i for i, name in enumerate(FIELDS)}
         at = len(FIELDS)
         for name, size in {"posted": case.streams, **case.sizes()}.items():
@@ -192,11 +189,11 @@ class RanksModel(Model):
 
     def urgent(self, pid: int, m: Memory) -> bool:
         """See `Model.urgent`: where no rank can give up, hosts and watchdogs only let others go on."""
-        if self.case.expires or self.case.lost is not None or 0 < pid % self._roles < self._roles - 1:
+        if self.case.expires or self.case.lost is not None or 0 < pid % self.roles < self.roles - 1:
             return False
         op = self.locals.op[m[pid]]
-        ask: Asked = self._asked.get(type(op), RanksModel._always)
-        return bool(ask(self, pid // self._roles, op, m))
+        ask = self.asked.get(type(op))
+        return ask is None or bool(ask(self, pid // self.roles, op, m))
 
     def kept(self, rank: int, at: int) -> bool:
         """Whether the word at ``at`` of a rank that is lost matters to the others."""
@@ -208,8 +205,8 @@ class RanksModel(Model):
         if lost is None or not state[self.at(lost, "dead")]:
             return state
         m = list(state)
-        first = self._roles * lost
-        m[first : first + self._roles] = [LEFT] * self._roles
+        first = self.roles * lost
+        m[first : first + self.roles] = [LEFT] * self.roles
         for at in range(self.at(lost, "issued"), self.at(lost, "issued") + self._size):
             if at != self.at(lost, "dead") and not self.kept(lost, at):
                 m[at] = 0
@@ -221,20 +218,7 @@ class RanksModel(Model):
         """See `Model.domain`."""
         if type(op) is p.Oldest:
             return range(self.case.epochs + 1)
-        return (0, 1) if type(op) in self._asked else (0,)
-
-    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """See `Model.answers_of`: nothing is done by a rank that is lost."""
-        ask: Asked = self._asked.get(type(op), RanksModel._always)
-
-        def answers(pid: int, op: Any, m: Memory) -> Sequence[Any]:
-            rank = pid // self._roles
-            return () if m[self.at(rank, "dead")] else ask(self, rank, op, m)
-
-        return answers
-
-    def _always(self, rank: int, op: Any, m: Memory) -> Sequence[int]:
-        return (0,)
+        return (0, 1) if type(op) in self.asked else (0,)
 
     def _begin(self, rank: int, op: p.Begin, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "broken")] else (1,)
@@ -242,7 +226,7 @@ class RanksModel(Model):
     def _issued(self, rank: int, op: Issued, m: Memory) -> Sequence[int]:
         if m[self.at(rank, "issued")] >= op.epoch:
             return (1,)
-        return (0,) if m[rank * self._roles] == LEFT else ()
+        return (0,) if m[rank * self.roles] == LEFT else ()
 
     def _await_post(self, rank: int, op: p.AwaitPost, m: Memory) -> Sequence[int]:
         return (0,) if m[self.at(rank, "posted", self.stream(op.epoch))] >= op.epoch else ()
@@ -250,8 +234,8 @@ class RanksModel(Model):
     def _notice(self, rank: int, op: p.Notice, m: Memory) -> Sequence[int]:
         if m[self.at(rank, "expired")] or m[self.at(rank, "abort")]:
             return (1,)
-        first = rank * self._roles
-        return (0,) if all(local == LEFT for local in m[first : first + self._roles - 1]) else ()
+        first = rank * self.roles
+        return (0,) if all(local == LEFT for local in m[first : first + self.roles - 1]) else ()
 
     def over(self, rank: int, m: Memory) -> int:
         """The last call of a rank that its watchdog need not look after."""
@@ -273,19 +257,12 @@ class RanksModel(Model):
     def _release_answers(self, rank: int, op: p.Release, m: Memory) -> Sequence[int]:
         return (0, 1)  # 1: a flag that came between the look and the write is overwritten
 
-    _asked: ClassVar[dict[type, Asked]] = {
+    asked: ClassVar[dict[type, Asked]] = {
         p.Begin: _begin, Issued: _issued, p.AwaitPost: _await_post, p.AwaitKernel: reached("ended"), p.Notice: _notice,
         p.Oldest: _oldest, p.AwaitDone: _await_done, p.Release: _release_answers,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
-
-    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """See `Model.performer_of`."""
-        done = self._does.get(type(op))
-        if done is None:
-            return None
-        return lambda pid, op, answer, m: done(self, pid // self._roles, op, answer, m)
 
     def _set_issued(self, rank: int, op: p.Begin, answer: int, m: Memory) -> None:
         if answer:
@@ -315,7 +292,7 @@ class RanksModel(Model):
     def _overrule(self, rank: int, op: p.Overrule, answer: int, m: Memory) -> None:
         m[self.at(rank, "over")] = m[self.at(rank, "over")] or op.epoch
 
-    _does: ClassVar[dict[type, Does]] = {
+    performed: ClassVar[dict[type, Does]] = {
         p.Begin: _set_issued, p.Post: _post, Ended: _ended, p.Break: _break, p.Abort: _abort, p.Release: _release,
         p.Overrule: _overrule,
     }  # fmt: skip
@@ -333,33 +310,8 @@ class RanksModel(Model):
         n[self.at(rank, "expired")] = 1
         return [(f"rank {rank} is out of patience with call {wait.epoch}", n)]
 
-    def lose(self, rank: int, m: Memory) -> None:
-        """What else becomes of a rank that is lost."""
-
-    def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """See `Model.environment`."""
-        out: list[tuple[str, Memory]] = []
-        for rank in range(self.case.world):
-            if m[self.at(rank, "dead")]:
-                continue
-            out += self.impatient(rank, m)
-            if rank == self.case.lost:
-                n = m.copy()
-                n[self.at(rank, "dead")] = 1
-                self.lose(rank, n)
-                out.append((f"rank {rank} is lost", n))
-        return out
-
-    def at_rest(self, m: Memory) -> None:
-        """See `Model.at_rest`."""
-        alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
-        roles = range(self._roles)
-        here = [pid for rank in alive for pid in (self._roles * rank + role for role in roles) if m[pid] != LEFT]
-        if here:
-            if not self.environment(m):
-                stuck = (f"{self.processes[pid].name} at {self.describe(self.locals.op[m[pid]])}" for pid in here)
-                raise Fault("deadlock", "; ".join(stuck))
-            return
+    def all_have_left(self, alive: list[int], m: Memory) -> None:
+        """See `RankedModel.all_have_left`."""
         gave_up = [rank for rank in alive if m[self.at(rank, "expired")]]
         for rank in alive:
             if gave_up and not (m[self.at(rank, "expired")] or m[self.at(rank, "abort")]):

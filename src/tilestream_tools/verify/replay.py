@@ -27,8 +27,9 @@ from typing import Any, ClassVar, NamedTuple
 from tilestream.core.protocols import gather
 from tilestream.core.protocols import replay as p
 from tilestream_tools.verify.faults import Fault
-from tilestream_tools.verify.model import Memory, Model, State
+from tilestream_tools.verify.model import Memory, State
 from tilestream_tools.verify.processes import LEFT, Process
+from tilestream_tools.verify.ranked import Asked, Does, RankedModel
 from tilestream_tools.verify.ranks import OVERWRITTEN, TORN
 
 #: What the rows, and the marks, of another form differ by.
@@ -149,7 +150,7 @@ def configurations(full: bool) -> Iterator[ReplayCase]:
         yield ReplayCase(world=3, replays=1, others=((2, 1),), calling=p.adding)
 
 
-class ReplayModel(Model):
+class ReplayModel(RankedModel):
     """See the module. ``m`` has, behind the processes' local states, each rank's words: `sizes`."""
 
     eager: ClassVar[frozenset[type]] = frozenset({
@@ -161,6 +162,7 @@ class ReplayModel(Model):
     waits: ClassVar[frozenset[type]] = frozenset({p.AwaitTaken, p.Gate})
     looks: ClassVar[frozenset[type]] = frozenset({p.Intact, p.Unbroken})
     progress: ClassVar[frozenset[type]] = frozenset({p.Advance})
+    roles = 2
 
     def __init__(self, case: ReplayCase, reduce: bool = True) -> None:
         self.case = case
@@ -223,18 +225,6 @@ class ReplayModel(Model):
             return range(1, self.case.replays + 2)
         return (0, 1) if type(op) in self.waits | self.looks else (0,)
 
-    def answers_of(self, op: Any) -> Callable[[int, Any, Memory], Sequence[Any]] | None:
-        """See `Model.answers_of`: nothing is done by a rank that is lost."""
-        ask = self._asked.get(type(op))
-
-        def answers(pid: int, op: Any, m: Memory) -> Sequence[Any]:
-            rank = pid // 2
-            if m[self.at(rank, "dead")]:
-                return ()
-            return (0,) if ask is None else ask(self, rank, op, m)
-
-        return answers
-
     def _advance_count(self, rank: int, op: p.Advance, m: Memory) -> Sequence[int]:
         return (m[self.at(rank, "count", op.slot)] + 1,)
 
@@ -267,17 +257,12 @@ class ReplayModel(Model):
         """What a mark says of the form."""
         return self.case.form_of(rank, replay) if self.case.names_form else 0
 
-    _asked: ClassVar[dict[type, Callable[..., Sequence[int]]]] = {
+    asked: ClassVar[dict[type, Asked]] = {
         p.Advance: _advance_count, p.AwaitTaken: _await_taken, p.Gate: _gate, p.AwaitFork: _await_fork,
         p.AwaitJoin: _await_join, p.Intact: _intact, p.Unbroken: _unbroken,
     }  # fmt: skip
 
     # What operations do ---------------------------------------------------------------------------------------------
-
-    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """See `Model.performer_of`."""
-        done = self._does.get(type(op))
-        return None if done is None else lambda pid, op, answer, m: done(self, pid // 2, op, answer, m)
 
     def _write_tensor(self, rank: int, op: Write, answer: int, m: Memory) -> None:
         m[self.at(rank, "begun")] = op.replay
@@ -351,7 +336,7 @@ class ReplayModel(Model):
     def _abort(self, rank: int, op: gather.Abort, answer: int, m: Memory) -> None:
         m[self.at(op.peer, "broken")] = 1
 
-    _does: ClassVar[dict[type, Callable[..., None]]] = {
+    performed: ClassVar[dict[type, Does]] = {
         Write: _write_tensor, p.Advance: _count, p.Fork: _fork, p.Joined: _joined, p.Mark: _mark, p.Taken: _taken,
         p.Push: _push, p.Pushed: _pushed, p.SignalPeer: _signal, p.Read: _read, p.ReadDone: _read_done,
         p.Clear: _clear, p.HandIn: _hand_in, p.AwaitTaken: _waited, p.Gate: _waited, gather.Break: _break,
@@ -360,33 +345,18 @@ class ReplayModel(Model):
 
     # The world outside, and ends ------------------------------------------------------------------------------------
 
-    def environment(self, m: Memory) -> list[tuple[str, Memory]]:
-        """See `Model.environment`: patience ends at a wait, and a rank is lost."""
-        out: list[tuple[str, Memory]] = []
-        for rank in range(self.case.world):
-            if m[self.at(rank, "dead")]:
-                continue
-            op: Any = self.locals.op[m[2 * rank]]
-            late = (rank, m[self.at(rank, "begun")]) in self.case.expires and not m[self.at(rank, "late")]
-            if late and type(op) in self.waits:
-                n = m.copy()
-                n[self.at(rank, "late")] = 1
-                out.append((f"rank {rank} is out of patience", n))
-            if rank == self.case.lost:
-                n = m.copy()
-                n[self.at(rank, "dead")] = 1
-                out.append((f"rank {rank} is lost", n))
-        return out
+    def impatient(self, rank: int, m: Memory) -> list[tuple[str, Memory]]:
+        """See `RankedModel.impatient`: patience ends at a wait."""
+        op: Any = self.locals.op[m[2 * rank]]
+        late = (rank, m[self.at(rank, "begun")]) in self.case.expires and not m[self.at(rank, "late")]
+        if not late or type(op) not in self.waits:
+            return []
+        n = m.copy()
+        n[self.at(rank, "late")] = 1
+        return [(f"rank {rank} is out of patience", n)]
 
-    def at_rest(self, m: Memory) -> None:
-        """See `Model.at_rest`."""
-        alive = [rank for rank in range(self.case.world) if not m[self.at(rank, "dead")]]
-        here = [pid for rank in alive for pid in (2 * rank, 2 * rank + 1) if m[pid] != LEFT]
-        if here:
-            if not self.environment(m):
-                stuck = (f"{self.processes[pid].name} at {self.describe(self.locals.op[m[pid]])}" for pid in here)
-                raise Fault("deadlock", "; ".join(stuck))
-            return
+    def all_have_left(self, alive: list[int], m: Memory) -> None:
+        """See `RankedModel.all_have_left`."""
         short = [rank for rank in alive if m[self.at(rank, "handed")] < self.case.replays_of(rank)]
         gave_up = [rank for rank in alive if m[self.at(rank, "gave up")]] or (short if self.case.others else [])
         for rank in alive:

@@ -275,11 +275,6 @@ class SourcesModel(Model):
 
     # What operations do ---------------------------------------------------------------------------------------------
 
-    def performer_of(self, op: Any) -> Callable[[int, Any, Any, Memory], None] | None:
-        """See `Model.performer_of`."""
-        done = self._does.get(type(op))
-        return None if done is None else lambda pid, op, answer, m: done(self, pid, op, answer, m)
-
     def _settle(self, pid: int, op: text.Settle, answer: int, m: Memory) -> None:
         m[self.settled + op.source] = answer
 
@@ -318,7 +313,7 @@ class SourcesModel(Model):
             raise Fault("reset too early", f"{self.processes[pid].name} zeroes a signal that may still come")
         m[self.restored] = 1 + op.signals
 
-    _does: ClassVar[dict[type, Callable[..., None]]] = {
+    performed: ClassVar[dict[type, Callable[..., None]]] = {
         text.Settle: _settle, text.Count: _count, text.Draw: _draw, Compute: _compute, Poison: _poison, Leave: _leave,
         ResetWords: _reset,
     }  # fmt: skip

@@ -19,6 +19,7 @@ from tilestream.core.protocols import reduce_scatter as q
 from tilestream_tools.verify import ranks as r
 from tilestream_tools.verify.faults import Fault
 from tilestream_tools.verify.model import Memory
+from tilestream_tools.verify.ranked import Asked, Does
 
 #: ``produce(rank, world, batches, parts, epoch)``, and the same of `scatter`.
 Text = Callable[[int, int, int, int, int], r.Turn]
@@ -106,11 +107,11 @@ class SumModel(r.RanksModel):
 
     def waiting(self, rank: int, m: Memory) -> q.AwaitPart | None:
         """As of `RanksModel`: the side stream's."""
-        op: Any = self.locals.op[m[(rank + 1) * self._roles - 2]]
+        op: Any = self.locals.op[m[(rank + 1) * self.roles - 2]]
         return op if isinstance(op, q.AwaitPart) and not self._await_part(rank, op, m) else None
 
-    _asked: ClassVar[dict[type, r.Asked]] = {
-        **r.RanksModel._asked, p.AwaitCall: _await_call, q.AwaitPublished: _await_published, q.AwaitPart: _await_part,
+    asked: ClassVar[dict[type, Asked]] = {
+        **r.RanksModel.asked, p.AwaitCall: _await_call, q.AwaitPublished: _await_published, q.AwaitPart: _await_part,
         p.AwaitSide: r.reached("sided"),
     }  # fmt: skip
 
@@ -180,8 +181,9 @@ class SumModel(r.RanksModel):
     def _reader(self, rank: int, epoch: int) -> int:
         return self.at(rank, "read", self.stream(epoch))
 
-    _does: ClassVar[dict[type, r.Does]] = {
-        **r.RanksModel._does, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish, q.FlagPart: _flag_part,
+    performed: ClassVar[dict[type, Does]] = {
+        **r.RanksModel.performed, q.Compute: _compute, q.Computed: _computed, q.Publish: _publish,
+        q.FlagPart: _flag_part,
         q.PullPart: _pull_part, q.PulledPart: _pulled_part, q.Ended: r.RanksModel._ended, p.Done: r.sets("sided"),
         q.Sum: _sum, q.Summed: _summed,
     }  # fmt: skip
