@@ -52,7 +52,7 @@ def steps() -> tuple[Any, ...]:
     from tilestream.kernels.hopper import gemm
 
     return (
-        gemm.math_loop, math.math_step, math.start_scores, math.capped, math.last_product, math.own_blocks,
+        gemm.math_loop, math.math_step, math.start_scores, math.scaled_product, math.last_product, math.own_blocks,
         math.leave_out, math.start_softmax, math.store_strip,
     )  # fmt: skip
 
