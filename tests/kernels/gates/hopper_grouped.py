@@ -134,10 +134,10 @@ def source(case: Case) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def rules(case: Case, kernel: Any, said: str) -> Rules:
-    return rules_of(case, HopperGroupedArguments(case.plan, case.layout, case.how), Assembly(kernel, said))
+    return kernel_rules(case, HopperGroupedArguments(case.plan, case.layout, case.how), Assembly(kernel, said))
 
 
-def rules_of(case: Case, arguments: HopperGroupedArguments, found: Assembly) -> Rules:
+def kernel_rules(case: Case, arguments: HopperGroupedArguments, found: Assembly) -> Rules:
     ring = Ring(case.plan.stages, ITEMS.value, case.plan.variant)
     return {
         "spills": (found.spills, (0, 0, 0)),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gates.engine import Case, IsWanted, Rules
 from gates.hopper import Assembly, described
-from gates.hopper_grouped import of_tiles, rules_of
+from gates.hopper_grouped import kernel_rules, of_tiles
 from gates.portable_grouped_sources import shared_words
 from tilestream.kernels.hopper.grouped_sources import grouped_gemm_by_source
 from tilestream.launch.gate import NO_GATE, NO_PUBLISH, GateArguments, PublishArguments
@@ -101,7 +101,7 @@ def source(case: Case, *, trace: bool = False) -> tuple[Any, tuple[Any, ...], di
 def rules(case: Case, kernel: Any, said: str) -> Rules:
     arguments, found = _arguments(case), Assembly(kernel, said)
     count, shared = shared_words(kernel.asm["ttgir"], arguments.config.LANES)
-    return rules_of(case, arguments, found) | {
+    return kernel_rules(case, arguments, found) | {
         # The load warp's, behind what it has seen of a tile's words; and each consumer's, behind its stores.
         "fences of global memory": (
             found.count_ptx(r"\bfence\.proxy\.async\.global\b"),
