@@ -271,14 +271,16 @@ def test_what_there_is_no_time_for_is_missing(session) -> None:
     assert written(record) == (["a", "b"], ["c", "d"])
 
 
+def cut_off(item: str) -> dict:
+    """Measures what comes before ``c``."""
+    if item == "c":
+        raise OutOfTime
+    return {"shape": item}
+
+
 def test_a_run_goes_on_where_another_was_cut_off(session, tmp_path: Path) -> None:
     made, record = session
     made.section = "suite"
-
-    def cut_off(item: str) -> dict:
-        if item == "c":
-            raise OutOfTime
-        return {"shape": item}
 
     with pytest.raises(OutOfTime):
         made.rows(record, "abcd", cut_off)
@@ -301,11 +303,6 @@ def test_a_run_goes_on_where_another_was_cut_off(session, tmp_path: Path) -> Non
 
 def test_what_is_cut_off_is_missing(session) -> None:
     made, record = session
-
-    def cut_off(item: str) -> dict:
-        if item == "c":
-            raise OutOfTime
-        return {"shape": item}
 
     with pytest.raises(OutOfTime):
         made.rows(record, "abcd", cut_off)

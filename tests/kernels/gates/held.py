@@ -111,12 +111,11 @@ class Held:
 
     def put(self, part: Part, held: set[str]) -> None:
         """Write the keys of a part that are held."""
+        from tilestream.core.whole_file import write_whole
+
         self._all[" ".join(part)] = sorted(held)
         kept = {name: its for name, its in sorted(self._all.items()) if its}
-        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
-            file.write(json.dumps(kept, indent=0) + "\n")
-        Path(file.name).chmod(0o644)
-        Path(file.name).replace(self._path)
+        write_whole(self._path, (json.dumps(kept, indent=0) + "\n").encode())
 
 
 def named(part: Part, python: str, cache: Path) -> dict[str, str]:
@@ -153,7 +152,7 @@ def faults_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-def parts(given: argparse.Namespace) -> Iterator[Part]:
+def parts(given: argparse.Namespace) -> list[Part]:
     """Those that are asked for; AMD's and Hopper's before the rest."""
     from test_compile_gates import COUNTS, UNKNOWN
 
@@ -164,7 +163,7 @@ def parts(given: argparse.Namespace) -> Iterator[Part]:
         if gate != "trace" and (version, arch) not in UNKNOWN
         and given.triton in ("", version) and given.gate in ("", gate) and given.arch in ("", arch)
     ]  # fmt: skip
-    return iter(sorted(found, key=lambda part: not part.arch.startswith(("gfx", "sm_90"))))
+    return sorted(found, key=lambda part: not part.arch.startswith(("gfx", "sm_90")))
 
 
 def run(part: Part, held: Held, until: float, processes: int, cache: Path) -> dict[str, Any]:
