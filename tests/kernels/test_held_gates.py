@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gates import held
+from gates import engine, held
 from gates.held import DIGITS, RECORD, Held, Part
 from test_compile_gates import COUNTS
 
@@ -122,3 +122,10 @@ def test_what_was_compiled_while_a_file_changed_is_not_held(compiling, tmp_path,
     assert held.run(PART, Held(tmp_path / "held.json"), time.monotonic() + 1e6, 1, tmp_path) == {}
     assert Held(tmp_path / "held.json").of(PART) == set()
     assert "a source file has changed meanwhile" in capsys.readouterr().out
+
+
+def test_a_key_moves_with_rules_that_another_gate_has():
+    text = held.rules_text(engine.load("hopper grouped sources"))
+    for function in ("rules", "kernel_rules", "shared_words"):
+        assert f"def {function}(" in text
+    assert "def cases(" not in text, "a case more is no other rule"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -60,11 +61,17 @@ def forget_places() -> None:
 
 
 def rules_text(gate: Any) -> str:
-    """The text of a gate's rules, as `bare` has it."""
-    wanted = ("rules", "rules_of", "common_rules")
-    found = [node for node in ast.parse(Path(gate.__file__).read_text(encoding="utf-8")).body
-             if isinstance(node, ast.FunctionDef) and node.name in wanted]  # fmt: skip
-    return "\n".join(bare(ast.unparse(node)) for node in found)
+    """The text of a gate's rules and of the gates' functions that they call, as `bare` has it."""
+    found = [gate.rules]
+    for function in found:  # which grows
+        called, own = function.__code__.co_names, function.__globals__
+        modules = [own[name] for name in called if inspect.ismodule(own.get(name))]
+        for name in called:
+            for scope in (own, *map(vars, modules)):
+                one = scope.get(name)
+                if inspect.isfunction(one) and one.__module__.startswith("gates.") and one not in found:
+                    found.append(one)
+    return "\n".join(bare(inspect.getsource(function)) for function in found)
 
 
 def keys(name: str, arch: str) -> Iterator[dict[str, str]]:
