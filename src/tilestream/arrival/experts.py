@@ -120,7 +120,7 @@ class _Route:
         if not isinstance(offsets, torch.Tensor) or offsets.dtype != torch.int32 or tuple(offsets.shape) != shape[:1]:
             what = (
                 f"{list(offsets.shape)} {offsets.dtype}" if isinstance(offsets, torch.Tensor)
-                else f"a {type(offsets).__name__}"
+                else kind_of(offsets)
             )  # fmt: skip
             raise ValueError(
                 f"{_OP}: offsets is {what}; it must be torch.int32 {list(shape[:1])}: where each expert's end"

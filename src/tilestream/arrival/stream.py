@@ -576,7 +576,7 @@ def stream_in(
     target = target_of("stream_in", source, device)
     if copies == "kernel" and (target.type == "cpu" or not isinstance(source, torch.Tensor)):
         raise ValueError(
-            f"stream_in: copies='kernel' of a {type(source).__name__} to {target}; a kernel copies a pinned CPU tensor "
+            f"stream_in: copies='kernel' of {kind_of(source)} to {target}; a kernel copies a pinned CPU tensor "
             "to its GPU: give one, or copies='engine'"
         )
     if isinstance(source, torch.Tensor):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilestream.core.error_record import Told
-from tilestream.core.errors import GroupBroken
+from tilestream.core.errors import GroupBroken, kind_of
 from tilestream.core.forks import free_in_child
 from tilestream.distributed.host_flags import GroupFlags
 from tilestream.distributed.plan import DistributedPlan
@@ -178,7 +178,7 @@ def state_of(op: str, group: dist.ProcessGroup | None, most: int = MOST_RANKS) -
     if found is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{op}: group: this process is not in it; call it on the group's own ranks")
     if not isinstance(found, dist.ProcessGroup):
-        raise TypeError(f"{op}: group is a {type(found).__name__}; it must be a torch.distributed.ProcessGroup or None")
+        raise TypeError(f"{op}: group is {kind_of(found)}; it must be a torch.distributed.ProcessGroup or None")
     if found.size() > most:
         raise ValueError(
             f"{op}: group: {found.size()} ranks; 1 to {most} overlap: use torch.distributed's own collective and "

@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from tilestream.arrival.flat import check_deadline
 from tilestream.arrival.stream import open_streams
 from tilestream.core.arguments import is_one_of
+from tilestream.core.errors import kind_of
 from tilestream.core.groups import MOST_GROUPS
 from tilestream.core.operands import ACTIVATIONS
 from tilestream.distributed import moe_experts
@@ -190,7 +191,7 @@ def _chosen(x: torch.Tensor, router: Router) -> Chosen:
     chosen = router(x) if callable(router) else router
     if not isinstance(chosen, Sequence) or len(chosen) != 2 or not all(isinstance(t, torch.Tensor) for t in chosen):
         raise TypeError(
-            f"{_OP}: router {'made' if callable(router) else 'is'} a {type(chosen).__name__}; it must be (weights, "
+            f"{_OP}: router {'made' if callable(router) else 'is'} {kind_of(chosen)}; it must be (weights, "
             "experts), as torch.topk returns them, or a function of x that returns them"
         )
     return chosen[0], chosen[1]

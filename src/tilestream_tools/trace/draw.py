@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from tilestream.core.errors import kind_of
 from tilestream.trace.record import LaunchTrace, SpanKind
 from tilestream_tools import palette
 from tilestream_tools.palette import FAINT, SMALL, TEXT
@@ -87,9 +88,7 @@ def draw(
 def figure(launch: LaunchTrace, *, title: str | None = None, size: tuple[int, int] | None = None) -> Figure:
     """The same timeline as a matplotlib figure outside pyplot's state. Parameters as for `draw`."""
     if not isinstance(launch, LaunchTrace):
-        raise TypeError(
-            f"draw: launch is a {type(launch).__name__}; it must be one launch, such as recorder.launches[0]"
-        )
+        raise TypeError(f"draw: launch is {kind_of(launch)}; it must be one launch, such as recorder.launches[0]")
     width, height = size or default_size(launch)
     scale = max(width / palette.WIDTH, 1.0)
     try:
