@@ -20,11 +20,12 @@ from tritons import TRITONS
 PART = Part("3.9.0", "portable gemm", "gfx942")
 
 
-def test_comments_docstrings_and_layout_are_no_text():
+def test_comments_docstrings_and_empty_lines_are_no_text():
     one = '@jit\ndef f(x):\n    """Says."""\n    # why\n    return x + 1\n'
-    other = '@jit\n\ndef f( x ):\n    """Says more."""\n\n    return (x + 1)  # how\n'
+    other = '@jit\n\ndef f(x):\n    """Says\n    more."""\n\n    return x + 1  # how\n'
     assert held.bare(one) == held.bare(other) == "@jit\ndef f(x):\n    return x + 1"
     assert held.bare(one) != held.bare(one.replace("+ 1", "+ 2"))
+    assert held.bare('def f():\n    return f"# {x}"\n') == 'def f():\n    return f"# {x}"', "no comment"
     assert held.bare('def f():\n    """Only this."""\n') == 'def f():\n    """Only this."""', "a body is left"
 
 

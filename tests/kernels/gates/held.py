@@ -17,11 +17,13 @@ import argparse
 import ast
 import hashlib
 import inspect
+import io
 import json
 import os
 import sys
 import tempfile
 import time
+import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +38,17 @@ DIGITS = 12
 
 
 def bare(text: str) -> str:
-    """A function's text without comments and docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(node, ast.FunctionDef) and len(body) > 1 and ast.get_docstring(node) is not None:
-            del body[0]
-    return ast.unparse(tree)
+    """A function's text without comments, docstrings and empty lines; the same under every Python."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and ast.get_docstring(node) is not None:
+            start, end = node.body[0].lineno - 1, node.body[0].end_lineno
+            lines[start:end] = [""] * len(lines[start:end])
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def forget_places() -> None:
