@@ -155,6 +155,7 @@ class Driver:
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
         self._events: list[tuple[Stream, int] | None] = []
+        self._alive: set[int] = set()
         #: The functions that were called, by name.
         self.calls: list[str] = []
 
@@ -186,18 +187,24 @@ class Driver:
 
     def create_event(self) -> int:
         self._events.append(None)
+        self._alive.add(len(self._events) - 1)
         return len(self._events) - 1
 
     def destroy_event(self, event: int) -> None:
-        pass
+        self._alive.remove(event)
+
+    def _at(self, event: int) -> tuple[Stream, int] | None:
+        assert event in self._alive, "the event is destroyed"
+        return self._events[event]
 
     def record_event(self, stream: int, event: int) -> None:
         self.calls.append("record_event")
+        self._at(event)
         here = self._cuda.streams[stream]
         self._events[event] = here, here.issued
 
     def wait_event(self, stream: int, event: int) -> None:
-        at = self._events[event]
+        at = self._at(event)
         if at is not None:
             self._give("wait_event", stream, at)
 
@@ -208,7 +215,7 @@ class Driver:
         return 0
 
     def has_come(self, event: int) -> bool:
-        at = self._events[event]
+        at = self._at(event)
         return self._cuda.over or at is None or at[0].done >= at[1]
 
     def await_event(self, event: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -357,6 +358,26 @@ class TestLanes:
         assert second.arrival.epoch == 3
         del second
         assert self.stream(cuda)._landing._lane is not lane
+
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_a_stream_in_a_cycle_leaves_a_lane_with_its_events(self, cuda, whole):
+        """The garbage collector finalises a cycle's objects in any order: events ahead of what asks them, too."""
+        x = self.stream(cuda)
+        lane, raised = x._landing._lane, []
+        events = lane.ready.handle, lane.landed.handle
+        if not whole:
+            x.arrival.fail(OSError("gone"))
+        cycle = [x]
+        cycle.append(cycle)
+        del lane
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "unraisablehook", raised.append)
+            del x, cycle
+            gc.collect()
+        assert not raised, raised[0].exc_value
+        y = self.stream(cuda)
+        assert ((y._landing._lane.ready.handle, y._landing._lane.landed.handle) == events) == whole
+        assert torch.equal(y.wait(), y._source.tensor)
 
     def test_a_late_signal_takes_no_word_of_the_stream_before_back(self, cuda):
         x = self.stream(cuda)

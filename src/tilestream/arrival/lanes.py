@@ -21,6 +21,9 @@ from tilestream.runtime.streams import give_back, lend
 #: The most kinds of idle lanes, and the most idle lanes of a kind.
 _MOST_KINDS, _MOST_IDLE = 64, 8
 _idle: dict[tuple[int | None, int], deque[Lane]] = {}
+#: Lanes that a `Stream` has. The garbage collector may find a `Stream` in a cycle, and finalises what is in the garbage
+#: in any order: a lane is never garbage, so its events are there for all of them, and for the lane's next `Stream`.
+_lent: set[Lane] = set()
 
 
 def event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -68,6 +71,7 @@ class Lane:
 
     def leave(self, whole: bool) -> None:
         """Give the lane up. ``whole``: the last epoch's signals were all issued, on its stream, and none failed."""
+        _lent.discard(self)
         idle = _idle.get(self._kind)
         if idle is None and len(_idle) < _MOST_KINDS:
             idle = _idle.setdefault(self._kind, deque())
@@ -91,8 +95,11 @@ def take(count: int, device: torch.device, behind: int) -> Lane:
         try:
             found = idle.pop()
         except IndexError:  # another thread was faster
-            break
+            continue
         if found.behind == behind or (not found.awaited and found.landed.query()):
-            return found
+            break
         idle.appendleft(found)
-    return Lane(count, device)
+    else:
+        found = Lane(count, device)
+    _lent.add(found)
+    return found
