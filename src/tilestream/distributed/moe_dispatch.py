@@ -205,10 +205,10 @@ def by_collectives(state: GroupState, call: Call, counts: torch.Tensor, sent: Ro
     device = sent[0].device
     agree(state, call, device)
     mine = counts.to(device)
-    theirs = all_to_all(state, mine, [1] * state.world, [1] * state.world).cpu()
+    theirs = all_to_all(state, mine, [1] * state.world, [1] * state.world)
     ours, received = (x.sum(1).tolist() for x in (counts, theirs))
     rows = [all_to_all(state, x, ours, received) for x in sent]
-    order = by_expert(theirs).to(device)
+    order = by_expert(theirs, sum(received))
     results = compute((0, 0), tuple(x[order] for x in rows), theirs.sum(0))
     return tuple(all_to_all(state, _unsorted(x, order), received, ours) for x in results)
 
@@ -230,8 +230,10 @@ def sorted_rows(experts: torch.Tensor, count: int, world: int) -> tuple[torch.Te
         If a chosen expert does not exist.
     """
     chosen = experts.reshape(-1)
-    if bool(((chosen < 0) | (chosen >= count)).any()):
-        wrong = chosen[(chosen < 0) | (chosen >= count)][0].item()
+    by, order = chosen.sort(stable=True)
+    # Behind the experts that exist, too; the host waits once.
+    ends = torch.searchsorted(by, torch.arange(count + 1, dtype=by.dtype, device=by.device)).cpu()
+    if len(by) and (ends[0] or ends[-1] < len(by)):
+        wrong = by[0].item() if ends[0] else by[-1].item()
         raise ValueError(f"moe: router: expert {wrong} is chosen; the {world} ranks have {count}, numbered from 0")
-    counts = torch.bincount(chosen, minlength=count).cpu().view(world, count // world)
-    return chosen.argsort(stable=True), counts
+    return order, ends.diff().view(world, count // world)
