@@ -110,6 +110,41 @@ def same_bits(rank, world, name, count):
     return True
 
 
+def traced(rank, world, name, count):
+    """Replays of a call that was captured with its trace: what is wrong with its launches' traces, and the error."""
+    one, worst, wrong = ops(rank, world)[name], Worst(), []
+    one.load(random(1, 128 * world, 256))
+    with ts.trace.record() as recorder:
+        graph, (static,) = captured(one)
+    eager, before = recorder.launches, 0.0  # the launches of the call before the capture
+    for i in range(count):
+        whole = random(100 + i, 128 * world, 256)
+        one.load(whole)
+        late_in_turn(i, rank)
+        graph.replay()
+        worst.add(static, one.expected(whole))
+        launches = recorder.replayed()
+        if len(launches) != len(eager):
+            wrong.append(f"{len(launches)} launches are captured; an eager call has {len(eager)}")
+        for launch, other in zip(launches, eager, strict=False):
+            if (launch.tiles_done, launch.workers) != (launch.tiles, other.workers):
+                wrong.append(f"replay {i}: {launch.tiles_done} of {launch.tiles} tiles, {launch.workers} workers")
+            if {operand: len(of) for operand, of in launch.arrivals.items()} != {
+                operand: len(of) for operand, of in other.arrivals.items()
+            }:
+                wrong.append(f"replay {i}: it waits for other chunks than an eager call: {launch.arrivals}")
+            if not before - 1e-6 <= launch.begin < launch.end:
+                wrong.append(f"replay {i}: it begins at {launch.begin}, behind a launch that ended at {before}")
+            before = launch.end
+    del recorder, launches
+    for i in range(4):  # the graph goes on recording
+        whole = random(200 + i, 128 * world, 256)
+        one.load(whole)
+        graph.replay()
+        worst.add(static, one.expected(whole))
+    return wrong, worst.get()
+
+
 def compiled(rank, world, name):
     """As `replays`, of a function that torch compiles with CUDA graphs of its own."""
     one, worst = ops(rank, world)[name], Worst()

@@ -82,6 +82,13 @@ def test_replays_have_the_bits_of_eager_calls(ranks, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_replays_of_captured_calls_are_traced(ranks, name):
+    for wrong, error in ranks.run(2, jobs.traced, name, 6, bound=120, seconds=60):
+        assert not wrong, wrong
+        assert error < 4.0
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_torch_compiles_with_graphs_of_its_own(ranks, name):
     assert max(ranks.run(2, jobs.compiled, name, bound=200, seconds=60)) < 8.0
 
