@@ -7,8 +7,10 @@ are profiled, and that of median length on rank 0 is kept. Answers must be those
 Of the gather rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring the
 others' rows are the profiler's, of each rank. The two are laid over each other by the kernel, which both have.
 `captured_timeline` does the same to a replay of a gather that was captured with its trace; the device counts its calls
-(TILESTREAM_GRAPH_RANKS=1). In a dry run there are no graphs: it makes an eager call, and the trace alone. The block is Llama-3 70B's (8192 columns, 28672 of them hidden), bf16, forward: tokens are gathered into w1 and w3, silu(.)
-* ., and w2's product is summed and scattered.
+(TILESTREAM_GRAPH_RANKS=1). In a dry run there are no graphs: it makes an eager call, and the trace alone.
+
+The block is Llama-3 70B's (8192 columns, 28672 of them hidden), bf16, forward: tokens are gathered into w1 and w3,
+silu(.) * ., and w2's product is summed and scattered.
 """
 
 from __future__ import annotations
