@@ -158,6 +158,22 @@ def compiled(rank, world, name):
     return worst.get()
 
 
+def compiled_and_captured(rank, world, name):
+    """As `replays`, of a function that torch compiles without graphs, and that is captured: fused in one graph."""
+    one, worst = ops(rank, world)[name], Worst()
+    step = torch.compile(lambda: one.call() * 2, dynamic=False)
+    for _ in range(2):
+        step()
+    graph, (static,) = captured(one._replace(call=step))
+    for i in range(12):
+        late_in_turn(i, rank)
+        whole = random(100 + i, 128 * world, 256)
+        one.load(whole)
+        graph.replay()
+        worst.add(static, 2 * one.expected(whole))
+    return worst.get()
+
+
 def layers(rank, world):
     """Two graphs of several ops each, of the default group and of another one, replayed by turns on two streams."""
     groups, made = [None, dist.new_group(list(range(world)))], []

@@ -93,6 +93,11 @@ def test_what_torch_compiles_with_graphs_of_its_own(ranks, name):
     assert max(ranks.run(2, jobs.compiled, name, bound=200, seconds=60)) < 8.0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_function_that_is_captured(ranks, name):
+    assert max(ranks.run(2, jobs.compiled_and_captured, name, bound=200, seconds=60)) < 8.0
+
+
 def test_graphs_of_several_calls_and_two_groups(ranks):
     assert max(ranks.run(2, jobs.layers, bound=200, seconds=60)) < 4.0
 
