@@ -25,7 +25,16 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.mlp import DIM, HIDDEN
-from benchmarks.distributed.ranks import DEADLINE, Activity, operands, pause, profiled, record_of, small
+from benchmarks.distributed.ranks import (
+    DEADLINE,
+    Activity,
+    kernel_of,
+    operands,
+    pause,
+    profiled,
+    record_of,
+    small,
+)
 from tilestream import distributed as tsd
 from tilestream.core.protocols.gather import peers, receivers
 from tilestream.distributed.dispatch import trial
@@ -113,13 +122,6 @@ def watched(
         dist.all_gather_object(found, own)
         calls.append((laid_over(launch, found, rank, size, parts, pulled), found))
     return sorted(calls, key=lambda one: one[0].end - one[0].begin)[CALLS // 2]
-
-
-def kernel_of(found: list[Activity]) -> Activity:
-    """The matmul among a GPU's activities: the longest kernel, of those of that name if there are any."""
-    kernels = [one for one in found if not one.size]
-    matmuls = [one for one in kernels if "gemm" in one.name.lower()]
-    return max(matmuls or kernels, key=lambda one: one.end - one.begin)
 
 
 def beside(found: list[Activity], size: int) -> list[Activity]:
