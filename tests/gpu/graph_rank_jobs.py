@@ -52,12 +52,12 @@ def ops(rank: int, world: int, rows: int = 128, deadline: float = DEADLINE, grou
     }  # fmt: skip
 
 
-def captured(one: Op, count: int = 1) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
-    """A graph of so many calls, and their results; each was called before."""
+def captured(one: Op, count: int = 1, pool=None) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """A graph of so many calls, and their results; each was called before. ``pool``: of memory, that graphs share."""
     one.call()
     finish()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         said = one.plan().explain()
         outs = [one.call() for _ in range(count)]
     assert "fused:" in said.splitlines()[1], said
@@ -242,6 +242,33 @@ def destroyed(rank, world, name):
     larger.load(whole)
     graph.replay()
     worst.add(static, larger.expected(whole))
+    return worst.get()
+
+
+def pooled(rank, world, name):
+    """Graphs share a pool of memory; in turn one is destroyed under way, and another captured from the pool."""
+    one, worst, pool = ops(rank, world)[name], Worst(), torch.cuda.graph_pool_handle()
+    made = [captured(one, 2, pool) for _ in range(2)]
+    for i in range(16):
+        for place in range(2):
+            graph, outs = made[place]
+            whole = random(400 + 2 * i + place, 128 * world, 256)
+            one.load(whole)
+            late_in_turn(i, rank)
+            graph.replay()
+            for out in outs:
+                worst.add(out, one.expected(whole))
+        if i % 4 == 3:
+            graph, outs = made.pop(0)
+            whole = random(500 + i, 128 * world, 256)
+            one.load(whole)
+            if rank == 0:
+                torch.cuda._sleep(20_000_000)
+            graph.replay()
+            for out in outs:
+                worst.add(out, one.expected(whole))
+            del graph, outs
+            made.append(captured(one, 2, pool))
     return worst.get()
 
 

@@ -113,6 +113,11 @@ def test_a_graph_destroyed_under_way_and_new_memory(ranks, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_graphs_that_share_a_pool_of_memory(ranks, name):
+    assert max(ranks.run(2, jobs.pooled, name, bound=120, seconds=60)) < 4.0
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_replays_in_another_order_on_another_rank_raise(name):
     pool = make_pool(TILESTREAM_GRAPH_RANKS="1")  # of its own, which its broken group does not leave
     try:
