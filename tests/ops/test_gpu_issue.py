@@ -6,6 +6,8 @@ names them.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import logging
 import weakref
@@ -84,26 +86,55 @@ class Graph:
 
     def __init__(self, monkeypatch) -> None:
         self.kept: list[SpanLog] = []
+        self.copies: list[tuple[int, ...]] = []
+        self.relaxed: list[bool] = []
+        zeros = torch.zeros
+
+        def zeros_of_the_host(*size, pin_memory=False, **how):
+            assert not pin_memory or self.relaxed, "torch may ask about events, which would end the capture"
+            return zeros(*size, **how)
+
+        @contextlib.contextmanager
+        def relaxed():
+            self.relaxed.append(True)
+            yield
+            self.relaxed.pop()
+
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
+        monkeypatch.setattr(torch, "zeros", zeros_of_the_host)
+        monkeypatch.setattr(trace.driver, "captures_relaxed", relaxed)
+        monkeypatch.setattr(trace.driver, "copy_out", lambda *copy: self.copies.append(copy))
         monkeypatch.setattr(trace, "keep", lambda stream, copy: self.kept.append(copy))
-        monkeypatch.setattr(torch.Tensor, "copy_", lambda to, log, non_blocking: to)  # a node, not yet a copy
 
     def replay(self, launch: Launch, begin: int) -> None:
-        for log, copy in zip(launch.given, self.kept, strict=True):
+        for log, (stream, to, source, size) in zip(launch.given, self.copies, strict=True):
             for place in range(len(log.words)):
                 ends = [2 * (begin + 1000) + 1, 0, 0]
-                copy.words[place] = torch.tensor([1, 0, 5, begin, begin, *ends, 0])
+                log.words[place] = torch.tensor([1, 0, 5, begin, begin, *ends, 0])
                 begin += 1000
+            assert (stream, source, size) == (5, log.words.data_ptr(), 8 * log.words.numel())
+            ctypes.memmove(to, source, size)
 
 
-def test_a_captured_launch_is_read_after_each_replay_and_its_memory_outlives_the_recorder(issue, monkeypatch):
+@pytest.fixture(autouse=True)
+def waited(monkeypatch):
+    """The devices that were waited for."""
+    devices: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", devices.append)
+    return devices
+
+
+def test_a_captured_launch_is_read_after_each_replay_and_its_memory_outlives_the_recorder(issue, monkeypatch, waited):
     launch = Launch("hopper")
     graph = Graph(monkeypatch)
     with record() as recorder:
         issue(launch)
         issue(launch)
     assert not recorder.launches, "nothing has run"
+    assert not waited
     assert [one.spans for one in recorder.replayed()] == [[], []], "and nothing was replayed"
+    assert waited == [torch.device("cpu")] * 2
     tiles, read = launch.plan.schedule.grid.tiles, []
     for begin in (10**6, 10**9):
         graph.replay(launch, begin)

@@ -18,6 +18,7 @@ from tilestream.kernels.device.trace import BEGIN, CHUNK, END, ENDS, READY, TIME
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.candidate import ctas_of
 from tilestream.plan.problem import GroupedProblem
+from tilestream.runtime import driver
 from tilestream.runtime.graphs import keep
 from tilestream.trace.record import LaunchTrace, Recorder, Span, SpanKind, Zero
 
@@ -119,14 +120,16 @@ def captured(
     """Capture a launch with a log, which `Recorder.replayed` reads. See the module. Parameters as of `traced`."""
     log = SpanLog(plan, device)
     issue(log)
-    on_gpu = device.type == "cuda"
-    copy = SpanLog(plan, torch.device("cpu"), pinned=on_gpu)  # zeros until a replay writes there
-    copy.words.copy_(log.words, non_blocking=True)
-    keep(torch.cuda.current_stream(device).cuda_stream if on_gpu else 0, copy)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with driver.captures_relaxed():
+        copy = SpanLog(plan, torch.device("cpu"), pinned=True)  # zeros until a replay writes there
+    # By the driver: torch would record an event of this stream when the copy is freed, maybe in a later capture.
+    size = log.words.numel() * log.words.element_size()
+    driver.copy_out(stream, copy.words.data_ptr(), log.words.data_ptr(), size)
+    keep(stream, copy)
 
     def read() -> LaunchTrace:
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
         now = time.perf_counter()
         launch = LaunchTrace(op, plan.label, plan.schedule.workers, plan.schedule.grid.tiles, now)
         # The host does not know when a replay began: the end of the first that is read stands for the time of reading.
