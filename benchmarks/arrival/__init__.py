@@ -19,5 +19,11 @@ SECTIONS = {
     "chunk_cost": Section(
         "arrival.host_to_device:chunk_cost", "what a chunk costs the link, by what stands between two copies", 20
     ),
+    "captured_timeline": Section(
+        "arrival.timeline:captured_timeline",
+        "copies and tiles of a replay on one time axis",
+        30,
+        nvidia="a picture of the Hopper kernel",
+    ),
     "stream": Section("arrival.stream:stream", "a matmul whose input is copied to the GPU while it runs", 300),
 }

@@ -104,12 +104,12 @@ class Session:
         return self._records[name]
 
     def export(self, launch: LaunchTrace, name: str) -> None:
-        """Write a launch's trace beside the records of this GPU."""
+        """Write a launch's trace beside the records of this GPU; of a dry run, of no GPU."""
         import torch
 
         from tilestream.trace import export
 
-        folder = self.out / folder_of(torch.cuda.get_device_name())
+        folder = self.out / folder_of("no gpu" if self.dry else torch.cuda.get_device_name())
         folder.mkdir(parents=True, exist_ok=True)
         print(export(launch, folder / f"{name}.json.gz"))
 

@@ -23,6 +23,7 @@ SECTIONS = {
     "llama": _any("distributed.llama:llama", "what is fused of a Llama, and its losses", 120),
     "copies": _symmetric("distributed.copies:copies", "copies between GPUs beside a matmul on each", 100),
     "gather_timeline": _picture("distributed.timelines:gather_timeline", "copies and tiles of a call on one time axis"),
+    "captured_timeline": _any("distributed.timelines:captured_timeline", "the same of a replay of a captured call"),
     "mlp_timeline": _picture("distributed.timelines:mlp_timeline", "an MLP block's kernels and copies, likewise"),
     "dispatch_table": Section("distributed.dispatch_table:main", "the ops' table, from RECORD.json ...", tool=True),
 }

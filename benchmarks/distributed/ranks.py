@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from benchmarks.core.session import Session, name_of
 _FLUSH = 256 << 20
 
 
+T = TypeVar("T")
 BF16 = torch.bfloat16
 #: Seconds that a call of ours may wait for a peer, and that NCCL and gloo may.
 DEADLINE, TIMEOUT = 10.0, 120
@@ -217,10 +218,22 @@ def activities(document: dict[str, Any]) -> list[Activity]:
     return sorted(found, key=lambda one: one.begin)
 
 
-def profiled(call: Callable[[], Any]) -> tuple[Any, list[Activity]]:
+def kernel_of(found: Sequence[Activity]) -> Activity:
+    """The matmul among a GPU's activities: the longest kernel, of those of that name if there are any."""
+    kernels = [one for one in found if not one.size]
+    matmuls = [one for one in kernels if "gemm" in one.name.lower()]
+    return max(matmuls or kernels, key=lambda one: one.end - one.begin)
+
+
+def profiled(call: Callable[[], T]) -> tuple[T, list[Activity]]:
     """What a call returns, and what this GPU did. All ranks begin together."""
     torch.cuda.synchronize()
     dist.barrier()
+    return seen_by_profiler(call)
+
+
+def seen_by_profiler(call: Callable[[], T]) -> tuple[T, list[Activity]]:
+    """What a call returns, and what this GPU did."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         result = call()
         torch.cuda.synchronize()

@@ -5,14 +5,18 @@ all ranks share. The ranks meet on their streams before, behind a pause in which
 are profiled, and that of median length on rank 0 is kept. Answers must be those without a profile, bit by bit.
 
 Of the gather rank 0's call is drawn. Its tiles and waits are those of `tilestream.trace`; the copies that bring the
-others' rows are the profiler's, of each rank. The two are laid over each other by the kernel, which both have. The
-block is Llama-3 70B's (8192 columns, 28672 of them hidden), bf16, forward: tokens are gathered into w1 and w3, silu(.)
-* ., and w2's product is summed and scattered.
+others' rows are the profiler's, of each rank. The two are laid over each other by the kernel, which both have.
+`captured_timeline` does the same to a replay of a gather that was captured with its trace; the device counts its calls
+(TILESTREAM_GRAPH_RANKS=1). In a dry run there are no graphs: it makes an eager call, and the trace alone.
+
+The block is Llama-3 70B's (8192 columns, 28672 of them hidden), bf16, forward: tokens are gathered into w1 and w3,
+silu(.) * ., and w2's product is summed and scattered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +25,16 @@ import torch.distributed as dist
 import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.mlp import DIM, HIDDEN
-from benchmarks.distributed.ranks import DEADLINE, Activity, operands, profiled, record_of
+from benchmarks.distributed.ranks import (
+    DEADLINE,
+    Activity,
+    kernel_of,
+    operands,
+    pause,
+    profiled,
+    record_of,
+    small,
+)
 from tilestream import distributed as tsd
 from tilestream.core.protocols.gather import peers, receivers
 from tilestream.distributed.dispatch import trial
@@ -69,32 +82,52 @@ def behind_meeting(found: list[Activity]) -> list[Activity]:
     return found[last + 1 :]
 
 
-def traced(
-    a: torch.Tensor, w: torch.Tensor, meet: torch.Tensor
-) -> tuple[ts.trace.LaunchTrace, torch.Tensor, list[Activity]]:
-    """One call, by the decision on trial: its launch, its answer, and this GPU's activities."""
+Call = tuple[ts.trace.LaunchTrace, torch.Tensor]
 
-    def call() -> tuple[ts.trace.LaunchTrace, torch.Tensor]:
-        torch.cuda._sleep(_PAUSE)
+
+def traced(a: torch.Tensor, w: torch.Tensor) -> Call:
+    """One call, by the decision on trial: its launch, and its answer."""
+    with ts.trace.record() as recorder:
+        out = tsd.all_gather_matmul(a, w, deadline=DEADLINE)
+    (launch,) = recorder.launches
+    return launch, out
+
+
+def seen(call: Callable[[], Call], meet: torch.Tensor) -> tuple[ts.trace.LaunchTrace, torch.Tensor, list[Activity]]:
+    """What a call gives once all ranks have met, and this GPU's activities."""
+
+    def together() -> Call:
+        pause(_PAUSE)
         dist.all_reduce(meet)
-        with ts.trace.record() as recorder:
-            out = tsd.all_gather_matmul(a, w, deadline=DEADLINE)
-        torch.cuda.synchronize()
-        (launch,) = recorder.launches
-        return launch, out
+        return call()
 
-    (launch, out), found = profiled(call)
+    (launch, out), found = profiled(together)
     return launch, out, behind_meeting(found)
 
 
-def kernel_of(found: list[Activity]) -> Activity:
-    """The matmul among a GPU's activities."""
-    return max((one for one in found if not one.size), key=lambda one: one.end - one.begin)
+def watched(
+    call: Callable[[], Call], right: torch.Tensor, rank: int, world: int, size: int, parts: int, pulled: bool = False
+) -> tuple[ts.trace.LaunchTrace, list[list[Activity]]]:  # fmt: skip
+    """Of `CALLS` calls that of median length on rank 0, with its arrivals, and what each rank's GPU did.
+
+    ``size``, ``parts``: bytes of a chunk, and chunks of a shard.
+    """
+    meet = torch.zeros(1, device="cuda")
+    seen(call, meet)  # compiled, and the profiler begun
+    calls = []
+    for _ in range(CALLS):
+        launch, out, own = seen(call, meet)
+        assert torch.equal(out, right), "a trace changed the answer"
+        found: list[list[Activity]] = [[] for _ in range(world)]
+        dist.all_gather_object(found, own)
+        calls.append((laid_over(launch, found, rank, size, parts, pulled), found))
+    return sorted(calls, key=lambda one: one[0].end - one[0].begin)[CALLS // 2]
 
 
 def beside(found: list[Activity], size: int) -> list[Activity]:
-    """The copies of chunks of ``size`` bytes, on another stream than the kernel's."""
-    return [one for one in found if one.size == size and one.stream != kernel_of(found).stream]
+    """The copies of chunks of ``size`` bytes, on another stream than the kernel's; of a replay maybe on the same."""
+    copies = [one for one in found if one.size == size]
+    return [one for one in copies if one.stream != kernel_of(found).stream] or copies
 
 
 def laid_over(
@@ -130,7 +163,6 @@ def gather_timeline(rank: int, world: int, session: Session) -> None:
     m, n, k = map(int, (session.options.shapes or SHAPE).split("x"))
     torch.manual_seed(rank)
     a, w = operands(m // world, n, k)
-    meet = torch.zeros(1, device="cuda")
     right = tsd.all_gather_matmul(a, w, form="fused", deadline=DEADLINE)
     plan = tsd.plan_all_gather_matmul(a, w, form="fused")
     chunks = plan.chunks
@@ -138,20 +170,55 @@ def gather_timeline(rank: int, world: int, session: Session) -> None:
     ways = session.options.ways
     for way in ways or [plan.decision.way]:
         with trial(True, chunks, way):
-            traced(a, w, meet)  # compiled, and the profiler begun
-            calls = []
-            for _ in range(CALLS):
-                launch, out, own = traced(a, w, meet)
-                assert torch.equal(out, right), "a trace changed the answer"
-                found: list[list[Activity]] = [[] for _ in range(world)]
-                dist.all_gather_object(found, own)
-                calls.append((laid_over(launch, found, rank, size, chunks, way == "pull"), found))
+            kept, found = watched(lambda: traced(a, w), right, rank, world, size, chunks, way == "pull")
         if rank == 0:
-            kept, found = sorted(calls, key=lambda call: call[0].end - call[0].begin)[CALLS // 2]
-            device = torch.cuda.get_device_name()
-            kept.label = f"rank 0 of {world} x {device.removeprefix('NVIDIA ')}, {m} x {n} x {k}: {kept.label}"
+            kept.label = f"{ran_on(world)}, {m} x {n} x {k}: {kept.label}"
             print(f"{way}:", say(kept, found, size), flush=True)
             session.export(kept, f"trace_gather_x{world}" + (f"_{way}" if ways else ""))
+
+
+def ran_on(world: int) -> str:
+    """What a drawing's title says of a call's ranks."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"rank 0 of {world} x {name.removeprefix('NVIDIA ')}"
+
+
+def captured_timeline(rank: int, world: int, session: Session) -> None:
+    os.environ["TILESTREAM_GRAPH_RANKS"] = "1"
+    m, n, k = (small(session, int(extent)) for extent in (session.options.shapes or SHAPE).split("x"))
+    torch.manual_seed(rank)
+    a, w = operands(m // world, n, k)
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = tsd.all_gather_matmul(a, w, form="fused", deadline=DEADLINE)
+        return out
+
+    with ts.trace.record() as recorder:  # the traced kernel is compiled, and slots are made
+        right = call()
+    if session.dry:
+        kept, told = recorder.launches[-1], f"{recorder.launches[-1].tiles_done} tiles"
+    else:
+        torch.cuda.synchronize()
+        plan, graph = tsd.plan_all_gather_matmul(a, w, form="fused"), torch.cuda.CUDAGraph()
+        with ts.trace.record() as recorder, torch.cuda.graph(graph):
+            out = call()
+
+        def replay() -> Call:
+            out.fill_(float("nan"))
+            graph.replay()
+            (launch,) = recorder.replayed()
+            return launch, out
+
+        size = a.numel() * a.element_size() // plan.chunks
+        kept, found = watched(replay, right, rank, world, size, plan.chunks)
+        told = say(kept, found, size)
+        if all(when is None for when in kept.arrivals[0]):
+            names = sorted({(one.name[:40], one.size) for one in found[rank]})
+            raise RuntimeError(f"rank {rank}: the profiler saw no copy of {size} bytes: {names}")
+    if rank == 0:
+        kept.label = f"{ran_on(world)}, {m} x {n} x {k}, replayed: {kept.label}"
+        print(told, flush=True)
+        session.export(kept, f"trace_captured_gather_x{world}")
 
 
 # A block --------------------------------------------------------------------------------------------------------------

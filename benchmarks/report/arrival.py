@@ -7,6 +7,8 @@ from pathlib import Path
 from benchmarks.core.records import Data, records
 from benchmarks.report.notes import Notes
 from benchmarks.report.tables import cell, columns, of, table
+from benchmarks.report.timelines import Timelines
+from tilestream.trace import LaunchTrace
 
 NOTES = Notes("arrival")
 #: A pause in which no worker polls, as `benchmarks.arrival.signals` has it, which imports Triton.
@@ -18,7 +20,7 @@ def page(results: Path) -> list[str]:
         some = records(results, section if section in OWN_RECORDS else "arrival")
         return [data for data in some if data["folder"] != "cpu"]
 
-    return NOTES.page(SECTIONS, found)
+    return NOTES.page(SECTIONS, found) + CAPTURED.sections(results)
 
 
 def stream(data: Data) -> list[str]:
@@ -121,3 +123,19 @@ SECTIONS = {
     "order": order, "polling": polling,
 }  # fmt: skip
 OWN_RECORDS = ("stream", "stream_copies", "host_to_device", "chunk_cost")
+
+
+def timeline(launch: LaunchTrace, record: str, picture: str) -> str:
+    """Of a replay: when its chunks came, and what its workers waited."""
+    there = [when for when in launch.arrivals[0] if when is not None]
+    begin, end = launch.begin, launch.end
+    head, _, plan = launch.label.partition(": ")
+    return NOTES(
+        "timeline", head=head, plan=plan, tiles=launch.tiles_done, ms=1e3 * (end - begin), record=record,
+        chunks=len(launch.arrivals[0]), last=1e3 * (max(there) - begin),
+        waited=launch.waited / ((end - begin) * launch.workers), picture=picture,
+    )  # fmt: skip
+
+
+#: Of the section `captured_timeline`.
+CAPTURED = Timelines("trace_captured_stream", "captured_stream", 190, timeline)

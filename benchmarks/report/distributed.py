@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -34,7 +35,8 @@ def page(results: Path) -> list[str]:
     for op in TITLES:
         made = [part for data in records(results, "all_gather_x*") for part in of_op(data, op)]
         parts += [NOTES(op, explained=NOTES("explained")), *made] if made else []
-    parts += blocks.sections(results) + rank_calls.sections(results) + TIMELINES.sections(results)
+    parts += blocks.sections(results) + rank_calls.sections(results)
+    parts += TIMELINES.sections(results) + CAPTURED.sections(results)
     return parts + [lanes(path) for path in paths(results, "mlp_timeline_x*.json")]
 
 
@@ -148,14 +150,14 @@ def why(data: Data, row: Row) -> str:
 # Timelines ------------------------------------------------------------------------------------------------------------
 
 
-def timeline(launch: LaunchTrace, record: str, picture: str) -> str:
-    """Of a call: what its transfer and its tiles had of each other's time."""
+def timeline(launch: LaunchTrace, record: str, picture: str, part: str = "timeline") -> str:
+    """Of a call: what its transfer and its tiles had of each other's time. ``part``: of the notes."""
     there = [when for when in launch.arrivals[0] if when is not None]
     begin, end, spent = launch.begin, launch.end, (launch.end - launch.begin) * launch.workers
     head, _, plan = launch.label.partition(": ")
-    way = {"_push": "rows are pushed, ", "_pull": "rows are pulled, "}  # by the record's name
+    ways = {"_push": "rows are pushed, ", "_pull": "rows are pulled, "}  # by the record's name
     return NOTES(
-        "timeline", how=next((text for part, text in way.items() if part in record), ""), head=head, plan=plan,
+        part, how=next((text for way, text in ways.items() if way in record), ""), head=head, plan=plan,
         tiles=launch.tiles_done, ms=1e3 * (end - begin), record=record, last=1e3 * (max(there) - begin),
         waited=launch.waited / spent, picture=picture,
     )  # fmt: skip
@@ -163,6 +165,8 @@ def timeline(launch: LaunchTrace, record: str, picture: str) -> str:
 
 #: Of the section `gather_timeline`.
 TIMELINES = Timelines("trace_gather", "gather", 190, timeline)
+#: Of the section `captured_timeline`.
+CAPTURED = Timelines("trace_captured_gather", "captured_gather", 190, partial(timeline, part="timeline captured"))
 
 
 def lanes(path: Path) -> str:

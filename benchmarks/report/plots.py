@@ -78,7 +78,7 @@ def draw_all(results: Path, images: Path) -> None:
         if attention.sizes_of(data):
             sizes(data, images / f"attention_sizes_{data['folder']}.png")
     contention.plots(results, images)
-    for of in (attention.TIMELINES, distributed.TIMELINES):
+    for of in (attention.TIMELINES, arrival.CAPTURED, distributed.TIMELINES, distributed.CAPTURED):
         of.plots(results, images)
     timelines.plot_lanes(results, images)
 

@@ -13,6 +13,8 @@ from benchmarks.distributed import all_gather, calls
 from benchmarks.distributed.ranks import small
 from benchmarks.run import options
 
+from tilestream.trace import export, load
+
 pytestmark = pytest.mark.timeout(600)  # processes that import torch, several of them one after the other
 #: Sections, their records, and ways that are measured without a GPU.
 SECTIONS = {
@@ -76,3 +78,23 @@ def test_extents_of_a_dry_run():
         for extent in (extent for shape in shapes for extent in shape[1:]):
             assert small(dry, extent) % 8 == 0
             assert 8 <= small(dry, extent) <= 480
+
+
+def test_the_timeline_of_a_captured_call_is_drawn(tmp_path):
+    """Run dry: an eager call, whose trace is a record as that of a replay is."""
+    from benchmarks.report import distributed
+
+    run("captured_timeline", tmp_path, "--shapes", "8192x4096x4096")
+    path = tmp_path / "no_gpu" / "trace_captured_gather_x2.json.gz"
+    (launch,) = load(path)
+    assert launch.tiles_done == launch.tiles > 0
+    assert launch.label.startswith("rank 0 of 2 x CPU, 128 x 64 x 64, replayed: ")
+    launch.arrivals[0] = (launch.begin, None)
+    export(launch, path)
+    (text,) = distributed.CAPTURED.sections(tmp_path)
+    assert text.startswith("## The timeline of a captured gather, rank 0 of 2 x CPU, 128 x 64 x 64, replayed")
+    assert f"{launch.tiles} tiles" in text
+    assert "captured_gather_x2_no_gpu.png" in text
+    distributed.CAPTURED.plots(tmp_path, tmp_path / "images")
+    assert (tmp_path / "images" / "captured_gather_x2_no_gpu.png").stat().st_size > 1000
+    assert not distributed.TIMELINES.sections(tmp_path)

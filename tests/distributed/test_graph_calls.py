@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import types
+import weakref
 
 import pytest
 import torch
@@ -210,6 +212,30 @@ def test_new_slots_leave_a_captured_graph_its_own():
         for rank in ranks:
             check(rank)
             assert len(rank.results) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_capture_uses_is_kept_for_ever(kind):
+    """As `replay.prepare` has it: neither its graph's end nor larger slots free what peers may write to."""
+    with graph_world(2, kind, SHARDS[kind][2]) as (cuda, ranks):
+        for rank in ranks:
+            rank.next(False)
+        cuda.run()
+        assert not graph_calls._captured, "an eager call keeps nothing for ever"
+        rank = ranks[0]
+        rank.capture()
+        kept = [one for one in graph_calls._captured if isinstance(one, tuple)]
+        assert kept[0][0] is rank.queue._words
+        assert kept[0][1][0] is rank.queue.memory._slots
+        slots, words = weakref.ref(rank.queue.memory._slots[0]), weakref.ref(rank.queue._words.control)
+        with cuda.on(rank.calling), rank.here():
+            rank.queue.reserve(10 * rank.queue.memory.slot_bytes)
+        rank.graph = rank.out = None
+        rank.queue.memory._memory.made.clear()  # the peers' mappings, and the maker of slots
+        del kept
+        gc.collect()
+        assert slots() is not None
+        assert words() is not None
 
 
 def test_a_call_that_fails_while_it_is_issued_breaks_the_group():

@@ -52,12 +52,12 @@ def ops(rank: int, world: int, rows: int = 128, deadline: float = DEADLINE, grou
     }  # fmt: skip
 
 
-def captured(one: Op, count: int = 1) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
-    """A graph of so many calls, and their results; each was called before."""
+def captured(one: Op, count: int = 1, pool=None) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """A graph of so many calls, and their results; each was called before. ``pool``: of memory, that graphs share."""
     one.call()
     finish()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         said = one.plan().explain()
         outs = [one.call() for _ in range(count)]
     assert "fused:" in said.splitlines()[1], said
@@ -110,6 +110,41 @@ def same_bits(rank, world, name, count):
     return True
 
 
+def traced(rank, world, name, count):
+    """Replays of a call that was captured with its trace: what is wrong with its launches' traces, and the error."""
+    one, worst, wrong = ops(rank, world)[name], Worst(), []
+    one.load(random(1, 128 * world, 256))
+    with ts.trace.record() as recorder:
+        graph, (static,) = captured(one)
+    eager, before = recorder.launches, 0.0  # the launches of the call before the capture
+    for i in range(count):
+        whole = random(100 + i, 128 * world, 256)
+        one.load(whole)
+        late_in_turn(i, rank)
+        graph.replay()
+        worst.add(static, one.expected(whole))
+        launches = recorder.replayed()
+        if len(launches) != len(eager):
+            wrong.append(f"{len(launches)} launches are captured; an eager call has {len(eager)}")
+        for launch, other in zip(launches, eager, strict=False):
+            if (launch.tiles_done, launch.workers) != (launch.tiles, other.workers):
+                wrong.append(f"replay {i}: {launch.tiles_done} of {launch.tiles} tiles, {launch.workers} workers")
+            if {operand: len(of) for operand, of in launch.arrivals.items()} != {
+                operand: len(of) for operand, of in other.arrivals.items()
+            }:
+                wrong.append(f"replay {i}: it waits for other chunks than an eager call: {launch.arrivals}")
+            if not before - 1e-6 <= launch.begin < launch.end:
+                wrong.append(f"replay {i}: it begins at {launch.begin}, behind a launch that ended at {before}")
+            before = launch.end
+    del recorder, launches
+    for i in range(4):  # the graph goes on recording
+        whole = random(200 + i, 128 * world, 256)
+        one.load(whole)
+        graph.replay()
+        worst.add(static, one.expected(whole))
+    return wrong, worst.get()
+
+
 def compiled(rank, world, name):
     """As `replays`, of a function that torch compiles with CUDA graphs of its own."""
     one, worst = ops(rank, world)[name], Worst()
@@ -120,6 +155,22 @@ def compiled(rank, world, name):
         one.load(whole)
         torch.compiler.cudagraph_mark_step_begin()
         worst.add(step(), 2 * one.expected(whole))
+    return worst.get()
+
+
+def compiled_and_captured(rank, world, name):
+    """As `replays`, of a function that torch compiles without graphs, and that is captured: fused in one graph."""
+    one, worst = ops(rank, world)[name], Worst()
+    step = torch.compile(lambda: one.call() * 2, dynamic=False)
+    for _ in range(2):
+        step()
+    graph, (static,) = captured(one._replace(call=step))
+    for i in range(12):
+        late_in_turn(i, rank)
+        whole = random(100 + i, 128 * world, 256)
+        one.load(whole)
+        graph.replay()
+        worst.add(static, 2 * one.expected(whole))
     return worst.get()
 
 
@@ -191,6 +242,33 @@ def destroyed(rank, world, name):
     larger.load(whole)
     graph.replay()
     worst.add(static, larger.expected(whole))
+    return worst.get()
+
+
+def pooled(rank, world, name):
+    """Graphs share a pool of memory; in turn one is destroyed under way, and another captured from the pool."""
+    one, worst, pool = ops(rank, world)[name], Worst(), torch.cuda.graph_pool_handle()
+    made = [captured(one, 2, pool) for _ in range(2)]
+    for i in range(16):
+        for place in range(2):
+            graph, outs = made[place]
+            whole = random(400 + 2 * i + place, 128 * world, 256)
+            one.load(whole)
+            late_in_turn(i, rank)
+            graph.replay()
+            for out in outs:
+                worst.add(out, one.expected(whole))
+        if i % 4 == 3:
+            graph, outs = made.pop(0)
+            whole = random(500 + i, 128 * world, 256)
+            one.load(whole)
+            if rank == 0:
+                torch.cuda._sleep(20_000_000)
+            graph.replay()
+            for out in outs:
+                worst.add(out, one.expected(whole))
+            del graph, outs
+            made.append(captured(one, 2, pool))
     return worst.get()
 
 

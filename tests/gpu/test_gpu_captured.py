@@ -6,6 +6,7 @@ Every graph first fills the stream's tensor with NaN, so that a launch that does
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,12 @@ from gpu_runs import Differences, captured, expired, nan, poison, randn, settle
 import tilestream as ts
 from error_rule import Maths, check
 from tilestream.arrival import landing
+from tilestream.launch.trace import SpanLog
+from tilestream.plan.plan import Plan
 from tilestream.runtime import graphs
 from tilestream.runtime.properties import cuda_properties
 from tilestream.runtime.sequence import CopyIn, Sequence, Write
+from tilestream.trace import Recorder, faults, record
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_reported")]
 
@@ -301,6 +305,102 @@ def test_a_compiled_function_that_is_captured():
         graph.replay()
         settle()
         torch.testing.assert_close(out, one.source.cuda() @ one.b + 1, rtol=0.02, atol=0.5)
+
+
+def traced_graph(one: Kept, plan: Plan, out: torch.Tensor, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Recorder]:
+    """A graph of a filling and a product by ``plan`` into ``out``, captured with its trace; the kernel is compiled."""
+    with record():
+        one.x.restart()
+        plan.run(one.x.tensor, one.b, out=out, arrival=one.x.arrival)
+    settle()
+    made = torch.cuda.CUDAGraph()
+    with record() as recorder, torch.cuda.graph(made, pool=pool):
+        poison(one.x.tensor)
+        poison(out)
+        one.x.restart()
+        plan.run(one.x.tensor, one.b, out=out, arrival=one.x.arrival)
+    return made, recorder
+
+
+def plan_of(one: Kept, backend: str) -> Plan:
+    m, k = one.source.shape
+    return ts.plan(m, one.n, k, dtype=torch.bfloat16, device="cuda", backend=backend, arrival=one.x.arrival)
+
+
+def test_the_trace_of_each_replay(backend):
+    """Each tile once; none before its chunk is passed; one clock for all replays; the product is right."""
+    one = Kept()
+    plan, out, read = plan_of(one, backend), nan(M, N), []
+    graph, recorder = traced_graph(one, plan, out)
+    assert not recorder.launches
+    assert [launch.spans for launch in recorder.replayed()] == [[]], "no replay yet"
+    for _ in range(3):
+        one.source.normal_()
+        graph.replay()
+        (launch,) = recorder.replayed()
+        assert not faults(launch, plan.schedule)
+        assert len(launch.arrivals[0]) == one.x.arrival.num_chunks
+        assert {span.chunk for span in launch.spans} <= {*range(one.x.arrival.num_chunks)}
+        assert all(launch.begin <= span.begin <= span.end <= launch.end for span in launch.spans)
+        read.append(launch)
+        one.check(out)
+    assert all(before.end <= behind.begin for before, behind in itertools.pairwise(read))
+
+
+def test_a_replay_after_its_recorder_is_gone_writes_to_no_others_memory(backend):
+    """Logs are of the graph's pool, and of host memory that the graph keeps."""
+    one, before = Kept(), set(graphs._kept)
+    plan, out = plan_of(one, backend), nan(M, N)
+    graph, recorder = traced_graph(one, plan, out)
+    kept = {number for number in set(graphs._kept) - before if isinstance(graphs._kept[number][0], SpanLog)}
+    assert len(kept) == 1
+    graph.replay()
+    del recorder
+    gc.collect()
+    size = plan.schedule.grid.tiles, 9
+    on_gpu = [torch.full(size, 7, device="cuda") for _ in range(64)]
+    on_host = [torch.full(size, 7).pin_memory() for _ in range(64)]
+    for _ in range(20):
+        graph.replay()
+    one.check(out)
+    assert all((x == 7).all() for x in (*on_gpu, *on_host)), "a replay has written to memory that was another's"
+    del graph
+    gc.collect()
+    end = time.perf_counter() + 30.0
+    while kept & set(graphs._kept) and time.perf_counter() < end:
+        graphs.let_go()
+        time.sleep(0.01)
+    assert not kept & set(graphs._kept), "the driver has not said that the graph is gone"
+
+
+def test_a_trace_is_read_when_its_graph_is_gone(backend):
+    one = Kept()
+    plan = plan_of(one, backend)
+    graph, recorder = traced_graph(one, plan, nan(M, N))
+    graph.replay()
+    del graph
+    gc.collect()
+    (launch,) = recorder.replayed()
+    assert not faults(launch, plan.schedule)
+
+
+def test_traces_of_graphs_that_share_a_pool(backend):
+    """Another graph of the pool uses a log's memory, too, but only between replays."""
+    one, pool = Kept(), torch.cuda.graph_pool_handle()
+    plan = plan_of(one, backend)
+    outs = [nan(M, N) for _ in range(3)]
+    made = [traced_graph(one, plan, out, pool) for out in outs]
+    for _ in range(3):
+        for (graph, recorder), out in zip(made, outs, strict=True):
+            one.source.normal_()
+            graph.replay()
+            (launch,) = recorder.replayed()
+            assert not faults(launch, plan.schedule)
+            one.check(out)
+    for graph, _ in made:  # all, and then all are read
+        graph.replay()
+    for _, recorder in made:
+        assert not faults(recorder.replayed()[0], plan.schedule)
 
 
 def test_graphs_that_share_a_pool_of_memory():

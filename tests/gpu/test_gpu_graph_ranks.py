@@ -82,8 +82,20 @@ def test_replays_have_the_bits_of_eager_calls(ranks, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_replays_of_captured_calls_are_traced(ranks, name):
+    for wrong, error in ranks.run(2, jobs.traced, name, 6, bound=120, seconds=60):
+        assert not wrong, wrong
+        assert error < 4.0
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_torch_compiles_with_graphs_of_its_own(ranks, name):
     assert max(ranks.run(2, jobs.compiled, name, bound=200, seconds=60)) < 8.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_function_that_is_captured(ranks, name):
+    assert max(ranks.run(2, jobs.compiled_and_captured, name, bound=200, seconds=60)) < 8.0
 
 
 def test_graphs_of_several_calls_and_two_groups(ranks):
@@ -98,6 +110,11 @@ def test_steps_cut_into_graphs_with_eager_calls_between(ranks, world):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_destroyed_under_way_and_new_memory(ranks, name):
     assert max(ranks.run(2, jobs.destroyed, name, bound=120, seconds=60)) < 4.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_that_share_a_pool_of_memory(ranks, name):
+    assert max(ranks.run(2, jobs.pooled, name, bound=120, seconds=60)) < 4.0
 
 
 @pytest.mark.parametrize("name", NAMES)

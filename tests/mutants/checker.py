@@ -365,8 +365,8 @@ def _reduction(model: str, case: Any, homes: dict[str, str], roles: str) -> Fami
 
 def _replay(role: str) -> Family:
     def make(text: Any, replays: int = 1, **more: Any) -> Any:
-        least, stream = replays if "expires" in more else 1, "side" if role == "side" else "calling"
-        return [ReplayCase(replays=n, **{stream: text}, **more) for n in range(least, replays + 1)]
+        least, given = replays if "expires" in more else 1, role if role in ("side", "prepare") else "calling"
+        return [ReplayCase(replays=n, **{given: text}, **more) for n in range(least, replays + 1)]
 
     return Family("replay", (f"{CORE}.protocols.replay:{role}",), make, prefix="replay: ")
 

@@ -16,6 +16,7 @@ from tilestream_tools.verify.gather import GatherCase
 from tilestream_tools.verify.one_shot import OneShotCase
 from tilestream_tools.verify.protocol import Ring
 from tilestream_tools.verify.publish import PublishCase
+from tilestream_tools.verify.replay import ReplayCase
 from tilestream_tools.verify.report import explore
 from tilestream_tools.verify.ring import RingCase
 from tilestream_tools.verify.sums import SumCase
@@ -144,6 +145,7 @@ def without(bug, case):
         "reduce": (OneShotCase(), ("begin", "reduce", "watch")),
         "publish": (PublishCase(1, 1, 1, 1, 1), ("text",)),
         "copies": (CopyCase(1, 1), ("text",)),
+        "replay": (ReplayCase(), ("calling", "side", "prepare")),
     }[bug.model]
     return replace(case, **{name: getattr(plain, name) for name in texts})
 
@@ -167,6 +169,7 @@ def found_at(bug):
         ("reduce", 4, lambda bug: [replace(bug.cases[0], epochs=min(bug.cases[0].epochs, 3))]),
         ("publish", 4, lambda bug: bug.cases),
         ("copies", 4, lambda bug: bug.cases),
+        ("replay", 25, lambda bug: [case for case in bug.cases[-1:] if case.world == 2]),
     ],
 )
 def test_the_real_protocol_passes_where_its_bugs_are_found(model, least, chosen):
@@ -179,7 +182,7 @@ def test_the_real_protocol_passes_where_its_bugs_are_found(model, least, chosen)
 def test_every_model_has_its_seeded_bugs():
     least = {
         "attention": 25, "copies": 10, "gather": 25, "product": 4, "publish": 6, "reduce": 10, "ring": 40,
-        "shared": 24, "sums": 9, "workers": 46, "replay": 20, "dispatch": 16,
+        "shared": 24, "sums": 9, "workers": 46, "replay": 31, "dispatch": 16,
         "experts": 20, "sources": 15,
     }  # fmt: skip
     assert least.keys() == set(verify.MODELS)

@@ -1,12 +1,16 @@
 """Launches on a GPU, without one: what they are planned with, and which are traced.
 
-Those inside a `record` block are traced, but for captured ones and for kernels that write no trace: a warning names
-them.
+Those inside a `record` block are traced, captured ones by their replays. Kernels that write no trace are not: a warning
+names them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +22,7 @@ pytest.importorskip("triton")
 from on_gpu import on_gpu
 from tilestream.core.gpu_specs import named
 from tilestream.core.operands import AttentionOperands, GemmOperands
-from tilestream.launch import cache
+from tilestream.launch import cache, trace
 from tilestream.launch.gate import bounds_of
 from tilestream.launch.observe import WORDS
 from tilestream.launch.trace import SpanLog
@@ -77,13 +81,109 @@ def test_inside_a_block_each_launch_has_a_log_that_is_read_at_its_end(issue):
         assert one.end - one.begin == pytest.approx(1e-6 * one.tiles, rel=1e-3)
 
 
+class Graph:
+    """What a capture keeps of the logs, and a replay: the kernel writes its log, which is copied to the host."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.kept: list[SpanLog] = []
+        self.copies: list[tuple[int, ...]] = []
+        self.relaxed: list[bool] = []
+        zeros = torch.zeros
+
+        def zeros_of_the_host(*size, pin_memory=False, **how):
+            assert not pin_memory or self.relaxed, "torch may ask about events, which would end the capture"
+            return zeros(*size, **how)
+
+        @contextlib.contextmanager
+        def relaxed():
+            self.relaxed.append(True)
+            yield
+            self.relaxed.pop()
+
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
+        monkeypatch.setattr(torch, "zeros", zeros_of_the_host)
+        monkeypatch.setattr(trace.driver, "captures_relaxed", relaxed)
+        monkeypatch.setattr(trace.driver, "copy_out", lambda *copy: self.copies.append(copy))
+        monkeypatch.setattr(trace, "keep", lambda stream, copy: self.kept.append(copy))
+
+    def replay(self, launch: Launch, begin: int) -> None:
+        for log, (stream, to, source, size) in zip(launch.given, self.copies, strict=True):
+            for place in range(len(log.words)):
+                ends = [2 * (begin + 1000) + 1, 0, 0]
+                log.words[place] = torch.tensor([1, 0, 5, begin, begin, *ends, 0])
+                begin += 1000
+            assert (stream, source, size) == (5, log.words.data_ptr(), 8 * log.words.numel())
+            ctypes.memmove(to, source, size)
+
+
+@pytest.fixture(autouse=True)
+def waited(monkeypatch):
+    """The devices that were waited for."""
+    devices: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", devices.append)
+    return devices
+
+
+def test_a_captured_launch_is_read_after_each_replay_and_its_memory_outlives_the_recorder(issue, monkeypatch, waited):
+    launch = Launch("hopper")
+    graph = Graph(monkeypatch)
+    with record() as recorder:
+        issue(launch)
+        issue(launch)
+    assert not recorder.launches, "nothing has run"
+    assert not waited
+    assert [one.spans for one in recorder.replayed()] == [[], []], "and nothing was replayed"
+    assert waited == [torch.device("cpu")] * 2
+    tiles, read = launch.plan.schedule.grid.tiles, []
+    for begin in (10**6, 10**9):
+        graph.replay(launch, begin)
+        read.append(recorder.replayed())
+    for one in (one for of in read for one in of):
+        assert one.op == "linear"
+        assert not faults(one, launch.plan.schedule)
+        assert one.end - one.begin == pytest.approx(1e-6 * tiles, rel=1e-3)
+    (first, second), (third, _) = read
+    assert second.begin - first.end == pytest.approx(0.0, abs=1e-9), "one right behind the other"
+    assert third.begin - first.begin == pytest.approx((10**9 - 10**6) * 1e-9), "one clock for all replays"
+    copies = [weakref.ref(copy) for copy in graph.kept]
+    del recorder
+    gc.collect()
+    assert all(copy() is not None for copy in copies)
+    graph.replay(launch, 10**9)  # writes to what the graph keeps
+    graph.kept.clear()
+    gc.collect()
+    assert not any(copy() for copy in copies), "nothing else keeps it"
+
+
+def test_a_recorder_still_reads_when_its_graph_is_gone(issue, monkeypatch):
+    launch = Launch("hopper")
+    graph = Graph(monkeypatch)
+    with record() as recorder:
+        issue(launch)
+    graph.replay(launch, 10**6)
+    graph.kept.clear()
+    gc.collect()
+    (one,) = recorder.replayed()
+    assert not faults(one, launch.plan.schedule)
+
+
+def test_captured_and_eager_launches_of_a_block_have_one_clock(issue, monkeypatch):
+    launch, other = Launch("hopper"), Launch("hopper")
+    with record() as recorder:
+        issue(launch)  # begins at 1000 ns
+        with pytest.MonkeyPatch.context() as patch:
+            graph = Graph(patch)
+            issue(other)
+    graph.replay(other, 10**6)
+    (eager,), (replayed,) = recorder.launches, recorder.replayed()
+    assert replayed.begin - eager.begin == pytest.approx(1e-9 * (10**6 - 1000))
+
+
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
-    ("launch", "captured", "why"),
-    [
-        (("cdna",), False, "the CDNA kernel writes no trace"),
-        (("hopper", "paired"), False, "a pair of CTAs writes no trace"),
-        (("portable",), True, "a launch that is captured into a graph is not recorded"),
-    ],
+    ("launch", "why"),
+    [(("cdna",), "the CDNA kernel writes no trace"), (("hopper", "paired"), "a pair of CTAs writes no trace")],
 )
 def test_a_launch_that_is_not_recorded_is_named(issue, monkeypatch, caplog, launch, captured, why):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
@@ -92,6 +192,7 @@ def test_a_launch_that_is_not_recorded_is_named(issue, monkeypatch, caplog, laun
         issue(launch)
     assert launch.given == [None]
     assert not recorder.launches
+    assert not recorder.replayed()
     (said,) = [one.getMessage() for one in caplog.records]
     assert said.startswith("linear: ")
     assert why in said

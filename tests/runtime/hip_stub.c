@@ -43,6 +43,12 @@ int hipMemcpyDtoDAsync(void *to, const void *from, size_t size, uint64_t stream)
     return note(4, stream, to, size, 0, 0);
 }
 
+int hipMemcpyDtoHAsync(void *to, const void *from, size_t size, uint64_t stream) {
+    if (!fails)
+        memcpy(to, from, size);
+    return note(11, stream, to, size, 0, 0);
+}
+
 int hipStreamGetCaptureInfo_v2(uint64_t stream, int *status, unsigned long long *id, void *graph, void *deps, void *n) {
     if (graph || deps || n)
         return 1;

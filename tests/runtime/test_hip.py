@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import inspect
 import shutil
@@ -18,7 +19,7 @@ from tilestream.runtime.driver import hip
 from tilestream.runtime.driver.cuda import Cuda
 from tilestream.runtime.driver.hip import Hip, loaded
 
-CREATE, WRITE, WAIT, COPY_IN, COPY_ACROSS, EVENT, DESTROY, RECORD, HOLD, QUERY, AWAIT = range(11)
+CREATE, WRITE, WAIT, COPY_IN, COPY_ACROSS, EVENT, DESTROY, RECORD, HOLD, QUERY, AWAIT, COPY_OUT = range(12)
 
 
 class _Call(ctypes.Structure):
@@ -77,6 +78,7 @@ AT, FROM = ctypes.addressof(WORD), ctypes.addressof(SOURCE)
         (lambda: driver.stream_wait(3, AT, 7), None, (WAIT, 3, AT, 7, 0, 0xFFFFFFFF)),
         (lambda: driver.copy_in(5, AT, FROM, 4), None, (COPY_IN, 5, AT, 4, 0, 0)),
         (lambda: driver.copy_across(5, AT, FROM, 4), None, (COPY_ACROSS, 5, AT, 4, 0, 0)),
+        (lambda: driver.copy_out(5, AT, FROM, 4), None, (COPY_OUT, 5, AT, 4, 0, 0)),
         # One that the default stream does not wait for.
         (lambda: driver.create_stream(), 0xB0B0, (CREATE, 0, 0, 0, 1, 0)),
         # One that records no time.
@@ -94,7 +96,7 @@ def test_what_the_runtime_is_asked(stub, call, answer, noted):
     WORD.value = 0
     assert call() == answer
     assert stub.calls == [noted] * (noted is not None)
-    if noted is not None and noted[0] in (WRITE, COPY_IN, COPY_ACROSS):
+    if noted is not None and noted[0] in (WRITE, COPY_IN, COPY_ACROSS, COPY_OUT):
         assert WORD.value == (0xFFFFFFFF if noted[0] == WRITE else int.from_bytes(b"chun", "little"))
 
 
@@ -134,6 +136,7 @@ def test_a_graph_has_no_branches_of_this_package(stub):
         (lambda: driver.stream_wait(0, 64, 1), "refused the stream wait: NAME"),
         (lambda: driver.copy_in(0, 64, 64, 1), "refused the copy to the device: NAME"),
         (lambda: driver.copy_across(0, 64, 64, 1), "refused the copy between devices: NAME"),
+        (lambda: driver.copy_out(0, 64, 64, 1), "refused the copy from the device: NAME"),
         (lambda: driver.create_stream(), "made no stream: NAME"),
         (lambda: driver.capture_id(0), "does not say what is captured: NAME"),
         (lambda: driver.create_event(), "made no event: NAME"),
@@ -181,7 +184,7 @@ def test_the_library_is_the_one_that_torch_loaded(monkeypatch, tmp_path):
 def test_both_do_all_that_the_module_offers():
     """Each function of `Driver` with the same arguments, and as a function of the module."""
     asked = {name: f for name, f in inspect.getmembers(driver.Driver, inspect.isfunction) if name[0] != "_"}
-    assert len(asked) == 21
+    assert len(asked) == 23
     for name, function in asked.items():
         parameters = list(inspect.signature(function).parameters)
         for made in (Cuda, Hip):
@@ -210,3 +213,20 @@ def test_a_thread_that_asks_about_events_is_relaxed_about_captures(kind, name, m
     assert asked == [(name, 2)]  # cudaStreamCaptureModeRelaxed
     with pytest.raises(RuntimeError, match="the driver keeps this thread from asking about events: code 1"):
         made.relax_captures()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_block_that_is_relaxed_about_captures_sets_the_threads_mode_back(fails, monkeypatch):
+    modes = [1]  # cudaStreamCaptureModeThreadLocal
+
+    def exchange(address):
+        word = ctypes.c_int.from_address(address)
+        modes.append(word.value)
+        word.value = modes[-2]
+        return 0
+
+    monkeypatch.setattr(driver, "current", lambda: Cuda(lambda function, arguments: exchange))
+    with contextlib.suppress(ZeroDivisionError), driver.captures_relaxed():
+        assert modes == [1, 2]
+        assert not fails or 1 // 0
+    assert modes == [1, 2, 1]

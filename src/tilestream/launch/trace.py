@@ -1,7 +1,12 @@
-"""The trace of a launch on a GPU: its log in device memory, and the spans made from it."""
+"""The trace of a launch on a GPU: its log in device memory, and the spans made from it.
+
+A captured launch's log is memory of its graph, which each replay zeroes, writes and copies to the host. The graph keeps
+the copy alive, so a replay may come long after the recorder's end.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +18,9 @@ from tilestream.kernels.device.trace import BEGIN, CHUNK, END, ENDS, READY, TIME
 from tilestream.plan.attention_plan import AttentionPlan
 from tilestream.plan.candidate import ctas_of
 from tilestream.plan.problem import GroupedProblem
-from tilestream.trace.record import Recorder, Span, SpanKind, Zero
+from tilestream.runtime import driver
+from tilestream.runtime.graphs import keep
+from tilestream.trace.record import LaunchTrace, Recorder, Span, SpanKind, Zero
 
 if TYPE_CHECKING:
     from tilestream.core.gate import Gate
@@ -45,11 +52,11 @@ class Done(NamedTuple):
 class SpanLog:
     """Memory for a record of each work item of a plan's schedule: see `tilestream.kernels.device.trace`."""
 
-    def __init__(self, plan: Plan | AttentionPlan, device: torch.device) -> None:
+    def __init__(self, plan: Plan | AttentionPlan, device: torch.device, pinned: bool = False) -> None:
         self.plan = plan
         schedule = plan.schedule
         count = max(1, schedule.grid.tiles + schedule.slots)
-        self.words = torch.zeros(count, WORDS.value, dtype=torch.int64, device=device)
+        self.words = torch.zeros(count, WORDS.value, dtype=torch.int64, device=device, pin_memory=pinned)
 
     def done(self) -> list[Done]:
         """The records of all items that were taken. Waits for the current stream's work.
@@ -73,9 +80,7 @@ class SpanLog:
 
 
 def untraced(plan: Plan | AttentionPlan) -> str:
-    """Why launches of this plan on the current stream are not recorded, for a log line; empty if they are."""
-    if torch.cuda.is_current_stream_capturing():
-        return "a launch that is captured into a graph is not recorded: trace an eager one"
+    """Why launches of this plan are not recorded, for a log line; empty if they are."""
     if plan.backend == "cdna":
         return "the CDNA kernel writes no trace: backend='portable' does"
     if ctas_of(plan.variant) > 1:
@@ -93,15 +98,7 @@ def traced(
     issue
         Issues the launch on the current stream of ``device``, which is the current device.
     """
-    schedule = plan.schedule
-    gate: Gate | None = None
-    arriving: tuple[Incoming | None, ...]
-    if isinstance(plan, AttentionPlan):
-        arriving, halves = (plan.problem.keys,), 1
-    else:
-        gate, arriving = plan.gate, (plan.problem.rows, plan.problem.columns)
-        halves = 2 if plan.variant == "cooperative" else 1
-    launch = recorder.begin(op, plan.label, schedule.workers, schedule.grid.tiles)
+    launch = recorder.begin(op, plan.label, plan.schedule.workers, plan.schedule.grid.tiles)
     log = SpanLog(plan, device)
     issue(log)
     event = None
@@ -112,24 +109,64 @@ def traced(
     def read() -> None:
         if event is not None:
             event.synchronize()
-        done = log.done()
-        if not done:  # the output is empty
-            launch.end = launch.begin
-            return
-        first = min(one.begin for one in done)
-        zero = recorder.zeros.setdefault(device, Zero(launch.begin, first))
-        launch.begin, launch.end = zero.seconds(first), zero.seconds(max(one.end for one in done))
-        for one in spans(done, gate, zero, halves):
-            launch.by_worker[one.worker].append(one)
-        launch.arrivals = {
-            operand: (None,) * incoming.chunks.count
-            for operand, incoming in enumerate(arriving)
-            if incoming is not None
-        }
-        if isinstance(schedule, SourceSchedule) and isinstance(plan.problem, GroupedProblem) and plan.problem.arrives:
-            launch.arrivals = {0: (None,) * schedule.packed}  # a word for a source's counts, and one a group's rows
+        _fill(launch, log, lambda done: recorder.zeros.setdefault(device, Zero(launch.begin, _first(done))))
 
     recorder.later(read)
+
+
+def captured(
+    recorder: Recorder, op: str, plan: Plan | AttentionPlan, device: torch.device, issue: Callable[[SpanLog], None]
+) -> None:
+    """Capture a launch with a log, which `Recorder.replayed` reads. See the module. Parameters as of `traced`."""
+    log = SpanLog(plan, device)
+    issue(log)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with driver.captures_relaxed():
+        copy = SpanLog(plan, torch.device("cpu"), pinned=True)  # zeros until a replay writes there
+    # By the driver: torch would record an event of this stream when the copy is freed, maybe in a later capture.
+    size = log.words.numel() * log.words.element_size()
+    driver.copy_out(stream, copy.words.data_ptr(), log.words.data_ptr(), size)
+    keep(stream, copy)
+
+    def read() -> LaunchTrace:
+        torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        launch = LaunchTrace(op, plan.label, plan.schedule.workers, plan.schedule.grid.tiles, now)
+        # The host does not know when a replay began: the end of the first that is read stands for the time of reading.
+        _fill(launch, copy, lambda done: recorder.zeros.setdefault(device, Zero(now, max(one.end for one in done))))
+        return launch
+
+    recorder.captured(read)
+
+
+def _first(done: list[Done]) -> int:
+    return min(one.begin for one in done)
+
+
+def _fill(launch: LaunchTrace, log: SpanLog, zero_of: Callable[[list[Done]], Zero]) -> None:
+    """Fill a launch's trace from its log, whose kernel has ended."""
+    plan = log.plan
+    schedule = plan.schedule
+    gate: Gate | None = None
+    arriving: tuple[Incoming | None, ...]
+    if isinstance(plan, AttentionPlan):
+        arriving, halves = (plan.problem.keys,), 1
+    else:
+        gate, arriving = plan.gate, (plan.problem.rows, plan.problem.columns)
+        halves = 2 if plan.variant == "cooperative" else 1
+    done = log.done()
+    if not done:  # the output is empty, or no replay has run
+        launch.end = launch.begin
+        return
+    zero = zero_of(done)
+    launch.begin, launch.end = zero.seconds(_first(done)), zero.seconds(max(one.end for one in done))
+    for one in spans(done, gate, zero, halves):
+        launch.by_worker[one.worker].append(one)
+    launch.arrivals = {
+        operand: (None,) * incoming.chunks.count for operand, incoming in enumerate(arriving) if incoming is not None
+    }
+    if isinstance(schedule, SourceSchedule) and isinstance(plan.problem, GroupedProblem) and plan.problem.arrives:
+        launch.arrivals = {0: (None,) * schedule.packed}  # a word for a source's counts, and one a group's rows
 
 
 def spans(done: list[Done], gate: Gate | None, zero: Zero, halves: int = 1) -> Iterator[Span]:

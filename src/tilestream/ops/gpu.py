@@ -86,13 +86,14 @@ def issue(launch: Launch, x: Any, awaited: Awaited | None, op: str) -> None:
     if recorder is None:
         launch(x, awaited)
         return
-    from tilestream.launch.trace import traced, untraced
+    from tilestream.launch.trace import captured, traced, untraced
 
     if why := untraced(launch.plan):
         logger.warning("%s: %s", op, why)
         launch(x, awaited)
     else:
-        traced(recorder, op, launch.plan, device, lambda log: launch(x, awaited, log))
+        how = captured if torch.cuda.is_current_stream_capturing() else traced
+        how(recorder, op, launch.plan, device, lambda log: launch(x, awaited, log))
 
 
 def find(

@@ -2,7 +2,8 @@
 
 Recording is off by default, and then costs a launch one check for a recorder. `record` turns it on for the calls inside
 its ``with`` block, in this thread and the tasks that it awaits. On a GPU it launches a traced variant of the kernel,
-which writes each work item's worker, SM and times. The end of the block reads them.
+which writes each work item's worker, SM and times. The end of the block reads them; of launches that the block captures
+into CUDA graphs, `Recorder.replayed` does.
 """
 
 from __future__ import annotations
@@ -126,11 +127,15 @@ class Zero(NamedTuple):
 
 @dataclass
 class Recorder:
-    """The launches of a ``with record() as recorder`` block, in order. Those on GPUs are read when it ends."""
+    """The launches of a ``with record() as recorder`` block, in order. Those on GPUs are read when it ends.
+
+    Launches that the block captures into CUDA graphs are read by `replayed`.
+    """
 
     launches: list[LaunchTrace] = field(default_factory=list)
     zeros: dict[Hashable, Zero] = field(default_factory=dict)  # for each device: see `Zero`
     _later: list[Callable[[], None]] = field(default_factory=list)
+    _captured: list[Callable[[], LaunchTrace]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=lambda: free_in_child(threading.Lock()))
 
     def begin(self, op: str, label: str, workers: int, tiles: int) -> LaunchTrace:
@@ -144,6 +149,22 @@ class Recorder:
         """Call ``read`` when the block ends."""
         with self._lock:
             self._later.append(read)
+
+    def captured(self, read: Callable[[], LaunchTrace]) -> None:
+        """Have ``read`` called by `replayed`, for a launch that is captured."""
+        with self._lock:
+            self._captured.append(read)
+
+    def replayed(self) -> list[LaunchTrace]:
+        """Read the last replay of each captured launch, in the order of the capture.
+
+        It waits for all work of their devices. A launch that was not replayed yet has no spans. Issue no replay in
+        another thread meanwhile: it would overwrite what is being read.
+
+        Distances between the launches of a device are exact, those of eager launches in the same block included. A
+        block without eager launches takes the end of the first launch that is read for the time of that reading.
+        """
+        return [read() for read in tuple(self._captured)]
 
     def finish(self) -> None:
         """Read the launches on GPUs."""
@@ -163,14 +184,22 @@ def current() -> Recorder | None:
 def record() -> Iterator[Recorder]:
     """Record the launches of this block.
 
-    The end of the block waits for the launches on GPUs and reads them. Launches captured into a graph run later, and
-    are not recorded; a warning says so.
+    The end of the block waits for the launches on GPUs and reads them.
+
+    A launch that the block captures into a CUDA graph is recorded by each replay, for as long as the graph exists: the
+    graph holds the traced kernel and the memory that it writes, whether or not the recorder still exists.
+    `Recorder.replayed` reads the last replay.
 
     Examples
     --------
     >>> with ts.trace.record() as recorder:  # doctest: +SKIP
     ...     ts.matmul(a, b)
     >>> recorder.launches[0].tiles_done  # doctest: +SKIP
+    64
+    >>> with ts.trace.record() as recorder, torch.cuda.graph(graph):  # doctest: +SKIP
+    ...     ts.matmul(a, b)
+    >>> graph.replay()  # doctest: +SKIP
+    >>> recorder.replayed()[0].tiles_done  # doctest: +SKIP
     64
     """
     recorder = Recorder()

@@ -22,7 +22,7 @@ RECORD = Path(__file__).with_name("recorded_sweeps.json")
 #: Of a model's quick level every so manieth configuration is explored, at most so many: small ones come first.
 EXPLORED = {
     "workers": (40, 20), "ring": (1, 4), "product": (1, 2), "shared": (1, 13), "attention": (1, 1), "gather": (3, 6),
-    "publish": (1, 8), "sums": (1, 8), "copies": (6, 9), "reduce": (1, 6), "replay": (1, 10), "dispatch": (1, 8),
+    "publish": (1, 8), "sums": (1, 8), "copies": (6, 9), "reduce": (1, 6), "replay": (1, 17), "dispatch": (1, 8),
     "experts": (1, 8), "sources": (3, 8),
 }  # fmt: skip
 

@@ -37,8 +37,15 @@ a rank that has read all its rows checks the marks, and its result is NaN if one
 replays one graph while another replays a second one, with calls of another shape, both calls have the same number. So a
 mark names the form too (`stamp`), and a rank that finds another one breaks the group.
 
+*Memory.* A graph holds addresses: of slots and words, its own and the peers', and of what it computes, which lies in
+its memory pool. A pool's memory is used again by other graphs of the pool, between replays, and is freed when its
+graphs are destroyed and their last replays have ended on this GPU. Neither waits for a peer, and a peer may write
+later: that it has read this rank's rows (`Taken`), rows of a call that this rank does not make any more, that the group
+is broken. So slots and words come from no pool and, once a capture has used them, are never freed (`prepare`). What is
+pushed may lie in the pool, since only this rank's side stream reads it, and the graph does not end before that.
+
 `tilestream_tools.verify.replay` explores this: replays by turns of several slots, one more on one rank than on another,
-calls that expire, and ranks lost.
+calls that expire, ranks lost, graphs that are destroyed under way, and pools that graphs share.
 """
 
 from __future__ import annotations
@@ -67,6 +74,36 @@ def form_number(handshake: bytes) -> int:
 def stamp(call: int, form: int) -> int:
     """A mark: of one form, two calls' marks differ, and so do the marks of one number of two forms."""
     return call ^ form
+
+
+#: Where a slot is: in memory of its own, or in the pool of the graph. How long it is kept: until its graph is destroyed
+#: and the graph's last replay has ended on this GPU, or for ever.
+OUTSIDE, POOL = range(2)
+GRAPH, FOREVER = range(2)
+
+
+class Reserve(NamedTuple):
+    """Host, in an eager call: make the slot and its words in ``where``. The group's queue holds them."""
+
+    slot: int
+    where: int
+
+
+class Keep(NamedTuple):
+    """Host, in a capture: keep the slot, whose addresses the graph holds, ``until``, whatever the queue does."""
+
+    slot: int
+    until: int
+
+
+class LetGo(NamedTuple):
+    """Host: the queue lets go of the slot. Calls need a larger one, or the group is destroyed."""
+
+    slot: int
+
+
+class Destroy(NamedTuple):
+    """Host: destroy the graph, whose replays may be under way."""
 
 
 class Advance(NamedTuple):
@@ -199,6 +236,21 @@ class Taken(NamedTuple):
     peer: int
     slot: int
     call: int
+
+
+def prepare(rank: int, world: int, slot: int) -> Operations:
+    """The host, before any replay: an eager call, on all ranks, and the capture."""
+    yield Reserve(slot, OUTSIDE)
+    yield Keep(slot, FOREVER)
+    return None
+
+
+def retire(rank: int, world: int, slots: int) -> Operations:
+    """The host, while any replay may be under way."""
+    for slot in range(slots):
+        yield LetGo(slot)
+    yield Destroy()
+    return None
 
 
 def give_up(rank: int, world: int) -> Operations:

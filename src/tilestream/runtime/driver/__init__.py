@@ -7,13 +7,14 @@ handles belong to the current device, and addresses are mapped there. If the dri
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from tilestream.runtime.driver.base import Driver
+from tilestream.runtime.driver.base import RELAXED, Driver
 from tilestream.runtime.driver.cuda import Cuda
 from tilestream.runtime.driver.hip import Hip, library
 
@@ -97,6 +98,14 @@ def copy_in(stream: int, to: int, source: int, size: int) -> None:
     current().copy_in(stream, to, source, size)
 
 
+def copy_out(stream: int, to: int, source: int, size: int) -> None:
+    """Copy ``size`` bytes from ``source`` on the current device to pinned memory at ``to``, in stream order.
+
+    Torch does not know of it: both memories must live until the copy is complete, in a graph until the graph is gone.
+    """
+    current().copy_out(stream, to, source, size)
+
+
 def copy_across(stream: int, to: int, source: int, size: int) -> None:
     """Copy ``size`` bytes between mapped memories of GPUs, in stream order.
 
@@ -159,6 +168,21 @@ def relax_captures() -> None:
     Otherwise such a query ends every capture in the default mode.
     """
     current().relax_captures()
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Set this thread's mode of captures, a number of `cudaStreamCaptureMode`; the mode before."""
+    return current().exchange_capture_mode(mode)
+
+
+@contextlib.contextmanager
+def captures_relaxed() -> Iterator[None]:
+    """A block in which this thread, which may be capturing, allocates pinned memory: that may ask about events."""
+    before = exchange_capture_mode(RELAXED)
+    try:
+        yield
+    finally:
+        exchange_capture_mode(before)
 
 
 def follow_nodes(stream: int, nodes: Sequence[int], alone: bool) -> None:

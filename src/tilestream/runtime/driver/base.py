@@ -18,7 +18,7 @@ _COPY_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_v
 _NON_BLOCKING = 1
 _CAPTURING = 1
 #: `cudaStreamCaptureModeRelaxed`, and HIP's.
-_RELAXED = 2
+RELAXED = 2
 #: A new event has no timing, which would cost the stream more.
 _NO_TIMING = 2
 #: Both drivers' code for an event that is not complete.
@@ -78,6 +78,12 @@ class Driver(ABC):
         code = self._find(self.FUNCTIONS["copy_in"], _COPY_ARGUMENTS)(to, source, size, stream)
         if code:
             raise self._failed(code, "refused the copy to the device")
+
+    def copy_out(self, stream: int, to: int, source: int, size: int) -> None:
+        """From the device to pinned memory."""
+        code = self._find(self.FUNCTIONS["copy_out"], _COPY_ARGUMENTS)(to, source, size, stream)
+        if code:
+            raise self._failed(code, "refused the copy from the device")
 
     def copy_across(self, stream: int, to: int, source: int, size: int) -> None:
         """Between GPUs."""
@@ -143,10 +149,15 @@ class Driver(ABC):
 
     def relax_captures(self) -> None:
         """See `tilestream.runtime.driver`."""
-        mode = ctypes.c_int(_RELAXED)
-        code = self._find(self.FUNCTIONS["capture_mode"], (ctypes.c_void_p,))(ctypes.addressof(mode))
+        self.exchange_capture_mode(RELAXED)
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set this thread's mode of captures; the mode before."""
+        word = ctypes.c_int(mode)
+        code = self._find(self.FUNCTIONS["capture_mode"], (ctypes.c_void_p,))(ctypes.addressof(word))
         if code:
             raise self._failed(code, "keeps this thread from asking about events")
+        return word.value
 
     @abstractmethod
     def captured_nodes(self, stream: int) -> tuple[int, ...]:

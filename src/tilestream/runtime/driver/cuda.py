@@ -27,6 +27,7 @@ class Cuda(Driver):
         "create": "cuStreamCreate",
         "write": "cuStreamWriteValue32_v2",
         "copy_in": "cuMemcpyHtoDAsync_v2",
+        "copy_out": "cuMemcpyDtoHAsync_v2",
         "copy_across": "cuMemcpyDtoDAsync_v2",
         "capture": "cuStreamGetCaptureInfo_v2",
         "capture_mode": "cuThreadExchangeStreamCaptureMode",

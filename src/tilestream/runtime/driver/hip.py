@@ -52,6 +52,7 @@ class Hip(Driver):
         "create": "hipStreamCreateWithFlags",
         "write": "hipStreamWriteValue32",
         "copy_in": "hipMemcpyHtoDAsync",
+        "copy_out": "hipMemcpyDtoHAsync",
         "copy_across": "hipMemcpyDtoDAsync",
         "capture": "hipStreamGetCaptureInfo_v2",
         "capture_mode": "hipThreadExchangeStreamCaptureMode",
