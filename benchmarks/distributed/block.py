@@ -25,7 +25,7 @@ import tilestream as ts
 from benchmarks.core.session import Session
 from benchmarks.distributed.all_gather import checked
 from benchmarks.distributed.calls import Replayed, wall_us
-from benchmarks.distributed.ranks import BF16, DEADLINE, Forms, MeetingClock, device, record_of, rows_of, slowest
+from benchmarks.distributed.ranks import BF16, Forms, MeetingClock, device, record_of, rows_of, slowest
 from tilestream import distributed as tsd
 
 #: Model: width, hidden, heads of queries, heads of keys; a head has 128 columns.
@@ -94,9 +94,7 @@ def ways_of(prefill: bool) -> dict[str, tuple[Gather, Gather]]:
             dist.all_reduce(total)
             return total
 
-        return {
-            "ours": (ts.mm, lambda a, b: tsd.matmul_all_reduce(a, b, deadline=DEADLINE)), "nccl": (torch.mm, reduced),
-        }  # fmt: skip
+        return {"ours": (ts.mm, tsd.matmul_all_reduce), "nccl": (torch.mm, reduced)}
 
     def gathered(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         whole = a.new_empty(a.shape[0] * dist.get_world_size(group), a.shape[1])
@@ -109,10 +107,7 @@ def ways_of(prefill: bool) -> dict[str, tuple[Gather, Gather]]:
         return part
 
     return {
-        "ours": (
-            lambda a, b: tsd.all_gather_matmul(a, b, deadline=DEADLINE),
-            lambda a, b: tsd.matmul_reduce_scatter(a, b, deadline=DEADLINE),
-        ),
+        "ours": (tsd.all_gather_matmul, tsd.matmul_reduce_scatter),
         "nccl": (gathered, scattered),
     }
 

@@ -79,10 +79,11 @@ def all_gather_matmul(
         Whether to return ``A``, too.
     form
         ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: a table of measurements decides, or else a
-        model. See `plan_all_gather_matmul`.
+        model. A call without a deadline that is so small that the host would hold it up is unfused, but in a CUDA
+        graph. See `plan_all_gather_matmul`.
     deadline
-        Seconds from the call (on a GPU, from the kernel's start) after which the call stops waiting; None: the group's
-        own timeout.
+        Seconds from the call (on a GPU, from the kernel's start) after which the call stops waiting; None, on all ranks
+        or on none: the group's own timeout.
 
     Returns
     -------

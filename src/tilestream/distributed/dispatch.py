@@ -138,6 +138,24 @@ def decide(case: Case, form: Form = "auto") -> Decision:
     return Decision(wins, chunks if wins else 1, why, way=way)
 
 
+def unless_host_bound(case: Case, decision: Decision) -> Decision:
+    """``decision``; unfused where an unfused call takes less time than the host takes to issue a fused one.
+
+    Called back to back, a call takes the longer of the host's part and the GPU's. A CUDA graph has no host's part.
+    """
+    host = table()["rates"].get(case.device, {}).get("host")
+    if host is None or not decision.fused:
+        return decision
+    unfused = max(_seconds(case, table()["rates"][case.device]), host["unfused"])
+    if unfused >= host["fused"]:
+        return decision
+    why = (
+        f"the host takes {number(host['fused'] * 1e3)} ms to issue a fused call, and an unfused one takes "
+        f"{number(unfused * 1e3)} ms in all ({host['source']}); a call with a deadline of its own is fused"
+    )
+    return Decision(False, 1, why)
+
+
 def _matches(entry: dict[str, Any], case: Case) -> bool:
     other = replace(case, **{name: entry[name] for name in ("op", "rows", "n", "k", "world", "dtype", "device")})
     same = (other.op, other.world, other.dtype, other.device) == (case.op, case.world, case.dtype, case.device)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from tilestream.distributed.collective import agree
-from tilestream.distributed.dispatch import Case, Decision, decide, on_trial, table_hash
+from tilestream.distributed.dispatch import Case, Decision, decide, on_trial, table_hash, unless_host_bound
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan, Transport
 from tilestream.distributed.request import ALL_REDUCE, GATHER, REDUCE_SCATTER, Request
@@ -57,7 +57,7 @@ def make_plan(
     key = (
         request.op, shard, request.dim, x.dtype, x.device, n, k, request.form, tuple(agreed.items()),
         state.capture(x), experimental.takes("graph_ranks"),
-        state.unreachable, on_trial(), unfused, is_invariant(limit()),
+        state.unreachable, on_trial(), unfused, is_invariant(limit()), request.deadline is None,
     )  # fmt: skip
     found = state.plans.get(key)
     if found is None:
@@ -92,6 +92,10 @@ def _make(
     if promises and form == "auto":
         form = "fused"  # this form adds in the order of the ranks, for any cut of the rows
     decision = decide(case, form)
+    # A deadline bounds the wait of a fused call alone. A call before a capture makes what the captured one needs.
+    free = form == "auto" and request.deadline is None and on_trial() is None
+    if free and not state.capture(x) and not experimental.takes("graph_ranks"):
+        decision = unless_host_bound(case, decision)
     if op == ALL_REDUCE:
         decision = replace(decision, chunks=1)
     transport, refused = _transport(state, x, op == GATHER and dim == len(shard) - 1)

@@ -94,14 +94,13 @@ class Request(NamedTuple):
         return self.dim == self.a.dim() - 1
 
     def key(self, state: GroupState) -> tuple[object, ...]:
-        """The values that decide a call, except its deadline: equal calls differ only in contents and addresses."""
+        """The values that decide a call: equal calls differ only in contents, addresses and a deadline's length."""
         a = self.a
         return (
             self.op, _layout(a), tuple(map(_layout, self.bs)), tuple(map(_layout, self.biases)),
             tuple(self.activations), _layout(self.scale_a), tuple(map(_layout, self.scales_b)), self.dim,
-            self.reduce_op, self.out_dtype, self.fast_accum, self.return_a, self.form, on_trial(), state.unreachable,
-            is_invariant(limit()),
-            state.capture(a),
+            self.reduce_op, self.out_dtype, self.fast_accum, self.return_a, self.form, self.deadline is None,
+            on_trial(), state.unreachable, is_invariant(limit()), state.capture(a),
         )  # fmt: skip
 
     def product(self, a: torch.Tensor, i: int = 0, **changes: Any) -> torch.Tensor:
