@@ -22,6 +22,7 @@ from tilestream.ops import attention_gpu, attention_library
 from tilestream.ops.attention_operands import Settings
 from tilestream.plan.plan import Plan
 from tilestream.runtime import device_workspace as workspaces
+from tilestream.runtime.driver import stream_wait
 from tilestream.runtime.properties import cuda_properties
 from tilestream.trace.record import current
 
@@ -154,6 +155,24 @@ def captured() -> Iterator[torch.cuda.CUDAGraph]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         yield graph
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """A block in which the current stream does nothing: it waits for a word that the host writes at the block's end.
+
+    The block launches only kernels that have been launched before: at a kernel's first launch the driver loads it, and
+    waits for every stream, this one too.
+    """
+    word, end = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.cuda.Event()
+    stream_wait(torch.cuda.current_stream().cuda_stream, word.data_ptr(), 1)
+    end.record()
+    try:
+        yield
+        assert not end.query(), "the stream went on"
+    finally:  # else nothing ever ends
+        word.fill_(1)
+        end.synchronize()
 
 
 def settle() -> None:

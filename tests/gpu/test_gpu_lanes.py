@@ -6,6 +6,8 @@ import gc
 
 import pytest
 import torch
+from feeds import launch_first
+from gpu_runs import held
 
 import tilestream as ts
 from tilestream.arrival import landing, lanes
@@ -186,13 +188,17 @@ def test_captures_are_refused_or_made_by_the_kernel_and_leave_lanes_whole(issued
         check(y, host, w)
 
 
+@launch_first
 def test_the_forgotten_arrival_is_refused_before_a_launch(issued, operands):
     host, w = operands
-    torch.cuda._sleep(500_000_000)
-    x = ts.stream_in(host)
-    for views in (x.tensor, x.tensor[:256], x.tensor.detach()):
-        with pytest.raises(ValueError, match=r"matmul: a is a tensor that ts\.stream_in has not filled yet"):
-            ts.matmul(views, w)
+    with ts.stream_in(host):  # its lane is there for the next, and what fills it is loaded
+        pass
+    torch.cuda.synchronize()
+    with held():
+        x = ts.stream_in(host)
+        for views in (x.tensor, x.tensor[:256], x.tensor.detach()):
+            with pytest.raises(ValueError, match=r"matmul: a is a tensor that ts\.stream_in has not filled yet"):
+                ts.matmul(views, w)
     y = ts.matmul(x, w)
     z = ts.matmul(x.tensor, w)  # behind it on this stream
     torch.cuda.synchronize()

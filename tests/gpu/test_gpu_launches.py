@@ -12,6 +12,7 @@ import torch
 from gpu_cases import BF16, F32, KINDS, Case, by_name
 from gpu_runs import ON_HOPPER, Differences, Run, captured, check_allocations, nan, poison, poison_scratch, randn
 from hopper_cases import CHAINED_CASES, FEW, PROBE_CASES, REPEATED
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilestream as ts
 from device_order import check_order
@@ -232,7 +233,7 @@ def test_a_call_like_an_earlier_one_is_looked_up_and_still_right(backend):
     check_call(torch.empty(300 * 104 + 1, device="cuda", dtype=BF16)[1:].view(300, 104).copy_(a))
     check(ts.matmul(a, b, out_dtype=F32), Maths(a, b, out_dtype=F32))
     # A dispatch mode of torch's sees the op; autograd works.
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         ts.matmul(a, b, **epilogue)
     assert counter.get_total_flops() == 2 * 300 * 200 * 104
     assert ts.matmul(a, b.clone().requires_grad_(), **epilogue).requires_grad

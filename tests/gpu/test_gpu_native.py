@@ -5,6 +5,7 @@ Needs the extension: ``python -m tilestream_tools.native_build``, on any machine
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -661,20 +662,28 @@ def test_waiting_launches_take_turns_with_pythons_and_between_streams(name):
             assert torch.equal(bits(call() if i % 3 else by_python(call)), bits(expected))
 
 
-def test_rows_that_are_here_already_are_read_where_they_are(python_calls, monkeypatch):
+@pytest.mark.parametrize("in_place", [True, False])
+def test_rows_that_are_here_already_are_read_where_they_are_or_brought(python_calls, in_place):
+    """Tiles of the transposed product do not read them in place."""
     if not ON_HOPPER:
         pytest.skip("Hopper's kernel reads two places")
-    a, b = half(1024, 256), half(256, 384)
-    expected = ts.matmul(a, b)
-    gathered, arrival = a.clone(), signalled(8, 128)
-    gathered[256:512] = float("nan")
-    brought: list[int] = []
+    arrival, how = signalled(8, 128), {"schedule": "static"}
+    plans = (ts.plan(1024, n, 256, dtype=BF16, device="cuda", arrival=arrival, **how) for n in (384, 1152, 2048, 4096))
+    n = next(plan.problem.n for plan in plans if plan.swap_ab != in_place)
+    a, b = half(1024, 256), half(256, n)
+    expected, gathered, brought = ts.matmul(a, b, **how), a.clone(), list[int]()
+
+    def bring(turn: int, mine: torch.Tensor) -> None:
+        gathered[256:512] = mine
+        brought.append(turn)
+
     for turn in range(4):
         mine = a[256:512].clone()
+        gathered[256:512] = float("nan")
         again(arrival)
-        arrival._signals.local_rows = LocalRows(mine, 256, 256, 1024, lambda turn=turn: brought.append(turn))
-        result = ts.matmul(gathered, b, arrival=arrival)
+        arrival._signals.local_rows = LocalRows(mine, 256, 256, 1024, functools.partial(bring, turn, mine))
+        result = ts.matmul(gathered, b, arrival=arrival, **how)
+        assert brought == ([] if in_place else [*range(turn + 1)])
         assert torch.equal(bits(result), bits(expected))
         arrival._signals.local_rows = None
-    assert not brought
     assert python_calls == ["matmul", "matmul"], "the plain one, and the first that waits"

@@ -78,6 +78,10 @@ QUICK = (
 #: the most of a sample of every tile on Triton 3.6, 3.7 and 3.9, and a little. What runs most has none; a gate's two
 #: operands have the most, outside the main loop. Of vector registers none goes to memory.
 IN_LANES = {"plain": 0, "static": 0, "stealing": 0, "worst": 64, "arriving": 160, "ordered": 160, "copied": 160}
+#: The same for ``plain`` on gfx950 where operands are not aligned and none is converted: masks of elements past an end,
+#: and multiples of strides. They are written before the loop over tiles, and a tile reads them back once, outside the
+#: main loop. Triton 3.6 has 15 where A is column-major, 3.7 has 36 and 3.9 has 18 where B is row-major. gfx942: none.
+UNALIGNED = 40
 #: The same where operands of 8 bits are converted: each comparison is a mask in two of them.
 CONVERTING = {"plain": 80, "static": 80, "stealing": 80, "worst": 112, "arriving": 224, "ordered": 224, "copied": 224}
 
@@ -193,14 +197,19 @@ def rules(case: Case, kernel: Any, said: str) -> Rules:
     loop = parsed.main_loop
     assert loop is not None
     converts = inputs.startswith("float8") and ("fnuz" in inputs) == (case.arch == "gfx950")
+    is_unaligned = how == "plain" and case.arch == "gfx950" and not case.plan.problem.aligned
+    most = CONVERTING[how] if converts else UNALIGNED if is_unaligned else IN_LANES[how]
     sleeps = sum(one.kind == "sleep" for one in parsed.instructions)
     found |= {
         "kinds of matrix instructions": (len(loop.mfma), 1),
         "a pause between looks": (bool(sleeps), how in _WAITS),
         "a polling loop": (polling_faults(parsed), [] if how in _WAITS else ["no polling loop"]),
         "what is below float16's normal numbers": (parsed.fields.get("float_denorm_mode_16_64"), 3),  # is not zero
-        "scalar registers in lanes": (parsed.in_lanes, range((CONVERTING if converts else IN_LANES)[how] + 1)),
+        "scalar registers in lanes": (parsed.in_lanes, range(most + 1)),
     }
+    if how in ("plain", "static", "stealing") and not converts:
+        lanes = [one.mnemonic for one in loop.instructions if one.mnemonic.startswith(("v_readlane", "v_writelane"))]
+        found["lanes in the main loop"] = (lanes, [])
     # The loop has two stages or more on gfx950; Triton 3.9 orders it by rules of its own.
     if case.arch == "gfx950" and RELEASE < (3, 9):
         found["phases of A's and B's reads"] = (phases_that_read(loop.instructions), 1)
