@@ -78,6 +78,8 @@ def untraced(plan: Plan | AttentionPlan) -> str:
         return "a launch that is captured into a graph is not recorded: trace an eager one"
     if plan.backend == "cdna":
         return "the CDNA kernel writes no trace: backend='portable' does"
+    if isinstance(plan, AttentionPlan) and plan.strips:
+        return "attention whose values are taken in strips has no work items: outside of tilestream.invariant it has"
     if ctas_of(plan.variant) > 1:
         return "a pair of CTAs writes no trace, as both would count each item: variant='cooperative' does"
     return ""
