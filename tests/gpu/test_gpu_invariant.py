@@ -81,6 +81,29 @@ def test_a_windows_edge_is_anywhere_in_a_tile(columns):
             assert torch.equal(out, whole[:, -rows:]), rows
 
 
+@pytest.mark.parametrize("how", [{}, {"dtype": torch.float16}, {"backend": "portable"}, {"dtype": torch.float8_e4m3fn}])
+def test_a_row_of_a_group_has_the_bits_of_mm(how, request):
+    """Whatever the groups' lengths, which choose the tile: from a few rows of each to thousands."""
+    how = {"dtype": torch.bfloat16, "backend": "hopper"} | how
+    if how["backend"] == "portable":
+        request.getfixturevalue("portable")
+    torch.manual_seed(0)
+    rows = torch.randn(48, 2048, device="cuda").to(how["dtype"])
+    b = torch.randn(8, 1024, 2048, device="cuda").to(how["dtype"]).transpose(1, 2)
+    with ts.invariant():
+        want = [ts.mm(rows, each, out_dtype=torch.bfloat16) for each in b]
+        for mean in (6, 60, 200, 1000, 4000):
+            lengths = torch.randint(1, 2 * mean, (8,))
+            ends = lengths.cumsum(0)
+            a = torch.randn(int(ends[-1]), 2048, device="cuda").to(how["dtype"])
+            places = [(int(ends[i] - lengths[i]), min(48, int(lengths[i]))) for i in range(8)]
+            for first, count in places:
+                a.view(torch.uint8)[first : first + count] = rows.view(torch.uint8)[:count]
+            made = ts.grouped_mm(a, b, ends.int().cuda(), out_dtype=torch.bfloat16)
+            for (first, count), right in zip(places, want, strict=True):
+                assert torch.equal(made[first : first + count], right[:count]), (mean, first)
+
+
 STRIPS = {
     "a step": ((1, 1, 8192), {}),
     "some queries of a batch": ((3, 4, 5000), {}),

@@ -95,6 +95,47 @@ def test_limits_join():
     assert (limit.workers_in(promise | 7), limit.is_invariant(promise | 7), limit.is_invariant(7)) == (7, True, False)
 
 
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "promoted"),
+    [({}, 0), ({"dtype": "float16", "activation": "swiglu"}, 0), ({"along": "k"}, 0), ({"backend": "portable"}, 0),
+     ({"dtype": "float8_e4m3fn", "scales": "row"}, 0), ({"dtype": "float8_e4m3fn", "backend": "portable"}, 0)],
+    ids=str,
+)  # fmt: skip
+def test_groups_of_all_lengths_are_added_in_one_order(how, promoted):
+    made = [
+        ts.grouped_plan(m, 1024, 2048, groups, device="h100", **how)
+        for m in (16, 300, 4096, 65536) for groups in (1, 8, 64)
+    ]  # fmt: skip
+    with ts.invariant():
+        kept = [
+            ts.grouped_plan(m, 1024, 2048, groups, device="h100", **how)
+            for m in (16, 300, 4096, 65536) for groups in (1, 8, 64)
+        ]  # fmt: skip
+    assert {plan.additions for plan in kept} == {Additions(MMA, promoted)}
+    assert len({plan.block for plan in kept}) > 1, "else they could not differ"
+    assert all("the same bits for each row" in plan.explain() for plan in kept)
+    assert not any(plan.promise for plan in made)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"device": "b200"}, "its tiles were not compared on sm_100; multiply group by group"),
+        ({"device": "mi300x"}, "its tiles were not compared on gfx942"),
+        ({"sources": 4}, "which rows by source do not keep yet"),
+        ({"dtype": "float8_e4m3fn", "scales": "block"}, "scales of blocks are applied by each tile"),
+        ({"dtype": "float32"}, "added in another order"),
+        ({"dtype": "float8_e4m3fn", "backend": "portable", "tile": (16, 128)}, "added in another order"),
+    ],
+)
+def test_groups_that_may_be_added_otherwise_are_refused(how, why):
+    with ts.invariant(), pytest.raises(NotImplementedError, match=why):
+        ts.grouped_plan(4096, 1024, 2048, 8, **{"device": "h100"} | how)
+
+
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
