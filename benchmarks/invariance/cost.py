@@ -29,8 +29,8 @@ ROWS = (1, 16, 64, 128, 256, 1024, 4096)
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (1024, 8192))
 #: Sequences, queries, keys: prefills, and steps of decoding.
 ATTENTION = (
-    (1, 512, 512), (1, 1024, 1024), (1, 4096, 4096), (1, 8192, 8192), (4, 1024, 1024), (1, 1, 8192), (16, 1, 4096),
-    (64, 1, 4096),
+    (1, 512, 512), (1, 1024, 1024), (1, 4096, 4096), (1, 8192, 8192), (4, 1024, 1024), (1, 1, 2048), (1, 1, 8192),
+    (1, 1, 32768), (4, 1, 8192), (16, 1, 4096), (64, 1, 4096),
 )  # fmt: skip
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 #: Samples of a call, and below how many seconds it is replayed from a graph.
@@ -159,6 +159,17 @@ def calls_of(kind: str, shape: tuple[int, int, int]) -> dict[str, Callable[[], A
     return product_calls(*shape) if kind == "product" else attention_calls(*shape)
 
 
+def promised_plan(kind: str, shape: tuple[int, int, int]) -> Any:
+    """The plan of such a call with the promise."""
+    if kind == "product":
+        return ts.plan(*shape, dtype="bfloat16", device="cuda", layout="nt", invariant=True)
+    batch, queries, keys = shape
+    return ts.attention_plan(
+        queries, keys, batch=batch, heads_q=HEADS, heads_kv=HEADS_KV, head_dim=HEAD_DIM, causal=True, device="cuda",
+        invariant=True,
+    )  # fmt: skip
+
+
 def share(arguments: list[str]) -> int:
     """A process of a core: makes its calls once, so that their kernels are compiled."""
     index, count = map(int, arguments)
@@ -183,10 +194,8 @@ def cost(session: Session) -> None:
         us = {name: round(1e6 * timing.median(name), 2) for name in calls}
         ratios = {name: round(timing.median(name) / timing.median("invariant"), 4) for name in calls}
         row: dict[str, Any] = {"what": kind, "shape": "x".join(map(str, shape)), "timed": timing.mode, "us": us}
-        if kind == "product":
-            m, n, k = shape
-            plan = ts.plan(m, n, k, dtype="bfloat16", device="cuda", layout="nt", invariant=True)
-            row |= {"plan": plan.label, "expected": plan.promise}
+        plan = promised_plan(kind, shape)
+        row |= {"plan": plan.label, "expected": plan.promise}
         return row | {"ratios": ratios}
 
     session.rows(record, cases(), measure)

@@ -107,8 +107,9 @@ def test_the_sections_write_their_records(late, results, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(cost, "GpuClock", WallClock)
     monkeypatch.setattr(cost, "cases", lambda: [("product", (5, 16, 32)), ("attention", (1, 3, 9))])
-    plan = ts.plan
-    monkeypatch.setattr(ts, "plan", lambda *x, device, **how: plan(*x, **how))
+    for name in ("plan", "attention_plan"):
+        made = getattr(ts, name)
+        monkeypatch.setattr(ts, name, lambda *x, device, made=made, **how: made(*x, **how))
     monkeypatch.setenv("PAIRS", "2")
     monkeypatch.setattr(pairs, "CALLS_OF_SHARE", 2)
     session = Session(options("invariance", "pairs,cost", str(results), "--seconds", "60"))
@@ -122,6 +123,7 @@ def test_the_sections_write_their_records(late, results, monkeypatch):
     assert found.rows[0]["pairs"] >= 2
     assert [row["what"] for row in costs.rows] == ["product", "attention"]
     assert all(set(row["ratios"]) >= {"free", "invariant"} for row in costs.rows)
+    assert all(row["plan"].startswith("cpu") and row["expected"] for row in costs.rows)
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("product", (5, 16, 32)), ("attention", (2, 3, 40))])

@@ -17,9 +17,12 @@ if not ON_HOPPER:
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.invariance.pairs import compare
+from benchmarks.invariance.pairs import captured, compare, in_pages
 
 import tilestream as ts
+from tilestream.launch.cache import launch_cache
+from tilestream.plan import experimental
+from tilestream.plan.attention_planner import plan_attention
 
 PAIRS = int(os.environ.get("INVARIANT_PAIRS", "300"))
 
@@ -76,3 +79,84 @@ def test_a_windows_edge_is_anywhere_in_a_tile(columns):
             out, lse = ts.attention(2 * q[:, -rows:], k, v, **how)
             assert torch.equal(lse, whole_lse[..., -rows:]), rows
             assert torch.equal(out, whole[:, -rows:]), rows
+
+
+@pytest.mark.parametrize("how", [{}, {"dtype": torch.float16}, {"backend": "portable"}, {"dtype": torch.float8_e4m3fn}])
+def test_a_row_of_a_group_has_the_bits_of_mm(how, request):
+    """Whatever the groups' lengths, which choose the tile: from a few rows of each to thousands."""
+    how = {"dtype": torch.bfloat16, "backend": "hopper"} | how
+    if how["backend"] == "portable":
+        request.getfixturevalue("portable")
+    torch.manual_seed(0)
+    rows = torch.randn(48, 2048, device="cuda").to(how["dtype"])
+    b = torch.randn(8, 1024, 2048, device="cuda").to(how["dtype"]).transpose(1, 2)
+    with ts.invariant():
+        want = [ts.mm(rows, each, out_dtype=torch.bfloat16) for each in b]
+        for mean in (6, 60, 200, 1000, 4000):
+            lengths = torch.randint(1, 2 * mean, (8,))
+            ends = lengths.cumsum(0)
+            a = torch.randn(int(ends[-1]), 2048, device="cuda").to(how["dtype"])
+            places = [(int(ends[i] - lengths[i]), min(48, int(lengths[i]))) for i in range(8)]
+            for first, count in places:
+                a.view(torch.uint8)[first : first + count] = rows.view(torch.uint8)[:count]
+            made = ts.grouped_mm(a, b, ends.int().cuda(), out_dtype=torch.bfloat16)
+            for (first, count), right in zip(places, want, strict=True):
+                assert torch.equal(made[first : first + count], right[:count]), (mean, first)
+
+
+STRIPS = {
+    "a step": ((1, 1, 8192), {}),
+    "some queries of a batch": ((3, 4, 5000), {}),
+    "many rows": ((2, 16, 3001), {}),
+    "64 columns": ((1, 2, 4100), {"columns": 64}),
+    "a window": ((2, 1, 6000), {"window": (3500, 0)}),
+    "float16": ((1, 1, 7777), {"dtype": torch.float16}),
+    "a head of keys for each": ((1, 1, 4096), {"heads": (4, 4)}),
+}
+
+
+@pytest.fixture
+def strips(monkeypatch):
+    """Values are taken in strips, where the cost model expects that to be faster."""
+    monkeypatch.delitem(experimental.KERNELS, "strips", raising=False)
+    plan_attention.cache_clear()
+    launch_cache.clear()
+    yield
+    plan_attention.cache_clear()
+    launch_cache.clear()
+
+
+@pytest.mark.parametrize("name", STRIPS)
+@pytest.mark.parametrize("page", [0, 16, 128])
+def test_values_in_strips_have_the_unsplit_bits(name, page, strips):
+    """And the prompt's last rows, which the Hopper kernel computes in tiles of 128 rows."""
+    (batch, queries, keys), how = STRIPS[name]
+    how = {"columns": 128, "heads": (16, 4), "dtype": torch.bfloat16, "window": None} | how
+    torch.manual_seed(keys)
+    q, k, v = (
+        torch.randn(batch, keys, heads, how["columns"], device="cuda").to(how["dtype"])
+        for heads in (how["heads"][0], *2 * how["heads"][1:])
+    )
+    given = {"causal": True, "window": how["window"], "return_lse": True}
+    problem = {"batch": batch, "heads_q": how["heads"][0], "heads_kv": how["heads"][1], "head_dim": how["columns"]}
+    assert ts.attention_plan(
+        queries, keys, **problem, causal=True, window=how["window"], page_size=page, device="cuda", invariant=True
+    ).strips
+    where, pages = {}, (k, v)
+    if page:
+        pages, where = in_pages(page, k[:1], v[:1])
+        for one in range(1, batch):
+            more, there = in_pages(page, k[one : one + 1], v[one : one + 1])
+            there["block_table"] += len(pages[0])
+            pages = [torch.cat(pair) for pair in zip(pages, more, strict=True)]
+            where = {name: torch.cat((where[name], there[name])) for name in where}
+    with ts.invariant():
+        prompt, prompt_lse = ts.attention(2 * q, k, v, **given)
+        step = 2 * q[:, -queries:]
+        out, lse = ts.attention(step, *pages, **where, **given)
+        with ts.worker_limit(100):  # without strips
+            whole, whole_lse = ts.attention(step, *pages, **where, **given)
+        again, again_lse = captured(lambda: ts.attention(step, *pages, **where, **given))
+    for made, made_lse in ((whole, whole_lse), (prompt[:, -queries:], prompt_lse[..., -queries:]), (again, again_lse)):
+        assert torch.equal(lse, made_lse)
+        assert torch.equal(out, made)

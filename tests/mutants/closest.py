@@ -52,6 +52,11 @@ kernels.hopper.grouped_sources: kernels/test_hopper_sources.py
 launch.hopper.sources: kernels/test_hopper_sources.py
 kernels.portable.grouped_sources: kernels/portable/test_portable_grouped_sources.py
 launch.portable.sources: kernels/portable/test_portable_grouped_sources.py
+kernels.hopper.attention_strips: kernels/hopper/test_hopper_strips_text.py
+kernels.portable.attention_strips: kernels/hopper/test_hopper_strips_text.py
+launch.hopper.attention_strips: kernels/hopper/test_hopper_strips_launch.py
+launch.hopper.strip_arguments: kernels/hopper/test_hopper_strips_launch.py kernels/hopper/test_hopper_strips_text.py
+plan.policy.hopper_strips: plan/test_invariance.py kernels/hopper/test_hopper_strips_launch.py
 kernels.hopper.grouped: kernels/test_hopper_grouped.py kernels/test_hopper_experts.py
 kernels.device.groups: kernels/portable/test_portable_grouped.py ops/test_grouped.py
 kernels.device.epilogue: kernels/test_compiled_orders.py kernels/portable/test_portable_gemm.py

@@ -464,9 +464,9 @@ def test_gradients_that_there_are_not():
 def test_equal_bits_are_not_promised_silently():
     with ts.invariant():
         with pytest.raises(NotImplementedError, match=r"grouped_mm: tilestream\.invariant promises each row"):
-            ts.grouped_mm(A, B, ENDS)
-        with pytest.raises(NotImplementedError, match=r"grouped_plan: tilestream\.invariant promises each row"):
-            ts.grouped_plan(64, 64, 64, 4, device="h100")
+            ts.grouped_mm(torch.ones(10, 4), B, counts=torch.ones(2, 2, dtype=torch.int32))
+        with pytest.raises(NotImplementedError, match="its tiles were not compared on sm_100"):
+            ts.grouped_plan(64, 64, 64, 4, device="b200")
 
 
 def test_a_stream_is_refused():

@@ -199,6 +199,29 @@ def test_attention_whatever_the_arrival_of_keys():
         assert torch.equal(ts.attention(q[:, 33:], k, v, causal=True), want[:, 33:])
 
 
+@pytest.mark.parametrize("how", [{}, {"activation": "silu"}, {"activation": "swiglu"}, {"bias": True}], ids=str)
+def test_a_row_of_a_group_has_its_bits_whatever_the_groups(how):
+    """Its row's number, the sizes of its group and of others, and its group's number differ; and it has those of mm."""
+    a, b = rand(90, 48), rand(3, 48, 32)
+    how = how | ({"bias": rand(3, 32)} if "bias" in how else {})
+    with ts.invariant():
+        whole = ts.grouped_mm(a, b, torch.tensor([10, 73, 90], dtype=torch.int32), **how)
+        for ends, rows in (((0, 63, 63), slice(10, 73)), ((30, 31, 90), slice(40, 41)), ((1, 9, 30), slice(60, 68))):
+            mine = torch.cat([rand(ends[0], 48), a[rows], rand(90, 48)])
+            made = ts.grouped_mm(mine, b, torch.tensor(ends, dtype=torch.int32), **how)
+            assert torch.equal(made[ends[0] : ends[1]], whole[rows]), ends
+        if not how:
+            assert torch.equal(ts.mm(a[20:22], b[1]), whole[20:22])
+
+
+def test_groups_of_k_do_not_see_each_other():
+    a, b = rand(20, 90), rand(90, 32)
+    with ts.invariant():
+        whole = ts.grouped_mm(a, b, torch.tensor([10, 73, 90], dtype=torch.int32))
+        alone = ts.grouped_mm(a[3:5, 10:], b[10:], torch.tensor([63], dtype=torch.int32))
+        assert torch.equal(alone[0], whole[1, 3:5])
+
+
 def test_the_blas_is_looked_at_once_for_each_kind_of_call(monkeypatch):
     monkeypatch.setattr(gemm, "_even", {})
     a, b = (torch.ones(32, 32, dtype=torch.bfloat16) for _ in range(2))

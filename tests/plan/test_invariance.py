@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import tilestream as ts
 from tilestream.plan import experimental, limit
 from tilestream.plan.additions import MMA, Additions
+from tilestream.plan.attention_planner import plan_attention
+from tilestream.plan.policy import hopper_strips
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "h100" / "invariance_alike.json"
 ROWS = (1, 7, 64, 128, 300, 4096, 16384)
@@ -92,6 +95,47 @@ def test_limits_join():
     assert (limit.workers_in(promise | 7), limit.is_invariant(promise | 7), limit.is_invariant(7)) == (7, True, False)
 
 
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "promoted"),
+    [({}, 0), ({"dtype": "float16", "activation": "swiglu"}, 0), ({"along": "k"}, 0), ({"backend": "portable"}, 0),
+     ({"dtype": "float8_e4m3fn", "scales": "row"}, 0), ({"dtype": "float8_e4m3fn", "backend": "portable"}, 0)],
+    ids=str,
+)  # fmt: skip
+def test_groups_of_all_lengths_are_added_in_one_order(how, promoted):
+    made = [
+        ts.grouped_plan(m, 1024, 2048, groups, device="h100", **how)
+        for m in (16, 300, 4096, 65536) for groups in (1, 8, 64)
+    ]  # fmt: skip
+    with ts.invariant():
+        kept = [
+            ts.grouped_plan(m, 1024, 2048, groups, device="h100", **how)
+            for m in (16, 300, 4096, 65536) for groups in (1, 8, 64)
+        ]  # fmt: skip
+    assert {plan.additions for plan in kept} == {Additions(MMA, promoted)}
+    assert len({plan.block for plan in kept}) > 1, "else they could not differ"
+    assert all("the same bits for each row" in plan.explain() for plan in kept)
+    assert not any(plan.promise for plan in made)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"device": "b200"}, "its tiles were not compared on sm_100; multiply group by group"),
+        ({"device": "mi300x"}, "its tiles were not compared on gfx942"),
+        ({"sources": 4}, "which rows by source do not keep yet"),
+        ({"dtype": "float8_e4m3fn", "scales": "block"}, "scales of blocks are applied by each tile"),
+        ({"dtype": "float32"}, "added in another order"),
+        ({"dtype": "float8_e4m3fn", "backend": "portable", "tile": (16, 128)}, "added in another order"),
+    ],
+)
+def test_groups_that_may_be_added_otherwise_are_refused(how, why):
+    with ts.invariant(), pytest.raises(NotImplementedError, match=why):
+        ts.grouped_plan(4096, 1024, 2048, 8, **{"device": "h100"} | how)
+
+
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
@@ -116,6 +160,92 @@ def test_keys_that_arrive_are_taken_in_the_promised_order(device):
     assert ("a tile waits for all its keys" in late.explain()) == late.downwards == (device == "h100")
     assert (experimental.NOT_RUN in late.explain()) == late.downwards
     assert not ts.attention_plan(256, device=device, arrival=arrival).downwards
+
+
+@pytest.fixture
+def strips(monkeypatch):
+    """Strips are taken, as where they have run."""
+    monkeypatch.delitem(experimental.KERNELS, "strips", raising=False)
+    plan_attention.cache_clear()
+    yield
+    plan_attention.cache_clear()
+
+
+def step(batch=1, queries=1, keys=8192, **how):
+    """The plan of a decoding step on an H100."""
+    given = {"heads_q": 32, "heads_kv": 8, "causal": True, "device": "h100", "invariant": True} | how
+    return ts.attention_plan(queries, keys, batch=batch, **given)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"queries": 4}, {"batch": 2}, {"window": (6000, 0)}, {"head_dim": 64}, {"page_size": 16}, {"sinks": True},
+     {"dtype": "float16"}, {"device": "h200"}, {"heads_q": 8}],
+    ids=str,
+)  # fmt: skip
+def test_a_step_over_many_keys_takes_values_in_strips(how, strips):
+    plan = step(**how)
+    prompt = step(**how | {"queries": 4096, "keys": 4096})
+    assert plan.strips > 1
+    assert prompt.strips == 0
+    assert plan.key_order == prompt.key_order
+    assert plan.shares == 1
+    assert not step(**how, invariant=False).strips
+
+
+def test_strips_are_taken_where_they_are_asked_for(monkeypatch):
+    text = "values in strips: compiled and checked, not run on a GPU yet: taken with TILESTREAM_STRIPS=1 for all calls"
+    plan_attention.cache_clear()
+    for value in ("0", "1"):
+        monkeypatch.setenv("TILESTREAM_STRIPS", value)
+        experimental._of_environment.cache_clear()
+        plan_attention.cache_clear()
+        assert (step().strips > 0) == (value == "1")
+        assert (text in step().explain()) == (value == "0")
+        assert "values in strips" not in step(batch=64, keys=4096).explain()
+    experimental._of_environment.cache_clear()
+    plan_attention.cache_clear()
+
+
+def test_strips_are_explained(strips):
+    plan = step()
+    assert plan.label == "hopper strips, 16 query rows of 4 heads x 128 keys, values in 8 strips of 16 columns"
+    text = plan.explain()
+    assert "scores    of 64 key blocks, each a program; so are their weights, in a second launch" in text
+    assert "values    in 8 strips of 16 columns, each a program, in a third launch" in text
+    assert "the last first" in text
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"batch": 64, "keys": 4096}, {"keys": 200}, {"queries": 300}, {"head_dim": 256}, {"softcap": 20.0},
+     {"workers": 131}, {"schedule": "static"}, {"dtype": "float8_e4m3fn"}, {"dtype": "float32"},
+     {"head_dim_v": 72}, {"arrival": ts.Arrival.uniform(64, 128)}],
+    ids=str,
+)  # fmt: skip
+def test_other_steps_do_not(how, strips):
+    assert step(**how).strips == 0
+
+
+def test_wide_strips_where_there_are_many_tiles():
+    assert [hopper_strips.width_of(128, tiles, 132) for tiles in (1, 8, 16, 32, 64)] == [16, 16, 16, 32, 64]
+    assert hopper_strips.width_of(80, 64, 132) == 16
+
+
+def test_a_cut_that_workers_decide_is_found(monkeypatch, strips):
+    """Seeded: strips whose keys are also split, by the number of workers or of sequences."""
+    made = hopper_strips.candidates
+
+    def cut(problem, device, workers, blocks, **how):
+        for one in made(problem, device, workers, blocks, **how):
+            yield dataclasses.replace(one, shares=max(1, workers // (33 * problem.batch)), predicted=0.0)
+
+    monkeypatch.setattr(hopper_strips, "candidates", cut)
+    assert step(batch=4).strips > 1, "one share"
+    for batch in (1, 2):
+        plan = step(batch=batch)
+        assert plan.strips == 0
+        assert f"a tile's blocks in {4 // batch} shares" in plan.explain()
 
 
 def test_attention_refuses_what_takes_keys_otherwise():

@@ -83,6 +83,8 @@ def untraced(plan: Plan | AttentionPlan) -> str:
     """Why launches of this plan are not recorded, for a log line; empty if they are."""
     if plan.backend == "cdna":
         return "the CDNA kernel writes no trace: backend='portable' does"
+    if isinstance(plan, AttentionPlan) and plan.strips:
+        return "attention whose values are taken in strips has no work items: outside of tilestream.invariant it has"
     if ctas_of(plan.variant) > 1:
         return "a pair of CTAs writes no trace, as both would count each item: variant='cooperative' does"
     return ""

@@ -87,6 +87,10 @@ def launch_of(plan: AttentionPlan, layout: AttentionLayout, aligned: bool = True
 
         return CdnaAttentionLaunch(plan, layout, aligned)
     if plan.backend == "hopper":
+        if plan.strips:
+            from tilestream.launch.hopper.attention_strips import StripLaunch
+
+            return StripLaunch(plan, layout)
         from tilestream.launch.hopper.attention_launch import HopperAttentionLaunch
 
         return HopperAttentionLaunch(plan, layout)

@@ -24,8 +24,8 @@ class AttentionCandidate:
 
     #: ``workers``, ``inline`` and ``persistent``: see `tilestream.plan.candidate.Candidate`. ``torch``: one call of
     #: torch's kernel in the calling thread, see `tilestream.plan.policy.cpu_attention`. Hopper: ``ordered`` if a
-    #: worker's consumers take turns at starting their multiplications, else ``unordered``. CDNA: ``direct`` if copies
-    #: bypass the registers, else ``staged``.
+    #: worker's consumers take turns at starting their multiplications, else ``unordered``; ``strips``: see ``strips``.
+    #: CDNA: ``direct`` if copies bypass the registers, else ``staged``.
     variant: str
     block: tuple[int, int]  # ``(block_m, block_n)``: rows of a tile, and keys of a block
     #: Dense: row tiles are query blocks, and column tiles the packs of heads of all sequences. Packed sequences: row
@@ -38,6 +38,9 @@ class AttentionCandidate:
     stages: int = 0
     shares: int = 1  # shares of a tile's keys; a second launch joins their outputs
     downwards: bool = False  # whether the last block of keys is taken first
+    #: strips: strips of the columns of V, each with a program of its own, after a launch for the scores of all keys and
+    #: one for their weights; 0: values are taken with the keys.
+    strips: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,11 @@ class AttentionPlan(AttentionCandidate):
         if self.variant in ("inline", "torch"):
             return f"{self.backend} inline" + ", by torch's kernel" * (self.variant == "torch")
         packed = f" of {self.pack} heads" if self.pack > 1 else ""
+        if self.strips:
+            return (
+                f"{self.backend} strips, {self.block[0]} query rows{packed} x {self.block[1]} keys, values in "
+                f"{self.strips} strips of {self.problem.head_dim_v // self.strips} columns"
+            )
         return (
             f"{self.backend} {self.schedule.kind}, {self.workers} workers, {self.block[0]} query rows{packed} x "
             f"{self.block[1]} keys"
@@ -188,6 +196,12 @@ def _schedule(plan: AttentionPlan) -> Iterator[tuple[str, str]]:
     tiles = f"{grid.num_m} query blocks x {grid.num_n // plan.shares} {heads}"
     if plan.problem.varlen:
         tiles = f"at most {grid.num_m}, from a list made of the lengths by the call"
+    if plan.strips:
+        blocks = -(-plan.problem.seqlen_k // plan.block[1])
+        yield "scores", f"of {blocks} key blocks, each a program; so are their weights, in a second launch"
+        width = plan.problem.head_dim_v // plan.strips
+        yield "values", f"in {plan.strips} strips of {width} columns, each a program, in a third launch"
+        return
     queues = f", {schedule.queues} queue{'s' if schedule.queues > 1 else ''}" if schedule.kind == "dynamic" else ""
     yield "tiles", f"{tiles}, each of {each}{plan.block[0]} rows; {plan.block[1]} keys a block"
     if plan.shares > 1:

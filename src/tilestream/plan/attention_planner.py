@@ -22,7 +22,7 @@ from tilestream.plan.candidate import Refusal
 from tilestream.plan.explain import log, number
 from tilestream.plan.limit import is_invariant, promising, workers_in, workers_of
 from tilestream.plan.planner import NAMES, fast_or_portable
-from tilestream.plan.policy import cdna_attention, cpu_attention, hopper_attention, portable_attention
+from tilestream.plan.policy import cdna_attention, cpu_attention, hopper_attention, hopper_strips, portable_attention
 
 #: The values of ``schedule=``. Attention has no ``stream_k``.
 ATTENTION_SCHEDULES = ("auto", "static", "dynamic")
@@ -87,6 +87,8 @@ def plan_attention(
         if promises:
             found, excluded = _keeping(problem, device, name, found, backend)
             refused += excluded
+            found, excluded = _that_have_run(found)
+            refused += excluded
             if problem.keys is not None and found[0].downwards:
                 refused += (_ALL_KEYS,)
         why = f"least of {len(found)} candidates in the cost model"
@@ -140,6 +142,16 @@ def _keeping(
     return kept, invariance.refused(found, kept, orders)
 
 
+def _that_have_run(found: list[AttentionCandidate]) -> tuple[list[AttentionCandidate], tuple[Refusal, ...]]:
+    """The candidates without strips unless these are asked for, and the refusal of one that the model prefers."""
+    whole = [one for one in found if not one.strips]
+    if experimental.takes("strips") or not whole:
+        return found, ()
+    best, others = min(one.predicted for one in whole), [one for one in found if one.strips]
+    why = experimental.opt_in("strips")
+    return whole, tuple(Refusal("values in strips", why) for one in others if one.predicted < best)
+
+
 def _on_gpu(
     problem: AttentionProblem, device: DeviceProperties, workers: int, kind: Kind, backend: str | None,
     splits: int | None, promises: bool,
@@ -150,10 +162,17 @@ def _on_gpu(
         fast = backend
     policy = cdna_attention if fast == "cdna" else hopper_attention
     more = {"splits": splits, "promises": promises} if fast == "hopper" else {}
+
+    def of_fast() -> list[AttentionCandidate]:
+        found: list[AttentionCandidate] = list(policy.candidates(problem, device, workers, kind=kind, **more))
+        if fast == "hopper" and promises:  # without the promise shares of keys are faster
+            blocks = {one.block[1] for one in found}
+            found += hopper_strips.candidates(problem, device, workers, blocks, kind=kind)
+        return found
+
     return fast_or_portable(
         fast, backend, policy.refusal(problem, device),
-        (lambda: policy.candidates(problem, device, workers, kind=kind, **more),
-         lambda: portable_attention.candidates(problem, device, workers, kind=kind)),
+        (of_fast, lambda: portable_attention.candidates(problem, device, workers, kind=kind)),
         lambda: "no tile of it fits", "leave backend= away",
     )  # fmt: skip
 

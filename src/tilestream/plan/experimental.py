@@ -43,6 +43,9 @@ class Experimental(NamedTuple):
 KERNELS = {
     "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
     "hopper_sources": Experimental("TILESTREAM_HOPPER_SOURCES", "the Hopper kernel of rows by source", "hopper"),
+    "strips": Experimental(
+        "TILESTREAM_STRIPS", "Hopper attention under tilestream.invariant that takes values in strips of columns", None
+    ),
     "graph_ranks": Experimental(
         "TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None, BETWEEN_GPUS
     ),

@@ -20,11 +20,12 @@ from tilestream.core.integers import cdiv
 from tilestream.core.operands import ACTIVATIONS, HALVES, SCALE_BLOCK
 from tilestream.core.order import Raster
 from tilestream.core.schedule import Kind, Schedule, SourceSchedule
-from tilestream.plan import experimental, tma
+from tilestream.plan import experimental, invariance, tma
+from tilestream.plan.additions import COMPARED, MMA, Additions, additions
 from tilestream.plan.api import check_forced, default_workers, device_properties
 from tilestream.plan.candidate import Asked, Candidate, Refusal
 from tilestream.plan.explain import log
-from tilestream.plan.limit import is_invariant, limit, workers_of
+from tilestream.plan.limit import is_invariant, limit, workers_in, workers_of
 from tilestream.plan.plan import Plan, of_candidate
 from tilestream.plan.planner import fast_or_portable
 from tilestream.plan.policy import cpu, hopper, portable
@@ -185,8 +186,8 @@ def _no_tma(m: int, n: int, k: int, along: Along, dtype: str) -> str:
     return tma.refuse_contiguous(m, n, k, "nt" if along == "rows" else "tn", (dtype, dtype))
 
 
-def refuse_invariance(op: str, asked: int) -> None:
-    """Raise where the limit of a call promises invariance: a tile is chosen by the groups' mean length.
+def refuse_invariance(op: str, asked: int, why: str = "which rows by source do not keep yet") -> None:
+    """Raise where the limit of a call promises invariance, which such a call does not keep: ``why``.
 
     Raises
     ------
@@ -195,9 +196,31 @@ def refuse_invariance(op: str, asked: int) -> None:
     """
     if is_invariant(asked):
         raise NotImplementedError(
-            f"{op}: tilestream.invariant promises each row bits of its own, which no grouped matmul keeps yet; "
-            "multiply group by group (tilestream.mm), or call outside of the promise"
+            f"{op}: tilestream.invariant promises each row bits of its own, {why}; multiply group by group "
+            "(tilestream.mm), or call outside of the promise"
         )
+
+
+def keeping(
+    problem: GroupedProblem, device: DeviceProperties, backend: str, found: list[Candidate], asked: int
+) -> tuple[list[Candidate], tuple[Refusal, ...]]:
+    """The candidates whose rows have the bits of `tilestream.mm`, group by group, and the refusal of the others.
+
+    A tile is chosen by the groups' mean length. So a row's bits are independent of other groups only where all tiles
+    that may be chosen add alike, which was compared on one architecture. On the CPU each group is a product of its own,
+    whose plan keeps the promise.
+    """
+    if backend == "cpu":
+        return found, ()
+    if device.arch != COMPARED:
+        refuse_invariance("grouped_plan", asked, f"and its tiles were not compared on {device.arch}")
+    if problem.scales == "block":
+        refuse_invariance("grouped_plan", asked, "and scales of blocks are applied by each tile in its own steps")
+    promised = Additions(MMA, 128 if problem.promoted else 0)
+    orders = [additions(problem, device, backend, one) for one in found]
+    way_out = "multiply group by group (tilestream.mm), or call outside of the promise"
+    kept = invariance.keeping(found, orders, promised, way_out)
+    return kept, invariance.refused(found, kept, orders)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -211,7 +234,9 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
     """
     how = Asked(*asked, **more)
     check_schedule("grouped_plan", how.schedule)
-    refuse_invariance("grouped_plan", how.limit)
+    promises = is_invariant(how.limit)
+    if promises and problem.sources:
+        refuse_invariance("grouped_plan", how.limit)
     device = how.device or cpu_properties()
     count, _, refused = workers_of(device, how.workers, how.default_workers, how.limit, "")
     refused += (Refusal("stream_k", "which tiles are the last wave's is known on the device alone"),)
@@ -227,12 +252,18 @@ def plan_groups(problem: GroupedProblem, *asked: Any, **more: Any) -> Plan:
             lambda: f"it has no tile of {how.tile} here", "leave backend=, tile= and schedule= away",
         )  # fmt: skip
         refused += (other,)
+    if promises:
+        found, excluded = keeping(problem, device, backend, list(found), how.limit)
+        refused += excluded
     best = min(found, key=lambda one: one.predicted)
     if problem.sources:
         check_source_schedule("grouped_plan", how.schedule)
     lengths = "of equal lengths" if problem.divides_k else f"whose lengths differ by up to {SPREAD:.0%} from their mean"
     why = f"least of {len(found)} candidates in the cost model, groups {lengths}"
     made = of_candidate(problem, device, backend, best, why, refused)
+    if promises:
+        free = plan_groups(problem, *how._replace(limit=workers_in(how.limit)))
+        made = replace(made, promise=invariance.cost(made.label, made.predicted, free.label, free.predicted))
     log(made)
     return made
 

@@ -1,0 +1,50 @@
+"""The arguments of the kernels that take attention's values in strips, which a plan and a layout decide."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tilestream.core.integers import cdiv
+from tilestream.kernels.hopper.attention_strips import weigh_blocks
+from tilestream.kernels.portable.attention_strips import add_strips, score_blocks
+from tilestream.launch.attention_arguments import GIVEN, AttentionLayout
+from tilestream.launch.pack import Pack
+from tilestream.launch.portable.attention_arguments import AttentionArguments
+from tilestream.plan.attention_plan import AttentionPlan
+
+
+class Scratch(NamedTuple):
+    """A launch's scratch: see `tilestream.kernels.portable.attention_strips`."""
+
+    partials: Any  # the scores
+    maxima: Any
+    weights: Any
+    rescales: Any
+    sums: Any
+    tops: Any
+
+
+class StripArguments(AttentionArguments):
+    """The arguments of the three kernels. A launch gives operands, its `Scratch` and the scale of scores."""
+
+    def __init__(self, plan: AttentionPlan, layout: AttentionLayout) -> None:
+        super().__init__(plan, layout)
+        p = plan.problem
+        self.blocks = cdiv(p.seqlen_k, plan.block[1])
+        self.tiles = p.batch * p.heads_q // plan.pack
+        self.strip = p.head_dim_v // plan.strips
+
+    def pack(self, kernel: Any) -> Pack:
+        """The `Pack` of a kernel's arguments, for values in the order of `GIVEN`, then of `Scratch`."""
+        fixed = {**self._numbers(), "blocks": self.blocks, "STRIP": self.strip, "C": self.config()}
+        return Pack(kernel, fixed, GIVEN, Scratch._fields)
+
+    def kernels(self) -> list[tuple[Any, tuple[int, int, int], dict[str, int]]]:
+        """Each kernel with its grid and the compiler's options, in the order of launches."""
+        plan = self.plan
+        a_block, four = (self.blocks, self.tiles, 1), {"num_warps": 4, "launch_pdl": True}
+        of_strip = four | {"num_warps": plan.warps, "num_stages": plan.stages}
+        return [
+            (score_blocks, a_block, four), (weigh_blocks, a_block, four),
+            (add_strips, (plan.strips, self.tiles, 1), of_strip),
+        ]  # fmt: skip
