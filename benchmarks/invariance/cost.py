@@ -152,7 +152,7 @@ def attention_calls(batch: int, queries: int, keys: int) -> dict[str, Callable[[
 def cases() -> list[tuple[str, tuple[int, int, int]]]:
     """Each kind of call with its extents."""
     products = [("product", (m, n, k)) for n, k in WEIGHTS for m in ROWS]
-    return [*products, *(("attention", shape) for shape in ATTENTION)]
+    return [*(("attention", shape) for shape in ATTENTION), *products]
 
 
 def calls_of(kind: str, shape: tuple[int, int, int]) -> dict[str, Callable[[], Any]]:
