@@ -26,6 +26,8 @@ RECORD = RESULTS / "amd" / "isa.json"
 PUBLISHED = RESULTS / "amd" / "published.json"
 #: What was executed on the emulator: `tests/tools/emulator/executed`.
 EMULATED = RESULTS / "amd" / "emulated.json"
+#: The same cases as another Triton compiles them; and the most instructions a second of a record, on a faster machine.
+EMULATED_TOO, RATE = (EMULATED.with_name(f"emulated_{name}.json") for name in ("triton36", "rate"))
 PAGE = DOCS / "amd.md"
 #: The text between these lines of the page is made here.
 MARKS = {
@@ -119,7 +121,12 @@ def executed() -> str:
         rows.append({"kernel": kernel, "arch": arch, "cases": "; ".join(row["name"] for row in of_it), **sums})
     figures = {key: sum(row[key] for row in record["rows"]) for key in ("instructions", "seconds", "orders", "right")}
     rate = figures["instructions"] / figures["seconds"]
-    about_it = NOTES("executed", **record, **figures, count=len(record["rows"]), rate=rate)
+    other, fastest = load(EMULATED_TOO), load(RATE)
+    about_it = NOTES(
+        "executed", **record, **figures, count=len(record["rows"]), rate=rate, other=other["triton"],
+        others=sum(row["orders"] for row in other["rows"]), also=sum(row["right"] for row in other["rows"]),
+        **{key: fastest[key] for key in ("instructions_per_second", "cases", "commit", "date")},
+    )  # fmt: skip
     return about_it + "\n\n" + columns(rows, {
         "kernel": "{kernel}", "arch": "{arch}", "cases": "{cases}", "orders": "{orders}", "right": "{right}",
         "instructions": "{instructions:,}",
