@@ -24,6 +24,8 @@ from benchmarks.core.session import Session
 from tilestream_tools.sweep.clock import GpuClock
 
 RECORD = "invariance_cost"
+#: Ways of a call that are ours.
+OURS = ("free", "invariant")
 ROWS = (1, 16, 64, 128, 256, 1024, 4096)
 #: Columns and K of Llama's layers of 8B and 70B, and a weight of few columns.
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (1024, 8192))
@@ -71,11 +73,9 @@ def peers() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
         # It takes weights [K, N].
         turned = kept.setdefault(w.data_ptr(), w.t().contiguous())
         out = torch.empty(x.shape[0], w.shape[0], device=x.device, dtype=x.dtype)
-        stream = torch.cuda.current_stream().cuda_stream
-        engine.forward(
-            out.data_ptr(), x.data_ptr(), turned.data_ptr(), None, x.shape[0], x.shape[1], w.shape[0], "bfloat16",
-            stream, True,
-        )  # fmt: skip
+        addresses = out.data_ptr(), x.data_ptr(), turned.data_ptr(), None
+        extents, stream = (*x.shape, w.shape[0]), torch.cuda.current_stream().cuda_stream
+        engine.forward(addresses, extents, "bfloat16", stream, True)
         return out
 
     found["sgemm-bi"] = sgemm
@@ -170,12 +170,23 @@ def promised_plan(kind: str, shape: tuple[int, int, int]) -> Any:
     )  # fmt: skip
 
 
+def without_refusals(calls: dict[str, Callable[[], Any]]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """The calls that run; and by peer why its call did not, which is no fault of the row."""
+    refused: dict[str, str] = {}
+    for name in [one for one in calls if one not in OURS]:
+        try:
+            calls[name]()
+        except Exception as error:
+            refused[name] = f"{type(error).__name__}: {error}"
+    return {name: call for name, call in calls.items() if name not in refused}, refused
+
+
 def share(arguments: list[str]) -> int:
     """A process of a core: makes its calls once, so that their kernels are compiled."""
     index, count = map(int, arguments)
     for kind, shape in cases()[index::count]:
         for name, call in calls_of(kind, shape).items():
-            if name in ("free", "invariant"):
+            if name in OURS:
                 call()
     torch.cuda.synchronize()
     return 0
@@ -189,13 +200,13 @@ def cost(session: Session) -> None:
 
     def measure(item: tuple[str, tuple[int, int, int]]) -> dict[str, Any]:
         kind, shape = item
-        calls = calls_of(kind, shape)
+        calls, refused = without_refusals(calls_of(kind, shape))
         timing = clock.interleave(calls, rounds=SAMPLES, warmup=2, graphs=True)
         us = {name: round(1e6 * timing.median(name), 2) for name in calls}
         ratios = {name: round(timing.median(name) / timing.median("invariant"), 4) for name in calls}
         row: dict[str, Any] = {"what": kind, "shape": "x".join(map(str, shape)), "timed": timing.mode, "us": us}
         plan = promised_plan(kind, shape)
-        row |= {"plan": plan.label, "expected": plan.promise}
+        row |= {"plan": plan.label, "expected": plan.promise, "refused": refused}
         return row | {"ratios": ratios}
 
     session.rows(record, cases(), measure)

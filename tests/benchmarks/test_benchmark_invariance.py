@@ -135,6 +135,16 @@ def test_what_the_promise_costs_is_of_calls_that_are_accepted(kind, shape):
     assert ts.plan(5, 16, 32, dtype="bfloat16", layout="nt", invariant=True).promise
 
 
+def test_a_peer_that_raises_leaves_its_row_to_the_others():
+    def fails():
+        raise TypeError("takes from 4 to 5 arguments")
+
+    calls = {"cublas": int, "free": int, "invariant": int, "peer": fails}
+    left, refused = cost.without_refusals(calls)
+    assert [*left] == ["cublas", "free", "invariant"]
+    assert refused == {"peer": "TypeError: takes from 4 to 5 arguments"}
+
+
 def test_peers_are_those_that_are_installed(monkeypatch, tmp_path):
     """Files as the peers have them: a package, and a folder of vLLM that imports what is not there."""
     assert not cost.peers()
@@ -154,6 +164,11 @@ def test_peers_are_those_that_are_installed(monkeypatch, tmp_path):
         "vllm/model_executor/determinism/batch_invariant.py": imports + text,
         "vllm/model_executor/determinism/batch_invariant_configs.py":
             "from vllm.platforms.interface import DeviceCapability\nof = DeviceCapability\n",
+        "sgemm_bi.py":  # its engine of raw addresses, as its version 0.1.2 has it
+            "class Engine:\n    def __init__(self, device): pass\n"
+            "    def forward(self, ptrs, dims, dtype, stream, tensor_cores=False):\n"
+            "        assert len(ptrs) == 4 and dims == (3, 8, 5) and dtype == 'bfloat16'\n"
+            "        calls.append(dims)\ncalls = []\n",
     }  # fmt: skip
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,9 +176,11 @@ def test_peers_are_those_that_are_installed(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     x, w = torch.randn(3, 8), torch.randn(5, 8)
     found = cost.peers()
-    assert sorted(found) == ["batch_invariant_ops", "vllm"]
+    assert sorted(found) == ["batch_invariant_ops", "sgemm-bi", "vllm"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    assert found.pop("sgemm-bi")(x, w).shape == (3, 5)
     for peer in found.values():
         torch.testing.assert_close(peer(x, w), x @ w.t())
     assert "vllm.envs" not in sys.modules
-    for name in [one for one in sys.modules if one.partition(".")[0] in ("vllm", "batch_invariant_ops")]:
+    for name in [one for one in sys.modules if one.partition(".")[0] in ("vllm", "batch_invariant_ops", "sgemm_bi")]:
         del sys.modules[name]  # later tests ask whether the engine is there
