@@ -39,11 +39,21 @@ def cost(data: Data) -> list[str]:
             "M x N x K": "{shape}", **of("us", figures, ".1f", ", us"), **of("ratios", names, suffix=" / invariant"),
             "plan": "{plan}",
         }),
-        columns([*prefills, *steps], {
-            "sequences x queries x keys": "{shape}", **of("us", ("free", "invariant"), ".1f", ", us"),
-            "free / invariant": "{ratios[free]:.3f}",
-        }),
+        _of_attention([*prefills, *steps]),
     ]  # fmt: skip
+
+
+def strips(data: Data) -> list[str]:
+    """Attention as it is where values may be taken in strips of columns."""
+    prefills, steps = attention(data)
+    return [NOTES.of(data, "strips"), _of_attention([*prefills, *steps])]
+
+
+def _of_attention(rows: list[Row]) -> str:
+    return columns(rows, {
+        "sequences x queries x keys": "{shape}", **of("us", ("free", "invariant"), ".1f", ", us"),
+        "free / invariant": "{ratios[free]:.3f}",
+    })  # fmt: skip
 
 
 def attention(data: Data) -> tuple[list[Row], list[Row]]:
@@ -75,4 +85,4 @@ def _mean(rows: list[Row], name: str) -> str:
     return f"{geomean(ratios):.3f} ({min(ratios):.3f})" if ratios else "-"
 
 
-SECTIONS: dict[str, Callable[[Data], list[str]]] = {"cost": cost, "pairs": pairs}
+SECTIONS: dict[str, Callable[[Data], list[str]]] = {"cost": cost, "strips": strips, "pairs": pairs}
