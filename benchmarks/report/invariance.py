@@ -16,7 +16,7 @@ BESIDE = ("free", "cublas", "batch_invariant_ops", "vllm", "sgemm-bi")
 
 def page(results: Path) -> list[str]:
     parts = NOTES.page(SECTIONS, lambda name: records(results, f"invariance_{name}"))
-    return [*parts, *([] if len(parts) > 1 else [NOTES("none")]), NOTES("design")]
+    return [*parts, NOTES("design" if len(parts) > 1 else "none")]
 
 
 def cost(data: Data) -> list[str]:

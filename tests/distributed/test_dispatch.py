@@ -329,7 +329,7 @@ def test_a_capture_holds_what_was_called_before_it(monkeypatch, op, counted):
     assert eager.counted
     assert eager.fused
     assert (eager.decision.way, eager.chunks == 1) == ("push", op != "all_gather_matmul")
-    assert "counted   by the device: CUDA graphs may hold the call; tested with two ranks" in eager.explain()
+    assert "counted   by the device: CUDA graphs may hold the call; tested between two H200" in eager.explain()
     before = planned(monkeypatch, op, state=group(capture=1))
     assert (before.fused, before.transport) == (False, "collective")
     assert f"refused   fused: {planner.UNPREPARED}" in before.explain()

@@ -1,9 +1,9 @@
-"""What was compiled and checked, but never run on a GPU: plans take it only where it is asked for.
+"""What has not run on a GPU, or not long or fast enough there: plans take it only where it is asked for.
 
 The portable kernels have one text for all GPUs, which has run on NVIDIA's and in Triton's interpreter. Calls whose
-faster kernel has never run get them, though the cost model expects the other to be faster: a wrong number costs more
+faster kernel has hardly run get them, though the cost model expects the other to be faster: a wrong number costs more
 than a slow one. ``backend=`` takes an experimental kernel for a plan, an environment variable for the whole process. A
-kernel that has run is removed from `KERNELS`.
+kernel whose tests and whose speed on a GPU are on record is removed from `KERNELS`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 #: What a plan of such a kernel says of it.
 NOT_RUN = "compiled and checked, not run on a GPU yet"
-#: The same of what ran with ranks that share a GPU.
-BETWEEN_GPUS = "tested with two ranks that share a GPU, not between GPUs yet"
+#: The same of what has run, and why it is not a default yet.
+UNTIMED = "tested on an H200, its speed is not measured yet"
+SOME_TESTS = "some of its tests have run on an H200, none failed"
+BETWEEN_GPUS = "tested between two H200; eager calls cost the host more"
 
 
 class Experimental(NamedTuple):
-    """A kernel, or a way of calling it, that was not run.
+    """A kernel, or a way of calling it, that is not a default yet.
 
     Attributes
     ----------
@@ -42,21 +44,29 @@ class Experimental(NamedTuple):
 #: By the name that plans give them, and by which a plan is asked for them.
 KERNELS = {
     "cdna": Experimental("TILESTREAM_CDNA", "the CDNA kernels"),
-    "hopper_sources": Experimental("TILESTREAM_HOPPER_SOURCES", "the Hopper kernel of rows by source", "hopper"),
+    "hopper_sources": Experimental(
+        "TILESTREAM_HOPPER_SOURCES", "the Hopper kernel of rows by source", "hopper", UNTIMED
+    ),
     "strips": Experimental(
-        "TILESTREAM_STRIPS", "Hopper attention under tilestream.invariant that takes values in strips of columns", None
+        "TILESTREAM_STRIPS",
+        "Hopper attention under tilestream.invariant that takes values in strips of columns",
+        None,
+        SOME_TESTS,
     ),
     "graph_ranks": Experimental(
         "TILESTREAM_GRAPH_RANKS", "calls between ranks that CUDA graphs may hold", None, BETWEEN_GPUS
     ),
     "moe_ranks": Experimental(
-        "TILESTREAM_MOE_RANKS", "mixtures of experts whose rows kernels push to the ranks of their experts", None
+        "TILESTREAM_MOE_RANKS",
+        "mixtures of experts whose rows kernels push to the ranks of their experts",
+        None,
+        SOME_TESTS,
     ),
 }
 
 
 def opt_in(kernel: str) -> str:
-    """Why ``kernel`` is not a default, and what takes it; empty if it has run."""
+    """Why ``kernel`` is not a default, and what takes it; empty for a default."""
     found = KERNELS.get(kernel)
     if found is None:
         return ""
@@ -65,13 +75,13 @@ def opt_in(kernel: str) -> str:
 
 
 def tested(kernel: str) -> str:
-    """How far ``kernel`` was tested; empty if it has run."""
+    """How far ``kernel`` was tested; empty for a default."""
     found = KERNELS.get(kernel)
     return "" if found is None else found.tested
 
 
 def refusal(kernel: str, backend: str | None) -> str:
-    """Why the fast ``kernel`` is not taken: it was not run, and is not asked for; else empty.
+    """Why the fast ``kernel`` is not taken: it is in `KERNELS`, and is not asked for; else empty.
 
     ``backend`` is what the caller forces, None for the plan's choice.
 
@@ -85,7 +95,7 @@ def refusal(kernel: str, backend: str | None) -> str:
 
 
 def takes(kernel: str) -> bool:
-    """Whether the process takes ``kernel``: it has run, or its variable says so."""
+    """Whether the process takes ``kernel``: it is a default, or its variable says so."""
     return not refusal(kernel, None)
 
 
