@@ -16,7 +16,7 @@ from tilestream.core.groups import mean_row_tiles, most_row_tiles
 from tilestream.core.schedule import Cursor, Schedule, Take, take
 from tilestream.plan import GroupedProblem, plan_groups
 from tilestream.plan.candidate import Asked
-from tilestream.plan.experimental import NOT_RUN
+from tilestream.plan.experimental import UNTIMED
 from tilestream.plan.grouped import hopper_candidates
 
 
@@ -220,8 +220,8 @@ def test_rows_by_source_cost_what_is_expected_of_them():
     ):
         assert part in text
     asked = plan(m=4096, sources=8, arrives=True, backend="hopper")
-    assert NOT_RUN in asked.explain()
-    assert NOT_RUN not in plan(m=4096, sources=8, arrives=True, backend="portable").explain()
+    assert UNTIMED in asked.explain()
+    assert UNTIMED not in plan(m=4096, sources=8, arrives=True, backend="portable").explain()
     assert "no gate code runs" in plan(m=4096, sources=8).explain()
     assert plan(m=4096, sources=8).problem.m == 8 * 4096
     with pytest.raises(ValueError, match="sources=3: groups by source divide rows, 64 in equal places"):
