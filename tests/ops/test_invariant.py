@@ -214,6 +214,20 @@ def test_a_row_of_a_group_has_its_bits_whatever_the_groups(how):
             assert torch.equal(ts.mm(a[20:22], b[1]), whole[20:22])
 
 
+def test_halves_of_a_group_have_their_bits_wherever_torch_shares_them_out():
+    """Torch's silu computes the last numbers of a thread's share in another way: those of the row in the middle."""
+    a, b, threads = rand(77, 64), rand(1, 64, 2200), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ts.invariant():
+            whole = ts.grouped_mm(a, b, torch.tensor([77], dtype=torch.int32), activation="swiglu")
+            for row in (0, 38, 76):
+                alone = ts.grouped_mm(a[row : row + 1], b, torch.tensor([1], dtype=torch.int32), activation="swiglu")
+                assert torch.equal(alone[0], whole[row]), row
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_groups_of_k_do_not_see_each_other():
     a, b = rand(20, 90), rand(90, 32)
     with ts.invariant():
