@@ -262,6 +262,7 @@ class FakeCuda:
         for module in (device, publishing):
             patch.setattr(module, "capture_id", lambda handle: 0 if self.graph is None else self.graph.number)
         patch.setattr(lanes, "_idle", {})
+        patch.setattr(lanes, "_lent", set())
         for module in (device, device_words):
             patch.setattr(module, "zero", lambda words: self.current.give(words.zero_))
         patch.setattr(device_words, "_captured_stores", [])

@@ -21,11 +21,12 @@ import tilestream as ts
 from fake_cuda import DEVICE, fake_cuda
 from strategies import chunkings
 from tilestream.arrival import device_words, landing, lanes
+from tilestream.arrival.arrival import Arrival
 from tilestream.arrival.device import DeviceSignals
 from tilestream.arrival.files import RangeReader, find_matrix
 from tilestream.arrival.landing import Landing
 from tilestream.arrival.sources import as_rows, file_source, iterator_source, tensor_source
-from tilestream.arrival.stream import Stream, open_streams
+from tilestream.arrival.stream import Stream, onto, open_streams
 from tilestream.core.chunks import Chunks
 from tilestream.core.error_record import FAILED, Record
 from tilestream.core.errors import ProducerStopped
@@ -378,6 +379,20 @@ class TestLanes:
         y = self.stream(cuda)
         assert ((y._landing._lane.ready.handle, y._landing._lane.landed.handle) == events) == whole
         assert torch.equal(y.wait(), y._source.tensor)
+
+    def test_a_lane_whose_signals_cannot_be_made_is_given_up(self, cuda, monkeypatch):
+        def fails(*given, **named):
+            raise MemoryError("no words")
+
+        chunked, source = Arrival.uniform(2, 3), pinned(cuda, matrix(6))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceSignals, "__init__", fails)
+            with pytest.raises(MemoryError):
+                onto(DEVICE, source, chunked, False)
+        gc.collect()
+        assert not lanes._lent
+        x = onto(DEVICE, source, chunked, False)
+        assert lanes._lent == {x._landing._lane}
 
     def test_a_late_signal_takes_no_word_of_the_stream_before_back(self, cuda):
         x = self.stream(cuda)

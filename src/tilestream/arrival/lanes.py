@@ -81,6 +81,12 @@ class Lane:
             give_back(self.stream)
 
 
+def drop(lane: Lane) -> None:
+    """Give a lane up that no signals have taken; once, whether or not the signals' end has done so."""
+    if lane in _lent:
+        lane.leave(False)
+
+
 def take(count: int, device: torch.device, behind: int) -> Lane:
     """A lane for ``count`` chunks.
 

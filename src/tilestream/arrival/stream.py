@@ -625,7 +625,11 @@ def onto(device: torch.device, source: Source, chunked: Arrival, by_kernel: bool
 
     with on_device(device):
         lane = lanes.take(chunked.num_chunks, device, torch._C._cuda_getCurrentRawStream(device.index))
-        signals = DeviceSignals(chunked.num_chunks, device, lane=lane)
+        try:
+            signals = DeviceSignals(chunked.num_chunks, device, lane=lane)
+        except BaseException:
+            lanes.drop(lane)
+            raise
         return Stream(
             chunked.with_signals(signals), source, DeviceLanding(source.tensor, device, lane), by_kernel, **more
         )
