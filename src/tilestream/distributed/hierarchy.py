@@ -72,7 +72,7 @@ def all_gather_matmul(mesh: NodeMesh, request: Request) -> tuple[torch.Tensor, l
         return _gather_then_multiply(mesh, request)
     (internode, intranode), end, dim = mesh, mesh.begin(request), request.dim
     a_shard, scales = request.a, request.scales_of_rows()
-    plan = all_gather.plan_of(intranode, request)
+    plan = all_gather.plan_of(intranode, request._replace(deadline=_left(end)))  # which each step has
     mine = [a_shard.contiguous()]
     if scales is not None:  # each rank has its own
         mine.append(scales.contiguous())
@@ -132,7 +132,7 @@ def matmul_reduce_scatter(mesh: NodeMesh, request: Request) -> torch.Tensor:
         assert of_rows is not None
         scales = list(of_rows.split(parts[0].shape[dim], dim))
     plan = reduce_scatter.plan_of(
-        intranode, request._replace(a=parts[0]), travels=str(dtype), reduce_op=request.reduce_op
+        intranode, request._replace(a=parts[0], deadline=_left(end)), travels=str(dtype), reduce_op=request.reduce_op
     )  # fmt: skip
     sums = request._replace(reduce_op="sum", biases=[None], out_dtype=dtype)
 
