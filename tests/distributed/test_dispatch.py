@@ -269,6 +269,16 @@ def test_a_call_that_the_host_would_hold_up_is_unfused(monkeypatch, op, counted)
     assert planned(monkeypatch, op, "auto", rows=768, state=group(capture=2, agreed=[eager.handshake])).fused
 
 
+def test_what_was_measured_stays_measured_where_the_host_would_hold_it_up():
+    """Else an all-reduce would say that no measurement shows it to be faster."""
+    case = replace(gather(256, 8192, 4096, 2), op="matmul_all_reduce", rows=128)
+    found = dispatch.unless_host_bound(case, dispatch.Decision(True, 1, "measured", True))
+    assert (found.fused, found.measured) == (False, True)
+    assert "the host takes" in found.why
+    large = replace(case, rows=8192)
+    assert dispatch.unless_host_bound(large, dispatch.Decision(True, 1, "measured", True)).fused
+
+
 def test_calls_with_and_without_a_deadline_have_keys_of_their_own():
     a, b = torch.empty(4, 2), torch.empty(2, 6)
     requests = [Request("all_gather_matmul", a, [b], [None], ["none"], None, [None], deadline=d) for d in (None, 1, 2)]

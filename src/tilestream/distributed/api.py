@@ -79,8 +79,8 @@ def all_gather_matmul(
         Whether to return ``A``, too.
     form
         ``"fused"`` or ``"unfused"``, the same on all ranks; ``"auto"``: a table of measurements decides, or else a
-        model. A call without a deadline that is so small that the host would hold it up is unfused, but in a CUDA
-        graph. See `plan_all_gather_matmul`.
+        model. A call without a deadline that is so small that the host would hold it up is unfused, unless
+        TILESTREAM_GRAPH_RANKS is 1. See `plan_all_gather_matmul`.
     deadline
         Seconds from the call (on a GPU, from the kernel's start) after which the call stops waiting; None, on all ranks
         or on none: the group's own timeout.
@@ -131,7 +131,7 @@ def plan_all_gather_matmul(
 ) -> DistributedPlan:
     """The plan of an `all_gather_matmul`, without sending anything. ``print(plan.explain())`` states the reasons."""
     request = check_request(GATHER, a_shard, b, dim=gather_dim, scale_a=scale_a, form=form)
-    return _over_nodes(request, group, lambda state, nodes: all_gather.plan_of(state, request))
+    return _over_nodes(request, group, lambda state, nodes, step: all_gather.plan_of(state, step))
 
 
 def matmul_reduce_scatter(
@@ -210,10 +210,10 @@ def plan_matmul_reduce_scatter(
     request = check_request(REDUCE_SCATTER, a, b, dim=scatter_dim, form=form)
     reduce_scatter.travel_dtype(request)
 
-    def of_node(state: GroupState, nodes: int) -> DistributedPlan:
-        reduce_scatter.part_shape(request, nodes * state.world)
-        rows = request.a.narrow(request.dim, 0, request.a.shape[request.dim] // nodes)
-        return reduce_scatter.plan_of(state, request._replace(a=rows))
+    def of_node(state: GroupState, nodes: int, step: Request) -> DistributedPlan:
+        reduce_scatter.part_shape(step, nodes * state.world)
+        rows = step.a.narrow(step.dim, 0, step.a.shape[step.dim] // nodes)
+        return reduce_scatter.plan_of(state, step._replace(a=rows))
 
     return _over_nodes(request, group, of_node)
 
@@ -286,16 +286,17 @@ def plan_matmul_all_reduce(
     """The plan of a `matmul_all_reduce`, without sending anything. ``print(plan.explain())`` states the reasons."""
     request = check_request(ALL_REDUCE, a, b, form=form)
     reduce_scatter.travel_dtype(request)
-    return _over_nodes(request, group, lambda state, nodes: all_reduce.plan_of(state, request, nodes))
+    return _over_nodes(request, group, lambda state, nodes, step: all_reduce.plan_of(state, step, nodes))
 
 
 def _over_nodes(
-    request: Request, group: Group, of_node: Callable[[GroupState, int], DistributedPlan]
+    request: Request, group: Group, of_node: Callable[[GroupState, int, Request], DistributedPlan]
 ) -> DistributedPlan:
-    """The plan over all nodes of ``group``; ``of_node(state, nodes)`` makes the plan of one step, inside a node."""
+    """The plan over all nodes of ``group``; ``of_node(state, nodes, step)`` makes that of one step, inside a node."""
     *internode, intranode = (state_of(request.op, x) for x in groups_of(request.op, group))
     nodes = internode[0].world if internode else 1
-    return replace(of_node(intranode, nodes), nodes=nodes)
+    step = request._replace(deadline=1.0) if internode else request  # a step has what is left of the call's
+    return replace(of_node(intranode, nodes, step), nodes=nodes)
 
 
 def _op_deadline(request: Request) -> float:

@@ -141,19 +141,21 @@ def decide(case: Case, form: Form = "auto") -> Decision:
 def unless_host_bound(case: Case, decision: Decision) -> Decision:
     """``decision``; unfused where an unfused call takes less time than the host takes to issue a fused one.
 
-    Called back to back, a call takes the longer of the host's part and the GPU's. A CUDA graph has no host's part.
+    Called back to back, a call takes the longer of the host's part and the GPU's.
     """
     host = table()["rates"].get(case.device, {}).get("host")
     if host is None or not decision.fused:
         return decision
-    unfused = max(_seconds(case, table()["rates"][case.device]), host["unfused"])
+    # Of an all-reduce a rank's rows are all rows.
+    shared = replace(case, rows=case.rows // case.world) if case.op == "matmul_all_reduce" else case
+    unfused = max(_seconds(shared, table()["rates"][case.device]), host["unfused"])
     if unfused >= host["fused"]:
         return decision
     why = (
         f"the host takes {number(host['fused'] * 1e3)} ms to issue a fused call, and an unfused one takes "
         f"{number(unfused * 1e3)} ms in all ({host['source']}); a call with a deadline of its own is fused"
     )
-    return Decision(False, 1, why)
+    return replace(decision, fused=False, chunks=1, why=why)
 
 
 def _matches(entry: dict[str, Any], case: Case) -> bool:

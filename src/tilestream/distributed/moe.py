@@ -243,7 +243,7 @@ def _checked(
         raise ValueError(f"{_OP}: form={form!r}; it must be one of {', '.join(FORMS)}")
     if x.is_cuda and w1.shape[0] > MOST_GROUPS:
         raise ValueError(f"{_OP}: w1 has {w1.shape[0]} experts; a rank's GPU has at most {MOST_GROUPS}: use more ranks")
-    refuse_invariance(_OP, limit())
+    refuse_invariance(_OP, limit(), "which mixtures over ranks do not keep yet")
     return x, w1, w2, w3
 
 

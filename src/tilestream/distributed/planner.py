@@ -92,7 +92,8 @@ def _make(
     if promises and form == "auto":
         form = "fused"  # this form adds in the order of the ranks, for any cut of the rows
     decision = decide(case, form)
-    # A deadline bounds the wait of a fused call alone. A call before a capture makes what the captured one needs.
+    # A deadline bounds the wait of a fused call alone. Where graphs hold calls, an eager one must stay fused: it makes
+    # what the captured one needs.
     free = form == "auto" and request.deadline is None and on_trial() is None
     if free and not state.capture(x) and not experimental.takes("graph_ranks"):
         decision = unless_host_bound(case, decision)
