@@ -142,8 +142,8 @@ def grouped_mm(
         If an operand of 8 bits, a scale or what it scales, or any operand of a call with ``out``, ``counts`` or
         ``arrival`` requires a gradient.
     NotImplementedError
-        As from `tilestream.matmul`; and under `tilestream.invariant` for rows by source, for scales of blocks, and on
-        GPUs other than sm_90.
+        As from `tilestream.matmul`; and under `tilestream.invariant` for rows by source, and on GPUs for scales of
+        blocks, and on those other than sm_90.
     ArrivalTimeout
         If a matrix of a stream, or the counts or rows of a source, did not come in time; what was not computed is NaN.
         On a GPU it is raised by the next call on that device, or by `tilestream.check`.

@@ -216,6 +216,8 @@ def keeping(
         refuse_invariance("grouped_plan", asked, f"and its tiles were not compared on {device.arch}")
     if problem.scales == "block":
         refuse_invariance("grouped_plan", asked, "and scales of blocks are applied by each tile in its own steps")
+    if problem.promoted and problem.k * ITEMSIZE[problem.dtype] % 16:
+        refuse_invariance("grouped_plan", asked, f"and tilestream.mm adds otherwise where K is {problem.k}")
     promised = Additions(MMA, 128 if problem.promoted else 0)
     orders = [additions(problem, device, backend, one) for one in found]
     way_out = "multiply group by group (tilestream.mm), or call outside of the promise"

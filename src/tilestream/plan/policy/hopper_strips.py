@@ -32,7 +32,8 @@ MOST_COLUMNS = 128
 MOST_TILES = 2**16 - 1
 #: Floats to which parts of the scratch are rounded up: 128 bytes.
 _LINE = 32
-#: Seconds of 128 keys in the chain: eight multiplications of 33 cycles, the loads' barrier, the scaling. Not measured.
+#: Seconds of 128 keys in the chain: eight multiplications of 33 cycles, the loads' barrier, the scaling. A prediction:
+#: an H200 takes 6e-7 to 7e-7 (`benchmarks/results/h200/invariance_strips.json`).
 CHAIN_SECONDS = 2.3e-7
 
 
