@@ -21,9 +21,11 @@ import torch
 import tilestream as ts
 from benchmarks.core.compiling import compile_ahead
 from benchmarks.core.session import Session
+from tilestream.plan import experimental
 from tilestream_tools.sweep.clock import GpuClock
 
-RECORD = "invariance_cost"
+#: Records: of defaults, and of attention that may take values in strips (TILESTREAM_STRIPS=1).
+RECORD, STRIPS = "invariance_cost", "invariance_strips"
 #: Ways of a call that are ours.
 OURS = ("free", "invariant")
 ROWS = (1, 16, 64, 128, 256, 1024, 4096)
@@ -71,9 +73,10 @@ def peers() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
 
     def sgemm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         # It takes weights [K, N].
-        turned = kept.setdefault(w.data_ptr(), w.t().contiguous())
+        if w.data_ptr() not in kept:
+            kept[w.data_ptr()] = w.t().contiguous()
         out = torch.empty(x.shape[0], w.shape[0], device=x.device, dtype=x.dtype)
-        addresses = out.data_ptr(), x.data_ptr(), turned.data_ptr(), None
+        addresses = out.data_ptr(), x.data_ptr(), kept[w.data_ptr()].data_ptr(), None
         extents, stream = (*x.shape, w.shape[0]), torch.cuda.current_stream().cuda_stream
         engine.forward(addresses, extents, "bfloat16", stream, True)
         return out
@@ -196,7 +199,7 @@ def cost(session: Session) -> None:
     """A row for each shape: microseconds, and ratios above 1 where ours with the promise is the faster."""
     compile_ahead("invariance", limit=max(0.6 * session.left, 1), section="_cost")
     clock = GpuClock()
-    record = session.record(RECORD, dtype="bfloat16", peers=sorted(peers()))
+    record = session.record(STRIPS if experimental.takes("strips") else RECORD, dtype="bfloat16", peers=sorted(peers()))
 
     def measure(item: tuple[str, tuple[int, int, int]]) -> dict[str, Any]:
         kind, shape = item

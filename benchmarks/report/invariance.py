@@ -46,7 +46,7 @@ def cost(data: Data) -> list[str]:
 def strips(data: Data) -> list[str]:
     """Attention as it is where values may be taken in strips of columns."""
     prefills, steps = attention(data)
-    return [NOTES.of(data, "strips"), _of_attention([*prefills, *steps])]
+    return [NOTES.of(data, "strips"), *incomplete(data), _of_attention([*prefills, *steps])]
 
 
 def _of_attention(rows: list[Row]) -> str:
