@@ -105,7 +105,7 @@ class Graph:
         monkeypatch.setattr(torch, "zeros", zeros_of_the_host)
         monkeypatch.setattr(trace.driver, "captures_relaxed", relaxed)
         monkeypatch.setattr(trace.driver, "copy_out", lambda *copy: self.copies.append(copy))
-        monkeypatch.setattr(trace, "keep", lambda stream, copy: self.kept.append(copy))
+        monkeypatch.setattr(trace, "keep", lambda stream, copy, log: self.kept.append(copy))
 
     def replay(self, launch: Launch, begin: int) -> None:
         for log, (stream, to, source, size) in zip(launch.given, self.copies, strict=True):

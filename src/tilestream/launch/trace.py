@@ -128,7 +128,7 @@ def captured(
     # By the driver: torch would record an event of this stream when the copy is freed, maybe in a later capture.
     size = log.words.numel() * log.words.element_size()
     driver.copy_out(stream, copy.words.data_ptr(), log.words.data_ptr(), size)
-    keep(stream, copy)
+    keep(stream, copy, log)  # the log, too: a capture need not be in a pool of torch's
 
     def read() -> LaunchTrace:
         torch.cuda.synchronize(device)
