@@ -216,14 +216,15 @@ def test_a_row_of_a_group_has_its_bits_whatever_the_groups(how):
 
 def test_halves_of_a_group_have_their_bits_wherever_torch_shares_them_out():
     """Torch's silu computes the last numbers of a thread's share in another way: those of the row in the middle."""
-    a, b, threads = rand(77, 64), rand(1, 64, 2200), torch.get_num_threads()
+    b, threads = rand(1, 64, 2200), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with ts.invariant():
-            whole = ts.grouped_mm(a, b, torch.tensor([77], dtype=torch.int32), activation="swiglu")
-            for row in (0, 38, 76):
-                alone = ts.grouped_mm(a[row : row + 1], b, torch.tensor([1], dtype=torch.int32), activation="swiglu")
-                assert torch.equal(alone[0], whole[row]), row
+        for seed in range(20):
+            a = torch.randn(77, 64, generator=torch.Generator().manual_seed(seed))
+            with ts.invariant():
+                whole = ts.grouped_mm(a, b, torch.tensor([77], dtype=torch.int32), activation="swiglu")
+                alone = ts.grouped_mm(a[38:39], b, torch.tensor([1], dtype=torch.int32), activation="swiglu")
+            assert torch.equal(alone[0], whole[38]), seed
     finally:
         torch.set_num_threads(threads)
 
