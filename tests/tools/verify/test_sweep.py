@@ -26,7 +26,7 @@ PARTS = {"workers": 3, "ring": 3, "product": 3}
 MOST_STATES = {
     "workers": 720_000, "ring": 1_450_000, "product": 740_000, "shared": 10_000, "attention": 670_000,
     "gather": 110_000, "publish": 10_000, "sums": 20_000, "copies": 120_000, "reduce": 20_000,
-    "replay": 12_000, "dispatch": 40_000, "experts": 60_000, "sources": 240_000,
+    "replay": 20_000, "dispatch": 40_000, "experts": 60_000, "sources": 240_000,
 }  # fmt: skip
 SWEPT = [
     pytest.param(model, part, marks=pytest.mark.slow if part else ())
