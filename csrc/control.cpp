@@ -1,12 +1,18 @@
-// What Python calls through ctypes: `tilestream.launch.native`, `tilestream.runtime.sequence`.
+// What Python calls through ctypes: `tilestream.launch.native`, `tilestream.launch.program`,
+// `tilestream.runtime.sequence`.
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <exception>
+#include <memory>
+#include <optional>
+#include <span>
 #include <string>
+#include <utility>
 
 #include "driver.h"
 #include "launch_table.h"
+#include "program.h"
 #include "sequence.h"
 #include "workspace.h"
 
@@ -80,3 +86,50 @@ EXPORT int64_t tilestream_sequence_issue(const void* sequence, const uint64_t* s
 }
 
 EXPORT void tilestream_sequence_free(void* sequence) { delete static_cast<tilestream::Sequence*>(sequence); }
+
+// Whether this thread's launches are kept from now on; forgets those that were kept.
+EXPORT void tilestream_keep_launches(int32_t keep) { tilestream::keep_launches(keep != 0); }
+
+// The oldest launch that was kept and not taken, to be freed; null if there is none.
+EXPORT void* tilestream_take_kept() { return tilestream::take_kept().release(); }
+
+// A launch by a recipe of `count` integers, to be freed, that is given nothing; null, with `*why`, as for a sequence.
+EXPORT void* tilestream_launch_make(const int64_t* recipe, int64_t count, const char** why) {
+  static thread_local std::string said;
+  try {
+    tilestream::Entry entry{
+        std::make_unique<const tilestream::Recipe>(std::span(recipe, static_cast<size_t>(count))), {}, std::nullopt};
+    return new tilestream::Launched{std::make_shared<const tilestream::Entry>(std::move(entry)), {}};
+  } catch (const std::exception& error) {
+    said = error.what();
+    *why = said.c_str();
+    return nullptr;
+  }
+}
+
+EXPORT void tilestream_launch_free(void* launch) { delete static_cast<tilestream::Launched*>(launch); }
+
+// A program of `count` integers, to be freed; null, with `*why`, as for a sequence.
+EXPORT void* tilestream_program_make(const int64_t* integers, int64_t count, const char** why) {
+  static thread_local std::string said;
+  try {
+    return new tilestream::Program({integers, static_cast<size_t>(count)});
+  } catch (const std::exception& error) {
+    said = error.what();
+    *why = said.c_str();
+    return nullptr;
+  }
+}
+
+// Issue the parts from `first` on: see `Program::issue`. Returns the number of parts that are issued. `stopped`: the
+// issued operations of the next one, and the code.
+EXPORT int64_t tilestream_program_issue(
+    const void* program, const uint64_t* values, int32_t device, int64_t first, int64_t* stopped) {
+  const auto& issued = *static_cast<const tilestream::Program*>(program);
+  const auto progress = issued.issue({values, issued.values()}, device, static_cast<size_t>(first));
+  stopped[0] = static_cast<int64_t>(progress.operations);
+  stopped[1] = progress.code;
+  return static_cast<int64_t>(progress.parts);
+}
+
+EXPORT void tilestream_program_free(void* program) { delete static_cast<tilestream::Program*>(program); }

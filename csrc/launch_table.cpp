@@ -28,7 +28,9 @@ struct Equal {
 // Never destroyed: a thread may still launch while the process ends.
 std::shared_mutex& mutex = *new std::shared_mutex;
 auto& entries = *new std::unordered_map<std::vector<int64_t>, std::shared_ptr<const Entry>, Hash, Equal>;
+auto& numbers = *new std::unordered_map<std::vector<int64_t>, int64_t, Hash, Equal>;
 size_t capacity = 8192;
+int64_t newest_number = 0;
 
 }  // namespace
 
@@ -44,6 +46,19 @@ void insert_entry(const Key& key, std::shared_ptr<const Entry> entry) {
   std::unique_lock lock(mutex);
   if (entries.size() >= capacity && !entries.contains(key.words())) entries.clear();
   entries[{key.words().begin(), key.words().end()}] = std::move(entry);
+}
+
+int64_t number_of(const Key& key) {
+  if (key.overflows()) return 0;
+  {
+    std::shared_lock lock(mutex);
+    if (const auto found = numbers.find(key.words()); found != numbers.end()) return found->second;
+  }
+  std::unique_lock lock(mutex);
+  if (numbers.size() >= capacity) numbers.clear();
+  const auto [place, is_new] = numbers.try_emplace({key.words().begin(), key.words().end()}, newest_number + 1);
+  newest_number += is_new;
+  return place->second;
 }
 
 void clear_table() {

@@ -53,6 +53,9 @@ std::shared_ptr<const Entry> find_entry(const Key& key);
 // Insert or replace. A table that is full is emptied first.
 void insert_entry(const Key& key, std::shared_ptr<const Entry> entry);
 
+// The number of a key, from 1 on; no other key ever has it. 0 if it overflows.
+int64_t number_of(const Key& key);
+
 void clear_table();
 size_t table_size();
 void set_table_capacity(size_t entries);

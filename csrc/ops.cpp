@@ -19,6 +19,7 @@
 
 #include "launch_table.h"
 #include "overlap.h"
+#include "program.h"
 #include "recipe.h"
 
 namespace tilestream {
@@ -274,7 +275,8 @@ std::shared_ptr<const Entry> find(const Op& x, const Tensor* out, Call& call) {
 }
 
 // Launch what was found for a call, on the device of `like`; `into`: into the caller's output.
-Made launch_entry(const Entry& entry, Call& call, const Tensor& like, bool into) {
+Made launch_entry(const std::shared_ptr<const Entry>& found, Call& call, const Tensor& like, bool into) {
+  const Entry& entry = *found;
   Made made;
   const auto fresh = [&](const Layout& layout, Operand operand) {
     Tensor tensor = allocate(layout, like, call.device);
@@ -285,6 +287,7 @@ Made launch_entry(const Entry& entry, Call& call, const Tensor& like, bool into)
   if (entry.lse.has_value()) made.lse = fresh(*entry.lse, kLse);
   if (!entry.recipe->issue(call.given, call.device, call.context)) return {};
   made.launched = true;
+  launched(found, call.given);
   return made;
 }
 
@@ -292,7 +295,7 @@ template <typename Op>
 Made launch(const Op& x, const Tensor* out) {
   Call call;
   const auto entry = find(x, out, call);
-  return entry == nullptr ? Made{} : launch_entry(*entry, call, x.first(), out != nullptr);
+  return entry == nullptr ? Made{} : launch_entry(entry, call, x.first(), out != nullptr);
 }
 
 // The gated call that this thread has found last.
@@ -327,7 +330,7 @@ std::tuple<bool, std::optional<Tensor>, std::optional<Tensor>> launch_found(
   if (words.size() != kWords + 1) throw std::invalid_argument("a gated call has another number of words");
   std::copy_n(words.begin(), kWords, found.call.given.words.begin());
   found.call.given.addresses[kLocal] = reinterpret_cast<void*>(words.back());
-  Made made = launch_entry(*entry, found.call, like, found.into);
+  Made made = launch_entry(entry, found.call, like, found.into);
   return {made.launched, std::move(made.out), std::move(made.lse)};
 }
 
@@ -468,6 +471,21 @@ bool remember_grouped(std::vector<int64_t> recipe, Tensor result, bool into, GRO
   return remember(recipe, result, nullptr, into, GROUPED_ARGUMENTS);
 }
 
+// A number of these tensors' dtypes, devices, alignments, sizes and strides; no other ones ever have it. 0: they have
+// none. The calls between ranks know by it that a call equals an earlier one.
+int64_t number_layouts(
+    Tensor a, Tensor b, std::optional<Tensor> c, std::optional<Tensor> d, std::optional<Tensor> e) {
+  Key key;
+  for (const Tensor* x : {&std::as_const(a), &std::as_const(b), pointer_to(c), pointer_to(d), pointer_to(e)}) {
+    if (x == nullptr) {
+      key.add(0);
+    } else {
+      add_tensor(key, *x, x->const_data_ptr());
+    }
+  }
+  return number_of(key);
+}
+
 // An op that makes nothing, whatever it is given.
 template <auto kOp>
 struct Declined;
@@ -524,6 +542,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilestream, m) {
   m.def("try_grouped(" GROUPED_SCHEMA ") -> Tensor?");
   m.def("try_grouped_out(Tensor(a!) out, " GROUPED_SCHEMA ") -> bool");
   m.def("remember_grouped(int[] recipe, Tensor result, bool into, " GROUPED_SCHEMA ") -> bool");
+  m.def("number_layouts(Tensor a, Tensor b, Tensor? c=None, Tensor? d=None, Tensor? e=None) -> int");
 }
 
 #define CALLED(...) TORCH_BOX(&tilestream::__VA_ARGS__)
@@ -561,6 +580,7 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
   m.impl("try_grouped", CALLED(try_grouped));
   m.impl("try_grouped_out", CALLED(try_grouped_out));
   m.impl("remember_grouped", CALLED(remember_grouped));
+  m.impl("number_layouts", CALLED(number_layouts));
 }
 
 // Where something between the caller and the kernel has to see a call, the call is Python's, and no recipe is made of it:
@@ -585,6 +605,7 @@ STABLE_TORCH_LIBRARY_IMPL(tilestream, TILESTREAM_DEVICE_KEY, m) {
     m.impl("try_grouped", DECLINED(try_grouped));                           \
     m.impl("try_grouped_out", DECLINED(try_grouped_out));                   \
     m.impl("remember_grouped", DECLINED(remember_grouped));                 \
+    m.impl("number_layouts", DECLINED(number_layouts));                     \
   }
 
 DECLINE_AT(Python)  // a dispatch mode, or a tensor subclass

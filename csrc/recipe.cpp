@@ -199,14 +199,20 @@ bool Recipe::reads(Operand operand) const {
 bool Recipe::issue(Given& given, int32_t device, int64_t context) const {
   void* stream = nullptr;
   if (driver().current_stream(device, &stream) != kSuccess) return false;
+  if (need_.any()) {  // a captured launch has words of its own: `tilestream.runtime.device_workspace.captured_words`
+    int capturing = 0;
+    if (driver().stream_is_capturing(stream, &capturing) != kSuccess || capturing != 0) return false;
+  }
+  return issue_on(stream, given, device, context);
+}
+
+bool Recipe::issue_on(void* stream, Given& given, int32_t device, int64_t context) const {
   size_t launched = 0;
   const auto launch_all = [&] {
     while (launched < kernels_.size() && kernels_[launched].launch(given, stream)) launched++;
     return launched == kernels_.size();
   };
   if (!need_.any()) return launch_all();
-  int capturing = 0;  // a captured launch has words of its own: `tilestream.runtime.device_workspace.captured_words`
-  if (driver().stream_is_capturing(stream, &capturing) != kSuccess || capturing != 0) return false;
   const std::shared_ptr<Workspace> workspace = find_workspace({device, stream, context});
   if (workspace == nullptr) return false;
   std::lock_guard lock(workspace->mutex);
@@ -216,6 +222,14 @@ bool Recipe::issue(Given& given, int32_t device, int64_t context) const {
   const bool all = launch_all();
   if (launched > 0) workspace->base += need_.tickets;  // also where only a kernel behind it failed
   return all;
+}
+
+bool Recipe::has_words(void* stream, int32_t device, int64_t context) const {
+  if (!need_.any()) return true;
+  const std::shared_ptr<Workspace> workspace = find_workspace({device, stream, context});
+  if (workspace == nullptr) return false;
+  std::lock_guard lock(workspace->mutex);
+  return workspace->holds(need_);
 }
 
 }  // namespace tilestream

@@ -84,6 +84,12 @@ class Recipe {
   // captured, or the driver refuses, and Python's own launch says why. Fills in what `given` has of the workspace.
   bool issue(Given& given, int32_t device, int64_t context) const;
 
+  // Likewise, on a stream that is not being captured.
+  bool issue_on(void* stream, Given& given, int32_t device, int64_t context) const;
+
+  // Whether the stream has the words that a launch needs.
+  bool has_words(void* stream, int32_t device, int64_t context) const;
+
   // Whether a kernel is given the operand's address.
   bool reads(Operand operand) const;
 

@@ -15,6 +15,7 @@ from tilestream.distributed.collective import agree, all_gather
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import connected_plan, make_plan
+from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Product, ScaledRows, Shards
 
@@ -66,8 +67,9 @@ class _Decided(NamedTuple):
 
 
 def run(
-    state: GroupState, request: Request, into: Sequence[torch.Tensor] = (), key: object = None
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    state: GroupState, request: Request, into: Sequence[torch.Tensor] = (), key: object = None,
+    plain: PlainCall | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """All ranks' rows (empty unless ``return_a``), and the products.
 
     Parameters
@@ -76,6 +78,8 @@ def run(
         The products' memory, ``[rows of all ranks, N]`` each; if empty, it is allocated.
     key
         The request's key, if the caller has it.
+    plain
+        The call, if equal ones can be repeated.
     """
     request.begin(state)
     key, seconds, a = key or request.key(state), request.seconds(state), request.a
@@ -91,8 +95,11 @@ def run(
         shard = ScaledRows(a.reshape(shards.batches, shards.rows, shards.width), scales)
         products = _products(request, into)
         if plan.transport == "symmetric memory" and plan.fused:
-            gather_matmul = graph_calls.gather_matmul if plan.counted else copy_engines.gather_matmul
-            rows, outs = gather_matmul(state, plan, shards, shard, products, seconds, request.return_a)
+            of_call = state, plan, shards, shard, products, seconds, request.return_a
+            if plan.counted:
+                rows, outs = graph_calls.gather_matmul(*of_call)
+            else:
+                rows, outs = copy_engines.gather_matmul(*of_call, plain)
         else:
             rows, outs = _gather_in_host_order(state, request, plan, shards, shard, products, seconds)
     shape = _gathered_shape(state, request)

@@ -19,6 +19,7 @@ from tilestream.distributed.group_state import GroupState, states_of
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import connected_plan, make_plan
 from tilestream.distributed.reduce_scatter import travel_dtype
+from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import ALL_REDUCE, Request
 
 #: Reasons for the group's own all-reduce. docs/distributed.md has the arithmetic.
@@ -64,7 +65,7 @@ class _Decided(NamedTuple):
     library: bool
 
 
-def run(states: list[GroupState], request: Request, key: object = None) -> torch.Tensor:
+def run(states: list[GroupState], request: Request, key: object = None, plain: PlainCall | None = None) -> torch.Tensor:
     """The sum over all ranks of their products.
 
     Parameters
@@ -73,6 +74,8 @@ def run(states: list[GroupState], request: Request, key: object = None) -> torch
         The state of one group; or those of the internode and the intranode group, which sums first.
     key
         The request's key in one group, if the caller has it.
+    plain
+        The call, if equal ones can be repeated.
     """
     request.begin(*states)
     a, b, inner_first = request.a, request.b, states[::-1]
@@ -86,8 +89,9 @@ def run(states: list[GroupState], request: Request, key: object = None) -> torch
         if plans[0].fused:
             (state,) = states
             with state.call():
-                reduce = graph_calls.matmul_reduce if plans[0].counted else one_shot.matmul_reduce
-                return reduce(state, plans[0], request, dtype)
+                if plans[0].counted:
+                    return graph_calls.matmul_reduce(state, plans[0], request, dtype)
+                return one_shot.matmul_reduce(state, plans[0], request, dtype, plain)
         total = torch.matmul(a, b) if library else request.product(a, bias=None, out_dtype=dtype)
         total = total.to(wide)
         for state, plan in zip(inner_first, plans, strict=True):

@@ -18,6 +18,7 @@ from tilestream.distributed.library import (
     matmul_reduce_scatter_op,
 )
 from tilestream.distributed.plan import DistributedPlan
+from tilestream.distributed.repeats import plain_call
 from tilestream.distributed.request import (
     ALL_REDUCE,
     GATHER,
@@ -105,10 +106,16 @@ def all_gather_matmul(
         "dim": gather_dim, "bias": bias, "activation": activation, "scale_a": scale_a, "scale_b": scale_b,
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "return_a": return_a, "form": form, "deadline": deadline,
     }  # fmt: skip
+    plain = None
+    if bias is None and activation is None and scale_a is None and scale_b is None and return_a is False:
+        options = out_dtype, use_fast_accum, form
+        plain = plain_call(GATHER, group, a_shard, b, gather_dim, deadline, *options)
+        if plain is not None and (made := plain.repeated()) is not None:
+            return made[0] if isinstance(b, torch.Tensor) else list(made)
     request = given_request(GATHER, a_shard, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():
-            gathered, outs = all_gather.run(found.state, request, key=found.key)
+            gathered, outs = all_gather.run(found.state, request, key=found.key, plain=plain)
     else:
         request = check_request(GATHER, a_shard, b, **given)
         biases = [request.a.new_empty(0) if x is None else x for x in request.biases]
@@ -186,10 +193,17 @@ def matmul_reduce_scatter(
         "dim": scatter_dim, "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
         "out_dtype": out_dtype, "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
     }  # fmt: skip
+    plain = None
+    if bias is None and scale_a is None and scale_b is None:
+        options = reduce_op, out_dtype, use_fast_accum, form
+        plain = plain_call(REDUCE_SCATTER, group, a, b, scatter_dim, deadline, *options)
+        if plain is not None and (made := plain.repeated()) is not None:
+            repeated: torch.Tensor = made
+            return repeated
     request = given_request(REDUCE_SCATTER, a, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():
-            return reduce_scatter.run(found.state, request, found.key)
+            return reduce_scatter.run(found.state, request, found.key, plain)
     request = check_request(REDUCE_SCATTER, a, b, **given)
     result: torch.Tensor = matmul_reduce_scatter_op(
         request.a, request.b, request.dim, reduce_op, name_of(REDUCE_SCATTER, group), bias, scale_a, scale_b, out_dtype,
@@ -268,10 +282,17 @@ def matmul_all_reduce(
         "reduce_op": reduce_op, "bias": bias, "scale_a": scale_a, "scale_b": scale_b, "out_dtype": out_dtype,
         "fast_accum": use_fast_accum, "form": form, "deadline": deadline,
     }  # fmt: skip
+    plain = None
+    if bias is None and scale_a is None and scale_b is None:
+        options = reduce_op, out_dtype, use_fast_accum, form
+        plain = plain_call(ALL_REDUCE, group, a, b, 0, deadline, *options)
+        if plain is not None and (made := plain.repeated()) is not None:
+            repeated: torch.Tensor = made
+            return repeated
     request = given_request(ALL_REDUCE, a, b, **given)
     if request is not None and (found := equal_call(group, request)):
         with untracked():
-            return all_reduce.run([found.state], request, found.key)
+            return all_reduce.run([found.state], request, found.key, plain)
     request = check_request(ALL_REDUCE, a, b, **given)
     result: torch.Tensor = matmul_all_reduce_op(
         request.a, request.b, reduce_op, name_of(ALL_REDUCE, group), bias, scale_a, scale_b, out_dtype, use_fast_accum,

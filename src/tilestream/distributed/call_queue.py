@@ -125,6 +125,16 @@ class CallQueue:
             self._calls = [call for call in self._calls if call.epoch > epoch - gather.SLOTS]
         return epoch
 
+    @property
+    def next_slot(self) -> int:
+        """The slot of the next call."""
+        return (self._epoch + 1) % gather.SLOTS
+
+    def take_back(self, epoch: int) -> None:
+        """Undo `begin`: nothing of the call was issued."""
+        assert epoch == self._epoch
+        self._epoch -= 1
+
     def admit(self, epoch: int) -> int | None:
         """Perform the host's part of the protocol before call ``epoch``: the epoch, or None if the group is broken."""
         raise NotImplementedError
@@ -168,9 +178,15 @@ class CallQueue:
             return False
         self.drain()
         barrier(state, self.device)  # no rank uses the old slots any more
-        self._prepared.clear()
+        self.forget_programs()
         memory.grow(max(size, memory.slot_bytes), max(chunks, memory.chunks))
         return True
+
+    def forget_programs(self) -> None:
+        """Drop what holds addresses of memory that is replaced now."""
+        self._prepared.clear()
+        if (state := self._state()) is not None:
+            state.repeats.clear()
 
     def drain(self) -> None:
         """Wait until no call of this rank is in flight."""

@@ -37,6 +37,9 @@ from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.program import (
     CALLING,
+    EPOCH,
+    FIRST,
+    MORE,
     Handlers,
     Program,
     Recorder,
@@ -44,9 +47,12 @@ from tilestream.distributed.program import (
     no_op,
     run_protocol,
 )
+from tilestream.distributed.repeats import PlainCall, Repeat
 from tilestream.distributed.shards import Product, ScaledRows, Shards
-from tilestream.distributed.slots import Form, local_rows, place, push, slot_rows, slot_size, sources_of
+from tilestream.distributed.slots import Form, is_brought, local_rows, place, push, slot_rows, slot_size, sources_of
 from tilestream.distributed.symmetric import PeerMemory
+from tilestream.launch.gate import bounds_of
+from tilestream.launch.native_program import Launched, NativeProgram, Patch, ProgramError, keeping
 from tilestream.runtime.channel import channel
 from tilestream.runtime.sequence import CopyAcross, Operand, Record, Wait, WaitEvent, Write
 
@@ -146,6 +152,7 @@ class GatherQueue(CallQueue):
     def issue(
         self, shards: Shards, shard: ScaledRows, gathered: torch.Tensor | None,
         compute: Callable[[ScaledRows, Arrival], list[torch.Tensor]], seconds: float, way: gather.Way,
+        repeat: GatherRepeat | None = None,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Issue a call: publish, side stream, kernels. Non-blocking; returns the results of ``compute``.
 
@@ -159,6 +166,8 @@ class GatherQueue(CallQueue):
             The kernels' deadline.
         way
             The direction in which shards travel; the same on each rank.
+        repeat
+            Learns to repeat the call.
         """
         from_slot = way == "pull" or not shard.data.is_contiguous()
         form = Form(shards, shard.data.dtype, shard.scales is not None, way, from_slot)
@@ -197,7 +206,14 @@ class GatherQueue(CallQueue):
         self._without_kernel[epoch] = signals, seconds
         signals.local_rows = own
         try:
-            outs = compute(slot, arrival)
+            if repeat is None:
+                outs = compute(slot, arrival)
+            else:
+                at = epoch % gather.SLOTS
+                with keeping() as launches:
+                    outs = compute(slot, arrival)
+                if own is not None and not is_brought(own) and shard.scales is None:
+                    repeat.learn(at, arrival, program, self._finish[at], launches, outs)
             del self._without_kernel[epoch]
             if gathered is not None:
                 take_out(gathered, slot.data, signals, shards, self._nan)
@@ -212,6 +228,49 @@ class GatherQueue(CallQueue):
             if gathered is not None:
                 _fill_nan(gathered[:, rank])
         return outs
+
+    def repeat(
+        self, program: NativeProgram, known: Arrival, shards: Shards, shard: torch.Tensor, addresses: Sequence[int],
+        seconds: float,
+    ) -> bool:  # fmt: skip
+        """Issue a pushed call with all its kernels by a program.
+
+        Parameters
+        ----------
+        known
+            The arrival that the program's kernels wait for.
+        shard
+            The own rows, contiguous.
+        addresses
+            Of the products' right operands, then of their results.
+
+        Returns
+        -------
+        bool
+            False if nothing was issued: the stream lacks the words of a launch, or the slot has other signals now.
+        """
+        epoch, index = self.begin(), self.device.index
+        arrival = self.arrival(shards, epoch)
+        signals, stream = _signals(arrival), torch._C._cuda_getCurrentRawStream(index)
+        shard.record_stream(torch.cuda.current_stream(index))  # as in `issue`
+        allowed, _ = bounds_of(seconds, self.op)
+        try:
+            if arrival is not known or not program.issue(
+                index, stream, epoch, shard.data_ptr(), 0, allowed, *addresses
+            ):
+                self.take_back(epoch)
+                return False
+        except ProgramError as error:
+            if not error.parts:  # peers may wait for the rest of the call
+                self._abort_half_issued(error)
+            else:
+                self._without_kernel[epoch] = signals, seconds
+            if error.parts + 1 < len(program):
+                self._end(epoch, signals.overrule, stream)
+            raise
+        events = self._events[epoch % gather.SLOTS]
+        self.track(IssuedCall(epoch, signals.overrule, events.kernel, events.end, epoch))
+        return True
 
     def _end(self, epoch: int, overrule: Callable[[BaseException], None], calling: int) -> list[int]:
         """Issue the program after the kernel. Returns the ranks that were given up during the issue."""
@@ -403,23 +462,77 @@ def _fill_nan(x: torch.Tensor) -> None:
     bits.fill_(torch.iinfo(bits.dtype).max)
 
 
+class GatherRepeat(Repeat):
+    """Equal gathers of a contiguous shard that is pushed, without scales."""
+
+    def __init__(self, queue: GatherQueue, shards: Shards) -> None:
+        super().__init__(queue)
+        self._queue, self._shards = queue, shards
+        #: By slot: the arrival that its program waits for.
+        self._arrivals: list[Arrival | None] = [None] * gather.SLOTS
+        #: Of each product, its columns; and the dtype of all.
+        self._columns: list[int] = []
+        self._dtype = torch.bfloat16
+
+    def learn(
+        self, slot: int, arrival: Arrival, before: Program, behind: Program, launches: list[Launched],
+        outs: list[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Prepare a slot, from a call that the queue has issued.
+
+        Parameters
+        ----------
+        before, behind
+            The operations before and after the kernels.
+        launches
+            The launches that the extension has issued for it, one for each of ``outs``.
+        """
+        if len(launches) != len(outs):
+            return
+        self._columns, self._dtype, self._arrivals[slot] = [out.shape[1] for out in outs], outs[0].dtype, arrival
+        count = len(outs)
+
+        def patches(i: int) -> list[Patch]:
+            return [
+                Patch("local", FIRST), Patch("b", MORE + (1 + i)), Patch("out", MORE + (1 + count + i)),
+                Patch("row_epoch", EPOCH), Patch("allowed", MORE),
+            ]  # fmt: skip
+
+        kernels = [(launch, patches(i)) for i, launch in enumerate(launches)]
+        self.keep(slot, 1 + 2 * count, (*before, *kernels, *behind))
+
+    def issue(self, call: PlainCall, program: NativeProgram, slot: int) -> list[torch.Tensor] | None:
+        """See `Repeat`: the products."""
+        a, arrival = call.a, self._arrivals[slot]
+        assert arrival is not None
+        shape = list(a.shape)
+        shape[call.dim] *= self._shards.world
+        outs = [torch.empty((*shape[:-1], n), dtype=self._dtype, device=a.device) for n in self._columns]
+        addresses = [x.data_ptr() for x in (*call.bs, *outs)]
+        return outs if self._queue.repeat(program, arrival, self._shards, a, addresses, call.seconds) else None
+
+
 def gather_matmul(
     state: GroupState, plan: DistributedPlan, shards: Shards, shard: ScaledRows, products: Sequence[Product],
-    seconds: float, return_a: bool,
+    seconds: float, return_a: bool, plain: PlainCall | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
     """Gather ``shard`` (``[batches, rows, width]``) from all ranks while ``products`` of all rows are computed.
 
-    Non-blocking. The next call on this device, or with this group, raises later errors.
+    Non-blocking. The next call on this device, or with this group, raises later errors. ``plain``: the call, if equal
+    ones can be repeated.
     """
     device, x = shard.data.device, shard.data
     with torch.cuda.device(device):
         queue = GatherQueue.of(state, plan, "a_shard", device, slot_size(shards, x.dtype), shards.chunks)
         gathered = x.new_empty(shards.shape) if return_a else None
+        repeat = None
+        if plain is not None and gathered is None and plan.decision.way == "push":
+            repeat = GatherRepeat.of(plain, queue, shards)
 
         def compute(rows: ScaledRows, arrival: Arrival) -> list[torch.Tensor]:
             a = rows.data.view(shards.total, shards.width)
             scales = None if rows.scales is None else rows.scales.view(shards.total, 1)
             return [product(a, scales, arrival, seconds) for product in products]
 
-        outs = queue.issue(shards, shard, gathered, compute, seconds, plan.decision.way)
+        outs = queue.issue(shards, shard, gathered, compute, seconds, plan.decision.way, repeat)
     return x if gathered is None else gathered, outs

@@ -14,10 +14,11 @@ GPU's operation, and records them (`tilestream.distributed.program`). Only the k
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +29,9 @@ from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.program import (
     CALLING,
+    EPOCH,
     FIRST,
+    MORE,
     SECOND,
     Handlers,
     Host,
@@ -38,12 +41,17 @@ from tilestream.distributed.program import (
     no_op,
     run_protocol,
 )
+from tilestream.distributed.repeats import PlainCall, Repeat
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Shards
 from tilestream.distributed.symmetric import PeerMemory
+from tilestream.launch.native_program import Launched, NativeProgram, Part, Patch, ProgramError, keeping
+from tilestream.launch.observe import observe
 from tilestream.ops.publish import Publication
 from tilestream.runtime.channel import channel
-from tilestream.runtime.sequence import CopyAcross, CopyIn, Record, Wait, WaitEvent, Write
+from tilestream.runtime.sequence import CopyAcross, CopyIn, Record, Sequence, Wait, WaitEvent, Write
+
+logger = logging.getLogger(__name__)
 
 #: Initial number of a publication's signals, which grows on demand.
 _CHUNKS = 64
@@ -78,30 +86,30 @@ class Issuing:
         self._events = queue.events(epoch)
         overrule = functools.partial(queue._overrule, epoch)
         self._call = IssuedCall(epoch, overrule, self._events.kernel, self._events.side, flag_value, seconds)
-        self._has_kernel = self._tracked = False
+        self.has_kernel = self._tracked = False
 
     def host(self, multiply: Callable[[], object], add: Callable[[], object]) -> Host:
         """The host's actions in a sum's program."""
-        return {"multiply": multiply, "kernel": self._record_kernel, "track": self._track, "add": add}
+        return {"multiply": multiply, "kernel": self._record_kernel, "track": self.track, "add": add}
 
     def _record_kernel(self) -> None:
         self._events.kernel.record(self._calling)
-        self._has_kernel = True
+        self.has_kernel = True
 
-    def _track(self) -> None:
+    def track(self) -> None:
         """Have the call watched before its sum, whose launch may block for the peers (CUDA_LAUNCH_BLOCKING)."""
         self._queue.track(self._call)
         self._tracked = True
 
     def recover(self) -> None:
         """Record the missing events only: an event that is recorded again would wait for a peer."""
-        if not self._has_kernel:
+        if not self.has_kernel:
             self._record_kernel()
         if not self._tracked:
             self._events.side.record(self._side)
         self._events.end.record(self._calling)
         if not self._tracked:
-            self._track()
+            self.track()
 
 
 class ReduceScatterQueue(CallQueue):
@@ -129,7 +137,7 @@ class ReduceScatterQueue(CallQueue):
 
     def issue(
         self, shards: Shards, dtype: torch.dtype, received: torch.Tensor, product: Product,
-        reduce_partials: ReducePartials, seconds: float,
+        reduce_partials: ReducePartials, seconds: float, repeat: SumRepeat | None = None,
     ) -> None:  # fmt: skip
         """Issue a call: the kernel, the pulls, and the sum. Non-blocking.
 
@@ -141,12 +149,14 @@ class ReduceScatterQueue(CallQueue):
             Adds ``received`` and this rank's part of its own product, which is the operand.
         seconds
             Seconds that peers have from the kernel's end.
+        repeat
+            Learns to repeat the call.
         """
         assert shards.rows % shards.parts == 0, "a kernel publishes chunks of one size"
         if self._publication.chunks < shards.chunks:  # before the call is counted, because it may raise
             self.drain()
             self._publication = self.make_publication(shards.chunks)
-            self._prepared.clear()
+            self.forget_programs()
         epoch = self.begin()
         slot, before, calling = epoch % gather.SLOTS, self._flag_value, torch.cuda.current_stream(self.device)
         self._flag_value += shards.batches * shards.parts
@@ -162,15 +172,66 @@ class ReduceScatterQueue(CallQueue):
                 product(out, self._publication, epoch, shards.rows // shards.parts, pivot)
 
             program = self.prepared(SumForm(shards, shards.width * dtype.itemsize), epoch, self._prepare)
-            host = call.host(multiply, lambda: reduce_partials(whole, self._void, epoch))
-            issue(program, (calling.cuda_stream, epoch, before, received.data_ptr()), host)
+            values = calling.cuda_stream, epoch, before, received.data_ptr()
+            add = functools.partial(reduce_partials, whole, self._void, epoch)
+            if repeat is None:
+                issue(program, values, call.host(multiply, add))
+            else:
+                repeat.learn(slot, program, values, lambda add: call.host(multiply, add), add)
         except BaseException as error:
             self.recover_half_issued(error, call)
             raise
 
     def events(self, epoch: int) -> SlotEvents:
         """The events of a call."""
-        return self._events[epoch % gather.SLOTS]
+        return self.events_in(epoch % gather.SLOTS)
+
+    def events_in(self, slot: int) -> SlotEvents:
+        """The events of a slot's calls."""
+        return self._events[slot]
+
+    def repeat(
+        self, program: NativeProgram, kernel: int, flags: int, received: torch.Tensor | None,
+        addresses: tuple[int, ...], seconds: float,
+    ) -> bool:  # fmt: skip
+        """Issue a call by a program.
+
+        Parameters
+        ----------
+        kernel
+            The number of the program's part that records the kernel's event.
+        flags
+            By how much the call raises every peer's flag; 0 if it sets the flag to its epoch.
+        received, seconds
+            As of `issue`; without ``received`` for an all-reduce.
+        addresses
+            Of A, B and the result.
+
+        Returns
+        -------
+        bool
+            False if nothing was issued: the stream lacks the words of a launch.
+        """
+        epoch, index, before = self.begin(), self.device.index, self._flag_value
+        calling = torch.cuda.current_stream(index)
+        side = calling if received is None else self._side
+        call = Issuing(self, epoch, before + flags if flags else epoch, seconds, calling, side)
+        if received is not None:
+            for stream in (side, calling):
+                received.record_stream(stream)
+        there = 0 if received is None else received.data_ptr()
+        try:
+            if not program.issue(index, calling.cuda_stream, epoch, before, there, *addresses):
+                self.take_back(epoch)
+                return False
+            self._flag_value += flags
+            call.track()
+        except BaseException as error:
+            self._flag_value += flags
+            call.has_kernel = isinstance(error, ProgramError) and error.parts > kernel
+            self.recover_half_issued(error, call)
+            raise
+        return True
 
     def recover_half_issued(self, error: BaseException, call: Issuing) -> None:
         """After a partly issued call: abort the peers, and watch the streams, which may wait for them."""
@@ -291,9 +352,87 @@ class ReduceScatterQueue(CallQueue):
         self.flags.make_void(epoch)
 
 
+class SumRepeat(Repeat):
+    """Equal sums of a contiguous A, without scales and a bias.
+
+    Parameters
+    ----------
+    flags
+        See `ReduceScatterQueue.repeat`.
+    received
+        What gives the memory that the peers' parts are pulled to; None for an all-reduce.
+    shape, dtype
+        Of the result.
+    """
+
+    def __init__(
+        self, queue: ReduceScatterQueue, flags: int, received: Callable[[], torch.Tensor] | None,
+        shape: tuple[int, ...], dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__(queue)
+        self._queue, self._flags, self._received, self._shape, self._dtype = queue, flags, received, shape, dtype
+        #: See `ReduceScatterQueue.repeat`.
+        self._kernel = 0
+
+    def learn(
+        self, slot: int, program: Program, values: tuple[int, int, int, int],
+        host: Callable[[Callable[[], object]], Host], add: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """Issue a call's program, and prepare its slot.
+
+        Parameters
+        ----------
+        host
+            The host's actions, one of which calls its argument to issue the sum.
+        add
+            Issues the sum.
+        """
+        added: list[Any] = []
+
+        def observed() -> None:
+            with observe() as seen:
+                add()
+            added.extend(seen.issued)
+
+        with keeping() as launches:
+            issue(program, values, host(observed))
+        if len(launches) != 1 or len(added) != 1 or added[0] is None:
+            return
+        try:
+            adds = Launched.of_kernel(added[0])
+        except ValueError as error:
+            logger.debug("no repeat: %s", error)
+            return
+        kernel = self._queue.events_in(slot).kernel
+        parts: dict[str, Part] = {
+            "multiply": (launches[0], [Patch("a", MORE), Patch("b", MORE + 1), *self._publishes]),
+            "kernel": Sequence(MORE.index, [Record(CALLING, kernel.cuda_event)]),
+            "add": (adds, [Patch("out", MORE + 2), Patch("epoch", EPOCH), *self._adds]),
+        }
+        watched = [part for part in program if part != "track"]  # the whole call is issued before it is watched
+        self._kernel = watched.index("kernel")
+        self.keep(slot, 3, [parts.get(part, part) if isinstance(part, str) else part for part in watched])
+
+    @property
+    def _publishes(self) -> list[Patch]:
+        return [] if self._received is None else [Patch("out_epoch", EPOCH)]
+
+    @property
+    def _adds(self) -> list[Patch]:
+        return [] if self._received is None else [Patch("parts", SECOND)]
+
+    def issue(self, call: PlainCall, program: NativeProgram, slot: int) -> torch.Tensor | None:
+        """See `Repeat`: the sum."""
+        a, (b,), received = call.a, call.bs, None if self._received is None else self._received()
+        out = torch.empty(self._shape, dtype=self._dtype, device=a.device)
+        addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        of_call = self._kernel, self._flags, received, addresses, call.seconds
+        return out if self._queue.repeat(program, *of_call) else None
+
+
 def matmul_scatter(
     state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, product: Product,
-    seconds: float,
+    seconds: float, repeat: Callable[[ReduceScatterQueue, int, Callable[[], torch.Tensor]], SumRepeat] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The sum (or average) over all ranks of this rank's part of their products, plus the bias.
 
@@ -303,6 +442,8 @@ def matmul_scatter(
     ----------
     dtype
         The dtype of the parts that travel, and of the result.
+    repeat
+        Makes what learns to repeat the call: see `SumRepeat`.
 
     Returns
     -------
@@ -314,7 +455,11 @@ def matmul_scatter(
         queue = ReduceScatterQueue.of(state, plan, "a", device, math.prod(shards.shape) * dtype.itemsize)
         bias = None if request.bias is None else request.bias.contiguous()  # the kernel takes no strides
         mine = (shards.batches, shards.rows, shards.width)
-        received = state.buffer("received", (shards.world, *mine), dtype, device)
+
+        def buffer() -> torch.Tensor:
+            return state.buffer("received", (shards.world, *mine), dtype, device)
+
+        received = buffer()
         out = torch.empty(mine, dtype=dtype, device=device)
 
         def reduce_partials(product_of_all: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
@@ -323,5 +468,6 @@ def matmul_scatter(
             divisor = request.divisor(shards.world)
             add_parts(product_of_all, received, out, bias, void, state.rank, epoch, divisor)
 
-        queue.issue(shards, dtype, received, product, reduce_partials, seconds)
+        learns = None if repeat is None else repeat(queue, shards.batches * shards.parts, buffer)
+        queue.issue(shards, dtype, received, product, reduce_partials, seconds, learns)
     return out

@@ -67,6 +67,8 @@ class GroupState:
         #: Plans made so far, by all values that they depend on.
         self.plans: dict[object, DistributedPlan] = {}
         self._decided: dict[object, Any] = {}
+        #: By the key of plain calls: see `tilestream.distributed.repeats`.
+        self.repeats: dict[object, Any] = {}
         self._backends: dict[str, str] = {}
         self._broken: str | None = None
         self._buffers: dict[str, torch.Tensor] = {}

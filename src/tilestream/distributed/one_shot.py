@@ -16,6 +16,7 @@ as fast.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import cast
@@ -23,10 +24,11 @@ from typing import cast
 import torch
 
 from tilestream.core.protocols import gather, one_shot
-from tilestream.distributed.gpu_reduce_scatter import Issuing, ReducePartials, ReduceScatterQueue
+from tilestream.distributed.gpu_reduce_scatter import Issuing, ReducePartials, ReduceScatterQueue, SumRepeat
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.program import CALLING, Handlers, Program, Recorder, issue
+from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import Request
 from tilestream.ops.publish import Publication
 from tilestream.runtime.sequence import Record, Wait, Write
@@ -48,7 +50,7 @@ class AllReduceQueue(ReduceScatterQueue):
 
     def reduce(
         self, shape: tuple[int, int], dtype: torch.dtype, product: Product, reduce_partials: ReducePartials,
-        seconds: float,
+        seconds: float, repeat: SumRepeat | None = None,
     ) -> None:  # fmt: skip
         """Issue a call. Non-blocking.
 
@@ -60,6 +62,8 @@ class AllReduceQueue(ReduceScatterQueue):
             Adds the slots at addresses ``int64[world]``.
         seconds
             Seconds that peers have from the matmul's end.
+        repeat
+            Learns to repeat the call.
         """
         addresses = self._slots()  # before the call is counted, because it may raise
         epoch = self.begin()
@@ -70,9 +74,14 @@ class AllReduceQueue(ReduceScatterQueue):
             size = shape[0] * shape[1] * dtype.itemsize
             product(self.memory.slot(self._rank, slot)[:size].view(dtype).view(shape))
 
-        host = call.host(multiply, lambda: reduce_partials(addresses[slot], self._void, epoch))
+        values = calling.cuda_stream, epoch, 0, 0
+        add = functools.partial(reduce_partials, addresses[slot], self._void, epoch)
         try:
-            issue(self.prepared(None, epoch, self._prepare_call), (calling.cuda_stream, epoch, 0, 0), host)
+            program = self.prepared(None, epoch, self._prepare_call)
+            if repeat is None:
+                issue(program, values, call.host(multiply, add))
+            else:
+                repeat.learn(slot, program, values, lambda add: call.host(multiply, add), add)
         except BaseException as error:
             self.recover_half_issued(error, call)
             raise
@@ -108,10 +117,13 @@ class AllReduceQueue(ReduceScatterQueue):
         return self._addresses
 
 
-def matmul_reduce(state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype) -> torch.Tensor:
+def matmul_reduce(
+    state: GroupState, plan: DistributedPlan, request: Request, dtype: torch.dtype, plain: PlainCall | None = None
+) -> torch.Tensor:
     """The sum (or average) over all ranks of their products, on each rank, plus the bias: ``[..., M, N]`` of ``dtype``.
 
-    Non-blocking. The next call on this device, or with this group, raises later errors.
+    Non-blocking. The next call on this device, or with this group, raises later errors. ``plain``: the call, if equal
+    ones can be repeated.
     """
     a, seconds = request.a, request.seconds(state)
     whole = *a.shape[:-1], request.b.shape[-1]
@@ -129,5 +141,6 @@ def matmul_reduce(state: GroupState, plan: DistributedPlan, request: Request, dt
 
             add_slots(addresses, out, bias, void, epoch, request.divisor(state.world))
 
-        queue.reduce(shape, dtype, product, reduce_partials, seconds)
+        repeat = None if plain is None else SumRepeat.of(plain, queue, 0, None, whole, dtype)
+        queue.reduce(shape, dtype, product, reduce_partials, seconds, repeat)
     return out.view(whole)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from tilestream.distributed import gloo, gpu_reduce_scatter, graph_calls
 from tilestream.distributed.collective import agree, reduce_scatter
+from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat
 from tilestream.distributed.group_state import GroupState
 from tilestream.distributed.plan import DistributedPlan
 from tilestream.distributed.planner import connected_plan, make_plan
+from tilestream.distributed.repeats import PlainCall
 from tilestream.distributed.request import Request
 from tilestream.distributed.shards import Part, Shards
 from tilestream.kernels.cpu.epilogue import wide_dtype
@@ -58,8 +61,16 @@ class _Decided(NamedTuple):
     dtype: torch.dtype
 
 
-def run(state: GroupState, request: Request, key: object = None) -> torch.Tensor:
-    """The rank's own part of the sum over all ranks. ``key``: the request's key, if the caller has it."""
+def run(state: GroupState, request: Request, key: object = None, plain: PlainCall | None = None) -> torch.Tensor:
+    """The rank's own part of the sum over all ranks.
+
+    Parameters
+    ----------
+    key
+        The request's key, if the caller has it.
+    plain
+        The call, if equal ones can be repeated.
+    """
     request.begin(state)
     key, seconds, a, b = key or request.key(state), request.seconds(state), request.a, request.b
     found: _Decided | None = state.decided(key)
@@ -82,7 +93,10 @@ def run(state: GroupState, request: Request, key: object = None) -> torch.Tensor
             if plan.counted:
                 by_rank = _by_rank(shards, a)
                 return graph_calls.matmul_scatter(state, plan, shards, request, by_rank, dtype, seconds).view(shape)
-            return _by_copy_engines(state, plan, shards, request, dtype, seconds).view(shape)
+            repeat = None
+            if plain is not None and a.is_contiguous():
+                repeat = functools.partial(_repeat, plain, shape, dtype)
+            return _by_copy_engines(state, plan, shards, request, dtype, seconds, repeat).view(shape)
         if plan.transport == "gloo":
             total = _by_gloo(state, plan, shards, request, dtype, seconds)
         else:
@@ -125,9 +139,17 @@ def _by_gloo(
     return gloo.matmul_scatter(state, plan, shards, product, (dtype, wide_dtype(dtype)), seconds)
 
 
+def _repeat(
+    plain: PlainCall, shape: tuple[int, ...], dtype: torch.dtype, queue: ReduceScatterQueue, flags: int,
+    received: Callable[[], torch.Tensor],
+) -> SumRepeat:  # fmt: skip
+    return SumRepeat.of(plain, queue, flags, received, shape, dtype)
+
+
 def _by_copy_engines(
-    state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, seconds: float
-) -> torch.Tensor:
+    state: GroupState, plan: DistributedPlan, shards: Shards, request: Request, dtype: torch.dtype, seconds: float,
+    repeat: Callable[[ReduceScatterQueue, int, Callable[[], torch.Tensor]], SumRepeat] | None = None,
+) -> torch.Tensor:  # fmt: skip
     rows, workers = _by_rank(shards, request.a).reshape(shards.total, -1), limit()
 
     def product(out: torch.Tensor, publication: Publication, epoch: int, rows_per_chunk: int, pivot: int) -> str:
@@ -136,4 +158,4 @@ def _by_copy_engines(
             scale_b=request.scale_b, fast_accum=request.fast_accum, limit=workers, op=request.op,
         )  # fmt: skip
 
-    return gpu_reduce_scatter.matmul_scatter(state, plan, shards, request, dtype, product, seconds)
+    return gpu_reduce_scatter.matmul_scatter(state, plan, shards, request, dtype, product, seconds, repeat)

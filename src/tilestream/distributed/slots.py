@@ -57,12 +57,12 @@ class _Bring:
     """Copies the own rows into the slot, once for all launches of a call that read them in the slot."""
 
     def __init__(self, place: Callable[[torch.Tensor, torch.Tensor], None], *rows: torch.Tensor) -> None:
-        self._place, self._rows, self._done = place, rows, False
+        self._place, self._rows, self.done = place, rows, False
 
     def __call__(self) -> None:
-        if not self._done:
+        if not self.done:
             self._place(*self._rows)
-            self._done = True
+            self.done = True
 
 
 def local_rows(rank: int, shards: Shards, mine: torch.Tensor, slot: torch.Tensor) -> LocalRows:
@@ -71,6 +71,11 @@ def local_rows(rank: int, shards: Shards, mine: torch.Tensor, slot: torch.Tensor
     flat = mine.view(shards.batches * rows, shards.width)
     bring = _Bring(functools.partial(place, rank), slot, mine)
     return LocalRows(flat, rank * rows, rows, shards.world * rows, bring)
+
+
+def is_brought(local: LocalRows) -> bool:
+    """Whether a launch has had the own rows copied into the slot."""
+    return isinstance(local.bring, _Bring) and local.bring.done
 
 
 def place(rank: int, into: torch.Tensor, mine: torch.Tensor) -> None:

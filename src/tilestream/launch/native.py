@@ -26,7 +26,7 @@ import torch
 from tilestream.core.forks import free_in_child
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.launcher import VARIES, Launcher
-from tilestream.launch.observe import PRODUCTS, WORDS, Call, Observation
+from tilestream.launch.observe import ATTENTION_OPERANDS, MERGED_OPERANDS, OPERANDS, PRODUCTS, WORDS, Call, Observation
 from tilestream.runtime.device_workspace import MOST_STREAMS
 from tilestream.runtime.extension import find, open_library
 from tilestream.runtime.outliving import outliving
@@ -36,13 +36,6 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 3
 _CONSTANT, _ADDRESS, _BASE, _FACTOR, _MAP, _WORD = range(6)
-_ATTENTION = (
-    "q", "k", "v", "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table",
-    "seqlens_k",
-)  # fmt: skip
-_MERGED = ("o_a", "lse_a", "o_b", "lse_b")
-#: The order of `Operand` in csrc/recipe.h.
-OPERANDS = ("a", "b", "out", "bias", "residual", "scale_a", "scale_b", *_ATTENTION, *_MERGED, "offsets", "local")
 FACTORS = ("alpha", "beta")
 #: The order of `Workspace.addresses`, which follow the operands' addresses.
 REGIONS = ("counters", "counts", "partials", "starts", "order")
@@ -52,7 +45,7 @@ _NAMES = {
         "a": "a", "b": "b", "x": "a", "y": "b", "x_map": second, "y_map": first, "y_map_1": first, "y_map_2": first,
         "out_map": "out", "out": "out", "bias": "bias", "residual": "residual",
         "row_scale": f"scale_{second}", "column_scale": f"scale_{first}",
-        **{name: name for name in (*_ATTENTION, *_MERGED)}, "q_map": "q", "k_map": "k", "v_map": "v",
+        **{name: name for name in (*ATTENTION_OPERANDS, *MERGED_OPERANDS)}, "q_map": "q", "k_map": "k", "v_map": "v",
         "local_map": "local", "offsets": "offsets",
     }
     for swapped, first, second in ((False, "b", "a"), (True, "a", "b"))
@@ -71,7 +64,7 @@ _OF_KEYS = {
 }  # fmt: skip
 
 
-class Unfit(Exception):
+class Unfit(ValueError):
     """Why a launch cannot be repeated by a recipe."""
 
 
@@ -200,6 +193,41 @@ class _Sources(NamedTuple):
         raise Unfit(f"parameter {name} differs from call to call")
 
 
+def recipe_of_kernel(
+    launcher: Launcher, varying: Sequence[Any]
+) -> tuple[list[int], dict[str, tuple[bool, int]], dict[str, int]]:
+    """The recipe of one launch whose varying addresses and integers have places of their own.
+
+    Returns
+    -------
+    recipe, places, given
+        ``places``: by parameter, whether it is a word, and its number among the words or the addresses. ``given``: its
+        value in this launch.
+
+    Raises
+    ------
+    Unfit
+        If there are more of them than places, or one is no address and no integer.
+    """
+    values = _values(launcher, varying)
+    recipe = [_VERSION, *[0] * 5, 1, *launcher.head(), len(values)]
+    places: dict[str, tuple[bool, int]] = {}
+    given: dict[str, int] = {}
+    for parameter, value in values:
+        recipe += [parameter.size, parameter.alignment]
+        if parameter.value is not VARIES:
+            recipe += [_CONSTANT, _bits(parameter, value)]
+            continue
+        is_word = parameter.format != "Q"
+        number = sum(word == is_word for word, _ in places.values())
+        most = len(WORDS if is_word else OPERANDS)
+        if parameter.tensor is not None or type(value) is not int or number >= most:
+            raise Unfit(f"parameter {parameter.name} is no address and no integer, or there are more than {most}")
+        places[parameter.name], given[parameter.name] = (is_word, number), value
+        recipe += [_WORD, number] if is_word else [_ADDRESS, number, 0]
+    return recipe, places, given
+
+
 def _bits(parameter: Any, value: Any) -> int:
     return int.from_bytes(parameter._replace(value=value).packed().ljust(8, b"\0"), "little", signed=True)
 
@@ -236,6 +264,7 @@ class Extension:
         self.remember_merge_attention = ops.remember_merge_attention.default._op
         self.try_grouped, self.try_grouped_out = ops.try_grouped.default._op, ops.try_grouped_out.default._op
         self.remember_grouped = ops.remember_grouped.default._op
+        self.number_layouts = ops.number_layouts.default._op
         self._lock = free_in_child(threading.Lock())
         #: The words of each stream, by device, stream and context. The extension has their addresses.
         self._words: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
@@ -283,7 +312,7 @@ class Extension:
                 else:
                     keep = self.remember_gated_matmul if call.words else self.remember_matmul
                     kept = bool(keep(recipe, result, into, *arguments))
-        except (Unfit, RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
             logger.debug("no recipe: %s", error)
             if not isinstance(error, Moved):
                 self._unfit.add(launch)

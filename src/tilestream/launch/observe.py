@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
 #: The public ops of a product, and the registered op of compiled graphs, in the order of csrc/ops.cpp.
 PRODUCTS = ("matmul", "mm", "bmm", "addmm", "linear", "gemm")
+ATTENTION_OPERANDS = (
+    "q", "k", "v", "lse", "sinks", "scale_q", "scale_k", "scale_v", "cu_seqlens_q", "cu_seqlens_k", "block_table",
+    "seqlens_k",
+)  # fmt: skip
+MERGED_OPERANDS = ("o_a", "lse_a", "o_b", "lse_b")
+#: The operands of all ops, in the order of `Operand` in csrc/recipe.h.
+OPERANDS = (
+    "a", "b", "out", "bias", "residual", "scale_a", "scale_b", *ATTENTION_OPERANDS, *MERGED_OPERANDS, "offsets",
+    "local",
+)  # fmt: skip
 #: A launch's arguments for arriving and published chunks that differ from call to call, in the order of `Given::words`
 #: in csrc/recipe.h: see `tilestream.launch.gate`.
 WORDS = (
@@ -30,7 +40,7 @@ class Call(NamedTuple):
     Attributes
     ----------
     operands
-        The caller's operands by the names of `tilestream.launch.native.OPERANDS`; ``out`` is the result. None for one
+        The caller's operands by the names of `OPERANDS`; ``out`` is the result. None for one
         that is not given.
     factors
         Alpha and beta of a product.

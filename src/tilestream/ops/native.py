@@ -99,6 +99,11 @@ def _load() -> Extension | None:
     return _loaded.extension
 
 
+def is_watched() -> bool:
+    """Whether a profiler hooks Triton's launches. Asked when the extension is loaded."""
+    return _loaded.watched()
+
+
 def loaded() -> Extension | None:
     """The extension; None before `wanted` or `wanted_attention` has loaded it."""
     return _loaded.extension

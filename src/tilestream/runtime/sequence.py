@@ -202,6 +202,16 @@ class Sequence:
     def __len__(self) -> int:
         return len(self._operations)
 
+    @property
+    def slots(self) -> int:
+        """The number of values of an issue."""
+        return self._slots
+
+    @property
+    def handle(self) -> int | None:
+        """The extension's sequence, which lives as long as this object; None if Python issues the operations."""
+        return self._native
+
     def issue(self, *values: int) -> None:
         """Issue all operations, without the GIL. The current device is that of the streams.
 
@@ -224,8 +234,14 @@ class Sequence:
         if self._native is not None:
             code = ctypes.c_int32()
             done = self._issue(self._native, self._given(*values), 0, ctypes.addressof(code))
-        # The Python path issues what the extension did not: the thread may not have had a context yet. If the driver
-        # refuses again, its function raises why.
+        self.issue_rest(done, *values)
+
+    def issue_rest(self, done: int, *values: int) -> None:
+        """Issue the operations from number ``done`` on, by Python.
+
+        The extension has not issued them: the thread may not have had a context yet. If the driver refuses again, its
+        function raises why. Values and errors are those of `issue`.
+        """
         for number in range(done, len(self._calls)):
             kind, operands = self._calls[number]
             function = getattr(driver, _KINDS[kind][1])

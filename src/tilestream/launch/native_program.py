@@ -1,0 +1,218 @@
+"""`NativeProgram`: a call's sequences and launches, one behind another, issued by one native call.
+
+`tilestream.runtime.sequence` prepares the driver's operations, and `tilestream.launch.native` the launches of equal
+calls. A call between ranks needs both in turn: operations before the kernel, the kernel, operations behind it. A
+program holds all of them. Its launches were issued before: `keeping` keeps those that the extension issues, and
+`Launched.of_kernel` prepares the launch of a kernel that Python has issued. A `Patch` says which address or word of a
+launch is a value of the issue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from tilestream.launch.observe import OPERANDS, WORDS
+from tilestream.runtime.extension import library
+from tilestream.runtime.sequence import Sequence, Slot
+
+#: Of csrc/program.cpp.
+_PROGRAM_VERSION = 1
+_SEQUENCE, _LAUNCH = range(2)
+#: Why an issue ended, beside the driver's codes.
+_DONE, _DECLINED = 0, -1
+
+
+class Patch(NamedTuple):
+    """What a launch is given at each issue.
+
+    Attributes
+    ----------
+    name
+        An operand, by its name in `tilestream.launch.observe.OPERANDS`; or one of `tilestream.launch.observe.WORDS`; or
+        a parameter of the kernel of `Launched.of_kernel`.
+    value
+        A value of the issue, or a constant.
+    """
+
+    name: str
+    value: Slot | int
+
+
+class Launched:
+    """A launch that was issued before, and can be issued again.
+
+    Parameters
+    ----------
+    handle
+        The extension's launch.
+    places
+        By the names that patches have: whether it is a word, and its number among the words or the addresses.
+    given
+        Patches of each issue that gives no others.
+    keep
+        What has to live as long.
+    """
+
+    def __init__(
+        self, handle: int, places: Mapping[str, tuple[bool, int]], given: Iterable[Patch] = (), keep: object = None
+    ) -> None:
+        self._library, self._places, self._given, self._keep = _extension(), places, tuple(given), keep
+        self.handle = handle
+
+    def __del__(self) -> None:
+        self._library.tilestream_launch_free(ctypes.c_void_p(self.handle))
+
+    def integers(self, patches: Iterable[Patch]) -> list[int]:
+        """The launch as a part of a program; see `Program` in csrc/program.h."""
+        by_name = {one.name: one for one in (*self._given, *patches)}
+        made = [_LAUNCH, self.handle, len(by_name)]
+        for name, value in by_name.values():
+            is_word, index = self._places[name]
+            slot, constant = (value.index, value.plus) if isinstance(value, Slot) else (-1, value)
+            made += [int(is_word), index, slot, constant]
+        return made
+
+    @classmethod
+    def of_kernel(cls, issued: tuple[Any, tuple[Any, ...]]) -> Launched:
+        """The launch of a kernel that Python has issued, as `tilestream.launch.observe.Observation.issued` has it.
+
+        Its patches go by the names of the kernel's parameters. Those that have none keep what they were given.
+
+        Raises
+        ------
+        ValueError
+            If it has more varying arguments than a launch takes, or one that is no address and no integer.
+        """
+        from tilestream.launch.native import recipe_of_kernel  # imports Triton
+
+        recipe, places, given = recipe_of_kernel(*issued)
+        return cls(_made("tilestream_launch_make", recipe), places, [Patch(*one) for one in given.items()], issued[0])
+
+
+#: A part of a program: a sequence, or a launch with its patches.
+Part = Sequence | tuple[Launched, Iterable[Patch]]
+#: The places of operands and words in a launch that the extension has issued.
+_PLACES = {name: (False, i) for i, name in enumerate(OPERANDS)} | {name: (True, i) for i, name in enumerate(WORDS)}
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[list[Launched]]:
+    """The launches that the extension issues in this block and thread, once the block has ended."""
+    found, launches = library(), list[Launched]()
+    if found is None:
+        yield launches
+        return
+    take = found.tilestream_take_kept
+    take.restype = ctypes.c_void_p
+    found.tilestream_keep_launches(1)
+    try:
+        yield launches
+        while handle := take():
+            launches.append(Launched(handle, _PLACES))
+    finally:
+        found.tilestream_keep_launches(0)
+
+
+class ProgramError(RuntimeError):
+    """The driver refused a part of a program.
+
+    Attributes
+    ----------
+    parts : int
+        The parts that were issued. Of the next one, a sequence, operations may have been issued.
+    """
+
+    def __init__(self, message: str, parts: int) -> None:
+        super().__init__(message)
+        self.parts = parts
+
+
+class NativeProgram:
+    """See the module.
+
+    Parameters
+    ----------
+    values
+        The number of values of an issue. The first is the handle of the stream of all launches.
+    parts
+        In order: sequences, each of which gets as many values as it has slots; and launches with their patches.
+
+    Raises
+    ------
+    ValueError
+        If a patch or a sequence wants a value that is not there, if Python issues a sequence, or if there is no
+        extension.
+    """
+
+    def __init__(self, values: int, parts: Iterable[Part]) -> None:
+        self._parts, self._library = tuple(parts), _extension()
+        integers = [_PROGRAM_VERSION, values, len(self._parts)]
+        for part in self._parts:
+            if not isinstance(part, Sequence):
+                integers += part[0].integers(part[1])
+            elif part.handle is None:
+                raise ValueError("a program: Python issues one of its sequences")
+            else:
+                integers += [_SEQUENCE, part.handle, 0]
+        self._given, self._stopped = ctypes.c_uint64 * values, ctypes.c_int64 * 2
+        self._handle = _made("tilestream_program_make", integers)
+        self._issue = self._library.tilestream_program_issue
+        self._issue.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p)
+        self._issue.restype = ctypes.c_int64
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._library.tilestream_program_free(ctypes.c_void_p(self._handle))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def issue(self, device: int, *values: int) -> bool:
+        """Issue all parts, without the GIL, on the device with this index, which is the current one.
+
+        Returns
+        -------
+        bool
+            False if nothing was issued, and the call is Python's: the stream is captured, or lacks the words that a
+            launch needs, or the thread has no context yet.
+
+        Raises
+        ------
+        ProgramError
+            If the driver refuses a part.
+        """
+        given, stopped, first = self._given(*values), self._stopped(), 0
+        while True:
+            parts = self._issue(self._handle, given, device, first, stopped)
+            operations, code = stopped
+            if code == _DONE:
+                return True
+            if code == _DECLINED and not parts:
+                return False
+            part = self._parts[parts]
+            if not isinstance(part, Sequence):
+                raise ProgramError("the driver refused a launch", parts)
+            try:
+                part.issue_rest(operations, *values[: part.slots])
+            except RuntimeError as error:
+                raise ProgramError(str(error), parts) from error
+            first = parts + 1
+
+
+def _extension() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise ValueError("a program: there is no extension")
+    return found
+
+
+def _made(function: str, integers: list[int]) -> int:
+    make = getattr(_extension(), function)
+    make.restype, why = ctypes.c_void_p, ctypes.c_char_p()
+    handle: int | None = make((ctypes.c_int64 * len(integers))(*integers), len(integers), ctypes.byref(why))
+    if handle is None:
+        raise ValueError((why.value or b"").decode())
+    return handle

@@ -1,0 +1,135 @@
+"""What ranks do in ``test_gpu_repeats.py``: equal calls, issued by one native call each."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from distributed_jobs import Worst, error_of_a_late_rank, finish, random
+
+from tilestream import distributed as tsd
+from tilestream.distributed import repeats
+from tilestream.distributed.group_state import state_of
+
+#: Calls of each kind: enough for all slots to be prepared, and to be used again.
+CALLS = 12
+
+
+def _kinds(rank: int, world: int):
+    """By name: a call of data number ``i``."""
+    columns = [random(7 + j, 512, n) for j, n in enumerate((256, 136, 64))]
+    parts = [random(17, 512 * world, 384)[512 * r : 512 * (r + 1)] for r in range(world)]
+
+    def shard(i: int, *shape: int) -> torch.Tensor:
+        return random(100 * i + rank, *shape)
+
+    how = {"form": "fused", "deadline": 20}
+    yield "gather", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), columns[0], **how)
+    yield "ragged gather", lambda i: tsd.all_gather_matmul(shard(i, 130, 512), columns[0], **how)
+    yield "three products", lambda i: tsd.all_gather_matmul(shard(i, 256, 512), columns, **how)
+    yield "gather along 1", lambda i: tsd.all_gather_matmul(shard(i, 2, 64, 512), columns[0], gather_dim=1, **how)
+    yield "transposed b", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), random(5, 256, 512).t(), **how)
+    yield "float32 out", lambda i: tsd.all_gather_matmul(shard(i, 128, 512), columns[0], out_dtype=torch.float32, **how)
+    yield "sum", lambda i: tsd.matmul_reduce_scatter(shard(i, 256 * world, 512), parts[rank], **how)
+    yield (
+        "average",
+        lambda i: tsd.matmul_reduce_scatter(shard(i, 128 * world, 512), parts[rank], reduce_op="avg", **how),
+    )
+    yield (
+        "sum along 1",
+        lambda i: tsd.matmul_reduce_scatter(shard(i, 2, 64 * world, 512), parts[rank], scatter_dim=1, **how),
+    )
+    yield "all-reduce", lambda i: tsd.matmul_all_reduce(shard(i, 64, 512), parts[rank], **how)
+    yield "all-reduce of one row", lambda i: tsd.matmul_all_reduce(shard(i, 1, 512), parts[rank], **how)
+
+
+def _flat(made) -> list[torch.Tensor]:
+    return made if isinstance(made, list) else [made]
+
+
+def _repeated() -> int:
+    return sum(found.count for found in state_of("test", None).repeats.values())
+
+
+def same_bits(rank, world):
+    """By kind: whether a repeated call has the bits of the usual way, and how many calls were repeated."""
+    found = {}
+    for name, call in _kinds(rank, world):
+        before = _repeated()
+        repeated = [_flat(call(i)) for i in range(CALLS)]
+        count = _repeated() - before
+        repeats._blocks = True
+        usual = [_flat(call(i)) for i in range(CALLS)]
+        repeats._blocks = False
+        finish()
+        pairs = [pair for one, other in zip(repeated, usual, strict=True) for pair in zip(one, other, strict=True)]
+        same = all(x.shape == y.shape and x.stride() == y.stride() and x.equal(y) for x, y in pairs)
+        found[name] = same and not any(x.isnan().any() for x, _ in pairs), count
+    return found
+
+
+def in_turn(rank, world, count):
+    """The largest error of calls of all kinds in turn, without a barrier, on two streams; and the repeated ones."""
+    kinds, worst = dict(_kinds(rank, world)), Worst()
+    expected = {name: [_flat(call(i)) for i in range(3)] for name, call in kinds.items()}
+    finish()
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    before = _repeated()
+    for i in range(count):
+        for name, call in kinds.items():
+            number = i % 3
+            stream = streams[i // 5 % 2]
+            stream.wait_stream(streams[(i // 5 + 1) % 2])
+            with torch.cuda.stream(stream):
+                for out, right in zip(_flat(call(number)), expected[name][number], strict=True):
+                    worst.add(out, right)
+        if i % 16 == rank:
+            time.sleep(0.002)
+    streams[0].wait_stream(streams[1])
+    return worst.get(), _repeated() - before
+
+
+def late(rank, world, op):
+    """What each rank raises where the last rank is late in a call that would be repeated."""
+    call = dict(_kinds(rank, world))[op]
+    for i in range(CALLS):
+        call(i)
+    finish()
+    before = _repeated()
+    assert before, "no call was repeated"
+    x, b = random(rank, 128 * (1 if op == "gather" else world), 512), random(3, 512, 256)
+    short = {"form": "fused", "deadline": 0.5}
+    ops = {
+        "gather": lambda: tsd.all_gather_matmul(x, b, **short),
+        "sum": lambda: tsd.matmul_reduce_scatter(x, b, **short),
+        "all-reduce": lambda: tsd.matmul_all_reduce(x, b, **short),
+    }
+    for _ in range(CALLS):
+        ops[op]()
+    finish()
+    assert _repeated() > before
+    torch.distributed.barrier()
+    if rank == world - 1:
+        time.sleep(3.0)
+    return error_of_a_late_rank(ops[op])
+
+
+def hosts_time(rank, world, count):
+    """By kind: seconds of a repeated call back to back, host included, and in the usual way."""
+    found = {}
+    for name, call in _kinds(rank, world):
+        times = []
+        for blocks in (False, True):
+            repeats._blocks = blocks
+            for i in range(CALLS):
+                call(0)
+            finish()
+            torch.distributed.barrier()
+            begin = time.perf_counter()
+            for _ in range(count):
+                call(0)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) / count)
+        repeats._blocks = False
+        found[name] = times
+    return found
