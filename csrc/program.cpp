@@ -110,7 +110,10 @@ Program::Progress Program::issue(std::span<const uint64_t> values, int32_t devic
         given.addresses[patch.index] = reinterpret_cast<void*>(value);
       }
     }
-    if (!launch.entry->recipe->issue_on(stream, given, device, context)) return {i, 0, kNotLaunched};
+    if (!launch.entry->recipe->issue_on(stream, given, device, context)) {
+      const int code = last_launch_code();
+      return {i, 0, code == kSuccess ? kNotLaunched : code};
+    }
   }
   return {parts_.size(), 0, kSuccess};
 }

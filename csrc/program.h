@@ -36,7 +36,7 @@ class Program {
     int code;  // `kSuccess`, `kDeclined`, `kNotLaunched`, or the driver's
   };
   static constexpr int kDeclined = -1;     // nothing was issued now: the rest is Python's
-  static constexpr int kNotLaunched = -2;  // the next part is a launch that the driver refuses
+  static constexpr int kNotLaunched = -2;  // the next part is a launch for which the driver was not asked
 
   // Throws std::invalid_argument. The integers are those of `tilestream.launch.program`: the version; the number of
   // values; of each part its kind, the address of its `Sequence` or `Launched`, and the number of its patches; of each

@@ -10,6 +10,7 @@ namespace tilestream {
 namespace {
 
 constexpr int64_t kVersion = 3;
+thread_local int launch_code = kSuccess;
 constexpr size_t kMaxKernels = 4, kMaxParameters = 256;
 constexpr int kAttributeWords = sizeof(LaunchAttribute) / sizeof(int64_t);
 
@@ -136,7 +137,8 @@ bool Kernel::launch(const Given& given, void* stream) const {
   LaunchConfig config = config_;
   config.stream = stream;
   config.attributes = attributes_.data();
-  return driver().launch(&config, function_, addresses, nullptr) == kSuccess;
+  launch_code = driver().launch(&config, function_, addresses, nullptr);
+  return launch_code == kSuccess;
 }
 
 bool Kernel::reads(Operand operand) const {
@@ -181,6 +183,8 @@ bool Kernel::fill(const Slot& slot, const Given& given, std::byte* parameters) c
   }
   return true;
 }
+
+int last_launch_code() { return launch_code; }
 
 Recipe::Recipe(std::span<const int64_t> integers) {
   Reader reader(integers);

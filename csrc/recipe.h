@@ -75,6 +75,9 @@ class Kernel {
   std::vector<Slot> slots_;
 };
 
+// The driver's answer to this thread's last launch.
+int last_launch_code();
+
 class Recipe {
  public:
   // From the integers that `tilestream.launch.native.recipe_of` makes. Throws std::invalid_argument.

@@ -121,7 +121,7 @@ def hosts_time(rank, world, count):
         times = []
         for blocks in (False, True):
             repeats._blocks = blocks
-            for i in range(CALLS):
+            for _ in range(CALLS):
                 call(0)
             finish()
             torch.distributed.barrier()

@@ -36,6 +36,15 @@ std::mutex mutex;
 std::map<void*, std::vector<int64_t>> sizes_of;     // of a function's parameters
 std::vector<std::vector<unsigned char>> launches;   // configuration, attributes, parameters
 
+// An operation of a sequence: its number in csrc/sequence.h, then its operands; or a launch: the stream, the function.
+struct Operation {
+  int64_t kind;
+  uint64_t operands[4];
+};
+
+constexpr int64_t kLaunch = 6;
+std::vector<Operation> operations;
+
 template <typename T>
 void append(std::vector<unsigned char>& bytes, const T* values, size_t count) {
   const auto* first = reinterpret_cast<const unsigned char*>(values);
@@ -58,16 +67,11 @@ int record(const Config* config, void* function, void** parameters) {
   const auto& sizes = sizes_of[function];
   for (size_t i = 0; i < sizes.size(); i++) append(bytes, static_cast<unsigned char*>(parameters[i]), sizes[i]);
   launches.push_back(std::move(bytes));
+  const auto number = [](void* address) { return reinterpret_cast<uint64_t>(address); };
+  operations.push_back({kLaunch, {number(config->stream), number(function), 0, 0}});
   return 0;
 }
 
-// An operation of a sequence: its number in csrc/sequence.h, then its operands.
-struct Operation {
-  int64_t kind;
-  uint64_t operands[4];
-};
-
-std::vector<Operation> operations;
 int operations_left = -1;     // until all are refused; negative: none is
 int operation_code = 0;       // what a refused one answers
 uint64_t events = 0xE0;       // the newest event

@@ -39,11 +39,11 @@ from tilestream.distributed.program import (
     CALLING,
     EPOCH,
     FIRST,
-    MORE,
     Handlers,
     Program,
     Recorder,
     issue,
+    more,
     no_op,
     run_protocol,
 )
@@ -55,6 +55,7 @@ from tilestream.launch.gate import bounds_of
 from tilestream.launch.native_program import Launched, NativeProgram, Patch, ProgramError, keeping
 from tilestream.runtime.channel import channel
 from tilestream.runtime.sequence import CopyAcross, Operand, Record, Wait, WaitEvent, Write
+from tilestream.runtime.sequence import Sequence as OperationSequence
 
 #: The most arrivals, one for each shape and slot. This exceeds the calls in flight, since an arrival identifies an
 #: expiry.
@@ -212,8 +213,9 @@ class GatherQueue(CallQueue):
                 at = epoch % gather.SLOTS
                 with keeping() as launches:
                     outs = compute(slot, arrival)
-                if own is not None and not is_brought(own) and shard.scales is None:
-                    repeat.learn(at, arrival, program, self._finish[at], launches, outs)
+                if own is not None and shard.scales is None:
+                    brings = [self._bring(form, at)] if is_brought(own) else []
+                    repeat.learn(at, arrival, (*program, *brings), self._finish[at], launches, outs)
             del self._without_kernel[epoch]
             if gathered is not None:
                 take_out(gathered, slot.data, signals, shards, self._nan)
@@ -249,10 +251,10 @@ class GatherQueue(CallQueue):
         bool
             False if nothing was issued: the stream lacks the words of a launch, or the slot has other signals now.
         """
-        epoch, index = self.begin(), self.device.index
+        epoch, index = self.begin(), shard.get_device()
         arrival = self.arrival(shards, epoch)
         signals, stream = _signals(arrival), torch._C._cuda_getCurrentRawStream(index)
-        shard.record_stream(torch.cuda.current_stream(index))  # as in `issue`
+        shard.record_stream(torch.cuda.current_stream(self.device))  # as in `issue`
         allowed, _ = bounds_of(seconds, self.op)
         try:
             if arrival is not known or not program.issue(
@@ -337,6 +339,18 @@ class GatherQueue(CallQueue):
         }
         recorder.run(gather.side(self._rank, self._world, len(mine), epoch, form.way), travel)
         return Prepared(recorder.program(), slot_rows(memory, self._rank, slot, form))
+
+    def _bring(self, form: Form, slot: int) -> OperationSequence:
+        """Copies a contiguous shard to its place in the own slot, as `slots.place`."""
+        shards, at = form.shards, self.memory.address(self._rank, slot)
+        row = shards.width * form.dtype.itemsize
+        return OperationSequence(more(0).index, [
+            CopyAcross(
+                CALLING, at + (batch * self._world + self._rank) * shards.rows * row,
+                FIRST + batch * shards.rows * row, shards.rows * row,
+            )
+            for batch in range(shards.batches)
+        ])  # fmt: skip
 
     # The host, and giving up ---------------------------------------------------------------------------------------
 
@@ -494,8 +508,8 @@ class GatherRepeat(Repeat):
 
         def patches(i: int) -> list[Patch]:
             return [
-                Patch("local", FIRST), Patch("b", MORE + (1 + i)), Patch("out", MORE + (1 + count + i)),
-                Patch("row_epoch", EPOCH), Patch("allowed", MORE),
+                Patch("local", FIRST), Patch("b", more(1 + i)), Patch("out", more(1 + count + i)),
+                Patch("row_epoch", EPOCH), Patch("allowed", more(0)),
             ]  # fmt: skip
 
         kernels = [(launch, patches(i)) for i, launch in enumerate(launches)]

@@ -31,13 +31,13 @@ from tilestream.distributed.program import (
     CALLING,
     EPOCH,
     FIRST,
-    MORE,
     SECOND,
     Handlers,
     Host,
     Program,
     Recorder,
     issue,
+    more,
     no_op,
     run_protocol,
 )
@@ -191,13 +191,15 @@ class ReduceScatterQueue(CallQueue):
         return self._events[slot]
 
     def repeat(
-        self, program: NativeProgram, kernel: int, flags: int, received: torch.Tensor | None,
+        self, program: NativeProgram, device: int, kernel: int, flags: int, received: torch.Tensor | None,
         addresses: tuple[int, ...], seconds: float,
     ) -> bool:  # fmt: skip
         """Issue a call by a program.
 
         Parameters
         ----------
+        device
+            The device's index, as of a tensor.
         kernel
             The number of the program's part that records the kernel's event.
         flags
@@ -212,8 +214,7 @@ class ReduceScatterQueue(CallQueue):
         bool
             False if nothing was issued: the stream lacks the words of a launch.
         """
-        epoch, index, before = self.begin(), self.device.index, self._flag_value
-        calling = torch.cuda.current_stream(index)
+        epoch, before, calling = self.begin(), self._flag_value, torch.cuda.current_stream(self.device)
         side = calling if received is None else self._side
         call = Issuing(self, epoch, before + flags if flags else epoch, seconds, calling, side)
         if received is not None:
@@ -221,7 +222,7 @@ class ReduceScatterQueue(CallQueue):
                 received.record_stream(stream)
         there = 0 if received is None else received.data_ptr()
         try:
-            if not program.issue(index, calling.cuda_stream, epoch, before, there, *addresses):
+            if not program.issue(device, calling.cuda_stream, epoch, before, there, *addresses):
                 self.take_back(epoch)
                 return False
             self._flag_value += flags
@@ -405,9 +406,9 @@ class SumRepeat(Repeat):
             return
         kernel = self._queue.events_in(slot).kernel
         parts: dict[str, Part] = {
-            "multiply": (launches[0], [Patch("a", MORE), Patch("b", MORE + 1), *self._publishes]),
-            "kernel": Sequence(MORE.index, [Record(CALLING, kernel.cuda_event)]),
-            "add": (adds, [Patch("out", MORE + 2), Patch("epoch", EPOCH), *self._adds]),
+            "multiply": (launches[0], [Patch("a", more(0)), Patch("b", more(1)), *self._publishes]),
+            "kernel": Sequence(more(0).index, [Record(CALLING, kernel.cuda_event)]),
+            "add": (adds, [Patch("out", more(2)), Patch("epoch", EPOCH), *self._adds]),
         }
         watched = [part for part in program if part != "track"]  # the whole call is issued before it is watched
         self._kernel = watched.index("kernel")
@@ -426,7 +427,7 @@ class SumRepeat(Repeat):
         a, (b,), received = call.a, call.bs, None if self._received is None else self._received()
         out = torch.empty(self._shape, dtype=self._dtype, device=a.device)
         addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        of_call = self._kernel, self._flags, received, addresses, call.seconds
+        of_call = a.get_device(), self._kernel, self._flags, received, addresses, call.seconds
         return out if self._queue.repeat(program, *of_call) else None
 
 

@@ -26,8 +26,11 @@ Host = Mapping[str, Callable[[], object]]
 #: The values of an issue: the calling stream's handle, the call's epoch, and two values of the op.
 CALLING, EPOCH, FIRST, SECOND = map(Slot, range(4))
 _VALUES = 4
-#: Of an issue by a `tilestream.launch.native_program.NativeProgram`: the first value after those.
-MORE = Slot(_VALUES)
+
+
+def more(number: int) -> Slot:
+    """The value ``number`` of those that follow, in an issue by a `tilestream.launch.native_program.NativeProgram`."""
+    return Slot(_VALUES + number)
 
 
 class Recorder:

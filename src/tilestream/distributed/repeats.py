@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 from tilestream.core.protocols import gather
 from tilestream.distributed.dispatch import on_trial
 from tilestream.distributed.group_state import Group, GroupState, known_state
-from tilestream.distributed.program import MORE
+from tilestream.distributed.program import more
 from tilestream.launch.cache import launch_cache
 from tilestream.launch.native_program import NativeProgram, Part
 from tilestream.ops import native
@@ -148,12 +148,12 @@ class Repeat:
             found = repeats[call.key] = cls(*given)
         return found
 
-    def keep(self, slot: int, more: int, parts: Sequence[Part | str]) -> None:
+    def keep(self, slot: int, count: int, parts: Sequence[Part | str]) -> None:
         """Keep the program of a slot, if it can be repeated.
 
         Parameters
         ----------
-        more
+        count
             The number of values of an issue beside those of its sequences.
         parts
             Sequences, and launches with their patches; a name of the host's action cannot be repeated.
@@ -161,7 +161,7 @@ class Repeat:
         made = [part for part in parts if not isinstance(part, str)]
         if len(made) == len(parts):
             try:
-                self.programs[slot] = NativeProgram(MORE.index + more, made)
+                self.programs[slot] = NativeProgram(more(count).index, made)
             except ValueError as error:
                 logger.debug("no repeat: %s", error)
 

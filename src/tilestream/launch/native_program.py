@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tilestream.launch.observe import OPERANDS, WORDS
+from tilestream.runtime.driver import error_name
 from tilestream.runtime.extension import library
 from tilestream.runtime.sequence import Sequence, Slot
 
@@ -194,7 +195,8 @@ class NativeProgram:
                 return False
             part = self._parts[parts]
             if not isinstance(part, Sequence):
-                raise ProgramError("the driver refused a launch", parts)
+                why = error_name(code) if code > 0 else "it lacks a tensor map or words"
+                raise ProgramError(f"launch {parts} of {len(self)} parts was not issued: {why}", parts)
             try:
                 part.issue_rest(operations, *values[: part.slots])
             except RuntimeError as error:

@@ -1,0 +1,272 @@
+"""Equal calls between ranks, each issued by one native call: what the driver is asked, on a fake GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from stand_ins import Launch, Matmul, kernel, on_fake_gpu, remember, tried
+from test_native_gated import python_calls  # noqa: F401 -- a fixture
+from test_native_program import LAUNCH, operations
+
+import tilestream as ts
+from fake_cuda import DEVICE, fake_cuda
+from tilestream.core.protocols import gather
+from tilestream.distributed import slots
+from tilestream.distributed.copy_engines import GatherQueue, GatherRepeat
+from tilestream.distributed.gpu_reduce_scatter import ReduceScatterQueue, SumRepeat
+from tilestream.distributed.one_shot import AllReduceQueue
+from tilestream.distributed.repeats import PlainCall
+from tilestream.distributed.shards import ScaledRows, Shards
+from tilestream.launch import native_program
+from tilestream.launch.launcher import VARIES, Launcher
+from tilestream.launch.native_program import ProgramError
+from tilestream.launch.observe import observation
+from tilestream.runtime import sequence
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from fake_ranks import GroupState, Memory, patch_driver
+
+BF16 = torch.bfloat16
+COPY_ACROSS, WRITE, WAIT, RECORD, WAIT_EVENT = range(1, 6)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=BF16)
+
+
+@pytest.fixture
+def cuda(extension, libraries, monkeypatch):
+    """A fake GPU; sequences and programs are native, over the fake driver."""
+    found = ctypes.CDLL(str(libraries[0]))
+    with fake_cuda() as made:
+        made.clock = patch_driver(made, monkeypatch)
+        for module in (sequence, native_program):
+            monkeypatch.setattr(module, "library", lambda: found)
+        monkeypatch.setattr(native_program, "error_name", str)
+        on_fake_gpu(monkeypatch, extension)
+        yield made
+
+
+@pytest.fixture
+def state() -> Any:
+    made = GroupState(0, 2)
+    made.lock, made.timeout = threading.Lock(), lambda kind: 7.0
+    return made
+
+
+def plain(state: Any, a: torch.Tensor, *bs: torch.Tensor, key: object = "key") -> PlainCall:
+    return PlainCall(state, (key,), a, bs, 0, None)
+
+
+class Asked(NamedTuple):
+    """What the driver was asked: operations, launches by their bytes."""
+
+    operations: list[tuple[int, ...]]
+    launches: list[bytes]
+
+    @classmethod
+    def of(cls, driver: Any) -> Asked:
+        """Since the last time."""
+        found = cls(operations(driver), driver.launches())
+        driver.forget()
+        return found
+
+    def with_outputs(self, outs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Asked:
+        """With the addresses of ``others`` in place of those of ``outs``."""
+        launches = self.launches
+        for out, other in zip(outs, others, strict=True):
+            old, new = (struct.pack("=Q", x.data_ptr()) for x in (out, other))
+            assert any(old in launch for launch in launches)
+            launches = [launch.replace(old, new) for launch in launches]
+        return Asked(self.operations, launches)
+
+
+class Gathers:
+    """Gathers of rank 0 of two in the usual way, with native launches."""
+
+    shards = Shards(1, 2, 8, 64, parts=2)
+
+    def __init__(self, state: Any) -> None:
+        self.state, self.queue = state, GatherQueue(state, DEVICE, Memory(2, 16 * 64 * 2, 16).of(0))
+        self.brings = False
+
+    def usual(self, a: torch.Tensor, *bs: torch.Tensor) -> list[torch.Tensor]:
+        repeat = GatherRepeat.of(plain(self.state, a, *bs), self.queue, self.shards)
+
+        def compute(slot: ScaledRows, arrival: ts.Arrival) -> list[torch.Tensor]:
+            if self.brings:
+                arrival._signals.local_rows.bring()
+            return [ts.matmul(slot.data.view(16, 64), b, arrival=arrival, deadline=7.0) for b in bs]
+
+        return self.queue.issue(self.shards, ScaledRows(a.view(1, 8, 64), None), None, compute, 7.0, "push", repeat)
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["one product", "two products"])
+def test_a_repeated_gather_asks_for_what_the_usual_way_asks_for(state, python_calls, driver, count):  # noqa: F811
+    gathers, bs, others = Gathers(state), *([zeros(64, 32 + 8 * i) for i in range(count)] for _ in range(2))
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), *bs)
+    made = len(python_calls)
+    for i in range(2 * gather.SLOTS):
+        other = zeros(8, 64)
+        Asked.of(driver)
+        outs = plain(state, other, *others).repeated()
+        assert [out.shape for out in outs] == [(16, 32 + 8 * j) for j in range(count)]
+        repeated = Asked.of(driver)
+        gathers.queue.take_back(1 + gather.SLOTS + i + 1)  # the usual way, of the same epoch
+        usual = gathers.usual(other, *others)
+        assert repeated == Asked.of(driver).with_outputs(usual, outs)
+        assert len(repeated.launches) == count
+        assert {one[0] for one in repeated.operations} == {COPY_ACROSS, WRITE, RECORD, WAIT_EVENT, LAUNCH}
+    assert len(python_calls) == made, "no launch was Python's"
+    assert state.repeats["key",].count == 2 * gather.SLOTS
+
+
+def test_rows_that_a_kernel_reads_in_the_slot_are_copied_there(state, python_calls, driver, monkeypatch):  # noqa: F811
+    gathers, b, copies = Gathers(state), zeros(64, 32), []
+    gathers.brings = True
+    monkeypatch.setattr(slots, "copy", lambda to, source: copies.append((to.data_ptr(), source.data_ptr())))
+    a, other = zeros(8, 64), zeros(8, 64)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(a, b)
+    there = [to for to, source in copies if source == a.data_ptr()]
+    assert len(there) == 1 + gather.SLOTS
+    driver.forget()
+    assert plain(state, other, b).repeated() is not None
+    asked = Asked.of(driver).operations
+    copy = asked.index((COPY_ACROSS, 0, there[1], other.data_ptr(), other.nbytes))
+    assert asked[copy + 1][0] == LAUNCH
+
+
+class Sums:
+    """Sums, or all-reduces, of rank 0 of two in the usual way, with native launches."""
+
+    shards = Shards(1, 2, 8, 32, parts=2)
+
+    def __init__(self, state: Any, extension: Any, driver: Any, one_shot: bool) -> None:
+        self.state, self.extension, self.driver, self.one_shot = state, extension, driver, one_shot
+        kind = AllReduceQueue if one_shot else ReduceScatterQueue
+        self.queue = kind(state, DEVICE, Memory(2, 16 * 32 * 2, 16).of(0))
+        self.received, self.launches = zeros(2, 1, 8, 32), {}
+        signature = {"parts": "*bf16", "out": "*bf16", "epoch": "i32", "rank": "i32"}
+        self.adds = Launcher(kernel(driver, signature, {}, []), (3, 1, 1), [VARIES, VARIES, VARIES, 0])
+
+    def multiply(self, a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> None:
+        """A product into a slot, native from the second time on."""
+        x = Matmul(0, a, b)
+        if tried(self.extension, x, into)[0] is None or not self.launches:
+            launch = self.launches.setdefault(0, Launch(self.driver, x))
+            assert remember(self.extension, launch, x, into)
+
+    def add(self, out: torch.Tensor, epoch: int) -> None:
+        varying = self.received.data_ptr(), out.data_ptr(), epoch
+        self.adds(0, *varying)
+        if (seen := observation()) is not None:
+            assert seen.issued[-1] == (self.adds, varying)
+
+    def usual(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = zeros(16 if self.one_shot else 8, 32)
+        given = (0, None) if self.one_shot else (2, lambda: self.received)
+        repeat = SumRepeat.of(plain(self.state, a, b), self.queue, *given, tuple(out.shape), BF16)
+
+        def product(into: torch.Tensor, *_: Any) -> None:
+            self.multiply(a, b, into)
+
+        def add(operand: torch.Tensor, void: torch.Tensor, epoch: int) -> None:
+            self.add(out, epoch)
+
+        if self.one_shot:
+            self.queue.reduce((16, 32), BF16, product, add, 7.0, repeat)
+        else:
+            self.queue.issue(self.shards, BF16, self.received, product, add, 7.0, repeat)
+        return out
+
+
+@pytest.mark.parametrize("one_shot", [False, True], ids=["sum", "all-reduce"])
+def test_a_repeated_sum_asks_for_what_the_usual_way_asks_for(state, extension, driver, cuda, one_shot):
+    sums, a, b = Sums(state, extension, driver, one_shot), zeros(16, 64), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        sums.usual(a, b)
+    for i in range(2 * gather.SLOTS):
+        Asked.of(driver)
+        flags, other, another = sums.queue._flag_value, zeros(16, 64), zeros(64, 32)
+        out = plain(state, other, another).repeated()
+        assert out is not None
+        repeated, raised = Asked.of(driver), sums.queue._flag_value
+        sums.queue.take_back(1 + gather.SLOTS + i + 1)  # the usual way, of the same epoch
+        sums.queue._flag_value = flags
+        usual = sums.usual(other, another)
+        assert sums.queue._flag_value == raised
+        recorded = [one for one in repeated.operations if one[0] != RECORD]
+        asked = Asked.of(driver).with_outputs([usual], [out])
+        assert recorded == [one for one in asked.operations if one[0] != RECORD]
+        assert repeated.launches == asked.launches
+        assert len(asked.launches) == 2
+    assert state.repeats["key",].count == 2 * gather.SLOTS
+
+
+def test_a_call_that_nothing_was_issued_of_takes_the_usual_way(state, extension, driver, cuda, python_calls):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    epoch = gathers.queue._epoch
+    driver.forget()
+    driver.state(capturing=True)
+    assert plain(state, zeros(8, 64), b).repeated() is None
+    assert Asked.of(driver) == ([], [])
+    driver.state()
+    assert gathers.queue._epoch == epoch, "the call of the usual way has this epoch"
+    state.break_("a peer is lost")
+    assert plain(state, zeros(8, 64), b).repeated() is None, "the usual way raises"
+
+
+def test_new_slots_and_another_arrival_are_no_repeat(state, driver, python_calls):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    gathers.queue._arrivals.clear()
+    driver.forget()
+    assert plain(state, zeros(8, 64), b).repeated() is None
+    assert Asked.of(driver) == ([], [])
+    gathers.queue.forget_programs()
+    assert not state.repeats
+
+
+def test_a_refused_launch_of_a_gather_still_sends_the_rows(state, driver, python_calls):  # noqa: F811
+    gathers, b = Gathers(state), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        gathers.usual(zeros(8, 64), b)
+    Asked.of(driver)
+    gathers.usual(zeros(8, 64), b)
+    whole = [one[0] for one in Asked.of(driver).operations if one[0] != LAUNCH]
+    driver.library.fake_refuse_after(0)
+    try:
+        with pytest.raises(ProgramError, match="launch 1 of 3 parts"):
+            plain(state, zeros(8, 64), b).repeated()
+    finally:
+        driver.library.fake_refuse_after(-1)
+    assert [one[0] for one in Asked.of(driver).operations] == whole
+    assert not state.broken
+    assert list(gathers.queue._without_kernel) == [gathers.queue._epoch], "the next call waits for the rows"
+
+
+def test_a_sum_that_is_half_issued_breaks_the_group(state, extension, driver, cuda):
+    sums, a, b = Sums(state, extension, driver, False), zeros(16, 64), zeros(64, 32)
+    for _ in range(1 + gather.SLOTS):
+        sums.usual(a, b)
+    driver.library.fake_refuse_after(1)
+    try:
+        with pytest.raises(ProgramError, match="launch"):
+            plain(state, a, b).repeated()
+    finally:
+        driver.library.fake_refuse_after(-1)
+    assert state.broken
+    assert sums.queue._calls[-1].epoch == sums.queue._epoch, "it is watched"
